@@ -1,0 +1,231 @@
+"""Where am I, which accelerator is here, what is wrong and how to mend it.
+
+Touches no device and imports no torch, so that it answers even where torch is broken. Host and accelerator are read from
+environment variables, PCI folders and package metadata.
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from tpukit.errors import TpukitError
+from tpukit.tables import Table
+
+PACKAGES = ("torch", "torchvision", "torch_xla", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
+NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
+GOOGLE_PCI_VENDOR = "0x1ae0"
+TPU_MENU = {
+    "colab": "Colab menu: Runtime > Change runtime type > Hardware accelerator > v5e-1 TPU (or v6e-1)",
+    "kaggle": "Kaggle: Settings (or Session options) > Accelerator > TPU v5e-8; for a batch run, choose it before Save Version",
+    "tpu-vm": "on this TPU VM, install the torch_xla that matches torch: pip install 'torch_xla[tpu]'",
+    "local": "there is no TPU to switch on here: open the notebook on Colab or Kaggle, or rent a TPU VM",
+}
+GPU_MENU = {
+    "colab": "Colab menu: Runtime > Change runtime type > Hardware accelerator > T4 GPU (or L4, A100)",
+    "kaggle": "Kaggle: Settings (or Session options) > Accelerator > GPU T4 x2",
+    "tpu-vm": "a TPU VM has no GPU",
+    "local": "nvidia-smi finds no NVIDIA GPU: check the driver, or open the notebook on Colab or Kaggle",
+}
+# What an old guide may have left in the environment, and what it means today.
+OLD_VARIABLES = {
+    "COLAB_TPU_ADDR": "COLAB_TPU_ADDR belonged to Colab's TPU Node runtime, which no longer exists; nothing reads it today",
+    "XRT_TPU_CONFIG": "XRT_TPU_CONFIG belonged to the XRT runtime, which torch_xla no longer has; nothing reads it today",
+    "XLA_USE_BF16": "XLA_USE_BF16 silently turns every float32 tensor into bf16, the loss and the weights too; "
+    "tpukit uses autocast instead (precision='auto')",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What `detect()` found. Printing it is a table."""
+
+    host: str
+    """colab, kaggle, tpu-vm or local"""
+    accelerator: str
+    """tpu, cuda, xla (the CPU XLA device, chosen by PJRT_DEVICE=CPU) or cpu"""
+    cores: int
+    """TPU chips or GPUs that are here; 1 for the CPU"""
+    device_name: str
+    """for instance v5litepod-8, or Tesla T4"""
+    python: str
+    versions: dict
+    """package -> version, of those in PACKAGES that are installed"""
+    outputs: Path
+    """where results go"""
+    drive: Path | None
+    """MyDrive on Colab, mounted or not; None elsewhere"""
+    inputs: Path | None
+    """Kaggle's read-only inputs; None elsewhere"""
+    variables: dict
+    """the environment variables that an accelerator's runtime reads"""
+
+    def table(self):
+        """The environment as a `Table`."""
+        cores = f"{self.cores} x " if self.accelerator in ("tpu", "cuda") else ""
+        rows = [
+            ("host", self.host),
+            ("accelerator", f"{self.accelerator}: {cores}{self.device_name}"),
+            ("python", self.python),
+            *self.versions.items(),
+            ("outputs", self.outputs),
+        ]
+        if self.drive is not None:
+            rows.append(("drive", f"{self.drive} ({'mounted' if self.drive.is_dir() else 'not mounted'})"))
+        return Table("Environment", ("what", "value"), rows)
+
+    def __str__(self):
+        return str(self.table())
+
+    def _repr_html_(self):
+        return self.table()._repr_html_()
+
+    def require(self, accelerator, *, cores=1):
+        """Return self if this accelerator is here, with at least so many cores.
+
+        accelerator: "tpu" (the CPU XLA device counts, so that a notebook can be tried without a TPU), "cuda" or "cpu".
+        Raises TpukitError that names the menu to open on this host.
+        """
+        if accelerator not in ("tpu", "cuda", "xla", "cpu"):
+            raise TpukitError(f"require({accelerator!r}): choose 'tpu', 'cuda', 'xla' or 'cpu'")
+        enough = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "cpu": ("tpu", "cuda", "xla", "cpu")}
+        right = self.accelerator in enough[accelerator]
+        if right and (self.cores >= cores):
+            return self
+        lines = [f"{NAMES[accelerator]} needed, but this {self.host} session has: {NAMES[self.accelerator]} ({self.device_name})."]
+        if right:
+            lines = [f"asked for {cores} cores, found {self.cores} ({self.device_name})."]
+        lines.append({"tpu": TPU_MENU, "cuda": GPU_MENU}.get(accelerator, {}).get(self.host, "set PJRT_DEVICE=CPU before Python starts"))
+        if accelerator == "tpu" and "torch_xla" not in self.versions and _tpu_hinted(self.variables):
+            lines.append("A TPU seems to be here, but torch_xla is not installed; this image lost it: start a fresh session.")
+        lines += [why for name, why in OLD_VARIABLES.items() if self.variables.get(name)]
+        raise TpukitError("\n".join(lines))
+
+
+def detect(environ=None, root="/"):
+    """Find out where this Python runs, without touching a device.
+
+    environ: environment variables, those of this process unless given. root: the file system's root (for tests).
+    """
+    environ = os.environ if environ is None else environ
+    root = Path(root)
+    host = _host(environ)
+    versions = {name: version for name in PACKAGES if (version := _version(name))}
+    accelerator, cores, device_name = _accelerator(environ, root, versions)
+    base = {"colab": root / "content", "kaggle": root / "kaggle" / "working"}.get(host, Path.cwd())
+    watched = ("PJRT_DEVICE", "CUDA_VISIBLE_DEVICES", *OLD_VARIABLES)
+    return Environment(
+        host=host,
+        accelerator=accelerator,
+        cores=cores,
+        device_name=device_name,
+        python=platform.python_version(),
+        versions=versions,
+        outputs=base / "outputs",
+        drive=root / "content/drive/MyDrive" if host == "colab" else None,
+        inputs=root / "kaggle/input" if host == "kaggle" else None,
+        variables={n: v for n, v in sorted(environ.items()) if n in watched or n.startswith(("TPU_", "COLAB_", "XLA_"))},
+    )
+
+
+def _host(environ):
+    if environ.get("COLAB_RELEASE_TAG"):
+        return "colab"
+    if environ.get("KAGGLE_KERNEL_RUN_TYPE") or environ.get("KAGGLE_URL_BASE"):
+        return "kaggle"
+    return "tpu-vm" if environ.get("TPU_ACCELERATOR_TYPE") or environ.get("TPU_NAME") else "local"
+
+
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _tpu_hinted(environ):
+    # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
+    return bool(environ.get("TPU_ACCELERATOR_TYPE") or environ.get("COLAB_TPU_1VM"))
+
+
+def _accelerator(environ, root, versions):
+    """(accelerator, cores, device name)."""
+    chosen = environ.get("PJRT_DEVICE", "").upper()
+    if "torch_xla" in versions and chosen == "CPU":
+        return "xla", 1, "CPU XLA device (PJRT_DEVICE=CPU), for trying things out, not for speed"
+    chips = tpu_chips(root)
+    if "torch_xla" in versions and chosen in ("", "TPU") and (chips or chosen == "TPU"):
+        return "tpu", chips, environ.get("TPU_ACCELERATOR_TYPE") or "TPU"
+    gpus = nvidia_gpus(environ)
+    if gpus:
+        return "cuda", len(gpus), ", ".join(sorted(set(gpus)))
+    return "cpu", 1, f"{platform.machine()}, {os.cpu_count()} cores"
+
+
+def tpu_chips(root="/"):
+    """Number of TPU chips on the PCI bus."""
+    return sum(
+        vendor.read_text().strip() == GOOGLE_PCI_VENDOR and (vendor.parent / "class").read_text().strip() == "0x120000"
+        if (vendor.parent / "class").exists()
+        else vendor.read_text().strip() == GOOGLE_PCI_VENDOR
+        for vendor in Path(root).glob("sys/bus/pci/devices/*/vendor")
+    )
+
+
+def nvidia_gpus(environ):
+    """Names of the NVIDIA GPUs that this process may use, from nvidia-smi."""
+    if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which("nvidia-smi", path=environ.get("PATH")):
+        return []
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], env=dict(environ), capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    names = [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed.returncode == 0 else []
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return names[: len(visible.split(","))] if visible else names
+
+
+# What accelerators say when something is wrong -> what to do. The first pattern that fits counts.
+MENDS = (
+    (r"Runtime is already initialized", "This kernel already used the TPU once. Restart the session and touch no device before the launch."),
+    (r"Unsupported nprocs", "Today's torch_xla starts all cores by itself: leave nprocs out."),
+    (r"Can't get attribute .* on <module '__main__'", "Processes started by spawn cannot find functions of a notebook cell: start them by fork."),
+    (r"Expected \d+ worker addresses", "Kaggle sets TPU_PROCESS_ADDRESSES for one process: os.environ.pop('TPU_PROCESS_ADDRESSES') first."),
+    (r"Failed to get TPU metadata", "Set TPU_SKIP_MDS_QUERY=1 before Python starts: this host has no metadata server."),
+    (r"/dev/(vfio|accel).*busy|Device or resource busy|TPU is already in use", "Another process holds the chip; `tpukit doctor` names it. End it, or restart the session."),
+    (r"undefined symbol.*(_XLAC|torch)", "torch and torch_xla do not match: restart a fresh session and install nothing over the image's versions."),
+    (r"lockfile|libtpu_lockfile", "Another process holds the chip, or left its lock: end it, then remove /tmp/libtpu_lockfile."),
+    (r"allow_execution|_set_allow_execution|trying to execute a graph|full_graph|execution.*not allowed", "The step reads a value back from the device in the middle (.item(), print(loss), if loss > x). Sum on the device and read after the step."),
+    (r"different graphs|maximum number of.*graphs", "A batch or a Python number changed its shape or value between steps, so XLA would compile again. Keep every batch the same shape; declare phases in the workload."),
+    (r"RESOURCE_EXHAUSTED|Ran out of memory in memory space|CUDA out of memory|out of memory", "The step does not fit into the device's memory: use a smaller batch_size, a smaller crop, or precision='bf16'."),
+    (r"No space left on device.*shm|/dev/shm|unable to open shared memory", "Shared memory is full: use num_workers=0."),
+    (r"nvidia-smi.*not found|Launching training on \d+ GPUs", "A GPU was expected on a TPU host: set PJRT_DEVICE=TPU before Python starts."),
+    (r"BrokenProcessPool", "One process died and took the others along; the cause is in the first traceback above."),
+)
+
+
+def mend_for(message):
+    """What to do about an error message of an accelerator's runtime, or None."""
+    return next((mend for pattern, mend in MENDS if re.search(pattern, message, re.IGNORECASE | re.DOTALL)), None)
+
+
+@contextlib.contextmanager
+def explained():
+    """Within it, an error of an accelerator's runtime that has a known mend is raised as a TpukitError with the mend."""
+    try:
+        yield
+    except TpukitError:
+        raise
+    except Exception as error:
+        mend = mend_for(str(error))
+        if mend is None:
+            raise
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise TpukitError(f"{first.strip()}\n{mend}") from error

@@ -1,0 +1,252 @@
+"""A run directory: settings, records, checkpoints, best weights. The only channel between a training and its reader.
+
+    config.json              workload, settings, and what a resumed run must agree with
+    records.jsonl            one JSON object a line: kind, step, time, values
+    log.txt                  what was said, as plain lines
+    checkpoints/             step-N.pt (the newest two) and checkpoints.json, newest first, with SHA-256
+    best.safetensors         the weights of the best evaluation
+"""
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+
+from tpukit import storage
+from tpukit.errors import TpukitError
+
+KEEP = 2  # checkpoints: the newest, and the one before in case it is damaged
+
+
+def setting(default=dataclasses.MISSING, *, free=False, factory=dataclasses.MISSING):
+    """A dataclass field of a workload. free=True: a resumed run may change it, because it does not change the result."""
+    return dataclasses.field(default=default, default_factory=factory, metadata={"free": free})
+
+
+def settings(task):
+    """The fields of a workload as a dict that JSON keeps unchanged."""
+    values = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+    return json.loads(json.dumps(values, default=str))
+
+
+class Run:
+    """One training run in one folder. Use `Run.open`."""
+
+    def __init__(self, path, backup=None):
+        self.path = Path(path)
+        self.backup = Path(backup) if backup else None
+        self._backup_works = True
+
+    def __repr__(self):
+        return f"Run({str(self.path)!r})"
+
+    @classmethod
+    def open(cls, path, task, *, backup=None):
+        """Start a run in the folder `path`, or go on with the one that is there.
+
+        backup: a folder (on Drive, say) that gets a copy at every checkpoint; when `path` is gone and the backup is
+        there, the run comes back from it. Raises TpukitError if the folder holds a run of another workload or of other
+        settings, naming them; settings that do not change the result (epochs, folders, workers) may differ.
+        """
+        run = cls(path, backup)
+        if run.path.exists() and not run.path.is_dir():
+            raise TpukitError(f"{run.path} is a file; a run needs a folder of its own")
+        if not (run.path / "config.json").exists() and run.backup and (run.backup / "config.json").exists():
+            run._bring_back()
+        run.path.mkdir(parents=True, exist_ok=True)
+        (run.path / "checkpoints").mkdir(exist_ok=True)
+        if (run.path / "config.json").exists():
+            run._check(task)
+        storage.write_whole(run.path / "config.json", json.dumps(_config(task), indent=1))
+        return run
+
+    @classmethod
+    def find(cls, path):
+        """Open a run for reading. Raises TpukitError if there is none."""
+        if not (Path(path) / "config.json").is_file():
+            near = sorted(p.parent for p in Path(path).glob("*/config.json")) if Path(path).is_dir() else []
+            hint = f"; runs below it: {', '.join(map(str, near))}" if near else ""
+            raise TpukitError(f"{path} is not a run directory (it has no config.json){hint}")
+        return cls(path)
+
+    @property
+    def config(self):
+        """dict(workload, settings) that the run was opened with."""
+        return json.loads((self.path / "config.json").read_text())
+
+    def _check(self, task):
+        try:
+            old, new = self.config, _config(task)
+        except json.JSONDecodeError as error:
+            raise TpukitError(f"{self.path}/config.json is damaged ({error}); choose another run folder") from error
+        if old["workload"] != new["workload"]:
+            raise TpukitError(
+                f"{self.path} holds a run of {old['workload']}, the task is {new['workload']}: choose another run folder"
+            )
+        fixed = [f.name for f in dataclasses.fields(task) if not f.metadata.get("free")]
+        differing = [name for name in fixed if old["settings"].get(name) != new["settings"][name]]
+        if differing:
+            lines = [f"  {n}: the run has {old['settings'].get(n)!r}, the task {new['settings'][n]!r}" for n in differing]
+            raise TpukitError(
+                f"{self.path} holds a run with other settings:\n" + "\n".join(lines) + "\n"
+                "Set them back to go on with it, or choose another run folder."
+            )
+
+    # Saying and recording
+
+    def say(self, text):
+        """Print a line and keep it in log.txt."""
+        from tqdm import tqdm  # its write keeps a progress bar below the line
+
+        tqdm.write(text)
+        with open(self.path / "log.txt", "a") as log:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+
+    def log(self, kind, step, **values):
+        """Append one record. Floats that are not finite are kept as null, because JSON has no such numbers."""
+        record = dict(kind=kind, step=step, time=round(time.time(), 3), **values)
+        with open(self.path / "records.jsonl", "a") as file:
+            file.write(json.dumps(_finite(record)) + "\n")
+
+    def records(self, kind=None):
+        """The records, oldest first. A last line cut short by a kill is left out."""
+        path = self.path / "records.jsonl"
+        records = []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return [r for r in records if kind is None or r["kind"] == kind]
+
+    def _records_size(self):
+        path = self.path / "records.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+    def _forget_records_after(self, size):
+        """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again."""
+        if self._records_size() > size:
+            storage.write_whole(self.path / "records.jsonl", (self.path / "records.jsonl").read_bytes()[:size])
+
+    # Checkpoints
+
+    def save(self, state, step):
+        """Write a checkpoint, whole or not at all. state: nest of CPU tensors, numbers and strings."""
+        import torch
+
+        path = self.path / "checkpoints" / f"step-{step:08d}.pt"
+        with storage.whole_file(path) as file:
+            torch.save(dict(records_size=self._records_size(), state=state), file)
+        old = [c for c in self.checkpoints() if c["file"] != path.name]
+        kept = [dict(file=path.name, step=step, sha256=storage.sha256(path)), *old][:KEEP]
+        self._write_checkpoint_list(kept)
+        self._back_up()
+
+    def checkpoints(self):
+        """list of dict(file, step, sha256), newest first."""
+        try:
+            return json.loads((self.path / "checkpoints" / "checkpoints.json").read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            files = sorted((self.path / "checkpoints").glob("step-*.pt"), reverse=True)
+            return [dict(file=f.name, step=int(f.stem.split("-")[1]), sha256=None) for f in files]
+
+    def _write_checkpoint_list(self, kept):
+        folder = self.path / "checkpoints"
+        storage.write_whole(folder / "checkpoints.json", json.dumps(kept, indent=1))
+        for file in folder.glob("step-*.pt"):
+            if file.name not in [c["file"] for c in kept]:
+                file.unlink()
+
+    def restore(self):
+        """The newest whole checkpoint's state, or None where the run has none. A damaged one is named and passed over."""
+        found = self.checkpoints()
+        for checkpoint in found:
+            saved, why = self._read_checkpoint(checkpoint)
+            if saved is not None:
+                self._forget_records_after(saved["records_size"])
+                return saved["state"]
+            self.say(f"checkpoint {checkpoint['file']} is damaged ({why}); going back to the one before")
+        if found:
+            raise TpukitError(
+                f"none of the {len(found)} checkpoints in {self.path}/checkpoints can be read. Delete the folder "
+                f"{self.path} to start anew, or bring the checkpoints back from a copy."
+            )
+        self._forget_records_after(0)
+        return None
+
+    def _read_checkpoint(self, checkpoint):
+        """(state, None), or (None, why it cannot be used)."""
+        import torch
+
+        path = self.path / "checkpoints" / checkpoint["file"]
+        if not path.exists():
+            return None, "the file is missing"
+        if checkpoint["sha256"] and storage.sha256(path) != checkpoint["sha256"]:
+            return None, f"its {path.stat().st_size} bytes do not match the recorded SHA-256"
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True), None
+        except Exception as error:  # torch raises many types for a damaged file; each means the same here
+            return None, str(error).splitlines()[0]
+
+    def save_best(self, weights, **values):
+        """Write the best weights as best.safetensors. weights: name -> CPU tensor. values: kept as its metadata."""
+        from safetensors.torch import save
+
+        contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+        data = save(contiguous, metadata={name: str(value) for name, value in values.items()})
+        storage.write_whole(self.path / "best.safetensors", data)
+
+    # The copy on Drive
+
+    def _back_up(self):
+        """Copy what changed to the backup folder, each file whole or not at all, the list of checkpoints last."""
+        if not self.backup:
+            return
+        try:
+            for name in ("config.json", "log.txt", "records.jsonl", "best.safetensors"):
+                _copy_if_changed(self.path / name, self.backup / name)
+            for checkpoint in self.checkpoints():
+                name = Path("checkpoints") / checkpoint["file"]
+                _copy_if_changed(self.path / name, self.backup / name)
+            Run(self.backup)._write_checkpoint_list(self.checkpoints())
+        except (OSError, TpukitError) as error:  # Drive may be full or gone; the training goes on without it
+            if self._backup_works:
+                self.say(f"backup to {self.backup} failed ({error}); training goes on, checkpoints stay in {self.path}")
+            self._backup_works = False
+        else:
+            if not self._backup_works:
+                self.say(f"backup to {self.backup} works again")
+            self._backup_works = True
+
+    def _bring_back(self):
+        print(f"run: {self.path} is not here, bringing it back from {self.backup}")
+        for source in sorted(self.backup.rglob("*")):
+            # config.json last: it is what makes the folder a run
+            if source.is_file() and source.name != "config.json" and not source.name.endswith(".partial"):
+                storage.copy_whole(source, self.path / source.relative_to(self.backup))
+        storage.copy_whole(self.backup / "config.json", self.path / "config.json")
+
+
+def _config(task):
+    from tpukit import __version__
+
+    return dict(workload=task.name, settings=settings(task), tpukit=__version__)
+
+
+def _finite(value):
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _copy_if_changed(source, target):
+    if not source.exists():
+        return
+    if target.exists():
+        a, b = source.stat(), target.stat()
+        if a.st_size == b.st_size and a.st_mtime <= b.st_mtime:
+            return
+    storage.copy_whole(source, target)

@@ -1,0 +1,307 @@
+"""The seam between a training loop and a device. `torch_xla` is named here and nowhere above.
+
+`Runtime` is plain PyTorch on the CPU or one GPU; `XLARuntime` is one XLA device (a TPU chip, or the CPU XLA device).
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+
+import numpy as np
+import torch
+
+from tpukit.errors import TpukitError
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def open_runtime(env, precision="auto"):
+    """The runtime of the accelerator that `environment.detect()` found. This is where a device is first touched."""
+    if precision not in PRECISIONS:
+        raise TpukitError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
+    kind = XLARuntime if env.accelerator in ("tpu", "xla") else Runtime
+    return kind(env.accelerator, precision)
+
+
+# Which samples, in which order
+
+
+def training_plan(size, batch_size, *, seed, epoch, draws=0, start=0):
+    """Yield (indices, numbers, None) for every step of an epoch from step `start` on.
+
+    indices: (B,) samples, shuffled; the ragged tail is dropped. numbers: (B, draws) uniform in [0, 1) for the
+    augmentation. Both depend on (seed, epoch, step) alone, so a resumed run draws what a straight one draws.
+    """
+    order = np.random.default_rng(np.random.SeedSequence((seed, epoch))).permutation(size)
+    for step in range(start, size // batch_size):
+        rng = np.random.default_rng(np.random.SeedSequence((seed, epoch, step)))
+        yield order[step * batch_size : (step + 1) * batch_size], rng.random((batch_size, draws)), None
+
+
+def evaluation_plan(size, batch_size):
+    """Yield (indices, None, valid): every sample once, the last batch padded with sample 0 where `valid` is False."""
+    for first in range(0, size, batch_size):
+        indices = np.arange(first, first + batch_size)
+        valid = indices < size
+        yield np.where(valid, indices, 0), None, valid
+
+
+class Runtime:
+    """Plain PyTorch on one device.
+
+    device: torch.device. rank, world_size: this process among all. precision: "fp32", "bf16" or "fp16".
+    """
+
+    rank, world_size = 0, 1
+    compiles = False
+
+    def __init__(self, accelerator, precision="auto"):
+        self.accelerator = accelerator
+        self.device = self._open_device()
+        self.precision = self._best_precision() if precision == "auto" else precision
+        self.scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" else None
+
+    def _open_device(self):
+        if self.accelerator == "cuda" and not torch.cuda.is_available():
+            raise TpukitError(
+                f"a GPU is here, but torch {torch.__version__} cannot use it: "
+                "this torch was built without CUDA, or the driver is too old. `tpukit doctor` says which."
+            )
+        return torch.device(self.accelerator)
+
+    def _best_precision(self):
+        if self.accelerator != "cuda":
+            return "fp32"
+        # An emulated bf16 (T4, V100) is slower than fp16.
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+    def __str__(self):
+        return f"{self.accelerator} ({self.device_name()}), {self.precision}"
+
+    def device_name(self):
+        return torch.cuda.get_device_name() if self.accelerator == "cuda" else "host processor"
+
+    # Moving
+
+    def place(self, model):
+        """Move a model to the device. Build the optimizer from what this returns: on XLA its parameters are new objects."""
+        return model.to(self.device)
+
+    def put(self, arrays):
+        """dict of numpy arrays or CPU tensors -> dict of tensors on the device."""
+        tensors = {name: torch.as_tensor(value) for name, value in arrays.items()}
+        if self.device.type == "cuda":
+            return {name: value.pin_memory().to(self.device, non_blocking=True) for name, value in tensors.items()}
+        return {name: value.to(self.device) for name, value in tensors.items()}
+
+    def host(self, tree):
+        """The same nest of dicts, lists and tuples with every tensor copied to the CPU. Waits for the device."""
+        if isinstance(tree, torch.Tensor):
+            return tree.detach().cpu().clone() if tree.device.type == "cpu" else tree.detach().cpu()
+        if isinstance(tree, dict):
+            return {key: self.host(value) for key, value in tree.items()}
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(self.host(value) for value in tree)
+        return tree
+
+    def totals(self, sums):
+        """dict of 0-dimensional device tensors -> dict of floats over all processes. The one place that waits."""
+        return {name: float(value) for name, value in self.host(sums).items()}
+
+    def batches(self, data, plan, *, workers=2):
+        """Make the batches of a plan on `workers` threads, a few ahead, and put them on the device in order.
+
+        data: has `batch(indices, numbers) -> dict of numpy arrays`. Yields dicts of tensors; evaluation batches carry
+        `valid`: (B,) bool.
+        """
+
+        def make(step):
+            indices, numbers, valid = step
+            batch = data.batch(indices, numbers)
+            return batch if valid is None else {**batch, "valid": valid}
+
+        if workers == 0:
+            for step in plan:
+                yield self.put(make(step))
+            return
+        waiting = collections.deque()
+        with concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="batches") as pool:
+            try:
+                for step in plan:
+                    waiting.append(pool.submit(make, step))
+                    if len(waiting) > 2 * workers:
+                        yield self.put(waiting.popleft().result())
+                while waiting:
+                    yield self.put(waiting.popleft().result())
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    # Computing
+
+    def autocast(self):
+        """The context in which a model runs in this runtime's precision."""
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=_DTYPES[self.precision])
+
+    def compile(self, function, graphs=1):
+        """Make `function` one program on devices that compile. graphs: how many variants it is allowed to have."""
+        return function
+
+    def prime(self, optimizer):
+        """Make the optimizer's state before the first step, so that the first step is like all others.
+
+        One step with zero gradients at learning rate 0 creates it; then it is set to zero, which is where every
+        optimizer of torch.optim starts. An optimizer that already has its state is left as it is.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if all(optimizer.state.get(p) for p in parameters):
+            return
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+        optimizer.zero_grad(set_to_none=True)
+        self.sync()
+
+    def update(self, loss, model, optimizer):
+        """Backward, gradient sum over all processes, optimizer step. Returns the gradient norm, a device scalar."""
+        optimizer.zero_grad(set_to_none=True)
+        if self.scaler is None:
+            loss.backward()
+        else:
+            self.scaler.scale(loss).backward()
+            self.scaler.unscale_(optimizer)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        return norm
+
+    def sync(self):
+        """Wait until the device has done what was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    # Randomness
+
+    def random_state(self):
+        """The generators' state, as a dict of CPU tensors and integers."""
+        state = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def set_random_state(self, state):
+        """Set what `random_state` gave; a state of another kind of device is left out."""
+        torch.set_rng_state(state["cpu"])
+        if self.device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])
+
+    # Looking
+
+    def counters(self):
+        """What the accelerator's own counters say since the start; empty where there are none. See `XLARuntime.counters`."""
+        return {}
+
+    def memory(self):
+        """dict(peak_bytes, total_bytes) of the device, or None where it cannot be read."""
+        if self.device.type != "cuda":
+            return None
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        return dict(peak_bytes=torch.cuda.max_memory_allocated(), total_bytes=total)
+
+
+class XLARuntime(Runtime):
+    """One XLA device in this process."""
+
+    compiles = True
+
+    def _open_device(self):
+        import torch_xla
+
+        return torch_xla.device()
+
+    def _best_precision(self):
+        return "bf16" if self.accelerator == "tpu" else "fp32"
+
+    def __init__(self, accelerator, precision="auto"):
+        if precision == "fp16":
+            raise TpukitError("precision='fp16': XLA devices train in bf16, which needs no loss scaling; use 'bf16' or 'auto'")
+        super().__init__(accelerator, precision)
+
+    def device_name(self):
+        import torch_xla.core.xla_model as xm
+
+        return xm.xla_device_hw(self.device) + " through torch_xla"
+
+    def place(self, model):
+        model = model.to(self.device)
+        self.sync()
+        return model
+
+    def compile(self, function, graphs=1):
+        import torch_xla
+
+        # full_graph: a hidden `.item()` raises instead of cutting the step; graphs: so does a batch of another shape.
+        return torch_xla.compile(function, full_graph=True, max_different_graphs=graphs)
+
+    def sync(self):
+        import torch_xla
+
+        torch_xla.sync(wait=True)
+
+    def random_state(self):
+        import torch_xla.core.xla_model as xm
+
+        return {**super().random_state(), "xla": xm.get_rng_state()}
+
+    def set_random_state(self, state):
+        import torch_xla.core.xla_model as xm
+
+        super().set_random_state(state)
+        if "xla" in state:
+            xm.set_rng_state(state["xla"])
+
+    def counters(self):
+        """dict: compilations, executions (counts); compile_s, execute_s, to_device_s, from_device_s (seconds, summed);
+        fallbacks: operation that XLA could not lower and the CPU ran instead -> count."""
+        import torch_xla.debug.metrics as met
+
+        def timed(name):
+            data = met.metric_data(name)
+            return (data[0], data[1] / 1e9) if data else (0, 0.0)
+
+        compilations, compile_s = timed("CompileTime")
+        executions, execute_s = timed("ExecuteTime")
+        return dict(
+            compilations=compilations,
+            compile_s=compile_s,
+            executions=executions,
+            execute_s=execute_s,
+            to_device_s=timed("TransferToDeviceTime")[1],
+            from_device_s=timed("TransferFromDeviceTime")[1],
+            fallbacks={n: met.counter_value(n) for n in met.counter_names() if n.startswith("aten::")},
+        )
+
+    def memory(self):
+        import torch_xla.core.xla_model as xm
+
+        try:
+            info = xm.get_memory_info(self.device)
+        except RuntimeError:  # the CPU XLA device does not implement it
+            return None
+        return dict(peak_bytes=info.get("peak_bytes_used", info["bytes_used"]), total_bytes=info["bytes_limit"])

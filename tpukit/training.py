@@ -1,0 +1,391 @@
+"""What a task must say (`Workload`) and the one training loop (`train`)."""
+
+import contextlib
+import dataclasses
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from tpukit import environment, weights
+from tpukit.errors import TpukitError
+from tpukit.run import setting
+from tpukit.runtime import evaluation_plan, open_runtime, training_plan
+
+
+class Diverged(TpukitError):
+    """The loss or the gradient stopped being a finite number."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A training task. Its fields are its whole configuration; copy `workloads/mnist.py` to write your own.
+
+    A subclass says `datasets`, `model`, `optimizer`, `loss` and `evaluate`. Fields declared with
+    `setting(free=True)` may change when a run is resumed.
+    """
+
+    name: ClassVar[str]
+    score: ClassVar[str]
+    """The evaluation score that decides which weights are best; larger is better."""
+    phases: ClassVar[int] = 1
+    """How many variants `loss` has (a warm-up phase makes two). On XLA each costs one compilation, and no more are allowed."""
+
+    dataset_dir: Path = setting(free=True)
+    """Folder of the dataset."""
+    epochs: int = setting(10, free=True)
+    """Passes over the training set."""
+    batch_size: int = 16
+    """Global batch size: samples in one optimizer step, over all cores."""
+    lr: float = 0.01
+    """Learning rate."""
+    seed: int = 0
+    """Decides the initial weights, the order of the samples and the augmentation."""
+    precision: str = "auto"
+    """fp32, bf16, fp16, or auto: bf16 on TPU and newer GPUs, fp16 with a loss scaler on older GPUs, fp32 on CPU."""
+    weights: Path | None = None
+    """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model."""
+    log_every: int = 20
+    """Steps between two records. Reading the loss waits for the device, so not every step."""
+    eval_every: int = 1
+    """Epochs between two evaluations; the last epoch is always evaluated."""
+    save_every_s: float = setting(300.0, free=True)
+    """Seconds between two checkpoints within an epoch; one is written at every epoch's end anyway."""
+    num_workers: int = setting(2, free=True)
+    """Threads that read and augment the batches; 0 does it between the steps."""
+
+    def datasets(self):
+        """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`; the training
+        set says in `draws` how many uniform numbers a sample's augmentation uses (0 if none)."""
+        raise NotImplementedError
+
+    def model(self):
+        """The torch.nn.Module, on the CPU."""
+        raise NotImplementedError
+
+    def optimizer(self, model):
+        """The optimizer of a model that already lies on the device."""
+        raise NotImplementedError
+
+    def loss(self, model, batch, epoch):
+        """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no `.item()` here."""
+        raise NotImplementedError
+
+    def predict(self, model, batch, epoch=None):
+        """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One program on XLA.
+
+        epoch: the epoch that the weights come from, for a model that has phases; None for finished weights."""
+        raise NotImplementedError
+
+    def evaluate(self, predictions):
+        """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,) bool."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass
+class _State:
+    """Where a run stands. All of it goes into a checkpoint."""
+
+    step: int = 0
+    epoch_loss: float = 0.0  # summed over the steps of this epoch that were read so far
+    evaluated: int = 0  # epochs evaluated, or passed over
+    best: float | None = None
+
+
+def train(task, run, *, runtime=None, progress=True):
+    """Train `task` in the run directory `run`, from where it stands, to `task.epochs`. Returns the last scores.
+
+    A checkpoint is written at every epoch's end, every `task.save_every_s` seconds, and before leaving on an interrupt
+    or SIGTERM; a resumed run equals a straight one. Raises `Diverged` (naming the step and the last good checkpoint)
+    when loss or gradient stop being finite, and TpukitError for what the user can mend.
+    """
+    with _Stop() as stop, environment.explained():
+        return _Training(task, run, runtime, stop, progress).go()
+
+
+class _Training:
+    def __init__(self, task, run, runtime, stop, progress):
+        self.task, self.run, self.stop, self.progress = task, run, stop, progress
+        self.data, self.test_data = task.datasets()
+        self.steps_per_epoch = len(self.data) // task.batch_size
+        if self.steps_per_epoch == 0:
+            raise TpukitError(
+                f"batch_size={task.batch_size} is larger than the training set of {len(self.data)} samples; "
+                f"use batch_size <= {len(self.data)}"
+            )
+        self.runtime = runtime or open_runtime(environment.detect(), task.precision)
+        torch.manual_seed(task.seed)
+        model = task.model()
+        if task.weights:
+            weights.load(model, task.weights)
+        self.model = self.runtime.place(model)
+        self.optimizer = task.optimizer(self.model)
+        self.runtime.prime(self.optimizer)
+        self.state = _State()
+        self.sums = self._fresh_sums()
+        self._restore()
+        self.step_program = self.runtime.compile(self._step, task.phases)
+        self.programs_seen = set()
+        self.waited_s = 0.0
+        self.last_save = time.monotonic()
+
+    # One step
+
+    def _fresh_sums(self, values=None):
+        names = dict(loss=0.0, steps=0.0, grad_norm=0.0, bad_step=-1.0)
+        return self.runtime.put({n: torch.tensor(v, dtype=torch.float32) for n, v in {**names, **(values or {})}.items()})
+
+    def _step(self, batch, epoch):
+        with self.runtime.autocast():
+            loss = self.task.loss(self.model, batch, epoch).float()
+        norm = self.runtime.update(loss, self.model, self.optimizer).float()
+        sums, loss = self.sums, loss.detach()
+        # A loss scaler skips steps whose gradient overflows; without one such a step is already the end.
+        finite = torch.isfinite(loss if self.runtime.scaler else loss + norm)
+        sums["bad_step"].copy_(torch.where((sums["bad_step"] < 0) & ~finite, sums["steps"], sums["bad_step"]))
+        sums["loss"] += loss
+        sums["grad_norm"].copy_(norm)
+        sums["steps"] += 1
+
+    def _timed_step(self, batch, epoch):
+        """One step; on a device that compiles, say so while it happens and record how long it took."""
+        before = self.runtime.counters()
+        if self.runtime.compiles and not self.programs_seen:
+            self.run.say(f"step {self.state.step + 1}: compiling the training step; the steps after it reuse the program")
+        started = time.monotonic()
+        self.step_program(batch, epoch)
+        after = self.runtime.counters()
+        if self.runtime.compiles and after["compilations"] > before["compilations"]:
+            self.programs_seen.add(after["compilations"])
+            seconds = after["compile_s"] - before["compile_s"]
+            count = after["compilations"] - before["compilations"]
+            step = self.state.step + 1
+            self.run.log("compile", step, programs=count, seconds=seconds, step_s=time.monotonic() - started)
+            self.run.say(f"step {step}: compiled {count} program{'s' * (count > 1)} in {seconds:.1f} s")
+
+    # The loop
+
+    def go(self):
+        task, run, state = self.task, self.run, self.state
+        total = task.epochs * self.steps_per_epoch
+        how = f"resuming at step {state.step} of {total}" if state.step else f"{total} steps"
+        run.say(f"{task.name} on {self.runtime}: {len(self.data)} training samples, batch {task.batch_size}, {how}")
+        scores = None
+        with self._bar(total) as bar:
+            try:
+                while True:
+                    scores = self._finish_epoch(bar) or scores
+                    if state.step >= total:
+                        break
+                    self._train_epoch(bar)
+            except (KeyboardInterrupt, SystemExit) as reason:
+                self._leave(reason)
+                raise
+        if scores is None:
+            evaluations = run.records("evaluation")
+            scores = evaluations[-1]["scores"] if evaluations else {}
+            run.say(f"nothing left to do: the run already has its {task.epochs} epochs")
+        return scores
+
+    def _train_epoch(self, bar):
+        state, task = self.state, self.task
+        epoch, first = divmod(state.step, self.steps_per_epoch)
+        plan = training_plan(
+            len(self.data), task.batch_size, seed=task.seed, epoch=epoch, start=first, draws=self.data.draws
+        )
+        self.model.train()
+        with contextlib.closing(self.runtime.batches(self.data, plan, workers=task.num_workers)) as batches:
+            while True:
+                asked = time.monotonic()
+                batch = next(batches, None)
+                self.waited_s += time.monotonic() - asked
+                if batch is None:
+                    break
+                self._timed_step(batch, epoch)
+                state.step += 1
+                bar.update()
+                ends_epoch = state.step % self.steps_per_epoch == 0
+                if state.step % task.log_every == 0 or ends_epoch:
+                    self._log(epoch, bar)
+                self.stop.check()
+                if not ends_epoch and time.monotonic() - self.last_save > task.save_every_s:
+                    self._save()
+
+    def _read_sums(self):
+        """The sums as floats; stops the run where they are not finite."""
+        sums = self.runtime.totals(self.sums)
+        if sums["bad_step"] >= 0:
+            step = self.state.step - int(sums["steps"]) + int(sums["bad_step"]) + 1
+            good = next((f"the last good checkpoint is {c['file']}" for c in self.run.checkpoints()), "there is no checkpoint yet")
+            self.run.log("diverged", step)
+            message = (
+                f"loss or gradient is not a finite number at step {step}; {good} in {self.run.path / 'checkpoints'}. "
+                f"Lower lr (now {self.task.lr}), or train in fp32 (now {self.runtime.precision}), or check the data."
+            )
+            self.run.say(message)
+            raise Diverged(message)
+        return sums
+
+    def _log(self, epoch, bar):
+        sums = self._read_sums()
+        loss = sums["loss"] / sums["steps"]
+        self.state.epoch_loss += sums["loss"]
+        self.sums = self._fresh_sums()
+        extra = {"wait_s": self.waited_s, **({"counters": c} if (c := self.runtime.counters()) else {})}
+        if memory := self.runtime.memory():
+            extra["memory"] = memory
+        self.run.log("train", self.state.step, epoch=epoch, loss=loss, grad_norm=sums["grad_norm"], **extra)
+        self.waited_s = 0.0
+        bar.set_postfix(epoch=epoch + 1, loss=f"{loss:.4f}", refresh=False)
+
+    def _finish_epoch(self, bar):
+        """At the end of an epoch that was not finished yet: evaluate, record, keep the best weights, save."""
+        state, task = self.state, self.task
+        epochs_done, within = divmod(state.step, self.steps_per_epoch)
+        if within or epochs_done == 0 or state.evaluated >= epochs_done:
+            return None
+        scores, seconds = None, 0.0
+        loss = state.epoch_loss / self.steps_per_epoch
+        if epochs_done % task.eval_every == 0 or epochs_done >= task.epochs:
+            bar.set_description("evaluating")
+            started = time.monotonic()
+            scores = evaluate(
+                task, self.model, self.test_data, self.runtime, epoch=epochs_done - 1, check=self.stop.check
+            )
+            seconds = time.monotonic() - started
+            bar.set_description(task.name)
+        # Nothing is recorded before the evaluation is over, so that a stop within it repeats it whole.
+        self.run.log("epoch", state.step, epoch=epochs_done - 1, loss=loss)
+        shown = ""
+        if scores is not None:
+            self.run.log("evaluation", state.step, epoch=epochs_done - 1, scores=scores, seconds=seconds)
+            self._keep_best(scores, epochs_done - 1)
+            shown = "".join(f", {n} {v:.4g}" for n, v in scores.items() if isinstance(v, (int, float)))
+        self.run.say(f"epoch {epochs_done}: loss {loss:.4f}{shown}")
+        state.evaluated, state.epoch_loss = epochs_done, 0.0
+        self._save()
+        return scores
+
+    def _keep_best(self, scores, epoch):
+        score = scores[self.task.score]
+        if self.state.best is None or score > self.state.best:
+            self.state.best = score
+            weights_now = self.runtime.host(self.model.state_dict())
+            self.run.save_best(weights_now, workload=self.task.name, step=self.state.step, epoch=epoch, **{self.task.score: score})
+
+    # Saving and coming back
+
+    def _save(self):
+        sums = self._read_sums()
+        host = self.runtime.host
+        self.run.save(
+            dict(
+                format=1,
+                train_size=len(self.data),
+                state=dataclasses.asdict(self.state),
+                sums=sums,
+                model=host(self.model.state_dict()),
+                optimizer=host(self.optimizer.state_dict()),
+                scaler=self.runtime.scaler.state_dict() if self.runtime.scaler else {},
+                random=self.runtime.random_state(),
+            ),
+            self.state.step,
+        )
+        self.last_save = time.monotonic()
+
+    def _restore(self):
+        saved = self.run.restore()
+        if saved is None:
+            return
+        if saved["train_size"] != len(self.data):
+            raise TpukitError(
+                f"{self.run.path} was trained on {saved['train_size']} samples, {self.task.dataset_dir} has {len(self.data)}: "
+                "give it the dataset it started with, or choose another run folder"
+            )
+        self.state = _State(**saved["state"])
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if self.runtime.scaler and saved["scaler"]:
+            self.runtime.scaler.load_state_dict(saved["scaler"])
+        self.sums = self._fresh_sums(saved["sums"])
+        self.runtime.set_random_state(saved["random"])
+        self.runtime.sync()
+
+    def _leave(self, reason):
+        why = "interrupted" if isinstance(reason, KeyboardInterrupt) else "asked to end (SIGTERM)"
+        if self.stop.at_step:
+            self._save()
+            self.run.say(f"{why}: saved at step {self.state.step}. Run the same again to go on from there.")
+        else:  # a second interrupt broke into a step, whose state is half new: the last checkpoint counts
+            self.run.say(f"{why} within a step: the last checkpoint counts. Run the same again to go on from there.")
+
+    def _bar(self, total):
+        from tqdm.auto import tqdm
+
+        return tqdm(
+            total=total, initial=self.state.step, desc=self.task.name, unit="step", disable=not self.progress, mininterval=0.5
+        )
+
+
+def evaluate(task, model, data, runtime, *, epoch=None, check=lambda: None):
+    """Scores of a model on a device over a test set: `task.evaluate` on the predictions of every batch.
+
+    Every sample counts once; the padding of the last batch is marked in `valid`. epoch: see
+    `Workload.predict`. check: called between batches.
+    """
+
+    def predict(batch):
+        with torch.no_grad(), runtime.autocast():
+            return task.predict(model, batch, epoch)
+
+    program = runtime.compile(predict)
+
+    def predictions():
+        plan = evaluation_plan(len(data), task.batch_size)
+        with contextlib.closing(runtime.batches(data, plan, workers=task.num_workers)) as batches:
+            for batch in batches:
+                yield runtime.host(program(batch)), runtime.host(batch)
+                check()
+
+    model.eval()
+    return task.evaluate(predictions())
+
+
+class _Stop:
+    """Turns the first SIGINT or SIGTERM into a stop between two steps; a second one stops at once.
+
+    Only the main thread can receive signals; elsewhere this does nothing.
+    """
+
+    def __init__(self):
+        self.signal = None
+        self.at_step = False
+
+    def __enter__(self):
+        self.old = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.old[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number, frame):
+        if self.signal is not None:
+            self._raise(number)
+        self.signal = number
+
+    def check(self):
+        """Raise KeyboardInterrupt or SystemExit if a signal came. Called only where the state is whole."""
+        if self.signal is not None:
+            self.at_step = True
+            self._raise(self.signal)
+
+    @staticmethod
+    def _raise(number):
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

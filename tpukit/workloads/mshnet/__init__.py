@@ -1,0 +1,80 @@
+"""MSHNet: infrared small target detection (Liu et al., CVPR 2024)."""
+
+import dataclasses
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from tpukit.errors import TpukitError
+from tpukit.run import setting
+from tpukit.training import Workload
+from tpukit.workloads.mshnet.data import InfraredSet
+from tpukit.workloads.mshnet.loss import multiscale_loss
+from tpukit.workloads.mshnet.model import MSHNetModel
+from tpukit.workloads.mshnet.scores import Scores
+
+IMAGE_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as published
+IMAGE_STD = (0.229, 0.224, 0.225)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MSHNet(Workload):
+    """Infrared small target detection with the multi-scale head network and the SLS loss; defaults are the published recipe."""
+
+    name: ClassVar[str] = "mshnet"
+    score: ClassVar[str] = "iou"
+    phases: ClassVar[int] = 2
+
+    epochs: int = setting(400, free=True)
+    """Passes over the training set."""
+    batch_size: int = 4
+    """Global batch size: images in one optimizer step, over all cores."""
+    lr: float = 0.05
+    """Learning rate of Adagrad."""
+    base_size: int = 256
+    """Images are evaluated at base_size x base_size; in training their long side is scaled to 0.5 to 2 times it."""
+    crop_size: int = 256
+    """Side of the training crops, a multiple of 16."""
+    warm_epoch: int = 5
+    """Last epoch of the warm-up phase (counted from 0), which trains one output with a plain IoU loss."""
+    skip_bad: bool = False
+    """Leave out list entries whose image or mask is missing or unreadable, instead of stopping."""
+
+    def __post_init__(self):
+        for name in ("base_size", "crop_size"):
+            if getattr(self, name) < 16 or getattr(self, name) % 16:
+                raise TpukitError(f"{name}={getattr(self, name)}: the network halves it four times; use a multiple of 16")
+
+    def datasets(self):
+        sizes = dict(base_size=self.base_size, crop_size=self.crop_size, skip_bad=self.skip_bad)
+        return tuple(InfraredSet(self.dataset_dir, split, **sizes) for split in ("train", "test"))
+
+    def model(self):
+        return MSHNetModel()
+
+    def optimizer(self, model):
+        return torch.optim.Adagrad(model.parameters(), lr=self.lr)
+
+    def loss(self, model, batch, epoch):
+        warm_up = epoch <= self.warm_epoch
+        logits, masks = model(normalise(batch["image"]), warm_up)
+        # Grey mask values stay as they are in the loss, as published.
+        return multiscale_loss(logits, masks, batch["mask"].float() / 255, warm_up=warm_up)
+
+    def predict(self, model, batch, epoch=None):
+        warm_up = epoch is not None and epoch <= self.warm_epoch
+        return model(normalise(batch["image"]), warm_up)[0].float()
+
+    def evaluate(self, predictions):
+        """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), published (as the published code counts), roc."""
+        scores = Scores()
+        for logits, batch in predictions:
+            scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
+        return {**scores.result(), "published": scores.published(), "roc": scores.roc()}
+
+
+def normalise(image):
+    """(B, 3, H, W) uint8 -> float32 with ImageNet's mean and standard deviation."""
+    mean, std = (torch.tensor(v, device=image.device).view(1, 3, 1, 1) for v in (IMAGE_MEAN, IMAGE_STD))
+    return (image.float() / 255 - mean) / std

@@ -1,0 +1,132 @@
+"""Infrared small target sets on disk: images/, masks/ and lists of names, as IRSTD-1k, NUDT-SIRST and SIRST have them."""
+
+import concurrent.futures
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from tpukit.errors import TpukitError
+from tpukit.workloads.mshnet import augment
+
+# Where the published sets keep their lists, relative to the set's folder.
+LISTS = {
+    "train": ("trainval.txt", "train.txt", "img_idx/train*.txt", "50_50/train.txt", "idx_427/trainval.txt", "idx_320/train.txt"),
+    "test": ("test.txt", "img_idx/test*.txt", "50_50/test.txt", "idx_427/test.txt", "idx_320/test.txt"),
+}
+IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
+MASK_SUFFIXES = ("", "_pixels0")  # SIRST names its masks NAME_pixels0.png
+
+
+class InfraredSet:
+    """One split of a set, decoded once and kept in memory as uint8.
+
+    `batch(indices, numbers)` -> dict of image (B, 3, S, S) uint8 and mask (B, 1, S, S) uint8, where S is crop_size with
+    augmentation (numbers: (B, 6) in [0, 1)) and base_size without (numbers: None).
+    """
+
+    draws = augment.DRAWS
+
+    def __init__(self, folder, split, *, base_size=256, crop_size=256, skip_bad=False):
+        self.base_size, self.crop_size = base_size, crop_size
+        self.names, self.images, self.masks = _read_split(Path(folder), split, skip_bad)
+
+    def __len__(self):
+        return len(self.names)
+
+    def batch(self, indices, numbers=None):
+        images, masks = [], []
+        for slot, index in enumerate(indices):
+            image, mask = self._sample(index, None if numbers is None else numbers[slot])
+            images.append(np.broadcast_to(augment.to_array(image), (3, image.height, image.width)))
+            masks.append(augment.to_array(mask))
+        return dict(image=np.stack(images), mask=np.stack(masks))
+
+    def _sample(self, index, numbers):
+        image, mask = Image.fromarray(self.images[index]), Image.fromarray(self.masks[index])
+        if numbers is None:
+            return augment.resize(image, mask, self.base_size)
+        plan = augment.plan(numbers, image.size, self.base_size, self.crop_size)
+        return augment.augment(image, mask, crop_size=self.crop_size, **plan)
+
+
+def find_list(folder, split):
+    """The file that lists a split's names. Raises TpukitError naming the places that were looked at."""
+    if not folder.is_dir():
+        raise TpukitError(f"dataset folder {folder} does not exist")
+    for pattern in LISTS[split]:
+        if found := sorted(folder.glob(pattern)):
+            return found[0]
+    here = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    raise TpukitError(
+        f"no {split} list in {folder}: looked for {', '.join(LISTS[split])}. The folder holds {here}. "
+        "It should hold images/, masks/, trainval.txt and test.txt."
+    )
+
+
+def _read_split(folder, split, skip_bad):
+    """(names, images, masks) of a split; arrays of uint8, (H, W) or (H, W, 3) for images, (H, W) for masks."""
+    listing = find_list(folder, split)
+    entries = [(number, line.strip()) for number, line in enumerate(listing.read_text().splitlines(), 1) if line.strip()]
+    if not entries:
+        raise TpukitError(f"{listing} is empty: it should hold one image name a line")
+    names, images, masks, bad = [], [], [], []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for (number, name), (image, mask, problem) in zip(entries, pool.map(lambda e: _read_pair(folder, e[1]), entries)):
+            if problem:
+                bad.append(f"  line {number}: {name}: {problem}")
+            else:
+                names.append(name), images.append(image), masks.append(mask)
+    if bad:
+        shown = "\n".join(bad[:20] + [f"  ... and {len(bad) - 20} more"] * (len(bad) > 20))
+        if not skip_bad:
+            raise TpukitError(
+                f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n{shown}\n"
+                "Mend them, or leave them out with skip_bad=True (--skip-bad)."
+            )
+        print(f"{listing}: left out {len(bad)} of {len(entries)} entries:\n{shown}")
+        if not names:
+            raise TpukitError(f"{listing}: no entry is left")
+    return names, images, masks
+
+
+def _read_pair(folder, name):
+    """(image, mask, None), or (None, None, what is wrong)."""
+    stem = name.rsplit(".", 1)[0] if Path(name).suffix.lower() in IMAGE_ENDINGS else name
+    image_path = _first_file(folder / "images", stem, ("",))
+    mask_path = _first_file(folder / "masks", stem, MASK_SUFFIXES)
+    if image_path is None or mask_path is None:
+        return None, None, f"no {'image' if image_path is None else 'mask'} in {'images' if image_path is None else 'masks'}/"
+    pair = []
+    for path in (image_path, mask_path):
+        try:
+            pair.append(read_image(path, grey=path is mask_path))
+        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for damaged files
+            return None, None, f"{path.relative_to(folder)} is unreadable ({error})"
+    image, mask = pair
+    if image.shape[:2] != mask.shape[:2]:
+        sizes = [f"{p.shape[1]}x{p.shape[0]}" for p in pair]
+        return None, None, f"image is {sizes[0]}, mask is {sizes[1]}"
+    return image, mask, None
+
+
+def _first_file(folder, stem, suffixes):
+    for suffix in suffixes:
+        for ending in IMAGE_ENDINGS:
+            path = folder / f"{stem}{suffix}{ending}"
+            if path.is_file():
+                return path
+    return None
+
+
+def read_image(path, *, grey=False):
+    """An image file -> uint8, (H, W) for grey images and (H, W, 3) for colour.
+
+    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and 16-bit grey, whose whole range 0..65535 maps to 0..255.
+    """
+    with Image.open(path) as image:
+        if image.mode.startswith("I"):  # I;16, I;16B, I: 16-bit files
+            wide = np.asarray(image).astype(np.float64)
+            return np.rint(wide.clip(0, 65535) / 257).astype(np.uint8)
+        mode = "L" if grey or image.mode in ("1", "L", "LA") else "RGB"
+        return np.array(image.convert(mode))

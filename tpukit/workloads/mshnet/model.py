@@ -1,0 +1,127 @@
+"""The multi-scale head network of Liu et al., "Infrared Small Target Detection with Scale and Location Sensitivity",
+CVPR 2024, with the published parameter names, so that published weights load.
+
+Letters: B batch, C channels, H and W the image size (multiples of 16), L the four scales.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+CHANNELS = (16, 32, 64, 128, 256)
+BLOCKS = (1, 2, 2, 2, 2)
+
+
+def upsample(x, factor):
+    """Bilinear upsampling with aligned corners, as two matrix products.
+
+    x: (B, C, H, W) -> (B, C, factor*H, factor*W). Equal to `F.interpolate(..., align_corners=True)`; the gather form has
+    no backward on XLA, which would cut the training step into several graphs.
+    """
+    rows = _interpolation(x.shape[-2], factor, x)  # (factor*H, H)
+    columns = _interpolation(x.shape[-1], factor, x)  # (factor*W, W)
+    return rows @ x @ columns.T
+
+
+def _interpolation(size, factor, like):
+    """The (factor*size, size) matrix of linear interpolation weights, built on the device of `like`."""
+    out = size * factor
+    # Float64 on the host would be exact; float32 positions are within 1e-5 of a pixel at the sizes used here.
+    position = torch.arange(out, dtype=torch.float32, device=like.device) * ((size - 1) / (out - 1))
+    source = torch.arange(size, dtype=torch.float32, device=like.device)
+    return (1 - (position[:, None] - source[None, :]).abs()).clamp(min=0).to(like.dtype)
+
+
+class ChannelAttention(nn.Module):
+    def __init__(self, channels, reduction=16):
+        super().__init__()
+        self.fc1 = nn.Conv2d(channels, channels // reduction, 1, bias=False)
+        self.fc2 = nn.Conv2d(channels // reduction, channels, 1, bias=False)
+
+    def forward(self, x):  # (B, C, H, W) -> (B, C, 1, 1) in (0, 1)
+        average = x.mean((2, 3), keepdim=True)
+        # amax, because the backward of an adaptive max pool over a whole image does not compile for a TPU v5e.
+        largest = x.amax((2, 3), keepdim=True)
+        return torch.sigmoid(self.fc2(F.relu(self.fc1(average))) + self.fc2(F.relu(self.fc1(largest))))
+
+
+class SpatialAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(2, 1, 7, padding=3, bias=False)
+
+    def forward(self, x):  # (B, C, H, W) -> (B, 1, H, W) in (0, 1)
+        return torch.sigmoid(self.conv1(torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1)))
+
+
+class Block(nn.Module):
+    """Two convolutions, channel and spatial attention, and a shortcut."""
+
+    def __init__(self, channels_in, channels):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.shortcut = None
+        if channels_in != channels:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels_in, channels, 1), nn.BatchNorm2d(channels))
+        self.ca = ChannelAttention(channels)
+        self.sa = SpatialAttention()
+
+    def forward(self, x):  # (B, channels_in, H, W) -> (B, channels, H, W)
+        residual = x if self.shortcut is None else self.shortcut(x)
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = self.bn2(self.conv2(x))
+        x = self.ca(x) * x
+        x = self.sa(x) * x
+        return F.relu(x + residual)
+
+
+def _stage(channels_in, channels, blocks):
+    return nn.Sequential(Block(channels_in, channels), *(Block(channels, channels) for _ in range(blocks - 1)))
+
+
+class MSHNetModel(nn.Module):
+    """A residual U-Net with attention and one prediction head on each of its four decoder levels; 4,065,513 parameters."""
+
+    def __init__(self, channels=CHANNELS, blocks=BLOCKS):
+        super().__init__()
+        c0, c1, c2, c3, c4 = channels
+        self.conv_init = nn.Conv2d(3, c0, 1)
+        self.encoder_0 = _stage(c0, c0, blocks[0])
+        self.encoder_1 = _stage(c0, c1, blocks[1])
+        self.encoder_2 = _stage(c1, c2, blocks[2])
+        self.encoder_3 = _stage(c2, c3, blocks[3])
+        self.middle_layer = _stage(c3, c4, blocks[4])
+        self.decoder_3 = _stage(c3 + c4, c3, blocks[3])
+        self.decoder_2 = _stage(c2 + c3, c2, blocks[2])
+        self.decoder_1 = _stage(c1 + c2, c1, blocks[1])
+        self.decoder_0 = _stage(c0 + c1, c0, blocks[0])
+        self.output_0 = nn.Conv2d(c0, 1, 1)
+        self.output_1 = nn.Conv2d(c1, 1, 1)
+        self.output_2 = nn.Conv2d(c2, 1, 1)
+        self.output_3 = nn.Conv2d(c3, 1, 1)
+        self.final = nn.Conv2d(4, 1, 3, padding=1)
+
+    def forward(self, image, warm_up=False):
+        """image: (B, 3, H, W), normalised. Returns (logits, masks).
+
+        logits: (B, 1, H, W), unbounded. masks: logits at full, half, quarter and eighth size, which the training loss
+        supervises too. In the warm-up phase the logits are mask 0 alone and there are no masks.
+        """
+        e0 = self.encoder_0(self.conv_init(image))  # (B, 16, H, W)
+        e1 = self.encoder_1(F.max_pool2d(e0, 2))  # (B, 32, H/2, W/2)
+        e2 = self.encoder_2(F.max_pool2d(e1, 2))  # (B, 64, H/4, W/4)
+        e3 = self.encoder_3(F.max_pool2d(e2, 2))  # (B, 128, H/8, W/8)
+        middle = self.middle_layer(F.max_pool2d(e3, 2))  # (B, 256, H/16, W/16)
+        d3 = self.decoder_3(torch.cat([e3, upsample(middle, 2)], 1))  # (B, 128, H/8, W/8)
+        d2 = self.decoder_2(torch.cat([e2, upsample(d3, 2)], 1))  # (B, 64, H/4, W/4)
+        d1 = self.decoder_1(torch.cat([e1, upsample(d2, 2)], 1))  # (B, 32, H/2, W/2)
+        d0 = self.decoder_0(torch.cat([e0, upsample(d1, 2)], 1))  # (B, 16, H, W)
+        mask0 = self.output_0(d0)
+        if warm_up:
+            return mask0, []
+        masks = [mask0, self.output_1(d1), self.output_2(d2), self.output_3(d3)]
+        whole = [mask0] + [upsample(mask, 2**scale) for scale, mask in enumerate(masks) if scale]
+        return self.final(torch.cat(whole, 1)), masks
