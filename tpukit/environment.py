@@ -115,7 +115,7 @@ def detect(environ=None, root="/"):
     environ = os.environ if environ is None else environ
     root = Path(root)
     host = _host(environ)
-    versions = {name: version for name in PACKAGES if (version := _version(name))}
+    versions = {name: version for name in PACKAGES if (version := version_of(name))}
     accelerator, cores, device_name = _accelerator(environ, root, versions)
     base = {"colab": root / "content", "kaggle": root / "kaggle" / "working"}.get(host, Path.cwd())
     watched = ("PJRT_DEVICE", "CUDA_VISIBLE_DEVICES", *OLD_VARIABLES)
@@ -141,7 +141,8 @@ def _host(environ):
     return "tpu-vm" if environ.get("TPU_ACCELERATOR_TYPE") or environ.get("TPU_NAME") else "local"
 
 
-def _version(package):
+def version_of(package):
+    """The installed version of a package, or None. Reads metadata, imports nothing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -29,13 +29,16 @@ class Workload:
     """
 
     name: ClassVar[str]
+    """What the command line calls it."""
+    dataset: ClassVar[str]
+    """The name under which `find_dataset` looks for its data."""
     score: ClassVar[str]
     """The evaluation score that decides which weights are best; larger is better."""
     phases: ClassVar[int] = 1
     """How many variants `loss` has (a warm-up phase makes two). On XLA each costs one compilation, and no more are allowed."""
 
-    dataset_dir: Path = setting(free=True)
-    """Folder of the dataset."""
+    dataset_dir: Path | None = setting(None, free=True)
+    """Folder of the dataset; `find_dataset` finds it."""
     epochs: int = setting(10, free=True)
     """Passes over the training set."""
     batch_size: int = 16
@@ -44,13 +47,13 @@ class Workload:
     """Learning rate."""
     seed: int = 0
     """Decides the initial weights, the order of the samples and the augmentation."""
-    precision: str = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """fp32, bf16, fp16, or auto: bf16 on TPU and newer GPUs, fp16 with a loss scaler on older GPUs, fp32 on CPU."""
     weights: Path | None = None
     """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model."""
-    log_every: int = 20
+    log_every: int = setting(20, free=True)
     """Steps between two records. Reading the loss waits for the device, so not every step."""
-    eval_every: int = 1
+    eval_every: int = setting(1, free=True)
     """Epochs between two evaluations; the last epoch is always evaluated."""
     save_every_s: float = setting(300.0, free=True)
     """Seconds between two checkpoints within an epoch; one is written at every epoch's end anyway."""
@@ -84,6 +87,12 @@ class Workload:
         """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,) bool."""
         raise NotImplementedError
 
+    def panels(self, batch, prediction=None):
+        """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3).
+
+        batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the data alone."""
+        raise NotImplementedError
+
 
 @dataclasses.dataclass
 class _State:
@@ -109,6 +118,8 @@ def train(task, run, *, runtime=None, progress=True):
 class _Training:
     def __init__(self, task, run, runtime, stop, progress):
         self.task, self.run, self.stop, self.progress = task, run, stop, progress
+        if task.dataset_dir is None:
+            raise TpukitError(f"{type(task).__name__} needs a dataset_dir: find_dataset(env, {task.dataset!r}) finds one")
         self.data, self.test_data = task.datasets()
         self.steps_per_epoch = len(self.data) // task.batch_size
         if self.steps_per_epoch == 0:
@@ -128,9 +139,9 @@ class _Training:
         self.sums = self._fresh_sums()
         self._restore()
         self.step_program = self.runtime.compile(self._step, task.phases)
-        self.programs_seen = set()
-        self.waited_s = 0.0
+        self.programs = 0
         self.last_save = time.monotonic()
+        self._measure_from_here()
 
     # One step
 
@@ -152,19 +163,20 @@ class _Training:
 
     def _timed_step(self, batch, epoch):
         """One step; on a device that compiles, say so while it happens and record how long it took."""
+        if not self.runtime.compiles:
+            self.step_program(batch, epoch)
+            return
+        step = self.state.step + 1
+        if not self.programs:
+            self.run.say(f"step {step}: compiling the training step, which can take minutes; the steps after it reuse the program")
         before = self.runtime.counters()
-        if self.runtime.compiles and not self.programs_seen:
-            self.run.say(f"step {self.state.step + 1}: compiling the training step; the steps after it reuse the program")
-        started = time.monotonic()
         self.step_program(batch, epoch)
         after = self.runtime.counters()
-        if self.runtime.compiles and after["compilations"] > before["compilations"]:
-            self.programs_seen.add(after["compilations"])
+        if programs := after["compilations"] - before["compilations"]:
+            self.programs += programs
             seconds = after["compile_s"] - before["compile_s"]
-            count = after["compilations"] - before["compilations"]
-            step = self.state.step + 1
-            self.run.log("compile", step, programs=count, seconds=seconds, step_s=time.monotonic() - started)
-            self.run.say(f"step {step}: compiled {count} program{'s' * (count > 1)} in {seconds:.1f} s")
+            self.run.log("compile", step, programs=programs, seconds=seconds)
+            self.run.say(f"step {step}: compiled {programs} program{'s' * (programs > 1)} in {seconds:.1f} s")
 
     # The loop
 
@@ -173,6 +185,16 @@ class _Training:
         total = task.epochs * self.steps_per_epoch
         how = f"resuming at step {state.step} of {total}" if state.step else f"{total} steps"
         run.say(f"{task.name} on {self.runtime}: {len(self.data)} training samples, batch {task.batch_size}, {how}")
+        run.log(
+            "start",
+            state.step,
+            device=str(self.runtime),
+            accelerator=self.runtime.accelerator,
+            versions=environment.detect().versions,
+            phases=task.phases,
+            steps_per_epoch=self.steps_per_epoch,
+            batch_size=task.batch_size,
+        )
         scores = None
         with self._bar(total) as bar:
             try:
@@ -197,6 +219,7 @@ class _Training:
             len(self.data), task.batch_size, seed=task.seed, epoch=epoch, start=first, draws=self.data.draws
         )
         self.model.train()
+        self._measure_from_here()  # an evaluation and a checkpoint came before
         with contextlib.closing(self.runtime.batches(self.data, plan, workers=task.num_workers)) as batches:
             while True:
                 asked = time.monotonic()
@@ -206,6 +229,7 @@ class _Training:
                     break
                 self._timed_step(batch, epoch)
                 state.step += 1
+                self.steps_measured += 1
                 bar.update()
                 ends_epoch = state.step % self.steps_per_epoch == 0
                 if state.step % task.log_every == 0 or ends_epoch:
@@ -234,12 +258,22 @@ class _Training:
         loss = sums["loss"] / sums["steps"]
         self.state.epoch_loss += sums["loss"]
         self.sums = self._fresh_sums()
-        extra = {"wait_s": self.waited_s, **({"counters": c} if (c := self.runtime.counters()) else {})}
-        if memory := self.runtime.memory():
-            extra["memory"] = memory
-        self.run.log("train", self.state.step, epoch=epoch, loss=loss, grad_norm=sums["grad_norm"], **extra)
-        self.waited_s = 0.0
+        now = time.monotonic()
+        seconds, steps = now - self.measured_from, self.steps_measured
+        # What a resumed run cannot repeat stands under `speed`; all else in the records is exact.
+        speed = dict(
+            seconds=seconds,
+            images_per_s=steps * self.task.batch_size / seconds,
+            wait_s=self.waited_s,
+            memory=self.runtime.memory(),
+            counters=self.runtime.counters(),
+        )
+        self.run.log("train", self.state.step, epoch=epoch, loss=loss, grad_norm=sums["grad_norm"], speed=speed)
+        self._measure_from_here()
         bar.set_postfix(epoch=epoch + 1, loss=f"{loss:.4f}", refresh=False)
+
+    def _measure_from_here(self):
+        self.measured_from, self.steps_measured, self.waited_s = time.monotonic(), 0, 0.0
 
     def _finish_epoch(self, bar):
         """At the end of an epoch that was not finished yet: evaluate, record, keep the best weights, save."""
@@ -261,9 +295,9 @@ class _Training:
         self.run.log("epoch", state.step, epoch=epochs_done - 1, loss=loss)
         shown = ""
         if scores is not None:
-            self.run.log("evaluation", state.step, epoch=epochs_done - 1, scores=scores, seconds=seconds)
+            self.run.log("evaluation", state.step, epoch=epochs_done - 1, scores=scores, speed=dict(seconds=seconds))
             self._keep_best(scores, epochs_done - 1)
-            shown = "".join(f", {n} {v:.4g}" for n, v in scores.items() if isinstance(v, (int, float)))
+            shown = "".join(f", {n} {v:.4g}" for n, v in scores.items() if isinstance(v, float))
         self.run.say(f"epoch {epochs_done}: loss {loss:.4f}{shown}")
         state.evaluated, state.epoch_loss = epochs_done, 0.0
         self._save()

@@ -57,3 +57,14 @@ def load(model, path):
             f"{len(unknown)} unknown of {len(own)}). First differences:\n" + "\n".join(lines)
         )
     model.load_state_dict({name: new.get(name, tensor) for name, tensor in own.items()})
+
+
+def epoch_of(path):
+    """The epoch (from 0) at which a run kept its best.safetensors, or None for a file from elsewhere."""
+    from safetensors import safe_open
+
+    if Path(path).suffix != ".safetensors":
+        return None
+    with safe_open(path, "pt") as file:
+        epoch = (file.metadata() or {}).get("epoch")
+    return int(epoch) if epoch else None

@@ -1,9 +1,9 @@
 """MSHNet: infrared small target detection (Liu et al., CVPR 2024)."""
 
 import dataclasses
-from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from tpukit.errors import TpukitError
@@ -23,6 +23,7 @@ class MSHNet(Workload):
     """Infrared small target detection with the multi-scale head network and the SLS loss; defaults are the published recipe."""
 
     name: ClassVar[str] = "mshnet"
+    dataset: ClassVar[str] = "IRSTD-1k"
     score: ClassVar[str] = "iou"
     phases: ClassVar[int] = 2
 
@@ -72,6 +73,15 @@ class MSHNet(Workload):
         for logits, batch in predictions:
             scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
         return {**scores.result(), "published": scores.published(), "roc": scores.roc()}
+
+    def panels(self, batch, prediction=None):
+        rows = []
+        for index, (image, mask) in enumerate(zip(batch["image"], batch["mask"])):
+            row = [("image", np.moveaxis(np.asarray(image), 0, 2)), ("labelled targets", np.asarray(mask[0]))]
+            if prediction is not None:
+                row.append(("predicted targets", np.asarray(prediction[index, 0] > 0)))
+            rows.append(row)
+        return rows
 
 
 def normalise(image):

@@ -1,0 +1,5 @@
+import sys
+
+from tpukit.cli import main
+
+sys.exit(main())

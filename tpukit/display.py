@@ -1,0 +1,153 @@
+"""Showing things: figures, tables and sentences, in a notebook or a shell. The only importer of matplotlib and IPython."""
+
+import math
+
+import numpy as np
+
+from tpukit import report, weights
+from tpukit.errors import TpukitError
+from tpukit.run import Run, settings
+from tpukit.tables import Table
+
+INK, ACCENT, SECOND = "#1f2933", "#0b6e99", "#c2410c"
+
+
+def show(run):
+    """Show a run: its scores, its curves, and what the accelerator did, in words before numbers.
+
+    run: a `Run`, or the path of one. The curves are also kept as pictures/curves.png in its folder.
+    """
+    run = run if isinstance(run, Run) else Run.find(run)
+    records = run.records()
+    evaluations = [r for r in records if r["kind"] == "evaluation"]
+    if evaluations:
+        last = evaluations[-1]
+        _out(report.scores_table(last["scores"], f"Scores after epoch {last['epoch'] + 1}"))
+    figure = curves_figure(records)
+    if figure is not None:
+        _out(figure, run.path / "pictures" / "curves.png")
+    _say(report.findings(records))
+    _out(report.accelerator_table(records))
+
+
+def show_task(task):
+    """Show every setting of a workload as a table."""
+    _out(report.settings_table(dict(workload=task.name, settings=settings(task))))
+
+
+def show_samples(task, *, count=4):
+    """Show samples of the training set as the model gets them, augmented, with their labels."""
+    data, _ = task.datasets()
+    chosen = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
+    numbers = np.random.default_rng(task.seed).random((len(chosen), data.draws)) if data.draws else None
+    _out(panels_figure(task.panels(data.batch(chosen, numbers)), "Training samples"))
+
+
+def show_predictions(run, task, *, count=4):
+    """Show what the run's best weights say about test images, beside the truth. Runs on the CPU.
+
+    Also kept as pictures/predictions.png in the run's folder.
+    """
+    import torch
+
+    best = run.path / "best.safetensors"
+    if not best.exists():
+        raise TpukitError(f"{run.path} has no best weights yet: they come with the first evaluation")
+    model = task.model().eval()
+    weights.load(model, best)
+    _, data = task.datasets()
+    chosen = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
+    batch = data.batch(chosen)
+    with torch.no_grad():
+        prediction = task.predict(model, {n: torch.as_tensor(v) for n, v in batch.items()}, weights.epoch_of(best))
+    _out(panels_figure(task.panels(batch, prediction), "Test images"), run.path / "pictures" / "predictions.png")
+
+
+def curves_figure(records):
+    """A matplotlib figure of loss, gradient norm and scores over the steps, or None where there is nothing to draw."""
+    series = report.curves(records)
+    if not series:
+        return None
+    columns = min(3, len(series))
+    lines = math.ceil(len(series) / columns)
+    figure, axes = _figure(lines, columns, (4.2 * columns, 2.7 * lines))
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, (name, (steps, values)) in zip(axes.flat, series.items()):
+        axis.set_axis_on()
+        axis.plot(steps, values, color=ACCENT if name in ("loss", "gradient norm") else SECOND, lw=1.6, marker="o", ms=2.5)
+        axis.set_title(name, loc="left", fontsize=10, color=INK)
+        axis.set_xlabel("step", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        if name == "gradient norm" and min(values) > 0:
+            axis.set_yscale("log")
+    return figure
+
+
+def panels_figure(rows, title):
+    """A matplotlib figure of rows of panels. rows: list of lists of (title, array (H, W) or (H, W, 3))."""
+    if len(rows[0]) == 1:  # one panel a sample: side by side
+        rows = [[panel for row in rows for panel in row]]
+    figure, axes = _figure(len(rows), len(rows[0]), (2.3 * len(rows[0]), 2.45 * len(rows) + 0.3))
+    for line, row in zip(axes, rows):
+        for axis, (name, array) in zip(line, row):
+            axis.imshow(array, cmap="gray", interpolation="nearest")
+            axis.set_title(name, fontsize=9, color=INK)
+            axis.set_axis_off()
+    figure.suptitle(title, x=0.02, ha="left", fontsize=11, color=INK)
+    return figure
+
+
+def _figure(lines, columns, size):
+    from matplotlib.figure import Figure  # without pyplot: nothing global, no window, no leak
+
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.subplots(lines, columns, squeeze=False)
+
+
+def _in_notebook():
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    shell = get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def _out(thing, path=None):
+    """Display a table or a figure in a notebook, print a table in a shell; keep a figure at `path`."""
+    if path is not None:
+        path.parent.mkdir(exist_ok=True)
+        thing.savefig(path, dpi=110)
+    if _in_notebook():
+        from IPython.display import display
+
+        if isinstance(thing, Table):
+            display(thing)
+        else:
+            _display_figure(thing)
+    elif isinstance(thing, Table):
+        print(f"\n{thing}")
+    elif path is not None:
+        print(f"\npicture: {path}")
+
+
+def _display_figure(figure):
+    import io
+
+    from IPython.display import Image, display
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=110, format="png")
+    display(Image(buffer.getvalue()))
+
+
+def _say(sentences):
+    if _in_notebook():
+        from IPython.display import Markdown, display
+
+        display(Markdown("\n".join(f"- {s}" for s in sentences)))
+    else:
+        print("\n" + "\n".join(f"- {s}" for s in sentences))

@@ -1,0 +1,114 @@
+"""MNIST digits with a small convolutional network: the smallest complete workload, the one to copy.
+
+Letters: B batch.
+"""
+
+import dataclasses
+import gzip
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tpukit.errors import TpukitError
+from tpukit.run import setting
+from tpukit.training import Workload
+
+
+class Digits:
+    """One split in memory. `batch` gives image (B, 1, 28, 28) uint8 and label (B,) int64."""
+
+    draws = 0  # no augmentation
+
+    def __init__(self, images, labels):
+        self.images, self.labels = images, labels.astype(np.int64)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def batch(self, indices, numbers=None):
+        return dict(image=self.images[indices][:, None], label=self.labels[indices])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MNIST(Workload):
+    """Handwritten digits (LeCun et al., 1998): over 98.5% of the test set after 3 epochs."""
+
+    name: ClassVar[str] = "mnist"
+    dataset: ClassVar[str] = "mnist"
+    score: ClassVar[str] = "accuracy"
+
+    epochs: int = setting(3, free=True)
+    """Passes over the training set."""
+    batch_size: int = 64
+    """Global batch size: images in one optimizer step, over all cores."""
+    lr: float = 0.05
+    """Learning rate of SGD with momentum 0.9."""
+    channels: int = 32
+    """Channels of the first convolution; the second has twice as many."""
+
+    def datasets(self):
+        return read_split(Path(self.dataset_dir), "train"), read_split(Path(self.dataset_dir), "test")
+
+    def model(self):
+        c = self.channels
+        return nn.Sequential(
+            nn.Conv2d(1, c, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),  # (B, c, 14, 14)
+            nn.Conv2d(c, 2 * c, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),  # (B, 2c, 7, 7)
+            nn.Flatten(), nn.Linear(2 * c * 49, 128), nn.ReLU(), nn.Linear(128, 10),
+        )  # fmt: skip
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9)
+
+    def loss(self, model, batch, epoch):
+        return F.cross_entropy(model(batch["image"].float() / 255).float(), batch["label"])
+
+    def predict(self, model, batch, epoch=None):
+        return model(batch["image"].float() / 255).argmax(1)  # (B,)
+
+    def evaluate(self, predictions):
+        """dict: accuracy in [0, 1], images."""
+        correct = images = 0
+        for digit, batch in predictions:
+            correct += int(((digit == batch["label"]) & batch["valid"]).sum())
+            images += int(batch["valid"].sum())
+        return dict(accuracy=correct / max(images, 1), images=images)
+
+    def panels(self, batch, prediction=None):
+        labels = [str(int(label)) for label in batch["label"]]
+        if prediction is not None:
+            labels = [f"{label}, predicted {int(digit)}" for label, digit in zip(labels, prediction)]
+        return [[(label, image[0])] for label, image in zip(labels, np.asarray(batch["image"]))]
+
+
+def read_split(folder, split):
+    """`Digits` from mnist.npz (x_train, y_train, x_test, y_test) or from the original IDX files, packed or not."""
+    archive = folder / "mnist.npz"
+    try:
+        if archive.is_file():
+            with np.load(archive, allow_pickle=False) as arrays:
+                return Digits(arrays[f"x_{split}"], arrays[f"y_{split}"])
+        part = "train" if split == "train" else "t10k"
+        return Digits(_read_idx(folder, f"{part}-images-idx3-ubyte", 3), _read_idx(folder, f"{part}-labels-idx1-ubyte", 1))
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        if isinstance(error, TpukitError):
+            raise
+        raise TpukitError(f"{folder}: its MNIST files are damaged ({error}); copy or download them again") from error
+
+
+def _read_idx(folder, name, dimensions):
+    for place in (folder, folder / "raw", folder / "MNIST/raw"):
+        for path, opener in ((place / name, open), (place / f"{name}.gz", gzip.open)):
+            if path.is_file():
+                with opener(path, "rb") as file:
+                    data = file.read()
+                shape = np.frombuffer(data, ">u4", dimensions, 4)
+                return np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
+    raise TpukitError(
+        f"no MNIST in {folder}: it should hold mnist.npz, or the IDX files that "
+        f"torchvision.datasets.MNIST('{folder}', download=True) fetches"
+    )
