@@ -17,6 +17,7 @@ _HOMES = {
     "train": "training",
     "Workload": "training",
     "show": "display",
+    "show_predictions": "display",
     "show_samples": "display",
     "show_task": "display",
     "MNIST": "workloads.mnist",

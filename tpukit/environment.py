@@ -41,7 +41,7 @@ OLD_VARIABLES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Environment:
     """What `detect()` found. Printing it is a table."""
 
@@ -79,7 +79,7 @@ class Environment:
             rows.append(("drive", f"{self.drive} ({'mounted' if self.drive.is_dir() else 'not mounted'})"))
         return Table("Environment", ("what", "value"), rows)
 
-    def __str__(self):
+    def __repr__(self):
         return str(self.table())
 
     def _repr_html_(self):
@@ -196,6 +196,7 @@ def nvidia_gpus(environ):
 # What accelerators say when something is wrong -> what to do. The first pattern that fits counts.
 MENDS = (
     (r"Runtime is already initialized", "This kernel already used the TPU once. Restart the session and touch no device before the launch."),
+    (r"device_ready_queues_", "A gradient was computed on the CPU before the XLA device was opened, which autograd does not allow. Restart the session and train on the XLA device first."),
     (r"Unsupported nprocs", "Today's torch_xla starts all cores by itself: leave nprocs out."),
     (r"Can't get attribute .* on <module '__main__'", "Processes started by spawn cannot find functions of a notebook cell: start them by fork."),
     (r"Expected \d+ worker addresses", "Kaggle sets TPU_PROCESS_ADDRESSES for one process: os.environ.pop('TPU_PROCESS_ADDRESSES') first."),

@@ -5,13 +5,13 @@ import io
 
 
 class Table:
-    """title, column names, rows of values. `str()` draws it for a terminal, a notebook shows it as HTML."""
+    """title, column names, rows of values. Printed, it is drawn for a terminal, a notebook shows it as HTML."""
 
     def __init__(self, title, columns, rows):
         self.title, self.columns = title, tuple(columns)
         self.rows = [tuple("" if v is None else str(v) for v in row) for row in rows]
 
-    def __str__(self):
+    def __repr__(self):
         from rich import box
         from rich.console import Console
         from rich.table import Table as RichTable

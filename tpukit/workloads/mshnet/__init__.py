@@ -1,7 +1,7 @@
 """MSHNet: infrared small target detection (Liu et al., CVPR 2024)."""
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -39,6 +39,10 @@ class MSHNet(Workload):
     """Side of the training crops, a multiple of 16."""
     warm_epoch: int = 5
     """Last epoch of the warm-up phase (counted from 0), which trains one output with a plain IoU loss."""
+    final_init: Literal["mask0", "random"] = "mask0"
+    """How the last convolution starts. random, as published: its sign is a matter of luck, and with half of the seeds the
+    output starts so far on the wrong side after the warm-up that its sigmoid is saturated and never learns. mask0: it
+    starts as the output that the warm-up has trained."""
     skip_bad: bool = False
     """Leave out list entries whose image or mask is missing or unreadable, instead of stopping."""
 
@@ -52,7 +56,13 @@ class MSHNet(Workload):
         return tuple(InfraredSet(self.dataset_dir, split, **sizes) for split in ("train", "test"))
 
     def model(self):
-        return MSHNetModel()
+        model = MSHNetModel()
+        if self.final_init == "mask0":
+            with torch.no_grad():
+                model.final.weight.zero_()
+                model.final.weight[0, 0, 1, 1] = 1
+                model.final.bias.zero_()
+        return model
 
     def optimizer(self, model):
         return torch.optim.Adagrad(model.parameters(), lr=self.lr)

@@ -1,0 +1,83 @@
+"""Shared by all tests: small data, an environment that is not this machine's, and the reference folder."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+XLA_FLAGS = "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
+
+
+def pytest_configure(config):
+    # Before torch_xla is imported anywhere: the CPU XLA device, compiled quickly.
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+    os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _opened():
+    """An open CPU XLA runtime, or None. Opened before any gradient is computed: afterwards autograd refuses XLA."""
+    try:
+        import torch_xla  # noqa: F401
+    except ImportError:
+        return None
+    from tpukit.runtime import XLARuntime
+
+    return XLARuntime("xla")
+
+
+@pytest.fixture
+def xla(_opened):
+    return _opened or pytest.skip("torch_xla is not installed; it has wheels for Linux x86_64 only")
+
+
+@pytest.fixture
+def cpu():
+    from tpukit.runtime import Runtime
+
+    return Runtime("cpu")
+
+
+@pytest.fixture(scope="session")
+def infrared(tmp_path_factory):
+    """A synthetic IRSTD-1k of 20 images: 16 to train, 4 to test."""
+    from tpukit import synthetic
+
+    return synthetic.make("IRSTD-1k", tmp_path_factory.mktemp("data") / "infrared", size=20)
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory):
+    """A synthetic MNIST of 240 images: 200 to train, 40 to test."""
+    from tpukit import synthetic
+
+    return synthetic.make("mnist", tmp_path_factory.mktemp("data") / "mnist", size=240)
+
+
+@pytest.fixture
+def colab(tmp_path):
+    """The environment of a Colab session whose Drive is not mounted, rooted in tmp_path."""
+    from tpukit import environment
+
+    (tmp_path / "content").mkdir()
+    return environment.detect({"COLAB_RELEASE_TAG": "release-colab"}, tmp_path)
+
+
+def _folder(variable, default):
+    folder = Path(os.environ.get(variable, ROOT.parent / "shared" / default))
+    if not folder.is_dir():
+        pytest.skip(f"no folder {folder}; {variable} can name one")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """The folder of reference values computed with the published code."""
+    return _folder("TPUKIT_REFERENCE", "reference")
+
+
+@pytest.fixture(scope="session")
+def real_data():
+    """The folder that holds IRSTD-1k/ and mnist/."""
+    return _folder("TPUKIT_DATA", "data")

@@ -1,0 +1,119 @@
+"""The rules of the house: floors, names that may appear in one place only, notebooks, a light core."""
+
+import ast
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+# A module imports only from floors below its own.
+FLOORS = [
+    {"errors", "tables"},
+    {"environment", "synthetic"},
+    {"storage"},
+    {"runtime", "weights"},
+    {"run"},
+    {"training"},
+    {"report"},
+    {"workloads"},
+    {"display"},
+    {"tools"},
+    {"cli"},
+    {"__main__"},
+]
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+MODULES = sorted(p for p in (ROOT / "tpukit").rglob("*.py"))
+
+
+def room(path):
+    return path.relative_to(ROOT / "tpukit").parts[0].removesuffix(".py")
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down_the_floors_only(path):
+    if path == ROOT / "tpukit/__init__.py":
+        assert not [name for name in imports(path) if name.startswith("tpukit")]
+        return
+    own = FLOOR_OF[room(path)]
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "tpukit" and len(parts) > 1 and parts[1] in FLOOR_OF and parts[1] != room(path):
+            assert FLOOR_OF[parts[1]] < own, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize(
+    "package, rooms",
+    [("torch_xla", {"runtime"}), ("matplotlib", {"display"}), ("IPython", {"display"}), ("ipywidgets", {"display"}), ("tyro", {"cli"})],
+)
+def test_a_foreign_package_is_imported_in_its_one_room_only(package, rooms):
+    for path in MODULES:
+        if any(name.split(".")[0] == package for name in imports(path)):
+            assert room(path) in rooms, f"{path.relative_to(ROOT)} imports {package}"
+
+
+def test_importing_tpukit_and_detecting_loads_neither_torch_nor_matplotlib():
+    program = (
+        "import sys, tpukit; tpukit.detect(); from tpukit.tools import doctor;"
+        "print([m for m in ('torch', 'torch_xla', 'matplotlib', 'IPython', 'skimage') if m in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_found_and_an_unknown_one_lists_them():
+    import tpukit
+
+    for name in tpukit.__all__:
+        assert getattr(tpukit, name) is not None
+    with pytest.raises(AttributeError, match="it has .*detect"):
+        tpukit.nothing
+
+
+def notebooks():
+    return sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", notebooks(), ids=lambda p: p.name)
+def test_notebooks_are_thin_have_no_outputs_and_preselect_their_hardware(path):
+    notebook = json.loads(path.read_text())
+    cells = [c for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert len(cells) <= 15
+    for cell in cells:
+        assert not cell["outputs"] and cell["execution_count"] is None
+        assert len("".join(cell["source"]).splitlines()) <= 12, "".join(cell["source"])
+    parameters = [c for c in cells if "parameters" in c["metadata"].get("tags", [])]
+    assert len(parameters) == 1 and "# @param" in "".join(parameters[0]["source"])
+    assert notebook["metadata"]["accelerator"] in ("TPU", "GPU") and "accelerator" in notebook["metadata"]["kaggle"]
+    assert notebook["cells"][0]["cell_type"] == "markdown"
+
+
+def test_every_notebook_finds_tpukit_in_the_same_way_and_names_its_source_once():
+    first = ["".join(json.loads(p.read_text())["cells"][2]["source"]) for p in notebooks()]
+    assert len(set(first)) == 1 and first[0].count('TPUKIT_SOURCE = "') == 1
+    for path in notebooks():
+        assert path.read_text().count("TPUKIT_SOURCE =") == 1
+
+
+def test_the_library_list_of_requirements_and_of_pyproject_is_the_same_and_has_no_torch():
+    import tomllib
+
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("# the library"))
+    assert lines[start + 1 : start + 1 + len(needed)] == needed
+    assert not [name for name in needed if name.startswith("torch")]
+    from tpukit.tools import doctor
+
+    assert set(doctor.NEEDED) == set(needed)

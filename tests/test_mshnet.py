@@ -1,0 +1,189 @@
+"""MSHNet's parts against slow, plain references written here."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from tpukit import TpukitError
+from tpukit.workloads.mshnet import MSHNet, augment
+from tpukit.workloads.mshnet.data import InfraredSet, read_image
+from tpukit.workloads.mshnet.loss import sls_loss
+from tpukit.workloads.mshnet.model import upsample
+from tpukit.workloads.mshnet.scores import Scores
+
+
+@pytest.mark.parametrize("factor", [2, 4, 8])
+def test_upsampling_equals_bilinear_interpolation_with_aligned_corners(factor):
+    x = torch.randn(2, 3, 12, 20, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    wanted = F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=True)
+    torch.testing.assert_close(upsample(x, factor), wanted, atol=1e-5, rtol=0)
+    weight = torch.randn_like(wanted)
+    ours = torch.autograd.grad((upsample(x, factor) * weight).sum(), x)[0]
+    theirs = torch.autograd.grad((wanted * weight).sum(), x)[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_loss_is_the_mean_over_samples_of_a_plain_loop():
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(3, 1, 16, 24, generator=generator)
+    target = (torch.rand(3, 1, 16, 24, generator=generator) > 0.9).float()
+    for warm_up in (True, False):
+        alone = [sls_loss(logits[i : i + 1], target[i : i + 1], warm_up=warm_up) for i in range(3)]
+        assert abs(sls_loss(logits, target, warm_up=warm_up) - sum(alone) / 3) < 1e-6
+
+
+def test_loss_of_an_image_without_target_is_finite_and_so_is_its_gradient():
+    logits = torch.full((2, 1, 16, 16), -200.0, requires_grad=True)
+    for warm_up in (True, False):
+        loss = sls_loss(logits, torch.zeros(2, 1, 16, 16), warm_up=warm_up)
+        loss.backward()
+        assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
+
+
+def test_the_output_after_the_warm_up_starts_as_what_the_warm_up_trained(infrared):
+    model = MSHNet(dataset_dir=infrared).model().eval()
+    image = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(image)[0], model(image, warm_up=True)[0])
+    assert MSHNet(dataset_dir=infrared, final_init="random").model().final.weight.std() > 0.05
+
+
+def disc(size, centre, area_side):
+    image = np.zeros((size, size), bool)
+    image[centre[0] : centre[0] + area_side, centre[1] : centre[1] + area_side] = True
+    return image
+
+
+def test_a_false_region_as_large_as_a_matched_one_counts_here_but_not_in_the_published_code():
+    target = disc(32, (4, 4), 3)
+    prediction = target | disc(32, (20, 20), 3) | disc(32, (10, 25), 2)
+    scores = Scores()
+    scores.add(np.where(prediction, 5.0, -5.0)[None, None], target[None, None].astype(float))
+    assert scores.result()["fa"] == (9 + 4) / 32**2
+    assert scores.published()["fa"] == 4 / 32**2
+    assert scores.result()["pd"] == scores.published()["pd"] == 1
+
+
+def test_grey_labels_count_from_one_half_here_and_only_at_one_in_the_published_intersection():
+    target = np.zeros((1, 1, 8, 8))
+    target[0, 0, 2, 2:6] = [1, 0.6, 0.5, 0.4]
+    logits = np.where(target > 0, 1.0, -1.0)
+    scores = Scores()
+    scores.add(logits, target)
+    assert scores.result()["iou"] == 3 / 4
+    assert scores.published()["iou"] == 1 / (4 + 3 - 1)
+
+
+def test_each_evaluation_starts_its_counts_at_zero_and_leaves_padding_out():
+    target = disc(16, (4, 4), 3)[None, None].repeat(2, 0).astype(float)
+    logits = np.where(target > 0, 5.0, -5.0)
+    once, padded = Scores(), Scores()
+    once.add(logits[:1], target[:1])
+    padded.add(logits, target, valid=np.array([True, False]))
+    assert once.result() == padded.result() and once.result()["targets"] == 1
+
+
+def test_niou_is_the_mean_of_the_images_and_iou_their_sum():
+    target = np.stack([disc(16, (2, 2), 4), disc(16, (2, 2), 2)])[:, None].astype(float)
+    prediction = np.stack([disc(16, (2, 2), 4), disc(16, (2, 2), 4)])[:, None]
+    scores = Scores()
+    scores.add(np.where(prediction, 1.0, -1.0), target)
+    assert scores.result()["niou"] == (1 + 4 / 16) / 2
+    assert scores.result()["iou"] == (16 + 4) / (16 + 16)
+
+
+def test_augmentation_settings_cover_their_whole_range_and_nothing_beyond():
+    rng = np.random.default_rng(0)
+    plans = [augment.plan(rng.random(6), (512, 400), 64, 64) for _ in range(4000)]
+    sizes = {p["long_size"] for p in plans}
+    assert (min(sizes), max(sizes)) == (32, 128)
+    assert abs(np.mean([p["flip"] for p in plans]) - 0.5) < 0.03
+    for p in plans:
+        width, height = augment.scaled_size((512, 400), p["long_size"])
+        assert 0 <= p["x1"] <= max(width - 64, 0) and 0 <= p["y1"] <= max(height - 64, 0)
+    largest = augment.plan((0, 1 - 1e-12, 1 - 1e-12, 1 - 1e-12, 0.9, 0), (512, 400), 64, 64)
+    assert largest["x1"] == 128 - 64 and largest["y1"] == 100 - 64
+
+
+@pytest.mark.parametrize(
+    "mode, wanted", [("L", 102), ("RGB", 102), ("RGBA", 102), ("P", 102), ("LA", 102), ("I;16", 102), ("1", 255)]
+)
+def test_images_of_every_mode_are_read_to_the_same_grey(tmp_path, mode, wanted):
+    path = tmp_path / "image.png"
+    if mode == "I;16":
+        Image.fromarray(np.full((8, 8), 102 * 257, np.uint16)).save(path)
+    elif mode == "1":
+        Image.new("1", (8, 8), 1).save(path)
+    else:
+        Image.new("RGB", (8, 8), (102,) * 3).convert(mode).save(path)
+    array = read_image(path)
+    assert array.dtype == np.uint8 and (array == wanted).all()
+    assert array.shape == ((8, 8, 3) if mode in ("RGB", "RGBA", "P") else (8, 8))
+
+
+def write_set(folder, names, *, lists=("trainval.txt", "test.txt"), mask_suffix="", size=(32, 32)):
+    for kind, suffix in (("images", ""), ("masks", mask_suffix)):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+        for name in names:
+            Image.new("L", size, 50).save(folder / kind / f"{name}{suffix}.png")
+    for name in lists:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("\n".join(names) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "lists, suffix",
+    [
+        (("trainval.txt", "test.txt"), ""),
+        (("img_idx/train_NUDT-SIRST.txt", "img_idx/test_NUDT-SIRST.txt"), ""),
+        (("50_50/train.txt", "50_50/test.txt"), ""),
+        (("idx_427/trainval.txt", "idx_427/test.txt"), "_pixels0"),
+    ],
+)
+def test_the_lists_of_the_published_sets_are_found(tmp_path, lists, suffix):
+    write_set(tmp_path, ["a", "b"], lists=lists, mask_suffix=suffix)
+    for split in ("train", "test"):
+        assert InfraredSet(tmp_path, split).names == ["a", "b"]
+
+
+def test_all_bad_pairs_are_listed_with_their_line_before_training(tmp_path, capsys):
+    write_set(tmp_path, ["good", "noimage", "nomask", "othersize", "damaged"])
+    (tmp_path / "images/noimage.png").unlink()
+    (tmp_path / "masks/nomask.png").unlink()
+    Image.new("L", (16, 32)).save(tmp_path / "masks/othersize.png")
+    data = (tmp_path / "images/damaged.png").read_bytes()
+    (tmp_path / "images/damaged.png").write_bytes(data[: len(data) // 2])
+    with pytest.raises(TpukitError) as error:
+        MSHNet(dataset_dir=tmp_path).datasets()
+    for line, name, what in ((2, "noimage", "no image"), (3, "nomask", "no mask"), (4, "othersize", "mask is 16x32"), (5, "damaged", "unreadable")):
+        assert any(f"line {line}: {name}" in text and what in text for text in str(error.value).splitlines()), name
+    assert "4 of 5 entries" in str(error.value) and "--skip-bad" in str(error.value)
+    data, _ = MSHNet(dataset_dir=tmp_path, skip_bad=True).datasets()
+    assert data.names == ["good"] and "left out 4 of 5" in capsys.readouterr().out
+
+
+def test_missing_folder_missing_list_and_empty_list_say_what_to_do(tmp_path):
+    with pytest.raises(TpukitError, match="does not exist"):
+        InfraredSet(tmp_path / "nowhere", "train")
+    write_set(tmp_path, ["a"], lists=())
+    with pytest.raises(TpukitError, match="looked for trainval.txt.*should hold images/"):
+        InfraredSet(tmp_path, "train")
+    (tmp_path / "trainval.txt").write_text("\n\n")
+    with pytest.raises(TpukitError, match="trainval.txt is empty"):
+        InfraredSet(tmp_path, "train")
+
+
+def test_sizes_that_the_network_cannot_halve_are_refused(infrared):
+    with pytest.raises(TpukitError, match="crop_size=100.*multiple of 16"):
+        MSHNet(dataset_dir=infrared, crop_size=100)
+
+
+def test_real_irstd1k_is_read_whole(real_data):
+    data, test = MSHNet(dataset_dir=real_data / "IRSTD-1k", base_size=64, crop_size=64).datasets()
+    assert (len(data), len(test)) == (800, 201)
+    assert sum(image.ndim == 3 for image in data.images + test.images) == 3
+    batch = data.batch([0, 1], np.random.default_rng(0).random((2, 6)))
+    assert batch["image"].shape == (2, 3, 64, 64) and batch["mask"].shape == (2, 1, 64, 64)

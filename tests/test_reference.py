@@ -1,0 +1,121 @@
+"""MSHNet against values computed with the published code. All seeds and cases come from the reference folder."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tpukit.workloads.mshnet import augment
+from tpukit.workloads.mshnet.loss import multiscale_loss, sls_loss
+from tpukit.workloads.mshnet.model import MSHNetModel
+from tpukit.workloads.mshnet.scores import Scores
+
+
+def fill(model, names, seed):
+    """The rule by which the reference folder's README fills a model's weights."""
+    random, state = np.random.RandomState(seed), model.state_dict()
+    for name, shape in names.items():
+        if name == "pos_embed" or not state[name].is_floating_point():
+            continue
+        values = random.randn(*shape)
+        if len(shape) >= 2:
+            values = values / np.sqrt(state[name][0].numel())
+        elif name.endswith("running_var"):
+            values = 1 + 0.1 * abs(values)
+        else:
+            values = 1 + 0.1 * values if name.endswith("weight") else 0.1 * values
+        state[name].copy_(torch.from_numpy(np.asarray(values, np.float32)))
+    return model
+
+
+@pytest.fixture(scope="module")
+def names(reference):
+    return json.loads((reference / "mshnet_state_dict.json").read_text())
+
+
+def tensors(file):
+    return {k: torch.from_numpy(v) if v.ndim else v.item() for k, v in np.load(file).items()}
+
+
+def test_parameter_names_shapes_and_count_are_the_published_ones(names):
+    model = MSHNetModel()
+    assert {n: list(v.shape) for n, v in model.state_dict().items()} == names
+    assert list(model.state_dict()) == list(names)
+    assert sum(p.numel() for p in model.parameters()) == 4_065_513
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_forward_equals_the_published_network(reference, names, mode):
+    wanted = tensors(reference / "mshnet_forward.npz")
+    model = fill(MSHNetModel(), names, wanted["seed"]).train(mode == "train")
+    with torch.no_grad():
+        logits, masks = model(wanted["x"])
+        outputs = {"final": logits, **{f"mask{i}": m for i, m in enumerate(masks)}}
+        if mode == "eval":
+            outputs["warmup"], none = model(wanted["x"], warm_up=True)
+            assert none == []
+    for name, output in outputs.items():
+        torch.testing.assert_close(output, wanted[f"{mode}_{name}"], atol=1e-4, rtol=0, msg=lambda m: f"{name}: {m}")
+
+
+def test_sls_loss_and_its_gradient_equal_the_published_ones(reference):
+    wanted = tensors(reference / "sls_loss.npz")
+    assert wanted["cases"] > 0
+    for case in range(wanted["cases"]):
+        get = lambda name: wanted[f"c{case}_{name}"]  # noqa: E731
+        epoch, warm_epoch, with_shape = get("epoch_warm_withshape").tolist()
+        logits = get("logits").requires_grad_()
+        loss = sls_loss(logits, get("target"), warm_up=epoch <= warm_epoch, with_location=bool(with_shape))
+        loss.backward()
+        assert abs(loss.item() - get("loss")) < 1e-5, case
+        torch.testing.assert_close(logits.grad, get("grad"), atol=1e-5, rtol=0)
+
+
+def test_multiscale_loss_equals_the_published_one(reference):
+    wanted = tensors(reference / "multiscale_loss.npz")
+    masks = [wanted[f"mask{i}"] for i in range(4)]
+    loss = multiscale_loss(wanted["final"], masks, wanted["target"], warm_up=wanted["epoch"] <= wanted["warm_epoch"])
+    assert abs(loss.item() - wanted["loss"]) < 1e-5
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_scores_equal_the_published_ones_whatever_the_batch(reference, batch):
+    wanted = np.load(reference / "metrics.npz")
+    scores = Scores()
+    for first in range(0, len(wanted["logits"]), batch):
+        scores.add(wanted["logits"][first : first + batch], wanted["target"][first : first + batch])
+    published = scores.published()
+    for ours, theirs in dict(iou="iou", fa="false_alarm_rate", pd="detection_probability").items():
+        assert published[ours] == wanted[theirs], ours
+    # The published code divides in float32 here.
+    assert np.float32(published["pixel_accuracy"]) == np.float32(wanted["pixel_accuracy"])
+    roc = scores.roc()
+    for ours, theirs in dict(tpr="tpr", fpr="fpr", precision="precision").items():
+        np.testing.assert_array_equal(roc[ours], wanted[theirs])
+
+
+def test_augmentation_equals_the_published_one(reference, real_data):
+    wanted = np.load(reference / "augment.npz")
+    assert wanted["cases"] > 0
+    for case in range(int(wanted["cases"])):
+        flip, long_size, x1, y1, blur = wanted[f"a{case}_params"].tolist()
+        image, mask = augment.augment(
+            *pair(real_data, wanted[f"a{case}_name"]),
+            flip=bool(flip), long_size=int(long_size), x1=int(x1), y1=int(y1), blur=None if blur < 0 else blur, crop_size=256,
+        )  # fmt: skip
+        difference = np.abs(np.asarray(image).astype(int) - wanted[f"a{case}_image"])
+        assert difference.max() <= (1 if blur < 0 else 4) and difference.mean() <= 0.7, case
+        np.testing.assert_array_equal(np.asarray(mask), wanted[f"a{case}_mask"])
+
+
+def test_evaluation_resize_equals_the_published_one(reference, real_data):
+    wanted = np.load(reference / "augment.npz")
+    image, mask = augment.resize(*pair(real_data, wanted["eval_name"]), 256)
+    assert np.abs(np.asarray(image).astype(int) - wanted["eval_image"]).max() <= 1
+    np.testing.assert_array_equal(np.asarray(mask), wanted["eval_mask"])
+
+
+def pair(real_data, name):
+    return [Image.open(real_data / "IRSTD-1k" / kind / f"{name}.png").convert("L") for kind in ("images", "masks")]

@@ -1,0 +1,216 @@
+"""Files: datasets found in order, archives unpacked safely, everything written whole or not at all."""
+
+import io
+import os
+import tarfile
+import zipfile
+
+import pytest
+import torch
+
+from tpukit import TpukitError, detect, find_dataset, mount_drive, storage, weights
+from tpukit.environment import Environment
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A local environment whose current folder is tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    return detect({}, tmp_path)
+
+
+@pytest.fixture
+def kaggle(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return detect({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, tmp_path)
+
+
+def touch(folder):
+    folder.mkdir(parents=True)
+    (folder / "trainval.txt").write_text("a\n")
+    return folder
+
+
+def test_a_given_path_is_taken_and_a_missing_one_is_an_error(here, tmp_path, capsys):
+    place = touch(tmp_path / "mine")
+    assert find_dataset(here, "IRSTD-1k", place) == place
+    assert "the path that was given" in capsys.readouterr().out
+    with pytest.raises(TpukitError, match="does not exist.*allow a fallback"):
+        find_dataset(here, "IRSTD-1k", tmp_path / "mispelt")
+
+
+def test_a_missing_path_falls_back_only_when_allowed_and_says_so(here, tmp_path, capsys):
+    wanted = touch(tmp_path / "datasets/IRSTD-1k")
+    assert find_dataset(here, "IRSTD-1k", tmp_path / "mispelt", fallback=True).resolve() == wanted
+    out = capsys.readouterr().out
+    assert "mispelt does not exist, looking elsewhere as allowed" in out and "found in ./datasets" in out
+
+
+def test_the_places_come_in_order_drive_then_folder_then_synthetic(colab, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "synthetic" in find_dataset(colab, "IRSTD-1k", size=4).name
+    assert "because no real one was found" in capsys.readouterr().out
+    folder = touch(tmp_path / "datasets/IRSTD-1k")
+    assert find_dataset(colab, "IRSTD-1k").resolve() == folder
+    drive = touch(colab.drive / "datasets/IRSTD-1k")
+    assert find_dataset(colab, "IRSTD-1k") == drive
+    assert "found on Drive" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["irstd-1k", "someone-set/IRSTD-1k", "datasets/someone/irstd-1k"])
+def test_kaggle_inputs_are_searched_whatever_their_nesting_and_case(kaggle, place, capsys):
+    wanted = touch(kaggle.inputs / place)
+    assert find_dataset(kaggle, "IRSTD-1k") == wanted
+    assert "found in the Kaggle inputs" in capsys.readouterr().out
+
+
+def make_archive(path, entries):
+    if path.name.endswith(".zip"):
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, text in entries.items():
+                archive.writestr(name, text)
+    else:
+        with tarfile.open(path, "w:gz") as archive:
+            for name, text in entries.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(text)
+                archive.addfile(info, io.BytesIO(text.encode()))
+    return path
+
+
+@pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
+@pytest.mark.parametrize("top", ["", "IRSTD-1k/"])
+def test_an_archive_is_found_and_unpacked_whole_with_or_without_a_top_folder(here, tmp_path, ending, top):
+    (tmp_path / "datasets").mkdir()
+    make_archive(tmp_path / f"datasets/IRSTD-1k{ending}", {f"{top}trainval.txt": "a", f"{top}images/a.png": "x"})
+    found = find_dataset(here, "IRSTD-1k")
+    assert (found / "trainval.txt").read_text() == "a" and (found / "images/a.png").exists()
+    assert find_dataset(here, "IRSTD-1k") == found
+    assert [p.name for p in found.parent.iterdir()] == ["IRSTD-1k"]
+
+
+@pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
+@pytest.mark.parametrize("name", ["../outside.txt", "/tmp/tpukit-outside.txt", "a/../../outside.txt"])
+def test_an_archive_that_leads_outside_is_refused_and_nothing_is_written(tmp_path, ending, name):
+    archive = make_archive(tmp_path / f"bad{ending}", {"good.txt": "1", name: "2"})
+    target = tmp_path / "here/target"
+    if ending == ".tar.gz" and name.startswith("/"):
+        storage.unpack(archive, target)  # the leading slash is taken off: it lands inside
+        assert (target / name[1:]).exists() and not os.path.exists(name)
+        return
+    with pytest.raises(TpukitError, match="not safe"):
+        storage.unpack(archive, target)
+    assert list((tmp_path / "here").iterdir()) == [] and not (tmp_path / "outside.txt").exists()
+
+
+def test_a_link_in_an_archive_that_leads_outside_is_refused(tmp_path):
+    path = tmp_path / "bad.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc"
+        archive.addfile(link)
+    with pytest.raises(TpukitError, match="not safe"):
+        storage.unpack(path, tmp_path / "here/target")
+    with zipfile.ZipFile(tmp_path / "bad.zip", "w") as archive:
+        info = zipfile.ZipInfo("link")
+        info.external_attr = 0o120777 << 16
+        archive.writestr(info, "/etc")
+    with pytest.raises(TpukitError, match="not safe"):
+        storage.unpack(tmp_path / "bad.zip", tmp_path / "here/target")
+
+
+@pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
+def test_an_archive_cut_short_leaves_nothing_behind(tmp_path, ending):
+    archive = make_archive(tmp_path / f"cut{ending}", {f"{i}.txt": os.urandom(500).hex() for i in range(20)})
+    archive.write_bytes(archive.read_bytes()[:3000])
+    with pytest.raises(TpukitError, match="cannot be unpacked.*again"):
+        storage.unpack(archive, tmp_path / "here/target")
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    storage.write_whole(path, "old")
+    with pytest.raises(RuntimeError), storage.whole_file(path) as file:
+        file.write(b"half of the ne")
+        raise RuntimeError("the process fell over")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_drive_is_mounted_on_colab_and_elsewhere_it_is_a_clear_no_op(colab, here, capsys):
+    asked = []
+
+    def mount(place):
+        asked.append(place)
+        colab.drive.mkdir(parents=True)
+
+    assert mount_drive(colab, mount) == colab.drive and asked == [str(colab.drive.parent)]
+    assert mount_drive(colab, mount) == colab.drive and len(asked) == 1
+    assert mount_drive(here, mount) is None and len(asked) == 1
+    assert "only Colab can mount it" in capsys.readouterr().out
+
+
+def test_a_drive_that_the_user_refuses_to_mount_does_not_stop_the_notebook(colab, capsys):
+    def refuse(place):
+        raise ValueError("mount failed: credential propagation was unsuccessful")
+
+    assert isinstance(colab, Environment) and mount_drive(colab, refuse) is None
+    assert "not mounted (mount failed" in capsys.readouterr().out
+
+
+# Weights
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
+
+
+@pytest.mark.parametrize("ending", [".pkl", ".tar", ".pth", ".pt", ".safetensors"])
+@pytest.mark.parametrize("wrap", ["bare", "state_dict", "module."])
+def test_weights_load_from_every_form_that_is_published(tmp_path, model, ending, wrap):
+    state = {n: v + 1 for n, v in model.state_dict().items()}
+    path = tmp_path / f"weights{ending}"
+    named = {f"module.{n}": v for n, v in state.items()} if wrap == "module." else state
+    if ending == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file(named, path)
+    else:
+        torch.save({"state_dict": named, "epoch": 3} if wrap == "state_dict" else named, path)
+    weights.load(model, path)
+    assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items())
+
+
+def test_weights_of_another_model_are_refused_naming_the_first_differences(tmp_path, model):
+    other = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Linear(2, 2))
+    torch.save(other.state_dict(), tmp_path / "other.pth")
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    with pytest.raises(TpukitError, match="another model") as error:
+        weights.load(model, tmp_path / "other.pth")
+    assert "0.weight: shape (2, 3, 3, 3) in the file, (2, 1, 3, 3) in the model" in str(error.value)
+    assert "2.weight: not in the model" in str(error.value)
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("pwned",)
+
+
+def test_a_pickle_that_would_run_code_is_refused_and_never_run(tmp_path, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": Evil()}, tmp_path / "evil.pkl")
+    with pytest.raises(TpukitError, match="could run code, so it was not opened"):
+        weights.load(model, tmp_path / "evil.pkl")
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("name", ["missing.pth", "damaged.pth", "damaged.safetensors", "list.pth"])
+def test_weight_files_that_are_none_say_so(tmp_path, model, name):
+    (tmp_path / "damaged.pth").write_bytes(b"not a weight file")
+    (tmp_path / "damaged.safetensors").write_bytes(b"not a weight file")
+    torch.save([1, 2], tmp_path / "list.pth")
+    with pytest.raises(TpukitError, match=f"weights .*{name}"):
+        weights.load(model, tmp_path / name)

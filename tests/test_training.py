@@ -1,0 +1,475 @@
+"""The training loop and its run directory: what is recorded, what survives, and what is refused."""
+
+import dataclasses
+import itertools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tpukit import MNIST, MSHNet, Run, TpukitError, Workload, train, weights
+from tpukit.run import setting
+from tpukit.runtime import Runtime, evaluation_plan, training_plan
+from tpukit.training import Diverged, evaluate
+
+SMALL = dict(batch_size=8, log_every=3, num_workers=1)
+
+
+def exact(run):
+    """The records without what no two runs share: times, and how often a session started and compiled."""
+    kept = [r for r in run.records() if r["kind"] not in ("start", "compile")]
+    return [{k: v for k, v in r.items() if k not in ("time", "speed")} for r in kept]
+
+
+def best_weights(run):
+    return weights.read(run.path / "best.safetensors")
+
+
+def checkpoint(run):
+    return torch.load(run.path / "checkpoints" / run.checkpoints()[0]["file"], weights_only=True)["state"]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+# Every workload
+
+
+@pytest.mark.parametrize("name", ["mnist", "mshnet"])
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_every_workload_moves_its_weights_scores_and_shows(name, device, digits, infrared, tmp_path, request, capsys):
+    from tpukit import display, show
+
+    runtime = request.getfixturevalue(device)
+    task = {
+        "mnist": lambda: MNIST(dataset_dir=digits, epochs=2, **SMALL),
+        "mshnet": lambda: MSHNet(dataset_dir=infrared, epochs=2, warm_epoch=0, base_size=32, crop_size=32, **SMALL),
+    }[name]()
+    run = Run.open(tmp_path / "run", task)
+    torch.manual_seed(task.seed)
+    before = task.model().state_dict()
+    scores = train(task, run, runtime=runtime, progress=False)
+    after = checkpoint(run)["model"]
+    assert all(not torch.equal(before[n], after[n]) for n in before if n.endswith("weight")), "a weight did not move"
+    assert 0 <= scores[task.score] <= 1
+    assert all(v.device.type == "cpu" for v in after.values())
+    assert run.records("train")[-1]["grad_norm"] > 0
+    display.show_task(task), display.show_samples(task), show(run), display.show_predictions(run, task)
+    assert (run.path / "pictures/curves.png").stat().st_size > 5000
+    assert (run.path / "pictures/predictions.png").stat().st_size > 3000
+    assert f"It ran on {runtime}" in capsys.readouterr().out
+
+
+def test_mnist_learns_made_up_digits(digits, tmp_path, cpu):
+    task = MNIST(dataset_dir=digits, epochs=16, lr=0.03, **SMALL)
+    assert train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["accuracy"] > 0.9
+
+
+# Which samples
+
+
+def test_an_epoch_sees_every_sample_once_and_drops_only_the_tail():
+    seen = np.concatenate([indices for indices, _, _ in training_plan(23, 5, seed=1, epoch=0)])
+    assert len(seen) == 20 == len(set(seen))
+    other = np.concatenate([indices for indices, _, _ in training_plan(23, 5, seed=1, epoch=1)])
+    assert not np.array_equal(seen, other)
+
+
+def test_a_plan_started_in_the_middle_equals_the_rest_of_the_whole_one():
+    whole = list(training_plan(40, 4, seed=3, epoch=2, draws=6))
+    rest = list(training_plan(40, 4, seed=3, epoch=2, draws=6, start=7))
+    for (a, b, _), (c, d, _) in itertools.zip_longest(whole[7:], rest):
+        assert np.array_equal(a, c) and np.array_equal(b, d)
+
+
+@pytest.mark.parametrize("size, batch", [(10, 4), (8, 4), (3, 8), (1, 1)])
+def test_an_evaluation_sees_every_sample_once_in_batches_of_one_shape(size, batch):
+    plan = list(evaluation_plan(size, batch))
+    assert all(len(indices) == batch for indices, _, _ in plan)
+    assert np.concatenate([indices[valid] for indices, _, valid in plan]).tolist() == list(range(size))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_batches_come_in_order_whatever_the_number_of_workers(workers, infrared, cpu):
+    data, _ = MSHNet(dataset_dir=infrared, base_size=32, crop_size=32).datasets()
+    plan = lambda: training_plan(len(data), 2, seed=0, epoch=0, draws=data.draws)  # noqa: E731
+    wanted = [data.batch(indices, numbers)["image"] for indices, numbers, _ in plan()]
+    got = [batch["image"].numpy() for batch in cpu.batches(data, plan(), workers=workers)]
+    assert len(got) == 8 and all(np.array_equal(a, b) for a, b in zip(wanted, got))
+
+
+def test_evaluation_scores_do_not_depend_on_the_batch_size(infrared, cpu):
+    task = MSHNet(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=1)
+    torch.manual_seed(0)
+    model, (_, data) = task.model(), task.datasets()
+    one = evaluate(task, model, data, cpu)
+    three = evaluate(dataclasses.replace(task, batch_size=3), model, data, cpu)
+    assert one == three and one["images"] == 4
+
+
+# Resume
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_two_and_two_epochs_equal_four(device, digits, tmp_path, request):
+    runtime = request.getfixturevalue(device)
+    task = MNIST(dataset_dir=digits, epochs=4, **SMALL)
+    straight = Run.open(tmp_path / "straight", task)
+    train(task, straight, runtime=runtime, progress=False)
+    for epochs in (2, 4):
+        part = dataclasses.replace(task, epochs=epochs)
+        parted = Run.open(tmp_path / "parted", part)
+        train(part, parted, runtime=runtime, progress=False)
+    assert exact(parted) == exact(straight) and len(exact(straight)) > 30
+    assert same(best_weights(parted), best_weights(straight))
+
+
+def test_mshnet_resumes_exactly_across_its_phases_with_augmentation(infrared, tmp_path, cpu):
+    task = MSHNet(dataset_dir=infrared, epochs=4, warm_epoch=1, base_size=32, crop_size=32, batch_size=4, log_every=3)
+    straight = Run.open(tmp_path / "straight", task)
+    train(task, straight, runtime=cpu, progress=False)
+    for epochs in (1, 3, 4):
+        part = dataclasses.replace(task, epochs=epochs)
+        train(part, Run.open(tmp_path / "parted", part), runtime=cpu, progress=False)
+    assert exact(Run.find(tmp_path / "parted")) == exact(straight)
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from tpukit import MNIST, Run, train, training
+from tpukit.runtime import Runtime
+
+folder, data, kill_at = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+task = MNIST(dataset_dir=data, epochs=3, batch_size=8, log_every=3, save_every_s=0.0, seed=5)
+steps = 0
+whole_step = training._Training._timed_step
+
+def step(self, *args):
+    global steps
+    steps += 1
+    if steps == kill_at:
+        os.kill(os.getpid(), 9)
+    whole_step(self, *args)
+
+training._Training._timed_step = step
+train(task, Run.open(folder, task), runtime=Runtime("cpu"), progress=False)
+"""
+
+
+def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(digits, tmp_path, cpu):
+    task = MNIST(dataset_dir=digits, epochs=3, batch_size=8, log_every=3, save_every_s=0.0, seed=5)
+    straight = Run.open(tmp_path / "straight", task)
+    train(task, straight, runtime=cpu, progress=False)
+    codes = []
+    for kill_at in (5, 23, 24, 999):
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), str(digits), str(kill_at)]
+        codes.append(subprocess.run(command, capture_output=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}).returncode)
+    assert codes == [-9, -9, -9, 0]
+    assert exact(Run.find(tmp_path / "killed")) == exact(straight)
+
+
+STOPPED = """
+import sys
+from pathlib import Path
+from tpukit import MNIST, Run, train
+from tpukit.runtime import Runtime
+
+task = MNIST(dataset_dir=Path(sys.argv[2]), epochs=500, batch_size=8, log_every=3)
+train(task, Run.open(sys.argv[1], task), runtime=Runtime("cpu"), progress=False)
+"""
+
+
+@pytest.mark.parametrize("number, code, word", [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, None, "interrupted")])
+def test_sigterm_and_interrupt_save_before_leaving(number, code, word, digits, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED, str(tmp_path / "run"), str(digits)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    records = tmp_path / "run/records.jsonl"
+    while not (records.exists() and records.read_text().count("train") > 5):
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    if code:
+        assert process.returncode == code
+    else:
+        assert "KeyboardInterrupt" in err
+    run = Run.find(tmp_path / "run")
+    saved = checkpoint(run)["state"]["step"]
+    assert f"saved at step {saved}" in out and word in out
+    assert saved >= run.records("train")[-1]["step"]
+
+
+# Checkpoints that are damaged, and disks that are full
+
+
+@pytest.fixture
+def trained(digits, tmp_path, cpu):
+    task = MNIST(dataset_dir=digits, epochs=2, **SMALL)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    return task, run
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(trained, cpu, damage, capsys):
+    task, run = trained
+    wanted = exact(run)
+    newest, older = (run.path / "checkpoints" / c["file"] for c in run.checkpoints())
+    data = bytearray(newest.read_bytes())
+    if damage == "gone":
+        newest.unlink()
+    else:
+        data[len(data) // 2] ^= 255
+        newest.write_bytes(data if damage == "flipped" else data[: len(data) // 2])
+    train(task, Run.open(run.path, task), runtime=cpu, progress=False)
+    out = capsys.readouterr().out
+    assert f"{newest.name} is damaged" in out and "going back to the one before" in out
+    assert f"resuming at step {int(older.stem.split('-')[1])}" in out
+    assert exact(run) == wanted
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_deletes_nothing(trained, cpu):
+    task, run = trained
+    for c in run.checkpoints():
+        (run.path / "checkpoints" / c["file"]).write_bytes(b"nothing")
+    before = run.records()
+    with pytest.raises(TpukitError, match="none of the 2 checkpoints"):
+        train(task, run, runtime=cpu, progress=False)
+    assert run.records() == before
+
+
+def test_the_list_of_checkpoints_can_be_lost(trained, cpu, capsys):
+    task, run = trained
+    (run.path / "checkpoints/checkpoints.json").unlink()
+    more = dataclasses.replace(task, epochs=3)
+    train(more, Run.open(run.path, more), runtime=cpu, progress=False)
+    assert "resuming at step 50" in capsys.readouterr().out
+
+
+def test_a_full_disk_stops_with_a_clear_error_and_keeps_the_last_checkpoint(trained, cpu):
+    task, run = trained
+    before = run.checkpoints()
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # a write beyond 100 kB fails, as on a full disk
+    try:
+        more = dataclasses.replace(task, epochs=3)
+        with pytest.raises(TpukitError, match=r"cannot write .*(MiB are free).*saved before is untouched"):
+            train(more, Run.open(run.path, more), runtime=cpu, progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, old)
+    assert run.checkpoints() == before and not list(run.path.rglob("*.partial"))
+    train(more, Run.open(run.path, more), runtime=cpu, progress=False)
+    assert run.records("evaluation")[-1]["epoch"] == 2
+
+
+# The backup
+
+
+def test_a_lost_session_comes_back_from_its_backup(digits, tmp_path, cpu, capsys):
+    import shutil
+
+    task = MNIST(dataset_dir=digits, epochs=2, **SMALL)
+    run = Run.open(tmp_path / "here", task, backup=tmp_path / "drive/run")
+    train(task, run, runtime=cpu, progress=False)
+    shutil.rmtree(tmp_path / "here")
+    more = dataclasses.replace(task, epochs=3)
+    again = Run.open(tmp_path / "here", more, backup=tmp_path / "drive/run")
+    train(more, again, runtime=cpu, progress=False)
+    out = capsys.readouterr().out
+    assert "bringing it back from" in out and "resuming at step 50" in out
+    assert Run.find(tmp_path / "drive/run").checkpoints() == again.checkpoints()
+    names = {p.name for p in (tmp_path / "drive/run").rglob("*") if p.is_file()}
+    assert len([n for n in names if n.endswith(".pt")]) == 2 and not any(n.endswith("partial") for n in names)
+
+
+def test_a_backup_that_fails_is_said_once_and_does_not_stop_the_training(digits, tmp_path, cpu, capsys):
+    (tmp_path / "drive").write_text("a file where the folder should be")
+    task = MNIST(dataset_dir=digits, epochs=3, **SMALL)
+    train(task, Run.open(tmp_path / "run", task, backup=tmp_path / "drive/run"), runtime=cpu, progress=False)
+    assert capsys.readouterr().out.count("backup to") == 1
+
+
+# What is refused
+
+
+def test_a_run_of_other_settings_or_of_another_task_is_refused_naming_them(trained, infrared):
+    task, run = trained
+    with pytest.raises(TpukitError, match=r"batch_size: the run has 8, the task 16"):
+        Run.open(run.path, dataclasses.replace(task, batch_size=16))
+    with pytest.raises(TpukitError, match="holds a run of mnist, the task is mshnet"):
+        Run.open(run.path, MSHNet(dataset_dir=infrared))
+    Run.open(run.path, dataclasses.replace(task, epochs=9, num_workers=0))
+    with pytest.raises(TpukitError, match="not a run directory.*runs below it"):
+        Run.find(run.path.parent)
+
+
+def test_a_run_goes_on_only_with_a_dataset_of_the_same_size(trained, tmp_path, cpu):
+    from tpukit import synthetic
+
+    task, run = trained
+    other = dataclasses.replace(task, dataset_dir=synthetic.make("mnist", tmp_path / "other", size=120), epochs=3)
+    with pytest.raises(TpukitError, match="trained on 200 samples, .* has 100"):
+        train(other, Run.open(run.path, other), runtime=cpu, progress=False)
+
+
+def test_a_batch_larger_than_the_set_says_how_large_it_may_be(digits, tmp_path, cpu):
+    task = MNIST(dataset_dir=digits, batch_size=300)
+    with pytest.raises(TpukitError, match="batch_size=300 .* use batch_size <= 200"):
+        train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Poisoned(MNIST):
+    """MNIST whose loss is not a number from a given step on."""
+
+    bad_from: int = 0
+
+    def loss(self, model, batch, epoch):
+        self.calls.append(1)
+        return super().loss(model, batch, epoch) * (float("nan") if len(self.calls) >= self.bad_from else 1)
+
+
+@pytest.mark.parametrize("bad_from", [1, 17, 29])
+def test_a_nan_loss_stops_with_the_step_and_the_last_good_checkpoint(bad_from, digits, tmp_path, cpu):
+    task = Poisoned(dataset_dir=digits, epochs=3, batch_size=8, log_every=10, bad_from=bad_from)
+    object.__setattr__(task, "calls", [])
+    run = Run.open(tmp_path, task)
+    good = "there is no checkpoint yet" if bad_from <= 25 else "last good checkpoint is step-00000025.pt"
+    with pytest.raises(Diverged, match=f"at step {bad_from}; .*{good}.*Lower lr"):
+        train(task, run, runtime=cpu, progress=False)
+    assert run.records("diverged")[0]["step"] == bad_from
+    for c in run.checkpoints():
+        saved = torch.load(run.path / "checkpoints" / c["file"], weights_only=True)["state"]["model"]
+        assert all(torch.isfinite(v).all() for v in saved.values())
+
+
+# Precision
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_reduced_precision_trains_and_fp16_resumes_with_its_scaler(precision, digits, tmp_path):
+    task = MNIST(dataset_dir=digits, epochs=4, precision=precision, **SMALL)
+    runtime = Runtime("cpu", precision)
+    run = Run.open(tmp_path / "straight", task)
+    scores = train(task, run, runtime=runtime, progress=False)
+    assert scores["accuracy"] > 0.3 and run.records("epoch")[-1]["loss"] < 0.6 * run.records("epoch")[0]["loss"]
+    assert bool(checkpoint(run)["scaler"]) == (precision == "fp16")
+    for epochs in (2, 4):
+        part = dataclasses.replace(task, epochs=epochs)
+        train(part, Run.open(tmp_path / "parted", part), runtime=Runtime("cpu", precision), progress=False)
+    assert exact(Run.find(tmp_path / "parted")) == exact(run)
+
+
+def test_the_loss_is_computed_in_float32_under_autocast(infrared):
+    runtime = Runtime("cpu", "bf16")
+    task = MSHNet(dataset_dir=infrared, base_size=32, crop_size=32)
+    batch = {k: torch.as_tensor(v) for k, v in task.datasets()[0].batch([0, 1], np.full((2, 6), 0.3)).items()}
+    with runtime.autocast():
+        model = task.model()
+        assert model.conv_init(torch.zeros(1, 3, 8, 8)).dtype == torch.bfloat16
+        assert task.loss(model, batch, epoch=9).dtype == torch.float32
+
+
+def test_gpus_without_bf16_take_fp16_with_a_scaler_and_unknown_precisions_are_refused(monkeypatch):
+    from tpukit.environment import detect
+    from tpukit.runtime import open_runtime
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert Runtime("cuda").precision == "fp16"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert Runtime("cuda").precision == "bf16"
+    with pytest.raises(TpukitError, match="choose one of"):
+        open_runtime(detect(), "fp8")
+
+
+# The optimizer's state
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        lambda p: torch.optim.Adam(p, lr=0.01),
+        lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+        lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+        lambda p: torch.optim.Adadelta(p),
+        lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
+    ],
+)
+def test_priming_an_optimizer_changes_no_step_of_it(make, cpu):
+    def trajectory(primed):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        optimizer = make(model.parameters())
+        if primed:
+            cpu.prime(optimizer)
+            assert all(optimizer.state[p] for p in model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+        return model.weight.detach()
+
+    torch.testing.assert_close(trajectory(True), trajectory(False))
+
+
+# A user's own workload, defined outside the library
+
+
+def test_the_readme_way_of_writing_a_workload_trains(tmp_path, cpu):
+    class Line:
+        draws = 0
+
+        def __init__(self, n):
+            self.x = np.linspace(-1, 1, n, dtype=np.float32)[:, None]
+
+        def __len__(self):
+            return len(self.x)
+
+        def batch(self, indices, numbers=None):
+            return dict(x=self.x[indices], y=3 * self.x[indices] + 1)
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Fit(Workload):
+        name, dataset, score = "fit", "none", "fit"
+        epochs: int = setting(20, free=True)
+        lr: float = 0.1
+
+        def datasets(self):
+            return Line(64), Line(10)
+
+        def model(self):
+            return torch.nn.Linear(1, 1)
+
+        def optimizer(self, model):
+            return torch.optim.AdamW(model.parameters(), lr=self.lr)
+
+        def loss(self, model, batch, epoch):
+            return (model(batch["x"]) - batch["y"]).square().mean()
+
+        def predict(self, model, batch, epoch=None):
+            return model(batch["x"])
+
+        def evaluate(self, predictions):
+            errors = torch.cat([(p - b["y"]).abs()[b["valid"]] for p, b in predictions])
+            assert len(errors) == 10
+            return dict(fit=1 - float(errors.mean()))
+
+    task = Fit(dataset_dir=Path("."))
+    assert train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["fit"] > 0.9
+    assert json.loads((tmp_path / "config.json").read_text())["settings"]["lr"] == 0.1

@@ -1,0 +1,155 @@
+"""One XLA device: one program a phase, no fallback, and the same numbers as eager PyTorch."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tpukit import MSHNet, Run, TpukitError, Workload, environment, report, train
+from tpukit.workloads.mnist import MNIST
+
+RECIPE = dict(batch_size=4, base_size=64, crop_size=64, log_every=1, num_workers=1)
+
+
+def test_two_phases_cost_two_programs_and_no_later_step_compiles_or_falls_back(infrared, tmp_path, xla):
+    task = MSHNet(dataset_dir=infrared, epochs=4, warm_epoch=1, eval_every=9, **RECIPE)
+    run = Run.open(tmp_path, task)
+    before = xla.counters()
+    train(task, run, runtime=xla, progress=False)
+    records = run.records()
+    # The first step of each phase compiles its program (seconds); with the first one come the sums' own (milliseconds).
+    compiled = [r for r in records if r["kind"] == "compile"]
+    assert [r["step"] for r in compiled if r["seconds"] > 0.5] == [1, 9]
+    assert {r["step"] for r in compiled} == {1, 9}
+    counters = {r["step"]: r["speed"]["counters"]["compilations"] for r in records if r["kind"] == "train"}
+    assert len(set(counters[s] for s in range(1, 9))) == 1 and len(set(counters[s] for s in range(9, 17))) == 1
+    new = {n: c for n, c in xla.counters()["fallbacks"].items() if c != before["fallbacks"].get(n, 0)}
+    assert new == {}
+    words = " ".join(report.findings(records))
+    assert "compiled at step 1" in words and "and at step 9" in words and "again" not in words
+    assert "No operation fell back" in words
+
+
+def test_twenty_steps_give_the_same_losses_as_eager_pytorch(infrared, tmp_path, xla, cpu):
+    # Adagrad's first step moves every weight by lr times the sign of its gradient, so at the recipe's lr the rounding of
+    # near-zero gradients is amplified without bound; with a small lr the two devices can be compared.
+    task = MSHNet(dataset_dir=infrared, epochs=5, warm_epoch=1, eval_every=9, lr=1e-4, **RECIPE)
+    losses = {}
+    for name, runtime in (("cpu", cpu), ("xla", xla)):
+        run = Run.open(tmp_path / name, task)
+        train(task, run, runtime=runtime, progress=False)
+        losses[name] = [r["loss"] for r in run.records("train")]
+    assert len(losses["cpu"]) == 20 and max(losses["cpu"]) - min(losses["cpu"]) > 0.5  # both phases are in
+    assert max(abs(a - b) for a, b in zip(losses["cpu"], losses["xla"])) < 1e-3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peeking(MNIST):
+    """Reads the loss back in the middle of the step."""
+
+    def loss(self, model, batch, epoch):
+        loss = super().loss(model, batch, epoch)
+        return loss * 2 if loss.item() > 100 else loss
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Growing(MNIST):
+    """Multiplies the loss by a Python number that XLA folds into the program at step 2 (1.0), so it compiles again."""
+
+    def loss(self, model, batch, epoch):
+        self.calls.append(1)
+        return super().loss(model, batch[:] if False else batch, epoch) * (2.0 if len(self.calls) == 1 else 1.0)
+
+
+def test_a_value_read_back_in_the_step_is_an_error_that_says_so(digits, tmp_path, xla):
+    task = Peeking(dataset_dir=digits, epochs=1, batch_size=8)
+    with pytest.raises(TpukitError, match=r"\.item\(\)"):
+        train(task, Run.open(tmp_path, task), runtime=xla, progress=False)
+
+
+def test_a_step_that_changes_its_program_is_an_error_that_says_so(digits, tmp_path, xla):
+    task = Growing(dataset_dir=digits, epochs=1, batch_size=8)
+    object.__setattr__(task, "calls", [])
+    with pytest.raises(TpukitError, match="Keep every batch the same shape; declare phases"):
+        train(task, Run.open(tmp_path, task), runtime=xla, progress=False)
+
+
+def test_xla_refuses_fp16_and_says_what_to_use():
+    from tpukit.runtime import XLARuntime
+
+    with pytest.raises(TpukitError, match="use 'bf16' or 'auto'"):
+        XLARuntime("xla", "fp16")
+
+
+def test_bf16_autocast_runs_on_the_xla_device(digits, tmp_path):
+    pytest.importorskip("torch_xla")
+    from tpukit.runtime import XLARuntime
+
+    runtime = XLARuntime("xla", "bf16")
+    task = MNIST(dataset_dir=digits, epochs=1, batch_size=8)
+    train(task, Run.open(tmp_path, task), runtime=runtime, progress=False)
+    with runtime.autocast():
+        assert (torch.ones(2, 2, device=runtime.device) @ torch.ones(2, 2, device=runtime.device)).dtype == torch.bfloat16
+
+
+def test_a_run_moves_between_devices(digits, tmp_path, xla, cpu):
+    task = MNIST(dataset_dir=digits, epochs=1, batch_size=8)
+    for epochs, runtime in ((1, xla), (2, cpu), (3, xla)):
+        part = dataclasses.replace(task, epochs=epochs)
+        train(part, Run.open(tmp_path, part), runtime=runtime, progress=False)
+    run = Run.find(tmp_path)
+    assert [r["accelerator"] for r in run.records("start")] == ["xla", "cpu", "xla"]
+    assert run.records("epoch")[-1]["loss"] < run.records("epoch")[0]["loss"]
+
+
+def test_memory_and_counters_are_absent_where_they_cannot_be_read(xla, cpu):
+    assert xla.memory() is None and cpu.memory() is None and cpu.counters() == {}
+    assert set(xla.counters()) >= {"compilations", "compile_s", "to_device_s", "fallbacks"}
+
+
+@pytest.mark.parametrize(
+    "message, word",
+    [
+        ("Runtime is already initialized. Do not use the XLA device before calling xmp.spawn", "Restart the session"),
+        ("Expected 4 worker addresses, got 1", "TPU_PROCESS_ADDRESSES"),
+        ("open(/dev/vfio/0): Device or resource busy: Couldn't open iommu group", "doctor"),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.", "smaller batch_size"),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", "smaller batch_size"),
+        ("_XLAC.cpython-312-x86_64-linux-gnu.so: undefined symbol: _ZN5torch4lazy", "do not match"),
+        ("Failed to get TPU metadata (tpu-env) from instance metadata", "TPU_SKIP_MDS_QUERY=1"),
+        ("0 <= device.index() && device.index() < device_ready_queues_.size()", "Restart the session"),
+    ],
+)
+def test_errors_of_the_runtime_are_raised_with_their_mend(message, word):
+    with pytest.raises(TpukitError, match=word), environment.explained():
+        raise RuntimeError(message)
+    assert environment.mend_for("some other problem") is None
+
+
+def test_an_error_without_a_known_mend_stays_what_it_was():
+    with pytest.raises(KeyError), environment.explained():
+        raise KeyError("x")
+
+
+def test_the_report_names_a_step_that_compiled_again_and_what_fell_back():
+    counters = dict(compilations=3, compile_s=9.0, executions=9, execute_s=1.0, to_device_s=0.1, from_device_s=0.1)
+    speed = dict(seconds=10.0, images_per_s=4.0, wait_s=6.0, memory=None, counters={**counters, "fallbacks": {"aten::nonzero": 7}})
+    records = [
+        dict(kind="start", step=0, device="tpu (v5e), bf16", phases=1),
+        dict(kind="compile", step=1, programs=1, seconds=20.0),
+        dict(kind="compile", step=412, programs=1, seconds=18.0),
+        dict(kind="train", step=420, loss=1.0, grad_norm=1.0, speed=speed),
+    ]
+    words = " ".join(report.findings(records))
+    assert "Step 412 compiled again (18.0 s)" in words
+    assert "aten::nonzero (7 times)" in words
+    assert "waited for data 60% of the time" in words
+
+
+def test_workload_methods_left_out_are_named():
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Empty(Workload):
+        name, dataset, score = "empty", "none", "x"
+
+    with pytest.raises(NotImplementedError):
+        Empty().model()
