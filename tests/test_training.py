@@ -71,7 +71,7 @@ def test_every_workload_moves_its_weights_scores_and_shows(name, device, digits,
 
 def test_mnist_learns_made_up_digits(digits, tmp_path, cpu):
     task = MNIST(dataset_dir=digits, epochs=16, lr=0.03, **SMALL)
-    assert train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["accuracy"] > 0.9
+    assert train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["accuracy"] > 0.7  # 0.1 by guessing
 
 
 # Which samples

@@ -204,7 +204,7 @@ MENDS = (
     (r"/dev/(vfio|accel).*busy|Device or resource busy|TPU is already in use", "Another process holds the chip; `tpukit doctor` names it. End it, or restart the session."),
     (r"undefined symbol.*(_XLAC|torch)", "torch and torch_xla do not match: restart a fresh session and install nothing over the image's versions."),
     (r"lockfile|libtpu_lockfile", "Another process holds the chip, or left its lock: end it, then remove /tmp/libtpu_lockfile."),
-    (r"allow_execution|_set_allow_execution|trying to execute a graph|full_graph|execution.*not allowed", "The step reads a value back from the device in the middle (.item(), print(loss), if loss > x). Sum on the device and read after the step."),
+    (r"Unexpected execution happens inside the compiled function", "The step reads a value back from the device in the middle (.item(), print(loss), if loss > x). Sum on the device and read after the step."),
     (r"different graphs|maximum number of.*graphs", "A batch or a Python number changed its shape or value between steps, so XLA would compile again. Keep every batch the same shape; declare phases in the workload."),
     (r"RESOURCE_EXHAUSTED|Ran out of memory in memory space|CUDA out of memory|out of memory", "The step does not fit into the device's memory: use a smaller batch_size, a smaller crop, or precision='bf16'."),
     (r"No space left on device.*shm|/dev/shm|unable to open shared memory", "Shared memory is full: use num_workers=0."),

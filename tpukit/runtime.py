@@ -106,8 +106,8 @@ class Runtime:
         return tree
 
     def totals(self, sums):
-        """dict of 0-dimensional device tensors -> dict of floats over all processes. The one place that waits."""
-        return {name: float(value) for name, value in self.host(sums).items()}
+        """(N,) device tensor -> list of N floats. The one place in the loop that waits for the device."""
+        return self.host(sums).tolist()
 
     def batches(self, data, plan, *, workers=2):
         """Make the batches of a plan on `workers` threads, a few ahead, and put them on the device in order.

@@ -16,6 +16,11 @@ from tpukit.run import setting
 from tpukit.runtime import evaluation_plan, open_runtime, training_plan
 
 
+# What a step adds up on the device between two readings, and where it starts. grad_norm is the last step's; bad_step is
+# the first one whose loss or gradient was not finite, counted from the last reading.
+SUMS = dict(loss=0.0, steps=0.0, grad_norm=0.0, bad_step=-1.0)
+
+
 class Diverged(TpukitError):
     """The loss or the gradient stopped being a finite number."""
 
@@ -145,21 +150,20 @@ class _Training:
 
     # One step
 
-    def _fresh_sums(self, values=None):
-        names = dict(loss=0.0, steps=0.0, grad_norm=0.0, bad_step=-1.0)
-        return self.runtime.put({n: torch.tensor(v, dtype=torch.float32) for n, v in {**names, **(values or {})}.items()})
+    def _fresh_sums(self, values=SUMS):
+        # One vector, because XLA would fold single numbers into the program as constants.
+        return self.runtime.put({"sums": torch.tensor(list(values.values()), dtype=torch.float32)})["sums"]
 
     def _step(self, batch, epoch):
         with self.runtime.autocast():
             loss = self.task.loss(self.model, batch, epoch).float()
         norm = self.runtime.update(loss, self.model, self.optimizer).float()
-        sums, loss = self.sums, loss.detach()
+        loss = loss.detach()
+        loss_sum, steps, _, bad_step = self.sums.unbind()
         # A loss scaler skips steps whose gradient overflows; without one such a step is already the end.
         finite = torch.isfinite(loss if self.runtime.scaler else loss + norm)
-        sums["bad_step"].copy_(torch.where((sums["bad_step"] < 0) & ~finite, sums["steps"], sums["bad_step"]))
-        sums["loss"] += loss
-        sums["grad_norm"].copy_(norm)
-        sums["steps"] += 1
+        bad_step = torch.where((bad_step < 0) & ~finite, steps, bad_step)
+        self.sums = torch.stack([loss_sum + loss, steps + 1, norm, bad_step])
 
     def _timed_step(self, batch, epoch):
         """One step; on a device that compiles, say so while it happens and record how long it took."""
@@ -240,7 +244,7 @@ class _Training:
 
     def _read_sums(self):
         """The sums as floats; stops the run where they are not finite."""
-        sums = self.runtime.totals(self.sums)
+        sums = dict(zip(SUMS, self.runtime.totals(self.sums)))
         if sums["bad_step"] >= 0:
             step = self.state.step - int(sums["steps"]) + int(sums["bad_step"]) + 1
             good = next((f"the last good checkpoint is {c['file']}" for c in self.run.checkpoints()), "there is no checkpoint yet")
