@@ -1,0 +1,111 @@
+"""The command line, as a user types it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tpukit import Run, cli
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Each test in its own folder, on the plain CPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+
+
+TINY = ["--base-size", "32", "--crop-size", "32", "--batch-size", "4", "--warm-epoch", "0", "--eval-every", "1"]
+
+
+def test_train_goes_on_then_test_and_show_agree_with_it(infrared, tmp_path, capsys):
+    train = ["train", "mshnet", "--dataset-dir", str(infrared), "--run", "run", "--lr", "0.05", *TINY]
+    assert cli.main([*train, "--epochs", "1"]) == 0
+    assert "dataset IRSTD-1k" in capsys.readouterr().out
+    assert cli.main([*train, "--epochs", "2"]) == 0
+    assert "resuming at step 4 of 8" in capsys.readouterr().out
+    best = max(r["scores"]["iou"] for r in Run.find("run").records("evaluation"))
+    assert cli.main(["test", "mshnet", "--weights", "run/best.safetensors", "--dataset-dir", str(infrared), *TINY]) == 0
+    out = capsys.readouterr().out
+    assert f"{best:.4f}" in out or f"{best:.3e}" in out
+    for score in ("iou", "niou", "pixel_accuracy", "pd", "fa", "as the published code counts"):
+        assert score in out
+    assert cli.main(["show", "run"]) == 0
+    assert "It ran on cpu" in capsys.readouterr().out and (tmp_path / "run/pictures/curves.png").exists()
+
+
+def test_published_weights_as_a_pickled_state_dict_are_tested(infrared, tmp_path, capsys):
+    from tpukit.workloads.mshnet.model import MSHNetModel
+
+    torch.manual_seed(0)
+    torch.save({"state_dict": MSHNetModel().state_dict(), "epoch": 7}, "published.tar")
+    assert cli.main(["test", "mshnet", "--weights", "published.tar", "--dataset-dir", str(infrared), *TINY]) == 0
+    assert "4 test samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["fly"], "no command 'fly'; there are: doctor, train, test, show"),
+        (["train"], "needs a workload: mnist, mshnet"),
+        (["train", "resnet"], "no workload 'resnet'; there are: mnist, mshnet"),
+        (["train", "mshnet", "--use-tpu"], "--use-tpu is gone: tpukit takes the TPU when the session has one"),
+        (["train", "mshnet", "--num-cores", "8"], "--num-cores is gone"),
+        (["train", "mshnet", "--mode=train"], "two commands now"),
+        (["train", "mshnet", "--dataset-dir", "/nowhere"], "dataset path /nowhere does not exist"),
+        (["show", "nothing-here"], "nothing-here is not a run directory"),
+        (["test", "mnist", "--weights", "none.pth"], "weights none.pth: no such file"),
+        (["test", "mnist"], "best.safetensors: no such file"),
+    ],
+)
+def test_wrong_usage_is_explained_without_a_traceback(argv, words, capsys):
+    assert cli.main(argv) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_bad_value_is_explained_by_the_parser(capsys):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["train", "mshnet", "--epochs", "many"])
+    assert exit.value.code == 2 and "epochs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["doctor", "--help"], ["train", "mshnet", "--help"], ["test", "mnist", "--help"]])
+def test_every_command_has_help(argv):
+    ran = subprocess.run([sys.executable, "-m", "tpukit", *argv], capture_output=True, text=True)
+    assert ran.returncode == 0 and len(ran.stdout) > 200
+    if "mshnet" in argv:
+        for flag in ("--dataset-dir", "--base-size", "--crop-size", "--warm-epoch", "--batch-size", "--epochs", "--lr"):
+            assert flag in ran.stdout
+        assert "Learning rate of Adagrad" in ran.stdout
+
+
+def test_doctor_tells_machines_the_same_as_people(capsys, monkeypatch):
+    from tpukit.tools import doctor
+
+    monkeypatch.setattr(doctor, "import_problem", lambda package, environ: None)
+    code = cli.main(["doctor", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert code == int(told["blocked"])
+    assert {"host", "accelerator", "versions", "checks"} <= set(told) and told["checks"][0]["what"]
+    assert cli.main(["doctor"]) == code
+    assert told["python"] in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_with_130(infrared, monkeypatch):
+    from tpukit import training
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "train", interrupted)
+    assert cli.main(["train", "mshnet", "--dataset-dir", str(infrared), *TINY]) == 130
+
+
+def test_the_installed_command_runs_without_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-m", "tpukit", "--version"], env=environ, capture_output=True, text=True)
+    assert ran.returncode == 0 and ran.stdout.strip()

@@ -1,0 +1,173 @@
+"""The notebooks as a user meets them: run whole by papermill, by nbval, and in a real JupyterLab in a browser."""
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import nbformat
+import papermill
+import pytest
+
+from tests.conftest import ROOT
+
+SMALL = dict(EPOCHS=2, WARM_EPOCH=0, IMAGE_SIZE=32, RUN_NAME="run")
+
+
+def run_notebook(name, tmp_path, **parameters):
+    """Execute a notebook in tmp_path. Returns it."""
+    done = tmp_path / name
+    papermill.execute_notebook(
+        str(ROOT / "notebooks" / name), str(done), {**parameters, "OUTPUTS": str(tmp_path / "outputs")},
+        cwd=str(tmp_path), progress_bar=False, kernel_name="python3",
+    )  # fmt: skip
+    return nbformat.read(done, 4)
+
+
+def outputs(notebook, mime):
+    return [o["data"][mime] for c in notebook.cells for o in c.get("outputs", []) if mime in o.get("data", {})]
+
+
+def text(notebook):
+    streams = "".join(o["text"] for c in notebook.cells for o in c.get("outputs", []) if o["output_type"] == "stream")
+    return streams + "".join(outputs(notebook, "text/markdown"))
+
+
+def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
+    pytest.importorskip("torch_xla")
+    notebook = run_notebook("colab_tpu_setup.ipynb", tmp_path, **SMALL)
+    said = text(notebook)
+    for words in ("because no real one was found", "compiling the training step", "epoch 2: loss", "No operation fell back", "IoU "):
+        assert words in said, words
+    assert len(outputs(notebook, "image/png")) == 3  # samples, curves, predictions
+    assert "CPU XLA device" in "".join(outputs(notebook, "text/html"))
+    assert (tmp_path / "outputs/run/best.safetensors").exists()
+
+
+def test_the_gpu_notebook_runs_on_the_cpu_when_told_to(tmp_path, monkeypatch):
+    monkeypatch.delenv("PJRT_DEVICE")
+    notebook = run_notebook("colab_setup.ipynb", tmp_path, ACCELERATOR="cpu", **SMALL)
+    assert "Nothing is compiled on this device" in text(notebook)
+    assert len(outputs(notebook, "image/png")) == 3
+
+
+@pytest.mark.parametrize("name, menu", [("colab_tpu_setup.ipynb", "TPU needed"), ("colab_setup.ipynb", "GPU needed")])
+def test_a_notebook_without_its_hardware_stops_with_the_menu_to_open(name, menu, tmp_path, monkeypatch):
+    monkeypatch.delenv("PJRT_DEVICE")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
+    with pytest.raises(papermill.PapermillExecutionError, match=rf"(?s){menu}.*Accelerator > "):
+        run_notebook(name, tmp_path, **SMALL)
+
+
+def test_the_quickstart_trains_goes_on_and_shows(tmp_path):
+    notebook = run_notebook("mnist_quickstart.ipynb", tmp_path, RUN_NAME="mnist")
+    said = text(notebook)
+    assert "resuming at step 15 of 30" in said and "class MNIST(Workload)" in said
+    assert len(outputs(notebook, "image/png")) == 3
+    assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 2  # a live bar for each training
+
+
+def test_the_quickstart_passes_nbval(tmp_path):
+    shutil.copy(ROOT / "notebooks/mnist_quickstart.ipynb", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "--nbval-cell-timeout", "300", "-p", "no:cacheprovider"]
+    ran = subprocess.run([*command, "mnist_quickstart.ipynb"], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout[-3000:]
+
+
+def test_the_first_cell_finds_tpukit_beside_the_notebook_and_installs_it_where_it_is_not(tmp_path):
+    notebook = nbformat.read(ROOT / "notebooks/mnist_quickstart.ipynb", 4)
+    cell = notebook.cells[2].source
+    (tmp_path / "deep/notebooks").mkdir(parents=True)
+    shutil.copytree(ROOT / "tpukit", tmp_path / "deep/tpukit", ignore=shutil.ignore_patterns("__pycache__"))
+    program = f"{cell}\nprint(tpukit.__file__)"
+    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "deep/notebooks", capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(tmp_path / "deep/tpukit/__init__.py")
+    # Where it is nowhere, pip is asked for it: a recording stand-in answers.
+    program = (
+        "import importlib.util, subprocess\n"
+        "importlib.util.find_spec = lambda name: None\n"
+        "def run(command, check): print(command[1:]); raise SystemExit(0)\n"
+        f"subprocess.run = run\n{cell}"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "['-m', 'pip', 'install', '-q', 'git+https://github.com/TPUKIT_SOURCE']"
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """A JupyterLab on loopback serving tmp_path; yields its address."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    settings = {
+        "notebook-extension/tracker": '{"windowingMode": "none"}',  # render all cells, not the visible ones alone
+        "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
+    }
+    for name, content in settings.items():
+        path = tmp_path / f"settings/@jupyterlab/{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True)
+        path.write_text(content)
+    token = secrets.token_hex(8)
+    environ = {**os.environ, "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"), "JUPYTER_CONFIG_DIR": str(tmp_path / "config")}
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1"]
+    log = open(tmp_path / "lab.log", "w")
+    server = subprocess.Popen(
+        [*command, f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={tmp_path}"], env=environ, stdout=log, stderr=log
+    )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"{address}/api?token={token}", timeout=2)
+                break
+            except OSError:
+                assert time.monotonic() < deadline and server.poll() is None, (tmp_path / "lab.log").read_text()
+                time.sleep(0.3)
+        yield lambda path: f"{address}/lab/tree/{path}?token={token}"
+    finally:
+        server.terminate()
+        server.wait(20)
+        log.close()
+
+
+def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
+    browser = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
+    if browser is None:
+        pytest.skip("no Chromium on this machine")
+    from playwright.sync_api import expect, sync_playwright
+
+    shutil.copy(ROOT / "notebooks/mnist_quickstart.ipynb", tmp_path)
+    with sync_playwright() as playwright:
+        quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+        chromium = playwright.chromium.launch(executable_path=shutil.which(browser), args=quiet)
+        page = chromium.new_page(viewport=dict(width=1200, height=1600))
+        page.goto(lab("mnist_quickstart.ipynb"))
+        expect(page.locator(".jp-Notebook .jp-CodeCell").first).to_be_visible(timeout=60_000)
+        select = page.get_by_role("button", name="Select Kernel")  # JupyterLab asks when its kernel list comes late
+        idle = page.get_by_text("Python 3 (ipykernel) | Idle")
+        expect(select.or_(idle).first).to_be_visible(timeout=60_000)
+        page.wait_for_timeout(2000)
+        if select.is_visible():
+            select.click()
+        expect(idle).to_be_visible(timeout=60_000)
+        page.get_by_role("menuitem", name="Run", exact=True).click()
+        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        last = page.locator(".jp-CodeCell").last.locator(".jp-OutputArea-output")
+        expect(last.first).to_contain_text("class MNIST(Workload)", timeout=180_000)
+        bars = page.locator(".jupyter-widgets .widget-hprogress, .widget-hprogress")
+        expect(bars).to_have_count(2)
+        pictures = page.locator(".jp-OutputArea-output img")
+        expect(pictures).to_have_count(3)
+        for index in range(3):
+            assert pictures.nth(index).evaluate("image => image.complete && image.naturalWidth") > 300
+        expect(page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")).to_have_count(0)
+        page.locator(".jp-CodeCell").nth(5).scroll_into_view_if_needed()
+        page.screenshot(path=str(tmp_path / "quickstart.png"))
+        chromium.close()
+    assert (tmp_path / "quickstart.png").stat().st_size > 50_000
