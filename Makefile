@@ -5,8 +5,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT := outputs
 DATA ?=
-EPOCHS ?= 12
-WARM_EPOCH ?= 3
+EPOCHS ?= $(if $(DATA),4,12)
+WARM_EPOCH ?= $(if $(DATA),1,3)
 SIZE ?= 128
 
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.

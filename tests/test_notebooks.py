@@ -67,7 +67,7 @@ def test_a_notebook_without_its_hardware_stops_with_the_menu_to_open(name, menu,
 def test_the_quickstart_trains_goes_on_and_shows(tmp_path):
     notebook = run_notebook("mnist_quickstart.ipynb", tmp_path, RUN_NAME="mnist")
     said = text(notebook)
-    assert "resuming at step 15 of 30" in said and "class MNIST(Workload)" in said
+    assert "resuming at step 78 of 156" in said and "class MNIST(Workload)" in said
     assert len(outputs(notebook, "image/png")) == 3
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 2  # a live bar for each training
 

@@ -70,7 +70,9 @@ def _said_of_compilations(start, session, trained):
     large = [r for r in compiled if r["seconds"] >= 0.5] or compiled[:1]
     expected, extra = large[: start["phases"]], large[start["phases"] :]
     times = " and ".join(f"at step {r['step']} ({r['seconds']:.1f} s)" for r in expected)
-    said = [f"The training step was compiled {times}; every other step reused the program."] if expected else []
+    said = [f"The training step was compiled {times}; every other step reused the program."]
+    if not expected:
+        said = ["The training step was not compiled: this session had compiled the same program before."]
     said += [f"Step {r['step']} compiled again ({r['seconds']:.1f} s): a shape or a Python number changed there." for r in extra]
     fallbacks = counters["fallbacks"]
     if fallbacks:

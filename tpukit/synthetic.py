@@ -16,7 +16,7 @@ def make(name, folder, *, size=None, seed=0):
     size: number of images, train and test together. Returns the folder.
     """
     folder = Path(folder)
-    maker, default = (_digits, 1200) if name.lower() == "mnist" else (_infrared, 40)
+    maker, default = (_digits, 6000) if name.lower() == "mnist" else (_infrared, 40)
     size = size or default
     folder = folder.with_name(f"{folder.name}-{size}")
     if not folder.exists():

@@ -23,7 +23,7 @@ class Table:
         for row in self.rows:
             table.add_row(*(Text(value) for value in row))
         out = io.StringIO()
-        Console(file=out, width=118).print(table)
+        Console(file=out, width=118, force_jupyter=False).print(table)  # in Jupyter it would display, not write
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()
 
     def _repr_html_(self):

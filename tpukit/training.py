@@ -144,7 +144,7 @@ class _Training:
         self.sums = self._fresh_sums()
         self._restore()
         self.step_program = self.runtime.compile(self._step, task.phases)
-        self.programs = 0
+        self.steps_taken = 0
         self.last_save = time.monotonic()
         self._measure_from_here()
 
@@ -171,16 +171,18 @@ class _Training:
             self.step_program(batch, epoch)
             return
         step = self.state.step + 1
-        if not self.programs:
+        if self.steps_taken == 0:
             self.run.say(f"step {step}: compiling the training step, which can take minutes; the steps after it reuse the program")
         before = self.runtime.counters()
         self.step_program(batch, epoch)
         after = self.runtime.counters()
         if programs := after["compilations"] - before["compilations"]:
-            self.programs += programs
             seconds = after["compile_s"] - before["compile_s"]
             self.run.log("compile", step, programs=programs, seconds=seconds)
             self.run.say(f"step {step}: compiled {programs} program{'s' * (programs > 1)} in {seconds:.1f} s")
+        elif self.steps_taken == 0:
+            self.run.say(f"step {step}: this session had compiled the same program before, so there was nothing to compile")
+        self.steps_taken += 1
 
     # The loop
 
