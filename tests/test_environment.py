@@ -24,11 +24,11 @@ def add_chips(root, count):
         device = root / f"sys/bus/pci/devices/0000:00:{index:02x}.0"
         device.mkdir(parents=True)
         (device / "vendor").write_text("0x1ae0\n")
-        (device / "class").write_text("0x120000\n")
+        (device / "device").write_text("0x0063\n")
     other = root / "sys/bus/pci/devices/0000:01:00.0"
     other.mkdir(parents=True)
     (other / "vendor").write_text("0x1ae0\n")
-    (other / "class").write_text("0x020000\n")  # Google's network card, not a chip
+    (other / "device").write_text("0x0042\n")  # Google's network card, not a chip
 
 
 @pytest.fixture
@@ -109,6 +109,12 @@ def test_what_an_old_guide_left_set_is_explained(name, tmp_path, versions, gpu):
     gpu()
     with pytest.raises(TpukitError, match=name):
         detect({name: "10.0.0.2:8470"}, tmp_path).require("tpu")
+
+
+def test_chips_are_those_that_torch_xla_knows():
+    tpu = pytest.importorskip("torch_xla._internal.tpu")
+    assert tpu._GOOGLE_PCI_VENDOR_ID == module.GOOGLE_PCI_VENDOR
+    assert set(tpu._TPU_PCI_DEVICE_IDS) == set(module.TPU_PCI_DEVICES)
 
 
 def test_a_gpu_that_is_required_and_missing_names_the_menu_and_a_wrong_name_is_refused(tmp_path, versions, gpu):

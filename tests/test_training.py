@@ -17,7 +17,7 @@ import torch
 
 from tpukit import MNIST, MSHNet, Run, TpukitError, Workload, train, weights
 from tpukit.run import setting
-from tpukit.runtime import Runtime, evaluation_plan, training_plan
+from tpukit.runtime import Runtime, XLARuntime, evaluation_plan, training_plan
 from tpukit.training import Diverged, evaluate
 
 SMALL = dict(batch_size=8, log_every=3, num_workers=1)
@@ -417,7 +417,7 @@ def test_priming_an_optimizer_changes_no_step_of_it(make, cpu):
         model = torch.nn.Linear(4, 3)
         optimizer = make(model.parameters())
         if primed:
-            cpu.prime(optimizer)
+            assert XLARuntime.prime(cpu, optimizer)
             assert all(optimizer.state[p] for p in model.parameters())
         for _ in range(3):
             optimizer.zero_grad()
@@ -426,6 +426,12 @@ def test_priming_an_optimizer_changes_no_step_of_it(make, cpu):
         return model.weight.detach()
 
     torch.testing.assert_close(trajectory(True), trajectory(False))
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5)])
+def test_an_optimizer_whose_state_does_not_start_at_zero_is_left_alone(make, cpu):
+    optimizer = make(torch.nn.Linear(2, 2).parameters())
+    assert XLARuntime.prime(cpu, optimizer) is False and not optimizer.state
 
 
 # A user's own workload, defined outside the library

@@ -20,6 +20,8 @@ from tpukit.tables import Table
 PACKAGES = ("torch", "torchvision", "torch_xla", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
 NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
 GOOGLE_PCI_VENDOR = "0x1ae0"
+# The PCI devices that are TPU chips, as torch_xla 2.9 lists them; Google's network cards have other ids.
+TPU_PCI_DEVICES = ("0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076")
 TPU_MENU = {
     "colab": "Colab menu: Runtime > Change runtime type > Hardware accelerator > v5e-1 TPU (or v6e-1)",
     "kaggle": "Kaggle: Settings (or Session options) > Accelerator > TPU v5e-8; for a batch run, choose it before Save Version",
@@ -170,12 +172,9 @@ def _accelerator(environ, root, versions):
 
 def tpu_chips(root="/"):
     """Number of TPU chips on the PCI bus."""
-    return sum(
-        vendor.read_text().strip() == GOOGLE_PCI_VENDOR and (vendor.parent / "class").read_text().strip() == "0x120000"
-        if (vendor.parent / "class").exists()
-        else vendor.read_text().strip() == GOOGLE_PCI_VENDOR
-        for vendor in Path(root).glob("sys/bus/pci/devices/*/vendor")
-    )
+    vendors = Path(root).glob("sys/bus/pci/devices/*/vendor")
+    google = (vendor.parent for vendor in vendors if vendor.read_text().strip() == GOOGLE_PCI_VENDOR)
+    return sum((device / "device").read_text().strip() in TPU_PCI_DEVICES for device in google)
 
 
 def nvidia_gpus(environ):

@@ -13,6 +13,7 @@ import torch
 from tpukit.errors import TpukitError
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+_STATE_STARTS_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -151,28 +152,8 @@ class Runtime:
         return function
 
     def prime(self, optimizer):
-        """Make the optimizer's state before the first step, so that the first step is like all others.
-
-        One step with zero gradients at learning rate 0 creates it; then it is set to zero, which is where every
-        optimizer of torch.optim starts. An optimizer that already has its state is left as it is.
-        """
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if all(optimizer.state.get(p) for p in parameters):
-            return
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        for p in parameters:
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        for group, rate in zip(optimizer.param_groups, rates):
-            group["lr"] = rate
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    value.zero_()
-        optimizer.zero_grad(set_to_none=True)
-        self.sync()
+        """Make the optimizer's state before the first step where that matters. Returns whether it has its state now."""
+        return True
 
     def update(self, loss, model, optimizer):
         """Backward, gradient sum over all processes, optimizer step. Returns the gradient norm, a device scalar."""
@@ -252,6 +233,37 @@ class XLARuntime(Runtime):
         model = model.to(self.device)
         self.sync()
         return model
+
+    def prime(self, optimizer):
+        """Make the optimizer's state before the first step; born within it, it would cost a second program.
+
+        One step with zero gradients at learning rate 0 creates it; then it is set to zero, which is where the optimizers
+        of `_STATE_STARTS_AT_ZERO` start. Others are left alone: False, their second step compiles once more.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        with torch.no_grad():
+            for p in parameters:  # a parameter that was never written in place is traced differently, once
+                p.mul_(1.0)
+        self.sync()
+        if all(optimizer.state.get(p) for p in parameters):
+            return True
+        if type(optimizer).__name__ not in _STATE_STARTS_AT_ZERO or any(g.get("dampening") for g in optimizer.param_groups):
+            return False
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+        optimizer.zero_grad(set_to_none=True)
+        self.sync()
+        return True
 
     def compile(self, function, graphs=1):
         import torch_xla

@@ -139,11 +139,11 @@ class _Training:
             weights.load(model, task.weights)
         self.model = self.runtime.place(model)
         self.optimizer = task.optimizer(self.model)
-        self.runtime.prime(self.optimizer)
+        primed = self.runtime.prime(self.optimizer)
         self.state = _State()
         self.sums = self._fresh_sums()
         self._restore()
-        self.step_program = self.runtime.compile(self._step, task.phases)
+        self.step_program = self.runtime.compile(self._step, task.phases if primed else task.phases + 1)
         self.steps_taken = 0
         self.last_save = time.monotonic()
         self._measure_from_here()
