@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+SMALL = dict(batch_size=8, log_every=3, num_workers=1)  # settings that make a training a matter of a second
 XLA_FLAGS = "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
 
@@ -81,3 +82,30 @@ def reference():
 def real_data():
     """The folder that holds IRSTD-1k/ and mnist/."""
     return _folder("TPUKIT_DATA", "data")
+
+
+# What tests ask of a finished run
+
+
+def exact(run):
+    """The records without what no two runs share: times, and how often a session started and compiled."""
+    kept = [r for r in run.records() if r["kind"] not in ("start", "compile")]
+    return [{k: v for k, v in r.items() if k not in ("time", "speed")} for r in kept]
+
+
+def best_weights(run):
+    from tpukit import weights
+
+    return weights.read(run.path / "best.safetensors")
+
+
+def checkpoint(run):
+    import torch
+
+    return torch.load(run.path / "checkpoints" / run.checkpoints()[0]["file"], weights_only=True)["state"]
+
+
+def same(a, b):
+    import torch
+
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)

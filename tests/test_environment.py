@@ -199,7 +199,12 @@ def test_variables_of_kaggle_and_of_old_guides_are_explained(tmp_path, versions)
     versions(torch="2.8.0", torch_xla="2.8.0")
     checks = examine({**KAGGLE_TPU, "XLA_USE_BF16": "1", "COLAB_TPU_ADDR": "10.0.0.2"}, tmp_path)
     notes = " ".join(c.found + c.mend for c in checks if c.what == "variable")
-    for text in ("TPU_PROCESS_ADDRESSES=local", "os.environ.pop('TPU_PROCESS_ADDRESSES')", "COLAB_TPU_ADDR", "TPU Node runtime"):
+    for text in (
+        "TPU_PROCESS_ADDRESSES=local",
+        "os.environ.pop('TPU_PROCESS_ADDRESSES')",
+        "COLAB_TPU_ADDR",
+        "TPU Node runtime",
+    ):
         assert text in notes
     assert "autocast" in find(checks, "variable", doctor.WARNING).mend
 

@@ -55,7 +55,13 @@ def test_imports_go_down_the_floors_only(path):
 
 @pytest.mark.parametrize(
     "package, rooms",
-    [("torch_xla", {"runtime"}), ("matplotlib", {"display"}), ("IPython", {"display"}), ("ipywidgets", {"display"}), ("tyro", {"cli"})],
+    [
+        ("torch_xla", {"runtime"}),
+        ("matplotlib", {"display"}),
+        ("IPython", {"display"}),
+        ("ipywidgets", {"display"}),
+        ("tyro", {"cli"}),
+    ],
 )
 def test_a_foreign_package_is_imported_in_its_one_room_only(package, rooms):
     for path in MODULES:

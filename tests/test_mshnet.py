@@ -158,7 +158,12 @@ def test_all_bad_pairs_are_listed_with_their_line_before_training(tmp_path, caps
     (tmp_path / "images/damaged.png").write_bytes(data[: len(data) // 2])
     with pytest.raises(TpukitError) as error:
         MSHNet(dataset_dir=tmp_path).datasets()
-    for line, name, what in ((2, "noimage", "no image"), (3, "nomask", "no mask"), (4, "othersize", "mask is 16x32"), (5, "damaged", "unreadable")):
+    for line, name, what in (
+        (2, "noimage", "no image"),
+        (3, "nomask", "no mask"),
+        (4, "othersize", "mask is 16x32"),
+        (5, "damaged", "unreadable"),
+    ):
         assert any(f"line {line}: {name}" in text and what in text for text in str(error.value).splitlines()), name
     assert "4 of 5 entries" in str(error.value) and "--skip-bad" in str(error.value)
     data, _ = MSHNet(dataset_dir=tmp_path, skip_bad=True).datasets()

@@ -41,7 +41,13 @@ def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
     pytest.importorskip("torch_xla")
     notebook = run_notebook("colab_tpu_setup.ipynb", tmp_path, **SMALL)
     said = text(notebook)
-    for words in ("because no real one was found", "compiling the training step", "epoch 2: loss", "No operation fell back", "IoU "):
+    for words in (
+        "because no real one was found",
+        "compiling the training step",
+        "epoch 2: loss",
+        "No operation fell back",
+        "IoU ",
+    ):
         assert words in said, words
     assert len(outputs(notebook, "image/png")) == 3  # samples, curves, predictions
     assert "CPU XLA device" in "".join(outputs(notebook, "text/html"))
@@ -85,7 +91,9 @@ def test_the_first_cell_finds_tpukit_beside_the_notebook_and_installs_it_where_i
     (tmp_path / "deep/notebooks").mkdir(parents=True)
     shutil.copytree(ROOT / "tpukit", tmp_path / "deep/tpukit", ignore=shutil.ignore_patterns("__pycache__"))
     program = f"{cell}\nprint(tpukit.__file__)"
-    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "deep/notebooks", capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path / "deep/notebooks", capture_output=True, text=True, check=True
+    )
     assert ran.stdout.strip() == str(tmp_path / "deep/tpukit/__init__.py")
     # Where it is nowhere, pip is asked for it: a recording stand-in answers.
     program = (
@@ -113,7 +121,11 @@ def lab(tmp_path):
         path.parent.mkdir(parents=True)
         path.write_text(content)
     token = secrets.token_hex(8)
-    environ = {**os.environ, "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"), "JUPYTER_CONFIG_DIR": str(tmp_path / "config")}
+    environ = {
+        **os.environ,
+        "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"),
+        "JUPYTER_CONFIG_DIR": str(tmp_path / "config"),
+    }
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1"]
     log = open(tmp_path / "lab.log", "w")
     server = subprocess.Popen(
@@ -144,7 +156,13 @@ def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
 
     shutil.copy(ROOT / "notebooks/mnist_quickstart.ipynb", tmp_path)
     with sync_playwright() as playwright:
-        quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+        quiet = [
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+        ]
         chromium = playwright.chromium.launch(executable_path=shutil.which(browser), args=quiet)
         page = chromium.new_page(viewport=dict(width=1200, height=1600))
         page.goto(lab("mnist_quickstart.ipynb"))

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,31 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from tpukit import MNIST, MSHNet, Run, TpukitError, Workload, train, weights
+from tests.conftest import SMALL, best_weights, checkpoint, exact, same
+from tpukit import MNIST, MSHNet, Run, TpukitError, Workload, train
 from tpukit.run import setting
 from tpukit.runtime import Runtime, XLARuntime, evaluation_plan, training_plan
 from tpukit.training import Diverged, evaluate
-
-SMALL = dict(batch_size=8, log_every=3, num_workers=1)
-
-
-def exact(run):
-    """The records without what no two runs share: times, and how often a session started and compiled."""
-    kept = [r for r in run.records() if r["kind"] not in ("start", "compile")]
-    return [{k: v for k, v in r.items() if k not in ("time", "speed")} for r in kept]
-
-
-def best_weights(run):
-    return weights.read(run.path / "best.safetensors")
-
-
-def checkpoint(run):
-    return torch.load(run.path / "checkpoints" / run.checkpoints()[0]["file"], weights_only=True)["state"]
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-
 
 # Every workload
 
@@ -192,7 +171,10 @@ train(task, Run.open(sys.argv[1], task), runtime=Runtime("cpu"), progress=False)
 @pytest.mark.parametrize("number, code, word", [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, None, "interrupted")])
 def test_sigterm_and_interrupt_save_before_leaving(number, code, word, digits, tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED, str(tmp_path / "run"), str(digits)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", STOPPED, str(tmp_path / "run"), str(digits)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 120
     records = tmp_path / "run/records.jsonl"
@@ -211,125 +193,7 @@ def test_sigterm_and_interrupt_save_before_leaving(number, code, word, digits, t
     assert saved >= run.records("train")[-1]["step"]
 
 
-# Checkpoints that are damaged, and disks that are full
-
-
-@pytest.fixture
-def trained(digits, tmp_path, cpu):
-    task = MNIST(dataset_dir=digits, epochs=2, **SMALL)
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
-    return task, run
-
-
-@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
-def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(trained, cpu, damage, capsys):
-    task, run = trained
-    wanted = exact(run)
-    newest, older = (run.path / "checkpoints" / c["file"] for c in run.checkpoints())
-    data = bytearray(newest.read_bytes())
-    if damage == "gone":
-        newest.unlink()
-    else:
-        data[len(data) // 2] ^= 255
-        newest.write_bytes(data if damage == "flipped" else data[: len(data) // 2])
-    train(task, Run.open(run.path, task), runtime=cpu, progress=False)
-    out = capsys.readouterr().out
-    assert f"{newest.name} is damaged" in out and "going back to the one before" in out
-    assert f"resuming at step {int(older.stem.split('-')[1])}" in out
-    assert exact(run) == wanted
-
-
-def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_deletes_nothing(trained, cpu):
-    task, run = trained
-    for c in run.checkpoints():
-        (run.path / "checkpoints" / c["file"]).write_bytes(b"nothing")
-    before = run.records()
-    with pytest.raises(TpukitError, match="none of the 2 checkpoints"):
-        train(task, run, runtime=cpu, progress=False)
-    assert run.records() == before
-
-
-def test_the_list_of_checkpoints_can_be_lost(trained, cpu, capsys):
-    task, run = trained
-    (run.path / "checkpoints/checkpoints.json").unlink()
-    more = dataclasses.replace(task, epochs=3)
-    train(more, Run.open(run.path, more), runtime=cpu, progress=False)
-    assert "resuming at step 50" in capsys.readouterr().out
-
-
-def test_a_full_disk_stops_with_a_clear_error_and_keeps_the_last_checkpoint(trained, cpu):
-    task, run = trained
-    before = run.checkpoints()
-    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # a write beyond 100 kB fails, as on a full disk
-    try:
-        more = dataclasses.replace(task, epochs=3)
-        with pytest.raises(TpukitError, match=r"cannot write .*(MiB are free).*saved before is untouched"):
-            train(more, Run.open(run.path, more), runtime=cpu, progress=False)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, old)
-    assert run.checkpoints() == before and not list(run.path.rglob("*.partial"))
-    train(more, Run.open(run.path, more), runtime=cpu, progress=False)
-    assert run.records("evaluation")[-1]["epoch"] == 2
-
-
-# The backup
-
-
-def test_a_lost_session_comes_back_from_its_backup(digits, tmp_path, cpu, capsys):
-    import shutil
-
-    task = MNIST(dataset_dir=digits, epochs=2, **SMALL)
-    run = Run.open(tmp_path / "here", task, backup=tmp_path / "drive/run")
-    train(task, run, runtime=cpu, progress=False)
-    shutil.rmtree(tmp_path / "here")
-    more = dataclasses.replace(task, epochs=3)
-    again = Run.open(tmp_path / "here", more, backup=tmp_path / "drive/run")
-    train(more, again, runtime=cpu, progress=False)
-    out = capsys.readouterr().out
-    assert "bringing it back from" in out and "resuming at step 50" in out
-    assert Run.find(tmp_path / "drive/run").checkpoints() == again.checkpoints()
-    names = {p.name for p in (tmp_path / "drive/run").rglob("*") if p.is_file()}
-    assert len([n for n in names if n.endswith(".pt")]) == 2 and not any(n.endswith("partial") for n in names)
-
-
-def test_a_backup_that_fails_is_said_once_and_does_not_stop_the_training(digits, tmp_path, cpu, capsys):
-    (tmp_path / "drive").write_text("a file where the folder should be")
-    task = MNIST(dataset_dir=digits, epochs=3, **SMALL)
-    train(task, Run.open(tmp_path / "run", task, backup=tmp_path / "drive/run"), runtime=cpu, progress=False)
-    assert capsys.readouterr().out.count("backup to") == 1
-
-
-# What is refused
-
-
-def test_a_run_of_other_settings_or_of_another_task_is_refused_naming_them(trained, infrared):
-    task, run = trained
-    with pytest.raises(TpukitError, match=r"batch_size: the run has 8, the task 16"):
-        Run.open(run.path, dataclasses.replace(task, batch_size=16))
-    with pytest.raises(TpukitError, match="holds a run of mnist, the task is mshnet"):
-        Run.open(run.path, MSHNet(dataset_dir=infrared))
-    Run.open(run.path, dataclasses.replace(task, epochs=9, num_workers=0))
-    with pytest.raises(TpukitError, match="not a run directory.*runs below it"):
-        Run.find(run.path.parent)
-
-
-def test_a_run_goes_on_only_with_a_dataset_of_the_same_size(trained, tmp_path, cpu):
-    from tpukit import synthetic
-
-    task, run = trained
-    other = dataclasses.replace(task, dataset_dir=synthetic.make("mnist", tmp_path / "other", size=120), epochs=3)
-    with pytest.raises(TpukitError, match="trained on 200 samples, .* has 100"):
-        train(other, Run.open(run.path, other), runtime=cpu, progress=False)
-
-
-def test_a_batch_larger_than_the_set_says_how_large_it_may_be(digits, tmp_path, cpu):
-    task = MNIST(dataset_dir=digits, batch_size=300)
-    with pytest.raises(TpukitError, match="batch_size=300 .* use batch_size <= 200"):
-        train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+# A loss that is not a number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -349,7 +213,7 @@ def test_a_nan_loss_stops_with_the_step_and_the_last_good_checkpoint(bad_from, d
     object.__setattr__(task, "calls", [])
     run = Run.open(tmp_path, task)
     good = "there is no checkpoint yet" if bad_from <= 25 else "last good checkpoint is step-00000025.pt"
-    with pytest.raises(Diverged, match=f"at step {bad_from}; .*{good}.*Lower lr"):
+    with pytest.raises(Diverged, match=f"at step {bad_from}; .*{good}.*a lower lr"):
         train(task, run, runtime=cpu, progress=False)
     assert run.records("diverged")[0]["step"] == bad_from
     for c in run.checkpoints():

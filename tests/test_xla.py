@@ -143,7 +143,9 @@ def test_an_error_without_a_known_mend_stays_what_it_was():
 
 def test_the_report_names_a_step_that_compiled_again_and_what_fell_back():
     counters = dict(compilations=3, compile_s=9.0, executions=9, execute_s=1.0, to_device_s=0.1, from_device_s=0.1)
-    speed = dict(seconds=10.0, images_per_s=4.0, wait_s=6.0, memory=None, counters={**counters, "fallbacks": {"aten::nonzero": 7}})
+    speed = dict(
+        seconds=10.0, images_per_s=4.0, wait_s=6.0, memory=None, counters={**counters, "fallbacks": {"aten::nonzero": 7}}
+    )
     records = [
         dict(kind="start", step=0, device="tpu (v5e), bf16", phases=1),
         dict(kind="compile", step=1, programs=1, seconds=20.0),

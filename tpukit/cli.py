@@ -84,7 +84,7 @@ def doctor(argv):
 
 
 def train(argv):
-    from tpukit import Run, environment, storage
+    from tpukit import Run, storage
     from tpukit.training import train as run_training
 
     task, options, env = _parse("train", argv)
@@ -153,6 +153,9 @@ def _parse(command, argv):
 
     Options.__doc__ = workload.__doc__
     options = tyro.cli(
-        Options, args=argv[1:], prog=f"tpukit {command} {argv[0]}", config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+        Options,
+        args=argv[1:],
+        prog=f"tpukit {command} {argv[0]}",
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
     return options.task, options, environment.detect()

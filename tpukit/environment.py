@@ -99,10 +99,14 @@ class Environment:
         right = self.accelerator in enough[accelerator]
         if right and (self.cores >= cores):
             return self
-        lines = [f"{NAMES[accelerator]} needed, but this {self.host} session has: {NAMES[self.accelerator]} ({self.device_name})."]
+        lines = [
+            f"{NAMES[accelerator]} needed, but this {self.host} session has: {NAMES[self.accelerator]} ({self.device_name})."
+        ]
         if right:
             lines = [f"asked for {cores} cores, found {self.cores} ({self.device_name})."]
-        lines.append({"tpu": TPU_MENU, "cuda": GPU_MENU}.get(accelerator, {}).get(self.host, "set PJRT_DEVICE=CPU before Python starts"))
+        lines.append(
+            {"tpu": TPU_MENU, "cuda": GPU_MENU}.get(accelerator, {}).get(self.host, "set PJRT_DEVICE=CPU before Python starts")
+        )
         if accelerator == "tpu" and "torch_xla" not in self.versions and _tpu_hinted(self.variables):
             lines.append("A TPU seems to be here, but torch_xla is not installed; this image lost it: start a fresh session.")
         lines += [why for name, why in OLD_VARIABLES.items() if self.variables.get(name)]
@@ -183,7 +187,11 @@ def nvidia_gpus(environ):
         return []
     try:
         listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], env=dict(environ), capture_output=True, text=True, timeout=30
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            env=dict(environ),
+            capture_output=True,
+            text=True,
+            timeout=30,
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
@@ -194,20 +202,53 @@ def nvidia_gpus(environ):
 
 # What accelerators say when something is wrong -> what to do. The first pattern that fits counts.
 MENDS = (
-    (r"Runtime is already initialized", "This kernel already used the TPU once. Restart the session and touch no device before the launch."),
-    (r"device_ready_queues_", "A gradient was computed on the CPU before the XLA device was opened, which autograd does not allow. Restart the session and train on the XLA device first."),
+    (
+        r"Runtime is already initialized",
+        "This kernel already used the TPU once. Restart the session and touch no device before the launch.",
+    ),
+    (
+        r"device_ready_queues_",
+        "A gradient was computed on the CPU before the XLA device was opened, which autograd does not allow. Restart the session and train on the XLA device first.",
+    ),
     (r"Unsupported nprocs", "Today's torch_xla starts all cores by itself: leave nprocs out."),
-    (r"Can't get attribute .* on <module '__main__'", "Processes started by spawn cannot find functions of a notebook cell: start them by fork."),
-    (r"Expected \d+ worker addresses", "Kaggle sets TPU_PROCESS_ADDRESSES for one process: os.environ.pop('TPU_PROCESS_ADDRESSES') first."),
+    (
+        r"Can't get attribute .* on <module '__main__'",
+        "Processes started by spawn cannot find functions of a notebook cell: start them by fork.",
+    ),
+    (
+        r"Expected \d+ worker addresses",
+        "Kaggle sets TPU_PROCESS_ADDRESSES for one process: os.environ.pop('TPU_PROCESS_ADDRESSES') first.",
+    ),
     (r"Failed to get TPU metadata", "Set TPU_SKIP_MDS_QUERY=1 before Python starts: this host has no metadata server."),
-    (r"/dev/(vfio|accel).*busy|Device or resource busy|TPU is already in use", "Another process holds the chip; `tpukit doctor` names it. End it, or restart the session."),
-    (r"undefined symbol.*(_XLAC|torch)", "torch and torch_xla do not match: restart a fresh session and install nothing over the image's versions."),
-    (r"lockfile|libtpu_lockfile", "Another process holds the chip, or left its lock: end it, then remove /tmp/libtpu_lockfile."),
-    (r"Unexpected execution happens inside the compiled function", "The step reads a value back from the device in the middle (.item(), print(loss), if loss > x). Sum on the device and read after the step."),
-    (r"different graphs|maximum number of.*graphs", "A batch or a Python number changed its shape or value between steps, so XLA would compile again. Keep every batch the same shape; declare phases in the workload."),
-    (r"RESOURCE_EXHAUSTED|Ran out of memory in memory space|CUDA out of memory|out of memory", "The step does not fit into the device's memory: use a smaller batch_size, a smaller crop, or precision='bf16'."),
+    (
+        r"/dev/(vfio|accel).*busy|Device or resource busy|TPU is already in use",
+        "Another process holds the chip; `tpukit doctor` names it. End it, or restart the session.",
+    ),
+    (
+        r"undefined symbol.*(_XLAC|torch)",
+        "torch and torch_xla do not match: restart a fresh session and install nothing over the image's versions.",
+    ),
+    (
+        r"lockfile|libtpu_lockfile",
+        "Another process holds the chip, or left its lock: end it, then remove /tmp/libtpu_lockfile.",
+    ),
+    (
+        r"Unexpected execution happens inside the compiled function",
+        "The step reads a value back from the device in the middle (.item(), print(loss), if loss > x). Sum on the device and read after the step.",
+    ),
+    (
+        r"different graphs|maximum number of.*graphs",
+        "A batch or a Python number changed its shape or value between steps, so XLA would compile again. Keep every batch the same shape; declare phases in the workload.",
+    ),
+    (
+        r"RESOURCE_EXHAUSTED|Ran out of memory in memory space|CUDA out of memory|out of memory",
+        "The step does not fit into the device's memory: use a smaller batch_size, a smaller crop, or precision='bf16'.",
+    ),
     (r"No space left on device.*shm|/dev/shm|unable to open shared memory", "Shared memory is full: use num_workers=0."),
-    (r"nvidia-smi.*not found|Launching training on \d+ GPUs", "A GPU was expected on a TPU host: set PJRT_DEVICE=TPU before Python starts."),
+    (
+        r"nvidia-smi.*not found|Launching training on \d+ GPUs",
+        "A GPU was expected on a TPU host: set PJRT_DEVICE=TPU before Python starts.",
+    ),
     (r"BrokenProcessPool", "One process died and took the others along; the cause is in the first traceback above."),
 )
 

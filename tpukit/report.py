@@ -73,7 +73,9 @@ def _said_of_compilations(start, session, trained):
     said = [f"The training step was compiled {times}; every other step reused the program."]
     if not expected:
         said = ["The training step was not compiled: this session had compiled the same program before."]
-    said += [f"Step {r['step']} compiled again ({r['seconds']:.1f} s): a shape or a Python number changed there." for r in extra]
+    said += [
+        f"Step {r['step']} compiled again ({r['seconds']:.1f} s): a shape or a Python number changed there." for r in extra
+    ]
     fallbacks = counters["fallbacks"]
     if fallbacks:
         worst = ", ".join(f"{name} ({count} times)" for name, count in sorted(fallbacks.items(), key=lambda f: -f[1])[:4])
@@ -123,4 +125,10 @@ def accelerator_table(records):
 
 
 def _number(value):
-    return f"{value:.3e}" if isinstance(value, float) and 0 < abs(value) < 1e-3 else f"{value:.4f}" if isinstance(value, float) else value
+    return (
+        f"{value:.3e}"
+        if isinstance(value, float) and 0 < abs(value) < 1e-3
+        else f"{value:.4f}"
+        if isinstance(value, float)
+        else value
+    )

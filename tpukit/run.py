@@ -1,10 +1,10 @@
 """A run directory: settings, records, checkpoints, best weights. The only channel between a training and its reader.
 
-    config.json              workload, settings, and what a resumed run must agree with
-    records.jsonl            one JSON object a line: kind, step, time, values
-    log.txt                  what was said, as plain lines
-    checkpoints/             step-N.pt (the newest two) and checkpoints.json, newest first, with SHA-256
-    best.safetensors         the weights of the best evaluation
+config.json              workload, settings, and what a resumed run must agree with
+records.jsonl            one JSON object a line: kind, step, time, values
+log.txt                  what was said, as plain lines
+checkpoints/             step-N.pt (the newest two) and checkpoints.json, newest first, with SHA-256
+best.safetensors         the weights of the best evaluation
 """
 
 import dataclasses

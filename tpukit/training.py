@@ -15,7 +15,6 @@ from tpukit.errors import TpukitError
 from tpukit.run import setting
 from tpukit.runtime import evaluation_plan, open_runtime, training_plan
 
-
 # What a step adds up on the device between two readings, and where it starts. grad_norm is the last step's; bad_step is
 # the first one whose loss or gradient was not finite, counted from the last reading.
 SUMS = dict(loss=0.0, steps=0.0, grad_norm=0.0, bad_step=-1.0)
@@ -172,7 +171,9 @@ class _Training:
             return
         step = self.state.step + 1
         if self.steps_taken == 0:
-            self.run.say(f"step {step}: compiling the training step, which can take minutes; the steps after it reuse the program")
+            self.run.say(
+                f"step {step}: compiling the training step, which can take minutes; the steps after it reuse the program"
+            )
         before = self.runtime.counters()
         self.step_program(batch, epoch)
         after = self.runtime.counters()
@@ -221,9 +222,7 @@ class _Training:
     def _train_epoch(self, bar):
         state, task = self.state, self.task
         epoch, first = divmod(state.step, self.steps_per_epoch)
-        plan = training_plan(
-            len(self.data), task.batch_size, seed=task.seed, epoch=epoch, start=first, draws=self.data.draws
-        )
+        plan = training_plan(len(self.data), task.batch_size, seed=task.seed, epoch=epoch, start=first, draws=self.data.draws)
         self.model.train()
         self._measure_from_here()  # an evaluation and a checkpoint came before
         with contextlib.closing(self.runtime.batches(self.data, plan, workers=task.num_workers)) as batches:
@@ -249,11 +248,14 @@ class _Training:
         sums = dict(zip(SUMS, self.runtime.totals(self.sums)))
         if sums["bad_step"] >= 0:
             step = self.state.step - int(sums["steps"]) + int(sums["bad_step"]) + 1
-            good = next((f"the last good checkpoint is {c['file']}" for c in self.run.checkpoints()), "there is no checkpoint yet")
+            good = next(
+                (f"the last good checkpoint is {c['file']}" for c in self.run.checkpoints()), "there is no checkpoint yet"
+            )
             self.run.log("diverged", step)
             message = (
                 f"loss or gradient is not a finite number at step {step}; {good} in {self.run.path / 'checkpoints'}. "
-                f"Lower lr (now {self.task.lr}), or train in fp32 (now {self.runtime.precision}), or check the data."
+                f"Start another run with a lower lr (now {self.task.lr}; weights= takes this run's best.safetensors), "
+                f"or in fp32 (now {self.runtime.precision}), or check the data."
             )
             self.run.say(message)
             raise Diverged(message)
@@ -292,9 +294,7 @@ class _Training:
         if epochs_done % task.eval_every == 0 or epochs_done >= task.epochs:
             bar.set_description("evaluating")
             started = time.monotonic()
-            scores = evaluate(
-                task, self.model, self.test_data, self.runtime, epoch=epochs_done - 1, check=self.stop.check
-            )
+            scores = evaluate(task, self.model, self.test_data, self.runtime, epoch=epochs_done - 1, check=self.stop.check)
             seconds = time.monotonic() - started
             bar.set_description(task.name)
         # Nothing is recorded before the evaluation is over, so that a stop within it repeats it whole.
@@ -314,7 +314,9 @@ class _Training:
         if self.state.best is None or score > self.state.best:
             self.state.best = score
             weights_now = self.runtime.host(self.model.state_dict())
-            self.run.save_best(weights_now, workload=self.task.name, step=self.state.step, epoch=epoch, **{self.task.score: score})
+            self.run.save_best(
+                weights_now, workload=self.task.name, step=self.state.step, epoch=epoch, **{self.task.score: score}
+            )
 
     # Saving and coming back
 
@@ -419,6 +421,7 @@ class _Stop:
         if self.signal is not None:
             self._raise(number)
         self.signal = number
+        print("stopping: this step is finished and saved first; once more stops at once, without saving")
 
     def check(self):
         """Raise KeyboardInterrupt or SystemExit if a signal came. Called only where the state is whole."""

@@ -35,7 +35,19 @@ def examine(env=None, *, environ=None, root="/"):
     env = env or environment.detect(environ, root)
     root = Path(root)
     checks = []
-    for look in (_python, _packages, _torch, _torch_xla, _tensorflow, _accelerator, _chip_holders, _variables, _disk, _memory, _drive):
+    for look in (
+        _python,
+        _packages,
+        _torch,
+        _torch_xla,
+        _tensorflow,
+        _accelerator,
+        _chip_holders,
+        _variables,
+        _disk,
+        _memory,
+        _drive,
+    ):
         checks += look(env, environ, root)
     return checks
 
@@ -69,7 +81,9 @@ def _packages(env, environ, root):
 def _torch(env, environ, root):
     version = env.versions.get("torch")
     if version is None:
-        return [Check("torch", BLOCKS, "not installed", "pip install torch (on Colab and Kaggle: start a fresh session instead)")]
+        return [
+            Check("torch", BLOCKS, "not installed", "pip install torch (on Colab and Kaggle: start a fresh session instead)")
+        ]
     problem = import_problem("torch", environ)
     if problem:
         mend = environment.mend_for(problem) or "reinstall torch, or start a fresh session"
@@ -79,7 +93,9 @@ def _torch(env, environ, root):
         checks = [Check("torch", WARNING, version, "tpukit is tried with torch 2.8 and newer")]
     gpus = environment.nvidia_gpus(environ)
     if gpus and "+cpu" in version and env.accelerator != "xla":
-        checks.append(Check("torch", BLOCKS, f"{version} has no CUDA, but a GPU is here: {gpus[0]}", "install a CUDA build of torch"))
+        checks.append(
+            Check("torch", BLOCKS, f"{version} has no CUDA, but a GPU is here: {gpus[0]}", "install a CUDA build of torch")
+        )
     if any("P100" in gpu for gpu in gpus):
         checks.append(Check("gpu", WARNING, "P100: today's torch is no longer built for it", "choose GPU T4 x2 instead"))
     return checks
@@ -99,7 +115,9 @@ def _torch_xla(env, environ, root):
     if xla is None:
         return []
     if torch and torch.split(".")[:2] != xla.split(".")[:2]:
-        mend = f"pip install torch_xla=={'.'.join(torch.split('.')[:2])}.0, or start a fresh session and install nothing over it"
+        mend = (
+            f"pip install torch_xla=={'.'.join(torch.split('.')[:2])}.0, or start a fresh session and install nothing over it"
+        )
         return [Check("torch_xla", BLOCKS, f"{xla} does not match torch {torch}", mend)]
     if torch and (problem := import_problem("torch_xla", environ)):
         mend = environment.mend_for(problem) or "start a fresh session and install nothing over the image's versions"
@@ -107,9 +125,13 @@ def _torch_xla(env, environ, root):
     checks = [Check("torch_xla", OK, xla)]
     wanted, found = _wanted_libtpu(), env.versions.get("libtpu")
     if environment.tpu_chips(root) and found is None:
-        checks.append(Check("libtpu", BLOCKS, "not installed", f"pip install {f'libtpu=={wanted}' if wanted else 'torch_xla[tpu]'}"))
+        checks.append(
+            Check("libtpu", BLOCKS, "not installed", f"pip install {f'libtpu=={wanted}' if wanted else 'torch_xla[tpu]'}")
+        )
     elif wanted and found and wanted != found:
-        checks.append(Check("libtpu", WARNING, f"{found}, but torch_xla {xla} was built for {wanted}", f"pip install libtpu=={wanted}"))
+        checks.append(
+            Check("libtpu", WARNING, f"{found}, but torch_xla {xla} was built for {wanted}", f"pip install libtpu=={wanted}")
+        )
     return checks
 
 
@@ -135,12 +157,18 @@ def _accelerator(env, environ, root):
     found = f"{env.accelerator}: {env.device_name}"
     pjrt = environ.get("PJRT_DEVICE", "").upper()
     if pjrt and pjrt not in ("CPU", "TPU"):
-        return [Check("accelerator", BLOCKS, f"PJRT_DEVICE={pjrt}", "torch_xla knows TPU and CPU today; for a GPU unset PJRT_DEVICE")]
+        return [
+            Check(
+                "accelerator", BLOCKS, f"PJRT_DEVICE={pjrt}", "torch_xla knows TPU and CPU today; for a GPU unset PJRT_DEVICE"
+            )
+        ]
     if pjrt == "TPU" and not chips:
         mend = "unset PJRT_DEVICE. " + environment.TPU_MENU[env.host]
         return [Check("accelerator", BLOCKS, "PJRT_DEVICE=TPU, but no TPU chip is on the PCI bus", mend)]
     if chips and env.accelerator == "xla":
-        return [Check("accelerator", WARNING, f"{chips} TPU chips are here, but PJRT_DEVICE=CPU hides them", "unset PJRT_DEVICE")]
+        return [
+            Check("accelerator", WARNING, f"{chips} TPU chips are here, but PJRT_DEVICE=CPU hides them", "unset PJRT_DEVICE")
+        ]
     if chips and env.accelerator != "tpu":
         mend = "start a fresh session; on a TPU VM: pip install 'torch_xla[tpu]'"
         return [Check("accelerator", BLOCKS, f"{chips} TPU chips are here, but torch_xla is not installed", mend)]
@@ -178,7 +206,9 @@ def _open_files(process):
 
 
 def _variables(env, environ, root):
-    checks = [Check("variable", NOTE, f"{n}={environ[n]}", why) for n, why in environment.OLD_VARIABLES.items() if environ.get(n)]
+    checks = [
+        Check("variable", NOTE, f"{n}={environ[n]}", why) for n, why in environment.OLD_VARIABLES.items() if environ.get(n)
+    ]
     checks = [dataclasses.replace(c, level=WARNING) if c.found.startswith("XLA_USE_BF16") else c for c in checks]
     if environ.get("TPU_PROCESS_ADDRESSES"):
         mend = "one process works; before starting one process a core: os.environ.pop('TPU_PROCESS_ADDRESSES')"
@@ -190,11 +220,18 @@ def _variables(env, environ, root):
             expected *= int(part)
         if expected != chips:
             mend = "one process works; a launch of one process a core would wait for the missing ones"
-            checks.append(Check("variable", NOTE, f"TPU_CHIPS_PER_HOST_BOUNDS={bounds} means {expected} chips, {chips} here", mend))
+            checks.append(
+                Check("variable", NOTE, f"TPU_CHIPS_PER_HOST_BOUNDS={bounds} means {expected} chips, {chips} here", mend)
+            )
     if environ.get("XLA_FLAGS"):
         checks.append(Check("variable", NOTE, f"XLA_FLAGS={environ['XLA_FLAGS']}", "unset it unless you know why it is there"))
+    if env.accelerator == "tpu" and not environ.get("PJRT_DEVICE"):
+        mend = "tpukit needs none; libraries that look for GPUs here (accelerate) want PJRT_DEVICE=TPU before Python starts"
+        checks.append(Check("variable", NOTE, "PJRT_DEVICE is not set", mend))
     if env.accelerator == "tpu" and env.host == "local" and not environ.get("TPU_SKIP_MDS_QUERY"):
-        checks.append(Check("variable", NOTE, "TPU outside Google's hosts", "if 'Failed to get TPU metadata' comes: TPU_SKIP_MDS_QUERY=1"))
+        checks.append(
+            Check("variable", NOTE, "TPU outside Google's hosts", "if 'Failed to get TPU metadata' comes: TPU_SKIP_MDS_QUERY=1")
+        )
     return checks
 
 
@@ -204,7 +241,9 @@ def _disk(env, environ, root):
         return [Check("disk", BLOCKS, f"{place} cannot be written", "choose another output folder (--run)")]
     free = shutil.disk_usage(place).free / GIB
     level = BLOCKS if free < 0.5 else WARNING if free < 3 else OK
-    mend = "" if level == OK else "delete old runs, or choose another output folder (--run); a checkpoint of MSHNet takes 0.03 GiB"
+    mend = (
+        "" if level == OK else "delete old runs, or choose another output folder (--run); a checkpoint of MSHNet takes 0.03 GiB"
+    )
     return [Check("disk", level, f"{free:.1f} GiB free at {place}", mend)]
 
 

@@ -11,7 +11,14 @@ from tpukit.workloads.mshnet import augment
 
 # Where the published sets keep their lists, relative to the set's folder.
 LISTS = {
-    "train": ("trainval.txt", "train.txt", "img_idx/train*.txt", "50_50/train.txt", "idx_427/trainval.txt", "idx_320/train.txt"),
+    "train": (
+        "trainval.txt",
+        "train.txt",
+        "img_idx/train*.txt",
+        "50_50/train.txt",
+        "idx_427/trainval.txt",
+        "idx_320/train.txt",
+    ),
     "test": ("test.txt", "img_idx/test*.txt", "50_50/test.txt", "idx_427/test.txt", "idx_320/test.txt"),
 }
 IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
