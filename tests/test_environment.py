@@ -114,7 +114,7 @@ def test_what_an_old_guide_left_set_is_explained(name, tmp_path, versions, gpu):
 def test_chips_are_those_that_torch_xla_knows():
     tpu = pytest.importorskip("torch_xla._internal.tpu")
     assert tpu._GOOGLE_PCI_VENDOR_ID == module.GOOGLE_PCI_VENDOR
-    assert set(tpu._TPU_PCI_DEVICE_IDS) == set(module.TPU_PCI_DEVICES)
+    assert set(tpu._TPU_PCI_DEVICE_IDS) <= set(module.TPU_PCI_DEVICES)
 
 
 def test_a_gpu_that_is_required_and_missing_names_the_menu_and_a_wrong_name_is_refused(tmp_path, versions, gpu):

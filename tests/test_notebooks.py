@@ -95,6 +95,11 @@ def test_the_first_cell_finds_tpukit_beside_the_notebook_and_installs_it_where_i
         [sys.executable, "-c", program], cwd=tmp_path / "deep/notebooks", capture_output=True, text=True, check=True
     )
     assert ran.stdout.strip() == str(tmp_path / "deep/tpukit/__init__.py")
+    (tmp_path / "input/owner").mkdir(parents=True)
+    shutil.move(tmp_path / "deep", tmp_path / "input/owner/some-code")
+    program = f"{cell}\nprint(tpukit.__file__)".replace("/kaggle/input", str(tmp_path / "input"))
+    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(tmp_path / "input/owner/some-code/tpukit/__init__.py")
     # Where it is nowhere, pip is asked for it: a recording stand-in answers.
     program = (
         "import importlib.util, subprocess\n"
