@@ -123,3 +123,26 @@ def test_the_library_list_of_requirements_and_of_pyproject_is_the_same_and_has_n
     from tpukit.tools import doctor
 
     assert set(doctor.NEEDED) == set(needed)
+
+
+def test_every_file_and_setting_that_the_readme_names_exists():
+    import re
+
+    readme = (ROOT / "README.md").read_text()
+    for link in re.findall(r"\]\(([^)#]+)\)", readme) + re.findall(r"(notebooks/\w+\.ipynb)", readme):
+        assert link.startswith("http") or (ROOT / link).exists(), link
+    from tpukit import MSHNet
+
+    settings = {f"--{name.replace('_', '-')}" for name in MSHNet.__dataclass_fields__} | {"--run", "--backup", "--help"}
+    for line in readme.splitlines():
+        if line.strip().startswith(("tpukit train mshnet", "tpukit test mshnet")):
+            assert set(re.findall(r"--[a-z-]+", line)) <= settings, line
+
+
+def test_nothing_in_the_tree_names_a_machine_or_a_registry():
+    import re
+
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    for name in files or pytest.skip("not a git checkout"):
+        text = (ROOT / name).read_text(errors="ignore")
+        assert not re.search(r"pythonhosted|pypi\.org/simple|/home/\w+|/Users/\w+", text) or name == "tests/test_house.py", name

@@ -40,9 +40,8 @@ class MSHNet(Workload):
     warm_epoch: int = 5
     """Last epoch of the warm-up phase (counted from 0), which trains one output with a plain IoU loss."""
     final_init: Literal["mask0", "random"] = "mask0"
-    """How the last convolution starts. random, as published: its sign is a matter of luck, and with half of the seeds the
-    output starts so far on the wrong side after the warm-up that its sigmoid is saturated and never learns. mask0: it
-    starts as the output that the warm-up has trained."""
+    """How the last convolution starts. mask0: as the output that the warm-up trained. random, as published: by luck it can
+    start so far on the wrong side after the warm-up that its sigmoid is saturated and hardly learns."""
     skip_bad: bool = False
     """Leave out list entries whose image or mask is missing or unreadable, instead of stopping."""
 
