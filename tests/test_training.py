@@ -128,8 +128,8 @@ from pathlib import Path
 from tpukit import MNIST, Run, train, training
 from tpukit.runtime import Runtime
 
-folder, data, kill_at = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-task = MNIST(dataset_dir=data, epochs=3, batch_size=8, log_every=3, save_every_s=0.0, seed=5)
+folder, data, kill_at, save_every_s = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+task = MNIST(dataset_dir=data, epochs=3, batch_size=8, log_every=3, save_every_s=save_every_s, seed=5)
 steps = 0
 whole_step = training._Training._timed_step
 
@@ -145,13 +145,15 @@ train(task, Run.open(folder, task), runtime=Runtime("cpu"), progress=False)
 """
 
 
-def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(digits, tmp_path, cpu):
-    task = MNIST(dataset_dir=digits, epochs=3, batch_size=8, log_every=3, save_every_s=0.0, seed=5)
+@pytest.mark.parametrize("save_every_s, kills", [(0.0, (5, 23, 24)), (300.0, (11, 44, 18))])
+def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(save_every_s, kills, digits, tmp_path, cpu):
+    """Each kill comes before that step of its session: with a checkpoint after every step, and with epochs' ends only."""
+    task = MNIST(dataset_dir=digits, epochs=3, batch_size=8, log_every=3, seed=5)
     straight = Run.open(tmp_path / "straight", task)
     train(task, straight, runtime=cpu, progress=False)
     codes = []
-    for kill_at in (5, 23, 24, 999):
-        command = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), str(digits), str(kill_at)]
+    for kill_at in (*kills, 999):
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), str(digits), str(kill_at), str(save_every_s)]
         codes.append(subprocess.run(command, capture_output=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}).returncode)
     assert codes == [-9, -9, -9, 0]
     assert exact(Run.find(tmp_path / "killed")) == exact(straight)
@@ -163,7 +165,8 @@ from pathlib import Path
 from tpukit import MNIST, Run, train
 from tpukit.runtime import Runtime
 
-task = MNIST(dataset_dir=Path(sys.argv[2]), epochs=500, batch_size=8, log_every=3)
+# No evaluation: the stop has to come between two steps.
+task = MNIST(dataset_dir=Path(sys.argv[2]), epochs=5000, batch_size=8, log_every=3, eval_every=5000)
 train(task, Run.open(sys.argv[1], task), runtime=Runtime("cpu"), progress=False)
 """
 
