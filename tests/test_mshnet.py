@@ -74,6 +74,12 @@ def test_grey_labels_count_from_one_half_here_and_only_at_one_in_the_published_i
     scores.add(logits, target)
     assert scores.result()["iou"] == 3 / 4
     assert scores.published()["iou"] == 1 / (4 + 3 - 1)
+    assert scores.result()["pixel_accuracy"] == 3 / 3 and scores.published()["pixel_accuracy"] == 1 / 4
+    # ROC at threshold 0.9, where nothing is predicted, and at 0.5, where all four grey pixels are.
+    ours, published = scores.roc(), scores.published()["roc"]
+    assert ours["tpr"][9] == published["tpr"][9] == 0
+    assert ours["tpr"][5] == 3 / 3.001 and ours["fpr"][5] == 1 / 61.001
+    assert published["tpr"][5] == 1 / 1.001 and published["fpr"][5] == 3 / 63.001
 
 
 def test_each_evaluation_starts_its_counts_at_zero_and_leaves_padding_out():

@@ -179,13 +179,16 @@ def test_sigterm_and_interrupt_save_before_leaving(number, code, word, digits, t
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 120
-    records = tmp_path / "run/records.jsonl"
-    while not (records.exists() and records.read_text().count("train") > 5):
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    try:
+        deadline = time.monotonic() + 120
+        records = tmp_path / "run/records.jsonl"
+        while not (records.exists() and records.read_text().count("train") > 5):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     if code:
         assert process.returncode == code
     else:

@@ -16,18 +16,20 @@ class Scores:
 
     The two differ in three places. False alarm area: the published code drops every false region whose area equals the
     area of a matched region of that image. Grey labels (between 0 and 1): here a label pixel counts from 0.5 on; the
-    published code counts it from 0.5 on in the union, but only exact 1 in the intersection and in the regions.
+    published code counts it from 0.5 on in the union, above 0 as labelled, and only at exactly 1 in the intersection and
+    in the regions.
     Counts: the published code goes on counting over epochs; here each evaluation starts at zero.
     """
 
     def __init__(self):
         self.images = self.pixels = 0
-        self.intersection = self.published_intersection = self.predicted = self.labelled = 0
+        self.intersection = self.predicted = self.labelled = 0
+        self.published_intersection = self.published_labelled = 0
         self.iou_per_image = []
         self.targets = self.detected = self.false_area = 0
         self.published_targets = self.published_detected = self.published_false_area = 0
-        self.roc_true, self.roc_false = np.zeros(11, np.int64), np.zeros(11, np.int64)
-        self.roc_positive = self.roc_negative = 0
+        # For each threshold: true positives, false positives, positives, negatives.
+        self.roc_counts, self.published_roc_counts = np.zeros((4, 11), np.int64), np.zeros((4, 11), np.int64)
 
     def add(self, logits, target, valid=None):
         """logits: (B, 1, H, W), unbounded. target: (B, 1, H, W) in [0, 1]. valid: (B,) bool, padding is left out."""
@@ -45,9 +47,14 @@ class Scores:
         self.published_intersection += int((prediction & exact).sum())
         self.predicted += int(prediction.sum())
         self.labelled += int(label.sum())
+        self.published_labelled += int((target > 0).sum())
         self.iou_per_image.append(intersection / union if union else 1.0)
         self._add_regions(prediction, label, exact)
-        self._add_roc(logits, label)
+        with np.errstate(over="ignore"):
+            probability = 1 / (1 + np.exp(-logits))
+        above = probability > THRESHOLDS[:, None, None].astype(np.float32)  # (11, H, W)
+        self.roc_counts += _roc_counts(above, label, ~label)
+        self.published_roc_counts += _roc_counts(above, exact, target == 0)
 
     def _add_regions(self, prediction, label, exact):
         predicted = regions(prediction)
@@ -64,15 +71,6 @@ class Scores:
         self.published_detected += len(matched)
         self.published_false_area += sum(area for area, _ in predicted if area not in areas)
 
-    def _add_roc(self, logits, label):
-        with np.errstate(over="ignore"):
-            probability = 1 / (1 + np.exp(-logits))
-        above = probability[None] > THRESHOLDS[:, None, None].astype(np.float32)
-        self.roc_true += (above & label).sum((1, 2))
-        self.roc_false += (above & ~label).sum((1, 2))
-        self.roc_positive += int(label.sum())
-        self.roc_negative += int((~label).sum())
-
     def result(self):
         """dict of floats: iou, niou, pixel_accuracy, pd in [0, 1]; fa in false pixels per pixel; images, targets."""
         return dict(
@@ -86,21 +84,32 @@ class Scores:
         )
 
     def published(self):
-        """The same scores as the published code counts them: iou, pixel_accuracy, pd, fa."""
+        """The same scores as the published code counts them: iou, pixel_accuracy, pd, fa, roc."""
         union = self.predicted + self.labelled - self.published_intersection
         return dict(
             iou=self.published_intersection / max(union, 1),
-            pixel_accuracy=self.published_intersection / max(self.labelled, 1),
+            pixel_accuracy=self.published_intersection / max(self.published_labelled, 1),
             pd=self.published_detected / max(self.published_targets, 1),
             fa=self.published_false_area / max(self.pixels, 1),
+            roc=_rates(self.published_roc_counts),
         )
 
     def roc(self):
         """dict of lists over `THRESHOLDS`: tpr (= recall), fpr, precision."""
-        tpr = self.roc_true / (self.roc_positive + 0.001)
-        fpr = self.roc_false / (self.roc_negative + 0.001)
-        precision = self.roc_true / (self.roc_true + self.roc_false + 0.001)
-        return {name: [float(v) for v in values] for name, values in dict(tpr=tpr, fpr=fpr, precision=precision).items()}
+        return _rates(self.roc_counts)
+
+
+def _roc_counts(above, positive, negative):
+    """(4, 11) counts. above: (11, H, W) bool. positive, negative: (H, W) bool, what a prediction hits and a rejection spares."""
+    true, false = (above & positive).sum((1, 2)), (above & ~positive).sum((1, 2))
+    missed, spared = (~above & ~negative).sum((1, 2)), (~above & negative).sum((1, 2))
+    return np.stack([true, false, true + missed, false + spared])
+
+
+def _rates(counts):
+    true, false, positives, negatives = counts
+    rates = dict(tpr=true / (positives + 0.001), fpr=false / (negatives + 0.001), precision=true / (true + false + 0.001))
+    return {name: [float(v) for v in values] for name, values in rates.items()}
 
 
 def regions(mask):
