@@ -88,14 +88,15 @@ def curves_figure(records):
 
 def panels_figure(rows, title):
     """A matplotlib figure of rows of panels. rows: list of lists of (title, array (H, W) or (H, W, 3))."""
-    if len(rows[0]) == 1:  # one panel a sample: side by side
-        rows = [[panel for row in rows for panel in row]]
+    if len(rows[0]) == 1:  # one panel a sample: four of them side by side
+        rows = [[row[0] for row in rows[first : first + 4]] for first in range(0, len(rows), 4)]
     figure, axes = _figure(len(rows), len(rows[0]), (2.3 * len(rows[0]), 2.45 * len(rows) + 0.3))
     for line, row in zip(axes, rows):
+        for axis in line:
+            axis.set_axis_off()
         for axis, (name, array) in zip(line, row):
             axis.imshow(array, cmap="gray", interpolation="nearest")
             axis.set_title(name, fontsize=9, color=INK)
-            axis.set_axis_off()
     figure.suptitle(title, x=0.02, ha="left", fontsize=11, color=INK)
     return figure
 
