@@ -1,5 +1,6 @@
 """Where am I, and what is wrong: told from environment variables and files that the tests lay out."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -126,6 +127,12 @@ def test_a_gpu_that_is_required_and_missing_names_the_menu_and_a_wrong_name_is_r
         detect({}, tmp_path).require("gpu")
 
 
+def test_no_secret_of_the_host_is_kept_or_printed(tmp_path):
+    env = detect({**COLAB_TPU, "COLAB_JUPYTER_TOKEN": "s3cret", "TPU_API_KEY": "s3cret", "HF_TOKEN": "s3cret"}, tmp_path)
+    assert env.variables["TPU_ACCELERATOR_TYPE"] == "v5e-1"
+    assert "s3cret" not in f"{env} {env.variables} {dataclasses.asdict(env)}"
+
+
 def test_an_environment_prints_as_a_table(tmp_path):
     env = detect({"COLAB_RELEASE_TAG": "x"}, tmp_path)
     for text in ("colab", "accelerator", "not mounted", sys.version.split()[0]):
@@ -179,10 +186,11 @@ def test_a_chip_held_by_another_process_names_it(tmp_path, versions):
     versions(torch="2.9.0", torch_xla="2.9.0")
     process = tmp_path / "proc/4242"
     (process / "fd").mkdir(parents=True)
-    (process / "cmdline").write_text("python\0train_old.py\0")
+    (process / "cmdline").write_text("python\0train_old.py\0--token=s3cret\0")
     os.symlink("/dev/vfio/0", process / "fd/7")
     check = find(examine(COLAB_TPU, tmp_path), "chip", doctor.BLOCKS)
     assert "process 4242 (python train_old.py) holds /dev/vfio/0" in check.found and "kill 4242" in check.mend
+    assert "s3cret" not in check.found
 
 
 def test_a_lock_left_behind_is_named_only_where_a_chip_is(tmp_path, versions):

@@ -57,15 +57,16 @@ def test_the_list_of_checkpoints_can_be_lost(trained, cpu, capsys):
     assert "resuming at step 50" in capsys.readouterr().out
 
 
-def test_a_full_disk_stops_with_a_clear_error_and_keeps_the_last_checkpoint(trained, cpu):
+@pytest.mark.parametrize("limit_bytes, file", [(100_000, "best.safetensors"), (3_000, "records.jsonl"), (10, "config.json")])
+def test_a_full_disk_stops_with_a_clear_error_and_keeps_the_last_checkpoint(limit_bytes, file, trained, cpu):
     task, run = trained
     before = run.checkpoints()
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # a write beyond 100 kB fails, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit[1]))  # a write beyond it fails, as on a full disk
     try:
         more = dataclasses.replace(task, epochs=3)
-        with pytest.raises(TpukitError, match=r"cannot write .*(MiB are free).*saved before is untouched"):
+        with pytest.raises(TpukitError, match=rf"cannot write .*{file}.*(MiB are free).*saved before is untouched"):
             train(more, Run.open(run.path, more), runtime=cpu, progress=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)

@@ -43,6 +43,20 @@ OLD_VARIABLES = {
 }
 
 
+# The variables that are kept, by name: a host's others can hold secrets (Colab's COLAB_JUPYTER_TOKEN).
+WATCHED = (
+    "PJRT_DEVICE",
+    "CUDA_VISIBLE_DEVICES",
+    "XLA_FLAGS",
+    "COLAB_TPU_1VM",
+    "TPU_ACCELERATOR_TYPE",
+    "TPU_CHIPS_PER_HOST_BOUNDS",
+    "TPU_PROCESS_ADDRESSES",
+    "TPU_SKIP_MDS_QUERY",
+    *OLD_VARIABLES,
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Environment:
     """What `detect()` found. Printing it is a table."""
@@ -124,7 +138,6 @@ def detect(environ=None, root="/"):
     versions = {name: version for name in PACKAGES if (version := version_of(name))}
     accelerator, cores, device_name = _accelerator(environ, root, versions)
     base = {"colab": root / "content", "kaggle": root / "kaggle" / "working"}.get(host, Path.cwd())
-    watched = ("PJRT_DEVICE", "CUDA_VISIBLE_DEVICES", *OLD_VARIABLES)
     return Environment(
         host=host,
         accelerator=accelerator,
@@ -135,7 +148,7 @@ def detect(environ=None, root="/"):
         outputs=base / "outputs",
         drive=root / "content/drive/MyDrive" if host == "colab" else None,
         inputs=root / "kaggle/input" if host == "kaggle" else None,
-        variables={n: v for n, v in sorted(environ.items()) if n in watched or n.startswith(("TPU_", "COLAB_", "XLA_"))},
+        variables={name: environ[name] for name in WATCHED if name in environ},
     )
 
 

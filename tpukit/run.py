@@ -19,9 +19,9 @@ from tpukit.errors import TpukitError
 KEEP = 2  # checkpoints: the newest, and the one before in case it is damaged
 
 
-def setting(default=dataclasses.MISSING, *, free=False, factory=dataclasses.MISSING):
+def setting(default, *, free=False):
     """A dataclass field of a workload. free=True: a resumed run may change it, because it does not change the result."""
-    return dataclasses.field(default=default, default_factory=factory, metadata={"free": free})
+    return dataclasses.field(default=default, metadata={"free": free})
 
 
 def settings(task):
@@ -100,14 +100,12 @@ class Run:
         from tqdm import tqdm  # its write keeps a progress bar below the line
 
         tqdm.write(text)
-        with open(self.path / "log.txt", "a") as log:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+        storage.append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 
     def log(self, kind, step, **values):
         """Append one record. Floats that are not finite are kept as null, because JSON has no such numbers."""
         record = dict(kind=kind, step=step, time=round(time.time(), 3), **values)
-        with open(self.path / "records.jsonl", "a") as file:
-            file.write(json.dumps(_finite(record)) + "\n")
+        storage.append(self.path / "records.jsonl", json.dumps(_finite(record)) + "\n")
 
     def records(self, kind=None):
         """The records, oldest first. A last line cut short by a kill is left out."""

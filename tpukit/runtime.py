@@ -51,10 +51,9 @@ def evaluation_plan(size, batch_size):
 class Runtime:
     """Plain PyTorch on one device.
 
-    device: torch.device. rank, world_size: this process among all. precision: "fp32", "bf16" or "fp16".
+    device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become programs, as on XLA.
     """
 
-    rank, world_size = 0, 1
     compiles = False
 
     def __init__(self, accelerator, precision="auto"):
@@ -156,7 +155,7 @@ class Runtime:
         return True
 
     def update(self, loss, model, optimizer):
-        """Backward, gradient sum over all processes, optimizer step. Returns the gradient norm, a device scalar."""
+        """Backward and optimizer step. Returns the gradient norm, a device scalar."""
         optimizer.zero_grad(set_to_none=True)
         if self.scaler is None:
             loss.backward()

@@ -34,11 +34,21 @@ def whole_file(path):
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        with full_disk_explained(path):
+            with open(partial, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def full_disk_explained(path):
+    """Within it, a full disk met while writing `path` is raised as a TpukitError that says what to do."""
+    try:
+        yield
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
@@ -47,8 +57,12 @@ def whole_file(path):
             f"cannot write {path}: {error.strerror.lower()} ({free / 2**20:.0f} MiB are free there). "
             "Free some space, or choose another output folder; everything saved before is untouched."
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
+
+
+def append(path, text):
+    """Append text to a file. Raises TpukitError when the disk is full."""
+    with full_disk_explained(path), open(path, "a") as file:
+        file.write(text)
 
 
 def write_whole(path, data):

@@ -189,7 +189,8 @@ def _chip_holders(env, environ, root):
             continue
         held = sorted({target for target in _open_files(process) if re.match(r"/dev/(vfio/\d+|accel\d*)", target)})
         if held:
-            command = _read(process / "cmdline").replace("\0", " ").strip()[:80]
+            # The program and its script; what follows can hold a token.
+            command = " ".join(_read(process / "cmdline").split("\0")[:2])
             found = f"process {process.name} ({command}) holds {', '.join(held)}"
             checks.append(Check("chip", BLOCKS, found, f"end it (kill {process.name}), or restart the session of its notebook"))
     lock = root / "tmp/libtpu_lockfile"
