@@ -84,6 +84,23 @@ def test_every_common_optimizer_costs_one_program(optimizer, digits, tmp_path, x
     assert [(r["step"], r["programs"]) for r in run.records("compile")] == [(1, 1)]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ragged(MNIST):
+    """Trains on fewer samples from the second step on, as a ragged last batch does."""
+
+    def loss(self, model, batch, epoch):
+        self.calls.append(1)
+        kept = 8 if len(self.calls) == 1 else 6
+        return super().loss(model, {name: value[:kept] for name, value in batch.items()}, epoch)
+
+
+def test_a_ragged_batch_is_an_error_that_shows_the_shapes(digits, tmp_path, xla):
+    task = Ragged(dataset_dir=digits, epochs=1, batch_size=8)
+    object.__setattr__(task, "calls", [])
+    with pytest.raises(TpukitError, match=r"(?s)Got: .*\[6,.*Expected: .*\[8,.*Keep every batch the same shape"):
+        train(task, Run.open(tmp_path, task), runtime=xla, progress=False)
+
+
 def test_xla_refuses_fp16_and_says_what_to_use():
     from tpukit.runtime import XLARuntime
 

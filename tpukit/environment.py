@@ -282,5 +282,6 @@ def explained():
         mend = mend_for(str(error))
         if mend is None:
             raise
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise TpukitError(f"{first.strip()}\n{mend}") from error
+        # The runtime's first lines say what and, where a shape changed, which; the rest is its own stack.
+        said = [line.strip()[:300] for line in str(error).splitlines() if line.strip()][:3]
+        raise TpukitError("\n".join([*said, mend])) from error
