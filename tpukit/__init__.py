@@ -14,6 +14,8 @@ _HOMES = {
     "find_dataset": "storage",
     "mount_drive": "storage",
     "Run": "run",
+    "launch": "launching",
+    "CoreFailed": "launching",
     "train": "training",
     "Workload": "training",
     "show": "display",

@@ -160,6 +160,11 @@ def _host(environ):
     return "tpu-vm" if environ.get("TPU_ACCELERATOR_TYPE") or environ.get("TPU_NAME") else "local"
 
 
+def under_torchrun(environ=None):
+    """Whether torchrun started this process, as one of several."""
+    return "TORCHELASTIC_RUN_ID" in (os.environ if environ is None else environ)
+
+
 def version_of(package):
     """The installed version of a package, or None. Reads metadata, imports nothing."""
     try:

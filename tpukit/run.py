@@ -5,15 +5,18 @@ records.jsonl            one JSON object a line: kind, step, time, values
 log.txt                  what was said, as plain lines
 checkpoints/             step-N.pt (the newest two) and checkpoints.json, newest first, with SHA-256
 best.safetensors         the weights of the best evaluation
+progress.json            where the training is now, for a progress bar
+cores/                   what each core of the last launch said: rank-NN.log, and its error or stacks where it failed
 """
 
 import dataclasses
 import json
 import math
+import os
 import time
 from pathlib import Path
 
-from tpukit import storage
+from tpukit import environment, storage
 from tpukit.errors import TpukitError
 
 KEEP = 2  # checkpoints: the newest, and the one before in case it is damaged
@@ -33,10 +36,21 @@ def settings(task):
 class Run:
     """One training run in one folder. Use `Run.open`."""
 
+    prints = True
+    """Whether `say` prints; a launched core does not, its notebook reads log.txt."""
+    _writes = True
+
     def __init__(self, path, backup=None):
         self.path = Path(path)
         self.backup = Path(backup) if backup else None
         self._backup_works = True
+        self._progress_at = 0.0
+
+    def muted(self):
+        """The same run for a rank that is not 0: it reads, and what it says or writes is dropped."""
+        other = Run(self.path)
+        other._writes = other.prints = False
+        return other
 
     def __repr__(self):
         return f"Run({str(self.path)!r})"
@@ -50,6 +64,8 @@ class Run:
         settings, naming them; settings that do not change the result (epochs, folders, workers) may differ.
         """
         run = cls(path, backup)
+        if environment.under_torchrun() and os.environ.get("RANK", "0") != "0":
+            return run.muted()
         if run.path.exists() and not run.path.is_dir():
             raise TpukitError(f"{run.path} is a file; a run needs a folder of its own")
         if not (run.path / "config.json").exists() and run.backup and (run.backup / "config.json").exists():
@@ -99,13 +115,32 @@ class Run:
         """Print a line and keep it in log.txt."""
         from tqdm import tqdm  # its write keeps a progress bar below the line
 
-        tqdm.write(text)
+        if self.prints:
+            tqdm.write(text)
+        if not self._writes:
+            return
         storage.append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 
     def log(self, kind, step, **values):
         """Append one record. Floats that are not finite are kept as null, because JSON has no such numbers."""
+        if not self._writes:
+            return
         record = dict(kind=kind, step=step, time=round(time.time(), 3), **values)
         storage.append(self.path / "records.jsonl", json.dumps(_finite(record)) + "\n")
+
+    def progress(self, **values):
+        """Replace what `live` returns, at most twice a second: step, total and what else a progress bar shows."""
+        now = time.monotonic()
+        if self._writes and now - self._progress_at > 0.5:
+            self._progress_at = now
+            storage.write_whole(self.path / "progress.json", json.dumps(_finite(values)))
+
+    def live(self):
+        """What `progress` last said, or {}."""
+        try:
+            return json.loads((self.path / "progress.json").read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return {}
 
     def records(self, kind=None):
         """The records, oldest first. A last line cut short by a kill is left out."""

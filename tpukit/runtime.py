@@ -1,28 +1,48 @@
-"""The seam between a training loop and a device. `torch_xla` is named here and nowhere above.
+"""The seam between a training loop and its devices. Only this file and `launching.py` name `torch_xla`.
 
-`Runtime` is plain PyTorch on the CPU or one GPU; `XLARuntime` is one XLA device (a TPU chip, or the CPU XLA device).
+`Runtime` is plain PyTorch on the CPU or one GPU; `XLARuntime` is one XLA device (a TPU chip, or the CPU XLA device), or,
+by SPMD, all devices of a host in one program. Each is one process of a `World`: it takes its share of every global batch, and
+`update` sums the gradients over all ranks.
 """
 
 import collections
 import concurrent.futures
 import contextlib
+import faulthandler
+import os
+import time
 
 import numpy as np
 import torch
 
 from tpukit.errors import TpukitError
+from tpukit.world import World
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _STATE_STARTS_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def open_runtime(env, precision="auto"):
-    """The runtime of the accelerator that `environment.detect()` found. This is where a device is first touched."""
+def open_runtime(env, precision="auto", *, world=None, spmd_cores=None):
+    """The runtime of the accelerator that `environment.detect()` found. This is where a device is first touched.
+
+    world: this process among others, alone unless given. spmd_cores: run one program over so many XLA devices.
+    """
     if precision not in PRECISIONS:
         raise TpukitError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
-    kind = XLARuntime if env.accelerator in ("tpu", "xla") else Runtime
-    return kind(env.accelerator, precision)
+    if env.accelerator in ("tpu", "xla"):
+        return XLARuntime(env.accelerator, precision, world, spmd_cores)
+    return Runtime(env.accelerator, precision, world)
+
+
+def check_batch(batch_size, cores):
+    """Raise TpukitError, naming the sizes that do, unless a global batch can be shared evenly by the cores."""
+    if batch_size % cores:
+        below = batch_size // cores * cores
+        sizes = f"{below} or {below + cores}" if below else f"{cores}, or another multiple of it"
+        raise TpukitError(
+            f"batch_size={batch_size} is the global batch, and {cores} cores cannot share it evenly: use {sizes}"
+        )
 
 
 # Which samples, in which order
@@ -52,13 +72,18 @@ class Runtime:
     """Plain PyTorch on one device.
 
     device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become programs, as on XLA.
+    world: this process among those of the training. cores: how many devices share a global batch, over all processes.
     """
 
     compiles = False
+    step = 0
+    _watch, _watched_at = None, float("-inf")
 
-    def __init__(self, accelerator, precision="auto"):
+    def __init__(self, accelerator, precision="auto", world=None):
         self.accelerator = accelerator
+        self.world = world or World()
         self.device = self._open_device()
+        self.cores = self._count_cores()
         self.precision = self._best_precision() if precision == "auto" else precision
         self.scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" else None
 
@@ -68,7 +93,12 @@ class Runtime:
                 f"a GPU is here, but torch {torch.__version__} cannot use it: "
                 "this torch was built without CUDA, or the driver is too old. `tpukit doctor` says which."
             )
+        if self.accelerator == "cuda":
+            torch.cuda.set_device(self.world.local_rank)
         return torch.device(self.accelerator)
+
+    def _count_cores(self):
+        return self.world.size
 
     def _best_precision(self):
         if self.accelerator != "cuda":
@@ -77,10 +107,15 @@ class Runtime:
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
     def __str__(self):
-        return f"{self.accelerator} ({self.device_name()}), {self.precision}"
+        several = f"{self.cores} x " if self.cores > 1 else ""
+        return f"{several}{self.accelerator} ({self.device_name()}), {self.precision}"
 
     def device_name(self):
         return torch.cuda.get_device_name() if self.accelerator == "cuda" else "host processor"
+
+    def device_names(self):
+        """One line for every device that this process uses."""
+        return [self.device_name()]
 
     # Moving
 
@@ -95,6 +130,10 @@ class Runtime:
             return {name: value.pin_memory().to(self.device, non_blocking=True) for name, value in tensors.items()}
         return {name: value.to(self.device) for name, value in tensors.items()}
 
+    def put_batch(self, arrays):
+        """`put` for this process's share of a batch: (B / world size, ...) each."""
+        return self.put(arrays)
+
     def host(self, tree):
         """The same nest of dicts, lists and tuples with every tensor copied to the CPU. Waits for the device."""
         if isinstance(tree, torch.Tensor):
@@ -105,25 +144,31 @@ class Runtime:
             return type(tree)(self.host(value) for value in tree)
         return tree
 
-    def totals(self, sums):
-        """(N,) device tensor -> list of N floats. The one place in the loop that waits for the device."""
-        return self.host(sums).tolist()
+    def totals(self, sums, *more):
+        """(N,) device tensor -> list of N floats for every rank, each followed by that rank's `more` floats.
+
+        The one place in the loop that waits for the device, and for the other ranks.
+        """
+        return self.world.everyone([*self.host(sums).tolist(), *more])
 
     def batches(self, data, plan, *, workers=2):
-        """Make the batches of a plan on `workers` threads, a few ahead, and put them on the device in order.
+        """Make this rank's share of the batches of a plan on `workers` threads, a few ahead, and put them on the device in order.
 
         data: has `batch(indices, numbers) -> dict of numpy arrays`. Yields dicts of tensors; evaluation batches carry
-        `valid`: (B,) bool.
+        `valid`: (B,) bool. Rank r of W takes samples r * B / W to (r + 1) * B / W of every global batch, so that all ranks
+        together see what one device would see, and make the same number of steps.
         """
 
         def make(step):
             indices, numbers, valid = step
-            batch = data.batch(indices, numbers)
-            return batch if valid is None else {**batch, "valid": valid}
+            share = len(indices) // self.world.size
+            mine = slice(self.world.rank * share, (self.world.rank + 1) * share)
+            batch = data.batch(indices[mine], None if numbers is None else numbers[mine])
+            return batch if valid is None else {**batch, "valid": valid[mine]}
 
         if workers == 0:
             for step in plan:
-                yield self.put(make(step))
+                yield self.put_batch(make(step))
             return
         waiting = collections.deque()
         with concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="batches") as pool:
@@ -131,9 +176,9 @@ class Runtime:
                 for step in plan:
                     waiting.append(pool.submit(make, step))
                     if len(waiting) > 2 * workers:
-                        yield self.put(waiting.popleft().result())
+                        yield self.put_batch(waiting.popleft().result())
                 while waiting:
-                    yield self.put(waiting.popleft().result())
+                    yield self.put_batch(waiting.popleft().result())
             finally:
                 for future in waiting:
                     future.cancel()
@@ -154,8 +199,27 @@ class Runtime:
         """Make the optimizer's state before the first step where that matters. Returns whether it has its state now."""
         return True
 
+    def parallel(self, model):
+        """The model to compute a loss with, so that its gradients are those of the global batch."""
+        if self.world.size == 1:
+            return model
+        # find_unused: a phase of the training may leave parameters out. Buffers: see `share_buffers`.
+        return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
+
+    def share_buffers(self, model):
+        """Give every rank rank 0's buffers (the running statistics of batch norm), which are those that are saved."""
+        buffers = dict(model.named_buffers())
+        if self.world.size > 1 and buffers:
+            with torch.no_grad():
+                for name, value in self.world.share(self.host(buffers)).items():
+                    buffers[name].copy_(value)
+            self.sync()
+
+    def _sum_gradients(self, gradients):
+        """Turn each rank's gradients into their mean over all ranks. DistributedDataParallel has done it in backward."""
+
     def update(self, loss, model, optimizer):
-        """Backward and optimizer step. Returns the gradient norm, a device scalar."""
+        """Backward, gradient sum and optimizer step. Returns the gradient norm of the global batch, a device scalar."""
         optimizer.zero_grad(set_to_none=True)
         if self.scaler is None:
             loss.backward()
@@ -163,6 +227,7 @@ class Runtime:
             self.scaler.scale(loss).backward()
             self.scaler.unscale_(optimizer)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        self._sum_gradients(gradients)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
         if self.scaler is None:
             optimizer.step()
@@ -177,6 +242,11 @@ class Runtime:
             torch.cuda.synchronize()
 
     # Randomness
+
+    def seed(self, number):
+        """Start the generators of this rank from a number or a tuple of them. Ranks differ, so that their dropout does."""
+        mixed = np.random.SeedSequence((*np.atleast_1d(number).tolist(), self.world.rank)).generate_state(1)
+        torch.manual_seed(int(mixed[0]))
 
     def random_state(self):
         """The generators' state, as a dict of CPU tensors and integers."""
@@ -193,6 +263,21 @@ class Runtime:
 
     # Looking
 
+    def watch(self, timeout_s, file, *, ends):
+        """From now on, when no `beat` comes for so many seconds, write every thread's Python stack to the open `file`, and
+        end this process if it `ends`."""
+        self._watch = dict(timeout=timeout_s, file=file, exit=ends)
+        self.beat(0)
+
+    def beat(self, step):
+        """Say that this rank is alive, after so many steps."""
+        self.step = step
+        now = time.monotonic()
+        # At most once a second: arming it starts a thread.
+        if self._watch and now - self._watched_at > 1:
+            self._watched_at = now
+            faulthandler.dump_traceback_later(**self._watch)
+
     def counters(self):
         """What the accelerator's own counters say since the start; empty where there are none. See `XLARuntime.counters`."""
         return {}
@@ -206,32 +291,83 @@ class Runtime:
 
 
 class XLARuntime(Runtime):
-    """One XLA device in this process."""
+    """One XLA device in this process, or, with spmd_cores, one program over so many of them.
+
+    Under SPMD the batch axis of every batch is sharded over the devices; the model is written as for one device, the compiler
+    adds the sums, and batch norm sees the whole global batch.
+    """
 
     compiles = True
+    mesh = None
 
     def _open_device(self):
         import torch_xla
+        import torch_xla.runtime as xr
 
+        if self.spmd_cores:
+            import torch_xla.distributed.spmd as xs
+
+            if self.accelerator == "xla":
+                os.environ["CPU_NUM_DEVICES"] = str(self.spmd_cores)
+            xr.use_spmd()
+            found = xr.global_runtime_device_count()
+            if found != self.spmd_cores:
+                raise TpukitError(f"asked for {self.spmd_cores} cores, found {found}: leave cores out to take all")
+            self.mesh = xs.Mesh(np.arange(found), (found,), ("data",))
         return torch_xla.device()
+
+    def _count_cores(self):
+        return self.spmd_cores or self.world.size
 
     def _best_precision(self):
         return "bf16" if self.accelerator == "tpu" else "fp32"
 
-    def __init__(self, accelerator, precision="auto"):
+    def __init__(self, accelerator, precision="auto", world=None, spmd_cores=None):
         if precision == "fp16":
             raise TpukitError("precision='fp16': XLA devices train in bf16, which needs no loss scaling; use 'bf16' or 'auto'")
-        super().__init__(accelerator, precision)
+        self.spmd_cores = spmd_cores
+        super().__init__(accelerator, precision, world)
 
     def device_name(self):
         import torch_xla.core.xla_model as xm
 
         return xm.xla_device_hw(self.device) + " through torch_xla"
 
+    def device_names(self):
+        import torch_xla
+
+        return torch_xla.real_devices() if self.mesh is not None else super().device_names()
+
     def place(self, model):
         model = model.to(self.device)
         self.sync()
         return model
+
+    def put_batch(self, arrays):
+        batch = self.put(arrays)
+        if self.mesh is not None:
+            import torch_xla.distributed.spmd as xs
+
+            for value in batch.values():
+                xs.mark_sharding(value, self.mesh, ("data", *[None] * (value.dim() - 1)))
+        return batch
+
+    def parallel(self, model):
+        return model
+
+    def _sum_gradients(self, gradients):
+        if self.world.size == 1:
+            return
+        if self.accelerator == "tpu":
+            import torch_xla.core.xla_model as xm
+
+            xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / self.world.size)
+            return
+        # CPU XLA devices of different processes share no link: through host memory, as one vector.
+        flat = torch.cat([g.reshape(-1) for g in gradients]).cpu()
+        flat = (self.world.sum(flat) / self.world.size).to(self.device)
+        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
+            gradient.copy_(part.view_as(gradient))
 
     def prime(self, optimizer):
         """Make the optimizer's state before the first step; born within it, it would cost a second program.
@@ -267,6 +403,14 @@ class XLARuntime(Runtime):
     def compile(self, function, graphs=1):
         import torch_xla
 
+        if self.world.size > 1 and self.accelerator != "tpu":  # the gradient sum cuts the step in two
+
+            def stepped(*arguments):
+                result = function(*arguments)
+                torch_xla.sync()
+                return result
+
+            return stepped
         # full_graph: a hidden `.item()` raises instead of cutting the step; graphs: so does a batch of another shape.
         return torch_xla.compile(function, full_graph=True, max_different_graphs=graphs)
 
@@ -274,6 +418,12 @@ class XLARuntime(Runtime):
         import torch_xla
 
         torch_xla.sync(wait=True)
+
+    def seed(self, number):
+        import torch_xla.core.xla_model as xm
+
+        super().seed(number)
+        xm.set_rng_state(torch.initial_seed())
 
     def random_state(self):
         import torch_xla.core.xla_model as xm

@@ -13,11 +13,12 @@ import torch
 from tpukit import environment, weights
 from tpukit.errors import TpukitError
 from tpukit.run import setting
-from tpukit.runtime import evaluation_plan, open_runtime, training_plan
+from tpukit.runtime import check_batch, evaluation_plan, open_runtime, training_plan
 
 # What a step adds up on the device between two readings, and where it starts. grad_norm is the last step's; bad_step is
 # the first one whose loss or gradient was not finite, counted from the last reading.
 SUMS = dict(loss=0.0, steps=0.0, grad_norm=0.0, bad_step=-1.0)
+FORMAT = 2  # of a checkpoint's state
 
 
 class Diverged(TpukitError):
@@ -61,6 +62,9 @@ class Workload:
     """Epochs between two evaluations; the last epoch is always evaluated."""
     save_every_s: float = setting(300.0, free=True)
     """Seconds between two checkpoints within an epoch; one is written at every epoch's end anyway."""
+    batch_norm: Literal["per-core", "synced", "frozen"] = "per-core"
+    """Statistics of batch norm on several cores. per-core: each core's share of the batch, rank 0's running ones are kept.
+    synced: the whole global batch (GPUs; parallel="spmd" does so on TPU anyway). frozen: the running ones, not trained."""
     num_workers: int = setting(2, free=True)
     """Threads that read and augment the batches; 0 does it between the steps."""
 
@@ -109,7 +113,9 @@ class _State:
 
 
 def train(task, run, *, runtime=None, progress=True):
-    """Train `task` in the run directory `run`, from where it stands, to `task.epochs`. Returns the last scores.
+    """Train `task` in the run directory `run`, from where it stands, to `task.epochs`. Returns the last scores (on rank 0).
+
+    runtime: this core's, among others; `launch` gives it. On its own, train opens the one device of this process.
 
     A checkpoint is written at every epoch's end, every `task.save_every_s` seconds, and before leaving on an interrupt
     or SIGTERM; a resumed run equals a straight one. Raises `Diverged` (naming the step and the last good checkpoint)
@@ -121,7 +127,7 @@ def train(task, run, *, runtime=None, progress=True):
 
 class _Training:
     def __init__(self, task, run, runtime, stop, progress):
-        self.task, self.run, self.stop, self.progress = task, run, stop, progress
+        self.task, self.stop = task, stop
         if task.dataset_dir is None:
             raise TpukitError(f"{type(task).__name__} needs a dataset_dir: find_dataset(env, {task.dataset!r}) finds one")
         self.data, self.test_data = task.datasets()
@@ -132,20 +138,49 @@ class _Training:
                 f"use batch_size <= {len(self.data)}"
             )
         self.runtime = runtime or open_runtime(environment.detect(), task.precision)
+        self.world = self.runtime.world
+        check_batch(task.batch_size, self.runtime.cores)
+        self.run = run if self.world.rank == 0 else run.muted()
+        self.progress = progress and self.world.rank == 0 and run.prints
         torch.manual_seed(task.seed)
         model = task.model()
         if task.weights:
             weights.load(model, task.weights)
+        if task.batch_norm == "synced":
+            model = self._with_synced_batch_norm(model)
+        if self.world.size > 1:  # a model that does not start from the seed alone would differ between ranks
+            model.load_state_dict(self.world.share(model.state_dict()))
         self.model = self.runtime.place(model)
         self.optimizer = task.optimizer(self.model)
         primed = self.runtime.prime(self.optimizer)
+        self.runtime.seed(task.seed)
         self.state = _State()
         self.sums = self._fresh_sums()
         self._restore()
+        self.parallel_model = self.runtime.parallel(self.model)
         self.step_program = self.runtime.compile(self._step, task.phases if primed else task.phases + 1)
         self.steps_taken = 0
+        self.save_due = False
+        self.shown_loss = ""
         self.last_save = time.monotonic()
         self._measure_from_here()
+
+    def _with_synced_batch_norm(self, model):
+        if self.runtime.device.type == "cuda":
+            return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if self.world.size > 1:
+            raise TpukitError(
+                "batch_norm='synced' runs on GPUs. On TPU cores parallel='spmd' takes the statistics of the whole batch; "
+                "otherwise choose 'per-core' or 'frozen'"
+            )
+        return model  # one program sees the whole batch as it is
+
+    def _train_mode(self):
+        self.model.train()
+        if self.task.batch_norm == "frozen":
+            for module in self.model.modules():
+                if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                    module.eval()
 
     # One step
 
@@ -155,7 +190,7 @@ class _Training:
 
     def _step(self, batch, epoch):
         with self.runtime.autocast():
-            loss = self.task.loss(self.model, batch, epoch).float()
+            loss = self.task.loss(self.parallel_model, batch, epoch).float()
         norm = self.runtime.update(loss, self.model, self.optimizer).float()
         loss = loss.detach()
         loss_sum, steps, _, bad_step = self.sums.unbind()
@@ -199,6 +234,8 @@ class _Training:
             accelerator=self.runtime.accelerator,
             versions=environment.detect().versions,
             phases=task.phases,
+            cores=self.runtime.cores,
+            processes=self.world.size,
             steps_per_epoch=self.steps_per_epoch,
             batch_size=task.batch_size,
         )
@@ -213,7 +250,7 @@ class _Training:
             except (KeyboardInterrupt, SystemExit) as reason:
                 self._leave(reason)
                 raise
-        if scores is None:
+        if scores is None and self.world.rank == 0:
             evaluations = run.records("evaluation")
             scores = evaluations[-1]["scores"] if evaluations else {}
             run.say(f"nothing left to do: the run already has its {task.epochs} epochs")
@@ -223,7 +260,7 @@ class _Training:
         state, task = self.state, self.task
         epoch, first = divmod(state.step, self.steps_per_epoch)
         plan = training_plan(len(self.data), task.batch_size, seed=task.seed, epoch=epoch, start=first, draws=self.data.draws)
-        self.model.train()
+        self._train_mode()
         self._measure_from_here()  # an evaluation and a checkpoint came before
         with contextlib.closing(self.runtime.batches(self.data, plan, workers=task.num_workers)) as batches:
             while True:
@@ -235,17 +272,35 @@ class _Training:
                 self._timed_step(batch, epoch)
                 state.step += 1
                 self.steps_measured += 1
+                self.runtime.beat(state.step)
                 bar.update()
+                self.run.progress(name=task.name, step=state.step, total=bar.total, epoch=epoch + 1, loss=self.shown_loss)
                 ends_epoch = state.step % self.steps_per_epoch == 0
-                if state.step % task.log_every == 0 or ends_epoch:
+                reads = state.step % task.log_every == 0 or ends_epoch
+                if reads:
                     self._log(epoch, bar)
+                if self.world.size == 1:
+                    self.save_due = self._save_is_due()
+                elif not reads:
+                    continue  # all ranks stop and save at the same step, so they decide where they talk anyway
                 self.stop.check()
-                if not ends_epoch and time.monotonic() - self.last_save > task.save_every_s:
+                if not ends_epoch and self.save_due:
                     self._save()
 
+    def _save_is_due(self):
+        return time.monotonic() - self.last_save > self.task.save_every_s
+
     def _read_sums(self):
-        """The sums as floats; stops the run where they are not finite."""
-        sums = dict(zip(SUMS, self.runtime.totals(self.sums)))
+        """The sums over all ranks as floats, the loss and the steps per rank; stops the run where they are not finite.
+
+        Also agrees with the other ranks on whether to stop (when any was asked to) and to save (when rank 0 finds it due).
+        """
+        rows = self.runtime.totals(self.sums, self.stop.signal or 0, self._save_is_due())
+        sums = dict(zip(SUMS, rows[0]))
+        sums["loss"] = sum(row[0] for row in rows) / len(rows)
+        sums["bad_step"] = min((row[3] for row in rows if row[3] >= 0), default=-1.0)
+        self.stop.signal = int(max(row[4] for row in rows)) or None
+        self.save_due = bool(rows[0][5])
         if sums["bad_step"] >= 0:
             step = self.state.step - int(sums["steps"]) + int(sums["bad_step"]) + 1
             good = next(
@@ -278,7 +333,8 @@ class _Training:
         )
         self.run.log("train", self.state.step, epoch=epoch, loss=loss, grad_norm=sums["grad_norm"], speed=speed)
         self._measure_from_here()
-        bar.set_postfix(epoch=epoch + 1, loss=f"{loss:.4f}", refresh=False)
+        self.shown_loss = f"{loss:.4f}"
+        bar.set_postfix(epoch=epoch + 1, loss=self.shown_loss, refresh=False)
 
     def _measure_from_here(self):
         self.measured_from, self.steps_measured, self.waited_s = time.monotonic(), 0, 0.0
@@ -294,7 +350,9 @@ class _Training:
         if epochs_done % task.eval_every == 0 or epochs_done >= task.epochs:
             bar.set_description("evaluating")
             started = time.monotonic()
-            scores = evaluate(task, self.model, self.test_data, self.runtime, epoch=epochs_done - 1, check=self.stop.check)
+            self.runtime.share_buffers(self.model)
+            check = self.stop.check if self.world.size == 1 else lambda: None  # ranks stop together, after it
+            scores = evaluate(task, self.model, self.test_data, self.runtime, epoch=epochs_done - 1, check=check)
             seconds = time.monotonic() - started
             bar.set_description(task.name)
         # Nothing is recorded before the evaluation is over, so that a stop within it repeats it whole.
@@ -322,26 +380,34 @@ class _Training:
 
     def _save(self):
         sums = self._read_sums()
+        random = self.world.gather(self.runtime.random_state())
+        if self.world.rank == 0:
+            self._write_checkpoint(sums, random)
+        self.last_save = time.monotonic()
+
+    def _write_checkpoint(self, sums, random):
         host = self.runtime.host
         self.run.save(
             dict(
-                format=1,
+                format=FORMAT,
                 train_size=len(self.data),
                 state=dataclasses.asdict(self.state),
                 sums=sums,
                 model=host(self.model.state_dict()),
                 optimizer=host(self.optimizer.state_dict()),
                 scaler=self.runtime.scaler.state_dict() if self.runtime.scaler else {},
-                random=self.runtime.random_state(),
+                random=random,  # every rank's
             ),
             self.state.step,
         )
-        self.last_save = time.monotonic()
 
     def _restore(self):
-        saved = self.run.restore()
+        # Rank 0 reads for all: other hosts need not see its disk.
+        saved = self.world.share(self.run.restore() if self.world.rank == 0 else None)
         if saved is None:
             return
+        if saved["format"] != FORMAT:
+            raise TpukitError(f"{self.run.path} was written by another version of tpukit: start a new run; weights= takes its best")
         if saved["train_size"] != len(self.data):
             raise TpukitError(
                 f"{self.run.path} was trained on {saved['train_size']} samples, {self.task.dataset_dir} has {len(self.data)}: "
@@ -353,12 +419,15 @@ class _Training:
         if self.runtime.scaler and saved["scaler"]:
             self.runtime.scaler.load_state_dict(saved["scaler"])
         self.sums = self._fresh_sums(saved["sums"])
-        self.runtime.set_random_state(saved["random"])
+        if len(saved["random"]) == self.world.size:
+            self.runtime.set_random_state(saved["random"][self.world.rank])
+        else:  # other ranks than before: from the seed and the step, because theirs is gone
+            self.runtime.seed((self.task.seed, self.state.step))
         self.runtime.sync()
 
     def _leave(self, reason):
         why = "interrupted" if isinstance(reason, KeyboardInterrupt) else "asked to end (SIGTERM)"
-        if self.stop.at_step:
+        if self.stop.at_step:  # on every rank at the same step
             self._save()
             self.run.say(f"{why}: saved at step {self.state.step}. Run the same again to go on from there.")
         else:  # a second interrupt broke into a step, whose state is half new: the last checkpoint counts
@@ -375,7 +444,8 @@ class _Training:
 def evaluate(task, model, data, runtime, *, epoch=None, check=lambda: None):
     """Scores of a model on a device over a test set: `task.evaluate` on the predictions of every batch.
 
-    Every sample counts once; the padding of the last batch is marked in `valid`. epoch: see
+    Every sample counts once; the padding of the last batch is marked in `valid`. With several ranks each predicts its share,
+    and rank 0 scores them all, in the order that one device would give; the other ranks return None. epoch: see
     `Workload.predict`. check: called between batches.
     """
 
@@ -389,11 +459,15 @@ def evaluate(task, model, data, runtime, *, epoch=None, check=lambda: None):
         plan = evaluation_plan(len(data), task.batch_size)
         with contextlib.closing(runtime.batches(data, plan, workers=task.num_workers)) as batches:
             for batch in batches:
-                yield runtime.host(program(batch)), runtime.host(batch)
+                yield from runtime.world.gather((runtime.host(program(batch)), runtime.host(batch)))
+                runtime.beat(runtime.step)
                 check()
 
     model.eval()
-    return task.evaluate(predictions())
+    if runtime.world.rank == 0:
+        return task.evaluate(predictions())
+    for _ in predictions():
+        pass
 
 
 class _Stop:

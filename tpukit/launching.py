@@ -1,0 +1,531 @@
+"""One function on one core, on all cores of a machine, on many hosts: `launch(train, task, run)`.
+
+The notebook's process forks one agent, and the agent forks the cores: torchrun's elastic launcher for GPUs and CPUs,
+`torch_xla.launch` for TPU cores, or a single process for SPMD. The notebook's process opens no device, so that it can launch
+again. It watches the run directory, shows what rank 0 writes there, and ends the agent and all its cores when one fails or hangs.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import faulthandler
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Callable
+
+from tpukit import environment, storage
+from tpukit.errors import TpukitError
+from tpukit.run import Run
+from tpukit.runtime import check_batch, open_runtime
+from tpukit.training import Workload, _Stop
+from tpukit.world import World
+
+PARALLEL = ("processes", "spmd")
+POLL_S = 0.1
+GRACE_S = 3.0  # from the first core's failure to the end of all
+# Kaggle sets these for one process; several would each wait for the wrong peers.
+ONE_PROCESS_VARIABLES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
+
+
+class CoreFailed(TpukitError):
+    """A core failed or hung; the message holds its rank, step and traceback."""
+
+
+def launch(function, task, run, *, cores=None, parallel="processes", hang_timeout_s=900.0):
+    """Call `function(task, run, runtime=...)` on every core and return what rank 0's call returned.
+
+    function: `tpukit.train`, or one like it; it may be defined in a notebook cell, as may the task. cores: all that are here
+    unless given (one on a CPU, where any number of processes can be tried). parallel: "processes", one for each core, or "spmd",
+    one program over all TPU cores of this host. hang_timeout_s: when no step ends for so long, every core's stack is shown and
+    the launch ends; it has to be longer than the first compilation and than rank 0's scoring of an evaluation.
+
+    On one core the function runs in this process. Under `torchrun` this process already is one of the cores. The result has to
+    be something JSON can hold. Raises TpukitError when there are fewer cores than asked, when batch_size does not divide,
+    or when this process has already opened the device; `CoreFailed`, within seconds and leaving no process behind, when a
+    core fails or hangs.
+    """
+    if parallel not in PARALLEL:
+        raise TpukitError(f"parallel={parallel!r}: choose one of {', '.join(PARALLEL)}")
+    env = environment.detect()
+    job = _Job(function, task, run, env, cores, hang_timeout_s)
+    if environment.under_torchrun():
+        return _call_under_torchrun(job, parallel)
+    count = _count_cores(env, cores, parallel)
+    check_batch(task.batch_size, count)
+    if count == 1:
+        return function(task, run, runtime=open_runtime(env, task.precision))
+    _refuse_an_opened_device(env)
+    if parallel == "spmd":
+        agent = functools.partial(_core, dataclasses.replace(job, spmd_cores=count))
+    elif env.accelerator == "tpu":
+        agent = functools.partial(_start_tpu_cores, job)
+    else:
+        agent = functools.partial(_start_with_torchrun, job, count)
+    return _Launch(job, agent, 1 if parallel == "spmd" else count).wait()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What every core needs to know."""
+
+    function: Callable
+    task: Workload
+    run: Run
+    env: environment.Environment
+    cores: int | None
+    hang_timeout_s: float
+    spmd_cores: int | None = None
+
+    @property
+    def folder(self):
+        return self.run.path / "cores"
+
+
+# Before anything starts
+
+
+def _count_cores(env, cores, parallel):
+    """How many cores this host runs."""
+    if cores is not None and cores < 1:
+        raise TpukitError(f"cores={cores}: ask for 1 or more, or leave it out to take all")
+    if parallel == "spmd" and env.accelerator not in ("tpu", "xla"):
+        raise TpukitError(f"parallel='spmd' is for TPU cores; {environment.NAMES[env.accelerator]}s take 'processes'")
+    if env.accelerator in ("cpu", "xla"):
+        return cores or 1
+    found = env.cores
+    if cores is None or cores == found:
+        return found
+    several_hosts = env.host == "tpu-vm" and found and cores % found == 0
+    if cores > found and not several_hosts:
+        env.require("tpu" if env.accelerator == "tpu" else "cuda", cores=cores)
+    if env.accelerator == "tpu" and 1 < cores < found:
+        raise TpukitError(f"asked for {cores} of {found} TPU cores: torch_xla starts one or all, so use cores=1 or cores={found}")
+    return found if several_hosts else cores
+
+
+def _refuse_an_opened_device(env):
+    import torch
+
+    if env.accelerator == "cuda":
+        opened = torch.cuda.is_initialized()
+    elif env.accelerator in ("tpu", "xla"):
+        import torch_xla
+
+        opened = torch_xla._XLAC._xla_runtime_is_initialized()
+    else:
+        opened = False
+    if opened:
+        raise TpukitError(
+            f"Runtime is already initialized: this kernel has already used the {environment.NAMES[env.accelerator]}, and processes "
+            "made from it cannot. Restart the session, and touch no device (a training on one core, `torch_xla.device()`, "
+            "`.cuda()`) before the launch."
+        )
+
+
+# The agents: each runs in a process of its own and starts the cores
+
+
+def _start_with_torchrun(job, count):
+    """Start `count` processes on this host by torchrun's elastic launcher, and wait for them."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: whatever its name resolves to
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id="tpukit",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",  # so that a function of a notebook cell is found
+    )
+    elastic_launch(config, _core)(job)
+
+
+_forked_job = None
+
+
+def _start_tpu_cores(job):
+    """Start one process for each TPU core of this host by torch_xla, and wait for them."""
+    global _forked_job
+    import torch_xla
+
+    for name in ONE_PROCESS_VARIABLES:
+        os.environ.pop(name, None)
+    _forked_job = job  # by the fork, because torch_xla would pickle it
+    torch_xla.launch(_tpu_core, start_method="fork")
+
+
+def _tpu_core(index):
+    _core(_forked_job)
+
+
+# In every core
+
+
+def _core(job):
+    """What every process of a launch does: call the function as one rank, and leave in the run directory how it ended."""
+    _end_with_parent()
+    rank = _rank(job.env)
+    paths = _Paths(job.folder, rank)
+    with open(paths.log, "w", buffering=1) as log, open(paths.stacks, "w") as stacks:
+        os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = log  # a notebook's own would go on writing to the notebook
+        faulthandler.enable(file=stacks)
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        storage.write_whole(paths.process, json.dumps(dict(pid=os.getpid())))
+        runtime = None
+        try:
+            runtime = _open(job)
+            runtime.watch(job.hang_timeout_s, stacks, ends=False)  # the notebook's process shows the stacks and ends us
+            result = job.function(job.task, _own_run(job), runtime=runtime)
+            if rank == 0:
+                storage.write_whole(job.folder / "result.json", json.dumps(result))
+        except (KeyboardInterrupt, SystemExit) as reason:
+            storage.write_whole(paths.stopped, repr(reason))
+        except BaseException as error:
+            _leave_error(paths.error, error, rank, runtime.step if runtime else None)
+            raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _open(job):
+    """Join the other ranks, open this core's device, and let rank 0 say which cores started."""
+    import torch
+
+    if job.spmd_cores:
+        world = World()
+    else:
+        world = _join(job.env, datetime.timedelta(seconds=max(600, 4 * job.hang_timeout_s)))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size))
+    runtime = open_runtime(job.env, job.task.precision, world=world, spmd_cores=job.spmd_cores)
+    if job.cores and runtime.cores != job.cores:
+        raise TpukitError(f"asked for {job.cores} cores, found {runtime.cores}: see {job.folder} for what each said")
+    check_batch(job.task.batch_size, runtime.cores)
+    memory = runtime.memory()
+    about = [
+        dict(host=socket.gethostname(), device=name, memory=memory["total_bytes"] if memory else 0)
+        for name in runtime.device_names()
+    ]
+    run = _own_run(job)
+    lines = [line for part in world.gather(about) for line in part]
+    for number, line in enumerate(lines):
+        memory = f", {line['memory'] / 2**30:.2f} GiB" if line["memory"] else ""
+        share = job.task.batch_size // runtime.cores
+        run.say(f"core {number}: {line['device']} on {line['host']}, {share} sample{'s' * (share > 1)} a step{memory}")
+    if lines:
+        run.say(f"all {len(lines)} cores started")
+    return runtime
+
+
+def _join(env, timeout):
+    """The `World` of this process; its peers are found by torchrun's variables, on TPUs by PJRT."""
+    import torch.distributed as dist
+
+    if env.accelerator == "tpu":
+        import torch_xla.distributed.xla_backend  # noqa: F401  registers xla://
+
+        dist.init_process_group("gloo", init_method="xla://", timeout=timeout)
+        return World(dist.get_rank(), dist.get_world_size(), _local_rank())
+    if env.accelerator == "cuda":
+        import torch
+
+        torch.cuda.set_device(_local_rank())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if env.accelerator == "cuda" else "gloo", timeout=timeout)
+    return World(dist.get_rank(), dist.get_world_size(), _local_rank())
+
+
+def _local_rank():
+    return int(os.environ.get("LOCAL_RANK") or os.environ.get("PJRT_LOCAL_PROCESS_RANK") or 0)
+
+
+def _rank(env):
+    if env.accelerator == "tpu" and "PJRT_LOCAL_PROCESS_RANK" in os.environ:
+        import torch_xla.runtime as xr
+
+        return xr.global_ordinal()
+    return int(os.environ.get("RANK", 0))
+
+
+def _own_run(job):
+    run = Run(job.run.path, job.run.backup)
+    run.prints = False
+    return run if _rank(job.env) == 0 else run.muted()
+
+
+def _leave_error(path, error, rank, step):
+    mend = "" if isinstance(error, TpukitError) else environment.mend_for(str(error)) or ""
+    found = dict(
+        rank=rank,
+        step=step,
+        host=socket.gethostname(),
+        time=time.time(),
+        message=str(error) if isinstance(error, TpukitError) else "",
+        traceback=traceback.format_exc(),
+        mend=mend,
+    )
+    storage.write_whole(path, json.dumps(found))
+
+
+class _Paths:
+    """The files of one rank in the run's folder cores/."""
+
+    def __init__(self, folder, rank):
+        name = f"rank-{rank:02d}"
+        self.log, self.stacks = folder / f"{name}.log", folder / f"{name}.stacks"
+        self.process, self.error, self.stopped = (folder / f"{name}.{kind}" for kind in ("process", "error", "stopped"))
+
+
+def _end_with_parent():
+    """Ask Linux to end this process when the one that started it ends, so that a restarted kernel leaves no core behind."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+# Under torchrun
+
+
+def _call_under_torchrun(job, parallel):
+    """This process is one of torchrun's: join the others and call the function. torchrun watches over it."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    if job.env.accelerator == "tpu" or parallel == "spmd":
+        raise TpukitError("torchrun starts GPU processes. On TPUs run `tpukit train` itself on every host: the cores find their peers")
+
+    @record  # torchrun's report then shows the traceback of the rank that failed first
+    def call():
+        job.folder.mkdir(parents=True, exist_ok=True)
+        rank = _rank(job.env)
+        run = job.run if rank == 0 else job.run.muted()
+        runtime = None
+        with open(_Paths(job.folder, rank).stacks, "w") as stacks:
+            try:
+                runtime = _open(dataclasses.replace(job, run=run))
+                runtime.watch(job.hang_timeout_s, stacks, ends=True)
+                return job.function(job.task, run, runtime=runtime)
+            except Exception as error:
+                step = f" at step {runtime.step}" if runtime else ""
+                print(f"rank {rank} on {socket.gethostname()} failed{step}: {error}", file=sys.stderr)
+                raise
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+
+    return call()
+
+
+# In the notebook's process
+
+
+class _Launch:
+    """An agent in a process group of its own, and what its cores leave in the run directory."""
+
+    def __init__(self, job, agent, count):
+        self.job, self.count = job, count
+        self.folder = job.folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for old in self.folder.glob("*"):
+            old.unlink()
+        (self.job.run.path / "progress.json").unlink(missing_ok=True)
+        self.log = self.job.run.path / "log.txt"
+        self.shown = self.log.stat().st_size if self.log.exists() else 0
+        self.process = multiprocessing.get_context("fork").Process(target=_agent, args=(agent, self.folder))
+
+    def wait(self):
+        """Show the run's progress until all cores have ended. Returns rank 0's result."""
+        self.job.run.say(f"starting {self.job.spmd_cores or self.count} cores")
+        sys.stdout.flush(), sys.stderr.flush()
+        self.shown = self.log.stat().st_size
+        with _Stop() as stop, _adopting(), warnings.catch_warnings(), _Bar(self.job.run) as bar:
+            warnings.simplefilter("ignore", DeprecationWarning)  # "fork() of a multi-threaded process": no lock of ours is held
+            self.process.start()
+            try:
+                self._watch(stop, bar)
+            finally:
+                self._end()
+                self._show_log()
+        return self._result(stop)
+
+    def _watch(self, stop, bar):
+        failed_at, told = None, False
+        while self.process.is_alive():
+            self.process.join(POLL_S)
+            self._show_log()
+            bar.update()
+            if stop.signal and not told:
+                told = True
+                pids = self._pids()
+                for pid in pids.values():
+                    _send(pid, stop.signal)
+                if len(pids) < self.count:  # still starting: there is nothing to save
+                    return
+            if failed_at is None and (self._errors() or self._hung()):
+                failed_at = time.monotonic()
+                for rank, pid in self._pids().items():
+                    if self._hung() and rank not in self._hung():
+                        _send(pid, signal.SIGUSR1)  # its stack too
+            if failed_at and time.monotonic() - failed_at > GRACE_S:
+                return
+
+    def _end(self):
+        """End the agent and every process that came from it, and wait until they are gone."""
+        if self.process.pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.join()
+        with contextlib.suppress(ChildProcessError):  # cores whose agent went before them are ours by now
+            while True:
+                os.waitpid(-self.process.pid, 0)
+
+    def _result(self, stop):
+        errors, hung = self._errors(), self._hung()
+        if errors:
+            raise CoreFailed(self._said_of(errors[0]))
+        if hung:
+            raise CoreFailed(self._said_of_hang())
+        if stop.signal or list(self.folder.glob("*.stopped")):
+            raise SystemExit(128 + stop.signal) if stop.signal == signal.SIGTERM else KeyboardInterrupt
+        result = self.folder / "result.json"
+        if self.process.exitcode == 0 and result.exists():
+            return json.loads(result.read_text())
+        raise CoreFailed(self._said_of_death())
+
+    # Reading what the cores left
+
+    def _show_log(self):
+        if not self.log.exists():
+            return
+        with open(self.log, "rb") as file:
+            file.seek(self.shown)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self.shown += len(whole)
+        from tqdm import tqdm
+
+        for line in whole.decode(errors="replace").splitlines():
+            tqdm.write(line[21:] if line[10:11] == " " else line)  # without the time
+
+    def _errors(self):
+        """What failed cores left, the first to fail first: the others fail because it is gone."""
+        return sorted((json.loads(p.read_text()) for p in self.folder.glob("*.error")), key=lambda e: e["time"])
+
+    def _hung(self):
+        """rank -> stacks, of the cores whose time ran out."""
+        found = {int(p.stem.split("-")[1]): p.read_text() for p in self.folder.glob("rank-*.stacks")}
+        return {rank: text for rank, text in found.items() if text} if any("Timeout (" in t for t in found.values()) else {}
+
+    def _pids(self):
+        files = sorted(self.folder.glob("rank-*.process"))
+        return {int(p.stem.split("-")[1]): json.loads(p.read_text())["pid"] for p in files}
+
+    def _said_of(self, error):
+        if "rank" not in error:
+            where = "the launch"
+        else:
+            step = f" at step {error['step']}" if error["step"] else " before its first step"
+            where = f"core {error['rank']} (rank {error['rank']} of {self.count}, on {error['host']}){step}"
+        what = error["message"] or error["traceback"].rstrip()
+        return "\n".join([f"{where} failed:", what, *[error["mend"]] * bool(error["mend"]), self._said_of_checkpoint()])
+
+    def _said_of_hang(self):
+        lines = [f"no core ended a step for {self.job.hang_timeout_s:g} s; what each was doing, the latest call first:"]
+        for rank, text in sorted(self._hung().items()):
+            lines += ["", f"core {rank}:", *text.strip().splitlines()[:60]]
+        missing = sorted(set(self._pids()) - set(self._hung()))
+        lines += [f"core {rank} gave no stack" for rank in missing]
+        return "\n".join([*lines, "", self._said_of_checkpoint()])
+
+    def _said_of_death(self):
+        agent = (self.folder / "agent.log").read_text().strip().splitlines()[-15:]
+        crashed = [f"core {p.stem.split('-')[1]}:\n{p.read_text()}" for p in self.folder.glob("*.stacks") if p.read_text()]
+        return "\n".join(
+            [
+                f"a core ended without a Python error: killed (often because the host's memory is full), or crashed in native code; "
+                f"the launcher ended with code {self.process.exitcode}.",
+                *crashed,
+                *agent,
+                self._said_of_checkpoint(),
+            ]
+        )
+
+    def _said_of_checkpoint(self):
+        newest = next((c["file"] for c in self.job.run.checkpoints()), None)
+        saved = f"The last checkpoint is {newest}; launch again to go on from it." if newest else "There is no checkpoint yet."
+        return f"{saved} What each core printed: {self.folder}/rank-NN.log"
+
+
+def _agent(start, folder):
+    """The agent's process: start the cores and wait for them. It ends as they end."""
+    os.setsid()  # an interrupt in the terminal goes to the notebook's process alone, which passes it on
+    _end_with_parent()
+    with open(folder / "agent.log", "w", buffering=1) as log:
+        os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = log
+        try:
+            start()
+        except BaseException as error:
+            traceback.print_exc()
+            if not list(folder.glob("*.error")) and not list(folder.glob("*.process")):  # no core came so far
+                found = dict(message="", traceback=traceback.format_exc(), mend=environment.mend_for(str(error)) or "", time=0)
+                storage.write_whole(folder / "agent.error", json.dumps(found))
+            log.flush()
+            os._exit(1)
+        log.flush()
+        os._exit(0)
+
+
+@contextlib.contextmanager
+def _adopting():
+    """Within it, processes whose parent ends become children of this process (Linux), so that none is lost from sight."""
+    set_option, option = None, 36  # PR_SET_CHILD_SUBREAPER
+    with contextlib.suppress(OSError, AttributeError):
+        set_option = ctypes.CDLL(None).prctl
+        set_option(option, 1)
+    try:
+        yield
+    finally:
+        if set_option:
+            set_option(option, 0)
+
+
+def _send(pid, number):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+class _Bar:
+    """A progress bar of what the run directory says."""
+
+    def __init__(self, run):
+        self.run, self.bar = run, None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.bar is not None:
+            self.update()
+            self.bar.close()
+
+    def update(self):
+        live = self.run.live()
+        if not live:
+            return
+        if self.bar is None:
+            from tqdm.auto import tqdm
+
+            self.bar = tqdm(total=live["total"], initial=live["step"], desc=live["name"], unit="step", mininterval=0.5)
+        self.bar.set_postfix(epoch=live["epoch"], loss=live["loss"], refresh=False)
+        self.bar.update(live["step"] - self.bar.n)

@@ -1,0 +1,67 @@
+"""The processes of one training and what they tell one another, through host memory (torch.distributed's gloo).
+
+What crosses the accelerator's own links (the gradients, on a TPU or with NCCL) is the runtime's business, not this file's.
+"""
+
+import io
+
+import torch
+import torch.distributed as dist
+
+
+class World:
+    """This process among the `size` processes of a training. The default is a world of one, which talks to nobody.
+
+    rank: 0 to size - 1, over all hosts; rank 0 records, saves and speaks. local_rank: its number on its host.
+    Every method is collective: all ranks call it, in the same order.
+    """
+
+    def __init__(self, rank=0, size=1, local_rank=0):
+        self.rank, self.size, self.local_rank = rank, size, local_rank
+
+    def everyone(self, values):
+        """A list of floats from every rank -> list of those lists, rank by rank, the same on all ranks."""
+        if self.size == 1:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine)
+        return [row.tolist() for row in rows]
+
+    def gather(self, tree):
+        """A nest of CPU tensors, numbers and strings from every rank -> on rank 0 the list of them, elsewhere []."""
+        if self.size == 1:
+            return [tree]
+        data = _pack(tree)
+        lengths = [int(row[0]) for row in self.everyone([len(data)])]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = data
+        rows = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
+        dist.gather(padded, rows)
+        return [_unpack(row[:length]) for row, length in zip(rows or [], lengths)]
+
+    def share(self, tree):
+        """Rank 0's nest of CPU tensors, numbers and strings, on every rank. What the others pass is not looked at."""
+        if self.size == 1:
+            return tree
+        data = _pack(tree) if self.rank == 0 else None
+        length = int(self.everyone([0 if data is None else len(data)])[0][0])
+        data = torch.empty(length, dtype=torch.uint8) if data is None else data
+        dist.broadcast(data, 0)
+        return tree if self.rank == 0 else _unpack(data)
+
+    def sum(self, tensor):
+        """Add up a CPU tensor over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+
+def _pack(tree):
+    buffer = io.BytesIO()
+    torch.save(tree, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _unpack(data):
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)
