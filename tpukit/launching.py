@@ -71,7 +71,7 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
         agent = functools.partial(_start_tpu_cores, job)
     else:
         agent = functools.partial(_start_with_torchrun, job, count)
-    return _Launch(job, agent, 1 if parallel == "spmd" else count).wait()
+    return _Launch(job, agent, count, processes=1 if parallel == "spmd" else count).wait()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,8 +331,8 @@ def _call_under_torchrun(job, parallel):
 class _Launch:
     """An agent in a process group of its own, and what its cores leave in the run directory."""
 
-    def __init__(self, job, agent, count):
-        self.job, self.count = job, count
+    def __init__(self, job, agent, cores, processes):
+        self.job, self.cores, self.processes = job, cores, processes
         self.folder = job.folder
         self.folder.mkdir(parents=True, exist_ok=True)
         for old in self.folder.glob("*"):
@@ -344,7 +344,7 @@ class _Launch:
 
     def wait(self):
         """Show the run's progress until all cores have ended. Returns rank 0's result."""
-        self.job.run.say(f"starting {self.job.spmd_cores or self.count} cores")
+        self.job.run.say(f"starting {self.cores} cores")
         sys.stdout.flush(), sys.stderr.flush()
         self.shown = self.log.stat().st_size
         with _Stop() as stop, _adopting(), warnings.catch_warnings(), _Bar(self.job.run) as bar:
@@ -368,7 +368,7 @@ class _Launch:
                 pids = self._pids()
                 for pid in pids.values():
                     _send(pid, stop.signal)
-                if len(pids) < self.count:  # still starting: there is nothing to save
+                if len(pids) < self.processes:  # still starting: there is nothing to save
                     return
             if failed_at is None and (self._errors() or self._hung()):
                 failed_at = time.monotonic()
@@ -435,7 +435,7 @@ class _Launch:
             where = "the launch"
         else:
             step = f" at step {error['step']}" if error["step"] else " before its first step"
-            where = f"core {error['rank']} (rank {error['rank']} of {self.count}, on {error['host']}){step}"
+            where = f"core {error['rank']} (rank {error['rank']} of {self.processes}, on {error['host']}){step}"
         what = error["message"] or error["traceback"].rstrip()
         return "\n".join([f"{where} failed:", what, *[error["mend"]] * bool(error["mend"]), self._said_of_checkpoint()])
 

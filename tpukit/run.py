@@ -128,12 +128,12 @@ class Run:
         record = dict(kind=kind, step=step, time=round(time.time(), 3), **values)
         storage.append(self.path / "records.jsonl", json.dumps(_finite(record)) + "\n")
 
-    def progress(self, **values):
-        """Replace what `live` returns, at most twice a second: step, total and what else a progress bar shows."""
+    def progress(self, *, step, total, **values):
+        """Replace what `live` returns, at most twice a second and at the end: what a progress bar shows."""
         now = time.monotonic()
-        if self._writes and now - self._progress_at > 0.5:
+        if self._writes and (step == total or now - self._progress_at > 0.5):
             self._progress_at = now
-            storage.write_whole(self.path / "progress.json", json.dumps(_finite(values)))
+            storage.write_whole(self.path / "progress.json", json.dumps(_finite(dict(step=step, total=total, **values))))
 
     def live(self):
         """What `progress` last said, or {}."""

@@ -340,6 +340,9 @@ class XLARuntime(Runtime):
 
     def place(self, model):
         model = model.to(self.device)
+        with torch.no_grad():
+            for buffer in model.buffers():  # SPMD marks as replicated what a program wrote, and a change of mark compiles again
+                buffer.copy_(buffer.clone())
         self.sync()
         return model
 

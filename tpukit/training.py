@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import threading
 import time
@@ -146,7 +147,9 @@ class _Training:
         model = task.model()
         if task.weights:
             weights.load(model, task.weights)
-        if task.batch_norm == "synced":
+        if task.batch_norm == "frozen":
+            _freeze_batch_norm(model)
+        elif task.batch_norm == "synced":
             model = self._with_synced_batch_norm(model)
         if self.world.size > 1:  # a model that does not start from the seed alone would differ between ranks
             model.load_state_dict(self.world.share(model.state_dict()))
@@ -174,13 +177,6 @@ class _Training:
                 "otherwise choose 'per-core' or 'frozen'"
             )
         return model  # one program sees the whole batch as it is
-
-    def _train_mode(self):
-        self.model.train()
-        if self.task.batch_norm == "frozen":
-            for module in self.model.modules():
-                if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-                    module.eval()
 
     # One step
 
@@ -260,7 +256,7 @@ class _Training:
         state, task = self.state, self.task
         epoch, first = divmod(state.step, self.steps_per_epoch)
         plan = training_plan(len(self.data), task.batch_size, seed=task.seed, epoch=epoch, start=first, draws=self.data.draws)
-        self._train_mode()
+        self.model.train()
         self._measure_from_here()  # an evaluation and a checkpoint came before
         with contextlib.closing(self.runtime.batches(self.data, plan, workers=task.num_workers)) as batches:
             while True:
@@ -468,6 +464,22 @@ def evaluate(task, model, data, runtime, *, epoch=None, check=lambda: None):
         return task.evaluate(predictions())
     for _ in predictions():
         pass
+
+
+def _freeze_batch_norm(model):
+    """Let every batch norm of a model use its running statistics in training too. Its scale and offset still learn."""
+
+    def forward(self, x):
+        # Written out, because XLA has no backward of batch norm in evaluation mode.
+        shape = (1, -1, *[1] * (x.dim() - 2))
+        scale = torch.rsqrt(self.running_var + self.eps)
+        scale = scale if self.weight is None else scale * self.weight
+        x = (x - self.running_mean.view(shape)) * scale.view(shape)
+        return x if self.bias is None else x + self.bias.view(shape)
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.forward = functools.partial(forward, module)
 
 
 class _Stop:
