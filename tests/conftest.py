@@ -17,6 +17,12 @@ def pytest_configure(config):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory):
+    """Decoded datasets of the tests go with the tests, those of the processes that they start too."""
+    os.environ["TPUKIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _opened():
     """An open CPU XLA runtime, or None. Opened before any gradient is computed: afterwards autograd refuses XLA."""
     try:

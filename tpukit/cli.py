@@ -4,8 +4,10 @@ Each command imports what it needs when it runs, so that `tpukit doctor` answers
 train and test are the fields of the workload's dataclass.
 """
 
+import contextlib
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -29,8 +31,8 @@ Workloads
 # Flags of older training scripts -> what replaced them.
 REMOVED = {
     "--use-tpu": "tpukit takes the TPU when the session has one (`tpukit doctor` shows it); leave the flag out",
-    "--num-cores": "one chip or GPU is used, and the batch size is global; leave the flag out",
-    "--multi-gpus": "one chip or GPU is used, and the batch size is global; leave the flag out",
+    "--num-cores": "all cores are used unless --cores says how many; the batch size is global",
+    "--multi-gpus": "all GPUs are used unless --cores says how many; the batch size is global",
     "--mode": "`tpukit train` and `tpukit test` are two commands now",
     "--weight-path": "give the weights file with --weights",
     "--if-checkpoint": "a run goes on by itself when started again with the same --run",
@@ -84,16 +86,27 @@ def doctor(argv):
 
 
 def train(argv):
-    from tpukit import Run, storage
+    import tyro
+
+    from tpukit import Run, environment, report, storage
+    from tpukit.launching import PARALLEL, launch
     from tpukit.training import train as run_training
 
-    task, options, env = _parse("train", argv)
-    task = dataclasses.replace(task, dataset_dir=storage.find_dataset(env, task.dataset, task.dataset_dir))
-    run = Run.open(options.run or env.outputs / task.name, task, backup=options.backup)
-    scores = run_training(task, run)
-    from tpukit import report
+    @dataclasses.dataclass(frozen=True)
+    class Launch(_run_options()):
+        cores: int | None = None
+        """TPU cores or GPUs to train on; all that are here unless given. On a CPU: processes, one unless given."""
+        parallel: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(PARALLEL) + "}")] = PARALLEL[0]
+        """processes: one for each core. spmd: one program over all TPU cores of this host."""
+        hang_timeout_s: float = 900.0
+        """When no step ends for so many seconds, show every core's Python stack and end."""
 
-    if scores:
+    task, options, env = _parse("train", argv, Launch)
+    with _quiet_unless_first(environment):
+        task = dataclasses.replace(task, dataset_dir=storage.find_dataset(env, task.dataset, task.dataset_dir))
+    run = Run.open(options.run or env.outputs / task.name, task, backup=options.backup)
+    how = dict(cores=options.cores, parallel=options.parallel, hang_timeout_s=options.hang_timeout_s)
+    if scores := launch(run_training, task, run, **how):
         print(f"\n{report.scores_table(scores)}\n\nrun: {run.path}  (tpukit show {run.path})")
 
 
@@ -102,7 +115,7 @@ def test(argv):
     from tpukit.runtime import open_runtime
     from tpukit.training import evaluate
 
-    task, options, env = _parse("test", argv)
+    task, options, env = _parse("test", argv, _run_options())
     path = task.weights or (options.run or env.outputs / task.name) / "best.safetensors"
     model = task.model()
     weights.load(model, path)
@@ -130,8 +143,29 @@ def show(argv):
     display.show(tyro.cli(options, args=argv, prog="tpukit show"))
 
 
-def _parse(command, argv):
-    """(workload, options, environment) from `WORKLOAD --options`."""
+@contextlib.contextmanager
+def _quiet_unless_first(environment):
+    """Within it, of the processes that torchrun started only rank 0's prints."""
+    if environment.rank() == 0:
+        yield
+    else:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            yield
+
+
+def _run_options():
+    @dataclasses.dataclass(frozen=True)
+    class RunOptions:
+        run: Path | None = None
+        """Folder of the run; the output folder of this machine and the workload's name unless given."""
+        backup: Path | None = None
+        """Folder that gets a copy of the run at every checkpoint, on Drive for instance."""
+
+    return RunOptions
+
+
+def _parse(command, argv, options):
+    """(workload, options, environment) from `WORKLOAD --options`. options: the dataclass of the command's own options."""
     import tyro
 
     from tpukit import environment, workloads
@@ -146,10 +180,7 @@ def _parse(command, argv):
     @dataclasses.dataclass(frozen=True)
     class Options:
         task: Annotated[workload, tyro.conf.arg(name="")]
-        run: Path | None = None
-        """Folder of the run; the output folder of this machine and the workload's name unless given."""
-        backup: Path | None = None
-        """Folder that gets a copy of the run at every checkpoint, on Drive for instance."""
+        own: Annotated[options, tyro.conf.arg(name="")]
 
     Options.__doc__ = workload.__doc__
     options = tyro.cli(
@@ -158,4 +189,4 @@ def _parse(command, argv):
         prog=f"tpukit {command} {argv[0]}",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
-    return options.task, options, environment.detect()
+    return options.task, options.own, environment.detect()

@@ -160,9 +160,14 @@ def _host(environ):
     return "tpu-vm" if environ.get("TPU_ACCELERATOR_TYPE") or environ.get("TPU_NAME") else "local"
 
 
-def under_torchrun(environ=None):
+def under_torchrun():
     """Whether torchrun started this process, as one of several."""
-    return "TORCHELASTIC_RUN_ID" in (os.environ if environ is None else environ)
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def rank():
+    """This process's number among those that torchrun started; 0 elsewhere."""
+    return int(os.environ.get("RANK", 0)) if under_torchrun() else 0
 
 
 def version_of(package):

@@ -14,6 +14,7 @@ import functools
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -179,7 +180,7 @@ def _core(job):
     _end_with_parent()
     rank = _rank(job.env)
     paths = _Paths(job.folder, rank)
-    with open(paths.log, "w", buffering=1) as log, open(paths.stacks, "w") as stacks:
+    with open(paths.log, "w", buffering=1) as log, open(paths.stacks, "w") as stacks, open(paths.step, "wb") as steps:
         os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log  # a notebook's own would go on writing to the notebook
         faulthandler.enable(file=stacks)
@@ -187,21 +188,27 @@ def _core(job):
         storage.write_whole(paths.process, json.dumps(dict(pid=os.getpid())))
         runtime = None
         try:
-            runtime = _open(job)
-            runtime.watch(job.hang_timeout_s, stacks, ends=False)  # the notebook's process shows the stacks and ends us
-            result = job.function(job.task, _own_run(job), runtime=runtime)
+            run = Run(job.run.path, job.run.backup)
+            run.prints = False  # the notebook's process shows log.txt
+            run = run if rank == 0 else run.muted()
+            runtime = _open(job, run)
+            # The notebook's process shows the stacks, and ends us.
+            runtime.watch(job.hang_timeout_s, stacks, ends=False, steps=steps)
+            result = job.function(job.task, run, runtime=runtime)
             if rank == 0:
                 storage.write_whole(job.folder / "result.json", json.dumps(result))
-        except (KeyboardInterrupt, SystemExit) as reason:
-            storage.write_whole(paths.stopped, repr(reason))
+            paths.done.touch()
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) == 128 + signal.SIGTERM:
+                paths.stopped.touch()  # as it was asked to
+                return
             _leave_error(paths.error, error, rank, runtime.step if runtime else None)
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
 
 
-def _open(job):
+def _open(job, run):
     """Join the other ranks, open this core's device, and let rank 0 say which cores started."""
     import torch
 
@@ -219,7 +226,6 @@ def _open(job):
         dict(host=socket.gethostname(), device=name, memory=memory["total_bytes"] if memory else 0)
         for name in runtime.device_names()
     ]
-    run = _own_run(job)
     lines = [line for part in world.gather(about) for line in part]
     for number, line in enumerate(lines):
         memory = f", {line['memory'] / 2**30:.2f} GiB" if line["memory"] else ""
@@ -242,7 +248,7 @@ def _join(env, timeout):
     if env.accelerator == "cuda":
         import torch
 
-        torch.cuda.set_device(_local_rank())
+        torch.cuda.set_device(_local_rank())  # "cuda" means this GPU from here on
     dist.init_process_group("cpu:gloo,cuda:nccl" if env.accelerator == "cuda" else "gloo", timeout=timeout)
     return World(dist.get_rank(), dist.get_world_size(), _local_rank())
 
@@ -256,13 +262,7 @@ def _rank(env):
         import torch_xla.runtime as xr
 
         return xr.global_ordinal()
-    return int(os.environ.get("RANK", 0))
-
-
-def _own_run(job):
-    run = Run(job.run.path, job.run.backup)
-    run.prints = False
-    return run if _rank(job.env) == 0 else run.muted()
+    return environment.rank()
 
 
 def _leave_error(path, error, rank, step):
@@ -284,8 +284,10 @@ class _Paths:
 
     def __init__(self, folder, rank):
         name = f"rank-{rank:02d}"
-        self.log, self.stacks = folder / f"{name}.log", folder / f"{name}.stacks"
-        self.process, self.error, self.stopped = (folder / f"{name}.{kind}" for kind in ("process", "error", "stopped"))
+        self.process, self.log, self.step, self.stacks = (
+            folder / f"{name}.{kind}" for kind in ("process", "log", "step", "stacks")
+        )
+        self.error, self.stopped, self.done = (folder / f"{name}.{kind}" for kind in ("error", "stopped", "done"))
 
 
 def _end_with_parent():
@@ -308,13 +310,12 @@ def _call_under_torchrun(job, parallel):
     def call():
         job.folder.mkdir(parents=True, exist_ok=True)
         rank = _rank(job.env)
-        run = job.run if rank == 0 else job.run.muted()
         runtime = None
         with open(_Paths(job.folder, rank).stacks, "w") as stacks:
             try:
-                runtime = _open(dataclasses.replace(job, run=run))
+                runtime = _open(job, job.run)
                 runtime.watch(job.hang_timeout_s, stacks, ends=True)
-                return job.function(job.task, run, runtime=runtime)
+                return job.function(job.task, job.run, runtime=runtime)
             except Exception as error:
                 step = f" at step {runtime.step}" if runtime else ""
                 print(f"rank {rank} on {socket.gethostname()} failed{step}: {error}", file=sys.stderr)
@@ -340,6 +341,7 @@ class _Launch:
         (self.job.run.path / "progress.json").unlink(missing_ok=True)
         self.log = self.job.run.path / "log.txt"
         self.shown = self.log.stat().st_size if self.log.exists() else 0
+        self.died = []  # ranks of the first cores that went without a word
         self.process = multiprocessing.get_context("fork").Process(target=_agent, args=(agent, self.folder))
 
     def wait(self):
@@ -370,7 +372,8 @@ class _Launch:
                     _send(pid, stop.signal)
                 if len(pids) < self.processes:  # still starting: there is nothing to save
                     return
-            if failed_at is None and (self._errors() or self._hung()):
+            self.died = self.died or self._dead()
+            if failed_at is None and (self.died or self._errors() or self._hung()):
                 failed_at = time.monotonic()
                 for rank, pid in self._pids().items():
                     if self._hung() and rank not in self._hung():
@@ -391,6 +394,8 @@ class _Launch:
 
     def _result(self, stop):
         errors, hung = self._errors(), self._hung()
+        if self.died:  # first: the errors of the others say that it is gone
+            raise CoreFailed(self._said_of_death())
         if errors:
             raise CoreFailed(self._said_of(errors[0]))
         if hung:
@@ -426,39 +431,44 @@ class _Launch:
         found = {int(p.stem.split("-")[1]): p.read_text() for p in self.folder.glob("rank-*.stacks")}
         return {rank: text for rank, text in found.items() if text} if any("Timeout (" in t for t in found.values()) else {}
 
+    def _dead(self):
+        """Ranks whose process is gone and left neither a result nor an error."""
+        files = {p.name for p in self.folder.iterdir()}
+        spoke = lambda rank: files & {f"rank-{rank:02d}.{kind}" for kind in ("done", "error", "stopped")}  # noqa: E731
+        return [rank for rank, pid in self._pids().items() if not _alive(pid) and not spoke(rank)]
+
     def _pids(self):
         files = sorted(self.folder.glob("rank-*.process"))
         return {int(p.stem.split("-")[1]): json.loads(p.read_text())["pid"] for p in files}
 
     def _said_of(self, error):
-        if "rank" not in error:
-            where = "the launch"
-        else:
-            step = f" at step {error['step']}" if error["step"] else " before its first step"
+        where = "the launch"
+        if "rank" in error:
+            step = "" if error["step"] is None else f" in step {error['step'] + 1}"
             where = f"core {error['rank']} (rank {error['rank']} of {self.processes}, on {error['host']}){step}"
         what = error["message"] or error["traceback"].rstrip()
         return "\n".join([f"{where} failed:", what, *[error["mend"]] * bool(error["mend"]), self._said_of_checkpoint()])
 
     def _said_of_hang(self):
-        lines = [f"no core ended a step for {self.job.hang_timeout_s:g} s; what each was doing, the latest call first:"]
-        for rank, text in sorted(self._hung().items()):
-            lines += ["", f"core {rank}:", *text.strip().splitlines()[:60]]
-        missing = sorted(set(self._pids()) - set(self._hung()))
-        lines += [f"core {rank} gave no stack" for rank in missing]
+        hung = self._hung()
+        lines = [f"no core ended a step for {self.job.hang_timeout_s:g} s. What each was doing, the latest call first:"]
+        for rank, text in sorted(hung.items()):
+            lines += ["", f"core {rank} (all of it: {_Paths(self.folder, rank).stacks})", *_essence(text)]
+        lines += [f"core {rank} gave no stack" for rank in sorted(set(self._pids()) - set(hung))]
         return "\n".join([*lines, "", self._said_of_checkpoint()])
 
     def _said_of_death(self):
-        agent = (self.folder / "agent.log").read_text().strip().splitlines()[-15:]
-        crashed = [f"core {p.stem.split('-')[1]}:\n{p.read_text()}" for p in self.folder.glob("*.stacks") if p.read_text()]
-        return "\n".join(
-            [
-                f"a core ended without a Python error: killed (often because the host's memory is full), or crashed in native code; "
-                f"the launcher ended with code {self.process.exitcode}.",
-                *crashed,
-                *agent,
-                self._said_of_checkpoint(),
-            ]
-        )
+        lines = []
+        for rank in self.died:
+            crash = _Paths(self.folder, rank).stacks.read_text()
+            step = int(_Paths(self.folder, rank).step.read_text() or 0) + 1
+            cause = "crashed in native code:" if crash else "was killed, often because the host's memory was full."
+            lines += [f"core {rank} (rank {rank} of {self.processes}) ended without a Python error in step {step}: it {cause}"]
+            lines += _essence(crash)
+        if not lines:
+            log = (self.folder / "agent.log").read_text().strip().splitlines()
+            lines = [f"the launcher ended with code {self.process.exitcode}:", *log[-15:]]
+        return "\n".join([*lines, self._said_of_checkpoint()])
 
     def _said_of_checkpoint(self):
         newest = next((c["file"] for c in self.job.run.checkpoints()), None)
@@ -498,6 +508,25 @@ def _adopting():
     finally:
         if set_option:
             set_option(option, 0)
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return not Path("/proc").is_dir()  # where it cannot be seen, believe that it lives
+
+
+def _essence(stacks):
+    """The lines of a faulthandler dump that tell something: without idle threads, and without what called the core."""
+    lines = []
+    for block in re.split(r"(?m)^(?=Thread 0x|Current thread 0x|Fatal )", stacks):
+        block = block.strip().splitlines()
+        if any("tqdm/_monitor.py" in line for line in block) or (len(block) > 1 and block[1].endswith("in _worker")):
+            continue
+        end = next((n for n, line in enumerate(block) if line.endswith("in _core")), len(block))
+        lines += [line for line in block[:end] if line and not line.startswith("Timeout (")]
+    return lines
 
 
 def _send(pid, number):

@@ -12,7 +12,6 @@ cores/                   what each core of the last launch said: rank-NN.log, an
 import dataclasses
 import json
 import math
-import os
 import time
 from pathlib import Path
 
@@ -64,8 +63,8 @@ class Run:
         settings, naming them; settings that do not change the result (epochs, folders, workers) may differ.
         """
         run = cls(path, backup)
-        if environment.under_torchrun() and os.environ.get("RANK", "0") != "0":
-            return run.muted()
+        if environment.rank() != 0:
+            return run.muted()  # rank 0 speaks and writes for all
         if run.path.exists() and not run.path.is_dir():
             raise TpukitError(f"{run.path} is a file; a run needs a folder of its own")
         if not (run.path / "config.json").exists() and run.backup and (run.backup / "config.json").exists():

@@ -77,7 +77,7 @@ class Runtime:
 
     compiles = False
     step = 0
-    _watch, _watched_at = None, float("-inf")
+    _watch, _steps, _watched_at = None, None, float("-inf")
 
     def __init__(self, accelerator, precision="auto", world=None):
         self.accelerator = accelerator
@@ -93,8 +93,6 @@ class Runtime:
                 f"a GPU is here, but torch {torch.__version__} cannot use it: "
                 "this torch was built without CUDA, or the driver is too old. `tpukit doctor` says which."
             )
-        if self.accelerator == "cuda":
-            torch.cuda.set_device(self.world.local_rank)
         return torch.device(self.accelerator)
 
     def _count_cores(self):
@@ -203,17 +201,26 @@ class Runtime:
         """The model to compute a loss with, so that its gradients are those of the global batch."""
         if self.world.size == 1:
             return model
-        # find_unused: a phase of the training may leave parameters out. Buffers: see `share_buffers`.
+        # find_unused: a phase of the training may leave parameters out. Buffers: see `buffers_of_rank_0`.
         return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
 
-    def share_buffers(self, model):
-        """Give every rank rank 0's buffers (the running statistics of batch norm), which are those that are saved."""
-        buffers = dict(model.named_buffers())
-        if self.world.size > 1 and buffers:
-            with torch.no_grad():
-                for name, value in self.world.share(self.host(buffers)).items():
-                    buffers[name].copy_(value)
-            self.sync()
+    @contextlib.contextmanager
+    def buffers_of_rank_0(self, model):
+        """Within it, the model of every rank has rank 0's buffers (the running statistics of batch norm): the ones that are saved."""
+        own = [(module, name) for module in model.modules() for name, value in module._buffers.items() if value is not None]
+        if self.world.size == 1 or not own:
+            yield
+            return
+        # Exchanged, not overwritten: XLA would compile the next training step once more.
+        kept = [module._buffers[name] for module, name in own]
+        shared = self.world.share(self.host(kept))
+        for (module, name), value in zip(own, shared):
+            module._buffers[name] = value.to(self.device)
+        try:
+            yield
+        finally:
+            for (module, name), value in zip(own, kept):
+                module._buffers[name] = value
 
     def _sum_gradients(self, gradients):
         """Turn each rank's gradients into their mean over all ranks. DistributedDataParallel has done it in backward."""
@@ -263,15 +270,17 @@ class Runtime:
 
     # Looking
 
-    def watch(self, timeout_s, file, *, ends):
-        """From now on, when no `beat` comes for so many seconds, write every thread's Python stack to the open `file`, and
-        end this process if it `ends`."""
-        self._watch = dict(timeout=timeout_s, file=file, exit=ends)
+    def watch(self, timeout_s, stacks, *, ends, steps=None):
+        """From now on, when no `beat` comes for so many seconds, write every thread's Python stack to the open file `stacks`,
+        and end this process if it `ends`. steps: an open file that always holds the number of the last beat."""
+        self._watch, self._steps = dict(timeout=timeout_s, file=stacks, exit=ends), steps
         self.beat(0)
 
     def beat(self, step):
         """Say that this rank is alive, after so many steps."""
         self.step = step
+        if self._steps:
+            os.pwrite(self._steps.fileno(), b"%20d" % step, 0)
         now = time.monotonic()
         # At most once a second: arming it starts a thread.
         if self._watch and now - self._watched_at > 1:

@@ -5,13 +5,17 @@ Touches no accelerator and imports no torch.
 
 import contextlib
 import errno
+import getpass
 import hashlib
+import json
 import os
 import shutil
 import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
+
+import numpy as np
 
 from tpukit import synthetic
 from tpukit.errors import TpukitError
@@ -82,6 +86,73 @@ def sha256(path):
     """Hexadecimal SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def locked(path):
+    """Within it, no other process of this host is in a `locked` of the same path. Waits for the other."""
+    try:
+        import fcntl
+    except ImportError:  # Windows, where nothing here starts several processes
+        yield
+        return
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:20]
+    with open(Path(tempfile.gettempdir()) / f"tpukit-{getpass.getuser()}-{digest}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the system takes it back when the process ends, however that happens
+        yield
+
+
+# Arrays that all processes of a host share
+
+
+def mapped(name, key, make):
+    """Arrays that are made once and mapped from a file: all processes of a host hold them once, and later sessions find them.
+
+    name: of the file. key: what the arrays are made from (paths, sizes, times, settings), for JSON; another key makes another
+    file. make: () -> dict of numpy arrays. Returns a dict of read-only arrays. Where the file cannot be written they stay in
+    this process's memory, and that is said.
+    """
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
+    folder = cache_folder() / f"{name}-{digest}"
+    arrays = None
+    try:
+        _make_private(folder.parent)
+        with locked(folder):
+            if not (folder / "whole").exists():
+                arrays = make()
+                folder.mkdir(exist_ok=True)
+                for part, value in arrays.items():
+                    with whole_file(folder / f"{part}.npy") as file:
+                        np.save(file, value, allow_pickle=False)
+                write_whole(folder / "whole", "")
+        return {part.stem: np.load(part, mmap_mode="r", allow_pickle=False) for part in folder.glob("*.npy")}
+    except (OSError, TpukitError) as error:
+        if arrays is None and isinstance(error, TpukitError):
+            raise  # from `make`
+        print(f"{folder} cannot be used ({error}): every process keeps its own copy of the data in memory")
+        return make() if arrays is None else arrays
+
+
+def cache_folder():
+    """Where `mapped` keeps its files: TPUKIT_CACHE, or a folder of this user in the system's temporary one."""
+    chosen = os.environ.get("TPUKIT_CACHE")
+    return Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"tpukit-{getpass.getuser()}"
+
+
+def _make_private(folder):
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
+        raise OSError("it belongs to another user")
+
+
+def files_key(*folders):
+    """Name, size and time of every file in some folders, as (part of) a key of `mapped`."""
+    found = []
+    for folder in folders:
+        for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+            about = entry.stat()
+            found.append((entry.name, about.st_size, about.st_mtime_ns))
+    return found
 
 
 # Archives
@@ -179,7 +250,9 @@ def find_dataset(env, name, path=None, *, fallback=False, size=None):
     for place, why in _places(env, name):
         if place.exists():
             return _take(env, name, place, why)
-    folder = synthetic.make(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)
+    folder = env.outputs / "datasets" / f"{name}-synthetic"
+    with locked(folder):
+        folder = synthetic.make(name, folder, size=size)
     print(f"dataset {name}: {folder} (synthetic, because no real one was found on Drive, in Kaggle inputs or in ./datasets)")
     return folder
 
@@ -201,9 +274,10 @@ def _places(env, name):
 def _take(env, name, place, why):
     if place.is_file() and _archive_stem(place):
         target = env.outputs / "datasets" / name
-        if not target.exists():
-            print(f"dataset {name}: unpacking {place}")
-            unpack(place, target)
+        with locked(target):
+            if not target.exists():
+                print(f"dataset {name}: unpacking {place}")
+                unpack(place, target)
         place, why = target, f"{why}, unpacked from {place.name}"
     print(f"dataset {name}: {place} ({why})")
     return place

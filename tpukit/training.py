@@ -235,6 +235,7 @@ class _Training:
             steps_per_epoch=self.steps_per_epoch,
             batch_size=task.batch_size,
         )
+        self.runtime.beat(state.step)
         scores = None
         with self._bar(total) as bar:
             try:
@@ -346,9 +347,9 @@ class _Training:
         if epochs_done % task.eval_every == 0 or epochs_done >= task.epochs:
             bar.set_description("evaluating")
             started = time.monotonic()
-            self.runtime.share_buffers(self.model)
             check = self.stop.check if self.world.size == 1 else lambda: None  # ranks stop together, after it
-            scores = evaluate(task, self.model, self.test_data, self.runtime, epoch=epochs_done - 1, check=check)
+            with self.runtime.buffers_of_rank_0(self.model):
+                scores = evaluate(task, self.model, self.test_data, self.runtime, epoch=epochs_done - 1, check=check)
             seconds = time.monotonic() - started
             bar.set_description(task.name)
         # Nothing is recorded before the evaluation is over, so that a stop within it repeats it whole.

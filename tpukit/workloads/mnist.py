@@ -13,24 +13,25 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tpukit import storage
 from tpukit.errors import TpukitError
 from tpukit.run import setting
 from tpukit.training import Workload
 
 
 class Digits:
-    """One split in memory. `batch` gives image (B, 1, 28, 28) uint8 and label (B,) int64."""
+    """One split, in memory that all processes of a host share. `batch` gives image (B, 1, 28, 28) uint8 and label (B,) int64."""
 
     draws = 0  # no augmentation
 
     def __init__(self, images, labels):
-        self.images, self.labels = images, labels.astype(np.int64)
+        self.images, self.labels = images, labels
 
     def __len__(self):
         return len(self.labels)
 
     def batch(self, indices, numbers=None):
-        return dict(image=self.images[indices][:, None], label=self.labels[indices])
+        return dict(image=self.images[indices][:, None], label=self.labels[indices].astype(np.int64))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,13 +88,20 @@ class MNIST(Workload):
 
 def read_split(folder, split):
     """`Digits` from mnist.npz (x_train, y_train, x_test, y_test) or from the original IDX files, packed or not."""
+    places = [place for place in (folder, folder / "raw", folder / "MNIST/raw") if place.is_dir()]
+    key = [str(folder.resolve()), split, storage.files_key(*places)]
+    return Digits(**storage.mapped(f"mnist-{split}", key, lambda: _read_arrays(folder, split)))
+
+
+def _read_arrays(folder, split):
     archive = folder / "mnist.npz"
     try:
         if archive.is_file():
             with np.load(archive, allow_pickle=False) as arrays:
-                return Digits(arrays[f"x_{split}"], arrays[f"y_{split}"])
+                return dict(images=arrays[f"x_{split}"], labels=arrays[f"y_{split}"])
         part = "train" if split == "train" else "t10k"
-        return Digits(_read_idx(folder, f"{part}-images-idx3-ubyte", 3), _read_idx(folder, f"{part}-labels-idx1-ubyte", 1))
+        images = _read_idx(folder, f"{part}-images-idx3-ubyte", 3)
+        return dict(images=images, labels=_read_idx(folder, f"{part}-labels-idx1-ubyte", 1))
     except (OSError, ValueError, KeyError, EOFError) as error:
         if isinstance(error, TpukitError):
             raise

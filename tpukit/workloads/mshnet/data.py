@@ -1,11 +1,13 @@
 """Infrared small target sets on disk: images/, masks/ and lists of names, as IRSTD-1k, NUDT-SIRST and SIRST have them."""
 
 import concurrent.futures
+import math
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from tpukit import storage
 from tpukit.errors import TpukitError
 from tpukit.workloads.mshnet import augment
 
@@ -26,7 +28,7 @@ MASK_SUFFIXES = ("", "_pixels0")  # SIRST names its masks NAME_pixels0.png
 
 
 class InfraredSet:
-    """One split of a set, decoded once and kept in memory as uint8.
+    """One split of a set, decoded once to uint8, in memory that all processes of a host share.
 
     `batch(indices, numbers)` -> dict of image (B, 3, S, S) uint8 and mask (B, 1, S, S) uint8, where S is crop_size with
     augmentation (numbers: (B, 6) in [0, 1)) and base_size without (numbers: None).
@@ -36,7 +38,15 @@ class InfraredSet:
 
     def __init__(self, folder, split, *, base_size=256, crop_size=256, skip_bad=False):
         self.base_size, self.crop_size = base_size, crop_size
-        self.names, self.images, self.masks = _read_split(Path(folder), split, skip_bad)
+        folder = Path(folder)
+        listing = find_list(folder, split)
+        inside = [place for place in (folder / "images", folder / "masks") if place.is_dir()]
+        key = [str(folder.resolve()), split, skip_bad, listing.read_text(), storage.files_key(*inside)]
+        arrays = storage.mapped(f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, skip_bad))
+        if said := str(arrays["said"]):
+            print(said)
+        self.names = arrays["names"].tolist()
+        self.images, self.masks = (_unpack(arrays[kind], arrays[f"{kind}_shapes"]) for kind in ("images", "masks"))
 
     def __len__(self):
         return len(self.names)
@@ -71,13 +81,25 @@ def find_list(folder, split):
     )
 
 
-def _read_split(folder, split, skip_bad):
-    """(names, images, masks) of a split; arrays of uint8, (H, W) or (H, W, 3) for images, (H, W) for masks."""
-    listing = find_list(folder, split)
+def _pack(name, images):
+    """Images of any sizes as one vector of pixels and their shapes (N, 3), the last one 0 for grey images."""
+    shapes = [(*image.shape, 0)[:3] for image in images]
+    return {name: np.concatenate([image.reshape(-1) for image in images]), f"{name}_shapes": np.array(shapes)}
+
+
+def _unpack(pixels, shapes):
+    """The images that `_pack` packed, as views."""
+    pixels, shapes = np.asarray(pixels), [tuple(int(n) for n in shape if n) for shape in shapes]
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    return [pixels[end - math.prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes)]
+
+
+def _read_split(folder, listing, skip_bad):
+    """Names and pixels of a split as a dict of arrays, and what has to be `said` of it. Decodes on all cores."""
     entries = [(number, line.strip()) for number, line in enumerate(listing.read_text().splitlines(), 1) if line.strip()]
     if not entries:
         raise TpukitError(f"{listing} is empty: it should hold one image name a line")
-    names, images, masks, bad = [], [], [], []
+    names, images, masks, bad, said = [], [], [], [], ""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for (number, name), (image, mask, problem) in zip(entries, pool.map(lambda e: _read_pair(folder, e[1]), entries)):
             if problem:
@@ -91,10 +113,10 @@ def _read_split(folder, split, skip_bad):
                 f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n{shown}\n"
                 "Mend them, or leave them out with skip_bad=True (--skip-bad)."
             )
-        print(f"{listing}: left out {len(bad)} of {len(entries)} entries:\n{shown}")
+        said = f"{listing}: left out {len(bad)} of {len(entries)} entries:\n{shown}"
         if not names:
             raise TpukitError(f"{listing}: no entry is left")
-    return names, images, masks
+    return dict(names=np.array(names), said=np.array(said), **_pack("images", images), **_pack("masks", masks))
 
 
 def _read_pair(folder, name):

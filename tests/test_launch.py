@@ -1,0 +1,473 @@
+"""`launch`: the same training on one core, several, and several hosts; and what happens when one of them fails."""
+
+import collections
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import ROOT, best_weights, checkpoint, exact, same
+from tests.launched import Watched
+from tpukit import MSHNet, Run, TpukitError, environment, launching, storage, train, weights
+from tpukit.runtime import Runtime, XLARuntime, check_batch, training_plan
+from tpukit.world import World
+
+PLAIN = dict(os.environ, CUDA_VISIBLE_DEVICES="")
+CPU = {name: value for name, value in PLAIN.items() if name not in ("PJRT_DEVICE", "XLA_FLAGS")}
+SHAPES = {"2 processes": ("cpu", 2), "4 processes": ("cpu", 4), "8 processes": ("cpu", 8)}
+SHAPES |= {"2 XLA devices": ("xla", 2), "8 XLA devices": ("xla", 8), "spmd over 8": ("spmd", 8)}
+
+
+def started(kind, **options):
+    """A process that launches; kind: cpu, xla or spmd."""
+    if kind == "spmd":
+        options["parallel"] = "spmd"
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if kind != "cpu" else {**CPU, "PJRT_DEVICE": "none"}
+    if kind == "cpu":
+        environ.pop("PJRT_DEVICE")
+    else:
+        environ["PJRT_DEVICE"] = "CPU"
+    environ["TPUKIT_CACHE"] = os.environ["TPUKIT_CACHE"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.launched", json.dumps(options, default=str)],
+        cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def launched(kind, **options):
+    """What the launches of a process gave: a list of dict(result, seconds) or dict(error, message, seconds), and what it printed."""
+    process = started(kind, **options)
+    out, err = process.communicate(timeout=500)
+    assert "DONE " in out, out[-2000:] + err[-4000:]
+    return json.loads(out.split("DONE ")[1]), out
+
+
+def no_process_of(run):
+    """Whether every process that the cores of a launch were is gone."""
+    pids = [json.loads(p.read_text())["pid"] for p in (run.path / "cores").glob("*.process")]
+    return pids and not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def losses(run):
+    return [r["loss"] for r in run.records("train")]
+
+
+def difference(a, b):
+    assert len(a) == len(b) >= 20
+    return max(abs(x - y) for x, y in zip(a, b))
+
+
+@pytest.fixture(scope="session")
+def odd(tmp_path_factory):
+    """Digits of which neither the training set (200) nor the test set (37) is a multiple of every batch."""
+    folder = tmp_path_factory.mktemp("data") / "odd"
+    from tpukit import synthetic
+
+    with np.load(synthetic.make("mnist", folder, size=240) / "mnist.npz") as arrays:
+        parts = {name: arrays[name][: 37 if "test" in name else 196] for name in arrays}
+    folder.mkdir()
+    np.savez(folder / "mnist.npz", **parts)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def alone(odd, tmp_path_factory):
+    """The training on one core that every other shape has to equal: two epochs of 24 steps, batch norm frozen."""
+    task = Watched(dataset_dir=odd, log_every=1, num_workers=1, batch_norm="frozen")
+    run = Run.open(tmp_path_factory.mktemp("alone"), task)
+    scores = train(task, run, runtime=Runtime("cpu"), progress=False)
+    assert losses(run)[-1] < losses(run)[0] - 0.05, "it learns"
+    return run, scores
+
+
+@pytest.fixture(scope="session", params=SHAPES)
+def shape(request, odd, tmp_path_factory):
+    """The same training on several cores: kind, cores, run, scores, what was printed, and which samples were asked for."""
+    kind, cores = SHAPES[request.param]
+    folder = tmp_path_factory.mktemp("shape")
+    (folder / "witness").mkdir()
+    settings = dict(batch_norm="frozen", witness=folder / "witness")
+    done, out = launched(kind, run=folder / "run", data=odd, cores=cores, launches=[settings])
+    assert "result" in done[0], done[0]["message"]
+    return kind, cores, Run(folder / "run"), done[0]["result"], out, folder / "witness"
+
+
+# What every shape promises
+
+
+def test_several_cores_give_the_losses_and_scores_of_one(shape, alone):
+    kind, cores, run, scores, _, _ = shape
+    assert difference(losses(run), losses(alone[0])) < 1e-4
+    assert scores == alone[1]
+    assert (run.records("start")[0]["cores"], run.records("start")[0]["processes"]) == (cores, 1 if kind == "spmd" else cores)
+
+
+def test_several_cores_end_with_the_weights_of_one_as_plain_cpu_tensors(shape, alone):
+    ours, theirs = best_weights(shape[2]), best_weights(alone[0])
+    assert ours.keys() == theirs.keys() and all(v.device.type == "cpu" for v in ours.values())
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], atol=1e-4, rtol=0)
+    torch.manual_seed(0)
+    before = Watched().model().state_dict()
+    assert all(not torch.equal(ours[n], before[n]) for n in ours if n.endswith("weight"))
+
+
+def test_no_sample_is_seen_twice_in_an_epoch_and_none_is_lost_in_an_evaluation(shape):
+    kind, cores, _, scores, _, witness = shape
+    for split in ("train", "test"):
+        files = sorted(witness.glob(f"{split}-*.txt"))
+        assert len(files) == (1 if kind == "spmd" else cores)
+        seen = collections.Counter(int(line) for file in files for line in file.read_text().split())
+        if split == "train":
+            plan = [i for epoch in (0, 1) for i, _, _ in training_plan(196, 8, seed=0, epoch=epoch)]
+            assert seen == collections.Counter(np.concatenate(plan).tolist()) and max(seen.values()) == 2
+        else:
+            padding = 2 * 3  # 37 samples in 5 batches of 8, in two evaluations; sample 0 fills up
+            assert seen == {**{sample: 2 for sample in range(37)}, 0: 2 + padding}
+    assert scores["images"] == 37
+
+
+def test_all_cores_say_that_they_started(shape):
+    kind, cores, run, _, out, _ = shape
+    lines = [line for line in out.splitlines() if line.startswith("core ")]
+    assert [line.split(":")[0] for line in lines] == [f"core {n}" for n in range(cores)]
+    assert all(f"{8 // cores} sample" in line for line in lines)
+    assert f"all {cores} cores started" in out
+
+
+def test_only_rank_0_writes_and_speaks(shape, alone):
+    _, _, run, _, out, _ = shape
+    assert [(r["kind"], r["step"]) for r in exact(run)] == [(r["kind"], r["step"]) for r in exact(alone[0])]
+    assert out.count("epoch 1: loss") == 1
+    assert run.live()["step"] == run.live()["total"] == 48
+    for log in (run.path / "cores").glob("rank-*.log"):
+        assert "epoch 1" not in log.read_text()
+
+
+def test_spmd_takes_batch_norm_over_the_whole_batch_in_one_program_a_phase(infrared, tmp_path, xla):
+    """MSHNet, both phases, 20 steps, against one device. SGD: see the README on Adagrad's first step."""
+    program = (
+        "import sys, json; from pathlib import Path; from tests.test_launch import Descending; from tpukit import Run, launch, train;"
+        "task = Descending(dataset_dir=Path(sys.argv[1]), **json.loads(sys.argv[3]));"
+        "launch(train, task, Run.open(sys.argv[2], task), cores=8, parallel='spmd')"
+    )
+    settings = dict(epochs=10, warm_epoch=4, batch_size=8, base_size=32, crop_size=32, log_every=1, num_workers=1, eval_every=99)
+    command = [sys.executable, "-c", program, str(infrared), str(tmp_path / "eight"), json.dumps(settings)]
+    ran = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    task = Descending(dataset_dir=infrared, **settings)
+    train(task, Run.open(tmp_path / "one", task), runtime=xla, progress=False)
+    eight, one = Run(tmp_path / "eight"), Run(tmp_path / "one")
+    assert difference(losses(eight), losses(one)) < 1e-4
+    assert [(r["step"], r["programs"]) for r in eight.records("compile")] == [(1, 1), (11, 1)]
+    moved = [n for n, v in checkpoint(eight)["model"].items() if n.endswith("running_mean") and v.abs().max() > 0]
+    assert moved and all(torch.allclose(checkpoint(eight)["model"][n], checkpoint(one)["model"][n], atol=1e-3) for n in moved)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Descending(MSHNet):
+    """MSHNet with plain gradient descent."""
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def test_per_core_batch_norm_differs_from_one_core_and_every_rank_scores_with_rank_0s_statistics(odd, tmp_path):
+    settings = dict(epochs=1)
+    done, _ = launched("cpu", run=tmp_path / "two", data=odd, cores=2, launches=[settings])
+    task = Watched(dataset_dir=odd, log_every=1, num_workers=1, **settings)
+    one = Run.open(tmp_path / "one", task)
+    train(task, one, runtime=Runtime("cpu"), progress=False)
+    assert difference(losses(Run(tmp_path / "two")), losses(one)) > 1e-3
+    # The oracle: rank 0's weights and statistics, as they were saved, score on one core what the two cores reported.
+    from tpukit.training import evaluate
+
+    model = task.model()
+    weights.load(model, tmp_path / "two/best.safetensors")
+    assert evaluate(task, model, task.datasets()[1], Runtime("cpu")) == done[0]["result"]
+
+
+# Resume
+
+
+def test_a_run_moves_between_numbers_and_kinds_of_cores_and_equals_a_straight_one(odd, tmp_path, alone):
+    """One epoch each on 8 XLA devices in one program, 1 CPU core, 4 processes, and 1 XLA device."""
+    settings = dict(batch_norm="frozen")
+    for epochs, (kind, cores) in enumerate((("spmd", 8), ("cpu", 1), ("cpu", 4), ("xla", 1)), 1):
+        done, _ = launched(kind, run=tmp_path / "run", data=odd, cores=cores, launches=[dict(settings, epochs=epochs)])
+        assert "result" in done[0], done[0]["message"]
+    task = Watched(dataset_dir=odd, log_every=1, num_workers=1, epochs=4, **settings)
+    straight = Run.open(tmp_path / "straight", task)
+    train(task, straight, runtime=Runtime("cpu"), progress=False)
+    moved = Run(tmp_path / "run")
+    assert [r["cores"] for r in moved.records("start")] == [8, 1, 4, 1]
+    assert [r["accelerator"] for r in moved.records("start")] == ["xla", "cpu", "cpu", "xla"]
+    assert difference(losses(moved), losses(straight)) < 1e-4
+    assert all(v.device.type == "cpu" for v in best_weights(moved).values())
+
+
+def test_every_rank_goes_on_with_its_own_random_numbers(odd, tmp_path):
+    """With dropout, two and two epochs on two cores equal four; and the two cores do not drop the same."""
+    for name, launches in (("straight", [4]), ("parted", [2, 4])):
+        for epochs in launches:
+            settings = dict(dropout=0.5, epochs=epochs)
+            launched("cpu", run=tmp_path / name, data=odd, cores=2, launches=[settings])
+    assert exact(Run(tmp_path / "parted")) == exact(Run(tmp_path / "straight"))
+    assert same(best_weights(Run(tmp_path / "parted")), best_weights(Run(tmp_path / "straight")))
+    done, _ = launched("cpu", run=tmp_path / "noise", data=odd, cores=2, function="noise", launches=[{}])
+    assert done[0]["result"][0] != done[0]["result"][1]
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    "accident, words",
+    [
+        ("raise", ["core 1 (rank 1 of 2", "in step 30 failed", "ValueError: sample 7 is broken", "launched.py"]),
+        ("exit", ["core 1 (rank 1 of 2", "in step 30 failed", "SystemExit: 3"]),
+        ("kill", ["core 1 (rank 1 of 2", "without a Python error in step 30", "memory was full"]),
+        ("crash", ["core 1 (rank 1 of 2", "in step 30", "Fatal Python error: Segmentation fault", "in cause"]),
+        ("hang", ["no core ended a step for 4 s", "core 0", "core 1", "in cause", "in _sum_gradients|in backward"]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["cpu", "xla"])
+def test_a_core_that_fails_ends_the_launch_with_its_rank_step_and_traceback_and_a_second_launch_goes_on(
+    kind, accident, words, odd, tmp_path
+):
+    import re
+
+    if kind == "xla" and accident not in ("raise", "hang"):
+        pytest.skip("how a process ends does not depend on its device")
+    launches = [dict(accident=accident), dict()]
+    done, out = launched(kind, run=tmp_path, data=odd, cores=2, hang_timeout_s=4 if accident == "hang" else 60, launches=launches)
+    failed, second = done
+    assert failed["error"] == "CoreFailed" and failed["seconds"] < 30
+    for word in words:
+        assert re.search(word if "|" in word else re.escape(word), failed["message"]), failed["message"]
+    assert "The last checkpoint is step-00000024.pt" in failed["message"] and "BrokenProcessPool" not in failed["message"]
+    assert second["result"]["images"] == 37, second
+    run = Run(tmp_path)
+    assert no_process_of(run)
+    assert [r["step"] for r in run.records("start")] == [0, 24]  # from the checkpoint that the failure left whole
+    assert [r["step"] for r in run.records("train")] == list(range(1, 49))
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
+def test_an_interrupt_lets_all_cores_save_at_one_step_before_they_leave(number, code, odd, tmp_path):
+    launches = [dict(epochs=2000)]
+    process = started("cpu", run=tmp_path, data=odd, cores=2, launches=launches)
+    _wait_for(lambda: (tmp_path / "records.jsonl").exists() and len(losses(Run(tmp_path))) > 30, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code or "KeyboardInterrupt" in err, err
+    run = Run(tmp_path)
+    saved = checkpoint(run)["state"]["step"]
+    assert f"saved at step {saved}" in out and saved == run.records("train")[-1]["step"] and no_process_of(run)
+
+
+def test_cores_end_when_the_process_that_launched_them_is_killed(odd, tmp_path):
+    process = started("cpu", run=tmp_path, data=odd, cores=2, launches=[dict(epochs=2000)])
+    _wait_for(lambda: (tmp_path / "records.jsonl").exists() and len(losses(Run(tmp_path))) > 5, process)
+    process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 20
+    while not no_process_of(Run(tmp_path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def _wait_for(condition, process):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+# What is refused before anything starts
+
+
+@pytest.mark.parametrize(
+    "batch_size, cores, words", [(60, 8, "use 56 or 64"), (3, 8, "use 8, or another multiple"), (9, 2, "use 8 or 10")]
+)
+def test_a_batch_size_that_does_not_divide_says_which_sizes_do(batch_size, cores, words):
+    with pytest.raises(TpukitError, match=words):
+        check_batch(batch_size, cores)
+    check_batch(64, 8)
+
+
+def machine(accelerator, cores, host="kaggle"):
+    found = environment.detect({})
+    return dataclasses.replace(found, accelerator=accelerator, cores=cores, host=host, device_name="stand-in")
+
+
+@pytest.mark.parametrize(
+    "env, asked, parallel, words",
+    [
+        (machine("tpu", 1, "colab"), 8, "processes", "asked for 8 cores, found 1 .*\n.*Runtime > Change runtime type"),
+        (machine("cuda", 1), 2, "processes", "asked for 2 cores, found 1 .*\n.*GPU T4 x2"),
+        (machine("tpu", 8), 4, "processes", "asked for 4 of 8 TPU cores: torch_xla starts one or all"),
+        (machine("tpu", 8), 0, "processes", "ask for 1 or more"),
+        (machine("cuda", 2), None, "spmd", "is for TPU cores; GPUs take 'processes'"),
+    ],
+)
+def test_fewer_cores_than_asked_and_other_impossible_shapes_are_errors(env, asked, parallel, words):
+    with pytest.raises(TpukitError, match=words):
+        launching._count_cores(env, asked, parallel)
+
+
+@pytest.mark.parametrize(
+    "env, asked, count",
+    [(machine("tpu", 8), None, 8), (machine("tpu", 8), 1, 1), (machine("cuda", 4), 2, 2), (machine("cpu", 1), None, 1)]
+    + [(machine("cpu", 1), 3, 3), (machine("xla", 1), 8, 8), (machine("tpu", 4, "tpu-vm"), 16, 4)],
+)
+def test_all_cores_that_are_here_are_taken_unless_fewer_are_asked_for(env, asked, count):
+    assert launching._count_cores(env, asked, "processes") == count
+
+
+def test_a_kernel_that_already_used_the_device_is_told_to_restart(digits, tmp_path, xla, monkeypatch):
+    monkeypatch.setattr(environment, "detect", lambda: machine("xla", 1))
+    task = Watched(dataset_dir=digits)
+    with pytest.raises(TpukitError, match="Runtime is already initialized: .*Restart the session"):
+        launching.launch(train, task, Run.open(tmp_path, task), cores=2)
+
+
+def test_an_unknown_way_and_synced_batch_norm_off_gpus_are_refused(digits, tmp_path):
+    task = Watched(dataset_dir=digits, batch_norm="synced")
+    with pytest.raises(TpukitError, match="choose one of processes, spmd"):
+        launching.launch(train, task, None, parallel="threads")
+    done, _ = launched("cpu", run=tmp_path, data=digits, cores=2, launches=[dict(batch_norm="synced")])
+    assert "runs on GPUs. On TPU cores parallel='spmd'" in done[0]["message"]
+
+
+def test_synced_batch_norm_on_gpus_is_torchs_own(digits, tmp_path, monkeypatch):
+    from tpukit.training import _Training
+
+    class Training(_Training):
+        def __init__(self):
+            self.runtime, self.world = Runtime("cpu"), World(0, 2)
+            self.runtime.device = torch.device("cuda")
+
+    model = Training()._with_synced_batch_norm(Watched().model())
+    assert [type(m) for m in model.modules() if "Norm" in type(m).__name__] == [torch.nn.SyncBatchNorm]
+
+
+# Host memory
+
+
+def test_the_dataset_is_held_once_for_all_processes_of_a_host(tmp_path):
+    """Four processes that have read every pixel: their shares of the map (Pss) add up to one dataset, not to four."""
+    folder = tmp_path / "big"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (60_000, 28, 28), np.uint8), rng.integers(0, 10, 60_000, np.uint8)
+    np.savez(folder / "mnist.npz", x_train=images, y_train=labels, x_test=images[:100], y_test=labels[:100])
+    done, _ = launched("cpu", run=tmp_path / "run", data=folder, cores=4, function="mapped_memory", launches=[{}])
+    rows = done[0]["result"]
+    assert [total for total, *_ in rows] == [int(images.sum())] * 4
+    assert all(whole >= images.nbytes for _, _, whole, _ in rows)
+    assert sum(share for _, share, _, _ in rows) < 1.1 * images.nbytes
+    assert sum(private for *_, private in rows) == 0
+
+
+def test_mapped_arrays_are_made_once_and_again_when_what_they_are_made_from_changes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "cache"))
+    made = []
+
+    def make():
+        made.append(1)
+        return dict(a=np.arange(5))
+
+    for key in ("one", "one", "two"):
+        array = storage.mapped("set", key, make)["a"]
+        assert array.tolist() == [0, 1, 2, 3, 4] and not array.flags.writeable
+    assert len(made) == 2
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "file"))
+    assert storage.mapped("set", "one", make)["a"].tolist() == [0, 1, 2, 3, 4]
+    assert "every process keeps its own copy" in capsys.readouterr().out
+
+
+# TPU cores, with a recording stand-in where torch_xla meets the chips
+
+
+def test_tpu_cores_start_by_fork_without_the_variables_that_kaggle_sets_for_one_process(monkeypatch):
+    import torch_xla
+
+    seen = []
+
+    def stand_in(function, args=(), start_method="spawn", **more):
+        seen.append((start_method, [n for n in launching.ONE_PROCESS_VARIABLES if n in os.environ], more))
+        function(0, *args)
+
+    monkeypatch.setenv("TPU_PROCESS_ADDRESSES", "local")
+    monkeypatch.setenv("CLOUD_TPU_TASK_ID", "0")
+    monkeypatch.setattr(torch_xla, "launch", stand_in)
+    monkeypatch.setattr(launching, "_core", lambda job: seen.append(job))
+    launching._start_tpu_cores("the job")
+    assert seen == [("fork", [], {}), "the job"]
+
+
+def test_the_tpu_way_runs_through_torch_xlas_own_launcher(odd, tmp_path):
+    """`torch_xla.launch`, PJRT's rendezvous and the run directory for real, with the one core that PJRT_DEVICE=CPU has."""
+    program = """
+import sys, json, functools
+from pathlib import Path
+from tests.launched import Watched
+from tests.test_launch import machine
+from tpukit import Run, launching, train
+task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1, precision="fp32")
+job = launching._Job(train, task, Run.open(sys.argv[2], task), machine("tpu", 8), None, 60.0)
+print(launching._Launch(job, functools.partial(launching._start_tpu_cores, job), 1, processes=1).wait())
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(odd), str(tmp_path)], cwd=ROOT, env=PLAIN, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0 and "'images': 37" in ran.stdout and "all 1 cores started" in ran.stdout, ran.stderr[-3000:]
+
+
+def test_an_error_before_any_core_came_up_is_shown_with_its_mend(odd, tmp_path):
+    program = """
+import sys, functools
+from pathlib import Path
+import torch_xla
+from tests.launched import Watched
+from tests.test_launch import machine
+from tpukit import Run, launching, train
+def refuse(*args, **more):
+    raise RuntimeError("Expected 4 worker addresses, got 1")
+torch_xla.launch = refuse
+task = Watched(dataset_dir=Path(sys.argv[1]))
+job = launching._Job(train, task, Run.open(sys.argv[2], task), machine("tpu", 8), None, 60.0)
+try:
+    launching._Launch(job, functools.partial(launching._start_tpu_cores, job), 8, processes=8).wait()
+except launching.CoreFailed as error:
+    print(error)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(odd), str(tmp_path)], cwd=ROOT, env=PLAIN, capture_output=True, text=True, timeout=300
+    )
+    assert "the launch failed" in ran.stdout and "os.environ.pop('TPU_PROCESS_ADDRESSES')" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_on_tpu_cores_the_gradients_are_summed_within_the_step_by_torch_xla(xla, monkeypatch):
+    import torch_xla.core.xla_model as xm
+
+    seen = []
+    monkeypatch.setattr(xm, "all_reduce", lambda kind, tensors, scale: seen.append((kind, len(tensors), scale)))
+    runtime = XLARuntime("tpu", "fp32", World(3, 8))
+    model = runtime.place(torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = runtime.host(model.weight)
+    step = runtime.compile(lambda x: runtime.update(model(x).sum(), model, optimizer))
+    step(torch.ones(4, 3, device=runtime.device))
+    assert seen == [(xm.REDUCE_SUM, 2, 1 / 8)]
+    assert not torch.equal(runtime.host(model.weight), before)
