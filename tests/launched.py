@@ -35,7 +35,7 @@ class Watched(MNIST):
 
     epochs: int = setting(2, free=True)
     batch_size: int = 8
-    lr: float = 0.01
+    lr: float = 0.1
     dropout: float = 0.0
     witness: Path | None = setting(None, free=True)
     accident: str = setting("", free=True)

@@ -317,7 +317,7 @@ def _call_under_torchrun(job, parallel):
                 runtime.watch(job.hang_timeout_s, stacks, ends=True)
                 return job.function(job.task, job.run, runtime=runtime)
             except Exception as error:
-                step = f" at step {runtime.step}" if runtime else ""
+                step = f" in step {runtime.step + 1}" if runtime else ""
                 print(f"rank {rank} on {socket.gethostname()} failed{step}: {error}", file=sys.stderr)
                 raise
             finally:

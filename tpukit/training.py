@@ -399,7 +399,14 @@ class _Training:
         )
 
     def _restore(self):
-        # Rank 0 reads for all: other hosts need not see its disk.
+        # Rank 0 reads for all: other hosts need not see its disk. But it has to be the host that has the run.
+        newest = [int(row[0]) for row in self.world.everyone([max((c["step"] for c in self.run.checkpoints()), default=-1)])]
+        if max(newest) > newest[0]:
+            mine = f"only one of step {newest[0]}" if newest[0] >= 0 else "no checkpoint"
+            raise TpukitError(
+                f"{self.run.path}: rank 0 has {mine} there, but rank {newest.index(max(newest))} has one of step {max(newest)}. "
+                "Start the host that has the run with --node-rank 0, or put the run on a disk that all hosts share."
+            )
         saved = self.world.share(self.run.restore() if self.world.rank == 0 else None)
         if saved is None:
             return
