@@ -1,4 +1,4 @@
-"""The command line: `tpukit doctor`, `tpukit train WORKLOAD`, `tpukit test WORKLOAD`, `tpukit show RUN`.
+"""The command line: `tpukit doctor`, `tpukit train WORKLOAD`, `tpukit test WORKLOAD`, `tpukit show RUN`, `tpukit cloud`.
 
 Each command imports what it needs when it runs, so that `tpukit doctor` answers where torch is broken. The options of
 train and test are the fields of the workload's dataclass.
@@ -22,6 +22,8 @@ USAGE = f"""tpukit {__version__}: PyTorch training that simply works on Colab, K
   tpukit train WORKLOAD [options]  train, or go on with a run that was stopped
   tpukit test WORKLOAD [options]   scores of a weights file, or of a run's best weights
   tpukit show RUN                  scores, curves and what the accelerator did
+  tpukit cloud gcloud|skypilot [options] -- train WORKLOAD [options]
+                                   write a script or task that does it on rented machines
 
 Workloads
 {chr(10).join(f"  {name:8} {line}" for name, (_, _, line) in WORKLOADS.items())}
@@ -42,7 +44,7 @@ REMOVED = {
 def main(argv=None):
     """Entry point. Returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    commands = dict(doctor=doctor, train=train, test=test, show=show)
+    commands = dict(doctor=doctor, train=train, test=test, show=show, cloud=cloud)
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else 2
@@ -141,6 +143,20 @@ def show(argv):
         return run
 
     display.show(tyro.cli(options, args=argv, prog="tpukit show"))
+
+
+def cloud(argv):
+    import tyro
+
+    from tpukit.tools import cloud as tool
+
+    own, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, ["train", "mshnet"])
+    writers = dict(gcloud=tool.gcloud_script, skypilot=tool.skypilot_task)
+    if not own or own[0] not in writers:
+        raise TpukitError("`tpukit cloud gcloud` writes a bash script for TPUs, `tpukit cloud skypilot` a task file for TPUs and GPUs")
+    if len(command) < 2 or command[0] != "train" or command[1] not in WORKLOADS:
+        raise TpukitError(f"what to run comes after `--`: train WORKLOAD [options]. Workloads: {', '.join(WORKLOADS)}")
+    print(writers[own[0]](tyro.cli(tool.Machine, args=own[1:], prog=f"tpukit cloud {own[0]}"), command), end="")
 
 
 @contextlib.contextmanager
