@@ -54,6 +54,46 @@ def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
     assert (tmp_path / "outputs/run/best.safetensors").exists()
 
 
+@pytest.mark.parametrize("parallel, share", [("processes", "2 samples"), ("spmd", "2 samples")])
+def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tmp_path):
+    pytest.importorskip("torch_xla")
+    small = dict(SMALL, EPOCHS=1, CORES=2, BATCH_SIZE=4, PARALLEL=parallel)
+    notebook = run_notebook("kaggle_tpu_v5e.ipynb", tmp_path, **small)
+    said = text(notebook)
+    for words in ("core 0: ", f"core 1: CPU{':1' * (parallel == 'spmd')}", share, "all 2 cores started", "epoch 1: loss", "IoU "):
+        assert words in said, words
+    assert len(outputs(notebook, "image/png")) == 3
+    assert "It ran on 2 x xla" in said
+    assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 1  # the bar of core 0, live
+
+
+def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until_the_kernel_uses_the_device(tmp_path, digits):
+    pytest.importorskip("torch_xla")
+    cells = [
+        f"import sys, dataclasses; sys.path.insert(0, {str(ROOT)!r}); import tpukit\n"
+        "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
+        "class Mine(tpukit.MNIST):\n"
+        "    def loss(self, model, batch, epoch):\n"
+        "        return super().loss(model, batch, epoch) * 2\n"
+        "def mine(task, run, *, runtime):\n"
+        "    print('from core', runtime.world.rank)\n"
+        "    return dict(cores=runtime.cores, **tpukit.train(task, run, runtime=runtime))\n"
+        f"task = Mine(dataset_dir={str(digits)!r}, epochs=1, batch_size=8, channels=4)",
+        "for name in ('one', 'two'):\n    print(tpukit.launch(mine, task, tpukit.Run.open(name, task), cores=2))",
+        "tpukit.launch(mine, task, tpukit.Run.open('three', task), cores=1)",
+        "try: tpukit.launch(mine, task, tpukit.Run.open('four', task), cores=2)\nexcept tpukit.TpukitError as e: print('REFUSED', e)",
+    ]
+    written = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    nbformat.write(written, tmp_path / "cells.ipynb")
+    papermill.execute_notebook(
+        str(tmp_path / "cells.ipynb"), str(tmp_path / "done.ipynb"), cwd=str(tmp_path), progress_bar=False, kernel_name="python3"
+    )
+    said = text(nbformat.read(tmp_path / "done.ipynb", 4))
+    assert said.count("'cores': 2") == 2 and said.count("all 2 cores started") == 2
+    assert "from core 1" not in said and "from core 1" in (tmp_path / "two/cores/rank-01.log").read_text()
+    assert "REFUSED Runtime is already initialized" in said and "Restart the session" in said
+
+
 def test_the_gpu_notebook_runs_on_the_cpu_when_told_to(tmp_path, monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE")
     notebook = run_notebook("colab_setup.ipynb", tmp_path, ACCELERATOR="cpu", **SMALL)

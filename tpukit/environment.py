@@ -104,14 +104,15 @@ class Environment:
     def require(self, accelerator, *, cores=1):
         """Return self if this accelerator is here, with at least so many cores.
 
-        accelerator: "tpu" (the CPU XLA device counts, so that a notebook can be tried without a TPU), "cuda" or "cpu".
+        accelerator: "tpu" (the CPU XLA device counts, so that a notebook can be tried without a TPU), "cuda" or "cpu". On a CPU
+        a core is a process, so any number is there.
         Raises TpukitError that names the menu to open on this host.
         """
         if accelerator not in ("tpu", "cuda", "xla", "cpu"):
             raise TpukitError(f"require({accelerator!r}): choose 'tpu', 'cuda', 'xla' or 'cpu'")
         enough = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "cpu": ("tpu", "cuda", "xla", "cpu")}
         right = self.accelerator in enough[accelerator]
-        if right and (self.cores >= cores):
+        if right and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
             return self
         lines = [
             f"{NAMES[accelerator]} needed, but this {self.host} session has: {NAMES[self.accelerator]} ({self.device_name})."

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import signal
 import threading
 import time
@@ -114,7 +115,7 @@ class _State:
 
 
 def train(task, run, *, runtime=None, progress=True):
-    """Train `task` in the run directory `run`, from where it stands, to `task.epochs`. Returns the last scores (on rank 0).
+    """Train `task` in the run directory `run`, from where it stands, to `task.epochs`. Returns the last scores, on every rank.
 
     runtime: this core's, among others; `launch` gives it. On its own, train opens the one device of this process.
 
@@ -251,7 +252,7 @@ class _Training:
             evaluations = run.records("evaluation")
             scores = evaluations[-1]["scores"] if evaluations else {}
             run.say(f"nothing left to do: the run already has its {task.epochs} epochs")
-        return scores
+        return json.loads(self.world.share(json.dumps(scores))) if self.world.size > 1 else scores
 
     def _train_epoch(self, bar):
         state, task = self.state, self.task
