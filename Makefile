@@ -1,5 +1,6 @@
 # make run    executes the TPU notebook on this machine's CPU XLA device; make run DATA=path/to/IRSTD-1k on real images
 # make test   everything: unit tests, notebooks, browser
+# make bench  how fast, in ratios: the loop, the cores, the start; make bench PARTS=loops for one of them
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,11 +9,12 @@ DATA ?=
 EPOCHS ?= $(if $(DATA),4,12)
 WARM_EPOCH ?= $(if $(DATA),1,3)
 SIZE ?= 128
+PARTS ?=
 
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run test clean
+.PHONY: run test bench clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -32,6 +34,13 @@ run: .venv/installed
 
 test: .venv/installed
 	$(XLA_CPU) $(BIN)/python -m pytest
+
+.venv/bench-installed: .venv/installed benchmarks/requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
+	touch $@
+
+bench: .venv/bench-installed
+	$(BIN)/python -m benchmarks $(PARTS) --out $(OUT)/bench.json
 
 clean:
 	rm -rf .venv $(OUT) build *.egg-info

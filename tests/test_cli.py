@@ -134,12 +134,17 @@ def test_the_gcloud_script_requests_waits_trains_on_every_host_and_always_delete
         ran = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True)
         calls = [line.rstrip("|").split("|") for line in log.read_text().splitlines()]
         assert ran.returncode == int(fail), ran.stderr
-        assert calls[0] == (
-            "compute tpus queued-resources create mine --node-id mine --zone us-west4-a --accelerator-type v5litepod-16 "
-            "--runtime-version v2-alpha-tpuv5-lite --labels made-by=tpukit --spot"
-        ).split()
+        assert (
+            calls[0]
+            == (
+                "compute tpus queued-resources create mine --node-id mine --zone us-west4-a --accelerator-type v5litepod-16 "
+                "--runtime-version v2-alpha-tpuv5-lite --labels made-by=tpukit --spot"
+            ).split()
+        )
         ssh = [call for call in calls if "ssh" in call]
-        assert all(call[:7] == "compute tpus tpu-vm ssh mine --zone us-west4-a".split() and "--worker=all" in call for call in ssh)
+        assert all(
+            call[:7] == "compute tpus tpu-vm ssh mine --zone us-west4-a".split() and "--worker=all" in call for call in ssh
+        )
         assert "torch_xla[tpu]==2.9.0" in ssh[0][-1] and "tpukit==0.1" in ssh[0][-1]
         assert ssh[1][-1].endswith("tpukit train mshnet --dataset-dir 'my data' --epochs 3")
         assert calls[-1] == "compute tpus queued-resources delete mine --zone us-west4-a --force --quiet".split()
@@ -155,10 +160,17 @@ def test_the_skypilot_task_recovers_spot_machines_and_stops_idle_ones(capsys):
     assert resources["autostop"] == {"idle_minutes": 10, "down": True}
     assert task["file_mounts"]["/run-copy"]["source"] == "gs://b" and "--backup /run-copy/tpukit" in task["run"]
     assert "torchrun" not in task["run"]
-    task = yaml.safe_load(written(capsys, "skypilot", "--accelerator", "T4:2", "--nodes", "2", "--no-spot", "--", "train", "mnist"))
+    task = yaml.safe_load(
+        written(capsys, "skypilot", "--accelerator", "T4:2", "--nodes", "2", "--no-spot", "--", "train", "mnist")
+    )
     assert task["num_nodes"] == 2 and task["resources"]["accelerators"] == "T4:2" and not task["resources"]["use_spot"]
     assert "--node-rank $SKYPILOT_NODE_RANK" in task["run"] and "-m -- tpukit train mnist" in task["run"]
-    environ = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "PATH": os.environ["PATH"]}
+    environ = {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "PATH": os.environ["PATH"],
+    }
     environ["SKYPILOT_NUM_GPUS_PER_NODE"] = "2"
     ran = subprocess.run(["bash", "-c", "echo " + task["run"]], env=environ, capture_output=True, text=True)
     assert "--nnodes 2 --nproc-per-node 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 -m -- tpukit" in ran.stdout

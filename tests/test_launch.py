@@ -158,7 +158,9 @@ def test_spmd_takes_batch_norm_over_the_whole_batch_in_one_program_a_phase(infra
         "task = Descending(dataset_dir=Path(sys.argv[1]), **json.loads(sys.argv[3]));"
         "launch(train, task, Run.open(sys.argv[2], task), cores=8, parallel='spmd')"
     )
-    settings = dict(epochs=10, warm_epoch=4, batch_size=8, base_size=32, crop_size=32, log_every=1, num_workers=1, eval_every=99)
+    settings = dict(
+        epochs=10, warm_epoch=4, batch_size=8, base_size=32, crop_size=32, log_every=1, num_workers=1, eval_every=99
+    )
     command = [sys.executable, "-c", program, str(infrared), str(tmp_path / "eight"), json.dumps(settings)]
     ran = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True, timeout=500)
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -248,7 +250,9 @@ def test_a_core_that_fails_ends_the_launch_with_its_rank_step_and_traceback_and_
     if kind == "xla" and accident not in ("raise", "hang"):
         pytest.skip("how a process ends does not depend on its device")
     launches = [dict(accident=accident), dict()]
-    done, out = launched(kind, run=tmp_path, data=odd, cores=2, hang_timeout_s=4 if accident == "hang" else 60, launches=launches)
+    done, out = launched(
+        kind, run=tmp_path, data=odd, cores=2, hang_timeout_s=4 if accident == "hang" else 60, launches=launches
+    )
     failed, second = done
     assert failed["error"] == "CoreFailed" and failed["seconds"] < 30
     for word in words:
@@ -428,7 +432,12 @@ job = launching._Job(train, task, Run.open(sys.argv[2], task), machine("tpu", 8)
 print(launching._Launch(job, functools.partial(launching._start_tpu_cores, job), 1, processes=1).wait())
 """
     ran = subprocess.run(
-        [sys.executable, "-c", program, str(odd), str(tmp_path)], cwd=ROOT, env=PLAIN, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", program, str(odd), str(tmp_path)],
+        cwd=ROOT,
+        env=PLAIN,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert ran.returncode == 0 and "'images': 37" in ran.stdout and "all 1 cores started" in ran.stdout, ran.stderr[-3000:]
 
@@ -452,9 +461,16 @@ except launching.CoreFailed as error:
     print(error)
 """
     ran = subprocess.run(
-        [sys.executable, "-c", program, str(odd), str(tmp_path)], cwd=ROOT, env=PLAIN, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", program, str(odd), str(tmp_path)],
+        cwd=ROOT,
+        env=PLAIN,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
-    assert "the launch failed" in ran.stdout and "os.environ.pop('TPU_PROCESS_ADDRESSES')" in ran.stdout, ran.stdout + ran.stderr
+    assert "the launch failed" in ran.stdout and "os.environ.pop('TPU_PROCESS_ADDRESSES')" in ran.stdout, (
+        ran.stdout + ran.stderr
+    )
 
 
 def test_on_tpu_cores_the_gradients_are_summed_within_the_step_by_torch_xla(xla, monkeypatch):
@@ -466,7 +482,7 @@ def test_on_tpu_cores_the_gradients_are_summed_within_the_step_by_torch_xla(xla,
     model = runtime.place(torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = runtime.host(model.weight)
-    step = runtime.compile(lambda x: runtime.update(model(x).sum(), model, optimizer))
+    step = runtime.compile(lambda x: runtime.update(model(x).sum(), optimizer))
     step(torch.ones(4, 3, device=runtime.device))
     assert seen == [(xm.REDUCE_SUM, 2, 1 / 8)]
     assert not torch.equal(runtime.host(model.weight), before)
@@ -555,7 +571,14 @@ def test_two_hosts_that_share_no_disk_train_as_one_and_resume(two_hosts, odd, tm
         agents = []
         for host, ((name, address), node_rank) in enumerate(zip(two_hosts, node_ranks)):
             command = ["ip", "netns", "exec", name, *TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2"]
-            command += ["--node-rank", str(node_rank), "--master-addr", two_hosts[node_ranks.index(0)][1], "--master-port", "29511"]
+            command += [
+                "--node-rank",
+                str(node_rank),
+                "--master-addr",
+                two_hosts[node_ranks.index(0)][1],
+                "--master-port",
+                "29511",
+            ]
             command += ["--local-addr", address, *trained(odd, tmp_path / f"host{host}", "--epochs", str(epochs))]
             environ = {**CPU, "GLOO_SOCKET_IFNAME": "link0", "TPUKIT_CACHE": str(tmp_path / f"cache{host}")}
             pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -60,7 +60,14 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tm
     small = dict(SMALL, EPOCHS=1, CORES=2, BATCH_SIZE=4, PARALLEL=parallel)
     notebook = run_notebook("kaggle_tpu_v5e.ipynb", tmp_path, **small)
     said = text(notebook)
-    for words in ("core 0: ", f"core 1: CPU{':1' * (parallel == 'spmd')}", share, "all 2 cores started", "epoch 1: loss", "IoU "):
+    for words in (
+        "core 0: ",
+        f"core 1: CPU{':1' * (parallel == 'spmd')}",
+        share,
+        "all 2 cores started",
+        "epoch 1: loss",
+        "IoU ",
+    ):
         assert words in said, words
     assert len(outputs(notebook, "image/png")) == 3
     assert "It ran on 2 x xla" in said
@@ -86,7 +93,11 @@ def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until
     written = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     nbformat.write(written, tmp_path / "cells.ipynb")
     papermill.execute_notebook(
-        str(tmp_path / "cells.ipynb"), str(tmp_path / "done.ipynb"), cwd=str(tmp_path), progress_bar=False, kernel_name="python3"
+        str(tmp_path / "cells.ipynb"),
+        str(tmp_path / "done.ipynb"),
+        cwd=str(tmp_path),
+        progress_bar=False,
+        kernel_name="python3",
     )
     said = text(nbformat.read(tmp_path / "done.ipynb", 4))
     assert said.count("'cores': 2") == 2 and said.count("all 2 cores started") == 2

@@ -153,7 +153,9 @@ def cloud(argv):
     own, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, ["train", "mshnet"])
     writers = dict(gcloud=tool.gcloud_script, skypilot=tool.skypilot_task)
     if not own or own[0] not in writers:
-        raise TpukitError("`tpukit cloud gcloud` writes a bash script for TPUs, `tpukit cloud skypilot` a task file for TPUs and GPUs")
+        raise TpukitError(
+            "`tpukit cloud gcloud` writes a bash script for TPUs, `tpukit cloud skypilot` a task file for TPUs and GPUs"
+        )
     if len(command) < 2 or command[0] != "train" or command[1] not in WORKLOADS:
         raise TpukitError(f"what to run comes after `--`: train WORKLOAD [options]. Workloads: {', '.join(WORKLOADS)}")
     print(writers[own[0]](tyro.cli(tool.Machine, args=own[1:], prog=f"tpukit cloud {own[0]}"), command), end="")

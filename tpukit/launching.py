@@ -110,7 +110,9 @@ def _count_cores(env, cores, parallel):
     if cores > found and not several_hosts:
         env.require("tpu" if env.accelerator == "tpu" else "cuda", cores=cores)
     if env.accelerator == "tpu" and 1 < cores < found:
-        raise TpukitError(f"asked for {cores} of {found} TPU cores: torch_xla starts one or all, so use cores=1 or cores={found}")
+        raise TpukitError(
+            f"asked for {cores} of {found} TPU cores: torch_xla starts one or all, so use cores=1 or cores={found}"
+        )
     return found if several_hosts else cores
 
 
@@ -304,7 +306,9 @@ def _call_under_torchrun(job, parallel):
     from torch.distributed.elastic.multiprocessing.errors import record
 
     if job.env.accelerator == "tpu" or parallel == "spmd":
-        raise TpukitError("torchrun starts GPU processes. On TPUs run `tpukit train` itself on every host: the cores find their peers")
+        raise TpukitError(
+            "torchrun starts GPU processes. On TPUs run `tpukit train` itself on every host: the cores find their peers"
+        )
 
     @record  # torchrun's report then shows the traceback of the rank that failed first
     def call():

@@ -132,7 +132,9 @@ class Run:
         now = time.monotonic()
         if self._writes and (step == total or now - self._progress_at > 0.5):
             self._progress_at = now
-            storage.write_whole(self.path / "progress.json", json.dumps(_finite(dict(step=step, total=total, **values))))
+            storage.write_whole(
+                self.path / "progress.json", json.dumps(_finite(dict(step=step, total=total, **values))), durable=False
+            )
 
     def live(self):
         """What `progress` last said, or {}."""

@@ -19,6 +19,7 @@ from tpukit.errors import TpukitError
 from tpukit.world import World
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+GUARDED_CALLS = 3
 _STATE_STARTS_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -40,9 +41,7 @@ def check_batch(batch_size, cores):
     if batch_size % cores:
         below = batch_size // cores * cores
         sizes = f"{below} or {below + cores}" if below else f"{cores}, or another multiple of it"
-        raise TpukitError(
-            f"batch_size={batch_size} is the global batch, and {cores} cores cannot share it evenly: use {sizes}"
-        )
+        raise TpukitError(f"batch_size={batch_size} is the global batch, and {cores} cores cannot share it evenly: use {sizes}")
 
 
 # Which samples, in which order
@@ -225,23 +224,30 @@ class Runtime:
     def _sum_gradients(self, gradients):
         """Turn each rank's gradients into their mean over all ranks. DistributedDataParallel has done it in backward."""
 
-    def update(self, loss, model, optimizer):
-        """Backward, gradient sum and optimizer step. Returns the gradient norm of the global batch, a device scalar."""
+    def update(self, loss, optimizer):
+        """Backward, gradient sum and optimizer step. The gradients stay until the next one."""
         optimizer.zero_grad(set_to_none=True)
         if self.scaler is None:
             loss.backward()
         else:
             self.scaler.scale(loss).backward()
             self.scaler.unscale_(optimizer)
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        self._sum_gradients(gradients)
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+        self._sum_gradients([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
         if self.scaler is None:
             optimizer.step()
         else:
             self.scaler.step(optimizer)
             self.scaler.update()
-        return norm
+
+    def gradient_norm(self, model):
+        """(1,) device tensor: the norm of the last step's gradient, 0 where there was none.
+
+        Not a part of the step, because only the last one before a reading is looked at.
+        """
+        norms = [torch.linalg.vector_norm(p.grad.float()) for p in model.parameters() if p.grad is not None]
+        if not norms:
+            return self.put({"zero": torch.zeros(1)})["zero"]
+        return torch.linalg.vector_norm(torch.stack(norms)).reshape(1)
 
     def sync(self):
         """Wait until the device has done what was asked of it."""
@@ -423,8 +429,34 @@ class XLARuntime(Runtime):
                 return result
 
             return stepped
-        # full_graph: a hidden `.item()` raises instead of cutting the step; graphs: so does a batch of another shape.
-        return torch_xla.compile(function, full_graph=True, max_different_graphs=graphs)
+        # full_graph: a hidden `.item()` raises instead of cutting the step; graphs: so does a batch of another shape. Both make the host
+        # wait for the device before it traces the next step, so only the first calls are guarded; the others are counted.
+        guarded = torch_xla.compile(function, full_graph=True, max_different_graphs=graphs)
+        calls, left = 0, graphs - 1
+
+        def checked(*arguments):
+            nonlocal calls, left
+            calls += 1
+            if calls <= GUARDED_CALLS:
+                return guarded(*arguments)
+            before = self._programs()
+            result = function(*arguments)
+            torch_xla.sync()
+            left -= self._programs() - before
+            if left < 0:
+                raise RuntimeError(
+                    f"call {calls} of {function.__name__} was compiled once more: maximum number of different graphs exceeded: {graphs}"
+                )
+            return result
+
+        return checked
+
+    @staticmethod
+    def _programs():
+        import torch_xla.debug.metrics as met
+
+        data = met.metric_data("CompileTime")
+        return data[0] if data else 0
 
     def sync(self):
         import torch_xla

@@ -29,10 +29,10 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextlib.contextmanager
-def whole_file(path):
+def whole_file(path, *, durable=True):
     """Open `path` for binary writing so that it appears complete or not at all.
 
-    The bytes go to a neighbour that takes the name only after it reached the disk. Raises TpukitError when the disk
+    The bytes go to a neighbour that takes the name only after it reached the disk, if it is to be `durable`. Raises TpukitError when the disk
     is full; whatever stood at `path` before stays.
     """
     path = Path(path)
@@ -42,7 +42,8 @@ def whole_file(path):
             with open(partial, "wb") as file:
                 yield file
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -69,9 +70,9 @@ def append(path, text):
         file.write(text)
 
 
-def write_whole(path, data):
+def write_whole(path, data, *, durable=True):
     """Write bytes or str to `path`, whole or not at all."""
-    with whole_file(path) as file:
+    with whole_file(path, durable=durable) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import signal
 import threading
 import time
@@ -17,9 +18,9 @@ from tpukit.errors import TpukitError
 from tpukit.run import setting
 from tpukit.runtime import check_batch, evaluation_plan, open_runtime, training_plan
 
-# What a step adds up on the device between two readings, and where it starts. grad_norm is the last step's; bad_step is
-# the first one whose loss or gradient was not finite, counted from the last reading.
-SUMS = dict(loss=0.0, steps=0.0, grad_norm=0.0, bad_step=-1.0)
+# What a step adds up on the device between two readings, and where it starts. bad_step is the first one whose loss was not
+# finite, counted from the last reading.
+SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0)
 FORMAT = 2  # of a checkpoint's state
 
 
@@ -188,13 +189,11 @@ class _Training:
     def _step(self, batch, epoch):
         with self.runtime.autocast():
             loss = self.task.loss(self.parallel_model, batch, epoch).float()
-        norm = self.runtime.update(loss, self.model, self.optimizer).float()
+        self.runtime.update(loss, self.optimizer)
         loss = loss.detach()
-        loss_sum, steps, _, bad_step = self.sums.unbind()
-        # A loss scaler skips steps whose gradient overflows; without one such a step is already the end.
-        finite = torch.isfinite(loss if self.runtime.scaler else loss + norm)
-        bad_step = torch.where((bad_step < 0) & ~finite, steps, bad_step)
-        self.sums = torch.stack([loss_sum + loss, steps + 1, norm, bad_step])
+        loss_sum, steps, bad_step = self.sums.unbind()
+        bad_step = torch.where((bad_step < 0) & ~torch.isfinite(loss), steps, bad_step)
+        self.sums = torch.stack([loss_sum + loss, steps + 1, bad_step])
 
     def _timed_step(self, batch, epoch):
         """One step; on a device that compiles, say so while it happens and record how long it took."""
@@ -293,10 +292,14 @@ class _Training:
 
         Also agrees with the other ranks on whether to stop (when any was asked to) and to save (when rank 0 finds it due).
         """
-        rows = self.runtime.totals(self.sums, self.stop.signal or 0, self._save_is_due())
-        sums = dict(zip(SUMS, rows[0]))
+        norm = self.runtime.gradient_norm(self.model)
+        rows = self.runtime.totals(torch.cat([self.sums, norm]), self.stop.signal or 0, self._save_is_due())
+        sums = dict(zip(SUMS, rows[0]), grad_norm=rows[0][3])
         sums["loss"] = sum(row[0] for row in rows) / len(rows)
-        sums["bad_step"] = min((row[3] for row in rows if row[3] >= 0), default=-1.0)
+        sums["bad_step"] = min((row[2] for row in rows if row[2] >= 0), default=-1.0)
+        # A loss scaler skips a step whose gradient overflows; without one such a step is already the end.
+        if sums["bad_step"] < 0 and not (self.runtime.scaler or math.isfinite(sums["grad_norm"])):
+            sums["bad_step"] = sums["steps"] - 1
         self.stop.signal = int(max(row[4] for row in rows)) or None
         self.save_due = bool(rows[0][5])
         if sums["bad_step"] >= 0:
@@ -390,7 +393,7 @@ class _Training:
                 format=FORMAT,
                 train_size=len(self.data),
                 state=dataclasses.asdict(self.state),
-                sums=sums,
+                sums={name: sums[name] for name in SUMS},
                 model=host(self.model.state_dict()),
                 optimizer=host(self.optimizer.state_dict()),
                 scaler=self.runtime.scaler.state_dict() if self.runtime.scaler else {},
@@ -412,7 +415,9 @@ class _Training:
         if saved is None:
             return
         if saved["format"] != FORMAT:
-            raise TpukitError(f"{self.run.path} was written by another version of tpukit: start a new run; weights= takes its best")
+            raise TpukitError(
+                f"{self.run.path} was written by another version of tpukit: start a new run; weights= takes its best"
+            )
         if saved["train_size"] != len(self.data):
             raise TpukitError(
                 f"{self.run.path} was trained on {saved['train_size']} samples, {self.task.dataset_dir} has {len(self.data)}: "

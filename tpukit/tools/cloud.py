@@ -92,7 +92,7 @@ def skypilot_task(machine, command):
         accelerator, arguments = machine.accelerator, ""
         start = (
             f"{PYTHON}/bin/torchrun --nnodes $SKYPILOT_NUM_NODES --nproc-per-node $SKYPILOT_NUM_GPUS_PER_NODE \\\n"
-            f"    --node-rank $SKYPILOT_NODE_RANK --master-addr $(echo \"$SKYPILOT_NODE_IPS\" | head -n1) --master-port {PORT} \\\n"
+            f'    --node-rank $SKYPILOT_NODE_RANK --master-addr $(echo "$SKYPILOT_NODE_IPS" | head -n1) --master-port {PORT} \\\n'
             f"    -m -- {tpukit.removeprefix(f'{PYTHON}/bin/')}"
         )
     mounts = f"file_mounts:\n  /run-copy:\n    source: {machine.bucket}\n    mode: MOUNT\n" if machine.bucket else ""

@@ -1,0 +1,85 @@
+"""`python -m benchmarks [PART...]`: measure, print tables, and write one JSON. All figures are ratios or times of one machine in one run.
+
+loops   the cost of tpukit's loop beside a bare loop, Lightning and accelerate: same model, same device
+cores   2 and 4 processes against one, and what the gradient sum takes of a step
+start   from the launch line to the end of the first step
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tpukit import environment, synthetic
+from tpukit.tables import Table
+
+PARTS = ("loops", "cores", "start")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all unless given")
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench.json"))
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(unknown)}; there are: {', '.join(PARTS)}")
+    versions = {name: environment.version_of(name) for name in ("torch", "torch_xla", "lightning", "accelerate")}
+    machine = dict(processor=platform.machine(), cores=os.cpu_count(), python=platform.python_version(), **versions)
+    found = dict(machine=machine)
+    print(Table("Machine", ("what", "value"), machine.items()))
+    with tempfile.TemporaryDirectory() as work:
+        digits = synthetic.make("mnist", Path(work) / "digits", size=8000)
+        infrared = synthetic.make("IRSTD-1k", Path(work) / "infrared", size=120)
+        for part in options.parts or PARTS:
+            found[part] = measure(part, digits, infrared)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(found, indent=1))
+    print(f"\n{options.out}")
+
+
+def measure(part, digits, infrared):
+    """One part's rows, each a dict; printed as a table."""
+    if part == "loops":
+        rows = [
+            row for case in ("cpu mnist", "xla mnist", "xla mshnet") for row in ask("loops", *case.split(), digits, infrared)
+        ]
+        columns = ("device", "model", "loop", "ms_per_step", "times_bare", "lowest", "highest", "rounds")
+        title = (
+            "One loop against another: times_bare is the median over the rounds of (this loop / bare loop) in the same round"
+        )
+    elif part == "cores":
+        rows = [row for kind in ("cpu", "xla") for count in (1, 2, 4) for row in ask("cores", kind, count, digits)]
+        alone = {row["device"]: row["images_per_s"] for row in rows if row["processes"] == 1}
+        rows = [dict(row, times_one=round(row["images_per_s"] / alone[row["device"]], 2)) for row in rows]
+        columns = ("device", "processes", "images_per_s", "times_one", "gradient_sum_share", "rounds")
+        title = "Several processes on this machine's cores, global batch 128: gradient_sum_share is the part of a step"
+    else:
+        cases = (("cpu", 1), ("cpu", 2), ("cpu", 4), ("xla", 1), ("xla", 2), ("spmd", 8))
+        rows = [row for kind, count in cases for row in ask("start", kind, count, digits)]
+        columns = ("device", "cores", "seconds", "lowest", "highest", "launches")
+        title = "From the launch line to the end of the first step, MNIST network"
+    print(f"\n{Table(title, columns, [[row[name] for name in columns] for row in rows])}", flush=True)
+    return rows
+
+
+def ask(module, *arguments):
+    """Run one measurement in a process of its own, so that no device is shared, and read its rows."""
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environ.pop("PJRT_DEVICE", None)
+    if arguments[0] in ("xla", "spmd"):
+        environ["PJRT_DEVICE"] = "CPU"
+    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
+    ran = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if ran.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{ran.stderr[-3000:]}")
+    return [json.loads(line[4:]) for line in ran.stdout.splitlines() if line.startswith("ROW ")]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Total images a second of 1, 2 and 4 processes on this machine, and what the gradient sum takes of a step."""
+
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+
+import numpy as np
+import torch
+
+from tpukit import MNIST, Run, launch
+
+ROUNDS, STEPS = 7, 20
+
+
+def timed(task, run, *, runtime):
+    """Rounds of steps with the gradient sum and without it, in turn, on all ranks. Returns seconds a step of the slowest rank."""
+    torch.manual_seed(0)
+    data, _ = task.datasets()
+    model = runtime.place(task.model())
+    optimizer = task.optimizer(model)
+    runtime.prime(optimizer)
+    parallel = runtime.parallel(model)
+    step = runtime.compile(lambda batch: runtime.update(task.loss(parallel, batch, 0), optimizer))
+    plan = [(np.arange(task.batch_size), None, None)] * STEPS
+    sum_gradients = runtime._sum_gradients
+    seconds = {True: [], False: []}
+    for round_number in range(2 * ROUNDS + 2):
+        summed = round_number % 2 == 0
+        runtime._sum_gradients = sum_gradients if summed else lambda gradients: None
+        silent = parallel.no_sync() if hasattr(parallel, "no_sync") and not summed else contextlib.nullcontext()
+        runtime.world.everyone([0.0])
+        started = time.perf_counter()
+        with silent:
+            for batch in runtime.batches(data, plan, workers=1):
+                step(batch)
+        runtime.sync()
+        slowest = max(row[0] for row in runtime.world.everyone([time.perf_counter() - started]))
+        if round_number > 1:
+            seconds[summed].append(slowest / STEPS)
+    return [seconds[True], seconds[False]]
+
+
+def main(kind, count, digits):
+    task = MNIST(dataset_dir=digits)
+    with tempfile.TemporaryDirectory() as folder:
+        summed, alone = launch(timed, task, Run.open(folder, task), cores=int(count))
+    share = statistics.median(1 - b / a for a, b in zip(summed, alone)) if int(count) > 1 else 0.0
+    row = dict(device=kind, processes=int(count), images_per_s=round(task.batch_size / statistics.median(summed)))
+    print("ROW " + json.dumps(dict(row, gradient_sum_share=round(share, 3), rounds=len(summed))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
