@@ -50,9 +50,7 @@ def measure(part, digits, infrared):
             row for case in ("cpu mnist", "xla mnist", "xla mshnet") for row in ask("loops", *case.split(), digits, infrared)
         ]
         columns = ("device", "model", "loop", "ms_per_step", "times_bare", "lowest", "highest", "rounds")
-        title = (
-            "One loop against another: times_bare is the median over the rounds of (this loop / bare loop) in the same round"
-        )
+        title = "One loop against another, in turn: times_bare compares medians, lowest and highest are of single rounds"
     elif part == "cores":
         rows = [row for kind in ("cpu", "xla") for count in (1, 2, 4) for row in ask("cores", kind, count, digits)]
         alone = {row["device"]: row["images_per_s"] for row in rows if row["processes"] == 1}

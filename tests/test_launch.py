@@ -308,9 +308,12 @@ def test_a_batch_size_that_does_not_divide_says_which_sizes_do(batch_size, cores
     check_batch(64, 8)
 
 
-def machine(accelerator, cores, host="kaggle"):
-    found = environment.detect({})
+def machine(accelerator, cores, host="kaggle", **variables):
+    found = environment.detect(variables)
     return dataclasses.replace(found, accelerator=accelerator, cores=cores, host=host, device_name="stand-in")
+
+
+BOUNDS = dict(TPU_CHIPS_PER_HOST_BOUNDS="2,2,1")
 
 
 @pytest.mark.parametrize(
@@ -320,6 +323,7 @@ def machine(accelerator, cores, host="kaggle"):
         (machine("cuda", 1), 2, "processes", "asked for 2 cores, found 1 .*\n.*GPU T4 x2"),
         (machine("tpu", 8), 4, "processes", "asked for 4 of 8 TPU cores: torch_xla starts one or all"),
         (machine("tpu", 8), 0, "processes", "ask for 1 or more"),
+        (machine("tpu", 2, **BOUNDS), None, "processes", "2 TPU chips are here, but .*=2,2,1 speaks of 4.*use cores=1"),
         (machine("cuda", 2), None, "spmd", "is for TPU cores; GPUs take 'processes'"),
     ],
 )
@@ -331,7 +335,8 @@ def test_fewer_cores_than_asked_and_other_impossible_shapes_are_errors(env, aske
 @pytest.mark.parametrize(
     "env, asked, count",
     [(machine("tpu", 8), None, 8), (machine("tpu", 8), 1, 1), (machine("cuda", 4), 2, 2), (machine("cpu", 1), None, 1)]
-    + [(machine("cpu", 1), 3, 3), (machine("xla", 1), 8, 8), (machine("tpu", 4, "tpu-vm"), 16, 4)],
+    + [(machine("cpu", 1), 3, 3), (machine("xla", 1), 8, 8), (machine("tpu", 4, "tpu-vm", **BOUNDS), 16, 4)]
+    + [(machine("tpu", 1, "colab", **BOUNDS), None, 1), (machine("tpu", 2, **BOUNDS), 1, 1)],
 )
 def test_all_cores_that_are_here_are_taken_unless_fewer_are_asked_for(env, asked, count):
     assert launching._count_cores(env, asked, "processes") == count

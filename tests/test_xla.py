@@ -71,6 +71,24 @@ def test_a_step_that_changes_its_program_is_an_error_that_says_so(digits, tmp_pa
         train(task, Run.open(tmp_path, task), runtime=xla, progress=False)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GrowingLate(Growing):
+    """The same at step 10, when the step is no longer watched by torch_xla's own guard."""
+
+    def loss(self, model, batch, epoch):
+        self.calls.append(1)
+        return MNIST.loss(self, model, batch, epoch) * (2.0 if len(self.calls) < 10 else 1.0)
+
+
+def test_a_step_that_changes_its_program_later_is_an_error_too(digits, tmp_path, xla):
+    task = GrowingLate(dataset_dir=digits, epochs=1, batch_size=8, log_every=1)
+    object.__setattr__(task, "calls", [])
+    run = Run.open(tmp_path, task)
+    with pytest.raises(TpukitError, match="call 10 of _step was compiled once more.*\n.*declare phases"):
+        train(task, run, runtime=xla, progress=False)
+    assert len(run.records("train")) == 9
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
 def test_every_common_optimizer_costs_one_program(optimizer, digits, tmp_path, xla):
     @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ environment variables, PCI folders and package metadata.
 import contextlib
 import dataclasses
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -203,6 +204,12 @@ def tpu_chips(root="/"):
     vendors = Path(root).glob("sys/bus/pci/devices/*/vendor")
     google = (vendor.parent for vendor in vendors if vendor.read_text().strip() == GOOGLE_PCI_VENDOR)
     return sum((device / "device").read_text().strip() in TPU_PCI_DEVICES for device in google)
+
+
+def chips_by_bounds(environ):
+    """How many chips TPU_CHIPS_PER_HOST_BOUNDS speaks of ("2,4,1": 8), or None where it is not set."""
+    bounds = environ.get("TPU_CHIPS_PER_HOST_BOUNDS", "")
+    return math.prod(int(part) for part in bounds.split(",")) if re.fullmatch(r"\d+(,\d+)*", bounds) else None
 
 
 def nvidia_gpus(environ):

@@ -104,6 +104,13 @@ def _count_cores(env, cores, parallel):
     if env.accelerator in ("cpu", "xla"):
         return cores or 1
     found = env.cores
+    expected = environment.chips_by_bounds(env.variables) or found
+    # Colab's one chip says 2,2,1 too, and works: on one core nobody waits for others.
+    if env.accelerator == "tpu" and found > 1 and cores != 1 and expected != found:
+        raise TpukitError(
+            f"{found} TPU chips are here, but TPU_CHIPS_PER_HOST_BOUNDS={env.variables['TPU_CHIPS_PER_HOST_BOUNDS']} speaks of {expected}, "
+            "and the cores would wait for the missing ones: start a fresh session, or use cores=1"
+        )
     if cores is None or cores == found:
         return found
     several_hosts = env.host == "tpu-vm" and found and cores % found == 0
@@ -142,7 +149,8 @@ def _start_with_torchrun(job, count):
     """Start `count` processes on this host by torchrun's elastic launcher, and wait for them."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: whatever its name resolves to
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: whatever its name resolves to
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -188,7 +188,7 @@ class Run:
     def _write_checkpoint_list(self, kept):
         folder = self.path / "checkpoints"
         storage.write_whole(folder / "checkpoints.json", json.dumps(kept, indent=1))
-        for file in folder.glob("step-*.pt"):
+        for file in [*folder.glob("step-*.pt"), *folder.glob(".step-*.partial")]:  # the latter from a process that was killed
             if file.name not in [c["file"] for c in kept]:
                 file.unlink()
 

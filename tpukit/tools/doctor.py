@@ -212,18 +212,14 @@ def _variables(env, environ, root):
     ]
     checks = [dataclasses.replace(c, level=WARNING) if c.found.startswith("XLA_USE_BF16") else c for c in checks]
     if environ.get("TPU_PROCESS_ADDRESSES"):
-        mend = "one process works; before starting one process a core: os.environ.pop('TPU_PROCESS_ADDRESSES')"
+        mend = "`launch` takes it away; before starting one process a core yourself: os.environ.pop('TPU_PROCESS_ADDRESSES')"
         checks.append(Check("variable", NOTE, f"TPU_PROCESS_ADDRESSES={environ['TPU_PROCESS_ADDRESSES']}", mend))
-    bounds, chips = environ.get("TPU_CHIPS_PER_HOST_BOUNDS"), environment.tpu_chips(root)
-    if bounds and chips and re.fullmatch(r"\d+(,\d+)*", bounds):
-        expected = 1
-        for part in bounds.split(","):
-            expected *= int(part)
-        if expected != chips:
-            mend = "one process works; a launch of one process a core would wait for the missing ones"
-            checks.append(
-                Check("variable", NOTE, f"TPU_CHIPS_PER_HOST_BOUNDS={bounds} means {expected} chips, {chips} here", mend)
-            )
+    chips, expected = environment.tpu_chips(root), environment.chips_by_bounds(environ)
+    if chips and expected and expected != chips:
+        found = f"TPU_CHIPS_PER_HOST_BOUNDS={environ['TPU_CHIPS_PER_HOST_BOUNDS']} means {expected} chips, {chips} here"
+        checks.append(
+            Check("variable", NOTE, found, "one core works; a launch of one process a core would wait for the missing ones")
+        )
     if environ.get("XLA_FLAGS"):
         checks.append(Check("variable", NOTE, f"XLA_FLAGS={environ['XLA_FLAGS']}", "unset it unless you know why it is there"))
     if env.accelerator == "tpu" and not environ.get("PJRT_DEVICE"):
