@@ -201,16 +201,16 @@ def test_per_core_batch_norm_differs_from_one_core_and_every_rank_scores_with_ra
 
 
 def test_a_run_moves_between_numbers_and_kinds_of_cores_and_equals_a_straight_one(odd, tmp_path, alone):
-    """One epoch each on 8 XLA devices in one program, 1 CPU core, 4 processes, and 1 XLA device."""
+    """One epoch each on 8 XLA devices in one program, 1 CPU core, 8 processes, and 1 XLA device."""
     settings = dict(batch_norm="frozen")
-    for epochs, (kind, cores) in enumerate((("spmd", 8), ("cpu", 1), ("cpu", 4), ("xla", 1)), 1):
+    for epochs, (kind, cores) in enumerate((("spmd", 8), ("cpu", 1), ("cpu", 8), ("xla", 1)), 1):
         done, _ = launched(kind, run=tmp_path / "run", data=odd, cores=cores, launches=[dict(settings, epochs=epochs)])
         assert "result" in done[0], done[0]["message"]
     task = Watched(dataset_dir=odd, log_every=1, num_workers=1, epochs=4, **settings)
     straight = Run.open(tmp_path / "straight", task)
     train(task, straight, runtime=Runtime("cpu"), progress=False)
     moved = Run(tmp_path / "run")
-    assert [r["cores"] for r in moved.records("start")] == [8, 1, 4, 1]
+    assert [r["cores"] for r in moved.records("start")] == [8, 1, 8, 1]
     assert [r["accelerator"] for r in moved.records("start")] == ["xla", "cpu", "cpu", "xla"]
     assert difference(losses(moved), losses(straight)) < 1e-4
     assert all(v.device.type == "cpu" for v in best_weights(moved).values())
