@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -231,24 +232,25 @@ def test_every_rank_goes_on_with_its_own_random_numbers(odd, tmp_path):
 # Failures
 
 
+RAISED = ["core 1 (rank 1 of 2", "in step 30 failed", "ValueError: sample 7 is broken", "launched.py"]
+HUNG = ["no core ended a step for 4 s", "core 0", "core 1", "in cause", "in _sum_gradients|in backward"]
+
+
 @pytest.mark.parametrize(
-    "accident, words",
+    "kind, accident, words",
     [
-        ("raise", ["core 1 (rank 1 of 2", "in step 30 failed", "ValueError: sample 7 is broken", "launched.py"]),
-        ("exit", ["core 1 (rank 1 of 2", "in step 30 failed", "SystemExit: 3"]),
-        ("kill", ["core 1 (rank 1 of 2", "without a Python error in step 30", "memory was full"]),
-        ("crash", ["core 1 (rank 1 of 2", "in step 30", "Fatal Python error: Segmentation fault", "in cause"]),
-        ("hang", ["no core ended a step for 4 s", "core 0", "core 1", "in cause", "in _sum_gradients|in backward"]),
+        ("cpu", "raise", RAISED),
+        ("xla", "raise", RAISED),
+        ("cpu", "exit", ["core 1 (rank 1 of 2", "in step 30 failed", "SystemExit: 3"]),
+        ("cpu", "kill", ["core 1 (rank 1 of 2", "without a Python error in step 30", "memory was full"]),
+        ("cpu", "crash", ["core 1 (rank 1 of 2", "in step 30", "Fatal Python error: Segmentation fault", "in cause"]),
+        ("cpu", "hang", HUNG),
+        ("xla", "hang", HUNG),
     ],
 )
-@pytest.mark.parametrize("kind", ["cpu", "xla"])
 def test_a_core_that_fails_ends_the_launch_with_its_rank_step_and_traceback_and_a_second_launch_goes_on(
     kind, accident, words, odd, tmp_path
 ):
-    import re
-
-    if kind == "xla" and accident not in ("raise", "hang"):
-        pytest.skip("how a process ends does not depend on its device")
     launches = [dict(accident=accident), dict()]
     done, out = launched(
         kind, run=tmp_path, data=odd, cores=2, hang_timeout_s=4 if accident == "hang" else 60, launches=launches

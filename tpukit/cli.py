@@ -108,7 +108,8 @@ def train(argv):
         task = dataclasses.replace(task, dataset_dir=storage.find_dataset(env, task.dataset, task.dataset_dir))
     run = Run.open(options.run or env.outputs / task.name, task, backup=options.backup)
     how = dict(cores=options.cores, parallel=options.parallel, hang_timeout_s=options.hang_timeout_s)
-    if scores := launch(run_training, task, run, **how):
+    scores = launch(run_training, task, run, **how)
+    if scores and environment.rank() == 0:
         print(f"\n{report.scores_table(scores)}\n\nrun: {run.path}  (tpukit show {run.path})")
 
 

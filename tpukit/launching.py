@@ -195,6 +195,8 @@ def _core(job):
         sys.stdout = sys.stderr = log  # a notebook's own would go on writing to the notebook
         faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks)
+        # The agent ends the others so when one has failed; they are not to look as if they had died first.
+        signal.signal(signal.SIGTERM, _asked_to_end)
         storage.write_whole(paths.process, json.dumps(dict(pid=os.getpid())))
         runtime = None
         try:
@@ -208,7 +210,9 @@ def _core(job):
             if rank == 0:
                 storage.write_whole(job.folder / "result.json", json.dumps(result))
             paths.done.touch()
+            _part()
         except BaseException as error:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until what happened is written down
             if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) == 128 + signal.SIGTERM:
                 paths.stopped.touch()  # as it was asked to
                 return
@@ -263,6 +267,14 @@ def _join(env, timeout):
     return World(dist.get_rank(), dist.get_world_size(), _local_rank())
 
 
+def _part():
+    """Leave the others after all is done; after a failure they may be gone, and waiting for them would hang."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _local_rank():
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("PJRT_LOCAL_PROCESS_RANK") or 0)
 
@@ -273,6 +285,10 @@ def _rank(env):
 
         return xr.global_ordinal()
     return environment.rank()
+
+
+def _asked_to_end(number, frame):
+    raise SystemExit(128 + number)
 
 
 def _leave_error(path, error, rank, step):
@@ -327,7 +343,9 @@ def _call_under_torchrun(job, parallel):
             try:
                 runtime = _open(job, job.run)
                 runtime.watch(job.hang_timeout_s, stacks, ends=True)
-                return job.function(job.task, job.run, runtime=runtime)
+                result = job.function(job.task, job.run, runtime=runtime)
+                _part()
+                return result
             except Exception as error:
                 step = f" in step {runtime.step + 1}" if runtime else ""
                 print(f"rank {rank} on {socket.gethostname()} failed{step}: {error}", file=sys.stderr)
