@@ -18,6 +18,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -196,7 +197,7 @@ def _core(job):
         faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks)
         # The agent ends the others so when one has failed; they are not to look as if they had died first.
-        signal.signal(signal.SIGTERM, _asked_to_end)
+        _on_sigterm(_asked_to_end)
         storage.write_whole(paths.process, json.dumps(dict(pid=os.getpid())))
         runtime = None
         try:
@@ -212,7 +213,7 @@ def _core(job):
             paths.done.touch()
             _part()
         except BaseException as error:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until what happened is written down
+            _on_sigterm(signal.SIG_IGN)  # until what happened is written down
             if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) == 128 + signal.SIGTERM:
                 paths.stopped.touch()  # as it was asked to
                 return
@@ -285,6 +286,11 @@ def _rank(env):
 
         return xr.global_ordinal()
     return environment.rank()
+
+
+def _on_sigterm(handler):
+    if threading.current_thread() is threading.main_thread():  # only there Python allows it
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _asked_to_end(number, frame):
@@ -397,10 +403,9 @@ class _Launch:
             bar.update()
             if stop.signal and not told:
                 told = True
-                pids = self._pids()
-                for pid in pids.values():
-                    _send(pid, stop.signal)
-                if len(pids) < self.processes:  # still starting: there is nothing to save
+                # Not by a signal: a TPU core runs in a thread of its process, where Python handles none.
+                storage.write_whole(self.folder / "stop", str(int(stop.signal)))
+                if len(self._pids()) < self.processes:  # still starting: there is nothing to save
                     return
             self.died = self.died or self._dead()
             if failed_at is None and (self.died or self._errors() or self._hung()):

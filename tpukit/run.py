@@ -143,6 +143,13 @@ class Run:
         except (FileNotFoundError, json.JSONDecodeError):
             return {}
 
+    def stop_asked(self):
+        """The signal that the notebook's process passes on to its cores through the run directory, or None."""
+        try:
+            return int((self.path / "cores" / "stop").read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+
     def records(self, kind=None):
         """The records, oldest first. A last line cut short by a kill is left out."""
         path = self.path / "records.jsonl"

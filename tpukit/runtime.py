@@ -293,6 +293,10 @@ class Runtime:
             self._watched_at = now
             faulthandler.dump_traceback_later(**self._watch)
 
+    def compilations(self):
+        """(programs compiled, seconds that took) since the start."""
+        return 0, 0.0
+
     def counters(self):
         """What the accelerator's own counters say since the start; empty where there are none. See `XLARuntime.counters`."""
         return {}
@@ -439,10 +443,10 @@ class XLARuntime(Runtime):
             calls += 1
             if calls <= GUARDED_CALLS:
                 return guarded(*arguments)
-            before = self._programs()
+            before, _ = self.compilations()
             result = function(*arguments)
             torch_xla.sync()
-            left -= self._programs() - before
+            left -= self.compilations()[0] - before
             if left < 0:
                 raise RuntimeError(
                     f"call {calls} of {function.__name__} was compiled once more: maximum number of different graphs exceeded: {graphs}"
@@ -450,13 +454,6 @@ class XLARuntime(Runtime):
             return result
 
         return checked
-
-    @staticmethod
-    def _programs():
-        import torch_xla.debug.metrics as met
-
-        data = met.metric_data("CompileTime")
-        return data[0] if data else 0
 
     def sync(self):
         import torch_xla
@@ -481,24 +478,23 @@ class XLARuntime(Runtime):
         if "xla" in state:
             xm.set_rng_state(state["xla"])
 
+    def compilations(self):
+        return _timed("CompileTime")
+
     def counters(self):
         """dict: compilations, executions (counts); compile_s, execute_s, to_device_s, from_device_s (seconds, summed);
         fallbacks: operation that XLA could not lower and the CPU ran instead -> count."""
         import torch_xla.debug.metrics as met
 
-        def timed(name):
-            data = met.metric_data(name)
-            return (data[0], data[1] / 1e9) if data else (0, 0.0)
-
-        compilations, compile_s = timed("CompileTime")
-        executions, execute_s = timed("ExecuteTime")
+        compilations, compile_s = self.compilations()
+        executions, execute_s = _timed("ExecuteTime")
         return dict(
             compilations=compilations,
             compile_s=compile_s,
             executions=executions,
             execute_s=execute_s,
-            to_device_s=timed("TransferToDeviceTime")[1],
-            from_device_s=timed("TransferFromDeviceTime")[1],
+            to_device_s=_timed("TransferToDeviceTime")[1],
+            from_device_s=_timed("TransferFromDeviceTime")[1],
             fallbacks={n: met.counter_value(n) for n in met.counter_names() if n.startswith("aten::")},
         )
 
@@ -510,3 +506,11 @@ class XLARuntime(Runtime):
         except RuntimeError:  # the CPU XLA device does not implement it
             return None
         return dict(peak_bytes=info.get("peak_bytes_used", info["bytes_used"]), total_bytes=info["bytes_limit"])
+
+
+def _timed(name):
+    """(count, seconds) of one of torch_xla's timers."""
+    import torch_xla.debug.metrics as met
+
+    data = met.metric_data(name)
+    return (data[0], data[1] / 1e9) if data else (0, 0.0)

@@ -205,11 +205,10 @@ class _Training:
             self.run.say(
                 f"step {step}: compiling the training step, which can take minutes; the steps after it reuse the program"
             )
-        before = self.runtime.counters()
+        before = self.runtime.compilations()
         self.step_program(batch, epoch)
-        after = self.runtime.counters()
-        if programs := after["compilations"] - before["compilations"]:
-            seconds = after["compile_s"] - before["compile_s"]
+        programs, seconds = (b - a for a, b in zip(before, self.runtime.compilations()))
+        if programs:
             self.run.log("compile", step, programs=programs, seconds=seconds)
             self.run.say(f"step {step}: compiled {programs} program{'s' * (programs > 1)} in {seconds:.1f} s")
         elif self.steps_taken == 0:
@@ -293,7 +292,9 @@ class _Training:
         Also agrees with the other ranks on whether to stop (when any was asked to) and to save (when rank 0 finds it due).
         """
         norm = self.runtime.gradient_norm(self.model)
-        rows = self.runtime.totals(torch.cat([self.sums, norm]), self.stop.signal or 0, self._save_is_due())
+        launched = self.world.rank == 0 and not self.run.prints
+        asked = self.stop.signal or (self.run.stop_asked() if launched else None)
+        rows = self.runtime.totals(torch.cat([self.sums, norm]), asked or 0, self._save_is_due())
         sums = dict(zip(SUMS, rows[0]), grad_norm=rows[0][3])
         sums["loss"] = sum(row[0] for row in rows) / len(rows)
         sums["bad_step"] = min((row[2] for row in rows if row[2] >= 0), default=-1.0)
