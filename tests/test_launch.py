@@ -43,6 +43,12 @@ def started(kind, **options):
     )  # fmt: skip
 
 
+def python(program, *arguments):
+    """A finished process that ran a program on the CPU XLA device."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True, timeout=500)
+
+
 def launched(kind, **options):
     """What the launches of a process gave: a list of dict(result, seconds) or dict(error, message, seconds), and what it printed."""
     process = started(kind, **options)
@@ -162,8 +168,7 @@ def test_spmd_takes_batch_norm_over_the_whole_batch_in_one_program_a_phase(infra
     settings = dict(
         epochs=10, warm_epoch=4, batch_size=8, base_size=32, crop_size=32, log_every=1, num_workers=1, eval_every=99
     )
-    command = [sys.executable, "-c", program, str(infrared), str(tmp_path / "eight"), json.dumps(settings)]
-    ran = subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True, timeout=500)
+    ran = python(program, infrared, tmp_path / "eight", json.dumps(settings))
     assert ran.returncode == 0, ran.stderr[-3000:]
     task = Descending(dataset_dir=infrared, **settings)
     train(task, Run.open(tmp_path / "one", task), runtime=xla, progress=False)
@@ -438,14 +443,7 @@ task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1, precision="fp32")
 job = launching._Job(train, task, Run.open(sys.argv[2], task), machine("tpu", 8), None, 60.0)
 print(launching._Launch(job, functools.partial(launching._start_tpu_cores, job), 1, processes=1).wait())
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", program, str(odd), str(tmp_path)],
-        cwd=ROOT,
-        env=PLAIN,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    ran = python(program, odd, tmp_path)
     assert ran.returncode == 0 and "'images': 37" in ran.stdout and "all 1 cores started" in ran.stdout, ran.stderr[-3000:]
 
 
@@ -467,14 +465,7 @@ try:
 except launching.CoreFailed as error:
     print(error)
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", program, str(odd), str(tmp_path)],
-        cwd=ROOT,
-        env=PLAIN,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    ran = python(program, odd, tmp_path)
     assert "the launch failed" in ran.stdout and "os.environ.pop('TPU_PROCESS_ADDRESSES')" in ran.stdout, (
         ran.stdout + ran.stderr
     )
@@ -603,3 +594,22 @@ def test_two_hosts_that_share_no_disk_train_as_one_and_resume(two_hosts, odd, tm
     assert not (tmp_path / "host1/records.jsonl").exists() and not list(tmp_path.glob("host1/checkpoints/*"))
     codes, said = train_on_both(3, node_ranks=(1, 0))
     assert codes == [1, 1] and "rank 0 has no checkpoint there, but rank 2 has one of step 48" in said[1][1], said[1][1][-2000:]
+
+
+def test_no_process_joins_before_the_agent_has_forked_all(odd, tmp_path):
+    """One forked while the agent resolves the name of another that joins would hang, about once in a hundred launches."""
+    program = """
+import os, sys
+from pathlib import Path
+from tests.launched import Watched, noise
+from tpukit import Run, launch, launching
+join, cores = launching._join, Path(sys.argv[2]) / "cores"
+def counting(*arguments):
+    (cores / f"forked-{os.environ['RANK']}").write_text(str(len(list(cores.glob("rank-*.process")))))
+    return join(*arguments)
+launching._join = counting
+task = Watched(dataset_dir=Path(sys.argv[1]))
+launch(noise, task, Run.open(sys.argv[2], task), cores=8)
+"""
+    ran = python(program, odd, tmp_path)
+    assert [path.read_text() for path in sorted((tmp_path / "cores").glob("forked-*"))] == ["8"] * 8, ran.stdout + ran.stderr

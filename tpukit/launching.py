@@ -162,7 +162,7 @@ def _start_with_torchrun(job, count):
         max_restarts=0,
         start_method="fork",  # so that a function of a notebook cell is found
     )
-    elastic_launch(config, _core)(job)
+    elastic_launch(config, _core)(job, count)
 
 
 _forked_job = None
@@ -186,8 +186,12 @@ def _tpu_core(index):
 # In every core
 
 
-def _core(job):
-    """What every process of a launch does: call the function as one rank, and leave in the run directory how it ended."""
+def _core(job, forked=1):
+    """What every process of a launch does: call the function as one rank, and leave in the run directory how it ended.
+
+    forked: how many processes the agent makes from itself. All of them have to exist before one connects to it: the agent's
+    store then resolves names in a thread, and a process forked at that moment would wait for the resolver's lock for ever.
+    """
     _end_with_parent()
     rank = _rank(job.env)
     paths = _Paths(job.folder, rank)
@@ -199,6 +203,8 @@ def _core(job):
         # The agent ends the others so when one has failed; they are not to look as if they had died first.
         _on_sigterm(_asked_to_end)
         storage.write_whole(paths.process, json.dumps(dict(pid=os.getpid())))
+        while len(list(job.folder.glob("rank-*.process"))) < forked:
+            time.sleep(0.01)
         runtime = None
         try:
             run = Run(job.run.path, job.run.backup)
@@ -259,13 +265,13 @@ def _join(env, timeout):
         import torch_xla.distributed.xla_backend  # noqa: F401  registers xla://
 
         dist.init_process_group("gloo", init_method="xla://", timeout=timeout)
-        return World(dist.get_rank(), dist.get_world_size(), _local_rank())
+        return World(dist.get_rank(), dist.get_world_size())
     if env.accelerator == "cuda":
         import torch
 
         torch.cuda.set_device(_local_rank())  # "cuda" means this GPU from here on
     dist.init_process_group("cpu:gloo,cuda:nccl" if env.accelerator == "cuda" else "gloo", timeout=timeout)
-    return World(dist.get_rank(), dist.get_world_size(), _local_rank())
+    return World(dist.get_rank(), dist.get_world_size())
 
 
 def _part():

@@ -12,12 +12,12 @@ import torch.distributed as dist
 class World:
     """This process among the `size` processes of a training. The default is a world of one, which talks to nobody.
 
-    rank: 0 to size - 1, over all hosts; rank 0 records, saves and speaks. local_rank: its number on its host.
+    rank: 0 to size - 1, over all hosts; rank 0 records, saves and speaks.
     Every method is collective: all ranks call it, in the same order.
     """
 
-    def __init__(self, rank=0, size=1, local_rank=0):
-        self.rank, self.size, self.local_rank = rank, size, local_rank
+    def __init__(self, rank=0, size=1):
+        self.rank, self.size = rank, size
 
     def everyone(self, values):
         """A list of floats from every rank -> list of those lists, rank by rank, the same on all ranks."""
