@@ -12,7 +12,8 @@ from tests.conftest import ROOT
 # A module imports only from floors below its own.
 FLOORS = [
     {"errors", "tables", "world"},
-    {"environment", "synthetic"},
+    {"environment", "simulator"},
+    {"synthetic"},
     {"storage"},
     {"runtime", "weights"},
     {"run"},

@@ -13,10 +13,12 @@ _HOMES = {
     "Environment": "environment",
     "find_dataset": "storage",
     "mount_drive": "storage",
+    "simulate": "simulator",
     "Run": "run",
     "launch": "launching",
     "CoreFailed": "launching",
     "train": "training",
+    "test": "training",
     "Workload": "training",
     "show": "display",
     "show_predictions": "display",
@@ -24,6 +26,7 @@ _HOMES = {
     "show_task": "display",
     "MNIST": "workloads.mnist",
     "MSHNet": "workloads.mshnet",
+    "CDEIT": "workloads.cdeit",
 }
 __all__ = sorted(_HOMES)
 

@@ -1,4 +1,4 @@
-"""The command line: `tpukit doctor`, `tpukit train WORKLOAD`, `tpukit test WORKLOAD`, `tpukit show RUN`, `tpukit cloud`.
+"""The command line: `tpukit doctor`, `train WORKLOAD`, `test WORKLOAD`, `show RUN`, `simulate eit`, `cloud`.
 
 Each command imports what it needs when it runs, so that `tpukit doctor` answers where torch is broken. The options of
 train and test are the fields of the workload's dataclass.
@@ -18,10 +18,11 @@ from tpukit.workloads import WORKLOADS
 
 USAGE = f"""tpukit {__version__}: PyTorch training that simply works on Colab, Kaggle and a laptop
 
-  tpukit doctor [--json]           what is here, what is wrong, and how to mend it
+  tpukit doctor [--model WORKLOAD] what is here, what is wrong, and how to mend it
   tpukit train WORKLOAD [options]  train, or go on with a run that was stopped
   tpukit test WORKLOAD [options]   scores of a weights file, or of a run's best weights
   tpukit show RUN                  scores, curves and what the accelerator did
+  tpukit simulate eit [options]    make a training set for impedance tomography
   tpukit cloud gcloud|skypilot [options] -- train WORKLOAD [options]
                                    write a script or task that does it on rented machines
 
@@ -41,10 +42,14 @@ REMOVED = {
 }
 
 
+# Other names of options, as published training scripts have them.
+ALIASES = {"--data-path": "--dataset-dir", "--global-batch-size": "--batch-size"}
+
+
 def main(argv=None):
     """Entry point. Returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    commands = dict(doctor=doctor, train=train, test=test, show=show, cloud=cloud)
+    commands = dict(doctor=doctor, train=train, test=test, show=show, simulate=simulate, cloud=cloud)
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else 2
@@ -65,21 +70,27 @@ def main(argv=None):
 def doctor(argv):
     import tyro
 
-    from tpukit import environment
+    from tpukit import environment, workloads
     from tpukit.tools import doctor as tool
 
-    def options(json: bool = False) -> bool:
-        """What is here, what is wrong, and how to mend it. Exit code 1 if something blocks training.
+    @dataclasses.dataclass(frozen=True)
+    class Doctor:
+        """What is here, what is wrong, and how to mend it. Exit code 1 if something blocks training."""
 
-        Args:
-            json: print one JSON object, for machines.
-        """
-        return json
+        json: bool = False
+        """Print one JSON object, for machines."""
+        model: str | None = None
+        """Also train one step of this workload's model on the device, in fp32, bf16 and fp16, and say how far the output moves."""
+        weights: Path | None = None
+        """Weights for that model; fresh ones unless given."""
 
-    as_json = tyro.cli(options, args=argv, prog="tpukit doctor", config=(tyro.conf.FlagCreatePairsOff,))
+    options = tyro.cli(Doctor, args=argv, prog="tpukit doctor", config=(tyro.conf.FlagCreatePairsOff,))
+    workload = workloads.find(options.model) if options.model else None
     env = environment.detect()
     checks = tool.examine(env)
-    if as_json:
+    if workload and not tool.blocked(checks):
+        checks += tool.try_model(workload(weights=options.weights), env)
+    if options.json:
         found = {**dataclasses.asdict(env), "checks": [dataclasses.asdict(c) for c in checks], "blocked": tool.blocked(checks)}
         print(json.dumps(found, indent=1, default=str))
     else:
@@ -88,46 +99,40 @@ def doctor(argv):
 
 
 def train(argv):
-    import tyro
-
-    from tpukit import Run, environment, report, storage
-    from tpukit.launching import PARALLEL, launch
+    from tpukit import environment, report
+    from tpukit.launching import launch
+    from tpukit.run import Run
     from tpukit.training import train as run_training
 
-    @dataclasses.dataclass(frozen=True)
-    class Launch(_run_options()):
-        cores: int | None = None
-        """TPU cores or GPUs to train on; all that are here unless given. On a CPU: processes, one unless given."""
-        parallel: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(PARALLEL) + "}")] = PARALLEL[0]
-        """processes: one for each core. spmd: one program over all TPU cores of this host."""
-        hang_timeout_s: float = 900.0
-        """When no step ends for so many seconds, show every core's Python stack and end."""
-
-    task, options, env = _parse("train", argv, Launch)
+    task, options, env = _parse("train", argv)
     with _quiet_unless_first(environment):
-        task = dataclasses.replace(task, dataset_dir=storage.find_dataset(env, task.dataset, task.dataset_dir))
+        task = _with_dataset(task, env)
     run = Run.open(options.run or env.outputs / task.name, task, backup=options.backup)
-    how = dict(cores=options.cores, parallel=options.parallel, hang_timeout_s=options.hang_timeout_s)
-    scores = launch(run_training, task, run, **how)
+    scores = launch(run_training, task, run, **_how(options))
     if scores and environment.rank() == 0:
         print(f"\n{report.scores_table(scores)}\n\nrun: {run.path}  (tpukit show {run.path})")
 
 
 def test(argv):
-    from tpukit import environment, report, storage, weights
-    from tpukit.runtime import open_runtime
-    from tpukit.training import evaluate
+    from tpukit import display, environment, report
+    from tpukit.launching import launch
+    from tpukit.run import Run
+    from tpukit.training import test as run_test
 
-    task, options, env = _parse("test", argv, _run_options())
-    path = task.weights or (options.run or env.outputs / task.name) / "best.safetensors"
-    model = task.model()
-    weights.load(model, path)
-    task = dataclasses.replace(task, dataset_dir=storage.find_dataset(env, task.dataset, task.dataset_dir))
-    with environment.explained():
-        runtime = open_runtime(env, task.precision)
-        _, data = task.datasets()
-        scores = evaluate(task, runtime.place(model), data, runtime, epoch=weights.epoch_of(path))
-    print(f"{path} on {runtime}: {len(data)} test samples\n\n{report.scores_table(scores)}")
+    task, options, env = _parse("test", argv)
+    path = options.run or env.outputs / (f"{task.name}-test" if task.weights else task.name)
+    if (path / "config.json").is_file():
+        task = _as_trained(task, Run.find(path).config)
+    with _quiet_unless_first(environment):
+        task = _with_dataset(task, env)
+    path.mkdir(parents=True, exist_ok=True)
+    run = Run(path)
+    scores = launch(run_test, task, run, **_how(options))
+    if scores and environment.rank() == 0:
+        print(f"\n{report.scores_table(scores)}")
+        if task.kept(run.path / "predictions"):
+            display.show_predictions(run, task, count=24)
+            print(f"predictions: {run.path / 'predictions'}")
 
 
 def show(argv):
@@ -144,6 +149,50 @@ def show(argv):
         return run
 
     display.show(tyro.cli(options, args=argv, prog="tpukit show"))
+
+
+def simulate(argv):
+    import tyro
+
+    from tpukit import simulator
+
+    @dataclasses.dataclass(frozen=True)
+    class Simulate:
+        """Make a set for electrical impedance tomography: train/ and test/ with an npz file for every sample.
+
+        Files that are there already are kept, so a simulation that was stopped goes on."""
+
+        out: Path = Path("data")
+        """Folder of the set."""
+        samples: int = 10_000
+        """Training samples."""
+        test_samples: int = 500
+        """Test samples."""
+        workers: int = os.cpu_count() or 1
+        """Processes."""
+        seed: int = 0
+        """Every sample depends on the seed and its number alone."""
+        snr_db: float = 40.0
+        """Signal to noise of the voltages, in decibels."""
+        mismatch: float = 0.15
+        """How far a real tank is from the model: relative deviation of every voltage's gain, and of the gain of all."""
+        check: Path | None = None
+        """Make nothing; compare the model with real samples in this folder (UEF2017's data2017/, for instance)."""
+
+    if not argv or argv[0] != "eit":
+        raise TpukitError("`tpukit simulate` knows one thing to simulate: eit, a tank for electrical impedance tomography")
+    options = tyro.cli(Simulate, args=argv[1:], prog="tpukit simulate eit")
+    if options.check:
+        found = simulator.agreement(options.check)
+        worst = min(found, key=found.get)
+        print(
+            f"correlation of simulated and measured voltages: {sum(found.values()) / len(found):.4f} on average over "
+            f"{len(found)} samples, {found[worst]:.4f} for the worst ({worst})"
+        )
+        return
+    settings = {name: value for name, value in dataclasses.asdict(options).items() if name not in ("out", "check")}
+    simulator.simulate(options.out, **settings)
+    print(f"{options.samples} training and {options.test_samples} test samples: {options.out}")
 
 
 def cloud(argv):
@@ -172,19 +221,52 @@ def _quiet_unless_first(environment):
             yield
 
 
-def _run_options():
+def _launch_options():
+    import tyro
+
+    from tpukit.launching import PARALLEL
+
     @dataclasses.dataclass(frozen=True)
-    class RunOptions:
+    class LaunchOptions:
         run: Path | None = None
         """Folder of the run; the output folder of this machine and the workload's name unless given."""
         backup: Path | None = None
         """Folder that gets a copy of the run at every checkpoint, on Drive for instance."""
+        cores: int | None = None
+        """TPU cores or GPUs to use; all that are here unless given. On a CPU: processes, one unless given."""
+        parallel: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(PARALLEL) + "}")] = PARALLEL[0]
+        """processes: one for each core. spmd: one program over all TPU cores of this host."""
+        hang_timeout_s: float = 900.0
+        """When no step ends for so many seconds, show every core's Python stack and end."""
 
-    return RunOptions
+    return LaunchOptions
 
 
-def _parse(command, argv, options):
-    """(workload, options, environment) from `WORKLOAD --options`. options: the dataclass of the command's own options."""
+def _how(options):
+    return dict(cores=options.cores, parallel=options.parallel, hang_timeout_s=options.hang_timeout_s)
+
+
+def _with_dataset(task, env):
+    from tpukit import storage
+
+    found = storage.find_dataset(env, task.dataset, task.dataset_dir, fallback=task.fallback or False)
+    return dataclasses.replace(task, dataset_dir=found)
+
+
+def _as_trained(task, config):
+    """The task with the run's own model settings, where the command line leaves them at their defaults."""
+    if config["workload"] != task.name:
+        return task
+    own = {}
+    for field in dataclasses.fields(task):
+        value = config["settings"].get(field.name, field.default)
+        if not field.metadata.get("free") and field.name != "weights" and getattr(task, field.name) == field.default:
+            own[field.name] = value
+    return dataclasses.replace(task, **own)
+
+
+def _parse(command, argv):
+    """(workload, options of the launch, environment) from `WORKLOAD --options`."""
     import tyro
 
     from tpukit import environment, workloads
@@ -195,11 +277,13 @@ def _parse(command, argv, options):
     if not argv or argv[0].startswith("-"):
         raise TpukitError(f"`tpukit {command}` needs a workload: {', '.join(WORKLOADS)}. `tpukit --help` explains")
     workload = workloads.find(argv[0])
+    for other, name in ALIASES.items():
+        argv = [name + a[len(other) :] if a.replace("_", "-").split("=")[0] == other else a for a in argv]
 
     @dataclasses.dataclass(frozen=True)
     class Options:
         task: Annotated[workload, tyro.conf.arg(name="")]
-        own: Annotated[options, tyro.conf.arg(name="")]
+        own: Annotated[_launch_options(), tyro.conf.arg(name="")]
 
     Options.__doc__ = workload.__doc__
     options = tyro.cli(

@@ -38,29 +38,46 @@ def show_task(task):
 def show_samples(task, *, count=4):
     """Show samples of the training set as the model gets them, augmented, with their labels."""
     data, _ = task.datasets()
-    chosen = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
+    chosen = _spread(len(data), count)
     numbers = np.random.default_rng(task.seed).random((len(chosen), data.draws)) if data.draws else None
     _out(panels_figure(task.panels(data.batch(chosen, numbers)), "Training samples"))
 
 
 def show_predictions(run, task, *, count=4):
-    """Show what the run's best weights say about test images, beside the truth. Runs on the CPU.
+    """Show what the run's best weights say about test images, beside the truth.
 
-    Also kept as pictures/predictions.png in the run's folder.
+    The predictions are those that `test` kept, where the workload keeps them; otherwise they are made here, on the CPU. Also kept
+    as pictures/predictions.png in the run's folder.
     """
+    kept = task.kept(run.path / "predictions")
+    batch, prediction = _some(*kept, count) if kept else _predict(run, task, count)
+    _out(panels_figure(task.panels(batch, prediction), "Test images"), run.path / "pictures" / "predictions.png")
+
+
+def _some(batch, prediction, count):
+    chosen = _spread(len(prediction), count)
+    return {name: values[chosen] for name, values in batch.items()}, prediction[chosen]
+
+
+def _predict(run, task, count):
     import torch
+
+    from tpukit.runtime import Runtime
 
     best = run.path / "best.safetensors"
     if not best.exists():
         raise TpukitError(f"{run.path} has no best weights yet: they come with the first evaluation")
     model = task.model().eval()
     weights.load(model, best)
-    _, data = task.datasets()
-    chosen = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
-    batch = data.batch(chosen)
-    with torch.no_grad():
-        prediction = task.predict(model, {n: torch.as_tensor(v) for n, v in batch.items()}, weights.epoch_of(best))
-    _out(panels_figure(task.panels(batch, prediction), "Test images"), run.path / "pictures" / "predictions.png")
+    data = task.test_set()
+    batch = data.batch(_spread(len(data), count))
+    tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
+    return batch, task.predictor(model, Runtime("cpu"), weights.epoch_of(best))(tensors)
+
+
+def _spread(size, count):
+    """Up to `count` indices, evenly over `size`."""
+    return np.linspace(0, size - 1, min(count, size)).astype(int)
 
 
 def curves_figure(records):

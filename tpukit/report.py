@@ -4,15 +4,19 @@ from tpukit.tables import Table
 
 
 def scores_table(scores, title="Scores"):
-    """The scores of an evaluation, and beside them what the published code would report where the workload says it."""
-    published = scores.get("published", {})
-    columns = ("score", "value", "as the published code counts") if published else ("score", "value")
+    """The scores of an evaluation, and in columns beside them what the workload compares them with.
+
+    scores: name -> number; `beside`: column -> scores of the same names; `published`: as the published code counts them.
+    """
+    beside = dict(scores.get("beside", {}))
+    if "published" in scores:
+        beside["as the published code counts"] = scores["published"]
     rows = [
-        (name, _number(value), _number(published[name]) if name in published else "")[: len(columns)]
+        (name, _number(value), *(_number(other.get(name, "")) for other in beside.values()))
         for name, value in scores.items()
         if isinstance(value, (int, float))
     ]
-    return Table(title, columns, rows)
+    return Table(title, ("score", "value", *beside), rows)
 
 
 def settings_table(config):

@@ -9,6 +9,7 @@ import collections
 import concurrent.futures
 import contextlib
 import faulthandler
+import functools
 import os
 import time
 
@@ -224,20 +225,38 @@ class Runtime:
     def _sum_gradients(self, gradients):
         """Turn each rank's gradients into their mean over all ranks. DistributedDataParallel has done it in backward."""
 
-    def update(self, loss, optimizer):
-        """Backward, gradient sum and optimizer step. The gradients stay until the next one."""
+    def inference(self, function):
+        """`compile` for a function that needs no gradient, in this runtime's precision."""
+
+        @functools.wraps(function)
+        def without_gradient(*arguments):
+            with torch.no_grad(), self.autocast():
+                return function(*arguments)
+
+        return self.compile(without_gradient)
+
+    def update(self, loss, optimizer, clip_norm=None):
+        """Backward, gradient sum and optimizer step. The gradients stay until the next one.
+
+        clip_norm: scale gradients of a larger norm down to it. Returns then the norm that they had, a scalar on the device.
+        """
+        norm = None
         optimizer.zero_grad(set_to_none=True)
         if self.scaler is None:
             loss.backward()
         else:
             self.scaler.scale(loss).backward()
             self.scaler.unscale_(optimizer)
-        self._sum_gradients([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._sum_gradients([p.grad for p in parameters])
+        if clip_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
         if self.scaler is None:
             optimizer.step()
         else:
             self.scaler.step(optimizer)
             self.scaler.update()
+        return norm
 
     def gradient_norm(self, model):
         """(1,) device tensor: the norm of the last step's gradient, 0 where there was none.

@@ -156,14 +156,14 @@ class Tank:
         inside = disk()
         nearest = cKDTree(centres).query(np.stack([v[inside] for v in pixel_places()], 1))[1]
         matrices = {}
-        for name, how in dict(TR=dict(method="dgn", lamb=TIKHONOV), xs_gn=dict(method="kotre", p=0.5, lamb=GAUSS_NEWTON)).items():
+        for name, how in dict(
+            TR=dict(method="dgn", lamb=TIKHONOV), xs_gn=dict(method="kotre", p=0.5, lamb=GAUSS_NEWTON)
+        ).items():
             solver.setup(**how)
             matrix = np.zeros((SIZE * SIZE, len(self.empty)), np.float32)
             matrix[inside.ravel()] = -(solver.H * np.sign(self.empty) / VOLTS)[nearest]
             matrices[name] = matrix
         return matrices
-
-
 
 
 # Sets
@@ -181,7 +181,9 @@ def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_d
     """
     folder = Path(folder)
     if samples < 0 or test_samples < 0 or workers < 1:
-        raise TpukitError(f"samples={samples}, test_samples={test_samples}, workers={workers}: give 0 or more samples and a worker")
+        raise TpukitError(
+            f"samples={samples}, test_samples={test_samples}, workers={workers}: give 0 or more samples and a worker"
+        )
     settings = dict(seed=seed, snr_db=snr_db, mismatch=mismatch)
     _agree(folder, settings)
     jobs = []

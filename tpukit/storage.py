@@ -236,21 +236,27 @@ def find_dataset(env, name, path=None, *, fallback=False, size=None):
 
     In this order: `path`; Drive (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; a small synthetic set made on
     the spot (`size` images). Archives (.zip, .tar.gz) at these places are unpacked below `env.outputs`. A given `path`
-    that does not exist raises TpukitError, unless `fallback=True` allows the other places.
+    that does not exist raises TpukitError, unless `fallback=True` allows the other places, or `fallback` is a folder, which
+    is then taken instead (and, where no path is given, before a synthetic set is made).
     """
+    instead = Path(fallback) if isinstance(fallback, (str, Path)) else None
     if path:
         path = Path(path).expanduser()
         if path.exists():
             return _take(env, name, path, "the path that was given")
-        if not fallback:
+        if instead and instead.is_dir():
+            return _take(env, name, instead, f"because {path} does not exist")
+        if fallback is not True:
             raise TpukitError(
-                f"dataset path {path} does not exist. Check its spelling (is Drive mounted?), leave the path empty to "
-                "search the usual places, or allow a fallback."
+                f"dataset path {path} does not exist{f', nor does {instead}' if instead else ''}. Check its spelling (is Drive "
+                "mounted?), leave the path empty to search the usual places, or allow a fallback."
             )
         print(f"dataset {name}: {path} does not exist, looking elsewhere as allowed")
     for place, why in _places(env, name):
         if place.exists():
             return _take(env, name, place, why)
+    if instead and instead.is_dir():
+        return _take(env, name, instead, f"found at ./{instead}")
     folder = env.outputs / "datasets" / f"{name}-synthetic"
     with locked(folder):
         folder = synthetic.make(name, folder, size=size)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tpukit import simulator
+
 LICENCE_NOTE = "Made by tpukit.synthetic; not real data.\n"
 
 
@@ -16,7 +18,7 @@ def make(name, folder, *, size=None, seed=0):
     size: number of images, train and test together. Returns the folder.
     """
     folder = Path(folder)
-    maker, default = (_digits, 6000) if name.lower() == "mnist" else (_infrared, 40)
+    maker, default = {"mnist": (_digits, 6000), "eit": (_tank, 400)}.get(name.lower(), (_infrared, 40))
     size = size or default
     folder = folder.with_name(f"{folder.name}-{size}")
     if not folder.exists():
@@ -67,6 +69,12 @@ def infrared_scene(rng, size=256):
         image += rng.uniform(70, 130) * np.exp(-distance)
         mask[distance <= 1] = 255
     return image.clip(0, 255).astype(np.uint8), mask
+
+
+def _tank(folder, size, rng):
+    """A simulated set for electrical impedance tomography: train/ and test/."""
+    cut = size * 4 // 5
+    simulator.simulate(folder, samples=cut, test_samples=size - cut, seed=int(rng.integers(2**31)))
 
 
 def _digits(folder, size, rng):

@@ -1,6 +1,7 @@
 """What a task must say (`Workload`) and the one training loop (`train`)."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -19,9 +20,12 @@ from tpukit.run import setting
 from tpukit.runtime import check_batch, evaluation_plan, open_runtime, training_plan
 
 # What a step adds up on the device between two readings, and where it starts. bad_step is the first one whose loss was not
-# finite, counted from the last reading.
-SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0)
-FORMAT = 2  # of a checkpoint's state
+# finite, odd_step the first whose gradient norm was unusual, both counted from the last reading; grad_norm is the last step's.
+# The last two are known in the step only where the gradient is clipped; elsewhere the norm is computed at the reading.
+SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0, odd_step=-1.0, grad_norm=0.0)
+USUAL_NORM = (1e-7, 1e3)
+AVERAGE_EVERY = 10  # steps
+FORMAT = 3  # of a checkpoint's state
 
 
 class Diverged(TpukitError):
@@ -44,6 +48,8 @@ class Workload:
     """The evaluation score that decides which weights are best; larger is better."""
     phases: ClassVar[int] = 1
     """How many variants `loss` has (a warm-up phase makes two). On XLA each costs one compilation, and no more are allowed."""
+    fallback: ClassVar[Path | None] = None
+    """A folder that is searched where `dataset_dir` does not exist."""
 
     dataset_dir: Path | None = setting(None, free=True)
     """Folder of the dataset; `find_dataset` finds it."""
@@ -59,6 +65,10 @@ class Workload:
     """fp32, bf16, fp16, or auto: bf16 on TPU and newer GPUs, fp16 with a loss scaler on older GPUs, fp32 on CPU."""
     weights: Path | None = None
     """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model."""
+    clip_norm: float | None = None
+    """Scale gradients of a larger norm down to it; None does not."""
+    ema_decay: float | None = None
+    """Score and keep a moving average of the weights, with this decay every 10 steps; None keeps the weights themselves."""
     log_every: int = setting(20, free=True)
     """Steps between two records. Reading the loss waits for the device, so not every step."""
     eval_every: int = setting(1, free=True)
@@ -94,6 +104,14 @@ class Workload:
         epoch: the epoch that the weights come from, for a model that has phases; None for finished weights."""
         raise NotImplementedError
 
+    def predictor(self, model, runtime, epoch=None):
+        """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps says so here."""
+
+        def predict(batch):
+            return self.predict(model, batch, epoch)
+
+        return runtime.inference(predict)
+
     def evaluate(self, predictions):
         """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,) bool."""
         raise NotImplementedError
@@ -103,6 +121,26 @@ class Workload:
 
         batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the data alone."""
         raise NotImplementedError
+
+    def example(self, count):
+        """A made-up training batch, dict of arrays, to try the model with where there is no data."""
+        raise NotImplementedError
+
+    # What a task may say besides
+
+    def test_set(self):
+        """The test set alone, where the training set need not be there."""
+        return self.datasets()[1]
+
+    def metadata(self, data):
+        """Strings to keep with the best weights, because they only make sense with these. data: the training set."""
+        return {}
+
+    def keep(self, folder, predictions, data):
+        """Write what is worth keeping of a test into a folder. predictions: list of what `evaluate` gets. data: the test set."""
+
+    def kept(self, folder):
+        """(batch, predictions) that `keep` wrote there, for `panels`; None where there are none."""
 
 
 @dataclasses.dataclass
@@ -131,8 +169,7 @@ def train(task, run, *, runtime=None, progress=True):
 class _Training:
     def __init__(self, task, run, runtime, stop, progress):
         self.task, self.stop = task, stop
-        if task.dataset_dir is None:
-            raise TpukitError(f"{type(task).__name__} needs a dataset_dir: find_dataset(env, {task.dataset!r}) finds one")
+        _check_dataset_dir(task)
         self.data, self.test_data = task.datasets()
         self.steps_per_epoch = len(self.data) // task.batch_size
         if self.steps_per_epoch == 0:
@@ -155,6 +192,8 @@ class _Training:
             model = self._with_synced_batch_norm(model)
         if self.world.size > 1:  # a model that does not start from the seed alone would differ between ranks
             model.load_state_dict(self.world.share(model.state_dict()))
+        # Scored and kept instead of the weights, where the task wants an average of them.
+        self.averaged = self.runtime.place(copy.deepcopy(model).requires_grad_(False)) if task.ema_decay else None
         self.model = self.runtime.place(model)
         self.optimizer = task.optimizer(self.model)
         primed = self.runtime.prime(self.optimizer)
@@ -164,6 +203,8 @@ class _Training:
         self._restore()
         self.parallel_model = self.runtime.parallel(self.model)
         self.step_program = self.runtime.compile(self._step, task.phases if primed else task.phases + 1)
+        self.average_program = self.runtime.inference(self._average)
+        self.norm_was_odd = False
         self.steps_taken = 0
         self.save_due = False
         self.shown_loss = ""
@@ -189,11 +230,32 @@ class _Training:
     def _step(self, batch, epoch):
         with self.runtime.autocast():
             loss = self.task.loss(self.parallel_model, batch, epoch).float()
-        self.runtime.update(loss, self.optimizer)
+        norm = self.runtime.update(loss, self.optimizer, self.task.clip_norm)
         loss = loss.detach()
-        loss_sum, steps, bad_step = self.sums.unbind()
+        loss_sum, steps, bad_step, odd_step, last_norm = self.sums.unbind()
         bad_step = torch.where((bad_step < 0) & ~torch.isfinite(loss), steps, bad_step)
-        self.sums = torch.stack([loss_sum + loss, steps + 1, bad_step])
+        if norm is not None:
+            low, high = USUAL_NORM
+            # One that is not finite is a matter of bad_step, or of the loss scaler.
+            odd_step = torch.where((odd_step < 0) & torch.isfinite(norm) & ((norm < low) | (norm > high)), steps, odd_step)
+            last_norm = norm
+        self.sums = torch.stack([loss_sum + loss, steps + 1, bad_step, odd_step, last_norm])
+
+    def _average(self, weight):
+        """Move the averaged weights towards the weights by (1,) `weight`; buffers are copied."""
+        for mean, now in zip(self.averaged.parameters(), self.model.parameters()):
+            mean.lerp_(now, weight)
+        for mean, now in zip(self.averaged.buffers(), self.model.buffers()):
+            mean.copy_(now)
+
+    def _average_if_due(self):
+        count, rest = divmod(self.state.step, AVERAGE_EVERY)
+        if self.averaged is None or rest:
+            return
+        # A shorter memory at first, so that the start does not weigh on a short training (as in Phil Wang's ema_pytorch).
+        decay = min(self.task.ema_decay, 1 - (1 + count) ** (-2 / 3))
+        # From the host as a vector: a Python number would be another program for every value.
+        self.average_program(self.runtime.put({"weight": torch.tensor([1 - decay])})["weight"])
 
     def _timed_step(self, batch, epoch):
         """One step; on a device that compiles, say so while it happens and record how long it took."""
@@ -236,7 +298,7 @@ class _Training:
         )
         self.runtime.beat(state.step)
         scores = None
-        with self._bar(total) as bar:
+        with _bar(task.name, total, shown=self.progress, initial=state.step) as bar:
             try:
                 while True:
                     scores = self._finish_epoch(bar) or scores
@@ -268,6 +330,7 @@ class _Training:
                 self._timed_step(batch, epoch)
                 state.step += 1
                 self.steps_measured += 1
+                self._average_if_due()
                 self.runtime.beat(state.step)
                 bar.update()
                 self.run.progress(name=task.name, step=state.step, total=bar.total, epoch=epoch + 1, loss=self.shown_loss)
@@ -291,18 +354,19 @@ class _Training:
 
         Also agrees with the other ranks on whether to stop (when any was asked to) and to save (when rank 0 finds it due).
         """
-        norm = self.runtime.gradient_norm(self.model)
+        # Clipped gradients have lost their norm; the step kept it.
+        norm = self.sums[-1:] if self.task.clip_norm is not None else self.runtime.gradient_norm(self.model)
         launched = self.world.rank == 0 and not self.run.prints
         asked = self.stop.signal or (self.run.stop_asked() if launched else None)
-        rows = self.runtime.totals(torch.cat([self.sums, norm]), asked or 0, self._save_is_due())
-        sums = dict(zip(SUMS, rows[0]), grad_norm=rows[0][3])
+        rows = self.runtime.totals(torch.cat([self.sums[:-1], norm]), asked or 0, self._save_is_due())
+        sums = dict(zip(SUMS, rows[0]))
         sums["loss"] = sum(row[0] for row in rows) / len(rows)
         sums["bad_step"] = min((row[2] for row in rows if row[2] >= 0), default=-1.0)
         # A loss scaler skips a step whose gradient overflows; without one such a step is already the end.
         if sums["bad_step"] < 0 and not (self.runtime.scaler or math.isfinite(sums["grad_norm"])):
             sums["bad_step"] = sums["steps"] - 1
-        self.stop.signal = int(max(row[4] for row in rows)) or None
-        self.save_due = bool(rows[0][5])
+        self.stop.signal = int(max(row[-2] for row in rows)) or None
+        self.save_due = bool(rows[0][-1])
         if sums["bad_step"] >= 0:
             step = self.state.step - int(sums["steps"]) + int(sums["bad_step"]) + 1
             good = next(
@@ -316,7 +380,28 @@ class _Training:
             )
             self.run.say(message)
             raise Diverged(message)
+        self._watch_norm(sums)
         return sums
+
+    def _watch_norm(self, sums):
+        """Say once when the gradient norm leaves the usual range, and again when it does after having come back."""
+        low, high = USUAL_NORM
+        if (
+            sums["odd_step"] < 0
+            and self.steps_measured
+            and self.task.clip_norm is None
+            and not low <= sums["grad_norm"] <= high
+        ):
+            sums["odd_step"] = sums["steps"] - 1
+        odd = sums["odd_step"] >= 0
+        if odd and not self.norm_was_odd:
+            step = self.state.step - int(sums["steps"]) + int(sums["odd_step"]) + 1
+            self.run.log("odd_norm", step)
+            self.run.say(
+                f"step {step}: the gradient norm left {low:g} to {high:g} (at the last reading {sums['grad_norm']:.2g}): "
+                "vanishing gradients learn nothing, exploding ones end in nan; look at the data, lr and precision"
+            )
+        self.norm_was_odd = odd
 
     def _log(self, epoch, bar):
         sums = self._read_sums()
@@ -353,8 +438,8 @@ class _Training:
             bar.set_description("evaluating")
             started = time.monotonic()
             check = self.stop.check if self.world.size == 1 else lambda: None  # ranks stop together, after it
-            with self.runtime.buffers_of_rank_0(self.model):
-                scores = evaluate(task, self.model, self.test_data, self.runtime, epoch=epochs_done - 1, check=check)
+            with self.runtime.buffers_of_rank_0(self.scored):
+                scores = evaluate(task, self.scored, self.test_data, self.runtime, epoch=epochs_done - 1, check=check)
             seconds = time.monotonic() - started
             bar.set_description(task.name)
         # Nothing is recorded before the evaluation is over, so that a stop within it repeats it whole.
@@ -369,14 +454,18 @@ class _Training:
         self._save()
         return scores
 
+    @property
+    def scored(self):
+        """The model that is evaluated and kept."""
+        return self.model if self.averaged is None else self.averaged
+
     def _keep_best(self, scores, epoch):
         score = scores[self.task.score]
         if self.state.best is None or score > self.state.best:
             self.state.best = score
-            weights_now = self.runtime.host(self.model.state_dict())
-            self.run.save_best(
-                weights_now, workload=self.task.name, step=self.state.step, epoch=epoch, **{self.task.score: score}
-            )
+            about = {self.task.score: score, **self.task.metadata(self.data)}
+            weights_now = self.runtime.host(self.scored.state_dict())
+            self.run.save_best(weights_now, workload=self.task.name, step=self.state.step, epoch=epoch, **about)
 
     # Saving and coming back
 
@@ -396,6 +485,7 @@ class _Training:
                 state=dataclasses.asdict(self.state),
                 sums={name: sums[name] for name in SUMS},
                 model=host(self.model.state_dict()),
+                averaged=host(self.averaged.state_dict()) if self.averaged else {},
                 optimizer=host(self.optimizer.state_dict()),
                 scaler=self.runtime.scaler.state_dict() if self.runtime.scaler else {},
                 random=random,  # every rank's
@@ -426,6 +516,8 @@ class _Training:
             )
         self.state = _State(**saved["state"])
         self.model.load_state_dict(saved["model"])
+        if self.averaged is not None:
+            self.averaged.load_state_dict(saved["averaged"])
         self.optimizer.load_state_dict(saved["optimizer"])
         if self.runtime.scaler and saved["scaler"]:
             self.runtime.scaler.load_state_dict(saved["scaler"])
@@ -444,41 +536,76 @@ class _Training:
         else:  # a second interrupt broke into a step, whose state is half new: the last checkpoint counts
             self.run.say(f"{why} within a step: the last checkpoint counts. Run the same again to go on from there.")
 
-    def _bar(self, total):
-        from tqdm.auto import tqdm
 
-        return tqdm(
-            total=total, initial=self.state.step, desc=self.task.name, unit="step", disable=not self.progress, mininterval=0.5
-        )
+def test(task, run, *, runtime=None, progress=True):
+    """Score `task.weights`, or the run's best weights, on the task's test set. Returns the scores, on every rank.
+
+    What the task keeps of its predictions is written to the run's folder predictions/. runtime: as for `train`.
+    """
+    with environment.explained():
+        path = task.weights or run.path / "best.safetensors"
+        task = dataclasses.replace(task, weights=path)
+        _check_dataset_dir(task)
+        model = task.model()
+        weights.load(model, path)
+        data = task.test_set()
+        runtime = runtime or open_runtime(environment.detect(), task.precision)
+        check_batch(task.batch_size, runtime.cores)
+        run = run if runtime.world.rank == 0 else run.muted()
+        run.say(f"testing {path} on {runtime}: {len(data)} samples")
+        epoch, total = weights.epoch_of(path), -(-len(data) // task.batch_size)
+        with _bar(
+            f"testing {task.name}", total, shown=progress and runtime.world.rank == 0 and run.prints, unit="batch"
+        ) as bar:
+
+            def tick():
+                bar.update()
+                run.progress(name=f"testing {task.name}", step=bar.n, total=total)
+
+            folder = run.path / "predictions"
+            scores = evaluate(task, runtime.place(model), data, runtime, epoch=epoch, check=tick, folder=folder)
+        return json.loads(runtime.world.share(json.dumps(scores))) if runtime.world.size > 1 else scores
 
 
-def evaluate(task, model, data, runtime, *, epoch=None, check=lambda: None):
+def evaluate(task, model, data, runtime, *, epoch=None, check=lambda: None, folder=None):
     """Scores of a model on a device over a test set: `task.evaluate` on the predictions of every batch.
 
     Every sample counts once; the padding of the last batch is marked in `valid`. With several ranks each predicts its share,
     and rank 0 scores them all, in the order that one device would give; the other ranks return None. epoch: see
-    `Workload.predict`. check: called between batches.
+    `Workload.predict`. check: called between batches. folder: where the task keeps what it wants of the predictions.
     """
-
-    def predict(batch):
-        with torch.no_grad(), runtime.autocast():
-            return task.predict(model, batch, epoch)
-
-    program = runtime.compile(predict)
+    predict = task.predictor(model, runtime, epoch)
 
     def predictions():
         plan = evaluation_plan(len(data), task.batch_size)
         with contextlib.closing(runtime.batches(data, plan, workers=task.num_workers)) as batches:
             for batch in batches:
-                yield from runtime.world.gather((runtime.host(program(batch)), runtime.host(batch)))
+                yield from runtime.world.gather((runtime.host(predict(batch)), runtime.host(batch)))
                 runtime.beat(runtime.step)
                 check()
 
     model.eval()
-    if runtime.world.rank == 0:
+    if runtime.world.rank != 0:
+        for _ in predictions():
+            pass
+        return None
+    if folder is None:
         return task.evaluate(predictions())
-    for _ in predictions():
-        pass
+    found = list(predictions())
+    folder.mkdir(parents=True, exist_ok=True)
+    task.keep(folder, found, data)
+    return task.evaluate(found)
+
+
+def _check_dataset_dir(task):
+    if task.dataset_dir is None:
+        raise TpukitError(f"{type(task).__name__} needs a dataset_dir: find_dataset(env, {task.dataset!r}) finds one")
+
+
+def _bar(name, total, *, shown, initial=0, unit="step"):
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, initial=initial, desc=name, unit=unit, disable=not shown, mininterval=0.5)
 
 
 def _freeze_batch_norm(model):

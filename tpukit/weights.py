@@ -59,12 +59,17 @@ def load(model, path):
     model.load_state_dict({name: new.get(name, tensor) for name, tensor in own.items()})
 
 
-def epoch_of(path):
-    """The epoch (from 0) at which a run kept its best.safetensors, or None for a file from elsewhere."""
+def metadata(path):
+    """dict of the strings that were kept with the weights in a .safetensors file; empty for a file from elsewhere."""
     from safetensors import safe_open
 
-    if Path(path).suffix != ".safetensors":
-        return None
+    if Path(path).suffix != ".safetensors" or not Path(path).is_file():
+        return {}
     with safe_open(path, "pt") as file:
-        epoch = (file.metadata() or {}).get("epoch")
+        return file.metadata() or {}
+
+
+def epoch_of(path):
+    """The epoch (from 0) at which a run kept its best.safetensors, or None for a file from elsewhere."""
+    epoch = metadata(path).get("epoch")
     return int(epoch) if epoch else None

@@ -1,5 +1,7 @@
-"""`tpukit doctor`: what stands between this machine and training, one line each with its mend. Touches no device."""
+"""`tpukit doctor`: what stands between this machine and training, one line each with its mend. Touches no device, unless a model
+is to be tried."""
 
+import copy
 import dataclasses
 import os
 import re
@@ -12,8 +14,9 @@ from tpukit import environment
 from tpukit.tables import Table
 
 OK, NOTE, WARNING, BLOCKS = "ok", "note", "warning", "BLOCKS"
-NEEDED = ("numpy", "pillow", "safetensors", "scikit-image", "tqdm", "rich", "tyro", "matplotlib")
+NEEDED = ("numpy", "pillow", "safetensors", "scikit-image", "tqdm", "rich", "tyro", "matplotlib", "scipy", "pyeit")
 GIB = 2**30
+LARGEST_MOVE = 0.05  # of an output by half precision, as a share of its norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,74 @@ def examine(env=None, *, environ=None, root="/"):
     ):
         checks += look(env, environ, root)
     return checks
+
+
+def try_model(task, env):
+    """Train one step of a workload's model on this machine's device in every precision that suits it. Returns a list of `Check`.
+
+    The batch is made up. Weights are the task's own, or fresh ones; what starts at zero is made small random numbers then, so that
+    every part of the model has a say in its output.
+    """
+    import torch
+
+    from tpukit import weights
+    from tpukit.runtime import open_runtime
+
+    torch.manual_seed(0)
+    model = task.model()
+    if task.weights:
+        weights.load(model, task.weights)
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if not parameter.any():
+                    parameter.normal_(0, 0.02)
+    said, exact = [], None
+    # fp16 is what GPUs without bf16 train in; a CPU takes minutes for it, and XLA has none.
+    for precision in ("fp32", "bf16", "fp16") if env.accelerator == "cuda" else ("fp32", "bf16"):
+        try:
+            runtime = open_runtime(env, precision)
+            output, loss, norm = _one_step(task, model, runtime)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            reason = str(error).strip().splitlines()[0]
+            mend = "train in fp32" if exact is not None else (environment.mend_for(reason) or "")
+            said.append(
+                Check(f"{task.name} in {precision}", WARNING if exact is not None else BLOCKS, f"does not run: {reason}", mend)
+            )
+            continue
+        if exact is None:
+            exact = output
+            found = f"runs on {runtime}: loss {loss:.4g}, gradient norm {norm:.3g}"
+            said.append(Check(f"{task.name} in {precision}", OK, found))
+            continue
+        moved = float((output - exact).norm() / exact.norm())
+        most = float((output - exact).abs().max() / exact.abs().max())
+        found = f"runs: the output moves by {moved:.2%} (at most {most:.2%} of its largest), loss {loss:.4g}, gradient norm {norm:.3g}"
+        fine = moved < LARGEST_MOVE
+        mend = (
+            "" if fine else "more than rounding explains: train in fp32, and look for sums over many numbers in half precision"
+        )
+        said.append(Check(f"{task.name} in {precision}", OK if fine else WARNING, found, mend))
+    return said
+
+
+def _one_step(task, model, runtime):
+    """(the model's first output in float32 on the CPU, the loss, the gradient norm)."""
+    import torch
+
+    seen = []
+    model = runtime.place(copy.deepcopy(model)).train()
+    model.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    batch = runtime.put(task.example(1))
+    with runtime.autocast():
+        loss = task.loss(model, batch, task.epochs).float()
+    (loss if runtime.scaler is None else runtime.scaler.scale(loss)).backward()
+    scale = 1.0 if runtime.scaler is None else runtime.scaler.get_scale()
+    output = seen[0] if isinstance(seen[0], torch.Tensor) else seen[0][0]
+    norm = runtime.gradient_norm(model)
+    runtime.sync()
+    output, loss, norm = runtime.host((output, loss.detach(), norm))
+    return output.float(), float(loss), float(norm[0]) / scale
 
 
 def table(checks):

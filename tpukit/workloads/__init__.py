@@ -7,6 +7,7 @@ from tpukit.errors import TpukitError
 WORKLOADS = {
     "mnist": ("tpukit.workloads.mnist", "MNIST", "handwritten digits with a small convolutional network"),
     "mshnet": ("tpukit.workloads.mshnet", "MSHNet", "infrared small target detection (Liu et al., CVPR 2024)"),
+    "cdeit": ("tpukit.workloads.cdeit", "CDEIT", "diffusion transformer for impedance tomography (Shi et al., IEEE TIM 2025)"),
 }
 
 

@@ -79,6 +79,10 @@ class MNIST(Workload):
             images += int(batch["valid"].sum())
         return dict(accuracy=correct / max(images, 1), images=images)
 
+    def example(self, count):
+        rng = np.random.default_rng(0)
+        return dict(image=rng.integers(0, 256, (count, 1, 28, 28), np.uint8), label=rng.integers(0, 10, count))
+
     def panels(self, batch, prediction=None):
         labels = [str(int(label)) for label in batch["label"]]
         if prediction is not None:

@@ -1,0 +1,238 @@
+"""CDEIT: a conditional diffusion transformer for electrical impedance tomography (Shi et al., IEEE TIM 2025)."""
+
+import csv
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+
+from tpukit import storage
+from tpukit.errors import TpukitError
+from tpukit.run import setting
+from tpukit.training import Workload
+from tpukit.workloads.cdeit import diffusion
+from tpukit.workloads.cdeit.data import CONVENTIONS, FALLBACK, SIZE, TRAINING, Impedance, find_split, find_statistics
+from tpukit.workloads.cdeit.model import CDEITModel
+from tpukit.workloads.cdeit.scores import NAMES, Scores
+
+CLASSICAL = {"Tikhonov": "TR", "Gauss-Newton": "xs_gn"}  # name -> array of the files
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CDEIT(Workload):
+    """From 208 boundary voltages to a 128 x 128 conductivity image, by a diffusion transformer; defaults are the published recipe."""
+
+    name: ClassVar[str] = "cdeit"
+    dataset: ClassVar[str] = "eit"
+    score: ClassVar[str] = "cc"
+    fallback: ClassVar[Path] = FALLBACK
+
+    data: Literal["simulated", "uef2017", "ktc2023"] = setting("simulated", free=True)
+    """Which test set is scored: its folder below dataset_dir (test, data2017 or test2017, data2023 or test2023) and its units.
+    Training is always on train/."""
+    epochs: int = setting(50, free=True)
+    """Passes over the training set."""
+    batch_size: int = 16
+    """Global batch size: images in one optimizer step, over all cores."""
+    lr: float = 1e-5
+    """Learning rate of Adam."""
+    objective: Literal["l1", "l2"] = "l1"
+    """Mean absolute or squared error of the predicted image. l1 is published; most of an image is background, and a short training
+    with it stays long at predicting nothing else (over 600 steps in our small model), which l2 leaves at once."""
+    clip_norm: float | None = 1.0
+    """Gradients of a larger norm are scaled down to it; None does not clip."""
+    ema_decay: float | None = 0.995
+    """Decay of the moving average of the weights, which is what is scored and kept; None keeps no average."""
+    sampling_steps: int = setting(5, free=True)
+    """Steps of DDIM from noise to an image, 1 to 1000."""
+    eta: float = setting(1.0, free=True)
+    """Noise that DDIM adds on its way: 0 none, 1 as much as the training did."""
+    sampler: Literal["ddim", "ancestral"] = setting("ddim", free=True)
+    """ddim, or ancestral: all 1000 steps."""
+    patch: int = 2
+    """Side of the patches that become tokens."""
+    width: int = 512
+    """Channels of a token."""
+    heads: int = 16
+    """Attention heads."""
+    window: int = 16
+    """Side, in tokens, of the windows of the first two and last two blocks."""
+    levels: int = 4
+    """How often the token grid is halved on the way down."""
+    checkpointing: bool = setting(False, free=True)
+    """Compute activations again in the backward pass instead of keeping them: less memory, a third more time."""
+
+    def __post_init__(self):
+        self._schedule()
+        if self.sampler == "ancestral" and self.sampling_steps not in (5, diffusion.STEPS):
+            raise TpukitError(
+                f"sampling_steps={self.sampling_steps}: ancestral sampling takes all {diffusion.STEPS}; leave it out"
+            )
+
+    def _schedule(self):
+        try:
+            return (
+                diffusion.ancestral_schedule()
+                if self.sampler == "ancestral"
+                else diffusion.ddim_schedule(self.sampling_steps, self.eta)
+            )
+        except ValueError as error:
+            raise TpukitError(str(error)) from error
+
+    # Data
+
+    def datasets(self):
+        root = Path(self.dataset_dir)
+        training = find_split(root, TRAINING, "training set")
+        return Impedance(training, TRAINING, self._statistics(training), baselines=False), self.test_set()
+
+    def test_set(self):
+        root, convention = Path(self.dataset_dir), CONVENTIONS[self.data]
+        folder = find_split(root, convention, f"{self.data} test set")
+        return Impedance(folder, convention, self._statistics(folder), baselines=True)
+
+    def _statistics(self, folder):
+        """The weights' own statistics where they carry them: others would make them see other voltages."""
+        from tpukit import weights
+
+        carried = weights.metadata(self.weights).get("voltages") if self.weights else None
+        if carried is None:
+            return find_statistics(folder, Path(self.dataset_dir))
+        print(f"voltage statistics: those that {self.weights} was trained with")
+        return tuple(np.array(values, np.float32) for values in json.loads(carried))
+
+    def metadata(self, data):
+        return dict(voltages=json.dumps([values.tolist() for values in data.statistics]))
+
+    def example(self, count):
+        rng = np.random.default_rng(0)
+        return dict(
+            image=rng.integers(-1, 2, (count, 1, SIZE, SIZE)).astype(np.float32),
+            voltages=rng.standard_normal((count, 1, 16, 16)).astype(np.float32),
+            key=np.arange(count),
+            t=np.linspace(0, diffusion.STEPS - 1, count).astype(np.int64),
+        )
+
+    # Training
+
+    def model(self):
+        sizes = dict(patch=self.patch, width=self.width, heads=self.heads, window=self.window, levels=self.levels)
+        try:
+            return CDEITModel(image_size=SIZE, **sizes, checkpointing=self.checkpointing)
+        except ValueError as error:
+            raise TpukitError(str(error)) from error
+
+    def optimizer(self, model):
+        return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=self.lr)
+
+    def loss(self, model, batch, epoch):
+        image = batch["image"]
+        noise = diffusion.normal(batch["key"], image.shape[1:])
+        given = (image, batch["voltages"], batch["t"], noise, _alphas(image.device))
+        return diffusion.loss(model, *given, squared=self.objective == "l2")
+
+    # Sampling
+
+    def predictor(self, model, runtime, epoch=None):
+        """One program draws the first noise, another makes one step, whatever the step."""
+        first = runtime.inference(lambda keys: diffusion.normal(keys, (1, SIZE, SIZE)))
+        step = runtime.inference(functools.partial(_sampling_step, model))
+        # One tensor a row: a slice of one tensor would be another program for every step.
+        rows = [runtime.put({"row": torch.tensor(row, dtype=torch.float32)})["row"] for row in self._schedule()]
+
+        def predict(batch):
+            keys = batch["key"] * (diffusion.STEPS + 1)
+            x = first(keys)
+            for row in rows:
+                x = step(x, batch["voltages"], keys, row)
+            return x
+
+        return predict
+
+    def evaluate(self, predictions):
+        """dict: rmse, psnr, ssim, cc inside the disk, means over the images; beside them those of the classical methods."""
+        ours, zero, classical = Scores(), Scores(), {name: Scores() for name in CLASSICAL}
+        for images, batch in predictions:
+            valid = batch["valid"]
+            truth = batch["image"][valid, 0].numpy()
+            ours.add(images[valid, 0].numpy(), truth)
+            zero.add(np.zeros_like(truth), truth)
+            for name, key in CLASSICAL.items():
+                classical[name].add(batch[key][valid].numpy(), truth)
+        beside = {name: method.mean() for name, method in {**classical, "all zero": zero}.items()}
+        return dict(ours.mean(), images=len(ours.rows), beside={name: mean for name, mean in beside.items() if mean})
+
+    def keep(self, folder, predictions, data):
+        """Write NAME.npz and NAME.mat, where NAME is the set's: prediction, TR and xs in the unit of its files, xs_gn, names; and
+        NAME.csv, the scores of every image and method."""
+        from scipy.io import savemat
+
+        images, truth, tikhonov, newton = ([] for _ in range(4))
+        for prediction, batch in predictions:
+            valid = batch["valid"]
+            for column, values in zip(
+                (images, truth, tikhonov, newton), (prediction, batch["image"], batch["TR"], batch["xs_gn"])
+            ):
+                column.append(values[valid].view(-1, SIZE, SIZE).numpy())
+        images, truth, tikhonov, newton = (np.concatenate(column) for column in (images, truth, tikhonov, newton))
+        unit = CONVENTIONS[self.data].unit
+        arrays = dict(prediction=images * unit, TR=tikhonov * unit, xs_gn=newton, xs=truth)
+        names = data.names.tolist()
+        with storage.whole_file(folder / f"{self.data}.npz") as file:
+            np.savez_compressed(file, **arrays, names=names)
+        with storage.whole_file(folder / f"{self.data}.mat") as file:
+            savemat(file, dict(arrays, names=np.array(names, dtype=object)))
+        with open(folder / f"{self.data}.csv", "w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(("image", "method", *NAMES))
+            for method, made in zip(("CDEIT", *CLASSICAL), (images, tikhonov, newton)):
+                scores = Scores()
+                scores.add(made, truth)
+                table.writerows((name, method, *row.values()) for name, row in zip(names, scores.rows))
+
+    def kept(self, folder):
+        path = folder / f"{self.data}.npz"
+        if not path.is_file():
+            return None
+        with np.load(path, allow_pickle=False) as arrays:
+            unit = np.float32(CONVENTIONS[self.data].unit)
+            batch = dict(image=arrays["xs"][:, None], TR=arrays["TR"] / unit, xs_gn=arrays["xs_gn"])
+            return batch, arrays["prediction"][:, None] / unit
+
+    def panels(self, batch, prediction=None):
+        rows = []
+        for i, image in enumerate(np.asarray(batch["image"])):
+            row = [("conductivity", tint(image[0]))]
+            if prediction is not None:
+                row += [(name, tint(np.asarray(batch[key][i]))) for name, key in CLASSICAL.items()]
+                row += [("CDEIT", tint(np.asarray(prediction[i, 0])))]
+            else:
+                row += [("voltages, normalised", tint(np.asarray(batch["voltages"][i, 0]) / 3))]
+                if "t" in batch:
+                    given, t = torch.as_tensor(batch["image"][i : i + 1]), torch.as_tensor(batch["t"][i : i + 1])
+                    noise = diffusion.normal(torch.as_tensor(batch["key"][i : i + 1]), given.shape[1:])
+                    noisy = diffusion.noisy(given, t, noise, _alphas(torch.device("cpu")))
+                    row += [(f"noisy at step {int(t)}", tint(noisy[0, 0].numpy()))]
+            rows.append(row)
+        return rows
+
+
+@functools.cache
+def _alphas(device):
+    return torch.tensor(diffusion.alphas_cumprod(), dtype=torch.float32).to(device)
+
+
+def _sampling_step(model, x, voltages, keys, row):
+    noise = diffusion.normal(keys + 1 + row[0].long(), x.shape[1:])
+    return diffusion.update(model, x, voltages, row, noise)
+
+
+def tint(image):
+    """(S, S) in [-1, 1] -> (S, S, 3): blue is resistive, red conductive, white the background; what is not a number is grey."""
+    level = np.clip(np.nan_to_num(image), -1, 1)[..., None]
+    ends = np.where(level < 0, (0.13, 0.35, 0.65), (0.75, 0.15, 0.15))
+    return np.where(np.isnan(image)[..., None], 0.8, 1 - abs(level) * (1 - ends))

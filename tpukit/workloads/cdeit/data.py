@@ -22,11 +22,11 @@ KEY_DRAW, TIME_DRAW = 0, 1
 class Convention:
     """How a set is written down: the names of its folders, and the constants V and I of its tank.
 
-    The network sees ys / V; a prediction is saved as prediction * I / V, and so TR is saved in the files.
+    The network sees ys / V. A prediction is saved as prediction * I / V, the `unit`, and so TR stands in the files.
     """
 
     def __init__(self, folders, volts, current):
-        self.folders, self.volts, self.current = folders, volts, current
+        self.folders, self.volts, self.unit = folders, volts, current / volts
 
 
 CONVENTIONS = dict(
@@ -60,7 +60,7 @@ class Impedance:
         volts = self.volts[indices] / np.float32(self.convention.volts)
         made = dict(image=self.images[indices][:, None], voltages=voltage_map(volts, *self.statistics))
         if numbers is None:
-            scale = dict(TR=self.convention.volts / self.convention.current, xs_gn=1.0)
+            scale = dict(TR=1 / self.convention.unit, xs_gn=1.0)
             linear = {name: values[indices] * np.float32(scale[name]) for name, values in self.linear.items()}
             return dict(made, key=np.asarray(indices, np.int64), **linear)
         key = (numbers[:, KEY_DRAW] * 2**40).astype(np.int64)
@@ -151,7 +151,7 @@ def find_statistics(split_folder, root):
             print(f"voltage statistics: mean.pth and std.pth of {folder}")
             return tuple(_read_statistic(folder / name) for name in ("mean.pth", "std.pth"))
     try:
-        training = find_split(root, Convention(("train",), 1.0, 1.0), "training set")
+        training = find_split(root, TRAINING, "training set")
     except TpukitError as error:
         raise TpukitError(
             f"no mean.pth and std.pth beside {split_folder} or in {FALLBACK.resolve()}, and no training set in {root} to compute "

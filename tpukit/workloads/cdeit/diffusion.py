@@ -27,10 +27,10 @@ def noisy(x_start, t, noise, alphas):
     return kept.sqrt() * x_start + (1 - kept).sqrt() * noise
 
 
-def loss(model, x_start, voltages, t, noise, alphas):
-    """Mean |x_start - model(noisy image)|, a float32 scalar."""
-    predicted = model(noisy(x_start, t, noise, alphas), t, voltages)
-    return (x_start - predicted.float()).abs().mean()
+def loss(model, x_start, voltages, t, noise, alphas, *, squared=False):
+    """Mean |x_start - model(noisy image)|, or its square, a float32 scalar."""
+    error = x_start - model(noisy(x_start, t, noise, alphas), t, voltages).float()
+    return error.square().mean() if squared else error.abs().mean()
 
 
 def ddim_schedule(steps, eta=1.0):

@@ -31,20 +31,21 @@ def image_scores(image, truth, inside):
 
 
 class Scores:
-    """The scores of one method, image by image."""
+    """The scores of one method, image by image, in `rows`."""
 
     def __init__(self):
-        self.inside = disk()
         self.rows = []
 
-    def add(self, image, truth):
-        """image, truth: (S, S). An image with a number that is none (the method was not run) makes the set's scores None."""
-        outside = np.where(self.inside, image, 0)  # what is drawn outside the tank is nobody's
-        known = np.isfinite(outside).all()
-        self.rows.append(image_scores(outside, truth, self.inside) if known else dict.fromkeys(NAMES))
+    def add(self, images, truth):
+        """images, truth: (B, S, S) float. An image that is not a number somewhere (the method was not run) has no scores."""
+        inside = disk()
+        for image, wanted in zip(images, truth):
+            image = np.where(inside, image, 0)  # what is drawn outside the tank is nobody's
+            known = np.isfinite(image).all()
+            self.rows.append(image_scores(image, wanted, inside) if known else dict.fromkeys(NAMES))
 
     def mean(self):
-        """dict of the means over the images, or None where the method has none."""
+        """dict of the means over the images, or None where an image has no scores."""
         if not self.rows or any(row["rmse"] is None for row in self.rows):
             return None
         return {name: float(np.mean([row[name] for row in self.rows])) for name in NAMES}

@@ -83,6 +83,11 @@ class MSHNet(Workload):
             scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
         return {**scores.result(), "published": scores.published(), "roc": scores.roc()}
 
+    def example(self, count):
+        rng, size = np.random.default_rng(0), self.crop_size
+        image = rng.integers(0, 256, (count, 1, size, size), np.uint8)
+        return dict(image=np.repeat(image, 3, 1), mask=np.where(image > 250, 255, 0).astype(np.uint8))
+
     def panels(self, batch, prediction=None):
         rows = []
         for index, (image, mask) in enumerate(zip(batch["image"], batch["mask"])):
