@@ -1,4 +1,4 @@
-"""MSHNet against values computed with the published code. All seeds and cases come from the reference folder."""
+"""MSHNet and CDEIT against values computed with the published code. All seeds and cases come from the reference folder."""
 
 import json
 
@@ -7,6 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
+from tpukit.workloads.cdeit import diffusion
+from tpukit.workloads.cdeit.data import CONVENTIONS, voltage_map
+from tpukit.workloads.cdeit.model import CDEITModel
 from tpukit.workloads.mshnet import augment
 from tpukit.workloads.mshnet.data import read_image
 from tpukit.workloads.mshnet.loss import multiscale_loss, sls_loss
@@ -123,3 +126,61 @@ def pair(real_data, name):
     return [
         Image.fromarray(read_image(real_data / "IRSTD-1k" / kind / f"{name}.png", grey=True)) for kind in ("images", "masks")
     ]
+
+
+# CDEIT
+
+
+@pytest.fixture(scope="module")
+def cdeit(reference):
+    """The full model, filled by the rule, and the names and shapes that it should have."""
+    names = json.loads((reference / "cdeit_state_dict.json").read_text())
+    return fill(CDEITModel(), names, int(np.load(reference / "cdeit_forward.npz")["seed"])), names
+
+
+def test_cdeit_has_the_published_names_shapes_and_count(cdeit):
+    model, names = cdeit
+    assert {n: list(v.shape) for n, v in model.state_dict().items()} == names and list(model.state_dict()) == list(names)
+    assert sum(p.numel() for p in model.parameters()) == 109_719_108
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 107_621_956
+
+
+def test_cdeit_forward_equals_the_published_network(reference, cdeit):
+    model, _ = cdeit
+    wanted = tensors(reference / "cdeit_forward.npz")
+    assert torch.equal(model.pos_embed[0, 5], wanted["pos_embed_row_5"])
+    with torch.no_grad():
+        for t in (0, 417, 999):
+            found, right = model(wanted["x"], torch.tensor([t]), wanted["y"]), wanted[f"out_t{t}"]
+            assert float((found - right).abs().max() / right.abs().max()) < 2e-4
+
+
+def toy(x, t, voltages):
+    """The network of the reference's diffusion values."""
+    return 0.3 * x + 0.1 * torch.nn.functional.interpolate(voltages, scale_factor=8) + t.view(-1, 1, 1, 1) / 1000
+
+
+def test_diffusion_and_ddim_equal_the_published_ones(reference):
+    wanted = tensors(reference / "cdeit_diffusion.npz")
+    assert np.allclose(diffusion.betas(), wanted["betas"], rtol=1e-5, atol=0)
+    assert np.allclose(diffusion.alphas_cumprod(), wanted["alphas_cumprod"], rtol=1e-5, atol=0)
+    table = torch.tensor(diffusion.alphas_cumprod(), dtype=torch.float32)
+    x, t, noise, voltages = (wanted[name] for name in ("x_start", "t", "noise", "voltage_map"))
+    assert torch.allclose(diffusion.noisy(x, t, noise, table), wanted["q_sample"], rtol=1e-5, atol=1e-5)
+    assert float(diffusion.loss(toy, x, voltages, t, noise, table)) == pytest.approx(float(wanted["loss"]), rel=1e-5)
+    noises = wanted["ddim_noises"]
+    x = noises[0]
+    for row, noise in zip(diffusion.ddim_schedule(wanted["ddim_steps"]), [*noises[1:], torch.zeros_like(x)]):
+        x = diffusion.update(toy, x, voltages, torch.tensor(row, dtype=torch.float32), noise)
+    assert torch.allclose(x, wanted["ddim_out"], rtol=1e-5, atol=1e-5)
+
+
+def test_voltage_map_equals_the_published_one(reference, real_data):
+    wanted = np.load(reference / "voltage_map_test2017.npz")
+    tank = real_data / "eit-uef2017"
+    with np.load(tank / "test" / str(wanted["sample"])) as sample:
+        volts = sample["ys"].reshape(1, 208) / float(wanted["V"])
+    mean, deviation = (torch.load(tank / name, weights_only=True).numpy()[0] for name in ("mean.pth", "std.pth"))
+    assert np.abs(voltage_map(volts, mean, deviation)[0] - wanted["voltage_map"]).max() < 1e-6
+    convention = CONVENTIONS["uef2017"]
+    assert (convention.volts, convention.unit) == (float(wanted["V"]), float(wanted["I"]) / float(wanted["V"]))

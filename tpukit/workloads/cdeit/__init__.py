@@ -132,23 +132,22 @@ class CDEIT(Workload):
     def loss(self, model, batch, epoch):
         image = batch["image"]
         noise = diffusion.normal(batch["key"], image.shape[1:])
-        given = (image, batch["voltages"], batch["t"], noise, _alphas(image.device))
+        given = (image, batch["voltages"], batch["t"], noise, _bare(model).alphas_cumprod)
         return diffusion.loss(model, *given, squared=self.objective == "l2")
 
     # Sampling
 
     def predictor(self, model, runtime, epoch=None):
         """One program draws the first noise, another makes one step, whatever the step."""
-        first = runtime.inference(lambda keys: diffusion.normal(keys, (1, SIZE, SIZE)))
+        first = runtime.inference(lambda keys: diffusion.normal(_sampling_keys(keys, -1), (1, SIZE, SIZE)))
         step = runtime.inference(functools.partial(_sampling_step, model))
         # One tensor a row: a slice of one tensor would be another program for every step.
         rows = [runtime.put({"row": torch.tensor(row, dtype=torch.float32)})["row"] for row in self._schedule()]
 
         def predict(batch):
-            keys = batch["key"] * (diffusion.STEPS + 1)
-            x = first(keys)
+            x = first(batch["key"])
             for row in rows:
-                x = step(x, batch["voltages"], keys, row)
+                x = step(x, batch["voltages"], batch["key"], row)
             return x
 
         return predict
@@ -215,20 +214,25 @@ class CDEIT(Workload):
                 if "t" in batch:
                     given, t = torch.as_tensor(batch["image"][i : i + 1]), torch.as_tensor(batch["t"][i : i + 1])
                     noise = diffusion.normal(torch.as_tensor(batch["key"][i : i + 1]), given.shape[1:])
-                    noisy = diffusion.noisy(given, t, noise, _alphas(torch.device("cpu")))
+                    noisy = diffusion.noisy(given, t, noise, torch.tensor(diffusion.alphas_cumprod(), dtype=torch.float32))
                     row += [(f"noisy at step {int(t)}", tint(noisy[0, 0].numpy()))]
             rows.append(row)
         return rows
 
 
-@functools.cache
-def _alphas(device):
-    return torch.tensor(diffusion.alphas_cumprod(), dtype=torch.float32).to(device)
+def _bare(model):
+    """The model inside of DistributedDataParallel."""
+    return getattr(model, "module", model)
 
 
 def _sampling_step(model, x, voltages, keys, row):
-    noise = diffusion.normal(keys + 1 + row[0].long(), x.shape[1:])
+    noise = diffusion.normal(_sampling_keys(keys, row[0].long()), x.shape[1:])
     return diffusion.update(model, x, voltages, row, noise)
+
+
+def _sampling_keys(keys, t):
+    """(B,) keys of the noise at a timestep, from those of the samples; -1 is the start."""
+    return keys * (diffusion.STEPS + 1) + t + 1
 
 
 def tint(image):

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tpukit.workloads.cdeit.diffusion import alphas_cumprod
+
 TIME_FEATURES = 256
 MLP_RATIO = 4
 
@@ -205,6 +207,8 @@ class CDEITModel(nn.Module):
         self.pos_embed = nn.Parameter(positions(grid, width), requires_grad=False)
         self.x_embedder = PatchEmbedder(width, patch)
         self.t_embedder = TimeEmbedder(width)
+        # For the loss: with the model, because it moves to the device with it; not among its weights.
+        self.register_buffer("alphas_cumprod", torch.tensor(alphas_cumprod(), dtype=torch.float32), persistent=False)
         self.blocks = nn.ModuleDict({name: block(window) for name in ("swinIn1", "swinIn2", "swinOut1", "swinOut2")})
         self.blocks["downs"] = nn.ModuleList(nn.ModuleList([Merge(width), block(), block()]) for _ in range(levels))
         self.blocks["ups"] = nn.ModuleList(

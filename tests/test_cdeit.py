@@ -1,0 +1,435 @@
+"""CDEIT: the simulated tank, the sets, the noise and the samplers, training, and scores."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import io, stats
+from skimage import measure, metrics
+
+from tests.conftest import best_weights, checkpoint, exact, same
+from tpukit import CDEIT, Run, TpukitError, simulator, train
+from tpukit.tools import doctor
+from tpukit.training import test as score_run  # under its own name pytest would run it
+from tpukit.workloads.cdeit import diffusion
+from tpukit.workloads.cdeit.data import FALLBACK, voltage_map
+from tpukit.workloads.cdeit.model import CDEITModel, RelativeAttention
+from tpukit.workloads.cdeit.scores import image_scores
+
+TINY = dict(patch=16, width=16, heads=2, window=4, levels=1)
+SMALL = dict(TINY, batch_size=8, lr=1e-2, objective="l2", log_every=2, num_workers=1)
+
+
+@pytest.fixture(scope="session")
+def model_tank():
+    return simulator.Tank()
+
+
+@pytest.fixture(scope="session")
+def tank(tmp_path_factory):
+    """A simulated set: 21 samples to train, 5 to test."""
+    return simulator.simulate(tmp_path_factory.mktemp("tank") / "eit", samples=21, test_samples=5, seed=3, progress=False)
+
+
+@pytest.fixture
+def uef2017(real_data):
+    return real_data / "eit-uef2017"
+
+
+def task_of(folder, **more):
+    return CDEIT(dataset_dir=folder, **{**SMALL, "epochs": 2, **more})
+
+
+# The tank
+
+
+def test_simulated_voltages_of_the_real_images_agree_with_the_measured_ones(uef2017):
+    found = simulator.agreement(uef2017 / "test")
+    assert len(found) == 22 and np.mean(list(found.values())) >= 0.94 and min(found.values()) > 0.85
+
+
+def test_the_tank_solves_what_pyeit_solves(model_tank):
+    from pyeit.eit.fem import EITForward
+
+    assert model_tank.elements == 2821
+    conductivity = np.random.default_rng(0).uniform(0.01, 20, model_tank.elements)
+    slow = EITForward(model_tank.mesh, model_tank.protocol).solve_eit(conductivity)
+    assert np.allclose(model_tank.volts(conductivity), slow, rtol=1e-8, atol=1e-12)
+
+
+def test_a_conductive_inclusion_beside_an_electrode_is_seen_there_and_its_sign_turns_with_it(model_tank):
+    x, y = simulator.pixel_places()
+    electrode = model_tank.mesh.node[model_tank.mesh.el_pos[5], :2] * 0.8
+    image = (np.hypot(x - electrode[0], y - electrode[1]) < 0.15).astype(np.float32)
+    conductive, resistive = model_tank.simulate(image).reshape(16, 13), model_tank.simulate(-image).reshape(16, 13)
+    assert np.abs(conductive).sum(1).argmax() in (4, 5)  # the two patterns that drive electrode 5
+    assert np.corrcoef(conductive.ravel(), resistive.ravel())[0, 1] < -0.9
+    assert not model_tank.simulate(np.zeros_like(image)).any()
+
+
+def test_the_classical_images_show_where_an_inclusion_is_and_its_sign(model_tank):
+    x, y = simulator.pixel_places()
+    for sign in (-1, 1):
+        truth = sign * (np.hypot(x - 0.3, y + 0.4) < 0.25).astype(np.float32)
+        for name, matrix in model_tank.baselines.items():
+            image = (matrix @ model_tank.simulate(truth)).reshape(128, 128)
+            assert np.corrcoef(image[simulator.disk()], truth[simulator.disk()])[0, 1] > 0.6, name
+            assert not image[~simulator.disk()].any()
+
+
+def test_scenes_hold_one_to_four_inclusions_of_either_sign_apart_and_inside():
+    seen, signs = set(), set()
+    for seed in range(60):
+        image = simulator.scene(np.random.default_rng(seed))
+        assert set(np.unique(image)) <= {-1, 0, 1} and not image[~simulator.disk()].any()
+        count = measure.label(image != 0, connectivity=2).max()
+        assert count == measure.label(image.astype(int), background=0, connectivity=2).max()  # none of two signs
+        seen.add(count), signs.update(np.unique(image))
+    assert seen == {1, 2, 3, 4} and signs == {-1, 0, 1}
+
+
+def test_a_simulation_goes_on_where_it_stopped_with_any_number_of_workers(tank, tmp_path):
+    files = sorted((tank / "train").glob("*.npz"))
+    assert len(files) == 21 and len(list((tank / "test").glob("*.npz"))) == 5
+    again = tmp_path / "eit"
+    simulator.simulate(again, samples=3, test_samples=0, seed=3, progress=False)
+    (again / "train/.000003.npz.partial").write_bytes(b"cut short by a kill")
+    kept = (again / "train/000001.npz").stat().st_mtime_ns
+    simulator.simulate(again, samples=21, test_samples=5, workers=2, seed=3, progress=False)
+    assert (again / "train/000001.npz").stat().st_mtime_ns == kept
+    for path in files:
+        with np.load(path) as one, np.load(again / "train" / path.name) as other:
+            assert all(np.array_equal(one[name], other[name]) for name in ("xs", "ys", "xs_gn", "TR", "seed")), path
+    with np.load(files[4]) as sample:
+        assert sample["seed"].tolist() == [3, 0, 4] and sample["ys"].shape == (208, 1)
+    about = json.loads((again / "simulation.json").read_text())
+    assert about["seed"] == 3 and about["versions"]["pyeit"]
+    with pytest.raises(TpukitError, match=r"seed=3, not 4; snr_db=40.0, not 20"):
+        simulator.simulate(again, samples=30, seed=4, snr_db=20)
+
+
+def test_noise_has_the_power_that_was_asked_for(model_tank):
+    quiet, loud = (
+        simulator.make_sample(model_tank, "train", 7, seed=0, snr_db=snr_db, mismatch=0.0)["ys"] for snr_db in (300, 20)
+    )
+    noise = 20 * math.log10(np.sqrt(np.mean(quiet**2)) / np.sqrt(np.mean((loud - quiet) ** 2)))
+    assert noise == pytest.approx(20, abs=1)
+
+
+def test_without_pyeit_the_simulator_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyeit.mesh", None)
+    with pytest.raises(TpukitError, match="pip install pyeit"):
+        simulator.Tank()
+
+
+# The model
+
+
+def test_window_attention_adds_the_bias_of_every_offset():
+    torch.manual_seed(0)
+    attention = RelativeAttention(8, 2, 3)
+    x = torch.randn(1, 9, 8)
+    query, key, value = attention.qkv(x).view(9, 3, 2, 4).permute(1, 2, 0, 3)
+    out = torch.zeros(9, 2, 4)
+    for head in range(2):
+        for i in range(9):
+            logits = [
+                float(query[head, i] @ key[head, j]) / 2
+                + float(attention.relative_position_bias_table[(i // 3 - j // 3 + 2) * 5 + i % 3 - j % 3 + 2, head])
+                for j in range(9)
+            ]
+            out[i, head] = torch.softmax(torch.tensor(logits), 0) @ value[head]
+    assert torch.allclose(attention(x)[0], attention.proj(out.reshape(9, 8)), atol=1e-5)
+
+
+def test_sizes_that_do_not_fit_are_refused_with_all_of_them():
+    with pytest.raises(TpukitError, match=r"the token grid image_size / patch \(16\) must be a multiple of the window"):
+        CDEIT(patch=8, window=5).model()
+    with pytest.raises(TpukitError, match="sampling_steps=0: choose 1 to 1000"):
+        CDEIT(sampling_steps=0)
+
+
+def test_checkpointing_changes_no_gradient():
+    gradients = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = CDEITModel(**TINY, checkpointing=checkpointing)
+        for parameter in model.parameters():
+            if not parameter.any():
+                torch.nn.init.normal_(parameter, std=0.1)
+        torch.manual_seed(1)
+        model(torch.randn(2, 1, 128, 128), torch.tensor([3, 900]), torch.randn(2, 1, 16, 16)).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert all(g.any() for g in gradients[0])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients))
+
+
+# Noise and samplers
+
+
+def test_noise_is_normal_and_depends_on_its_key_alone():
+    keys = torch.tensor([0, 1, 2, 1 << 39, 77])
+    noise = diffusion.normal(keys, (1, 128, 128))
+    assert torch.equal(noise[3:], diffusion.normal(keys[3:], (1, 128, 128)))
+    assert all(stats.kstest(image.numpy().ravel(), "norm").pvalue > 1e-3 for image in noise)
+    flat = noise.flatten(1).numpy()
+    assert np.abs(np.corrcoef(flat) - np.eye(5)).max() < 0.03
+    assert abs(np.corrcoef(flat[:, 1:].ravel(), flat[:, :-1].ravel())[0, 1]) < 0.02
+
+
+def test_noise_is_the_same_on_an_xla_device(xla):
+    keys = np.array([5, 1 << 39])
+    found = xla.host(xla.inference(lambda k: diffusion.normal(k, (1, 32, 32)))(xla.put({"k": keys})["k"]))
+    assert torch.allclose(found, diffusion.normal(torch.as_tensor(keys), (1, 32, 32)), atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [diffusion.ddim_schedule(1), diffusion.ddim_schedule(7), diffusion.ancestral_schedule()])
+def test_a_sampler_with_a_perfect_network_ends_at_the_clean_image_and_visits_the_right_noise_on_its_way(rows):
+    clean, left = 0.7, diffusion.alphas_cumprod()
+    assert rows[0, 0] == 999 and (np.diff(rows[:, 0]) < 0).all() and rows[-1, 3] == 0
+    # x_t = sqrt(left) clean + noise of variance 1 - left: mean and variance of x carried through the updates by hand
+    mean, variance = math.sqrt(left[999]) * clean, 1 - left[999]
+    for (t, a, b, c), after in zip(rows, [*rows[1:, 0], None]):
+        mean, variance = a * clean + b * mean, b**2 * variance + c**2
+        if after is not None:
+            assert mean == pytest.approx(math.sqrt(left[int(after)]) * clean, abs=1e-6)
+            assert variance == pytest.approx(1 - left[int(after)], abs=1e-6)
+    assert mean == pytest.approx(clean) and variance == pytest.approx(0, abs=1e-9)
+
+
+def test_eta_0_adds_no_noise_and_1000_ddim_steps_are_ancestral_sampling():
+    assert not diffusion.ddim_schedule(9, eta=0.0)[:, 3].any()
+    assert np.allclose(diffusion.ddim_schedule(1000), diffusion.ancestral_schedule(), atol=1e-6)
+
+
+# The sets
+
+
+def test_a_batch_holds_images_maps_times_and_keys(tank):
+    data, test_data = task_of(tank).datasets()
+    assert (len(data), len(test_data)) == (21, 5)
+    batch = data.batch(np.array([2, 9]), np.array([[0.25, 0.999], [0.5, 0.0]]))
+    assert batch["t"].tolist() == [999, 0] and batch["key"].tolist() == [2**38, 2**39]
+    with np.load(tank / "train/000009.npz") as sample:
+        assert np.array_equal(batch["image"][1, 0], sample["xs"])
+        mean, deviation = data.statistics
+        assert np.array_equal(batch["voltages"][1], voltage_map(sample["ys"].T, mean, deviation)[0])
+    normal = np.concatenate([data.batch(np.arange(21))["voltages"]])
+    filled = normal[:, 0, np.arange(16), (np.arange(16) + 5) % 16]
+    assert abs(filled.mean()) < 1e-4 and filled.std() == pytest.approx(1, abs=1e-3)
+    assert not normal[:, 0, np.arange(16), (np.arange(16) + 1) % 16].any()
+
+
+def test_statistics_are_taken_beside_the_split_then_from_data_then_computed_and_saved(tank, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "root"
+    for split in ("train", "test"):
+        (root / split).mkdir(parents=True)
+        for path in (tank / split).glob("*.npz"):
+            (root / split / path.name).write_bytes(path.read_bytes())
+    data, _ = task_of(root).datasets()
+    assert f"computed from the training set in {root}, and saved there" in capsys.readouterr().out
+    volts = np.stack([np.load(path)["ys"].ravel() for path in sorted((root / "train").glob("*.npz"))]).reshape(-1, 16, 13)
+    saved = torch.load(root / "mean.pth", weights_only=True)
+    assert saved.shape == (1, 16, 13) and np.allclose(saved[0], volts.mean(0), rtol=1e-5)
+    assert np.allclose(data.statistics[1], volts.std(0), rtol=1e-4)
+    FALLBACK.mkdir()
+    for name in ("mean.pth", "std.pth"):
+        torch.save(torch.full((1, 16, 13), 2.0), FALLBACK / name)
+    assert not np.allclose(task_of(root).datasets()[0].statistics[0], 2.0)
+    assert f"mean.pth and std.pth of {root}" in capsys.readouterr().out
+    (root / "mean.pth").unlink()
+    assert np.allclose(task_of(root).datasets()[0].statistics[0], 2.0)
+    assert f"mean.pth and std.pth of {FALLBACK}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("spelling", ["data2017", "test2017"])
+def test_real_sets_are_found_in_both_spellings_and_in_their_own_units(uef2017, tmp_path, spelling):
+    (tmp_path / spelling).symlink_to(uef2017 / "test")
+    for name in ("mean.pth", "std.pth"):
+        (tmp_path / name).symlink_to(uef2017 / name)
+    data = task_of(tmp_path, data="uef2017").test_set()
+    assert len(data) == 22
+    batch = data.batch(np.arange(22))
+    truth = batch["image"][:, 0]
+    assert np.mean(np.sqrt((truth**2).mean((1, 2)))) == pytest.approx(0.253, abs=5e-4)  # the all-zero guess, as published
+    inside = simulator.disk()
+    correlation = np.mean([np.corrcoef(a[inside], b[inside])[0, 1] for a, b in zip(batch["TR"], truth)])
+    assert correlation == pytest.approx(0.695, abs=1e-3)  # Tikhonov's, as published
+
+
+def test_several_samples_may_stand_in_one_file(tank, tmp_path):
+    (tmp_path / "train").mkdir(), (tmp_path / "test").mkdir()
+    for split in ("train", "test"):
+        samples = [dict(np.load(path)) for path in sorted((tank / split).glob("*.npz"))]
+        stacked = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+        np.savez(tmp_path / split / "all.npz", **stacked)
+    for one, other in zip(task_of(tank).datasets(), task_of(tmp_path).datasets()):
+        assert len(one) == len(other)
+        a, b = one.batch(np.arange(5)), other.batch(np.arange(5))
+        assert all(np.allclose(a[name], b[name], atol=1e-5) for name in a)
+    assert other.names[2] == "all-2"
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"not a zip", "cannot be read"),
+        (dict(xs=np.zeros((128, 128))), "has no array 'ys': a sample needs xs"),
+        (dict(xs=np.zeros((64, 64)), ys=np.zeros(208)), r"xs has shape \(64, 64\), a sample needs \(128, 128\)"),
+        (dict(xs=np.zeros((2, 128, 128)), ys=np.zeros(208)), "its arrays hold 2 xs, 1 ys"),
+    ],
+)
+def test_a_file_that_is_no_sample_is_named_with_what_is_wrong(tmp_path, content, message):
+    (tmp_path / "train").mkdir()
+    if isinstance(content, bytes):
+        (tmp_path / "train/bad.npz").write_bytes(content)
+    else:
+        np.savez(tmp_path / "train/bad.npz", **content)
+    with pytest.raises(TpukitError, match="bad.npz.*" + message):
+        task_of(tmp_path).datasets()
+
+
+def test_a_folder_without_the_split_is_refused_with_what_is_there(tmp_path):
+    (tmp_path / "other").mkdir()
+    with pytest.raises(TpukitError, match=r"no training set in .*train/.*there are: other.*tpukit simulate eit"):
+        task_of(tmp_path).datasets()
+
+
+# Training
+
+
+def test_training_lowers_the_loss_moves_the_weights_and_keeps_their_average(tank, tmp_path, cpu):
+    task = task_of(tank, epochs=30, eval_every=30)
+    run = Run.open(tmp_path / "run", task)
+    scores = train(task, run, runtime=cpu, progress=False)
+    losses = [r["loss"] for r in run.records("train")]
+    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:3])
+    torch.manual_seed(task.seed)
+    kept, now, start = best_weights(run), checkpoint(run)["model"], task.model().state_dict()
+    moved = [n for n in start if start[n].is_floating_point() and n != "pos_embed"]
+    assert all(not torch.equal(now[n], start[n]) for n in moved)
+    assert torch.equal(now["pos_embed"], start["pos_embed"])
+    assert same(kept, checkpoint(run)["averaged"]) and not torch.equal(kept["pos_embed"], 0 * kept["pos_embed"])
+    assert not same({n: kept[n] for n in moved}, {n: now[n] for n in moved})
+    assert set(scores) == {"rmse", "psnr", "ssim", "cc", "images", "beside"} and scores["images"] == 5
+    assert set(scores["beside"]) == {"Tikhonov", "Gauss-Newton", "all zero"}
+
+
+def test_training_is_one_program_and_sampling_two_on_xla_and_both_equal_the_cpu(tank, tmp_path, cpu, xla):
+    task = task_of(tank, epochs=6, eval_every=6, lr=1e-3, precision="fp32")
+    runs = []
+    for runtime in (cpu, xla):
+        run = Run.open(tmp_path / str(runtime.device), task)
+        scores = train(task, run, runtime=runtime, progress=False)
+        runs.append(([r["loss"] for r in run.records("train")], scores, run))
+    (losses, scores, _), (xla_losses, xla_scores, run) = runs
+    assert np.allclose(losses, xla_losses, rtol=1e-3)
+    assert scores["rmse"] == pytest.approx(xla_scores["rmse"], rel=1e-3)
+    large = [r["step"] for r in run.records("compile") if r["seconds"] > 0.5]
+    assert large == [1], "the step is compiled once, whatever the timesteps are"
+    model, batch = xla.place(task.model()), xla.put(task.test_set().batch(np.arange(4)))
+    for steps, programs in ((3, 2), (6, 0)):  # another number of steps needs no other program
+        before = xla.compilations()[0]
+        CDEIT(**{**SMALL, "sampling_steps": steps}).predictor(model, xla)(batch)
+        xla.sync()
+        assert xla.compilations()[0] - before == programs
+
+
+def test_stopped_and_resumed_equals_straight(tank, tmp_path, cpu):
+    task = task_of(tank, epochs=6)
+    straight, stopped = Run.open(tmp_path / "straight", task), Run.open(tmp_path / "stopped", task)
+    train(task, straight, runtime=cpu, progress=False)
+    for epochs in (3, 6):
+        train(task_of(tank, epochs=epochs), stopped, runtime=cpu, progress=False)
+    kept = [[r for r in exact(run) if r["step"] != 6] for run in (straight, stopped)]  # the third epoch was the last of one
+    assert kept[0] == kept[1]
+    for name in ("model", "averaged"):
+        assert same(checkpoint(straight)[name], checkpoint(stopped)[name])
+
+
+def test_weights_carry_the_statistics_that_they_were_trained_with(tank, tmp_path, cpu, capsys):
+    task = task_of(tank, epochs=1)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    other = tmp_path / "other"
+    (other / "test").mkdir(parents=True)
+    for path in (tank / "test").glob("*.npz"):
+        (other / "test" / path.name).write_bytes(path.read_bytes())
+    for name in ("mean.pth", "std.pth"):
+        torch.save(torch.full((1, 16, 13), 9.0), other / name)
+    capsys.readouterr()
+    data = task_of(other, weights=run.path / "best.safetensors").test_set()
+    assert "those that" in capsys.readouterr().out
+    assert np.array_equal(data.statistics[0], task.datasets()[0].statistics[0])
+
+
+def test_a_test_keeps_predictions_as_npz_and_mat_and_scores_of_every_image(tank, uef2017, tmp_path, cpu):
+    task = task_of(tank, epochs=1)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    root = tmp_path / "real"
+    root.mkdir()
+    (root / "data2017").symlink_to(uef2017 / "test")
+    task = task_of(root, data="uef2017", sampling_steps=2)
+    scores = score_run(task, run, runtime=cpu, progress=False)
+    with np.load(run.path / "predictions/uef2017.npz") as kept:
+        prediction, truth, tikhonov = kept["prediction"], kept["xs"], kept["TR"]
+        assert kept["names"][0] == "1_1" and prediction.shape == (22, 128, 128)
+    with np.load(uef2017 / "test/1_1.npz") as original:
+        assert np.array_equal(original["xs"], truth[0]) and np.allclose(original["TR"], tikhonov[0], rtol=1e-5)
+    matlab = io.loadmat(run.path / "predictions/uef2017.mat")
+    assert np.array_equal(matlab["prediction"], prediction) and matlab["names"].ravel()[1].item() == "1_2"
+    rows = list(csv.DictReader(open(run.path / "predictions/uef2017.csv")))
+    assert len(rows) == 3 * 22
+    ours = [float(row["rmse"]) for row in rows if row["method"] == "CDEIT"]
+    assert np.mean(ours) == pytest.approx(scores["rmse"])
+    inside, unit = simulator.disk(), 2 / 1040.856
+    by_hand = [np.sqrt(np.mean((p[inside] / unit - t[inside]) ** 2)) for p, t in zip(prediction, truth)]
+    assert by_hand == pytest.approx(ours, rel=1e-4)
+    assert scores["beside"]["Tikhonov"]["cc"] == pytest.approx(0.695, abs=1e-3)
+    batch, images = task.kept(run.path / "predictions")
+    panels = task.panels({name: values[:2] for name, values in batch.items()}, images[:2])
+    assert [title for title, _ in panels[0]] == ["conductivity", "Tikhonov", "Gauss-Newton", "CDEIT"]
+    assert panels[0][0][1].shape == (128, 128, 3)
+
+
+# Scores
+
+
+def test_scores_equal_their_definitions_inside_the_disk():
+    rng = np.random.default_rng(0)
+    truth, inside = simulator.scene(rng), simulator.disk()
+    image = (truth + rng.normal(0, 0.2, truth.shape)).astype(np.float32) * inside
+    found = image_scores(image, truth, inside)
+    a, b = image[inside], truth[inside]
+    assert found["rmse"] == pytest.approx(np.sqrt(np.mean((a - b) ** 2)), rel=1e-5)
+    assert found["psnr"] == pytest.approx(metrics.peak_signal_noise_ratio(b, a, data_range=2), rel=1e-5)
+    assert found["cc"] == pytest.approx(np.corrcoef(a, b)[0, 1], rel=1e-5)
+    assert image_scores(truth, truth, inside) == dict(rmse=0, psnr=pytest.approx(126, abs=1), ssim=1, cc=pytest.approx(1))
+    assert image_scores(0 * truth, truth, inside)["cc"] == 0
+    y, x = 64, 64
+    weight = np.exp(-((np.mgrid[-5:6, -5:6] ** 2).sum(0)) / (2 * 1.5**2))
+    weight /= weight.sum()
+    p, t = (v[y - 5 : y + 6, x - 5 : x + 6].astype(float) for v in (image, truth))
+    mp, mt = (weight * p).sum(), (weight * t).sum()
+    vp, vt, cov = (weight * p * p).sum() - mp**2, (weight * t * t).sum() - mt**2, (weight * p * t).sum() - mp * mt
+    c1, c2 = (0.01 * 2) ** 2, (0.03 * 2) ** 2
+    similarity = (2 * mp * mt + c1) * (2 * cov + c2) / ((mp**2 + mt**2 + c1) * (vp + vt + c2))
+    one = np.zeros_like(inside)
+    one[y, x] = True
+    assert image_scores(image, truth, one)["ssim"] == pytest.approx(similarity, abs=1e-4)
+
+
+# Doctor
+
+
+def test_doctor_says_how_far_half_precision_moves_the_model(cpu):
+    env = __import__("tpukit").environment.detect({}, "/nowhere")
+    checks = doctor.try_model(CDEIT(**SMALL), env)
+    assert [c.what for c in checks] == ["cdeit in fp32", "cdeit in bf16"] and {c.level for c in checks} == {"ok"}
+    moved = float(checks[1].found.split("moves by ")[1].split("%")[0])
+    assert 0.01 < moved < 5
