@@ -62,6 +62,14 @@ def digits(tmp_path_factory):
     return synthetic.make("mnist", tmp_path_factory.mktemp("data") / "mnist", size=240)
 
 
+@pytest.fixture(scope="session")
+def tank(tmp_path_factory):
+    """A simulated set for electrical impedance tomography: 21 samples to train, 5 to test."""
+    from tpukit import simulator
+
+    return simulator.simulate(tmp_path_factory.mktemp("tank") / "eit", samples=21, test_samples=5, seed=3, progress=False)
+
+
 @pytest.fixture
 def colab(tmp_path):
     """The environment of a Colab session whose Drive is not mounted, rooted in tmp_path."""
@@ -86,7 +94,7 @@ def reference():
 
 @pytest.fixture(scope="session")
 def real_data():
-    """The folder that holds IRSTD-1k/ and mnist/."""
+    """The folder that holds IRSTD-1k/, mnist/ and eit-uef2017/."""
     return _folder("TPUKIT_DATA", "data")
 
 

@@ -28,12 +28,6 @@ def model_tank():
     return simulator.Tank()
 
 
-@pytest.fixture(scope="session")
-def tank(tmp_path_factory):
-    """A simulated set: 21 samples to train, 5 to test."""
-    return simulator.simulate(tmp_path_factory.mktemp("tank") / "eit", samples=21, test_samples=5, seed=3, progress=False)
-
-
 @pytest.fixture
 def uef2017(real_data):
     return real_data / "eit-uef2017"

@@ -43,19 +43,23 @@ def test_published_weights_as_a_pickled_state_dict_are_tested(infrared, tmp_path
     torch.manual_seed(0)
     torch.save({"state_dict": MSHNetModel().state_dict(), "epoch": 7}, "published.tar")
     assert cli.main(["test", "mshnet", "--weights", "published.tar", "--dataset-dir", str(infrared), *TINY]) == 0
-    assert "4 test samples" in capsys.readouterr().out
+    assert ": 4 samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["fly"], "no command 'fly'; there are: doctor, train, test, show"),
+        (["fly"], "no command 'fly'; there are: doctor, train, test, show, simulate, cloud"),
         (["train"], "needs a workload: mnist, mshnet"),
         (["train", "resnet"], "no workload 'resnet'; there are: mnist, mshnet"),
         (["train", "mshnet", "--use-tpu"], "--use-tpu is gone: tpukit takes the TPU when the session has one"),
         (["train", "mshnet", "--num-cores", "8"], "--num-cores is gone"),
         (["train", "mshnet", "--mode=train"], "two commands now"),
         (["train", "mshnet", "--dataset-dir", "/nowhere"], "dataset path /nowhere does not exist"),
+        (["simulate", "mri"], "`tpukit simulate` knows one thing to simulate: eit"),
+        (["simulate", "eit", "--workers", "0"], "workers=0"),
+        (["simulate", "eit", "--check", "."], "no npz files in ."),
+        (["doctor", "--model", "resnet"], "no workload 'resnet'"),
         (["show", "nothing-here"], "nothing-here is not a run directory"),
         (["test", "mnist", "--weights", "none.pth"], "weights none.pth: no such file"),
         (["test", "mnist"], "best.safetensors: no such file"),
@@ -72,7 +76,16 @@ def test_a_bad_value_is_explained_by_the_parser(capsys):
     assert exit.value.code == 2 and "epochs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["doctor", "--help"], ["train", "mshnet", "--help"], ["test", "mnist", "--help"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["doctor", "--help"],
+        ["train", "mshnet", "--help"],
+        ["test", "mnist", "--help"],
+        ["simulate", "eit", "--help"],
+    ],
+)
 def test_every_command_has_help(argv):
     ran = subprocess.run([sys.executable, "-m", "tpukit", *argv], capture_output=True, text=True)
     assert ran.returncode == 0 and len(ran.stdout) > 200
@@ -109,6 +122,59 @@ def test_the_installed_command_runs_without_torch(tmp_path):
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ran = subprocess.run([sys.executable, "-m", "tpukit", "--version"], env=environ, capture_output=True, text=True)
     assert ran.returncode == 0 and ran.stdout.strip()
+
+
+def test_simulate_train_and_test_cdeit_as_the_readme_says(real_data, tmp_path, capsys):
+    assert cli.main("simulate eit --samples 16 --test-samples 3 --workers 1 --out data --seed 5".split()) == 0
+    assert len(list((tmp_path / "data/train").glob("*.npz"))) == 16
+    sizes = "--patch 16 --width 16 --heads 2 --window 4 --levels 1".split()
+    command = "train cdeit --data-path gone --global-batch-size 8 --epochs 2 --log-every 1 --num-workers 2 --run run".split()
+    assert cli.main([*command, *sizes]) == 0
+    out = capsys.readouterr().out
+    assert "because gone does not exist" in out and "batch 8, 4 steps" in out and "Tikhonov" in out
+    assert [r["step"] for r in Run.find("run").records("train")] == [1, 2, 3, 4]
+    (tmp_path / "data/data2017").symlink_to(real_data / "eit-uef2017/test")
+    # The sizes are the run's own; they need not be said again.
+    assert cli.main("test cdeit --data uef2017 --sampling-steps 2 --run run".split()) == 0
+    out = capsys.readouterr().out
+    assert ": 22 samples" in out and "all zero" in out
+    for name in ("predictions/uef2017.npz", "predictions/uef2017.mat", "predictions/uef2017.csv", "pictures/predictions.png"):
+        assert (tmp_path / "run" / name).stat().st_size > 500, name
+    assert cli.main("simulate eit --check data/data2017".split()) == 0
+    assert "on average over 22 samples" in capsys.readouterr().out
+
+
+def test_cdeit_on_two_processes_equals_one(tank, tmp_path, capsys):
+    """The same timesteps and the same noise for every sample, the same scores: by the command line, in processes of their own."""
+    options = "--batch-size 8 --epochs 2 --log-every 1 --lr 1e-3 --objective l2 --sampling-steps 2 --eval-every 2".split()
+    sizes = "--patch 16 --width 16 --heads 2 --window 4 --levels 1".split()
+    found = []
+    for cores in ("1", "2"):
+        command = ["train", "cdeit", "--data-path", str(tank), "--run", cores, "--cores", cores, *options, *sizes]
+        ran = subprocess.run([sys.executable, "-m", "tpukit", *command], capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        again = [
+            "test",
+            "cdeit",
+            "--data-path",
+            str(tank),
+            "--run",
+            cores,
+            "--cores",
+            cores,
+            "--batch-size",
+            "8",
+            "--sampling-steps",
+            "2",
+        ]
+        tested = subprocess.run([sys.executable, "-m", "tpukit", *again], capture_output=True, text=True, timeout=300)
+        assert tested.returncode == 0, tested.stderr[-2000:]
+        run = Run.find(cores)
+        scores = run.records("evaluation")[-1]["scores"]
+        assert f"{scores['rmse']:.4f}" in tested.stdout
+        found.append(([r["loss"] for r in run.records("train")], scores))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+    assert found[0][1]["rmse"] == pytest.approx(found[1][1]["rmse"], rel=1e-4) and found[1][1]["images"] == 5
 
 
 # Rented machines: what is written, run against recording stand-ins

@@ -4,6 +4,7 @@ import io
 import os
 import tarfile
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -214,3 +215,12 @@ def test_weight_files_that_are_none_say_so(tmp_path, model, name):
     torch.save([1, 2], tmp_path / "list.pth")
     with pytest.raises(TpukitError, match=f"weights .*{name}"):
         weights.load(model, tmp_path / name)
+
+
+def test_a_workloads_own_fallback_folder_is_taken_for_a_missing_path_and_said(here, capsys):
+    with pytest.raises(TpukitError, match=r"gone does not exist, nor does data\."):
+        find_dataset(here, "eit", "gone", fallback="data")
+    Path("data").mkdir()
+    assert find_dataset(here, "eit", "gone", fallback="data") == Path("data")
+    assert "data (because gone does not exist)" in capsys.readouterr().out
+    assert find_dataset(here, "eit", fallback="data") == Path("data")

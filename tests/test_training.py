@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.conftest import SMALL, best_weights, checkpoint, exact, same
-from tpukit import MNIST, MSHNet, Run, TpukitError, Workload, train
+from tpukit import CDEIT, MNIST, MSHNet, Run, TpukitError, Workload, train
 from tpukit.run import setting
 from tpukit.runtime import Runtime, XLARuntime, evaluation_plan, training_plan
 from tpukit.training import Diverged, evaluate
@@ -23,15 +23,16 @@ from tpukit.training import Diverged, evaluate
 # Every workload
 
 
-@pytest.mark.parametrize("name", ["mnist", "mshnet"])
+@pytest.mark.parametrize("name", ["mnist", "mshnet", "cdeit"])
 @pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_every_workload_moves_its_weights_scores_and_shows(name, device, digits, infrared, tmp_path, request, capsys):
+def test_every_workload_moves_its_weights_scores_and_shows(name, device, digits, infrared, tank, tmp_path, request, capsys):
     from tpukit import display, show
 
     runtime = request.getfixturevalue(device)
     task = {
         "mnist": lambda: MNIST(dataset_dir=digits, epochs=2, **SMALL),
         "mshnet": lambda: MSHNet(dataset_dir=infrared, epochs=2, warm_epoch=0, base_size=32, crop_size=32, **SMALL),
+        "cdeit": lambda: CDEIT(dataset_dir=tank, epochs=2, patch=16, width=16, heads=2, window=4, levels=1, lr=1e-3, **SMALL),
     }[name]()
     run = Run.open(tmp_path / "run", task)
     torch.manual_seed(task.seed)
@@ -39,7 +40,7 @@ def test_every_workload_moves_its_weights_scores_and_shows(name, device, digits,
     scores = train(task, run, runtime=runtime, progress=False)
     after = checkpoint(run)["model"]
     assert all(not torch.equal(before[n], after[n]) for n in before if n.endswith("weight")), "a weight did not move"
-    assert 0 <= scores[task.score] <= 1
+    assert -1 <= scores[task.score] <= 1
     assert all(v.device.type == "cpu" for v in after.values())
     assert run.records("train")[-1]["grad_norm"] > 0
     display.show_task(task), display.show_samples(task), show(run), display.show_predictions(run, task)
@@ -349,3 +350,57 @@ def test_the_readme_way_of_writing_a_workload_trains(tmp_path, cpu):
     task = Fit(dataset_dir=Path("."))
     assert train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["fit"] > 0.9
     assert json.loads((tmp_path / "config.json").read_text())["settings"]["lr"] == 0.1
+
+
+# Clipped gradients and averaged weights
+
+
+def test_a_gradient_above_the_norm_is_scaled_down_to_it_and_a_small_one_left_alone(cpu):
+    for size, wanted in ((10.0, 1.0), (0.5, 0.5)):
+        weight = torch.nn.Parameter(torch.zeros(4))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        direction = torch.tensor([0.6, 0.0, 0.8, 0.0])
+        norm = cpu.update((weight * direction * size).sum(), optimizer, clip_norm=1.0)
+        assert float(norm) == pytest.approx(size) and torch.allclose(weight, -wanted * direction)
+
+
+def test_the_average_of_the_weights_forgets_the_start_quickly_and_then_as_slowly_as_asked(digits, tmp_path, cpu, monkeypatch):
+    from tpukit.training import _Training
+
+    task = MNIST(dataset_dir=digits, epochs=4, ema_decay=0.6, **SMALL)  # 25 steps an epoch
+    seen = []
+    average = _Training._average
+
+    def noting(self, weight):
+        seen.append({n: v.clone() for n, v in self.model.state_dict().items()})
+        average(self, weight)
+
+    monkeypatch.setattr(_Training, "_average", noting)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    torch.manual_seed(task.seed)
+    mean = task.model().state_dict()
+    assert len(seen) == 10
+    for count, now in enumerate(seen, 1):
+        decay = min(0.6, 1 - (1 + count) ** (-2 / 3))
+        mean = {n: decay * mean[n] + (1 - decay) * now[n] for n in mean}
+    kept = checkpoint(run)["averaged"]
+    assert all(torch.allclose(kept[n], mean[n], atol=1e-6) for n in mean)
+    assert not torch.allclose(kept["0.weight"], checkpoint(run)["model"]["0.weight"], atol=1e-4)
+
+
+class Loud(MNIST):
+    """MNIST whose loss, and so its gradient, is out of all proportion from the second epoch on."""
+
+    def loss(self, model, batch, epoch):
+        return super().loss(model, batch, epoch) * (1e9 if epoch >= 1 else 1.0)
+
+
+@pytest.mark.parametrize("clip_norm, step", [(1e-3, 26), (None, 27)])
+def test_an_unusual_gradient_norm_is_said_once_with_its_step(digits, tmp_path, cpu, capsys, clip_norm, step):
+    task = Loud(dataset_dir=digits, epochs=3, lr=1e-12, clip_norm=clip_norm, **SMALL)  # read every 3 steps
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    assert [r["step"] for r in run.records("odd_norm")] == [step]
+    assert capsys.readouterr().out.count(f"step {step}: the gradient norm left 1e-07 to 1000") == 1
+    assert run.records("train")[-1]["grad_norm"] > 1e3  # as it was before it was clipped

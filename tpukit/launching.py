@@ -596,6 +596,6 @@ class _Bar:
         if self.bar is None:
             from tqdm.auto import tqdm
 
-            self.bar = tqdm(total=live["total"], initial=live["step"], desc=live["name"], unit="step", mininterval=0.5)
-        self.bar.set_postfix(epoch=live["epoch"], loss=live["loss"], refresh=False)
+            self.bar = tqdm(total=live["total"], initial=live["step"], desc=live["name"], unit=live["unit"], mininterval=0.5)
+        self.bar.set_postfix({name: live[name] for name in ("epoch", "loss") if name in live}, refresh=False)
         self.bar.update(live["step"] - self.bar.n)

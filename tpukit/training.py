@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import signal
@@ -333,7 +334,9 @@ class _Training:
                 self._average_if_due()
                 self.runtime.beat(state.step)
                 bar.update()
-                self.run.progress(name=task.name, step=state.step, total=bar.total, epoch=epoch + 1, loss=self.shown_loss)
+                self.run.progress(
+                    name=task.name, unit="step", step=state.step, total=bar.total, epoch=epoch + 1, loss=self.shown_loss
+                )
                 ends_epoch = state.step % self.steps_per_epoch == 0
                 reads = state.step % task.log_every == 0 or ends_epoch
                 if reads:
@@ -557,10 +560,11 @@ def test(task, run, *, runtime=None, progress=True):
         with _bar(
             f"testing {task.name}", total, shown=progress and runtime.world.rank == 0 and run.prints, unit="batch"
         ) as bar:
+            done = itertools.count(1)
 
             def tick():
                 bar.update()
-                run.progress(name=f"testing {task.name}", step=bar.n, total=total)
+                run.progress(name=f"testing {task.name}", unit="batch", step=next(done), total=total)
 
             folder = run.path / "predictions"
             scores = evaluate(task, runtime.place(model), data, runtime, epoch=epoch, check=tick, folder=folder)
