@@ -133,12 +133,14 @@ def test_every_file_and_setting_that_the_readme_names_exists():
     readme = (ROOT / "README.md").read_text()
     for link in re.findall(r"\]\(([^)#]+)\)", readme) + re.findall(r"(notebooks/\w+\.ipynb)", readme):
         assert link.startswith("http") or (ROOT / link).exists(), link
-    from tpukit import MSHNet
+    from tpukit import CDEIT, MSHNet, cli
 
-    settings = {f"--{name.replace('_', '-')}" for name in MSHNet.__dataclass_fields__} | {"--run", "--backup", "--help"}
-    for line in readme.splitlines():
-        if line.strip().startswith(("tpukit train mshnet", "tpukit test mshnet")):
-            assert set(re.findall(r"--[a-z-]+", line)) <= settings, line
+    for task in (MSHNet, CDEIT):
+        settings = {f"--{name.replace('_', '-')}" for name in task.__dataclass_fields__} | {"--run", "--backup", "--help"}
+        commands = [line for line in readme.splitlines() if re.match(rf"\s+tpukit (train|test) {task.name}", line)]
+        assert len(commands) >= 2
+        for line in commands:
+            assert set(re.findall(r"--[a-z-]+", line)) <= settings | set(cli.ALIASES), line
 
 
 def test_nothing_in_the_tree_names_a_machine_or_a_registry():

@@ -74,6 +74,27 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tm
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 1  # the bar of core 0, live
 
 
+def test_the_cdeit_notebook_simulates_trains_on_two_devices_samples_and_shows_the_grid(tmp_path):
+    pytest.importorskip("torch_xla")
+    small = dict(SAMPLES=24, EPOCHS=1, BATCH_SIZE=8, CORES=2, RUN_NAME="run")
+    notebook = run_notebook("kaggle_cdeit_tpu.ipynb", tmp_path, **small)
+    said = text(notebook)
+    for words in ("voltage statistics: computed", "all 2 cores started", "epoch 1: loss", "It ran on 2 x xla", "correlation "):
+        assert words in said, words
+    assert len(outputs(notebook, "image/png")) == 3  # samples, curves, the grid
+    shown = "".join(outputs(notebook, "text/html"))
+    assert all(f">{column}<" in shown for column in ("Tikhonov", "Gauss-Newton", "all zero"))
+    for name in ("best.safetensors", "predictions/simulated.npz", "predictions/simulated.mat", "pictures/predictions.png"):
+        assert (tmp_path / "outputs/run" / name).exists(), name
+
+
+def test_the_cdeit_notebook_asks_for_a_gpu_by_its_metadata_alone():
+    tpu, gpu = (nbformat.read(ROOT / f"notebooks/kaggle_cdeit_{kind}.ipynb", 4) for kind in ("tpu", "gpu"))
+    assert tpu.cells == gpu.cells
+    assert (tpu.metadata.accelerator, gpu.metadata.accelerator) == ("TPU", "GPU")
+    assert (tpu.metadata.kaggle.accelerator, gpu.metadata.kaggle.accelerator) == ("tpuV5e8", "nvidiaTeslaT4")
+
+
 def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until_the_kernel_uses_the_device(tmp_path, digits):
     pytest.importorskip("torch_xla")
     cells = [
@@ -112,7 +133,10 @@ def test_the_gpu_notebook_runs_on_the_cpu_when_told_to(tmp_path, monkeypatch):
     assert len(outputs(notebook, "image/png")) == 3
 
 
-@pytest.mark.parametrize("name, menu", [("colab_tpu_setup.ipynb", "TPU needed"), ("colab_setup.ipynb", "GPU needed")])
+@pytest.mark.parametrize(
+    "name, menu",
+    [("colab_tpu_setup.ipynb", "TPU needed"), ("colab_setup.ipynb", "GPU needed"), ("kaggle_cdeit_gpu.ipynb", "GPU needed")],
+)
 def test_a_notebook_without_its_hardware_stops_with_the_menu_to_open(name, menu, tmp_path, monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -131,7 +131,7 @@ def test(argv):
     if scores and environment.rank() == 0:
         print(f"\n{report.scores_table(scores)}")
         if task.kept(run.path / "predictions"):
-            display.show_predictions(run, task, count=24)
+            display.show_predictions(run, task, count=8)
             print(f"predictions: {run.path / 'predictions'}")
 
 

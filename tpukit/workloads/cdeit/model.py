@@ -1,5 +1,5 @@
-"""The conditional diffusion transformer of Shi et al., "Conditional Diffusion Model with Attention for Electrical Impedance
-Tomography" (CDEIT), IEEE TIM 2025, arXiv 2412.16979, with the published parameter names, so that published weights load.
+"""The conditional diffusion transformer of Shi et al., "A Conditional Diffusion Model for Electrical Impedance Tomography Image
+Reconstruction", IEEE TIM 2025, arXiv 2412.16979, with the published parameter names, so that published weights load.
 
 Letters: B batch, S side of the image, P side of a patch, G = S / P side of the token grid, T tokens, C width, H heads, W side of a window.
 """
