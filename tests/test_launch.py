@@ -438,10 +438,10 @@ import sys, json, functools
 from pathlib import Path
 from tests.launched import Watched
 from tests.test_launch import machine
-from tpukit import Run, launching, train
+from tpukit import Run, launching, train, watching
 task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1, precision="fp32")
 job = launching._Job(train, task, Run.open(sys.argv[2], task), machine("tpu", 8), None, 60.0)
-print(launching._Launch(job, functools.partial(launching._start_tpu_cores, job), 1, processes=1).wait())
+print(watching.Watch(job, functools.partial(launching._start_tpu_cores, job), 1, processes=1).wait())
 """
     ran = python(program, odd, tmp_path)
     assert ran.returncode == 0 and "'images': 37" in ran.stdout and "all 1 cores started" in ran.stdout, ran.stderr[-3000:]
@@ -454,15 +454,15 @@ from pathlib import Path
 import torch_xla
 from tests.launched import Watched
 from tests.test_launch import machine
-from tpukit import Run, launching, train
+from tpukit import Run, launching, train, watching
 def refuse(*args, **more):
     raise RuntimeError("Expected 4 worker addresses, got 1")
 torch_xla.launch = refuse
 task = Watched(dataset_dir=Path(sys.argv[1]))
 job = launching._Job(train, task, Run.open(sys.argv[2], task), machine("tpu", 8), None, 60.0)
 try:
-    launching._Launch(job, functools.partial(launching._start_tpu_cores, job), 8, processes=8).wait()
-except launching.CoreFailed as error:
+    watching.Watch(job, functools.partial(launching._start_tpu_cores, job), 8, processes=8).wait()
+except watching.CoreFailed as error:
     print(error)
 """
     ran = python(program, odd, tmp_path)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tpukit import storage
 from tpukit.errors import TpukitError
 from tpukit.run import setting
-from tpukit.training import Workload
+from tpukit.task import Workload
 
 
 class Digits:

@@ -13,7 +13,7 @@ import torch
 from tpukit import storage
 from tpukit.errors import TpukitError
 from tpukit.run import setting
-from tpukit.training import Workload
+from tpukit.task import Workload
 from tpukit.workloads.cdeit import diffusion
 from tpukit.workloads.cdeit.data import CONVENTIONS, FALLBACK, SIZE, TRAINING, Impedance, find_split, find_statistics
 from tpukit.workloads.cdeit.model import CDEITModel
@@ -74,12 +74,10 @@ class CDEIT(Workload):
             )
 
     def _schedule(self):
+        if self.sampler == "ancestral":
+            return diffusion.ancestral_schedule()
         try:
-            return (
-                diffusion.ancestral_schedule()
-                if self.sampler == "ancestral"
-                else diffusion.ddim_schedule(self.sampling_steps, self.eta)
-            )
+            return diffusion.ddim_schedule(self.sampling_steps, self.eta)
         except ValueError as error:
             raise TpukitError(str(error)) from error
 
@@ -170,17 +168,13 @@ class CDEIT(Workload):
         NAME.csv, the scores of every image and method."""
         from scipy.io import savemat
 
-        images, truth, tikhonov, newton = ([] for _ in range(4))
-        for prediction, batch in predictions:
-            valid = batch["valid"]
-            for column, values in zip(
-                (images, truth, tikhonov, newton), (prediction, batch["image"], batch["TR"], batch["xs_gn"])
-            ):
-                column.append(values[valid].view(-1, SIZE, SIZE).numpy())
-        images, truth, tikhonov, newton = (np.concatenate(column) for column in (images, truth, tikhonov, newton))
-        unit = CONVENTIONS[self.data].unit
-        arrays = dict(prediction=images * unit, TR=tikhonov * unit, xs_gn=newton, xs=truth)
-        names = data.names.tolist()
+        def column(pick):
+            return np.concatenate([pick(images, b)[b["valid"]].view(-1, SIZE, SIZE).numpy() for images, b in predictions])
+
+        unit, names = CONVENTIONS[self.data].unit, data.names.tolist()
+        ours, truth = column(lambda images, b: images), column(lambda images, b: b["image"])
+        classical = {key: column(lambda images, b: b[key]) for key in CLASSICAL.values()}
+        arrays = dict(prediction=ours * unit, TR=classical["TR"] * unit, xs_gn=classical["xs_gn"], xs=truth)
         with storage.whole_file(folder / f"{self.data}.npz") as file:
             np.savez_compressed(file, **arrays, names=names)
         with storage.whole_file(folder / f"{self.data}.mat") as file:
@@ -188,7 +182,7 @@ class CDEIT(Workload):
         with open(folder / f"{self.data}.csv", "w", newline="") as file:
             table = csv.writer(file)
             table.writerow(("image", "method", *NAMES))
-            for method, made in zip(("CDEIT", *CLASSICAL), (images, tikhonov, newton)):
+            for method, made in zip(("CDEIT", *CLASSICAL), (ours, *classical.values())):
                 scores = Scores()
                 scores.add(made, truth)
                 table.writerows((name, method, *row.values()) for name, row in zip(names, scores.rows))

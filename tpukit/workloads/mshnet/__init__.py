@@ -8,7 +8,7 @@ import torch
 
 from tpukit.errors import TpukitError
 from tpukit.run import setting
-from tpukit.training import Workload
+from tpukit.task import Workload
 from tpukit.workloads.mshnet.data import InfraredSet
 from tpukit.workloads.mshnet.loss import multiscale_loss
 from tpukit.workloads.mshnet.model import MSHNetModel

@@ -1,0 +1,118 @@
+"""What a training task must say: `Workload`."""
+
+import dataclasses
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from tpukit.run import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A training task. Its fields are its whole configuration; copy `workloads/mnist.py` to write your own.
+
+    A subclass says `datasets`, `model`, `optimizer`, `loss` and `evaluate`. Fields declared with
+    `setting(free=True)` may change when a run is resumed.
+    """
+
+    name: ClassVar[str]
+    """What the command line calls it."""
+    dataset: ClassVar[str]
+    """The name under which `find_dataset` looks for its data."""
+    score: ClassVar[str]
+    """The evaluation score that decides which weights are best; larger is better."""
+    phases: ClassVar[int] = 1
+    """How many variants `loss` has (a warm-up phase makes two). On XLA each costs one compilation, and no more are allowed."""
+    fallback: ClassVar[Path | None] = None
+    """A folder that is searched where `dataset_dir` does not exist."""
+
+    dataset_dir: Path | None = setting(None, free=True)
+    """Folder of the dataset; `find_dataset` finds it."""
+    epochs: int = setting(10, free=True)
+    """Passes over the training set."""
+    batch_size: int = 16
+    """Global batch size: samples in one optimizer step, over all cores."""
+    lr: float = 0.01
+    """Learning rate."""
+    seed: int = 0
+    """Decides the initial weights, the order of the samples and the augmentation."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """fp32, bf16, fp16, or auto: bf16 on TPU and newer GPUs, fp16 with a loss scaler on older GPUs, fp32 on CPU."""
+    weights: Path | None = None
+    """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model."""
+    clip_norm: float | None = None
+    """Scale gradients of a larger norm down to it; None does not."""
+    ema_decay: float | None = None
+    """Score and keep a moving average of the weights, with this decay every 10 steps; None keeps the weights themselves."""
+    log_every: int = setting(20, free=True)
+    """Steps between two records. Reading the loss waits for the device, so not every step."""
+    eval_every: int = setting(1, free=True)
+    """Epochs between two evaluations; the last epoch is always evaluated."""
+    save_every_s: float = setting(300.0, free=True)
+    """Seconds between two checkpoints within an epoch; one is written at every epoch's end anyway."""
+    batch_norm: Literal["per-core", "synced", "frozen"] = "per-core"
+    """Statistics of batch norm on several cores. per-core: each core's share of the batch, rank 0's running ones are kept.
+    synced: the whole global batch (GPUs; parallel="spmd" does so on TPU anyway). frozen: the running ones, not trained."""
+    num_workers: int = setting(2, free=True)
+    """Threads that read and augment the batches; 0 does it between the steps."""
+
+    def datasets(self):
+        """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`; the training
+        set says in `draws` how many uniform numbers a sample's augmentation uses (0 if none)."""
+        raise NotImplementedError
+
+    def model(self):
+        """The torch.nn.Module, on the CPU."""
+        raise NotImplementedError
+
+    def optimizer(self, model):
+        """The optimizer of a model that already lies on the device."""
+        raise NotImplementedError
+
+    def loss(self, model, batch, epoch):
+        """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no `.item()` here."""
+        raise NotImplementedError
+
+    def predict(self, model, batch, epoch=None):
+        """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One program on XLA.
+
+        epoch: the epoch that the weights come from, for a model that has phases; None for finished weights."""
+        raise NotImplementedError
+
+    def predictor(self, model, runtime, epoch=None):
+        """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps says so here."""
+
+        def predict(batch):
+            return self.predict(model, batch, epoch)
+
+        return runtime.inference(predict)
+
+    def evaluate(self, predictions):
+        """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,) bool."""
+        raise NotImplementedError
+
+    def panels(self, batch, prediction=None):
+        """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3).
+
+        batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the data alone."""
+        raise NotImplementedError
+
+    def example(self, count):
+        """A made-up training batch, dict of arrays, to try the model with where there is no data."""
+        raise NotImplementedError
+
+    # What a task may say besides
+
+    def test_set(self):
+        """The test set alone, where the training set need not be there."""
+        return self.datasets()[1]
+
+    def metadata(self, data):
+        """Strings to keep with the best weights, because they only make sense with these. data: the training set."""
+        return {}
+
+    def keep(self, folder, predictions, data):
+        """Write what is worth keeping of a test into a folder. predictions: list of what `evaluate` gets. data: the test set."""
+
+    def kept(self, folder):
+        """(batch, predictions) that `keep` wrote there, for `panels`; None where there are none."""
