@@ -59,6 +59,7 @@ def test_published_weights_as_a_pickled_state_dict_are_tested(infrared, tmp_path
         (["simulate", "mri"], "`tpukit simulate` knows one thing to simulate: eit"),
         (["simulate", "eit", "--workers", "0"], "workers=0"),
         (["simulate", "eit", "--check", "."], "no npz files in ."),
+        (["simulate", "eit", "--seed", "-1"], "seed=-1"),
         (["doctor", "--model", "resnet"], "no workload 'resnet'"),
         (["show", "nothing-here"], "nothing-here is not a run directory"),
         (["test", "mnist", "--weights", "none.pth"], "weights none.pth: no such file"),
@@ -144,37 +145,35 @@ def test_simulate_train_and_test_cdeit_as_the_readme_says(real_data, tmp_path, c
     assert "on average over 22 samples" in capsys.readouterr().out
 
 
-def test_cdeit_on_two_processes_equals_one(tank, tmp_path, capsys):
+def test_cdeit_on_two_processes_and_as_one_program_on_four_devices_equals_one(tank, tmp_path, xla):
     """The same timesteps and the same noise for every sample, the same scores: by the command line, in processes of their own."""
-    options = "--batch-size 8 --epochs 2 --log-every 1 --lr 1e-3 --objective l2 --sampling-steps 2 --eval-every 2".split()
+    both = "--batch-size 8 --sampling-steps 2".split()
+    options = "--epochs 2 --log-every 1 --lr 1e-3 --objective l2 --eval-every 2".split()
     sizes = "--patch 16 --width 16 --heads 2 --window 4 --levels 1".split()
-    found = []
-    for cores in ("1", "2"):
-        command = ["train", "cdeit", "--data-path", str(tank), "--run", cores, "--cores", cores, *options, *sizes]
-        ran = subprocess.run([sys.executable, "-m", "tpukit", *command], capture_output=True, text=True, timeout=300)
-        assert ran.returncode == 0, ran.stderr[-2000:]
-        again = [
-            "test",
-            "cdeit",
-            "--data-path",
-            str(tank),
-            "--run",
-            cores,
-            "--cores",
-            cores,
-            "--batch-size",
-            "8",
-            "--sampling-steps",
-            "2",
-        ]
-        tested = subprocess.run([sys.executable, "-m", "tpukit", *again], capture_output=True, text=True, timeout=300)
-        assert tested.returncode == 0, tested.stderr[-2000:]
-        run = Run.find(cores)
-        scores = run.records("evaluation")[-1]["scores"]
-        assert f"{scores['rmse']:.4f}" in tested.stdout
-        found.append(([r["loss"] for r in run.records("train")], scores))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
-    assert found[0][1]["rmse"] == pytest.approx(found[1][1]["rmse"], rel=1e-4) and found[1][1]["images"] == 5
+
+    def ran(*command, **variables):
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
+        done = subprocess.run(
+            [sys.executable, "-m", "tpukit", *command], env=environ, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    losses, scores = {}, {}
+    for name, cores, variables in (
+        ("one", ["--cores", "1"], {}),
+        ("two", ["--cores", "2"], {}),
+        ("spmd", ["--cores", "4", "--parallel", "spmd"], {"PJRT_DEVICE": "CPU"}),
+    ):
+        place = ["cdeit", "--data-path", str(tank), "--run", name, *cores, *both]
+        ran("train", *place, *options, *sizes, **variables)
+        run = Run.find(name)
+        losses[name] = [r["loss"] for r in run.records("train")]
+        scores[name] = run.records("evaluation")[-1]["scores"]
+        assert f"{scores[name]['rmse']:.4f}" in ran("test", *place, **variables)
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-4) and losses["spmd"] == pytest.approx(losses["one"], rel=1e-3)
+    assert scores["one"]["cc"] != 0
+    assert all(s["images"] == 5 and s["rmse"] == pytest.approx(scores["one"]["rmse"], rel=1e-3) for s in scores.values())
 
 
 # Rented machines: what is written, run against recording stand-ins

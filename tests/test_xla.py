@@ -200,3 +200,17 @@ def test_workload_methods_left_out_are_named():
 
     with pytest.raises(NotImplementedError):
         Empty().model()
+
+
+def test_adams_bias_correction_that_rounds_to_one_late_in_a_training_compiles_nothing_anew(xla):
+    """From step 36,314 on the square root of 1 - 0.999^step is exactly 1, and some operations fold that number."""
+    model = xla.place(torch.nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    assert xla.prime(optimizer)
+    for state in optimizer.state.values():
+        state["step"].fill_(36_307)
+    step = xla.compile(lambda x: xla.update(model(x).square().mean(), optimizer))
+    batch = xla.put({"x": torch.ones(2, 3)})["x"]
+    for _ in range(10):
+        step(batch)
+    assert (1 - 0.999 ** int(state["step"])) ** 0.5 == 1

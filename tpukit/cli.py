@@ -46,6 +46,10 @@ REMOVED = {
 ALIASES = {"--data-path": "--dataset-dir", "--global-batch-size": "--batch-size"}
 
 
+# Settings that a test does not take over from the training.
+NOT_OF_THE_RUN = ("weights", "batch_size", "precision")
+
+
 def main(argv=None):
     """Entry point. Returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -80,7 +84,8 @@ def doctor(argv):
         json: bool = False
         """Print one JSON object, for machines."""
         model: str | None = None
-        """Also train one step of this workload's model on the device, in fp32, bf16 and fp16, and say how far the output moves."""
+        """Also compute this workload's loss and gradients on the device, in fp32, bf16 and (GPUs) fp16, and say how far the model's
+        output moves."""
         weights: Path | None = None
         """Weights for that model; fresh ones unless given."""
 
@@ -121,6 +126,8 @@ def test(argv):
 
     task, options, env = _parse("test", argv)
     path = options.run or env.outputs / (f"{task.name}-test" if task.weights else task.name)
+    if task.weights and (path / "best.safetensors").exists():
+        raise TpukitError(f"--weights {task.weights} or the best weights of the run {path}? Give one of --weights and --run")
     if (path / "config.json").is_file():
         task = _as_trained(task, Run.find(path).config)
     with _quiet_unless_first(environment):
@@ -254,13 +261,13 @@ def _with_dataset(task, env):
 
 
 def _as_trained(task, config):
-    """The task with the run's own model settings, where the command line leaves them at their defaults."""
+    """The task with the run's own settings (of its model, above all), where the command line leaves them at their defaults."""
     if config["workload"] != task.name:
         return task
     own = {}
     for field in dataclasses.fields(task):
         value = config["settings"].get(field.name, field.default)
-        if not field.metadata.get("free") and field.name != "weights" and getattr(task, field.name) == field.default:
+        if not field.metadata.get("free") and field.name not in NOT_OF_THE_RUN and getattr(task, field.name) == field.default:
             own[field.name] = value
     return dataclasses.replace(task, **own)
 

@@ -1,5 +1,6 @@
 """Showing things: figures, tables and sentences, in a notebook or a shell. The only importer of matplotlib and IPython."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -49,7 +50,9 @@ def show_predictions(run, task, *, count=4):
     The predictions are those that `test` kept, where the workload keeps them; otherwise they are made here, on the CPU. Also kept
     as pictures/predictions.png in the run's folder.
     """
-    kept = task.kept(run.path / "predictions")
+    best, folder = run.path / "best.safetensors", run.path / "predictions"
+    fresh = folder.is_dir() and best.exists() and folder.stat().st_mtime >= best.stat().st_mtime
+    kept = task.kept(folder) if fresh else None
     batch, prediction = _some(*kept, count) if kept else _predict(run, task, count)
     _out(panels_figure(task.panels(batch, prediction), "Test images"), run.path / "pictures" / "predictions.png")
 
@@ -69,7 +72,7 @@ def _predict(run, task, count):
         raise TpukitError(f"{run.path} has no best weights yet: they come with the first evaluation")
     model = task.model().eval()
     weights.load(model, best)
-    data = task.test_set()
+    data = dataclasses.replace(task, weights=best).test_set()
     batch = data.batch(_spread(len(data), count))
     tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
     return batch, task.predictor(model, Runtime("cpu"), weights.epoch_of(best))(tensors)

@@ -379,8 +379,9 @@ class XLARuntime(Runtime):
     def place(self, model):
         model = model.to(self.device)
         with torch.no_grad():
-            for buffer in model.buffers():  # SPMD marks as replicated what a program wrote, and a change of mark compiles again
-                buffer.copy_(buffer.clone())
+            # What was never written in place is traced differently, once; and SPMD marks as replicated what a program wrote.
+            for value in (*model.parameters(), *model.buffers()):
+                value.copy_(value.clone())
         self.sync()
         return model
 
@@ -417,10 +418,6 @@ class XLARuntime(Runtime):
         of `_STATE_STARTS_AT_ZERO` start. Others are left alone: False, their second step compiles once more.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        with torch.no_grad():
-            for p in parameters:  # a parameter that was never written in place is traced differently, once
-                p.mul_(1.0)
-        self.sync()
         if all(optimizer.state.get(p) for p in parameters):
             return True
         if type(optimizer).__name__ not in _STATE_STARTS_AT_ZERO or any(g.get("dampening") for g in optimizer.param_groups):
@@ -525,6 +522,18 @@ class XLARuntime(Runtime):
         except RuntimeError:  # the CPU XLA device does not implement it
             return None
         return dict(peak_bytes=info.get("peak_bytes_used", info["bytes_used"]), total_bytes=info["bytes_limit"])
+
+
+def recomputed(block, *inputs):
+    """block(*inputs), a module without randomness whose activations are computed again in the backward pass instead of being kept."""
+    if inputs[0].device.type == "xla":
+        # torch's own looks for a module torch.xla; this one also keeps XLA from merging the two computations.
+        from torch_xla.utils.checkpoint import checkpoint
+
+        return checkpoint(block, *inputs, preserve_rng_state=False)
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def _timed(name):

@@ -5,6 +5,7 @@ Images are 128 x 128 with the disk inscribed: 0 is the background, +1 a conducti
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -86,7 +87,7 @@ class Tank:
     """The finite element model of the tank; everything that does not depend on the inclusions is computed once."""
 
     def __init__(self):
-        with _without_pyeit_explained():
+        with _missing_pyeit_explained():
             from pyeit.eit import fem, protocol
             from pyeit.mesh import create
         from scipy import sparse
@@ -180,10 +181,11 @@ def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_d
     Raises TpukitError where the folder holds a set of other settings.
     """
     folder = Path(folder)
-    if samples < 0 or test_samples < 0 or workers < 1:
-        raise TpukitError(
-            f"samples={samples}, test_samples={test_samples}, workers={workers}: give 0 or more samples and a worker"
-        )
+    if min(samples, test_samples, seed) < 0 or workers < 1:
+        counts = f"samples={samples}, test_samples={test_samples}, seed={seed}, workers={workers}"
+        raise TpukitError(f"{counts}: give nothing below 0, and 1 worker or more")
+    if folder.exists() and not folder.is_dir():
+        raise TpukitError(f"{folder} is a file; a set needs a folder of its own")
     settings = dict(seed=seed, snr_db=snr_db, mismatch=mismatch)
     _agree(folder, settings)
     jobs = []
@@ -200,15 +202,21 @@ def _agree(folder, settings):
     """Write down the settings of a set, or compare them with those that it has."""
     about = folder / "simulation.json"
     if about.exists():
-        made = json.loads(about.read_text())
+        try:
+            made = json.loads(about.read_text())
+        except json.JSONDecodeError as error:
+            raise TpukitError(
+                f"{about} is damaged ({error}): delete it if you know the settings, or choose another folder"
+            ) from error
         other = [f"{n}={made.get(n)}, not {v}" for n, v in settings.items() if made.get(n) != v]
         if other:
             raise TpukitError(f"{folder} holds a simulation with {'; '.join(other)}: give the same settings, or another folder")
         return
-    with _without_pyeit_explained():
+    with _missing_pyeit_explained():
         versions = {name: importlib.metadata.version(name) for name in ("pyeit", "numpy", "scipy")}
     folder.mkdir(parents=True, exist_ok=True)
-    about.write_text(json.dumps(dict(settings, versions=versions, conductive=CONDUCTIVE, resistive=RESISTIVE), indent=1))
+    said = json.dumps(dict(settings, versions=versions, conductive=CONDUCTIVE, resistive=RESISTIVE), indent=1)
+    _write_whole(about, lambda file: file.write(said.encode()))
 
 
 def _work_off(jobs, workers, total, progress):
@@ -250,11 +258,22 @@ def _make(folder, split, numbers, settings):
     for number in numbers:
         sample = make_sample(tank, split, number, **settings)
         path = folder / split / _name(number)
-        partial = path.with_name(f".{path.name}.partial")
-        with open(partial, "wb") as file:
-            np.savez_compressed(file, **sample)
-        os.replace(partial, path)
+        _write_whole(path, lambda file: np.savez_compressed(file, **sample))
         yield
+
+
+def _write_whole(path, write):
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another simulation may be at the same file
+    try:
+        with open(partial, "wb") as file:
+            write(file)
+        os.replace(partial, path)
+    except OSError as error:
+        raise TpukitError(
+            f"cannot write {path} ({error}): what was made before is whole, and the same command goes on"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _name(number):
@@ -284,16 +303,21 @@ def agreement(folder, volts=1040.856):
         raise TpukitError(f"no npz files in {folder}: give the folder of real samples, data2017/ for instance")
     found = {}
     for path in files:
-        with np.load(path, allow_pickle=False) as arrays:
-            simulated, measured = _tank().simulate(arrays["xs"]), arrays["ys"].ravel() / volts
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                image, measured = arrays["xs"].reshape(SIZE, SIZE), arrays["ys"].reshape(208) / volts
+        except Exception as error:  # numpy and zipfile raise many types for a damaged file
+            raise TpukitError(f"{path} is no sample with xs and ys ({error})") from error
+        simulated = _tank().simulate(image)
         found[path.stem] = float(np.corrcoef(simulated, measured)[0, 1])
     return found
 
 
-class _without_pyeit_explained:
-    def __enter__(self):
-        pass
-
-    def __exit__(self, kind, error, _):
-        if kind and issubclass(kind, ImportError):
-            raise TpukitError("the simulator of electrical impedance tomography needs pyEIT: pip install pyeit") from error
+@contextlib.contextmanager
+def _missing_pyeit_explained():
+    try:
+        yield
+    except ImportError as error:
+        raise TpukitError(
+            "the simulator of electrical impedance tomography needs pyEIT 1.2.4 or newer: pip install 'pyeit>=1.2.4'"
+        ) from error

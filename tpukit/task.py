@@ -107,6 +107,10 @@ class Workload:
         """The test set alone, where the training set need not be there."""
         return self.datasets()[1]
 
+    def scored_on(self):
+        """What the scores depend on besides the weights. When a resumed run changes it, the best so far starts anew."""
+        return ""
+
     def metadata(self, data):
         """Strings to keep with the best weights, because they only make sense with these. data: the training set."""
         return {}

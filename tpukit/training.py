@@ -38,6 +38,8 @@ class _State:
     epoch_loss: float = 0.0  # summed over the steps of this epoch that were read so far
     evaluated: int = 0  # epochs evaluated, or passed over
     best: float | None = None
+    best_on: str = ""  # what that score was taken on
+    norm_was_odd: bool = False
 
 
 def train(task, run, *, runtime=None, progress=True):
@@ -91,7 +93,6 @@ class _Training:
         self.parallel_model = self.runtime.parallel(self.model)
         self.step_program = self.runtime.compile(self._step, task.phases if primed else task.phases + 1)
         self.average_program = self.runtime.inference(self._average)
-        self.norm_was_odd = False
         self.steps_taken = 0
         self.save_due = False
         self.shown_loss = ""
@@ -174,6 +175,7 @@ class _Training:
         total = task.epochs * self.steps_per_epoch
         how = f"resuming at step {state.step} of {total}" if state.step else f"{total} steps"
         run.say(f"{task.name} on {self.runtime}: {len(self.data)} training samples, batch {task.batch_size}, {how}")
+        _say_of(run, self.data, self.test_data)
         run.log(
             "start",
             state.step,
@@ -272,31 +274,28 @@ class _Training:
             )
             self.run.say(message)
             raise Diverged(message)
-        self._watch_norm(sums)
         return sums
 
     def _watch_norm(self, sums):
         """Say once when the gradient norm leaves the usual range, and again when it does after having come back."""
         low, high = USUAL_NORM
-        if (
-            sums["odd_step"] < 0
-            and self.steps_measured
-            and self.task.clip_norm is None
-            and not low <= sums["grad_norm"] <= high
-        ):
+        norm = sums["grad_norm"]
+        # One that is not finite is a matter of bad_step, or of the loss scaler.
+        if self.task.clip_norm is None and math.isfinite(norm) and not low <= norm <= high:
             sums["odd_step"] = sums["steps"] - 1
         odd = sums["odd_step"] >= 0
-        if odd and not self.norm_was_odd:
+        if odd and not self.state.norm_was_odd:
             step = self.state.step - int(sums["steps"]) + int(sums["odd_step"]) + 1
             self.run.log("odd_norm", step)
             self.run.say(
                 f"step {step}: the gradient norm left {low:g} to {high:g} (at the last reading {sums['grad_norm']:.2g}): "
                 "vanishing gradients learn nothing, exploding ones end in nan; look at the data, lr and precision"
             )
-        self.norm_was_odd = odd
+        self.state.norm_was_odd = odd
 
     def _log(self, epoch, bar):
         sums = self._read_sums()
+        self._watch_norm(sums)
         loss = sums["loss"] / sums["steps"]
         self.state.epoch_loss += sums["loss"]
         self.sums = self._fresh_sums()
@@ -349,12 +348,13 @@ class _Training:
     @property
     def scored(self):
         """The model that is evaluated and kept."""
-        return self.model if self.averaged is None else self.averaged
+        averaged = self.averaged is not None and self.state.step >= AVERAGE_EVERY
+        return self.averaged if averaged else self.model
 
     def _keep_best(self, scores, epoch):
-        score = scores[self.task.score]
-        if self.state.best is None or score > self.state.best:
-            self.state.best = score
+        score, on = scores[self.task.score], self.task.scored_on()
+        if self.state.best is None or score > self.state.best or on != self.state.best_on:
+            self.state.best, self.state.best_on = score, on
             about = {self.task.score: score, **self.task.metadata(self.data)}
             weights_now = self.runtime.host(self.scored.state_dict())
             self.run.save_best(weights_now, workload=self.task.name, step=self.state.step, epoch=epoch, **about)
@@ -430,12 +430,13 @@ class _Training:
 
 
 def test(task, run, *, runtime=None, progress=True):
-    """Score `task.weights`, or the run's best weights, on the task's test set. Returns the scores, on every rank.
+    """Score the run's best weights, or `task.weights` where the run has none, on the test set. Returns the scores, on every rank.
 
     What the task keeps of its predictions is written to the run's folder predictions/. runtime: as for `train`.
     """
     with environment.explained():
-        path = task.weights or run.path / "best.safetensors"
+        best = run.path / "best.safetensors"
+        path = task.weights if task.weights and not best.exists() else best
         task = dataclasses.replace(task, weights=path)
         _check_dataset_dir(task)
         model = task.model()
@@ -445,6 +446,7 @@ def test(task, run, *, runtime=None, progress=True):
         check_batch(task.batch_size, runtime.cores)
         run = run if runtime.world.rank == 0 else run.muted()
         run.say(f"testing {path} on {runtime}: {len(data)} samples")
+        _say_of(run, data)
         epoch, total = weights.epoch_of(path), -(-len(data) // task.batch_size)
         with _bar(
             f"testing {task.name}", total, shown=progress and runtime.world.rank == 0 and run.prints, unit="batch"
@@ -488,6 +490,13 @@ def evaluate(task, model, data, runtime, *, epoch=None, check=lambda: None, fold
     folder.mkdir(parents=True, exist_ok=True)
     task.keep(folder, found, data)
     return task.evaluate(found)
+
+
+def _say_of(run, *datasets):
+    """Say what the datasets have to say of themselves, once."""
+    for said in dict.fromkeys(getattr(data, "said", "") for data in datasets):
+        if said:
+            run.say(said)
 
 
 def _check_dataset_dir(task):

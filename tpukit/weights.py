@@ -65,8 +65,11 @@ def metadata(path):
 
     if Path(path).suffix != ".safetensors" or not Path(path).is_file():
         return {}
-    with safe_open(path, "pt") as file:
-        return file.metadata() or {}
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except Exception as error:  # safetensors raises many types for a damaged file
+        raise TpukitError(f"weights {path}: damaged or not a weight file ({str(error).splitlines()[0]})") from error
 
 
 def epoch_of(path):

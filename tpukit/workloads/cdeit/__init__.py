@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import functools
+import io
 import json
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -10,9 +11,10 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 
-from tpukit import storage
+from tpukit import storage, weights
 from tpukit.errors import TpukitError
 from tpukit.run import setting
+from tpukit.simulator import disk
 from tpukit.task import Workload
 from tpukit.workloads.cdeit import diffusion
 from tpukit.workloads.cdeit.data import CONVENTIONS, FALLBACK, SIZE, TRAINING, Impedance, find_split, find_statistics
@@ -86,22 +88,23 @@ class CDEIT(Workload):
     def datasets(self):
         root = Path(self.dataset_dir)
         training = find_split(root, TRAINING, "training set")
-        return Impedance(training, TRAINING, self._statistics(training), baselines=False), self.test_set()
+        return Impedance(training, TRAINING, *self._statistics(training), baselines=False), self.test_set()
 
     def test_set(self):
         root, convention = Path(self.dataset_dir), CONVENTIONS[self.data]
         folder = find_split(root, convention, f"{self.data} test set")
-        return Impedance(folder, convention, self._statistics(folder), baselines=True)
+        return Impedance(folder, convention, *self._statistics(folder), baselines=True)
 
     def _statistics(self, folder):
         """The weights' own statistics where they carry them: others would make them see other voltages."""
-        from tpukit import weights
-
         carried = weights.metadata(self.weights).get("voltages") if self.weights else None
         if carried is None:
             return find_statistics(folder, Path(self.dataset_dir))
-        print(f"voltage statistics: those that {self.weights} was trained with")
-        return tuple(np.array(values, np.float32) for values in json.loads(carried))
+        statistics = tuple(np.array(values, np.float32) for values in json.loads(carried))
+        return statistics, f"voltage statistics: those that {self.weights} was trained with"
+
+    def scored_on(self):
+        return f"{self.data} by {self.sampler} in {self.sampling_steps} steps with eta {self.eta}"
 
     def metadata(self, data):
         return dict(voltages=json.dumps([values.tolist() for values in data.statistics]))
@@ -146,26 +149,33 @@ class CDEIT(Workload):
             x = first(batch["key"])
             for row in rows:
                 x = step(x, batch["voltages"], batch["key"], row)
+                runtime.beat(runtime.step)
             return x
 
         return predict
 
     def evaluate(self, predictions):
-        """dict: rmse, psnr, ssim, cc inside the disk, means over the images; beside them those of the classical methods."""
+        """dict: rmse, psnr, ssim, cc inside the disk, means over the images; beside them those of the classical methods; how many
+        predictions were broken: those with a number that is not finite, which count as empty images."""
         ours, zero, classical = Scores(), Scores(), {name: Scores() for name in CLASSICAL}
+        broken = 0
         for images, batch in predictions:
             valid = batch["valid"]
-            truth = batch["image"][valid, 0].numpy()
-            ours.add(images[valid, 0].numpy(), truth)
+            truth, made = batch["image"][valid, 0].numpy(), images[valid, 0].numpy()
+            whole = np.isfinite(made).all((1, 2), keepdims=True)
+            broken += int((~whole).sum())
+            ours.add(np.where(whole, made, 0), truth)
             zero.add(np.zeros_like(truth), truth)
             for name, key in CLASSICAL.items():
                 classical[name].add(batch[key][valid].numpy(), truth)
         beside = {name: method.mean() for name, method in {**classical, "all zero": zero}.items()}
-        return dict(ours.mean(), images=len(ours.rows), beside={name: mean for name, mean in beside.items() if mean})
+        return dict(
+            ours.mean(), images=len(ours.rows), broken=broken, beside={name: mean for name, mean in beside.items() if mean}
+        )
 
     def keep(self, folder, predictions, data):
         """Write NAME.npz and NAME.mat, where NAME is the set's: prediction, TR and xs in the unit of its files, xs_gn, names; and
-        NAME.csv, the scores of every image and method."""
+        NAME.csv, the scores of every image and method and their means."""
         from scipy.io import savemat
 
         def column(pick):
@@ -179,13 +189,16 @@ class CDEIT(Workload):
             np.savez_compressed(file, **arrays, names=names)
         with storage.whole_file(folder / f"{self.data}.mat") as file:
             savemat(file, dict(arrays, names=np.array(names, dtype=object)))
-        with open(folder / f"{self.data}.csv", "w", newline="") as file:
-            table = csv.writer(file)
-            table.writerow(("image", "method", *NAMES))
-            for method, made in zip(("CDEIT", *CLASSICAL), (ours, *classical.values())):
-                scores = Scores()
-                scores.add(made, truth)
-                table.writerows((name, method, *row.values()) for name, row in zip(names, scores.rows))
+        lines = io.StringIO()
+        table = csv.writer(lines)
+        table.writerow(("image", "method", *NAMES))
+        methods = {"CDEIT": ours, **dict(zip(CLASSICAL, classical.values())), "all zero": np.zeros_like(truth)}
+        for method, made in methods.items():
+            scores = Scores()
+            scores.add(made, truth)
+            mean = scores.mean() or dict.fromkeys(NAMES)
+            table.writerows((name, method, *row.values()) for name, row in zip([*names, "mean"], [*scores.rows, mean]))
+        storage.write_whole(folder / f"{self.data}.csv", lines.getvalue())
 
     def kept(self, folder):
         path = folder / f"{self.data}.npz"
@@ -230,7 +243,8 @@ def _sampling_keys(keys, t):
 
 
 def tint(image):
-    """(S, S) in [-1, 1] -> (S, S, 3): blue is resistive, red conductive, white the background; what is not a number is grey."""
+    """(S, S) in [-1, 1] -> (S, S, 3): blue is resistive, red conductive, white the background; grey is not a number, or not the tank."""
     level = np.clip(np.nan_to_num(image), -1, 1)[..., None]
     ends = np.where(level < 0, (0.13, 0.35, 0.65), (0.75, 0.15, 0.15))
-    return np.where(np.isnan(image)[..., None], 0.8, 1 - abs(level) * (1 - ends))
+    nothing = np.isnan(image) | (~disk() if image.shape == (SIZE, SIZE) else False)
+    return np.where(nothing[..., None], 0.9, 1 - abs(level) * (1 - ends))

@@ -42,12 +42,13 @@ class Impedance:
 
     `batch(indices, numbers)` -> dict of image (B, 1, 128, 128) float32, voltages (B, 1, 16, 16) float32, key (B,) int64 for
     the noise; with numbers (B, 2) in [0, 1) also t (B,) int64, the timestep; without, TR and xs_gn (B, 128, 128) float32.
+    `said`: a sentence about where its statistics come from.
     """
 
     draws = 2
 
-    def __init__(self, folder, convention, statistics, *, baselines):
-        self.convention, self.statistics, self.baselines = convention, statistics, baselines
+    def __init__(self, folder, convention, statistics, said="", *, baselines):
+        self.convention, self.statistics, self.said = convention, statistics, said
         key = [str(folder.resolve()), baselines, storage.files_key(folder)]
         arrays = storage.mapped(f"eit-{folder.name}", key, functools.partial(_read_split, folder, baselines))
         self.names, self.images, self.volts = arrays["names"], arrays["xs"], arrays["ys"]
@@ -86,7 +87,7 @@ _FILLED = (_OFFSET > 1) & (_OFFSET < ELECTRODES - 1)  # (16, 16), 208 true
 
 
 def find_split(root, convention, what):
-    """The folder of a split below root: under one of the convention's names, or root itself where it holds the files.
+    """The folder of a split below root: under one of the convention's names, or root itself where that holds a test set's files.
 
     Raises TpukitError naming the folders that were looked for.
     """
@@ -94,12 +95,12 @@ def find_split(root, convention, what):
     for folder in [root / name for name in convention.folders]:
         if folder.is_dir():
             return folder
-    if any(root.glob("*.npz")):
+    if convention is not TRAINING and any(root.glob("*.npz")):
         return root
     there = ", ".join(sorted(p.name for p in root.iterdir() if p.is_dir())) if root.is_dir() else ""
     raise TpukitError(
         f"no {what} in {root}: it needs a folder {' or '.join(f'{name}/' for name in convention.folders)} of npz files"
-        f"{f' (there are: {there})' if there else ''}. `tpukit simulate eit --out {root}` makes train/ and test/"
+        f"{f' (there are: {there})' if there else ''}. `tpukit simulate eit` makes train/ and test/"
     )
 
 
@@ -128,8 +129,9 @@ def _read_file(path, names):
     for name in names:
         if name not in found and name in ("xs", "ys"):
             raise TpukitError(f"{path} has no array {name!r}: a sample needs xs {shapes['xs']} and ys {shapes['ys']}")
-        values = found.get(name, np.full(found["xs"].shape, np.nan, np.float32))
-        if values.size == 0 or values.size % np.prod(shapes[name]):
+        values = found[name] if name in found else np.full(found["xs"].shape, np.nan, np.float32)
+        bare = values.squeeze().shape
+        if values.size == 0 or shapes[name] not in (bare, bare[1:]):
             raise TpukitError(f"{path}: {name} has shape {values.shape}, a sample needs {shapes[name]}")
         found[name] = values.reshape(-1, *shapes[name])
     if len({len(values) for values in found.values()}) > 1:
@@ -141,15 +143,14 @@ def _read_file(path, names):
 
 
 def find_statistics(split_folder, root):
-    """(mean, deviation), (16, 13) float32 each, by which voltages are normalised; says where they come from.
+    """(mean, deviation), (16, 13) float32 each, by which voltages are normalised, and a sentence that says where they come from.
 
     In this order: mean.pth and std.pth beside the split's folder (or in it); in ./data; computed from root's training set, and
     saved beside it.
     """
     for folder in (split_folder.parent, split_folder, FALLBACK):
-        if (folder / "mean.pth").is_file() and (folder / "std.pth").is_file():
-            print(f"voltage statistics: mean.pth and std.pth of {folder}")
-            return tuple(_read_statistic(folder / name) for name in ("mean.pth", "std.pth"))
+        if found := _read_statistics(folder):
+            return found
     try:
         training = find_split(root, TRAINING, "training set")
     except TpukitError as error:
@@ -158,11 +159,10 @@ def find_statistics(split_folder, root):
             "them from: put the two files of the set that the network was trained on there"
         ) from error
     with storage.locked(training.parent / "mean.pth"):
-        if (training.parent / "std.pth").is_file():  # another process was first
-            return find_statistics(split_folder, root)
-        volts = _statistics_of(training)
-        _save_statistics(training.parent, volts)
-    return volts
+        if found := _read_statistics(training.parent):  # another process was first
+            return found
+        statistics = _statistics_of(training)
+        return statistics, _save_statistics(training.parent, statistics)
 
 
 def _statistics_of(training):
@@ -181,9 +181,17 @@ def _save_statistics(folder, statistics):
         for name, values in zip(("mean.pth", "std.pth"), statistics):
             with storage.whole_file(folder / name) as file:
                 torch.save(torch.from_numpy(values)[None], file)  # (1, 16, 13), as published
-        print(f"{said}, and saved there as mean.pth and std.pth")
+        return f"{said}, and saved there as mean.pth and std.pth"
     except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only
-        print(f"{said}; not saved ({error})")
+        return f"{said}; not saved ({error})"
+
+
+def _read_statistics(folder):
+    """The statistics of a folder and the sentence about them, or None where it has none."""
+    paths = [folder / name for name in ("mean.pth", "std.pth")]
+    if not all(path.is_file() for path in paths):
+        return None
+    return tuple(_read_statistic(path) for path in paths), f"voltage statistics: mean.pth and std.pth of {folder}"
 
 
 def _read_statistic(path):

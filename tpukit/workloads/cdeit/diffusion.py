@@ -40,6 +40,8 @@ def ddim_schedule(steps, eta=1.0):
     """
     if not 1 <= steps <= STEPS:
         raise ValueError(f"sampling_steps={steps}: choose 1 to {STEPS}")
+    if not 0 <= eta <= 1:
+        raise ValueError(f"eta={eta}: choose 0, no noise, to 1, as much as the training added")
     times = np.linspace(-1, STEPS - 1, steps + 1).astype(int)[::-1]
     left = alphas_cumprod()
     rows = []

@@ -9,8 +9,8 @@ import math
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from tpukit.runtime import recomputed
 from tpukit.workloads.cdeit.diffusion import alphas_cumprod
 
 TIME_FEATURES = 256
@@ -195,11 +195,19 @@ class CDEITModel(nn.Module):
 
     def __init__(self, *, image_size=128, patch=2, width=512, heads=16, window=16, levels=4, checkpointing=False):
         super().__init__()
-        grid = image_size // patch
-        if image_size % patch or grid % window or grid % 2**levels or width % heads or width % 4:
+        grid = image_size // max(patch, 1)
+        if (
+            min(patch, width, heads, window) < 1
+            or levels < 0
+            or image_size % patch
+            or grid % window
+            or grid % 2**levels
+            or width % heads
+            or width % 4
+        ):
             raise ValueError(
                 f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width}, heads={heads} do not "
-                f"fit: the token grid image_size / patch ({grid}) must be a multiple of the window and of 2^levels "
+                f"fit: all are at least 1, the token grid image_size / patch ({grid}) must be a multiple of the window and of 2^levels "
                 f"({2**levels}), and the width one of the heads and of 4"
             )
         self.patch, self.grid, self.checkpointing = patch, grid, checkpointing
@@ -236,7 +244,7 @@ class CDEITModel(nn.Module):
 
     def _run(self, block, *inputs):
         if self.checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, *inputs, use_reentrant=False)
+            return recomputed(block, *inputs)
         return block(*inputs)
 
     def forward(self, image, t, voltages):

@@ -43,8 +43,7 @@ class InfraredSet:
         inside = [place for place in (folder / "images", folder / "masks") if place.is_dir()]
         key = [str(folder.resolve()), split, skip_bad, listing.read_text(), storage.files_key(*inside)]
         arrays = storage.mapped(f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, skip_bad))
-        if said := str(arrays["said"]):
-            print(said)
+        self.said = str(arrays["said"])
         self.names = arrays["names"].tolist()
         self.images, self.masks = (_unpack(arrays[kind], arrays[f"{kind}_shapes"]) for kind in ("images", "masks"))
 
