@@ -131,7 +131,7 @@ def test_window_attention_adds_the_bias_of_every_offset():
     for head in range(2):
         for i in range(9):
             logits = [
-                float(query[head, i] @ key[head, j]) / 2
+                float(query[head, i].detach() @ key[head, j].detach()) / 2
                 + float(attention.relative_position_bias_table[(i // 3 - j // 3 + 2) * 5 + i % 3 - j % 3 + 2, head])
                 for j in range(9)
             ]

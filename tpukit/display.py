@@ -41,6 +41,8 @@ def show_samples(task, *, count=4):
     data, _ = task.datasets()
     chosen = _spread(len(data), count)
     numbers = np.random.default_rng(task.seed).random((len(chosen), data.draws)) if data.draws else None
+    if said := getattr(data, "said", ""):
+        print(said)
     _out(panels_figure(task.panels(data.batch(chosen, numbers)), "Training samples"))
 
 

@@ -418,6 +418,7 @@ class XLARuntime(Runtime):
         of `_STATE_STARTS_AT_ZERO` start. Others are left alone: False, their second step compiles once more.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.sync()  # Adagrad has made its state already, which is to be no part of the first step
         if all(optimizer.state.get(p) for p in parameters):
             return True
         if type(optimizer).__name__ not in _STATE_STARTS_AT_ZERO or any(g.get("dampening") for g in optimizer.param_groups):
