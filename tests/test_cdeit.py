@@ -468,6 +468,19 @@ def test_ancestral_sampling_runs_all_its_steps(tank, cpu):
     assert seen == list(range(999, -1, -1)) and not image.any()  # a fresh network says that the image is empty
 
 
+def test_every_sample_is_sampled_from_noise_of_its_own_whatever_batch_it_is_in(tank, cpu):
+    task, seen = task_of(tank, sampling_steps=3), []
+    model, data = task.model().eval(), task.test_set()
+    model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    for chosen in ([0, 1, 2], [2]):
+        task.predictor(model, cpu)({name: torch.as_tensor(value) for name, value in data.batch(np.array(chosen)).items()})
+    three, alone = seen[:3], seen[3:]  # what the network was shown at each of the steps
+    assert all(torch.equal(a[2], b[0]) for a, b in zip(three, alone))
+    assert np.abs(np.corrcoef(torch.cat([x.flatten(1) for x in (three[0], three[1])]).numpy())[0, 1:3]).max() < 0.05
+    # The network says 0, so the second input is what is left of the first and new noise: it is not the first, scaled.
+    assert abs(np.corrcoef(three[0][0].ravel(), three[1][0].ravel())[0, 1]) < 0.9
+
+
 def test_the_best_starts_anew_when_another_set_is_scored(tank, uef2017, tmp_path, cpu):
     root = tmp_path / "root"
     root.mkdir()
