@@ -98,6 +98,11 @@ def real_data():
     return _folder("TPUKIT_DATA", "data")
 
 
+@pytest.fixture
+def uef2017(real_data):
+    return real_data / "eit-uef2017"
+
+
 # What tests ask of a finished run
 
 
