@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tpukit import MNIST, Run, launch
+from tpukit.feeding import Feed
 
 ROUNDS, STEPS = 7, 20
 
@@ -24,6 +25,7 @@ def timed(task, run, *, runtime):
     runtime.prime(optimizer)
     parallel = runtime.parallel(model)
     step = runtime.compile(lambda batch: runtime.update(task.loss(parallel, batch, 0), optimizer))
+    feed = Feed(data, runtime, on="host", workers=1)
     plan = [(np.arange(task.batch_size), None, None)] * STEPS
     sum_gradients = runtime._sum_gradients
     seconds = {True: [], False: []}
@@ -34,7 +36,7 @@ def timed(task, run, *, runtime):
         runtime.world.everyone([0.0])
         started = time.perf_counter()
         with silent:
-            for batch in runtime.batches(data, plan, workers=1):
+            for batch in feed.batches(plan):
                 step(batch)
         runtime.sync()
         slowest = max(row[0] for row in runtime.world.everyone([time.perf_counter() - started]))

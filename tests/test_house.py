@@ -17,7 +17,7 @@ FLOORS = [
     {"storage"},
     {"runtime", "weights"},
     {"run"},
-    {"task"},
+    {"task", "feeding"},
     {"training"},
     {"watching"},
     {"launching"},

@@ -18,7 +18,8 @@ import torch
 from tests.conftest import ROOT, best_weights, checkpoint, exact, same
 from tests.launched import Watched
 from tpukit import MSHNet, Run, TpukitError, environment, launching, storage, train, weights
-from tpukit.runtime import Runtime, XLARuntime, check_batch, training_plan
+from tpukit.feeding import training_plan
+from tpukit.runtime import Runtime, XLARuntime, check_batch
 from tpukit.world import World
 
 PLAIN = dict(os.environ, CUDA_VISIBLE_DEVICES="")

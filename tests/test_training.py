@@ -17,7 +17,8 @@ import torch
 from tests.conftest import SMALL, best_weights, checkpoint, exact, same
 from tpukit import CDEIT, MNIST, MSHNet, Run, TpukitError, Workload, train
 from tpukit.run import setting
-from tpukit.runtime import Runtime, XLARuntime, evaluation_plan, training_plan
+from tpukit.feeding import Feed, evaluation_plan, training_plan
+from tpukit.runtime import Runtime, XLARuntime
 from tpukit.training import Diverged, evaluate
 
 # Every workload
@@ -83,7 +84,7 @@ def test_batches_come_in_order_whatever_the_number_of_workers(workers, infrared,
     data, _ = MSHNet(dataset_dir=infrared, base_size=32, crop_size=32).datasets()
     plan = lambda: training_plan(len(data), 2, seed=0, epoch=0, draws=data.draws)  # noqa: E731
     wanted = [data.batch(indices, numbers)["image"] for indices, numbers, _ in plan()]
-    got = [batch["image"].numpy() for batch in cpu.batches(data, plan(), workers=workers)]
+    got = [batch["image"].numpy() for batch in Feed(data, cpu, workers=workers).batches(plan())]
     assert len(got) == 8 and all(np.array_equal(a, b) for a, b in zip(wanted, got))
 
 

@@ -5,8 +5,6 @@ by SPMD, all devices of a host in one program. Each is one process of a `World`:
 `update` sums the gradients over all ranks.
 """
 
-import collections
-import concurrent.futures
 import contextlib
 import faulthandler
 import functools
@@ -45,37 +43,16 @@ def check_batch(batch_size, cores):
         raise TpukitError(f"batch_size={batch_size} is the global batch, and {cores} cores cannot share it evenly: use {sizes}")
 
 
-# Which samples, in which order
-
-
-def training_plan(size, batch_size, *, seed, epoch, draws=0, start=0):
-    """Yield (indices, numbers, None) for every step of an epoch from step `start` on.
-
-    indices: (B,) samples, shuffled; the ragged tail is dropped. numbers: (B, draws) uniform in [0, 1) for the
-    augmentation. Both depend on (seed, epoch, step) alone, so a resumed run draws what a straight one draws.
-    """
-    order = np.random.default_rng(np.random.SeedSequence((seed, epoch))).permutation(size)
-    for step in range(start, size // batch_size):
-        rng = np.random.default_rng(np.random.SeedSequence((seed, epoch, step)))
-        yield order[step * batch_size : (step + 1) * batch_size], rng.random((batch_size, draws)), None
-
-
-def evaluation_plan(size, batch_size):
-    """Yield (indices, None, valid): every sample once, the last batch padded with sample 0 where `valid` is False."""
-    for first in range(0, size, batch_size):
-        indices = np.arange(first, first + batch_size)
-        valid = indices < size
-        yield np.where(valid, indices, 0), None, valid
-
-
 class Runtime:
     """Plain PyTorch on one device.
 
     device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become programs, as on XLA.
-    world: this process among those of the training. cores: how many devices share a global batch, over all processes.
+    world: this process among those of the training. cores: how many devices share a global batch, over all processes. shards: how many
+    of them are this process's.
     """
 
     compiles = False
+    shards = 1
     step = 0
     _watch, _steps, _watched_at = None, None, float("-inf")
 
@@ -132,6 +109,10 @@ class Runtime:
         """`put` for this process's share of a batch: (B / world size, ...) each."""
         return self.put(arrays)
 
+    def put_whole(self, arrays, *, sharded=False):
+        """`put` for a whole set, (N, ...) each, that stays. sharded: a part on each of this process's `shards` devices."""
+        return self.put(arrays)
+
     def host(self, tree):
         """The same nest of dicts, lists and tuples with every tensor copied to the CPU. Waits for the device."""
         if isinstance(tree, torch.Tensor):
@@ -148,38 +129,6 @@ class Runtime:
         The one place in the loop that waits for the device, and for the other ranks.
         """
         return self.world.everyone([*self.host(sums).tolist(), *more])
-
-    def batches(self, data, plan, *, workers=2):
-        """Make this rank's share of the batches of a plan on `workers` threads, a few ahead, and put them on the device in order.
-
-        data: has `batch(indices, numbers) -> dict of numpy arrays`. Yields dicts of tensors; evaluation batches carry
-        `valid`: (B,) bool. Rank r of W takes samples r * B / W to (r + 1) * B / W of every global batch, so that all ranks
-        together see what one device would see, and make the same number of steps.
-        """
-
-        def make(step):
-            indices, numbers, valid = step
-            share = len(indices) // self.world.size
-            mine = slice(self.world.rank * share, (self.world.rank + 1) * share)
-            batch = data.batch(indices[mine], None if numbers is None else numbers[mine])
-            return batch if valid is None else {**batch, "valid": valid[mine]}
-
-        if workers == 0:
-            for step in plan:
-                yield self.put_batch(make(step))
-            return
-        waiting = collections.deque()
-        with concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix="batches") as pool:
-            try:
-                for step in plan:
-                    waiting.append(pool.submit(make, step))
-                    if len(waiting) > 2 * workers:
-                        yield self.put_batch(waiting.popleft().result())
-                while waiting:
-                    yield self.put_batch(waiting.popleft().result())
-            finally:
-                for future in waiting:
-                    future.cancel()
 
     # Computing
 
@@ -327,6 +276,11 @@ class Runtime:
         total = torch.cuda.get_device_properties(self.device).total_memory
         return dict(peak_bytes=torch.cuda.max_memory_allocated(), total_bytes=total)
 
+    def memory_size(self):
+        """Bytes of memory of one device; of the host where that cannot be read or is the device."""
+        found = self.memory()
+        return found["total_bytes"] if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
 
 class XLARuntime(Runtime):
     """One XLA device in this process, or, with spmd_cores, one program over so many of them.
@@ -356,6 +310,10 @@ class XLARuntime(Runtime):
 
     def _count_cores(self):
         return self.spmd_cores or self.world.size
+
+    @property
+    def shards(self):
+        return self.spmd_cores or 1
 
     def _best_precision(self):
         return "bf16" if self.accelerator == "tpu" else "fp32"
@@ -388,11 +346,20 @@ class XLARuntime(Runtime):
     def put_batch(self, arrays):
         batch = self.put(arrays)
         if self.mesh is not None:
-            import torch_xla.distributed.spmd as xs
-
-            for value in batch.values():
-                xs.mark_sharding(value, self.mesh, ("data", *[None] * (value.dim() - 1)))
+            self._shard(batch)
         return batch
+
+    def _shard(self, tensors):
+        import torch_xla.distributed.spmd as xs
+
+        for value in tensors.values():
+            xs.mark_sharding(value, self.mesh, ("data", *[None] * (value.dim() - 1)))
+
+    def put_whole(self, arrays, *, sharded=False):
+        whole = self.put(arrays)
+        if sharded:
+            self._shard(whole)
+        return whole
 
     def parallel(self, model):
         return model

@@ -23,6 +23,8 @@ class Workload:
     """The evaluation score that decides which weights are best; larger is better."""
     phases: ClassVar[int] = 1
     """How many variants `loss` has (a warm-up phase makes two). On XLA each costs one compilation, and no more are allowed."""
+    scored_with: ClassVar[tuple[str, ...] | None] = None
+    """The arrays of a batch that `evaluate` and `keep` need beside `valid`; None for all. Others are not read back from the device."""
     fallback: ClassVar[Path | None] = None
     """A folder that is searched where `dataset_dir` does not exist."""
 
@@ -55,10 +57,17 @@ class Workload:
     synced: the whole global batch (GPUs; parallel="spmd" does so on TPU anyway). frozen: the running ones, not trained."""
     num_workers: int = setting(2, free=True)
     """Threads that read and augment the batches; 0 does it between the steps."""
+    data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
+    """Where the decoded samples lie. device: all of them on every core, so that a batch is an index, augmented there. host: threads make
+    the batches. auto: an accelerator that has eight times the room."""
 
     def datasets(self):
         """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`; the training
-        set says in `draws` how many uniform numbers a sample's augmentation uses (0 if none)."""
+        set says in `draws` how many uniform numbers a sample's augmentation uses (0 if none).
+
+        A set that may lie on the device has besides: `pixels() -> dict of arrays (N, ...)` and their `pixels_size()` in bytes;
+        `drawn(indices, numbers) -> dict of arrays (B, ...)`, the few numbers of each sample; and `compose(rows, drawn)`, which makes
+        the batch of the rows of the pixels, as tensors on the device."""
         raise NotImplementedError
 
     def model(self):

@@ -1,5 +1,6 @@
 """The one training loop (`train`), and what scores its weights (`test`, `evaluate`)."""
 
+import concurrent.futures
 import contextlib
 import copy
 import dataclasses
@@ -15,7 +16,8 @@ import torch
 
 from tpukit import environment, weights
 from tpukit.errors import TpukitError
-from tpukit.runtime import check_batch, evaluation_plan, open_runtime, training_plan
+from tpukit.feeding import Feed, evaluation_plan, training_plan
+from tpukit.runtime import check_batch, open_runtime
 
 # What a step adds up on the device between two readings, and where it starts. bad_step is the first one whose loss was not
 # finite, odd_step the first whose gradient norm was unusual, both counted from the last reading; grad_norm is the last step's.
@@ -40,6 +42,18 @@ class _State:
     best: float | None = None
     best_on: str = ""  # what that score was taken on
     norm_was_odd: bool = False
+
+
+@dataclasses.dataclass
+class _Unscored:
+    """An epoch that is over, and its evaluation. predicted_s is None where there is none, weights and scores where another rank has them."""
+
+    step: int
+    epoch: int
+    loss: float
+    predicted_s: float | None = None
+    weights: dict | None = None
+    scores: concurrent.futures.Future | None = None
 
 
 def train(task, run, *, runtime=None, progress=True):
@@ -70,6 +84,8 @@ class _Training:
         self.world = self.runtime.world
         check_batch(task.batch_size, self.runtime.cores)
         self.run = run if self.world.rank == 0 else run.muted()
+        how = dict(on=task.data_on, workers=task.num_workers)
+        self.feed, self.test_feed = (Feed(data, self.runtime, **how) for data in (self.data, self.test_data))
         self.progress = progress and self.world.rank == 0 and run.prints
         torch.manual_seed(task.seed)
         model = task.model()
@@ -95,6 +111,8 @@ class _Training:
         self.average_program = self.runtime.inference(self._average)
         self.steps_taken = 0
         self.save_due = False
+        self.scores = None  # the last ones
+        self.unscored = None  # the evaluation whose scores are being counted
         self.shown_loss = ""
         self.last_save = time.monotonic()
         self._measure_from_here()
@@ -117,7 +135,7 @@ class _Training:
 
     def _step(self, batch, epoch):
         with self.runtime.autocast():
-            loss = self.task.loss(self.parallel_model, batch, epoch).float()
+            loss = self.task.loss(self.parallel_model, self.feed.compose(batch), epoch).float()
         norm = self.runtime.update(loss, self.optimizer, self.task.clip_norm)
         loss = loss.detach()
         loss_sum, steps, bad_step, odd_step, last_norm = self.sums.unbind()
@@ -176,6 +194,8 @@ class _Training:
         how = f"resuming at step {state.step} of {total}" if state.step else f"{total} steps"
         run.say(f"{task.name} on {self.runtime}: {len(self.data)} training samples, batch {task.batch_size}, {how}")
         _say_of(run, self.data, self.test_data)
+        run.say(f"training set: {self.feed.said}")
+        run.say(f"test set: {self.test_feed.said}")
         run.log(
             "start",
             state.step,
@@ -189,17 +209,20 @@ class _Training:
             batch_size=task.batch_size,
         )
         self.runtime.beat(state.step)
-        scores = None
-        with _bar(task.name, total, shown=self.progress, initial=state.step) as bar:
+        with (
+            _bar(task.name, total, shown=self.progress, initial=state.step) as bar,
+            concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scores") as self.scorer,
+        ):
             try:
                 while True:
-                    scores = self._finish_epoch(bar) or scores
+                    self._finish_epoch(bar, is_last=state.step >= total)
                     if state.step >= total:
                         break
                     self._train_epoch(bar)
             except (KeyboardInterrupt, SystemExit) as reason:
                 self._leave(reason)
                 raise
+        scores = self.scores
         if scores is None and self.world.rank == 0:
             evaluations = run.records("evaluation")
             scores = evaluations[-1]["scores"] if evaluations else {}
@@ -212,7 +235,7 @@ class _Training:
         plan = training_plan(len(self.data), task.batch_size, seed=task.seed, epoch=epoch, start=first, draws=self.data.draws)
         self.model.train()
         self._measure_from_here()  # an evaluation and a checkpoint came before
-        with contextlib.closing(self.runtime.batches(self.data, plan, workers=task.num_workers)) as batches:
+        with contextlib.closing(self.feed.batches(plan)) as batches:
             while True:
                 asked = time.monotonic()
                 batch = next(batches, None)
@@ -294,6 +317,7 @@ class _Training:
         self.state.norm_was_odd = odd
 
     def _log(self, epoch, bar):
+        self._collect_scores()
         sums = self._read_sums()
         self._watch_norm(sums)
         loss = sums["loss"] / sums["steps"]
@@ -317,33 +341,55 @@ class _Training:
     def _measure_from_here(self):
         self.measured_from, self.steps_measured, self.waited_s = time.monotonic(), 0, 0.0
 
-    def _finish_epoch(self, bar):
-        """At the end of an epoch that was not finished yet: evaluate, record, keep the best weights, save."""
+    def _finish_epoch(self, bar, *, is_last):
+        """At the end of an epoch that was not finished yet: predict the test set and save. The scores are counted while the next
+        epoch trains."""
         state, task = self.state, self.task
         epochs_done, within = divmod(state.step, self.steps_per_epoch)
         if within or epochs_done == 0 or state.evaluated >= epochs_done:
-            return None
-        scores, seconds = None, 0.0
+            return
         loss = state.epoch_loss / self.steps_per_epoch
+        done = _Unscored(state.step, epochs_done - 1, loss)
         if epochs_done % task.eval_every == 0 or epochs_done >= task.epochs:
             bar.set_description("evaluating")
-            started = time.monotonic()
-            check = self.stop.check if self.world.size == 1 else lambda: None  # ranks stop together, after it
-            with self.runtime.buffers_of_rank_0(self.scored):
-                scores = evaluate(task, self.scored, self.test_data, self.runtime, epoch=epochs_done - 1, check=check)
-            seconds = time.monotonic() - started
+            self._predict_test_set(done)
             bar.set_description(task.name)
-        # Nothing is recorded before the evaluation is over, so that a stop within it repeats it whole.
-        self.run.log("epoch", state.step, epoch=epochs_done - 1, loss=loss)
+        self.unscored = done  # not before: a stop within the evaluation repeats it whole
+        if is_last or self.unscored.predicted_s is None:
+            self._save()
+            return
+        # This checkpoint knows nothing of the evaluation: a run that goes on from it repeats it.
+        self._save(collect=False)
+        state.epoch_loss = 0.0
+
+    def _predict_test_set(self, done):
+        started = time.monotonic()
+        check = self.stop.check if self.world.size == 1 else lambda: None  # ranks stop together, after it
+        with self.runtime.buffers_of_rank_0(self.scored):
+            found = _predictions(self.task, self.scored, self.test_feed, self.runtime, epoch=done.epoch, check=check)
+        done.predicted_s = time.monotonic() - started
+        if self.world.rank == 0:
+            done.weights = self.runtime.host(self.scored.state_dict())
+            done.scores = self.scorer.submit(_timed, self.task.evaluate, found)
+
+    def _collect_scores(self):
+        """Record the epoch whose scores were being counted, if there is one. Always at the next reading or saving, so that
+        the records have the same order however fast the counting is."""
+        if self.unscored is None:
+            return
+        done, self.unscored = self.unscored, None
         shown = ""
-        if scores is not None:
-            self.run.log("evaluation", state.step, epoch=epochs_done - 1, scores=scores, speed=dict(seconds=seconds))
-            self._keep_best(scores, epochs_done - 1)
-            shown = "".join(f", {n} {v:.4g}" for n, v in scores.items() if isinstance(v, float))
-        self.run.say(f"epoch {epochs_done}: loss {loss:.4f}{shown}")
-        state.evaluated, state.epoch_loss = epochs_done, 0.0
-        self._save()
-        return scores
+        self.run.log("epoch", done.step, epoch=done.epoch, loss=done.loss)
+        if done.scores is not None:
+            self.scores, seconds = done.scores.result()
+            speed = dict(seconds=done.predicted_s, scoring_s=seconds)
+            self.run.log("evaluation", done.step, epoch=done.epoch, scores=self.scores, speed=speed)
+            self._keep_best(self.scores, done)
+            shown = "".join(f", {n} {v:.4g}" for n, v in self.scores.items() if isinstance(v, float))
+        self.run.say(f"epoch {done.epoch + 1}: loss {done.loss:.4f}{shown}")
+        self.state.evaluated = done.epoch + 1
+        if self.state.step == done.step:
+            self.state.epoch_loss = 0.0
 
     @property
     def scored(self):
@@ -351,17 +397,18 @@ class _Training:
         averaged = self.averaged is not None and self.state.step >= AVERAGE_EVERY
         return self.averaged if averaged else self.model
 
-    def _keep_best(self, scores, epoch):
+    def _keep_best(self, scores, done):
         score, on = scores[self.task.score], self.task.scored_on()
         if self.state.best is None or score > self.state.best or on != self.state.best_on:
             self.state.best, self.state.best_on = score, on
             about = {self.task.score: score, **self.task.metadata(self.data)}
-            weights_now = self.runtime.host(self.scored.state_dict())
-            self.run.save_best(weights_now, workload=self.task.name, step=self.state.step, epoch=epoch, **about)
+            self.run.save_best(done.weights, workload=self.task.name, step=done.step, epoch=done.epoch, **about)
 
     # Saving and coming back
 
-    def _save(self):
+    def _save(self, *, collect=True):
+        if collect:
+            self._collect_scores()
         sums = self._read_sums()
         random = self.world.gather(self.runtime.random_state())
         if self.world.rank == 0:
@@ -469,27 +516,45 @@ def evaluate(task, model, data, runtime, *, epoch=None, check=lambda: None, fold
     and rank 0 scores them all, in the order that one device would give; the other ranks return None. epoch: see
     `Workload.predict`. check: called between batches. folder: where the task keeps what it wants of the predictions.
     """
-    predict = task.predictor(model, runtime, epoch)
+    feed = Feed(data, runtime, on=task.data_on, workers=task.num_workers)
+    found = _predictions(task, model, feed, runtime, epoch=epoch, check=check)
+    if runtime.world.rank != 0:
+        return None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        task.keep(folder, found, data)
+    return task.evaluate(found)
 
-    def predictions():
-        plan = evaluation_plan(len(data), task.batch_size)
-        with contextlib.closing(runtime.batches(data, plan, workers=task.num_workers)) as batches:
-            for batch in batches:
-                yield from runtime.world.gather((runtime.host(predict(batch)), runtime.host(batch)))
-                runtime.beat(runtime.step)
-                check()
+
+def _predictions(task, model, feed, runtime, *, epoch, check):
+    """list of (prediction, what the task is `scored_with`), on the CPU: on rank 0 those of all ranks."""
+    predict = task.predictor(model, runtime, epoch)
+    compose = feed.compose if feed.resident is None else runtime.inference(feed.compose)
+    found, unread = [], None
+
+    def read(pair):
+        found.extend(runtime.world.gather(runtime.host(pair)))
 
     model.eval()
-    if runtime.world.rank != 0:
-        for _ in predictions():
-            pass
-        return None
-    if folder is None:
-        return task.evaluate(predictions())
-    found = list(predictions())
-    folder.mkdir(parents=True, exist_ok=True)
-    task.keep(folder, found, data)
-    return task.evaluate(found)
+    plan = evaluation_plan(len(feed.data), task.batch_size)
+    with contextlib.closing(feed.batches(plan)) as batches:
+        for batch in batches:
+            batch = compose(batch)
+            names = batch if task.scored_with is None else (*task.scored_with, "valid")
+            pair = (predict(batch), {name: batch[name] for name in names})
+            if unread is not None:  # one late, so that the device has something to do meanwhile
+                read(unread)
+            unread = pair
+            runtime.beat(runtime.step)
+            check()
+    read(unread)
+    return found
+
+
+def _timed(function, *arguments):
+    """(result, seconds)."""
+    started = time.monotonic()
+    return function(*arguments), time.monotonic() - started
 
 
 def _say_of(run, *datasets):

@@ -33,6 +33,20 @@ class Digits:
     def batch(self, indices, numbers=None):
         return dict(image=self.images[indices][:, None], label=self.labels[indices].astype(np.int64))
 
+    # The same with the pixels on the device (a dataset that leaves these four out is streamed)
+
+    def pixels_size(self):
+        return self.images.nbytes
+
+    def pixels(self):
+        return dict(image=self.images[:, None], label=self.labels.astype(np.int64))
+
+    def drawn(self, indices, numbers=None):
+        return {}  # nothing but the index
+
+    def compose(self, rows, drawn):
+        return rows
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MNIST(Workload):
@@ -41,6 +55,7 @@ class MNIST(Workload):
     name: ClassVar[str] = "mnist"
     dataset: ClassVar[str] = "mnist"
     score: ClassVar[str] = "accuracy"
+    scored_with: ClassVar[tuple[str, ...]] = ("label",)
 
     epochs: int = setting(4, free=True)
     """Passes over the training set."""

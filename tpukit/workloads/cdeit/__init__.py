@@ -31,6 +31,7 @@ class CDEIT(Workload):
     name: ClassVar[str] = "cdeit"
     dataset: ClassVar[str] = "eit"
     score: ClassVar[str] = "cc"
+    scored_with: ClassVar[tuple[str, ...]] = ("image", *CLASSICAL.values())
     fallback: ClassVar[Path] = FALLBACK
 
     data: Literal["simulated", "uef2017", "ktc2023"] = setting("simulated", free=True)

@@ -58,14 +58,33 @@ class Impedance:
         return len(self.images)
 
     def batch(self, indices, numbers=None):
-        volts = self.volts[indices] / np.float32(self.convention.volts)
-        made = dict(image=self.images[indices][:, None], voltages=voltage_map(volts, *self.statistics))
+        rows = self._rows(indices)
+        if numbers is not None:
+            rows = {name: rows[name] for name in ("image", "voltages")}
+        return rows | self.drawn(indices, numbers)
+
+    def _rows(self, chosen):
+        volts = self.volts[chosen] / np.float32(self.convention.volts)
+        scale = dict(TR=1 / self.convention.unit, xs_gn=1.0)
+        linear = {name: values[chosen] * np.float32(scale[name]) for name, values in self.linear.items()}
+        return dict(image=self.images[chosen][:, None], voltages=voltage_map(volts, *self.statistics), **linear)
+
+    # On the device
+
+    def pixels_size(self):
+        return self.images.nbytes * (1 + len(self.linear))
+
+    def pixels(self):
+        return self._rows(slice(None))
+
+    def drawn(self, indices, numbers=None):
         if numbers is None:
-            scale = dict(TR=1 / self.convention.unit, xs_gn=1.0)
-            linear = {name: values[indices] * np.float32(scale[name]) for name, values in self.linear.items()}
-            return dict(made, key=np.asarray(indices, np.int64), **linear)
+            return dict(key=np.asarray(indices, np.int64))
         key = (numbers[:, KEY_DRAW] * 2**40).astype(np.int64)
-        return dict(made, key=key, t=(numbers[:, TIME_DRAW] * STEPS).astype(np.int64))
+        return dict(key=key, t=(numbers[:, TIME_DRAW] * STEPS).astype(np.int64))
+
+    def compose(self, rows, drawn):
+        return rows | drawn
 
 
 def voltage_map(volts, mean, deviation):

@@ -25,6 +25,7 @@ class MSHNet(Workload):
     name: ClassVar[str] = "mshnet"
     dataset: ClassVar[str] = "IRSTD-1k"
     score: ClassVar[str] = "iou"
+    scored_with: ClassVar[tuple[str, ...]] = ("mask",)
     phases: ClassVar[int] = 2
 
     epochs: int = setting(400, free=True)

@@ -31,7 +31,8 @@ class InfraredSet:
     """One split of a set, decoded once to uint8, in memory that all processes of a host share.
 
     `batch(indices, numbers)` -> dict of image (B, 3, S, S) uint8 and mask (B, 1, S, S) uint8, where S is crop_size with
-    augmentation (numbers: (B, 6) in [0, 1)) and base_size without (numbers: None).
+    augmentation (numbers: (B, 6) in [0, 1)) and base_size without (numbers: None). `compose` makes the same on a device, with the
+    image in float32, not rounded to whole grey levels.
     """
 
     draws = augment.DRAWS
@@ -64,6 +65,42 @@ class InfraredSet:
             return augment.resize(image, mask, self.base_size)
         plan = augment.plan(numbers, image.size, self.base_size, self.crop_size)
         return augment.augment(image, mask, crop_size=self.crop_size, **plan)
+
+    # On the device
+
+    def _shape(self):
+        """(C, H, W) that all images fit in."""
+        shapes = [image.shape for image in self.images]
+        colours = max(shape[2] if len(shape) > 2 else 1 for shape in shapes)
+        return colours, max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
+
+    def pixels_size(self):
+        colours, height, width = self._shape()
+        return len(self) * (colours + 1) * height * width
+
+    def pixels(self):
+        colours, height, width = self._shape()
+        made = [np.zeros((len(self), c, height, width), np.uint8) for c in (colours, 1)]
+        for kind, into in zip((self.images, self.masks), made):
+            for index, image in enumerate(kind):
+                array = augment.to_array(image)
+                into[index, :, : array.shape[1], : array.shape[2]] = array
+        return dict(zip(("image", "mask"), made))
+
+    def drawn(self, indices, numbers=None):
+        samples = []
+        for slot, index in enumerate(indices):
+            height, width = self.images[index].shape[:2]
+            if numbers is None:
+                samples.append(augment.settings((width, height), self.base_size))
+            else:
+                plan = augment.plan(numbers[slot], (width, height), self.base_size, self.crop_size)
+                samples.append(augment.settings((width, height), self.crop_size, **plan))
+        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    def compose(self, rows, drawn):
+        image, mask = augment.on_device(rows["image"], rows["mask"], **drawn)
+        return dict(image=image.expand(-1, 3, -1, -1), mask=mask)
 
 
 def find_list(folder, split):
