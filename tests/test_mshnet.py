@@ -7,7 +7,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from tpukit import TpukitError
-from tpukit.workloads.mshnet import MSHNet, augment
+from tpukit.workloads.mshnet import MSHNet, augment, strips
 from tpukit.workloads.mshnet.data import InfraredSet, read_image
 from tpukit.workloads.mshnet.loss import sls_loss
 from tpukit.workloads.mshnet.model import upsample
@@ -23,6 +23,74 @@ def test_upsampling_equals_bilinear_interpolation_with_aligned_corners(factor):
     ours = torch.autograd.grad((upsample(x, factor) * weight).sum(), x)[0]
     theirs = torch.autograd.grad((wanted * weight).sum(), x)[0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_doubling_by_blending_equals_bilinear_interpolation_and_its_gradient_is_exact():
+    x = torch.randn(2, 3, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    wanted = F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True)
+    torch.testing.assert_close(strips.double(x), wanted, atol=1e-6, rtol=0)  # its shares are float32
+    assert torch.autograd.gradcheck(strips.double, x[:1, :1])
+    assert torch.autograd.gradcheck(
+        lambda x: strips.double(strips.cut(x, 2), 2), torch.randn(1, 1, 6, 3).double().requires_grad_()
+    )
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_network_that_works_on_strips_has_the_outputs_gradients_and_statistics_of_one_that_does_not(
+    count, train, monkeypatch
+):
+    torch.manual_seed(0)
+    plain = MSHNet().model().double().train(train)
+    cut = MSHNet().model().double().train(train)
+    cut.load_state_dict(plain.state_dict())
+    image = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+
+    def outcome(model):
+        logits, masks = model(image)
+        loss = (logits**2).mean() + sum((mask**2).mean() for mask in masks)
+        loss.backward()
+        return [logits, *masks, *model.buffers()], [p.grad for p in model.parameters()]
+
+    wanted, wanted_gradients = outcome(plain)
+    monkeypatch.setattr(strips, "count", lambda image: count)
+    by_rows = lambda layer, x: strips.convolve_rows(layer, x) if layer.kernel_size[0] == 7 else layer(x)  # noqa: E731
+    monkeypatch.setattr(strips, "attend", lambda layer, x, count: strips.cut(by_rows(layer, strips.join(x, count)), count))
+    found, gradients = outcome(cut)
+    for a, b in zip([*found, *gradients], [*wanted, *wanted_gradients]):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-9)
+
+
+def test_strips_fill_the_lanes_of_an_xla_core_and_no_other_device(xla):
+    count = lambda batch, size: strips.count(torch.zeros(batch, 3, size, size).to(xla.device))  # noqa: E731
+    assert [count(32, 256), count(4, 256), count(128, 256), count(16, 64), count(1, 48), count(1, 16)] == [4, 16, 1, 4, 2, 1]
+    assert strips.count(torch.zeros(32, 3, 256, 256)) == 1
+
+
+def test_a_set_of_many_sizes_and_modes_gives_on_a_device_what_it_gives_on_the_host(tmp_path):
+    rng = np.random.default_rng(0)
+    for kind in ("images", "masks"):
+        (tmp_path / kind).mkdir()
+    sizes = [(64, 48), (40, 90), (200, 200), (33, 57)]
+    for number, (width, height) in enumerate(sizes):
+        shape = (height // 4 + 1, width // 4 + 1, *([3] if number % 2 else []))
+        image = Image.fromarray(rng.integers(0, 255, shape, np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+        image.save(tmp_path / "images" / f"{number}.png")
+        Image.fromarray(np.where(rng.random((height, width)) > 0.9, 255, 0).astype(np.uint8)).save(
+            tmp_path / f"masks/{number}.png"
+        )
+    for name in ("trainval.txt", "test.txt"):
+        (tmp_path / name).write_text("0\n1\n2\n3\n")
+    data = InfraredSet(tmp_path, "train", base_size=64, crop_size=48)
+    assert data.pixels_size() == sum(a.nbytes for a in data.pixels().values()) == 4 * (3 + 1) * 200 * 200
+    indices = rng.integers(0, 4, 40)
+    for numbers, most in ((rng.random((40, 6)), 4), (None, 1)):
+        wanted, rows = data.batch(indices, numbers), {k: torch.as_tensor(v[indices]) for k, v in data.pixels().items()}
+        found = data.compose(rows, {k: torch.as_tensor(v) for k, v in data.drawn(indices, numbers).items()})
+        difference = np.abs(found["image"].round().numpy() - wanted["image"])
+        assert difference.max() <= most and difference.mean() < 0.7
+        np.testing.assert_array_equal(found["mask"], wanted["mask"])
+        assert wanted["mask"].max() == 255
 
 
 def test_loss_is_the_mean_over_samples_of_a_plain_loop():

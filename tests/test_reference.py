@@ -101,25 +101,44 @@ def test_scores_equal_the_published_ones_whatever_the_batch(reference, batch):
         assert scores.roc() == published["roc"] and scores.result()["iou"] == published["iou"]
 
 
-def test_augmentation_equals_the_published_one(reference, real_data):
+def on_host(image, mask, **how):
+    made = augment.augment(image, mask, **how)
+    return [np.asarray(array).astype(int) for array in made]
+
+
+def on_device(image, mask, *, crop_size, **how):
+    """The way of a device that holds the pixels, on the CPU; rounded, as images are."""
+    return composed(image, mask, augment.settings(image.size, crop_size, **how))
+
+
+def composed(image, mask, settings):
+    pixels = (torch.as_tensor(np.asarray(array))[None, None] for array in (image, mask))
+    made = augment.on_device(*pixels, **{name: torch.as_tensor(value)[None] for name, value in settings.items()})
+    return [array[0, 0].round().int().numpy() for array in made]
+
+
+@pytest.mark.parametrize("way", [on_host, on_device])
+def test_augmentation_equals_the_published_one(way, reference, real_data):
     wanted = np.load(reference / "augment.npz")
     assert wanted["cases"] > 0
     for case in range(int(wanted["cases"])):
         flip, long_size, x1, y1, blur = wanted[f"a{case}_params"].tolist()
-        image, mask = augment.augment(
+        image, mask = way(
             *pair(real_data, wanted[f"a{case}_name"]),
             flip=bool(flip), long_size=int(long_size), x1=int(x1), y1=int(y1), blur=None if blur < 0 else blur, crop_size=256,
         )  # fmt: skip
-        difference = np.abs(np.asarray(image).astype(int) - wanted[f"a{case}_image"])
+        difference = np.abs(image - wanted[f"a{case}_image"].astype(int))
         assert difference.max() <= (1 if blur < 0 else 4) and difference.mean() <= 0.7, case
-        np.testing.assert_array_equal(np.asarray(mask), wanted[f"a{case}_mask"])
+        np.testing.assert_array_equal(mask, wanted[f"a{case}_mask"])
 
 
 def test_evaluation_resize_equals_the_published_one(reference, real_data):
     wanted = np.load(reference / "augment.npz")
-    image, mask = augment.resize(*pair(real_data, wanted["eval_name"]), 256)
-    assert np.abs(np.asarray(image).astype(int) - wanted["eval_image"]).max() <= 1
-    np.testing.assert_array_equal(np.asarray(mask), wanted["eval_mask"])
+    image, mask = pair(real_data, wanted["eval_name"])
+    by_host = [np.asarray(array).astype(int) for array in augment.resize(image, mask, 256)]
+    for image, mask in (by_host, composed(image, mask, augment.settings(image.size, 256))):
+        assert np.abs(image - wanted["eval_image"]).max() <= 1
+        np.testing.assert_array_equal(mask, wanted["eval_mask"])
 
 
 def pair(real_data, name):

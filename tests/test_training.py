@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ import torch
 
 from tests.conftest import SMALL, best_weights, checkpoint, exact, same
 from tpukit import CDEIT, MNIST, MSHNet, Run, TpukitError, Workload, train
-from tpukit.run import setting
 from tpukit.feeding import Feed, evaluation_plan, training_plan
+from tpukit.run import setting
 from tpukit.runtime import Runtime, XLARuntime
 from tpukit.training import Diverged, evaluate
 
@@ -86,6 +87,51 @@ def test_batches_come_in_order_whatever_the_number_of_workers(workers, infrared,
     wanted = [data.batch(indices, numbers)["image"] for indices, numbers, _ in plan()]
     got = [batch["image"].numpy() for batch in Feed(data, cpu, workers=workers).batches(plan())]
     assert len(got) == 8 and all(np.array_equal(a, b) for a, b in zip(wanted, got))
+
+
+@pytest.mark.parametrize("kind", ["mnist", "mshnet", "cdeit"])
+def test_pixels_on_the_device_make_the_batches_of_the_host(kind, digits, infrared, tank, xla):
+    tasks = dict(mnist=MNIST(dataset_dir=digits), mshnet=MSHNet(dataset_dir=infrared, base_size=64, crop_size=64))
+    task = tasks.get(kind) or CDEIT(dataset_dir=tank)
+    for data, numbers in zip(task.datasets(), (np.random.default_rng(0).random((4, 6)), None)):
+        numbers = numbers if numbers is None else numbers[:, : data.draws]
+        plan = [(np.array([3, 0, 2, 2]), numbers, None if numbers is not None else np.array([True, True, True, False]))]
+        there, here = Feed(data, xla), Feed(data, xla, on="host")
+        assert there.resident and not here.resident
+        found, wanted = ({k: v.cpu() for k, v in feed.compose(next(feed.batches(plan))).items()} for feed in (there, here))
+        assert found.keys() == wanted.keys()
+        for name in wanted:
+            torch.testing.assert_close(
+                found[name].float(), wanted[name].float(), atol=4 if kind == "mshnet" and name == "image" else 0, rtol=0
+            )
+
+
+def test_a_set_is_streamed_where_it_would_crowd_the_device_and_the_feed_says_so(digits, xla, cpu, monkeypatch):
+    data = MNIST(dataset_dir=digits).datasets()[0]
+    size = data.pixels_size()
+    assert "on the device, whole: a batch is an index" in Feed(data, xla).said
+    monkeypatch.setattr(type(xla), "memory_size", lambda self: 8 * size - 1)
+    feed = Feed(data, xla)
+    assert feed.resident is None and "would crowd the device" in feed.said and "2 threads make the batches" in feed.said
+    assert Feed(data, xla, on="device").resident
+    assert Feed(data, cpu).resident is None  # the host's memory is the device's
+    plain = types.SimpleNamespace(batch=data.batch, __len__=data.__len__)
+    with pytest.raises(TpukitError, match="data_on='device'.*pixels, drawn and compose"):
+        Feed(plain, xla, on="device")
+
+
+def test_scores_counted_while_the_next_epoch_trains_are_recorded_in_the_same_order(infrared, cpu, tmp_path, monkeypatch):
+    task = MSHNet(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=4, epochs=3, log_every=2, data_on="host")
+    order = []
+    for name, delay in (("fast", 0), ("slow", 0.5)):
+        count = MSHNet.evaluate
+        monkeypatch.setattr(MSHNet, "evaluate", lambda self, found: (time.sleep(delay), count(self, found))[1])
+        run = Run.open(tmp_path / name, task)
+        assert train(task, run, runtime=cpu, progress=False) == run.records("evaluation")[-1]["scores"]
+        monkeypatch.undo()
+        order.append([(r["kind"], r["step"], r.get("scores")) for r in run.records() if r["kind"] != "start"])
+    assert order[0] == order[1]
+    assert [kind for kind, _, _ in order[0]] == ["train", "train", "epoch", "evaluation"] * 3
 
 
 def test_evaluation_scores_do_not_depend_on_the_batch_size(infrared, cpu):

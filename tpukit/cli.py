@@ -1,4 +1,4 @@
-"""The command line: `tpukit doctor`, `train WORKLOAD`, `test WORKLOAD`, `show RUN`, `simulate eit`, `cloud`.
+"""The command line: `tpukit doctor`, `train WORKLOAD`, `test WORKLOAD`, `show RUN`, `plan WORKLOAD`, `simulate eit`, `cloud`.
 
 Each command imports what it needs when it runs, so that `tpukit doctor` answers where torch is broken. The options of
 train and test are the fields of the workload's dataclass.
@@ -22,6 +22,7 @@ USAGE = f"""tpukit {__version__}: PyTorch training that simply works on Colab, K
   tpukit train WORKLOAD [options]  train, or go on with a run that was stopped
   tpukit test WORKLOAD [options]   scores of a weights file, or of a run's best weights
   tpukit show RUN                  scores, curves and what the accelerator did
+  tpukit plan WORKLOAD [options]   whether a training step fits a TPU, and what bounds it; needs no TPU
   tpukit simulate eit [options]    make a training set for impedance tomography
   tpukit cloud gcloud|skypilot [options] -- train WORKLOAD [options]
                                    write a script or task that does it on rented machines
@@ -53,7 +54,7 @@ NOT_OF_THE_RUN = ("weights", "batch_size", "precision")
 def main(argv=None):
     """Entry point. Returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    commands = dict(doctor=doctor, train=train, test=test, show=show, simulate=simulate, cloud=cloud)
+    commands = dict(doctor=doctor, train=train, test=test, show=show, plan=plan, simulate=simulate, cloud=cloud)
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if argv else 2
@@ -109,7 +110,8 @@ def train(argv):
     from tpukit.run import Run
     from tpukit.training import train as run_training
 
-    task, options, env = _parse("train", argv)
+    task, options = _parse("train", argv)
+    env = environment.detect()
     with _quiet_unless_first(environment):
         task = _with_dataset(task, env)
     run = Run.open(options.run or env.outputs / task.name, task, backup=options.backup)
@@ -124,7 +126,8 @@ def test(argv):
     from tpukit.run import Run
     from tpukit.training import test as run_test
 
-    task, options, env = _parse("test", argv)
+    task, options = _parse("test", argv)
+    env = environment.detect()
     path = options.run or env.outputs / (f"{task.name}-test" if task.weights else task.name)
     if task.weights and (path / "best.safetensors").exists():
         raise TpukitError(f"--weights {task.weights} or the best weights of the run {path}? Give one of --weights and --run")
@@ -156,6 +159,45 @@ def show(argv):
         return run
 
     display.show(tyro.cli(options, args=argv, prog="tpukit show"))
+
+
+def plan(argv):
+    from tpukit.tools import plan as tool
+
+    task, options = _parse("plan", argv, _plan_options)
+    found = tool.plan(
+        task, **{name: value for name, value in dataclasses.asdict(options).items() if name != "json"}, say=_to_stderr
+    )
+    if options.json:
+        print(json.dumps(dataclasses.asdict(found), indent=1))
+    else:
+        print(found)
+    return 0 if found.largest_batch else 1
+
+
+def _to_stderr(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def _plan_options():
+    import tyro
+
+    from tpukit.tools.plan import CHIPS, PARTS
+
+    @dataclasses.dataclass(frozen=True)
+    class PlanOptions:
+        chip: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(CHIPS) + "}")] = "v5e-1"
+        """The TPU: one v5e chip (Colab), eight (Kaggle; 8 replicas and their gradient sum), or one v6e chip."""
+        batch_sizes: tuple[int, ...] = ()
+        """Global batch sizes to ask about; --batch-size alone unless given."""
+        part: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(PARTS) + "}")] = "train"
+        """train: the whole training step. evaluate: the programs that predict a batch (of CDEIT: its sampler)."""
+        find_batch: bool = False
+        """Bisect the largest batch that fits, to within a sixteenth. Every try is a compilation."""
+        json: bool = False
+        """Print one JSON object, for machines."""
+
+    return PlanOptions
 
 
 def simulate(argv):
@@ -272,11 +314,11 @@ def _as_trained(task, config):
     return dataclasses.replace(task, **own)
 
 
-def _parse(command, argv):
-    """(workload, options of the launch, environment) from `WORKLOAD --options`."""
+def _parse(command, argv, own_options=_launch_options):
+    """(workload, options of the command) from `WORKLOAD --options`."""
     import tyro
 
-    from tpukit import environment, workloads
+    from tpukit import workloads
 
     for argument in argv:
         if (flag := argument.split("=")[0].replace("_", "-")) in REMOVED:
@@ -290,7 +332,7 @@ def _parse(command, argv):
     @dataclasses.dataclass(frozen=True)
     class Options:
         task: Annotated[workload, tyro.conf.arg(name="")]
-        own: Annotated[_launch_options(), tyro.conf.arg(name="")]
+        own: Annotated[own_options(), tyro.conf.arg(name="")]
 
     Options.__doc__ = workload.__doc__
     options = tyro.cli(
@@ -299,4 +341,4 @@ def _parse(command, argv):
         prog=f"tpukit {command} {argv[0]}",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
-    return options.task, options.own, environment.detect()
+    return options.task, options.own

@@ -59,6 +59,34 @@ def show_predictions(run, task, *, count=4):
     _out(panels_figure(task.panels(batch, prediction), "Test images"), run.path / "pictures" / "predictions.png")
 
 
+def show_plan(plan):
+    """Show what `plan` found: the table, and the peak of each batch size beside the chip's memory."""
+    _out(plan.table())
+    _out(plan_figure(plan))
+    _say([plan.caption])
+
+
+def plan_figure(plan):
+    """A matplotlib bar chart of peak HBM over the batch sizes of a plan, with a line at what the chip has."""
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
+    fitting = [row for row in plan.rows if row["fits"]]
+    labels = [f"{row['batch_size']:,}" for row in plan.rows]
+    heights = [row["peak_bytes"] / 2**30 if row["fits"] else plan.hbm_gib * 1.15 for row in plan.rows]
+    colours = [ACCENT if row["fits"] else SECOND for row in plan.rows]
+    bars = axis.bar(labels, heights, color=colours, width=0.6)
+    axis.bar_label(bars, [f"{h:.2f}" if row["fits"] else "does not fit" for h, row in zip(heights, plan.rows)], fontsize=8)
+    axis.axhline(plan.hbm_gib, color=INK, linestyle="--", linewidth=1)
+    axis.text(
+        0.01, plan.hbm_gib, f"the chip's {plan.hbm_gib:g} GiB", transform=axis.get_yaxis_transform(), va="bottom", fontsize=8
+    )
+    axis.set(xlabel="global batch size", ylabel="peak HBM a core, GiB", ylim=(0, 1.3 * max([plan.hbm_gib, *heights])))
+    axis.set_title(f"{plan.workload} on {plan.chip}" + ("" if fitting else ": nothing fits"), loc="left", fontsize=10)
+    plt.close(figure)
+    return figure
+
+
 def _some(batch, prediction, count):
     chosen = _spread(len(prediction), count)
     return {name: values[chosen] for name, values in batch.items()}, prediction[chosen]

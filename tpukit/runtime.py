@@ -492,6 +492,40 @@ class XLARuntime(Runtime):
         return dict(peak_bytes=info.get("peak_bytes_used", info["bytes_used"]), total_bytes=info["bytes_limit"])
 
 
+class RecordingRuntime(XLARuntime):
+    """A TPU core, alone or one of several, whose programs are written down instead of run; needs no TPU, but a fresh process.
+
+    `programs`: each as a StableHLO portable artifact, in the order in which they were asked for.
+    """
+
+    def __init__(self, precision="auto", cores=1):
+        os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")  # which would be left out where one core is seen
+        self.programs = []
+        super().__init__("tpu", precision, World(0, cores))
+
+    def compile(self, function, graphs=1):
+        import torch_xla
+
+        def recorded(*arguments):
+            before = self.counters()["fallbacks"]
+            result = function(*arguments)
+            if fallbacks := sorted(self.counters()["fallbacks"].keys() - before.keys()):
+                raise TpukitError(f"not one program: torch_xla runs {', '.join(fallbacks)} on the host")
+            # No tensors named: all that is not computed yet, as in a step.
+            self.programs.append(torch_xla._XLAC._get_stablehlo([], str(self.device), [], True))
+            return self._blank(result)
+
+        return recorded
+
+    def _blank(self, tree):
+        """Zeros in the shape of what a program gives, so that the next one does not contain it."""
+        if isinstance(tree, torch.Tensor):
+            return torch.zeros(tree.shape, dtype=tree.dtype).to(self.device)
+        if isinstance(tree, dict):
+            return {key: self._blank(value) for key, value in tree.items()}
+        return type(tree)(map(self._blank, tree)) if isinstance(tree, (list, tuple)) else tree
+
+
 def recomputed(block, *inputs):
     """block(*inputs), a module without randomness whose activations are computed again in the backward pass instead of being kept."""
     if inputs[0].device.type == "xla":
@@ -502,6 +536,15 @@ def recomputed(block, *inputs):
     from torch.utils.checkpoint import checkpoint
 
     return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def on_one_xla_core(tensor):
+    """Whether a tensor lies on an XLA device that has a program of its own, as opposed to one program over several (SPMD)."""
+    if tensor.device.type != "xla":
+        return False
+    import torch_xla.runtime as xr
+
+    return not xr.is_spmd()
 
 
 def _timed(name):

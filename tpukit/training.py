@@ -44,6 +44,31 @@ class _State:
     norm_was_odd: bool = False
 
 
+def fresh_sums(runtime, values=SUMS):
+    """The vector that `training_step` adds to, on the device."""
+    # One vector, because XLA would fold single numbers into the program as constants.
+    return runtime.put({"sums": torch.tensor(list(values.values()), dtype=torch.float32)})["sums"]
+
+
+def training_step(task, model, optimizer, runtime, batch, epoch, sums):
+    """One optimizer step, the whole of what a device that compiles gets as one program. Returns the new sums, see `SUMS`."""
+    with runtime.autocast():
+        loss = task.loss(model, batch, epoch).float()
+    norm = runtime.update(loss, optimizer, task.clip_norm)
+    loss = loss.detach()
+    loss_sum, steps, bad_step, odd_step, last_norm = sums.unbind()
+    bad = ~torch.isfinite(loss)
+    if norm is not None:
+        low, high = USUAL_NORM
+        if runtime.scaler is None:  # which skips a step whose gradient overflows
+            bad = bad | ~torch.isfinite(norm)
+        # One that is not finite is a matter of bad_step, or of the loss scaler.
+        odd_step = torch.where((odd_step < 0) & torch.isfinite(norm) & ((norm < low) | (norm > high)), steps, odd_step)
+        last_norm = norm
+    bad_step = torch.where((bad_step < 0) & bad, steps, bad_step)
+    return torch.stack([loss_sum + loss, steps + 1, bad_step, odd_step, last_norm])
+
+
 @dataclasses.dataclass
 class _Unscored:
     """An epoch that is over, and its evaluation. predicted_s is None where there is none, weights and scores where another rank has them."""
@@ -130,25 +155,11 @@ class _Training:
     # One step
 
     def _fresh_sums(self, values=SUMS):
-        # One vector, because XLA would fold single numbers into the program as constants.
-        return self.runtime.put({"sums": torch.tensor(list(values.values()), dtype=torch.float32)})["sums"]
+        return fresh_sums(self.runtime, values)
 
     def _step(self, batch, epoch):
-        with self.runtime.autocast():
-            loss = self.task.loss(self.parallel_model, self.feed.compose(batch), epoch).float()
-        norm = self.runtime.update(loss, self.optimizer, self.task.clip_norm)
-        loss = loss.detach()
-        loss_sum, steps, bad_step, odd_step, last_norm = self.sums.unbind()
-        bad = ~torch.isfinite(loss)
-        if norm is not None:
-            low, high = USUAL_NORM
-            if self.runtime.scaler is None:  # which skips a step whose gradient overflows
-                bad = bad | ~torch.isfinite(norm)
-            # One that is not finite is a matter of bad_step, or of the loss scaler.
-            odd_step = torch.where((odd_step < 0) & torch.isfinite(norm) & ((norm < low) | (norm > high)), steps, odd_step)
-            last_norm = norm
-        bad_step = torch.where((bad_step < 0) & bad, steps, bad_step)
-        self.sums = torch.stack([loss_sum + loss, steps + 1, bad_step, odd_step, last_norm])
+        batch = self.feed.compose(batch)
+        self.sums = training_step(self.task, self.parallel_model, self.optimizer, self.runtime, batch, epoch, self.sums)
 
     def _average(self, weight):
         """Move the averaged weights towards the weights by (1,) `weight`; buffers are copied."""

@@ -1,12 +1,15 @@
 """The multi-scale head network of Liu et al., "Infrared Small Target Detection with Scale and Location Sensitivity",
 CVPR 2024, with the published parameter names, so that published weights load.
 
-Letters: B batch, C channels, H and W the image size (multiples of 16), L the four scales.
+Letters: B batch, C channels, H and W the image size (multiples of 16), L the four scales, S strips.
 """
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from tpukit.workloads.mshnet import strips
+from tpukit.workloads.mshnet.strips import double
 
 CHANNELS = (16, 32, 64, 128, 256)
 BLOCKS = (1, 2, 2, 2, 2)
@@ -38,11 +41,12 @@ class ChannelAttention(nn.Module):
         self.fc1 = nn.Conv2d(channels, channels // reduction, 1, bias=False)
         self.fc2 = nn.Conv2d(channels // reduction, channels, 1, bias=False)
 
-    def forward(self, x):  # (B, C, H, W) -> (B, C, 1, 1) in (0, 1)
-        average = x.mean((2, 3), keepdim=True)
+    def forward(self, x, count=1):  # (S*B, C, H/S, W) -> (S*B, C, 1, 1) in (0, 1)
+        average = strips.over_all(x.mean((2, 3), keepdim=True), count, "mean")
         # amax, because the backward of an adaptive max pool over a whole image does not compile for a TPU v5e.
-        largest = x.amax((2, 3), keepdim=True)
-        return torch.sigmoid(self.fc2(F.relu(self.fc1(average))) + self.fc2(F.relu(self.fc1(largest))))
+        largest = strips.over_all(x.amax((2, 3), keepdim=True), count, "amax")
+        weights = torch.sigmoid(self.fc2(F.relu(self.fc1(average))) + self.fc2(F.relu(self.fc1(largest))))
+        return weights.repeat(count, 1, 1, 1)
 
 
 class SpatialAttention(nn.Module):
@@ -50,8 +54,8 @@ class SpatialAttention(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(2, 1, 7, padding=3, bias=False)
 
-    def forward(self, x):  # (B, C, H, W) -> (B, 1, H, W) in (0, 1)
-        return torch.sigmoid(self.conv1(torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1)))
+    def forward(self, x, count=1):  # (S*B, C, H/S, W) -> (S*B, 1, H/S, W) in (0, 1)
+        return torch.sigmoid(strips.attend(self.conv1, torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1), count))
 
 
 class Block(nn.Module):
@@ -69,17 +73,26 @@ class Block(nn.Module):
         self.ca = ChannelAttention(channels)
         self.sa = SpatialAttention()
 
-    def forward(self, x):  # (B, channels_in, H, W) -> (B, channels, H, W)
+    def forward(self, x, count=1):  # (S*B, channels_in, H/S, W) -> (S*B, channels, H/S, W)
         residual = x if self.shortcut is None else self.shortcut(x)
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = self.bn2(self.conv2(x))
-        x = self.ca(x) * x
-        x = self.sa(x) * x
+        x = F.relu(self.bn1(strips.convolve(self.conv1, x, count)))
+        x = self.bn2(strips.convolve(self.conv2, x, count))
+        x = self.ca(x, count) * x
+        x = self.sa(x, count) * x
         return F.relu(x + residual)
 
 
+class Stage(nn.Sequential):
+    """Blocks one after another."""
+
+    def forward(self, x, count=1):
+        for block in self:
+            x = block(x, count)
+        return x
+
+
 def _stage(channels_in, channels, blocks):
-    return nn.Sequential(Block(channels_in, channels), *(Block(channels, channels) for _ in range(blocks - 1)))
+    return Stage(Block(channels_in, channels), *(Block(channels, channels) for _ in range(blocks - 1)))
 
 
 class MSHNetModel(nn.Module):
@@ -110,18 +123,20 @@ class MSHNetModel(nn.Module):
         logits: (B, 1, H, W), unbounded. masks: logits at full, half, quarter and eighth size, which the training loss
         supervises too. In the warm-up phase the logits are mask 0 alone and there are no masks.
         """
-        e0 = self.encoder_0(self.conv_init(image))  # (B, 16, H, W)
-        e1 = self.encoder_1(F.max_pool2d(e0, 2))  # (B, 32, H/2, W/2)
-        e2 = self.encoder_2(F.max_pool2d(e1, 2))  # (B, 64, H/4, W/4)
-        e3 = self.encoder_3(F.max_pool2d(e2, 2))  # (B, 128, H/8, W/8)
+        n = strips.count(image)  # 1 but on XLA; then a shape below is that of its strips, put together
+        e0 = self.encoder_0(self.conv_init(strips.cut(image, n)), n)  # (B, 16, H, W)
+        e1 = self.encoder_1(F.max_pool2d(e0, 2), n)  # (B, 32, H/2, W/2)
+        e2 = self.encoder_2(F.max_pool2d(e1, 2), n)  # (B, 64, H/4, W/4)
+        # From here on the channels are many and the rows few: whole images.
+        e3 = self.encoder_3(strips.join(F.max_pool2d(e2, 2), n))  # (B, 128, H/8, W/8)
         middle = self.middle_layer(F.max_pool2d(e3, 2))  # (B, 256, H/16, W/16)
-        d3 = self.decoder_3(torch.cat([e3, upsample(middle, 2)], 1))  # (B, 128, H/8, W/8)
-        d2 = self.decoder_2(torch.cat([e2, upsample(d3, 2)], 1))  # (B, 64, H/4, W/4)
-        d1 = self.decoder_1(torch.cat([e1, upsample(d2, 2)], 1))  # (B, 32, H/2, W/2)
-        d0 = self.decoder_0(torch.cat([e0, upsample(d1, 2)], 1))  # (B, 16, H, W)
-        mask0 = self.output_0(d0)
+        d3 = self.decoder_3(torch.cat([e3, double(middle)], 1))  # (B, 128, H/8, W/8)
+        d2 = self.decoder_2(torch.cat([e2, double(strips.cut(d3, n), n)], 1), n)  # (B, 64, H/4, W/4)
+        d1 = self.decoder_1(torch.cat([e1, double(d2, n)], 1), n)  # (B, 32, H/2, W/2)
+        d0 = self.decoder_0(torch.cat([e0, double(d1, n)], 1), n)  # (B, 16, H, W)
+        mask0 = strips.join(self.output_0(d0), n)
         if warm_up:
             return mask0, []
-        masks = [mask0, self.output_1(d1), self.output_2(d2), self.output_3(d3)]
+        masks = [mask0, strips.join(self.output_1(d1), n), strips.join(self.output_2(d2), n), self.output_3(d3)]
         whole = [mask0] + [upsample(mask, 2**scale) for scale, mask in enumerate(masks) if scale]
-        return self.final(torch.cat(whole, 1)), masks
+        return strips.join(strips.convolve(self.final, strips.cut(torch.cat(whole, 1), n), n), n), masks

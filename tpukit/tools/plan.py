@@ -1,0 +1,361 @@
+"""`tpukit plan`: whether a step fits a TPU, and what bounds its time, said by the TPU's own compiler on a machine without one.
+
+The programs are written down by torch_xla on its CPU device (in a process of their own), and compiled by libtpu in an environment of its
+own (`tpu_compiler.py`). No figure is a measurement of a TPU.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tpukit import storage
+from tpukit.errors import TpukitError
+from tpukit.run import settings
+from tpukit.tables import Table
+
+# libtpu as in the images with torch_xla 2.9, and the jax that belongs to it.
+COMPILER = ("jax==0.7.1", "jaxlib==0.7.1", "libtpu==0.0.21")
+PARTS = ("train", "evaluate")
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A kind of TPU machine. Rates are of one chip, as Google Cloud's documentation of v5e and v6e gives them."""
+
+    topology: str
+    cores: int
+    hbm_bytes: float  # what a program may use of the 16 and 32 GiB
+    flops: float  # a second, in bf16
+    bandwidth: float  # bytes a second
+
+
+CHIPS = {
+    "v5e-1": Chip("v5e:1x1", 1, 15.75 * GIB, 197e12, 819e9),
+    "v5e-8": Chip("v5e:2x4", 8, 15.75 * GIB, 197e12, 819e9),
+    "v6e-1": Chip("v6e:1x1", 1, 31.25 * GIB, 918e12, 1640e9),
+}
+
+
+def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", find_batch=False, say=print):
+    """What a workload's step needs on a TPU: a `Plan`.
+
+    batch_sizes: global ones; the task's own unless given. part: "train", the whole training step (all 8 replicas of it and their gradient
+    sum on v5e-8), or "evaluate", the programs that predict a batch of the test set. find_batch: bisect the largest batch that fits, too.
+    With a dataset_dir, its pixels lie on the chip as in training. Raises TpukitError where the compiler cannot be had, or refuses a
+    program for another reason than memory.
+    """
+    if chip not in CHIPS:
+        raise TpukitError(f"no chip {chip!r}; there are: {', '.join(CHIPS)}")
+    if part not in PARTS:
+        raise TpukitError(f"no part {part!r}; there are: {', '.join(PARTS)}")
+    cores = CHIPS[chip].cores
+    sizes = list(batch_sizes or [task.batch_size])
+    for size in sizes:
+        if size < 1 or size % cores:
+            raise TpukitError(f"batch size {size}: a global batch on {chip} is a multiple of its {cores} cores")
+    rows = {}
+
+    def fits(size):
+        if size not in rows:
+            say(f"batch {size}: writing down the programs")
+            rows[size] = _one(task, chip, size, part, say)
+        return rows[size]["fits"]
+
+    for size in sizes:
+        fits(size)
+    if find_batch:
+        _bisect(fits, max(cores, min(sizes)), cores)
+    return Plan(task.name, part, chip, [rows[size] for size in sorted(rows)])
+
+
+def _bisect(fits, size, cores):
+    """Ask `fits` until the largest batch that fits is known to within a sixteenth."""
+    while not fits(size) and size > cores:
+        size = max(cores, size // 2 // cores * cores)
+    if not fits(size):
+        return
+    good, bad = size, 2 * size
+    while fits(bad):
+        good, bad = bad, 2 * bad
+    while bad - good > max(cores, good // 16):
+        middle = (good + bad) // 2 // cores * cores
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+
+
+@dataclasses.dataclass
+class Plan:
+    """What the compiler said. `rows`: a dict for each batch size; printed, a table with what it means."""
+
+    workload: str
+    part: str
+    chip: str
+    rows: list
+
+    @property
+    def largest_batch(self):
+        """The largest batch asked about that fits, or None."""
+        return max((row["batch_size"] for row in self.rows if row["fits"]), default=None)
+
+    def table(self):
+        columns = (
+            "batch",
+            "fits",
+            "peak HBM, GiB",
+            "TFLOP",
+            "GB",
+            "FLOP a byte",
+            "at least, ms",
+            "bound by",
+            "Mcycles*",
+            "compiled in, s",
+        )
+        cells = []
+        for row in self.rows:
+            if not row["fits"]:
+                cells.append((row["batch_size"], "no", _needs(row), *[""] * 6, round(row["compile_s"])))
+                continue
+            cells.append(
+                (
+                    row["batch_size"],
+                    "yes",
+                    f"{row['peak_bytes'] / GIB:.2f}",
+                    f"{row['flops'] / 1e12:.3g}",
+                    f"{row['bytes'] / 1e9:.3g}",
+                    f"{row['flops'] / row['bytes']:.3g}",
+                    f"{1e3 * row['bound_s']:.3g}",
+                    row["bound_by"],
+                    f"{row['cycles'] / 1e6:.4g}",
+                    round(row["compile_s"]),
+                )
+            )
+        what = "training step" if self.part == "train" else "prediction of one batch"
+        return Table(f"{self.workload}: {what} on {self.chip}, per core", columns, cells)
+
+    @property
+    def hbm_gib(self):
+        """What a program may use of one core's memory."""
+        return CHIPS[self.chip].hbm_bytes / GIB
+
+    @property
+    def caption(self):
+        """What the columns mean."""
+        chip = CHIPS[self.chip]
+        return (
+            f"{self.hbm_gib:g} GiB of HBM a core. At least: the longer of FLOP / {chip.flops / 1e12:g} TFLOP/s and "
+            f"bytes / {chip.bandwidth / 1e9:g} GB/s; a bound, not a forecast. *Cycles: the compiler's own estimate, added up. Not "
+            "calibrated: use it to compare one program with another, never as a time."
+        )
+
+    def __str__(self):
+        return f"{self.table()}\n\n{self.caption}"
+
+
+def _needs(row):
+    found = re.search(r"[Uu]sed ([\d.]+[KMG]) of", row["why"])
+    return f"needs {found[1]}" if found else "more than there is"
+
+
+def _one(task, chip, size, part, say):
+    """The row of one batch size: its programs, written down and compiled."""
+    machine = CHIPS[chip]
+    with tempfile.TemporaryDirectory() as folder:
+        programs = _write_down(task, part, size, machine.cores, Path(folder))
+        found = [(count, _compile(path, machine, say)) for path, count in programs]
+    row = dict(batch_size=size, fits=all("error" not in one for _, one in found))
+    row["compile_s"] = sum(one["compile_s"] for _, one in found)
+    if not row["fits"]:
+        return dict(row, why=next(one["error"] for _, one in found if "error" in one))
+    row["peak_bytes"] = max(one["peak_bytes"] for _, one in found)
+    for name in ("flops", "bytes", "cycles"):
+        row[name] = sum(count * one[name] for count, one in found)
+    times = {"arithmetic": row["flops"] / machine.flops, "memory": row["bytes"] / machine.bandwidth}
+    row["bound_by"] = max(times, key=times.get)
+    row["bound_s"] = times[row["bound_by"]]
+    return dict(row, programs=[dict(one, times=count) for count, one in found])
+
+
+# Writing programs down
+
+
+def _write_down(task, part, size, cores, folder):
+    """[(path, how often a batch runs it)] of the part's programs, made in a fresh process, which opens torch_xla's CPU device."""
+    kind = type(task)
+    if kind.__module__ == "__main__":
+        raise TpukitError(
+            f"{kind.__name__} lives in a notebook cell, where the process that writes its programs down cannot import it: put it in a module"
+        )
+    request = dict(module=kind.__module__, kind=kind.__qualname__, settings=settings(task), part=part, size=size, cores=cores)
+    ran = _run([sys.executable, "-m", "tpukit.tools.plan", str(folder)], json.dumps(request), {"TPUKIT_PLANNING": "1"})
+    if ran.returncode:
+        last = ran.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
+        if "No module named 'torch_xla'" in ran.stderr or "_XLAC" in ran.stderr:
+            raise TpukitError(
+                f"a plan needs a torch_xla that matches torch, to write the programs down ({last[0]}). In an environment of its own: "
+                "pip install torch==2.9.0 torch-xla==2.9.0"
+            )
+        raise TpukitError(f"the {part} programs of {task.name} at batch {size} cannot be written down: {last[0]}")
+    counts = {}
+    for path in sorted(folder.glob("*.mlirbc")):
+        counts.setdefault(storage.sha256(path), []).append(path)
+    return [(paths[0], len(paths)) for paths in counts.values()]
+
+
+def write_programs(request, folder):
+    """In the fresh process: the programs of a request of `_write_down`, as numbered files."""
+    import numpy as np
+
+    from tpukit.feeding import Feed
+    from tpukit.runtime import RecordingRuntime
+    from tpukit.training import fresh_sums, training_step
+
+    kind = getattr(importlib.import_module(request["module"]), request["kind"])
+    given = {name: Path(v) if v and name in ("dataset_dir", "weights") else v for name, v in request["settings"].items()}
+    task, per_core = kind(**given), request["size"] // request["cores"]
+    runtime = RecordingRuntime(task.precision, request["cores"])
+    training = request["part"] == "train"
+    model = runtime.place(task.model().train(training))
+    optimizer = task.optimizer(model) if training else None
+    if training:
+        runtime.prime(optimizer)
+    compose = lambda batch: batch  # noqa: E731
+    if task.dataset_dir:
+        data = task.datasets()[not training]
+        feed = Feed(data, runtime, on=task.data_on, workers=0)
+        numbers = np.random.default_rng(0).random((request["size"], data.draws)) if training else None
+        batch = next(feed.batches([(np.arange(request["size"]) % len(data), numbers, None)]))
+        compose = feed.compose
+    else:
+        batch = runtime.put(task.example(per_core))
+    sums = fresh_sums(runtime)
+    runtime.sync()
+    if training:
+        step = lambda batch: training_step(task, model, optimizer, runtime, compose(batch), task.epochs, sums)  # noqa: E731
+        runtime.compile(step)(batch)
+    else:
+        if task.dataset_dir:
+            batch = runtime.inference(compose)(batch)
+        task.predictor(model, runtime)(batch)
+    for number, program in enumerate(runtime.programs):
+        (folder / f"{number:04d}.mlirbc").write_bytes(program)
+
+
+# Compiling them
+
+
+def _compile(path, machine, say):
+    """What the compiler says of a program, from the cache where it was asked before. A program that needs too much memory has an `error`."""
+    key = f"{storage.sha256(path)} {machine.topology} {COMPILER} {storage.sha256(_script())}"
+    cached = storage.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    if cached.exists():
+        return json.loads(cached.read_text())
+    libraries = compiler_folder(say)
+    say(f"compiling {path.stat().st_size / 1000:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
+    started = time.monotonic()
+    command = [sys.executable, "-s", str(_script()), str(path), machine.topology, str(machine.cores)]
+    ran = _run(command, "", {"PYTHONPATH": str(libraries)})
+    found = _understood(ran, path.parent)
+    found["compile_s"] = time.monotonic() - started
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    storage.write_whole(cached, json.dumps(found))
+    return found
+
+
+def _script():
+    return Path(__file__).with_name("tpu_compiler.py")
+
+
+def _understood(ran, folder):
+    """The compiler's answer, or what went wrong as a TpukitError. Too little memory is an answer."""
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    found = json.loads(lines[-1]) if lines else {}
+    trouble = found.get("error") or ("" if found else ran.stderr)
+    if found and not trouble or "RESOURCE_EXHAUSTED" in trouble and "hbm" in trouble.lower():
+        return found or dict(error=trouble)
+    if "libtpu_lockfile" in trouble or "already in use" in trouble:
+        raise TpukitError(
+            "libtpu is held by another process on this machine (/tmp/libtpu_lockfile). End that process, or, if there is none any more, "
+            "delete the file, then plan again"
+        )
+    if not found and ran.returncode < 0:
+        raise TpukitError(
+            f"the TPU compiler was killed by signal {-ran.returncode}, most likely for want of memory here: a large network needs 8 GiB or more"
+        )
+    if not found:
+        last = trouble.strip().splitlines()[-1:] or [f"exit code {ran.returncode}"]
+        raise TpukitError(
+            f"the TPU compiler does not run here: {last[0]}. It needs Linux on x86-64; {compiler_home()} can be deleted to install it anew"
+        )
+    operation = re.search(r'op_name="([^"]+)"|(%[\w.\-]+ = [^\n]{0,160})', trouble)
+    named = f" It names {(operation[1] or operation[2]).strip()}." if operation else ""
+    raise TpukitError(f"the TPU compiler refuses this program: {_first_sentence(trouble)}{named}")
+
+
+def _first_sentence(text):
+    return next((line.strip() for line in text.splitlines() if line.strip()), "without a reason")[:500].rstrip(".") + "."
+
+
+def compiler_home():
+    """Where the compiler's environment lies."""
+    tag = hashlib.sha256(" ".join(COMPILER).encode()).hexdigest()[:10]
+    return storage.cache_folder() / f"tpu-compiler-{sys.version_info[0]}.{sys.version_info[1]}-{tag}"
+
+
+def compiler_folder(say=print):
+    """The compiler's packages in a folder of their own, installed on first use (about 1 GB)."""
+    home = compiler_home()
+    home.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with storage.locked(home):
+        if home.is_dir():
+            return home
+        say(f"installing the TPU compiler ({', '.join(COMPILER)}; about 1 GB, once) into {home}")
+        work = Path(tempfile.mkdtemp(prefix=".tpu-compiler.", dir=home.parent))
+        try:
+            # A folder and not a virtual environment, because Colab's and Debian's Python cannot make one.
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--target",
+                str(work),
+                *COMPILER,
+            ]
+            ran = _run(command, "", {})
+            if ran.returncode:
+                last = [line for line in ran.stderr.splitlines() if "ERROR" in line or "No module" in line] or ["pip failed"]
+                raise TpukitError(
+                    f"the TPU compiler is not installed, and could not be: {last[-1].strip()}. It is on PyPI for Linux on x86-64; "
+                    "`pip install tpukit[plan]` brings pip where it is missing"
+                )
+            os.replace(work, home)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return home
+
+
+def _run(command, text, more):
+    """A process with its output caught, without this one's settings of devices and flags."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PYTHONPATH")}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(command, input=text, env={**environ, **more}, capture_output=True, text=True)
+
+
+if __name__ == "__main__":
+    try:
+        write_programs(json.loads(sys.stdin.read()), Path(sys.argv[1]))
+    except TpukitError as error:
+        sys.exit(str(error))
+    sys.stdout.flush()
+    os._exit(0)  # the programs hold the whole step unfinished; an orderly end would run it

@@ -1,0 +1,84 @@
+"""Compile one program for a TPU that is not there, with libtpu's own compiler. Run as a script, in the environment that `plan` makes.
+
+    python tpu_compiler.py PROGRAM TOPOLOGY REPLICAS    # PROGRAM: a StableHLO portable artifact
+
+Prints one line of JSON: what the compiler says of memory, arithmetic and cycles, or {"error": its reason}. Imports nothing of tpukit, because
+jaxlib must not meet torch_xla. (That libtpu compiles without a chip, and how jax asks it to, is from jax's own ahead-of-time tests.)
+"""
+
+import json
+import os
+import re
+import sys
+
+os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+os.environ.update(TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost", TPU_WORKER_ID="0")
+
+
+def main(program, topology, replicas):
+    import numpy
+    from jax._src.interpreters import mlir
+    from jax.experimental import topologies
+    from jaxlib import xla_client
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    bounds = [int(n) for n in topology.partition(":")[2].split("x")]
+    description = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology, chips_per_host_bounds=(*bounds, *[1] * (3 - len(bounds)))
+    )
+    devices = description.devices[:replicas]
+    options = xla_client.CompileOptions()
+    options.num_replicas = options.executable_build_options.num_replicas = replicas
+    grid = numpy.array([[device.id] for device in devices])
+    options.device_assignment = xla_client.DeviceAssignment.create(grid)
+    with mlir.make_ir_context() as context, ir.Location.unknown(context), open(program, "rb") as file:
+        module = stablehlo.deserialize_portable_artifact(context, file.read())
+        for attribute in list(module.operation.attributes):
+            name = attribute if isinstance(attribute, str) else attribute.name
+            if name.startswith("mhlo."):  # torch_xla's own, which this compiler does not know
+                del module.operation.attributes[name]
+        donate_what_is_replaced(module, ir)
+        try:
+            compiled = devices[0].client.compile(
+                mlir.module_to_bytecode(module), xla_client.DeviceList(tuple(devices)), options
+            )
+        except Exception as error:  # jaxlib raises one type for all that the compiler refuses
+            return dict(error=str(error))
+    memory, cost = compiled.get_compiled_memory_stats(), compiled.cost_analysis()
+    cost = cost if isinstance(cost, dict) else cost[0]
+    text = compiled.hlo_modules()[0].to_string()
+    if os.environ.get("TPUKIT_PLAN_HLO"):
+        with open(os.environ["TPUKIT_PLAN_HLO"], "w") as file:
+            file.write(text)
+    return dict(
+        peak_bytes=memory.peak_memory_in_bytes,
+        flops=cost["flops"],
+        bytes=cost["bytes accessed"],
+        cycles=cycles(text),
+        all_reduces=len(re.findall(r" all-reduce(?:-start)?\(", text)),
+    )
+
+
+def donate_what_is_replaced(module, ir):
+    """Let results take the memory of arguments of the same type, as torch_xla lets weights that a step writes anew."""
+    body = {function.attributes["sym_name"].value: function for function in module.body.operations}
+    function = body["main"]
+    free = [str(result) for result in function.type.results]
+    attributes = []
+    for argument in function.type.inputs:
+        replaced = str(argument) in free
+        if replaced:
+            free.remove(str(argument))
+        attributes.append(ir.DictAttr.get({"jax.buffer_donor": ir.BoolAttr.get(True)} if replaced else {}))
+    function.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
+
+
+def cycles(text):
+    """The compiler's cycle estimates of the entry computation, added up. Not a time: several kinds of operation have none."""
+    entry = text[text.index("\nENTRY ") :]
+    return sum(int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', entry))
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
