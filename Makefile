@@ -1,6 +1,7 @@
 # make run    executes the TPU notebook on this machine's CPU XLA device; make run DATA=path/to/IRSTD-1k on real images
 # make test   everything: unit tests, notebooks, browser
-# make bench  how fast, in ratios: the loop, the cores, the start; make bench PARTS=loops for one of them
+# make bench  how fast, in ratios; make bench PARTS="data loops" for some parts, DATA=path/to/IRSTD-1k for real images
+# make plan   asks the TPU compiler again about every workload's step (benchmarks/plan.json); half an hour or more
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,7 +15,7 @@ PARTS ?=
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run test bench clean
+.PHONY: run test bench plan clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -40,7 +41,10 @@ test: .venv/installed
 	touch $@
 
 bench: .venv/bench-installed
-	$(BIN)/python -m benchmarks $(PARTS) --out $(OUT)/bench.json
+	$(BIN)/python -m benchmarks $(PARTS) $(if $(DATA),--data "$(DATA)") --out $(OUT)/bench.json
+
+plan: .venv/installed
+	$(BIN)/python -m benchmarks.plans
 
 clean:
 	rm -rf .venv $(OUT) build *.egg-info

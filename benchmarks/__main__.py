@@ -1,5 +1,8 @@
 """`python -m benchmarks [PART...]`: measure, print tables, and write one JSON. All figures are ratios or times of one machine in one run.
 
+data    images a second of each way from a set on disk to a batch, beside a plain PIL pipeline; one core
+steps   MSHNet's training step with each way of making it faster, one by one
+epochs  an epoch around it: waiting for data, compilations after warm-up, evaluation, time to the first step, peak memory
 loops   the cost of tpukit's loop beside a bare loop, Lightning and accelerate: same model, same device
 cores   2 and 4 processes against one, and what the gradient sum takes of a step
 start   from the launch line to the end of the first step
@@ -17,7 +20,7 @@ from pathlib import Path
 from tpukit import environment, synthetic
 from tpukit.tables import Table
 
-PARTS = ("loops", "cores", "start")
+PARTS = ("data", "steps", "epochs", "loops", "cores", "start")
 
 
 def main():
@@ -25,6 +28,9 @@ def main():
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all unless given")
+    parser.add_argument(
+        "--data", type=Path, help="a real infrared set, for the parts that read one; made-up images unless given"
+    )
     parser.add_argument("--out", type=Path, default=Path("outputs/bench.json"))
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
@@ -34,8 +40,9 @@ def main():
     found = dict(machine=machine)
     print(Table("Machine", ("what", "value"), machine.items()))
     with tempfile.TemporaryDirectory() as work:
+        os.environ["TPUKIT_CACHE"] = f"{work}/cache"  # nothing that an earlier run left
         digits = synthetic.make("mnist", Path(work) / "digits", size=8000)
-        infrared = synthetic.make("IRSTD-1k", Path(work) / "infrared", size=120)
+        infrared = options.data or synthetic.make("IRSTD-1k", Path(work) / "infrared", size=120)
         for part in options.parts or PARTS:
             found[part] = measure(part, digits, infrared)
             options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +52,33 @@ def main():
 
 def measure(part, digits, infrared):
     """One part's rows, each a dict; printed as a table."""
-    if part == "loops":
+    gpu = ["cuda"] if has_gpu() else []
+    if part == "data":
+        rows = [row for device in ["cpu", *gpu] for row in ask("data", device, infrared)]
+        columns = ("device", "way", "images_per_s", "times_plain", "rounds")
+        title = "From the set to batches of 256x256, one thread: times_plain is against decoding and augmenting every image with PIL"
+    elif part == "steps":
+        cases = [("cpu", 128, 4), ("xla", 128, 4)] + [("cuda", 256, size) for size in (4, 16, 64) if gpu]
+        rows = [dict(row, size=case[1], batch=case[2]) for case in cases for row in ask("steps", "steps", *case)]
+        columns = ("device", "size", "batch", "way", "ms_per_step", "times_first", "first_step_s", "rounds")
+        title = "MSHNet's training step: each way against the first of its device"
+    elif part == "epochs":
+        cases = [("cpu", 64, 8), ("xla", 64, 8)] + [("cuda", 256, size) for size in (4, 16) if gpu]
+        rows = [dict(row, size=case[1], batch=case[2]) for case in cases for row in ask("steps", "epochs", *case, infrared)]
+        columns = (
+            "device",
+            "size",
+            "batch",
+            "data_on",
+            "images_per_s",
+            "wait_share",
+            "late_compilations",
+            "evaluation_s",
+            "scoring_s",
+        )
+        columns += ("first_step_s", "peak_gib")
+        title = "The second epoch of a training of MSHNet"
+    elif part == "loops":
         rows = [
             row for case in ("cpu mnist", "xla mnist", "xla mshnet") for row in ask("loops", *case.split(), digits, infrared)
         ]
@@ -66,11 +99,17 @@ def measure(part, digits, infrared):
     return rows
 
 
+def has_gpu():
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def ask(module, *arguments):
     """Run one measurement in a process of its own, so that no device is shared, and read its rows."""
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environ = dict(os.environ) if "cuda" in arguments else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     environ.pop("PJRT_DEVICE", None)
-    if arguments[0] in ("xla", "spmd"):
+    if {"xla", "spmd"} & set(arguments):
         environ["PJRT_DEVICE"] = "CPU"
     command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)]
     ran = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -14,6 +14,7 @@ import time
 import numpy as np
 import torch
 
+from tpukit import storage
 from tpukit.errors import TpukitError
 from tpukit.world import World
 
@@ -94,9 +95,9 @@ class Runtime:
 
     # Moving
 
-    def place(self, model):
+    def place(self, model, *, channels_last=False):
         """Move a model to the device. Build the optimizer from what this returns: on XLA its parameters are new objects."""
-        return model.to(self.device)
+        return model.to(self.device, memory_format=torch.channels_last if channels_last else torch.preserve_format)
 
     def put(self, arrays):
         """dict of numpy arrays or CPU tensors -> dict of tensors on the device."""
@@ -145,6 +146,10 @@ class Runtime:
     def prime(self, optimizer):
         """Make the optimizer's state before the first step where that matters. Returns whether it has its state now."""
         return True
+
+    def compiled(self, model, mode):
+        """The model to compute with, made faster by torch.compile in a mode of it, or "no"."""
+        return model if mode == "no" else torch.compile(model, mode=mode)
 
     def parallel(self, model):
         """The model to compute a loss with, so that its gradients are those of the global batch."""
@@ -306,7 +311,15 @@ class XLARuntime(Runtime):
             if found != self.spmd_cores:
                 raise TpukitError(f"asked for {self.spmd_cores} cores, found {found}: leave cores out to take all")
             self.mesh = xs.Mesh(np.arange(found), (found,), ("data",))
+        if self.keeps_programs:
+            # Programs of earlier sessions of this machine; other processes may be writing theirs.
+            xr.initialize_cache(str(storage.cache_folder() / f"programs-{self.world.rank}"), readonly=False)
         return torch_xla.device()
+
+    @property
+    def keeps_programs(self):
+        """Whether compiled programs are kept on disk. torch_xla can read them back on a TPU only."""
+        return self.accelerator == "tpu"
 
     def _count_cores(self):
         return self.spmd_cores or self.world.size
@@ -334,8 +347,8 @@ class XLARuntime(Runtime):
 
         return torch_xla.real_devices() if self.mesh is not None else super().device_names()
 
-    def place(self, model):
-        model = model.to(self.device)
+    def place(self, model, *, channels_last=False):
+        model = model.to(self.device)  # whose compiler chooses its own layouts
         with torch.no_grad():
             # What was never written in place is traced differently, once; and SPMD marks as replicated what a program wrote.
             for value in (*model.parameters(), *model.buffers()):
@@ -360,6 +373,9 @@ class XLARuntime(Runtime):
         if sharded:
             self._shard(whole)
         return whole
+
+    def compiled(self, model, mode):
+        return model
 
     def parallel(self, model):
         return model
@@ -497,6 +513,8 @@ class RecordingRuntime(XLARuntime):
 
     `programs`: each as a StableHLO portable artifact, in the order in which they were asked for.
     """
+
+    keeps_programs = False
 
     def __init__(self, precision="auto", cores=1):
         os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")  # which would be left out where one core is seen

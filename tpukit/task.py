@@ -57,6 +57,10 @@ class Workload:
     synced: the whole global batch (GPUs; parallel="spmd" does so on TPU anyway). frozen: the running ones, not trained."""
     num_workers: int = setting(2, free=True)
     """Threads that read and augment the batches; 0 does it between the steps."""
+    channels_last: bool = setting(False, free=True)
+    """Keep images with their channels innermost in memory, which convolutions on newer GPUs like."""
+    torch_compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = setting("no", free=True)
+    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway); reduce-overhead replays CUDA graphs."""
     data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
     """Where the decoded samples lie. device: all of them on every core, so that a batch is an index, augmented there. host: threads make
     the batches. auto: an accelerator that has eight times the room."""

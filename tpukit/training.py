@@ -124,14 +124,14 @@ class _Training:
             model.load_state_dict(self.world.share(model.state_dict()))
         # Scored and kept instead of the weights, where the task wants an average of them.
         self.averaged = self.runtime.place(copy.deepcopy(model).requires_grad_(False)) if task.ema_decay else None
-        self.model = self.runtime.place(model)
+        self.model = self.runtime.place(model, channels_last=task.channels_last)
         self.optimizer = task.optimizer(self.model)
         primed = self.runtime.prime(self.optimizer)
         self.runtime.seed(task.seed)
         self.state = _State()
         self.sums = self._fresh_sums()
         self._restore()
-        self.parallel_model = self.runtime.parallel(self.model)
+        self.parallel_model = self.runtime.compiled(self.runtime.parallel(self.model), task.torch_compile)
         self.step_program = self.runtime.compile(self._step, task.phases if primed else task.phases + 1)
         self.average_program = self.runtime.inference(self._average)
         self.steps_taken = 0

@@ -263,7 +263,7 @@ def _compile(path, machine, say):
     started = time.monotonic()
     command = [sys.executable, "-s", str(_script()), str(path), machine.topology, str(machine.cores)]
     ran = _run(command, "", {"PYTHONPATH": str(libraries)})
-    found = _understood(ran, path.parent)
+    found = _understood(ran)
     found["compile_s"] = time.monotonic() - started
     cached.parent.mkdir(parents=True, exist_ok=True)
     storage.write_whole(cached, json.dumps(found))
@@ -274,7 +274,7 @@ def _script():
     return Path(__file__).with_name("tpu_compiler.py")
 
 
-def _understood(ran, folder):
+def _understood(ran):
     """The compiler's answer, or what went wrong as a TpukitError. Too little memory is an answer."""
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     found = json.loads(lines[-1]) if lines else {}

@@ -21,18 +21,7 @@ def upsample(x, factor):
     x: (B, C, H, W) -> (B, C, factor*H, factor*W). Equal to `F.interpolate(..., align_corners=True)`; the gather form has
     no backward on XLA, which would cut the training step into several graphs.
     """
-    rows = _interpolation(x.shape[-2], factor, x)  # (factor*H, H)
-    columns = _interpolation(x.shape[-1], factor, x)  # (factor*W, W)
-    return rows @ x @ columns.T
-
-
-def _interpolation(size, factor, like):
-    """The (factor*size, size) matrix of linear interpolation weights, built on the device of `like`."""
-    out = size * factor
-    # Float64 on the host would be exact; float32 positions are within 1e-5 of a pixel at the sizes used here.
-    position = torch.arange(out, dtype=torch.float32, device=like.device) * ((size - 1) / (out - 1))
-    source = torch.arange(size, dtype=torch.float32, device=like.device)
-    return (1 - (position[:, None] - source[None, :]).abs()).clamp(min=0).to(like.dtype)
+    return strips.interpolation(x.shape[-2], factor, x) @ x @ strips.interpolation(x.shape[-1], factor, x).T
 
 
 class ChannelAttention(nn.Module):
@@ -74,7 +63,10 @@ class Block(nn.Module):
         self.sa = SpatialAttention()
 
     def forward(self, x, count=1):  # (S*B, channels_in, H/S, W) -> (S*B, channels, H/S, W)
-        residual = x if self.shortcut is None else self.shortcut(x)
+        residual = x
+        if self.shortcut is not None:
+            layer, norm = self.shortcut
+            residual = norm(strips.convolve(layer, x, count))
         x = F.relu(self.bn1(strips.convolve(self.conv1, x, count)))
         x = self.bn2(strips.convolve(self.conv2, x, count))
         x = self.ca(x, count) * x
@@ -131,9 +123,9 @@ class MSHNetModel(nn.Module):
         e3 = self.encoder_3(strips.join(F.max_pool2d(e2, 2), n))  # (B, 128, H/8, W/8)
         middle = self.middle_layer(F.max_pool2d(e3, 2))  # (B, 256, H/16, W/16)
         d3 = self.decoder_3(torch.cat([e3, double(middle)], 1))  # (B, 128, H/8, W/8)
-        d2 = self.decoder_2(torch.cat([e2, double(strips.cut(d3, n), n)], 1), n)  # (B, 64, H/4, W/4)
-        d1 = self.decoder_1(torch.cat([e1, double(d2, n)], 1), n)  # (B, 32, H/2, W/2)
-        d0 = self.decoder_0(torch.cat([e0, double(d1, n)], 1), n)  # (B, 16, H, W)
+        d2 = self.decoder_2(strips.beside(e2, double(strips.cut(d3, n), n), count=n), n)  # (B, 64, H/4, W/4)
+        d1 = self.decoder_1(strips.beside(e1, double(d2, n), count=n), n)  # (B, 32, H/2, W/2)
+        d0 = self.decoder_0(strips.beside(e0, double(d1, n), count=n), n)  # (B, 16, H, W)
         mask0 = strips.join(self.output_0(d0), n)
         if warm_up:
             return mask0, []

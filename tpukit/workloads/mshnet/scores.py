@@ -52,9 +52,9 @@ class Scores:
         self._add_regions(prediction, label, exact)
         with np.errstate(over="ignore"):
             probability = 1 / (1 + np.exp(-logits))
-        above = probability > THRESHOLDS[:, None, None].astype(np.float32)  # (11, H, W)
-        self.roc_counts += _roc_counts(above, label, ~label)
-        self.published_roc_counts += _roc_counts(above, exact, target == 0)
+        passed = np.searchsorted(THRESHOLDS.astype(np.float32), probability)  # (H, W), how many thresholds each pixel exceeds
+        self.roc_counts += _roc_counts(passed, label, ~label)
+        self.published_roc_counts += _roc_counts(passed, exact, target == 0)
 
     def _add_regions(self, prediction, label, exact):
         predicted = regions(prediction)
@@ -99,10 +99,15 @@ class Scores:
         return _rates(self.roc_counts)
 
 
-def _roc_counts(above, positive, negative):
-    """(4, 11) counts. above: (11, H, W) bool. positive, negative: (H, W) bool, what a prediction hits and a rejection spares."""
-    true, false = (above & positive).sum((1, 2)), (above & ~positive).sum((1, 2))
-    missed, spared = (~above & ~negative).sum((1, 2)), (~above & negative).sum((1, 2))
+def _roc_counts(passed, positive, negative):
+    """(4, 11) counts. passed: (H, W) thresholds exceeded. positive, negative: (H, W) bool, what a prediction hits and a rejection spares."""
+
+    def above(chosen):
+        counts = np.bincount(passed[chosen], minlength=len(THRESHOLDS) + 1)
+        return counts[:0:-1].cumsum()[::-1]
+
+    true, false = above(positive), above(~positive)
+    missed, spared = (~negative).sum() - above(~negative), negative.sum() - above(negative)
     return np.stack([true, false, true + missed, false + spared])
 
 
@@ -114,7 +119,12 @@ def _rates(counts):
 
 def regions(mask):
     """(H, W) bool -> list of (area, centroid) of its 8-connected regions, in scan order."""
-    return [(int(r.area), r.centroid) for r in measure.regionprops(measure.label(mask, connectivity=2))]
+    labels, count = measure.label(mask, connectivity=2, return_num=True)
+    rows, columns = np.nonzero(mask)
+    region = labels[rows, columns] - 1
+    areas = np.bincount(region, minlength=count)
+    centres = [np.bincount(region, weights=at, minlength=count) / areas for at in (rows, columns)] if count else ([], [])
+    return [(int(area), centre) for area, centre in zip(areas, zip(*centres))]
 
 
 def match(targets, predictions):

@@ -44,12 +44,21 @@ def over_all(x, count, reduction):
     return x if count == 1 else getattr(x.view(count, -1, *x.shape[1:]), reduction)(0)
 
 
+def beside(*parts, count):
+    """Maps to be read by `convolve` as if their channels were one after another."""
+    return torch.cat(parts, 1) if count == 1 else parts
+
+
 def convolve(layer, x, count):
-    """A convolution of images that are cut into strips."""
-    reach = layer.kernel_size[0] // 2
-    if count == 1 or reach == 0:
+    """A convolution of images that are cut into strips; x: a map, or the parts that `beside` gave."""
+    if count == 1:
         return layer(x)
-    return F.conv2d(_Bordered.apply(x, count, reach), layer.weight, layer.bias, padding=(0, reach))
+    parts, reach = x if isinstance(x, tuple) else (x,), layer.kernel_size[0] // 2
+    weights = layer.weight.split([part.shape[1] for part in parts], 1)
+    # Part by part, because putting them together writes and reads all of them again.
+    bordered = [_Bordered.apply(part, count, reach) if reach else part for part in parts]
+    first, *rest = (F.conv2d(part, weight, padding=(0, reach)) for part, weight in zip(bordered, weights))
+    return sum(rest, first) + layer.bias.view(1, -1, 1, 1).to(first.dtype)
 
 
 def attend(layer, x, count):
@@ -91,6 +100,15 @@ def _shares(position, size, dtype):
     return (position / (2 * size - 1)).to(dtype), ((size - 1 - position) / (2 * size - 1)).to(dtype)
 
 
+def interpolation(size, factor, like):
+    """The (factor*size, size) matrix of linear interpolation with aligned corners, built on the device of `like`."""
+    out = size * factor
+    # Float64 on the host would be exact; float32 positions are within 1e-5 of a pixel at the sizes used here.
+    position = torch.arange(out, dtype=torch.float32, device=like.device) * ((size - 1) / (out - 1))
+    source = torch.arange(size, dtype=torch.float32, device=like.device)
+    return (1 - (position[:, None] - source[None, :]).abs()).clamp(min=0).to(like.dtype)
+
+
 # Two linear maps with their transposes written out: XLA would go over the whole map once for every slice that autograd undoes.
 
 
@@ -108,10 +126,8 @@ class _Bordered(torch.autograd.Function):
         reach, height = ctx.reach, gradient.shape[2] - 2 * ctx.reach
         above, below = _from_neighbours(gradient[:, :, -reach:], gradient[:, :, :reach], ctx.count)
         inside = gradient[:, :, reach:-reach]
-        if height < 2 * reach:  # a row borders both neighbours
-            return F.pad(above, (0, 0, 0, height - reach)) + inside + F.pad(below, (0, 0, height - reach, 0)), None, None
-        first, last = inside[:, :, :reach] + above, inside[:, :, -reach:] + below
-        return torch.cat([first, inside[:, :, reach : height - reach], last], 2), None, None
+        to_first, to_last = (0, 0, 0, height - reach), (0, 0, height - reach, 0)
+        return F.pad(above, to_first) + inside + F.pad(below, to_last), None, None
 
 
 def _from_neighbours(last, first, count):

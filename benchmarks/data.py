@@ -1,0 +1,70 @@
+"""Images a second of every way from a set on disk to a training batch, on one core: MSHNet's recipe at 256x256 from originals of 512x512.
+
+plain: what published training code does for every image, every epoch: open, decode, augment with PIL, to a normalised tensor.
+host: tpukit's threads, from pixels decoded once. device: the pixels lie on the device, which augments by matrix products.
+"""
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageFilter, ImageOps
+
+from tpukit import MSHNet
+from tpukit.feeding import Feed, training_plan
+from tpukit.runtime import Runtime
+from tpukit.workloads.mshnet import IMAGE_MEAN, IMAGE_STD, augment, normalise
+
+ROUNDS, BATCH = 5, 16
+
+
+def plain(folder, names, numbers, size):
+    """One batch as a plain PyTorch dataset makes it."""
+    images, masks = [], []
+    for name, drawn in zip(names, numbers):
+        image = Image.open(folder / "images" / f"{name}.png").convert("RGB")
+        mask = Image.open(folder / "masks" / f"{name}.png").convert("L")
+        how = augment.plan(drawn, image.size, size, size)
+        if how["flip"]:
+            image, mask = ImageOps.mirror(image), ImageOps.mirror(mask)
+        scaled = augment.scaled_size(image.size, how["long_size"])
+        image, mask = image.resize(scaled, Image.Resampling.BILINEAR), mask.resize(scaled, Image.Resampling.NEAREST)
+        box = (how["x1"], how["y1"], how["x1"] + size, how["y1"] + size)
+        image, mask = image.crop(box), mask.crop(box)
+        if how["blur"] is not None:
+            image = image.filter(ImageFilter.GaussianBlur(how["blur"]))
+        image = torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy()).float() / 255
+        images.append((image - torch.tensor(IMAGE_MEAN).view(3, 1, 1)) / torch.tensor(IMAGE_STD).view(3, 1, 1))
+        masks.append(torch.from_numpy(np.asarray(mask)[None].copy()).float() / 255)
+    return torch.stack(images), torch.stack(masks)
+
+
+def main(device, folder):
+    torch.set_num_threads(1)
+    folder = Path(folder)
+    data, _ = MSHNet(dataset_dir=folder).datasets()
+    runtime = Runtime(device)
+    plan = list(training_plan(len(data), BATCH, seed=0, epoch=0, draws=data.draws))[:3]
+    ways = {"plain": lambda: [plain(folder, [data.names[i] for i in indices], numbers, 256) for indices, numbers, _ in plan]}
+    for on in ("host", "device"):
+        feed = Feed(data, runtime, on=on, workers=0)
+        ways[on] = lambda feed=feed: [normalise(feed.compose(batch)["image"]) for batch in feed.batches(plan)]
+    seconds = {name: [] for name in ways}
+    for _ in range(ROUNDS + 1):
+        for name, way in ways.items():
+            started = time.perf_counter()
+            way()
+            runtime.sync()
+            seconds[name].append(time.perf_counter() - started)
+    rates = {name: len(plan) * BATCH / statistics.median(times[1:]) for name, times in seconds.items()}
+    for name, rate in rates.items():
+        ratio = round(rate / rates["plain"], 1)
+        print("ROW " + json.dumps(dict(device=device, way=name, images_per_s=round(rate), times_plain=ratio, rounds=ROUNDS)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

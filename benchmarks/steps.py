@@ -1,0 +1,125 @@
+"""MSHNet's training step with each way of making it faster, one by one, and an epoch of tpukit.train around it."""
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from unittest import mock
+
+import torch
+
+from tpukit import MSHNet, Run, train
+from tpukit.runtime import Runtime, XLARuntime
+from tpukit.training import fresh_sums, training_step
+from tpukit.workloads.mshnet import strips
+
+ROUNDS, STEPS = 5, 4
+# The ways of a device: name -> settings. The first is what the others are compared with.
+WAYS = {
+    "cpu": {
+        "fp32": {},
+        "bf16": dict(precision="bf16"),
+        "channels last": dict(channels_last=True),
+        "torch.compile": dict(torch_compile="default"),
+    },
+    "xla": {"plain": {}, "in strips": dict(strips=True), "in strips, bf16": dict(strips=True, precision="bf16")},
+    "cuda": {
+        "fp32": dict(precision="fp32"),
+        "bf16": dict(precision="bf16"),
+        "bf16, channels last": dict(precision="bf16", channels_last=True),
+        "bf16, torch.compile": dict(precision="bf16", torch_compile="default"),
+        "bf16, CUDA graphs": dict(precision="bf16", torch_compile="reduce-overhead"),
+        "bf16, channels last, CUDA graphs": dict(precision="bf16", channels_last=True, torch_compile="reduce-overhead"),
+    },
+}
+
+
+def open_runtime(device, precision):
+    return XLARuntime("xla", precision) if device == "xla" else Runtime(device, precision)
+
+
+@contextlib.contextmanager
+def shaped(in_strips):
+    """Within it, MSHNet on XLA works in strips, or as it does elsewhere."""
+    with contextlib.ExitStack() as stack:
+        if not in_strips:
+            stack.enter_context(mock.patch.object(strips, "count", lambda image: 1))
+            stack.enter_context(mock.patch.object(strips, "attend", lambda layer, x, count: layer(x)))
+        yield
+
+
+def seconds_a_step(device, task, in_strips=False):
+    """(seconds until the first step is done, median seconds of a later one)."""
+    runtime = open_runtime(device, "fp32" if task.precision == "auto" else task.precision)
+    torch.manual_seed(0)
+    model = runtime.place(task.model().train(), channels_last=task.channels_last)
+    optimizer = task.optimizer(model)
+    runtime.prime(optimizer)
+    faster = runtime.compiled(model, task.torch_compile)
+    batch, sums = runtime.put(task.example(task.batch_size)), fresh_sums(runtime)
+
+    def step():
+        nonlocal sums
+        sums = training_step(task, faster, optimizer, runtime, batch, task.epochs, sums)
+
+    program = runtime.compile(step)
+    with shaped(in_strips):
+        started = time.perf_counter()
+        program(), runtime.sync()
+        first, times = time.perf_counter() - started, []
+        program(), runtime.sync()
+        for _ in range(ROUNDS):
+            started = time.perf_counter()
+            for _ in range(STEPS):
+                program()
+            runtime.sync()
+            times.append((time.perf_counter() - started) / STEPS)
+    return first, statistics.median(times)
+
+
+def steps(device, size, batch_size):
+    base = None
+    for name, settings in WAYS[device].items():
+        settings = dict(settings)
+        in_strips = settings.pop("strips", False)
+        task = MSHNet(base_size=size, crop_size=size, batch_size=batch_size, **settings)
+        first, later = seconds_a_step(device, task, in_strips)
+        base = base or later
+        row = dict(device=device, way=name, ms_per_step=round(1e3 * later, 1), times_first=round(later / base, 2))
+        print("ROW " + json.dumps(dict(row, first_step_s=round(first, 1), rounds=ROUNDS)), flush=True)
+
+
+def epochs(device, size, batch_size, folder):
+    """Two epochs of a training, the second one measured."""
+    runtime = open_runtime(device, "auto")
+    for on in ("device", "host"):
+        task = MSHNet(
+            dataset_dir=folder, base_size=size, crop_size=size, batch_size=batch_size, epochs=2, warm_epoch=-1, data_on=on
+        )
+        with tempfile.TemporaryDirectory() as place:
+            run = Run.open(place, dataclasses.replace(task, log_every=10**6))
+            run.prints = False
+            started = time.time()
+            train(task, run, runtime=runtime, progress=False)
+            last, evaluation = run.records("train")[-1]["speed"], run.records("evaluation")[-1]["speed"]
+            late = sum(r["programs"] for r in run.records("compile") if r["step"] > 2)
+            first = (run.records("compile") or run.records("train"))[0]["time"] - started
+        memory = last["memory"]
+        row = dict(device=device, data_on=on, images_per_s=round(last["images_per_s"], 1), epoch_s=round(last["seconds"], 2))
+        row |= dict(wait_share=round(last["wait_s"] / last["seconds"], 4), late_compilations=late, first_step_s=round(first, 1))
+        row |= dict(evaluation_s=round(evaluation["seconds"], 2), scoring_s=round(evaluation["scoring_s"], 2))
+        print("ROW " + json.dumps(dict(row, peak_gib=round(memory["peak_bytes"] / 2**30, 2) if memory else None)), flush=True)
+
+
+def main(what, device, size, batch_size, folder=None):
+    if what == "steps":
+        steps(device, int(size), int(batch_size))
+    else:
+        epochs(device, int(size), int(batch_size), folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
