@@ -15,6 +15,7 @@ FLOORS = [
     {"environment", "simulator"},
     {"synthetic"},
     {"storage"},
+    {"replaying"},
     {"runtime", "weights"},
     {"run"},
     {"task", "feeding"},
@@ -60,7 +61,7 @@ def test_imports_go_down_the_floors_only(path):
 @pytest.mark.parametrize(
     "package, rooms",
     [
-        ("torch_xla", {"runtime", "launching"}),
+        ("torch_xla", {"runtime", "replaying", "launching"}),
         ("matplotlib", {"display"}),
         ("IPython", {"display"}),
         ("ipywidgets", {"display"}),

@@ -16,6 +16,7 @@ import torch
 
 from tpukit import storage
 from tpukit.errors import TpukitError
+from tpukit.replaying import Replayed
 from tpukit.world import World
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -139,8 +140,9 @@ class Runtime:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=_DTYPES[self.precision])
 
-    def compile(self, function, graphs=1):
-        """Make `function` one program on devices that compile. graphs: how many variants it is allowed to have."""
+    def compile(self, function, graphs=1, *, model=None, optimizer=None):
+        """Make `function` one program on devices that compile. graphs: how many variants it is allowed to have. model, optimizer: what it
+        changes, where it changes nothing else: see `replaying.Replayed`."""
         return function
 
     def prime(self, optimizer):
@@ -397,7 +399,7 @@ class XLARuntime(Runtime):
     def prime(self, optimizer):
         """Make the optimizer's state before the first step; born within it, it would cost a second program.
 
-        One step with zero gradients at learning rate 0 creates it; then it is set to zero, which is where the optimizers
+        One step with zero gradients and no weight decay creates it; then it is set to zero, which is where the optimizers
         of `_STATE_STARTS_AT_ZERO` start. Others are left alone: False, their second step compiles once more.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -406,14 +408,14 @@ class XLARuntime(Runtime):
             return True
         if type(optimizer).__name__ not in _STATE_STARTS_AT_ZERO or any(g.get("dampening") for g in optimizer.param_groups):
             return False
-        rates = [group["lr"] for group in optimizer.param_groups]
+        decays = [group.get("weight_decay", 0) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["lr"] = 0.0
+            group["weight_decay"] = 0
         for p in parameters:
             p.grad = torch.zeros_like(p)
         optimizer.step()
-        for group, rate in zip(optimizer.param_groups, rates):
-            group["lr"] = rate
+        for group, decay in zip(optimizer.param_groups, decays):
+            group["weight_decay"] = decay
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
@@ -422,7 +424,7 @@ class XLARuntime(Runtime):
         self.sync()
         return True
 
-    def compile(self, function, graphs=1):
+    def compile(self, function, graphs=1, *, model=None, optimizer=None):
         import torch_xla
 
         if self.world.size > 1 and self.accelerator != "tpu":  # the gradient sum cuts the step in two
@@ -433,6 +435,9 @@ class XLARuntime(Runtime):
                 return result
 
             return stepped
+        replayed = None
+        if model is not None and self.world.size == 1 and self.mesh is None:
+            replayed = Replayed(function, graphs, model, optimizer, self.device)
         # full_graph: a hidden `.item()` raises instead of cutting the step; graphs: so does a batch of another shape. Both make the host
         # wait for the device before it traces the next step, so only the first calls are guarded; the others are counted.
         guarded = torch_xla.compile(function, full_graph=True, max_different_graphs=graphs)
@@ -441,6 +446,8 @@ class XLARuntime(Runtime):
         def checked(*arguments):
             nonlocal calls, left
             calls += 1
+            if replayed is not None and (replayed.works or replayed.works is None):
+                return replayed(*arguments)
             if calls <= GUARDED_CALLS:
                 return guarded(*arguments)
             before, _ = self.compilations()
@@ -521,7 +528,7 @@ class RecordingRuntime(XLARuntime):
         self.programs = []
         super().__init__("tpu", precision, World(0, cores))
 
-    def compile(self, function, graphs=1):
+    def compile(self, function, graphs=1, *, model=None, optimizer=None):
         import torch_xla
 
         def recorded(*arguments):

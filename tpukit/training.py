@@ -132,7 +132,8 @@ class _Training:
         self.sums = self._fresh_sums()
         self._restore()
         self.parallel_model = self.runtime.compiled(self.runtime.parallel(self.model), task.torch_compile)
-        self.step_program = self.runtime.compile(self._step, task.phases if primed else task.phases + 1)
+        changed = dict(model=self.model, optimizer=self.optimizer) if primed else {}
+        self.step_program = self.runtime.compile(self._step, task.phases if primed else task.phases + 1, **changed)
         self.average_program = self.runtime.inference(self._average)
         self.steps_taken = 0
         self.save_due = False
@@ -157,9 +158,9 @@ class _Training:
     def _fresh_sums(self, values=SUMS):
         return fresh_sums(self.runtime, values)
 
-    def _step(self, batch, epoch):
+    def _step(self, batch, epoch, sums):
         batch = self.feed.compose(batch)
-        self.sums = training_step(self.task, self.parallel_model, self.optimizer, self.runtime, batch, epoch, self.sums)
+        return training_step(self.task, self.parallel_model, self.optimizer, self.runtime, batch, epoch, sums)
 
     def _average(self, weight):
         """Move the averaged weights towards the weights by (1,) `weight`; buffers are copied."""
@@ -180,7 +181,7 @@ class _Training:
     def _timed_step(self, batch, epoch):
         """One step; on a device that compiles, say so while it happens and record how long it took."""
         if not self.runtime.compiles:
-            self.step_program(batch, epoch)
+            self.sums = self.step_program(batch, epoch, self.sums)
             return
         step = self.state.step + 1
         if self.steps_taken == 0:
@@ -188,7 +189,7 @@ class _Training:
                 f"step {step}: compiling the training step, which can take minutes; the steps after it reuse the program"
             )
         before = self.runtime.compilations()
-        self.step_program(batch, epoch)
+        self.sums = self.step_program(batch, epoch, self.sums)
         programs, seconds = (b - a for a, b in zip(before, self.runtime.compilations()))
         if programs:
             self.run.log("compile", step, programs=programs, seconds=seconds)
@@ -468,6 +469,9 @@ class _Training:
         self.model.load_state_dict(saved["model"])
         if self.averaged is not None:
             self.averaged.load_state_dict(saved["averaged"])
+        for group, own in zip(saved["optimizer"]["param_groups"], self.optimizer.param_groups):
+            if "capturable" in own:  # says where this device wants the count of steps, not where the other one had it
+                group["capturable"] = own["capturable"]
         self.optimizer.load_state_dict(saved["optimizer"])
         if self.runtime.scaler and saved["scaler"]:
             self.runtime.scaler.load_state_dict(saved["scaler"])

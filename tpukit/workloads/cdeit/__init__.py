@@ -129,7 +129,9 @@ class CDEIT(Workload):
             raise TpukitError(str(error)) from error
 
     def optimizer(self, model):
-        return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=self.lr)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        # Steps counted on an XLA device: counted on the host, they would change the program's constants with every step.
+        return torch.optim.Adam(parameters, lr=self.lr, capturable=parameters[0].device.type == "xla")
 
     def loss(self, model, batch, epoch):
         image = batch["image"]

@@ -1,0 +1,209 @@
+"""A training step on an XLA device that is traced once and then run again by its name.
+
+torch_xla traces a step anew every time, operation by operation, to find that it has the program already. For a network of a thousand
+operations that takes the host longer than the step takes a TPU. Here the traced program is kept with the list of its inputs, and later steps hand
+the compiler's program the current tensors. (The calls are those of torch_xla's own bridge to torch.compile, which takes no optimizer.)
+"""
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+CHECK_EVERY = 64  # runs of a recording, after which it is traced again to see that it still holds
+KEPT = 4  # recordings: a step and its phases, for the epochs that differ in an argument
+SMALL = 4096  # numbers in an input that is compared by its values
+
+
+class Replayed:
+    """`function` as one program, run without tracing where that gives the same.
+
+    function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and buffers of `model` and
+    the state of `optimizer`. graphs: how many different programs it is allowed. It is traced again when a number among its
+    arguments, a shape, or a setting of the optimizer is new, and every 64 steps, to see that nothing else changes it: that is an error, as is a
+    step that is another program. `works`: None until it was tried; False where two traces of the same step have
+    other constants (Adam's corrections), or where it draws random numbers on the device: then it is traced every time, as torch_xla does.
+    """
+
+    works = None
+
+    def __init__(self, function, graphs, model, optimizer, device):
+        import torch_xla
+
+        self.function, self.graphs, self.model, self.optimizer, self.device = function, graphs, model, optimizer, str(device)
+        # full_graph: a hidden `.item()` raises instead of cutting the step.
+        self.guarded = torch_xla.compile(self._traced, full_graph=True, name=function.__name__)
+        self.recordings, self.hashes, self.calls = {}, set(), 0
+
+    def __call__(self, *arguments):
+        key, tensors = self._key(arguments)
+        self.calls += 1
+        recording = self.recordings.get(key)
+        if recording is None or recording.runs == CHECK_EVERY:
+            return self.guarded(arguments, key, tensors)
+        if recording.host:
+            torch._foreach_add_(recording.host, recording.steps)
+        return self._run(recording, tensors)
+
+    def _key(self, arguments):
+        """What a recording depends on besides the values of tensors; and those tensors."""
+        leaves, nest = tree_flatten(arguments)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        values = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves]
+        settings = [(n, v) for group in self.optimizer.param_groups for n, v in group.items() if n != "params"]
+        return repr((nest, values, settings, self.model.training)), tensors
+
+    def _traced(self, arguments, key, tensors):
+        from torch_xla import _XLAC
+
+        recording = self._record(arguments, tensors)
+        known = self.recordings.get(key)
+        if self.works is None:
+            # The second trace finds the optimizer's numbers on the host a step further: what is made of them is no constant.
+            text, before = _XLAC._get_xla_tensors_text(recording.outputs), recording.before
+            self._undo(recording)
+            again = self._record(arguments, tensors)
+            if again.hash != recording.hash:
+                raise RuntimeError(self._another(text, _XLAC._get_xla_tensors_text(again.outputs)))
+            self.works = recording.like(again)
+            self._undo(again)
+            for value, old in zip(recording.host, before):
+                value.copy_(old)
+            recording = self._record(arguments, tensors) if self.works else None
+        elif known is not None and not (known.hash == recording.hash and known.like(recording)):
+            raise RuntimeError(self._another())
+        if not self.works:
+            return self.function(*arguments)  # the end of `guarded` runs it
+        return self._compiled(recording, key, tensors)
+
+    def _another(self, expected="", got=""):
+        """What to say of a step that is not what it was."""
+        lines = next(((a, b) for a, b in zip(expected.splitlines(), got.splitlines()) if a != b), None)
+        shown = f"\nGot: {lines[1].strip()}\nExpected: {lines[0].strip()}" if lines else ""
+        return (
+            f"call {self.calls} of {self.function.__name__} is another program than before, with the same shapes and numbers given: "
+            f"maximum number of different graphs exceeded: {self.graphs}{shown}"
+        )
+
+    def _record(self, arguments, tensors):
+        """Trace the function, which leaves its results uncomputed."""
+        from torch_xla import _XLAC
+
+        state, host = self._state()
+        names = {_XLAC._xla_get_tensor_id(t): ("tensor", i) for i, t in enumerate(tensors)}
+        names |= {_XLAC._xla_get_tensor_id(t): ("state", i) for i, t in enumerate(state)}
+        before = [value.clone() for value in host]
+        result = self.function(*arguments)
+        changed = _XLAC._check_tensor_need_materialization(state)
+        written = [i for i, yes in enumerate(changed) if yes]
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        outputs = [*(state[i] for i in written), *(p.grad for p in parameters), result]
+        ids, values = _XLAC._get_tensors_xla_device_data_node(outputs)
+        inputs = [(names.get(i), i, value) for i, value in zip(ids, values)]
+        steps = [after - old for after, old in zip(host, before)]
+        draws = _XLAC._get_seed_info_id() in ids
+        program = _XLAC._get_graph_hash(outputs)
+        return _Recording(program, state, host, before, steps, written, parameters, outputs, inputs, draws)
+
+    def _state(self):
+        """(tensors on the device that the function may write, the optimizer's numbers on the host)."""
+        kept = [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        there = [v for v in kept if v.device.type == "xla"]
+        return [*self.model.parameters(), *self.model.buffers(), *there], [v for v in kept if v.device.type == "cpu"]
+
+    def _undo(self, recording):
+        """Make the traced step not have happened, but for the optimizer's numbers on the host."""
+        from torch_xla import _XLAC
+
+        for name, _, value in recording.inputs:
+            if name and name[0] == "state":
+                recording.state[name[1]].data = value
+        for p in recording.parameters:
+            p.grad = None
+        recording.outputs = None
+        _XLAC._clear_pending_irs(self.device)
+
+    def _compiled(self, recording, key, tensors):
+        """Compile the traced step where it is new, and run it."""
+        import torch_xla
+        from torch_xla import _XLAC
+
+        _XLAC._set_allow_execution(True)
+        if recording.hash not in self.hashes:
+            if len(self.hashes) == self.graphs:
+                raise RuntimeError(
+                    f"call {self.calls} of {self.function.__name__} is another program: maximum number of different graphs exceeded: {self.graphs}. "
+                    f"Got: {_shapes(tensors)} Expected: {self.shapes}"
+                )
+            self.shapes = _shapes(tensors)
+            _XLAC._xla_warm_up_cache(recording.outputs, [])
+            self.hashes.add(recording.hash)
+        # The traced step wrote the state: the inputs' own values are what it was before.
+        for name, _, value in recording.inputs:
+            if name and name[0] == "state":
+                recording.state[name[1]].data = value
+        recording.forget()
+        while len(self.recordings) >= KEPT:
+            del self.recordings[next(iter(self.recordings))]
+        self.recordings[key] = recording
+        result = self._run(recording, tensors)
+        _XLAC._clear_pending_irs(self.device)
+        torch_xla.sync()
+        return result
+
+    def _run(self, recording, tensors):
+        from torch_xla import _XLAC
+
+        recording.runs += 1
+        given = dict(state=recording.state, tensor=tensors)
+        inputs = [given[name[0]][name[1]] if name else value for name, _, value in recording.inputs]
+        *written, result = _XLAC._run_cached_graph(recording.hash, inputs)
+        for index, value in zip(recording.written, written):
+            recording.state[index].data = value
+        for p, gradient in zip(recording.parameters, written[len(recording.written) :]):
+            p.grad = gradient
+        return result
+
+
+class _Recording:
+    """A traced step: where its inputs come from, and where its outputs go.
+
+    state, host: what the step may change, on the device and on the host. before, steps: of host, what they were, and by how much a
+    step moves them. written: indices of state. parameters: those that get a gradient. outputs: the traced tensors. inputs: (name, id, value)
+    in the program's order, where name is ("state" or "tensor", index), or None for a constant. hash: torch_xla's name of the program.
+    """
+
+    runs = 0
+
+    def __init__(self, hash, state, host, before, steps, written, parameters, outputs, inputs, draws):
+        self.hash = hash
+        self.state, self.host, self.before, self.steps = state, host, before, steps
+        self.written, self.parameters, self.outputs, self.inputs, self.draws = written, parameters, outputs, inputs, draws
+
+    def like(self, other):
+        """Whether the two differ in nothing but the values of state and arguments, so that one can stand for the other."""
+        read = {name[1] for name, _, _ in self.inputs if name and name[0] == "state"}
+        return (
+            not self.draws
+            and set(self.written) <= read
+            and [name for name, _, _ in self.inputs] == [name for name, _, _ in other.inputs]
+            and self.written == other.written
+            and all(torch.equal(a, b) for a, b in zip(self.steps, other.steps))
+            and all(_same(a, b) for (name, _, a), (_, _, b) in zip(self.inputs, other.inputs) if name is None)
+        )
+
+    def forget(self):
+        """Let go of everything that belongs to one step alone."""
+        self.outputs = self.before = None
+        self.inputs = [(name, i, None if name else value) for name, i, value in self.inputs]
+
+
+def _shapes(tensors):
+    return ", ".join(str(tuple(t.shape)) for t in tensors)
+
+
+def _same(a, b):
+    """Whether two constants are the same: the same data on the device, or small and equal."""
+    from torch_xla import _XLAC
+
+    if _XLAC._unique_id_for_ir_and_data(a) == _XLAC._unique_id_for_ir_and_data(b):
+        return True
+    return a.shape == b.shape and a.dtype == b.dtype and a.numel() <= SMALL and torch.equal(a.cpu(), b.cpu())
