@@ -49,10 +49,16 @@ def test_eight_cores_sum_their_gradients_in_the_program_and_each_has_an_eighth_o
     assert shared["flops"] == pytest.approx(alone["flops"], rel=0.05)
 
 
-def test_a_batch_that_cannot_fit_is_an_answer_with_what_it_needs(needs_xla, quiet, capsys):
-    assert cli.main(["plan", "mnist", "--channels", "8", "--batch-sizes", "4000000"]) == 1
+def test_a_batch_that_cannot_fit_is_an_answer_with_what_it_needs(needs_xla, monkeypatch, capsys):
+    why = (
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 21.52G of 15.75G hbm."
+    )
+    monkeypatch.setattr(
+        tool, "_compile", lambda path, machine, say: tool._understood(ran(json.dumps(dict(error=why)))) | dict(compile_s=9)
+    )
+    assert cli.main(["plan", "mnist", "--channels", "8", "--batch-sizes", "32"]) == 1
     shown = capsys.readouterr()
-    assert "no" in shown.out and "needs" in shown.out and "compiling" in shown.err
+    assert "needs 21.52G" in shown.out and "writing down" in shown.err
 
 
 def test_in_strips_mshnet_needs_half_the_memory_and_bytes_and_a_third_of_the_cycles():

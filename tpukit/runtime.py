@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from tpukit import storage
 from tpukit.errors import TpukitError
@@ -536,19 +537,21 @@ class RecordingRuntime(XLARuntime):
             result = function(*arguments)
             if fallbacks := sorted(self.counters()["fallbacks"].keys() - before.keys()):
                 raise TpukitError(f"not one program: torch_xla runs {', '.join(fallbacks)} on the host")
-            # No tensors named: all that is not computed yet, as in a step.
-            self.programs.append(torch_xla._XLAC._get_stablehlo([], str(self.device), [], True))
-            return self._blank(result)
+            outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+            if model is not None:  # what a step leaves behind, gradients included
+                kept = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
+                state = [v for v in (*model.parameters(), *model.buffers(), *kept) if v.device.type == "xla"]
+                changed = torch_xla._XLAC._check_tensor_need_materialization(state)
+                outputs += [v for v, yes in zip(state, changed) if yes]
+                outputs += [p.grad for p in model.parameters() if p.grad is not None]
+            self.programs.append(torch_xla._XLAC._get_stablehlo(outputs, str(self.device), [], True))
+            return tree_map_only(torch.Tensor, self._blank, result)
 
         return recorded
 
-    def _blank(self, tree):
+    def _blank(self, tensor):
         """Zeros in the shape of what a program gives, so that the next one does not contain it."""
-        if isinstance(tree, torch.Tensor):
-            return torch.zeros(tree.shape, dtype=tree.dtype).to(self.device)
-        if isinstance(tree, dict):
-            return {key: self._blank(value) for key, value in tree.items()}
-        return type(tree)(map(self._blank, tree)) if isinstance(tree, (list, tuple)) else tree
+        return torch.zeros(tensor.shape, dtype=tensor.dtype).to(self.device)
 
 
 def recomputed(block, *inputs):

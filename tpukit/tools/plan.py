@@ -240,7 +240,7 @@ def write_programs(request, folder):
     runtime.sync()
     if training:
         step = lambda batch: training_step(task, model, optimizer, runtime, compose(batch), task.epochs, sums)  # noqa: E731
-        runtime.compile(step)(batch)
+        runtime.compile(step, model=model, optimizer=optimizer)(batch)
     else:
         if task.dataset_dir:
             batch = runtime.inference(compose)(batch)
