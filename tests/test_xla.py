@@ -90,6 +90,60 @@ def test_a_step_that_changes_its_program_later_is_an_error_too(digits, tmp_path,
     assert len(run.records("train")) == 9
 
 
+def outcome(xla, optimizer, dropout, replayed):
+    """(losses of 8 steps, final state, how often the step was traced) of a small model."""
+    torch.manual_seed(0)
+    layers = [
+        torch.nn.Conv2d(1, 4, 3),
+        torch.nn.BatchNorm2d(4),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(4 * 26 * 26, 10),
+    ]
+    model = xla.place(torch.nn.Sequential(*layers, *([torch.nn.Dropout(0.5)] if dropout else [])).train())
+    made = optimizer(model.parameters())
+    xla.prime(made)
+    xla.seed(5)
+    calls = []
+
+    def step(batch, epoch, total):
+        calls.append(epoch)
+        loss = torch.nn.functional.cross_entropy(model(batch["image"].float() / 255), batch["label"]) * (epoch + 1)
+        xla.update(loss, made)
+        return total + loss.detach().reshape(1)
+
+    program = xla.compile(step, 2, **(dict(model=model, optimizer=made) if replayed else {}))
+    total, losses = xla.put({"total": torch.zeros(1)})["total"], []
+    for number in range(8):
+        batch = MNIST().example(4)
+        batch["image"] = batch["image"] // (number + 1)
+        total = program(xla.put(batch), number // 4, total)
+        losses.append(float(total.cpu()[0]))
+    state = [v.cpu() for v in model.state_dict().values()] + [p.grad.cpu() for p in model.parameters()]
+    kept = made.state_dict()["state"]
+    return losses, state + [v.cpu() for values in kept.values() for v in values.values() if torch.is_tensor(v)], len(calls)
+
+
+@pytest.mark.parametrize(
+    "optimizer, dropout, traces",
+    [
+        (lambda p: torch.optim.SGD(p, 0.001, momentum=0.9, weight_decay=1e-3), False, 4),
+        (lambda p: torch.optim.Adagrad(p, 0.01), False, 4),  # counts its steps on the host
+        (lambda p: torch.optim.AdamW(p, 0.01, capturable=True), False, 4),  # counts them on the device
+        (lambda p: torch.optim.AdamW(p, 0.01), False, 8 + 2),  # makes other constants of them at every step
+        (lambda p: torch.optim.SGD(p, 0.001), True, 8 + 2),
+    ],
+    ids=["SGD", "Adagrad", "capturable AdamW", "AdamW", "dropout"],
+)
+def test_a_replayed_step_gives_what_a_traced_one_gives_to_the_last_bit(optimizer, dropout, traces, xla):
+    losses, state, calls = outcome(xla, optimizer, dropout, replayed=True)
+    wanted_losses, wanted_state, all_calls = outcome(xla, optimizer, dropout, replayed=False)
+    assert losses == wanted_losses and losses[0] != losses[-1]
+    assert len(state) == len(wanted_state) and all(torch.equal(a, b) for a, b in zip(state, wanted_state))
+    # Three traces to begin with, one more for the other epoch; what cannot be replayed has cost two.
+    assert (calls, all_calls) == (traces, 8)
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
 def test_every_common_optimizer_costs_one_program(optimizer, digits, tmp_path, xla):
     @dataclasses.dataclass(frozen=True, kw_only=True)

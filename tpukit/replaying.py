@@ -52,8 +52,10 @@ class Replayed:
         return repr((nest, values, settings, self.model.training)), tensors
 
     def _traced(self, arguments, key, tensors):
+        import torch_xla.core.xla_model as xm
         from torch_xla import _XLAC
 
+        seed = xm.get_rng_state()
         recording = self._record(arguments, tensors)
         known = self.recordings.get(key)
         if self.works is None:
@@ -61,12 +63,14 @@ class Replayed:
             text, before = _XLAC._get_xla_tensors_text(recording.outputs), recording.before
             self._undo(recording)
             again = self._record(arguments, tensors)
-            if again.hash != recording.hash:
+            if again.hash != recording.hash and not recording.draws:
                 raise RuntimeError(self._another(text, _XLAC._get_xla_tensors_text(again.outputs)))
             self.works = recording.like(again)
             self._undo(again)
             for value, old in zip(recording.host, before):
                 value.copy_(old)
+            if recording.draws:
+                xm.set_rng_state(seed)
             recording = self._record(arguments, tensors) if self.works else None
         elif known is not None and not (known.hash == recording.hash and known.like(recording)):
             raise RuntimeError(self._another())

@@ -132,12 +132,16 @@ def _unpack(pixels, shapes):
 
 def _read_split(folder, listing, skip_bad):
     """Names and pixels of a split as a dict of arrays, and what has to be `said` of it. Decodes on all cores."""
+    from tqdm.auto import tqdm
+
     entries = [(number, line.strip()) for number, line in enumerate(listing.read_text().splitlines(), 1) if line.strip()]
     if not entries:
         raise TpukitError(f"{listing} is empty: it should hold one image name a line")
     names, images, masks, bad, said = [], [], [], [], ""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        for (number, name), (image, mask, problem) in zip(entries, pool.map(lambda e: _read_pair(folder, e[1]), entries)):
+        read = pool.map(lambda e: _read_pair(folder, e[1]), entries)
+        shown = tqdm(read, desc=f"decoding {listing.stem}", total=len(entries), unit="image", disable=len(entries) < 200)
+        for (number, name), (image, mask, problem) in zip(entries, shown):
             if problem:
                 bad.append(f"  line {number}: {name}: {problem}")
             else:
