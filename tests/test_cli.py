@@ -49,7 +49,7 @@ def test_published_weights_as_a_pickled_state_dict_are_tested(infrared, tmp_path
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["fly"], "no command 'fly'; there are: doctor, train, test, show, simulate, cloud"),
+        (["fly"], "no command 'fly'; there are: doctor, train, test, show, plan, simulate, cloud"),
         (["train"], "needs a workload: mnist, mshnet"),
         (["train", "resnet"], "no workload 'resnet'; there are: mnist, mshnet"),
         (["train", "mshnet", "--use-tpu"], "--use-tpu is gone: tpukit takes the TPU when the session has one"),
@@ -60,6 +60,8 @@ def test_published_weights_as_a_pickled_state_dict_are_tested(infrared, tmp_path
         (["simulate", "eit", "--workers", "0"], "workers=0"),
         (["simulate", "eit", "--check", "."], "no npz files in ."),
         (["simulate", "eit", "--seed", "-1"], "seed=-1"),
+        (["plan", "mnist", "--chip", "v3-8"], "no chip 'v3-8'; there are: v5e-1, v5e-8, v6e-1"),
+        (["plan", "mshnet", "--chip", "v5e-8", "--batch-sizes", "12"], "a multiple of its 8 cores"),
         (["doctor", "--model", "resnet"], "no workload 'resnet'"),
         (["show", "nothing-here"], "nothing-here is not a run directory"),
         (["test", "mnist", "--weights", "none.pth"], "weights none.pth: no such file"),
