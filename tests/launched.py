@@ -23,10 +23,17 @@ class Witnessed(Digits):
     """Digits that write down which samples were asked of them, and by which process."""
 
     def batch(self, indices, numbers=None):
+        self._write_down(indices)
+        return super().batch(indices, numbers)
+
+    def drawn(self, indices, numbers=None):
+        self._write_down(indices)
+        return super().drawn(indices, numbers)
+
+    def _write_down(self, indices):
         if self.witness:
             with open(Path(self.witness) / f"{self.split}-{os.environ.get('RANK', 0)}.txt", "a") as file:
                 file.write("".join(f"{index}\n" for index in indices))
-        return super().batch(indices, numbers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -87,6 +87,7 @@ def test_a_bad_value_is_explained_by_the_parser(capsys):
         ["train", "mshnet", "--help"],
         ["test", "mnist", "--help"],
         ["simulate", "eit", "--help"],
+        ["plan", "cdeit", "--help"],
     ],
 )
 def test_every_command_has_help(argv):
