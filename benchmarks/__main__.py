@@ -60,8 +60,8 @@ def measure(part, digits, infrared):
     elif part == "steps":
         cases = [("cpu", 128, 4), ("xla", 128, 4)] + [("cuda", 256, size) for size in (4, 16, 64) if gpu]
         rows = [dict(row, size=case[1], batch=case[2]) for case in cases for row in ask("steps", "steps", *case)]
-        columns = ("device", "size", "batch", "way", "ms_per_step", "times_first", "first_step_s", "rounds")
-        title = "MSHNet's training step: each way against the first of its device"
+        columns = ("device", "size", "batch", "way", "ms_per_step", "times_first", "host_ms", "first_step_s", "steps")
+        title = "MSHNet's training step, each way against the first of its device; host_ms: until the host has handed it over"
     elif part == "epochs":
         cases = [("cpu", 64, 8), ("xla", 64, 8)] + [("cuda", 256, size) for size in (4, 16) if gpu]
         rows = [dict(row, size=case[1], batch=case[2]) for case in cases for row in ask("steps", "epochs", *case, infrared)]

@@ -25,7 +25,7 @@ WAYS = {
         "channels last": dict(channels_last=True),
         "torch.compile": dict(torch_compile="default"),
     },
-    "xla": {"plain": {}, "in strips": dict(strips=True), "in strips, bf16": dict(strips=True, precision="bf16")},
+    "xla": {"traced": {}, "in strips, traced": dict(strips=True), "in strips, replayed": dict(strips=True, replayed=True)},
     "cuda": {
         "fp32": dict(precision="fp32"),
         "bf16": dict(precision="bf16"),
@@ -51,8 +51,8 @@ def shaped(in_strips):
         yield
 
 
-def seconds_a_step(device, task, in_strips=False):
-    """(seconds until the first step is done, median seconds of a later one)."""
+def seconds_a_step(device, task, in_strips, replayed):
+    """Seconds: until the first step is done, of a later one (median), and of it what the host takes until it has handed it over."""
     runtime = open_runtime(device, "fp32" if task.precision == "auto" else task.precision)
     torch.manual_seed(0)
     model = runtime.place(task.model().train(), channels_last=task.channels_last)
@@ -61,35 +61,36 @@ def seconds_a_step(device, task, in_strips=False):
     faster = runtime.compiled(model, task.torch_compile)
     batch, sums = runtime.put(task.example(task.batch_size)), fresh_sums(runtime)
 
-    def step():
-        nonlocal sums
-        sums = training_step(task, faster, optimizer, runtime, batch, task.epochs, sums)
+    def step(batch, sums):
+        return training_step(task, faster, optimizer, runtime, batch, task.epochs, sums)
 
-    program = runtime.compile(step)
+    program = runtime.compile(step, **(dict(model=model, optimizer=optimizer) if replayed else {}))
     with shaped(in_strips):
         started = time.perf_counter()
-        program(), runtime.sync()
-        first, times = time.perf_counter() - started, []
-        program(), runtime.sync()
-        for _ in range(ROUNDS):
+        sums = program(batch, sums)
+        runtime.sync()
+        first, times, host = time.perf_counter() - started, [], []
+        for _ in range(4 + ROUNDS * STEPS):  # the first ones are watched, and slower
             started = time.perf_counter()
-            for _ in range(STEPS):
-                program()
+            sums = program(batch, sums)
+            host.append(time.perf_counter() - started)
             runtime.sync()
-            times.append((time.perf_counter() - started) / STEPS)
-    return first, statistics.median(times)
+            float(sums[0])
+            times.append(time.perf_counter() - started)
+    return first, statistics.median(times[4:]), statistics.median(host[4:])
 
 
 def steps(device, size, batch_size):
     base = None
     for name, settings in WAYS[device].items():
         settings = dict(settings)
-        in_strips = settings.pop("strips", False)
+        how = [settings.pop(part, False) for part in ("strips", "replayed")]
         task = MSHNet(base_size=size, crop_size=size, batch_size=batch_size, **settings)
-        first, later = seconds_a_step(device, task, in_strips)
+        first, later, host = seconds_a_step(device, task, *how)
         base = base or later
         row = dict(device=device, way=name, ms_per_step=round(1e3 * later, 1), times_first=round(later / base, 2))
-        print("ROW " + json.dumps(dict(row, first_step_s=round(first, 1), rounds=ROUNDS)), flush=True)
+        row |= dict(host_ms=round(1e3 * host, 1), first_step_s=round(first, 1), steps=ROUNDS * STEPS)
+        print("ROW " + json.dumps(row), flush=True)
 
 
 def epochs(device, size, batch_size, folder):

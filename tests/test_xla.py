@@ -144,6 +144,20 @@ def test_a_replayed_step_gives_what_a_traced_one_gives_to_the_last_bit(optimizer
     assert (calls, all_calls) == (traces, 8)
 
 
+@pytest.mark.parametrize(
+    "accelerator, initialised, wanted", [("tpu", False, ["programs-0"]), ("tpu", True, []), ("xla", False, [])]
+)
+def test_programs_are_kept_for_later_sessions_on_a_tpu_and_set_up_once(accelerator, initialised, wanted, monkeypatch, xla):
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    kept = []
+    monkeypatch.setattr(xr, "initialize_cache", lambda path, readonly: kept.append(path))
+    monkeypatch.setattr(torch_xla._XLAC, "_xla_computation_cache_is_initialized", lambda: initialised)
+    type(xla)(accelerator, "fp32")
+    assert [path.rpartition("/")[2] for path in kept] == wanted
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
 def test_every_common_optimizer_costs_one_program(optimizer, digits, tmp_path, xla):
     @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -314,7 +314,8 @@ class XLARuntime(Runtime):
             if found != self.spmd_cores:
                 raise TpukitError(f"asked for {self.spmd_cores} cores, found {found}: leave cores out to take all")
             self.mesh = xs.Mesh(np.arange(found), (found,), ("data",))
-        if self.keeps_programs:
+        # A second runtime of this process finds it set; programs that ran before it was set are not kept.
+        if self.keeps_programs and not torch_xla._XLAC._xla_computation_cache_is_initialized():
             # Programs of earlier sessions of this machine; other processes may be writing theirs.
             xr.initialize_cache(str(storage.cache_folder() / f"programs-{self.world.rank}"), readonly=False)
         return torch_xla.device()
