@@ -114,7 +114,9 @@ class Runtime:
 
     def put_whole(self, arrays, *, sharded=False):
         """`put` for a whole set, (N, ...) each, that stays. sharded: a part on each of this process's `shards` devices."""
-        return self.put(arrays)
+        return self.put(
+            {name: np.array(values) for name, values in arrays.items()}
+        )  # copies: mapped files cannot be written, and torch warns
 
     def host(self, tree):
         """The same nest of dicts, lists and tuples with every tensor copied to the CPU. Waits for the device."""
@@ -373,7 +375,7 @@ class XLARuntime(Runtime):
             xs.mark_sharding(value, self.mesh, ("data", *[None] * (value.dim() - 1)))
 
     def put_whole(self, arrays, *, sharded=False):
-        whole = self.put(arrays)
+        whole = super().put_whole(arrays)
         if sharded:
             self._shard(whole)
         return whole
