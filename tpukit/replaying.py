@@ -1,7 +1,7 @@
 """A training step on an XLA device that is traced once and then run again by its name.
 
 torch_xla traces a step anew every time, operation by operation, to find that it has the program already. For a network of a thousand
-operations that takes the host longer than the step takes a TPU. Here the traced program is kept with the list of its inputs, and later steps hand
+operations that can take the host longer than the device needs for the step. Here the traced program is kept with the list of its inputs, and later steps hand
 the compiler's program the current tensors. (The calls are those of torch_xla's own bridge to torch.compile, which takes no optimizer.)
 """
 
