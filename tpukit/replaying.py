@@ -127,7 +127,6 @@ class Replayed:
 
     def _compiled(self, recording, key, tensors):
         """Compile the traced step where it is new, and run it."""
-        import torch_xla
         from torch_xla import _XLAC
 
         _XLAC._set_allow_execution(True)
@@ -140,18 +139,12 @@ class Replayed:
             self.shapes = _shapes(tensors)
             _XLAC._xla_warm_up_cache(recording.outputs, [])
             self.hashes.add(recording.hash)
-        # The traced step wrote the state: the inputs' own values are what it was before.
-        for name, _, value in recording.inputs:
-            if name and name[0] == "state":
-                recording.state[name[1]].data = value
+        self._undo(recording)
         recording.forget()
         while len(self.recordings) >= KEPT:
             del self.recordings[next(iter(self.recordings))]
         self.recordings[key] = recording
-        result = self._run(recording, tensors)
-        _XLAC._clear_pending_irs(self.device)
-        torch_xla.sync()
-        return result
+        return self._run(recording, tensors)
 
     def _run(self, recording, tensors):
         from torch_xla import _XLAC

@@ -129,7 +129,7 @@ class _Training:
         primed = self.runtime.prime(self.optimizer)
         self.runtime.seed(task.seed)
         self.state = _State()
-        self.sums = self._fresh_sums()
+        self.sums = fresh_sums(self.runtime)
         self._restore()
         self.parallel_model = self.runtime.compiled(self.runtime.parallel(self.model), task.torch_compile)
         changed = dict(model=self.model, optimizer=self.optimizer) if primed else {}
@@ -154,9 +154,6 @@ class _Training:
         return model  # one program sees the whole batch as it is
 
     # One step
-
-    def _fresh_sums(self, values=SUMS):
-        return fresh_sums(self.runtime, values)
 
     def _step(self, batch, epoch, sums):
         batch = self.feed.compose(batch)
@@ -334,7 +331,7 @@ class _Training:
         self._watch_norm(sums)
         loss = sums["loss"] / sums["steps"]
         self.state.epoch_loss += sums["loss"]
-        self.sums = self._fresh_sums()
+        self.sums = fresh_sums(self.runtime)
         now = time.monotonic()
         seconds, steps = now - self.measured_from, self.steps_measured
         # What a resumed run cannot repeat stands under `speed`; all else in the records is exact.
@@ -475,7 +472,7 @@ class _Training:
         self.optimizer.load_state_dict(saved["optimizer"])
         if self.runtime.scaler and saved["scaler"]:
             self.runtime.scaler.load_state_dict(saved["scaler"])
-        self.sums = self._fresh_sums(saved["sums"])
+        self.sums = fresh_sums(self.runtime, saved["sums"])
         if len(saved["random"]) == self.world.size:
             self.runtime.set_random_state(saved["random"][self.world.rank])
         else:  # other ranks than before: from the seed and the step, because theirs is gone
