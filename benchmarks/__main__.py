@@ -72,11 +72,12 @@ def measure(part, digits, infrared):
             "data_on",
             "images_per_s",
             "wait_share",
-            "late_compilations",
-            "evaluation_s",
+            "compiled_late",
+            "eval_s",
             "scoring_s",
+            "first_step_s",
         )
-        columns += ("first_step_s", "peak_gib")
+        columns += ("peak_gib",)
         title = "The second epoch of a training of MSHNet"
     elif part == "loops":
         rows = [

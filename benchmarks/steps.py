@@ -13,7 +13,7 @@ import torch
 
 from tpukit import MSHNet, Run, train
 from tpukit.runtime import Runtime, XLARuntime
-from tpukit.training import fresh_sums, training_step
+from tpukit.stepping import fresh_sums, training_step
 from tpukit.workloads.mshnet import strips
 
 ROUNDS, STEPS = 5, 4
@@ -106,13 +106,20 @@ def epochs(device, size, batch_size, folder):
             started = time.time()
             train(task, run, runtime=runtime, progress=False)
             last, evaluation = run.records("train")[-1]["speed"], run.records("evaluation")[-1]["speed"]
-            late = sum(r["programs"] for r in run.records("compile") if r["step"] > 2)
-            first = (run.records("compile") or run.records("train"))[0]["time"] - started
-        memory = last["memory"]
+            compiled = [r for r in run.records("compile") if r["what"] == "step"]
+            late = sum(r["programs"] for r in compiled if r["step"] > 2)
+            first = [r["time"] - started for r in compiled][:1]
         row = dict(device=device, data_on=on, images_per_s=round(last["images_per_s"], 1), epoch_s=round(last["seconds"], 2))
-        row |= dict(wait_share=round(last["wait_s"] / last["seconds"], 4), late_compilations=late, first_step_s=round(first, 1))
-        row |= dict(evaluation_s=round(evaluation["seconds"], 2), scoring_s=round(evaluation["scoring_s"], 2))
-        print("ROW " + json.dumps(dict(row, peak_gib=round(memory["peak_bytes"] / 2**30, 2) if memory else None)), flush=True)
+        row |= dict(
+            wait_share=round(last["wait_s"] / last["seconds"], 4),
+            compiled_late=late,
+            first_step_s=round(first[0], 1) if first else None,
+        )
+        row |= dict(eval_s=round(evaluation["seconds"], 2), scoring_s=round(evaluation["scoring_s"], 2))
+        print(
+            "ROW " + json.dumps(dict(row, peak_gib=round(last["memory"][0][0] / 2**30, 2) if last["memory"] else None)),
+            flush=True,
+        )
 
 
 def main(what, device, size, batch_size, folder=None):

@@ -16,6 +16,7 @@ from torch import nn
 
 from tpukit import MNIST, Run, TpukitError, launch, train
 from tpukit.run import setting
+from tpukit.runtime import Runtime
 from tpukit.workloads.mnist import Digits
 
 
@@ -38,17 +39,20 @@ class Witnessed(Digits):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watched(MNIST):
-    """A small network with batch norm and, if asked for, dropout or an accident in one step of one rank."""
+    """A small network with batch norm and, if asked for, dropout, devices with so many bytes of memory, or an accident in one step of one rank."""
 
     epochs: int = setting(2, free=True)
     batch_size: int = 8
     lr: float = 0.1
     dropout: float = 0.0
     witness: Path | None = setting(None, free=True)
+    memory_size: int | None = setting(None, free=True)
     accident: str = setting("", free=True)
     accident_at: int = setting(30, free=True)
 
     def datasets(self):
+        if self.memory_size:
+            Runtime.memory_size = lambda runtime: self.memory_size
         sets = super().datasets()
         for data, split in zip(sets, ("train", "test")):
             data.__class__, data.split, data.witness = Witnessed, split, self.witness

@@ -49,7 +49,7 @@ def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
         "IoU ",
     ):
         assert words in said, words
-    assert len(outputs(notebook, "image/png")) == 3  # samples, curves, predictions
+    assert len(outputs(notebook, "image/png")) == 4  # samples, curves, report, predictions
     assert "CPU XLA device" in "".join(outputs(notebook, "text/html"))
     assert (tmp_path / "outputs/run/best.safetensors").exists()
 
@@ -69,7 +69,7 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tm
         "IoU ",
     ):
         assert words in said, words
-    assert len(outputs(notebook, "image/png")) == 3
+    assert len(outputs(notebook, "image/png")) == 4
     assert "It ran on 2 x xla" in said
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 1  # the bar of core 0, live
 
@@ -81,7 +81,7 @@ def test_the_cdeit_notebook_simulates_trains_on_two_devices_samples_and_shows_th
     said = text(notebook)
     for words in ("voltage statistics: computed", "all 2 cores started", "epoch 1: loss", "It ran on 2 x xla", "correlation "):
         assert words in said, words
-    assert len(outputs(notebook, "image/png")) == 3  # samples, curves, the grid
+    assert len(outputs(notebook, "image/png")) == 4  # samples, curves, report, the grid
     shown = "".join(outputs(notebook, "text/html"))
     assert all(f">{column}<" in shown for column in ("Tikhonov", "Gauss-Newton", "all zero"))
     for name in ("best.safetensors", "predictions/simulated.npz", "predictions/simulated.mat", "pictures/predictions.png"):
@@ -126,11 +126,32 @@ def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until
     assert "REFUSED Runtime is already initialized" in said and "Restart the session" in said
 
 
+def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(tmp_path):
+    pytest.importorskip("torch_xla")
+    own = tmp_path / "own.py"
+    own.write_text("model = model.cuda()\n")
+    notebook = run_notebook("gpu_to_tpu_migration.ipynb", tmp_path, SCRIPT=str(own))
+    said = text(notebook)
+    for words in (
+        "scaler = GradScaler()",
+        "+    model = Net().to(torch_xla.device())",
+        "epoch 4: loss",
+        "on xla:0",
+        "nothing found that will not work on a TPU",
+        f"{own}:1:9: error [cuda]",
+    ):
+        assert words in said, words
+    assert said.count("epoch 4: loss") == 2 and "did not run" not in said and own.read_text() == "model = model.cuda()\n"
+    assert any("7 that will not work on a TPU, 3 that will be slow" in shown for shown in outputs(notebook, "text/html"))
+    (table,) = [shown for shown in outputs(notebook, "text/html") if "images a second" in shown]
+    assert "nan" not in table and "tpukit, 1 core" in table
+
+
 def test_the_gpu_notebook_runs_on_the_cpu_when_told_to(tmp_path, monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE")
     notebook = run_notebook("colab_setup.ipynb", tmp_path, ACCELERATOR="cpu", **SMALL)
     assert "Nothing is compiled on this device" in text(notebook)
-    assert len(outputs(notebook, "image/png")) == 3
+    assert len(outputs(notebook, "image/png")) == 4
 
 
 @pytest.mark.parametrize(
@@ -149,7 +170,7 @@ def test_the_quickstart_trains_goes_on_and_shows(tmp_path):
     notebook = run_notebook("mnist_quickstart.ipynb", tmp_path, RUN_NAME="mnist")
     said = text(notebook)
     assert "resuming at step 78 of 156" in said and "class MNIST(Workload)" in said
-    assert len(outputs(notebook, "image/png")) == 3
+    assert len(outputs(notebook, "image/png")) == 4
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 2  # a live bar for each training
 
 
@@ -265,8 +286,8 @@ def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
         bars = page.locator(".jupyter-widgets .widget-hprogress, .widget-hprogress")
         expect(bars).to_have_count(2)
         pictures = page.locator(".jp-OutputArea-output img")
-        expect(pictures).to_have_count(3)
-        for index in range(3):
+        expect(pictures).to_have_count(4)
+        for index in range(4):
             assert pictures.nth(index).evaluate("image => image.complete && image.naturalWidth") > 300
         expect(page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")).to_have_count(0)
         page.locator(".jp-CodeCell").nth(5).scroll_into_view_if_needed()

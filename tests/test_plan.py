@@ -30,15 +30,16 @@ def quiet():
 # With the compiler
 
 
-def test_the_compiler_says_of_a_small_program_what_the_committed_plan_says(needs_xla, quiet, tmp_path, monkeypatch):
+def test_the_compiler_says_of_small_programs_what_the_committed_plan_says(needs_xla, quiet, tmp_path, monkeypatch):
     compiler = tool.compiler_folder(quiet)
     monkeypatch.setattr(tool, "compiler_folder", lambda say: compiler)
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path))  # so that no earlier answer is taken
     assert COMMITTED["compiler"] == list(tool.COMPILER) and COMMITTED["plans"].keys() == plans.CASES.keys()
-    found, wanted = plans.measure("mnist small", quiet), COMMITTED["plans"]["mnist small"]
-    assert found.keys() == wanted.keys() and found["fits"]
-    for name in ("peak_bytes", "flops", "bytes", "cycles"):
-        assert found[name] == pytest.approx(wanted[name], rel=0.02), name
+    for case in ("mshnet small", "mnist small"):
+        found, wanted = plans.measure(case, quiet), COMMITTED["plans"][case]
+        assert found.keys() == wanted.keys() and found["fits"]
+        for name in ("peak_bytes", "flops", "bytes", "cycles"):
+            assert found[name] == pytest.approx(wanted[name], rel=0.02), (case, name)
     # The network's arithmetic by hand: forward, and twice that backward, less the gradient of the images.
     c, pixels = TINY.channels, 28 * 28
     first, rest = 9 * c * pixels, 9 * c * 2 * c * pixels / 4 + 2 * c * 49 * 128 + 128 * 10
@@ -64,12 +65,10 @@ def test_a_batch_that_cannot_fit_is_an_answer_with_what_it_needs(needs_xla, monk
     assert "needs 21.52G" in shown.out and "writing down" in shown.err
 
 
-def test_in_strips_mshnet_needs_half_the_memory_and_bytes_and_a_third_of_the_cycles():
-    """Of the same step before it worked in strips, by the same compiler, batch 32 at 256x256 in bf16."""
+def test_in_strips_mshnet_needs_half_of_what_the_published_network_needs_taken_literally():
+    """Batch 32 at 256x256 in bf16 on a v5e; see the README for the same step by the same front end."""
     now = COMMITTED["plans"]["mshnet full"]
-    assert now["peak_bytes"] < 0.41 * 6163.3 * 2**20
-    assert now["bytes"] < 0.51 * 8.205e10
-    assert now["cycles"] < 0.34 * 3.521e8
+    assert now["peak_bytes"] < 6.0 * GIB / 2 and now["bytes"] < 1.01e11 / 2 and now["cycles"] < 3.46e8 / 2
 
 
 # Writing programs down
@@ -77,36 +76,46 @@ def test_in_strips_mshnet_needs_half_the_memory_and_bytes_and_a_third_of_the_cyc
 
 def test_sampling_is_two_programs_one_of_which_a_batch_runs_at_every_step(needs_xla, tmp_path):
     task = plans.SMALL_CDEIT
-    programs = tool._write_down(task, "evaluate", 4, 1, tmp_path)
+    programs = tool._write_down(task, "evaluate", 4, CHIPS["v5e-1"], tmp_path)
     assert [count for _, count in programs] == [1, task.sampling_steps]
 
 
-def test_with_a_dataset_its_pixels_are_an_argument_of_the_step(needs_xla, infrared, tmp_path):
+def test_with_a_dataset_its_pixels_lie_beside_the_program_and_the_test_set_counts_too(needs_xla, infrared, tmp_path):
     task = MSHNet(dataset_dir=infrared, base_size=32, crop_size=32)
-    sizes = {}
+    sizes, beside = {}, {}
     for name, task in (("with", task), ("without", MSHNet(base_size=32, crop_size=32))):
         (tmp_path / name).mkdir()
-        ((path, _),) = tool._write_down(task, "train", 4, 1, tmp_path / name)
-        sizes[name] = b"dot_general" in path.read_bytes(), path.stat().st_size
-    assert sizes["with"][1] > sizes["without"][1]
+        ((path, _),) = tool._write_down(task, "train", 4, CHIPS["v5e-1"], tmp_path / name)
+        sizes[name] = path.stat().st_size
+        beside[name] = int((tmp_path / name / "beside").read_text())
+    train, test = MSHNet(dataset_dir=infrared).datasets()
+    assert beside == {"with": test.pixels_size(), "without": 0}
+    # The augmentation is in the program, and the pixels are not: they are an argument of it.
+    assert sizes["without"] < sizes["with"] < sizes["without"] + train.pixels_size() / 4
+
+
+def test_the_average_of_the_weights_is_counted_beside_the_step(needs_xla, tmp_path):
+    tool._write_down(plans.SMALL_CDEIT, "train", 4, CHIPS["v5e-1"], tmp_path)
+    weights = sum(value.nbytes for value in plans.SMALL_CDEIT.model().state_dict().values())
+    assert int((tmp_path / "beside").read_text()) == weights > 0
 
 
 def test_a_workload_of_a_notebook_cell_is_refused_with_what_to_do(tmp_path):
     Celled = type("Celled", (MNIST,), {"__module__": "__main__"})
     with pytest.raises(TpukitError, match="Celled lives in a notebook cell.*put it in a module"):
-        tool._write_down(Celled(), "train", 8, 1, tmp_path)
+        tool._write_down(Celled(), "train", 8, CHIPS["v5e-1"], tmp_path)
 
 
 def test_without_torch_xla_the_error_says_what_to_install(tmp_path, monkeypatch):
     ran = subprocess.CompletedProcess([], 1, "", "Traceback\nModuleNotFoundError: No module named 'torch_xla'\n")
     monkeypatch.setattr(tool, "_run", lambda *_: ran)
     with pytest.raises(TpukitError, match="needs a torch_xla that matches torch.*pip install torch==2.9.0 torch-xla==2.9.0"):
-        tool._write_down(TINY, "train", 8, 1, tmp_path)
+        tool._write_down(TINY, "train", 8, CHIPS["v5e-1"], tmp_path)
 
 
 def test_a_model_that_cannot_be_built_says_why_and_no_traceback(needs_xla, tmp_path):
     with pytest.raises(TpukitError, match="cannot be written down: .*heads") as caught:
-        tool._write_down(CDEIT(width=64, heads=7, patch=16, window=4, levels=1), "train", 8, 1, tmp_path)
+        tool._write_down(CDEIT(width=64, heads=7, patch=16, window=4, levels=1), "train", 8, CHIPS["v5e-1"], tmp_path)
     assert "Traceback" not in str(caught.value)
 
 
@@ -178,7 +187,8 @@ def ran(stdout="", stderr="", code=1):
             ran(json.dumps(dict(error="ABORTED: The TPU is already in use: /tmp/libtpu_lockfile"))),
             "libtpu_lockfile.*delete the file",
         ),
-        (ran(stderr="x", code=-9), "killed by signal 9.*memory here"),
+        (ran(stderr="x", code=-9), "was killed, most likely for want of memory here"),
+        (ran(stderr="F0000 check failed: no layout", code=-6), "does not run here: F0000 check failed: no layout"),
         (ran(stderr="OSError: wrong ELF class"), "does not run here: OSError: wrong ELF class.*Linux on x86-64"),
         (
             ran(
@@ -229,7 +239,7 @@ def test_the_program_that_is_written_down_is_the_same_every_time(needs_xla, tmp_
     texts = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        ((path, _),) = tool._write_down(TINY, "train", 32, 1, tmp_path / name)
+        ((path, _),) = tool._write_down(TINY, "train", 32, CHIPS["v5e-1"], tmp_path / name)
         texts.append(path.read_bytes())
     assert texts[0] == texts[1]
 

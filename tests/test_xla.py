@@ -1,11 +1,12 @@
 """One XLA device: one program a phase, no fallback, and the same numbers as eager PyTorch."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 
-from tpukit import MSHNet, Run, TpukitError, Workload, environment, replaying, report, train
+from tpukit import MSHNet, Run, TpukitError, Workload, environment, replaying, report, train, troubles
 from tpukit.workloads.mnist import MNIST
 
 RECIPE = dict(batch_size=4, base_size=64, crop_size=64, log_every=1, num_workers=1)
@@ -17,13 +18,17 @@ def test_two_phases_cost_two_programs_and_no_later_step_compiles_or_falls_back(i
     before = xla.counters()
     train(task, run, runtime=xla, progress=False)
     records = run.records()
-    assert [(r["step"], r["programs"]) for r in records if r["kind"] == "compile"] == [(1, 1), (9, 1)]
+    compiled = [r for r in records if r["kind"] == "compile"]
+    assert [(r["step"], r["what"], r["programs"]) for r in compiled[:2]] == [(1, "step", 1), (9, "step", 1)]
+    assert compiled[0]["why"] == [] and compiled[1]["why"][0] == "epoch went from 1 to 2"
+    assert re.fullmatch(r"first new operation: aten::\w+ in \w+, \w+\.py line \d+", compiled[1]["why"][1])
+    assert {r["what"] for r in compiled[2:]} == {"predict", "compose"} and {r["step"] for r in compiled[2:]} == {16}
     counters = {r["step"]: r["speed"]["counters"]["compilations"] for r in records if r["kind"] == "train"}
     assert len(set(counters[s] for s in range(1, 9))) == 1 and len(set(counters[s] for s in range(9, 17))) == 1
     new = {n: c for n, c in xla.counters()["fallbacks"].items() if c != before["fallbacks"].get(n, 0)}
     assert new == {}
     words = " ".join(report.findings(records))
-    assert "compiled at step 1" in words and "and at step 9" in words and "again" not in words
+    assert "compiled at step 1" in words and "s, epoch went from 1 to 2" in words and "again" not in words
     assert "No operation fell back" in words
 
 
@@ -85,7 +90,7 @@ def test_a_step_that_changes_its_program_later_is_an_error_too(digits, tmp_path,
     task = GrowingLate(dataset_dir=digits, epochs=1, batch_size=8, log_every=1)
     object.__setattr__(task, "calls", [])
     run = Run.open(tmp_path, task)
-    with pytest.raises(TpukitError, match="call 10 of _step is another program than before.*\n.*declare phases"):
+    with pytest.raises(TpukitError, match="(?s)call 10 of step is another program than before.*declare phases"):
         train(task, run, runtime=xla, progress=False)
     assert len(run.records("train")) == 9
 
@@ -144,6 +149,25 @@ def test_a_replayed_step_gives_what_a_traced_one_gives_to_the_last_bit(optimizer
     assert (calls, all_calls) == (traces, 8)
 
 
+def test_a_replayed_step_writes_the_new_weights_into_the_memory_of_the_old_ones(xla):
+    model = xla.place(torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    xla.prime(optimizer)
+
+    def step(x):
+        loss = model(x).square().sum()
+        xla.update(loss, optimizer)
+        return loss.detach()
+
+    program, x = xla.compile(step, model=model, optimizer=optimizer), xla.put({"x": torch.ones(4, 3)})["x"]
+    program(x)
+    old = model.weight.data
+    program(x)
+    with pytest.raises(RuntimeError, match="Trying to access XLA data"):
+        old.cpu()
+    assert torch.isfinite(model.weight.detach().cpu()).all()
+
+
 @pytest.mark.parametrize(
     "accelerator, initialised, wanted", [("tpu", False, ["programs-0"]), ("tpu", True, []), ("xla", False, [])]
 )
@@ -168,12 +192,12 @@ def test_every_common_optimizer_costs_one_program(optimizer, digits, tmp_path, x
     task = Other(dataset_dir=digits, epochs=1, batch_size=8, log_every=2, channels=8 + len(optimizer))
     run = Run.open(tmp_path, task)
     train(task, run, runtime=xla, progress=False)
-    assert [(r["step"], r["programs"]) for r in run.records("compile")] == [(1, 1)]
+    assert [(r["step"], r["programs"]) for r in run.records("compile") if r["what"] == "step"] == [(1, 1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ragged(MNIST):
-    """Trains on fewer samples from the second step on, as a ragged last batch does."""
+class Cut(MNIST):
+    """Trains on fewer samples from the second trace on."""
 
     def loss(self, model, batch, epoch):
         self.calls.append(1)
@@ -181,11 +205,45 @@ class Ragged(MNIST):
         return super().loss(model, {name: value[:kept] for name, value in batch.items()}, epoch)
 
 
-def test_a_ragged_batch_is_an_error_that_shows_the_shapes(digits, tmp_path, xla):
-    task = Ragged(dataset_dir=digits, epochs=1, batch_size=8)
+def test_shapes_that_change_within_the_step_are_an_error_that_names_the_line(digits, tmp_path, xla):
+    task = Cut(dataset_dir=digits, epochs=1, batch_size=8)
     object.__setattr__(task, "calls", [])
-    with pytest.raises(TpukitError, match=r"(?s)Got: .*\[6,.*Expected: .*\[8,.*Keep every batch the same shape"):
+    with pytest.raises(TpukitError, match=r"(?s)New in it: .*, test_xla\.py line \d+\n.*Keep every batch the same shape"):
         train(task, Run.open(tmp_path, task), runtime=xla, progress=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ragged(MNIST):
+    """Its training set gives fewer samples from the third batch on, as a last batch that is not dropped does."""
+
+    def datasets(self):
+        train, test = super().datasets()
+        whole, asked = train.batch, []
+
+        def batch(indices, numbers=None):
+            asked.append(1)
+            return whole(indices if len(asked) < 3 else indices[:6], numbers)
+
+        train.batch = batch
+        return train, test
+
+
+def test_a_ragged_batch_ends_the_run_and_error_and_report_name_the_argument_and_its_shapes(digits, tmp_path, xla):
+    task = Ragged(dataset_dir=digits, epochs=1, batch_size=8, num_workers=0, data_on="host")
+    run = Run.open(tmp_path, task)
+    why = "image went from (8, 1, 28, 28) to (6, 1, 28, 28): the last batch is ragged"
+    with pytest.raises(TpukitError, match=f"(?s){re.escape(why)}.*Keep every batch the same shape"):
+        train(task, run, runtime=xla, progress=False)
+    assert run.records("compile")[-1]["refused"]
+    assert f"Step 3 was one program too many because {why}" in " ".join(report.findings(run.records()))
+    assert any(why in row[3] for row in report.accelerator_tables(run.records())[0].rows)
+
+
+def test_an_spmd_process_takes_the_chips_known_memory_and_not_the_hosts(xla, monkeypatch):
+    monkeypatch.setattr(xla, "accelerator", "tpu")
+    for kind, gib in (("v5litepod-8", 15.75), ("v6e-1", 31.25), ("something new", 15.75)):
+        monkeypatch.setenv("TPU_ACCELERATOR_TYPE", kind)
+        assert xla.memory_size() == gib * 2**30
 
 
 def test_xla_refuses_fp16_and_says_what_to_use():
@@ -217,7 +275,7 @@ def test_a_run_moves_between_devices(digits, tmp_path, xla, cpu):
 
 
 def test_memory_and_counters_are_absent_where_they_cannot_be_read(xla, cpu):
-    assert xla.memory() is None and cpu.memory() is None and cpu.counters() == {}
+    assert xla.memory() == cpu.memory() == [] and cpu.counters() == {}
     assert set(xla.counters()) >= {"compilations", "compile_s", "to_device_s", "fallbacks"}
 
 
@@ -237,7 +295,7 @@ def test_memory_and_counters_are_absent_where_they_cannot_be_read(xla, cpu):
 def test_errors_of_the_runtime_are_raised_with_their_mend(message, word):
     with pytest.raises(TpukitError, match=word), environment.explained():
         raise RuntimeError(message)
-    assert environment.mend_for("some other problem") is None
+    assert troubles.mend_for("some other problem") is None
 
 
 def test_an_error_without_a_known_mend_stays_what_it_was():

@@ -1,4 +1,5 @@
-"""The command line: `tpukit doctor`, `train WORKLOAD`, `test WORKLOAD`, `show RUN`, `plan WORKLOAD`, `simulate eit`, `cloud`.
+"""The command line: `tpukit doctor`, `train WORKLOAD`, `test WORKLOAD`, `show RUN`, `report RUN`, `watch RUN`, `plan WORKLOAD`, `compare WORKLOAD|FILES`, `migrate FILES`, `simulate eit`,
+`cloud`.
 
 Each command imports what it needs when it runs, so that `tpukit doctor` answers where torch is broken. The options of
 train and test are the fields of the workload's dataclass.
@@ -6,6 +7,8 @@ train and test are the fields of the workload's dataclass.
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import json
 import os
 import sys
@@ -21,11 +24,17 @@ USAGE = f"""tpukit {__version__}: PyTorch training that simply works on Colab, K
   tpukit doctor [--model WORKLOAD] what is here, what is wrong, and how to mend it
   tpukit train WORKLOAD [options]  train, or go on with a run that was stopped
   tpukit test WORKLOAD [options]   scores of a weights file, or of a run's best weights
-  tpukit show RUN                  scores, curves and what the accelerator did
+  tpukit show RUN                  scores and curves
+  tpukit report RUN [--trace N]    why it compiled, where a step's time went, memory; a profiler's trace of N steps
+  tpukit watch RUN                 a run that another process trains, live: how far, how fast, how busy the chip is
   tpukit plan WORKLOAD [options]   whether a training step fits a TPU, and what bounds it; needs no TPU
+  tpukit compare WORKLOAD [options]
+                                   measure a recipe on what is here, at several batch sizes, and keep it as a small file
+  tpukit compare FILES [options]   merge such files of several machines: speed, cost, and which hardware finishes in time
+  tpukit migrate FILES [options]   what in PyTorch code will not work on a TPU, by line; --fix mends what is safe
   tpukit simulate eit [options]    make a training set for impedance tomography
-  tpukit cloud gcloud|skypilot [options] -- train WORKLOAD [options]
-                                   write a script or task that does it on rented machines
+  tpukit cloud create|list|open|run|watch|fetch|delete [NAME] [options]
+                                   a rented TPU: says what it costs, asks, deletes itself in the end, finds what was forgotten
 
 Workloads
 {chr(10).join(f"  {name:8} {line}" for name, (_, _, line) in WORKLOADS.items())}
@@ -54,22 +63,25 @@ NOT_OF_THE_RUN = ("weights", "batch_size", "precision")
 def main(argv=None):
     """Entry point. Returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    commands = dict(doctor=doctor, train=train, test=test, show=show, plan=plan, simulate=simulate, cloud=cloud)
-    if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if argv else 2
-    if argv[0] == "--version":
-        print(__version__)
-        return 0
+    commands = dict(doctor=doctor, train=train, test=test, show=show, report=report, watch=watch, plan=plan, compare=compare)
+    commands |= dict(migrate=migrate, simulate=simulate, cloud=cloud)
     try:
+        if not argv or argv[0] in ("-h", "--help", "--version"):
+            print(__version__ if argv == ["--version"] else USAGE, flush=True)
+            return 0 if argv else 2
         if argv[0] not in commands:
             raise TpukitError(f"no command {argv[0]!r}; there are: {', '.join(commands)}")
-        return commands[argv[0]](argv[1:]) or 0
+        code = commands[argv[0]](argv[1:]) or 0
+        sys.stdout.flush()
+        return code
     except TpukitError as error:
         print(f"tpukit: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of our output is gone (`| head`); what Python still holds back goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def doctor(argv):
@@ -77,6 +89,7 @@ def doctor(argv):
 
     from tpukit import environment, workloads
     from tpukit.tools import doctor as tool
+    from tpukit.troubles import about
 
     @dataclasses.dataclass(frozen=True)
     class Doctor:
@@ -89,8 +102,17 @@ def doctor(argv):
         output moves."""
         weights: Path | None = None
         """Weights for that model; fresh ones unless given."""
+        error: str | None = None
+        """Look at nothing; say what to do about this error message."""
 
     options = tyro.cli(Doctor, args=argv, prog="tpukit doctor", config=(tyro.conf.FlagCreatePairsOff,))
+    if options.error is not None:
+        mend = about(options.error)
+        print(
+            mend
+            or "This message is not known here. `tpukit doctor` looks at the machine; docs/TROUBLESHOOTING.md lists what is known."
+        )
+        return 0 if mend else 1
     workload = workloads.find(options.model) if options.model else None
     env = environment.detect()
     checks = tool.examine(env)
@@ -124,7 +146,7 @@ def test(argv):
     from tpukit import display, environment, report
     from tpukit.launching import launch
     from tpukit.run import Run
-    from tpukit.training import test as run_test
+    from tpukit.scoring import test as run_test
 
     task, options = _parse("test", argv)
     env = environment.detect()
@@ -151,7 +173,7 @@ def show(argv):
     from tpukit import display
 
     def options(run: Annotated[Path, tyro.conf.Positional]) -> Path:
-        """Scores, curves and what the accelerator did.
+        """Scores and curves of a run.
 
         Args:
             run: the folder of a run.
@@ -159,6 +181,73 @@ def show(argv):
         return run
 
     display.show(tyro.cli(options, args=argv, prog="tpukit show"))
+
+
+def report(argv):
+    import tyro
+
+    from tpukit import display, environment, workloads
+    from tpukit.run import Run
+
+    def options(
+        run: Annotated[Path, tyro.conf.Positional],
+        trace: int = 0,
+        hlo: bool = False,
+        dataset_dir: Path | None = None,
+        cores: int | None = None,
+        parallel: str = "processes",
+    ):
+        """What the accelerator did in a run: compilations and their causes, where a step's time went, memory.
+
+        Args:
+            run: the folder of a run.
+            trace: also run so many steps of its task once more, here, and keep a profiler's trace of them for TensorBoard. Names the lines of
+                operations that ran on the CPU instead or waited for the device. The run itself is not touched.
+            hlo: also keep the step's program as the XLA device gets it, with the line of each operation.
+            dataset_dir: the dataset for these steps, where it is not where the run found it.
+            cores: of these steps, as for train.
+            parallel: of these steps, as for train.
+        """
+        return Run.find(run), trace, hlo, dataset_dir, dict(cores=cores, parallel=parallel)
+
+    run, steps, hlo, dataset_dir, how = tyro.cli(
+        options, args=argv, prog="tpukit report", config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    display.show_report(run)
+    if steps or hlo:
+        from tpukit.tools.look import look
+
+        workload, own = workloads.find(run.config["workload"]), run.config["settings"]
+        kept = {
+            f.name: own[f.name]
+            for f in dataclasses.fields(workload)
+            if f.name in own and f.name not in ("weights", "dataset_dir")
+        }
+        task = workload(**kept, dataset_dir=dataset_dir or Path(own["dataset_dir"] or "."))
+        seen = look(_with_dataset(task, environment.detect()), run, steps=steps or 1, hlo=hlo, **how)
+        print("\n" + "\n".join(f"- {said}" for said in seen.findings()))
+        if seen.rows:
+            print(f"\n{seen.table()}")
+
+
+def watch(argv):
+    import tyro
+
+    from tpukit.run import Run
+    from tpukit.tools import watch as tool
+
+    def options(run: Annotated[Path, tyro.conf.Positional], interval_s: float = 2.0, once: bool = False):
+        """A run that another process trains: how far, how fast, what it scored, and how busy the chip is.
+
+        Args:
+            run: the folder of a run.
+            interval_s: seconds from one look to the next.
+            once: look once.
+        """
+        return Run.find(run), interval_s, once
+
+    run, interval_s, once = tyro.cli(options, args=argv, prog="tpukit watch", config=(tyro.conf.FlagCreatePairsOff,))
+    tool.watch(run, interval_s=interval_s, once=once)
 
 
 def plan(argv):
@@ -198,6 +287,156 @@ def _plan_options():
         """Print one JSON object, for machines."""
 
     return PlanOptions
+
+
+def compare(argv):
+    if argv and argv[0] in WORKLOADS:
+        return _measure(argv)
+    return _merge(argv)
+
+
+def _measure(argv):
+    from tpukit import environment, storage
+    from tpukit.tools import compare as tool
+
+    task, options = _parse("compare", argv, _compare_options)
+    env = environment.detect()
+    size = tool.SYNTHETIC_IMAGES.get(task.name)
+    out = options.out or tool.file_for(env.outputs / "comparison", task, env, options.cores)
+    tool.check_writable(out)  # before a dataset is unpacked
+    found = storage.find_dataset(env, task.dataset, task.dataset_dir, fallback=task.fallback or False, size=size)
+    how = {name: value for name, value in dataclasses.asdict(options).items() if name != "out"}
+    measured = tool.measure_here(dataclasses.replace(task, dataset_dir=found), out=out, say=_to_stderr, **how)
+    print(f"{measured.table()}\n\nNext, with the files of other machines beside it: tpukit compare {out.parent}/*.json")
+
+
+def _compare_options():
+    import tyro
+
+    from tpukit.launching import PARALLEL
+
+    @dataclasses.dataclass(frozen=True)
+    class CompareOptions:
+        batch_sizes: tuple[int, ...] = ()
+        """Global batch sizes; unless given they double from --batch-size on, until a step does not fit."""
+        steps: int = 20
+        """Timed steps of each batch size, after the first ones."""
+        max_batch: int | None = None
+        """Where doubling ends; on a CPU after one doubling unless given."""
+        out: Path | None = None
+        """The JSON file; comparison/WORKLOAD-HARDWARE-PLACE.json in the output folder of this machine unless given."""
+        cores: int | None = None
+        """TPU cores or GPUs to use; all that are here unless given. On a CPU: processes, one unless given."""
+        parallel: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(PARALLEL) + "}")] = PARALLEL[0]
+        """processes: one for each core. spmd: one program over all TPU cores of this host."""
+
+    return CompareOptions
+
+
+def _merge(argv):
+    import tyro
+
+    from tpukit import display, environment
+    from tpukit.tools import compare as tool
+    from tpukit.tools import prices as price_table
+
+    @dataclasses.dataclass(frozen=True)
+    class Merge:
+        """Which hardware finishes a training in time, in how many sessions, at what cost: from files that `tpukit compare WORKLOAD` wrote
+        here and elsewhere, published figures, and the bounds of `tpukit plan`.
+
+        `tpukit compare WORKLOAD --help` lists the options of measuring."""
+
+        files: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+        """Files of one workload; without any, the published figures alone."""
+        epochs: int = 400
+        """Of the whole training."""
+        images: int | None = None
+        """Of an epoch; those of the measured set unless given, or 800 as published where it was made up."""
+        batch_size: int | None = None
+        """Count with this batch size alone; with each hardware's fastest unless given."""
+        deadline_h: float | None = None
+        """Hours on the calendar until it has to be done."""
+        budget_usd: float | None = None
+        """US dollars that it may cost."""
+        spot: bool = False
+        """Count with Google Cloud's prices of spare capacity, which can be taken away at any time."""
+        prices: Path | None = None
+        """A copy of the table of prices, edited."""
+        prices_out: Path | None = None
+        """Write a copy of the table of prices there, to be edited, and do nothing else."""
+        usd_per_kwh: float = price_table.USD_PER_KWH
+        """Electricity, for local cards."""
+        plan: tuple[str, ...] = ()
+        """TPUs that are not here (v5e-1, v5e-8, v6e-1): ask their compiler for bounds. Takes minutes."""
+        picture: Path | None = None
+        """Keep the plots there as a PNG file; beside the first file, or where that cannot be written in the output folder, unless given."""
+
+    for name in argv[:1]:
+        if not name.startswith("-") and not Path(name).exists():
+            raise TpukitError(f"{name!r} is neither a workload ({', '.join(WORKLOADS)}) nor a file of `tpukit compare`")
+    options = tyro.cli(Merge, args=argv, prog="tpukit compare", config=(tyro.conf.FlagCreatePairsOff,))
+    if options.prices_out:
+        path = price_table.copy(options.prices_out)
+        print(f"prices: {path}. Edit it, then: tpukit compare FILES --prices {path}")
+        return
+    if options.picture and options.picture.suffix.lower() != ".png":
+        raise TpukitError(f"--picture {options.picture}: the plots are a PNG file, whose name ends in .png")
+    measurements = [tool.Measurement.read(path) for path in options.files]
+    picture = options.picture or _place_of_picture(options.files, environment.detect().outputs / "comparison")
+    tool.check_writable(picture)
+    prices = price_table.read(options.prices)
+    plans = tool.plan_recipe(measurements, options.plan, batch_size=options.batch_size, say=_to_stderr)
+    counted = {name: getattr(options, name) for name in ("epochs", "images", "batch_size")}
+    asked = {name: getattr(options, name) for name in ("deadline_h", "budget_usd", "spot", "usd_per_kwh")}
+    found = tool.compare(measurements, plans=plans, prices=prices, **counted, **asked)
+    display.show_comparison(found, picture)
+
+
+def _place_of_picture(files, outputs):
+    from tpukit.tools import compare as tool
+
+    if files:
+        with contextlib.suppress(TpukitError):  # such as Kaggle's inputs, which are read-only
+            tool.check_writable(files[0].parent / "comparison.png")
+            return files[0].parent / "comparison.png"
+    return outputs / "comparison.png"
+
+
+def migrate(argv):
+    import tyro
+
+    from tpukit.tools import migrate as tool
+
+    def options(
+        files: Annotated[tuple[Path, ...], tyro.conf.Positional],
+        fix: bool = False,
+        format: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(tool.FORMATS) + "}")] = "text",
+    ):
+        """What in PyTorch code will not work, or will be slow, on a TPU: by line, each with its mend. Runs nothing of it.
+
+        Exit code 1 where something that will not work is left.
+
+        Args:
+            files: scripts, notebooks, or folders of them.
+            fix: rewrite what is safe to rewrite, in place, and show the difference.
+            format: text, json, github (annotations of a workflow) or sarif (editors, code scanning).
+        """
+        return files, fix, format
+
+    files, fix, form = tyro.cli(options, args=argv, prog="tpukit migrate", config=(tyro.conf.FlagCreatePairsOff,))
+    if form not in tool.FORMATS:
+        raise TpukitError(f"no format {form!r}; there are: {', '.join(tool.FORMATS)}")
+    findings = []
+    for path in tool.files_in(files):
+        found, mended = tool.examine(path)
+        if fix and any(f.fixable for f in found):
+            _to_stderr(tool.difference(path, mended)) if form != "text" else print(tool.difference(path, mended))
+            tool.write(path, mended)
+            found, _ = tool.examine(path)
+        findings += found
+    print(tool.FORMATS[form](findings))
+    return 1 if any(f.level == "error" for f in findings) else 0
 
 
 def simulate(argv):
@@ -249,15 +488,37 @@ def cloud(argv):
 
     from tpukit.tools import cloud as tool
 
-    own, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, ["train", "mshnet"])
-    writers = dict(gcloud=tool.gcloud_script, skypilot=tool.skypilot_task)
-    if not own or own[0] not in writers:
-        raise TpukitError(
-            "`tpukit cloud gcloud` writes a bash script for TPUs, `tpukit cloud skypilot` a task file for TPUs and GPUs"
-        )
-    if len(command) < 2 or command[0] != "train" or command[1] not in WORKLOADS:
-        raise TpukitError(f"what to run comes after `--`: train WORKLOAD [options]. Workloads: {', '.join(WORKLOADS)}")
-    print(writers[own[0]](tyro.cli(tool.Machine, args=own[1:], prog=f"tpukit cloud {own[0]}"), command), end="")
+    own, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    verb, *own = own or [""]
+    if verb in ("-h", "--help"):
+        for name, act in (tool.VERBS | tool.WRITERS).items():
+            print(f"  tpukit cloud {name:9}{act.__doc__.splitlines()[0]}")
+        return
+    if verb not in tool.VERBS | tool.WRITERS:
+        raise TpukitError(f"`tpukit cloud {verb}`: there are {', '.join(tool.VERBS | tool.WRITERS)}")
+    if command and verb not in ("run", "skypilot"):
+        raise TpukitError(f"`tpukit cloud {verb}` takes nothing after `--`; got: {' '.join(command)}. Options come before it")
+    prog, config = f"tpukit cloud {verb}", (tyro.conf.FlagCreatePairsOff,)
+    if verb == "skypilot":
+        machine = tyro.cli(tool.Task, args=own, prog=prog)
+        print(tool.skypilot_task(machine, command or ["train", "mshnet"]), end="")
+        return
+    act = tool.VERBS[verb]
+    if verb == "run":
+        act = _with_command(act, command)
+    tyro.cli(act, args=own, prog=prog, config=config)
+
+
+def _with_command(act, command):
+    """The same function without its parameter `command`, which gets these words."""
+
+    @functools.wraps(act)
+    def acting(*names, **options):
+        return act(*names, command, **options)
+
+    signature = inspect.signature(act)
+    acting.__signature__ = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "command"])
+    return acting
 
 
 @contextlib.contextmanager

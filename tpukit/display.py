@@ -1,6 +1,7 @@
 """Showing things: figures, tables and sentences, in a notebook or a shell. The only importer of matplotlib and IPython."""
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -10,11 +11,11 @@ from tpukit.errors import TpukitError
 from tpukit.run import Run, settings
 from tpukit.tables import Table
 
-INK, ACCENT, SECOND = "#1f2933", "#0b6e99", "#c2410c"
+INK, ACCENT, SECOND, GREY = "#1f2933", "#0b6e99", "#c2410c", "#8a94a0"
 
 
 def show(run):
-    """Show a run: its scores, its curves, and what the accelerator did, in words before numbers.
+    """Show a run: its scores and its curves. `show_report` shows what the accelerator did.
 
     run: a `Run`, or the path of one. The curves are also kept as pictures/curves.png in its folder.
     """
@@ -27,8 +28,54 @@ def show(run):
     figure = curves_figure(records)
     if figure is not None:
         _out(figure, run.path / "pictures" / "curves.png")
+    if not records:
+        _say(["This run has not started yet."])
+
+
+def show_report(run):
+    """Show what the accelerator did in the last session of a run: in words, then numbers, then a picture.
+
+    Compilations with their causes, where a step's time went, memory of every device. run: a `Run`, or the path of one. The picture is
+    also kept as pictures/report.png in its folder.
+    """
+    run = run if isinstance(run, Run) else Run.find(run)
+    records = run.records()
     _say(report.findings(records))
-    _out(report.accelerator_table(records))
+    for table in report.accelerator_tables(records):
+        _out(table)
+    figure = report_figure(records)
+    if figure is not None:
+        _out(figure, run.path / "pictures" / "report.png")
+
+
+def report_figure(records):
+    """A matplotlib figure of where a step's time went over the last session, and of each device's memory; None where there is nothing to draw."""
+    found = report.intervals(records)
+    if not found:
+        return None
+    memory = found[-1]["memory"]
+    figure, axes = _figure(1, 1 + bool(memory), (6.4 + 3.2 * bool(memory), 3.2))
+    axis, ends = axes[0, 0], [i["to"] for i in found]
+    axis.plot(ends, [i["step_ms"] for i in found], color=INK, lw=1.6, marker="o", ms=3, label="a step, all in all")
+    for name, part, colour in (
+        ("waiting for data", "wait_ms", SECOND),
+        ("sending to the device", "to_device_ms", ACCENT),
+        ("reading from the device", "from_device_ms", "#6b7280"),
+    ):
+        axis.plot(ends, [i[part] for i in found], color=colour, lw=1.2, marker="o", ms=2, label=name)
+    for number, step in enumerate(report.compiled_at(records)):
+        axis.axvline(step, color=SECOND, ls=":", lw=1.2, label=None if number else "step compiled")
+    axis.set(xlabel="step", ylabel="ms a step", ylim=(0, None))
+    axis.set_title("where a step's time went", loc="left", fontsize=10, color=INK)
+    axis.legend(fontsize=8, frameon=False)
+    axis.grid(alpha=0.25)
+    if memory:
+        axis, gib = axes[0, 1], [(peak / 2**30, total / 2**30) for peak, total in memory]
+        axis.bar([str(n) for n in range(len(gib))], [peak for peak, _ in gib], color=ACCENT, width=0.6)
+        axis.axhline(gib[0][1], color=INK, ls="--", lw=1)
+        axis.set(xlabel="device", ylabel="peak memory, GiB", ylim=(0, 1.15 * max(total for _, total in gib)))
+        axis.set_title(f"of {gib[0][1]:.1f} GiB each", loc="left", fontsize=10, color=INK)
+    return figure
 
 
 def show_task(task):
@@ -66,11 +113,78 @@ def show_plan(plan):
     _say([plan.caption])
 
 
+def show_comparison(comparison, picture=None):
+    """Show what `compare` found: tables, plots, and the choice in words. picture: also keep the plots there, as a PNG file."""
+    for table in comparison.tables():
+        _out(table)
+    _out(comparison_figure(comparison), picture)
+    _say(comparison.sentences())
+
+
+def comparison_figure(comparison):
+    """A matplotlib figure: speed and memory over the batch size, and time and cost of the whole training by hardware."""
+    from matplotlib.patches import Patch
+
+    looks = {"measured": dict(facecolor=ACCENT), "published": dict(facecolor=GREY, hatch="//")}
+    looks["bound"] = dict(facecolor=SECOND, hatch="..")
+    look = lambda kind: dict(looks[kind.partition(",")[0]], edgecolor="white")  # noqa: E731
+    ways, choices, epochs = comparison.ways, [c for c in comparison.choices if c.usd is not None], comparison.epochs
+    lines = max(len(ways), len(choices), 3)
+    figure, ((speed, memory), (time, cost)) = _figure(
+        2, 2, (9.6, 3.1 + 0.9 + 0.27 * lines), height_ratios=(10, 3 + 0.9 * lines)
+    )
+    shades = itertools.cycle((ACCENT, "#5b8c2a", "#7a4fa3", "#b8860b"))
+    for name, kind, points in comparison.series():
+        style = dict(color=next(shades), marker="o") if kind == "measured" else dict(color=SECOND, marker="s", ls="--")
+        for axis, column in ((speed, 1), (memory, 2)):
+            axis.plot([p[0] for p in points], [p[column] for p in points], label=f"{name}, {kind}", lw=1.6, ms=4, **style)
+    for axis, label in ((speed, "images a second"), (memory, "peak memory, GiB")):
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_xlabel("global batch size", fontsize=9)
+        axis.set_ylabel(label, fontsize=9)
+        tops = [max(line.get_ydata()) for line in axis.get_lines()]
+        axis.set_ylim(0, (1.15 + 0.1 * len(tops)) * max(tops, default=1))  # with room for the legend
+        if tops:
+            axis.legend(fontsize=7, frameon=False, loc="upper left")
+        else:
+            _empty(axis, "nothing measured yet")
+    _bars(time, [(way.label, way.hours(epochs), look(way.kind)) for way in ways], f"hours of {epochs} epochs", "{:.3g}")
+    bars = [(f"{c.way.label}, {c.place}", c.usd, look(c.way.kind)) for c in choices]
+    _bars(cost, bars, f"USD of {epochs} epochs", "${:.2f}")
+    present = {way.kind: look(way.kind) for way in ways}
+    figure.legend(
+        handles=[Patch(label=kind, **style) for kind, style in present.items()], loc="outside lower center", ncols=3, fontsize=8
+    )
+    for axis in (speed, memory, time, cost):
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _bars(axis, bars, label, number):
+    """Horizontal bars, the smallest on top, each with its number. bars: (name, value, style)."""
+    bars = sorted(bars, key=lambda bar: -bar[1])
+    if not bars:
+        _empty(axis, "no price known")
+    for place, (_, value, style) in enumerate(bars):
+        axis.barh(place, value, height=0.65, **style)
+        # In the bar's colour, because the bar of a small number is hardly seen.
+        said = f" {'≥ ' if style['facecolor'] == SECOND else ''}{number.format(value)}"
+        axis.text(value, place, said, va="center", fontsize=7, fontweight="bold", color=style["facecolor"])
+    axis.set_yticks(range(len(bars)), [name for name, *_ in bars])
+    axis.set_xlabel(label, fontsize=9)
+    axis.set(xlim=(0, 1.2 * max([value for _, value, _ in bars], default=1) or 1), ylim=(-0.6, max(len(bars), 3) - 0.4))
+
+
+def _empty(axis, text):
+    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", fontsize=9, color=GREY)
+
+
 def plan_figure(plan):
     """A matplotlib bar chart of peak HBM over the batch sizes of a plan, with a line at what the chip has."""
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6.4, 3.2), layout="constrained")
+    figure, ((axis,),) = _figure(1, 1, (6.4, 3.2))
     fitting = [row for row in plan.rows if row["fits"]]
     labels = [f"{row['batch_size']:,}" for row in plan.rows]
     heights = [row["peak_bytes"] / 2**30 if row["fits"] else plan.hbm_gib * 1.15 for row in plan.rows]
@@ -83,7 +197,6 @@ def plan_figure(plan):
     )
     axis.set(xlabel="global batch size", ylabel="peak HBM a core, GiB", ylim=(0, 1.3 * max([plan.hbm_gib, *heights])))
     axis.set_title(f"{plan.workload} on {plan.chip}" + ("" if fitting else ": nothing fits"), loc="left", fontsize=10)
-    plt.close(figure)
     return figure
 
 
@@ -151,11 +264,11 @@ def panels_figure(rows, title):
     return figure
 
 
-def _figure(lines, columns, size):
+def _figure(lines, columns, size, **grid):
     from matplotlib.figure import Figure  # without pyplot: nothing global, no window, no leak
 
     figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(lines, columns, squeeze=False)
+    return figure, figure.subplots(lines, columns, squeeze=False, gridspec_kw=grid)
 
 
 def _in_notebook():

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tpukit.errors import TpukitError
 from tpukit.tables import Table
+from tpukit.troubles import mend_for
 
 PACKAGES = ("torch", "torchvision", "torch_xla", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
 NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
@@ -229,64 +230,6 @@ def nvidia_gpus(environ):
     names = [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed.returncode == 0 else []
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return names[: len(visible.split(","))] if visible else names
-
-
-# What accelerators say when something is wrong -> what to do. The first pattern that fits counts.
-MENDS = (
-    (
-        r"Runtime is already initialized",
-        "This kernel already used the TPU once. Restart the session and touch no device before the launch.",
-    ),
-    (
-        r"device_ready_queues_",
-        "A gradient was computed on the CPU before the XLA device was opened, which autograd does not allow. Restart the session and train on the XLA device first.",
-    ),
-    (r"Unsupported nprocs", "Today's torch_xla starts all cores by itself: leave nprocs out."),
-    (
-        r"Can't get attribute .* on <module '__main__'",
-        "Processes started by spawn cannot find functions of a notebook cell: start them by fork.",
-    ),
-    (
-        r"Expected \d+ worker addresses",
-        "Kaggle sets TPU_PROCESS_ADDRESSES for one process: os.environ.pop('TPU_PROCESS_ADDRESSES') first.",
-    ),
-    (r"Failed to get TPU metadata", "Set TPU_SKIP_MDS_QUERY=1 before Python starts: this host has no metadata server."),
-    (
-        r"/dev/(vfio|accel).*busy|Device or resource busy|TPU is already in use",
-        "Another process holds the chip; `tpukit doctor` names it. End it, or restart the session.",
-    ),
-    (
-        r"undefined symbol.*(_XLAC|torch)",
-        "torch and torch_xla do not match: restart a fresh session and install nothing over the image's versions.",
-    ),
-    (
-        r"lockfile|libtpu_lockfile",
-        "Another process holds the chip, or left its lock: end it, then remove /tmp/libtpu_lockfile.",
-    ),
-    (
-        r"Unexpected execution happens inside the compiled function",
-        "The step reads a value back from the device in the middle (.item(), print(loss), if loss > x). Sum on the device and read after the step.",
-    ),
-    (
-        r"different graphs|maximum number of.*graphs",
-        "A batch or a Python number changed its shape or value between steps, so XLA would compile again. Keep every batch the same shape; declare phases in the workload.",
-    ),
-    (
-        r"RESOURCE_EXHAUSTED|Ran out of memory in memory space|CUDA out of memory|out of memory",
-        "The step does not fit into the device's memory: use a smaller batch_size, a smaller crop, or precision='bf16'.",
-    ),
-    (r"No space left on device.*shm|/dev/shm|unable to open shared memory", "Shared memory is full: use num_workers=0."),
-    (
-        r"nvidia-smi.*not found|Launching training on \d+ GPUs",
-        "A GPU was expected on a TPU host: set PJRT_DEVICE=TPU before Python starts.",
-    ),
-    (r"BrokenProcessPool", "One process died and took the others along; the cause is in the first traceback above."),
-)
-
-
-def mend_for(message):
-    """What to do about an error message of an accelerator's runtime, or None."""
-    return next((mend for pattern, mend in MENDS if re.search(pattern, message, re.IGNORECASE | re.DOTALL)), None)
 
 
 @contextlib.contextmanager

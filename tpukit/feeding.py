@@ -36,22 +36,28 @@ class Feed:
 
     data: as `Workload.datasets` says. on: "device" puts all its pixels there once, so that a batch is an index and a few numbers a
     sample; "host" makes every batch on `workers` threads, a few ahead; "auto" takes the device where it is an accelerator and the pixels
-    take at most an eighth of its memory. `said`: which way, and the sizes.
+    take at most an eighth of its memory, whole or in parts on the cores of this process. `said`: which way, and the sizes. `bytes_a_core`:
+    what lies on each of its devices.
     """
 
     def __init__(self, data, runtime, *, on="auto", workers=2):
         self.data, self.runtime, self.workers = data, runtime, workers
         self.resident = None
         able = hasattr(data, "pixels")
+        if on not in DATA_ON:
+            raise TpukitError(f"data_on={on!r}: choose one of {', '.join(DATA_ON)}")
         if on == "device" and not able:
             raise TpukitError(
-                f"data_on='device': {type(data).__name__} only makes batches on the host; it would need pixels, drawn and compose"
+                f"data_on='device': {type(data).__name__} only makes batches on the host; use 'auto' or 'host', or give it pixels, "
+                "pixels_size, drawn and compose (tpukit/workloads/mnist.py has them)"
             )
         room = runtime.memory_size() // SHARE if able else 0
         size = data.pixels_size() if able else 0
-        sharded = on != "host" and room < size <= room * runtime.shards
-        if on == "device" or able and on == "auto" and runtime.accelerator != "cpu" and (size <= room or sharded):
+        sharded = size > room and runtime.shards > 1
+        self.bytes_a_core = 0
+        if on == "device" or able and on == "auto" and runtime.accelerator != "cpu" and size <= room * runtime.shards:
             self.resident = runtime.put_whole(data.pixels(), sharded=sharded)
+            self.bytes_a_core = size // runtime.shards if sharded else size
         how = f"{workers} threads make the batches" if workers else "batches are made between the steps"
         if self.resident is not None:
             how = f"on the device, {f'a part on each of {runtime.shards} cores' if sharded else 'whole'}: a batch is an index"

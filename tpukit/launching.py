@@ -24,6 +24,7 @@ from tpukit.errors import TpukitError
 from tpukit.run import Run
 from tpukit.runtime import check_batch, open_runtime
 from tpukit.task import Workload
+from tpukit.troubles import mend_for
 from tpukit.watching import Paths, Watch, end_with_parent
 from tpukit.world import World
 
@@ -199,7 +200,7 @@ def _core(job, forked=1):
             run = Run(job.run.path, job.run.backup)
             run.prints = False  # the notebook's process shows log.txt
             run = run if rank == 0 else run.muted()
-            runtime = _open(job, run)
+            runtime = _open(job, run, forked=True)
             # The notebook's process shows the stacks, and ends us.
             runtime.watch(job.hang_timeout_s, stacks, ends=False, steps=steps)
             result = job.function(job.task, run, runtime=runtime)
@@ -218,14 +219,19 @@ def _core(job, forked=1):
             faulthandler.cancel_dump_traceback_later()
 
 
-def _open(job, run):
+def _open(job, run, forked):
     """Join the other ranks, open this core's device, and let rank 0 say which cores started."""
     import torch
 
+    # OpenMP's threads do not come along in a fork, and it waits for them for ever: where the launching process may have computed with
+    # torch, as in a notebook, each core's host part takes one thread. Beside an accelerator that is enough.
+    alone = forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
+    torch.set_num_threads(1)
     if job.spmd_cores:
         world = World()
     else:
         world = _join(job.env, datetime.timedelta(seconds=max(600, 4 * job.hang_timeout_s)))
+    if not alone:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size))
     runtime = open_runtime(job.env, job.task.precision, world=world, spmd_cores=job.spmd_cores)
     if job.cores and runtime.cores != job.cores:
@@ -233,8 +239,7 @@ def _open(job, run):
     check_batch(job.task.batch_size, runtime.cores)
     memory = runtime.memory()
     about = [
-        dict(host=socket.gethostname(), device=name, memory=memory["total_bytes"] if memory else 0)
-        for name in runtime.device_names()
+        dict(host=socket.gethostname(), device=name, memory=memory[0][1] if memory else 0) for name in runtime.device_names()
     ]
     lines = [line for part in world.gather(about) for line in part]
     for number, line in enumerate(lines):
@@ -293,7 +298,7 @@ def _asked_to_end(number, frame):
 
 
 def _leave_error(path, error, rank, step):
-    mend = "" if isinstance(error, TpukitError) else environment.mend_for(str(error)) or ""
+    mend = "" if isinstance(error, TpukitError) else mend_for(str(error)) or ""
     found = dict(
         rank=rank,
         step=step,
@@ -325,7 +330,7 @@ def _call_under_torchrun(job, parallel):
         runtime = None
         with open(Paths(job.folder, rank).stacks, "w") as stacks:
             try:
-                runtime = _open(job, job.run)
+                runtime = _open(job, job.run, forked=False)
                 runtime.watch(job.hang_timeout_s, stacks, ends=True)
                 result = job.function(job.task, job.run, runtime=runtime)
                 _part()

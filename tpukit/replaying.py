@@ -8,6 +8,8 @@ the compiler's program the current tensors. (The calls are those of torch_xla's 
 import torch
 from torch.utils._pytree import tree_flatten
 
+from tpukit.causes import new_operation
+
 CHECK_EVERY = 64  # runs of a recording, after which it is traced again to see that it still holds
 KEPT = 4  # recordings: a step and its phases, for the epochs that differ in an argument
 SMALL = 4096  # numbers in an input that is compared by its values
@@ -24,6 +26,8 @@ class Replayed:
     """
 
     works = None
+    new_operation = None
+    """Of the last program: the first operation that the one before has not. See `causes.new_operation`."""
 
     def __init__(self, function, graphs, model, optimizer, device):
         import torch_xla
@@ -32,6 +36,7 @@ class Replayed:
         # full_graph: a hidden `.item()` raises instead of cutting the step.
         self.guarded = torch_xla.compile(self._traced, full_graph=True, name=function.__name__)
         self.recordings, self.hashes, self.calls = {}, set(), 0
+        self.trace, self.traces = "", {}  # of the program that was compiled last; of each, by its hash
 
     def __call__(self, *arguments):
         key, tensors = self._key(arguments)
@@ -73,29 +78,34 @@ class Replayed:
                 xm.set_rng_state(seed)
             recording = self._record(arguments, tensors) if self.works else None
         elif known is not None and not (known.hash == recording.hash and known.like(recording)):
-            raise RuntimeError(self._another())
+            raise RuntimeError(self._another(self.traces[known.hash], _XLAC._get_xla_tensors_text(recording.outputs)))
         if not self.works:
             return self.function(*arguments)  # the end of `guarded` runs it
         return self._compiled(recording, key, tensors)
 
-    def _another(self, expected="", got=""):
+    def _another(self, expected, got):
         """What to say of a step that is not what it was."""
-        lines = next(((a, b) for a, b in zip(expected.splitlines(), got.splitlines()) if a != b), None)
-        shown = f"\nGot: {lines[1].strip()}\nExpected: {lines[0].strip()}" if lines else ""
+        operation = self.new_operation = new_operation(expected, got)
         return (
             f"call {self.calls} of {self.function.__name__} is another program than before, with the same shapes and numbers given: "
-            f"maximum number of different graphs exceeded: {self.graphs}{shown}"
+            f"maximum number of different graphs exceeded: {self.graphs}" + (f"\nNew in it: {operation}" if operation else "")
         )
 
     def _record(self, arguments, tensors):
         """Trace the function, which leaves its results uncomputed."""
         from torch_xla import _XLAC
+        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
         state, host = self._state()
         names = {_XLAC._xla_get_tensor_id(t): ("tensor", i) for i, t in enumerate(tensors)}
         names |= {_XLAC._xla_get_tensor_id(t): ("state", i) for i, t in enumerate(state)}
         before = [value.clone() for value in host]
-        result = self.function(*arguments)
+        debugs = _XLAC._get_ir_debug()
+        _XLAC._set_ir_debug(True)  # the trace keeps the line of each operation; the program is the same
+        try:
+            result = self.function(*arguments)
+        finally:
+            _XLAC._set_ir_debug(debugs)
         changed = _XLAC._check_tensor_need_materialization(state)
         written = [i for i, yes in enumerate(changed) if yes]
         parameters = [p for p in self.model.parameters() if p.grad is not None]
@@ -104,7 +114,11 @@ class Replayed:
         inputs = [(names.get(i), i, value) for i, value in zip(ids, values)]
         steps = [after - old for after, old in zip(host, before)]
         draws = _XLAC._get_seed_info_id() in ids
-        program = _XLAC._get_graph_hash(outputs)
+        for name, _, value in inputs:  # what the step writes anew may take the memory of what it was
+            if name and name[0] == "state" and name[1] in written:
+                _XLAC._set_buffer_donation(value, True)
+        with alias_with_buffer_donor_config():
+            program = _XLAC._get_graph_hash(outputs)
         return _Recording(program, state, host, before, steps, written, parameters, outputs, inputs, draws)
 
     def _state(self):
@@ -128,16 +142,19 @@ class Replayed:
     def _compiled(self, recording, key, tensors):
         """Compile the traced step where it is new, and run it."""
         from torch_xla import _XLAC
+        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
         _XLAC._set_allow_execution(True)
         if recording.hash not in self.hashes:
+            trace = _XLAC._get_xla_tensors_text(recording.outputs)
+            self.new_operation, self.trace = new_operation(self.trace, trace) if self.trace else None, trace
+            self.traces[recording.hash] = trace
             if len(self.hashes) == self.graphs:
                 raise RuntimeError(
-                    f"call {self.calls} of {self.function.__name__} is another program: maximum number of different graphs exceeded: {self.graphs}. "
-                    f"Got: {_shapes(tensors)} Expected: {self.shapes}"
+                    f"call {self.calls} of {self.function.__name__} is another program: maximum number of different graphs exceeded: {self.graphs}"
                 )
-            self.shapes = _shapes(tensors)
-            _XLAC._xla_warm_up_cache(recording.outputs, [])
+            with alias_with_buffer_donor_config():
+                _XLAC._xla_warm_up_cache(recording.outputs, [])
             self.hashes.add(recording.hash)
         self._undo(recording)
         recording.forget()
@@ -191,10 +208,6 @@ class _Recording:
         """Let go of everything that belongs to one step alone."""
         self.outputs = self.before = None
         self.inputs = [(name, i, None if name else value) for name, i, value in self.inputs]
-
-
-def _shapes(tensors):
-    return ", ".join(str(tuple(t.shape)) for t in tensors)
 
 
 def _same(a, b):

@@ -46,18 +46,23 @@ def _append(points, step, value):
 
 def findings(records):
     """What the accelerator did in the last session of a run, as a list of sentences, the most important first."""
-    starts = [i for i, r in enumerate(records) if r["kind"] == "start"]
-    if not starts:
+    session = _last_session(records)
+    if not session:
         return ["This run has not started yet."]
-    start, session = records[starts[-1]], records[starts[-1] :]
+    start = session[0]
     trained = [r for r in session if r["kind"] == "train"]
     said = [f"It ran on {start['device']}."]
     said += _said_of_end(session)
-    if not trained:
-        return [*said, "No interval of training was recorded yet."]
     said += _said_of_compilations(start, session, trained)
-    said += _said_of_time(session, trained)
-    return said
+    return said + (_said_of_time(session, trained) if trained else ["No interval of training was recorded yet."])
+
+
+def _last_session(records):
+    """The records of the last session that did something; of the last one, where none did. A finished run that is started again does nothing."""
+    starts = [i for i, r in enumerate(records) if r["kind"] == "start"]
+    sessions = [records[a:b] for a, b in zip(starts, [*starts[1:], None])]
+    worked = [session for session in sessions if any(r["kind"] in ("train", "compile") for r in session)]
+    return (worked or sessions or [[]])[-1]
 
 
 def _said_of_end(session):
@@ -66,27 +71,47 @@ def _said_of_end(session):
 
 
 def _said_of_compilations(start, session, trained):
-    compiled = [r for r in session if r["kind"] == "compile"]
-    counters = trained[-1]["speed"]["counters"]
-    if not counters:
+    counters = trained[-1]["speed"]["counters"] if trained else None
+    if trained and not counters:
         return ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
-    # Programs of a few operations (fresh sums) compile in milliseconds and are not worth a word.
-    large = [r for r in compiled if r["seconds"] >= 0.5] or compiled[:1]
-    expected, extra = large[: start["phases"]], large[start["phases"] :]
-    times = " and ".join(f"at step {r['step']} ({r['seconds']:.1f} s)" for r in expected)
+    expected, extra, refused, others = _compilations(start, session)
+    times = " and ".join(f"at step {r['step']} ({r['seconds']:.1f} s{_because(r, ', ')})" for r in expected)
     said = [f"The training step was compiled {times}; every other step reused the program."]
     if not expected:
-        said = ["The training step was not compiled: this session had compiled the same program before."]
+        said = ["The training step was not compiled: this session had compiled the same program before."] if trained else []
     said += [
-        f"Step {r['step']} compiled again ({r['seconds']:.1f} s): a shape or a Python number changed there." for r in extra
+        f"Step {r['step']} compiled again ({r['seconds']:.1f} s){_because(r) or ', though no argument changed'}." for r in extra
     ]
-    fallbacks = counters["fallbacks"]
+    said += [f"Step {r['step']} was one program too many{_because(r)}. It ended the run there." for r in refused]
+    for what in dict.fromkeys(r["what"] for r in others):
+        mine = [r for r in others if r["what"] == what]
+        seconds, steps = sum(r["seconds"] for r in mine), ", ".join(str(r["step"]) for r in mine)
+        said.append(f"Besides, {what} was compiled at step {steps} ({seconds:.1f} s).")
+    fallbacks = counters["fallbacks"] if counters else None
     if fallbacks:
         worst = ", ".join(f"{name} ({count} times)" for name, count in sorted(fallbacks.items(), key=lambda f: -f[1])[:4])
-        said.append(f"Some operations have no XLA form and ran on the CPU, each a round trip: {worst}.")
-    else:
+        said.append(
+            f"Some operations have no XLA form and ran on the CPU, each a round trip: {worst}. "
+            "`tpukit report RUN --trace 5` names their lines."
+        )
+    elif counters:
         said.append("No operation fell back to the CPU.")
     return said
+
+
+def _compilations(start, session):
+    """Records of compilations: (of the step, as many as it has phases; more of it; those refused; of other functions)."""
+    compiled = [r for r in session if r["kind"] == "compile"]
+    of_step = [r for r in compiled if r.get("what", "step") == "step"]
+    done = [r for r in of_step if not r.get("refused")]
+    # Programs of a few operations (fresh sums) compile in milliseconds and are not worth a word.
+    large = [r for r in done if r["seconds"] >= 0.5] or done[:1]
+    others = [r for r in compiled if r not in of_step and r["seconds"] >= 0.5]
+    return large[: start["phases"]], large[start["phases"] :], [r for r in of_step if r.get("refused")], others
+
+
+def _because(record, how=" because "):
+    return how + "; ".join(record["why"]) if record.get("why") else ""
 
 
 def _said_of_time(session, trained):
@@ -105,27 +130,128 @@ def _said_of_time(session, trained):
     return said
 
 
-def accelerator_table(records):
-    """The accelerator's counters at the end of the last session: compilations, device and transfer time, memory."""
-    starts = [i for i, r in enumerate(records) if r["kind"] == "start"]
-    trained = [r for r in records[starts[-1] :] if r["kind"] == "train"] if starts else []
-    rows = []
-    if trained:
-        speed = trained[-1]["speed"]
-        counters, memory = speed["counters"], speed["memory"]
-        if counters:
-            rows = [
-                ("compilations", counters["compilations"], f"{counters['compile_s']:.1f} s"),
-                ("programs run", counters["executions"], f"{counters['execute_s']:.1f} s"),
-                ("sent to the device", "", f"{counters['to_device_s']:.2f} s"),
-                ("read from the device", "", f"{counters['from_device_s']:.2f} s"),
-                ("operations on the CPU instead", sum(counters["fallbacks"].values()), ""),
-            ]
-        if memory:
-            peak, total = memory["peak_bytes"] / 2**30, memory["total_bytes"] / 2**30
-            rows.append(("peak memory", f"{peak:.2f} GiB", f"of {total:.2f} GiB"))
-        rows.append(("samples a second, last interval", f"{speed['images_per_s']:.1f}", ""))
-    return Table("What the accelerator did", ("what", "count", "time"), rows)
+def live_table(name, records, live, checkpoints, age_s):
+    """A run as it stands. live: of `Run.live`. age_s: seconds since that was written, None where it never was."""
+    rows, starts = [], [i for i, r in enumerate(records) if r["kind"] == "start"]
+    session = records[starts[-1] :] if starts else []
+    if not session or age_s is None:
+        return Table(f"{name}: has not started yet", ("what", "now"), rows)
+    rows.append(("device", session[0]["device"]))
+    share = live["step"] / max(live["total"], 1)
+    rows.append((live["unit"], f"{live['step']} of {live['total']} ({share:.1%}), {_ago(age_s)}"))
+    rows += [(what, live[what]) for what in ("epoch", "loss") if live.get(what)]
+    if trained := [r["speed"] for r in session if r["kind"] == "train"]:
+        rate, wait = trained[-1]["images_per_s"], trained[-1]["wait_s"] / max(trained[-1]["seconds"], 1e-9)
+        rows.append(("speed", f"{rate:.1f} samples a second, waiting for data {wait:.1%} of the time"))
+        left = (live["total"] - live["step"]) * session[0]["batch_size"] / rate if live["unit"] == "step" else 0
+        if left:
+            rows.append(("left", f"about {_span(left)} of training, evaluations besides"))
+    if evaluated := [r for r in session if r["kind"] == "evaluation"]:
+        scores = ", ".join(f"{n} {v:.4g}" for n, v in evaluated[-1]["scores"].items() if isinstance(v, float))
+        rows.append((f"scores of epoch {evaluated[-1]['epoch'] + 1}", scores))
+    _, late, _, _ = _compilations(session[0], session)
+    if late:
+        rows.append(("compiled again", "at step " + ", ".join(str(r["step"]) for r in late)))
+    rows.append(("last checkpoint", f"step {checkpoints[0]['step']}" if checkpoints else "none yet"))
+    return Table(name, ("what", "now"), rows)
+
+
+def _ago(seconds):
+    if seconds < 10:
+        return "just now"
+    return f"{_span(seconds)} ago{': it waits, compiles, evaluates, or is gone' if seconds > 60 else ''}"
+
+
+def _span(seconds):
+    for size, name in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def accelerator_tables(records):
+    """What the accelerator did in the last session, as tables: compilations with their causes, the time of a step, memory, counters."""
+    session = _last_session(records)
+    trained = [r for r in session if r["kind"] == "train"]
+    tables, seen = [], set()
+    if compiled := [r for r in session if r["kind"] == "compile"]:
+        rows = []
+        for r in compiled:
+            what = r.get("what", "step")
+            why = "; ".join(r.get("why", [])) or ("no argument changed" if what in seen else "the first time")
+            rows.append((r["step"], what, "refused" if r.get("refused") else f"{r['seconds']:.1f}", why))
+            seen.add(what)
+        tables.append(Table("Compilations", ("step", "function", "seconds", "why"), rows))
+    if not trained:
+        return tables
+    rows = [
+        (
+            f"{i['from']} to {i['to']}",
+            *(f"{i[part]:.2f}" for part in ("step_ms", "wait_ms", "to_device_ms", "from_device_ms")),
+            f"{i['images_per_s']:.1f}",
+        )
+        for i in _some(intervals(records))
+    ]
+    columns = ("steps", "ms a step", "waiting for data", "sending", "reading", "samples a second")
+    tables.append(Table("Where a step's time went, ms a step", columns, rows))
+    if memory := _memory(trained[-1]):
+        rows = [
+            (n, f"{peak / 2**30:.2f}", f"{total / 2**30:.2f}", f"{peak / max(total, 1):.0%}")
+            for n, (peak, total) in enumerate(memory)
+        ]
+        tables.append(Table("Memory", ("device", "peak, GiB", "of GiB", ""), rows))
+    if counters := trained[-1]["speed"]["counters"]:
+        rows = [
+            ("programs compiled", counters["compilations"], f"{counters['compile_s']:.1f} s"),
+            ("programs run", counters["executions"], f"{counters['execute_s']:.1f} s"),
+            ("sent to the device", "", f"{counters['to_device_s']:.2f} s"),
+            ("read from the device", "", f"{counters['from_device_s']:.2f} s"),
+            *((f"{name} on the CPU instead", count, "") for name, count in counters["fallbacks"].items()),
+        ]
+        tables.append(Table("The accelerator's counters", ("what", "count", "time"), rows))
+    return tables
+
+
+def _some(rows, most=12):
+    """Up to so many of the rows, evenly, the last among them."""
+    step = max(1, -(-len(rows) // most))
+    return rows[len(rows) - 1 :: -step][::-1] if rows else []
+
+
+def _memory(record):
+    """[(peak bytes, total bytes)] of every device."""
+    memory = record["speed"]["memory"] or []
+    return [(memory["peak_bytes"], memory["total_bytes"])] if isinstance(memory, dict) else memory
+
+
+def intervals(records):
+    """The intervals between two readings of the last session, in milliseconds a step: a list of dict(from, to, step_ms, wait_ms, to_device_ms,
+    from_device_ms, images_per_s, memory). A wait is for data; sending and reading go on beside the device's work."""
+    session = _last_session(records)
+    found = []
+    for record in session:
+        if record["kind"] != "train":
+            continue
+        speed = record["speed"]
+        steps = max(1, round(speed["images_per_s"] * speed["seconds"] / session[0].get("batch_size", 1)))
+        part = {f"{way}_ms": 1e3 * speed.get(f"{way}_s", 0.0) / steps for way in ("wait", "to_device", "from_device")}
+        found.append(
+            {
+                "from": record["step"] - steps + 1,
+                "to": record["step"],
+                "step_ms": 1e3 * speed["seconds"] / steps,
+                **part,
+                "images_per_s": speed["images_per_s"],
+                "memory": _memory(record),
+            }
+        )
+    return found
+
+
+def compiled_at(records):
+    """Steps of the last session at which the training step was compiled."""
+    session = _last_session(records)
+    return [r["step"] for r in session if r["kind"] == "compile" and r.get("what", "step") == "step" and r["seconds"] >= 0.5]
 
 
 def _number(value):

@@ -6,9 +6,11 @@ log.txt                  what was said, as plain lines
 checkpoints/             step-N.pt (the newest two) and checkpoints.json, newest first, with SHA-256
 best.safetensors         the weights of the best evaluation
 progress.json            where the training is now, for a progress bar
+tensorboard/             the records' numbers for TensorBoard, where it is installed
 cores/                   what each core of the last launch said: rank-NN.log, and its error or stacks where it failed
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from tpukit import environment, storage
 from tpukit.errors import TpukitError
+from tpukit.events import Events
 
 KEEP = 2  # checkpoints: the newest, and the one before in case it is damaged
 
@@ -38,6 +41,7 @@ class Run:
     prints = True
     """Whether `say` prints; a launched core does not, its notebook reads log.txt."""
     _writes = True
+    _events = None
 
     def __init__(self, path, backup=None):
         self.path = Path(path)
@@ -115,7 +119,9 @@ class Run:
         from tqdm import tqdm  # its write keeps a progress bar below the line
 
         if self.prints:
-            tqdm.write(text)
+            # Whoever read along may be gone (`| head`); the run goes on, and so does log.txt.
+            with contextlib.suppress(BrokenPipeError):
+                tqdm.write(text)
         if not self._writes:
             return
         storage.append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
@@ -126,6 +132,12 @@ class Run:
             return
         record = dict(kind=kind, step=step, time=round(time.time(), 3), **values)
         storage.append(self.path / "records.jsonl", json.dumps(_finite(record)) + "\n")
+        if kind == "start":
+            self._events = Events(self.path / "tensorboard")
+            for old in self.records():
+                self._events.scalars(old["step"], old["time"], _scalars(old))
+        elif self._events is not None:
+            self._events.scalars(step, record["time"], _scalars(_finite(record)))
 
     def progress(self, *, step, total, **values):
         """Replace what `live` returns, at most twice a second and at the end: what a progress bar shows."""
@@ -273,6 +285,18 @@ def _config(task):
     from tpukit import __version__
 
     return dict(workload=task.name, settings=settings(task), tpukit=__version__)
+
+
+def _scalars(record):
+    """The numbers of a record, under the names that TensorBoard groups by: those of training intervals and evaluations."""
+    if record["kind"] not in ("train", "evaluation"):
+        return {}
+    if record["kind"] == "evaluation":
+        return {f"scores/{name}": value for name, value in record["scores"].items() if isinstance(value, (int, float))}
+    speed = record["speed"]
+    found = {"loss": record["loss"], "gradient norm": record["grad_norm"], "speed/samples a second": speed["images_per_s"]}
+    found["speed/waiting for data"] = speed["wait_s"] / max(speed["seconds"], 1e-9)
+    return found | {f"memory/device {n}, GiB": peak / 2**30 for n, (peak, _) in enumerate(speed["memory"])}
 
 
 def _finite(value):

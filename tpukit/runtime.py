@@ -1,4 +1,4 @@
-"""The seam between a training loop and its devices. Only this file and `launching.py` name `torch_xla`.
+"""The seam between a training loop and its devices. Only this file, `replaying.py` and `launching.py` name `torch_xla`.
 
 `Runtime` is plain PyTorch on the CPU or one GPU; `XLARuntime` is one XLA device (a TPU chip, or the CPU XLA device), or,
 by SPMD, all devices of a host in one program. Each is one process of a `World`: it takes its share of every global batch, and
@@ -8,6 +8,7 @@ by SPMD, all devices of a host in one program. Each is one process of a `World`:
 import contextlib
 import faulthandler
 import functools
+import inspect
 import os
 import time
 
@@ -15,13 +16,15 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from tpukit import storage
+from tpukit import causes, storage
 from tpukit.errors import TpukitError
 from tpukit.replaying import Replayed
 from tpukit.world import World
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 GUARDED_CALLS = 3
+# What a program may use of one TPU core's memory, by the beginning of TPU_ACCELERATOR_TYPE, where the runtime does not tell.
+HBM_BYTES = {"v5litepod": 15.75 * 2**30, "v5e": 15.75 * 2**30, "v6e": 31.25 * 2**30}
 _STATE_STARTS_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -192,6 +195,7 @@ class Runtime:
             with torch.no_grad(), self.autocast():
                 return function(*arguments)
 
+        without_gradient.__name__ = getattr(function, "func", function).__name__  # of a partial, that of what it calls
         return self.compile(without_gradient)
 
     def update(self, loss, optimizer, clip_norm=None):
@@ -275,21 +279,36 @@ class Runtime:
         """(programs compiled, seconds that took) since the start."""
         return 0, 0.0
 
+    def take_compiled(self):
+        """Which functions given to `compile` were compiled since this was last asked: a list of dict(what, programs, seconds, why, refused).
+
+        what: the function's name. why: sentences, see `causes`; none the first time. refused: whether it was one program too many.
+        """
+        return []
+
     def counters(self):
         """What the accelerator's own counters say since the start; empty where there are none. See `XLARuntime.counters`."""
         return {}
 
+    @contextlib.contextmanager
+    def traced(self, folder):
+        """Within it, the device's and this process's work is recorded, and left in `folder` in a form that TensorBoard opens."""
+        from torch.profiler import profile, tensorboard_trace_handler
+
+        with profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True):
+            yield
+
     def memory(self):
-        """dict(peak_bytes, total_bytes) of the device, or None where it cannot be read."""
+        """[(peak bytes, total bytes)] of each device of this process, or [] where that cannot be read."""
         if self.device.type != "cuda":
-            return None
+            return []
         total = torch.cuda.get_device_properties(self.device).total_memory
-        return dict(peak_bytes=torch.cuda.max_memory_allocated(), total_bytes=total)
+        return [(torch.cuda.max_memory_allocated(), total)]
 
     def memory_size(self):
         """Bytes of memory of one device; of the host where that cannot be read or is the device."""
         found = self.memory()
-        return found["total_bytes"] if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return found[0][1] if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class XLARuntime(Runtime):
@@ -319,7 +338,10 @@ class XLARuntime(Runtime):
         # A second runtime of this process finds it set; programs that ran before it was set are not kept.
         if self.keeps_programs and not torch_xla._XLAC._xla_computation_cache_is_initialized():
             # Programs of earlier sessions of this machine; other processes may be writing theirs.
-            xr.initialize_cache(str(storage.cache_folder() / f"programs-{self.world.rank}"), readonly=False)
+            folder = storage.cache_folder() / f"programs-{self.world.rank}"
+            with contextlib.suppress(OSError):  # without a folder of our own they are compiled every time
+                storage.make_private(folder.parent)
+                xr.initialize_cache(str(folder), readonly=False)
         return torch_xla.device()
 
     @property
@@ -341,6 +363,7 @@ class XLARuntime(Runtime):
         if precision == "fp16":
             raise TpukitError("precision='fp16': XLA devices train in bf16, which needs no loss scaling; use 'bf16' or 'auto'")
         self.spmd_cores = spmd_cores
+        self._compiled_lately = []
         super().__init__(accelerator, precision, world)
 
     def device_name(self):
@@ -429,6 +452,46 @@ class XLARuntime(Runtime):
         return True
 
     def compile(self, function, graphs=1, *, model=None, optimizer=None):
+        replayed = None
+        if model is not None and self.world.size == 1 and self.mesh is None:
+            replayed = Replayed(function, graphs, model, optimizer, self.device)
+        checked = self._checked(function, graphs, replayed)
+        groups = optimizer.param_groups if optimizer else []
+        names, last = tuple(inspect.signature(function).parameters), {}
+
+        def watched(*arguments):
+            nonlocal last
+            now = causes.described(names, arguments)
+            for number, group in enumerate(groups):
+                of = f" of group {number}" if len(groups) > 1 else ""
+                now |= {f"the optimizer's {name}{of}": value for name, value in group.items() if name != "params"}
+            before, refused = self.compilations(), False
+            try:
+                return checked(*arguments)
+            except RuntimeError as error:
+                refused = "different graphs" in str(error)
+                why = causes.changes(last, now) if last else []
+                if why and refused:  # first, because torch_xla's own words are long
+                    raise RuntimeError(f"{'; '.join(why)}\n{error}") from error
+                raise
+            finally:
+                programs, seconds = (b - a for a, b in zip(before, self.compilations()))
+                if programs or refused:
+                    why = causes.changes(last, now) if last else []
+                    if last and replayed and replayed.new_operation:
+                        why.append(f"first new operation: {replayed.new_operation}")
+                    what = dict(what=function.__name__.strip("_"), programs=programs, seconds=seconds)
+                    self._compiled_lately.append(dict(what, why=why, refused=refused))
+                last = now
+
+        return watched
+
+    def take_compiled(self):
+        taken, self._compiled_lately = self._compiled_lately, []
+        return taken
+
+    def _checked(self, function, graphs, replayed):
+        """The function as one program a call, which raises where a call would need one more than `graphs` of them."""
         import torch_xla
 
         if self.world.size > 1 and self.accelerator != "tpu":  # the gradient sum cuts the step in two
@@ -439,9 +502,6 @@ class XLARuntime(Runtime):
                 return result
 
             return stepped
-        replayed = None
-        if model is not None and self.world.size == 1 and self.mesh is None:
-            replayed = Replayed(function, graphs, model, optimizer, self.device)
         # full_graph: a hidden `.item()` raises instead of cutting the step; graphs: so does a batch of another shape. Both make the host
         # wait for the device before it traces the next step, so only the first calls are guarded; the others are counted.
         guarded = torch_xla.compile(function, full_graph=True, max_different_graphs=graphs)
@@ -509,28 +569,64 @@ class XLARuntime(Runtime):
             fallbacks={n: met.counter_value(n) for n in met.counter_names() if n.startswith("aten::")},
         )
 
+    @contextlib.contextmanager
+    def traced(self, folder):
+        import torch_xla.debug.profiler as xp
+
+        xp.start_trace(str(folder))
+        try:
+            yield
+        finally:
+            xp.stop_trace()
+
+    def hlo_of(self, step, model, optimizer):
+        """The program of a step as HLO, with the line of each operation. The step is traced and not run: its model and optimizer are of no use then."""
+        from torch_xla import _XLAC
+
+        _XLAC._set_ir_debug(True)
+        outputs = [step(), *self._written(model, optimizer)]
+        return _XLAC._get_xla_tensors_hlo(outputs)
+
+    def _written(self, model, optimizer):
+        """What a step that was traced leaves behind: what it changed of the model and the optimizer, and the gradients."""
+        from torch_xla import _XLAC
+
+        kept = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
+        state = [v for v in (*model.parameters(), *model.buffers(), *kept) if v.device.type == "xla"]
+        changed = _XLAC._check_tensor_need_materialization(state)
+        return [v for v, yes in zip(state, changed) if yes] + [p.grad for p in model.parameters() if p.grad is not None]
+
     def memory(self):
         import torch_xla.core.xla_model as xm
 
         try:
             info = xm.get_memory_info(self.device)
-        except RuntimeError:  # the CPU XLA device does not implement it
-            return None
-        return dict(peak_bytes=info.get("peak_bytes_used", info["bytes_used"]), total_bytes=info["bytes_limit"])
+        except RuntimeError:  # neither the CPU XLA device nor the one device of SPMD implements it
+            return []
+        return [(info.get("peak_bytes_used", info["bytes_used"]), info["bytes_limit"])]
+
+    def memory_size(self):
+        if self.accelerator == "tpu" and not self.memory():
+            kind = os.environ.get("TPU_ACCELERATOR_TYPE", "")
+            return next((size for name, size in HBM_BYTES.items() if kind.startswith(name)), min(HBM_BYTES.values()))
+        return super().memory_size()
 
 
 class RecordingRuntime(XLARuntime):
     """A TPU core, alone or one of several, whose programs are written down instead of run; needs no TPU, but a fresh process.
 
-    `programs`: each as a StableHLO portable artifact, in the order in which they were asked for.
+    memory_size: of the core, in bytes. `programs`: each as a StableHLO portable artifact, in the order in which they were asked for.
     """
 
     keeps_programs = False
 
-    def __init__(self, precision="auto", cores=1):
+    def __init__(self, precision="auto", cores=1, memory_size=0):
         os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")  # which would be left out where one core is seen
-        self.programs = []
+        self.programs, self._memory_size = [], memory_size
         super().__init__("tpu", precision, World(0, cores))
+
+    def memory_size(self):
+        return self._memory_size
 
     def compile(self, function, graphs=1, *, model=None, optimizer=None):
         import torch_xla
@@ -541,12 +637,8 @@ class RecordingRuntime(XLARuntime):
             if fallbacks := sorted(self.counters()["fallbacks"].keys() - before.keys()):
                 raise TpukitError(f"not one program: torch_xla runs {', '.join(fallbacks)} on the host")
             outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-            if model is not None:  # what a step leaves behind, gradients included
-                kept = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
-                state = [v for v in (*model.parameters(), *model.buffers(), *kept) if v.device.type == "xla"]
-                changed = torch_xla._XLAC._check_tensor_need_materialization(state)
-                outputs += [v for v, yes in zip(state, changed) if yes]
-                outputs += [p.grad for p in model.parameters() if p.grad is not None]
+            if model is not None:
+                outputs += self._written(model, optimizer)
             self.programs.append(torch_xla._XLAC._get_stablehlo(outputs, str(self.device), [], True))
             return tree_map_only(torch.Tensor, self._blank, result)
 

@@ -3,6 +3,7 @@
 Touches no accelerator and imports no torch.
 """
 
+import concurrent.futures
 import contextlib
 import errno
 import getpass
@@ -109,15 +110,14 @@ def locked(path):
 def mapped(name, key, make):
     """Arrays that are made once and mapped from a file: all processes of a host hold them once, and later sessions find them.
 
-    name: of the file. key: what the arrays are made from (paths, sizes, times, settings), for JSON; another key makes another
-    file. make: () -> dict of numpy arrays. Returns a dict of read-only arrays. Where the file cannot be written they stay in
+    name: of the file. key: what the arrays are made from (`content_key`, settings), for JSON; another key makes another file. make: () -> dict of numpy arrays. Returns a dict of read-only arrays. Where the file cannot be written they stay in
     this process's memory, and that is said.
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
     folder = cache_folder() / f"{name}-{digest}"
     arrays = None
     try:
-        _make_private(folder.parent)
+        make_private(folder.parent)
         with locked(folder):
             if not (folder / "whole").exists():
                 arrays = make()
@@ -140,20 +140,31 @@ def cache_folder():
     return Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"tpukit-{getpass.getuser()}"
 
 
-def _make_private(folder):
+def make_private(folder):
+    """Make a folder that no other user can write in. Raises OSError where it is another user's, or cannot be made."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
         raise OSError("it belongs to another user")
 
 
-def files_key(*folders):
-    """Name, size and time of every file in some folders, as (part of) a key of `mapped`."""
-    found = []
-    for folder in folders:
-        for entry in sorted(os.scandir(folder), key=lambda e: e.name):
-            about = entry.stat()
-            found.append((entry.name, about.st_size, about.st_mtime_ns))
-    return found
+def content_key(*folders, like=("*",)):
+    """SHA-256 over the names and contents of the files in some folders, as (part of) a key of `mapped`: copies of a set share its arrays.
+
+    like: patterns of the names. The files are read once: what was found is kept until a path, a size or a time is another.
+    """
+    files = [path for folder in folders for pattern in like for path in sorted(folder.glob(pattern)) if path.is_file()]
+    seen = [(str(path.resolve()), about.st_size, about.st_mtime_ns) for path in files for about in [path.stat()]]
+    memo = cache_folder() / f"contents-{hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:20]}"
+    with locked(memo):  # of several processes one reads
+        with contextlib.suppress(OSError):
+            return memo.read_text()
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # most of the time the disk, or Drive, is waited for
+            found = [(path.name, digest) for path, digest in zip(files, pool.map(sha256, files))]
+        digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
+        with contextlib.suppress(OSError, TpukitError):  # then they are read again next time
+            make_private(memo.parent)
+            write_whole(memo, digest, durable=False)
+    return digest
 
 
 # Archives

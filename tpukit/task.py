@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from tpukit.errors import TpukitError
 from tpukit.run import setting
 
 
@@ -133,3 +134,10 @@ class Workload:
 
     def kept(self, folder):
         """(batch, predictions) that `keep` wrote there, for `panels`; None where there are none."""
+
+    # What is the same for all
+
+    def check_dataset_dir(self):
+        """Raise TpukitError where no dataset was given."""
+        if self.dataset_dir is None:
+            raise TpukitError(f"{type(self).__name__} needs a dataset_dir: find_dataset(env, {self.dataset!r}) finds one")

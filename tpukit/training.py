@@ -1,29 +1,23 @@
-"""The one training loop (`train`), and what scores its weights (`test`, `evaluate`)."""
+"""The one training loop."""
 
 import concurrent.futures
 import contextlib
 import copy
 import dataclasses
-import functools
-import itertools
 import json
 import math
-import signal
-import threading
 import time
 
 import torch
 
 from tpukit import environment, weights
 from tpukit.errors import TpukitError
-from tpukit.feeding import Feed, evaluation_plan, training_plan
+from tpukit.feeding import Feed, training_plan
 from tpukit.runtime import check_batch, open_runtime
+from tpukit.scoring import predictions, progress_bar, say_of
+from tpukit.stepping import SUMS, USUAL_NORM, freeze_batch_norm, fresh_sums, training_step
+from tpukit.stopping import Stop
 
-# What a step adds up on the device between two readings, and where it starts. bad_step is the first one whose loss was not
-# finite, odd_step the first whose gradient norm was unusual, both counted from the last reading; grad_norm is the last step's.
-# The last two are known in the step only where the gradient is clipped; elsewhere the norm is computed at the reading.
-SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0, odd_step=-1.0, grad_norm=0.0)
-USUAL_NORM = (1e-7, 1e3)
 AVERAGE_EVERY = 10  # steps
 FORMAT = 3  # of a checkpoint's state
 
@@ -42,31 +36,6 @@ class _State:
     best: float | None = None
     best_on: str = ""  # what that score was taken on
     norm_was_odd: bool = False
-
-
-def fresh_sums(runtime, values=SUMS):
-    """The vector that `training_step` adds to, on the device."""
-    # One vector, because XLA would fold single numbers into the program as constants.
-    return runtime.put({"sums": torch.tensor(list(values.values()), dtype=torch.float32)})["sums"]
-
-
-def training_step(task, model, optimizer, runtime, batch, epoch, sums):
-    """One optimizer step, the whole of what a device that compiles gets as one program. Returns the new sums, see `SUMS`."""
-    with runtime.autocast():
-        loss = task.loss(model, batch, epoch).float()
-    norm = runtime.update(loss, optimizer, task.clip_norm)
-    loss = loss.detach()
-    loss_sum, steps, bad_step, odd_step, last_norm = sums.unbind()
-    bad = ~torch.isfinite(loss)
-    if norm is not None:
-        low, high = USUAL_NORM
-        if runtime.scaler is None:  # which skips a step whose gradient overflows
-            bad = bad | ~torch.isfinite(norm)
-        # One that is not finite is a matter of bad_step, or of the loss scaler.
-        odd_step = torch.where((odd_step < 0) & torch.isfinite(norm) & ((norm < low) | (norm > high)), steps, odd_step)
-        last_norm = norm
-    bad_step = torch.where((bad_step < 0) & bad, steps, bad_step)
-    return torch.stack([loss_sum + loss, steps + 1, bad_step, odd_step, last_norm])
 
 
 @dataclasses.dataclass
@@ -90,14 +59,16 @@ def train(task, run, *, runtime=None, progress=True):
     or SIGTERM; a resumed run equals a straight one. Raises `Diverged` (naming the step and the last good checkpoint)
     when loss or gradient stop being finite, and TpukitError for what the user can mend.
     """
-    with _Stop() as stop, environment.explained():
-        return _Training(task, run, runtime, stop, progress).go()
+    with Stop() as stop, environment.explained():
+        return Training(task, run, runtime, stop, progress).go()
 
 
-class _Training:
+class Training:
+    """A training as `train` sets it up, with its model, optimizer and programs on the device; `go` runs it."""
+
     def __init__(self, task, run, runtime, stop, progress):
         self.task, self.stop = task, stop
-        _check_dataset_dir(task)
+        task.check_dataset_dir()
         self.data, self.test_data = task.datasets()
         self.steps_per_epoch = len(self.data) // task.batch_size
         if self.steps_per_epoch == 0:
@@ -117,7 +88,7 @@ class _Training:
         if task.weights:
             weights.load(model, task.weights)
         if task.batch_norm == "frozen":
-            _freeze_batch_norm(model)
+            freeze_batch_norm(model)
         elif task.batch_norm == "synced":
             model = self._with_synced_batch_norm(model)
         if self.world.size > 1:  # a model that does not start from the seed alone would differ between ranks
@@ -133,8 +104,9 @@ class _Training:
         self._restore()
         self.parallel_model = self.runtime.compiled(self.runtime.parallel(self.model), task.torch_compile)
         changed = dict(model=self.model, optimizer=self.optimizer) if primed else {}
-        self.step_program = self.runtime.compile(self._step, task.phases if primed else task.phases + 1, **changed)
+        self.step_program = self.runtime.compile(self.step, task.phases if primed else task.phases + 1, **changed)
         self.average_program = self.runtime.inference(self._average)
+        self.runtime.take_compiled()  # what others before had compiled is not this training's
         self.steps_taken = 0
         self.save_due = False
         self.scores = None  # the last ones
@@ -155,7 +127,8 @@ class _Training:
 
     # One step
 
-    def _step(self, batch, epoch, sums):
+    def step(self, batch, epoch, sums):
+        """What becomes one program: compose the batch, and `training_step`."""
         batch = self.feed.compose(batch)
         return training_step(self.task, self.parallel_model, self.optimizer, self.runtime, batch, epoch, sums)
 
@@ -174,9 +147,17 @@ class _Training:
         decay = min(self.task.ema_decay, 1 - (1 + count) ** (-2 / 3))
         # From the host as a vector: a Python number would be another program for every value.
         self.average_program(self.runtime.put({"weight": torch.tensor([1 - decay])})["weight"])
+        self._log_compiled(self.state.step)
 
-    def _timed_step(self, batch, epoch):
-        """One step; on a device that compiles, say so while it happens and record how long it took."""
+    def take_step(self, batch, epoch):
+        """One step of the training, with all that belongs to it."""
+        self._run_step(batch, epoch)
+        self.state.step += 1
+        self._average_if_due()
+        self.runtime.beat(self.state.step)
+
+    def _run_step(self, batch, epoch):
+        """The step's program; on a device that compiles, say so while it happens and record how long it took."""
         if not self.runtime.compiles:
             self.sums = self.step_program(batch, epoch, self.sums)
             return
@@ -185,15 +166,25 @@ class _Training:
             self.run.say(
                 f"step {step}: compiling the training step, which can take minutes; the steps after it reuse the program"
             )
-        before = self.runtime.compilations()
-        self.sums = self.step_program(batch, epoch, self.sums)
-        programs, seconds = (b - a for a, b in zip(before, self.runtime.compilations()))
-        if programs:
-            self.run.log("compile", step, programs=programs, seconds=seconds)
-            self.run.say(f"step {step}: compiled {programs} program{'s' * (programs > 1)} in {seconds:.1f} s")
-        elif self.steps_taken == 0:
+        try:
+            self.sums = self.step_program(batch, epoch, self.sums)
+        finally:
+            compiled = self._log_compiled(step)
+        if not compiled and self.steps_taken == 0:
             self.run.say(f"step {step}: this session had compiled the same program before, so there was nothing to compile")
         self.steps_taken += 1
+
+    def _log_compiled(self, step):
+        """Record and say what was compiled since this was last called. Returns whether anything was."""
+        events = self.runtime.take_compiled()
+        for event in events:
+            self.run.log("compile", step, **event)
+            if not event["refused"] and (event["what"] == "step" or event["seconds"] >= 0.5):
+                programs = f"{event['programs']} program{'s' * (event['programs'] > 1)} in {event['seconds']:.1f} s"
+                why = f", because {event['why'][0]}" if event["why"] else ""
+                what = "" if event["what"] == "step" else f" for {event['what']}"
+                self.run.say(f"step {step}: compiled {programs}{what}{why}")
+        return bool(events)
 
     # The loop
 
@@ -202,7 +193,7 @@ class _Training:
         total = task.epochs * self.steps_per_epoch
         how = f"resuming at step {state.step} of {total}" if state.step else f"{total} steps"
         run.say(f"{task.name} on {self.runtime}: {len(self.data)} training samples, batch {task.batch_size}, {how}")
-        _say_of(run, self.data, self.test_data)
+        say_of(run, self.data, self.test_data)
         run.say(f"training set: {self.feed.said}")
         run.say(f"test set: {self.test_feed.said}")
         run.log(
@@ -218,10 +209,8 @@ class _Training:
             batch_size=task.batch_size,
         )
         self.runtime.beat(state.step)
-        with (
-            _bar(task.name, total, shown=self.progress, initial=state.step) as bar,
-            concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scores") as self.scorer,
-        ):
+        self.scorer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scores")
+        with progress_bar(task.name, total, shown=self.progress, initial=state.step) as bar:
             try:
                 while True:
                     self._finish_epoch(bar, is_last=state.step >= total)
@@ -231,6 +220,8 @@ class _Training:
             except (KeyboardInterrupt, SystemExit) as reason:
                 self._leave(reason)
                 raise
+            finally:  # a second interrupt does not wait for scores
+                self.scorer.shutdown(wait=False, cancel_futures=True)
         scores = self.scores
         if scores is None and self.world.rank == 0:
             evaluations = run.records("evaluation")
@@ -251,11 +242,8 @@ class _Training:
                 self.waited_s += time.monotonic() - asked
                 if batch is None:
                     break
-                self._timed_step(batch, epoch)
-                state.step += 1
+                self.take_step(batch, epoch)
                 self.steps_measured += 1
-                self._average_if_due()
-                self.runtime.beat(state.step)
                 bar.update()
                 self.run.progress(
                     name=task.name, unit="step", step=state.step, total=bar.total, epoch=epoch + 1, loss=self.shown_loss
@@ -284,7 +272,10 @@ class _Training:
         norm = self.sums[-1:] if self.task.clip_norm is not None else self.runtime.gradient_norm(self.model)
         launched = self.world.rank == 0 and not self.run.prints
         asked = self.stop.signal or (self.run.stop_asked() if launched else None)
-        rows = self.runtime.totals(torch.cat([self.sums[:-1], norm]), asked or 0, self._save_is_due())
+        memory = [number for device in self.runtime.memory() for number in device]
+        rows = self.runtime.totals(torch.cat([self.sums[:-1], norm]), *memory, asked or 0, self._save_is_due())
+        numbers = [number for row in rows for number in row[len(SUMS) : -2]]
+        self.memory = list(zip(numbers[::2], numbers[1::2]))  # of every device of every rank
         sums = dict(zip(SUMS, rows[0]))
         sums["loss"] = sum(row[0] for row in rows) / len(rows)
         sums["bad_step"] = min((row[2] for row in rows if row[2] >= 0), default=-1.0)
@@ -339,8 +330,9 @@ class _Training:
             seconds=seconds,
             images_per_s=steps * self.task.batch_size / seconds,
             wait_s=self.waited_s,
-            memory=self.runtime.memory(),
-            counters=self.runtime.counters(),
+            memory=self.memory,
+            counters=(counters := self.runtime.counters()),
+            **{way: counters[way] - self.counters_before[way] for way in ("to_device_s", "from_device_s") if counters},
         )
         self.run.log("train", self.state.step, epoch=epoch, loss=loss, grad_norm=sums["grad_norm"], speed=speed)
         self._measure_from_here()
@@ -349,6 +341,7 @@ class _Training:
 
     def _measure_from_here(self):
         self.measured_from, self.steps_measured, self.waited_s = time.monotonic(), 0, 0.0
+        self.counters_before = self.runtime.counters()
 
     def _finish_epoch(self, bar, *, is_last):
         """At the end of an epoch that was not finished yet: predict the test set and save. The scores are counted while the next
@@ -375,7 +368,8 @@ class _Training:
         started = time.monotonic()
         check = self.stop.check if self.world.size == 1 else lambda: None  # ranks stop together, after it
         with self.runtime.buffers_of_rank_0(self.scored):
-            found = _predictions(self.task, self.scored, self.test_feed, self.runtime, epoch=done.epoch, check=check)
+            found = predictions(self.task, self.scored, self.test_feed, self.runtime, epoch=done.epoch, check=check)
+        self._log_compiled(done.step)
         done.predicted_s = time.monotonic() - started
         if self.world.rank == 0:
             done.weights = self.runtime.host(self.scored.state_dict())
@@ -488,154 +482,7 @@ class _Training:
             self.run.say(f"{why} within a step: the last checkpoint counts. Run the same again to go on from there.")
 
 
-def test(task, run, *, runtime=None, progress=True):
-    """Score the run's best weights, or `task.weights` where the run has none, on the test set. Returns the scores, on every rank.
-
-    What the task keeps of its predictions is written to the run's folder predictions/. runtime: as for `train`.
-    """
-    with environment.explained():
-        best = run.path / "best.safetensors"
-        path = task.weights if task.weights and not best.exists() else best
-        task = dataclasses.replace(task, weights=path)
-        _check_dataset_dir(task)
-        model = task.model()
-        weights.load(model, path)
-        data = task.test_set()
-        runtime = runtime or open_runtime(environment.detect(), task.precision)
-        check_batch(task.batch_size, runtime.cores)
-        run = run if runtime.world.rank == 0 else run.muted()
-        run.say(f"testing {path} on {runtime}: {len(data)} samples")
-        _say_of(run, data)
-        epoch, total = weights.epoch_of(path), -(-len(data) // task.batch_size)
-        with _bar(
-            f"testing {task.name}", total, shown=progress and runtime.world.rank == 0 and run.prints, unit="batch"
-        ) as bar:
-            done = itertools.count(1)
-
-            def tick():
-                bar.update()
-                run.progress(name=f"testing {task.name}", unit="batch", step=next(done), total=total)
-
-            folder = run.path / "predictions"
-            scores = evaluate(task, runtime.place(model), data, runtime, epoch=epoch, check=tick, folder=folder)
-        return json.loads(runtime.world.share(json.dumps(scores))) if runtime.world.size > 1 else scores
-
-
-def evaluate(task, model, data, runtime, *, epoch=None, check=lambda: None, folder=None):
-    """Scores of a model on a device over a test set: `task.evaluate` on the predictions of every batch.
-
-    Every sample counts once; the padding of the last batch is marked in `valid`. With several ranks each predicts its share,
-    and rank 0 scores them all, in the order that one device would give; the other ranks return None. epoch: see
-    `Workload.predict`. check: called between batches. folder: where the task keeps what it wants of the predictions.
-    """
-    feed = Feed(data, runtime, on=task.data_on, workers=task.num_workers)
-    found = _predictions(task, model, feed, runtime, epoch=epoch, check=check)
-    if runtime.world.rank != 0:
-        return None
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        task.keep(folder, found, data)
-    return task.evaluate(found)
-
-
-def _predictions(task, model, feed, runtime, *, epoch, check):
-    """list of (prediction, what the task is `scored_with`), on the CPU: on rank 0 those of all ranks."""
-    predict = task.predictor(model, runtime, epoch)
-    compose = feed.compose if feed.resident is None else runtime.inference(feed.compose)
-    found, unread = [], None
-
-    def read(pair):
-        found.extend(runtime.world.gather(runtime.host(pair)))
-
-    model.eval()
-    plan = evaluation_plan(len(feed.data), task.batch_size)
-    with contextlib.closing(feed.batches(plan)) as batches:
-        for batch in batches:
-            batch = compose(batch)
-            names = batch if task.scored_with is None else (*task.scored_with, "valid")
-            pair = (predict(batch), {name: batch[name] for name in names})
-            if unread is not None:  # one late, so that the device has something to do meanwhile
-                read(unread)
-            unread = pair
-            runtime.beat(runtime.step)
-            check()
-    read(unread)
-    return found
-
-
 def _timed(function, *arguments):
     """(result, seconds)."""
     started = time.monotonic()
     return function(*arguments), time.monotonic() - started
-
-
-def _say_of(run, *datasets):
-    """Say what the datasets have to say of themselves, once."""
-    for said in dict.fromkeys(getattr(data, "said", "") for data in datasets):
-        if said:
-            run.say(said)
-
-
-def _check_dataset_dir(task):
-    if task.dataset_dir is None:
-        raise TpukitError(f"{type(task).__name__} needs a dataset_dir: find_dataset(env, {task.dataset!r}) finds one")
-
-
-def _bar(name, total, *, shown, initial=0, unit="step"):
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, initial=initial, desc=name, unit=unit, disable=not shown, mininterval=0.5)
-
-
-def _freeze_batch_norm(model):
-    """Let every batch norm of a model use its running statistics in training too. Its scale and offset still learn."""
-
-    def forward(self, x):
-        # Written out, because XLA has no backward of batch norm in evaluation mode.
-        shape = (1, -1, *[1] * (x.dim() - 2))
-        scale = torch.rsqrt(self.running_var + self.eps)
-        scale = scale if self.weight is None else scale * self.weight
-        x = (x - self.running_mean.view(shape)) * scale.view(shape)
-        return x if self.bias is None else x + self.bias.view(shape)
-
-    for module in model.modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            module.forward = functools.partial(forward, module)
-
-
-class _Stop:
-    """Turns the first SIGINT or SIGTERM into a stop between two steps; a second one stops at once.
-
-    Only the main thread can receive signals; elsewhere this does nothing.
-    """
-
-    def __init__(self):
-        self.signal = None
-        self.at_step = False
-
-    def __enter__(self):
-        self.old = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.old[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_):
-        for number, handler in self.old.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number, frame):
-        if self.signal is not None:
-            self._raise(number)
-        self.signal = number
-        print("stopping: this step is finished and saved first; once more stops at once, without saving")
-
-    def check(self):
-        """Raise KeyboardInterrupt or SystemExit if a signal came. Called only where the state is whole."""
-        if self.signal is not None:
-            self.at_step = True
-            self._raise(self.signal)
-
-    @staticmethod
-    def _raise(number):
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -17,9 +17,10 @@ import traceback
 import warnings
 from pathlib import Path
 
-from tpukit import environment, storage
+from tpukit import storage
 from tpukit.errors import TpukitError
-from tpukit.training import _Stop
+from tpukit.stopping import Stop
+from tpukit.troubles import mend_for
 
 POLL_S = 0.1
 GRACE_S = 3.0  # from the first core's failure to the end of all
@@ -66,7 +67,7 @@ class Watch:
         self.job.run.say(f"starting {self.cores} cores")
         sys.stdout.flush(), sys.stderr.flush()
         self.shown = self.log.stat().st_size
-        with _Stop() as stop, _adopting(), warnings.catch_warnings(), _Bar(self.job.run) as bar:
+        with Stop() as stop, _adopting(), warnings.catch_warnings(), _Bar(self.job.run) as bar:
             warnings.simplefilter("ignore", DeprecationWarning)  # "fork() of a multi-threaded process": no lock of ours is held
             self.process.start()
             try:
@@ -136,7 +137,8 @@ class Watch:
         from tqdm import tqdm
 
         for line in whole.decode(errors="replace").splitlines():
-            tqdm.write(line[21:] if line[10:11] == " " else line)  # without the time
+            with contextlib.suppress(BrokenPipeError):  # as in `Run.say`
+                tqdm.write(line[21:] if line[10:11] == " " else line)  # without the time
 
     def _errors(self):
         """What failed cores left, the first to fail first: the others fail because it is gone."""
@@ -204,7 +206,7 @@ def _agent(start, folder):
         except BaseException as error:
             traceback.print_exc()
             if not list(folder.glob("*.error")) and not list(folder.glob("*.process")):  # no core came so far
-                found = dict(message="", traceback=traceback.format_exc(), mend=environment.mend_for(str(error)) or "", time=0)
+                found = dict(message="", traceback=traceback.format_exc(), mend=mend_for(str(error)) or "", time=0)
                 storage.write_whole(folder / "agent.error", json.dumps(found))
             log.flush()
             os._exit(1)

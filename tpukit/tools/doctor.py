@@ -12,9 +12,11 @@ from pathlib import Path
 
 from tpukit import environment
 from tpukit.tables import Table
+from tpukit.troubles import mend_for
 
 OK, NOTE, WARNING, BLOCKS = "ok", "note", "warning", "BLOCKS"
-NEEDED = ("numpy", "pillow", "safetensors", "scikit-image", "tqdm", "rich", "tyro", "matplotlib", "scipy", "pyeit")
+NEEDED = ("numpy", "pillow", "safetensors", "scikit-image", "tqdm", "rich", "tyro", "matplotlib", "scipy", "pyeit", "libcst")
+FOR_ONE_COMMAND = dict(pyeit="tpukit simulate eit", libcst="tpukit migrate")
 GIB = 2**30
 LARGEST_MOVE = 0.05  # of an output by half precision, as a share of its norm
 
@@ -83,7 +85,7 @@ def try_model(task, env):
             output, loss, norm = _one_step(task, model, runtime)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             reason = str(error).strip().splitlines()[0]
-            mend = "train in fp32" if exact is not None else (environment.mend_for(reason) or "")
+            mend = "train in fp32" if exact is not None else (mend_for(reason) or "")
             said.append(
                 Check(f"{task.name} in {precision}", WARNING if exact is not None else BLOCKS, f"does not run: {reason}", mend)
             )
@@ -144,8 +146,9 @@ def _python(env, environ, root):
 
 def _packages(env, environ, root):
     missing = [name for name in NEEDED if environment.version_of(name) is None]
-    if missing == ["pyeit"]:
-        return [Check("packages", NOTE, "missing: pyeit, for `tpukit simulate eit` alone", "pip install pyeit")]
+    if missing and set(missing) <= FOR_ONE_COMMAND.keys():
+        said = ", ".join(f"{name}, for `{FOR_ONE_COMMAND[name]}` alone" for name in missing)
+        return [Check("packages", NOTE, f"missing: {said}", f"pip install {' '.join(missing)}")]
     if missing:
         return [Check("packages", BLOCKS, f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")]
     return [Check("packages", OK, "all there")]
@@ -159,7 +162,7 @@ def _torch(env, environ, root):
         ]
     problem = import_problem("torch", environ)
     if problem:
-        mend = environment.mend_for(problem) or "reinstall torch, or start a fresh session"
+        mend = mend_for(problem) or "reinstall torch, or start a fresh session"
         return [Check("torch", BLOCKS, f"{version} cannot be imported: {problem}", mend)]
     checks = [Check("torch", OK, version)]
     if tuple(int(p) for p in re.findall(r"\d+", version)[:2]) < (2, 8):
@@ -193,7 +196,7 @@ def _torch_xla(env, environ, root):
         )
         return [Check("torch_xla", BLOCKS, f"{xla} does not match torch {torch}", mend)]
     if torch and (problem := import_problem("torch_xla", environ)):
-        mend = environment.mend_for(problem) or "start a fresh session and install nothing over the image's versions"
+        mend = mend_for(problem) or "start a fresh session and install nothing over the image's versions"
         return [Check("torch_xla", BLOCKS, f"{xla} cannot be imported: {problem}", mend)]
     checks = [Check("torch_xla", OK, xla)]
     wanted, found = _wanted_libtpu(), env.versions.get("libtpu")

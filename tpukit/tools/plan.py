@@ -4,6 +4,7 @@ The programs are written down by torch_xla on its CPU device (in a process of th
 own (`tpu_compiler.py`). No figure is a measurement of a TPU.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -11,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,7 +53,7 @@ def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", find_batch=False
 
     batch_sizes: global ones; the task's own unless given. part: "train", the whole training step (all 8 replicas of it and their gradient
     sum on v5e-8), or "evaluate", the programs that predict a batch of the test set. find_batch: bisect the largest batch that fits, too.
-    With a dataset_dir, its pixels lie on the chip as in training. Raises TpukitError where the compiler cannot be had, or refuses a
+    With a dataset_dir, its sets lie on the chip as in training, where they do not crowd it. Raises TpukitError where the compiler cannot be had, or refuses a
     program for another reason than memory.
     """
     if chip not in CHIPS:
@@ -169,13 +171,16 @@ def _one(task, chip, size, part, say):
     """The row of one batch size: its programs, written down and compiled."""
     machine = CHIPS[chip]
     with tempfile.TemporaryDirectory() as folder:
-        programs = _write_down(task, part, size, machine.cores, Path(folder))
+        programs = _write_down(task, part, size, machine, Path(folder))
+        beside = int((Path(folder) / "beside").read_text())
         found = [(count, _compile(path, machine, say)) for path, count in programs]
     row = dict(batch_size=size, fits=all("error" not in one for _, one in found))
     row["compile_s"] = sum(one["compile_s"] for _, one in found)
     if not row["fits"]:
         return dict(row, why=next(one["error"] for _, one in found if "error" in one))
-    row["peak_bytes"] = max(one["peak_bytes"] for _, one in found)
+    row["peak_bytes"] = beside + max(one["peak_bytes"] for _, one in found)
+    if row["peak_bytes"] > machine.hbm_bytes:
+        return dict(row, fits=False, why=f"used {row['peak_bytes'] / GIB:.2f}G of {machine.hbm_bytes / GIB:g}G")
     for name in ("flops", "bytes", "cycles"):
         row[name] = sum(count * one[name] for count, one in found)
     times = {"arithmetic": row["flops"] / machine.flops, "memory": row["bytes"] / machine.bandwidth}
@@ -187,18 +192,21 @@ def _one(task, chip, size, part, say):
 # Writing programs down
 
 
-def _write_down(task, part, size, cores, folder):
-    """[(path, how often a batch runs it)] of the part's programs, made in a fresh process, which opens torch_xla's CPU device."""
+def _write_down(task, part, size, machine, folder):
+    """[(path, how often a batch runs it)] of the part's programs, made in a fresh process, which opens torch_xla's CPU device.
+
+    The file `beside` says how many bytes more a core holds meanwhile: the average of the weights, and the set that is not used."""
     kind = type(task)
     if kind.__module__ == "__main__":
         raise TpukitError(
             f"{kind.__name__} lives in a notebook cell, where the process that writes its programs down cannot import it: put it in a module"
         )
-    request = dict(module=kind.__module__, kind=kind.__qualname__, settings=settings(task), part=part, size=size, cores=cores)
-    ran = _run([sys.executable, "-m", "tpukit.tools.plan", str(folder)], json.dumps(request), {"TPUKIT_PLANNING": "1"})
+    request = dict(module=kind.__module__, kind=kind.__qualname__, settings=settings(task), part=part, size=size)
+    request |= dict(cores=machine.cores, memory_size=int(machine.hbm_bytes))
+    ran = _run([sys.executable, "-m", "tpukit.tools.plan", str(folder)], json.dumps(request), {})
     if ran.returncode:
         last = ran.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
-        if "No module named 'torch_xla'" in ran.stderr or "_XLAC" in ran.stderr:
+        if "No module named 'torch_xla'" in last[0] or "_XLAC" in last[0] and "undefined symbol" in last[0]:
             raise TpukitError(
                 f"a plan needs a torch_xla that matches torch, to write the programs down ({last[0]}). In an environment of its own: "
                 "pip install torch==2.9.0 torch-xla==2.9.0"
@@ -216,20 +224,27 @@ def write_programs(request, folder):
 
     from tpukit.feeding import Feed
     from tpukit.runtime import RecordingRuntime
-    from tpukit.training import fresh_sums, training_step
+    from tpukit.stepping import freeze_batch_norm, fresh_sums, training_step
 
     kind = getattr(importlib.import_module(request["module"]), request["kind"])
     given = {name: Path(v) if v and name in ("dataset_dir", "weights") else v for name, v in request["settings"].items()}
     task, per_core = kind(**given), request["size"] // request["cores"]
-    runtime = RecordingRuntime(task.precision, request["cores"])
-    training = request["part"] == "train"
-    model = runtime.place(task.model().train(training))
+    runtime = RecordingRuntime(task.precision, request["cores"], request["memory_size"])
+    training, beside = request["part"] == "train", 0
+    model = task.model().train(training)
+    if task.batch_norm == "frozen":
+        freeze_batch_norm(model)
+    if training and task.ema_decay:
+        beside += sum(value.nbytes for value in model.state_dict().values())
+    model = runtime.place(model)
     optimizer = task.optimizer(model) if training else None
     if training:
         runtime.prime(optimizer)
     compose = lambda batch: batch  # noqa: E731
     if task.dataset_dir:
-        data = task.datasets()[not training]
+        sets = task.datasets() if training else (task.test_set(),)
+        data, others = sets[0], sets[1:]
+        beside += sum(Feed(other, runtime, on=task.data_on, workers=0).bytes_a_core for other in others)
         feed = Feed(data, runtime, on=task.data_on, workers=0)
         numbers = np.random.default_rng(0).random((request["size"], data.draws)) if training else None
         batch = next(feed.batches([(np.arange(request["size"]) % len(data), numbers, None)]))
@@ -245,6 +260,7 @@ def write_programs(request, folder):
         if task.dataset_dir:
             batch = runtime.inference(compose)(batch)
         task.predictor(model, runtime)(batch)
+    (folder / "beside").write_text(str(beside))
     for number, program in enumerate(runtime.programs):
         (folder / f"{number:04d}.mlirbc").write_bytes(program)
 
@@ -256,7 +272,7 @@ def _compile(path, machine, say):
     """What the compiler says of a program, from the cache where it was asked before. A program that needs too much memory has an `error`."""
     key = f"{storage.sha256(path)} {machine.topology} {COMPILER} {storage.sha256(_script())}"
     cached = storage.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    if cached.exists():
+    with contextlib.suppress(OSError, ValueError):
         return json.loads(cached.read_text())
     libraries = compiler_folder(say)
     say(f"compiling {path.stat().st_size / 1000:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
@@ -265,8 +281,10 @@ def _compile(path, machine, say):
     ran = _run(command, "", {"PYTHONPATH": str(libraries)})
     found = _understood(ran)
     found["compile_s"] = time.monotonic() - started
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    storage.write_whole(cached, json.dumps(found))
+    with contextlib.suppress(OSError, TpukitError):  # then it is asked again next time
+        storage.make_private(cached.parent)
+        with storage.locked(cached):
+            storage.write_whole(cached, json.dumps(found))
     return found
 
 
@@ -286,9 +304,9 @@ def _understood(ran):
             "libtpu is held by another process on this machine (/tmp/libtpu_lockfile). End that process, or, if there is none any more, "
             "delete the file, then plan again"
         )
-    if not found and ran.returncode < 0:
+    if not found and ran.returncode == -signal.SIGKILL:
         raise TpukitError(
-            f"the TPU compiler was killed by signal {-ran.returncode}, most likely for want of memory here: a large network needs 8 GiB or more"
+            "the TPU compiler was killed, most likely for want of memory here: a large network needs 8 GiB or more"
         )
     if not found:
         last = trouble.strip().splitlines()[-1:] or [f"exit code {ran.returncode}"]
@@ -313,7 +331,12 @@ def compiler_home():
 def compiler_folder(say=print):
     """The compiler's packages in a folder of their own, installed on first use (about 1 GB)."""
     home = compiler_home()
-    home.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        storage.make_private(home.parent)
+    except OSError as error:
+        raise TpukitError(
+            f"the TPU compiler cannot be kept in {home.parent} ({error}): name another folder in TPUKIT_CACHE"
+        ) from error
     with storage.locked(home):
         if home.is_dir():
             return home
@@ -347,7 +370,7 @@ def compiler_folder(say=print):
 
 def _run(command, text, more):
     """A process with its output caught, without this one's settings of devices and flags."""
-    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PYTHONPATH")}
+    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     return subprocess.run(command, input=text, env={**environ, **more}, capture_output=True, text=True)
 

@@ -108,7 +108,7 @@ class MNIST(Workload):
 def read_split(folder, split):
     """`Digits` from mnist.npz (x_train, y_train, x_test, y_test) or from the original IDX files, packed or not."""
     places = [place for place in (folder, folder / "raw", folder / "MNIST/raw") if place.is_dir()]
-    key = [str(folder.resolve()), split, storage.files_key(*places)]
+    key = [split, storage.content_key(*places, like=("mnist.npz", "*-idx?-ubyte*"))]
     return Digits(**storage.mapped(f"mnist-{split}", key, lambda: _read_arrays(folder, split)))
 
 

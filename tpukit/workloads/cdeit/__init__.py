@@ -143,7 +143,7 @@ class CDEIT(Workload):
 
     def predictor(self, model, runtime, epoch=None):
         """One program draws the first noise, another makes one step, whatever the step."""
-        first = runtime.inference(lambda keys: diffusion.normal(_sampling_keys(keys, -1), (1, SIZE, SIZE)))
+        first = runtime.inference(_first_noise)
         step = runtime.inference(functools.partial(_sampling_step, model))
         # One tensor a row: a slice of one tensor would be another program for every step.
         rows = [runtime.put({"row": torch.tensor(row, dtype=torch.float32)})["row"] for row in self._schedule()]
@@ -238,6 +238,10 @@ def _bare(model):
 def _sampling_step(model, x, voltages, keys, row):
     noise = diffusion.normal(_sampling_keys(keys, row[0].long()), x.shape[1:])
     return diffusion.update(model, x, voltages, row, noise)
+
+
+def _first_noise(keys):
+    return diffusion.normal(_sampling_keys(keys, -1), (1, SIZE, SIZE))
 
 
 def _sampling_keys(keys, t):

@@ -49,7 +49,7 @@ class Impedance:
 
     def __init__(self, folder, convention, statistics, said="", *, baselines):
         self.convention, self.statistics, self.said = convention, statistics, said
-        key = [str(folder.resolve()), baselines, storage.files_key(folder)]
+        key = [baselines, storage.content_key(folder, like=("*.npz",))]
         arrays = storage.mapped(f"eit-{folder.name}", key, functools.partial(_read_split, folder, baselines))
         self.names, self.images, self.volts = arrays["names"], arrays["xs"], arrays["ys"]
         self.linear = {name: arrays[name] for name in ("TR", "xs_gn") if baselines}

@@ -4,6 +4,7 @@ Reconstruction", IEEE TIM 2025, arXiv 2412.16979, with the published parameter n
 Letters: B batch, S side of the image, P side of a patch, G = S / P side of the token grid, T tokens, C width, H heads, W side of a window.
 """
 
+import functools
 import math
 
 import torch
@@ -15,6 +16,7 @@ from tpukit.workloads.cdeit.diffusion import alphas_cumprod
 
 TIME_FEATURES = 256
 MLP_RATIO = 4
+PAIRS, PAIRS_WITHOUT_GRADIENT = 2**29, 2**32  # of tokens at a time, over the batch and the heads; 4 bytes each
 
 
 class Norm(nn.Module):
@@ -42,9 +44,23 @@ class Attention(nn.Module):
         batch, tokens, width = x.shape
         qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, C / H) each
-        bias = None if bias is None else bias.to(query.dtype)
-        x = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+        if bias is None and query.device.type == "xla":
+            x = _attend(query, key, value)
+        else:
+            x = F.scaled_dot_product_attention(query, key, value, attn_mask=None if bias is None else bias.to(query.dtype))
         return self.proj(x.transpose(1, 2).reshape(batch, tokens, width))
+
+
+def _attend(query, key, value):
+    """`F.scaled_dot_product_attention` on XLA, which holds a number for every pair of tokens: some queries at a time, and in training
+    again in the backward pass. (B, H, T, C / H) each."""
+    batch, heads, tokens, _ = query.shape
+    trains = torch.is_grad_enabled()
+    count = max(1, (PAIRS if trains else PAIRS_WITHOUT_GRADIENT) // (batch * heads * tokens))
+    if count >= tokens:
+        return F.scaled_dot_product_attention(query, key, value)
+    attend = functools.partial(recomputed, F.scaled_dot_product_attention) if trains else F.scaled_dot_product_attention
+    return torch.cat([attend(part, key, value) for part in query.split(count, 2)], 2)
 
 
 class RelativeAttention(Attention):

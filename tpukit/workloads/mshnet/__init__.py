@@ -87,12 +87,13 @@ class MSHNet(Workload):
     def example(self, count):
         rng, size = np.random.default_rng(0), self.crop_size
         image = rng.integers(0, 256, (count, 1, size, size), np.uint8)
-        return dict(image=np.repeat(image, 3, 1), mask=np.where(image > 250, 255, 0).astype(np.uint8))
+        return dict(image=image, mask=np.where(image > 250, 255, 0).astype(np.uint8))
 
     def panels(self, batch, prediction=None):
         rows = []
         for index, (image, mask) in enumerate(zip(batch["image"], batch["mask"])):
-            row = [("image", np.moveaxis(np.asarray(image), 0, 2)), ("labelled targets", np.asarray(mask[0]))]
+            colours = np.broadcast_to(image, (3, *image.shape[1:])).transpose(1, 2, 0)
+            row = [("image", colours), ("labelled targets", np.asarray(mask[0]))]
             if prediction is not None:
                 row.append(("predicted targets", np.asarray(prediction[index, 0] > 0)))
             rows.append(row)
@@ -100,7 +101,9 @@ class MSHNet(Workload):
 
 
 def normalise(image):
-    """(B, 3, H, W) uint8 -> float32 with ImageNet's mean and standard deviation."""
-    # Channel by channel with plain numbers: a tensor of constants would be sent to the device with every step.
-    channels = [(image[:, c].float() / 255 - IMAGE_MEAN[c]) / IMAGE_STD[c] for c in range(3)]
-    return torch.stack(channels, 1)
+    """(B, 1 or 3, H, W) in [0, 255] -> (B, 3, H, W) float32 with ImageNet's mean and standard deviation."""
+    # As (image / 255 - mean) / std, in fewer passes. The constants are made within the program: tensors would be sent with every step.
+    one = lambda value: torch.full((1, 1), value, device=image.device)  # noqa: E731
+    factor = torch.stack([one(1 / (255 * std)) for std in IMAGE_STD])
+    offset = torch.stack([one(-mean / std) for mean, std in zip(IMAGE_MEAN, IMAGE_STD)])
+    return (image.float() * factor).add_(offset)

@@ -1,20 +1,19 @@
-"""The published augmentation (flip, scale, pad, crop, blur) and the resize of the evaluation, in two ways that agree.
+"""The published augmentation (flip, scale, pad, crop, blur) and the resize of the evaluation, as what they are: linear maps of rows and columns.
 
-On the host with PIL, a sample at a time; on a device as matrix products, `rows @ image @ columns^T`, because each of its parts is a linear
-map of rows and columns: no pixel is gathered and every shape is fixed. They differ by PIL's rounding of every pass to whole grey levels.
+`rows @ image @ columns^T`: on the host by the few weights of each row that are not zero, a sample at a time, and on a device with dense ones, a batch at a time, where
+no pixel is gathered and every shape is fixed. Both equal PIL's result but for its rounding of every pass to whole grey levels.
 
 Letters: B batch, C colours, H and W the size of the originals, S the size of the result.
 """
 
 import numpy as np
 import torch
-from PIL import Image, ImageFilter, ImageOps
 
 DRAWS = 6  # uniform numbers that one sample uses up
 
 
 def plan(numbers, image_size, base_size, crop_size):
-    """Turn six uniform numbers in [0, 1) into the settings of `augment`.
+    """Turn six uniform numbers in [0, 1) into what `settings` takes.
 
     image_size: (width, height) of the original. Returns a dict: flip (bool), long_size, x1, y1 (pixels), blur (radius
     in pixels, or None). The long side is uniform in [base/2, 2 base], both ends included.
@@ -40,43 +39,8 @@ def scaled_size(image_size, long_size):
     return long_size, int(height * long_size / width + 0.5)
 
 
-# On the host: PIL images in and out
-
-
-def augment(image, mask, *, flip, long_size, x1, y1, blur, crop_size):
-    """One training sample: (image, mask) of any equal size -> (image, mask) of crop_size x crop_size."""
-    if flip:
-        image, mask = ImageOps.mirror(image), ImageOps.mirror(mask)
-    width, height = scaled_size(image.size, long_size)
-    # Only the pixels of the crop are computed. Masks whole: a box would move where their nearest pixel is by rounding.
-    x2, y2 = min(x1 + crop_size, width), min(y1 + crop_size, height)
-    along, down = image.width / width, image.height / height
-    box = (x1 * along, y1 * down, min(x2 * along, image.width), min(y2 * down, image.height))
-    image = image.resize((x2 - x1, y2 - y1), Image.Resampling.BILINEAR, box)
-    image = image.crop((0, 0, crop_size, crop_size))  # beyond the edge it is filled with 0: the padding
-    mask = mask.resize((width, height), Image.Resampling.NEAREST).crop((x1, y1, x1 + crop_size, y1 + crop_size))
-    if blur is not None:
-        image = image.filter(ImageFilter.GaussianBlur(blur))
-    return image, mask
-
-
-def resize(image, mask, base_size):
-    """One evaluation sample: both resized to base_size x base_size."""
-    size = (base_size, base_size)
-    return image.resize(size, Image.Resampling.BILINEAR), mask.resize(size, Image.Resampling.NEAREST)
-
-
-def to_array(image):
-    """A PIL image in mode L or RGB -> (C, H, W) uint8 with C = 1 or 3."""
-    array = np.asarray(image)
-    return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
-
-
-# On the device
-
-
 def settings(image_size, size, *, flip=False, long_size=None, x1=0, y1=0, blur=None):
-    """What `on_device` has to know of one sample: as of `augment`, or, without a long_size, as of `resize`.
+    """What `on_host` and `on_device` have to know of one sample: from a `plan`, or, without a long_size, to resize it to (size, size).
 
     Returns a dict of numpy arrays: axes (2, 4) float32 for rows and columns, each the original's and the scaled length, where the crop
     starts, and whether to flip; blur (), the weight of a neighbour in one pass of the blur; mask_rows, mask_columns (S,) int32, the nearest
@@ -102,6 +66,64 @@ def _nearest(source, target, start, flip, size):
     return np.concatenate([found, np.full(size - len(found), -1, np.int32)])
 
 
+# On the host
+
+
+def planes(image):
+    """(H, W) or (H, W, 3) -> (C, H, W)."""
+    return image[None] if image.ndim == 2 else image.transpose(2, 0, 1)
+
+
+def on_host(image, mask, axes, blur, mask_rows, mask_columns):
+    """One sample. image: (H, W) or (H, W, 3), mask: (H, W), uint8; the rest: of `settings`. Returns (C, S, S) and (1, S, S) uint8."""
+    size = len(mask_rows)
+    (height, rows), (width, columns) = (_few_weights(*axis, size) for axis in axes.tolist())
+    blurs = [_few_blur_weights(float(blur), size)] if blur > 0 else []
+    made = [torch.from_numpy(plane.astype(np.float32)) for plane in planes(image[height, width])]
+    made = [_weighed(_weighed(plane, rows, *blurs), columns, *blurs).round_().to(torch.uint8) for plane in made]
+    mask = mask.take(mask_rows, 0).take(mask_columns, 1)
+    mask[mask_rows < 0] = 0
+    mask[:, mask_columns < 0] = 0
+    return torch.stack(made).numpy(), mask[None]
+
+
+def _few_weights(source, target, start, flip, size):
+    """The slice of the original's pixels that a sample needs; of these the (size, few) that weigh in each row of `_weights`, and how much."""
+    step = source / target
+    reach = max(step, 1.0)
+    centre = (np.arange(start, start + size) + 0.5) * step
+    first = np.floor(centre - reach)
+    taps = np.arange(np.ceil(2 * reach) + 1, dtype=np.float32)
+    weights = 1 - np.abs((first + 0.5 - centre)[:, None].astype(np.float32) + taps) / np.float32(reach)
+    pixel = first.astype(np.int32)[:, None] + taps.astype(np.int32)
+    weights[(weights < 0) | (pixel < 0) | (pixel >= source)] = 0
+    weights /= weights.sum(1, keepdims=True).clip(1e-6)
+    weights[int(target - start) :] = 0  # beyond the edge
+    pixel = (int(source) - 1 - pixel if flip else pixel).clip(0, int(source) - 1)
+    lowest, end = int(pixel.min()), int(pixel.max()) + 1
+    return slice(lowest, end), (torch.from_numpy(pixel - lowest), torch.from_numpy(weights))
+
+
+def _few_blur_weights(neighbour, size):
+    """The pixels that weigh, and their weights, in what `_blurred` does."""
+    once = np.array([neighbour, 1, neighbour]) / (1 + 2 * neighbour)
+    taps = np.convolve(np.convolve(once, once), once).astype(np.float32)
+    pixel = np.arange(size, dtype=np.int32)[:, None] + np.arange(-3, 4, dtype=np.int32)
+    # Three passes that repeat the edge are one that mirrors three pixels.
+    pixel = np.minimum(np.where(pixel < 0, -1 - pixel, pixel), 2 * size - 1 - pixel)
+    return torch.from_numpy(pixel), torch.from_numpy(np.tile(taps, (size, 1)))
+
+
+def _weighed(image, *matrices):
+    """(H, W) -> (W, S): the transposed product with matrices of few weights a row. An embedding bag is just that, and fast on a CPU."""
+    for pixel, weights in matrices:
+        image = torch.nn.functional.embedding_bag(pixel, image, mode="sum", per_sample_weights=weights)
+    return image.T.contiguous()
+
+
+# On a device
+
+
 def on_device(images, masks, axes, blur, mask_rows, mask_columns):
     """The samples of a batch by two matrix products each.
 
@@ -109,12 +131,24 @@ def on_device(images, masks, axes, blur, mask_rows, mask_columns):
     `settings` each. Returns images (B, C, S, S) float32 in [0, 255], not rounded, and masks (B, 1, S, S) uint8.
     """
     height, width, size = *images.shape[-2:], mask_rows.shape[-1]
-    with torch.autocast(images.device.type, enabled=False):  # a grey level is finer than a weight in bf16
-        rows, columns = (_blurred(_weights(axes[:, a], size, n), blur) for a, n in enumerate((height, width)))
-        images = rows[:, None] @ images.float() @ columns[:, None].mT
+    with torch.autocast(images.device.type, enabled=False):
+        rows, columns = (_blurred(_weights(axes[:, a], size, n), blur)[:, None] for a, n in enumerate((height, width)))
+        # A TPU multiplies float32 as bfloat16, of 8 bits: each factor goes in parts that have no more of them.
+        coarse, fine = _parts(rows, 1 / 128)
+        images = images.float()
+        images = coarse @ images + fine @ images
+        whole, rest = _parts(images, 1)
+        coarse, fine = _parts(columns, 1 / 128)
+        images = whole @ coarse.mT + whole @ fine.mT + rest @ coarse.mT + rest @ fine.mT
         rows, columns = ((at[..., None] == _count(n, at)).float() for at, n in ((mask_rows, height), (mask_columns, width)))
         masks = rows[:, None] @ masks.float() @ columns[:, None].mT
     return images, masks.to(torch.uint8)
+
+
+def _parts(x, step):
+    """x as a multiple of `step`, and the rest."""
+    coarse = (x / step).floor() * step
+    return coarse, x - coarse
 
 
 def _weights(axis, size, length):

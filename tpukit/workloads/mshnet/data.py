@@ -25,14 +25,15 @@ LISTS = {
 }
 IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
 MASK_SUFFIXES = ("", "_pixels0")  # SIRST names its masks NAME_pixels0.png
+READ = 2  # another number where `read_image` makes other pixels of a file than before
 
 
 class InfraredSet:
     """One split of a set, decoded once to uint8, in memory that all processes of a host share.
 
-    `batch(indices, numbers)` -> dict of image (B, 3, S, S) uint8 and mask (B, 1, S, S) uint8, where S is crop_size with
-    augmentation (numbers: (B, 6) in [0, 1)) and base_size without (numbers: None). `compose` makes the same on a device, with the
-    image in float32, not rounded to whole grey levels.
+    `batch(indices, numbers)` -> dict of image (B, C, S, S) uint8 and mask (B, 1, S, S) uint8, where S is crop_size with
+    augmentation (numbers: (B, 6) in [0, 1)) and base_size without (numbers: None). C is 1 where all images are grey, else 3. `compose`
+    makes the same on a device, with the image in float32, not rounded to whole grey levels.
     """
 
     draws = augment.DRAWS
@@ -42,65 +43,55 @@ class InfraredSet:
         folder = Path(folder)
         listing = find_list(folder, split)
         inside = [place for place in (folder / "images", folder / "masks") if place.is_dir()]
-        key = [str(folder.resolve()), split, skip_bad, listing.read_text(), storage.files_key(*inside)]
+        key = [READ, skip_bad, listing.read_text(), storage.content_key(*inside)]
         arrays = storage.mapped(f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, skip_bad))
-        self.said = str(arrays["said"])
+        self.said = f"{listing}: {arrays['said']}" if arrays["said"] else ""
         self.names = arrays["names"].tolist()
         self.images, self.masks = (_unpack(arrays[kind], arrays[f"{kind}_shapes"]) for kind in ("images", "masks"))
+        shapes = [image.shape for image in self.images]
+        self.colours = 3 if any(len(shape) > 2 for shape in shapes) else 1
+        self.height, self.width = (max(shape[axis] for shape in shapes) for axis in (0, 1))
 
     def __len__(self):
         return len(self.names)
 
     def batch(self, indices, numbers=None):
         images, masks = [], []
-        for slot, index in enumerate(indices):
-            image, mask = self._sample(index, None if numbers is None else numbers[slot])
-            images.append(np.broadcast_to(augment.to_array(image), (3, image.height, image.width)))
-            masks.append(augment.to_array(mask))
+        for index, sample in zip(indices, self._settings(indices, numbers)):
+            image, mask = augment.on_host(self.images[index], self.masks[index], **sample)
+            images.append(np.broadcast_to(image, (self.colours, *image.shape[1:])))
+            masks.append(mask)
         return dict(image=np.stack(images), mask=np.stack(masks))
 
-    def _sample(self, index, numbers):
-        image, mask = Image.fromarray(self.images[index]), Image.fromarray(self.masks[index])
-        if numbers is None:
-            return augment.resize(image, mask, self.base_size)
-        plan = augment.plan(numbers, image.size, self.base_size, self.crop_size)
-        return augment.augment(image, mask, crop_size=self.crop_size, **plan)
+    def _settings(self, indices, numbers):
+        """`augment.settings` for each sample."""
+        for slot, index in enumerate(indices):
+            height, width = self.images[index].shape[:2]
+            if numbers is None:
+                yield augment.settings((width, height), self.base_size)
+            else:
+                plan = augment.plan(numbers[slot], (width, height), self.base_size, self.crop_size)
+                yield augment.settings((width, height), self.crop_size, **plan)
 
     # On the device
 
-    def _shape(self):
-        """(C, H, W) that all images fit in."""
-        shapes = [image.shape for image in self.images]
-        colours = max(shape[2] if len(shape) > 2 else 1 for shape in shapes)
-        return colours, max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
-
     def pixels_size(self):
-        colours, height, width = self._shape()
-        return len(self) * (colours + 1) * height * width
+        return len(self) * (self.colours + 1) * self.height * self.width
 
     def pixels(self):
-        colours, height, width = self._shape()
-        made = [np.zeros((len(self), c, height, width), np.uint8) for c in (colours, 1)]
+        made = [np.zeros((len(self), c, self.height, self.width), np.uint8) for c in (self.colours, 1)]
         for kind, into in zip((self.images, self.masks), made):
             for index, image in enumerate(kind):
-                array = augment.to_array(image)
+                array = augment.planes(image)
                 into[index, :, : array.shape[1], : array.shape[2]] = array
         return dict(zip(("image", "mask"), made))
 
     def drawn(self, indices, numbers=None):
-        samples = []
-        for slot, index in enumerate(indices):
-            height, width = self.images[index].shape[:2]
-            if numbers is None:
-                samples.append(augment.settings((width, height), self.base_size))
-            else:
-                plan = augment.plan(numbers[slot], (width, height), self.base_size, self.crop_size)
-                samples.append(augment.settings((width, height), self.crop_size, **plan))
+        samples = list(self._settings(indices, numbers))
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
     def compose(self, rows, drawn):
-        image, mask = augment.on_device(rows["image"], rows["mask"], **drawn)
-        return dict(image=image.expand(-1, 3, -1, -1), mask=mask)
+        return dict(zip(("image", "mask"), augment.on_device(rows["image"], rows["mask"], **drawn)))
 
 
 def find_list(folder, split):
@@ -153,7 +144,7 @@ def _read_split(folder, listing, skip_bad):
                 f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n{shown}\n"
                 "Mend them, or leave them out with skip_bad=True (--skip-bad)."
             )
-        said = f"{listing}: left out {len(bad)} of {len(entries)} entries:\n{shown}"
+        said = f"left out {len(bad)} of {len(entries)} entries:\n{shown}"
         if not names:
             raise TpukitError(f"{listing}: no entry is left")
     return dict(names=np.array(names), said=np.array(said), **_pack("images", images), **_pack("masks", masks))
@@ -191,11 +182,15 @@ def _first_file(folder, stem, suffixes):
 def read_image(path, *, grey=False):
     """An image file -> uint8, (H, W) for grey images and (H, W, 3) for colour.
 
-    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and 16-bit grey, whose whole range 0..65535 maps to 0..255.
+    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and 16-bit grey, whose whole range 0..65535 maps to 0..255. Colours that
+    differ by one level at most are a grey image that some program has converted and rounded (three of IRSTD-1k's are such).
     """
     with Image.open(path) as image:
         if image.mode.startswith("I"):  # I;16, I;16B, I: 16-bit files
             wide = np.asarray(image).astype(np.float64)
             return np.rint(wide.clip(0, 65535) / 257).astype(np.uint8)
-        mode = "L" if grey or image.mode in ("1", "L", "LA") else "RGB"
-        return np.array(image.convert(mode))
+        if grey or image.mode in ("1", "L", "LA"):
+            return np.array(image.convert("L"))
+        image = image.convert("RGB")
+        colours = np.array(image)
+        return np.array(image.convert("L")) if np.ptp(colours, axis=2).max() <= 1 else colours

@@ -1,0 +1,171 @@
+"""The guides: every command runs, every link leads somewhere, both languages say the same, and what goes wrong has one source."""
+
+import glob
+import json
+import re
+import shlex
+import shutil
+
+import pytest
+
+from tests.conftest import ROOT
+from tpukit import CDEIT, MNIST, MSHNet, Run, cli, train, troubles
+from tpukit.runtime import Runtime
+
+ENGLISH = sorted([ROOT / "README.md", *(p for p in (ROOT / "docs").glob("*.md") if ".zh-CN" not in p.name)])
+PAGES = [page for path in ENGLISH for page in (path, path.with_name(path.name.replace(".md", ".zh-CN.md")))]
+# What makes each workload small, and numbers that would make a command long -> what the test takes.
+TINY = {
+    "mshnet": {"--base-size": "32", "--crop-size": "32", "--batch-size": "4"},
+    "mnist": {"--batch-size": "8"},
+    "cdeit": {"--patch": "16", "--width": "16", "--heads": "2", "--window": "4", "--levels": "1", "--batch-size": "4"},
+}
+SMALL = {option: value for options in TINY.values() for option, value in options.items() if option != "--batch-size"}
+SMALL |= {"--epochs": "1", "--warm-epoch": "0", "--steps": "2", "--trace": "2", "--cores": "1", "--sampling-steps": "1"}
+SMALL |= {"--batch-size": "4", "--global-batch-size": "4", "--samples": "6", "--test-samples": "3"}
+# Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), what rents machines
+# (tests/test_cloud.py runs it against a recording gcloud), and a model of 110 million parameters (tests/test_cdeit.py runs a smaller one).
+ELSEWHERE = ("tpukit plan", "tpukit cloud", "tpukit doctor --model cdeit")
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def commands(path):
+    """The tpukit commands of a page's code blocks, without their comments."""
+    lines = [line for line in path.read_text().splitlines() if re.match(r"(    )?tpukit \w", line)]
+    return [shlex.join(shlex.split(line, comments=True)) for line in lines]
+
+
+def headings(path):
+    return [line for line in path.read_text().splitlines() if re.match(r"#+ ", line)]
+
+
+def anchor(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_every_page_is_there_and_begins_with_a_way_to_its_other_language(path):
+    other = path.with_name(
+        path.name.replace(".zh-CN.md", ".md") if ".zh-CN" in path.name else path.name.replace(".md", ".zh-CN.md")
+    )
+    top = "\n".join(path.read_text().splitlines()[:8])
+    assert f"({other.name})" in top
+
+
+@pytest.mark.parametrize("path", ENGLISH, ids=name)
+def test_both_languages_have_the_same_headings_levels_and_commands(path):
+    other = path.with_name(path.name.replace(".md", ".zh-CN.md"))
+    assert [h.split()[0] for h in headings(path)] == [h.split()[0] for h in headings(other)]
+    assert commands(path) == commands(other)
+    assert len(re.findall(r"[\u4e00-\u9fff]", other.read_text())) > 300
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_every_link_within_the_house_leads_to_a_file_and_a_heading(path):
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            assert target.startswith("https://"), target
+            continue
+        file, _, part = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        assert found.exists(), f"{target} in {path.name}"
+        if part:
+            assert part in map(anchor, headings(found)), f"{target} in {path.name}"
+
+
+def test_the_page_of_what_goes_wrong_is_what_the_library_says():
+    assert (ROOT / "docs/TROUBLESHOOTING.md").read_text() == troubles.page(), (
+        "python -m tpukit.troubles > docs/TROUBLESHOOTING.md"
+    )
+    chinese = headings(ROOT / "docs/TROUBLESHOOTING.zh-CN.md")[1:]
+    assert chinese == [f"## {trouble.said}" for trouble in troubles.TROUBLES]
+
+
+@pytest.mark.parametrize("trouble", [t for t in troubles.TROUBLES if t.pattern], ids=lambda t: t.said[:40])
+def test_an_error_is_recognised_by_the_text_that_the_page_shows_and_gets_that_mend(trouble, capsys):
+    assert troubles.mend_for(trouble.said) == trouble.mend
+    assert cli.main(["doctor", "--error", f"Traceback\n{trouble.said}\n at line 3"]) == 0
+    assert trouble.mend in capsys.readouterr().out
+
+
+def test_a_text_that_is_no_error_of_its_own_is_known_to_doctor_and_an_unknown_one_is_not(capsys):
+    assert cli.main(["doctor", "--error", "E1121 Could not set metric server port: 8431"]) == 0
+    assert "Harmless" in capsys.readouterr().out
+    assert troubles.mend_for("Could not set metric server port") is None  # whatever raised it has another cause
+    assert cli.main(["doctor", "--error", "the moon is full"]) == 1
+    assert "not known here" in capsys.readouterr().out
+
+
+# Running what the pages say
+
+
+def smaller(command):
+    """The command with numbers that let it end in seconds."""
+    words = shlex.split(command)[1:]
+    words = [SMALL.get(before, word) for before, word in zip(["", *words], words)]
+    words = ["outputs/new" if before == "--out" else word for before, word in zip(["", *words], words)]
+    if words[0] == "compare" and "--plan" in words:  # which asks a compiler for minutes
+        words = words[: words.index("--plan")]
+    if words[0] in ("train", "compare") and words[1] in TINY:
+        wanted = TINY[words[1]] | ({"--epochs": "1", "--run": "outputs/new"} if words[0] == "train" else {})
+        given = {"--batch-size" if word in ("--global-batch-size", "--batch-sizes") else word for word in words}
+        words += [part for option, value in wanted.items() if option not in given for part in (option, value)]
+    return words
+
+
+def unique():
+    kept = dict.fromkeys(command for path in ENGLISH for command in commands(path))
+    return [c for c in kept if not c.startswith(ELSEWHERE)]
+
+
+def test_there_are_commands_to_run_and_they_are_made_small():
+    assert len(unique()) > 10
+    small = smaller("tpukit train mshnet --epochs 400 --lr 0.05")
+    assert small[:6] == ["train", "mshnet", "--epochs", "1", "--lr", "0.05"] and small[6:8] == ["--base-size", "32"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, digits, infrared, tank):
+    """A folder as a reader's would be: datasets, finished runs, code of the reader's own."""
+    folder = tmp_path_factory.mktemp("reader")
+    shutil.copytree(digits, folder / "datasets/mnist")
+    shutil.copytree(infrared, folder / "datasets/IRSTD-1k")
+    (folder / "IRSTD-1k").symlink_to("datasets/IRSTD-1k")
+    shutil.copytree(tank, folder / "data")
+    (folder / "data/data2017").symlink_to("test")
+    tiny = dict(patch=16, width=16, heads=2, window=4, levels=1)
+    for kind, data, sizes in (
+        (MNIST, "datasets/mnist", {}),
+        (MSHNet, "datasets/IRSTD-1k", dict(base_size=32, crop_size=32, warm_epoch=0)),
+        (CDEIT, "data", tiny),
+    ):
+        task = kind(dataset_dir=folder / data, epochs=1, batch_size=4, **sizes)
+        train(task, Run.open(folder / "outputs" / task.name, task), runtime=Runtime("cpu"), progress=False)
+    code = "import torch\n\nmodel = torch.nn.Linear(3, 1).cuda()\n"
+    cell = dict(cell_type="code", id="a", metadata={}, outputs=[], execution_count=None, source=code)
+    book = json.dumps(dict(cells=[cell], metadata={}, nbformat=4, nbformat_minor=5))
+    for name, text in (("train.py", code), ("src/model.py", code), ("notebook.ipynb", book), ("notebooks/one.ipynb", book)):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("command", unique())
+def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, capfd):
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    shutil.rmtree("outputs/new", ignore_errors=True)
+    words = smaller(command)
+    if any("*" in word for word in words) and not list(place.glob("outputs/comparison/*.json")):
+        assert cli.main(smaller("tpukit compare mnist --dataset-dir datasets/mnist")) == 0
+    words = [found for word in words for found in (sorted(glob.glob(word)) if "*" in word else [word])]
+    code = cli.main(words)
+    said = capfd.readouterr()
+    assert "Traceback" not in said.err
+    allowed = {0, 1} if words[0] in ("doctor", "migrate") else {0}  # which end with 1 where they found something
+    assert "tpukit: " not in said.err
+    assert code in allowed, f"{words}: {said.err[-2000:]}"

@@ -1,0 +1,389 @@
+"""`tpukit migrate`: every rule on code that breaks it and on code that does not, what it rewrites, and that the rewritten script trains."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tpukit import TpukitError, cli
+from tpukit.tools import migrate as tool
+
+ROOT = Path(__file__).parents[1]
+IMPORTS = """
+import os
+import numpy as np
+import torch
+import torch.nn as nn
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.parallel_loader as pl
+import torch_xla.distributed.xla_multiprocessing as xmp
+from torch.cuda.amp import GradScaler, autocast
+from torch.utils.data import DataLoader
+"""
+STEP = """
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step, (x, y) in enumerate(loader):
+    loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+    torch_xla.sync()
+"""
+
+# rule -> code that breaks it, each with the line of the finding within it
+BROKEN = [
+    ("cuda", "model = model.cuda()"),
+    ("cuda", "x = x.to('cuda:0', non_blocking=True)"),
+    ("cuda", "x = torch.zeros(3, device='cuda')"),
+    ("cuda", "device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')"),
+    ("cuda", "device = 'cuda' if torch.cuda.is_available() else 'cpu'"),
+    ("cuda", "device = f'cuda:{rank}'"),
+    ("cuda", "state = torch.load('a.pt', map_location='cuda')"),
+    ("cuda", "parser.add_argument('--device', default='cuda')"),
+    ("cuda", "torch.cuda.set_device(0)"),
+    ("cuda", "device: str = 'cuda'"),
+    ("cuda", "def make(device='cuda'):\n    pass"),
+    ("cuda", "def pick():\n    return('cuda' if torch.cuda.is_available() else 'cpu')"),
+    ("cuda", "device = 'cuda' if torch.cuda.is_available() else 'cpu'\nwith torch.autocast(device_type=device):\n    pass"),
+    ("cuda", "torch.cuda.synchronize()"),
+    ("cuda-check", "use_cuda = torch.cuda.is_available()"),
+    ("fp16", "scaler = GradScaler()"),
+    ("fp16", "with autocast():\n    pass"),
+    ("fp16", "with autocast(use_amp):\n    pass"),
+    ("fp16", "with torch.autocast('cuda', enabled=use_amp):\n    pass"),
+    ("fp16", "x = x.half()"),
+    ("fp16", "x = x.to(torch.float16)"),
+    ("data-parallel", "model = nn.DataParallel(model)"),
+    ("data-parallel", "model = torch.nn.parallel.DistributedDataParallel(model)"),
+    ("ragged-batch", "loader = DataLoader(data, batch_size=8, shuffle=True)"),
+    ("ragged-batch", "loader = DataLoader(data, batch_size=8, sampler=sampler)"),
+    ("read-in-loop", STEP + "    total += loss.item()"),
+    ("read-in-loop", STEP + "    right += model(x).argmax(1).eq(y).sum().item()".replace("model(x)", "y")),
+    ("read-in-loop", STEP + "    print(float(loss.cpu().numpy()))"),
+    ("read-in-loop", STEP + "    print(loss)"),
+    ("read-in-loop", STEP + "    print(f'{step}: {loss:.3f}')"),
+    ("read-in-loop", STEP + "    if loss > 3:\n        break"),
+    ("read-in-loop", STEP + "    kept.append(float(loss))"),
+    ("dynamic-shape", STEP + "    hard = x[y > 0]"),
+    ("dynamic-shape", STEP + "    hard = torch.nonzero(y)"),
+    ("dynamic-shape", "class Net(nn.Module):\n    def forward(self, x):\n        return torch.masked_select(x, x > 0)"),
+    ("no-sync", STEP.replace("    torch_xla.sync()\n", "")),
+    ("no-sync", STEP.replace("    torch_xla.sync()\n", "").replace("optimizer.step()", "if step % 4 == 0: optimizer.step()")),
+    (
+        "no-sync",
+        "class Trainer:\n    def __init__(self):\n        self.scaler = torch.amp.GradScaler(enabled=False)\n    def train(self):\n"
+        "        for x in self.loader:\n            self.scaler.scale(self.model(x)).backward()\n            self.scaler.step(self.optimizer)",
+    ),
+    ("save", "torch.save(model.state_dict(), 'model.pt')"),
+    ("save", "state = {'net': model.state_dict(), 'epoch': 3}\ntorch.save(state, 'model.pt')"),
+    ("save", "state = net.state_dict()\ntorch.save(state, 'model.pt')"),
+    ("save-on-one", "if xm.is_master_ordinal():\n    xm.save(model.state_dict(), 'model.pt')"),
+    ("optimizer-first", "optimizer = torch.optim.Adam(model.parameters())\nmodel = model.to(device)"),
+    ("gradient-sum", STEP + "torch_xla.launch(train)"),
+    ("deprecated", "device = xm.xla_device()"),
+    ("gone", "count = xm.xrt_world_size()"),
+    ("deprecated", "loader = pl.ParallelLoader(loader, [device]).per_device_loader(device)"),
+    ("gone", "xmp.spawn(train, args=(), nprocs=8)"),
+    ("gone", "from torch_xla.core.xla_model import xrt_world_size"),
+    ("old-variable", "assert os.environ['COLAB_TPU_ADDR']"),
+    ("old-variable", "os.environ['XLA_USE_BF16'] = '1'"),
+    ("early-device", "device = torch_xla.device()\ntorch_xla.launch(train)"),
+    ("torch-compile", "model = torch.compile(model)"),
+    ("unreadable", "print 'epoch'"),
+    (
+        "optimizer-first",
+        "def setup(net):\n    optimizer = torch.optim.SGD(net.parameters(), 0.1)\n    net.cuda()\n".replace(
+            "net.cuda()", "net.to(device)"
+        ),
+    ),
+]
+
+# Code that looks like trouble and is none.
+SOUND = [
+    "model = model.to(torch_xla.device())",
+    "x = torch.zeros(3, device='cpu')",
+    "model.half().float()",
+    "checkpoint = {'model': model.half(), 'epoch': 3}",
+    "name = 'cuda'",
+    "torch.cuda.manual_seed_all(0)",
+    "with torch.autocast('xla', dtype=torch.bfloat16):\n    pass",
+    "scaler = torch.amp.GradScaler(enabled=False)",
+    "loader = DataLoader(data, batch_size=8, shuffle=True, drop_last=True)",
+    "loader = DataLoader(data, batch_size=8)",
+    "loader = DataLoader(data, **settings)",
+    STEP,
+    STEP + "    if step % 100 == 0:\n        print(loss.item())",
+    STEP + "    if step == args.log_interval:\n        print(loss.item())",
+    STEP + "    if loss is None:\n        break",
+    STEP + "    total += loss.detach()",
+    STEP + "    x[y > 0] = 0",
+    STEP + "print(loss.item())",
+    "for x, y in loader:\n    correct += (model(x).argmax(1) == y).sum().item()",
+    "picked = images[labels > 3]",
+    "rows = np.nonzero(labels)",
+    "torch.save({name: value.cpu() for name, value in model.state_dict().items()}, 'model.pt')",
+    "torch.save(results, 'results.pt')",
+    "xm.save(model.state_dict(), 'model.pt')",
+    "model = model.to(device)\noptimizer = torch.optim.Adam(model.parameters())",
+    STEP.replace("optimizer.step()", "xm.optimizer_step(optimizer, barrier=True)") + "torch_xla.launch(train)",
+    "xmp.spawn(train, args=())",
+    "torch.cuda.empty_cache()",
+    "classifier = XGBClassifier(device='cuda')",
+    "generator = torch.Generator(device='cuda')",
+    "dtype = {'bfloat16': torch.bfloat16, 'float16': torch.float16}[name]",
+    "if x.dtype == torch.float16:\n    pass",
+    "loader = DataLoader(data, sampler=None)",
+    "loader = DataLoader(val, sampler=SequentialSampler(val), batch_size=8)",
+    "torch.save(scheduler.state_dict(), 'scheduler.pt')",
+    "torch.save(optimizer.state_dict(), 'optimizer.pt')",
+    "torch.save(model.to('cpu').state_dict(), 'model.pt')",
+    "optimizer = torch.optim.SGD(model.parameters(), 0.1)\nmodel.to('cpu')",
+    "def evaluate(model):\n    model.to(device)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)",
+    "model.to(device)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\nmodel.to(device)",
+    "torch.distributed.init_process_group('xla')\nmodel = nn.parallel.DistributedDataParallel(model)",
+    "raise SystemExit('please pip install torch_xla')",
+    STEP.replace("optimizer.step()", "xm.reduce_gradients(optimizer)\n    optimizer.step()") + "torch_xla.launch(train)",
+    STEP.replace("loss.backward()", "(loss / args.steps).backward()") + "    if (step + 1) % args.steps == 0:\n        pass",
+    STEP.replace("loss.backward()", "(loss / args.steps).backward()") + "    if args.fp16:\n        pass",
+    STEP + "    print(loss.shape)",
+    STEP + "    order = rng.permutation(9).tolist()",
+    STEP + "    rows = frame[frame.size > 0]",
+    STEP.replace("loss.backward()", "accelerator.backward(loss)") + "    if accelerator.sync_gradients:\n        print(loss)",
+    "model = torch.compile(model, backend='openxla')",
+    "def train(index):\n    device = torch_xla.device()\ntorch_xla.launch(train)",
+]
+
+
+def written(folder, code, name="script.py"):
+    path = folder / name
+    path.write_text(code)
+    return path
+
+
+@pytest.mark.parametrize("rule, code", BROKEN, ids=lambda value: value if len(value) < 20 else None)
+def test_code_that_breaks_a_rule_is_named_with_its_line(rule, code, tmp_path):
+    findings, _ = tool.examine(written(tmp_path, IMPORTS + code))
+    assert {f.rule for f in findings} == {rule}, tool.as_text(findings)
+    lines = (IMPORTS + code).splitlines()
+    assert all(f.line > IMPORTS.count("\n") and lines[f.line - 1].strip() for f in findings)
+    assert f"[{rule}]" in tool.as_text(findings) and len({f.line for f in findings}) == len(findings)
+
+
+@pytest.mark.parametrize("code", [code for rule, code in BROKEN if rule != "unreadable"])
+def test_mended_code_is_python_and_once_mended_stays_as_it_is(code, tmp_path):
+    path = written(tmp_path, IMPORTS + code)
+    findings, mended = tool.examine(path)
+    compile(mended, "mended", "exec")
+    assert (mended != IMPORTS + code) == any(f.fixable for f in findings)
+    again, same = tool.examine(written(tmp_path, mended))
+    assert same == mended and not any(f.fixable for f in again)
+
+
+@pytest.mark.parametrize("code", SOUND)
+def test_code_that_only_looks_like_trouble_is_left_alone(code, tmp_path):
+    path = written(tmp_path, IMPORTS + code)
+    findings, mended = tool.examine(path)
+    assert findings == [] and mended == path.read_text()
+
+
+def test_every_rule_has_an_example():
+    assert {rule for rule, _ in BROKEN} | {"install"} == set(tool.RULES)
+
+
+def test_names_mean_what_the_imports_say(tmp_path):
+    code = "from torch.nn import DataParallel as Both\nfrom torch import save as keep\nmodel = Both(model)\nkeep(model.state_dict(), 'a')\n"
+    findings, _ = tool.examine(written(tmp_path, code))
+    assert [(f.rule, f.line) for f in findings] == [("data-parallel", 3), ("save", 4)]
+    findings, _ = tool.examine(written(tmp_path, "from mine import DataParallel, autocast\nmodel = DataParallel(autocast())\n"))
+    assert findings == []
+
+
+def test_the_mended_example_trains_on_the_xla_device_and_saves_what_a_cpu_loads(xla, digits, tmp_path, capsys):
+    import torch
+
+    path = tool.copy_example(tmp_path)
+    before = path.read_text()
+    assert cli.main(["migrate", str(path)]) == 1 and path.read_text() == before
+    assert cli.main(["migrate", "--fix", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "+    device = torch_xla.device()" in shown and "-    model = Net().cuda()" in shown
+    assert "1 that will be slow" in shown  # what reads the loss in every step is left to its author
+    environ = {**os.environ, "PJRT_DEVICE": "CPU"}
+    command = [sys.executable, path, digits / "mnist.npz", tmp_path / "digits.pt"]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = re.findall(r"loss ([\d.]+) on xla:0", ran.stdout)
+    assert len(found) == 4 and float(found[-1]) < 0.85 * float(found[0])
+    state = torch.load(tmp_path / "digits.pt", weights_only=True)
+    assert {value.device.type for value in state.values()} == {"cpu"}
+    # Once mended, nothing is left to mend.
+    assert tool.examine(path)[1] == path.read_text()
+
+
+def test_a_launched_script_gets_the_gradient_sum_and_todays_names(tmp_path):
+    code = (
+        "import torch\nimport torch_xla.core.xla_model as xm\nimport torch_xla.distributed.xla_multiprocessing as xmp\n\n\n"
+        "def train(index):\n    device = xm.xla_device()\n    model = make().to(device)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n    for x, y in loader:\n        lose(model(x), y).backward()\n"
+        "        optimizer.step()\n        xm.mark_step()\n\n\nxmp.spawn(train, args=(), nprocs=8, start_method='fork')\n"
+    )
+    _, mended = tool.examine(written(tmp_path, code))
+    assert "torch_xla.core.xla_model.optimizer_step(optimizer)\n        torch_xla.sync()" in mended
+    assert "device = torch_xla.device()" in mended and "xmp.spawn(train, args=(), start_method='fork')" in mended
+    assert "import torch_xla\n" in mended
+    compile(mended, "mended", "exec")
+
+
+@pytest.mark.parametrize(
+    "above",
+    [
+        '"""About.\\n\\nfrom the paper of X.\\n"""\\nimport torch\\n',
+        '#!/usr/bin/env python\\n"""About."""\\nfrom __future__ import annotations\\n',
+        "def other():\\n    import torch_xla\\n",
+        "",
+    ],
+)
+def test_an_import_that_a_mend_needs_stands_where_it_holds(above, tmp_path):
+    above = above.replace("\\n", "\n")
+    _, mended = tool.examine(written(tmp_path, above + "x = x.to('cuda')\n"))
+    tree = ast.parse(mended)
+    names = [[alias.name for alias in node.names] for node in tree.body if isinstance(node, ast.Import)]
+    assert ["torch_xla"] in names and ast.get_docstring(tree) == ast.get_docstring(ast.parse(above))
+    assert mended.startswith("#!") == above.startswith("#!")
+
+
+def test_comments_line_ends_modes_and_links_of_a_mended_file_stay(tmp_path):
+    code = "\ufeffloader = DataLoader(\r\n    data,  # all\r\n    shuffle=True,  # mix\r\n)\r\n"
+    path, link = tmp_path / "real.py", tmp_path / "link.py"
+    path.write_bytes(("\ufefffrom torch.utils.data import DataLoader\r\n" + code[1:]).encode())
+    path.chmod(0o755)
+    link.symlink_to(path)
+    assert cli.main(["migrate", "--fix", str(link)]) == 0
+    mended = path.read_bytes().decode()
+    assert mended.startswith("\ufeff") and "\r\n    shuffle=True, drop_last=True,  # mix\r\n)" in mended and "# all" in mended
+    assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o755
+
+
+def notebook(*cells):
+    code = [
+        dict(cell_type="code", source=text.splitlines(True), metadata={}, outputs=[], execution_count=None) for text in cells
+    ]
+    words = dict(cell_type="markdown", source=["# Title"], metadata={})
+    return json.dumps(dict(cells=[words, *code], metadata={}, nbformat=4, nbformat_minor=5), indent=1)
+
+
+def test_a_notebook_is_one_program_whose_cells_are_named_and_whose_magics_stay(tmp_path):
+    text = notebook(
+        "!pip install torch_xla[tpu]==2.6\n%env XLA_USE_BF16=1\nimport torch",
+        "%%bash\nnvidia-smi",
+        "files = !ls\nmodel = model.cuda()  # here\nmodel?\nif True:\n    !echo done\nfor i in range(3):\n    %time i + 1",
+    )
+    path = written(tmp_path, text, "guide.ipynb")
+    findings, mended = tool.examine(path)
+    assert [(f.rule, f.cell, f.line) for f in findings] == [("install", 2, 1), ("old-variable", 2, 2), ("cuda", 4, 2)]
+    sources = ["".join(cell["source"]) for cell in json.loads(mended)["cells"]]
+    assert sources[1].splitlines()[:2] == ["!pip install torch_xla[tpu]==2.6", "%env XLA_USE_BF16=1"]
+    assert "import torch_xla" in sources[1] and sources[2] == "%%bash\nnvidia-smi"
+    wanted = sources[3].replace("model.to(torch_xla.device())", "model.cuda()")
+    assert wanted == "".join(json.loads(text)["cells"][3]["source"]) and wanted != sources[3]
+    assert "guide.ipynb cell 4:2:9" in tool.as_text(findings)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "if x:  # right?\n    pass",
+        "'a %d'\\\n    % 3",
+        "a = (1\n    != 2)",
+        "!pip list \\\n    --verbose",
+        "?torch",
+        "d['x'] = !ls",
+        "    x = 1\n    y = 2",
+        "await thing",
+        "",
+        "# only words",
+        "%%html\n<b>no Python</b>",
+        'text = """\n!ls\n%time\n"""',
+    ],
+)
+def test_cells_as_ipython_takes_them_are_read_and_stay_as_they_are(cell, tmp_path):
+    path = written(tmp_path, notebook("x = 1", cell, "model = model.cuda()"), "odd.ipynb")
+    findings, mended = tool.examine(path)
+    assert [(f.rule, f.cell, f.line) for f in findings] == [("cuda", 4, 1)]
+    assert "".join(json.loads(mended)["cells"][2]["source"]) == cell
+
+
+def test_one_bad_cell_hides_no_other(tmp_path):
+    path = written(tmp_path, notebook("!pip install torch_xla", "def f(:", "model = model.cuda()"), "bad.ipynb")
+    findings, mended = tool.examine(path)
+    assert [(f.rule, f.cell) for f in findings] == [("install", 2), ("unreadable", 3), ("cuda", 4)]
+    assert "".join(json.loads(mended)["cells"][2]["source"]) == "def f(:"
+
+
+def test_a_notebook_without_code_has_nothing_to_mend(tmp_path):
+    path = written(tmp_path, notebook(), "words.ipynb")
+    assert tool.examine(path) == ([], path.read_text())
+
+
+def test_the_notebooks_and_workloads_of_tpukit_have_nothing_to_mend():
+    paths = tool.files_in([ROOT / "notebooks", ROOT / "tpukit" / "workloads"])
+    assert len(paths) > 10
+    assert [f.place for path in paths for f in tool.examine(path)[0] if f.level == "error"] == []
+
+
+def test_formats_are_what_editors_and_workflows_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "model = model.cuda()\nimport os\nos.environ['XLA_USE_BF16'] = '1'\n", "a.py")
+    assert cli.main(["migrate", "a.py", "--format", "github"]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("::error file=a.py,line=1,col=9,title=tpukit cuda::`.cuda()` of `model`: ")
+    assert second.startswith("::warning file=a.py,line=3,")
+    cli.main(["migrate", "a.py", "--format", "json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [(f["rule"], f["level"], f["line"], f["fixable"]) for f in found] == [
+        ("cuda", "error", 1, True),
+        ("old-variable", "warning", 3, False),
+    ]
+    cli.main(["migrate", "a.py", "--format", "sarif"])
+    run = json.loads(capsys.readouterr().out)["runs"][0]
+    assert {rule["id"] for rule in run["tool"]["driver"]["rules"]} == set(tool.RULES)
+    assert run["results"][1]["locations"][0]["physicalLocation"]["region"] == dict(startLine=3, startColumn=12)
+
+
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        ("a.ipynb", "{}", "a.ipynb:1:1: error .unreadable. no notebook .KeyError"),
+        ("a.ipynb", "no json", "no notebook .JSONDecodeError"),
+        ("a.py", b"\xff\xfe\x00", "no text in UTF-8"),
+        ("a.txt", "words", "neither a script nor a notebook: give .py or .ipynb"),
+        ("missing.py", None, r"missing.py cannot be read \(No such file"),
+        ("folder", "", "no .py or .ipynb files in"),
+    ],
+)
+def test_what_cannot_be_read_is_said_and_nothing_is_written(name, text, words, tmp_path, capsys):
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+    elif text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert cli.main(["migrate", "--fix", str(path)]) == 1
+    shown = capsys.readouterr()
+    assert re.search(words, shown.out + shown.err)
+    assert text is None or path.is_dir() or path.read_bytes() in (text, str(text).encode())
+
+
+def test_what_cannot_be_written_is_said(tmp_path, monkeypatch):
+    path = written(tmp_path, "model.cuda()\n")
+
+    def refuse(path, data):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(tool.storage, "write_whole", refuse)
+    with pytest.raises(TpukitError, match="cannot be written .Read-only file system.: copy it"):
+        tool.write(path, "x")

@@ -1,0 +1,278 @@
+"""What a run's report says of the accelerator, TensorBoard's events, and a look at a few steps."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import ROOT, exact
+from tpukit import TpukitError, causes, cli, display, report, train
+from tpukit.run import Run
+from tpukit.runtime import Runtime
+from tpukit.tools.look import _Lines, look
+from tpukit.workloads.mnist import MNIST
+from tpukit.world import World
+
+
+def test_what_changed_between_two_calls_is_said_by_name_with_old_and_new():
+    step = ("batch", "epoch", "sums")
+    image = torch.zeros(16, 3, 8, 8)
+    before = causes.described(step, (dict(image=image, mask=image.byte()), 5, torch.zeros(5)))
+    assert before["image"] == ((16, 3, 8, 8), "float32") and before["epoch"] == 5 and before["sums"] == ((5,), "float32")
+    same = causes.described(step, (dict(image=image + 1, mask=image.byte()), 5, torch.ones(5)))
+    assert causes.changes(before, same) == []
+    after = causes.described(step, (dict(image=image[:7], index=image.long()), 6, torch.zeros(5).double()))
+    assert causes.changes(before, after) == [
+        "index is new: (16, 3, 8, 8) int64",
+        "mask is gone",
+        "image went from (16, 3, 8, 8) to (7, 3, 8, 8): the last batch is ragged",
+        "epoch went from 5 to 6",
+        "sums went from (5,) float32 to (5,) float64",
+    ]
+    rates = dict(rates=(0.9, 0.99))  # a tuple of numbers is no tensor
+    assert causes.changes(rates, dict(rates=(0.9, 0.5))) == ["rates went from (0.9, 0.99) to (0.9, 0.5)"]
+    grown = causes.changes(causes.described(step, (image[:7],)), causes.described(step, (image,)))
+    assert grown == ["batch went from (7, 3, 8, 8) to (16, 3, 8, 8)"]
+
+
+def test_the_first_new_operation_of_a_trace_is_named_with_its_line_whatever_the_numbering():
+    old = [
+        "%0 = f32[] xla::device_data(), location=loss@mine.py:6",
+        "%1 = f32[8] aten::mul(%0), location=loss@mine.py:6, ROOT=0",
+    ]
+    new = [
+        "%0 = f32[] xla::device_data(), location=loss@mine.py:9",
+        "%1 = f32[] xla::device_data(), location=loss@mine.py:6",
+        "%2 = f32[8] aten::mul(%1), scope=aten::mul.2, location=loss@mine.py:6",
+        "%3 = f32[8] aten::relu(%2)",
+        "%4 = f32[8] aten::exp(%3), location=loss@mine.py:9, ROOT=0",
+    ]
+    assert causes.new_operation("\n".join(old), "\n".join(new)) == "aten::exp in loss, mine.py line 9"
+    assert causes.new_operation("\n".join(new), "\n".join(old)) is None
+
+
+@pytest.fixture
+def trained(digits, tmp_path, cpu):
+    task = MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=3)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    return task, run
+
+
+def scalars(run):
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+    ).EventAccumulator(str(run.path / "tensorboard"))
+    reader.Reload()
+    return {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def test_events_import_no_tensorflow_though_it_is_there(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    (tmp_path / "tensorflow").mkdir()
+    (tmp_path / "tensorflow/__init__.py").write_text("raise SystemExit('took the TPU')")
+    code = "from tpukit.events import Events; e = Events('e'); e.scalars(1, 0.0, dict(a=1.0)); assert e._writer"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert ran.returncode == 0 and len(list((tmp_path / "e").iterdir())) == 1
+
+
+def test_memory_of_every_device_of_every_rank_is_recorded(digits, tmp_path, monkeypatch):
+    monkeypatch.setattr(Runtime, "memory", lambda self: [(self.world.rank + 1.0, 16.0), (self.world.rank + 5.0, 16.0)])
+
+    class Two(World):
+        def everyone(self, values):  # the other rank says the same of its own devices
+            other = [v + 10 if n >= 5 and n % 2 and n < len(values) - 2 else v for n, v in enumerate(values)]
+            return [list(values), other]
+
+    task = MNIST(dataset_dir=digits, epochs=1, batch_size=16, log_every=99)
+    runtime = Runtime("cpu")
+    runtime.world = Two(0, 1)
+    run = Run.open(tmp_path, task)
+    train(task, run, runtime=runtime, progress=False)
+    memory = run.records("train")[-1]["speed"]["memory"]
+    assert memory == [[1.0, 16.0], [5.0, 16.0], [11.0, 16.0], [15.0, 16.0]]
+
+
+def test_tensorboard_reads_what_the_records_say(trained):
+    _, run = trained
+    found = scalars(run)
+    logged = run.records("train")
+    assert [step for step, _ in found["loss"]] == [r["step"] for r in logged] == [3, 6, 9, 12, 15, 18, 21, 24]
+    assert [value for _, value in found["loss"]] == pytest.approx([r["loss"] for r in logged], rel=1e-6)
+    accuracy = [(r["step"], r["scores"]["accuracy"]) for r in run.records("evaluation")]
+    assert [s for s, _ in found["scores/accuracy"]] == [s for s, _ in accuracy] == [12, 24]
+    assert [v for _, v in found["scores/accuracy"]] == pytest.approx([v for _, v in accuracy], rel=1e-6)
+    assert {"gradient norm", "speed/samples a second", "speed/waiting for data"} < found.keys()
+
+
+def test_tensorboard_shows_of_a_resumed_run_what_its_records_say_and_nothing_twice(trained, cpu):
+    task, run = trained
+    straight = scalars(run)
+    kept = run.checkpoints()
+    newest = run.path / "checkpoints" / kept[0]["file"]
+    newest.write_bytes(b"damaged")  # so that the second epoch is trained again
+    train(task, Run.open(run.path, task), runtime=cpu, progress=False)
+    again = scalars(run)
+    assert again.keys() == straight.keys() and len(list((run.path / "tensorboard").iterdir())) == 1
+    for tag, points in straight.items():
+        assert [s for s, _ in again[tag]] == [s for s, _ in points], tag
+        if not tag.startswith("speed"):
+            assert [v for _, v in again[tag]] == pytest.approx([v for _, v in points], rel=1e-6)
+
+
+@pytest.mark.parametrize("broken", ["absent", "at odds"])
+def test_a_run_does_without_tensorboard_where_it_is_absent_or_broken(broken, digits, tmp_path, cpu, monkeypatch):
+    if broken == "absent":
+        monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    else:
+        monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", object())
+    task = MNIST(dataset_dir=digits, epochs=1, batch_size=16)
+    run = Run.open(tmp_path, task)
+    train(task, run, runtime=cpu, progress=False)
+    assert run.records("evaluation") and not (run.path / "tensorboard").exists()
+
+
+def test_the_report_says_words_first_then_numbers_then_a_picture(trained, capsys):
+    _, run = trained
+    assert cli.main(["report", str(run.path)]) == 0
+    said = capsys.readouterr().out
+    order = [said.index(part) for part in ("It ran on cpu", "Where a step's time went", "report.png")]
+    assert order == sorted(order)
+    assert (run.path / "pictures" / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_run_that_is_started_again_is_still_reported_by_the_session_that_trained(trained, cpu):
+    task, run = trained
+    before = report.findings(run.records()), [str(t) for t in report.accelerator_tables(run.records())]
+    train(task, Run.open(run.path, task), runtime=cpu, progress=False)
+    assert len(run.records("start")) == 2
+    assert (report.findings(run.records()), [str(t) for t in report.accelerator_tables(run.records())]) == before
+
+
+def test_intervals_divide_their_own_times_by_their_steps():
+    def reading(step, seconds, sent):
+        counters = dict(to_device_s=99.0, from_device_s=99.0)  # since the process began: of the whole dataset too
+        speed = dict(
+            to_device_s=sent,
+            from_device_s=sent / 2,
+            seconds=seconds,
+            images_per_s=(5 * 4) / seconds,
+            wait_s=seconds / 10,
+            counters=counters,
+            memory=[[2**30, 2**34]],
+        )
+        return dict(kind="train", step=step, speed=speed)
+
+    records = [dict(kind="start", step=0, batch_size=4), reading(5, 1.0, 0.05), reading(10, 2.0, 0.15)]
+    first, second = report.intervals(records)
+    assert (first["from"], first["to"], second["from"], second["to"]) == (1, 5, 6, 10)
+    assert first["step_ms"] == pytest.approx(200) and second["step_ms"] == pytest.approx(400)
+    assert first["wait_ms"] == pytest.approx(20) and first["to_device_ms"] == pytest.approx(10)
+    assert second["to_device_ms"] == pytest.approx(30) and second["from_device_ms"] == pytest.approx(15)
+
+
+def test_memory_stands_in_the_report_device_by_device():
+    counters = dict(
+        compilations=1, compile_s=1.0, executions=9, execute_s=1.0, to_device_s=0.0, from_device_s=0.0, fallbacks={}
+    )
+    memory = [[12 * 2**30, 16 * 2**30], [8 * 2**30, 16 * 2**30]]
+    speed = dict(seconds=1.0, images_per_s=8.0, wait_s=0.0, memory=memory, counters=counters)
+    records = [
+        dict(kind="start", step=0, device="tpu", phases=1, batch_size=8),
+        dict(kind="compile", step=1, what="step", programs=1, seconds=30.0, why=[], refused=False),
+        dict(kind="compile", step=9, what="predict", programs=1, seconds=4.0, why=[], refused=False),
+        dict(kind="compile", step=12, what="step", programs=1, seconds=20.0, why=["lr went from 0.1 to 0.0"], refused=False),
+        dict(kind="train", step=12, loss=1.0, grad_norm=1.0, speed=speed),
+    ]
+    tables = {t.title: t for t in report.accelerator_tables(records)}
+    assert tables["Memory"].rows == [("0", "12.00", "16.00", "75%"), ("1", "8.00", "16.00", "50%")]
+    assert [row[3] for row in tables["Compilations"].rows] == ["the first time", "the first time", "lr went from 0.1 to 0.0"]
+    words = report.findings(records)
+    assert "Step 12 compiled again (20.0 s) because lr went from 0.1 to 0.0." in words
+    assert "Besides, predict was compiled at step 9 (4.0 s)." in words
+    assert len(display.report_figure(records).axes) == 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stepping(MNIST):
+    """Its optimizer counts its steps on the host."""
+
+    def optimizer(self, model):
+        return torch.optim.Adagrad(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_what_an_optimizer_counts_on_the_host_is_no_wait_for_the_device(device, digits, tmp_path, request, monkeypatch):
+    request.getfixturevalue(device)
+    monkeypatch.setenv("PJRT_DEVICE", "CPU") if device == "xla" else monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    task = Stepping(dataset_dir=digits, epochs=1, batch_size=16)
+    assert look(task, Run.open(tmp_path, task), steps=1).rows == []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peeking(MNIST):
+    """Reads the loss back in the middle of the step."""
+
+    def loss(self, model, batch, epoch):
+        loss = super().loss(model, batch, epoch)
+        return loss * 2 if loss.item() > 100 else loss  # this line
+
+
+LINE = next(n for n, text in enumerate(open(__file__), 1) if text.endswith("# this line\n"))
+
+
+def test_a_look_at_a_cpu_run_traces_its_steps_names_what_waits_and_leaves_the_run_as_it_was(trained, monkeypatch):
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    task, run = trained
+    before = {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
+    seen = look(dataclasses.replace(Peeking(**vars(task))), run, steps=2)
+    assert seen.rows == [("aten::_local_scalar_dense", 1, f"{__file__}:{LINE}")] and seen.trouble is None
+    events = json.loads(next((run.path / "trace").glob("*.pt.trace.json")).read_text())["traceEvents"]
+    assert sum(e.get("name") == "ProfilerStep#0" or "aten::conv2d" == e.get("name") for e in events) >= 2
+    assert {p: p.read_bytes() for p in before} == before and exact(run)
+    with pytest.raises(TpukitError, match="only XLA devices"):
+        look(task, run, hlo=True)
+    with pytest.raises(TpukitError, match="trace one step or more"):
+        look(task, run, steps=0)
+
+
+def test_a_look_at_an_xla_run_keeps_a_profile_and_the_steps_hlo_with_its_lines(trained, xla, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    task, run = trained
+    seen = look(task, run, steps=2, hlo=True)
+    assert seen.rows == [] and "none waited for the device" in " ".join(seen.findings())
+    assert next((run.path / "trace").rglob("*.xplane.pb")).stat().st_size > 1000
+    text = (run.path / "step.hlo").read_text()
+    assert text.startswith("HloModule") and re.search(r'source_file="[^"]*mnist\.py" source_line=\d+', text)
+    assert "convolution(" in text and text.count("ROOT") > 1
+
+
+def test_a_record_holds_the_transfers_of_its_own_interval(digits, tmp_path, xla):
+    run = Run.open(tmp_path, MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=2))
+    before = xla.counters()
+    train(MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=2), run, runtime=xla, progress=False)
+    speeds = [r["speed"] for r in run.records("train")]
+    for way in ("to_device_s", "from_device_s"):
+        whole = speeds[-1]["counters"][way] - before[way]
+        assert len(speeds) == 12 and 0 < sum(speed[way] for speed in speeds) <= whole
+
+
+def test_a_look_at_a_step_that_is_not_one_program_names_the_line_instead_of_a_trace(trained, xla, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    task, run = trained
+    seen = look(Peeking(**vars(task)), run, steps=2)
+    assert ".item()" in seen.trouble and ("aten::_local_scalar_dense", 1, f"{__file__}:{LINE}") in map(tuple, seen.rows)
+    assert "No trace, because the step fails" in seen.findings()[0]
+
+
+def test_an_operation_without_an_xla_form_is_named_with_its_line(xla):
+    lines, values = _Lines(xla), xla.put({"x": torch.arange(6.0)})["x"]
+    with lines:
+        torch.histc(values, bins=3)
+    ((operation, line),) = lines.found
+    assert operation.startswith("aten::histc") and re.fullmatch(rf"{re.escape(__file__)}:\d+", line)

@@ -1,0 +1,42 @@
+"""Stopping a training where its state is whole."""
+
+import signal
+import threading
+
+
+class Stop:
+    """Turns the first SIGINT or SIGTERM into a stop between two steps; a second one stops at once.
+
+    Only the main thread can receive signals; elsewhere this does nothing.
+    """
+
+    def __init__(self):
+        self.signal = None
+        self.at_step = False
+
+    def __enter__(self):
+        self.old = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.old[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number, frame):
+        if self.signal is not None:
+            self._raise(number)
+        self.signal = number
+        print("stopping: this step is finished and saved first; once more stops at once, without saving")
+
+    def check(self):
+        """Raise KeyboardInterrupt or SystemExit if a signal came. Called only where the state is whole."""
+        if self.signal is not None:
+            self.at_step = True
+            self._raise(self.signal)
+
+    @staticmethod
+    def _raise(number):
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -1,0 +1,392 @@
+"""Creating, listing and deleting TPU machines."""
+
+import contextlib
+import json
+import re
+import secrets
+import signal
+import sys
+import threading
+import time
+
+from tpukit.errors import TpukitError
+from tpukit.tools.cloud import rented
+from tpukit.tools.cloud.gcloud import Gcloud, GcloudError, line
+from tpukit.tools.cloud.tpu_types import cost_in_words, generation_of, zones_of
+
+POLL_S = 15
+HANG_UP = getattr(signal, "SIGHUP", signal.SIGTERM)
+GUARD_LOG = "/var/tmp/tpukit-guard.txt"
+SCOPE = "https://www.googleapis.com/auth/cloud-platform"  # what the machine needs to delete itself; IAM says what it may do
+
+# Runs on every host at every start, as root. The end is counted from the first start, and a machine that comes later than its
+# request was meant to wait, when nobody looks any more, goes at once. No "~" in it: that
+# separates the metadata.
+GUARD = """#!/bin/bash
+# By tpukit: this machine deletes itself, whatever runs on it and whoever is gone.
+say() {{ echo "$(date -u +%FT%TZ) $*" >> {log}; }}
+request="{name} --zone={zone} --project={project}"
+[ -s {end} ] || echo $(( $(date +%s) > {latest_start} ? $(date +%s) : $(date +%s) + {minutes} * 60 )) > {end}
+end=$(cat {end})
+if gcloud compute tpus queued-resources describe $request > /dev/null 2>> {log}; then
+  say "asks for its own deletion at $(date -u -d "@$end" +%FT%TZ): its account may look; whether it may delete shows then"
+else
+  say "NOT SAFE: its service account cannot even look at its own request; it will try to delete itself, and may fail"
+fi
+while [ $(date +%s) -lt $end ]; do sleep 20; done
+while true; do
+  say "time is up"
+  gcloud compute tpus queued-resources delete $request --force --quiet --async >> {log} 2>&1
+  sleep 60
+done
+"""
+GUARD_END = "/var/lib/tpukit-end"
+
+
+def create(
+    name: str = "tpukit",
+    /,
+    *,
+    accelerator: str = "v5litepod-1",
+    zone: str = "us-central1-a",
+    spot: bool = False,
+    hours: float = 4.0,
+    wait_hours: float = 1.0,
+    service_account: str = "",
+    project: str = "",
+    yes: bool = False,
+    dry_run: bool = False,
+):
+    """Rent a TPU machine, or a slice of several hosts: says what it costs, asks, requests it, and waits until it is there.
+
+    It deletes itself after --hours, whatever runs on it then. An interrupt while it waits deletes the request.
+
+    Args:
+        name: what the machine is called.
+        accelerator: a TPU type with its number: chips for v5litepod (v5e) and v6e, cores (two a chip) for v5p and v4.
+        zone: where. Not every zone has every type.
+        spot: spare capacity: cheaper, and can be taken away at any time, with what is on it.
+        hours: the machine deletes itself after so many hours.
+        wait_hours: so long the request may wait for free chips; then it is deleted.
+        service_account: whom the machine acts as, to delete itself (roles/tpu.admin); the project's default unless given.
+        project: Google Cloud project; the one of gcloud's configuration unless given.
+        yes: do not ask.
+        dry_run: print the commands, and run none.
+    """
+    rented.check_name(name)
+    generation = generation_of(accelerator)
+    _check(zone, hours, wait_hours, service_account)
+    print(cost_in_words(accelerator, spot, hours))
+    cloud = Gcloud(project, dry_run)
+    for other in rented.find(cloud, zone):
+        if other.name == name:
+            raise TpukitError(
+                f"{name} is there already, in {zone}, {other.state}: choose another name, or delete that one first"
+            )
+    confirm(f"Rent {name} in {zone} of project {cloud.project}?", yes or dry_run)
+    minutes, mark = max(round(hours * 60), 1), secrets.token_hex(4)
+    labels = {rented.MARK[0]: rented.MARK[1], "tpukit-minutes": minutes, "tpukit-request": mark}
+    labels["tpukit-capacity"] = "spot" if spot else "on-demand"
+    guard = GUARD.format(
+        name=name, zone=zone, project=cloud.project, minutes=minutes, log=GUARD_LOG, end=GUARD_END,
+        latest_start=round(time.time() + wait_hours * 3600) + 1800,
+    )  # fmt: skip
+    words = cloud.tpus(
+        "queued-resources",
+        "create",
+        name,
+        f"--node-id={name}",
+        f"--accelerator-type={accelerator}",
+        f"--runtime-version={generation.image}",
+        f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
+        f"--scopes={SCOPE}",
+        f"--valid-until-duration={round(wait_hours * 3600)}s",
+        f"--metadata=^~^startup-script={guard}",
+        *["--spot"] * spot,
+        *[f"--service-account={service_account}"] * bool(service_account),
+        zone=zone,
+    )
+    request = _Request(cloud, name, zone, mark)
+    if not dry_run:
+        print("asking Google for it; an interrupt takes it back", flush=True)
+    with _signals((signal.SIGTERM, HANG_UP), _interrupt):  # around the handlers too: what comes late must not kill them
+        try:
+            cloud.ask(*words)
+            request.made = True
+            request.wait(wait_hours * 3600)
+        except KeyboardInterrupt:
+            request.withdraw("interrupted: deleting the request (this takes a moment)")
+            raise
+        except _Over:
+            request.withdraw()
+            raise
+        except TpukitError as error:
+            if request.made:  # it was asked for its state and did not answer
+                raise TpukitError(
+                    f"{error}\nThe request stands, and may become a machine that costs: {_how_to_delete(name, zone)}"
+                )
+            try:
+                request.withdraw(quiet=True)  # what it left, if anything
+            except TpukitError:
+                raise TpukitError(f"{error}\nWhether a request was made all the same is not known: tpukit cloud list tells")
+            raise
+        except BaseException:  # what is printed here goes into a pipe that is closed, for instance
+            request.withdraw(quiet=True)
+            raise
+    if not dry_run:
+        print(
+            f"{name} is there and costs money from now on. It deletes itself in {hours:g} hours; sooner: "
+            f"tpukit cloud delete {name}\n"
+            "Whether its account lets it look at itself, `tpukit cloud run` shows; whether it deleted itself, `tpukit cloud list`\n"
+            f"  tpukit cloud run {name} -- train mshnet ...   tpukit cloud open {name}   tpukit cloud list"
+        )
+
+
+def listing(*, zone: str = "", project: str = "", json: bool = False, dry_run: bool = False):
+    """What is rented in all zones: with its cost so far and when it deletes itself; what was forgotten comes first.
+
+    Args:
+        zone: look in this zone alone.
+        project: Google Cloud project; the one of gcloud's configuration unless given.
+        json: print a JSON list, for machines.
+        dry_run: print the commands, and run none.
+    """
+    cloud = Gcloud(project, dry_run)
+    found = rented.find(cloud, zone or rented.EVERYWHERE)
+    if dry_run:
+        return
+    print(_as_json([r.as_dict() for r in found if r.ours]) if json else rented.table(found))
+
+
+def delete(
+    name: str = "",
+    /,
+    *,
+    expired: bool = False,
+    fetch: bool = False,
+    zone: str = "",
+    project: str = "",
+    yes: bool = False,
+    dry_run: bool = False,
+):
+    """Delete a machine that tpukit made, with its request, and look that it is gone. Others are left alone.
+
+    Args:
+        name: what the machine is called.
+        expired: all that were forgotten: machines past their time, and requests that are over.
+        fetch: bring the run back first; where that fails, nothing is deleted.
+        zone: where; it is looked for in all zones unless given.
+        project: Google Cloud project; the one of gcloud's configuration unless given.
+        yes: do not ask.
+        dry_run: print the commands, and run none.
+    """
+    if bool(name) == expired:
+        raise TpukitError("`tpukit cloud delete` needs a name, or --expired for all that were forgotten (tpukit cloud list)")
+    cloud = Gcloud(project, dry_run)
+    if expired and dry_run:
+        rented.find(cloud, zone or rented.EVERYWHERE)
+        print("# and for each NAME and ZONE that was forgotten:")
+        machines = [rented.Rented("NAME", zone or "ZONE")]
+    elif expired:
+        machines = [r for r in rented.find(cloud, zone or rented.EVERYWHERE) if r.ours and r.forgotten]
+        if not machines:
+            print("nothing was forgotten")
+            return
+    else:
+        machines = [rented.find_ours(cloud, name, zone)]
+    if not dry_run:
+        for machine in machines:
+            usd = machine.usd_so_far()
+            cost = "" if not usd else f", about ${usd:.2f} so far"
+            print(f"{machine.name}: {machine.accelerator} in {machine.zone}, {machine.state}{cost}")
+        lost = "" if fetch else " What is on it and was not fetched (tpukit cloud fetch, or --fetch) is lost."
+        confirm(f"Delete {' and '.join(m.name for m in machines)}?{lost}", yes)
+    errors = []
+    for machine in machines:
+        try:
+            if fetch and machine.state in (*rented.OVER, *rented.TAKEN):
+                print(f"{machine.name} is {machine.state}: there is nothing to fetch any more")
+            elif fetch and (machine.node or dry_run):
+                from tpukit.tools.cloud import running
+
+                running.fetch_run(cloud, machine)
+            delete_checked(cloud, machine.name, machine.zone)
+        except TpukitError as error:  # the others are deleted all the same
+            errors.append(error)
+    if errors:
+        raise errors[0] if len(errors) == 1 else TpukitError("\n".join(str(error) for error in errors))
+
+
+def delete_checked(cloud, name, zone):
+    """Look again whose it is, delete it, and look whether it is gone."""
+    there = look(cloud, name, zone)
+    if not cloud.dry_run and not there.request and not there.node:
+        _tell(f"{name} is gone")
+        return
+    if not cloud.dry_run and not there.ours:
+        raise TpukitError(f"{name} in {zone} does not carry the label {'='.join(rented.MARK)}: it is left alone")
+    tries = 1 if cloud.dry_run else 20
+    for attempt in range(tries):
+        if there.request or cloud.dry_run:
+            _delete_part(cloud, "queued-resources", name, zone, "--force")
+        elif there.node:
+            _delete_part(cloud, "tpu-vm", name, zone)
+        there = look(cloud, name, zone)
+        if not there.request and not there.node:
+            if not cloud.dry_run:
+                _tell(f"{name} is gone")
+            return
+        if not there.ours:
+            break
+        time.sleep(POLL_S)
+    raise TpukitError(f"{name} is still there and may cost money: {_how_to_delete(name, zone)}")
+
+
+def look(cloud, name, zone):
+    """The request and the machine of that name, as they are now."""
+    return rented.Rented(name, zone, _part(cloud, "queued-resources", name, zone), _part(cloud, "tpu-vm", name, zone))
+
+
+def _part(cloud, group, name, zone):
+    try:
+        return cloud.read(*cloud.tpus(group, "describe", name, zone=zone))
+    except GcloudError as error:
+        if error.kind == "gone":
+            return None
+        raise
+
+
+def _delete_part(cloud, group, name, zone, *flags):
+    try:
+        cloud.ask(*cloud.tpus(group, "delete", name, *flags, zone=zone))
+    except GcloudError as error:
+        if error.kind != "gone":
+            raise
+
+
+class _Over(TpukitError):
+    """The request ended without a machine."""
+
+
+class _Request:
+    """A request that this process made, while it waits."""
+
+    def __init__(self, cloud, name, zone, mark):
+        self.cloud, self.name, self.zone, self.mark = cloud, name, zone, mark
+        self.made = False  # gcloud said that it took it
+
+    def wait(self, patience_s):
+        """Until the machine is there. Raises _Over where it will not come, GcloudError where gcloud answers no more."""
+        start, told, failures = time.monotonic(), ("", 0), 0
+        while True:
+            request = None
+            try:
+                request = self.cloud.read(*self.cloud.tpus("queued-resources", "describe", self.name, zone=self.zone))
+                failures = 0
+            except TpukitError as error:
+                failures += 1
+                if getattr(error, "kind", "") == "gone":
+                    raise _Over(f"{self.name} is gone: somebody deleted the request")
+                if failures == 5:
+                    raise
+                print(f"no answer, trying again: {getattr(error, 'said', str(error)).splitlines()[-1]}", flush=True)
+            if self.cloud.dry_run:
+                print("# ... again until it is ACTIVE")
+                return
+            minutes = (time.monotonic() - start) / 60
+            state = rented.state_of(request)
+            if request and told != (state, minutes // 5):
+                told = (state, minutes // 5)
+                print(f"{minutes:3.0f} min  {state}: {rented.REQUESTS.get(state, 'unknown to tpukit')}", flush=True)
+            if state == "ACTIVE":
+                return
+            if state in rented.OVER:
+                error = ((request.get("state") or {}).get("failedData") or {}).get("error") or {}
+                words = self.cloud.tpus("queued-resources", "create", self.name, zone=self.zone)
+                words.append(f"--accelerator-type={rented.Rented(self.name, self.zone, request).accelerator}")
+                raise _Over(str(GcloudError(words, error.get("message") or f"the request ended as {state}, without a reason")))
+            if state in rented.WAITING and minutes * 60 > patience_s:
+                accelerator = rented.Rented(self.name, self.zone, request).accelerator
+                raise _Over(
+                    f"no free {accelerator} in {self.zone} within {patience_s / 3600:g} hours. Wait longer (--wait-hours), "
+                    f"take a smaller one, --spot or without it, or another zone. {zones_of(accelerator)}"
+                )
+            time.sleep(POLL_S)
+
+    def withdraw(self, why="", quiet=False):
+        """Delete the request, if it is there and is this one."""
+        with _signals((signal.SIGINT, signal.SIGTERM, HANG_UP), signal.SIG_IGN):
+            if why:
+                _tell(why)
+            try:
+                there = look(self.cloud, self.name, self.zone)
+                if not there.request and not there.node:
+                    if not quiet:
+                        _tell("nothing was made, nothing is left")
+                elif self.made and not there.labels:
+                    how = _how_to_delete(self.name, self.zone)
+                    _tell(f"{self.name} in {self.zone} shows no labels and is left alone. It may cost; if it is yours: {how}")
+                elif there.label("tpukit-request") != self.mark:
+                    _tell(f"{self.name} in {self.zone} is not what this command asked for: it is left alone")
+                else:
+                    delete_checked(self.cloud, self.name, self.zone)
+            except TpukitError as error:
+                raise TpukitError(
+                    f"{error}\nThe request may still become a machine that costs: {_how_to_delete(self.name, self.zone)}"
+                )
+
+
+def confirm(question, yes):
+    """Go on after a yes. Raises TpukitError for a no, and where nobody can be asked."""
+    if yes:
+        return
+    if not sys.stdin or not sys.stdin.isatty():
+        raise TpukitError("nobody can be asked here, and nothing was done: say yes beforehand with --yes")
+    try:
+        answer = input(f"{question} [y/N] ")
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
+        raise TpukitError("nothing was done")
+
+
+def _check(zone, hours, wait_hours, service_account):
+    if not re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z0-9]+", zone):
+        raise TpukitError(f"zone {zone!r}: a zone is called like us-central1-a, with its last letter")
+    if not 0 < hours <= 24 * 7:
+        raise TpukitError(f"hours={hours:g}: more than 0, and at most {24 * 7}, a week")
+    if not 0 < wait_hours <= 24 * 7:
+        raise TpukitError(f"wait_hours={wait_hours:g}: more than 0, and at most {24 * 7}, a week")
+    if service_account and not re.fullmatch(r"[\w.+-]+@[\w.-]+", service_account):
+        raise TpukitError(f"service_account {service_account!r} is no address like NAME@PROJECT.iam.gserviceaccount.com")
+
+
+def _how_to_delete(name, zone):
+    return line(["compute", "tpus", "queued-resources", "delete", name, f"--zone={zone}", "--force"])
+
+
+def _as_json(value):
+    return json.dumps(value, indent=1)
+
+
+def _tell(words):
+    """Print, also where the terminal may be gone."""
+    with contextlib.suppress(OSError):
+        print(words, flush=True)
+
+
+def _interrupt(number, frame):
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _signals(numbers, handler):
+    """Within it, these signals are handled so; one that is ignored (nohup) stays so. In other threads this does nothing."""
+    mine = threading.current_thread() is threading.main_thread()
+    numbers = {number for number in numbers if mine and signal.getsignal(number) != signal.SIG_IGN}
+    old = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in old.items():
+            signal.signal(number, before)
