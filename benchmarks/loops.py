@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from tpukit import MNIST, MSHNet, Run, train
-from tpukit.runtime import Runtime, XLARuntime
+from tpukit.runtime import Runtime
+from tpukit.xla import XLARuntime
 
 ROUNDS = 11  # each is noisy on a shared machine
 

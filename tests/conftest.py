@@ -29,7 +29,7 @@ def _opened():
         import torch_xla  # noqa: F401
     except ImportError:
         return None
-    from tpukit.runtime import XLARuntime
+    from tpukit.xla import XLARuntime
 
     return XLARuntime("xla")
 

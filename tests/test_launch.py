@@ -19,8 +19,9 @@ from tests.conftest import ROOT, best_weights, checkpoint, exact, same
 from tests.launched import Watched
 from tpukit import MSHNet, Run, TpukitError, environment, launching, storage, train, weights
 from tpukit.feeding import training_plan
-from tpukit.runtime import Runtime, XLARuntime, check_batch
+from tpukit.runtime import Runtime, check_batch
 from tpukit.world import World
+from tpukit.xla import XLARuntime
 
 PLAIN = dict(os.environ, CUDA_VISIBLE_DEVICES="")
 CPU = {name: value for name, value in PLAIN.items() if name not in ("PJRT_DEVICE", "XLA_FLAGS")}

@@ -19,9 +19,10 @@ from tests.conftest import SMALL, best_weights, checkpoint, exact, same
 from tpukit import CDEIT, MNIST, MSHNet, Run, TpukitError, Workload, train
 from tpukit.feeding import Feed, evaluation_plan, training_plan
 from tpukit.run import setting
-from tpukit.runtime import Runtime, XLARuntime
+from tpukit.runtime import Runtime
 from tpukit.scoring import evaluate
 from tpukit.training import Diverged
+from tpukit.xla import XLARuntime
 
 # Every workload
 
@@ -343,8 +344,8 @@ def test_the_loss_is_computed_in_float32_under_autocast(infrared):
 
 
 def test_gpus_without_bf16_take_fp16_with_a_scaler_and_unknown_precisions_are_refused(monkeypatch):
+    from tpukit.devices import open_runtime
     from tpukit.environment import detect
-    from tpukit.runtime import open_runtime
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)

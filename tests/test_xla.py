@@ -247,7 +247,7 @@ def test_an_spmd_process_takes_the_chips_known_memory_and_not_the_hosts(xla, mon
 
 
 def test_xla_refuses_fp16_and_says_what_to_use():
-    from tpukit.runtime import XLARuntime
+    from tpukit.xla import XLARuntime
 
     with pytest.raises(TpukitError, match="use 'bf16' or 'auto'"):
         XLARuntime("xla", "fp16")
@@ -255,7 +255,7 @@ def test_xla_refuses_fp16_and_says_what_to_use():
 
 def test_bf16_autocast_runs_on_the_xla_device(digits, tmp_path):
     pytest.importorskip("torch_xla")
-    from tpukit.runtime import XLARuntime
+    from tpukit.xla import XLARuntime
 
     runtime = XLARuntime("xla", "bf16")
     task = MNIST(dataset_dir=digits, epochs=1, batch_size=8)

@@ -20,9 +20,10 @@ import traceback
 from typing import Callable
 
 from tpukit import environment, storage
+from tpukit.devices import open_runtime
 from tpukit.errors import TpukitError
 from tpukit.run import Run
-from tpukit.runtime import check_batch, open_runtime
+from tpukit.runtime import check_batch
 from tpukit.task import Workload
 from tpukit.troubles import mend_for
 from tpukit.watching import Paths, Watch, end_with_parent

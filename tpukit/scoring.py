@@ -6,9 +6,10 @@ import itertools
 import json
 
 from tpukit import environment, weights
+from tpukit.devices import open_runtime
 from tpukit.errors import TpukitError
 from tpukit.feeding import Feed, evaluation_plan
-from tpukit.runtime import check_batch, open_runtime
+from tpukit.runtime import check_batch
 
 
 def test(task, run, *, runtime=None, progress=True):

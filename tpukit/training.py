@@ -11,9 +11,10 @@ import time
 import torch
 
 from tpukit import environment, weights
+from tpukit.devices import open_runtime
 from tpukit.errors import TpukitError
 from tpukit.feeding import Feed, training_plan
-from tpukit.runtime import check_batch, open_runtime
+from tpukit.runtime import check_batch
 from tpukit.scoring import predictions, progress_bar, say_of
 from tpukit.stepping import SUMS, USUAL_NORM, freeze_batch_norm, fresh_sums, training_step
 from tpukit.stopping import Stop

@@ -66,7 +66,7 @@ def try_model(task, env):
     import torch
 
     from tpukit import weights
-    from tpukit.runtime import open_runtime
+    from tpukit.devices import open_runtime
 
     torch.manual_seed(0)
     model = task.model()

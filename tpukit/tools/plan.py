@@ -223,8 +223,8 @@ def write_programs(request, folder):
     import numpy as np
 
     from tpukit.feeding import Feed
-    from tpukit.runtime import RecordingRuntime
     from tpukit.stepping import freeze_batch_norm, fresh_sums, training_step
+    from tpukit.xla import RecordingRuntime
 
     kind = getattr(importlib.import_module(request["module"]), request["kind"])
     given = {name: Path(v) if v and name in ("dataset_dir", "weights") else v for name, v in request["settings"].items()}

@@ -10,37 +10,14 @@ import threading
 import time
 
 from tpukit.errors import TpukitError
-from tpukit.tools.cloud import rented
+from tpukit.tools.cloud import rented, running
 from tpukit.tools.cloud.gcloud import Gcloud, GcloudError, line
+from tpukit.tools.cloud.guard import guard_script
 from tpukit.tools.cloud.tpu_types import cost_in_words, generation_of, zones_of
 
 POLL_S = 15
 HANG_UP = getattr(signal, "SIGHUP", signal.SIGTERM)
-GUARD_LOG = "/var/tmp/tpukit-guard.txt"
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"  # what the machine needs to delete itself; IAM says what it may do
-
-# Runs on every host at every start, as root. The end is counted from the first start, and a machine that comes later than its
-# request was meant to wait, when nobody looks any more, goes at once. No "~" in it: that
-# separates the metadata.
-GUARD = """#!/bin/bash
-# By tpukit: this machine deletes itself, whatever runs on it and whoever is gone.
-say() {{ echo "$(date -u +%FT%TZ) $*" >> {log}; }}
-request="{name} --zone={zone} --project={project}"
-[ -s {end} ] || echo $(( $(date +%s) > {latest_start} ? $(date +%s) : $(date +%s) + {minutes} * 60 )) > {end}
-end=$(cat {end})
-if gcloud compute tpus queued-resources describe $request > /dev/null 2>> {log}; then
-  say "asks for its own deletion at $(date -u -d "@$end" +%FT%TZ): its account may look; whether it may delete shows then"
-else
-  say "NOT SAFE: its service account cannot even look at its own request; it will try to delete itself, and may fail"
-fi
-while [ $(date +%s) -lt $end ]; do sleep 20; done
-while true; do
-  say "time is up"
-  gcloud compute tpus queued-resources delete $request --force --quiet --async >> {log} 2>&1
-  sleep 60
-done
-"""
-GUARD_END = "/var/lib/tpukit-end"
 
 
 def create(
@@ -87,10 +64,7 @@ def create(
     minutes, mark = max(round(hours * 60), 1), secrets.token_hex(4)
     labels = {rented.MARK[0]: rented.MARK[1], "tpukit-minutes": minutes, "tpukit-request": mark}
     labels["tpukit-capacity"] = "spot" if spot else "on-demand"
-    guard = GUARD.format(
-        name=name, zone=zone, project=cloud.project, minutes=minutes, log=GUARD_LOG, end=GUARD_END,
-        latest_start=round(time.time() + wait_hours * 3600) + 1800,
-    )  # fmt: skip
+    guard = guard_script(name, zone, cloud.project, minutes, latest_start=round(time.time() + wait_hours * 3600) + 1800)
     words = cloud.tpus(
         "queued-resources",
         "create",
@@ -207,8 +181,6 @@ def delete(
             if fetch and machine.state in (*rented.OVER, *rented.TAKEN):
                 print(f"{machine.name} is {machine.state}: there is nothing to fetch any more")
             elif fetch and (machine.node or dry_run):
-                from tpukit.tools.cloud import running
-
                 running.fetch_run(cloud, machine)
             delete_checked(cloud, machine.name, machine.zone)
         except TpukitError as error:  # the others are deleted all the same

@@ -7,7 +7,7 @@ from pathlib import Path
 from tpukit.errors import TpukitError
 from tpukit.tools.cloud import rented
 from tpukit.tools.cloud.gcloud import Gcloud
-from tpukit.tools.cloud.renting import GUARD_LOG
+from tpukit.tools.cloud.guard import GUARD_LOG
 from tpukit.tools.cloud.skypilot import PYTHON, SOURCE, check_command, install_steps, run_folder
 
 JOB = "tpukit-job"  # in the home folder of every host: log.txt, pid, and run, which names the run's folder

@@ -1,0 +1,147 @@
+"""`tpukit train`, `test`, `show`, `report` and `watch`: a run is made, scored and looked at."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+from tpukit.cli.options import launch_settings, parse, quiet_unless_first, with_dataset
+from tpukit.errors import TpukitError
+
+# Settings that a test does not take over from the training.
+NOT_OF_THE_RUN = ("weights", "batch_size", "precision")
+
+
+def train(argv):
+    from tpukit import environment, report
+    from tpukit.launching import launch
+    from tpukit.run import Run
+    from tpukit.training import train as run_training
+
+    task, options = parse("train", argv)
+    env = environment.detect()
+    with quiet_unless_first(environment):
+        task = with_dataset(task, env)
+    run = Run.open(options.run or env.outputs / task.name, task, backup=options.backup)
+    scores = launch(run_training, task, run, **launch_settings(options))
+    if scores and environment.rank() == 0:
+        print(f"\n{report.scores_table(scores)}\n\nrun: {run.path}  (tpukit show {run.path})")
+
+
+def test(argv):
+    from tpukit import display, environment, report
+    from tpukit.launching import launch
+    from tpukit.run import Run
+    from tpukit.scoring import test as run_test
+
+    task, options = parse("test", argv)
+    env = environment.detect()
+    path = options.run or env.outputs / (f"{task.name}-test" if task.weights else task.name)
+    if task.weights and (path / "best.safetensors").exists():
+        raise TpukitError(f"--weights {task.weights} or the best weights of the run {path}? Give one of --weights and --run")
+    if (path / "config.json").is_file():
+        task = _as_trained(task, Run.find(path).config)
+    with quiet_unless_first(environment):
+        task = with_dataset(task, env)
+    path.mkdir(parents=True, exist_ok=True)
+    run = Run(path)
+    scores = launch(run_test, task, run, **launch_settings(options))
+    if scores and environment.rank() == 0:
+        print(f"\n{report.scores_table(scores)}")
+        if task.kept(run.path / "predictions"):
+            display.show_predictions(run, task, count=8)
+            print(f"predictions: {run.path / 'predictions'}")
+
+
+def _as_trained(task, config):
+    """The task with the run's own settings (of its model, above all), where the command line leaves them at their defaults."""
+    if config["workload"] != task.name:
+        return task
+    own = {}
+    for field in dataclasses.fields(task):
+        value = config["settings"].get(field.name, field.default)
+        if not field.metadata.get("free") and field.name not in NOT_OF_THE_RUN and getattr(task, field.name) == field.default:
+            own[field.name] = value
+    return dataclasses.replace(task, **own)
+
+
+def show(argv):
+    import tyro
+
+    from tpukit import display
+
+    def options(run: Annotated[Path, tyro.conf.Positional]) -> Path:
+        """Scores and curves of a run.
+
+        Args:
+            run: the folder of a run.
+        """
+        return run
+
+    display.show(tyro.cli(options, args=argv, prog="tpukit show"))
+
+
+def report(argv):
+    import tyro
+
+    from tpukit import display, environment, workloads
+    from tpukit.run import Run
+
+    def options(
+        run: Annotated[Path, tyro.conf.Positional],
+        trace: int = 0,
+        hlo: bool = False,
+        dataset_dir: Path | None = None,
+        cores: int | None = None,
+        parallel: str = "processes",
+    ):
+        """What the accelerator did in a run: compilations and their causes, where a step's time went, memory.
+
+        Args:
+            run: the folder of a run.
+            trace: also run so many steps of its task once more, here, and keep a profiler's trace of them for TensorBoard. Names the lines of
+                operations that ran on the CPU instead or waited for the device. The run itself is not touched.
+            hlo: also keep the step's program as the XLA device gets it, with the line of each operation.
+            dataset_dir: the dataset for these steps, where it is not where the run found it.
+            cores: of these steps, as for train.
+            parallel: of these steps, as for train.
+        """
+        return Run.find(run), trace, hlo, dataset_dir, dict(cores=cores, parallel=parallel)
+
+    run, steps, hlo, dataset_dir, how = tyro.cli(
+        options, args=argv, prog="tpukit report", config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    display.show_report(run)
+    if steps or hlo:
+        from tpukit.tools.look import look
+
+        workload, own = workloads.find(run.config["workload"]), run.config["settings"]
+        kept = {
+            f.name: own[f.name]
+            for f in dataclasses.fields(workload)
+            if f.name in own and f.name not in ("weights", "dataset_dir")
+        }
+        task = workload(**kept, dataset_dir=dataset_dir or Path(own["dataset_dir"] or "."))
+        seen = look(with_dataset(task, environment.detect()), run, steps=steps or 1, hlo=hlo, **how)
+        print("\n" + "\n".join(f"- {said}" for said in seen.findings()))
+        if seen.rows:
+            print(f"\n{seen.table()}")
+
+
+def watch(argv):
+    import tyro
+
+    from tpukit.run import Run
+    from tpukit.tools import watch as tool
+
+    def options(run: Annotated[Path, tyro.conf.Positional], interval_s: float = 2.0, once: bool = False):
+        """A run that another process trains: how far, how fast, what it scored, and how busy the chip is.
+
+        Args:
+            run: the folder of a run.
+            interval_s: seconds from one look to the next.
+            once: look once.
+        """
+        return Run.find(run), interval_s, once
+
+    run, interval_s, once = tyro.cli(options, args=argv, prog="tpukit watch", config=(tyro.conf.FlagCreatePairsOff,))
+    tool.watch(run, interval_s=interval_s, once=once)
