@@ -281,8 +281,8 @@ def test_a_bound_at_an_unknown_cost_is_not_what_could_finish_within_a_budget():
     said = lambda *table: next(  # noqa: E731
         s for s in compare.compare([], plans=[plan], prices=table, budget_usd=10).sentences() if s.startswith("Bound")
     )
-    assert "the cheapest that could finish within $10.00: TPU v6e at batch 32, Google Cloud" in said(*table)
-    assert "nothing is known to finish within $10.00. It may be TPU v6e at batch 32, Colab" in said(table[0])
+    assert "the cheapest that could finish within 10.00 USD: TPU v6e at batch 32, Google Cloud" in said(*table)
+    assert "nothing is known to finish within 10.00 USD. It may be TPU v6e at batch 32, Colab" in said(table[0])
 
 
 def test_made_up_images_count_as_an_epoch_of_the_published_set_and_that_is_said():
@@ -306,7 +306,7 @@ def test_the_choice_in_words_names_sessions_cost_and_what_was_not_measured():
     assert said[0] == (
         "Measured, the cheapest that finishes within 24.0 h: T4 at batch 32, Kaggle: 400 epochs take 7.2 h in 2 sessions, free."
     )
-    assert "Google Cloud: 400 epochs take 7.2 h in 1 session, for $2.52." in said[1]
+    assert "Google Cloud: 400 epochs take 7.2 h in 1 session, for 2.52 USD." in said[1]
     (nothing, *_) = compare.compare([slow], prices=table, deadline_h=1).sentences()
     assert nothing.startswith(
         "Measured: nothing is known to finish within 60.0 min. The soonest is T4 at batch 32, Google Cloud"
@@ -603,7 +603,7 @@ def test_the_command_measures_merges_and_chooses(digits, tmp_path, monkeypatch, 
     capsys.readouterr()
     assert cli.main(["compare", "outputs/comparison/mnist-cpu.json", *options]) == 0
     out = capsys.readouterr().out
-    assert "Measured, the cheapest that finishes within 5.0 h and $5.00: CPU at batch 8, here: 7 epochs take" in out
+    assert "Measured, the cheapest that finishes within 5.0 h and 5.00 USD: CPU at batch 8, here: 7 epochs take" in out
     assert Path("outputs/comparison/comparison.png").stat().st_size > 10_000
     assert cli.main("compare --deadline-h 24 --budget-usd 10".split()) == 0
     assert "T4, Kaggle: 400 epochs take 20.1 h in 2 sessions, free." in capsys.readouterr().out
@@ -681,7 +681,7 @@ def test_the_notebook_measures_merges_and_chooses(tmp_path):
         "batch 4: ",
         "CPU XLA device (local",
         "T4 x 2 (Kaggle, 2026-11-22): batch 32",
-        "Measured, the cheapest that finishes within 3.0 days and $10.00: T4 x 2 at batch 32, Kaggle",
+        "Measured, the cheapest that finishes within 3.0 days and 10.00 USD: T4 x 2 at batch 32, Kaggle",
         "The published figures are left out",
         "200 epochs take",
     ):

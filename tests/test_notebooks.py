@@ -144,7 +144,7 @@ def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(tmp_pa
     assert said.count("epoch 4: loss") == 2 and "did not run" not in said and own.read_text() == "model = model.cuda()\n"
     assert any("7 that will not work on a TPU, 3 that will be slow" in shown for shown in outputs(notebook, "text/html"))
     (table,) = [shown for shown in outputs(notebook, "text/html") if "images a second" in shown]
-    assert "nan" not in table and "tpukit, 1 core" in table
+    assert "nan" not in table and "tpukit, 1 x " in table
 
 
 def test_the_gpu_notebook_runs_on_the_cpu_when_told_to(tmp_path, monkeypatch):

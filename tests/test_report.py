@@ -14,6 +14,7 @@ from tests.conftest import ROOT, exact
 from tpukit import TpukitError, causes, cli, display, report, train
 from tpukit.run import Run
 from tpukit.runtime import Runtime
+from tpukit.tables import Sentences
 from tpukit.tools.look import _Lines, look
 from tpukit.workloads.mnist import MNIST
 from tpukit.world import World
@@ -152,6 +153,20 @@ def test_a_finished_run_that_is_started_again_is_still_reported_by_the_session_t
     train(task, Run.open(run.path, task), runtime=cpu, progress=False)
     assert len(run.records("start")) == 2
     assert (report.findings(run.records()), [str(t) for t in report.accelerator_tables(run.records())]) == before
+
+
+def test_sentences_are_the_same_in_a_notebook_as_in_a_shell_whatever_signs_they_hold():
+    from html.parser import HTMLParser
+
+    from nbconvert.filters.markdown import markdown2html
+
+    said = Sentences(["<lambda> took 2*3*4 ms, `a*b*c` and `<lambda>`: snake_case_name", "between $1 and $2"])
+    assert repr(said).splitlines() == [f"- {sentence}" for sentence in said]
+    read = []
+    parser = HTMLParser()
+    parser.handle_data = read.append
+    parser.feed(markdown2html(said._repr_markdown_()))
+    assert "".join(read).split("\n") == ["", *(sentence.replace("`", "") for sentence in said), "", ""]
 
 
 def test_intervals_divide_their_own_times_by_their_steps():

@@ -9,7 +9,7 @@ import numpy as np
 from tpukit import report, weights
 from tpukit.errors import TpukitError
 from tpukit.run import Run, settings
-from tpukit.tables import Table
+from tpukit.tables import Sentences, Table
 
 INK, ACCENT, SECOND, GREY = "#1f2933", "#0b6e99", "#c2410c", "#8a94a0"
 
@@ -29,7 +29,7 @@ def show(run):
     if figure is not None:
         _out(figure, run.path / "pictures" / "curves.png")
     if not records:
-        _say(["This run has not started yet."])
+        _out(Sentences(["This run has not started yet."]))
 
 
 def show_report(run):
@@ -40,7 +40,7 @@ def show_report(run):
     """
     run = run if isinstance(run, Run) else Run.find(run)
     records = run.records()
-    _say(report.findings(records))
+    _out(Sentences(report.findings(records)))
     for table in report.accelerator_tables(records):
         _out(table)
     figure = report_figure(records)
@@ -110,7 +110,7 @@ def show_plan(plan):
     """Show what `plan` found: the table, and the peak of each batch size beside the chip's memory."""
     _out(plan.table())
     _out(plan_figure(plan))
-    _say([plan.caption])
+    _out(Sentences([plan.caption]))
 
 
 def show_comparison(comparison, picture=None):
@@ -118,7 +118,7 @@ def show_comparison(comparison, picture=None):
     for table in comparison.tables():
         _out(table)
     _out(comparison_figure(comparison), picture)
-    _say(comparison.sentences())
+    _out(comparison.sentences())
 
 
 def comparison_figure(comparison):
@@ -151,7 +151,7 @@ def comparison_figure(comparison):
             _empty(axis, "nothing measured yet")
     _bars(time, [(way.label, way.hours(epochs), look(way.kind)) for way in ways], f"hours of {epochs} epochs", "{:.3g}")
     bars = [(f"{c.way.label}, {c.place}", c.usd, look(c.way.kind)) for c in choices]
-    _bars(cost, bars, f"USD of {epochs} epochs", "${:.2f}")
+    _bars(cost, bars, f"USD of {epochs} epochs", "{:.2f}")
     present = {way.kind: look(way.kind) for way in ways}
     figure.legend(
         handles=[Patch(label=kind, **style) for kind, style in present.items()], loc="outside lower center", ncols=3, fontsize=8
@@ -281,18 +281,18 @@ def _in_notebook():
 
 
 def _out(thing, path=None):
-    """Display a table or a figure in a notebook, print a table in a shell; keep a figure at `path`."""
+    """Display a table, sentences or a figure in a notebook, print what has words in a shell; keep a figure at `path`."""
     if path is not None:
         path.parent.mkdir(exist_ok=True)
         thing.savefig(path, dpi=110)
     if _in_notebook():
         from IPython.display import display
 
-        if isinstance(thing, Table):
+        if isinstance(thing, (Table, Sentences)):
             display(thing)
         else:
             _display_figure(thing)
-    elif isinstance(thing, Table):
+    elif isinstance(thing, (Table, Sentences)):
         print(f"\n{thing}")
     elif path is not None:
         print(f"\npicture: {path}")
@@ -306,12 +306,3 @@ def _display_figure(figure):
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=110, format="png")
     display(Image(buffer.getvalue()))
-
-
-def _say(sentences):
-    if _in_notebook():
-        from IPython.display import Markdown, display
-
-        display(Markdown("\n".join(f"- {s}" for s in sentences)))
-    else:
-        print("\n" + "\n".join(f"- {s}" for s in sentences))

@@ -1,7 +1,9 @@
-"""A small table that reads the same in a shell and in a notebook."""
+"""A small table, and sentences, that read the same in a shell and in a notebook."""
 
 import html
 import io
+import itertools
+import re
 
 
 class Table:
@@ -28,7 +30,25 @@ class Table:
 
     def _repr_html_(self):
         head = "".join(f"<th style='text-align:left'>{html.escape(c)}</th>" for c in self.columns)
-        rows = "".join(
-            "<tr>" + "".join(f"<td style='text-align:left'>{html.escape(v)}</td>" for v in row) + "</tr>" for row in self.rows
-        )
+        rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in self.rows)
         return f"<b>{html.escape(self.title)}</b><table><tr>{head}</tr>{rows}</table>"
+
+
+def _cell(value):
+    whole = ";white-space:nowrap" if len(value) <= 16 else ""  # dates and names of hardware
+    return f"<td style='text-align:left{whole}'>{html.escape(value)}</td>"
+
+
+class Sentences(list):
+    """Sentences, one a line. `words` like these stay as they are; nothing else in them is taken for a notebook's markup."""
+
+    def __repr__(self):
+        return "\n".join(f"- {sentence}" for sentence in self)
+
+    def _repr_markdown_(self):
+        return "\n".join("- " + "`".join(map(_escaped, s.split("`"), itertools.count())) for s in self)
+
+
+def _escaped(part, index):
+    """Every other part stands outside of backquotes: there, signs that a notebook would take for formulas or markup are escaped."""
+    return part if index % 2 else re.sub(r"([$*_<])", r"\\\1", part)

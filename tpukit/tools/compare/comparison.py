@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from tpukit.errors import TpukitError
-from tpukit.tables import Table
+from tpukit.tables import Sentences, Table
 from tpukit.tools import prices as price_table
 from tpukit.tools.compare.choosing import AT_BEST, BOUND, KINDS, MEASURED, PUBLISHED, Way, choose, cost_then_time
 from tpukit.tools.compare.measurement import GIB, epoch_seconds, rate
@@ -81,7 +81,7 @@ class Comparison:
             )
             for choice in self.choices
         ]
-        columns = ("hardware and place", "what", "sessions", "machine", "calendar", "USD", "finishes")
+        columns = ("hardware and place", "what", "sessions", "machine", "calendar", "cost", "finishes")
         return Table(f"{self.epochs} epochs{_within(self.asked)}", columns, rows)
 
     def sentences(self):
@@ -108,7 +108,7 @@ class Comparison:
             said.append(f"{_named(kind)}, the cheapest that {ends}{_within(self.asked)}: {self._spoken(cheapest)}")
             if fastest != cheapest:
                 said.append(f"{_named(kind)}, the fastest: {self._spoken(fastest)}")
-        return [*said, *self.notes]
+        return Sentences([*said, *self.notes])
 
     def _spoken(self, choice):
         least = "at least " if choice.way.kind == BOUND else ""
@@ -295,7 +295,11 @@ def _span(hours):
 
 
 def _money(usd):
-    return "" if usd is None else f"${usd:.2f}" if usd >= 0.01 or usd == 0 else f"${usd:.4f}"
+    if usd is None:
+        return ""
+    return (
+        f"{usd:.2f} USD" if usd >= 0.01 or usd == 0 else f"{usd:.4f} USD"
+    )  # no dollar sign: two of them are a formula in notebooks
 
 
 def _within(asked):
