@@ -277,6 +277,23 @@ def test_a_record_holds_the_transfers_of_its_own_interval(digits, tmp_path, xla)
         assert len(speeds) == 12 and 0 < sum(speed[way] for speed in speeds) <= whole
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turning(MNIST):
+    """Predicts by another program from the second epoch on."""
+
+    def predict(self, model, batch, epoch=None):
+        digit = super().predict(model, batch)
+        return 9 - digit if epoch >= 1 else digit
+
+
+def test_an_evaluation_that_compiles_again_names_the_epoch_that_made_it(digits, tmp_path, xla):
+    task = Turning(dataset_dir=digits, epochs=3, batch_size=40)
+    run = Run.open(tmp_path, task)
+    train(task, run, runtime=xla, progress=False)
+    predicted = [(r["step"], r["why"]) for r in run.records("compile") if r["what"] == "predict"]
+    assert predicted == [(5, []), (10, ["epoch went from 0 to 1"])]
+
+
 def test_a_look_at_a_step_that_is_not_one_program_names_the_line_instead_of_a_trace(trained, xla, monkeypatch):
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     task, run = trained

@@ -241,6 +241,7 @@ def curves_figure(records):
         axis.plot(steps, values, color=ACCENT if name in ("loss", "gradient norm") else SECOND, lw=1.6, marker="o", ms=2.5)
         axis.set_title(name, loc="left", fontsize=10, color=INK)
         axis.set_xlabel("step", fontsize=8)
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
@@ -258,6 +259,9 @@ def panels_figure(rows, title):
         for axis in line:
             axis.set_axis_off()
         for axis, (name, array) in zip(line, row):
+            axis.set_axis_on()
+            axis.set(xticks=(), yticks=())
+            axis.spines[:].set_color(GREY)  # a white picture ends somewhere, too
             axis.imshow(array, cmap="gray", interpolation="nearest")
             axis.set_title(name, fontsize=9, color=INK)
     figure.suptitle(title, x=0.02, ha="left", fontsize=11, color=INK)

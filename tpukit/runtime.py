@@ -264,6 +264,9 @@ class Runtime:
         """
         return []
 
+    def forget(self):
+        """What this process compiled, called and had fall back before is no part of what is told from now on."""
+
     def counters(self):
         """What the accelerator's own counters say since the start; empty where there are none. See `XLARuntime.counters`."""
         return {}

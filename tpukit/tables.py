@@ -29,14 +29,14 @@ class Table:
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()
 
     def _repr_html_(self):
-        head = "".join(f"<th style='text-align:left'>{html.escape(c)}</th>" for c in self.columns)
-        rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in self.rows)
+        head = "".join(_cell("th", name) for name in self.columns)
+        rows = "".join(f"<tr>{''.join(_cell('td', value) for value in row)}</tr>" for row in self.rows)
         return f"<b>{html.escape(self.title)}</b><table><tr>{head}</tr>{rows}</table>"
 
 
-def _cell(value):
-    whole = ";white-space:nowrap" if len(value) <= 16 else ""  # dates and names of hardware
-    return f"<td style='text-align:left{whole}'>{html.escape(value)}</td>"
+def _cell(tag, text):
+    whole = ";white-space:nowrap" if len(text) <= 16 else ""  # dates and names of hardware
+    return f"<{tag} style='text-align:left{whole}'>{html.escape(text)}</{tag}>"
 
 
 class Sentences(list):

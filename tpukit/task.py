@@ -1,6 +1,7 @@
 """What a training task must say: `Workload`."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -95,11 +96,7 @@ class Workload:
 
     def predictor(self, model, runtime, epoch=None):
         """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps says so here."""
-
-        def predict(batch):
-            return self.predict(model, batch, epoch)
-
-        return runtime.inference(predict)
+        return runtime.inference(functools.partial(self.predict, model, epoch=epoch))
 
     def evaluate(self, predictions):
         """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,) bool."""

@@ -107,7 +107,7 @@ class Training:
         changed = dict(model=self.model, optimizer=self.optimizer) if primed else {}
         self.step_program = self.runtime.compile(self.step, task.phases if primed else task.phases + 1, **changed)
         self.average_program = self.runtime.inference(self._average)
-        self.runtime.take_compiled()  # what others before had compiled is not this training's
+        self.runtime.forget()  # what others before had compiled is not this training's
         self.steps_taken = 0
         self.save_due = False
         self.scores = None  # the last ones
@@ -191,7 +191,7 @@ class Training:
 
     def go(self):
         task, run, state = self.task, self.run, self.state
-        total = task.epochs * self.steps_per_epoch
+        total = max(task.epochs * self.steps_per_epoch, state.step)
         how = f"resuming at step {state.step} of {total}" if state.step else f"{total} steps"
         run.say(f"{task.name} on {self.runtime}: {len(self.data)} training samples, batch {task.batch_size}, {how}")
         say_of(run, self.data, self.test_data)
@@ -227,7 +227,7 @@ class Training:
         if scores is None and self.world.rank == 0:
             evaluations = run.records("evaluation")
             scores = evaluations[-1]["scores"] if evaluations else {}
-            run.say(f"nothing left to do: the run already has its {task.epochs} epochs")
+            run.say(f"nothing left to do: the run is {state.step // self.steps_per_epoch} epochs long, asked for {task.epochs}")
         return json.loads(self.world.share(json.dumps(scores))) if self.world.size > 1 else scores
 
     def _train_epoch(self, bar):

@@ -4,6 +4,7 @@
 `RecordingRuntime` writes a TPU core's programs down, without a TPU.
 """
 
+import collections
 import contextlib
 import inspect
 import os
@@ -76,7 +77,7 @@ class XLARuntime(Runtime):
         if precision == "fp16":
             raise TpukitError("precision='fp16': XLA devices train in bf16, which needs no loss scaling; use 'bf16' or 'auto'")
         self.spmd_cores = spmd_cores
-        self._compiled_lately = []
+        self.forget()
         super().__init__(accelerator, precision, world)
 
     def device_name(self):
@@ -170,11 +171,14 @@ class XLARuntime(Runtime):
             replayed = Replayed(function, graphs, model, optimizer, self.device)
         checked = self._checked(function, graphs, replayed)
         groups = optimizer.param_groups if optimizer else []
-        names, last = tuple(inspect.signature(function).parameters), {}
+        name, names = function.__name__.strip("_"), tuple(inspect.signature(function).parameters)
+        bound = getattr(inspect.unwrap(function), "keywords", {})  # of a partial, which is made anew for other values
+        if not bound:
+            self._called_with.pop(name, None)  # of another function
 
         def watched(*arguments):
-            nonlocal last
-            now = causes.described(names, arguments)
+            last = self._called_with.get(name)
+            now = causes.described(names, arguments) | bound
             for number, group in enumerate(groups):
                 of = f" of group {number}" if len(groups) > 1 else ""
                 now |= {f"the optimizer's {name}{of}": value for name, value in group.items() if name != "params"}
@@ -193,15 +197,19 @@ class XLARuntime(Runtime):
                     why = causes.changes(last, now) if last else []
                     if last and replayed and replayed.new_operation:
                         why.append(f"first new operation: {replayed.new_operation}")
-                    what = dict(what=function.__name__.strip("_"), programs=programs, seconds=seconds)
-                    self._compiled_lately.append(dict(what, why=why, refused=refused))
-                last = now
+                    event = dict(what=name, programs=programs, seconds=seconds, why=why, refused=refused)
+                    self._compiled_lately.append(event)
+                self._called_with[name] = now
 
         return watched
 
     def take_compiled(self):
         taken, self._compiled_lately = self._compiled_lately, []
         return taken
+
+    def forget(self):
+        self._compiled_lately, self._fallbacks_before = [], _fallbacks()
+        self._called_with = {}  # by the function's name: what it was last called with, as `causes` describes it
 
     def _checked(self, function, graphs, replayed):
         """The function as one program a call, which raises where a call would need one more than `graphs` of them."""
@@ -266,10 +274,8 @@ class XLARuntime(Runtime):
         return _timed("CompileTime")
 
     def counters(self):
-        """dict: compilations, executions (counts); compile_s, execute_s, to_device_s, from_device_s (seconds, summed);
-        fallbacks: operation that XLA could not lower and the CPU ran instead -> count."""
-        import torch_xla.debug.metrics as met
-
+        """dict, since this process started: compilations, executions (counts); compile_s, execute_s, to_device_s, from_device_s (seconds, summed);
+        fallbacks, since `forget`: operation that XLA could not lower and the CPU ran instead -> count."""
         compilations, compile_s = self.compilations()
         executions, execute_s = _timed("ExecuteTime")
         return dict(
@@ -279,7 +285,7 @@ class XLARuntime(Runtime):
             execute_s=execute_s,
             to_device_s=_timed("TransferToDeviceTime")[1],
             from_device_s=_timed("TransferFromDeviceTime")[1],
-            fallbacks={n: met.counter_value(n) for n in met.counter_names() if n.startswith("aten::")},
+            fallbacks=dict(collections.Counter(_fallbacks()) - collections.Counter(self._fallbacks_before)),
         )
 
     @contextlib.contextmanager
@@ -381,6 +387,12 @@ def on_one_xla_core(tensor):
     import torch_xla.runtime as xr
 
     return not xr.is_spmd()
+
+
+def _fallbacks():
+    import torch_xla.debug.metrics as met
+
+    return {n: met.counter_value(n) for n in met.counter_names() if n.startswith("aten::")}
 
 
 def _timed(name):
