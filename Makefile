@@ -1,5 +1,5 @@
 # make run    executes the TPU notebook on this machine's CPU XLA device; make run DATA=path/to/IRSTD-1k on real images
-# make test   everything: unit tests, notebooks, browser
+# make test   everything: unit tests, notebooks, browser; JOBS=4 on a machine with more than two cores
 # make bench  how fast, in ratios; make bench PARTS="data loops" for some parts, DATA=path/to/IRSTD-1k for real images
 # make plan   asks the TPU compiler again about every workload's step (benchmarks/plan.json); half an hour or more
 
@@ -11,6 +11,7 @@ EPOCHS ?= $(if $(DATA),4,12)
 WARM_EPOCH ?= $(if $(DATA),1,3)
 SIZE ?= 128
 PARTS ?=
+JOBS ?= 2
 
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
@@ -33,8 +34,9 @@ run: .venv/installed
 	$(BIN)/jupyter nbconvert --to html --log-level WARN $(OUT)/colab_tpu_setup.ipynb
 	@echo "executed notebook, HTML copy and run directory: $(OUT)/"
 
+# One thread a worker: most of the time goes to compiling and to starting processes, which take one core.
 test: .venv/installed
-	$(XLA_CPU) $(BIN)/python -m pytest
+	$(XLA_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .venv/bench-installed: .venv/installed benchmarks/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt

@@ -75,8 +75,7 @@ def _said_of_compilations(start, session, trained):
     if trained and not counters:
         return ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
     expected, extra, refused, others = _compilations(start, session)
-    times = " and ".join(f"at step {r['step']} ({r['seconds']:.1f} s{_because(r, ', ')})" for r in expected)
-    said = [f"The training step was compiled {times}; every other step reused the program."]
+    said = [f"The training step was compiled {_when(expected)}; every other step reused the program."]
     if not expected:
         said = ["The training step was not compiled: this session had compiled the same program before."] if trained else []
     said += [
@@ -84,9 +83,7 @@ def _said_of_compilations(start, session, trained):
     ]
     said += [f"Step {r['step']} was one program too many{_because(r)}. It ended the run there." for r in refused]
     for what in dict.fromkeys(r["what"] for r in others):
-        mine = [r for r in others if r["what"] == what]
-        seconds, steps = sum(r["seconds"] for r in mine), ", ".join(str(r["step"]) for r in mine)
-        said.append(f"Besides, {what} was compiled at step {steps} ({seconds:.1f} s).")
+        said.append(f"Besides, {what} was compiled {_when([r for r in others if r['what'] == what])}.")
     fallbacks = counters["fallbacks"] if counters else None
     if fallbacks:
         worst = ", ".join(f"{name} ({count} times)" for name, count in sorted(fallbacks.items(), key=lambda f: -f[1])[:4])
@@ -108,6 +105,10 @@ def _compilations(start, session):
     large = [r for r in done if r["seconds"] >= 0.5] or done[:1]
     others = [r for r in compiled if r not in of_step and r["seconds"] >= 0.5]
     return large[: start["phases"]], large[start["phases"] :], [r for r in of_step if r.get("refused")], others
+
+
+def _when(compiled):
+    return " and ".join(f"at step {r['step']} ({r['seconds']:.1f} s{_because(r, ', ')})" for r in compiled)
 
 
 def _because(record, how=" because "):
