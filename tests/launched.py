@@ -1,6 +1,7 @@
 """What the tests of `launch` run in processes of their own: a workload that watches itself, and a program that launches it.
 
-`python -m tests.launched '{"run": ..., "data": ..., ...}'` prints one JSON line: the result, or the error, of one or more launches.
+`python -m tests.launched '{"run": ..., "data": ..., ...}'` prints one JSON line: the result, or the error, of one or more
+launches.
 """
 
 import dataclasses
@@ -39,7 +40,8 @@ class Witnessed(Digits):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watched(MNIST):
-    """A small network with batch norm and, if asked for, dropout, devices with so many bytes of memory, or an accident in one step of one rank."""
+    """A small network with batch norm and, if asked for, dropout, devices with so many bytes of memory, or an accident in one
+    step of one rank."""
 
     epochs: int = setting(2, free=True)
     batch_size: int = 8

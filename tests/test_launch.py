@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from tests.launched import Watched
 from tpukit import MSHNet, Run, TpukitError, environment, launching, storage, train, weights
 from tpukit.feeding import training_plan
 from tpukit.runtime import Runtime, check_batch
+from tpukit.watching import Watch
 from tpukit.world import World
 from tpukit.xla import XLARuntime
 
@@ -54,7 +56,8 @@ def python(program, *arguments):
 
 
 def launched(kind, **options):
-    """What the launches of a process gave: a list of dict(result, seconds) or dict(error, message, seconds), and what it printed."""
+    """What the launches of a process gave: a list of dict(result, seconds) or dict(error, message, seconds), and what it
+    printed."""
     process = started(kind, **options)
     out, err = process.communicate(timeout=500)
     assert "DONE " in out, out[-2000:] + err[-4000:]
@@ -168,7 +171,8 @@ def test_only_rank_0_writes_and_speaks(shape, alone):
 def test_spmd_takes_batch_norm_over_the_whole_batch_in_one_program_a_phase(infrared, tmp_path, xla):
     """MSHNet, both phases, 20 steps, against one device. SGD: see the README on Adagrad's first step."""
     program = (
-        "import sys, json; from pathlib import Path; from tests.test_launch import Descending; from tpukit import Run, launch, train;"
+        "import sys, json; from pathlib import Path; from tests.test_launch import Descending; from tpukit import Run, "
+        "launch, train;"
         "task = Descending(dataset_dir=Path(sys.argv[1]), **json.loads(sys.argv[3]));"
         "launch(train, task, Run.open(sys.argv[2], task), cores=8, parallel='spmd')"
     )
@@ -620,3 +624,22 @@ launch(noise, task, Run.open(sys.argv[2], task), cores=8)
 """
     ran = python(program, odd, tmp_path)
     assert [path.read_text() for path in sorted((tmp_path / "cores").glob("forked-*"))] == ["8"] * 8, ran.stdout + ran.stderr
+
+
+def test_what_rank_0_said_is_shown_without_the_time_and_otherwise_whole(tmp_path, capsys):
+    job = types.SimpleNamespace(folder=tmp_path / "cores", run=Run(tmp_path))
+    watch = Watch(job, None, 2, 2)
+    watch.shown = 0
+    said = ["two lines are damaged:", "  line 12: XDU7: no image in images/", "2026 is a year"]
+    job.run.prints = False
+    for text in ("\n".join(said[:2]), said[2]):
+        job.run.say(text)
+    watch._show_log()
+    assert capsys.readouterr().out.splitlines() == said
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_no_time_at_all_until_a_core_hangs_is_refused(seconds, digits, tmp_path):
+    task = Watched(dataset_dir=digits)
+    with pytest.raises(TpukitError, match=f"hang_timeout_s={seconds}: it has to be more than 0"):
+        launching.launch(train, task, Run.open(tmp_path, task), cores=2, hang_timeout_s=seconds)

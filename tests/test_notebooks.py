@@ -109,7 +109,8 @@ def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until
         f"task = Mine(dataset_dir={str(digits)!r}, epochs=1, batch_size=8, channels=4)",
         "for name in ('one', 'two'):\n    print(tpukit.launch(mine, task, tpukit.Run.open(name, task), cores=2))",
         "tpukit.launch(mine, task, tpukit.Run.open('three', task), cores=1)",
-        "try: tpukit.launch(mine, task, tpukit.Run.open('four', task), cores=2)\nexcept tpukit.TpukitError as e: print('REFUSED', e)",
+        "try: tpukit.launch(mine, task, tpukit.Run.open('four', task), cores=2)\nexcept tpukit.TpukitError as e: "
+        "print('REFUSED', e)",
     ]
     written = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     nbformat.write(written, tmp_path / "cells.ipynb")

@@ -191,6 +191,14 @@ def test_intervals_divide_their_own_times_by_their_steps():
     assert second["to_device_ms"] == pytest.approx(30) and second["from_device_ms"] == pytest.approx(15)
 
 
+def test_a_model_of_torch_compile_is_not_said_to_be_run_as_it_comes():
+    speed = dict(seconds=1.0, images_per_s=8.0, wait_s=0.0, memory=[], counters={})
+    trained = dict(kind="train", step=8, epoch=0, loss=1.0, grad_norm=1.0, speed=speed)
+    for mode, words in (("no", "runs each operation as it comes"), ("reduce-overhead", "torch.compile made .*reduce-overhead")):
+        start = dict(kind="start", step=0, device="cuda", phases=1, batch_size=1, torch_compile=mode)
+        assert re.search(words, " ".join(report.findings([start, trained])))
+
+
 def test_memory_stands_in_the_report_device_by_device():
     counters = dict(
         compilations=1, compile_s=1.0, executions=9, execute_s=1.0, to_device_s=0.0, from_device_s=0.0, fallbacks={}

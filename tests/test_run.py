@@ -1,9 +1,11 @@
 """The run directory: what survives damage, a full disk and a lost session, and what is refused."""
 
 import dataclasses
+import os
 import resource
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -57,10 +59,15 @@ def test_the_list_of_checkpoints_can_be_lost(trained, cpu, capsys):
     assert "resuming at step 50" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("limit_bytes, file", [(100_000, "best.safetensors"), (3_000, "records.jsonl"), (10, "config.json")])
+@pytest.mark.parametrize(
+    "limit_bytes, file",
+    [(None, r"step-\d+\.pt"), (100_000, "best.safetensors"), (3_000, "records.jsonl"), (10, "config.json")],
+)
 def test_a_full_disk_stops_with_a_clear_error_and_keeps_the_last_checkpoint(limit_bytes, file, trained, cpu):
     task, run = trained
     before = run.checkpoints()
+    # A checkpoint is twice as large as the weights.
+    limit_bytes = limit_bytes or (run.path / "best.safetensors").stat().st_size * 5 // 4
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit[1]))  # a write beyond it fails, as on a full disk
@@ -74,6 +81,24 @@ def test_a_full_disk_stops_with_a_clear_error_and_keeps_the_last_checkpoint(limi
     assert run.checkpoints() == before and not list(run.path.rglob("*.partial"))
     train(more, Run.open(run.path, more), runtime=cpu, progress=False)
     assert run.records("evaluation")[-1]["epoch"] == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", '{"workload": "mnist", "settings": 3}', "[]"])
+def test_a_damaged_config_is_named_whoever_reads_it(content, digits, tmp_path):
+    task = MNIST(dataset_dir=digits)
+    run = Run.open(tmp_path / "run", task)
+    (run.path / "config.json").write_text(content)
+    for read in (lambda: Run.find(run.path).config, lambda: Run.open(run.path, task)):
+        with pytest.raises(TpukitError, match="config.json is damaged .*choose another run folder"):
+            read()
+
+
+def test_a_training_leaves_no_file_open(digits, tmp_path, cpu):
+    task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
+    train(task, Run.open(tmp_path / "run", task), runtime=cpu, progress=False)
+    assert list((tmp_path / "run/tensorboard").glob("events.out.*"))
+    opened = [os.readlink(link) for link in map(str, Path("/proc/self/fd").iterdir()) if os.path.exists(link)]
+    assert not [path for path in opened if path.startswith(str(tmp_path))]
 
 
 # The backup

@@ -208,9 +208,10 @@ def test_a_pickle_that_would_run_code_is_refused_and_never_run(tmp_path, model, 
     assert not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize("name", ["missing.pth", "damaged.pth", "damaged.safetensors", "list.pth"])
+@pytest.mark.parametrize("name", ["missing.pth", "damaged.pth", "empty.pth", "damaged.safetensors", "list.pth"])
 def test_weight_files_that_are_none_say_so(tmp_path, model, name):
     (tmp_path / "damaged.pth").write_bytes(b"not a weight file")
+    (tmp_path / "empty.pth").touch()
     (tmp_path / "damaged.safetensors").write_bytes(b"not a weight file")
     torch.save([1, 2], tmp_path / "list.pth")
     with pytest.raises(TpukitError, match=f"weights .*{name}"):

@@ -1,6 +1,7 @@
 """The training loop and its run directory: what is recorded, what survives, and what is refused."""
 
 import dataclasses
+import inspect
 import itertools
 import json
 import os
@@ -492,3 +493,26 @@ def test_an_unusual_gradient_norm_is_said_once_with_its_step(digits, tmp_path, c
     assert [r["step"] for r in run.records("odd_norm")] == [step]  # once, though it stays so over two epochs
     assert capsys.readouterr().out.count(f"step {step}: the gradient norm left 1e-07 to 1000") == 1
     assert run.records("train")[-1]["grad_norm"] > 1e3  # as it was before it was clipped
+
+
+@pytest.mark.parametrize("method", ["datasets", "model", "optimizer", "loss", "predict", "evaluate", "panels"])
+def test_a_workload_that_leaves_a_method_out_is_told_which(method):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Empty(Workload):
+        name, dataset, score = "empty", "none", "x"
+
+    arguments = inspect.signature(getattr(Empty(), method)).parameters.values()
+    with pytest.raises(NotImplementedError, match=rf"Empty has to say {method}\(\)"):
+        getattr(Empty(), method)(*[None for a in arguments if a.default is a.empty])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [dict(batch_size=0), dict(batch_size=-4), dict(log_every=0), dict(eval_every=0), dict(num_workers=-1), dict(seed=-1)],
+    ids=str,
+)
+@pytest.mark.parametrize("workload", [MNIST, MSHNet, CDEIT])
+def test_settings_that_no_training_can_have_are_refused_by_their_name(workload, wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(TpukitError, match=rf"{name}={value}: it has to be [01] or more"):
+        workload(**wrong)

@@ -54,6 +54,9 @@ def test_a_run_on_its_way_says_what_is_left_and_since_when_it_stands():
     )
     assert "2.0 min ago: it waits, compiles" in dict(report.live_table("run", records, live, [], 121.0).rows)["step"]
     assert "has not started" in report.live_table("run", [], {}, [], None).title
+    assert (
+        "has not started" in report.live_table("run", records, {}, [], 3.0).title
+    )  # a launch has just taken progress.json away
 
 
 def test_chips_say_how_busy_they_are_and_what_is_wrong_with_them(nothing_installed):

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from tpukit import MSHNet, Run, TpukitError, Workload, environment, replaying, report, train, troubles
+from tpukit import MSHNet, Run, TpukitError, environment, replaying, report, train, troubles
 from tpukit.workloads.mnist import MNIST
 
 RECIPE = dict(batch_size=4, base_size=64, crop_size=64, log_every=1, num_workers=1)
@@ -306,7 +306,7 @@ def test_an_error_without_a_known_mend_stays_what_it_was():
 def test_the_report_names_a_step_that_compiled_again_and_what_fell_back():
     counters = dict(compilations=3, compile_s=9.0, executions=9, execute_s=1.0, to_device_s=0.1, from_device_s=0.1)
     speed = dict(
-        seconds=10.0, images_per_s=4.0, wait_s=6.0, memory=None, counters={**counters, "fallbacks": {"aten::nonzero": 7}}
+        seconds=10.0, images_per_s=4.0, wait_s=6.0, memory=[], counters={**counters, "fallbacks": {"aten::nonzero": 7}}
     )
     records = [
         dict(kind="start", step=0, device="tpu (v5e), bf16", phases=1),
@@ -318,15 +318,6 @@ def test_the_report_names_a_step_that_compiled_again_and_what_fell_back():
     assert "Step 412 compiled again (18.0 s)" in words
     assert "aten::nonzero (7 times)" in words
     assert "waited for data 60% of the time" in words
-
-
-def test_workload_methods_left_out_are_named():
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Empty(Workload):
-        name, dataset, score = "empty", "none", "x"
-
-    with pytest.raises(NotImplementedError):
-        Empty().model()
 
 
 def test_adams_bias_correction_that_rounds_to_one_late_in_a_training_compiles_nothing_anew(xla):

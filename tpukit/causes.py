@@ -8,7 +8,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 
 def described(names, arguments):
-    """The arguments of a call, whose parameters have these names, as name -> (shape, dtype), or number. A tensor in a dict is called by its key."""
+    """The arguments of a call, whose parameters have these names, as name -> (shape, dtype), or number. A tensor in a dict is
+    called by its key."""
     found = {}
     for name, argument in zip(names, arguments):
         for path, leaf in tree_flatten_with_path(argument)[0]:
@@ -42,7 +43,8 @@ def _word(value):
 
 
 def new_operation(before, after):
-    """The first operation of a trace, as torch_xla prints it, that the trace before has not: "aten::mul in loss, mnist.py line 40"; or None.
+    """The first operation of a trace, as torch_xla prints it, that the trace before has not: "aten::mul in loss, mnist.py line
+    40"; or None.
 
     A trace names the innermost line of Python of each operation where torch_xla's debugging of traces was on.
     """

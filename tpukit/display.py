@@ -35,8 +35,8 @@ def show(run):
 def show_report(run):
     """Show what the accelerator did in the last session of a run: in words, then numbers, then a picture.
 
-    Compilations with their causes, where a step's time went, memory of every device. run: a `Run`, or the path of one. The picture is
-    also kept as pictures/report.png in its folder.
+    Compilations with their causes, where a step's time went, memory of every device. run: a `Run`, or the path of one. The
+    picture is also kept as pictures/report.png in its folder.
     """
     run = run if isinstance(run, Run) else Run.find(run)
     records = run.records()
@@ -49,7 +49,8 @@ def show_report(run):
 
 
 def report_figure(records):
-    """A matplotlib figure of where a step's time went over the last session, and of each device's memory; None where there is nothing to draw."""
+    """A matplotlib figure of where a step's time went over the last session, and of each device's memory; None where there is
+    nothing to draw."""
     found = report.intervals(records)
     if not found:
         return None
@@ -96,8 +97,8 @@ def show_samples(task, *, count=4):
 def show_predictions(run, task, *, count=4):
     """Show what the run's best weights say about test images, beside the truth.
 
-    The predictions are those that `test` kept, where the workload keeps them; otherwise they are made here, on the CPU. Also kept
-    as pictures/predictions.png in the run's folder.
+    The predictions are those that `test` kept, where the workload keeps them; otherwise they are made here, on the CPU. Also
+    kept as pictures/predictions.png in the run's folder.
     """
     best, folder = run.path / "best.safetensors", run.path / "predictions"
     fresh = folder.is_dir() and best.exists() and folder.stat().st_mtime >= best.stat().st_mtime

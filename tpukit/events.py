@@ -1,11 +1,14 @@
-"""A run's numbers as TensorBoard's events, where tensorboard is installed. TensorFlow is never imported: it would take a TPU for itself."""
+"""A run's numbers as TensorBoard's events, where tensorboard is installed. TensorFlow is never imported, which would take a
+TPU."""
 
+import contextlib
 import time
 from pathlib import Path
 
 
 class Events:
-    """The one event file in `folder`. What is there of earlier sessions goes: a run writes its records anew, and a resumed one has fewer."""
+    """The one event file in `folder`. What is there of earlier sessions goes: a run writes its records anew, and may have
+    fewer."""
 
     def __init__(self, folder):
         folder, self._writer = Path(folder), None
@@ -35,9 +38,15 @@ class Events:
             ]
             self._write(at, step=step, summary=self._summary(value=value))
 
+    def close(self):
+        if self._writer:
+            self._writer = None
+            with contextlib.suppress(OSError):
+                self._file.close()
+
     def _write(self, at, **values):
         try:
             self._writer.write(self._event(wall_time=at, **values).SerializeToString())
             self._file.flush()
         except OSError:  # a full disk says so where the checkpoints are written
-            self._writer = None
+            self.close()

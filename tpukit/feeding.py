@@ -34,10 +34,10 @@ def evaluation_plan(size, batch_size):
 class Feed:
     """A dataset on its way to a runtime's device.
 
-    data: as `Workload.datasets` says. on: "device" puts all its pixels there once, so that a batch is an index and a few numbers a
-    sample; "host" makes every batch on `workers` threads, a few ahead; "auto" takes the device where it is an accelerator and the pixels
-    take at most an eighth of its memory, whole or in parts on the cores of this process. `said`: which way, and the sizes. `bytes_a_core`:
-    what lies on each of its devices.
+    data: as `Workload.datasets` says. on: "device" puts all its pixels there once, so that a batch is an index and a few
+    numbers a sample; "host" makes every batch on `workers` threads, a few ahead; "auto" takes the device where it is an
+    accelerator and the pixels take at most an eighth of its memory, whole or in parts on the cores of this process. `said`:
+    which way, and the sizes. `bytes_a_core`: what lies on each of its devices.
     """
 
     def __init__(self, data, runtime, *, on="auto", workers=2):
@@ -48,7 +48,8 @@ class Feed:
             raise TpukitError(f"data_on={on!r}: choose one of {', '.join(DATA_ON)}")
         if on == "device" and not able:
             raise TpukitError(
-                f"data_on='device': {type(data).__name__} only makes batches on the host; use 'auto' or 'host', or give it pixels, "
+                f"data_on='device': {type(data).__name__} only makes batches on the host; use 'auto' or 'host', or give it "
+                f"pixels, "
                 "pixels_size, drawn and compose (tpukit/workloads/mnist.py has them)"
             )
         room = runtime.memory_size() // SHARE if able else 0
@@ -68,9 +69,9 @@ class Feed:
     def batches(self, plan):
         """Make this rank's share of the batches of a plan, a few ahead, and put them on the device in order.
 
-        Yields dicts of tensors, to be given to `compose` within a program; evaluation batches carry `valid`: (B,) bool. Rank r of W takes
-        samples r * B / W to (r + 1) * B / W of every global batch, so that all ranks together see what one device would see, and make
-        the same number of steps.
+        Yields dicts of tensors, to be given to `compose` within a program; evaluation batches carry `valid`: (B,) bool. Rank r
+        of W takes samples r * B / W to (r + 1) * B / W of every global batch, so that all ranks together see what one device
+        would see, and make the same number of steps.
         """
         world, put = self.runtime.world, self.runtime.put_batch
 

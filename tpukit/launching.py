@@ -38,9 +38,9 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     """Call `function(task, run, runtime=...)` on every core and return what rank 0's call returned.
 
     function: `tpukit.train`, or one like it; it may be defined in a notebook cell, as may the task. cores: all that are here
-    unless given (one on a CPU, where any number of processes can be tried). parallel: "processes", one for each core, or "spmd",
-    one program over all TPU cores of this host. hang_timeout_s: when no step ends for so long, every core's stack is shown and
-    the launch ends; it has to be longer than the first compilation and than rank 0's scoring of an evaluation.
+    unless given (one on a CPU, where any number of processes can be tried). parallel: "processes", one for each core, or
+    "spmd", one program over all TPU cores of this host. hang_timeout_s: when no step ends for so long, every core's stack is
+    shown and the launch ends; it has to be longer than the first compilation and than rank 0's scoring of an evaluation.
 
     On one core the function runs in this process. Under `torchrun` this process already is one of the cores. The result has to
     be something JSON can hold. Raises TpukitError when there are fewer cores than asked, when batch_size does not divide,
@@ -49,6 +49,8 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     """
     if parallel not in PARALLEL:
         raise TpukitError(f"parallel={parallel!r}: choose one of {', '.join(PARALLEL)}")
+    if hang_timeout_s <= 0:
+        raise TpukitError(f"hang_timeout_s={hang_timeout_s:g}: it has to be more than 0 seconds")
     env = environment.detect()
     job = _Job(function, task, run, env, cores, hang_timeout_s)
     if environment.under_torchrun():
@@ -100,7 +102,8 @@ def _count_cores(env, cores, parallel):
     # Colab's one chip says 2,2,1 too, and works: on one core nobody waits for others.
     if env.accelerator == "tpu" and found > 1 and cores != 1 and expected != found:
         raise TpukitError(
-            f"{found} TPU chips are here, but TPU_CHIPS_PER_HOST_BOUNDS={env.variables['TPU_CHIPS_PER_HOST_BOUNDS']} speaks of {expected}, "
+            f"{found} TPU chips are here, but TPU_CHIPS_PER_HOST_BOUNDS={env.variables['TPU_CHIPS_PER_HOST_BOUNDS']} speaks "
+            f"of {expected}, "
             "and the cores would wait for the missing ones: start a fresh session, or use cores=1"
         )
     if cores is None or cores == found:
@@ -128,7 +131,8 @@ def _refuse_an_opened_device(env):
         opened = False
     if opened:
         raise TpukitError(
-            f"Runtime is already initialized: this kernel has already used the {environment.NAMES[env.accelerator]}, and processes "
+            f"Runtime is already initialized: this kernel has already used the {environment.NAMES[env.accelerator]}, and "
+            f"processes "
             "made from it cannot. Restart the session, and touch no device (a training on one core, `torch_xla.device()`, "
             "`.cuda()`) before the launch."
         )
@@ -177,10 +181,10 @@ def _tpu_core(index):
 # In every core
 
 
-def _core(job, forked=1):
+def _core(job, siblings=1):
     """What every process of a launch does: call the function as one rank, and leave in the run directory how it ended.
 
-    forked: how many processes the agent makes from itself. All of them have to exist before one connects to it: the agent's
+    siblings: how many processes the agent makes from itself. All of them have to exist before one connects to it: the agent's
     store then resolves names in a thread, and a process forked at that moment would wait for the resolver's lock for ever.
     """
     end_with_parent()
@@ -194,7 +198,7 @@ def _core(job, forked=1):
         # The agent ends the others so when one has failed; they are not to look as if they had died first.
         _on_sigterm(_asked_to_end)
         storage.write_whole(paths.process, json.dumps(dict(pid=os.getpid())))
-        while len(list(job.folder.glob("rank-*.process"))) < forked:
+        while len(list(job.folder.glob("rank-*.process"))) < siblings:
             time.sleep(0.01)
         runtime = None
         try:
@@ -224,15 +228,15 @@ def _open(job, run, forked):
     """Join the other ranks, open this core's device, and let rank 0 say which cores started."""
     import torch
 
-    # OpenMP's threads do not come along in a fork, and it waits for them for ever: where the launching process may have computed with
-    # torch, as in a notebook, each core's host part takes one thread. Beside an accelerator that is enough.
-    alone = forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
+    # OpenMP's threads do not come along in a fork, and it waits for them for ever: where the launching process may have
+    # computed with torch, as in a notebook, each core's host part takes one thread. Beside an accelerator that is enough.
+    one_thread = forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
     torch.set_num_threads(1)
     if job.spmd_cores:
         world = World()
     else:
         world = _join(job.env, datetime.timedelta(seconds=max(600, 4 * job.hang_timeout_s)))
-    if not alone:
+    if not one_thread:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size))
     runtime = open_runtime(job.env, job.task.precision, world=world, spmd_cores=job.spmd_cores)
     if job.cores and runtime.cores != job.cores:
@@ -244,9 +248,9 @@ def _open(job, run, forked):
     ]
     lines = [line for part in world.gather(about) for line in part]
     for number, line in enumerate(lines):
-        memory = f", {line['memory'] / 2**30:.2f} GiB" if line["memory"] else ""
+        size = f", {line['memory'] / 2**30:.2f} GiB" if line["memory"] else ""
         share = job.task.batch_size // runtime.cores
-        run.say(f"core {number}: {line['device']} on {line['host']}, {share} sample{'s' * (share > 1)} a step{memory}")
+        run.say(f"core {number}: {line['device']} on {line['host']}, {share} sample{'s' * (share > 1)} a step{size}")
     if lines:
         run.say(f"all {len(lines)} cores started")
     return runtime

@@ -1,8 +1,9 @@
 """A training step on an XLA device that is traced once and then run again by its name.
 
-torch_xla traces a step anew every time, operation by operation, to find that it has the program already. For a network of a thousand
-operations that can take the host longer than the device needs for the step. Here the traced program is kept with the list of its inputs, and later steps hand
-the compiler's program the current tensors. (The calls are those of torch_xla's own bridge to torch.compile, which takes no optimizer.)
+torch_xla traces a step anew every time, operation by operation, to find that it has the program already. For a network of a
+thousand operations that can take the host longer than the device needs for the step. Here the traced program is kept with the
+list of its inputs, and later steps hand the compiler's program the current tensors. (The calls are those of torch_xla's own
+bridge to torch.compile, which takes no optimizer.)
 """
 
 import torch
@@ -18,11 +19,12 @@ SMALL = 4096  # numbers in an input that is compared by its values
 class Replayed:
     """`function` as one program, run without tracing where that gives the same.
 
-    function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and buffers of `model` and
-    the state of `optimizer`. graphs: how many different programs it is allowed. It is traced again when a number among its
-    arguments, a shape, or a setting of the optimizer is new, and every 64 steps, to see that nothing else changes it: that is an error, as is a
-    step that is another program. `works`: None until it was tried; False where two traces of the same step have
-    other constants (Adam's corrections), or where it draws random numbers on the device: then it is traced every time, as torch_xla does.
+    function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and buffers of `model`
+    and the state of `optimizer`. graphs: how many different programs it is allowed. It is traced again when a number among its
+    arguments, a shape, or a setting of the optimizer is new, and every 64 steps, to see that nothing else changes it: that is
+    an error, as is a step that is another program. `works`: None until it was tried; False where two traces of the same step
+    have other constants (Adam's corrections), or where it draws random numbers on the device: then it is traced every time, as
+    torch_xla does.
     """
 
     works = None
@@ -87,7 +89,8 @@ class Replayed:
         """What to say of a step that is not what it was."""
         operation = self.new_operation = new_operation(expected, got)
         return (
-            f"call {self.calls} of {self.function.__name__} is another program than before, with the same shapes and numbers given: "
+            f"call {self.calls} of {self.function.__name__} is another program than before, with the same shapes and numbers "
+            f"given: "
             f"maximum number of different graphs exceeded: {self.graphs}" + (f"\nNew in it: {operation}" if operation else "")
         )
 
@@ -151,7 +154,8 @@ class Replayed:
             self.traces[recording.hash] = trace
             if len(self.hashes) == self.graphs:
                 raise RuntimeError(
-                    f"call {self.calls} of {self.function.__name__} is another program: maximum number of different graphs exceeded: {self.graphs}"
+                    f"call {self.calls} of {self.function.__name__} is another program: maximum number of different graphs "
+                    f"exceeded: {self.graphs}"
                 )
             with alias_with_buffer_donor_config():
                 _XLAC._xla_warm_up_cache(recording.outputs, [])
@@ -180,9 +184,10 @@ class Replayed:
 class _Recording:
     """A traced step: where its inputs come from, and where its outputs go.
 
-    state, host: what the step may change, on the device and on the host. before, steps: of host, what they were, and by how much a
-    step moves them. written: indices of state. parameters: those that get a gradient. outputs: the traced tensors. inputs: (name, id, value)
-    in the program's order, where name is ("state" or "tensor", index), or None for a constant. hash: torch_xla's name of the program.
+    state, host: what the step may change, on the device and on the host. before, steps: of host, what they were, and by how
+    much a step moves them. written: indices of state. parameters: those that get a gradient. outputs: the traced tensors.
+    inputs: (name, id, value) in the program's order, where name is ("state" or "tensor", index), or None for a constant. hash:
+    torch_xla's name of the program.
     """
 
     runs = 0

@@ -1,6 +1,7 @@
 """Records of a run in -> tables and findings in words out. Pure functions: no files, no device, no drawing."""
 
-from tpukit.tables import Table
+from tpukit.run import WORTH_A_WORD_S
+from tpukit.tables import Table, span
 
 
 def scores_table(scores, title="Scores"):
@@ -58,7 +59,8 @@ def findings(records):
 
 
 def _last_session(records):
-    """The records of the last session that did something; of the last one, where none did. A finished run that is started again does nothing."""
+    """The records of the last session that did something; of the last one, where none did. A finished run that is started again
+    does nothing."""
     starts = [i for i, r in enumerate(records) if r["kind"] == "start"]
     sessions = [records[a:b] for a, b in zip(starts, [*starts[1:], None])]
     worked = [session for session in sessions if any(r["kind"] in ("train", "compile") for r in session)]
@@ -73,6 +75,8 @@ def _said_of_end(session):
 def _said_of_compilations(start, session, trained):
     counters = trained[-1]["speed"]["counters"] if trained else None
     if trained and not counters:
+        if start.get("torch_compile", "no") != "no":
+            return [f"torch.compile made the model's programs ({start['torch_compile']}); it does not tell when."]
         return ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
     expected, extra, refused, others = _compilations(start, session)
     said = [f"The training step was compiled {_when(expected)}; every other step reused the program."]
@@ -101,9 +105,8 @@ def _compilations(start, session):
     compiled = [r for r in session if r["kind"] == "compile"]
     of_step = [r for r in compiled if r.get("what", "step") == "step"]
     done = [r for r in of_step if not r.get("refused")]
-    # Programs of a few operations (fresh sums) compile in milliseconds and are not worth a word.
-    large = [r for r in done if r["seconds"] >= 0.5] or done[:1]
-    others = [r for r in compiled if r not in of_step and r["seconds"] >= 0.5]
+    large = [r for r in done if r["seconds"] >= WORTH_A_WORD_S] or done[:1]
+    others = [r for r in compiled if r not in of_step and r["seconds"] >= WORTH_A_WORD_S]
     return large[: start["phases"]], large[start["phases"] :], [r for r in of_step if r.get("refused")], others
 
 
@@ -135,7 +138,7 @@ def live_table(name, records, live, checkpoints, age_s):
     """A run as it stands. live: of `Run.live`. age_s: seconds since that was written, None where it never was."""
     rows, starts = [], [i for i, r in enumerate(records) if r["kind"] == "start"]
     session = records[starts[-1] :] if starts else []
-    if not session or age_s is None:
+    if not session or age_s is None or not live:
         return Table(f"{name}: has not started yet", ("what", "now"), rows)
     rows.append(("device", session[0]["device"]))
     share = live["step"] / max(live["total"], 1)
@@ -146,7 +149,7 @@ def live_table(name, records, live, checkpoints, age_s):
         rows.append(("speed", f"{rate:.1f} samples a second, waiting for data {wait:.1%} of the time"))
         left = (live["total"] - live["step"]) * session[0]["batch_size"] / rate if live["unit"] == "step" else 0
         if left:
-            rows.append(("left", f"about {_span(left)} of training, evaluations besides"))
+            rows.append(("left", f"about {span(left)} of training, evaluations besides"))
     if evaluated := [r for r in session if r["kind"] == "evaluation"]:
         scores = ", ".join(f"{n} {v:.4g}" for n, v in evaluated[-1]["scores"].items() if isinstance(v, float))
         rows.append((f"scores of epoch {evaluated[-1]['epoch'] + 1}", scores))
@@ -160,18 +163,12 @@ def live_table(name, records, live, checkpoints, age_s):
 def _ago(seconds):
     if seconds < 10:
         return "just now"
-    return f"{_span(seconds)} ago{': it waits, compiles, evaluates, or is gone' if seconds > 60 else ''}"
-
-
-def _span(seconds):
-    for size, name in ((3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {name}"
-    return f"{seconds:.0f} s"
+    return f"{span(seconds)} ago{': it waits, compiles, evaluates, or is gone' if seconds > 60 else ''}"
 
 
 def accelerator_tables(records):
-    """What the accelerator did in the last session, as tables: compilations with their causes, the time of a step, memory, counters."""
+    """What the accelerator did in the last session, as tables: compilations with their causes, the time of a step, memory,
+    counters."""
     session = _last_session(records)
     trained = [r for r in session if r["kind"] == "train"]
     tables, seen = [], set()
@@ -195,7 +192,7 @@ def accelerator_tables(records):
     ]
     columns = ("steps", "ms a step", "waiting for data", "sending", "reading", "samples a second")
     tables.append(Table("Where a step's time went, ms a step", columns, rows))
-    if memory := _memory(trained[-1]):
+    if memory := trained[-1]["speed"]["memory"]:
         rows = [
             (n, f"{peak / 2**30:.2f}", f"{total / 2**30:.2f}", f"{peak / max(total, 1):.0%}")
             for n, (peak, total) in enumerate(memory)
@@ -219,15 +216,10 @@ def _some(rows, most=12):
     return rows[len(rows) - 1 :: -step][::-1] if rows else []
 
 
-def _memory(record):
-    """[(peak bytes, total bytes)] of every device."""
-    memory = record["speed"]["memory"] or []
-    return [(memory["peak_bytes"], memory["total_bytes"])] if isinstance(memory, dict) else memory
-
-
 def intervals(records):
-    """The intervals between two readings of the last session, in milliseconds a step: a list of dict(from, to, step_ms, wait_ms, to_device_ms,
-    from_device_ms, images_per_s, memory). A wait is for data; sending and reading go on beside the device's work."""
+    """The intervals between two readings of the last session, in milliseconds a step: a list of dict(from, to, step_ms,
+    wait_ms, to_device_ms, from_device_ms, images_per_s, memory). A wait is for data; sending and reading go on beside the
+    device's work."""
     session = _last_session(records)
     found = []
     for record in session:
@@ -243,7 +235,7 @@ def intervals(records):
                 "step_ms": 1e3 * speed["seconds"] / steps,
                 **part,
                 "images_per_s": speed["images_per_s"],
-                "memory": _memory(record),
+                "memory": speed["memory"],
             }
         )
     return found
@@ -252,14 +244,11 @@ def intervals(records):
 def compiled_at(records):
     """Steps of the last session at which the training step was compiled."""
     session = _last_session(records)
-    return [r["step"] for r in session if r["kind"] == "compile" and r.get("what", "step") == "step" and r["seconds"] >= 0.5]
+    expected, again, _, _ = _compilations(session[0], session) if session else ((), (), (), ())
+    return [r["step"] for r in (*expected, *again)]
 
 
 def _number(value):
-    return (
-        f"{value:.3e}"
-        if isinstance(value, float) and 0 < abs(value) < 1e-3
-        else f"{value:.4f}"
-        if isinstance(value, float)
-        else value
-    )
+    if not isinstance(value, float):
+        return value
+    return f"{value:.3e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"

@@ -5,6 +5,8 @@ records.jsonl            one JSON object a line: kind, step, time, values
 log.txt                  what was said, as plain lines
 checkpoints/             step-N.pt (the newest two) and checkpoints.json, newest first, with SHA-256
 best.safetensors         the weights of the best evaluation
+pictures/, predictions/  what `show` drew, and what a test keeps of its predictions
+trace/, step.hlo         what `tpukit report --trace` and `--hlo` saw
 progress.json            where the training is now, for a progress bar
 tensorboard/             the records' numbers for TensorBoard, where it is installed
 cores/                   what each core of the last launch said: rank-NN.log, and its error or stacks where it failed
@@ -18,10 +20,11 @@ import time
 from pathlib import Path
 
 from tpukit import environment, storage
-from tpukit.errors import TpukitError
+from tpukit.errors import TpukitError, first_line
 from tpukit.events import Events
 
 KEEP = 2  # checkpoints: the newest, and the one before in case it is damaged
+WORTH_A_WORD_S = 0.5  # a program of a few operations (fresh sums) compiles in milliseconds
 
 
 def setting(default, *, free=False):
@@ -91,14 +94,15 @@ class Run:
 
     @property
     def config(self):
-        """dict(workload, settings) that the run was opened with."""
-        return json.loads((self.path / "config.json").read_text())
+        """dict(workload, settings) that the run was opened with. Raises TpukitError where the file is damaged."""
+        try:
+            found = json.loads((self.path / "config.json").read_text())
+            return dict(found, workload=found["workload"], settings=dict(found["settings"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise TpukitError(f"{self.path}/config.json is damaged ({error}); choose another run folder") from error
 
     def _check(self, task):
-        try:
-            old, new = self.config, _config(task)
-        except json.JSONDecodeError as error:
-            raise TpukitError(f"{self.path}/config.json is damaged ({error}); choose another run folder") from error
+        old, new = self.config, _config(task)
         if old["workload"] != new["workload"]:
             raise TpukitError(
                 f"{self.path} holds a run of {old['workload']}, the task is {new['workload']}: choose another run folder"
@@ -138,6 +142,12 @@ class Run:
                 self._events.scalars(old["step"], old["time"], _scalars(old))
         elif self._events is not None:
             self._events.scalars(step, record["time"], _scalars(_finite(record)))
+
+    def close(self):
+        """Give the files back that stay open while a training writes."""
+        if self._events is not None:
+            self._events.close()
+            self._events = None
 
     def progress(self, *, step, total, **values):
         """Replace what `live` returns, at most twice a second and at the end: what a progress bar shows."""
@@ -190,7 +200,10 @@ class Run:
 
         path = self.path / "checkpoints" / f"step-{step:08d}.pt"
         with storage.whole_file(path) as file:
-            torch.save(dict(records_size=self._records_size(), state=state), file)
+            try:
+                torch.save(dict(records_size=self._records_size(), state=state), file)
+            except RuntimeError as error:  # in which torch hides that the disk is full
+                raise error.__context__ if isinstance(error.__context__, OSError) else error
         old = [c for c in self.checkpoints() if c["file"] != path.name]
         kept = [dict(file=path.name, step=step, sha256=storage.sha256(path)), *old][:KEEP]
         self._write_checkpoint_list(kept)
@@ -240,7 +253,7 @@ class Run:
         try:
             return torch.load(path, map_location="cpu", weights_only=True), None
         except Exception as error:  # torch raises many types for a damaged file; each means the same here
-            return None, str(error).splitlines()[0]
+            return None, first_line(error)
 
     def save_best(self, weights, **values):
         """Write the best weights as best.safetensors. weights: name -> CPU tensor. values: kept as its metadata."""

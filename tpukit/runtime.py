@@ -19,20 +19,22 @@ PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_batch(batch_size, cores):
-    """Raise TpukitError, naming the sizes that do, unless a global batch can be shared evenly by the cores."""
+def check_batch(batch_size, cores, what="cores"):
+    """Raise TpukitError, naming the sizes that do, unless a global batch can be shared evenly by the cores. what: their name."""
+    if batch_size < 1:
+        raise TpukitError(f"batch_size={batch_size}: it has to be 1 or more")
     if batch_size % cores:
         below = batch_size // cores * cores
         sizes = f"{below} or {below + cores}" if below else f"{cores}, or another multiple of it"
-        raise TpukitError(f"batch_size={batch_size} is the global batch, and {cores} cores cannot share it evenly: use {sizes}")
+        raise TpukitError(f"batch_size={batch_size} is the global batch, and {cores} {what} cannot share it evenly: use {sizes}")
 
 
 class Runtime:
     """Plain PyTorch on one device.
 
-    device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become programs, as on XLA.
-    world: this process among those of the training. cores: how many devices share a global batch, over all processes. shards: how many
-    of them are this process's.
+    device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become programs, as on XLA. world: this
+    process among those of the training. cores: how many devices share a global batch, over all processes. shards: how many of
+    them are this process's.
     """
 
     compiles = False
@@ -125,8 +127,8 @@ class Runtime:
         return torch.autocast(self.device.type, dtype=_DTYPES[self.precision])
 
     def compile(self, function, graphs=1, *, model=None, optimizer=None):
-        """Make `function` one program on devices that compile. graphs: how many variants it is allowed to have. model, optimizer: what it
-        changes, where it changes nothing else: see `replaying.Replayed`."""
+        """Make `function` one program on devices that compile. graphs: how many variants it is allowed to have. model,
+        optimizer: what it changes, where it changes nothing else: see `replaying.Replayed`."""
         return function
 
     def prime(self, optimizer):
@@ -146,7 +148,8 @@ class Runtime:
 
     @contextlib.contextmanager
     def buffers_of_rank_0(self, model):
-        """Within it, the model of every rank has rank 0's buffers (the running statistics of batch norm): the ones that are saved."""
+        """Within it, the model of every rank has rank 0's buffers (the running statistics of batch norm): the ones that are
+        saved."""
         own = [(module, name) for module in model.modules() for name, value in module._buffers.items() if value is not None]
         if self.world.size == 1 or not own:
             yield
@@ -258,9 +261,11 @@ class Runtime:
         return 0, 0.0
 
     def take_compiled(self):
-        """Which functions given to `compile` were compiled since this was last asked: a list of dict(what, programs, seconds, why, refused).
+        """Which functions given to `compile` were compiled since this was last asked: a list of dict(what, programs, seconds,
+        why, refused).
 
-        what: the function's name. why: sentences, see `causes`; none the first time. refused: whether it was one program too many.
+        what: the function's name. why: sentences, see `causes`; none the first time. refused: whether it was one program too
+        many.
         """
         return []
 
@@ -273,7 +278,8 @@ class Runtime:
 
     @contextlib.contextmanager
     def traced(self, folder):
-        """Within it, the device's and this process's work is recorded, and left in `folder` in a form that TensorBoard opens."""
+        """Within it, the device's and this process's work is recorded, and left in `folder` in a form that TensorBoard
+        opens."""
         from torch.profiler import profile, tensorboard_trace_handler
 
         with profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True):

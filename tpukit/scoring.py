@@ -13,7 +13,8 @@ from tpukit.runtime import check_batch
 
 
 def test(task, run, *, runtime=None, progress=True):
-    """Score the run's best weights, or `task.weights` where the run has none, on the test set. Returns the scores, on every rank.
+    """Score the run's best weights, or `task.weights` where the run has none, on the test set. Returns the scores, on every
+    rank.
 
     What the task keeps of its predictions is written to the run's folder predictions/. runtime: as for `train`.
     """

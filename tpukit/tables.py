@@ -1,9 +1,11 @@
-"""A small table, and sentences, that read the same in a shell and in a notebook."""
+"""A small table, and sentences, that read the same in a shell and in a notebook; durations in words, and what a GiB is."""
 
 import html
 import io
 import itertools
 import re
+
+GIB = 2**30
 
 
 class Table:
@@ -50,5 +52,15 @@ class Sentences(list):
 
 
 def _escaped(part, index):
-    """Every other part stands outside of backquotes: there, signs that a notebook would take for formulas or markup are escaped."""
+    """Every other part stands outside of backquotes: there, signs that a notebook takes for formulas or markup are escaped."""
     return part if index % 2 else re.sub(r"([$*_<])", r"\\\1", part)
+
+
+def span(seconds):
+    """A duration in words: 90 s, 2.5 min, 30.0 h, 3.0 days. Nothing for None; 0 s for what is over."""
+    if seconds is None:
+        return ""
+    for size, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{max(seconds, 0):.0f} s"

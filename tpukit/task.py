@@ -2,18 +2,19 @@
 
 import dataclasses
 import functools
+import os
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from tpukit.errors import TpukitError
-from tpukit.run import setting
+from tpukit.run import setting, settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
     """A training task. Its fields are its whole configuration; copy `workloads/mnist.py` to write your own.
 
-    A subclass says `datasets`, `model`, `optimizer`, `loss` and `evaluate`. Fields declared with
+    A subclass says `datasets`, `model`, `optimizer`, `loss`, `predict` and `evaluate`. Fields declared with
     `setting(free=True)` may change when a run is resumed.
     """
 
@@ -26,7 +27,8 @@ class Workload:
     phases: ClassVar[int] = 1
     """How many variants `loss` has (a warm-up phase makes two). On XLA each costs one compilation, and no more are allowed."""
     scored_with: ClassVar[tuple[str, ...] | None] = None
-    """The arrays of a batch that `evaluate` and `keep` need beside `valid`; None for all. Others are not read back from the device."""
+    """The arrays of a batch that `evaluate` and `keep` need beside `valid`; None for all. Others are not read back from the
+    device."""
     fallback: ClassVar[Path | None] = None
     """A folder that is searched where `dataset_dir` does not exist."""
 
@@ -62,37 +64,47 @@ class Workload:
     channels_last: bool = setting(False, free=True)
     """Keep images with their channels innermost in memory, which convolutions on newer GPUs like."""
     torch_compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = setting("no", free=True)
-    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway); reduce-overhead replays CUDA graphs."""
+    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway); reduce-overhead replays CUDA
+    graphs."""
     data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
-    """Where the decoded samples lie. device: all of them on every core, so that a batch is an index, augmented there. host: threads make
-    the batches. auto: an accelerator that has eight times the room."""
+    """Where the decoded samples lie. device: all of them on every core, so that a batch is an index, augmented there. host:
+    threads make the batches. auto: an accelerator that has eight times the room."""
+
+    def __post_init__(self):
+        least = dict(batch_size=1, log_every=1, eval_every=1, epochs=0, num_workers=0, seed=0)
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise TpukitError(f"{name}={getattr(self, name)}: it has to be {bound} or more")
+
+    def _left_out(self, method):
+        return NotImplementedError(f"{type(self).__name__} has to say {method}(): copy tpukit/workloads/mnist.py")
 
     def datasets(self):
         """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`; the training
         set says in `draws` how many uniform numbers a sample's augmentation uses (0 if none).
 
         A set that may lie on the device has besides: `pixels() -> dict of arrays (N, ...)` and their `pixels_size()` in bytes;
-        `drawn(indices, numbers) -> dict of arrays (B, ...)`, the few numbers of each sample; and `compose(rows, drawn)`, which makes
-        the batch of the rows of the pixels, as tensors on the device."""
-        raise NotImplementedError
+        `drawn(indices, numbers) -> dict of arrays (B, ...)`, the few numbers of each sample; and `compose(rows, drawn)`, which
+        makes the batch of the rows of the pixels, as tensors on the device."""
+        raise self._left_out("datasets")
 
     def model(self):
         """The torch.nn.Module, on the CPU."""
-        raise NotImplementedError
+        raise self._left_out("model")
 
     def optimizer(self, model):
         """The optimizer of a model that already lies on the device."""
-        raise NotImplementedError
+        raise self._left_out("optimizer")
 
     def loss(self, model, batch, epoch):
         """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no `.item()` here."""
-        raise NotImplementedError
+        raise self._left_out("loss")
 
     def predict(self, model, batch, epoch=None):
         """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One program on XLA.
 
         epoch: the epoch that the weights come from, for a model that has phases; None for finished weights."""
-        raise NotImplementedError
+        raise self._left_out("predict")
 
     def predictor(self, model, runtime, epoch=None):
         """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps says so here."""
@@ -100,17 +112,17 @@ class Workload:
 
     def evaluate(self, predictions):
         """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,) bool."""
-        raise NotImplementedError
+        raise self._left_out("evaluate")
 
     def panels(self, batch, prediction=None):
         """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3).
 
         batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the data alone."""
-        raise NotImplementedError
+        raise self._left_out("panels")
 
     def example(self, count):
         """A made-up training batch, dict of arrays, to try the model with where there is no data."""
-        raise NotImplementedError
+        raise self._left_out("example")
 
     # What a task may say besides
 
@@ -127,7 +139,8 @@ class Workload:
         return {}
 
     def keep(self, folder, predictions, data):
-        """Write what is worth keeping of a test into a folder. predictions: list of what `evaluate` gets. data: the test set."""
+        """Write what is worth keeping of a test into a folder. predictions: list of what `evaluate` gets. data: the test
+        set."""
 
     def kept(self, folder):
         """(batch, predictions) that `keep` wrote there, for `panels`; None where there are none."""
@@ -138,3 +151,36 @@ class Workload:
         """Raise TpukitError where no dataset was given."""
         if self.dataset_dir is None:
             raise TpukitError(f"{type(self).__name__} needs a dataset_dir: find_dataset(env, {self.dataset!r}) finds one")
+
+
+# A task in another process
+
+
+def from_settings(kind, given):
+    """The task of a class with settings as `run.settings` gives them: paths and tuples, for which JSON has no word, come back as such.
+
+    Fields that are not given keep their defaults; what is given for no field of the class is left out."""
+    types = get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind) if field.name in given]
+    return kind(**{name: _as_declared(types[name], given[name]) for name in names})
+
+
+def _as_declared(declared, value):
+    parts = [declared, *get_args(declared)]
+    if isinstance(value, list) and any(get_origin(part) is tuple for part in parts):
+        return tuple(value)
+    return Path(value) if isinstance(value, str) and Path in parts else value
+
+
+def for_another_process(task):
+    """(request, environment variables): what a fresh process needs to import the class and give it the same settings.
+
+    request: dict(module, kind, settings) for JSON. Raises TpukitError for the class of a notebook cell."""
+    kind = type(task)
+    if kind.__module__ == "__main__":
+        raise TpukitError(
+            f"{kind.__name__} lives in a notebook cell, where a process of its own cannot import it: put it in a module"
+        )
+    places = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    request = dict(module=kind.__module__, kind=kind.__qualname__, settings=settings(task))
+    return request, {"PYTHONPATH": os.pathsep.join(filter(None, places))}

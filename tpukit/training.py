@@ -14,6 +14,7 @@ from tpukit import environment, weights
 from tpukit.devices import open_runtime
 from tpukit.errors import TpukitError
 from tpukit.feeding import Feed, training_plan
+from tpukit.run import WORTH_A_WORD_S
 from tpukit.runtime import check_batch
 from tpukit.scoring import predictions, progress_bar, say_of
 from tpukit.stepping import SUMS, USUAL_NORM, freeze_batch_norm, fresh_sums, training_step
@@ -41,7 +42,8 @@ class _State:
 
 @dataclasses.dataclass
 class _Unscored:
-    """An epoch that is over, and its evaluation. predicted_s is None where there is none, weights and scores where another rank has them."""
+    """An epoch that is over, and its evaluation. predicted_s is None where there is none, weights and scores where another rank
+    has them."""
 
     step: int
     epoch: int
@@ -180,7 +182,7 @@ class Training:
         events = self.runtime.take_compiled()
         for event in events:
             self.run.log("compile", step, **event)
-            if not event["refused"] and (event["what"] == "step" or event["seconds"] >= 0.5):
+            if not event["refused"] and (event["what"] == "step" or event["seconds"] >= WORTH_A_WORD_S):
                 programs = f"{event['programs']} program{'s' * (event['programs'] > 1)} in {event['seconds']:.1f} s"
                 why = f", because {event['why'][0]}" if event["why"] else ""
                 what = "" if event["what"] == "step" else f" for {event['what']}"
@@ -204,6 +206,7 @@ class Training:
             accelerator=self.runtime.accelerator,
             versions=environment.detect().versions,
             phases=task.phases,
+            torch_compile=task.torch_compile,
             cores=self.runtime.cores,
             processes=self.world.size,
             steps_per_epoch=self.steps_per_epoch,
@@ -223,6 +226,7 @@ class Training:
                 raise
             finally:  # a second interrupt does not wait for scores
                 self.scorer.shutdown(wait=False, cancel_futures=True)
+                run.close()
         scores = self.scores
         if scores is None and self.world.rank == 0:
             evaluations = run.records("evaluation")
@@ -345,8 +349,8 @@ class Training:
         self.counters_before = self.runtime.counters()
 
     def _finish_epoch(self, bar, *, is_last):
-        """At the end of an epoch that was not finished yet: predict the test set and save. The scores are counted while the next
-        epoch trains."""
+        """At the end of an epoch that was not finished yet: predict the test set and save. The scores are counted while the
+        next epoch trains."""
         state, task = self.state, self.task
         epochs_done, within = divmod(state.step, self.steps_per_epoch)
         if within or epochs_done == 0 or state.evaluated >= epochs_done:
@@ -442,7 +446,8 @@ class Training:
         if max(newest) > newest[0]:
             mine = f"only one of step {newest[0]}" if newest[0] >= 0 else "no checkpoint"
             raise TpukitError(
-                f"{self.run.path}: rank 0 has {mine} there, but rank {newest.index(max(newest))} has one of step {max(newest)}. "
+                f"{self.run.path}: rank 0 has {mine} there, but rank {newest.index(max(newest))} has one of step "
+                f"{max(newest)}. "
                 "Start the host that has the run with --node-rank 0, or put the run on a disk that all hosts share."
             )
         saved = self.world.share(self.run.restore() if self.world.rank == 0 else None)

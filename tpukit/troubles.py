@@ -1,4 +1,5 @@
-"""What goes wrong on accelerators, why, and what to do: the one source of `doctor`, of the mends of error messages, and of docs/TROUBLESHOOTING.md.
+"""What goes wrong on accelerators, why, and what to do: the one source of `doctor`, of the mends of error messages, and of
+docs/TROUBLESHOOTING.md.
 
 The errors are those that users of torch_xla, Colab and Kaggle report most; their texts are torch_xla's, libtpu's and PyTorch's.
 """
@@ -10,8 +11,8 @@ import sys
 
 @dataclasses.dataclass(frozen=True)
 class Trouble:
-    """One thing that goes wrong. said: what is to be seen, an error's text or, without a pattern, a symptom. why and mend: for a reader;
-    `mend` alone for an error message. pattern: how a message is recognised."""
+    """One thing that goes wrong. said: what is to be seen, an error's text or, without a pattern, a symptom. why and mend: for
+    a reader; `mend` alone for an error message. pattern: how a message is recognised."""
 
     said: str
     why: str
@@ -31,7 +32,8 @@ TROUBLES = (
     Trouble(
         "device_ready_queues_ INTERNAL ASSERT FAILED",
         "Autograd sets up its threads with the first gradient, one for each kind of device that is open then.",
-        "A gradient was computed on the CPU before the XLA device was opened, which autograd does not allow. Restart the session and train "
+        "A gradient was computed on the CPU before the XLA device was opened, which autograd does not allow. Restart the "
+        "session and train "
         "on the XLA device first.",
         r"device_ready_queues_",
     ),
@@ -55,7 +57,8 @@ TROUBLES = (
     ),
     Trouble(
         "Expected 8 processes but got 1",
-        "The variables of this host speak of more chips than the processes that were started: TPU_CHIPS_PER_HOST_BOUNDS on Colab's one chip, "
+        "The variables of this host speak of more chips than the processes that were started: TPU_CHIPS_PER_HOST_BOUNDS on "
+        "Colab's one chip, "
         "or eight cores of which one was asked for.",
         "Start all cores or one: tpukit.launch(..., cores=1) for one chip, or leave cores out for all; in a fresh session.",
         r"Expected \d+ processes,? but got",
@@ -80,13 +83,15 @@ TROUBLES = (
     ),
     Trouble(
         "concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly",
-        "torch_xla waits for its processes in a pool, which only says that one is gone. tpukit shows the failing rank's own traceback.",
+        "torch_xla waits for its processes in a pool, which only says that one is gone. tpukit shows the failing rank's own "
+        "traceback.",
         "One process died and took the others along; the cause is in the first traceback above.",
         r"BrokenProcessPool",
     ),
     Trouble(
         "ImportError: _XLAC.cpython-312-x86_64-linux-gnu.so: undefined symbol",
-        "torch_xla is compiled against one version of torch. Installing another torch over an image's breaks it, and so does another libtpu.",
+        "torch_xla is compiled against one version of torch. Installing another torch over an image's breaks it, and so does "
+        "another libtpu.",
         "torch and torch_xla do not match: restart a fresh session and install nothing over the image's versions.",
         r"undefined symbol.*(_XLAC|torch)|_XLAC.*undefined symbol",
     ),
@@ -97,28 +102,34 @@ TROUBLES = (
     ),
     Trouble(
         "Unexpected execution happens inside the compiled function",
-        "The step has to be one program. `.item()`, `print(loss)`, `if loss > x`, `bool(tensor)` ask for a value in the middle, so it would be cut.",
-        "The step reads a value back from the device in the middle (.item(), print(loss), if loss > x). Sum on the device and read after the "
+        "The step has to be one program. `.item()`, `print(loss)`, `if loss > x`, `bool(tensor)` ask for a value in the "
+        "middle, so it would be cut.",
+        "The step reads a value back from the device in the middle (.item(), print(loss), if loss > x). Sum on the device and "
+        "read after the "
         "step. `tpukit report RUN --trace 1` names the line.",
         r"Unexpected execution happens inside the compiled function",
     ),
     Trouble(
         "maximum number of different graphs exceeded: every step compiles again",
-        "A program is made for given shapes and Python numbers. A ragged last batch, a padded length that varies, a number computed by Python in "
+        "A program is made for given shapes and Python numbers. A ragged last batch, a padded length that varies, a number "
+        "computed by Python in "
         "the step make another program, minutes each. tpukit stops instead, and names what changed.",
-        "A batch or a Python number changed its shape or value between steps, so XLA would compile again. Keep every batch the same shape; "
+        "A batch or a Python number changed its shape or value between steps, so XLA would compile again. Keep every batch "
+        "the same shape; "
         "declare phases in the workload.",
         r"different graphs|maximum number of.*graphs",
     ),
     Trouble(
         "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm",
-        "Weights, optimizer state, activations and the program's own buffers do not fit. `tpukit plan --find-batch` asks the compiler which batch does.",
+        "Weights, optimizer state, activations and the program's own buffers do not fit. `tpukit plan --find-batch` asks the "
+        "compiler which batch does.",
         "The step does not fit into the device's memory: use a smaller batch_size, a smaller crop, or precision='bf16'.",
         r"RESOURCE_EXHAUSTED|Ran out of memory in memory space|CUDA out of memory|out of memory",
     ),
     Trouble(
         "unable to open shared memory object: No space left on device (/dev/shm)",
-        "DataLoader's worker processes hand batches over in shared memory, which containers keep small. tpukit's batches are made by threads.",
+        "DataLoader's worker processes hand batches over in shared memory, which containers keep small. tpukit's batches are "
+        "made by threads.",
         "Shared memory is full: use num_workers=0.",
         r"No space left on device.*shm|/dev/shm|unable to open shared memory",
     ),
@@ -136,7 +147,8 @@ TROUBLES = (
     Trouble(
         "AttributeError: module 'torch_xla.core.xla_model' has no attribute 'xrt_world_size'",
         "The calls of old guides are gone: xrt_world_size, get_ordinal, ParallelLoader's old uses, COLAB_TPU_ADDR.",
-        "This call is gone from torch_xla: `tpukit migrate FILE` lists such calls with what replaced them; --fix rewrites the safe ones.",
+        "This call is gone from torch_xla: `tpukit migrate FILE` lists such calls with what replaced them; --fix rewrites the "
+        "safe ones.",
         r"has no attribute '(xrt_world_size|get_ordinal|is_master_ordinal)'",
     ),
     Trouble(
@@ -152,7 +164,8 @@ TROUBLES = (
     Trouble(
         "The training hangs at the end of an epoch",
         "The ranks have different numbers of batches: one waits in a gradient sum for others that are done.",
-        "Give every rank the same number of steps: drop the ragged tail. tpukit's plan of an epoch is one for all ranks; a hang is reported with "
+        "Give every rank the same number of steps: drop the ragged tail. tpukit's plan of an epoch is one for all ranks; a "
+        "hang is reported with "
         "every core's stack after `hang_timeout_s`.",
     ),
     Trouble(
@@ -163,17 +176,21 @@ TROUBLES = (
     Trouble(
         "Every core sees the same data",
         "MpDeviceLoader and ParallelLoader move batches; they do not share them out.",
-        "Use a DistributedSampler with the rank and world size, or tpukit.launch, where rank r takes its part of every global batch.",
+        "Use a DistributedSampler with the rank and world size, or tpukit.launch, where rank r takes its part of every global "
+        "batch.",
     ),
     Trouble(
         "The first step takes minutes",
         "The whole step is traced and compiled into one program. Later steps reuse it.",
-        "Wait for it once: tpukit says when it starts and how long it took. On a TPU later sessions find the program in TPUKIT_CACHE.",
+        "Wait for it once: tpukit says when it starts and how long it took. On a TPU later sessions find the program in "
+        "TPUKIT_CACHE.",
     ),
     Trouble(
         "A TPU slower than the GPU before",
-        "Usually the host is waited for: values read in every step, small batches, a program that is compiled again, data decoded in one thread.",
-        "`tpukit report RUN` says which. Read the loss once in many steps, use a larger batch, keep shapes fixed, keep the pixels on the device.",
+        "Usually the host is waited for: values read in every step, small batches, a program that is compiled again, data "
+        "decoded in one thread.",
+        "`tpukit report RUN` says which. Read the loss once in many steps, use a larger batch, keep shapes fixed, keep the "
+        "pixels on the device.",
     ),
     Trouble(
         "A checkpoint does not load on a machine without a TPU",
@@ -209,8 +226,8 @@ HEAD = """# Troubleshooting
 
 [中文](TROUBLESHOOTING.zh-CN.md) · [README](../README.md)
 
-What users of TPUs and GPUs on Colab and Kaggle meet most, by the text that they see. tpukit says the same words when it meets an error, and
-knows them for a message from elsewhere too:
+What users of TPUs and GPUs on Colab and Kaggle meet most, by the text that they see. tpukit says the same words when it meets an
+error, and knows them for a message from elsewhere too:
 
     tpukit doctor                                # looks at this machine
     tpukit doctor --error "Unsupported nprocs (8)"

@@ -1,7 +1,7 @@
 """The notebook's side of a launch: an agent in a process of its own, and what its cores leave in the run directory.
 
-The agent forks the cores (`launching.py` says how). Here they are watched: what rank 0 writes is shown, and when a core fails or hangs the
-agent and all cores are ended, with the rank, the step and the traceback of the first.
+The agent forks the cores (`launching.py` says how). Here they are watched: what rank 0 writes is shown, and when a core fails
+or hangs the agent and all cores are ended, with the rank, the step and the traceback of the first.
 """
 
 import contextlib
@@ -58,7 +58,6 @@ class Watch:
             old.unlink()
         (self.job.run.path / "progress.json").unlink(missing_ok=True)
         self.log = self.job.run.path / "log.txt"
-        self.shown = self.log.stat().st_size if self.log.exists() else 0
         self.died = []  # ranks of the first cores that went without a word
         self.process = multiprocessing.get_context("fork").Process(target=_agent, args=(agent, self.folder))
 
@@ -92,8 +91,9 @@ class Watch:
             self.died = self.died or self._dead()
             if failed_at is None and (self.died or self._errors() or self._hung()):
                 failed_at = time.monotonic()
+                hung = self._hung()
                 for rank, pid in self._pids().items():
-                    if self._hung() and rank not in self._hung():
+                    if hung and rank not in hung:
                         _send(pid, signal.SIGUSR1)  # its stack too
             if failed_at and time.monotonic() - failed_at > GRACE_S:
                 return
@@ -138,7 +138,7 @@ class Watch:
 
         for line in whole.decode(errors="replace").splitlines():
             with contextlib.suppress(BrokenPipeError):  # as in `Run.say`
-                tqdm.write(line[21:] if line[10:11] == " " else line)  # without the time
+                tqdm.write(re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", line))
 
     def _errors(self):
         """What failed cores left, the first to fail first: the others fail because it is gone."""

@@ -3,7 +3,7 @@
 import pickle
 from pathlib import Path
 
-from tpukit.errors import TpukitError
+from tpukit.errors import TpukitError, first_line
 
 
 def read(path):
@@ -33,7 +33,7 @@ def read(path):
             "Ask its author for a plain state dict or a .safetensors file."
         ) from error
     except Exception as error:  # torch and safetensors raise many types for a damaged file
-        raise TpukitError(f"weights {path}: damaged or not a weight file ({str(error).splitlines()[0]})") from error
+        raise TpukitError(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
     for key in ("state_dict", "model", "net"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -69,10 +69,10 @@ def metadata(path):
         with safe_open(path, "pt") as file:
             return file.metadata() or {}
     except Exception as error:  # safetensors raises many types for a damaged file
-        raise TpukitError(f"weights {path}: damaged or not a weight file ({str(error).splitlines()[0]})") from error
+        raise TpukitError(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
 
 
 def epoch_of(path):
     """The epoch (from 0) at which a run kept its best.safetensors, or None for a file from elsewhere."""
     epoch = metadata(path).get("epoch")
-    return int(epoch) if epoch else None
+    return int(epoch) if epoch and epoch.isdigit() else None

@@ -35,6 +35,13 @@ class XLARuntime(Runtime):
     compiles = True
     mesh = None
 
+    def __init__(self, accelerator, precision="auto", world=None, spmd_cores=None):
+        if precision == "fp16":
+            raise TpukitError("precision='fp16': XLA devices train in bf16, which needs no loss scaling; use 'bf16' or 'auto'")
+        self.spmd_cores = spmd_cores
+        self.forget()
+        super().__init__(accelerator, precision, world)
+
     def _open_device(self):
         import torch_xla
         import torch_xla.runtime as xr
@@ -72,13 +79,6 @@ class XLARuntime(Runtime):
 
     def _best_precision(self):
         return "bf16" if self.accelerator == "tpu" else "fp32"
-
-    def __init__(self, accelerator, precision="auto", world=None, spmd_cores=None):
-        if precision == "fp16":
-            raise TpukitError("precision='fp16': XLA devices train in bf16, which needs no loss scaling; use 'bf16' or 'auto'")
-        self.spmd_cores = spmd_cores
-        self.forget()
-        super().__init__(accelerator, precision, world)
 
     def device_name(self):
         import torch_xla.core.xla_model as xm
@@ -223,8 +223,9 @@ class XLARuntime(Runtime):
                 return result
 
             return stepped
-        # full_graph: a hidden `.item()` raises instead of cutting the step; graphs: so does a batch of another shape. Both make the host
-        # wait for the device before it traces the next step, so only the first calls are guarded; the others are counted.
+        # full_graph: a hidden `.item()` raises instead of cutting the step; graphs: so does a batch of another shape. Both make
+        # the host wait for the device before it traces the next step, so only the first calls are guarded; the others are
+        # counted.
         guarded = torch_xla.compile(function, full_graph=True, max_different_graphs=graphs)
         calls, left = 0, graphs - 1
 
@@ -241,7 +242,8 @@ class XLARuntime(Runtime):
             left -= self.compilations()[0] - before
             if left < 0:
                 raise RuntimeError(
-                    f"call {calls} of {function.__name__} was compiled once more: maximum number of different graphs exceeded: {graphs}"
+                    f"call {calls} of {function.__name__} was compiled once more: maximum number of different graphs "
+                    f"exceeded: {graphs}"
                 )
             return result
 
@@ -274,8 +276,8 @@ class XLARuntime(Runtime):
         return _timed("CompileTime")
 
     def counters(self):
-        """dict, since this process started: compilations, executions (counts); compile_s, execute_s, to_device_s, from_device_s (seconds, summed);
-        fallbacks, since `forget`: operation that XLA could not lower and the CPU ran instead -> count."""
+        """dict, since this process started: compilations, executions (counts); compile_s, execute_s, to_device_s, from_device_s
+        (seconds, summed); fallbacks, since `forget`: operation that XLA could not lower and the CPU ran instead -> count."""
         compilations, compile_s = self.compilations()
         executions, execute_s = _timed("ExecuteTime")
         return dict(
@@ -299,7 +301,8 @@ class XLARuntime(Runtime):
             xp.stop_trace()
 
     def hlo_of(self, step, model, optimizer):
-        """The program of a step as HLO, with the line of each operation. The step is traced and not run: its model and optimizer are of no use then."""
+        """The program of a step as HLO, with the line of each operation. The step is traced and not run: its model and
+        optimizer are of no use then."""
         from torch_xla import _XLAC
 
         _XLAC._set_ir_debug(True)
@@ -334,7 +337,8 @@ class XLARuntime(Runtime):
 class RecordingRuntime(XLARuntime):
     """A TPU core, alone or one of several, whose programs are written down instead of run; needs no TPU, but a fresh process.
 
-    memory_size: of the core, in bytes. `programs`: each as a StableHLO portable artifact, in the order in which they were asked for.
+    memory_size: of the core, in bytes. `programs`: each as a StableHLO portable artifact, in the order in which they were asked
+    for.
     """
 
     keeps_programs = False
@@ -369,7 +373,8 @@ class RecordingRuntime(XLARuntime):
 
 
 def recomputed(block, *inputs):
-    """block(*inputs), a module without randomness whose activations are computed again in the backward pass instead of being kept."""
+    """block(*inputs), a module without randomness whose activations are computed again in the backward pass instead of being
+    kept."""
     if inputs[0].device.type == "xla":
         # torch's own looks for a module torch.xla; this one also keeps XLA from merging the two computations.
         from torch_xla.utils.checkpoint import checkpoint

@@ -70,6 +70,7 @@ class CDEIT(Workload):
     """Compute activations again in the backward pass instead of keeping them: less memory, a third more time."""
 
     def __post_init__(self):
+        super().__post_init__()
         self._schedule()
         if self.sampler == "ancestral" and self.sampling_steps not in (5, diffusion.STEPS):
             raise TpukitError(

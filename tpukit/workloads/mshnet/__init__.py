@@ -47,6 +47,7 @@ class MSHNet(Workload):
     """Leave out list entries whose image or mask is missing or unreadable, instead of stopping."""
 
     def __post_init__(self):
+        super().__post_init__()
         for name in ("base_size", "crop_size"):
             if getattr(self, name) < 16 or getattr(self, name) % 16:
                 raise TpukitError(f"{name}={getattr(self, name)}: the network halves it four times; use a multiple of 16")
