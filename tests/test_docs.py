@@ -100,6 +100,36 @@ def test_a_text_that_is_no_error_of_its_own_is_known_to_doctor_and_an_unknown_on
     assert "not known here" in capsys.readouterr().out
 
 
+# How people name what they met, as in forums and in the lists of the platforms -> a word of what they have to be told.
+OWN_WORDS = {
+    "Unexpected PJRT_Client_Create_Args size: expected 64, got 56": "do not match",
+    "NotImplementedError: Could not run 'aten::empty.memory_format' with arguments from the 'XLA' backend": "CPU copies",
+    "ImportError: cannot import name 'xrt_world_size'": "gone",
+    "KeyError: 'COLAB_TPU_ADDR'": "gone",
+    "TensorFlow conflict": "tensorflow-cpu",
+    "save hangs on master only": "on all ranks",
+    "hang at epoch end": "same number of steps",
+    "DataLoader workers freeze after fork": "num_workers=0",
+    "every core sees the same data": "DistributedSampler",
+    "recompiles every step": "same shape",
+    "minutes-long first step": "Wait for it",
+    "slower than a GPU": "larger batch",
+    "fp16 on XLA": "bf16",
+    "checkpoint will not load off-TPU": "CPU copies",
+    "batch run silently on CPU": "env.require",
+}
+
+
+@pytest.mark.parametrize("asked", OWN_WORDS)
+def test_doctor_understands_an_error_by_a_users_own_words(asked):
+    assert OWN_WORDS[asked] in troubles.about(asked)
+
+
+@pytest.mark.parametrize("asked", ["loss 0.5 at step 3", "File tensorflow/python/x.py line 3", "how do I save the model?"])
+def test_doctor_does_not_guess(asked):
+    assert troubles.about(asked) is None
+
+
 # Running what the pages say
 
 
