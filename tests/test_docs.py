@@ -1,10 +1,13 @@
-"""The guides: every command runs, every link leads somewhere, both languages say the same, and what goes wrong has one source."""
+"""The guides: every command runs, every link leads somewhere, both languages say the same, one source of what goes wrong."""
 
 import glob
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -24,7 +27,7 @@ SMALL = {option: value for options in TINY.values() for option, value in options
 SMALL |= {"--epochs": "1", "--warm-epoch": "0", "--steps": "2", "--trace": "2", "--cores": "1", "--sampling-steps": "1"}
 SMALL |= {"--batch-size": "4", "--global-batch-size": "4", "--samples": "6", "--test-samples": "3"}
 # Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), what rents machines
-# (tests/test_cloud.py runs it against a recording gcloud), and a model of 110 million parameters (tests/test_cdeit.py runs a smaller one).
+# (tests/cloud/ runs it against a recording gcloud), and a model of 110 million parameters (tests/test_cdeit.py: a smaller one).
 ELSEWHERE = ("tpukit plan", "tpukit cloud", "tpukit doctor --model cdeit")
 
 
@@ -33,8 +36,8 @@ def name(path):
 
 
 def commands(path):
-    """The tpukit commands of a page's code blocks, without their comments."""
-    lines = [line for line in path.read_text().splitlines() if re.match(r"(    )?tpukit \w", line)]
+    """The tpukit commands of a page's code blocks, without their comments, with what stands before them."""
+    lines = [line for line in path.read_text().splitlines() if re.match(r"(    )?(\w+=\S+ |timeout \S+ )*tpukit \w", line)]
     return [shlex.join(shlex.split(line, comments=True)) for line in lines]
 
 
@@ -152,6 +155,10 @@ def unique():
     return [c for c in kept if not c.startswith(ELSEWHERE)]
 
 
+def alone():
+    return [c for c in unique() if c.startswith("tpukit")]
+
+
 def test_there_are_commands_to_run_and_they_are_made_small():
     assert len(unique()) > 10
     small = smaller("tpukit train mshnet --epochs 400 --lr 0.05")
@@ -184,7 +191,21 @@ def place(tmp_path_factory, digits, infrared, tank):
     return folder
 
 
-@pytest.mark.parametrize("command", unique())
+@pytest.mark.parametrize("command", sorted(set(unique()) - set(alone())))
+def test_a_command_with_something_before_it_runs_as_it_stands(command, place, monkeypatch):
+    before, _, rest = command.partition("tpukit ")
+    words = smaller(f"tpukit {rest}")
+    if "--cores" in words:
+        words[words.index("--cores") + 1] = "2"  # in a process of its own it can
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    shutil.rmtree("outputs/new", ignore_errors=True)
+    line = f"{before}{shlex.quote(sys.executable)} -m tpukit {shlex.join(words)}"
+    ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert ran.returncode == 0 and "Scores" in ran.stdout, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("command", alone())
 def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, capfd):
     monkeypatch.chdir(place)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)

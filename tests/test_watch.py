@@ -37,6 +37,7 @@ def test_a_run_is_shown_as_its_records_have_it(run, nothing_installed, capsys):
     rate, accuracy = run.records("train")[-1]["speed"]["images_per_s"], run.records("evaluation")[-1]["scores"]["accuracy"]
     assert f"{rate:.1f} samples a second" in shown and "scores of epoch 2" in shown and f"accuracy {accuracy:.4g}" in shown
     assert "step 20" in shown and "left" not in shown and "GPU" not in shown
+    assert f"{run.records('train')[-1]['loss']:.4f}" in shown  # the last one
 
 
 def test_a_run_on_its_way_says_what_is_left_and_since_when_it_stands():

@@ -128,6 +128,8 @@ def _said_of_time(session, trained):
         said.append(f"The device waited for data {share:.0%} of the time: raise num_workers, or shrink the images once.")
     else:
         said.append(f"Waiting for data took {share:.1%} of the training time.")
+    if not trained[-1]["speed"]["memory"]:
+        said.append("How much of its memory was used, this device does not tell.")
     evaluating = sum(r["speed"]["seconds"] for r in session if r["kind"] == "evaluation")
     if evaluating:
         said.append(f"Training took {seconds:.0f} s, evaluation {evaluating:.0f} s.")

@@ -250,13 +250,13 @@ class Training:
                 self.take_step(batch, epoch)
                 self.steps_measured += 1
                 bar.update()
-                self.run.progress(
-                    name=task.name, unit="step", step=state.step, total=bar.total, epoch=epoch + 1, loss=self.shown_loss
-                )
                 ends_epoch = state.step % self.steps_per_epoch == 0
                 reads = state.step % task.log_every == 0 or ends_epoch
                 if reads:
                     self._log(epoch, bar)
+                self.run.progress(
+                    name=task.name, unit="step", step=state.step, total=bar.total, epoch=epoch + 1, loss=self.shown_loss
+                )
                 if self.world.size == 1:
                     self.save_due = self._save_is_due()
                 elif not reads:
