@@ -263,7 +263,9 @@ def panels_figure(rows, title):
             axis.set_axis_on()
             axis.set(xticks=(), yticks=())
             axis.spines[:].set_color(GREY)  # a white picture ends somewhere, too
-            axis.imshow(array, cmap="gray", interpolation="nearest")
+            # By what the array could hold: scaled to what it does hold, a mask that is true everywhere would be black.
+            low, high = {"bool": (0, 1), "uint8": (0, 255)}.get(str(array.dtype), (None, None))
+            axis.imshow(array, cmap="gray", interpolation="nearest", vmin=low, vmax=high)
             axis.set_title(name, fontsize=9, color=INK)
     figure.suptitle(title, x=0.02, ha="left", fontsize=11, color=INK)
     return figure
