@@ -1,4 +1,4 @@
-"""`python -m benchmarks [PART...]`: measure, print tables, and write one JSON. All figures are ratios or times of one machine in one run.
+"""`python -m benchmarks [PART...]`: measure, print tables, and write one JSON. All figures are of one machine in one run.
 
 data    images a second of each way from a set on disk to a batch, beside a plain PIL pipeline; one core
 steps   MSHNet's training step with each way of making it faster, one by one
@@ -56,7 +56,7 @@ def measure(part, digits, infrared):
     if part == "data":
         rows = [row for device in ["cpu", *gpu] for row in ask("data", device, infrared)]
         columns = ("device", "way", "images_per_s", "times_plain", "rounds")
-        title = "From the set to batches of 256x256, one thread: times_plain is against decoding and augmenting every image with PIL"
+        title = "From the set to batches of 256x256, one thread: times_plain is against decoding and augmenting by PIL"
     elif part == "steps":
         cases = [("cpu", 128, 4), ("xla", 128, 4)] + [("cuda", 256, size) for size in (4, 16, 64) if gpu]
         rows = [dict(row, size=case[1], batch=case[2]) for case in cases for row in ask("steps", "steps", *case)]
@@ -65,19 +65,8 @@ def measure(part, digits, infrared):
     elif part == "epochs":
         cases = [("cpu", 64, 8), ("xla", 64, 8)] + [("cuda", 256, size) for size in (4, 16) if gpu]
         rows = [dict(row, size=case[1], batch=case[2]) for case in cases for row in ask("steps", "epochs", *case, infrared)]
-        columns = (
-            "device",
-            "size",
-            "batch",
-            "data_on",
-            "images_per_s",
-            "wait_share",
-            "compiled_late",
-            "eval_s",
-            "scoring_s",
-            "first_step_s",
-        )
-        columns += ("peak_gib",)
+        columns = ("device", "size", "batch", "data_on", "images_per_s", "wait_share", "compiled_late")
+        columns += ("eval_s", "scoring_s", "first_step_s", "peak_gib")
         title = "The second epoch of a training of MSHNet"
     elif part == "loops":
         rows = [

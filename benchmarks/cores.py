@@ -17,7 +17,7 @@ ROUNDS, STEPS = 7, 20
 
 
 def timed(task, run, *, runtime):
-    """Rounds of steps with the gradient sum and without it, in turn, on all ranks. Returns seconds a step of the slowest rank."""
+    """Rounds of steps with the gradient sum and without it, in turn, on all ranks. Returns seconds a step of the slowest."""
     torch.manual_seed(0)
     data, _ = task.datasets()
     model = runtime.place(task.model())

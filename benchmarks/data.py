@@ -1,4 +1,4 @@
-"""Images a second of every way from a set on disk to a training batch, on one core: MSHNet's recipe at 256x256 from originals of 512x512.
+"""Images a second of every way from a set on disk to a training batch, on one core: MSHNet's recipe at 256x256 from 512x512.
 
 plain: what published training code does for every image, every epoch: open, decode, augment with PIL, to a normalised tensor.
 host: tpukit's threads, from pixels decoded once. device: the pixels lie on the device, which augments by matrix products.

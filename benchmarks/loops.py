@@ -1,7 +1,7 @@
 """The cost of tpukit's loop: the same steps of the same model by a bare hand-written loop, by tpukit, Lightning and accelerate.
 
-Every contender runs the same number of steps in every round, in changing order, in one process on one device; times are of training
-steps alone, after a first round that compiles. The bare loop makes its batches in line; it does nothing but train.
+Every contender runs the same number of steps in every round, in changing order, in one process on one device; times are of
+training steps alone, after a first round that compiles. The bare loop makes its batches in line; it does nothing but train.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""`make plan`: what the TPU compiler says of every workload's step at a small and a full size, written to plan.json beside this file.
+"""`make plan`: what the TPU compiler says of every workload's step at a small and a full size, kept in plan.json beside this.
 
-The committed plan.json is a gate: a test compiles one of its small programs and compares. Renew it when a step has changed on purpose.
+The committed plan.json is a gate: a test compiles some of its small programs and compares. Renew it when a step has changed on
+purpose.
 """
 
 import json

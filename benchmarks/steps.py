@@ -14,6 +14,7 @@ import torch
 from tpukit import MSHNet, Run, train
 from tpukit.runtime import Runtime
 from tpukit.stepping import fresh_sums, training_step
+from tpukit.tables import GIB
 from tpukit.workloads.mshnet import strips
 from tpukit.xla import XLARuntime
 
@@ -53,7 +54,7 @@ def shaped(in_strips):
 
 
 def seconds_a_step(device, task, in_strips, replayed):
-    """Seconds: until the first step is done, of a later one (median), and of it what the host takes until it has handed it over."""
+    """Seconds: until the first step is done, of a later one (median), and of it what the host takes to hand it over."""
     runtime = open_runtime(device, "fp32" if task.precision == "auto" else task.precision)
     torch.manual_seed(0)
     model = runtime.place(task.model().train(), channels_last=task.channels_last)
@@ -111,16 +112,11 @@ def epochs(device, size, batch_size, folder):
             late = sum(r["programs"] for r in compiled if r["step"] > 2)
             first = [r["time"] - started for r in compiled][:1]
         row = dict(device=device, data_on=on, images_per_s=round(last["images_per_s"], 1), epoch_s=round(last["seconds"], 2))
-        row |= dict(
-            wait_share=round(last["wait_s"] / last["seconds"], 4),
-            compiled_late=late,
-            first_step_s=round(first[0], 1) if first else None,
-        )
+        row |= dict(wait_share=round(last["wait_s"] / last["seconds"], 4), compiled_late=late)
         row |= dict(eval_s=round(evaluation["seconds"], 2), scoring_s=round(evaluation["scoring_s"], 2))
-        print(
-            "ROW " + json.dumps(dict(row, peak_gib=round(last["memory"][0][0] / 2**30, 2) if last["memory"] else None)),
-            flush=True,
-        )
+        row |= dict(first_step_s=round(first[0], 1) if first else None)
+        row |= dict(peak_gib=round(last["memory"][0][0] / GIB, 2) if last["memory"] else None)
+        print("ROW " + json.dumps(row), flush=True)
 
 
 def main(what, device, size, batch_size, folder=None):

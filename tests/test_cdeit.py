@@ -187,7 +187,7 @@ def test_statistics_that_cannot_be_saved_are_used_all_the_same(tank, tmp_path, m
         raise OSError(30, "Read-only file system")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tpukit.workloads.cdeit.data.storage.whole_file", read_only)
+    monkeypatch.setattr("tpukit.workloads.cdeit.data.files.whole_file", read_only)
     task = task_of(tmp_path)
     statistics, said = task._statistics(tmp_path / "train")
     assert "not saved" in said and "Read-only file system" in said and statistics[1].all()
@@ -386,6 +386,10 @@ def test_a_prediction_that_is_no_number_is_counted_and_loses_no_run(tank):
 
 def test_ancestral_sampling_runs_all_its_steps(tank, cpu):
     task = task_of(tank, sampler="ancestral")
+    assert task.scored_on() == "simulated by ancestral in 1000 steps"
+    assert task_of(tank, sampling_steps=3, eta=0.5).scored_on() == "simulated by ddim in 3 steps with eta 0.5"
+    with pytest.raises(TpukitError, match="sampling_steps=7: ancestral sampling takes all 1000; leave it out"):
+        task_of(tank, sampler="ancestral", sampling_steps=7)
     seen = []
     model = task.model().eval()
     model.register_forward_pre_hook(lambda module, inputs: seen.append(int(inputs[1][0])))

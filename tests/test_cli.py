@@ -65,7 +65,7 @@ def test_published_weights_as_a_pickled_state_dict_are_tested(infrared, tmp_path
         (["simulate", "eit", "--check", "."], "no npz files in ."),
         (["simulate", "eit", "--seed", "-1"], "seed=-1"),
         (["plan", "mnist", "--chip", "v3-8"], "no chip 'v3-8'; there are: v5e-1, v5e-8, v6e-1"),
-        (["plan", "mshnet", "--chip", "v5e-8", "--batch-sizes", "12"], "a multiple of its 8 cores"),
+        (["plan", "mshnet", "--chip", "v5e-8", "--batch-sizes", "12"], "8 cores of v5e-8 cannot share it evenly: use 8 or 16"),
         (["doctor", "--model", "resnet"], "no workload 'resnet'"),
         (["show", "nothing-here"], "nothing-here is not a run directory"),
         (["test", "mnist", "--weights", "none.pth"], "weights none.pth: no such file"),
@@ -101,6 +101,17 @@ def test_every_command_has_help(argv):
         for flag in ("--dataset-dir", "--base-size", "--crop-size", "--warm-epoch", "--batch-size", "--epochs", "--lr"):
             assert flag in ran.stdout
         assert "Learning rate of Adagrad" in ran.stdout
+
+
+def test_the_usage_names_every_command_and_every_verb_of_cloud():
+    from tpukit.tools import cloud
+
+    for name in cli.COMMANDS:
+        assert f"\n  tpukit {name} " in cli.USAGE, name
+    named = {
+        verb for line in cli.USAGE.splitlines() if line.startswith("  tpukit cloud ") for verb in line.split()[2].split("|")
+    }
+    assert named == cloud.VERBS.keys() | cloud.WRITERS.keys()
 
 
 def test_doctor_tells_machines_the_same_as_people(capsys, monkeypatch):
@@ -153,7 +164,7 @@ def test_simulate_train_and_test_cdeit_as_the_readme_says(real_data, tmp_path, c
 
 
 def test_cdeit_on_two_processes_and_as_one_program_on_four_devices_equals_one(tank, tmp_path, xla):
-    """The same timesteps and the same noise for every sample, the same scores: by the command line, in processes of their own."""
+    """The same timesteps and the same noise for every sample, the same scores: by the command line, each in a process."""
     both = "--batch-size 8 --sampling-steps 2".split()
     options = "--epochs 2 --log-every 1 --lr 1e-3 --objective l2 --eval-every 2".split()
     sizes = "--patch 16 --width 16 --heads 2 --window 4 --levels 1".split()
@@ -212,3 +223,23 @@ def test_a_training_whose_reader_goes_away_is_trained_to_its_end(digits, tmp_pat
     ran.stdout.close()
     assert "Traceback" not in ran.stderr.read() and ran.wait() == 1
     assert Run(tmp_path / "run").records("evaluation")[-1]["step"] == 12
+
+
+@pytest.fixture
+def without_torch(tmp_path):
+    """Runs the command line in a process that finds a broken torch."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    return lambda *argv: subprocess.run([sys.executable, "-m", "tpukit", *argv], env=environ, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "test"])
+def test_where_torch_is_broken_doctor_is_named_instead_of_a_traceback(command, without_torch):
+    ran = without_torch(command, "mnist")
+    assert ran.returncode == 1 and "Traceback" not in ran.stderr
+    assert "tpukit: torch is broken. `tpukit doctor` says what is missing" in ran.stderr
+
+
+def test_merging_measurements_needs_no_torch(without_torch):
+    ran = without_torch("compare")
+    assert ran.returncode == 0 and "Published, not measured" in ran.stdout, ran.stderr

@@ -10,13 +10,13 @@ import time
 import tomllib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.conftest import ROOT
 from tpukit import MNIST, Run, TpukitError, cli
 from tpukit.environment import detect
 from tpukit.run import setting
+from tpukit.task import for_another_process, from_settings
 from tpukit.tools import compare, prices
 from tpukit.tools.compare import Measurement, Way, comparison, measurement, measuring
 from tpukit.tools.compare.choosing import BOUND, MEASURED, PUBLISHED
@@ -116,8 +116,9 @@ def test_prices_without_a_column_or_a_file_and_hardware_without_a_price_are_name
     (tmp_path / "short.csv").write_text("hardware,place\nT4,Colab\n")
     with pytest.raises(TpukitError, match="line 1: no column usd_per_hour, spot_usd_per_hour"):
         prices.read(tmp_path / "short.csv")
-    with pytest.raises(TpukitError, match="cannot be read .*--prices-out"):
+    with pytest.raises(TpukitError, match="cannot be read .*--prices-out") as caught:
         prices.read(tmp_path / "none.csv")
+    assert isinstance(caught.value.__cause__, OSError)
     table = [price("T4", "Colab"), price("L4", "Colab")]
     with pytest.raises(TpukitError, match="no price of 'A100' at Colab; there are: T4, L4"):
         prices.find(table, "A100", "Colab")
@@ -179,7 +180,8 @@ def test_a_choice_keeps_the_deadline_and_the_budget_or_says_why_not():
     places = [price(usd=2.0), price(place="Kaggle", usd=0.0, session_h=4), price(place="Colab", usd=None)]
     by_place = {c.place: c for c in compare.choose(ways, places, epochs=400, deadline_h=11, budget_usd=20)}
     assert by_place["Google Cloud"].usd == pytest.approx(20.2) and by_place["Google Cloud"].why_not == "too expensive"
-    # A session of 4 h gives 4 - 0.1 - 90 s (an epoch is shorter than the 300 s between checkpoints): 3.875; the third does 2.25.
+    # A session of 4 h gives 4 - 0.1 - 90 s (an epoch is shorter than the 300 s between checkpoints): 3.875; the third does
+    # 2.25.
     kaggle = by_place["Kaggle"]
     assert (kaggle.sessions, kaggle.finishes) == (3, True) and kaggle.machine_h == pytest.approx(8 + 0.1 + 2.25)
     assert by_place["Colab"].finishes is None and by_place["Colab"].why_not == "cost not known"
@@ -194,6 +196,24 @@ def test_choices_come_in_the_order_finishing_measured_cheap():
     table = [price("A100", usd=3), price("T4", usd=1), price("V100", usd=0.1), price("TPU v5e", usd=0.1)]
     found = compare.choose(ways, table, epochs=400, budget_usd=5)
     assert [c.way.hardware for c in found] == ["A100", "V100", "TPU v5e", "T4"]  # the T4's 10 h cost 10 USD
+
+
+def test_what_was_measured_at_a_place_counts_there_and_what_comes_from_elsewhere_says_so():
+    fast, slow = (measured(place=place, rows=[row(32, ms)]) for place, ms in (("Colab", 4.0), ("Kaggle", 12.0)))
+    table = [price("T4", place, 0.1) for place in ("Colab", "Kaggle", "Google Cloud")]
+    found = compare.compare([fast, slow], prices=table)
+    mine = [c for c in found.choices if c.way.kind == MEASURED]
+    assert {(c.place, c.way.place) for c in mine if c.place != "Google Cloud"} == {("Colab", "Colab"), ("Kaggle", "Kaggle")}
+    assert [c.elsewhere for c in mine if c.place == "Google Cloud"] == ["Colab", "Kaggle"]
+    assert "measured at Colab" in str(found.choices_table()) and {"T4, Colab", "T4, Kaggle"} <= {
+        r[0] for r in found.ways_table().rows
+    }
+
+
+def test_what_cannot_be_counted_is_said_to_be_left_out():
+    found = compare.compare([], prices=prices.read())
+    assert any(note.startswith("CPU as published is left out of the choice") for note in found.notes)
+    assert any(r[5] == "not known" for r in found.choices_table().rows)
 
 
 def test_hardware_is_offered_where_there_is_so_much_of_it():
@@ -295,7 +315,7 @@ def test_made_up_images_count_as_an_epoch_of_the_published_set_and_that_is_said(
 
 def test_different_recipes_and_workloads_are_refused_naming_them():
     other = measured(hardware="L4", recipe=dict(base_size=256, crop_size=192, lr=0.05))
-    with pytest.raises(TpukitError, match="different recipes:\n  crop_size: 256 on T4, 192 on L4"):
+    with pytest.raises(TpukitError, match="different recipes:\n  crop_size: 256 in T4, 192 in L4"):
         compare.compare([measured(), other])
     with pytest.raises(TpukitError, match="T4 measured mshnet, L4 mnist"):
         compare.compare([measured(), measured(hardware="L4", workload="mnist")])
@@ -308,7 +328,7 @@ def test_the_choice_in_words_names_sessions_cost_and_what_was_not_measured():
     assert said[0] == (
         "Measured, the cheapest that finishes within 24.0 h: T4 at batch 32, Kaggle: 400 epochs take 7.2 h in 2 sessions, free."
     )
-    assert "Google Cloud: 400 epochs take 7.2 h in 1 session, for 2.52 USD." in said[1]
+    assert "Google Cloud (measured at Kaggle): 400 epochs take 7.2 h in 1 session, for 2.52 USD." in said[1]
     (nothing, *_) = compare.compare([slow], prices=table, deadline_h=1).sentences()
     assert nothing.startswith(
         "Measured: nothing is known to finish within 60.0 min. The soonest is T4 at batch 32, Google Cloud"
@@ -432,6 +452,14 @@ def test_a_file_names_the_place_and_counts_the_chips_as_the_price_table_does(
     assert (compare.file_for(tmp_path, task, env).name, found.place, found.chips) == expected
 
 
+def test_a_set_is_made_up_where_its_note_says_so_and_real_where_its_note_is_in_any_other_writing(digits, tmp_path):
+    about = dict(cores=1, processes=1, precision="fp32", samples=200)
+    (tmp_path / "README.txt").write_bytes("Zahlen für Übungen".encode("latin-1"))
+    for folder, made_up in ((str(digits), True), (tmp_path, False), (tmp_path / "none", False)):
+        found = measurement.measurement_of(MNIST(dataset_dir=folder), detect({}), about, [row()])
+        assert found.synthetic == made_up, folder
+
+
 # Measuring
 
 
@@ -459,8 +487,12 @@ class Greedy(MNIST):
     """A network that runs out of memory above a batch of 16, or is killed, or fails in another way."""
 
     way: str = setting("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm", free=True)
+    notes: Path | None = Path("notes")
+    places: tuple[Path, ...] = (Path("a"), Path("b"))
+    sizes: tuple[int, ...] | None = (3, 4)
 
     def loss(self, model, batch, epoch):
+        assert isinstance(self.notes, Path), "a path came back as text"
         if len(batch["label"]) > 16:
             if self.way == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -524,6 +556,28 @@ def test_sizes_double_in_processes_of_their_own_until_a_step_does_not_fit(digits
     assert (found.hardware, found.place, found.workload, found.samples, found.synthetic) == ("CPU", "local", "mnist", 200, True)
     assert "batch_size" not in found.recipe and "dataset_dir" not in found.recipe and str(digits) not in out.read_text()
     assert said[-2].startswith("batch 32: does not fit") and found.versions["torch"] and found.fitting[0]["timed_steps"] == 2
+
+
+@pytest.mark.parametrize("batch_size, tried", [(8, [8, 16]), (9, [10, 20])])
+def test_on_a_cpu_sizes_double_once_from_the_first_that_the_cores_can_share(batch_size, tried, digits, on_cpu, monkeypatch):
+    found = []
+
+    def in_a_process(task, steps, cores, parallel):
+        found.append(task.batch_size)
+        return dict(row=row(task.batch_size, memory_bytes=1), cores=cores, processes=cores, precision="fp32", samples=200)
+
+    monkeypatch.setattr(measuring, "_in_a_process", in_a_process)
+    compare.measure_here(MNIST(dataset_dir=digits, batch_size=batch_size), cores=2, say=lambda text: None)
+    assert found == tried
+
+
+def test_a_task_comes_out_of_another_process_as_it_went_in(digits):
+    task = Greedy(dataset_dir=digits, weights="w.pth", batch_size=4, places=(Path("c"),), sizes=None)
+    request = json.loads(json.dumps(for_another_process(task)[0]))
+    assert from_settings(Greedy, request["settings"] | dict(of_an_older_version=1)) == dataclasses.replace(
+        task, weights=Path("w.pth")
+    )
+    assert from_settings(Greedy, {}) == Greedy()
 
 
 def test_a_killed_process_is_a_batch_that_does_not_fit_and_another_error_is_said(digits, tmp_path, on_cpu):
@@ -660,9 +714,9 @@ def test_plans_are_asked_for_the_batch_sizes_that_were_measured(monkeypatch):
     assert [(how["chip"], how["batch_sizes"]) for _, how in asked] == [("v5e-1", [4, 12]), ("v5e-8", [8, 16])]
     assert asked[0][0].crop_size == 64 and asked[0][0].dataset_dir is None
     del asked[:]
-    with pytest.raises(TpukitError, match="batch_size=30 is the global batch.*8 chips of v5e-8.*: use 24 or 32$"):
+    with pytest.raises(TpukitError, match="batch_size=30 is the global batch.*8 cores of v5e-8.*: use 24 or 32$"):
         compare.plan_recipe([one], ["v5e-1", "v5e-8"], batch_size=30)
-    with pytest.raises(TpukitError, match=": use 8$"):
+    with pytest.raises(TpukitError, match=": use 8, or another multiple of it$"):
         compare.plan_recipe([one], ["v5e-8"], batch_size=4)
     assert not asked  # before any of them is compiled
     with pytest.raises(TpukitError, match="of another version of tpukit"):

@@ -16,7 +16,8 @@ KAGGLE_TPU = {
     "ISTPUVM": "1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,4,1", "TPU_PROCESS_ADDRESSES": "local",
 }  # fmt: skip
 COLAB_TPU = {
-    "COLAB_RELEASE_TAG": "release-colab_1", "COLAB_TPU_1VM": "1", "TPU_ACCELERATOR_TYPE": "v5e-1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
+    "COLAB_RELEASE_TAG": "release-colab_1", "COLAB_TPU_1VM": "1", "TPU_ACCELERATOR_TYPE": "v5e-1",
+    "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
 }  # fmt: skip
 
 
@@ -104,12 +105,37 @@ def test_requiring_a_tpu_where_there_is_none_names_the_menu_of_the_host(environ,
     assert menu in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["COLAB_TPU_ADDR", "XRT_TPU_CONFIG", "XLA_USE_BF16"])
-def test_what_an_old_guide_left_set_is_explained(name, tmp_path, versions, gpu):
+@pytest.mark.parametrize("name", ["COLAB_TPU_ADDR", "XRT_TPU_CONFIG", "XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
+def test_what_an_old_guide_left_set_is_explained_and_doctor_and_migrate_say_the_same(name, tmp_path, versions, gpu):
+    from tpukit.tools.migrate.rules import OLD_VARIABLES
+
     versions(torch="2.9.0")
     gpu()
-    with pytest.raises(TpukitError, match=name):
+    with pytest.raises(TpukitError, match=f"{name} is set: it .*Instead: ") as error:
         detect({name: "10.0.0.2:8470"}, tmp_path).require("tpu")
+    assert OLD_VARIABLES[name] in str(error.value)
+    check = find(examine({name: "1"}, tmp_path), "variable", doctor.WARNING if "BF16" in name else doctor.NOTE)
+    assert check.found.startswith(f"{name}=1: ") and check.mend.removeprefix("unset it. ") in OLD_VARIABLES[name]
+
+
+@pytest.mark.parametrize(
+    "visible, names",
+    [
+        (None, ["Tesla T4", "NVIDIA A100"]),
+        ("1", ["NVIDIA A100"]),
+        ("1, 0", ["NVIDIA A100", "Tesla T4"]),
+        ("5", []),
+        ("GPU-8932f937", ["Tesla T4"]),
+        ("", []),
+        ("-1", []),
+    ],
+)
+def test_the_gpus_are_those_that_the_process_may_use(visible, names, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Tesla T4'\necho 'NVIDIA A100'\n")
+    program.chmod(0o755)
+    environ = dict(PATH=str(tmp_path)) | ({} if visible is None else dict(CUDA_VISIBLE_DEVICES=visible))
+    assert module.nvidia_gpus(environ) == names
 
 
 def test_chips_are_those_that_torch_xla_knows():
@@ -136,7 +162,7 @@ def test_no_secret_of_the_host_is_kept_or_printed(tmp_path):
 def test_an_environment_prints_as_a_table(tmp_path):
     env = detect({"COLAB_RELEASE_TAG": "x"}, tmp_path)
     for text in ("colab", "accelerator", "not mounted", sys.version.split()[0]):
-        assert text in str(env) and text in env._repr_html_()
+        assert text in " ".join(str(env).split()) and text in env._repr_html_()
 
 
 # Doctor
@@ -186,7 +212,7 @@ def test_a_chip_held_by_another_process_names_it(tmp_path, versions):
     versions(torch="2.9.0", torch_xla="2.9.0")
     process = tmp_path / "proc/4242"
     (process / "fd").mkdir(parents=True)
-    (process / "cmdline").write_text("python\0train_old.py\0--token=s3cret\0")
+    (process / "cmdline").write_bytes(b"python\0train_old.py\0--name=caf\xe9\0--token=s3cret\0")  # no UTF-8
     os.symlink("/dev/vfio/0", process / "fd/7")
     check = find(examine(COLAB_TPU, tmp_path), "chip", doctor.BLOCKS)
     assert "process 4242 (python train_old.py) holds /dev/vfio/0" in check.found and "kill 4242" in check.mend

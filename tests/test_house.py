@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 # A module imports only from floors below its own.
 FLOORS = [
     {"causes", "errors", "events", "stopping", "tables", "troubles", "world"},
+    {"files"},
     {"environment", "simulator"},
     {"synthetic"},
     {"storage"},
@@ -75,6 +76,13 @@ def test_a_foreign_package_is_imported_in_its_one_room_only(package, rooms):
     for path in MODULES:
         if any(name.split(".")[0] == package for name in imports(path)):
             assert room(path) in rooms, f"{path.relative_to(ROOT)} imports {package}"
+
+
+def test_no_line_of_code_is_longer_than_128_columns():
+    for folder in ("tpukit", "benchmarks", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            long = [n for n, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 128]
+            assert not long, f"{path.relative_to(ROOT)}: lines {long}"
 
 
 def test_importing_tpukit_and_detecting_loads_neither_torch_nor_matplotlib():

@@ -306,6 +306,16 @@ def test_missing_folder_missing_list_and_empty_list_say_what_to_do(tmp_path):
     (tmp_path / "trainval.txt").write_text("\n\n")
     with pytest.raises(TpukitError, match="trainval.txt is empty"):
         InfraredSet(tmp_path, "train")
+    (tmp_path / "trainval.txt").write_bytes("gelände".encode("latin-1"))
+    with pytest.raises(TpukitError, match="trainval.txt is no text in UTF-8 .*at byte 3.*save it as UTF-8"):
+        InfraredSet(tmp_path, "train")
+
+
+def test_a_list_with_the_mark_of_a_windows_editor_is_read(tmp_path):
+    write_set(tmp_path, ["a", "b"])
+    path = tmp_path / "trainval.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert InfraredSet(tmp_path, "train").names == ["a", "b"]
 
 
 def test_sizes_that_the_network_cannot_halve_are_refused(infrared):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SMALL, exact
-from tpukit import MNIST, MSHNet, Run, TpukitError, synthetic, train
+from tpukit import MNIST, MSHNet, Run, TpukitError, display, synthetic, train
 
 # Checkpoints that are damaged, and disks that are full
 
@@ -91,6 +91,21 @@ def test_a_damaged_config_is_named_whoever_reads_it(content, digits, tmp_path):
     for read in (lambda: Run.find(run.path).config, lambda: Run.open(run.path, task)):
         with pytest.raises(TpukitError, match="config.json is damaged .*choose another run folder"):
             read()
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(digits, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(TpukitError, match=r"cannot write in .*file/run \(.*\): choose another folder"):
+        Run.open(tmp_path / "file/run", MNIST(dataset_dir=digits))
+
+
+def test_a_run_that_cannot_be_written_in_is_shown_all_the_same(trained, capsys):
+    _, run = trained
+    shutil.rmtree(run.path / "pictures", ignore_errors=True)
+    (run.path / "pictures").touch()  # no folder can be made there
+    display.show(run)
+    shown = capsys.readouterr().out
+    assert "Scores after epoch" in shown and "picture not kept at" in shown and "picture:" not in shown
 
 
 def test_a_training_leaves_no_file_open(digits, tmp_path, cpu):

@@ -1,16 +1,19 @@
 """Files: datasets found in order, archives unpacked safely, everything written whole or not at all."""
 
+import getpass
 import io
 import os
 import tarfile
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from tpukit import TpukitError, detect, find_dataset, mount_drive, storage, weights
+from tpukit import TpukitError, detect, files, find_dataset, mount_drive, simulator, storage, synthetic, weights
 from tpukit.environment import Environment
+from tpukit.workloads import cdeit, mnist, mshnet
 
 
 @pytest.fixture
@@ -87,7 +90,43 @@ def test_an_archive_is_found_and_unpacked_whole_with_or_without_a_top_folder(her
     found = find_dataset(here, "IRSTD-1k")
     assert (found / "trainval.txt").read_text() == "a" and (found / "images/a.png").exists()
     assert find_dataset(here, "IRSTD-1k") == found
-    assert [p.name for p in found.parent.iterdir()] == ["IRSTD-1k"]
+    assert [p.name for p in found.parent.iterdir() if not p.name.startswith(".")] == ["IRSTD-1k"]
+
+
+def test_another_archive_for_the_same_name_is_unpacked_beside_the_first(here, tmp_path, capsys):
+    for name in ("IRSTD", "NUDT"):
+        make_archive(tmp_path / f"{name}.zip", {"trainval.txt": name})
+    first, second = (find_dataset(here, "IRSTD-1k", tmp_path / f"{name}.zip") for name in ("IRSTD", "NUDT"))
+    assert [(folder / "trainval.txt").read_text() for folder in (first, second)] == ["IRSTD", "NUDT"]
+    assert first.name == "IRSTD-1k" and second.name.startswith("IRSTD-1k-")
+    capsys.readouterr()
+    assert find_dataset(here, "IRSTD-1k", tmp_path / "NUDT.zip") == second
+    assert find_dataset(here, "IRSTD-1k", tmp_path / "IRSTD.zip") == first
+    assert "unpacking" not in capsys.readouterr().out
+    make_archive(tmp_path / "IRSTD.zip", {"trainval.txt": "a newer one"})
+    newer = find_dataset(here, "IRSTD-1k", tmp_path / "IRSTD.zip")
+    assert (newer / "trainval.txt").read_text() == "a newer one"
+
+
+@pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
+@pytest.mark.parametrize("archive", ["eit", "train"])
+def test_a_folder_that_belongs_to_the_dataset_is_not_taken_off(tmp_path, archive, ending):
+    path = make_archive(tmp_path / f"{archive}{ending}", {"train/000000.npz": "x", "train/000001.npz": "x"})
+    folder = storage.unpack(path, tmp_path / "unpacked")
+    assert [p.name for p in folder.iterdir()] == ["train"] and len(list((folder / "train").iterdir())) == 2
+    assert folder.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_top_folder_may_hold_one_of_its_own_name(tmp_path):
+    path = make_archive(tmp_path / "set.zip", {"set/set/a.txt": "1", "set/b.txt": "2"})
+    folder = storage.unpack(path, tmp_path / "unpacked")
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*.txt")) == ["b.txt", "set/a.txt"]
+
+
+def test_every_folder_that_a_workload_looks_for_is_one_of_the_parts():
+    names = {name for convention in (*cdeit.CONVENTIONS.values(), cdeit.TRAINING) for name in convention.folders}
+    names |= {pattern.split("/")[0] for patterns in mshnet.data.LISTS.values() for pattern in patterns if "/" in pattern}
+    assert names | {"images", "masks", "raw"} == storage.PARTS
 
 
 @pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
@@ -129,10 +168,99 @@ def test_an_archive_cut_short_leaves_nothing_behind(tmp_path, ending):
     assert list((tmp_path / "here").iterdir()) == []
 
 
+def patched(archive, local, central):
+    """A .zip with one entry in which some bytes of its two headers are others. local, central: offset -> byte."""
+    data = bytearray(archive.read_bytes())
+    for start, changes in ((data.index(b"PK\3\4"), local), (data.index(b"PK\1\2"), central)):
+        for offset, value in changes.items():
+            data[start + offset] = value
+    archive.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda path: patched(path, dict.fromkeys(range(35, 60), 255), {}), "invalid block type.*again"),
+        (lambda path: patched(path, {6: 1}, {8: 1}), "encrypted.*pack it again.*without a password"),
+        (lambda path: patched(path, {8: 99}, {10: 99}), "compression method.*pack it again"),
+        (lambda path: path.write_bytes(b"no archive"), "not a zip file.*copy or download it again"),
+    ],
+    ids=["damaged", "encrypted", "unknown", "no archive"],
+)
+def test_an_archive_that_cannot_be_read_is_explained_and_leaves_nothing_behind(tmp_path, damage, words):
+    with zipfile.ZipFile(tmp_path / "bad.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.txt", os.urandom(500).hex())
+    damage(tmp_path / "bad.zip")
+    with pytest.raises(TpukitError, match=f"bad.zip cannot be unpacked.*{words}"):
+        storage.unpack(tmp_path / "bad.zip", tmp_path / "here/target")
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[:3000], lambda data: b"", lambda data: data[:200] + b"x" * 300 + data[500:]],
+    ids=["cut short", "empty", "changed"],
+)
+def test_a_damaged_mnist_says_so(tmp_path, damage):
+    values = dict.fromkeys(("x_train", "x_test"), np.random.default_rng(0).integers(0, 256, (5, 28, 28), np.uint8))
+    np.savez_compressed(tmp_path / "mnist.npz", **values, y_train=np.arange(5), y_test=np.arange(5))
+    path = tmp_path / "mnist.npz"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(TpukitError, match="MNIST files are damaged.*again"):
+        mnist.read_split(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder: synthetic.make("mnist", folder / "mnist", size=12),
+        lambda folder: simulator.simulate(folder / "eit", samples=1, test_samples=0, progress=False),
+        lambda folder: storage.unpack(make_archive(folder.parent / "a.zip", {"a.txt": "1"}), folder / "a"),
+    ],
+    ids=["synthetic", "simulator", "unpack"],
+)
+def test_a_folder_that_cannot_be_made_asks_for_another_one(tmp_path, write):
+    (tmp_path / "taken").write_text("a file, where a folder is needed")
+    with pytest.raises(TpukitError, match=r"cannot write in .*taken.*\((file exists|not a directory).*choose another folder"):
+        write(tmp_path / "taken")
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    with pytest.raises(RuntimeError), files.whole_folder(tmp_path / "above/folder") as work:
+        (work / "half").touch()
+        assert not (tmp_path / "above/folder").exists()
+        raise RuntimeError("the process fell over")
+    assert os.listdir(tmp_path / "above") == []
+    with files.whole_folder(tmp_path / "above/folder") as work:
+        (work / "all").touch()
+    assert os.listdir(tmp_path / "above") == ["folder"] and os.listdir(tmp_path / "above/folder") == ["all"]
+
+
+def test_two_processes_may_write_the_same_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    with files.whole_file(path) as file:
+        file.write(b"one")
+        with monkeypatch.context() as other:
+            other.setattr(os, "getpid", lambda: 7)
+            files.write_whole(path, "two")
+    assert path.read_text() == "one" and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_user_without_a_name_is_called_by_number(tmp_path, monkeypatch):
+    def nameless():
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    monkeypatch.delenv("TPUKIT_CACHE")
+    assert files.cache_folder().name == f"tpukit-{os.getuid()}"
+    with files.locked(tmp_path / "file"):
+        pass
+
+
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
-    storage.write_whole(path, "old")
-    with pytest.raises(RuntimeError), storage.whole_file(path) as file:
+    files.write_whole(path, "old")
+    with pytest.raises(RuntimeError), files.whole_file(path) as file:
         file.write(b"half of the ne")
         raise RuntimeError("the process fell over")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
@@ -243,7 +371,7 @@ def test_the_key_of_a_folder_is_that_of_its_contents(tmp_path, monkeypatch):
     key = lambda folder: storage.content_key(folder, like=("*.npz",))  # noqa: E731
     assert key(first) == key(copy) and len({key(first), key(other), key(renamed)}) == 3
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "sha256", lambda path: pytest.fail("read again"))
+        patch.setattr(files, "sha256", lambda path: pytest.fail("read again"))
         assert key(first) == key(copy)
     before = key(first)
     (first / "a.npz").write_text("new")

@@ -1,10 +1,15 @@
 """`tpukit watch`: what a run says of itself while another process trains it, and what the chips say."""
 
+import json
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
 from tpukit import MNIST, Run, cli, report, train
+from tpukit.tables import span
+from tpukit.tools import look
 from tpukit.tools import watch as tool
 
 
@@ -55,9 +60,22 @@ def test_a_run_on_its_way_says_what_is_left_and_since_when_it_stands():
     )
     assert "2.0 min ago: it waits, compiles" in dict(report.live_table("run", records, live, [], 121.0).rows)["step"]
     assert "has not started" in report.live_table("run", [], {}, [], None).title
-    assert (
-        "has not started" in report.live_table("run", records, {}, [], 3.0).title
-    )  # a launch has just taken progress.json away
+    # A launch has just taken progress.json away.
+    assert "has not started" in report.live_table("run", records, {}, [], 3.0).title
+
+
+def test_a_run_is_over_when_the_checkpoint_of_its_last_step_is_there_and_not_before_its_evaluation(run):
+    assert tool._is_over(run)
+    last = run.path / "checkpoints/checkpoints.json"
+    last.write_text(json.dumps([c for c in run.checkpoints() if c["step"] < 20]))
+    assert not tool._is_over(run)
+
+
+@pytest.mark.parametrize("accelerator, said", [("cpu", False), ("cuda", True), ("tpu", True)])
+def test_a_chip_that_nobody_can_look_at_is_said_to_be_that(accelerator, said, tmp_path, nothing_installed):
+    run = Run.open(tmp_path / "run", MNIST())
+    run.log("start", 0, device="one", accelerator=accelerator, batch_size=4, phases=1)
+    assert ("neither nvidia-smi nor tpu-info is here" in tool.glimpse(run)) is said
 
 
 def test_chips_say_how_busy_they_are_and_what_is_wrong_with_them(nothing_installed):
@@ -79,6 +97,31 @@ def test_watching_ends_with_the_run(run, nothing_installed, monkeypatch, capsys)
     monkeypatch.setattr(Run, "live", lambda self: dict(live, step=min(18 + len(looks), 20)))
     tool.watch(run, interval_s=0.5)
     assert looks == [0.5, 0.5] and "20 of 20" in capsys.readouterr().out
+
+
+def test_a_launch_may_take_the_progress_away_while_it_is_looked_at(run, nothing_installed, monkeypatch):
+    (run.path / "progress.json").unlink()
+    monkeypatch.setattr(Path, "exists", lambda self: True)  # as it was a moment ago
+    assert "has not started yet" in " ".join(tool.glimpse(run).split())
+
+
+@pytest.mark.parametrize(
+    "seconds, words",
+    [(None, ""), (-5, "0 s"), (119, "119 s"), (150, "2.5 min"), (9000, "2.5 h"), (47 * 3600, "47.0 h"), (259200, "3.0 days")],
+)
+def test_a_duration_is_said_in_the_largest_unit_of_which_it_has_two(seconds, words):
+    assert span(seconds) == words
+
+
+def test_a_copy_to_the_host_is_a_reading_also_where_it_is_asked_not_to_wait():
+    device, host = torch.empty(2, device="meta"), torch.empty(2)  # meta stands for what is no host
+    for arguments in ((host, device), (host, device, True)):
+        assert look._copies_to_host("aten::copy_", arguments, host)
+    assert look._copies_to_host("aten::_to_copy", (device,), host)
+    assert not look._copies_to_host("aten::copy_", (device, host, True), device)
+    assert not look._copies_to_host("aten::copy_", (host, 1.0), host) and not look._copies_to_host(
+        "aten::add", (device, 1), host
+    )
 
 
 def test_what_is_no_run_is_said(tmp_path, monkeypatch, capsys):

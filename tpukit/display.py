@@ -290,8 +290,12 @@ def _in_notebook():
 def _out(thing, path=None):
     """Display a table, sentences or a figure in a notebook, print what has words in a shell; keep a figure at `path`."""
     if path is not None:
-        path.parent.mkdir(exist_ok=True)
-        thing.savefig(path, dpi=110)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            thing.savefig(path, dpi=110)
+        except OSError as error:  # Kaggle's inputs, for instance: what is shown is not lost with it
+            print(f"picture not kept at {path}: {error.strerror}")
+            path = None
     if _in_notebook():
         from IPython.display import display
 

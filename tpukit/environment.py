@@ -36,12 +36,24 @@ GPU_MENU = {
     "tpu-vm": "a TPU VM has no GPU",
     "local": "nvidia-smi finds no NVIDIA GPU: check the driver, or open the notebook on Colab or Kaggle",
 }
-# What an old guide may have left in the environment, and what it means today.
+# What an old guide may have left in the environment -> (what it means today, what to do instead).
 OLD_VARIABLES = {
-    "COLAB_TPU_ADDR": "COLAB_TPU_ADDR belonged to Colab's TPU Node runtime, which no longer exists; nothing reads it today",
-    "XRT_TPU_CONFIG": "XRT_TPU_CONFIG belonged to the XRT runtime, which torch_xla no longer has; nothing reads it today",
-    "XLA_USE_BF16": "XLA_USE_BF16 silently turns every float32 tensor into bf16, the loss and the weights too; "
-    "tpukit uses autocast instead (precision='auto')",
+    "COLAB_TPU_ADDR": (
+        "it belonged to Colab's TPU Node runtime, which no longer exists; nothing reads it today",
+        "tpukit.detect() says what is here",
+    ),
+    "XRT_TPU_CONFIG": (
+        "it configured the XRT runtime, which torch_xla no longer has; nothing reads it today",
+        "leave it out, nothing replaces it",
+    ),
+    "XLA_USE_BF16": (
+        "it silently turns every float32 tensor into bf16, the loss and the weights too; torch_xla will drop it",
+        "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itself (precision='auto')",
+    ),
+    "XLA_DOWNCAST_BF16": (
+        "it silently turns float32 tensors into bf16 and float64 into float32; torch_xla will drop it",
+        "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itself (precision='auto')",
+    ),
 }
 
 
@@ -126,7 +138,9 @@ class Environment:
         )
         if accelerator == "tpu" and "torch_xla" not in self.versions and _tpu_hinted(self.variables):
             lines.append("A TPU seems to be here, but torch_xla is not installed; this image lost it: start a fresh session.")
-        lines += [why for name, why in OLD_VARIABLES.items() if self.variables.get(name)]
+        for name, (why, instead) in OLD_VARIABLES.items():
+            if self.variables.get(name):
+                lines.append(f"{name} is set: {why}. Instead: {instead}.")
         raise TpukitError("\n".join(lines))
 
 
@@ -229,7 +243,12 @@ def nvidia_gpus(environ):
         return []
     names = [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed.returncode == 0 else []
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    return names[: len(visible.split(","))] if visible else names
+    if not visible:
+        return names
+    chosen = visible.split(",")
+    if not all(number.strip().isdecimal() for number in chosen):  # UUIDs, which nvidia-smi was not asked for
+        return names[: len(chosen)]
+    return [names[int(number)] for number in chosen if int(number) < len(names)]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import time
 import traceback
 from typing import Callable
 
-from tpukit import environment, storage
+from tpukit import environment, files
 from tpukit.devices import open_runtime
 from tpukit.errors import TpukitError
 from tpukit.run import Run
@@ -197,7 +197,7 @@ def _core(job, siblings=1):
         faulthandler.register(signal.SIGUSR1, file=stacks)
         # The agent ends the others so when one has failed; they are not to look as if they had died first.
         _on_sigterm(_asked_to_end)
-        storage.write_whole(paths.process, json.dumps(dict(pid=os.getpid())))
+        files.write_whole(paths.process, json.dumps(dict(pid=os.getpid())))
         while len(list(job.folder.glob("rank-*.process"))) < siblings:
             time.sleep(0.01)
         runtime = None
@@ -210,7 +210,7 @@ def _core(job, siblings=1):
             runtime.watch(job.hang_timeout_s, stacks, ends=False, steps=steps)
             result = job.function(job.task, run, runtime=runtime)
             if rank == 0:
-                storage.write_whole(job.folder / "result.json", json.dumps(result))
+                files.write_whole(job.folder / "result.json", json.dumps(result))
             paths.done.touch()
             _part()
         except BaseException as error:
@@ -313,7 +313,7 @@ def _leave_error(path, error, rank, step):
         traceback=traceback.format_exc(),
         mend=mend,
     )
-    storage.write_whole(path, json.dumps(found))
+    files.write_whole(path, json.dumps(found))
 
 
 # Under torchrun

@@ -19,7 +19,7 @@ import math
 import time
 from pathlib import Path
 
-from tpukit import environment, storage
+from tpukit import environment, files
 from tpukit.errors import TpukitError, first_line
 from tpukit.events import Events
 
@@ -76,11 +76,11 @@ class Run:
             raise TpukitError(f"{run.path} is a file; a run needs a folder of its own")
         if not (run.path / "config.json").exists() and run.backup and (run.backup / "config.json").exists():
             run._bring_back()
-        run.path.mkdir(parents=True, exist_ok=True)
-        (run.path / "checkpoints").mkdir(exist_ok=True)
+        with files.unwritable_explained(run.path):
+            (run.path / "checkpoints").mkdir(parents=True, exist_ok=True)
         if (run.path / "config.json").exists():
             run._check(task)
-        storage.write_whole(run.path / "config.json", json.dumps(_config(task), indent=1))
+        files.write_whole(run.path / "config.json", json.dumps(_config(task), indent=1))
         return run
 
     @classmethod
@@ -128,14 +128,14 @@ class Run:
                 tqdm.write(text)
         if not self._writes:
             return
-        storage.append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+        files.append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 
     def log(self, kind, step, **values):
         """Append one record. Floats that are not finite are kept as null, because JSON has no such numbers."""
         if not self._writes:
             return
         record = dict(kind=kind, step=step, time=round(time.time(), 3), **values)
-        storage.append(self.path / "records.jsonl", json.dumps(_finite(record)) + "\n")
+        files.append(self.path / "records.jsonl", json.dumps(_finite(record)) + "\n")
         if kind == "start":
             self._events = Events(self.path / "tensorboard")
             for old in self.records():
@@ -154,7 +154,7 @@ class Run:
         now = time.monotonic()
         if self._writes and (step == total or now - self._progress_at > 0.5):
             self._progress_at = now
-            storage.write_whole(
+            files.write_whole(
                 self.path / "progress.json", json.dumps(_finite(dict(step=step, total=total, **values))), durable=False
             )
 
@@ -190,7 +190,7 @@ class Run:
     def _forget_records_after(self, size):
         """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again."""
         if self._records_size() > size:
-            storage.write_whole(self.path / "records.jsonl", (self.path / "records.jsonl").read_bytes()[:size])
+            files.write_whole(self.path / "records.jsonl", (self.path / "records.jsonl").read_bytes()[:size])
 
     # Checkpoints
 
@@ -199,13 +199,13 @@ class Run:
         import torch
 
         path = self.path / "checkpoints" / f"step-{step:08d}.pt"
-        with storage.whole_file(path) as file:
+        with files.whole_file(path) as file:
             try:
                 torch.save(dict(records_size=self._records_size(), state=state), file)
             except RuntimeError as error:  # in which torch hides that the disk is full
                 raise error.__context__ if isinstance(error.__context__, OSError) else error
         old = [c for c in self.checkpoints() if c["file"] != path.name]
-        kept = [dict(file=path.name, step=step, sha256=storage.sha256(path)), *old][:KEEP]
+        kept = [dict(file=path.name, step=step, sha256=files.sha256(path)), *old][:KEEP]
         self._write_checkpoint_list(kept)
         self._back_up()
 
@@ -219,7 +219,7 @@ class Run:
 
     def _write_checkpoint_list(self, kept):
         folder = self.path / "checkpoints"
-        storage.write_whole(folder / "checkpoints.json", json.dumps(kept, indent=1))
+        files.write_whole(folder / "checkpoints.json", json.dumps(kept, indent=1))
         for file in [*folder.glob("step-*.pt"), *folder.glob(".step-*.partial")]:  # the latter from a process that was killed
             if file.name not in [c["file"] for c in kept]:
                 file.unlink()
@@ -248,7 +248,7 @@ class Run:
         path = self.path / "checkpoints" / checkpoint["file"]
         if not path.exists():
             return None, "the file is missing"
-        if checkpoint["sha256"] and storage.sha256(path) != checkpoint["sha256"]:
+        if checkpoint["sha256"] and files.sha256(path) != checkpoint["sha256"]:
             return None, f"its {path.stat().st_size} bytes do not match the recorded SHA-256"
         try:
             return torch.load(path, map_location="cpu", weights_only=True), None
@@ -261,7 +261,7 @@ class Run:
 
         contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
         data = save(contiguous, metadata={name: str(value) for name, value in values.items()})
-        storage.write_whole(self.path / "best.safetensors", data)
+        files.write_whole(self.path / "best.safetensors", data)
 
     # The copy on Drive
 
@@ -290,8 +290,8 @@ class Run:
         for source in sorted(self.backup.rglob("*")):
             # config.json last: it is what makes the folder a run
             if source.is_file() and source.name != "config.json" and not source.name.endswith(".partial"):
-                storage.copy_whole(source, self.path / source.relative_to(self.backup))
-        storage.copy_whole(self.backup / "config.json", self.path / "config.json")
+                files.copy_whole(source, self.path / source.relative_to(self.backup))
+        files.copy_whole(self.backup / "config.json", self.path / "config.json")
 
 
 def _config(task):
@@ -327,4 +327,4 @@ def _copy_if_changed(source, target):
         a, b = source.stat(), target.stat()
         if a.st_size == b.st_size and a.st_mtime <= b.st_mtime:
             return
-    storage.copy_whole(source, target)
+    files.copy_whole(source, target)

@@ -20,13 +20,15 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_batch(batch_size, cores, what="cores"):
-    """Raise TpukitError, naming the sizes that do, unless a global batch can be shared evenly by the cores. what: their name."""
+    """Raise TpukitError, naming the sizes that do, unless a global batch can be shared evenly by so many cores (what: of which
+    the message speaks)."""
     if batch_size < 1:
         raise TpukitError(f"batch_size={batch_size}: it has to be 1 or more")
     if batch_size % cores:
         below = batch_size // cores * cores
         sizes = f"{below} or {below + cores}" if below else f"{cores}, or another multiple of it"
-        raise TpukitError(f"batch_size={batch_size} is the global batch, and {cores} {what} cannot share it evenly: use {sizes}")
+        shared = f"{cores} {what} cannot share it evenly: use {sizes}"
+        raise TpukitError(f"batch_size={batch_size} is the global batch, and {shared}")
 
 
 class Runtime:

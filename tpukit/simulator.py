@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tpukit import files
 from tpukit.errors import TpukitError
 
 SIZE = 128
@@ -147,7 +148,8 @@ class Tank:
     def baselines(self):
         """dict TR, xs_gn -> (SIZE * SIZE, 208) matrix from voltages to the image: Tikhonov, and one step of Gauss-Newton.
 
-        Gauss-Newton weighs the elements by their sensitivity (NOSER, Cheney et al., 1990). Source: Adler et al., 2007, by pyEIT.
+        Gauss-Newton weighs the elements by their sensitivity (NOSER, Cheney et al., 1990). Source: Adler et al., 2007, by
+        pyEIT.
         """
         from pyeit.eit.jac import JAC
         from scipy.spatial import cKDTree
@@ -171,29 +173,31 @@ class Tank:
 
 
 def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_db=40.0, mismatch=0.15, progress=True):
-    """Make a set: folder/train and folder/test with an npz file for every sample, and folder/simulation.json. Returns the folder.
+    """Make a set: folder/train and folder/test with an npz file for every sample, and folder/simulation.json.
 
-    A file holds xs, the image (SIZE, SIZE); ys, the voltages (208, 1); TR and xs_gn, the Tikhonov and Gauss-Newton images of ys;
-    seed. Files that are there already are kept, so that a simulation that was stopped goes on, and more samples can be added.
+    A file holds xs, the image (SIZE, SIZE); ys, the voltages (208, 1); TR and xs_gn, the Tikhonov and Gauss-Newton images of
+    ys; seed. Files that are there already are kept, so that a simulation that was stopped goes on, and more samples can be
+    added. Returns the folder.
 
     workers: processes. snr_db: signal to noise of the voltages, in decibels. mismatch: how far a real tank is from this model,
-    as the relative deviation of every voltage's gain and of the gain of all. Every sample depends on (seed, split, its number) alone.
-    Raises TpukitError where the folder holds a set of other settings.
+    as the relative deviation of every voltage's gain and of the gain of all. Every sample depends on (seed, split, its number)
+    alone. Raises TpukitError where the folder holds a set of other settings, or cannot be written.
     """
     folder = Path(folder)
     if min(samples, test_samples, seed) < 0 or workers < 1:
         counts = f"samples={samples}, test_samples={test_samples}, seed={seed}, workers={workers}"
         raise TpukitError(f"{counts}: give nothing below 0, and 1 worker or more")
-    if folder.exists() and not folder.is_dir():
-        raise TpukitError(f"{folder} is a file; a set needs a folder of its own")
     settings = dict(seed=seed, snr_db=snr_db, mismatch=mismatch)
-    _agree(folder, settings)
     jobs = []
-    for split, count in zip(SPLITS, (samples, test_samples)):
-        (folder / split).mkdir(exist_ok=True)
-        there = {entry.name for entry in os.scandir(folder / split)}
-        missing = [number for number in range(count) if _name(number) not in there]
-        jobs += [(folder, split, missing[i : i + CHUNK], settings) for i in range(0, len(missing), CHUNK)]
+    with files.unwritable_explained(folder):
+        if folder.exists() and not folder.is_dir():
+            raise TpukitError(f"{folder} is a file; a set needs a folder of its own")
+        _agree(folder, settings)
+        for split, count in zip(SPLITS, (samples, test_samples)):
+            (folder / split).mkdir(exist_ok=True)
+            there = {entry.name for entry in os.scandir(folder / split)}
+            missing = [number for number in range(count) if _name(number) not in there]
+            jobs += [(folder, split, missing[i : i + CHUNK], settings) for i in range(0, len(missing), CHUNK)]
     _work_off(jobs, min(workers, len(jobs)), samples + test_samples, progress)
     return folder
 
@@ -204,7 +208,7 @@ def _agree(folder, settings):
     if about.exists():
         try:
             made = json.loads(about.read_text())
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # no JSON, or no UTF-8
             raise TpukitError(
                 f"{about} is damaged ({error}): delete it if you know the settings, or choose another folder"
             ) from error
@@ -216,7 +220,7 @@ def _agree(folder, settings):
         versions = {name: importlib.metadata.version(name) for name in ("pyeit", "numpy", "scipy")}
     folder.mkdir(parents=True, exist_ok=True)
     said = json.dumps(dict(settings, versions=versions, conductive=CONDUCTIVE, resistive=RESISTIVE), indent=1)
-    _write_whole(about, lambda file: file.write(said.encode()))
+    files.write_whole(about, said)
 
 
 def _work_off(jobs, workers, total, progress):
@@ -258,22 +262,10 @@ def _make(folder, split, numbers, settings):
     for number in numbers:
         sample = make_sample(tank, split, number, **settings)
         path = folder / split / _name(number)
-        _write_whole(path, lambda file: np.savez_compressed(file, **sample))
+        # Not durable: there are thousands, and each would wait for the disk.
+        with files.unwritable_explained(folder), files.whole_file(path, durable=False) as file:
+            np.savez_compressed(file, **sample)
         yield
-
-
-def _write_whole(path, write):
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another simulation may be at the same file
-    try:
-        with open(partial, "wb") as file:
-            write(file)
-        os.replace(partial, path)
-    except OSError as error:
-        raise TpukitError(
-            f"cannot write {path} ({error}): what was made before is whole, and the same command goes on"
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _name(number):
@@ -294,15 +286,15 @@ def make_sample(tank, split, number, *, seed, snr_db, mismatch):
 
 
 def agreement(folder, volts=1040.856):
-    """How well this model explains a real tank: for every npz file of a folder, the correlation of simulated and measured voltages.
+    """How well this model explains a real tank: for every npz file of a folder, how simulated and measured voltages correlate.
 
     folder: samples with xs and ys, as UEF2017's. volts: by what ys is divided. Returns dict(name -> correlation).
     """
-    files = sorted(Path(folder).glob("*.npz"))
-    if not files:
+    paths = sorted(Path(folder).glob("*.npz"))
+    if not paths:
         raise TpukitError(f"no npz files in {folder}: give the folder of real samples, data2017/ for instance")
     found = {}
-    for path in files:
+    for path in paths:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 image, measured = arrays["xs"].reshape(SIZE, SIZE), arrays["ys"].reshape(208) / volts

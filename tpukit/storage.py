@@ -1,12 +1,11 @@
-"""Files that survive: whole-or-not-at-all writing, safe archives, Drive, and finding a dataset.
+"""Datasets: arrays that processes share, archives unpacked safely, Drive, and finding a set.
 
 Touches no accelerator and imports no torch.
 """
 
 import concurrent.futures
 import contextlib
-import errno
-import getpass
+import glob
 import hashlib
 import json
 import os
@@ -18,90 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from tpukit import synthetic
+from tpukit import files, synthetic
 from tpukit.errors import TpukitError
 
-DRIVE_MOUNT = Path("/content/drive")
 ARCHIVES = (".zip", ".tar.gz", ".tgz")
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
-# Writing
-
-
-@contextlib.contextmanager
-def whole_file(path, *, durable=True):
-    """Open `path` for binary writing so that it appears complete or not at all.
-
-    The bytes go to a neighbour that takes the name only after it reached the disk, if it is to be `durable`. Raises TpukitError when the disk
-    is full; whatever stood at `path` before stays.
-    """
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with full_disk_explained(path):
-            with open(partial, "wb") as file:
-                yield file
-                file.flush()
-                if durable:
-                    os.fsync(file.fileno())
-            os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def full_disk_explained(path):
-    """Within it, a full disk met while writing `path` is raised as a TpukitError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        free = shutil.disk_usage(path.parent).free
-        raise TpukitError(
-            f"cannot write {path}: {error.strerror.lower()} ({free / 2**20:.0f} MiB are free there). "
-            "Free some space, or choose another output folder; everything saved before is untouched."
-        ) from error
-
-
-def append(path, text):
-    """Append text to a file. Raises TpukitError when the disk is full."""
-    with full_disk_explained(path), open(path, "a") as file:
-        file.write(text)
-
-
-def write_whole(path, data, *, durable=True):
-    """Write bytes or str to `path`, whole or not at all."""
-    with whole_file(path, durable=durable) as file:
-        file.write(data.encode() if isinstance(data, str) else data)
-
-
-def copy_whole(source, target):
-    """Copy one file, whole or not at all."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(source, "rb") as from_file, whole_file(target) as to_file:
-        shutil.copyfileobj(from_file, to_file, 1 << 20)
-
-
-def sha256(path):
-    """Hexadecimal SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def locked(path):
-    """Within it, no other process of this host is in a `locked` of the same path. Waits for the other."""
-    try:
-        import fcntl
-    except ImportError:  # Windows, where nothing here starts several processes
-        yield
-        return
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:20]
-    with open(Path(tempfile.gettempdir()) / f"tpukit-{getpass.getuser()}-{digest}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # the system takes it back when the process ends, however that happens
-        yield
+# What datasets call their own parts. Such a folder stays where it is, even if it is all that an archive holds.
+PARTS = {
+    *("train", "test", "valid", "val", "data2017", "test2017", "data2023", "test2023"),
+    *("images", "masks", "img_idx", "50_50", "idx_427", "idx_320", "raw"),
+}
 
 
 # Arrays that all processes of a host share
@@ -110,22 +34,23 @@ def locked(path):
 def mapped(name, key, make):
     """Arrays that are made once and mapped from a file: all processes of a host hold them once, and later sessions find them.
 
-    name: of the file. key: what the arrays are made from (`content_key`, settings), for JSON; another key makes another file. make: () -> dict of numpy arrays. Returns a dict of read-only arrays. Where the file cannot be written they stay in
-    this process's memory, and that is said.
+    name: of the file. key: what the arrays are made from (`content_key`, settings), for JSON; another key makes another file.
+    make: () -> dict of numpy arrays. Returns a dict of read-only arrays. Where the file cannot be written they stay in this
+    process's memory, and that is said.
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
-    folder = cache_folder() / f"{name}-{digest}"
+    folder = files.cache_folder() / f"{name}-{digest}"
     arrays = None
     try:
-        make_private(folder.parent)
-        with locked(folder):
+        files.make_private(folder.parent)
+        with files.locked(folder):
             if not (folder / "whole").exists():
                 arrays = make()
                 folder.mkdir(exist_ok=True)
                 for part, value in arrays.items():
-                    with whole_file(folder / f"{part}.npy") as file:
+                    with files.whole_file(folder / f"{part}.npy") as file:
                         np.save(file, value, allow_pickle=False)
-                write_whole(folder / "whole", "")
+                files.write_whole(folder / "whole", "")
         return {part.stem: np.load(part, mmap_mode="r", allow_pickle=False) for part in folder.glob("*.npy")}
     except (OSError, TpukitError) as error:
         if arrays is None and isinstance(error, TpukitError):
@@ -134,36 +59,24 @@ def mapped(name, key, make):
         return make() if arrays is None else arrays
 
 
-def cache_folder():
-    """Where `mapped` keeps its files: TPUKIT_CACHE, or a folder of this user in the system's temporary one."""
-    chosen = os.environ.get("TPUKIT_CACHE")
-    return Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"tpukit-{getpass.getuser()}"
-
-
-def make_private(folder):
-    """Make a folder that no other user can write in. Raises OSError where it is another user's, or cannot be made."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-        raise OSError("it belongs to another user")
-
-
 def content_key(*folders, like=("*",)):
-    """SHA-256 over the names and contents of the files in some folders, as (part of) a key of `mapped`: copies of a set share its arrays.
+    """SHA-256 over the names and contents of the files in some folders, as (part of) a key of `mapped`.
 
-    like: patterns of the names. The files are read once: what was found is kept until a path, a size or a time is another.
+    Copies of a set so share its arrays. like: patterns of the names. The files are read once: what was found is kept until a
+    path, a size or a time is another.
     """
-    files = [path for folder in folders for pattern in like for path in sorted(folder.glob(pattern)) if path.is_file()]
-    seen = [(str(path.resolve()), about.st_size, about.st_mtime_ns) for path in files for about in [path.stat()]]
-    memo = cache_folder() / f"contents-{hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:20]}"
-    with locked(memo):  # of several processes one reads
+    paths = [path for folder in folders for pattern in like for path in sorted(folder.glob(pattern)) if path.is_file()]
+    seen = [(str(path.resolve()), about.st_size, about.st_mtime_ns) for path in paths for about in [path.stat()]]
+    memo = files.cache_folder() / f"contents-{hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:20]}"
+    with files.locked(memo):  # of several processes one reads
         with contextlib.suppress(OSError):
             return memo.read_text()
         with concurrent.futures.ThreadPoolExecutor() as pool:  # most of the time the disk, or Drive, is waited for
-            found = [(path.name, digest) for path, digest in zip(files, pool.map(sha256, files))]
+            found = [(path.name, digest) for path, digest in zip(paths, pool.map(files.sha256, paths))]
         digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
         with contextlib.suppress(OSError, TpukitError):  # then they are read again next time
-            make_private(memo.parent)
-            write_whole(memo, digest, durable=False)
+            files.make_private(memo.parent)
+            files.write_whole(memo, digest, durable=False)
     return digest
 
 
@@ -173,34 +86,40 @@ def content_key(*folders, like=("*",)):
 def unpack(archive, target):
     """Unpack a .zip or .tar.gz so that `target` appears complete or not at all. Returns `target`.
 
-    Raises TpukitError for a broken archive and for an entry that would land outside the target (absolute, `..`, a
-    link, a device). A single top folder with the archive's own name is taken off.
+    A single top folder is taken off, unless it is one of a dataset's own `PARTS`. Raises TpukitError for an archive that is
+    damaged or packed in a way that is not known here, for an entry that would land outside the target (absolute, `..`, a
+    link, a device), and where nothing can be written.
     """
     archive, target = Path(archive), Path(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        if archive.name.lower().endswith(".zip"):
-            _unpack_zip(archive, work / "all")
-        else:
-            with tarfile.open(archive) as tar:
-                tar.extractall(work / "all", filter="data")
-        inside = list((work / "all").iterdir())
-        whole = inside[0] if len(inside) == 1 and inside[0].is_dir() else work / "all"
-        os.replace(whole, target)
-    except tarfile.FilterError as error:
-        raise TpukitError(f"{archive} is not safe to unpack: {error}. Nothing was written.") from error
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
-            raise TpukitError(f"disk full while unpacking {archive} beside {target}; nothing was kept.") from error
-        raise TpukitError(f"{archive} cannot be unpacked ({error}); copy or download it again.") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with files.whole_folder(target) as work:
+        packed = Path(tempfile.mkdtemp(dir=work))  # of a random name, which nothing in the archive has
+        try:
+            if archive.name.lower().endswith(".zip"):
+                _unpack_zip(archive, packed)
+            else:
+                with tarfile.open(archive) as tar:
+                    tar.extractall(packed, filter="data")
+        except TpukitError:
+            raise
+        except tarfile.FilterError as error:
+            raise TpukitError(f"{archive} is not safe to unpack: {error}. Nothing was written.") from error
+        except RuntimeError as error:  # a password is needed, or the way of compressing is not known
+            raise TpukitError(
+                f"{archive} cannot be unpacked ({error}): pack it again as a plain .zip or .tar.gz, without a password"
+            ) from error
+        except Exception as error:  # zipfile, tarfile and zlib raise many types for a damaged file
+            if getattr(error, "errno", None) in files.DISK_FULL:
+                raise
+            raise TpukitError(f"{archive} cannot be unpacked ({error}); copy or download it again.") from error
+        inside = list(packed.iterdir())
+        alone = len(inside) == 1 and inside[0].is_dir() and inside[0].name.lower() not in PARTS
+        for entry in (inside[0] if alone else packed).iterdir():
+            os.replace(entry, work / entry.name)
+        shutil.rmtree(packed)
     return target
 
 
 def _unpack_zip(archive, folder):
-    folder.mkdir(parents=True)
     with zipfile.ZipFile(archive) as packed:
         for entry in packed.infolist():
             name = entry.filename.replace("\\", "/")
@@ -269,7 +188,7 @@ def find_dataset(env, name, path=None, *, fallback=False, size=None):
     if instead and instead.is_dir():
         return _take(env, name, instead, f"found at ./{instead}")
     folder = env.outputs / "datasets" / f"{name}-synthetic"
-    with locked(folder):
+    with files.locked(folder):
         folder = synthetic.make(name, folder, size=size)
     print(f"dataset {name}: {folder} (synthetic, because no real one was found on Drive, in Kaggle inputs or in ./datasets)")
     return folder
@@ -291,11 +210,27 @@ def _places(env, name):
 
 def _take(env, name, place, why):
     if place.is_file() and _archive_stem(place):
-        target = env.outputs / "datasets" / name
-        with locked(target):
-            if not target.exists():
-                print(f"dataset {name}: unpacking {place}")
-                unpack(place, target)
-        place, why = target, f"{why}, unpacked from {place.name}"
+        archive, place = place, _unpacked(env.outputs / "datasets" / name, name, place)
+        why = f"{why}, unpacked from {archive.name}"
     print(f"dataset {name}: {place} ({why})")
     return place
+
+
+def _unpacked(folder, name, archive):
+    """`folder` with what an archive holds, unpacked now or before; where another archive's is there, a folder beside it."""
+    try:
+        content = content_key(archive.parent, like=(glob.escape(archive.name),))
+    except OSError as error:
+        raise TpukitError(f"{archive} cannot be read ({error.strerror}); copy or download it again") from error
+    whose = folder.with_name(f".{folder.name}.archive")  # the content that `folder` was unpacked from
+    with files.locked(folder):
+        if not folder.exists():
+            with files.unwritable_explained(folder.parent):
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                files.write_whole(whose, content)
+        elif not whose.exists() or whose.read_text() != content:
+            folder = folder.with_name(f"{folder.name}-{content[:8]}")
+        if not folder.exists():
+            print(f"dataset {name}: unpacking {archive}")
+            unpack(archive, folder)
+    return folder

@@ -1,13 +1,10 @@
 """Small made-up datasets in the layout of the real ones, so that everything runs where no data is."""
 
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from tpukit import simulator
+from tpukit import files, simulator
 
 LICENCE_NOTE = "Made by tpukit.synthetic; not real data.\n"
 
@@ -15,22 +12,16 @@ LICENCE_NOTE = "Made by tpukit.synthetic; not real data.\n"
 def make(name, folder, *, size=None, seed=0):
     """Make the synthetic stand-in of dataset `name` in `folder`, whole or not at all; kept if already there.
 
-    size: number of images, train and test together. Returns the folder.
+    size: number of images, train and test together. Returns the folder. Raises TpukitError where it cannot be written.
     """
     folder = Path(folder)
     maker, default = {"mnist": (_digits, 6000), "eit": (_tank, 400)}.get(name.lower(), (_infrared, 40))
     size = size or default
     folder = folder.with_name(f"{folder.name}-{size}")
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
+        with files.whole_folder(folder) as work:
             maker(work, size, np.random.default_rng(seed))
             (work / "README.txt").write_text(LICENCE_NOTE)
-            os.chmod(work, 0o755)
-            os.replace(work, folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
     return folder
 
 

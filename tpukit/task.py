@@ -157,7 +157,7 @@ class Workload:
 
 
 def from_settings(kind, given):
-    """The task of a class with settings as `run.settings` gives them: paths and tuples, for which JSON has no word, come back as such.
+    """The task of a class with settings as `run.settings` gives them: paths and tuples, which JSON does not have, come back.
 
     Fields that are not given keep their defaults; what is given for no field of the class is left out."""
     types = get_type_hints(kind)
@@ -167,8 +167,8 @@ def from_settings(kind, given):
 
 def _as_declared(declared, value):
     parts = [declared, *get_args(declared)]
-    if isinstance(value, list) and any(get_origin(part) is tuple for part in parts):
-        return tuple(value)
+    if isinstance(value, list) and (tuples := [part for part in parts if get_origin(part) is tuple]):
+        return tuple(_as_declared(tuples[0], item) for item in value)
     return Path(value) if isinstance(value, str) and Path in parts else value
 
 

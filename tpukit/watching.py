@@ -17,7 +17,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from tpukit import storage
+from tpukit import files
 from tpukit.errors import TpukitError
 from tpukit.stopping import Stop
 from tpukit.troubles import mend_for
@@ -85,7 +85,7 @@ class Watch:
             if stop.signal and not told:
                 told = True
                 # Not by a signal: a TPU core runs in a thread of its process, where Python handles none.
-                storage.write_whole(self.folder / "stop", str(int(stop.signal)))
+                files.write_whole(self.folder / "stop", str(int(stop.signal)))
                 if len(self._pids()) < self.processes:  # still starting: there is nothing to save
                     return
             self.died = self.died or self._dead()
@@ -207,7 +207,7 @@ def _agent(start, folder):
             traceback.print_exc()
             if not list(folder.glob("*.error")) and not list(folder.glob("*.process")):  # no core came so far
                 found = dict(message="", traceback=traceback.format_exc(), mend=mend_for(str(error)) or "", time=0)
-                storage.write_whole(folder / "agent.error", json.dumps(found))
+                files.write_whole(folder / "agent.error", json.dumps(found))
             log.flush()
             os._exit(1)
         log.flush()

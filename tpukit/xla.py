@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from tpukit import causes, storage
+from tpukit import causes, files
 from tpukit.errors import TpukitError
 from tpukit.replaying import Replayed
 from tpukit.runtime import Runtime
@@ -59,9 +59,9 @@ class XLARuntime(Runtime):
         # A second runtime of this process finds it set; programs that ran before it was set are not kept.
         if self.keeps_programs and not torch_xla._XLAC._xla_computation_cache_is_initialized():
             # Programs of earlier sessions of this machine; other processes may be writing theirs.
-            folder = storage.cache_folder() / f"programs-{self.world.rank}"
+            folder = files.cache_folder() / f"programs-{self.world.rank}"
             with contextlib.suppress(OSError):  # without a folder of our own they are compiled every time
-                storage.make_private(folder.parent)
+                files.make_private(folder.parent)
                 xr.initialize_cache(str(folder), readonly=False)
         return torch_xla.device()
 

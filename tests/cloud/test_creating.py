@@ -55,6 +55,12 @@ def test_create_says_what_it_costs_then_asks_for_the_request_and_waits_until_it_
     assert calls[4:] == [describe] * 3
 
 
+@pytest.mark.parametrize("zone, known", [("us-east5-a", True), ("us-central1-a", False)])
+def test_create_says_beforehand_where_a_zone_is_not_known_to_have_the_type(zone, known, google, capsys):
+    assert cli.main(["cloud", "create", "mine", "--accelerator", "v6e-1", "--zone", zone, "--dry-run"]) == 0
+    assert ("is not among the zones that are known to have it. Zones with v6e-1" in capsys.readouterr().out) is not known
+
+
 def test_create_takes_one_chip_on_demand_unless_told_otherwise_and_an_account_where_one_is_given(google):
     account = "guard@mine.iam.gserviceaccount.com"
     assert cli.main(["cloud", "create", "--yes", "--service-account", account, "--project", "other"]) == 0

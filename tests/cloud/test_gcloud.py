@@ -170,7 +170,7 @@ def test_the_notebook_rents_trains_fetches_and_deletes_when_told_to(google, tmp_
     program = f'PYTHONPATH={ROOT} exec {sys.executable} -m tpukit "$@"'
     small = f'[ "$1" = train ] && set -- "$@" --dataset-dir {digits} --batch-size 8 --channels 4'
     write_program(google / "host-0/tpukit-python/bin/tpukit", f"{small}\n{program}")
-    notebook = run_notebook(NOTEBOOK, tmp_path, GO=True, NAME="mine", EPOCHS=1, PROJECT="mine")
+    notebook = run_notebook(NOTEBOOK, tmp_path, GO=True, NAME="mine", EPOCHS=1, PROJECT="mine", SOURCE="tpukit==0.1")
     said = text(notebook)
     for words in (
         "mine is there and costs money",

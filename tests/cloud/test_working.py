@@ -17,6 +17,8 @@ from tpukit.tools.cloud.guard import GUARD
 
 # Working on a machine
 
+FROM = ["--source", "tpukit==0.1"]
+
 
 def test_run_installs_and_starts_on_every_host_then_watch_and_fetch_show_it(hosts, capsys, tmp_path):
     command = ["train", "mnist", "--dataset-dir", "my data", "--epochs", "3"]
@@ -73,7 +75,7 @@ def test_a_training_outlives_the_connection_and_a_second_one_is_refused(hosts, m
     shell.wait()
     again = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True)
     assert again.returncode == 3 and "a training runs here already" in again.stdout
-    assert cli.main(["cloud", "run", "mine", "--", "train", "mnist"]) == 1
+    assert cli.main(["cloud", "run", "mine", *FROM, "--", "train", "mnist"]) == 1
     assert "a training runs here already" in capfd.readouterr().out
     assert not (home / "installed").exists()  # what it uses is not changed under it
     assert cli.main(["cloud", "watch", "mine"]) == 0  # follows it to its end
@@ -83,7 +85,7 @@ def test_a_training_outlives_the_connection_and_a_second_one_is_refused(hosts, m
 def test_a_training_that_fails_at_once_shows_its_words(hosts, capsys):
     write_program(hosts / "host-0/tpukit-python/bin/tpukit", "echo 'tpukit: no data'; exit 1")
     stand_in.write(hosts, hosts=1)
-    assert cli.main(["cloud", "run", "mine", "--", "train", "mnist", "--run=runs/one"]) == 0
+    assert cli.main(["cloud", "run", "mine", *FROM, "--", "train", "mnist", "--run=runs/one"]) == 0
     assert "tpukit: no data\nthe training ended with exit code 1" in capsys.readouterr().out
     assert (hosts / "host-0/tpukit-job/run").read_text() == "runs/one\n"
 
@@ -108,6 +110,11 @@ def test_delete_can_bring_the_run_back_first_and_deletes_nothing_where_that_fail
         verbs(hosts).index("tpu-vm scp") < verbs(hosts).index("queued-resources delete")
         and (tmp_path / "outputs/mine/mnist").is_dir()
     )
+
+
+def test_nothing_is_installed_from_a_home_that_is_not_named(hosts, capsys):
+    said = refused(capsys, "run", "mine", "--source", "git+https://github.com/NOBODY", "--", "train", "mnist")
+    assert "names no repository, OWNER/NAME" in said and not (hosts / "host-0/installed").exists()
 
 
 @pytest.mark.parametrize("argv", [["open"], ["watch"], ["fetch"], ["run"]])
@@ -140,7 +147,7 @@ def without_chance(words):
         ["create", "mine", "--project", "mine", "--accelerator", "v6e-8", "--spot"],
         ["list", "--project", "mine"],
         ["open", "there", "--project", "mine", "--zone", "us-central1-a"],
-        ["run", "there", "--project", "mine", "--zone", "us-central1-a", "--", "train", "mnist", "--dataset-dir", "it's mine"],
+        ["run", "there", *FROM, "--project=mine", "--zone=us-central1-a", "--", "train", "mnist", "--dataset-dir", "it's mine"],
         ["watch", "there", "--project", "mine", "--zone", "us-central1-a"],
         ["delete", "there", "--project", "mine", "--zone", "us-central1-a"],
         ["delete", "there", "--fetch", "--project", "mine", "--zone", "us-central1-a"],

@@ -1,7 +1,7 @@
 """The command line.
 
-Each command imports what it needs when it runs, so that `tpukit doctor` answers where torch is broken. The options of
-train and test are the fields of the workload's dataclass.
+Each command imports what it needs when it runs, so that `tpukit doctor` answers where torch is broken. The fields of a
+workload's dataclass are options of every command that takes a workload: train, test, plan and compare.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 
 from tpukit import __version__
 from tpukit.cli import comparing, runs, tools
-from tpukit.errors import TpukitError
+from tpukit.errors import TpukitError, first_line
 from tpukit.workloads import WORKLOADS
 
 USAGE = f"""tpukit {__version__}: PyTorch training that simply works on Colab, Kaggle and a laptop
@@ -28,6 +28,7 @@ USAGE = f"""tpukit {__version__}: PyTorch training that simply works on Colab, K
   tpukit simulate eit [options]    make a training set for impedance tomography
   tpukit cloud create|list|open|run|watch|fetch|delete [NAME] [options]
                                    a rented TPU: says what it costs, asks, deletes itself in the end, finds what was forgotten
+  tpukit cloud skypilot [options]  a task file for SkyPilot, which rents TPUs and GPUs, and begins again where one is lost
 
 Workloads
 {chr(10).join(f"  {name:8} {line}" for name, (_, _, line) in WORKLOADS.items())}
@@ -64,6 +65,11 @@ def main(argv=None):
         return code
     except TpukitError as error:
         print(f"tpukit: {error}", file=sys.stderr)
+        return 1
+    except ImportError as error:
+        if (error.name or "").startswith("tpukit"):
+            raise
+        print(f"tpukit: {first_line(error)}. `tpukit doctor` says what is missing or broken, and its mend", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -63,8 +63,8 @@ def _merge(argv):
 
     @dataclasses.dataclass(frozen=True)
     class Merge:
-        """Which hardware finishes a training in time, in how many sessions, at what cost: from files that `tpukit compare WORKLOAD` wrote
-        here and elsewhere, published figures, and the bounds of `tpukit plan`.
+        """Which hardware finishes a training in time, in how many sessions, at what cost: from files that
+        `tpukit compare WORKLOAD` wrote here and elsewhere, published figures, and the bounds of `tpukit plan`.
 
         `tpukit compare WORKLOAD --help` lists the options of measuring."""
 
@@ -91,7 +91,8 @@ def _merge(argv):
         plan: tuple[str, ...] = ()
         """TPUs that are not here (v5e-1, v5e-8, v6e-1): ask their compiler for bounds. Takes minutes."""
         picture: Path | None = None
-        """Keep the plots there as a PNG file; beside the first file, or where that cannot be written in the output folder, unless given."""
+        """Keep the plots there as a PNG file; beside the first file, or where that cannot be written in the output folder,
+        unless given."""
 
     for name in argv[:1]:
         if not name.startswith("-") and not Path(name).exists():

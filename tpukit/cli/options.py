@@ -88,8 +88,10 @@ def with_dataset(task, env):
 
 
 @contextlib.contextmanager
-def quiet_unless_first(environment):
+def quiet_unless_first():
     """Within it, of the processes that torchrun started only rank 0's prints."""
+    from tpukit import environment
+
     if environment.rank() == 0:
         yield
     else:

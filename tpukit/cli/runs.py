@@ -19,7 +19,7 @@ def train(argv):
 
     task, options = parse("train", argv)
     env = environment.detect()
-    with quiet_unless_first(environment):
+    with quiet_unless_first():
         task = with_dataset(task, env)
     run = Run.open(options.run or env.outputs / task.name, task, backup=options.backup)
     scores = launch(run_training, task, run, **launch_settings(options))
@@ -40,7 +40,7 @@ def test(argv):
         raise TpukitError(f"--weights {task.weights} or the best weights of the run {path}? Give one of --weights and --run")
     if (path / "config.json").is_file():
         task = _as_trained(task, Run.find(path).config)
-    with quiet_unless_first(environment):
+    with quiet_unless_first():
         task = with_dataset(task, env)
     path.mkdir(parents=True, exist_ok=True)
     run = Run(path)
@@ -54,13 +54,13 @@ def test(argv):
 
 def _as_trained(task, config):
     """The task with the run's own settings (of its model, above all), where the command line leaves them at their defaults."""
+    from tpukit.task import from_settings
+
     if config["workload"] != task.name:
         return task
-    own = {}
-    for field in dataclasses.fields(task):
-        value = config["settings"].get(field.name, field.default)
-        if not field.metadata.get("free") and field.name not in NOT_OF_THE_RUN and getattr(task, field.name) == field.default:
-            own[field.name] = value
+    trained = from_settings(type(task), config["settings"])
+    fixed = [f for f in dataclasses.fields(task) if not f.metadata.get("free") and f.name not in NOT_OF_THE_RUN]
+    own = {f.name: getattr(trained, f.name) for f in fixed if getattr(task, f.name) == f.default}
     return dataclasses.replace(task, **own)
 
 
@@ -98,8 +98,9 @@ def report(argv):
 
         Args:
             run: the folder of a run.
-            trace: also run so many steps of its task once more, here, and keep a profiler's trace of them for TensorBoard. Names the lines of
-                operations that ran on the CPU instead or waited for the device. The run itself is not touched.
+            trace: also run so many steps of its task once more, here, and keep a profiler's trace of them for TensorBoard.
+                Names the lines of operations that ran on the CPU instead or waited for the device. The run itself is not
+                touched.
             hlo: also keep the step's program as the XLA device gets it, with the line of each operation.
             dataset_dir: the dataset for these steps, where it is not where the run found it.
             cores: of these steps, as for train.
@@ -112,15 +113,12 @@ def report(argv):
     )
     display.show_report(run)
     if steps or hlo:
+        from tpukit.task import from_settings
         from tpukit.tools.look import look
 
-        workload, own = workloads.find(run.config["workload"]), run.config["settings"]
-        kept = {
-            f.name: own[f.name]
-            for f in dataclasses.fields(workload)
-            if f.name in own and f.name not in ("weights", "dataset_dir")
-        }
-        task = workload(**kept, dataset_dir=dataset_dir or Path(own["dataset_dir"] or "."))
+        own = run.config["settings"] | dict(weights=None)  # those it started from, where it has no best ones, may be gone
+        task = from_settings(workloads.find(run.config["workload"]), own)
+        task = dataclasses.replace(task, dataset_dir=dataset_dir or task.dataset_dir or Path("."))
         seen = look(with_dataset(task, environment.detect()), run, steps=steps or 1, hlo=hlo, **how)
         print("\n" + "\n".join(f"- {said}" for said in seen.findings()))
         if seen.rows:

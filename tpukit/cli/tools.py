@@ -26,8 +26,8 @@ def doctor(argv):
         json: bool = False
         """Print one JSON object, for machines."""
         model: str | None = None
-        """Also compute this workload's loss and gradients on the device, in fp32, bf16 and (GPUs) fp16, and say how far the model's
-        output moves."""
+        """Also compute this workload's loss and gradients on the device, in fp32, bf16 and (GPUs) fp16, and say how far the
+        model's output moves."""
         weights: Path | None = None
         """Weights for that model; fresh ones unless given."""
         error: str | None = None
@@ -36,10 +36,8 @@ def doctor(argv):
     options = tyro.cli(Doctor, args=argv, prog="tpukit doctor", config=(tyro.conf.FlagCreatePairsOff,))
     if options.error is not None:
         mend = about(options.error)
-        print(
-            mend
-            or "This message is not known here. `tpukit doctor` looks at the machine; docs/TROUBLESHOOTING.md lists what is known."
-        )
+        unknown = "This message is not known here. `tpukit doctor` looks at the machine; "
+        print(mend or f"{unknown}docs/TROUBLESHOOTING.md lists what is known.")
         return 0 if mend else 1
     workload = workloads.find(options.model) if options.model else None
     env = environment.detect()
@@ -114,8 +112,8 @@ def migrate(argv):
     if form not in tool.FORMATS:
         raise TpukitError(f"no format {form!r}; there are: {', '.join(tool.FORMATS)}")
     findings = []
-    for path in tool.files_in(files):
-        found, mended = tool.examine(path)
+    examined = [(path, *tool.examine(path)) for path in tool.files_in(files)]  # all before any is rewritten
+    for path, found, mended in examined:
         if fix and any(f.fixable for f in found):
             to_stderr(tool.difference(path, mended)) if form != "text" else print(tool.difference(path, mended))
             tool.write(path, mended)

@@ -1,5 +1,5 @@
-"""`tpukit doctor`: what stands between this machine and training, one line each with its mend. Touches no device, unless a model
-is to be tried."""
+"""`tpukit doctor`: what stands between this machine and training, one line each with its mend. Touches no device, unless a
+model is to be tried."""
 
 import copy
 import dataclasses
@@ -58,10 +58,10 @@ def examine(env=None, *, environ=None, root="/"):
 
 
 def try_model(task, env):
-    """Compute a workload's loss and gradients on this machine's device in every precision that suits it. Returns a list of `Check`.
+    """Compute a workload's loss and gradients on this machine's device in every precision that suits it.
 
-    The batch is one made-up sample. Weights are the task's own, or fresh ones; what starts at zero is made small random numbers then, so that
-    every part of the model has a say in its output.
+    The batch is one made-up sample. Weights are the task's own, or fresh ones; what starts at zero is made small random
+    numbers then, so that every part of the model has a say in its output. Returns a list of `Check`.
     """
     import torch
 
@@ -97,7 +97,8 @@ def try_model(task, env):
             continue
         moved = float((output - exact).norm() / exact.norm())
         most = float((output - exact).abs().max() / exact.abs().max())
-        found = f"runs: the output moves by {moved:.2%} (at most {most:.2%} of its largest), loss {loss:.4g}, gradient norm {norm:.3g}"
+        found = f"runs: the output moves by {moved:.2%} (at most {most:.2%} of its largest), loss {loss:.4g}, "
+        found += f"gradient norm {norm:.3g}"
         fine = moved < LARGEST_MOVE
         mend = (
             "" if fine else "more than rounding explains: train in fp32, and look for sums over many numbers in half precision"
@@ -283,10 +284,11 @@ def _open_files(process):
 
 
 def _variables(env, environ, root):
-    checks = [
-        Check("variable", NOTE, f"{n}={environ[n]}", why) for n, why in environment.OLD_VARIABLES.items() if environ.get(n)
-    ]
-    checks = [dataclasses.replace(c, level=WARNING) if c.found.startswith("XLA_USE_BF16") else c for c in checks]
+    checks = []
+    for name, (why, instead) in environment.OLD_VARIABLES.items():
+        if environ.get(name):
+            level = WARNING if name.endswith("BF16") else NOTE  # these are still read
+            checks.append(Check("variable", level, f"{name}={environ[name]}: {why}", f"unset it. Instead: {instead}"))
     if environ.get("TPU_PROCESS_ADDRESSES"):
         mend = "`launch` takes it away; before starting one process a core yourself: os.environ.pop('TPU_PROCESS_ADDRESSES')"
         checks.append(Check("variable", NOTE, f"TPU_PROCESS_ADDRESSES={environ['TPU_PROCESS_ADDRESSES']}", mend))
@@ -344,6 +346,6 @@ def _drive(env, environ, root):
 
 def _read(path):
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")  # a command line may hold any bytes
     except OSError:
         return ""

@@ -1,7 +1,7 @@
 """`tpukit report RUN --trace N` and `--hlo`: a few steps of a run's task once more, beside the run, with everything watched.
 
-What is watched costs time, so a training does not do it. The run itself is not touched: the steps start from its best weights, and
-what they learn is thrown away.
+What is watched costs time, so a training does not do it. The run itself is not touched: the steps start from its best weights,
+and what they learn is thrown away.
 """
 
 import collections
@@ -18,7 +18,7 @@ import traceback
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpukit import environment, storage
+from tpukit import environment, files
 from tpukit.errors import TpukitError
 from tpukit.feeding import training_plan
 from tpukit.launching import launch
@@ -29,19 +29,15 @@ from tpukit.training import Training
 from tpukit.troubles import mend_for
 
 WARM_UP = 2  # steps before the trace: the first compiles
-READS = (
-    "aten::_local_scalar_dense",
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::_unique2",
-)  # what waits for the device, or has no fixed shape
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# What waits for the device, or has no fixed shape.
+READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @dataclasses.dataclass
 class Look:
-    """What was seen. rows: (operation, times in a step, line) of what ran on the CPU instead or was read back. folder: with the trace, or
-    trouble: why there is none."""
+    """What was seen. rows: (operation, times in a step, line) of what ran on the CPU instead or was read back. folder: with the
+    trace, or trouble: why there is none."""
 
     device: str
     steps: int
@@ -53,8 +49,8 @@ class Look:
     def findings(self):
         """In words."""
         said = [
-            f"A trace of {self.steps} steps on {self.device} is in {self.folder}: `tensorboard --logdir {self.folder}` shows it "
-            "(with the plugin of `pip install xprof` for XLA, of `torch-tb-profiler` or ui.perfetto.dev for GPUs and CPUs)."
+            f"A trace of {self.steps} steps on {self.device} is in {self.folder}: `tensorboard --logdir {self.folder}` shows "
+            "it (with the plugin of `pip install xprof` for XLA, of `torch-tb-profiler` or ui.perfetto.dev for GPUs and CPUs)."
         ]
         if self.trouble:
             said = [f"No trace, because the step fails on {self.device}: {self.trouble}"]
@@ -68,9 +64,10 @@ class Look:
 
 
 def look(task, run, *, steps=5, hlo=False, cores=None, parallel="processes"):
-    """Trace some steps of a run's task on the device. Returns a `Look`; the trace is kept as trace/ in the run's folder, the HLO as step.hlo.
+    """Trace some steps of a run's task on the device. Returns a `Look`.
 
-    Raises TpukitError where hlo is asked for on a device that has none.
+    The trace is kept as trace/ in the run's folder, the HLO as step.hlo. Raises TpukitError where hlo is asked for on a device
+    that has none.
     """
     if steps < 1:
         raise TpukitError(f"--trace {steps}: trace one step or more")
@@ -85,11 +82,11 @@ def look(task, run, *, steps=5, hlo=False, cores=None, parallel="processes"):
         found = launch(function, task, Run.open(place, task), cores=cores, parallel=parallel)
     if text := found.pop("text"):
         found["hlo"] = str(run.path / "step.hlo")
-        storage.write_whole(run.path / "step.hlo", text)
+        files.write_whole(run.path / "step.hlo", text)
     return Look(**{**found, "rows": [tuple(row) for row in found["rows"]]})
 
 
-def _look(task, run, *, steps, hlo, folder, epoch, runtime=None, progress=True):
+def _look(task, run, *, steps, hlo, folder, epoch, runtime=None):
     run.prints = False
     with Stop() as stop, environment.explained():
         training = Training(task, run, runtime, stop, False)
@@ -113,7 +110,8 @@ def _look(task, run, *, steps, hlo, folder, epoch, runtime=None, progress=True):
                 if (mend := mend_for(str(error))) is None:
                     raise
                 trouble = mend
-        # From here on without its program, so that each operation is seen as Python asks for it. The results are of no use to anybody.
+        # From here on without its program, so that each operation is seen as Python asks for it. The results are of no use to
+        # anybody.
         step = functools.partial(training.step, first, epoch, training.sums)
         text = runtime.hlo_of(step, training.model, training.optimizer) if hlo else None
         lines = _Lines(runtime)
@@ -149,20 +147,20 @@ class _Lines(TorchDispatchMode):
 
 
 def _copies_to_host(name, arguments, result):
-    copied = name in ("aten::_to_copy", "aten::copy_") and torch.is_tensor(
-        arguments[-1] if name == "aten::copy_" else arguments[0]
-    )
-    source = arguments[1] if name == "aten::copy_" else arguments[0] if copied else None
-    return copied and torch.is_tensor(source) and source.device.type != "cpu" and result.device.type == "cpu"
+    if name not in ("aten::_to_copy", "aten::copy_"):
+        return False
+    source = arguments[1 if name == "aten::copy_" else 0]
+    return torch.is_tensor(source) and source.device.type != "cpu" and result.device.type == "cpu"
 
 
 def _frames():
-    """[(path, line)] of the code that the running operation belongs to, from the step inwards; of a backward pass, that of its forward."""
+    """[(path, line)] of the code that the running operation belongs to, from the step inwards; of a backward pass, that of its
+    forward."""
     node = torch._C._current_autograd_node()
     said = node.metadata.get("traceback_", []) if node is not None else []
     frames = [(m[1], int(m[2])) for text in said if (m := re.match(r'\s*File "(.+?)", line (\d+)', text))]
     frames = frames or [(frame.filename, frame.lineno) for frame in traceback.extract_stack()]
-    step = max((n for n, (path, _) in enumerate(frames) if path == os.path.join(HERE, "training.py")), default=-1)
+    step = max((n for n, (path, _) in enumerate(frames) if path == os.path.join(PACKAGE, "training.py")), default=-1)
     return [frame for frame in frames[step + 1 :] if frame[0] != __file__]
 
 
@@ -174,5 +172,5 @@ def _line(frames):
 
 def _is_machinery(path):
     library = f"{os.sep}site-packages{os.sep}" in path or path.startswith(("<", os.path.dirname(os.__file__)))
-    ours = path.startswith(HERE + os.sep) and not path.startswith(os.path.join(HERE, "workloads"))
+    ours = path.startswith(PACKAGE + os.sep) and not path.startswith(os.path.join(PACKAGE, "workloads"))
     return library or ours

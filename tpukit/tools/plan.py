@@ -1,7 +1,7 @@
 """`tpukit plan`: whether a step fits a TPU, and what bounds its time, said by the TPU's own compiler on a machine without one.
 
-The programs are written down by torch_xla on its CPU device (in a process of their own), and compiled by libtpu in an environment of its
-own (`tpu_compiler.py`). No figure is a measurement of a TPU.
+The programs are written down by torch_xla on its CPU device (in a process of their own), and compiled by libtpu in an
+environment of its own (`tpu_compiler.py`). No figure is a measurement of a TPU.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,15 +18,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from tpukit import storage
+from tpukit import files
 from tpukit.errors import TpukitError
-from tpukit.run import settings
-from tpukit.tables import Table
+from tpukit.tables import GIB, Table
+from tpukit.task import for_another_process, from_settings
 
 # libtpu as in the images with torch_xla 2.9, and the jax that belongs to it.
 COMPILER = ("jax==0.7.1", "jaxlib==0.7.1", "libtpu==0.0.21")
 PARTS = ("train", "evaluate")
-GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +49,13 @@ CHIPS = {
 def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", find_batch=False, say=print):
     """What a workload's step needs on a TPU: a `Plan`.
 
-    batch_sizes: global ones; the task's own unless given. part: "train", the whole training step (all 8 replicas of it and their gradient
-    sum on v5e-8), or "evaluate", the programs that predict a batch of the test set. find_batch: bisect the largest batch that fits, too.
-    With a dataset_dir, its sets lie on the chip as in training, where they do not crowd it. Raises TpukitError where the compiler cannot be had, or refuses a
-    program for another reason than memory.
+    batch_sizes: global ones; the task's own unless given. part: "train", the whole training step (all 8 replicas of it and
+    their gradient sum on v5e-8), or "evaluate", the programs that predict a batch of the test set. find_batch: bisect the
+    largest batch that fits, too. With a dataset_dir, its sets lie on the chip as in training, where they do not crowd it.
+    Raises TpukitError where the compiler cannot be had, or refuses a program for another reason than memory.
     """
+    from tpukit.runtime import check_batch
+
     if chip not in CHIPS:
         raise TpukitError(f"no chip {chip!r}; there are: {', '.join(CHIPS)}")
     if part not in PARTS:
@@ -63,8 +63,7 @@ def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", find_batch=False
     cores = CHIPS[chip].cores
     sizes = list(batch_sizes or [task.batch_size])
     for size in sizes:
-        if size < 1 or size % cores:
-            raise TpukitError(f"batch size {size}: a global batch on {chip} is a multiple of its {cores} cores")
+        check_batch(size, cores, f"cores of {chip}")
     rows = {}
 
     def fits(size):
@@ -154,8 +153,8 @@ class Plan:
         chip = CHIPS[self.chip]
         return (
             f"{self.hbm_gib:g} GiB of HBM a core. At least: the longer of FLOP / {chip.flops / 1e12:g} TFLOP/s and "
-            f"bytes / {chip.bandwidth / 1e9:g} GB/s; a bound, not a forecast. *Cycles: the compiler's own estimate, added up. Not "
-            "calibrated: use it to compare one program with another, never as a time."
+            f"bytes / {chip.bandwidth / 1e9:g} GB/s; a bound, not a forecast. *Cycles: the compiler's own estimate, added up. "
+            "Not calibrated: use it to compare one program with another, never as a time."
         )
 
     def __str__(self):
@@ -195,26 +194,22 @@ def _one(task, chip, size, part, say):
 def _write_down(task, part, size, machine, folder):
     """[(path, how often a batch runs it)] of the part's programs, made in a fresh process, which opens torch_xla's CPU device.
 
-    The file `beside` says how many bytes more a core holds meanwhile: the average of the weights, and the set that is not used."""
-    kind = type(task)
-    if kind.__module__ == "__main__":
-        raise TpukitError(
-            f"{kind.__name__} lives in a notebook cell, where the process that writes its programs down cannot import it: put it in a module"
-        )
-    request = dict(module=kind.__module__, kind=kind.__qualname__, settings=settings(task), part=part, size=size)
-    request |= dict(cores=machine.cores, memory_size=int(machine.hbm_bytes))
-    ran = _run([sys.executable, "-m", "tpukit.tools.plan", str(folder)], json.dumps(request), {})
+    The file `beside` says how many bytes more a core holds meanwhile: the average of the weights, and the set that is not
+    used."""
+    request, variables = for_another_process(task)
+    request |= dict(part=part, size=size, cores=machine.cores, memory_size=int(machine.hbm_bytes))
+    ran = _run([sys.executable, "-m", "tpukit.tools.plan", str(folder)], json.dumps(request), variables)
     if ran.returncode:
         last = ran.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
         if "No module named 'torch_xla'" in last[0] or "_XLAC" in last[0] and "undefined symbol" in last[0]:
             raise TpukitError(
-                f"a plan needs a torch_xla that matches torch, to write the programs down ({last[0]}). In an environment of its own: "
-                "pip install torch==2.9.0 torch-xla==2.9.0"
+                f"a plan needs a torch_xla that matches torch, to write the programs down ({last[0]}). In an environment of "
+                "its own: pip install torch==2.9.0 torch-xla==2.9.0"
             )
         raise TpukitError(f"the {part} programs of {task.name} at batch {size} cannot be written down: {last[0]}")
     counts = {}
     for path in sorted(folder.glob("*.mlirbc")):
-        counts.setdefault(storage.sha256(path), []).append(path)
+        counts.setdefault(files.sha256(path), []).append(path)
     return [(paths[0], len(paths)) for paths in counts.values()]
 
 
@@ -227,8 +222,7 @@ def write_programs(request, folder):
     from tpukit.xla import RecordingRuntime
 
     kind = getattr(importlib.import_module(request["module"]), request["kind"])
-    given = {name: Path(v) if v and name in ("dataset_dir", "weights") else v for name, v in request["settings"].items()}
-    task, per_core = kind(**given), request["size"] // request["cores"]
+    task, per_core = from_settings(kind, request["settings"]), request["size"] // request["cores"]
     runtime = RecordingRuntime(task.precision, request["cores"], request["memory_size"])
     training, beside = request["part"] == "train", 0
     model = task.model().train(training)
@@ -269,9 +263,10 @@ def write_programs(request, folder):
 
 
 def _compile(path, machine, say):
-    """What the compiler says of a program, from the cache where it was asked before. A program that needs too much memory has an `error`."""
-    key = f"{storage.sha256(path)} {machine.topology} {COMPILER} {storage.sha256(_script())}"
-    cached = storage.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    """What the compiler says of a program, from the cache where it was asked before. One that needs too much memory has an
+    `error`."""
+    key = f"{files.sha256(path)} {machine.topology} {COMPILER} {files.sha256(_script())}"
+    cached = files.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     with contextlib.suppress(OSError, ValueError):
         return json.loads(cached.read_text())
     libraries = compiler_folder(say)
@@ -282,9 +277,9 @@ def _compile(path, machine, say):
     found = _understood(ran)
     found["compile_s"] = time.monotonic() - started
     with contextlib.suppress(OSError, TpukitError):  # then it is asked again next time
-        storage.make_private(cached.parent)
-        with storage.locked(cached):
-            storage.write_whole(cached, json.dumps(found))
+        files.make_private(cached.parent)
+        with files.locked(cached):
+            files.write_whole(cached, json.dumps(found))
     return found
 
 
@@ -301,8 +296,8 @@ def _understood(ran):
         return found or dict(error=trouble)
     if "libtpu_lockfile" in trouble or "already in use" in trouble:
         raise TpukitError(
-            "libtpu is held by another process on this machine (/tmp/libtpu_lockfile). End that process, or, if there is none any more, "
-            "delete the file, then plan again"
+            "libtpu is held by another process on this machine (/tmp/libtpu_lockfile). End that process, or, if there is none "
+            "any more, delete the file, then plan again"
         )
     if not found and ran.returncode == -signal.SIGKILL:
         raise TpukitError(
@@ -311,7 +306,8 @@ def _understood(ran):
     if not found:
         last = trouble.strip().splitlines()[-1:] or [f"exit code {ran.returncode}"]
         raise TpukitError(
-            f"the TPU compiler does not run here: {last[0]}. It needs Linux on x86-64; {compiler_home()} can be deleted to install it anew"
+            f"the TPU compiler does not run here: {last[0]}. It needs Linux on x86-64; {compiler_home()} can be deleted to "
+            "install it anew"
         )
     operation = re.search(r'op_name="([^"]+)"|(%[\w.\-]+ = [^\n]{0,160})', trouble)
     named = f" It names {(operation[1] or operation[2]).strip()}." if operation else ""
@@ -325,53 +321,38 @@ def _first_sentence(text):
 def compiler_home():
     """Where the compiler's environment lies."""
     tag = hashlib.sha256(" ".join(COMPILER).encode()).hexdigest()[:10]
-    return storage.cache_folder() / f"tpu-compiler-{sys.version_info[0]}.{sys.version_info[1]}-{tag}"
+    return files.cache_folder() / f"tpu-compiler-{sys.version_info[0]}.{sys.version_info[1]}-{tag}"
 
 
 def compiler_folder(say=print):
     """The compiler's packages in a folder of their own, installed on first use (about 1 GB)."""
     home = compiler_home()
     try:
-        storage.make_private(home.parent)
+        files.make_private(home.parent)
     except OSError as error:
         raise TpukitError(
             f"the TPU compiler cannot be kept in {home.parent} ({error}): name another folder in TPUKIT_CACHE"
         ) from error
-    with storage.locked(home):
+    with files.locked(home):
         if home.is_dir():
             return home
         say(f"installing the TPU compiler ({', '.join(COMPILER)}; about 1 GB, once) into {home}")
-        work = Path(tempfile.mkdtemp(prefix=".tpu-compiler.", dir=home.parent))
-        try:
+        with files.whole_folder(home) as work:
             # A folder and not a virtual environment, because Colab's and Debian's Python cannot make one.
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--disable-pip-version-check",
-                "--target",
-                str(work),
-                *COMPILER,
-            ]
-            ran = _run(command, "", {})
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            ran = _run([*pip, "--target", str(work), *COMPILER], "", {})
             if ran.returncode:
                 last = [line for line in ran.stderr.splitlines() if "ERROR" in line or "No module" in line] or ["pip failed"]
                 raise TpukitError(
-                    f"the TPU compiler is not installed, and could not be: {last[-1].strip()}. It is on PyPI for Linux on x86-64; "
-                    "`pip install tpukit[plan]` brings pip where it is missing"
+                    f"the TPU compiler is not installed, and could not be: {last[-1].strip()}. It is on PyPI for Linux on "
+                    "x86-64; `pip install tpukit[plan]` brings pip where it is missing"
                 )
-            os.replace(work, home)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
     return home
 
 
 def _run(command, text, more):
     """A process with its output caught, without this one's settings of devices and flags."""
     environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     return subprocess.run(command, input=text, env={**environ, **more}, capture_output=True, text=True)
 
 

@@ -67,7 +67,7 @@ def read(path=None):
     except (OSError, UnicodeDecodeError) as error:
         raise TpukitError(
             f"prices {path}: cannot be read ({error}); `tpukit compare --prices-out {path}` writes a table to edit"
-        )
+        ) from error
     lines = csv.reader(io.StringIO(text))
     head = tuple(next(lines, ()))
     if missing := [name for name in COLUMNS if name not in head]:

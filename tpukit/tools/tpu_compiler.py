@@ -1,9 +1,10 @@
-"""Compile one program for a TPU that is not there, with libtpu's own compiler. Run as a script, in the environment that `plan` makes.
+"""Compile one program for a TPU that is not there, with libtpu's own compiler. A script for the environment that `plan` makes.
 
     python tpu_compiler.py PROGRAM TOPOLOGY REPLICAS    # PROGRAM: a StableHLO portable artifact
 
-Prints one line of JSON: what the compiler says of memory, arithmetic and cycles, or {"error": its reason}. Imports nothing of tpukit, because
-jaxlib must not meet torch_xla. (That libtpu compiles without a chip, and how jax asks it to, is from jax's own ahead-of-time tests.)
+Prints one line of JSON: what the compiler says of memory, arithmetic and cycles, or {"error": its reason}. Imports nothing of
+tpukit, because jaxlib must not meet torch_xla. (That libtpu compiles without a chip, and how jax asks it to, is from jax's own
+ahead-of-time tests.)
 """
 
 import json

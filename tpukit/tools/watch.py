@@ -1,4 +1,4 @@
-"""`tpukit watch`: a run that another process trains, in a terminal: how far, how fast, what it scored, and how busy the chip is."""
+"""`tpukit watch`: a run that another process trains, in a terminal: how far, how fast, its scores, and how busy the chip is."""
 
 import shutil
 import subprocess
@@ -7,7 +7,7 @@ import time
 
 from tpukit import report
 
-GIB = 1024  # MiB, in which nvidia-smi counts
+MIB_IN_GIB = 1024  # nvidia-smi counts in MiB
 QUERY = "index,name,utilization.gpu,memory.used,memory.total"
 
 
@@ -27,10 +27,18 @@ def watch(run, *, interval_s=2.0, once=False):
 
 def glimpse(run):
     """What there is to see now, as text."""
-    path = run.path / "progress.json"
-    age_s = time.time() - path.stat().st_mtime if path.exists() else None
+    try:
+        age_s = time.time() - (run.path / "progress.json").stat().st_mtime
+    except FileNotFoundError:  # a launch takes that of the one before away
+        age_s = None
     table = report.live_table(run.path.name, run.records(), run.live(), run.checkpoints(), age_s)
-    return "\n".join([str(table), *chips()])
+    return "\n".join([str(table), *(chips() or _why_not(run))])
+
+
+def _why_not(run):
+    device = next((r.get("accelerator") for r in run.records("start")[-1:]), None)
+    unseen = "  how busy the chip is cannot be seen: neither nvidia-smi nor tpu-info is here"
+    return [unseen] if device in ("cuda", "tpu") else []
 
 
 def chips():
@@ -41,11 +49,9 @@ def chips():
         for line in said.splitlines():
             index, name, busy, used, total = (part.strip() for part in line.split(","))
             # A field that a card does not have reads [N/A].
-            memory = (
-                f"{int(used) / GIB:.1f} of {int(total) / GIB:.1f} GiB"
-                if used.isdigit() and total.isdigit()
-                else "memory unknown"
-            )
+            memory = "memory unknown"
+            if used.isdigit() and total.isdigit():
+                memory = f"{int(used) / MIB_IN_GIB:.1f} of {int(total) / MIB_IN_GIB:.1f} GiB"
             lines.append(f"  GPU {index} ({name}): {f'{busy}% busy' if busy.isdigit() else 'use unknown'}, {memory}")
         lines += [f"  nvidia-smi does not answer: {trouble}"] if trouble else []
     if shutil.which("tpu-info"):
@@ -66,5 +72,8 @@ def _asked(*command):
 
 
 def _is_over(run):
+    """Whether nothing will follow: after its last step a training evaluates, and the checkpoint of that step comes last."""
     live = run.live()
-    return bool(live) and live["step"] >= live["total"]
+    if not live or live["step"] < live["total"]:
+        return False
+    return live["unit"] != "step" or any(c["step"] >= live["total"] for c in run.checkpoints())

@@ -75,8 +75,8 @@ MENDS = [
     ),
     (
         "network",
-        r"resolve host|Name or service not known|[Nn]etwork is unreachable|Connection (aborted|reset|refused|closed)|[Tt]imed out|UNAVAILABLE|"
-        r"\b503\b",
+        r"resolve host|Name or service not known|[Nn]etwork is unreachable|Connection (aborted|reset|refused|closed)|"
+        r"[Tt]imed out|UNAVAILABLE|\b503\b",
         "the network, or Google's end: try again",
     ),
 ]
@@ -131,8 +131,10 @@ class Gcloud:
         said = _call([*words, "--format=json"])
         try:
             return json.loads(said or "null")
-        except ValueError:
-            raise TpukitError(f"gcloud was asked for JSON and said something else: {said[:300]!r}; is it up to date?")
+        except ValueError as error:
+            raise TpukitError(
+                f"gcloud was asked for JSON and said something else: {said[:300]!r}; is it up to date?"
+            ) from error
 
     def ask(self, *words, instead=""):
         """What a command prints; `instead` in a dry run."""

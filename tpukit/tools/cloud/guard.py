@@ -26,6 +26,7 @@ done
 
 
 def guard_script(name, zone, project, minutes, *, latest_start):
-    """The script for a machine that is to live so many minutes. latest_start: seconds since 1970 after which it should not have come."""
+    """The script for a machine that is to live so many minutes. latest_start: seconds since 1970 after which it should not have
+    come."""
     settings = dict(minutes=minutes, latest_start=latest_start, log=GUARD_LOG, end=GUARD_END)
     return GUARD.format(name=name, zone=zone, project=project, **settings)

@@ -5,7 +5,7 @@ import datetime
 import re
 
 from tpukit.errors import TpukitError
-from tpukit.tables import Table
+from tpukit.tables import Table, span
 from tpukit.tools.cloud.tpu_types import price_of
 
 MARK = ("made-by", "tpukit")  # the label without which nothing is deleted
@@ -172,16 +172,16 @@ def table(found):
     rows = []
     for rented in ours:
         usd = rented.usd_so_far()
-        ends = f"{_clock(rented.ends)} (in {_span(rented.ends - now())})" if rented.ends else ""
+        ends = f"{_clock(rented.ends)} (in {span((rented.ends - now()).total_seconds())})" if rented.ends else ""
         if not rented.ends and rented.minutes is not None and not rented.forgotten:
-            ends = f"{_span(datetime.timedelta(minutes=rented.minutes))} after it starts"
+            ends = f"{span(60 * rented.minutes)} after it starts"
         rows.append(
             (
                 rented.name,
                 f"{rented.accelerator}{' spot' * rented.spot}",
                 rented.zone,
                 rented.state.lower().removesuffix("_for_resources"),
-                _span(now() - rented.since) if rented.since else "",
+                span((now() - rented.since).total_seconds()) if rented.since else "",
                 "unknown" if usd is None else f"${usd:.2f}",
                 rented.forgotten or ends,
             )
@@ -213,8 +213,3 @@ def _time(text):
 
 def _clock(time):
     return f"{time.astimezone():%a %H:%M}"
-
-
-def _span(delta):
-    minutes = round(delta.total_seconds() / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{max(minutes, 0)} min"

@@ -54,6 +54,8 @@ def create(
     generation = generation_of(accelerator)
     _check(zone, hours, wait_hours, service_account)
     print(cost_in_words(accelerator, spot, hours))
+    if zone not in generation.zones:
+        print(f"{zone} is not among the zones that are known to have it. {zones_of(accelerator)}")
     cloud = Gcloud(project, dry_run)
     for other in rented.find(cloud, zone):
         if other.name == name:
@@ -61,57 +63,17 @@ def create(
                 f"{name} is there already, in {zone}, {other.state}: choose another name, or delete that one first"
             )
     confirm(f"Rent {name} in {zone} of project {cloud.project}?", yes or dry_run)
-    minutes, mark = max(round(hours * 60), 1), secrets.token_hex(4)
-    labels = {rented.MARK[0]: rented.MARK[1], "tpukit-minutes": minutes, "tpukit-request": mark}
-    labels["tpukit-capacity"] = "spot" if spot else "on-demand"
-    guard = guard_script(name, zone, cloud.project, minutes, latest_start=round(time.time() + wait_hours * 3600) + 1800)
-    words = cloud.tpus(
-        "queued-resources",
-        "create",
-        name,
-        f"--node-id={name}",
-        f"--accelerator-type={accelerator}",
-        f"--runtime-version={generation.image}",
-        f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
-        f"--scopes={SCOPE}",
-        f"--valid-until-duration={round(wait_hours * 3600)}s",
-        f"--metadata=^~^startup-script={guard}",
-        *["--spot"] * spot,
-        *[f"--service-account={service_account}"] * bool(service_account),
-        zone=zone,
-    )
-    request = _Request(cloud, name, zone, mark)
+    request = _Request(cloud, name, zone)
+    words = request.words(accelerator, spot=spot, hours=hours, wait_hours=wait_hours, service_account=service_account)
     if not dry_run:
         print("asking Google for it; an interrupt takes it back", flush=True)
-    with _signals((signal.SIGTERM, HANG_UP), _interrupt):  # around the handlers too: what comes late must not kill them
-        try:
-            cloud.ask(*words)
-            request.made = True
-            request.wait(wait_hours * 3600)
-        except KeyboardInterrupt:
-            request.withdraw("interrupted: deleting the request (this takes a moment)")
-            raise
-        except _Over:
-            request.withdraw()
-            raise
-        except TpukitError as error:
-            if request.made:  # it was asked for its state and did not answer
-                raise TpukitError(
-                    f"{error}\nThe request stands, and may become a machine that costs: {_how_to_delete(name, zone)}"
-                )
-            try:
-                request.withdraw(quiet=True)  # what it left, if anything
-            except TpukitError:
-                raise TpukitError(f"{error}\nWhether a request was made all the same is not known: tpukit cloud list tells")
-            raise
-        except BaseException:  # what is printed here goes into a pipe that is closed, for instance
-            request.withdraw(quiet=True)
-            raise
+    request.make(words, wait_hours * 3600)
     if not dry_run:
         print(
             f"{name} is there and costs money from now on. It deletes itself in {hours:g} hours; sooner: "
             f"tpukit cloud delete {name}\n"
-            "Whether its account lets it look at itself, `tpukit cloud run` shows; whether it deleted itself, `tpukit cloud list`\n"
+            "Whether its account lets it look at itself, `tpukit cloud run` shows; whether it deleted itself, "
+            "`tpukit cloud list`\n"
             f"  tpukit cloud run {name} -- train mshnet ...   tpukit cloud open {name}   tpukit cloud list"
         )
 
@@ -241,11 +203,58 @@ class _Over(TpukitError):
 
 
 class _Request:
-    """A request that this process made, while it waits."""
+    """A request that this process makes, while it waits."""
 
-    def __init__(self, cloud, name, zone, mark):
-        self.cloud, self.name, self.zone, self.mark = cloud, name, zone, mark
+    def __init__(self, cloud, name, zone):
+        self.cloud, self.name, self.zone, self.mark = cloud, name, zone, secrets.token_hex(4)
         self.made = False  # gcloud said that it took it
+
+    def words(self, accelerator, *, spot, hours, wait_hours, service_account):
+        """What gcloud is to be told."""
+        minutes, wait_s = max(round(hours * 60), 1), round(wait_hours * 3600)
+        latest_start = round(time.time() + wait_hours * 3600) + 1800
+        guard = guard_script(self.name, self.zone, self.cloud.project, minutes, latest_start=latest_start)
+        labels = {rented.MARK[0]: rented.MARK[1], "tpukit-minutes": minutes, "tpukit-request": self.mark}
+        labels["tpukit-capacity"] = "spot" if spot else "on-demand"
+        flags = [
+            f"--node-id={self.name}",
+            f"--accelerator-type={accelerator}",
+            f"--runtime-version={generation_of(accelerator).image}",
+            f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
+            f"--scopes={SCOPE}",
+            f"--valid-until-duration={wait_s}s",
+            f"--metadata=^~^startup-script={guard}",
+            *["--spot"] * spot,
+            *[f"--service-account={service_account}"] * bool(service_account),
+        ]
+        return self.cloud.tpus("queued-resources", "create", self.name, *flags, zone=self.zone)
+
+    def make(self, words, patience_s):
+        """Ask for it and wait until the machine is there. What fails is taken back, or the error says what may be left."""
+        with _signals((signal.SIGTERM, HANG_UP), _interrupt):  # around the handlers too: what comes late must not kill them
+            try:
+                self.cloud.ask(*words)
+                self.made = True
+                self.wait(patience_s)
+            except KeyboardInterrupt:
+                self.withdraw("interrupted: deleting the request (this takes a moment)")
+                raise
+            except _Over:
+                self.withdraw()
+                raise
+            except TpukitError as error:
+                if self.made:  # it was asked for its state and did not answer
+                    left = "The request stands, and may become a machine that costs"
+                    raise TpukitError(f"{error}\n{left}: {_how_to_delete(self.name, self.zone)}") from error
+                try:
+                    self.withdraw(quiet=True)  # what it left, if anything
+                except TpukitError:
+                    left = "Whether a request was made all the same is not known: tpukit cloud list tells"
+                    raise TpukitError(f"{error}\n{left}") from error
+                raise
+            except BaseException:  # what is printed here goes into a pipe that is closed, for instance
+                self.withdraw(quiet=True)
+                raise
 
     def wait(self, patience_s):
         """Until the machine is there. Raises _Over where it will not come, GcloudError where gcloud answers no more."""
@@ -258,7 +267,7 @@ class _Request:
             except TpukitError as error:
                 failures += 1
                 if getattr(error, "kind", "") == "gone":
-                    raise _Over(f"{self.name} is gone: somebody deleted the request")
+                    raise _Over(f"{self.name} is gone: somebody deleted the request") from error
                 if failures == 5:
                     raise
                 print(f"no answer, trying again: {getattr(error, 'said', str(error)).splitlines()[-1]}", flush=True)
@@ -305,7 +314,7 @@ class _Request:
             except TpukitError as error:
                 raise TpukitError(
                     f"{error}\nThe request may still become a machine that costs: {_how_to_delete(self.name, self.zone)}"
-                )
+                ) from error
 
 
 def confirm(question, yes):

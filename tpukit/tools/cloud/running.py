@@ -12,6 +12,7 @@ from tpukit.tools.cloud.skypilot import PYTHON, SOURCE, check_command, install_s
 
 JOB = "tpukit-job"  # in the home folder of every host: log.txt, pid, and run, which names the run's folder
 TPUKIT = f"{PYTHON}/bin/tpukit"
+GITHUB = "git+https://github.com/"
 
 # Before anything is installed, too: that would change the packages of a training that runs.
 REFUSE_SECOND = """\
@@ -61,6 +62,8 @@ def run(
     start = start_script(command)
     cloud = Gcloud(project, dry_run)
     machine = _running(cloud, name, zone)
+    if source.startswith(GITHUB) and "/" not in source.removeprefix(GITHUB) and not dry_run:
+        raise TpukitError(f"source {source!r} names no repository, OWNER/NAME: give what pip is to install tpukit from")
     install = REFUSE_SECOND.format(job=JOB) + " && ".join(install_steps(source, tpu=True))
     _ssh(cloud.show, cloud, machine, install, worker="all")
     _ssh(cloud.show, cloud, machine, start, worker="all")

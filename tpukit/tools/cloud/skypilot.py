@@ -42,8 +42,8 @@ def is_tpu(machine):
 def skypilot_task(machine, command):
     """A SkyPilot task file (YAML) for `sky jobs launch FILE`.
 
-    command: words after `tpukit` (["train", "mshnet", ...]). Raises TpukitError for what is no training, for a name that cannot be
-    one, and for a type of TPU that is not known.
+    command: words after `tpukit` (["train", "mshnet", ...]). Raises TpukitError for what is no training, for a name that cannot
+    be one, and for a type of TPU that is not known.
     """
     check_command(command)
     check_name(machine.name)
@@ -55,7 +55,7 @@ def skypilot_task(machine, command):
         try:
             image = generation_of(machine.accelerator).image
         except TpukitError as error:
-            raise TpukitError(f"{error}. A GPU comes with its number on each host, like T4:1")
+            raise TpukitError(f"{error}. A GPU comes with its number on each host, like T4:1") from error
         arguments = f"\n  accelerator_args:\n    runtime_version: {image}"
         start = tpukit
     else:

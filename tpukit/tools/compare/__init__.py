@@ -1,8 +1,8 @@
 """`tpukit compare`: one recipe measured on what is here, merged with what was measured elsewhere, and the choice that follows.
 
-`measuring` times the step, by the very pieces that a training consists of; `measurement` is the small file that comes of it; `comparison` puts
-many of them beside the published figures and the bounds of `tpukit plan`; `choosing` says which hardware finishes, in how many sessions, for
-how much. What was not measured is marked as such.
+`measuring` times the step, by the very pieces that a training consists of; `measurement` is the small file that comes of it;
+`comparison` puts many of them beside the published figures and the bounds of `tpukit plan`; `choosing` says which hardware
+finishes, in how many sessions, for how much. What was not measured is marked as such.
 """
 
 from tpukit.tools.compare.choosing import Choice, Way, choose, sessions_needed

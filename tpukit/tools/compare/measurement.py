@@ -8,13 +8,12 @@ import re
 import tempfile
 from pathlib import Path
 
-from tpukit import __version__, storage, synthetic
+from tpukit import __version__, files, synthetic
 from tpukit.errors import TpukitError
 from tpukit.run import settings
-from tpukit.tables import Table
+from tpukit.tables import GIB, Table
 
 FORMAT = "tpukit comparison 1"
-GIB = 2**30
 PLACE_OF_HOST = {"colab": "Colab", "kaggle": "Kaggle", "tpu-vm": "Google Cloud", "local": "local"}
 TWO_CORES_A_CHIP = ("TPU v2", "TPU v3")  # which are counted by cores here, and by chips in the table of prices
 NOT_THE_RECIPE = ("batch_size", "precision", "seed", "weights")
@@ -44,6 +43,8 @@ class Measurement:
     synthetic: bool
     """whether the images were made up"""
     rows: list
+    file: str = dataclasses.field(default="", compare=False)
+    """where it was read from; not written down"""
 
     @property
     def label(self):
@@ -83,7 +84,9 @@ class Measurement:
         """Save as JSON, whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        storage.write_whole(path, json.dumps(dict(format=FORMAT, **dataclasses.asdict(self)), indent=1) + "\n")
+        kept = dict(format=FORMAT, **dataclasses.asdict(self))
+        del kept["file"]
+        files.write_whole(path, json.dumps(kept, indent=1) + "\n")
 
     @classmethod
     def read(cls, path):
@@ -96,7 +99,7 @@ class Measurement:
             raise TpukitError(f"{path} is damaged, or no JSON: {error}") from error
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise TpukitError(f"{path} is no measurement of `tpukit compare`: its format is not {FORMAT!r}")
-        values = {f.name: _checked(path, found, f.name, f.type) for f in dataclasses.fields(cls)}
+        values = {f.name: _checked(path, found, f.name, f.type) for f in dataclasses.fields(cls) if f.name != "file"}
         for number, row in enumerate(values["rows"]):
             where = f"{path}, rows[{number}]"
             if not isinstance(row, dict):
@@ -107,7 +110,7 @@ class Measurement:
         for name in ("chips", "cores", "processes", "samples"):
             if values[name] < 1:
                 raise TpukitError(f"{path}: {name} is {values[name]}; it has to be 1 or more")
-        return cls(**values)
+        return cls(**values, file=str(path))
 
 
 ROW = dict.fromkeys(("first_step_s", "start_s", "step_ms", "step_ms_low", "step_ms_high", "wait_ms"), float)
@@ -131,7 +134,6 @@ def _checked(where, found, name, kind):
 def measurement_of(task, env, about, rows):
     fields = {f.name: f for f in dataclasses.fields(task)}
     recipe = {n: v for n, v in settings(task).items() if n not in NOT_THE_RECIPE and not fields[n].metadata.get("free")}
-    made_up = task.dataset_dir / "README.txt"
     return Measurement(
         tpukit=__version__,
         date=datetime.date.today().isoformat(),
@@ -148,9 +150,14 @@ def measurement_of(task, env, about, rows):
         workload=task.name,
         recipe=recipe,
         samples=about["samples"],
-        synthetic=made_up.is_file() and made_up.read_text() == synthetic.LICENCE_NOTE,
+        synthetic=_is_made_up(Path(task.dataset_dir)),
         rows=rows,
     )
+
+
+def _is_made_up(folder):
+    note = folder / "README.txt"
+    return note.is_file() and note.read_text(errors="replace") == synthetic.LICENCE_NOTE
 
 
 def _chips(env, cores):
@@ -192,7 +199,7 @@ def hardware_of(env):
 
 
 def file_for(folder, task, env, cores=None):
-    """Where a measurement of this machine is kept in a folder: its name says workload, hardware and, unless it is local, place."""
+    """Where a measurement of this machine is kept in a folder: the name says workload, hardware and, unless local, place."""
     name = f"{task.name}-{hardware_of(env)}{'-xla' if env.accelerator == 'xla' else ''}"
     count = cores or (env.cores if env.accelerator in ("tpu", "cuda") else 1)
     name += f"{f'-x{count}' if count > 1 else ''}{'' if _place(env) == 'local' else f'-{_place(env)}'}"

@@ -17,10 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from tpukit import environment, storage
+from tpukit import environment, files
 from tpukit.errors import TpukitError
-from tpukit.run import settings
-from tpukit.tools.compare.measurement import GIB, check_writable, measurement_of, rate
+from tpukit.tables import GIB
+from tpukit.task import for_another_process, from_settings
+from tpukit.tools.compare.measurement import check_writable, measurement_of, rate
 
 ROUNDS = 5  # of timed steps; each ends with a reading, as an interval of a training does
 WARM_UP = 4  # steps between the first and the timed ones: torch_xla watches them, and they are slower
@@ -39,81 +40,79 @@ SAID = "tpukit says: "
 # On every core
 
 
-def measure(task, run, *, runtime=None, progress=True, steps=20, started=None):
-    """Time the training step of `task` on this core, among others: a function for `launch`, like `train`. Returns a dict on every rank.
+def measure(task, run, *, runtime=None, steps=20, started=None):
+    """Time the training step of `task` on this core, among others: a function for `launch`, like `train`.
 
-    What runs is a training without its evaluations and checkpoints: its feed, its program, its readings. A phased loss is timed in its last
-    phase. steps: timed ones, in `ROUNDS` rounds. started: `time.time()` at which the session began, now unless given.
+    What runs is a training without its evaluations and checkpoints: its feed, its program, its readings. A phased loss is
+    timed in its last phase. steps: timed ones, in `ROUNDS` rounds. started: `time.time()` at which the session began, now
+    unless given. Returns a dict on every rank.
     """
-    from tpukit.feeding import training_plan
     from tpukit.stopping import Stop
     from tpukit.training import Training
 
     started = started or time.time()
     with Stop() as stop, environment.explained():
         trainer = Training(task, run, runtime, stop, progress=False)
-        runtime, world, data = trainer.runtime, trainer.runtime.world, trainer.data
-
-        def plan():
-            for epoch in itertools.count():
-                yield from training_plan(len(data), task.batch_size, seed=task.seed, epoch=epoch, draws=data.draws)
-
-        def step():
-            """One step as the training loop does it. Returns the seconds in which it waited for its batch."""
-            asked = time.perf_counter()
-            batch = next(batches)
-            waited = time.perf_counter() - asked
-            trainer.take_step(batch, task.epochs)
-            return waited
-
-        def read():
-            """Wait for the device, and leave where somebody asked to."""
-            asked = stop.signal or run.stop_asked()
-            rows = runtime.totals(trainer.sums, asked or 0)
-            stop.signal = int(max(row[-1] for row in rows)) or None
-            stop.check()
-
+        runtime = trainer.runtime
         trainer.model.train()
         runtime.beat(0)
-        with contextlib.closing(trainer.feed.batches(plan())) as batches:
-            began = time.perf_counter()
-            step(), read()
-            first_step_s, start_s = time.perf_counter() - began, time.time() - started
-            for _ in range(WARM_UP):
-                step()
-            read()
+        with contextlib.closing(trainer.feed.batches(_endless_plan(task, trainer.data))) as batches:
+            first_step_s, _ = _timed(trainer, batches, 1)
+            start_s = time.time() - started
+            _timed(trainer, batches, WARM_UP)
             compiled, _ = runtime.compilations()
             per_round = math.ceil(steps / ROUNDS)
-            rounds = math.ceil(steps / per_round)
-            times, waits = [], []
-            for _ in range(rounds):
-                began = time.perf_counter()
-                waits.append(sum(step() for _ in range(per_round)) / per_round)
-                read()
-                times.append((time.perf_counter() - began) / per_round)
-        memory = runtime.memory()
-        peaks = [row[0] for row in world.everyone([max(peak for peak, _ in memory) if memory else resident_bytes()])]
-        return dict(
-            row=dict(
-                batch_size=task.batch_size,
-                fits=True,
-                first_step_s=round(first_step_s, 3),
-                start_s=round(start_s, 3),
-                step_ms=round(1e3 * statistics.median(times), 3),
-                step_ms_low=round(1e3 * min(times), 3),
-                step_ms_high=round(1e3 * max(times), 3),
-                wait_ms=round(1e3 * statistics.mean(waits), 3),
-                timed_steps=rounds * per_round,
-                compiled_late=runtime.compilations()[0] - compiled,
-                memory_bytes=int(max(peaks) if memory else sum(peaks)),
-                memory_of="a core's device" if memory else "resident set of the processes",
-            ),
-            device=str(runtime),
-            cores=runtime.cores,
-            processes=world.size,
-            precision=runtime.precision,
-            samples=len(data),
+            rounds = [_timed(trainer, batches, per_round) for _ in range(math.ceil(steps / per_round))]
+        step_ms, wait_ms = ([1e3 * seconds / per_round for seconds in column] for column in zip(*rounds))
+        row = dict(
+            batch_size=task.batch_size,
+            fits=True,
+            first_step_s=round(first_step_s, 3),
+            start_s=round(start_s, 3),
+            step_ms=round(statistics.median(step_ms), 3),
+            step_ms_low=round(min(step_ms), 3),
+            step_ms_high=round(max(step_ms), 3),
+            wait_ms=round(statistics.mean(wait_ms), 3),
+            timed_steps=len(rounds) * per_round,
+            compiled_late=runtime.compilations()[0] - compiled,
+            **_peak_of_memory(runtime),
         )
+        about = dict(device=str(runtime), cores=runtime.cores, processes=runtime.world.size, precision=runtime.precision)
+        return dict(row=row, **about, samples=len(trainer.data))
+
+
+def _endless_plan(task, data):
+    """The batches of a training that has no last epoch."""
+    from tpukit.feeding import training_plan
+
+    for epoch in itertools.count():
+        yield from training_plan(len(data), task.batch_size, seed=task.seed, epoch=epoch, draws=data.draws)
+
+
+def _timed(trainer, batches, steps):
+    """(seconds of so many steps and the reading after them, those of it in which they waited for their batches).
+
+    The reading waits for the device, and is where a core leaves that was asked to."""
+    began, waited = time.perf_counter(), 0.0
+    for _ in range(steps):
+        asked = time.perf_counter()
+        batch = next(batches)
+        waited += time.perf_counter() - asked
+        trainer.take_step(batch, trainer.task.epochs)
+    stop = trainer.stop
+    rows = trainer.runtime.totals(trainer.sums, stop.signal or trainer.run.stop_asked() or 0)
+    stop.signal = int(max(row[-1] for row in rows)) or None
+    stop.check()
+    return time.perf_counter() - began, waited
+
+
+def _peak_of_memory(runtime):
+    """dict(memory_bytes, memory_of), on every rank the same: of the fullest device, or of all processes if no device tells."""
+    memory = runtime.memory()
+    peaks = [row[0] for row in runtime.world.everyone([max(peak for peak, _ in memory) if memory else resident_bytes()])]
+    if memory:
+        return dict(memory_bytes=int(max(peaks)), memory_of="a core's device")
+    return dict(memory_bytes=int(sum(peaks)), memory_of="resident set of the processes")
 
 
 def resident_bytes():
@@ -133,8 +132,8 @@ def resident_bytes():
 def measure_here(task, *, batch_sizes=None, steps=20, cores=None, parallel="processes", max_batch=None, out=None, say=print):
     """Measure a task on what is here, at several batch sizes, each in a process of its own. Returns a `Measurement`.
 
-    batch_sizes: global ones; otherwise they double from the task's own until a step does not fit, the training set or `max_batch`
-    ends it. out: the JSON file, which is written after every size, so that an interrupt keeps what is there.
+    batch_sizes: global ones; otherwise they double from the task's own until a step does not fit, the training set or
+    `max_batch` ends it. out: the JSON file, which is written after every size, so that an interrupt keeps what is there.
     Raises TpukitError where nothing could be measured, saying why.
     """
     if steps < 1:
@@ -149,9 +148,10 @@ def measure_here(task, *, batch_sizes=None, steps=20, cores=None, parallel="proc
     env = environment.detect()
     here = cores or (env.cores if env.accelerator in ("tpu", "cuda") else 1)
     on_cpu = env.accelerator in ("cpu", "xla")
+    first = math.ceil(task.batch_size / here) * here
     if max_batch is None:
-        max_batch = task.batch_size * here * 2**CPU_DOUBLINGS if on_cpu else CEILING
-    sizes = iter(dict.fromkeys(batch_sizes) if batch_sizes else _doubling(math.ceil(task.batch_size / here) * here))
+        max_batch = first * 2**CPU_DOUBLINGS if on_cpu else CEILING
+    sizes = dict.fromkeys(batch_sizes) if batch_sizes else _doubling(first)
     rows, about = [], None
     for size in sizes:
         if about and not batch_sizes and (size > max_batch or size > about["samples"]):
@@ -192,8 +192,8 @@ def _doubling(size):
 
 def _spoken(row):
     return (
-        f"{row['step_ms']:.4g} ms a step ({row['step_ms_low']:.4g} to {row['step_ms_high']:.4g}), {rate(row):.4g} images a second, "
-        f"first step {row['first_step_s']:.1f} s, {row['memory_bytes'] / GIB:.2f} GiB"
+        f"{row['step_ms']:.4g} ms a step ({row['step_ms_low']:.4g} to {row['step_ms_high']:.4g}), {rate(row):.4g} images a "
+        f"second, first step {row['first_step_s']:.1f} s, {row['memory_bytes'] / GIB:.2f} GiB"
     )
 
 
@@ -227,17 +227,11 @@ def _in_a_process(task, steps, cores, parallel):
 
     Fresh, because a memory error, the one opening of an XLA device and a peak of memory are the whole process's.
     """
-    kind = type(task)
-    if kind.__module__ == "__main__":
-        raise TpukitError(
-            f"{kind.__name__} lives in a notebook cell, where the process that measures it cannot import it: put it in a module"
-        )
-    request = dict(module=kind.__module__, kind=kind.__qualname__, settings=settings(task), steps=steps)
-    request |= dict(cores=cores, parallel=parallel, started=time.time())
-    environ = dict(os.environ)
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))
+    request, variables = for_another_process(task)
+    request |= dict(steps=steps, cores=cores, parallel=parallel, started=time.time())
     with tempfile.TemporaryDirectory(prefix="tpukit-compare-") as folder:
         command = [sys.executable, "-m", "tpukit.tools.compare", folder]
+        environ = {**os.environ, **variables}
         ran = subprocess.run(command, input=json.dumps(request), env=environ, capture_output=True, text=True)
         result = Path(folder) / "result.json"
         if ran.returncode == 0 and result.exists():
@@ -262,10 +256,9 @@ def answer(folder):
     end_with_parent()
     request = json.loads(sys.stdin.read())
     kind = getattr(importlib.import_module(request["module"]), request["kind"])
-    given = {name: Path(v) if v and name in ("dataset_dir", "weights") else v for name, v in request["settings"].items()}
-    task = kind(**given)
+    task = from_settings(kind, request["settings"])
     run = Run.open(folder / "run", task)
     run.prints = False
     function = functools.partial(measure, steps=request["steps"], started=request["started"])
     found = launch(function, task, run, cores=request["cores"], parallel=request["parallel"])
-    storage.write_whole(folder / "result.json", json.dumps(found))
+    files.write_whole(folder / "result.json", json.dumps(found))

@@ -1,20 +1,22 @@
 """`tpukit migrate`: what in PyTorch code will not work, or will be slow, on a TPU today; by line, each with its mend.
 
-Reads scripts and notebooks with libcst, runs nothing, and needs neither torch nor a TPU. A rule speaks only where the code itself shows the
-trouble; what cannot be seen in a file (the shapes of data, what an imported function does) is not guessed.
+Reads scripts and notebooks with libcst, runs nothing, and needs neither torch nor a TPU. A rule speaks only where the code
+itself shows the trouble; what cannot be seen in a file (the shapes of data, what an imported function does) is not guessed.
 """
 
 import dataclasses
 import difflib
+import io
 import json
 import os
-import re
+import tokenize
+import urllib.parse
 from pathlib import Path
 
-from tpukit import __version__, storage
+from tpukit import __version__, files
 from tpukit.errors import TpukitError
 from tpukit.tables import Table
-from tpukit.tools.migrate.notebook import Notebook
+from tpukit.tools.migrate.notebook import Notebook, installs
 
 try:
     import libcst
@@ -22,8 +24,6 @@ try:
     from tpukit.tools.migrate.rules import OLD_VARIABLES, RULES, Finder
 except ImportError as error:
     raise TpukitError("`tpukit migrate` reads code with libcst, which is not installed: pip install libcst") from error
-
-INSTALLS = re.compile(r"pip3?\s+install\b.*?(torch[_-]xla|libtpu|cloud-tpu-client|\btorch(==|>=|~=|\s|$))", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -64,8 +64,8 @@ def examine(path):
     bad = lambda why, cell=0, line=1, column=1: Finding(str(path), cell, line, column, "unreadable", why)  # noqa: E731
     try:
         text = _read(path)
-    except UnicodeDecodeError:
-        return [bad("no text in UTF-8")], ""
+    except (UnicodeDecodeError, SyntaxError):
+        return [bad("no text in UTF-8, nor in the encoding that its first lines name")], ""
     if path.suffix == ".py":
         try:
             finder = Finder(text)
@@ -78,9 +78,7 @@ def examine(path):
         return [bad(f"no notebook ({error})")], text
     finder = Finder(notebook.code)
     found = [(*notebook.place(line), *rest) for line, *rest in finder.found]
-    found += [
-        (*notebook.place(line), 1, "install", f"`{shown[:60]}`") for line, shown in notebook.shell if INSTALLS.search(shown)
-    ]
+    found += [(*notebook.place(line), 1, "install", f"`{shown[:60]}`") for line, shown in notebook.shell if installs(shown)]
     found += [
         (*notebook.place(line), 1, "old-variable", name, False, OLD_VARIABLES[name])
         for line, name in notebook.variables
@@ -111,11 +109,11 @@ def difference(path, mended):
 
 
 def write(path, mended):
-    """Replace a file by its mended text, whole or not at all, with the mode and the byte order mark that it has. Raises TpukitError."""
+    """Replace a file by its mended text, whole or not at all; its mode and encoding stay. Raises TpukitError."""
     path = Path(path).resolve()
     try:
-        mark, mode = path.read_bytes()[:3] == BYTE_ORDER_MARK, path.stat().st_mode
-        storage.write_whole(path, BYTE_ORDER_MARK * mark + mended.encode())
+        encoding, mode = _encoding(path.read_bytes()), path.stat().st_mode
+        files.write_whole(path, mended.encode(encoding))
         os.chmod(path, mode & 0o7777)
     except OSError as error:
         raise TpukitError(f"{path} cannot be written ({error.strerror}): copy it to a folder of yours first") from error
@@ -124,19 +122,22 @@ def write(path, mended):
 def copy_example(folder):
     """Put a training script for a GPU into a folder, to try all this on. Returns its path."""
     target = Path(folder) / "gpu_example.py"
-    storage.copy_whole(Path(__file__).with_name("gpu_example.py"), target)
+    files.copy_whole(Path(__file__).with_name("gpu_example.py"), target)
     return target
-
-
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def _read(path):
     """A file's text with the ends of its lines as they are."""
     try:
-        return path.read_bytes().removeprefix(BYTE_ORDER_MARK).decode()
+        data = path.read_bytes()
     except OSError as error:
         raise TpukitError(f"{path} cannot be read ({error.strerror}): give .py or .ipynb files, or folders of them") from error
+    return data.decode(_encoding(data))
+
+
+def _encoding(data):
+    """UTF-8, with its mark where it has one, or what a script's first lines name. Raises SyntaxError where that is nothing."""
+    return tokenize.detect_encoding(io.BytesIO(data).readline)[0]
 
 
 # Saying it
@@ -152,7 +153,8 @@ def _summary(findings):
     if not findings:
         return "nothing found that will not work on a TPU"
     errors, fixable = sum(f.level == "error" for f in findings), sum(f.fixable for f in findings)
-    return f"{errors} that will not work on a TPU, {len(findings) - errors} that will be slow or not what was meant; --fix mends {fixable} of them"
+    slow = f"{len(findings) - errors} that will be slow or not what was meant"
+    return f"{errors} that will not work on a TPU, {slow}; --fix mends {fixable} of them"
 
 
 def as_table(findings):
@@ -188,7 +190,7 @@ def as_sarif(findings):
     results = []
     for f in findings:
         region = dict(startLine=1 if f.cell else f.line, startColumn=1 if f.cell else f.column)
-        place = dict(artifactLocation=dict(uri=Path(f.path).as_posix()), region=region)
+        place = dict(artifactLocation=dict(uri=urllib.parse.quote(Path(f.path).as_posix())), region=region)
         text = f"cell {f.cell}, line {f.line}: {f.message}" if f.cell else f.message
         results.append(dict(ruleId=f.rule, level=f.level, message=dict(text=text), locations=[dict(physicalLocation=place)]))
     tool = dict(driver=dict(name="tpukit migrate", version=__version__, rules=rules))

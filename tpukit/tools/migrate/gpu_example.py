@@ -1,4 +1,4 @@
-"""Digits on a GPU, written as such scripts usually are: what `tpukit migrate` is taught and tested on. No part of the library uses it.
+"""Digits on a GPU, written as such scripts usually are: what `tpukit migrate` is taught and tested on. Nothing else uses it.
 
 python gpu_example.py mnist.npz digits.pt
 """

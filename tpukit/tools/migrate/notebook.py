@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import secrets
+import shlex
 import textwrap
 import warnings
 
@@ -11,14 +12,43 @@ ENV = re.compile(r"\s*%(?:set_)?env\s+(\w+)")
 OTHER_LANGUAGE = re.compile(r"\s*%%(?!time\b|timeit\b|capture\b|prun\b)")
 SHELL = re.compile(r"\s*(!|%%(bash|sh|script)\b|%(pip|conda|sx|system)\b)")
 HELP = re.compile(r"\?{0,2}[\w.*]+\?{0,2}\s*$")
-ASSIGNED = re.compile(r"([\w.,\[\]'\" ]+=)\s*[!%]")
+ASSIGNED = re.compile(r"([\w.,\[\]'\" ]+=)\s*([!%].*)")
+BARE = re.compile(r"(pip3?|conda|mamba|cd|ls)\s+\S")  # IPython takes these without %
+# What replaces the image's torch, and how pip is called.
+IMAGES_OWN = re.compile(
+    r"(py)?torch(\[.*|[=<>~!;@ ].*)?|(torch[-_]xla|libtpu|cloud[-_]tpu[-_]client)\b.*|.*/(torch|torch_xla|libtpu)-[^/]*\.whl.*",
+    re.IGNORECASE,
+)
+PIP = re.compile(r"(.*/)?(pip[\d.]*|conda|mamba)")
+
+
+def installs(line):
+    """Whether a shell's line installs torch, torch_xla or libtpu, in the place of those that fit one another."""
+    try:
+        words = shlex.shlex(line.strip().lstrip("!%"), posix=True, punctuation_chars=";&|")
+        words.whitespace_split = True
+        words = list(words)
+    except ValueError:  # half a quotation
+        words = line.strip().lstrip("!%").split()
+    commands = [[]]
+    for word in words:
+        commands.append([]) if not word.strip(";&|") else commands[-1].append(word)
+    for command in commands:
+        if any(word.endswith("pytorch-xla-env-setup.py") for word in command) and "python" in command[0]:
+            return True
+        at = command.index("install") if "install" in command else 0
+        if command[:1] != ["echo"] and any(map(PIP.fullmatch, command[:at])) and any(map(IMAGES_OWN.fullmatch, command[at:])):
+            return True
+    return False
 
 
 class Notebook:
-    """code: of all cells. cells: (number among all cells, source) of those with code. shell, variables: (line in `code`, text) of what a
-    shell runs and of variables that magics set. unreadable: (cell, line in it, column, message) of cells that are no Python.
+    """code: of all cells. cells: (number among all cells, source) of those with code. shell, variables: (line in `code`,
+    text) of what a shell runs and of variables that magics set. unreadable: (cell, line in it, column, message) of cells that
+    are no Python.
 
-    What only IPython understands is put away in comments, and comes back in `rebuilt`. Raises ValueError for what is no notebook.
+    What only IPython understands is put away in comments, and comes back in `rebuilt`. Raises ValueError where it is no
+    notebook.
     """
 
     def __init__(self, text):
@@ -44,41 +74,56 @@ class Notebook:
         first = next((line for line in source.split("\n") if line.strip()), "")
         self.indents[number] = first[: len(first) - len(first.lstrip())] if plain != source else ""
         if OTHER_LANGUAGE.match(source):
+            if SHELL.match(source):
+                self._note(source.split("\n"), start + 1)
             lines = [self.away + line for line in source.split("\n")]
             self.indents[number] = ""
         elif _trouble(plain) is None:
             lines = plain.split("\n")
         else:
-            lines = self._without_magics(plain.split("\n"))
+            lines = self._without_magics(plain.split("\n"), start + 1)
             trouble = _trouble("\n".join(lines))
             if trouble is not None:
                 self.unreadable.append((number, trouble.lineno or 1, trouble.offset or 1, trouble.msg))
                 lines = [self.away + line for line in plain.split("\n")]
-        whole_shell = bool(SHELL.match(source)) and source.lstrip().startswith("%%")
-        for at, line in enumerate(plain.split("\n"), start + 1):
-            if whole_shell or SHELL.match(line):
-                self.shell.append((at, line.strip()))
-            if variable := ENV.match(line):
-                self.variables.append((at, variable[1]))
         self.lines += lines
 
-    def _without_magics(self, lines):
+    def _without_magics(self, lines, start):
         made, goes_on = [], False
         for line in lines:
             bare = line.lstrip()
             indent = line[: len(line) - len(bare)]
+            at = len(made)
             if goes_on:
                 made.append(f"{self.away}{line}")
                 goes_on = line.endswith("\\")
-            elif bare[:1] in ("!", "%") or "?" in bare and HELP.match(bare):
+                continue
+            assigned = ASSIGNED.match(bare)
+            if bare[:1] in ("!", "%") or "?" in bare and HELP.match(bare) or BARE.match(bare) and _trouble(bare) is not None:
                 made.append(f"{indent}pass  {self.away}{bare}")
-                goes_on = line.endswith("\\")
-            elif assigned := ASSIGNED.match(bare):
+            elif assigned:
                 made.append(f"{indent}{assigned[1]} None  {self.away}{bare}")
-                goes_on = line.endswith("\\")
             else:
                 made.append(line)
+                continue
+            goes_on = line.endswith("\\")
+            if SHELL.match(command := assigned[2] if assigned else bare) or BARE.match(command):
+                self._note([command, *lines[at + 1 :]], start + at, only_first=True)
+            if variable := ENV.match(line):
+                self.variables.append((start + at, variable[1]))
         return made
+
+    def _note(self, lines, start, only_first=False):
+        """Put a shell's lines into `shell`, each with those that a backslash joins to it."""
+        whole, first = "", start
+        for at, line in enumerate(lines, start):
+            first = first if whole else at
+            whole += line.removesuffix("\\").strip() + " "
+            if not line.endswith("\\") or at == start + len(lines) - 1:
+                self.shell.append((first, whole.strip()))
+                whole = ""
+                if only_first:
+                    return
 
     def place(self, line):
         """(cell, line in it) of a line of `code`."""

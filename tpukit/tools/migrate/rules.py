@@ -4,7 +4,11 @@ import re
 
 import libcst as cst
 import libcst.matchers as m
-from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider, QualifiedNameProvider
+from libcst.metadata import ParentNodeProvider, PositionProvider
+
+from tpukit import environment
+from tpukit.tools.migrate.notebook import installs
+from tpukit.tools.migrate.reading import ASKS, HANDLES_XLA, HOST, LOOPS, TO_HOST, Reader, _is_cuda, _leaves, _root, _tail
 
 XM, XR, XMP = "torch_xla.core.xla_model", "torch_xla.runtime", "torch_xla.distributed.xla_multiprocessing"
 LOADERS = "torch_xla.distributed.parallel_loader"
@@ -14,8 +18,8 @@ RULES = {
     "cuda": ("error", "a TPU is no CUDA device: use torch_xla.device()"),
     "cuda-check": ("warning", "says no on a TPU: see that what follows does not silently fall to the CPU there"),
     "fp16": ("error", "XLA devices train in bfloat16: torch.autocast('xla', dtype=torch.bfloat16), without a loss scaler"),
-    "data-parallel": ("error", "one process a core instead: torch_xla.launch, or tpukit.launch, and a share of the data for each"),
-    "gradient-sum": ("error", "every core would train a model of its own: xm.optimizer_step(optimizer) sums the gradients first"),
+    "data-parallel": ("error", "one process a core instead: torch_xla.launch, or tpukit.launch, with its share of the data"),
+    "gradient-sum": ("error", "every core would train its own model: xm.optimizer_step(optimizer) sums the gradients first"),
     "no-sync": ("error", "operations are only collected until torch_xla.sync(): call it once after each optimizer step"),
     "read-in-loop": ("warning", "waits for the device in every step: add up on the device, and read once in a hundred steps"),
     "ragged-batch": ("warning", "the last batch may have another shape, which compiles the step again: drop_last=True"),
@@ -26,99 +30,96 @@ RULES = {
     "gone": ("error", "no longer in torch_xla"),
     "deprecated": ("warning", "works, and will go"),
     "old-variable": ("warning", "nothing reads it any more, or will soon"),
-    "early-device": ("error", "opens the device before the cores start ('Runtime is already initialized'): move it into the function"),
+    "early-device": ("error", "opens the device before the cores do ('Runtime is already initialized'): do so in the function"),
     "install": ("error", "replaces what the image brings, and then torch and torch_xla do not match: use the image's"),
     "torch-compile": ("warning", "its default backend is not for XLA: backend='openxla', or leave it out"),
     "unreadable": ("error", "mend it first"),
 }  # fmt: skip
 
-# Old names -> (rule, today's, whether the call stays the same).
+# Old names -> (rule, today's, which is called in the same way).
 OLD_NAMES = {
-    f"{XM}.xrt_world_size": ("gone", f"{XR}.world_size", True),
-    f"{XM}.get_ordinal": ("gone", f"{XR}.global_ordinal", True),
-    f"{XM}.get_local_ordinal": ("gone", f"{XR}.local_ordinal", True),
-    f"{XM}.xla_device": ("deprecated", "torch_xla.device", True),
-    f"{XM}.mark_step": ("deprecated", "torch_xla.sync", True),
-    f"{LOADERS}.ParallelLoader": ("deprecated", f"{LOADERS}.MpDeviceLoader", False),
-    "torch_xla.amp.autocast": ("deprecated", "torch.autocast('xla', dtype=torch.bfloat16)", False),
+    f"{XM}.xrt_world_size": ("gone", f"{XR}.world_size"),
+    f"{XM}.get_ordinal": ("gone", f"{XR}.global_ordinal"),
+    f"{XM}.xla_device": ("deprecated", "torch_xla.device"),
+    f"{XM}.mark_step": ("deprecated", "torch_xla.sync"),
 }
-OLD_VARIABLES = {
-    "COLAB_TPU_ADDR": "it belonged to Colab's old TPU runtime; tpukit.detect() says what is here",
-    "XRT_TPU_CONFIG": "it configured the runtime before PJRT; nothing replaces it",
-    "XLA_USE_BF16": "torch.autocast('xla', dtype=torch.bfloat16) instead",
-    "XLA_DOWNCAST_BF16": "torch.autocast('xla', dtype=torch.bfloat16) instead",
+OLD_MODULES = {
+    "torch_xla.experimental.pjrt": XR,
+    "torch_xla.experimental.xla_sharding": "torch_xla.distributed.spmd",
 }
-OPENS_DEVICE = {"torch_xla.device", f"{XR}.world_size", f"{XR}.global_ordinal"}
+OLD_VARIABLES = {name: f"{why}. Instead: {instead}" for name, (why, instead) in environment.OLD_VARIABLES.items()}
+OPENS_DEVICE = {"torch_xla.device", "torch_xla.debug.metrics.metrics_report"}
+OPENS_DEVICE |= {f"{XR}.{name}" for name in ("world_size", "global_ordinal", "is_bf16_supported")}
 OPENS_DEVICE |= {
     f"{XM}.{name}" for name in ("xla_device", "is_master_ordinal", "master_print", "xrt_world_size", "get_ordinal")
 }
 LAUNCHES = {"torch_xla.launch", f"{XMP}.spawn"}
 SYNCS = {"torch_xla.sync", "torch_xla.step", "torch_xla.compile", f"{XM}.mark_step"}
 SYNCS |= {f"{LOADERS}.MpDeviceLoader", f"{LOADERS}.ParallelLoader"}
+SYNC_WORDS = {name.rpartition(".")[2] for name in SYNCS}
 AUTOCASTS = {"torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.amp.autocast_mode.autocast"}
 SCALERS = {"torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler"}
 PARALLEL = {f"torch.nn.{place}{name}" for place in ("", "parallel.") for name in ("DataParallel", "DistributedDataParallel")}
 DYNAMIC = {f"torch.{name}" for name in ("nonzero", "masked_select", "unique", "argwhere", "unique_consecutive")}
+DYNAMIC_METHODS = {name.rpartition(".")[2] for name in DYNAMIC}
 DATA_LOADERS = {"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"}
+CUDA_TENSOR = re.compile(r"torch\.cuda\.\w+Tensor")
 # Functions of torch.cuda that do nothing, or nothing bad, where there is no CUDA.
 HARMLESS = {"manual_seed", "manual_seed_all", "empty_cache", "amp"}
 MODELS = re.compile(r"(^|_)(model|net|network|encoder|decoder|generator|discriminator|unet|backbone)\d*$", re.IGNORECASE)
-OTHER_BACKWARDS = re.compile(r"accelerator|fabric|engine|strategy", re.IGNORECASE)
-ON_A_SCHEDULE = re.compile(r"log|print|interval|every|eval|verbose|debug|report|freq|first", re.IGNORECASE)
-ABOUT = m.Attribute(
-    value=m.Name(), attr=m.OneOf(*[m.Name(name) for name in ("shape", "device", "dtype", "grad_fn", "requires_grad")])
-)
-LOOPS = (cst.For, cst.While)
+# What is no trouble where it is done only after asking for CUDA.
+FOR_CUDA = {"cuda", "cuda-check", "fp16", "data-parallel", "torch-compile"}
+SHELLS = {"os.system", "os.popen"}
+SHELLS |= {f"subprocess.{name}" for name in ("run", "call", "check_call", "check_output", "Popen", "getoutput")}
+# What sums the gradients over the cores by itself, so that a plain step of the optimizer is right.
+SUMS = re.compile(r"FullyShardedDataParallel|ZeroRedundancyOptimizer|reduce_gradients$")
+# What needs the value of a tensor that is given to it.
+SHOWS = {f"builtins.{name}" for name in ("print", "float", "int", "bool", "str", "repr", "min", "max")}
+SHOWING = {"debug", "info", "warning", "error", "set_postfix", "set_postfix_str", "set_description", "add_scalar"}
 
 
-class Finder(cst.CSTVisitor):
+class Finder(Reader):
     """found: (line, column, rule, what was found, whether `mended` mends it, advice or "") of a module's code."""
 
-    METADATA_DEPENDENCIES = (PositionProvider, ParentNodeProvider, QualifiedNameProvider)
-
     def __init__(self, code):
-        super().__init__()
+        super().__init__(code)
         self.found, self.fixes, self.needs, self.reads = [], {}, set(), set()
-        wrapper = MetadataWrapper(cst.parse_module(code))
-        self.tree = wrapper.module
-        wrapper.visit(self)
+        self.asked, self.hangs = [], {}  # calls that ask for CUDA, and what first hangs on each
+        self.wrapper.visit(self)
 
     def visit_Module(self, node):
-        calls = m.findall(node, m.Call())
-        self.calls = [(self._name(call.func), call) for call in calls]
+        self.read(node)
         names = {name for name, _ in self.calls}
-        self.launches = bool(names & LAUNCHES)
-        self.sums = f"{XM}.reduce_gradients" in names
+        self.launched = [call for name, call in self.calls if name in LAUNCHES]
         self.on_xla = any(
             name.endswith("init_process_group") and '"xla"' in self._text(c).replace("'", '"') for name, c in self.calls
         )
-        self.syncs = bool(names & SYNCS) or any(
+        distributed = self.on_xla and any(name in PARALLEL and "Distributed" in name for name in names)
+        self.sums = distributed or any(SUMS.search(name) or self._sums_in_place(name, call) for name, call in self.calls)
+        used = [n for n in m.findall(node, m.Attribute() | m.Name()) if _tail(n) in SYNC_WORDS]
+        self.syncs = any(self._name(n) in SYNCS for n in used) or any(
             name == f"{XM}.optimizer_step" and _keyword(call, "barrier") is not None for name, call in self.calls
         )
-        self._look_at_steps(calls)
         self._look_at_names(node)
 
-    def _look_at_steps(self, calls):
-        """regions: the loops (or functions) of training steps. losses: names that go backward. tensors: names that a step makes."""
-        self.regions, self.losses, self.tensors = set(), set(), set()
-        for call in calls:
-            if not m.matches(call.func, m.Attribute(attr=m.Name("backward"))) or OTHER_BACKWARDS.search(_tail(call.func.value)):
-                continue
-            self.losses |= _loss_of(call.func.value)
-            region = next((o for o in self._up(call) if isinstance(o, (*LOOPS, cst.FunctionDef))), None)
-            if region is not None:
-                self.regions.add(region)
-        for region in self.regions:
-            targets = [region.target] if isinstance(region, cst.For) else []
-            for assign in m.findall(region, m.Assign()):
-                if not any(self._name(c.func).split(".")[0] in ("numpy", "pandas") for c in m.findall(assign.value, m.Call())):
-                    targets += [target.target for target in assign.targets]
-            self.tensors |= {name.value for target in targets for name in m.findall(target, m.Name())}
-        self.tensors |= self.losses
+    def leave_Module(self, original_node):
+        for call in reversed(self.asked):  # an outer one after those that hang on it
+            if call in self.hangs:
+                advice = f"says no on a TPU, and `{self.hangs[call]}` is left out: the CPU would train; use torch_xla.device()"
+                self._say(call, "cuda", advice=advice)
+            else:
+                self._say(call, "cuda-check")
+
+    def _sums_in_place(self, name, call):
+        """Whether a call sums gradients over the cores: `xm.all_reduce('sum', gradients)` changes them, and gives nothing."""
+        if name not in (f"{XM}.all_reduce", "torch.distributed.all_reduce"):
+            return False
+        return isinstance(self.get_metadata(ParentNodeProvider, call), cst.Expr) or "grad" in self._text(call)
 
     def _look_at_names(self, node):
-        """optimizers, scalers, models: names of such. strings: names of devices that have to stay strings."""
+        """optimizers, scalers, models: names of such. devices: names used as one. strings: those that have to stay strings."""
         self.optimizers, self.scalers, self.strings, self.models = {"optimizer"}, set(), set(), set()
+        self.devices = set()
         for attribute in m.findall(node, m.Attribute(attr=m.Name("parameters") | m.Name("named_parameters") | m.Name("train"))):
             self.models.add(_tail(attribute.value))
         for assign in m.findall(node, m.Assign(value=m.Call())):
@@ -134,45 +135,18 @@ class Finder(cst.CSTVisitor):
         for attribute in m.findall(node, m.Attribute(value=m.Name(), attr=m.Name("startswith") | m.Name("split"))):
             self.strings.add(attribute.value.value)
         for name, call in self.calls:
+            moves = name == "torch.device" or isinstance(call.func, cst.Attribute) and call.func.attr.value == "to"
+            self.devices |= {_tail(a.value) for a in call.args[:1] if moves and a.keyword is None}
+            self.devices.add(_tail(_keyword(call, "device")))
             if name in AUTOCASTS | SCALERS and call.args:
                 self.strings.add(_tail((_keyword(call, "device_type") or call.args[0].value)))
 
-    # Helpers
-
-    def _name(self, node):
-        """What a name means after the imports, as torch.nn.DataParallel; empty where it is not known."""
-        return next((q.name for q in self.get_metadata(QualifiedNameProvider, node, set()) or ()), "")
-
-    def _text(self, node):
-        return self.tree.code_for_node(node)
-
-    def _up(self, node):
-        """The nodes around a node, from the nearest."""
-        while (node := self.get_metadata(ParentNodeProvider, node, None)) is not None:
-            yield node
-
-    def _once_in_a_while(self, test):
-        names = " ".join(name.value for name in m.findall(test, m.Name()))
-        return bool(m.findall(test, m.Modulo()) or ON_A_SCHEDULE.search(names))
-
-    def _in_step(self, node):
-        """Whether a node runs in every training step: in its loop, and not only once in a while."""
-        for outer in self._up(node):
-            if isinstance(outer, cst.If) and self._once_in_a_while(outer.test):
-                return False
-            if outer in self.regions:
-                return True
-        return False
-
-    def _in_forward(self, node):
-        return any(isinstance(outer, cst.FunctionDef) and outer.name.value == "forward" for outer in self._up(node))
-
-    def _values(self, node):
-        """Names in an expression whose values count, not only their shapes."""
-        about = {id(a.value) for a in m.findall(node, ABOUT)}
-        return {name.value for name in m.findall(node, m.Name()) if id(name) not in about}
-
     def _say(self, node, rule, found="", *, fix=None, needs=(), advice=""):
+        asked = self._guard(node)
+        if asked is not None and (rule in FOR_CUDA or not asked):  # not reached on a TPU
+            for call in asked if rule == "cuda" else ():
+                self.hangs.setdefault(call, _short(self._text(node)))
+            return
         at = self.get_metadata(PositionProvider, node).start
         self.found.append((at.line, at.column + 1, rule, found or f"`{_short(self._text(node))}`", fix is not None, advice))
         if fix is not None:
@@ -182,17 +156,26 @@ class Finder(cst.CSTVisitor):
     # Devices
 
     def visit_IfExp(self, node):
-        if self._asks_for_cuda(node.test) and _is_cuda(node.body):
-            assign = next((outer for outer in self._up(node) if isinstance(outer, cst.Assign)), None)
-            targets = {_tail(target.target) for target in assign.targets} if assign else set()
-            self._say(
-                node, "cuda", fix=None if targets & self.strings else _expression("torch_xla.device()"), needs=["torch_xla"]
-            )
+        for chosen, truth in ((node.body, True), (node.orelse, False)):
+            if not self._means_cuda(chosen) or not self._implies(node.test, truth) or not self._asked(node.test):
+                continue
+            if HANDLES_XLA.search(self._other_ways(node, chosen)):
+                continue
+            around = self.get_metadata(ParentNodeProvider, node)
+            call = self.get_metadata(ParentNodeProvider, around)
+            if isinstance(call, cst.Call) and self._name(call.func) in AUTOCASTS:
+                self._say(node, "cuda", fix=_expression('"xla"'), advice="use 'xla'")
+            else:
+                fix = None if self._has_to_be_a_string(around) else _expression("torch_xla.device()")
+                self._say(node, "cuda", fix=fix, needs=["torch_xla"])
             return False
         return None
 
-    def _asks_for_cuda(self, node):
-        return any(self._name(call.func) == "torch.cuda.is_available" for call in m.findall(node, m.Call()))
+    def _has_to_be_a_string(self, around):
+        """Whether what is assigned or given here may be compared with strings."""
+        if isinstance(around, cst.Assign):
+            return bool({_tail(target.target) for target in around.targets} & self.strings)
+        return isinstance(around, cst.Arg) and around.keyword is not None and "device" not in around.keyword.value
 
     def visit_Arg(self, node):
         keyword, call = node.keyword.value if node.keyword else "", self.get_metadata(ParentNodeProvider, node)
@@ -204,19 +187,22 @@ class Finder(cst.CSTVisitor):
             self._say(node.value, "cuda", fix=_expression('"cpu"'), advice="load to the CPU, and move")
         elif (keyword == "device" or not keyword and method == "to") and takes_devices:
             self._say(node.value, "cuda", fix=_expression("torch_xla.device()"), needs=["torch_xla"])
-        elif keyword == "default" and method == "add_argument":
+        elif keyword == "default" and method == "add_argument" or name in ("torch.Generator", "torch.set_default_device"):
             self._say(node.value, "cuda")
 
     def visit_Assign(self, node):
-        if _is_cuda(node.value) and any("device" in _tail(target.target).lower() for target in node.targets):
+        if _is_cuda(node.value) and any(self._is_a_device(target.target) for target in node.targets):
             self._say(node, "cuda")
 
+    def _is_a_device(self, target):
+        return "device" in _tail(target).lower() or _tail(target) in self.devices - {""}
+
     def visit_AnnAssign(self, node):
-        if node.value is not None and _is_cuda(node.value) and "device" in _tail(node.target).lower():
+        if node.value is not None and _is_cuda(node.value) and self._is_a_device(node.target):
             self._say(node, "cuda")
 
     def visit_Param(self, node):
-        if node.default is not None and _is_cuda(node.default) and "device" in node.name.value.lower():
+        if node.default is not None and _is_cuda(node.default) and self._is_a_device(node.name):
             self._say(node, "cuda")
 
     def visit_SimpleString(self, node):
@@ -225,10 +211,11 @@ class Finder(cst.CSTVisitor):
 
     def visit_Attribute(self, node):
         around = self.get_metadata(ParentNodeProvider, node)
-        if self._name(node) in ("torch.float16", "torch.half"):
-            if not isinstance(
-                around, (cst.DictElement, cst.Comparison, cst.ComparisonTarget)
-            ):  # there it is a word, not a choice
+        if CUDA_TENSOR.fullmatch(self._name(node)) and not (isinstance(around, cst.Call) and around.func is node):
+            self._say(node, "cuda")
+        elif self._name(node) in ("torch.float16", "torch.half"):
+            # There it is a word, not a choice.
+            if not isinstance(around, (cst.DictElement, cst.Comparison, cst.ComparisonTarget)):
                 self._say(node, "fp16", fix=_expression("torch.bfloat16"), needs=["torch"])
         elif node.attr.value == "half" and m.matches(around, m.Call(args=[])) and not self._only_stored(around):
             self._say(node, "fp16", fix=lambda half: half.with_changes(attr=cst.Name("bfloat16")))
@@ -246,9 +233,17 @@ class Finder(cst.CSTVisitor):
             return
         module = self._text(node.module)
         for alias in node.names:
-            rule, new, _ = OLD_NAMES.get(f"{module}.{alias.evaluated_name}", ("", "", False))
-            if rule == "gone":
-                self._say(node, rule, f"`import {alias.evaluated_name}`", advice=f"use {new}")
+            name = f"{module}.{alias.evaluated_name}"
+            rule, new = OLD_NAMES.get(name, ("", ""))
+            new = new if rule == "gone" else OLD_MODULES.get(name) or OLD_MODULES.get(module)
+            if new:
+                self._say(node, "gone", f"`import {alias.evaluated_name}`", advice=f"use {new}")
+
+    def visit_Import(self, node):
+        for alias in node.names:
+            if alias.evaluated_name in OLD_MODULES:
+                advice = f"use {OLD_MODULES[alias.evaluated_name]}"
+                self._say(node, "gone", f"`import {alias.evaluated_name}`", advice=advice)
 
     # Calls
 
@@ -256,7 +251,8 @@ class Finder(cst.CSTVisitor):
         name, method = self._name(node.func), node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
         goes_in = None
         if name == "torch.device":
-            if any(_is_cuda(text) for text in m.findall(node, m.SimpleString() | m.FormattedString())):
+            words = [text for text in m.findall(node, m.SimpleString() | m.FormattedString()) if _is_cuda(text)]
+            if any(self._guard(word) != set() for word in words if not self._is_compared(word)) and not self._is_compared(node):
                 self._say(node, "cuda", fix=_expression("torch_xla.device()"), needs=["torch_xla"])
                 return False
         elif method == "cuda" and not name.startswith("torch.cuda"):
@@ -265,7 +261,7 @@ class Finder(cst.CSTVisitor):
         elif name in AUTOCASTS:
             goes_in = self._autocast(node, name)
         elif name in SCALERS:
-            if not m.matches(_keyword(node, "enabled") or node, m.Name("False")):
+            if not self._only_for_cuda(_keyword(node, "enabled")):
                 self._say(node, "fp16", fix=_expression("torch.amp.GradScaler(enabled=False)"), needs=["torch"])
             return False
         elif name in PARALLEL:
@@ -274,16 +270,11 @@ class Finder(cst.CSTVisitor):
         elif name.startswith("torch.cuda."):
             self._cuda_function(node, name.split(".")[2])
         elif name in OLD_NAMES:
-            rule, new, same = OLD_NAMES[name]
-            fix = (lambda call: call.with_changes(func=cst.parse_expression(new))) if same else None
+            rule, new = OLD_NAMES[name]
+            fix = lambda call: call.with_changes(func=cst.parse_expression(new))  # noqa: E731
             self._say(node, rule, f"`{name.split('.')[-1]}`", fix=fix, needs=[new.rpartition(".")[0]], advice=f"use {new}")
-        elif name == f"{XMP}.spawn" and not m.matches(
-            _keyword(node, "nprocs") or cst.Name("None"), m.Name("None") | m.Integer("1")
-        ):
-            fix = lambda call: call.with_changes(args=_without(call.args, "nprocs"))  # noqa: E731
-            self._say(
-                node, "gone", "`nprocs` of spawn", fix=fix, advice="leave it out: all cores are started, and a number raises"
-            )
+        elif name == f"{XMP}.spawn":
+            self._spawn(node)
         elif name in DATA_LOADERS:
             self._loader(node)
         elif name == "torch.compile" and _keyword(node, "backend") is None:
@@ -293,13 +284,53 @@ class Finder(cst.CSTVisitor):
         elif name in DYNAMIC or name == "torch.where" and len(node.args) == 1:
             if self._in_step(node) or self._in_forward(node):
                 self._say(node, "dynamic-shape")
-        elif method in ("nonzero", "masked_select") and self._in_forward(node) and not name.startswith("numpy"):
-            self._say(node, "dynamic-shape")
+        elif method in DYNAMIC_METHODS and self._is_tensor(node.func.value, self._known(node)[0]):
+            if self._in_step(node) or self._in_forward(node):
+                self._say(node, "dynamic-shape")
+        elif name in SHELLS or method == "system" and "get_ipython" in self._text(node.func):
+            words = m.findall(node, m.SimpleString() | m.FormattedStringText())
+            command = " ".join(str(w.evaluated_value) if isinstance(w, cst.SimpleString) else w.value for w in words)
+            if installs(command):
+                self._say(node, "install", f"`{_short(command)}`")
         self._reading(node, name, method)
         self._stepping(node, method)
-        if self.launches and name in OPENS_DEVICE and not any(isinstance(o, cst.FunctionDef) for o in self._up(node)):
+        if name in ("torch_xla.device", f"{XM}.xla_device"):
+            for call in self._guard(node) or ():
+                self.hangs.setdefault(call, _short(self._text(node)))
+        if name in OPENS_DEVICE and any(self._comes_before(node, launch) for launch in self.launched):
             self._say(node, "early-device")
         return goes_in
+
+    def _comes_before(self, node, launch):
+        """Whether a call surely runs before a launch: at the top of the module, or above it in the same function and branch."""
+        scope = self._scope(node)
+        if scope is not self._scope(launch):
+            return scope is self.tree
+        around, child = {*self._up(launch)}, node
+        for outer in self._up(node):
+            if outer in around:
+                other_branch = isinstance(outer, cst.If) and child is not outer.test
+                return self._line(node) <= self._line(launch) and not other_branch
+            if isinstance(outer, cst.IndentedBlock) and _leaves(outer):
+                return False
+            child = outer
+        return False
+
+    def _is_compared(self, node):
+        return isinstance(self.get_metadata(ParentNodeProvider, node), (cst.Comparison, cst.ComparisonTarget))
+
+    def _only_for_cuda(self, enabled):
+        """Whether a switch is off on a TPU."""
+        return enabled is not None and (m.matches(enabled, m.Name("False")) or self._implies(enabled, True))
+
+    def _spawn(self, node):
+        given = _argument(node, "nprocs", 2)
+        if given is None or m.matches(given.value, m.Name("None") | m.Integer("1")):
+            return
+        left_out = lambda call: call.with_changes(args=_without(call.args, "nprocs"))  # noqa: E731
+        none = lambda call: call.with_changes(args=_with(call.args, 2, cst.Name("None")))  # noqa: E731
+        advice = "leave it out: all cores are started, and a number raises"
+        self._say(node, "gone", "`nprocs` of spawn", fix=left_out if given.keyword else none, advice=advice)
 
     def _autocast(self, node, name):
         if name == "torch.cuda.amp.autocast":
@@ -308,18 +339,17 @@ class Finder(cst.CSTVisitor):
             enabled = _keyword(node, "enabled")
         else:
             return None  # of a variable's device; its dtype is looked at by itself
+        if enabled is not None and self._implies(enabled, True):
+            return False
         switch = "" if enabled is None else f", enabled={self._text(enabled)}"
         self._say(node, "fp16", fix=_expression(f"torch.autocast('xla', dtype=torch.bfloat16{switch})"), needs=["torch"])
         return False
 
     def _cuda_function(self, node, function):
-        if (
-            any(isinstance(outer, cst.If) and self._asks_for_cuda(outer.test) for outer in self._up(node))
-            and function != "is_available"
-        ):
-            return  # not reached on a TPU
-        if function in ("is_available", "device_count"):
-            self._say(node, "cuda-check")
+        if f"torch.cuda.{function}" in ASKS:
+            self.asked.append(node)
+        elif self._guard(node) is not None:
+            return
         elif function == "synchronize":
             fix = _expression("torch_xla.sync(wait=True)")
             self._say(node, "cuda", fix=fix, needs=["torch_xla"], advice="use torch_xla.sync(wait=True)")
@@ -327,13 +357,23 @@ class Finder(cst.CSTVisitor):
             self._say(node, "cuda", advice="there is no CUDA on a TPU: leave it out")
 
     def _loader(self, node):
-        shuffle, sampler = (_keyword(node, name) for name in ("shuffle", "sampler"))
-        known = _keyword(node, "drop_last") is not None or _keyword(node, "batch_sampler") is not None
-        if known or any(a.star for a in node.args) or m.matches(_keyword(node, "batch_size") or node, m.Name("None")):
+        if any(a.star for a in node.args):
             return
-        if shuffle is not None and m.matches(shuffle, m.Name("True")):
-            self._say(node, "ragged-batch", fix=lambda call: call.with_changes(args=_after(call.args, "shuffle", "drop_last")))
-        elif sampler is not None and not re.search(r"None|Sequential|val|test|eval", self._text(node)):
+        names = dict(batch_size=1, shuffle=2, sampler=3, batch_sampler=4, drop_last=8)
+        given = {name: _argument(node, name, place) for name, place in names.items()}
+        given = {name: a for name, a in given.items() if a is not None and not m.matches(a.value, m.Name("None"))}
+        value = {name: argument.value for name, argument in given.items()}
+        kept = "drop_last" in value and not m.matches(value["drop_last"], m.Name("False"))
+        if kept or "batch_sampler" in value or m.matches(value.get("batch_size", cst.Integer("1")), m.Integer("1")):
+            return
+        shuffled = m.matches(
+            value.get("shuffle", node), m.Name("True") | m.Comparison(comparisons=[m.ComparisonTarget(m.Is())])
+        )
+        if shuffled:
+            behind = max(i for i, a in enumerate(node.args) if a.keyword is None or a is given["shuffle"])
+            fix = lambda call: call.with_changes(args=_behind(call.args, behind, "drop_last"))  # noqa: E731
+            self._say(node, "ragged-batch", fix=None if "drop_last" in value else fix)
+        elif "sampler" in value and not re.search(r"Sequential|val|test|eval", self._text(node)):
             self._say(node, "ragged-batch")
 
     def _save(self, node, name):
@@ -366,11 +406,24 @@ class Finder(cst.CSTVisitor):
     def _reading(self, node, name, method):
         if not self._in_step(node) or any(outer in self.reads for outer in self._up(node)):
             return
-        taken = method in ("item", "tolist", "numpy") and not node.args and _root(node.func.value) in self.tensors
-        values = set().union(*(self._values(a.value) for a in node.args)) if node.args else set()
-        inside = any(m.findall(a, m.Attribute(attr=m.OneOf(*map(m.Name, ("item", "tolist", "numpy"))))) for a in node.args)
-        shown = name in ("builtins.print", "builtins.float") and self.losses & values and not inside
+        taken = method in HOST and not node.args and self._is_on_the_device(node.func.value, method)
+        given = set().union(*(self._values(a.value) for a in node.args)) if node.args else set()
+        inside = any(m.findall(a, TO_HOST) for a in node.args)
+        shows = name in SHOWS or name.startswith("logging.") or method in SHOWING
+        shown = shows and self.losses & given and not inside
         if taken or shown:
+            self.reads.add(node)
+            self._say(node, "read-in-loop")
+
+    def _is_on_the_device(self, node, method):
+        if _root(node) in self.models:
+            return False
+        return self._is_tensor(node, self._known(node)[0]) or method != "cpu" and _root(node) in self.made
+
+    def visit_FormattedStringExpression(self, node):
+        if not self._in_step(node) or any(outer in self.reads for outer in self._up(node)):
+            return
+        if self.losses & self._values(node.expression) and not m.findall(node.expression, TO_HOST):
             self.reads.add(node)
             self._say(node, "read-in-loop")
 
@@ -380,24 +433,26 @@ class Finder(cst.CSTVisitor):
     def visit_While(self, node):
         self._branch(node)
 
+    def visit_Assert(self, node):
+        self._branch(node)
+
     def _branch(self, node):
         """`if loss > 3` in a step waits for the loss."""
         test = node.test
-        calls = m.findall(test, m.Attribute(attr=m.Name("item"))) or m.findall(test, m.Is() | m.IsNot())
+        calls = m.findall(test, TO_HOST) or m.findall(test, m.Is() | m.IsNot())
         if calls or self._once_in_a_while(test) or not self._in_step(node):
             return
         if self.losses & self._values(test):
-            self._say(test, "read-in-loop", f"`if {_short(self._text(test))}`")
+            word = type(node).__name__.lower()
+            self._say(test, "read-in-loop", f"`{word} {_short(self._text(test))}`")
 
     def visit_Subscript(self, node):
-        if len(node.slice) != 1 or not isinstance(node.slice[0].slice, cst.Index):
+        if not self._in_step(node) and not self._in_forward(node):
             return
-        index = node.slice[0].slice.value
-        mask = isinstance(index, cst.Comparison) or m.matches(index, m.UnaryOperation(operator=m.BitInvert()))
-        if not mask or any(isinstance(outer, cst.AssignTarget) for outer in self._up(node)):  # x[mask] = 0 keeps its shape
+        if any(isinstance(outer, cst.AssignTarget) for outer in self._up(node)):  # x[mask] = 0 keeps its shape
             return
-        batch = {n.value for r in self.regions if isinstance(r, cst.For) for n in m.findall(r.target, m.Name())}
-        if self._in_forward(node) or self._in_step(node) and _root(node.value) in batch | self.losses:
+        indices = [element.slice.value for element in node.slice if isinstance(element.slice, cst.Index)]
+        if any(self._is_mask(index, *self._known(node)) for index in indices):
             self._say(node, "dynamic-shape")
 
     def _stepping(self, node, method):
@@ -406,7 +461,7 @@ class Finder(cst.CSTVisitor):
         base, around = _tail(node.func.value), [o for outer in self._up(node) for o in (outer, *self._loops_in(outer))]
         if base not in self.optimizers | self.scalers or not self.regions & set(around):
             return
-        if self.launches and not self.sums:
+        if self.launched and not self.sums:
             whole = f"{XM}.optimizer_step({self._text(node.func.value)})"
             fix = _expression(whole) if base in self.optimizers and not node.args else None
             self._say(node, "gradient-sum", fix=fix, needs=[XM])
@@ -424,22 +479,24 @@ class Finder(cst.CSTVisitor):
 
     def _made_too_early(self, assign):
         """Say so where the model that an optimizer was made of is moved for the first time afterwards, in the same function."""
-        models = {n.value.value for n in m.findall(assign.value, m.Attribute(value=m.Name(), attr=m.Name("parameters")))}
-        scope = lambda node: next((o for o in self._up(node) if isinstance(o, (cst.FunctionDef, cst.Module))), None)  # noqa: E731
-        line = lambda node: self.get_metadata(PositionProvider, node).start.line  # noqa: E731
-        moves = [
-            call
-            for _, call in self.calls
-            if m.matches(call.func, m.Attribute(value=m.Name(), attr=m.Name("to") | m.Name("cuda")))
-            and call.func.value.value in models
-            and scope(call) is scope(assign)
-        ]
-        if (
-            moves
-            and line(min(moves, key=line)) > line(assign)
-            and not re.search(r"['\"]cpu['\"]", self._text(min(moves, key=line)))
-        ):
-            self._say(assign, "optimizer-first", f"made of {', '.join(sorted(models))} before it is moved")
+        in_scope = lambda node: self._scope(node) is self._scope(assign)  # noqa: E731
+        before = [a for a in self.assigns if self._line(a) < self._line(assign) and in_scope(a)]
+        given = {a.value.value for a in m.findall(assign.value, m.Arg(value=m.Name()))}
+        makers = [assign.value, *(a.value for a in before if given & {_tail(t.target) for t in a.targets})]
+        parameters = m.Attribute(value=m.Name() | m.Attribute(), attr=m.Name("parameters") | m.Name("named_parameters"))
+        for model in sorted({self._text(n.value) for maker in makers for n in m.findall(maker, parameters)}):
+            moves = [c for _, c in self.calls if self._moves(c) and in_scope(c) and self._guard(c) != set()]
+            own = [self._line(call) for call in moves if self._text(call.func.value) == model]
+            made = [a.value for a in before if any(self._text(t.target) == model for t in a.targets)]
+            moved = any(self._moves(call) for value in made for call in m.findall(value, m.Call()))
+            if own and min(own) > self._line(assign) and not moved:
+                self._say(assign, "optimizer-first", f"made of {model} before it is moved")
+
+    def _moves(self, call):
+        """Whether a call moves something to a device that is not the CPU."""
+        if not m.matches(call.func, m.Attribute(attr=m.Name("to") | m.Name("cuda"))):
+            return False
+        return not any(re.search(r"^['\"]cpu|dtype|float|half|memory_format", self._text(a)) for a in call.args[:1])
 
     # Mending
 
@@ -492,16 +549,6 @@ def _to_device(call):
     return call.with_changes(func=to, args=[cst.Arg(cst.parse_expression("torch_xla.device()"))])
 
 
-def _is_cuda(node):
-    if isinstance(node, cst.FormattedString):
-        return bool(node.parts) and m.matches(
-            node.parts[0], m.FormattedStringText(m.MatchIfTrue(lambda t: t.startswith("cuda")))
-        )
-    if isinstance(node, cst.BinaryOperation):
-        return isinstance(node.left, cst.SimpleString) and str(node.left.evaluated_value).startswith("cuda")
-    return isinstance(node, cst.SimpleString) and bool(re.fullmatch(r"cuda(:\d+)?", str(node.evaluated_value)))
-
-
 def _is_import(statement):
     return m.matches(statement, m.SimpleStatementLine(body=[m.ZeroOrMore(), m.Import() | m.ImportFrom(), m.ZeroOrMore()]))
 
@@ -514,33 +561,15 @@ def _is_docstring(statement):
     return m.matches(statement, m.SimpleStatementLine(body=[m.Expr(m.SimpleString() | m.ConcatenatedString())]))
 
 
-def _loss_of(receiver):
-    """The names whose gradient `receiver.backward()` asks for: of loss, (loss / n), scaler.scale(loss) and loss.mean()."""
-    if isinstance(receiver, cst.Name):
-        return {receiver.value}
-    if isinstance(receiver, cst.BinaryOperation):
-        return _loss_of(receiver.left) or _loss_of(receiver.right)
-    if isinstance(receiver, cst.Call) and isinstance(receiver.func, cst.Attribute):
-        if receiver.func.attr.value == "scale" and receiver.args:
-            return _loss_of(receiver.args[0].value)
-        return _loss_of(receiver.func.value) if receiver.func.attr.value in ("mean", "sum") else set()
-    return set()
-
-
-def _tail(node):
-    """The last name of a name or an attribute."""
-    return node.value if isinstance(node, cst.Name) else node.attr.value if isinstance(node, cst.Attribute) else ""
-
-
-def _root(node):
-    """The first name of an expression: x of x.sum()[0]."""
-    while isinstance(node, (cst.Attribute, cst.Call, cst.Subscript)):
-        node = node.func if isinstance(node, cst.Call) else node.value
-    return node.value if isinstance(node, cst.Name) else ""
-
-
 def _keyword(call, name):
     return next((a.value for a in call.args if a.keyword is not None and a.keyword.value == name), None)
+
+
+def _argument(call, name, place):
+    """The argument of this name, or in this place; None where it is not given."""
+    named = next((a for a in call.args if a.keyword is not None and a.keyword.value == name), None)
+    plain = [a for a in call.args if a.keyword is None]
+    return named or (plain[place] if place < len(plain) else None)
 
 
 def _without(arguments, name):
@@ -548,19 +577,19 @@ def _without(arguments, name):
     return [*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)] if kept else kept
 
 
-def _after(arguments, name, new):
-    """Arguments with `new=True` behind the one called `name`, on its line."""
-    made = []
-    for argument in arguments:
-        if argument.keyword is None or argument.keyword.value != name:
-            made.append(argument)
-            continue
-        equal = argument.equal
-        between = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-        made.append(argument.with_changes(comma=between, whitespace_after_arg=cst.SimpleWhitespace("")))
-        last = cst.Arg(cst.Name("True"), keyword=cst.Name(new), equal=equal, comma=argument.comma)
-        made.append(last.with_changes(whitespace_after_arg=argument.whitespace_after_arg))
-    return made
+def _with(arguments, place, value):
+    return [a.with_changes(value=value) if i == place else a for i, a in enumerate(arguments)]
+
+
+def _behind(arguments, place, new):
+    """Arguments with `new=True` behind the one in a place, on its line."""
+    old = arguments[place]
+    between = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    equal = next((a.equal for a in arguments if a.keyword), cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")))
+    first = old.with_changes(comma=between, whitespace_after_arg=cst.SimpleWhitespace(""))
+    last = cst.Arg(cst.Name("True"), keyword=cst.Name(new), equal=equal, comma=old.comma)
+    last = last.with_changes(whitespace_after_arg=old.whitespace_after_arg)
+    return [*arguments[:place], first, last, *arguments[place + 1 :]]
 
 
 def _short(text):

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 
-from tpukit import storage, weights
+from tpukit import files, weights
 from tpukit.errors import TpukitError
 from tpukit.run import setting
 from tpukit.simulator import disk
@@ -26,7 +26,9 @@ CLASSICAL = {"Tikhonov": "TR", "Gauss-Newton": "xs_gn"}  # name -> array of the 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CDEIT(Workload):
-    """From 208 boundary voltages to a 128 x 128 conductivity image, by a diffusion transformer; defaults are the published recipe."""
+    """From 208 boundary voltages to a 128 x 128 conductivity image, by a diffusion transformer.
+
+    Defaults are the published recipe."""
 
     name: ClassVar[str] = "cdeit"
     dataset: ClassVar[str] = "eit"
@@ -44,8 +46,8 @@ class CDEIT(Workload):
     lr: float = 1e-5
     """Learning rate of Adam."""
     objective: Literal["l1", "l2"] = "l1"
-    """Mean absolute or squared error of the predicted image. l1 is published; most of an image is background, and a short training
-    with it stays long at predicting nothing else (over 600 steps in our small model), which l2 leaves at once."""
+    """Mean absolute or squared error of the predicted image. l1 is published; most of an image is background, and a short
+    training with it stays long at predicting nothing else (over 600 steps in our small model), which l2 leaves at once."""
     clip_norm: float | None = 1.0
     """Gradients of a larger norm are scaled down to it; None does not clip."""
     ema_decay: float | None = 0.995
@@ -72,7 +74,7 @@ class CDEIT(Workload):
     def __post_init__(self):
         super().__post_init__()
         self._schedule()
-        if self.sampler == "ancestral" and self.sampling_steps not in (5, diffusion.STEPS):
+        if self.sampler == "ancestral" and self.sampling_steps not in (type(self).sampling_steps, diffusion.STEPS):
             raise TpukitError(
                 f"sampling_steps={self.sampling_steps}: ancestral sampling takes all {diffusion.STEPS}; leave it out"
             )
@@ -106,6 +108,8 @@ class CDEIT(Workload):
         return statistics, f"voltage statistics: those that {self.weights} was trained with"
 
     def scored_on(self):
+        if self.sampler == "ancestral":
+            return f"{self.data} by ancestral in {diffusion.STEPS} steps"
         return f"{self.data} by {self.sampler} in {self.sampling_steps} steps with eta {self.eta}"
 
     def metadata(self, data):
@@ -159,8 +163,8 @@ class CDEIT(Workload):
         return predict
 
     def evaluate(self, predictions):
-        """dict: rmse, psnr, ssim, cc inside the disk, means over the images; beside them those of the classical methods; how many
-        predictions were broken: those with a number that is not finite, which count as empty images."""
+        """dict: rmse, psnr, ssim, cc inside the disk, means over the images; beside them those of the classical methods; how
+        many predictions were broken: those with a number that is not finite, which count as empty images."""
         ours, zero, classical = Scores(), Scores(), {name: Scores() for name in CLASSICAL}
         broken = 0
         for images, batch in predictions:
@@ -178,8 +182,8 @@ class CDEIT(Workload):
         )
 
     def keep(self, folder, predictions, data):
-        """Write NAME.npz and NAME.mat, where NAME is the set's: prediction, TR and xs in the unit of its files, xs_gn, names; and
-        NAME.csv, the scores of every image and method and their means."""
+        """Write NAME.npz and NAME.mat, where NAME is the set's: prediction, TR and xs in the unit of its files, xs_gn, names;
+        and NAME.csv, the scores of every image and method and their means."""
         from scipy.io import savemat
 
         def column(pick):
@@ -189,9 +193,9 @@ class CDEIT(Workload):
         ours, truth = column(lambda images, b: images), column(lambda images, b: b["image"])
         classical = {key: column(lambda images, b: b[key]) for key in CLASSICAL.values()}
         arrays = dict(prediction=ours * unit, TR=classical["TR"] * unit, xs_gn=classical["xs_gn"], xs=truth)
-        with storage.whole_file(folder / f"{self.data}.npz") as file:
+        with files.whole_file(folder / f"{self.data}.npz") as file:
             np.savez_compressed(file, **arrays, names=names)
-        with storage.whole_file(folder / f"{self.data}.mat") as file:
+        with files.whole_file(folder / f"{self.data}.mat") as file:
             savemat(file, dict(arrays, names=np.array(names, dtype=object)))
         lines = io.StringIO()
         table = csv.writer(lines)
@@ -202,7 +206,7 @@ class CDEIT(Workload):
             scores.add(made, truth)
             mean = scores.mean() or dict.fromkeys(NAMES)
             table.writerows((name, method, *row.values()) for name, row in zip([*names, "mean"], [*scores.rows, mean]))
-        storage.write_whole(folder / f"{self.data}.csv", lines.getvalue())
+        files.write_whole(folder / f"{self.data}.csv", lines.getvalue())
 
     def kept(self, folder):
         path = folder / f"{self.data}.npz"
@@ -251,7 +255,8 @@ def _sampling_keys(keys, t):
 
 
 def tint(image):
-    """(S, S) in [-1, 1] -> (S, S, 3): blue is resistive, red conductive, white the background; grey is not a number, or not the tank."""
+    """(S, S) in [-1, 1] -> (S, S, 3): blue is resistive, red conductive, white the background; grey is not a number, or not
+    the tank."""
     level = np.clip(np.nan_to_num(image), -1, 1)[..., None]
     ends = np.where(level < 0, (0.13, 0.35, 0.65), (0.75, 0.15, 0.15))
     nothing = np.isnan(image) | (~disk() if image.shape == (SIZE, SIZE) else False)

@@ -1,7 +1,7 @@
 """Sets for electrical impedance tomography on disk: a folder of npz files for every split, and the statistics of the voltages.
 
-A file holds xs, a conductivity image (128, 128), and ys, 208 voltages; test files also xs_gn and TR, the images of two classical
-methods. One file may hold several samples, along a first axis. The conventions are those of the published code.
+A file holds xs, a conductivity image (128, 128), and ys, 208 voltages; test files also xs_gn and TR, the images of two
+classical methods. One file may hold several samples, along a first axis. The conventions are those of the published code.
 """
 
 import functools
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tpukit import storage
+from tpukit import files, storage
 from tpukit.errors import TpukitError
 from tpukit.workloads.cdeit.diffusion import STEPS
 
@@ -106,7 +106,8 @@ _FILLED = (_OFFSET > 1) & (_OFFSET < ELECTRODES - 1)  # (16, 16), 208 true
 
 
 def find_split(root, convention, what):
-    """The folder of a split below root: under one of the convention's names, or root itself where that holds a test set's files.
+    """The folder of a split below root: under one of the convention's names, or root itself where that holds a test set's
+    files.
 
     Raises TpukitError naming the folders that were looked for.
     """
@@ -126,19 +127,20 @@ def find_split(root, convention, what):
 def _read_split(folder, baselines):
     from tqdm.auto import tqdm
 
-    files = sorted(folder.glob("*.npz"))
-    if not files:
+    paths = sorted(folder.glob("*.npz"))
+    if not paths:
         raise TpukitError(f"no npz files in {folder}")
     names = ["xs", "ys", *(("TR", "xs_gn") if baselines else ())]
-    samples = [_read_file(path, names) for path in tqdm(files, desc=f"reading {folder.name}", disable=len(files) < 1000)]
+    samples = [_read_file(path, names) for path in tqdm(paths, desc=f"reading {folder.name}", disable=len(paths) < 1000)]
     arrays = {name: np.concatenate([sample[name] for sample in samples]) for name in names}
     count = [len(sample["xs"]) for sample in samples]
-    stems = [p.stem if n == 1 else f"{p.stem}-{i}" for p, n in zip(files, count) for i in range(n)]
+    stems = [p.stem if n == 1 else f"{p.stem}-{i}" for p, n in zip(paths, count) for i in range(n)]
     return dict(arrays, names=np.array(stems))
 
 
 def _read_file(path, names):
-    """dict of float32 arrays: xs, TR, xs_gn (N, 128, 128) and ys (N, 208). A classical image that is not there is not a number."""
+    """dict of float32 arrays: xs, TR, xs_gn (N, 128, 128) and ys (N, 208). A classical image that is not there is not a
+    number."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             found = {name: np.asarray(arrays[name], np.float32) for name in names if name in arrays}
@@ -162,7 +164,8 @@ def _read_file(path, names):
 
 
 def find_statistics(split_folder, root):
-    """(mean, deviation), (16, 13) float32 each, by which voltages are normalised, and a sentence that says where they come from.
+    """(mean, deviation), (16, 13) float32 each, by which voltages are normalised, and a sentence that says where they come
+    from.
 
     In this order: mean.pth and std.pth beside the split's folder (or in it); in ./data; computed from root's training set, and
     saved beside it.
@@ -174,10 +177,10 @@ def find_statistics(split_folder, root):
         training = find_split(root, TRAINING, "training set")
     except TpukitError as error:
         raise TpukitError(
-            f"no mean.pth and std.pth beside {split_folder} or in {FALLBACK.resolve()}, and no training set in {root} to compute "
-            "them from: put the two files of the set that the network was trained on there"
+            f"no mean.pth and std.pth beside {split_folder} or in {FALLBACK.resolve()}, and no training set in {root} to "
+            "compute them from: put the two files of the set that the network was trained on there"
         ) from error
-    with storage.locked(training.parent / "mean.pth"):
+    with files.locked(training.parent / "mean.pth"):
         if found := _read_statistics(training.parent):  # another process was first
             return found
         statistics = _statistics_of(training)
@@ -198,7 +201,7 @@ def _save_statistics(folder, statistics):
     said = f"voltage statistics: computed from the training set in {folder}"
     try:
         for name, values in zip(("mean.pth", "std.pth"), statistics):
-            with storage.whole_file(folder / name) as file:
+            with files.whole_file(folder / name) as file:
                 torch.save(torch.from_numpy(values)[None], file)  # (1, 16, 13), as published
         return f"{said}, and saved there as mean.pth and std.pth"
     except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only

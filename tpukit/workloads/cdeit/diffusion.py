@@ -77,10 +77,11 @@ def update(model, x, voltages, row, noise):
 
 
 def normal(keys, shape):
-    """(B, *shape) standard normal numbers from (B,) int64 keys: the same on every device, in every batch, on any number of cores.
+    """(B, *shape) standard normal numbers from (B,) int64 keys: the same on every device, in every batch, on any number of
+    cores.
 
-    Each number is a hash of its key and its place (the integer hash "lowbias32" of Chris Wellons, twice, on two streams), and two
-    make a normal one (Box and Muller, 1958).
+    Each number is a hash of its key and its place (the integer hash "lowbias32" of Chris Wellons, twice, on two streams), and
+    two make a normal one (Box and Muller, 1958).
     """
     count = int(np.prod(shape))
     place = torch.arange(count, dtype=torch.int64, device=keys.device)

@@ -1,7 +1,8 @@
 """The conditional diffusion transformer of Shi et al., "A Conditional Diffusion Model for Electrical Impedance Tomography Image
 Reconstruction", IEEE TIM 2025, arXiv 2412.16979, with the published parameter names, so that published weights load.
 
-Letters: B batch, S side of the image, P side of a patch, G = S / P side of the token grid, T tokens, C width, H heads, W side of a window.
+Letters: B batch, S side of the image, P side of a patch, G = S / P side of the token grid, T tokens, C width, H heads, W side
+of a window.
 """
 
 import functools
@@ -52,8 +53,8 @@ class Attention(nn.Module):
 
 
 def _attend(query, key, value):
-    """`F.scaled_dot_product_attention` on XLA, which holds a number for every pair of tokens: some queries at a time, and in training
-    again in the backward pass. (B, H, T, C / H) each."""
+    """`F.scaled_dot_product_attention` on XLA, which holds a number for every pair of tokens: some queries at a time, and in
+    training again in the backward pass. (B, H, T, C / H) each."""
     batch, heads, tokens, _ = query.shape
     trains = torch.is_grad_enabled()
     count = max(1, (PAIRS if trains else PAIRS_WITHOUT_GRADIENT) // (batch * heads * tokens))
@@ -203,7 +204,8 @@ class PatchEmbedder(nn.Module):
 
 
 class CDEITModel(nn.Module):
-    """A U-shaped transformer that predicts the clean image from a noisy one and the voltages; 109,719,108 parameters as published.
+    """A U-shaped transformer that predicts the clean image from a noisy one and the voltages; 109,719,108 parameters as
+    published.
 
     image_size: S. patch: P. width: C. heads: H. window: W, at most G. levels: how often the token grid is halved.
     checkpointing: compute each block again in the backward pass instead of keeping its activations.
@@ -222,9 +224,9 @@ class CDEITModel(nn.Module):
             or width % 4
         ):
             raise ValueError(
-                f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width}, heads={heads} do not "
-                f"fit: all are at least 1, the token grid image_size / patch ({grid}) must be a multiple of the window and of 2^levels "
-                f"({2**levels}), and the width one of the heads and of 4"
+                f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width}, heads={heads} do "
+                f"not fit: all are at least 1, the token grid image_size / patch ({grid}) must be a multiple of the window and "
+                f"of 2^levels ({2**levels}), and the width one of the heads and of 4"
             )
         self.patch, self.grid, self.checkpointing = patch, grid, checkpointing
         block = lambda window=None: Block(width, heads, window)  # noqa: E731
@@ -264,7 +266,8 @@ class CDEITModel(nn.Module):
         return block(*inputs)
 
     def forward(self, image, t, voltages):
-        """The clean image. image: (B, 1, S, S), noisy. t: (B,) timesteps. voltages: (B, 1, N, N) map, N a divisor of S. -> (B, 1, S, S)"""
+        """The clean image. image: (B, 1, S, S), noisy. t: (B,) timesteps. voltages: (B, 1, N, N) map, N a divisor of S. ->
+        (B, 1, S, S)"""
         b = self.blocks
         factor = image.shape[-1] // voltages.shape[-1]
         x = torch.cat([image, _repeat(voltages, factor)], 1)  # (B, 2, S, S)

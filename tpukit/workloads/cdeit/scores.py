@@ -12,8 +12,8 @@ NAMES = ("rmse", "psnr", "ssim", "cc")
 def image_scores(image, truth, inside):
     """dict of rmse, psnr (dB, for a range of 2), ssim and cc, the correlation coefficient.
 
-    image, truth: (S, S) float. inside: (S, S) bool, the pixels that count; SSIM is the mean of its map there, with the windows of
-    Wang et al., 2004. Zero correlation where an image is constant.
+    image, truth: (S, S) float. inside: (S, S) bool, the pixels that count; SSIM is the mean of its map there, with the
+    windows of Wang et al., 2004. Zero correlation where an image is constant.
     """
     a, b = image[inside].astype(np.float64), truth[inside].astype(np.float64)
     error = np.mean((a - b) ** 2)

@@ -103,7 +103,8 @@ class MSHNet(Workload):
 
 def normalise(image):
     """(B, 1 or 3, H, W) in [0, 255] -> (B, 3, H, W) float32 with ImageNet's mean and standard deviation."""
-    # As (image / 255 - mean) / std, in fewer passes. The constants are made within the program: tensors would be sent with every step.
+    # As (image / 255 - mean) / std, in fewer passes. The constants are made within the program: tensors would be sent with
+    # every step.
     one = lambda value: torch.full((1, 1), value, device=image.device)  # noqa: E731
     factor = torch.stack([one(1 / (255 * std)) for std in IMAGE_STD])
     offset = torch.stack([one(-mean / std) for mean, std in zip(IMAGE_MEAN, IMAGE_STD)])

@@ -1,7 +1,9 @@
-"""The published augmentation (flip, scale, pad, crop, blur) and the resize of the evaluation, as what they are: linear maps of rows and columns.
+"""The published augmentation (flip, scale, pad, crop, blur) and the resize of the evaluation, as what they are: linear maps
+of rows and columns.
 
-`rows @ image @ columns^T`: on the host by the few weights of each row that are not zero, a sample at a time, and on a device with dense ones, a batch at a time, where
-no pixel is gathered and every shape is fixed. Both equal PIL's result but for its rounding of every pass to whole grey levels.
+`rows @ image @ columns^T`: on the host by the few weights of each row that are not zero, a sample at a time, and on a device
+with dense ones, a batch at a time, where no pixel is gathered and every shape is fixed. Both equal PIL's result but for its
+rounding of every pass to whole grey levels.
 
 Letters: B batch, C colours, H and W the size of the originals, S the size of the result.
 """
@@ -40,11 +42,12 @@ def scaled_size(image_size, long_size):
 
 
 def settings(image_size, size, *, flip=False, long_size=None, x1=0, y1=0, blur=None):
-    """What `on_host` and `on_device` have to know of one sample: from a `plan`, or, without a long_size, to resize it to (size, size).
+    """What `on_host` and `on_device` have to know of one sample: from a `plan`, or, without a long_size, to resize it to
+    (size, size).
 
-    Returns a dict of numpy arrays: axes (2, 4) float32 for rows and columns, each the original's and the scaled length, where the crop
-    starts, and whether to flip; blur (), the weight of a neighbour in one pass of the blur; mask_rows, mask_columns (S,) int32, the nearest
-    original pixel, -1 beyond the edge.
+    Returns a dict of numpy arrays: axes (2, 4) float32 for rows and columns, each the original's and the scaled length, where
+    the crop starts, and whether to flip; blur (), the weight of a neighbour in one pass of the blur; mask_rows, mask_columns
+    (S,) int32, the nearest original pixel, -1 beyond the edge.
     """
     width, height = scaled_size(image_size, long_size) if long_size else (size, size)
     sigma2 = (blur or 0.0) ** 2 / 3  # PIL's blur: three box filters; below a radius of 1 each reaches to the next pixel only
@@ -75,7 +78,8 @@ def planes(image):
 
 
 def on_host(image, mask, axes, blur, mask_rows, mask_columns):
-    """One sample. image: (H, W) or (H, W, 3), mask: (H, W), uint8; the rest: of `settings`. Returns (C, S, S) and (1, S, S) uint8."""
+    """One sample. image: (H, W) or (H, W, 3), mask: (H, W), uint8; the rest: of `settings`. Returns (C, S, S) and (1, S, S)
+    uint8."""
     size = len(mask_rows)
     (height, rows), (width, columns) = (_few_weights(*axis, size) for axis in axes.tolist())
     blurs = [_few_blur_weights(float(blur), size)] if blur > 0 else []
@@ -88,7 +92,8 @@ def on_host(image, mask, axes, blur, mask_rows, mask_columns):
 
 
 def _few_weights(source, target, start, flip, size):
-    """The slice of the original's pixels that a sample needs; of these the (size, few) that weigh in each row of `_weights`, and how much."""
+    """The slice of the original's pixels that a sample needs; of these the (size, few) that weigh in each row of `_weights`,
+    and how much."""
     step = source / target
     reach = max(step, 1.0)
     centre = (np.arange(start, start + size) + 0.5) * step
@@ -115,7 +120,8 @@ def _few_blur_weights(neighbour, size):
 
 
 def _weighed(image, *matrices):
-    """(H, W) -> (W, S): the transposed product with matrices of few weights a row. An embedding bag is just that, and fast on a CPU."""
+    """(H, W) -> (W, S): the transposed product with matrices of few weights a row. An embedding bag is just that, and fast on
+    a CPU."""
     for pixel, weights in matrices:
         image = torch.nn.functional.embedding_bag(pixel, image, mode="sum", per_sample_weights=weights)
     return image.T.contiguous()
@@ -127,8 +133,8 @@ def _weighed(image, *matrices):
 def on_device(images, masks, axes, blur, mask_rows, mask_columns):
     """The samples of a batch by two matrix products each.
 
-    images: (B, C, H, W), masks: (B, 1, H, W), both uint8; an image smaller than that lies in the upper left corner. The rest: a row of
-    `settings` each. Returns images (B, C, S, S) float32 in [0, 255], not rounded, and masks (B, 1, S, S) uint8.
+    images: (B, C, H, W), masks: (B, 1, H, W), both uint8; an image smaller than that lies in the upper left corner. The rest:
+    a row of `settings` each. Returns images (B, C, S, S) float32 in [0, 255], not rounded, and masks (B, 1, S, S) uint8.
     """
     height, width, size = *images.shape[-2:], mask_rows.shape[-1]
     with torch.autocast(images.device.type, enabled=False):
@@ -152,7 +158,8 @@ def _parts(x, step):
 
 
 def _weights(axis, size, length):
-    """(B, 4) of `settings` -> (B, size, length): the triangle filter, as wide as a scaled pixel where that is wider than an original one."""
+    """(B, 4) of `settings` -> (B, size, length): the triangle filter, as wide as a scaled pixel where that is wider than an
+    original one."""
     source, target, start, flip = (axis[:, i, None, None] for i in range(4))
     at = _count(size, axis)[:, None] + start
     step = source / target

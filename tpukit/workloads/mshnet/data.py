@@ -32,8 +32,8 @@ class InfraredSet:
     """One split of a set, decoded once to uint8, in memory that all processes of a host share.
 
     `batch(indices, numbers)` -> dict of image (B, C, S, S) uint8 and mask (B, 1, S, S) uint8, where S is crop_size with
-    augmentation (numbers: (B, 6) in [0, 1)) and base_size without (numbers: None). C is 1 where all images are grey, else 3. `compose`
-    makes the same on a device, with the image in float32, not rounded to whole grey levels.
+    augmentation (numbers: (B, 6) in [0, 1)) and base_size without (numbers: None). C is 1 where all images are grey, else 3.
+    `compose` makes the same on a device, with the image in float32, not rounded to whole grey levels.
     """
 
     draws = augment.DRAWS
@@ -43,7 +43,7 @@ class InfraredSet:
         folder = Path(folder)
         listing = find_list(folder, split)
         inside = [place for place in (folder / "images", folder / "masks") if place.is_dir()]
-        key = [READ, skip_bad, listing.read_text(), storage.content_key(*inside)]
+        key = [READ, skip_bad, _text(listing), storage.content_key(*inside)]
         arrays = storage.mapped(f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, skip_bad))
         self.said = f"{listing}: {arrays['said']}" if arrays["said"] else ""
         self.names = arrays["names"].tolist()
@@ -108,6 +108,13 @@ def find_list(folder, split):
     )
 
 
+def _text(listing):
+    try:
+        return listing.read_text("utf-8-sig")  # Windows' editors put a mark before the first name
+    except UnicodeDecodeError as error:
+        raise TpukitError(f"{listing} is no text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from error
+
+
 def _pack(name, images):
     """Images of any sizes as one vector of pixels and their shapes (N, 3), the last one 0 for grey images."""
     shapes = [(*image.shape, 0)[:3] for image in images]
@@ -125,7 +132,7 @@ def _read_split(folder, listing, skip_bad):
     """Names and pixels of a split as a dict of arrays, and what has to be `said` of it. Decodes on all cores."""
     from tqdm.auto import tqdm
 
-    entries = [(number, line.strip()) for number, line in enumerate(listing.read_text().splitlines(), 1) if line.strip()]
+    entries = [(number, line.strip()) for number, line in enumerate(_text(listing).splitlines(), 1) if line.strip()]
     if not entries:
         raise TpukitError(f"{listing} is empty: it should hold one image name a line")
     names, images, masks, bad, said = [], [], [], [], ""
@@ -182,8 +189,9 @@ def _first_file(folder, stem, suffixes):
 def read_image(path, *, grey=False):
     """An image file -> uint8, (H, W) for grey images and (H, W, 3) for colour.
 
-    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and 16-bit grey, whose whole range 0..65535 maps to 0..255. Colours that
-    differ by one level at most are a grey image that some program has converted and rounded (three of IRSTD-1k's are such).
+    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and 16-bit grey, whose whole range 0..65535 maps to 0..255.
+    Colours that differ by one level at most are a grey image that some program has converted and rounded (three of IRSTD-1k's
+    are such).
     """
     with Image.open(path) as image:
         if image.mode.startswith("I"):  # I;16, I;16B, I: 16-bit files

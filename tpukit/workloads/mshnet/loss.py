@@ -8,7 +8,7 @@ from torch.nn import functional as F
 TINY = 1e-12  # keeps 0/0 out of an image without a target whose prediction underflows; changes no other value
 
 
-def sls_loss(logits, target, *, warm_up, with_location=True):
+def sls_loss(logits, target, *, warm_up):
     """Scale- and location-sensitive loss, without a loop over the samples.
 
     logits: (B, 1, H, W), unbounded. target: (B, 1, H, W) in [0, 1]. Returns a float32 scalar: in the warm-up phase
@@ -22,8 +22,7 @@ def sls_loss(logits, target, *, warm_up, with_location=True):
     spread = ((predicted - labelled) / 2) ** 2
     smaller, larger = torch.minimum(predicted, labelled), torch.maximum(predicted, labelled)
     scale = (smaller + spread) / (larger + spread).clamp(min=TINY)
-    loss = 1 - (scale * iou).mean()
-    return loss + location_loss(p, t) if with_location else loss
+    return 1 - (scale * iou).mean() + location_loss(p, t)
 
 
 def location_loss(p, t):

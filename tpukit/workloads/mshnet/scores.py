@@ -100,7 +100,8 @@ class Scores:
 
 
 def _roc_counts(passed, positive, negative):
-    """(4, 11) counts. passed: (H, W) thresholds exceeded. positive, negative: (H, W) bool, what a prediction hits and a rejection spares."""
+    """(4, 11) counts. passed: (H, W) thresholds exceeded. positive, negative: (H, W) bool, what a prediction hits and a
+    rejection spares."""
 
     def above(chosen):
         counts = np.bincount(passed[chosen], minlength=len(THRESHOLDS) + 1)

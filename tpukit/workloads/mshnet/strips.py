@@ -1,8 +1,8 @@
 """Layers in the shapes that a TPU is fast at, with the same numbers.
 
-A TPU works on 128 numbers side by side, its lanes. Where channels are few its compiler puts the batch there, and a batch of 32 leaves three
-quarters of every load, store and product empty. So images are cut into S strips of rows that lie side by side in the batch: strip s of image
-b is sample s * B + b. Only what looks at neighbouring rows or at whole images has to know.
+A TPU works on 128 numbers side by side, its lanes. Where channels are few its compiler puts the batch there, and a batch of
+32 leaves three quarters of every load, store and product empty. So images are cut into S strips of rows that lie side by side
+in the batch: strip s of image b is sample s * B + b. Only what looks at neighbouring rows or at whole images has to know.
 
 Letters: B batch, C channels, H and W the size of the image, S strips, K the size of a kernel.
 """
@@ -17,7 +17,8 @@ LEAST_ROWS = 16  # of a strip of the image; the network halves them twice
 
 
 def count(image):
-    """How many strips fill the lanes with a batch of images (B, C, H, W); 1 where there are none, or where the batch is shared by cores."""
+    """How many strips fill the lanes with a batch of images (B, C, H, W); 1 where there are none, or where the batch is
+    shared by cores."""
     number, has_lanes = 1, on_one_xla_core(image)
     while (
         has_lanes
@@ -131,7 +132,8 @@ class _Bordered(torch.autograd.Function):
 
 
 def _from_neighbours(last, first, count):
-    """What each strip gets from the strip above, which gives its `last` rows, and from the one below, which gives its `first`."""
+    """What each strip gets from the strip above, which gives its `last` rows, and from the one below, which gives its
+    `first`."""
     size = last.shape[0] // count
     nothing = torch.zeros_like(last[:size])
     if count == 1:
@@ -140,7 +142,8 @@ def _from_neighbours(last, first, count):
 
 
 class _Doubled(torch.autograd.Function):
-    """Along one axis, n + 2 pixels (the outer two are borders) -> 2n: each blended with the one before, and with the one after."""
+    """Along one axis, n + 2 pixels (the outer two are borders) -> 2n: each blended with the one before, and with the one
+    after."""
 
     @staticmethod
     def forward(ctx, x, before, after, axis):
