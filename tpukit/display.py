@@ -9,7 +9,7 @@ import numpy as np
 from tpukit import report, weights
 from tpukit.errors import TpukitError
 from tpukit.run import Run, settings
-from tpukit.tables import Sentences, Table
+from tpukit.tables import GIB, Sentences, Table
 
 INK, ACCENT, SECOND, GREY = "#1f2933", "#0b6e99", "#c2410c", "#8a94a0"
 
@@ -71,7 +71,7 @@ def report_figure(records):
     axis.legend(fontsize=8, frameon=False)
     axis.grid(alpha=0.25)
     if memory:
-        axis, gib = axes[0, 1], [(peak / 2**30, total / 2**30) for peak, total in memory]
+        axis, gib = axes[0, 1], [(peak / GIB, total / GIB) for peak, total in memory]
         axis.bar([str(n) for n in range(len(gib))], [peak for peak, _ in gib], color=ACCENT, width=0.6)
         axis.axhline(gib[0][1], color=INK, ls="--", lw=1)
         axis.set(xlabel="device", ylabel="peak memory, GiB", ylim=(0, 1.15 * max(total for _, total in gib)))
@@ -188,7 +188,7 @@ def plan_figure(plan):
     figure, ((axis,),) = _figure(1, 1, (6.4, 3.2))
     fitting = [row for row in plan.rows if row["fits"]]
     labels = [f"{row['batch_size']:,}" for row in plan.rows]
-    heights = [row["peak_bytes"] / 2**30 if row["fits"] else plan.hbm_gib * 1.15 for row in plan.rows]
+    heights = [row["peak_bytes"] / GIB if row["fits"] else plan.hbm_gib * 1.15 for row in plan.rows]
     colours = [ACCENT if row["fits"] else SECOND for row in plan.rows]
     bars = axis.bar(labels, heights, color=colours, width=0.6)
     axis.bar_label(bars, [f"{h:.2f}" if row["fits"] else "does not fit" for h, row in zip(heights, plan.rows)], fontsize=8)

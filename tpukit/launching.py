@@ -24,6 +24,7 @@ from tpukit.devices import open_runtime
 from tpukit.errors import TpukitError
 from tpukit.run import Run
 from tpukit.runtime import check_batch
+from tpukit.tables import GIB
 from tpukit.task import Workload
 from tpukit.troubles import mend_for
 from tpukit.watching import Paths, Watch, end_with_parent
@@ -248,7 +249,7 @@ def _open(job, run, forked):
     ]
     lines = [line for part in world.gather(about) for line in part]
     for number, line in enumerate(lines):
-        size = f", {line['memory'] / 2**30:.2f} GiB" if line["memory"] else ""
+        size = f", {line['memory'] / GIB:.2f} GiB" if line["memory"] else ""
         share = job.task.batch_size // runtime.cores
         run.say(f"core {number}: {line['device']} on {line['host']}, {share} sample{'s' * (share > 1)} a step{size}")
     if lines:

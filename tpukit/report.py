@@ -1,7 +1,7 @@
 """Records of a run in -> tables and findings in words out. Pure functions: no files, no device, no drawing."""
 
 from tpukit.run import WORTH_A_WORD_S
-from tpukit.tables import Table, span
+from tpukit.tables import GIB, Table, span
 
 
 def scores_table(scores, title="Scores"):
@@ -196,7 +196,7 @@ def accelerator_tables(records):
     tables.append(Table("Where a step's time went, ms a step", columns, rows))
     if memory := trained[-1]["speed"]["memory"]:
         rows = [
-            (n, f"{peak / 2**30:.2f}", f"{total / 2**30:.2f}", f"{peak / max(total, 1):.0%}")
+            (n, f"{peak / GIB:.2f}", f"{total / GIB:.2f}", f"{peak / max(total, 1):.0%}")
             for n, (peak, total) in enumerate(memory)
         ]
         tables.append(Table("Memory", ("device", "peak, GiB", "of GiB", ""), rows))

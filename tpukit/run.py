@@ -22,6 +22,7 @@ from pathlib import Path
 from tpukit import environment, files
 from tpukit.errors import TpukitError, first_line
 from tpukit.events import Events
+from tpukit.tables import GIB
 
 KEEP = 2  # checkpoints: the newest, and the one before in case it is damaged
 WORTH_A_WORD_S = 0.5  # a program of a few operations (fresh sums) compiles in milliseconds
@@ -309,7 +310,7 @@ def _scalars(record):
     speed = record["speed"]
     found = {"loss": record["loss"], "gradient norm": record["grad_norm"], "speed/samples a second": speed["images_per_s"]}
     found["speed/waiting for data"] = speed["wait_s"] / max(speed["seconds"], 1e-9)
-    return found | {f"memory/device {n}, GiB": peak / 2**30 for n, (peak, _) in enumerate(speed["memory"])}
+    return found | {f"memory/device {n}, GiB": peak / GIB for n, (peak, _) in enumerate(speed["memory"])}
 
 
 def _finite(value):

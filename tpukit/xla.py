@@ -1,4 +1,4 @@
-"""The runtimes of XLA devices. Only this file, `replaying.py` and `launching.py` name `torch_xla`.
+"""The runtimes of XLA devices. Only this file, `replaying.py` and `launching.py` import `torch_xla`.
 
 `XLARuntime` is one XLA device (a TPU chip, or the CPU XLA device), or, by SPMD, all devices of a host in one program.
 `RecordingRuntime` writes a TPU core's programs down, without a TPU.
@@ -17,11 +17,12 @@ from tpukit import causes, files
 from tpukit.errors import TpukitError
 from tpukit.replaying import Replayed
 from tpukit.runtime import Runtime
+from tpukit.tables import GIB
 from tpukit.world import World
 
 GUARDED_CALLS = 3
 # What a program may use of one TPU core's memory, by the beginning of TPU_ACCELERATOR_TYPE, where the runtime does not tell.
-HBM_BYTES = {"v5litepod": 15.75 * 2**30, "v5e": 15.75 * 2**30, "v6e": 31.25 * 2**30}
+HBM_BYTES = {"v5litepod": 15.75 * GIB, "v5e": 15.75 * GIB, "v6e": 31.25 * GIB}
 _STATE_STARTS_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
 
 

@@ -11,13 +11,12 @@ import sys
 from pathlib import Path
 
 from tpukit import environment
-from tpukit.tables import Table
+from tpukit.tables import GIB, Table
 from tpukit.troubles import mend_for
 
 OK, NOTE, WARNING, BLOCKS = "ok", "note", "warning", "BLOCKS"
 NEEDED = ("numpy", "pillow", "safetensors", "scikit-image", "tqdm", "rich", "tyro", "matplotlib", "scipy", "pyeit", "libcst")
 FOR_ONE_COMMAND = dict(pyeit="tpukit simulate eit", libcst="tpukit migrate")
-GIB = 2**30
 LARGEST_MOVE = 0.05  # of an output by half precision, as a share of its norm
 
 
