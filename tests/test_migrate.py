@@ -63,6 +63,8 @@ BROKEN = [
     ("cuda", "device = 'cuda' if torch.cuda.is_available() else 'cpu'\nwith torch.autocast(device_type=device):\n    pass"),
     ("cuda", "torch.cuda.synchronize()"),
     ("cuda-check", "use_cuda = torch.cuda.is_available()"),
+    ("cuda-check", "if torch.cuda.is_available():\n    torch.backends.cudnn.benchmark = True\n    workers = 8"),
+    ("cuda-check", "count = torch.cuda.device_count() if torch.cuda.is_available() else 0"),
     ("fp16", "scaler = GradScaler()"),
     ("fp16", "with autocast():\n    pass"),
     ("fp16", "with autocast(use_amp):\n    pass"),
@@ -180,6 +182,9 @@ BROKEN = [
 
 # Code that looks like trouble and is none.
 SOUND = [
+    "if torch.cuda.is_available():\n    torch.backends.cudnn.benchmark = True\n"
+    "    torch.backends.cuda.matmul.allow_tf32 = True",
+    "used = f'{torch.cuda.memory_reserved() / 1e9 if torch.cuda.is_available() else 0:.3g}G'",
     "model = model.to(torch_xla.device())",
     "x = torch.zeros(3, device='cpu')",
     "model.half().float()",

@@ -307,6 +307,18 @@ class Reader(cst.CSTVisitor):
             child = outer
         return None
 
+    def _decides_flags_or_figures(self, call):
+        """Whether all that hangs on a check are flags of CUDA's libraries, or a figure of its memory."""
+        condition = self.get_metadata(ParentNodeProvider, call)
+        if isinstance(condition, cst.IfExp) and condition.test is call:
+            names = [self._name(asked.func) for asked in m.findall(condition.body, m.Call())]
+            return bool(names) and all(name.startswith("torch.cuda.") and "memory" in name for name in names)
+        if not isinstance(condition, cst.If) or condition.test is not call or condition.orelse is not None:
+            return False
+        lines = [part for line in condition.body.body for part in getattr(line, "body", [None])]
+        targets = [part.targets[0].target if isinstance(part, cst.Assign) else None for part in lines]
+        return all(target is not None and self._name(target).startswith("torch.backends.cud") for target in targets)
+
     def _other_ways(self, condition, node):
         """The tests of an if, elif, else, and what stands in its branches but in that of a node."""
         around = {*self._up(node), node}

@@ -107,7 +107,7 @@ class Finder(Reader):
             if call in self.hangs:
                 advice = f"says no on a TPU, and `{self.hangs[call]}` is left out: the CPU would train; use torch_xla.device()"
                 self._say(call, "cuda", advice=advice)
-            else:
+            elif not self._decides_flags_or_figures(call):
                 self._say(call, "cuda-check")
 
     def _sums_in_place(self, name, call):
