@@ -1,22 +1,25 @@
 """One function on one core, on all cores of a machine, on many hosts: `launch(train, task, run)`.
 
-The notebook's process forks one agent, and the agent forks the cores: torchrun's elastic launcher for GPUs and CPUs,
-`torch_xla.launch` for TPU cores, or a single process for SPMD. The notebook's process opens no device, so that it can launch
-again. It watches the cores through the run directory (`watching.py`).
+The notebook's process forks one agent, and the agent forks one process for each core (a single one for SPMD). The notebook's
+process opens no device, so that it can launch again. It watches the cores through the run directory (`watching.py`).
 """
 
 import dataclasses
 import datetime
+import errno
 import faulthandler
 import functools
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import sys
-import threading
+import tempfile
 import time
 import traceback
+import warnings
+from pathlib import Path
 from typing import Callable
 
 from tpukit import environment, files
@@ -33,6 +36,16 @@ from tpukit.world import World
 PARALLEL = ("processes", "spmd")
 # Kaggle sets these for one process; several would each wait for the wrong peers.
 ONE_PROCESS_VARIABLES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
+# What an earlier training on one chip, or a guide, leaves behind. torch_xla keeps what it finds, and all processes would open
+# the same chip.
+LEFTOVER_VARIABLES = (
+    "TPU_VISIBLE_CHIPS",
+    "TPU_VISIBLE_DEVICES",
+    "TPU_PROCESS_BOUNDS",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS",
+    "TPU_PROCESS_PORT",
+)
+START_TIMEOUT_S = 300.0
 
 
 def launch(function, task, run, *, cores=None, parallel="processes", hang_timeout_s=900.0):
@@ -61,13 +74,13 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     if count == 1:
         return function(task, run, runtime=open_runtime(env, task.precision))
     _refuse_an_opened_device(env)
-    if parallel == "spmd":
-        agent = functools.partial(_core, dataclasses.replace(job, spmd_cores=count))
-    elif env.accelerator == "tpu":
-        agent = functools.partial(_start_tpu_cores, job)
-    else:
-        agent = functools.partial(_start_with_torchrun, job, count)
-    return Watch(job, agent, count, processes=1 if parallel == "spmd" else count).wait()
+    if env.accelerator == "tpu":
+        _wait_for_chips(run)
+    processes = 1 if parallel == "spmd" else count
+    # Where the cores leave their addresses for one another: no other user can read or write there, nor reach it over a network.
+    with tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True) as private:
+        job = dataclasses.replace(job, store=f"{private}/store", spmd_cores=count if parallel == "spmd" else None)
+        return Watch(job, functools.partial(_start_cores, job, processes), count, processes).wait()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +93,17 @@ class _Job:
     env: environment.Environment
     cores: int | None
     hang_timeout_s: float
+    store: str = ""
     spmd_cores: int | None = None
 
     @property
     def folder(self):
         return self.run.path / "cores"
+
+    @property
+    def start_timeout_s(self):
+        """How long the cores may take to open their devices and to meet; the hosts of a TPU slice are started one by one."""
+        return START_TIMEOUT_S * (2 if self.env.host == "tpu-vm" else 1)
 
 
 # Before anything starts
@@ -137,106 +156,144 @@ def _refuse_an_opened_device(env):
             "made from it cannot. Restart the session, and touch no device (a training on one core, `torch_xla.device()`, "
             "`.cuda()`) before the launch."
         )
+    if env.accelerator == "cuda" and not _fork_can_compute():
+        raise TpukitError(
+            "Cannot re-initialize CUDA in forked subprocess: this kernel has already asked CUDA something "
+            "(`torch.cuda.is_available()` is enough) or computed a gradient beside an accelerator, and processes forked from it "
+            "cannot compute. Restart the session, and launch before anything that asks for a GPU; `tpukit.detect()` is safe."
+        )
 
 
-# The agents: each runs in a process of its own and starts the cores
+def _fork_can_compute():
+    """Whether a process forked from this one could use CUDA and compute gradients. torch marks only the forked process, so one
+    is asked."""
+    child = multiprocessing.get_context("fork").Process(target=_compute_in_fork)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # "fork() of a multi-threaded process", as in `Watch.wait`
+        child.start()
+    child.join(20)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    return child.exitcode == 0
 
 
-def _start_with_torchrun(job, count):
-    """Start `count` processes on this host by torchrun's elastic launcher, and wait for them."""
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def _compute_in_fork():
+    import torch
 
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: whatever its name resolves to
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id="tpukit",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        start_method="fork",  # so that a function of a notebook cell is found
-    )
-    elastic_launch(config, _core)(job, count)
+    try:
+        torch.ones(1, requires_grad=True).backward()
+    except RuntimeError:  # autograd's threads did not come along
+        os._exit(1)
+    os._exit(torch._C._cuda_isInBadFork())
 
 
-_forked_job = None
+def _wait_for_chips(run, root=Path("/"), timeout_s=60.0):
+    """Wait until no other process holds a TPU chip: one that was killed can keep it for half a minute."""
+    deadline, told = time.monotonic() + timeout_s, False
+    while busy := [str(device) for device in sorted(root.glob("dev/vfio/[0-9]*")) if _is_busy(device)]:
+        if time.monotonic() > deadline:
+            raise TpukitError(
+                f"Device or resource busy: another process has held {', '.join(busy)} for {timeout_s:g} s. "
+                "`tpukit doctor` names it: end it, or restart the session of its notebook."
+            )
+        if not told:
+            told = True
+            run.say(f"another process still holds {', '.join(busy)}; waiting up to {timeout_s:g} s until it is free")
+        time.sleep(min(1.0, timeout_s / 10))
 
 
-def _start_tpu_cores(job):
-    """Start one process for each TPU core of this host by torch_xla, and wait for them."""
-    global _forked_job
-    import torch_xla
+def _is_busy(device):
+    try:
+        os.close(os.open(device, os.O_RDWR))
+    except OSError as error:
+        return error.errno == errno.EBUSY
+    return False
 
-    for name in ONE_PROCESS_VARIABLES:
+
+# The agent: a process of its own, which forks the cores
+
+
+def _start_cores(job, count):
+    """Fork one process for each core of this host, and wait until all have ended."""
+    if job.env.accelerator == "tpu":
+        _clear_variables(count)
+    fork, agent = multiprocessing.get_context("fork"), os.getpid()
+    cores = [fork.Process(target=_forked_core, args=(job, index, count, agent)) for index in range(count)]
+    for index, core in enumerate(cores):
+        core.start()
+        files.write_whole(Paths(job.folder, index).process, json.dumps(dict(pid=core.pid)), durable=False)
+    for core in cores:
+        core.join()
+
+
+def _clear_variables(count):
+    """Take away what would send the processes of this host to the wrong chips and peers."""
+    if "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
+        names = ONE_PROCESS_VARIABLES  # the others tell several hosts where each stands
+    else:
+        names = (*LEFTOVER_VARIABLES, *(ONE_PROCESS_VARIABLES if count > 1 else ()))
+    for name in names:
         os.environ.pop(name, None)
-    _forked_job = job  # by the fork, because torch_xla would pickle it
-    torch_xla.launch(_tpu_core, start_method="fork")
 
 
-def _tpu_core(index):
-    _core(_forked_job)
+def _forked_core(job, index, count, agent):
+    end_with_parent(agent)
+    if job.env.accelerator != "tpu":
+        os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(count))
+    _core(job, index, count)
 
 
 # In every core
 
 
-def _core(job, siblings=1):
-    """What every process of a launch does: call the function as one rank, and leave in the run directory how it ended.
+def _core(job, index, count):
+    """What every process of a launch does: open its device, call the function as one rank, and leave in the run directory how
+    it ended.
 
-    siblings: how many processes the agent makes from itself. All of them have to exist before one connects to it: the agent's
-    store then resolves names in a thread, and a process forked at that moment would wait for the resolver's lock for ever.
+    index: of this process among the `count` of this host, which names its files.
     """
-    end_with_parent()
-    rank = _rank(job.env)
-    paths = Paths(job.folder, rank)
+    paths = Paths(job.folder, index)
     with open(paths.log, "w", buffering=1) as log, open(paths.stacks, "w") as stacks, open(paths.step, "wb") as steps:
         os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log  # a notebook's own would go on writing to the notebook
         faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks)
         # The agent ends the others so when one has failed; they are not to look as if they had died first.
-        _on_sigterm(_asked_to_end)
-        files.write_whole(paths.process, json.dumps(dict(pid=os.getpid())))
-        while len(list(job.folder.glob("rank-*.process"))) < siblings:
-            time.sleep(0.01)
+        signal.signal(signal.SIGTERM, _asked_to_end)
         runtime = None
         try:
             run = Run(job.run.path, job.run.backup)
             run.prints = False  # the notebook's process shows log.txt
-            run = run if rank == 0 else run.muted()
-            runtime = _open(job, run, forked=True)
+            runtime = _open(job, run, functools.partial(_join, job, index, count), forked=True)
+            run = run if runtime.world.rank == 0 else run.muted()
             # The notebook's process shows the stacks, and ends us.
             runtime.watch(job.hang_timeout_s, stacks, ends=False, steps=steps)
             result = job.function(job.task, run, runtime=runtime)
-            if rank == 0:
+            if runtime.world.rank == 0:
                 files.write_whole(job.folder / "result.json", json.dumps(result))
             paths.done.touch()
             _part()
         except BaseException as error:
-            _on_sigterm(signal.SIG_IGN)  # until what happened is written down
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until what happened is written down
             if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) == 128 + signal.SIGTERM:
                 paths.stopped.touch()  # as it was asked to
                 return
-            _leave_error(paths.error, error, rank, runtime.step if runtime else None)
+            _leave_error(paths.error, error, index, runtime)
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
 
 
-def _open(job, run, forked):
-    """Join the other ranks, open this core's device, and let rank 0 say which cores started."""
+def _open(job, run, join, *, forked):
+    """Join the other ranks by `join`, open this core's device, and let rank 0 say which cores started."""
     import torch
 
     # OpenMP's threads do not come along in a fork, and it waits for them for ever: where the launching process may have
     # computed with torch, as in a notebook, each core's host part takes one thread. Beside an accelerator that is enough.
     one_thread = forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
     torch.set_num_threads(1)
-    if job.spmd_cores:
-        world = World()
-    else:
-        world = _join(job.env, datetime.timedelta(seconds=max(600, 4 * job.hang_timeout_s)))
+    world = join()
     if not one_thread:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.size))
     runtime = open_runtime(job.env, job.task.precision, world=world, spmd_cores=job.spmd_cores)
@@ -257,21 +314,50 @@ def _open(job, run, forked):
     return runtime
 
 
-def _join(env, timeout):
-    """The `World` of this process; its peers are found by torchrun's variables, on TPUs by PJRT."""
+def _join(job, index, count):
+    """The `World` of one of the `count` processes that the agent forked on this host. On one host the processes meet in a file
+    and talk over the loopback device alone."""
     import torch.distributed as dist
 
-    if env.accelerator == "tpu":
+    if job.spmd_cores:
+        return World()
+    rank, size = _open_tpu(index, count) if job.env.accelerator == "tpu" else (index, count)
+    if size > count:  # several TPU hosts find one another by PJRT
         import torch_xla.distributed.xla_backend  # noqa: F401  registers xla://
 
-        dist.init_process_group("gloo", init_method="xla://", timeout=timeout)
+        dist.init_process_group("gloo", init_method="xla://", timeout=_timeout(job))
         return World(dist.get_rank(), dist.get_world_size())
-    if env.accelerator == "cuda":
+    if sys.platform == "linux":
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    return _join_group(job, index, rank=rank, world_size=size, store=dist.FileStore(job.store, size))
+
+
+def _open_tpu(index, count):
+    """Open one of the `count` TPU chips of this host in this process, as `torch_xla.launch` does in each of its own; waits in
+    libtpu for the other processes. Returns (rank, world size) over all hosts."""
+    import torch_xla.runtime as xr
+    from torch_xla._internal import pjrt
+
+    pjrt.initialize_multiprocess(index, count)
+    if xr.addressable_device_count() > 1:
+        raise TpukitError("each chip of this TPU has two cores (v2, v3): use parallel='spmd', one program over all of them")
+    return xr.global_ordinal(), xr.world_size()
+
+
+def _join_group(job, local_rank, **how):
+    """The `World` of this process, which meets its peers as torch.distributed is told."""
+    import torch.distributed as dist
+
+    if job.env.accelerator == "cuda":
         import torch
 
-        torch.cuda.set_device(_local_rank())  # "cuda" means this GPU from here on
-    dist.init_process_group("cpu:gloo,cuda:nccl" if env.accelerator == "cuda" else "gloo", timeout=timeout)
+        torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
+    dist.init_process_group("cpu:gloo,cuda:nccl" if job.env.accelerator == "cuda" else "gloo", timeout=_timeout(job), **how)
     return World(dist.get_rank(), dist.get_world_size())
+
+
+def _timeout(job):
+    return datetime.timedelta(seconds=max(600, 4 * job.hang_timeout_s))
 
 
 def _part():
@@ -282,32 +368,16 @@ def _part():
         dist.destroy_process_group()
 
 
-def _local_rank():
-    return int(os.environ.get("LOCAL_RANK") or os.environ.get("PJRT_LOCAL_PROCESS_RANK") or 0)
-
-
-def _rank(env):
-    if env.accelerator == "tpu" and "PJRT_LOCAL_PROCESS_RANK" in os.environ:
-        import torch_xla.runtime as xr
-
-        return xr.global_ordinal()
-    return environment.rank()
-
-
-def _on_sigterm(handler):
-    if threading.current_thread() is threading.main_thread():  # only there Python allows it
-        signal.signal(signal.SIGTERM, handler)
-
-
 def _asked_to_end(number, frame):
     raise SystemExit(128 + number)
 
 
-def _leave_error(path, error, rank, step):
+def _leave_error(path, error, index, runtime):
     mend = "" if isinstance(error, TpukitError) else mend_for(str(error)) or ""
     found = dict(
-        rank=rank,
-        step=step,
+        core=index,
+        rank=runtime.world.rank if runtime else index,
+        step=runtime.step if runtime else None,
         host=socket.gethostname(),
         time=time.time(),
         message=str(error) if isinstance(error, TpukitError) else "",
@@ -332,11 +402,12 @@ def _call_under_torchrun(job, parallel):
     @record  # torchrun's report then shows the traceback of the rank that failed first
     def call():
         job.folder.mkdir(parents=True, exist_ok=True)
-        rank = _rank(job.env)
+        rank = environment.rank()
+        join = functools.partial(_join_group, job, int(os.environ.get("LOCAL_RANK", 0)))
         runtime = None
         with open(Paths(job.folder, rank).stacks, "w") as stacks:
             try:
-                runtime = _open(job, job.run, forked=False)
+                runtime = _open(job, job.run, join, forked=False)
                 runtime.watch(job.hang_timeout_s, stacks, ends=True)
                 result = job.function(job.task, job.run, runtime=runtime)
                 _part()

@@ -24,6 +24,8 @@ from tpukit.troubles import mend_for
 
 POLL_S = 0.1
 GRACE_S = 3.0  # from the first core's failure to the end of all
+# What a launch leaves in cores/, all of which the next one may delete.
+OURS = re.compile(r"rank-\d+\.(process|log|step|stacks|error|stopped|done)|agent\.(log|error)|result\.json|stop")
 
 
 class CoreFailed(TpukitError):
@@ -31,20 +33,22 @@ class CoreFailed(TpukitError):
 
 
 class Paths:
-    """The files of one rank in the run's folder cores/."""
+    """The files of one process of a launch in the run's folder cores/, by its index on this host (its rank, on one host)."""
 
-    def __init__(self, folder, rank):
-        name = f"rank-{rank:02d}"
+    def __init__(self, folder, index):
+        name = f"rank-{index:02d}"
         self.process, self.log, self.step, self.stacks = (
             folder / f"{name}.{kind}" for kind in ("process", "log", "step", "stacks")
         )
         self.error, self.stopped, self.done = (folder / f"{name}.{kind}" for kind in ("error", "stopped", "done"))
 
 
-def end_with_parent():
-    """Ask Linux to end this process when the one that started it ends, so that a restarted kernel leaves no core behind."""
+def end_with_parent(parent):
+    """Ask Linux to end this process when its parent (a pid) ends, so that a restarted kernel leaves no core behind."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before that was asked
+        os._exit(1)
 
 
 class Watch:
@@ -53,13 +57,18 @@ class Watch:
     def __init__(self, job, agent, cores, processes):
         self.job, self.cores, self.processes = job, cores, processes
         self.folder = job.folder
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for old in self.folder.glob("*"):
-            old.unlink()
+        if self.folder.is_symlink():
+            raise TpukitError(f"{self.folder} is a link to another place: remove it, or choose another run folder")
+        with files.unwritable_explained(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in self.folder.iterdir():
+                if OURS.fullmatch(old.name):
+                    old.unlink()
         (self.job.run.path / "progress.json").unlink(missing_ok=True)
         self.log = self.job.run.path / "log.txt"
-        self.died = []  # ranks of the first cores that went without a word
-        self.process = multiprocessing.get_context("fork").Process(target=_agent, args=(agent, self.folder))
+        self.died = []  # the first cores that went without a word
+        self.late = []  # the cores that had not started in time
+        self.process = multiprocessing.get_context("fork").Process(target=_agent, args=(agent, self.folder, os.getpid()))
 
     def wait(self):
         """Show the run's progress until all cores have ended. Returns rank 0's result."""
@@ -77,24 +86,27 @@ class Watch:
         return self._result(stop)
 
     def _watch(self, stop, bar):
-        failed_at, told = None, False
+        deadline, failed_at, told = time.monotonic() + self.job.start_timeout_s, None, False
         while self.process.is_alive():
             self.process.join(POLL_S)
             self._show_log()
             bar.update()
+            starting = self._starting()
             if stop.signal and not told:
                 told = True
-                # Not by a signal: a TPU core runs in a thread of its process, where Python handles none.
+                # By a file, which rank 0 reads where all ranks agree on the step to stop at.
                 files.write_whole(self.folder / "stop", str(int(stop.signal)))
-                if len(self._pids()) < self.processes:  # still starting: there is nothing to save
+                if starting:  # there is nothing to save
                     return
             self.died = self.died or self._dead()
-            if failed_at is None and (self.died or self._errors() or self._hung()):
-                failed_at = time.monotonic()
+            if failed_at is None:
+                self.late = starting if time.monotonic() > deadline else []
                 hung = self._hung()
-                for rank, pid in self._pids().items():
-                    if hung and rank not in hung:
-                        _send(pid, signal.SIGUSR1)  # its stack too
+                if self.died or self._errors() or hung or self.late:
+                    failed_at = time.monotonic()
+                    for index, pid in self._pids().items():
+                        if (hung or self.late) and index not in hung:
+                            _send(pid, signal.SIGUSR1)  # its stack too
             if failed_at and time.monotonic() - failed_at > GRACE_S:
                 return
 
@@ -111,11 +123,11 @@ class Watch:
 
     def _result(self, stop):
         errors, hung = self._errors(), self._hung()
-        if self.died:  # first: the errors of the others say that it is gone
+        if self.died and not self.late:  # first: the errors of the others say that it is gone
             raise CoreFailed(self._said_of_death())
         if errors:
             raise CoreFailed(self._said_of(errors[0]))
-        if hung:
+        if hung or self.late:
             raise CoreFailed(self._said_of_hang())
         if stop.signal or list(self.folder.glob("*.stopped")):
             raise SystemExit(128 + stop.signal) if stop.signal == signal.SIGTERM else KeyboardInterrupt
@@ -145,15 +157,23 @@ class Watch:
         return sorted((json.loads(p.read_text()) for p in self.folder.glob("*.error")), key=lambda e: e["time"])
 
     def _hung(self):
-        """rank -> stacks, of the cores whose time ran out."""
-        found = {int(p.stem.split("-")[1]): p.read_text() for p in self.folder.glob("rank-*.stacks")}
-        return {rank: text for rank, text in found.items() if text} if any("Timeout (" in t for t in found.values()) else {}
+        """index -> stacks, of the cores whose time ran out."""
+        found = self._stacks()
+        return found if any("Timeout (" in text for text in found.values()) else {}
+
+    def _stacks(self):
+        found = {index: _text(Paths(self.folder, index).stacks) for index in range(self.processes)}
+        return {index: text for index, text in found.items() if text}
+
+    def _starting(self):
+        """The cores that have not come to their first step: where they stand there writes its number."""
+        return [index for index in range(self.processes) if not _text(Paths(self.folder, index).step)]
 
     def _dead(self):
-        """Ranks whose process is gone and left neither a result nor an error."""
+        """The cores whose process is gone and left neither a result nor an error."""
         files = {p.name for p in self.folder.iterdir()}
-        spoke = lambda rank: files & {f"rank-{rank:02d}.{kind}" for kind in ("done", "error", "stopped")}  # noqa: E731
-        return [rank for rank, pid in self._pids().items() if not _alive(pid) and not spoke(rank)]
+        spoke = lambda index: files & {f"rank-{index:02d}.{kind}" for kind in ("done", "error", "stopped")}  # noqa: E731
+        return [index for index, pid in self._pids().items() if not _alive(pid) and not spoke(index)]
 
     def _pids(self):
         files = sorted(self.folder.glob("rank-*.process"))
@@ -162,30 +182,35 @@ class Watch:
     def _said_of(self, error):
         where = "the launch"
         if "rank" in error:
-            step = "" if error["step"] is None else f" in step {error['step'] + 1}"
-            where = f"core {error['rank']} (rank {error['rank']} of {self.processes}, on {error['host']}){step}"
+            step = " while it started" if error["step"] is None else f" in step {error['step'] + 1}"
+            where = f"core {error['core']} (rank {error['rank']} of {self.processes}, on {error['host']}){step}"
         what = error["message"] or error["traceback"].rstrip()
         return "\n".join([f"{where} failed:", what, *[error["mend"]] * bool(error["mend"]), self._said_of_checkpoint()])
 
     def _said_of_hang(self):
-        hung = self._hung()
-        lines = [f"no core ended a step for {self.job.hang_timeout_s:g} s. What each was doing, the latest call first:"]
-        for rank, text in sorted(hung.items()):
-            lines += ["", f"core {rank} (all of it: {Paths(self.folder, rank).stacks})", *_essence(text)]
-        lines += [f"core {rank} gave no stack" for rank in sorted(set(self._pids()) - set(hung))]
+        if self.late:
+            said = f"{len(self.late)} of {self.processes} cores did not start within {self.job.start_timeout_s:g} s"
+        else:
+            said = f"no core ended a step for {self.job.hang_timeout_s:g} s"
+        lines, stacks = [f"{said}. What each was doing, the latest call first:"], self._stacks()
+        for index, text in sorted(stacks.items()):
+            paths = Paths(self.folder, index)
+            lines += ["", f"core {index} (all of it: {paths.stacks})", *_essence(text)]
+            lines += _last_lines(paths.log) if index in self.late else []
+        lines += [f"core {index} gave no stack" for index in sorted({*self._pids(), *self.late} - set(stacks))]
         return "\n".join([*lines, "", self._said_of_checkpoint()])
 
     def _said_of_death(self):
         lines = []
-        for rank in self.died:
-            crash = Paths(self.folder, rank).stacks.read_text()
-            step = int(Paths(self.folder, rank).step.read_text() or 0) + 1
+        for index in self.died:
+            paths = Paths(self.folder, index)
+            crash, step = _text(paths.stacks), _text(paths.step)
+            when = f"in step {int(step) + 1}" if step else "while it started"
             cause = "crashed in native code:" if crash else "was killed, often because the host's memory was full."
-            lines += [f"core {rank} (rank {rank} of {self.processes}) ended without a Python error in step {step}: it {cause}"]
-            lines += _essence(crash)
+            lines += [f"core {index} (rank {index} of {self.processes}) ended without a Python error {when}: it {cause}"]
+            lines += [*_essence(crash), *_last_lines(paths.log)]
         if not lines:
-            log = (self.folder / "agent.log").read_text().strip().splitlines()
-            lines = [f"the launcher ended with code {self.process.exitcode}:", *log[-15:]]
+            lines = [f"the launcher ended with code {self.process.exitcode}:", *_last_lines(self.folder / "agent.log")]
         return "\n".join([*lines, self._said_of_checkpoint()])
 
     def _said_of_checkpoint(self):
@@ -194,10 +219,10 @@ class Watch:
         return f"{saved} What each core printed: {self.folder}/rank-NN.log"
 
 
-def _agent(start, folder):
+def _agent(start, folder, parent):
     """The agent's process: start the cores and wait for them. It ends as they end."""
     os.setsid()  # an interrupt in the terminal goes to the notebook's process alone, which passes it on
-    end_with_parent()
+    end_with_parent(parent)
     with open(folder / "agent.log", "w", buffering=1) as log:
         os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log
@@ -205,7 +230,7 @@ def _agent(start, folder):
             start()
         except BaseException as error:
             traceback.print_exc()
-            if not list(folder.glob("*.error")) and not list(folder.glob("*.process")):  # no core came so far
+            if not list(folder.glob("*.error")):
                 found = dict(message="", traceback=traceback.format_exc(), mend=mend_for(str(error)) or "", time=0)
                 files.write_whole(folder / "agent.error", json.dumps(found))
             log.flush()
@@ -226,6 +251,18 @@ def _adopting():
     finally:
         if set_option:
             set_option(option, 0)
+
+
+def _text(path):
+    """What stands in a file; nothing where it is not there yet."""
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _last_lines(path, count=15):
+    return _text(path).strip().splitlines()[-count:]
 
 
 def _alive(pid):

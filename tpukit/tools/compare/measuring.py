@@ -253,7 +253,7 @@ def answer(folder):
     from tpukit.run import Run
     from tpukit.watching import end_with_parent
 
-    end_with_parent()
+    end_with_parent(os.getppid())
     request = json.loads(sys.stdin.read())
     kind = getattr(importlib.import_module(request["module"]), request["kind"])
     task = from_settings(kind, request["settings"])
