@@ -100,6 +100,11 @@ def noise(task, run, *, runtime):
     return runtime.world.everyone(torch.rand(2).tolist())
 
 
+def bad_fork(task, run, *, runtime):
+    """Whether CUDA would refuse to start, of every rank."""
+    return runtime.world.everyone([float(torch._C._cuda_isInBadFork())])
+
+
 def mapped_memory(task, run, *, runtime):
     """For every rank: what its part of the mapped dataset takes (proportional and whole), in bytes."""
     data, _ = task.datasets()
@@ -121,7 +126,7 @@ def mapped_memory(task, run, *, runtime):
     return [[int(value) for value in row] for row in rows]
 
 
-FUNCTIONS = dict(train=train, noise=noise, mapped_memory=mapped_memory)
+FUNCTIONS = dict(train=train, noise=noise, bad_fork=bad_fork, mapped_memory=mapped_memory)
 
 
 def main(options):

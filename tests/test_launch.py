@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,10 +50,10 @@ def started(kind, **options):
     )  # fmt: skip
 
 
-def python(program, *arguments):
-    """A finished process that ran a program on the CPU XLA device."""
+def python(program, *arguments, env=PLAIN, timeout=500):
+    """A finished process that ran a program, on the CPU XLA device unless `env` says otherwise."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=PLAIN, capture_output=True, text=True, timeout=500)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
 
 def launched(kind, **options):
@@ -307,6 +308,125 @@ def test_cores_end_when_the_process_that_launched_them_is_killed(odd, tmp_path):
         time.sleep(0.2)
 
 
+def test_no_process_is_left_wherever_in_a_launch_its_parent_is_killed(odd, tmp_path):
+    """20 kernels, each killed at a random moment of its launch. Everything that came from them carries their environment."""
+    program = """
+import os, random, signal, sys, time
+from pathlib import Path
+from tests.launched import Watched
+from tpukit import Run, launch, train
+data, folder = map(Path, sys.argv[1:])
+def kernel(number):
+    task = Watched(dataset_dir=data, epochs=2000)
+    launch(train, task, Run.open(folder / str(number), task), cores=4)
+    os._exit(0)
+def left():
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"TPUKIT_KILLED=" in (process / "environ").read_bytes() and int(process.name) != os.getpid():
+                found.append(process.name)
+        except OSError:
+            pass
+    return found
+def killed(number, now):
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        kernel(number)
+    while not now(time.monotonic() - started):
+        time.sleep(0.001)
+    seen, took = len(left()), time.monotonic() - started
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for _ in range(500):
+        if not left():
+            break
+        time.sleep(0.02)
+    return took, seen, len(left())
+log = folder / "whole/log.txt"
+forked, most, _ = killed("forked", lambda seconds: len(left()) == 6 or seconds > 120)
+whole, *_ = killed("whole", lambda seconds: log.exists() and "cores started" in log.read_text() or seconds > 120)
+random.seed(0)
+moments = [random.uniform(0, end) for end in [forked] * 10 + [whole] * 10]
+counts = [killed(number, lambda seconds: seconds > moment)[1:] for number, moment in enumerate(moments)]
+print("KILLED", most, [seen for seen, _ in counts], [orphans for _, orphans in counts])
+"""
+    ran = python(program, odd, tmp_path, env={**CPU, "TPUKIT_KILLED": "1"})
+    assert "KILLED" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
+    most, seen, orphans = re.search(r"KILLED (\d+) \[(.*)\] \[(.*)\]", ran.stdout).groups()
+    assert int(most) == 6 and len(set(seen.split(", "))) > 2  # a kernel, an agent, four cores; at several moments
+    assert orphans.split(", ") == ["0"] * 20
+
+
+def test_no_socket_of_a_launch_on_one_host_listens_beyond_loopback(odd, tmp_path):
+    if not shutil.which("ss"):
+        pytest.skip("looking at sockets needs ss, of iproute2")
+    process = started("cpu", run=tmp_path, data=odd, cores=4, launches=[dict(epochs=2000)])
+    try:
+        _wait_for(lambda: (tmp_path / "records.jsonl").exists() and len(losses(Run(tmp_path))) > 5, process)
+        sockets = subprocess.run(["ss", "-Hlntup"], capture_output=True, text=True, check=True).stdout.splitlines()
+        cores = [json.loads(p.read_text())["pid"] for p in (tmp_path / "cores").glob("*.process")]
+        agent = Path(f"/proc/{cores[0]}/stat").read_text().rpartition(")")[2].split()[1]
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+    ours = {f"pid={pid}," for pid in (*cores, agent, process.pid)}
+    addresses = [line.split()[4] for line in sockets if any(pid in line for pid in ours)]
+    assert len(addresses) >= len(cores)  # gloo's
+    assert not [address for address in addresses if not address.startswith(("127.", "[::1]"))]
+
+
+def test_a_launched_core_is_never_in_a_bad_fork_of_cuda(odd, tmp_path):
+    if not torch.backends.cuda.is_built():
+        pytest.skip("this torch was built without CUDA")
+    done, _ = launched("cpu", run=tmp_path, data=odd, cores=2, function="bad_fork", launches=[{}])
+    assert done[0]["result"] == [[0.0], [0.0]]
+
+
+@pytest.mark.parametrize(
+    "before, well",
+    [
+        ("torch.ones(1, requires_grad=True).backward()", True),  # on the CPU alone autograd starts no threads
+        ("torch.cuda.is_available()", False),
+        ("import torch_xla; x = torch.ones(1, device='xla', requires_grad=True); x.backward()", False),
+    ],
+)
+def test_a_kernel_from_which_no_gpu_process_can_be_forked_is_refused(before, well, tmp_path):
+    if "cuda" in before and not torch.backends.cuda.is_built():
+        pytest.skip("this torch was built without CUDA")
+    program = f"""
+import torch
+from tests.test_launch import machine
+from tpukit import TpukitError, environment, launching
+{before}
+torch.cuda.is_initialized = lambda: False
+try:
+    launching._refuse_an_opened_device(machine("cuda", 2))
+except TpukitError as error:
+    print("REFUSED", error)
+"""
+    ran = python(program)
+    assert ran.returncode == 0, ran.stderr
+    assert ("REFUSED" not in ran.stdout) == well and ("forked subprocess" in ran.stdout) == (not well)
+
+
+def test_only_what_a_launch_wrote_is_deleted_by_the_next(tmp_path):
+    run, cores = Run(tmp_path / "run"), tmp_path / "run/cores"
+    cores.mkdir(parents=True)
+    own = ["rank-00.log", "rank-11.stacks", "agent.error", "result.json", "stop"]
+    foreign = ["thesis.tex", "rank-00.txt", "log", ".hidden"]
+    for name in (*own, *foreign):
+        (cores / name).write_text(name)
+    (cores / "folder").mkdir()
+    Watch(types.SimpleNamespace(folder=cores, run=run), None, 2, 2)
+    assert sorted(p.name for p in cores.iterdir()) == sorted([*foreign, "folder"])
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/cores").symlink_to(cores)
+    with pytest.raises(TpukitError, match="is a link"):
+        Watch(types.SimpleNamespace(folder=tmp_path / "linked/cores", run=Run(tmp_path / "linked")), None, 2, 2)
+
+
 def _wait_for(condition, process):
     deadline = time.monotonic() + 120
     while not condition():
@@ -425,34 +545,53 @@ def test_mapped_arrays_are_made_once_and_again_when_what_they_are_made_from_chan
 # TPU cores, with a recording stand-in where torch_xla meets the chips
 
 
-def test_tpu_cores_start_by_fork_without_the_variables_that_kaggle_sets_for_one_process(monkeypatch):
-    import torch_xla
-
-    seen = []
-
-    def stand_in(function, args=(), start_method="spawn", **more):
-        seen.append((start_method, [n for n in launching.ONE_PROCESS_VARIABLES if n in os.environ], more))
-        function(0, *args)
-
-    monkeypatch.setenv("TPU_PROCESS_ADDRESSES", "local")
-    monkeypatch.setenv("CLOUD_TPU_TASK_ID", "0")
-    monkeypatch.setattr(torch_xla, "launch", stand_in)
-    monkeypatch.setattr(launching, "_core", lambda job: seen.append(job))
-    launching._start_tpu_cores("the job")
-    assert seen == [("fork", [], {}), "the job"]
+@pytest.mark.parametrize(
+    "hosts, processes, kept",
+    [
+        ("localhost", 8, ()),
+        ("localhost", 1, launching.ONE_PROCESS_VARIABLES),  # by SPMD one process stays
+        ("host-0,host-1", 4, launching.LEFTOVER_VARIABLES),  # which tell each host where it stands
+    ],
+)
+def test_variables_that_would_send_cores_to_the_wrong_chip_or_peers_are_cleared(hosts, processes, kept, monkeypatch):
+    names = {*launching.ONE_PROCESS_VARIABLES, *launching.LEFTOVER_VARIABLES}
+    monkeypatch.setattr(os, "environ", {"TPU_WORKER_HOSTNAMES": hosts, "TPU_HOST_BOUNDS": "1,1,1", **dict.fromkeys(names, "0")})
+    launching._clear_variables(processes)
+    assert names & os.environ.keys() == set(kept) and os.environ["TPU_HOST_BOUNDS"] == "1,1,1"
 
 
-def test_the_tpu_way_runs_through_torch_xlas_own_launcher(odd, tmp_path):
-    """`torch_xla.launch`, PJRT's rendezvous and the run directory for real, with the one core that PJRT_DEVICE=CPU has."""
+@pytest.mark.parametrize("size", [8, 16])
+def test_tpu_cores_of_one_host_meet_in_a_file_and_those_of_several_by_pjrt(size, tmp_path, monkeypatch):
+    import torch.distributed as dist
+
+    calls = []
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(launching, "_open_tpu", lambda index, count: (5, size))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: calls.append((backend, how)))
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_world_size", lambda: size)
+    job = launching._Job(train, None, Run(tmp_path), machine("tpu", 8), None, 60.0, str(tmp_path / "store"))
+    world = launching._join(job, 3, 8)
+    [(backend, how)] = calls
+    assert (backend, world.rank, world.size) == ("gloo", 5, size)
+    if size == 8:
+        assert isinstance(how["store"], dist.FileStore) and (how["rank"], how["world_size"]) == (5, 8)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    else:
+        assert how["init_method"] == "xla://" and "store" not in how
+
+
+def test_a_tpu_core_is_opened_by_torch_xlas_own_function(odd, tmp_path):
+    """PJRT's opening of one of several processes and the run directory for real, with the one core that PJRT_DEVICE=CPU has."""
     program = """
-import sys, json, functools
+import sys, functools
 from pathlib import Path
 from tests.launched import Watched
 from tests.test_launch import machine
 from tpukit import Run, launching, train, watching
 task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1, precision="fp32")
-job = launching._Job(train, task, Run.open(sys.argv[2], task), machine("tpu", 8), None, 60.0)
-print(watching.Watch(job, functools.partial(launching._start_tpu_cores, job), 1, processes=1).wait())
+job = launching._Job(train, task, Run.open(sys.argv[2], task), machine("tpu", 8), None, 60.0, sys.argv[2] + "/store")
+print(watching.Watch(job, functools.partial(launching._start_cores, job, 1), 1, processes=1).wait())
 """
     ran = python(program, odd, tmp_path)
     assert ran.returncode == 0 and "'images': 37" in ran.stdout and "all 1 cores started" in ran.stdout, ran.stderr[-3000:]
@@ -460,19 +599,18 @@ print(watching.Watch(job, functools.partial(launching._start_tpu_cores, job), 1,
 
 def test_an_error_before_any_core_came_up_is_shown_with_its_mend(odd, tmp_path):
     program = """
-import sys, functools
+import sys
 from pathlib import Path
-import torch_xla
 from tests.launched import Watched
 from tests.test_launch import machine
-from tpukit import Run, launching, train, watching
-def refuse(*args, **more):
+from tpukit import Run, environment, launching, train, watching
+def refuse(count):
     raise RuntimeError("Expected 4 worker addresses, got 1")
-torch_xla.launch = refuse
+kaggle = machine("tpu", 8)
+environment.detect, launching._clear_variables = lambda: kaggle, refuse
 task = Watched(dataset_dir=Path(sys.argv[1]))
-job = launching._Job(train, task, Run.open(sys.argv[2], task), machine("tpu", 8), None, 60.0)
 try:
-    watching.Watch(job, functools.partial(launching._start_tpu_cores, job), 8, processes=8).wait()
+    launching.launch(train, task, Run.open(sys.argv[2], task))
 except watching.CoreFailed as error:
     print(error)
 """
@@ -480,6 +618,79 @@ except watching.CoreFailed as error:
     assert "the launch failed" in ran.stdout and "os.environ.pop('TPU_PROCESS_ADDRESSES')" in ran.stdout, (
         ran.stdout + ran.stderr
     )
+
+
+@pytest.mark.parametrize("where", ["before its first line", "while it opens its chip"])
+@pytest.mark.parametrize("way", ["kill", "hang", "raise"])
+def test_one_of_eight_cores_that_fails_to_start_ends_the_launch_with_its_own_words(way, where, odd, tmp_path):
+    """The seven others wait for it, as libtpu does. Where it is gone the launch ends without waiting for the deadline."""
+    program = """
+import os, signal, sys, time
+from pathlib import Path
+from tests.launched import Watched
+from tests.test_launch import machine
+from tpukit import Run, environment, launching, train, watching
+way, where = sys.argv[3:]
+def fail():
+    if way == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "raise":
+        raise RuntimeError("TPU initialization failed: open(/dev/vfio/3)")
+    time.sleep(600)
+def open_tpu(index, count):
+    if index == 3 and where == "while it opens its chip":
+        print("chip 3 is being opened")
+        fail()
+    time.sleep(600)
+core = launching._core
+def first_line(job, index, count):
+    if index == 3 and where == "before its first line":
+        fail()
+    core(job, index, count)
+kaggle = machine("tpu", 8)
+environment.detect, launching._core, launching._open_tpu = lambda: kaggle, first_line, open_tpu
+launching.START_TIMEOUT_S = 3.0 if way == "hang" else 600.0
+task = Watched(dataset_dir=Path(sys.argv[1]))
+try:
+    launching.launch(train, task, Run.open(sys.argv[2], task))
+except watching.CoreFailed as error:
+    print("FAILED", error)
+"""
+    ran = python(program, odd, tmp_path, way, where, timeout=100)
+    said = ran.stdout.partition("FAILED ")[2]
+    assert "core 3" in said and no_process_of(Run(tmp_path)), ran.stdout + ran.stderr
+    expected = {"kill": "was killed", "hang": "8 of 8 cores did not start within 3 s", "raise": "open(/dev/vfio/3)"}[way]
+    assert expected in said
+    if way == "hang":
+        inside = said.partition("core 3 (all of it")[2].partition("core 4 (")[0]
+        assert ("in fail" in inside and "chip 3 is being opened" in inside) or "core 3 gave no stack" in said
+        assert said.count("in open_tpu") >= 7
+
+
+def test_a_launch_waits_for_chips_that_a_dying_process_still_holds(tmp_path, monkeypatch, capsys):
+    (tmp_path / "dev/vfio").mkdir(parents=True)
+    for name in ("0", "1", "vfio"):
+        (tmp_path / "dev/vfio" / name).touch()
+    answers = iter([True, False, False, False])  # chip 0 at the first look alone
+    monkeypatch.setattr(launching, "_is_busy", lambda device: next(answers))
+    launching._wait_for_chips(Run(tmp_path), tmp_path, timeout_s=1.0)
+    assert "dev/vfio/0; waiting" in capsys.readouterr().out and next(answers, None) is None
+    monkeypatch.setattr(launching, "_is_busy", lambda device: True)
+    with pytest.raises(TpukitError, match="dev/vfio/0, .*dev/vfio/1 for 0.2 s"):
+        launching._wait_for_chips(Run(tmp_path), tmp_path, timeout_s=0.2)
+
+
+def test_a_chip_is_busy_where_the_system_says_so(tmp_path, monkeypatch):
+    import errno
+
+    (tmp_path / "0").touch()
+    assert not launching._is_busy(tmp_path / "0") and not launching._is_busy(tmp_path / "none")
+
+    def refuse(*_):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert launching._is_busy(tmp_path / "0")
 
 
 def test_on_tpu_cores_the_gradients_are_summed_within_the_step_by_torch_xla(xla, monkeypatch):
@@ -544,8 +755,6 @@ def test_torchruns_report_names_the_rank_that_failed_first(odd, tmp_path):
 @pytest.fixture
 def two_hosts():
     """Two network namespaces with a link between them: their names and addresses."""
-    import shutil
-
     if os.getuid() != 0 or not shutil.which("ip"):
         pytest.skip("network namespaces need root and iproute2")
     tag = f"tk{os.getpid() % 100000}"
@@ -605,25 +814,6 @@ def test_two_hosts_that_share_no_disk_train_as_one_and_resume(two_hosts, odd, tm
     assert not (tmp_path / "host1/records.jsonl").exists() and not list(tmp_path.glob("host1/checkpoints/*"))
     codes, said = train_on_both(3, node_ranks=(1, 0))
     assert codes == [1, 1] and "rank 0 has no checkpoint there, but rank 2 has one of step 48" in said[1][1], said[1][1][-2000:]
-
-
-def test_no_process_joins_before_the_agent_has_forked_all(odd, tmp_path):
-    """One forked while the agent resolves the name of another that joins would hang, about once in a hundred launches."""
-    program = """
-import os, sys
-from pathlib import Path
-from tests.launched import Watched, noise
-from tpukit import Run, launch, launching
-join, cores = launching._join, Path(sys.argv[2]) / "cores"
-def counting(*arguments):
-    (cores / f"forked-{os.environ['RANK']}").write_text(str(len(list(cores.glob("rank-*.process")))))
-    return join(*arguments)
-launching._join = counting
-task = Watched(dataset_dir=Path(sys.argv[1]))
-launch(noise, task, Run.open(sys.argv[2], task), cores=8)
-"""
-    ran = python(program, odd, tmp_path)
-    assert [path.read_text() for path in sorted((tmp_path / "cores").glob("forked-*"))] == ["8"] * 8, ran.stdout + ran.stderr
 
 
 def test_what_rank_0_said_is_shown_without_the_time_and_otherwise_whole(tmp_path, capsys):

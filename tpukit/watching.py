@@ -208,7 +208,7 @@ class Watch:
             when = f"in step {int(step) + 1}" if step else "while it started"
             cause = "crashed in native code:" if crash else "was killed, often because the host's memory was full."
             lines += [f"core {index} (rank {index} of {self.processes}) ended without a Python error {when}: it {cause}"]
-            lines += [*_essence(crash), *_last_lines(paths.log)]
+            lines += [*_essence(crash), *(_last_lines(paths.log) or _last_lines(self.folder / "agent.log"))]
         if not lines:
             lines = [f"the launcher ended with code {self.process.exitcode}:", *_last_lines(self.folder / "agent.log")]
         return "\n".join([*lines, self._said_of_checkpoint()])
