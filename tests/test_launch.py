@@ -667,6 +667,43 @@ except watching.CoreFailed as error:
         assert said.count("in open_tpu") >= 7
 
 
+def test_two_hosts_of_a_slice_that_share_a_disk_keep_their_cores_apart_and_each_get_the_result(odd, tmp_path):
+    """Two launches of two cores each, as on two hosts: PJRT's ranks and rendezvous are stand-ins, all else is real."""
+    program = """
+import os, socket, sys
+from pathlib import Path
+import torch.distributed as dist
+from tests.launched import Watched, noise
+from tests.test_launch import machine
+from tpukit import Run, environment, launching
+host = int(sys.argv[3])
+socket.gethostname = lambda: f"host-{host}"
+vm = machine("tpu", 2, "tpu-vm")
+environment.detect = lambda: vm
+launching._open_tpu = lambda index, count: (2 * host + index, 4)
+init = dist.init_process_group
+def meet(backend, init_method, timeout):
+    assert init_method == "xla://"
+    rank = 2 * host + int(os.environ["TPUKIT_INDEX"])
+    init(backend, store=dist.FileStore(sys.argv[4], 4), rank=rank, world_size=4, timeout=timeout)
+dist.init_process_group = meet
+core = launching._core
+def numbered(job, index, count):
+    os.environ["TPUKIT_INDEX"] = str(index)
+    core(job, index, count)
+launching._core = numbered
+task = Watched(dataset_dir=Path(sys.argv[1]), precision="fp32")
+print("RESULT", launching.launch(noise, task, Run.open(sys.argv[2], task)))
+"""
+    command = [sys.executable, "-c", program, odd, tmp_path / "run"]
+    pipes = dict(cwd=ROOT, env=PLAIN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    hosts = [subprocess.Popen([*map(str, command), str(n), str(tmp_path / "store")], **pipes) for n in (0, 1)]
+    said = [host.communicate(timeout=300) for host in hosts]
+    results = [out.partition("RESULT ")[2].strip() for out, _ in said]
+    assert results[0] and results[0] == results[1], said
+    assert sorted(p.name for p in (tmp_path / "run/cores").iterdir()) == ["host-0", "host-1"]
+
+
 def test_a_launch_waits_for_chips_that_a_dying_process_still_holds(tmp_path, monkeypatch, capsys):
     (tmp_path / "dev/vfio").mkdir(parents=True)
     for name in ("0", "1", "vfio"):

@@ -98,7 +98,8 @@ class _Job:
 
     @property
     def folder(self):
-        return self.run.path / "cores"
+        """What the cores of this host leave; the hosts of a TPU slice share the run's disk."""
+        return self.run.path / "cores" / (socket.gethostname() if self.env.host == "tpu-vm" else "")
 
     @property
     def start_timeout_s(self):
@@ -270,7 +271,7 @@ def _core(job, index, count):
             # The notebook's process shows the stacks, and ends us.
             runtime.watch(job.hang_timeout_s, stacks, ends=False, steps=steps)
             result = job.function(job.task, run, runtime=runtime)
-            if runtime.world.rank == 0:
+            if runtime.world.rank == 0 or index == 0 and runtime.world.rank >= count:  # on another host, its first
                 files.write_whole(job.folder / "result.json", json.dumps(result))
             paths.done.touch()
             _part()

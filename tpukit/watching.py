@@ -25,7 +25,7 @@ from tpukit.troubles import mend_for
 POLL_S = 0.1
 GRACE_S = 3.0  # from the first core's failure to the end of all
 # What a launch leaves in cores/, all of which the next one may delete.
-OURS = re.compile(r"rank-\d+\.(process|log|step|stacks|error|stopped|done)|agent\.(log|error)|result\.json|stop")
+OURS = re.compile(r"rank-\d+\.(process|log|step|stacks|error|stopped|done)|agent\.(log|error)|result\.json")
 
 
 class CoreFailed(TpukitError):
@@ -64,6 +64,8 @@ class Watch:
             for old in self.folder.iterdir():
                 if OURS.fullmatch(old.name):
                     old.unlink()
+        self.stop = self.job.run.path / "cores/stop"  # read by rank 0, on whatever host that is
+        self.stop.unlink(missing_ok=True)
         (self.job.run.path / "progress.json").unlink(missing_ok=True)
         self.log = self.job.run.path / "log.txt"
         self.died = []  # the first cores that went without a word
@@ -95,7 +97,7 @@ class Watch:
             if stop.signal and not told:
                 told = True
                 # By a file, which rank 0 reads where all ranks agree on the step to stop at.
-                files.write_whole(self.folder / "stop", str(int(stop.signal)))
+                files.write_whole(self.stop, str(int(stop.signal)))
                 if starting:  # there is nothing to save
                     return
             self.died = self.died or self._dead()
