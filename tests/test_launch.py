@@ -352,7 +352,7 @@ moments = [random.uniform(0, end) for end in [forked] * 10 + [whole] * 10]
 counts = [killed(number, lambda seconds: seconds > moment)[1:] for number, moment in enumerate(moments)]
 print("KILLED", most, [seen for seen, _ in counts], [orphans for _, orphans in counts])
 """
-    ran = python(program, odd, tmp_path, env={**CPU, "TPUKIT_KILLED": "1"})
+    ran = python(program, odd, tmp_path, env={**CPU, "TPUKIT_KILLED": "1", "TMPDIR": str(tmp_path)})
     assert "KILLED" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
     most, seen, orphans = re.search(r"KILLED (\d+) \[(.*)\] \[(.*)\]", ran.stdout).groups()
     assert int(most) == 6 and len(set(seen.split(", "))) > 2  # a kernel, an agent, four cores; at several moments
