@@ -2,10 +2,13 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from tests.conftest import checkpoint
 from tpukit import MSHNet, Run, TpukitError, environment, replaying, report, train, troubles
 from tpukit.workloads.mnist import MNIST
 
@@ -168,18 +171,62 @@ def test_a_replayed_step_writes_the_new_weights_into_the_memory_of_the_old_ones(
     assert torch.isfinite(model.weight.detach().cpu()).all()
 
 
-@pytest.mark.parametrize(
-    "accelerator, initialised, wanted", [("tpu", False, ["programs-0"]), ("tpu", True, []), ("xla", False, [])]
-)
-def test_programs_are_kept_for_later_sessions_on_a_tpu_and_set_up_once(accelerator, initialised, wanted, monkeypatch, xla):
-    import torch_xla
-    import torch_xla.runtime as xr
+class Normed(MNIST):
+    """MNIST with a batch norm, whose running statistics are buffers."""
 
-    kept = []
-    monkeypatch.setattr(xr, "initialize_cache", lambda path, readonly: kept.append(path))
-    monkeypatch.setattr(torch_xla._XLAC, "_xla_computation_cache_is_initialized", lambda: initialised)
-    type(xla)(accelerator, "fp32")
-    assert [path.rpartition("/")[2] for path in kept] == wanted
+    def model(self):
+        return super().model().insert(1, torch.nn.BatchNorm2d(32))
+
+
+def test_an_average_keeps_its_own_running_statistics_while_replayed_steps_write_over_the_models(digits, tmp_path, xla, cpu):
+    task = Normed(dataset_dir=digits, epochs=1, batch_size=8, ema_decay=0.9)  # 25 steps, averaged at the 10th and the 20th
+    kept = {}
+    for name, runtime in (("cpu", cpu), ("xla", xla)):
+        run = Run.open(tmp_path / name, task)
+        train(task, run, runtime=runtime, progress=False)
+        kept[name] = {n: v for n, v in checkpoint(run)["averaged"].items() if "running" in n}
+    assert len(kept["xla"]) == 2 and kept["xla"]["1.running_var"].max() > 0.01
+    for name in kept["cpu"]:
+        torch.testing.assert_close(kept["xla"][name], kept["cpu"][name], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "accelerator, precision, wanted", [("tpu", "fp32", ["highest"]), ("tpu", "auto", []), ("xla", "fp32", [])]
+)
+def test_fp32_on_a_tpu_multiplies_in_fp32(accelerator, precision, wanted, monkeypatch, xla):
+    from torch_xla import _XLAC
+
+    said = []
+    monkeypatch.setattr(_XLAC, "_xla_set_mat_mul_precision", said.append)
+    type(xla)(accelerator, precision)
+    assert said == wanted
+
+
+SPMD = """
+import sys, tempfile
+
+class Recorder:
+    asked = []
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("jax", "torchax"):
+            self.asked.append(name)
+
+sys.meta_path.insert(0, Recorder())
+from tpukit import MNIST, Run, train
+from tpukit.xla import XLARuntime
+
+task = MNIST(dataset_dir=sys.argv[1], epochs=1, batch_size=8, eval_every=9)
+runtime = XLARuntime("xla", spmd_cores=2)
+before = runtime.counters()["executions"]
+train(task, Run.open(tempfile.mkdtemp(), task), runtime=runtime, progress=False)
+print(Recorder.asked, runtime.counters()["executions"] - before > 25)
+"""
+
+
+def test_an_spmd_training_looks_for_no_jax_and_counts_the_programs_it_runs(digits, tmp_path, xla):
+    ran = subprocess.run([sys.executable, "-c", SPMD, str(digits)], capture_output=True, text=True, cwd=tmp_path)
+    assert ran.stdout.splitlines()[-1:] == ["[] True"], ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
