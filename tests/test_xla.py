@@ -35,7 +35,7 @@ def test_two_phases_cost_two_programs_and_no_later_step_compiles_or_falls_back(i
     assert "No operation fell back" in words
 
 
-def test_twenty_steps_give_the_same_losses_as_eager_pytorch(infrared, tmp_path, xla, cpu):
+def test_twenty_steps_give_the_losses_of_eager_pytorch_but_for_rounding(infrared, tmp_path, xla, cpu):
     # Adagrad's first step moves every weight by lr times the sign of its gradient, so at the recipe's lr the rounding of
     # near-zero gradients is amplified without bound; with a small lr the two devices can be compared.
     task = MSHNet(dataset_dir=infrared, epochs=5, warm_epoch=1, eval_every=9, lr=1e-4, **RECIPE)
@@ -45,7 +45,9 @@ def test_twenty_steps_give_the_same_losses_as_eager_pytorch(infrared, tmp_path, 
         train(task, run, runtime=runtime, progress=False)
         losses[name] = [r["loss"] for r in run.records("train")]
     assert len(losses["cpu"]) == 20 and max(losses["cpu"]) - min(losses["cpu"]) > 0.5  # both phases are in
-    assert max(abs(a - b) for a, b in zip(losses["cpu"], losses["xla"])) < 1e-3
+    # The two differed by 6e-4 and 1e-3 on two processors, as noise of 2e-7 in eager gradients (2e-4) leads to expect; twice the
+    # lr differs by 1.5e-2. The bound is four times the one and a quarter of the other.
+    assert max(abs(a - b) for a, b in zip(losses["cpu"], losses["xla"])) < 4e-3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,18 +138,23 @@ def outcome(xla, optimizer, dropout, replayed):
     "optimizer, dropout, traces",
     [
         (lambda p: torch.optim.SGD(p, 0.001, momentum=0.9, weight_decay=1e-3), False, 4),
-        (lambda p: torch.optim.Adagrad(p, 0.01, eps=1e-2), False, 4),  # counts its steps on the host
-        (lambda p: torch.optim.AdamW(p, 0.01, eps=1e-2, capturable=True), False, 4),  # counts them on the device
-        (lambda p: torch.optim.AdamW(p, 0.01, eps=1e-2), False, 8 + 2),  # makes other constants of them at every step
+        (lambda p: torch.optim.Adagrad(p, 0.001, eps=1e-3), False, 4),  # counts its steps on the host
+        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3, capturable=True), False, 4),  # counts them on the device
+        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3), False, 8 + 2),  # makes other constants of them at every step
         (lambda p: torch.optim.SGD(p, 0.001), True, 8 + 2),
     ],
     ids=["SGD", "Adagrad", "capturable AdamW", "AdamW", "dropout"],
 )
-def test_a_replayed_step_gives_what_a_traced_one_gives_to_the_last_bit(optimizer, dropout, traces, xla):
+def test_a_replayed_step_gives_what_a_traced_one_gives_but_for_rounding(optimizer, dropout, traces, xla):
     losses, state, calls = outcome(xla, optimizer, dropout, replayed=True)
     wanted_losses, wanted_state, all_calls = outcome(xla, optimizer, dropout, replayed=False)
-    assert losses == wanted_losses and losses[0] != losses[-1]
-    assert len(state) == len(wanted_state) and all(torch.equal(a, b) for a, b in zip(state, wanted_state))
+    # The two are different programs, and on some processors round differently: by 3e-8 in a gradient, where it was seen. These
+    # optimizers divide by no less than eps=1e-3, so that they make little of it: noise of 2e-7 of the largest gradient, in every
+    # gradient of every step, moved a loss by 1e-7 of it and a state by 1e-6; an lr that is 1 % off by 1e-3 and 9e-4.
+    assert losses == pytest.approx(wanted_losses, rel=1e-5) and losses[-1] > losses[0] + 1
+    assert len(state) == len(wanted_state)
+    for found, wanted in zip(state, wanted_state):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
     # Three traces to begin with, one more for the other epoch; what cannot be replayed has cost two.
     assert (calls, all_calls) == (traces, 8)
 
