@@ -417,7 +417,6 @@ def test_the_loss_is_computed_in_float32_under_autocast(infrared):
 def gpu(monkeypatch, capability=(7, 5), built_for=("sm_75", "sm_80", "compute_90")):
     """Let torch find a GPU, on which nothing can be computed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla P100-PCIE-16GB")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(built_for))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
@@ -500,7 +499,14 @@ def test_a_gpu_that_torch_was_not_built_for_is_refused_before_its_first_kernel(c
     if fine:
         assert Runtime("cuda").device.type == "cuda"
         return
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla P100-PCIE-16GB")
     with pytest.raises(TpukitError, match=r"P100-PCIE-16GB has compute capability 6\.0, .* sm_75, sm_80, compute_90 alone"):
+        Runtime("cuda")
+
+
+def test_a_gpu_that_torch_cannot_use_at_all_is_refused_with_words(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TpukitError, match="built without CUDA, or the driver is too old"):
         Runtime("cuda")
 
 

@@ -34,6 +34,15 @@ def check_batch(batch_size, cores, what="cores"):
         raise TpukitError(f"batch_size={batch_size} is the global batch, and {shared}")
 
 
+def check_cuda():
+    """Raise TpukitError where torch cannot use the GPU that is here."""
+    if not torch.cuda.is_available():
+        raise TpukitError(
+            f"a GPU is here, but torch {torch.__version__} cannot use it: "
+            "this torch was built without CUDA, or the driver is too old. `tpukit doctor` says which."
+        )
+
+
 class Runtime:
     """Plain PyTorch on one device.
 
@@ -58,12 +67,8 @@ class Runtime:
         self.scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" else None
 
     def _open_device(self):
-        if self.accelerator == "cuda" and not torch.cuda.is_available():
-            raise TpukitError(
-                f"a GPU is here, but torch {torch.__version__} cannot use it: "
-                "this torch was built without CUDA, or the driver is too old. `tpukit doctor` says which."
-            )
         if self.accelerator == "cuda":
+            check_cuda()
             capability, built_for = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
             if not supports(capability, built_for):
                 raise TpukitError(
