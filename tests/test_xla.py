@@ -149,8 +149,8 @@ def test_a_replayed_step_gives_what_a_traced_one_gives_but_for_rounding(optimize
     losses, state, calls = outcome(xla, optimizer, dropout, replayed=True)
     wanted_losses, wanted_state, all_calls = outcome(xla, optimizer, dropout, replayed=False)
     # The two are different programs, and on some processors round differently: by 3e-8 in a gradient, where it was seen. These
-    # optimizers divide by no less than eps=1e-3, so that they make little of it: noise of 2e-7 of the largest gradient, in every
-    # gradient of every step, moved a loss by 1e-7 of it and a state by 1e-6; an lr that is 1 % off by 1e-3 and 9e-4.
+    # optimizers divide by eps=1e-3 or more, and so make little of it: noise of 2e-7 of the largest gradient, in every gradient
+    # of every step, moved a loss by 1e-7 of it and a state by 1e-6; an lr that is 1 % off by 1e-3 and 9e-4.
     assert losses == pytest.approx(wanted_losses, rel=1e-5) and losses[-1] > losses[0] + 1
     assert len(state) == len(wanted_state)
     for found, wanted in zip(state, wanted_state):
