@@ -321,6 +321,25 @@ def test_different_recipes_and_workloads_are_refused_naming_them():
         compare.compare([measured(), measured(hardware="L4", workload="mnist")])
 
 
+def test_two_engines_on_one_card_are_told_apart_in_tables_and_in_the_names_of_their_files(tmp_path, digits):
+    fast = dict(torch_compile="reduce-overhead", channels_last=True, data_on="host")
+    found = compare.compare([measured(), measured(engine=fast, rows=[row(32, 50.0)])])
+    labels = [way.label for way in found.ways if way.kind == MEASURED]
+    assert labels == ["T4", "T4, reduce-overhead, channels last, data on host"]
+    env = dataclasses.replace(detect({}), host="local", accelerator="cpu")
+    task = MNIST(dataset_dir=digits, **fast)
+    assert compare.file_for(tmp_path, task, env).name == "mnist-cpu-reduce-overhead-channels-last-data-on-host.json"
+    assert compare.file_for(tmp_path, MNIST(), env).name == "mnist-cpu.json"
+
+
+def test_a_file_from_before_engines_were_kept_is_read_as_one_of_an_unknown_engine(tmp_path):
+    measured().write(tmp_path / "old.json")
+    old = json.loads((tmp_path / "old.json").read_text())
+    del old["engine"]
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    assert Measurement.read(tmp_path / "old.json") == measured()
+
+
 def test_the_choice_in_words_names_sessions_cost_and_what_was_not_measured():
     slow = measured(rows=[row(32, 2592.0, start_s=0.0)])  # 25 steps of an epoch: 64.8 s; 400 epochs: 7.2 h
     table = [price("T4", "Kaggle", 0.0, session_h=4), price("T4", "Google Cloud", 0.35)]
@@ -554,6 +573,7 @@ def test_sizes_double_in_processes_of_their_own_until_a_step_does_not_fit(digits
     assert [(r["batch_size"], r["fits"]) for r in found.rows] == [(8, True), (16, True), (32, False)]
     assert "RESOURCE_EXHAUSTED" in found.rows[-1]["why"] and Measurement.read(out) == found
     assert (found.hardware, found.place, found.workload, found.samples, found.synthetic) == ("CPU", "local", "mnist", 200, True)
+    assert found.engine == dict(torch_compile="no", channels_last=False, data_on="auto")
     assert "batch_size" not in found.recipe and "dataset_dir" not in found.recipe and str(digits) not in out.read_text()
     assert said[-2].startswith("batch 32: does not fit") and found.versions["torch"] and found.fitting[0]["timed_steps"] == 2
 

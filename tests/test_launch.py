@@ -123,7 +123,8 @@ def shape(request, odd, tmp_path_factory):
 def test_several_cores_give_the_losses_and_scores_of_one(shape, alone):
     kind, cores, run, scores, _, _ = shape
     assert difference(losses(run), losses(alone[0])) < 1e-4
-    assert scores == alone[1]
+    # Another program rounds differently: one of the 37 digits may lie on the edge.
+    assert scores["images"] == 37 and abs(scores["accuracy"] - alone[1]["accuracy"]) < 1.5 / 37
     assert (run.records("start")[0]["cores"], run.records("start")[0]["processes"]) == (cores, 1 if kind == "spmd" else cores)
 
 

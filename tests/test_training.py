@@ -1,6 +1,8 @@
 """The training loop and its run directory: what is recorded, what survives, and what is refused."""
 
+import copy
 import dataclasses
+import gc
 import inspect
 import itertools
 import json
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,7 @@ import torch
 
 from tests.conftest import SMALL, best_weights, checkpoint, exact, same
 from tpukit import CDEIT, MNIST, MSHNet, Run, TpukitError, Workload, train
+from tpukit.environment import supports
 from tpukit.feeding import Feed, evaluation_plan, training_plan
 from tpukit.run import setting
 from tpukit.runtime import Runtime
@@ -317,6 +321,72 @@ def test_a_nan_loss_stops_with_the_step_and_the_last_good_checkpoint(bad_from, d
         assert all(torch.isfinite(v).all() for v in saved.values())
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Starving(MNIST):
+    """MNIST whose loss is a number, while its gradient from the second epoch on is none."""
+
+    def loss(self, model, batch, epoch):
+        loss = super().loss(model, batch, epoch)
+        return loss + (next(model.parameters()).square().sum() * 0).sqrt() if epoch >= 1 else loss
+
+
+def test_an_fp16_training_whose_every_gradient_overflows_ends_and_names_the_scale_of_its_loss(digits, tmp_path):
+    task = Starving(dataset_dir=digits, epochs=3, batch_size=8, log_every=1, num_workers=1)  # 25 steps an epoch
+    run = Run.open(tmp_path, task)
+    with pytest.raises(Diverged, match=r"at step 42 even with the loss scaled down to 0\.5; .*step-00000025\.pt"):
+        train(task, run, runtime=Runtime("cpu", "fp16"), progress=False)  # 65536 is 2 ** 16: 17 steps are skipped
+    assert run.records("diverged")[0]["step"] == 42
+    assert all(r["loss"] < 9 for r in run.records("train"))
+
+
+# Memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remembered(MNIST):
+    """MNIST whose models can be asked for afterwards, and which may want more memory than there is."""
+
+    models: list = dataclasses.field(default_factory=list)
+    full_at: int = 99
+
+    def model(self):
+        model = super().model().insert(1, torch.nn.BatchNorm2d(32))
+        self.models.append(weakref.ref(model))
+        return model
+
+    def loss(self, model, batch, epoch):
+        if epoch >= self.full_at:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().loss(model, batch, epoch)
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("settings", [dict(ema_decay=0.9), dict(batch_norm="frozen")], ids=str)
+def test_the_model_of_a_training_is_freed_as_soon_as_it_ends(device, settings, digits, tmp_path, request):
+    task = Remembered(dataset_dir=digits, epochs=1, **SMALL, **settings)
+    run = Run.open(tmp_path, task)
+    gc.collect()
+    gc.disable()
+    try:
+        train(task, run, runtime=request.getfixturevalue(device), progress=False)
+        assert task.models[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_the_model_of_a_training_that_ran_out_of_memory_is_freed_though_its_error_is_kept(digits, tmp_path, cpu):
+    task = Remembered(dataset_dir=digits, epochs=2, full_at=1, **SMALL)
+    run = Run.open(tmp_path, task)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(TpukitError, match="smaller batch_size") as kept:
+            train(task, run, runtime=cpu, progress=False)
+        assert kept.value.__cause__ is not None and task.models[0]() is None
+    finally:
+        gc.enable()
+
+
 # Precision
 
 
@@ -344,17 +414,163 @@ def test_the_loss_is_computed_in_float32_under_autocast(infrared):
         assert task.loss(model, batch, epoch=9).dtype == torch.float32
 
 
+def gpu(monkeypatch, capability=(7, 5), built_for=("sm_75", "sm_80", "compute_90")):
+    """Let torch find a GPU, on which nothing can be computed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(built_for))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+
+
 def test_gpus_without_bf16_take_fp16_with_a_scaler_and_unknown_precisions_are_refused(monkeypatch):
     from tpukit.devices import open_runtime
     from tpukit.environment import detect
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    gpu(monkeypatch)
     assert Runtime("cuda").precision == "fp16"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert Runtime("cuda").precision == "bf16"
     with pytest.raises(TpukitError, match="choose one of"):
         open_runtime(detect(), "fp8")
+
+
+@pytest.mark.parametrize("precision, allowed", [("fp32", False), ("bf16", True)])
+def test_fp32_on_a_gpu_rounds_no_factor_to_tf32(precision, allowed, monkeypatch):
+    gpu(monkeypatch, capability=(8, 0))
+    cudnn = torch.backends.cudnn
+    assert cudnn.allow_tf32  # torch's default
+    try:
+        Runtime("cuda", precision)
+        assert cudnn.allow_tf32 == allowed and not torch.backends.cuda.matmul.allow_tf32
+        if hasattr(cudnn, "conv"):  # the newer way to ask, which has to agree
+            assert (cudnn.conv.fp32_precision == "tf32") == allowed
+    finally:
+        cudnn.allow_tf32 = True
+
+
+def test_a_frozen_batch_norm_keeps_the_dtype_under_autocast_and_learns_as_on_xla(cpu, xla):
+    from tpukit.stepping import freeze_batch_norm
+
+    found = []
+    for runtime in (cpu, xla):
+        torch.manual_seed(0)
+        norm = torch.nn.BatchNorm2d(3)
+        norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2.0)
+        freeze_batch_norm(norm.train())
+        norm = runtime.place(copy.deepcopy(norm))
+        made = norm(runtime.put({"x": torch.linspace(-1, 1, 96).reshape(2, 3, 4, 4)})["x"])
+        made.square().sum().backward()
+        found.append(runtime.host([made, norm.weight.grad, norm.bias.grad, norm.running_mean]))
+    for here, there in zip(*found):
+        torch.testing.assert_close(here, there)
+    layers = torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), torch.nn.BatchNorm2d(3))
+    freeze_batch_norm(layers)
+    with Runtime("cpu", "bf16").autocast():
+        assert layers(torch.ones(1, 3, 4, 4)).dtype == torch.bfloat16
+
+
+# GPUs, of which there is none here
+
+
+@pytest.mark.parametrize(
+    "capability, built_for, runs",
+    [
+        ((6, 0), "sm_70 sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", False),  # P100
+        ((7, 5), "sm_70 sm_75 sm_80", True),  # T4
+        ((7, 5), "sm_70 sm_80", True),
+        ((8, 9), "sm_80 sm_90", True),
+        ((8, 0), "sm_86", False),
+        ((9, 0), "sm_80 sm_86", False),
+        ((9, 0), "sm_80 compute_80", True),
+        ((9, 0), "sm_90a", True),
+        ((12, 0), "sm_90 compute_90a", False),
+        ((12, 1), "sm_120f", True),
+        ((12, 0), "sm_100f", False),
+        ((9, 0), "gfx90a", True),  # not NVIDIA's: nothing is known
+    ],
+)
+def test_which_cards_a_torch_was_built_for(capability, built_for, runs):
+    assert supports(capability, built_for.split()) == runs
+
+
+@pytest.mark.parametrize("capability, fine", [((6, 0), False), ((7, 5), True), ((8, 9), True), ((12, 0), True)])
+def test_a_gpu_that_torch_was_not_built_for_is_refused_before_its_first_kernel(capability, fine, monkeypatch):
+    gpu(monkeypatch, capability)
+    if fine:
+        assert Runtime("cuda").device.type == "cuda"
+        return
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla P100-PCIE-16GB")
+    with pytest.raises(TpukitError, match=r"P100-PCIE-16GB has compute capability 6\.0, .* sm_75, sm_80, compute_90 alone"):
+        Runtime("cuda")
+
+
+def test_a_gpu_that_torch_cannot_use_at_all_is_refused_with_words(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TpukitError, match="built without CUDA, or the driver is too old"):
+        Runtime("cuda")
+
+
+def test_a_set_that_stays_on_a_gpu_is_not_pinned_on_its_way(monkeypatch, cpu):
+    pinned, moved = [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *more, **named: moved.append(self) or self)
+    cpu.device = torch.device("cuda")
+    cpu.put_whole({"image": np.zeros((3, 2), np.uint8)})
+    assert len(moved) == 1 and not pinned
+    cpu.put({"image": np.zeros((3, 2), np.uint8)})
+    assert len(moved) == 2 and len(pinned) == 1
+
+
+def test_the_peak_of_a_gpus_memory_starts_anew_with_each_training(digits, tmp_path, cpu, monkeypatch):
+    order = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: order.append("anew"))
+    monkeypatch.setattr(Runtime, "memory", lambda self: order.append("read") or [])
+    forget = Runtime.forget
+
+    def on_a_gpu(self):
+        self.device = torch.device("cuda")
+        forget(self)
+        self.device = torch.device("cpu")
+
+    monkeypatch.setattr(Runtime, "forget", on_a_gpu)
+    task = MNIST(dataset_dir=digits, epochs=1, batch_size=8, log_every=25)
+    train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+    assert order.count("anew") == 1 and order[-1] == "read"
+
+
+def test_predictions_are_copied_before_the_next_batch_is_asked_for_and_waited_for_after_it(digits, cpu, monkeypatch):
+    order, count = [], itertools.count(1)
+
+    class Event:
+        def __init__(self):
+            self.number = next(count)
+
+        def record(self):
+            order.append(f"copy {self.number}")
+
+        def synchronize(self):
+            order.append(f"wait {self.number}")
+
+    class Told(MNIST):
+        def predict(self, model, batch, epoch=None):
+            order.append("predict")
+            return super().predict(model, batch, epoch)
+
+    task = Told(dataset_dir=digits, batch_size=16)  # 40 test samples are 3 batches
+    model, data = task.model(), task.test_set()
+    wanted, order[:] = evaluate(task, model, data, cpu), []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    host_later = Runtime.host_later
+
+    def on_a_gpu(self, tree):
+        self.device = torch.device("cuda")
+        waited = host_later(self, tree)
+        self.device = torch.device("cpu")
+        return waited
+
+    monkeypatch.setattr(Runtime, "host_later", on_a_gpu)
+    assert evaluate(task, model, data, cpu) == wanted
+    assert order == "predict,copy 1,predict,copy 2,wait 1,predict,copy 3,wait 2,wait 3".split(",")
 
 
 # The optimizer's state
@@ -454,17 +670,17 @@ def test_a_gradient_above_the_norm_is_scaled_down_to_it_and_a_small_one_left_alo
 
 
 def test_the_average_of_the_weights_forgets_the_start_quickly_and_then_as_slowly_as_asked(digits, tmp_path, cpu, monkeypatch):
-    from tpukit.training import Training
+    from tpukit import training
 
     task = MNIST(dataset_dir=digits, epochs=4, ema_decay=0.6, **SMALL)  # 25 steps an epoch
     seen = []
-    average = Training._average
+    average = training._average
 
-    def noting(self, weight):
-        seen.append({n: v.clone() for n, v in self.model.state_dict().items()})
-        average(self, weight)
+    def noting(averaged, model, weight):
+        seen.append({n: v.clone() for n, v in model.state_dict().items()})
+        average(averaged, model, weight)
 
-    monkeypatch.setattr(Training, "_average", noting)
+    monkeypatch.setattr(training, "_average", noting)
     run = Run.open(tmp_path / "run", task)
     train(task, run, runtime=cpu, progress=False)
     torch.manual_seed(task.seed)

@@ -2,10 +2,13 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from tests.conftest import checkpoint
 from tpukit import MSHNet, Run, TpukitError, environment, replaying, report, train, troubles
 from tpukit.workloads.mnist import MNIST
 
@@ -32,7 +35,7 @@ def test_two_phases_cost_two_programs_and_no_later_step_compiles_or_falls_back(i
     assert "No operation fell back" in words
 
 
-def test_twenty_steps_give_the_same_losses_as_eager_pytorch(infrared, tmp_path, xla, cpu):
+def test_twenty_steps_give_the_losses_of_eager_pytorch_but_for_rounding(infrared, tmp_path, xla, cpu):
     # Adagrad's first step moves every weight by lr times the sign of its gradient, so at the recipe's lr the rounding of
     # near-zero gradients is amplified without bound; with a small lr the two devices can be compared.
     task = MSHNet(dataset_dir=infrared, epochs=5, warm_epoch=1, eval_every=9, lr=1e-4, **RECIPE)
@@ -42,7 +45,9 @@ def test_twenty_steps_give_the_same_losses_as_eager_pytorch(infrared, tmp_path, 
         train(task, run, runtime=runtime, progress=False)
         losses[name] = [r["loss"] for r in run.records("train")]
     assert len(losses["cpu"]) == 20 and max(losses["cpu"]) - min(losses["cpu"]) > 0.5  # both phases are in
-    assert max(abs(a - b) for a, b in zip(losses["cpu"], losses["xla"])) < 1e-3
+    # The two differed by 6e-4 and 1e-3 on two processors, as noise of 2e-7 in eager gradients (2e-4) leads to expect; twice the
+    # lr differs by 1.5e-2. The bound is four times the one and a quarter of the other.
+    assert max(abs(a - b) for a, b in zip(losses["cpu"], losses["xla"])) < 4e-3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +104,7 @@ def outcome(xla, optimizer, dropout, replayed):
     """(losses of 8 steps, final state, how often the step was traced) of a small model."""
     torch.manual_seed(0)
     layers = [
-        torch.nn.Conv2d(1, 4, 3),
+        torch.nn.Conv2d(1, 4, 3, bias=False),  # whose gradient would be nothing but rounding, before a batch norm
         torch.nn.BatchNorm2d(4),
         torch.nn.ReLU(),
         torch.nn.Flatten(),
@@ -133,18 +138,23 @@ def outcome(xla, optimizer, dropout, replayed):
     "optimizer, dropout, traces",
     [
         (lambda p: torch.optim.SGD(p, 0.001, momentum=0.9, weight_decay=1e-3), False, 4),
-        (lambda p: torch.optim.Adagrad(p, 0.01), False, 4),  # counts its steps on the host
-        (lambda p: torch.optim.AdamW(p, 0.01, capturable=True), False, 4),  # counts them on the device
-        (lambda p: torch.optim.AdamW(p, 0.01), False, 8 + 2),  # makes other constants of them at every step
+        (lambda p: torch.optim.Adagrad(p, 0.001, eps=1e-3), False, 4),  # counts its steps on the host
+        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3, capturable=True), False, 4),  # counts them on the device
+        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3), False, 8 + 2),  # makes other constants of them at every step
         (lambda p: torch.optim.SGD(p, 0.001), True, 8 + 2),
     ],
     ids=["SGD", "Adagrad", "capturable AdamW", "AdamW", "dropout"],
 )
-def test_a_replayed_step_gives_what_a_traced_one_gives_to_the_last_bit(optimizer, dropout, traces, xla):
+def test_a_replayed_step_gives_what_a_traced_one_gives_but_for_rounding(optimizer, dropout, traces, xla):
     losses, state, calls = outcome(xla, optimizer, dropout, replayed=True)
     wanted_losses, wanted_state, all_calls = outcome(xla, optimizer, dropout, replayed=False)
-    assert losses == wanted_losses and losses[0] != losses[-1]
-    assert len(state) == len(wanted_state) and all(torch.equal(a, b) for a, b in zip(state, wanted_state))
+    # The two are different programs, and on some processors round differently: by 3e-8 in a gradient, where it was seen. These
+    # optimizers divide by eps=1e-3 or more, and so make little of it: noise of 2e-7 of the largest gradient, in every gradient
+    # of every step, moved a loss by 1e-7 of it and a state by 1e-6; an lr that is 1 % off by 1e-3 and 9e-4.
+    assert losses == pytest.approx(wanted_losses, rel=1e-5) and losses[-1] > losses[0] + 1
+    assert len(state) == len(wanted_state)
+    for found, wanted in zip(state, wanted_state):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
     # Three traces to begin with, one more for the other epoch; what cannot be replayed has cost two.
     assert (calls, all_calls) == (traces, 8)
 
@@ -168,18 +178,62 @@ def test_a_replayed_step_writes_the_new_weights_into_the_memory_of_the_old_ones(
     assert torch.isfinite(model.weight.detach().cpu()).all()
 
 
-@pytest.mark.parametrize(
-    "accelerator, initialised, wanted", [("tpu", False, ["programs-0"]), ("tpu", True, []), ("xla", False, [])]
-)
-def test_programs_are_kept_for_later_sessions_on_a_tpu_and_set_up_once(accelerator, initialised, wanted, monkeypatch, xla):
-    import torch_xla
-    import torch_xla.runtime as xr
+class Normed(MNIST):
+    """MNIST with a batch norm, whose running statistics are buffers."""
 
-    kept = []
-    monkeypatch.setattr(xr, "initialize_cache", lambda path, readonly: kept.append(path))
-    monkeypatch.setattr(torch_xla._XLAC, "_xla_computation_cache_is_initialized", lambda: initialised)
-    type(xla)(accelerator, "fp32")
-    assert [path.rpartition("/")[2] for path in kept] == wanted
+    def model(self):
+        return super().model().insert(1, torch.nn.BatchNorm2d(32))
+
+
+def test_an_average_keeps_its_own_running_statistics_while_replayed_steps_write_over_the_models(digits, tmp_path, xla, cpu):
+    task = Normed(dataset_dir=digits, epochs=1, batch_size=8, ema_decay=0.9)  # 25 steps, averaged at the 10th and the 20th
+    kept = {}
+    for name, runtime in (("cpu", cpu), ("xla", xla)):
+        run = Run.open(tmp_path / name, task)
+        train(task, run, runtime=runtime, progress=False)
+        kept[name] = {n: v for n, v in checkpoint(run)["averaged"].items() if "running" in n}
+    assert len(kept["xla"]) == 2 and kept["xla"]["1.running_var"].max() > 0.01
+    for name in kept["cpu"]:
+        torch.testing.assert_close(kept["xla"][name], kept["cpu"][name], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "accelerator, precision, wanted", [("tpu", "fp32", ["highest"]), ("tpu", "auto", []), ("xla", "fp32", [])]
+)
+def test_fp32_on_a_tpu_multiplies_in_fp32(accelerator, precision, wanted, monkeypatch, xla):
+    from torch_xla import _XLAC
+
+    said = []
+    monkeypatch.setattr(_XLAC, "_xla_set_mat_mul_precision", said.append)
+    type(xla)(accelerator, precision)
+    assert said == wanted
+
+
+SPMD = """
+import sys, tempfile
+
+class Recorder:
+    asked = []
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("jax", "torchax"):
+            self.asked.append(name)
+
+sys.meta_path.insert(0, Recorder())
+from tpukit import MNIST, Run, train
+from tpukit.xla import XLARuntime
+
+task = MNIST(dataset_dir=sys.argv[1], epochs=1, batch_size=8, eval_every=9)
+runtime = XLARuntime("xla", spmd_cores=2)
+before = runtime.counters()["executions"]
+train(task, Run.open(tempfile.mkdtemp(), task), runtime=runtime, progress=False)
+print(Recorder.asked, runtime.counters()["executions"] - before > 25)
+"""
+
+
+def test_an_spmd_training_looks_for_no_jax_and_counts_the_programs_it_runs(digits, tmp_path, xla):
+    ran = subprocess.run([sys.executable, "-c", SPMD, str(digits)], capture_output=True, text=True, cwd=tmp_path)
+    assert ran.stdout.splitlines()[-1:] == ["[] True"], ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])

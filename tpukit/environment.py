@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
+import traceback
 from pathlib import Path
 
 from tpukit.errors import TpukitError
@@ -251,6 +252,23 @@ def nvidia_gpus(environ):
     return [names[int(number)] for number in chosen if int(number) < len(names)]
 
 
+def supports(capability, built_for):
+    """Whether a GPU runs what torch was built for.
+
+    capability: its compute capability, (major, minor). built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code for 8.0
+    and what is newer of 8.x; "compute_90" is compiled by the driver, for 9.0 and everything newer; an "a" at the end means that
+    very one, an "f" what is newer of the same major number. (NVIDIA, CUDA C++ Programming Guide, 6.1)"""
+    found = [re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name) for name in built_for]
+    built = [(m[1], (int(m[2]), int(m[3])), m[4]) for m in found if m]
+
+    def runs(kind, target, suffix):
+        if suffix == "a":
+            return capability == target
+        return capability >= target and (kind == "compute" and not suffix or capability[0] == target[0])
+
+    return not built or any(runs(*target) for target in built)
+
+
 @contextlib.contextmanager
 def explained():
     """Within it, an error of an accelerator's runtime that has a known mend is raised as a TpukitError with the mend."""
@@ -262,6 +280,7 @@ def explained():
         mend = mend_for(str(error))
         if mend is None:
             raise
+        traceback.clear_frames(error.__traceback__)  # a notebook keeps it, and with it a step's activations
         # The runtime's first lines say what and, where a shape changed, which; the rest is its own stack.
         said = [line.strip()[:300] for line in str(error).splitlines() if line.strip()][:3]
         raise TpukitError("\n".join([*said, mend])) from error

@@ -32,20 +32,20 @@ class Replayed:
     """Of the last program: the first operation that the one before has not. See `causes.new_operation`."""
 
     def __init__(self, function, graphs, model, optimizer, device):
-        import torch_xla
-
         self.function, self.graphs, self.model, self.optimizer, self.device = function, graphs, model, optimizer, str(device)
-        # full_graph: a hidden `.item()` raises instead of cutting the step.
-        self.guarded = torch_xla.compile(self._traced, full_graph=True, name=function.__name__)
         self.recordings, self.hashes, self.calls = {}, set(), 0
         self.trace, self.traces = "", {}  # of the program that was compiled last; of each, by its hash
 
     def __call__(self, *arguments):
+        import torch_xla
+
         key, tensors = self._key(arguments)
         self.calls += 1
         recording = self.recordings.get(key)
         if recording is None or recording.runs == CHECK_EVERY:
-            return self.guarded(arguments, key, tensors)
+            # full_graph: a hidden `.item()` raises instead of cutting the step.
+            guarded = torch_xla.compile(self._traced, full_graph=True, name=self.function.__name__)
+            return guarded(arguments, key, tensors)
         if recording.host:
             torch._foreach_add_(recording.host, recording.steps)
         return self._run(recording, tensors)
@@ -82,7 +82,7 @@ class Replayed:
         elif known is not None and not (known.hash == recording.hash and known.like(recording)):
             raise RuntimeError(self._another(self.traces[known.hash], _XLAC._get_xla_tensors_text(recording.outputs)))
         if not self.works:
-            return self.function(*arguments)  # the end of `guarded` runs it
+            return self.function(*arguments)  # the end of the guarded call runs it
         return self._compiled(recording, key, tensors)
 
     def _another(self, expected, got):

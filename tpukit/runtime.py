@@ -8,10 +8,13 @@ import faulthandler
 import functools
 import os
 import time
+import warnings
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
+from tpukit.environment import supports
 from tpukit.errors import TpukitError
 from tpukit.world import World
 
@@ -29,6 +32,15 @@ def check_batch(batch_size, cores, what="cores"):
         sizes = f"{below} or {below + cores}" if below else f"{cores}, or another multiple of it"
         shared = f"{cores} {what} cannot share it evenly: use {sizes}"
         raise TpukitError(f"batch_size={batch_size} is the global batch, and {shared}")
+
+
+def check_cuda():
+    """Raise TpukitError where torch cannot use the GPU that is here."""
+    if not torch.cuda.is_available():
+        raise TpukitError(
+            f"a GPU is here, but torch {torch.__version__} cannot use it: "
+            "this torch was built without CUDA, or the driver is too old. `tpukit doctor` says which."
+        )
 
 
 class Runtime:
@@ -50,15 +62,30 @@ class Runtime:
         self.device = self._open_device()
         self.cores = self._count_cores()
         self.precision = self._best_precision() if precision == "auto" else precision
+        if self.precision == "fp32":
+            self._multiply_in_fp32()
         self.scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" else None
 
     def _open_device(self):
-        if self.accelerator == "cuda" and not torch.cuda.is_available():
-            raise TpukitError(
-                f"a GPU is here, but torch {torch.__version__} cannot use it: "
-                "this torch was built without CUDA, or the driver is too old. `tpukit doctor` says which."
-            )
+        if self.accelerator == "cuda":
+            check_cuda()
+            capability, built_for = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
+            if not supports(capability, built_for):
+                raise TpukitError(
+                    f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))}, but torch "
+                    f"{torch.__version__} was built for {', '.join(built_for)} alone, and would fail at its first kernel: "
+                    "choose another GPU, or a torch that was built for this one"
+                )
         return torch.device(self.accelerator)
+
+    def _multiply_in_fp32(self):
+        """Make fp32 mean fp32: by default convolutions on newer GPUs round their inputs to 10 bits (TF32)."""
+        if self.accelerator != "cuda":
+            return
+        with warnings.catch_warnings():
+            # From 2.9 on torch advises another interface. That leaves this one as it was, and torch fails where it asks both.
+            warnings.simplefilter("ignore")
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
     def _count_cores(self):
         return self.world.size
@@ -99,9 +126,8 @@ class Runtime:
 
     def put_whole(self, arrays, *, sharded=False):
         """`put` for a whole set, (N, ...) each, that stays. sharded: a part on each of this process's `shards` devices."""
-        return self.put(
-            {name: np.array(values) for name, values in arrays.items()}
-        )  # copies: mapped files cannot be written, and torch warns
+        # Copies, because torch warns of mapped files, which cannot be written. Not pinned: torch keeps pinned memory for ever.
+        return {name: torch.as_tensor(np.array(values)).to(self.device) for name, values in arrays.items()}
 
     def host(self, tree):
         """The same nest of dicts, lists and tuples with every tensor copied to the CPU. Waits for the device."""
@@ -112,6 +138,21 @@ class Runtime:
         if isinstance(tree, (list, tuple)):
             return type(tree)(self.host(value) for value in tree)
         return tree
+
+    def host_later(self, tree):
+        """`host`, begun now: a function that waits for the copy and returns it. What the device is asked for after this call,
+        it does not wait for, where the device allows it."""
+        if self.device.type != "cuda":
+            return functools.partial(self.host, tree)
+        pinned = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", non_blocking=True), tree)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait():
+            copied.synchronize()
+            return self.host(pinned)  # out of the pinned memory, which is scarce
+
+        return wait
 
     def totals(self, sums, *more):
         """(N,) device tensor -> list of N floats for every rank, each followed by that rank's `more` floats.
@@ -272,7 +313,10 @@ class Runtime:
         return []
 
     def forget(self):
-        """What this process compiled, called and had fall back before is no part of what is told from now on."""
+        """What this process compiled, called and had fall back before is no part of what is told from now on, nor is its peak
+        of memory, where the device can start that anew (a GPU)."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
 
     def counters(self):
         """What the accelerator's own counters say since the start; empty where there are none. See `XLARuntime.counters`."""

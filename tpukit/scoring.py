@@ -69,8 +69,8 @@ def predictions(task, model, feed, runtime, *, epoch, check):
     compose = feed.compose if feed.resident is None else runtime.inference(feed.compose)
     found, unread = [], None
 
-    def read(pair):
-        found.extend(runtime.world.gather(runtime.host(pair)))
+    def read(copied):
+        found.extend(runtime.world.gather(copied()))
 
     model.eval()
     plan = evaluation_plan(len(feed.data), task.batch_size)
@@ -78,10 +78,10 @@ def predictions(task, model, feed, runtime, *, epoch, check):
         for batch in batches:
             batch = compose(batch)
             names = batch if task.scored_with is None else (*task.scored_with, "valid")
-            pair = (predict(batch), {name: batch[name] for name in names})
+            copied = runtime.host_later((predict(batch), {name: batch[name] for name in names}))
             if unread is not None:  # one late, so that the device has something to do meanwhile
                 read(unread)
-            unread = pair
+            unread = copied
             runtime.beat(runtime.step)
             check()
     if unread is None:

@@ -1,8 +1,7 @@
 """One optimizer step: the whole of what a device that compiles gets as one program."""
 
-import functools
-
 import torch
+import torch.nn.functional as F
 
 # What a step adds up on the device between two readings, and where it starts. bad_step is the first one whose loss was not
 # finite, odd_step the first whose gradient norm was unusual, both counted from the last reading; grad_norm is the last step's.
@@ -36,10 +35,12 @@ def training_step(task, model, optimizer, runtime, batch, epoch, sums):
     return torch.stack([loss_sum + loss, steps + 1, bad_step, odd_step, last_norm])
 
 
-def freeze_batch_norm(model):
-    """Let every batch norm of a model use its running statistics in training too. Its scale and offset still learn."""
+class _FrozenBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+    """A batch norm that uses its running statistics in training too."""
 
     def forward(self, x):
+        if x.device.type != "xla":  # in the dtype of x; below, float32 statistics make float32 of bfloat16
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         # Written out, because XLA has no backward of batch norm in evaluation mode.
         shape = (1, -1, *[1] * (x.dim() - 2))
         scale = torch.rsqrt(self.running_var + self.eps)
@@ -47,6 +48,9 @@ def freeze_batch_norm(model):
         x = (x - self.running_mean.view(shape)) * scale.view(shape)
         return x if self.bias is None else x + self.bias.view(shape)
 
+
+def freeze_batch_norm(model):
+    """Let every batch norm of a model use its running statistics in training too. Its scale and offset still learn."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            module.forward = functools.partial(forward, module)
+            module.__class__ = _FrozenBatchNorm

@@ -43,7 +43,8 @@ class Workload:
     seed: int = 0
     """Decides the initial weights, the order of the samples and the augmentation."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """fp32, bf16, fp16, or auto: bf16 on TPU and newer GPUs, fp16 with a loss scaler on older GPUs, fp32 on CPU."""
+    """fp32 (on GPUs without TF32, on a TPU without bf16 passes), bf16, fp16, or auto: bf16 on TPU and newer GPUs, fp16 with a
+    loss scaler on older GPUs, fp32 on CPU."""
     weights: Path | None = None
     """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model."""
     clip_norm: float | None = None
@@ -58,7 +59,8 @@ class Workload:
     """Seconds between two checkpoints within an epoch; one is written at every epoch's end anyway."""
     batch_norm: Literal["per-core", "synced", "frozen"] = "per-core"
     """Statistics of batch norm on several cores. per-core: each core's share of the batch, rank 0's running ones are kept.
-    synced: the whole global batch (GPUs; parallel="spmd" does so on TPU anyway). frozen: the running ones, not trained."""
+    synced: the whole global batch (GPUs, where each such layer makes the host wait for the device in every step;
+    parallel="spmd" does so on TPU anyway). frozen: the running ones, not trained."""
     num_workers: int = setting(2, free=True)
     """Threads that read and augment the batches; 0 does it between the steps."""
     channels_last: bool = setting(False, free=True)

@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -22,6 +23,7 @@ from tpukit.stopping import Stop
 
 AVERAGE_EVERY = 10  # steps
 FORMAT = 3  # of a checkpoint's state
+LEAST_SCALE = 1.0  # of an fp16 loss: it starts at 65536, and a gradient that overflows without being scaled has diverged
 
 
 class Diverged(TpukitError):
@@ -59,8 +61,8 @@ def train(task, run, *, runtime=None, progress=True):
     runtime: this core's, among others; `launch` gives it. On its own, train opens the one device of this process.
 
     A checkpoint is written at every epoch's end, every `task.save_every_s` seconds, and before leaving on an interrupt
-    or SIGTERM; a resumed run equals a straight one. Raises `Diverged` (naming the step and the last good checkpoint)
-    when loss or gradient stop being finite, and TpukitError for what the user can mend.
+    or SIGTERM; a resumed run equals a straight one, on GPUs but for the rounding of their kernels. Raises `Diverged` (naming
+    the step and the last good checkpoint) when loss or gradient stop being finite, and TpukitError for what the user can mend.
     """
     with Stop() as stop, environment.explained():
         return Training(task, run, runtime, stop, progress).go()
@@ -107,8 +109,10 @@ class Training:
         self._restore()
         self.parallel_model = self.runtime.compiled(self.runtime.parallel(self.model), task.torch_compile)
         changed = dict(model=self.model, optimizer=self.optimizer) if primed else {}
+        self.step = functools.partial(_step, task, self.parallel_model, self.optimizer, self.runtime, self.feed)
+        self.step.__name__ = "step"
         self.step_program = self.runtime.compile(self.step, task.phases if primed else task.phases + 1, **changed)
-        self.average_program = self.runtime.inference(self._average)
+        self.average_program = self.runtime.inference(functools.partial(_average, self.averaged, self.model))
         self.runtime.forget()  # what others before had compiled is not this training's
         self.steps_taken = 0
         self.save_due = False
@@ -129,18 +133,6 @@ class Training:
         return model  # one program sees the whole batch as it is
 
     # One step
-
-    def step(self, batch, epoch, sums):
-        """What becomes one program: compose the batch, and `training_step`."""
-        batch = self.feed.compose(batch)
-        return training_step(self.task, self.parallel_model, self.optimizer, self.runtime, batch, epoch, sums)
-
-    def _average(self, weight):
-        """Move the averaged weights towards the weights by (1,) `weight`; buffers are copied."""
-        for mean, now in zip(self.averaged.parameters(), self.model.parameters()):
-            mean.lerp_(now, weight)
-        for mean, now in zip(self.averaged.buffers(), self.model.buffers()):
-            mean.copy_(now)
 
     def _average_if_due(self):
         count, rest = divmod(self.state.step, AVERAGE_EVERY)
@@ -291,18 +283,23 @@ class Training:
         self.save_due = bool(rows[0][-1])
         if sums["bad_step"] >= 0:
             step = self.state.step - int(sums["steps"]) + int(sums["bad_step"]) + 1
-            good = next(
-                (f"the last good checkpoint is {c['file']}" for c in self.run.checkpoints()), "there is no checkpoint yet"
-            )
-            self.run.log("diverged", step)
-            message = (
-                f"loss or gradient is not a finite number at step {step}; {good} in {self.run.path / 'checkpoints'}. "
-                f"Start another run with a lower lr (now {self.task.lr}; weights= takes this run's best.safetensors), "
-                f"or in fp32 (now {self.runtime.precision}), or check the data."
-            )
-            self.run.say(message)
-            raise Diverged(message)
+            self._diverge(step, f"loss or gradient is not a finite number at step {step}")
+        # It is halved at every step whose gradient overflows, which is skipped.
+        if self.runtime.scaler and (scale := self.runtime.scaler.get_scale()) < LEAST_SCALE:
+            step = self.state.step
+            self._diverge(step, f"the gradient is not finite at step {step} even with the loss scaled down to {scale:.2g}")
         return sums
+
+    def _diverge(self, step, what):
+        good = next((f"the last good checkpoint is {c['file']}" for c in self.run.checkpoints()), "there is no checkpoint yet")
+        self.run.log("diverged", step)
+        message = (
+            f"{what}; {good} in {self.run.path / 'checkpoints'}. "
+            f"Start another run with a lower lr (now {self.task.lr}; weights= takes this run's best.safetensors), "
+            f"or in fp32 (now {self.runtime.precision}), or check the data."
+        )
+        self.run.say(message)
+        raise Diverged(message)
 
     def _watch_norm(self, sums):
         """Say once when the gradient norm leaves the usual range, and again when it does after having come back."""
@@ -486,6 +483,22 @@ class Training:
             self.run.say(f"{why}: saved at step {self.state.step}. Run the same again to go on from there.")
         else:  # a second interrupt broke into a step, whose state is half new: the last checkpoint counts
             self.run.say(f"{why} within a step: the last checkpoint counts. Run the same again to go on from there.")
+
+
+# The programs: no methods, because a training that held methods of itself would stay in memory after its end, with its model.
+
+
+def _step(task, model, optimizer, runtime, feed, batch, epoch, sums):
+    """Compose the batch, and `training_step`."""
+    return training_step(task, model, optimizer, runtime, feed.compose(batch), epoch, sums)
+
+
+def _average(averaged, model, weight):
+    """Move the averaged weights towards the weights by (1,) `weight`; buffers are copied."""
+    for mean, now in zip(averaged.parameters(), model.parameters()):
+        mean.lerp_(now, weight)
+    for mean, now in zip(averaged.buffers(), model.buffers()):
+        mean.copy_(now + 0)  # a plain copy shares its memory on XLA, where the next step gives it away
 
 
 def _timed(function, *arguments):

@@ -184,8 +184,7 @@ TROUBLES = (
     Trouble(
         "The first step takes minutes",
         "The whole step is traced and compiled into one program. Later steps reuse it.",
-        "Wait for it once: tpukit says when it starts and how long it took. On a TPU later sessions find the program in "
-        "TPUKIT_CACHE.",
+        "Wait for it once: tpukit says when it starts and how long it took. A later session compiles it again.",
         asked=r"first step.*(minute|long|slow|hang)|(minute|long|slow)\w*.*first step",
     ),
     Trouble(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from tpukit import causes, files
+from tpukit import causes
 from tpukit.errors import TpukitError
 from tpukit.replaying import Replayed
 from tpukit.runtime import Runtime
@@ -57,19 +57,14 @@ class XLARuntime(Runtime):
             if found != self.spmd_cores:
                 raise TpukitError(f"asked for {self.spmd_cores} cores, found {found}: leave cores out to take all")
             self.mesh = xs.Mesh(np.arange(found), (found,), ("data",))
-        # A second runtime of this process finds it set; programs that ran before it was set are not kept.
-        if self.keeps_programs and not torch_xla._XLAC._xla_computation_cache_is_initialized():
-            # Programs of earlier sessions of this machine; other processes may be writing theirs.
-            folder = files.cache_folder() / f"programs-{self.world.rank}"
-            with contextlib.suppress(OSError):  # without a folder of our own they are compiled every time
-                files.make_private(folder.parent)
-                xr.initialize_cache(str(folder), readonly=False)
         return torch_xla.device()
 
-    @property
-    def keeps_programs(self):
-        """Whether compiled programs are kept on disk. torch_xla can read them back on a TPU only."""
-        return self.accelerator == "tpu"
+    def _multiply_in_fp32(self):
+        if self.accelerator == "tpu":
+            from torch_xla import _XLAC
+
+            # Otherwise a TPU rounds them to bfloat16. (`torch_xla.backends` does the same, with a warning at the first time.)
+            _XLAC._xla_set_mat_mul_precision("highest")
 
     def _count_cores(self):
         return self.spmd_cores or self.world.size
@@ -107,10 +102,11 @@ class XLARuntime(Runtime):
         return batch
 
     def _shard(self, tensors):
-        import torch_xla.distributed.spmd as xs
+        from torch_xla import _XLAC
 
         for value in tensors.values():
-            xs.mark_sharding(value, self.mesh, ("data", *[None] * (value.dim() - 1)))
+            # Not `xs.mark_sharding`, which tries to import torchax and jax at every call.
+            _XLAC._xla_mark_sharding(value, self.mesh.get_op_sharding(("data", *[None] * (value.dim() - 1))))
 
     def put_whole(self, arrays, *, sharded=False):
         whole = super().put_whole(arrays)
@@ -280,7 +276,7 @@ class XLARuntime(Runtime):
         """dict, since this process started: compilations, executions (counts); compile_s, execute_s, to_device_s, from_device_s
         (seconds, summed); fallbacks, since `forget`: operation that XLA could not lower and the CPU ran instead -> count."""
         compilations, compile_s = self.compilations()
-        executions, execute_s = _timed("ExecuteTime")
+        executions, execute_s = map(sum, zip(_timed("ExecuteTime"), _timed("ExecuteReplicatedTime")))  # the second: SPMD
         return dict(
             compilations=compilations,
             compile_s=compile_s,
@@ -341,8 +337,6 @@ class RecordingRuntime(XLARuntime):
     memory_size: of the core, in bytes. `programs`: each as a StableHLO portable artifact, in the order in which they were asked
     for.
     """
-
-    keeps_programs = False
 
     def __init__(self, precision="auto", cores=1, memory_size=0):
         os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")  # which would be left out where one core is seen

@@ -17,6 +17,7 @@ FORMAT = "tpukit comparison 1"
 PLACE_OF_HOST = {"colab": "Colab", "kaggle": "Kaggle", "tpu-vm": "Google Cloud", "local": "local"}
 TWO_CORES_A_CHIP = ("TPU v2", "TPU v3")  # which are counted by cores here, and by chips in the table of prices
 NOT_THE_RECIPE = ("batch_size", "precision", "seed", "weights")
+ENGINE = ("torch_compile", "channels_last", "data_on")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,9 @@ class Measurement:
     workload: str
     recipe: dict
     """the settings that decide the work of a step; only files that agree in them can be compared"""
+    engine: dict = dataclasses.field(default_factory=dict)
+    """the settings that decide how fast the same work is done, `ENGINE`; empty in files that were written before they were
+    kept"""
     samples: int
     synthetic: bool
     """whether the images were made up"""
@@ -50,7 +54,7 @@ class Measurement:
     def label(self):
         """What tables and plots call it."""
         name = "CPU XLA device" if self.accelerator == "xla" else self.hardware
-        return f"{name} x {self.cores}" if self.cores > 1 else name
+        return ", ".join([f"{name} x {self.cores}" if self.cores > 1 else name, *_said_of(self.engine)])
 
     @property
     def fitting(self):
@@ -99,6 +103,7 @@ class Measurement:
             raise TpukitError(f"{path} is damaged, or no JSON: {error}") from error
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise TpukitError(f"{path} is no measurement of `tpukit compare`: its format is not {FORMAT!r}")
+        found.setdefault("engine", {})
         values = {f.name: _checked(path, found, f.name, f.type) for f in dataclasses.fields(cls) if f.name != "file"}
         for number, row in enumerate(values["rows"]):
             where = f"{path}, rows[{number}]"
@@ -149,10 +154,18 @@ def measurement_of(task, env, about, rows):
         versions=env.versions,
         workload=task.name,
         recipe=recipe,
+        engine={name: getattr(task, name) for name in ENGINE},
         samples=about["samples"],
         synthetic=_is_made_up(Path(task.dataset_dir)),
         rows=rows,
     )
+
+
+def _said_of(engine):
+    """What of an engine is not as it is by default, in words."""
+    words = [str(engine["torch_compile"])] if engine.get("torch_compile", "no") != "no" else []
+    words += ["channels last"] if engine.get("channels_last") else []
+    return words + ([f"data on {engine['data_on']}"] if engine.get("data_on", "auto") != "auto" else [])
 
 
 def _is_made_up(folder):
@@ -199,10 +212,12 @@ def hardware_of(env):
 
 
 def file_for(folder, task, env, cores=None):
-    """Where a measurement of this machine is kept in a folder: the name says workload, hardware and, unless local, place."""
+    """Where a measurement of this machine is kept in a folder: the name says workload, hardware and, where they are not the
+    usual ones, place and engine."""
     name = f"{task.name}-{hardware_of(env)}{'-xla' if env.accelerator == 'xla' else ''}"
     count = cores or (env.cores if env.accelerator in ("tpu", "cuda") else 1)
     name += f"{f'-x{count}' if count > 1 else ''}{'' if _place(env) == 'local' else f'-{_place(env)}'}"
+    name = "-".join([name, *_said_of({name: getattr(task, name) for name in ENGINE})])
     return Path(folder) / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json"
 
 
