@@ -11,13 +11,14 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from tests.conftest import ROOT
-from tpukit import TpukitError, detect, files, find_dataset, mount_drive, simulator, storage, synthetic, weights
+from tpukit import TpukitError, detect, files, find_dataset, mount_drive, simulator, storage, synthetic, weights, workloads
 from tpukit.environment import Environment
 from tpukit.workloads import cdeit, mnist, mshnet
 
@@ -65,6 +66,82 @@ def test_the_places_come_in_order_drive_then_folder_then_synthetic(colab, tmp_pa
     drive = touch(colab.drive / "datasets/IRSTD-1k")
     assert find_dataset(colab, "IRSTD-1k") == drive
     assert "found on Drive" in capsys.readouterr().out
+
+
+@pytest.fixture
+def page(colab, tmp_path, monkeypatch):
+    """A Colab notebook: stand-ins for its page, which answers questions, and for its `drive.mount`.
+
+    What `mount` does: "yes" mounts a Drive with an IRSTD-1k, "no" raises, as when the user closes the window.
+    """
+    monkeypatch.chdir(tmp_path)
+    found = SimpleNamespace(env=colab, answers=True, user="yes", asked=0)
+
+    def mount(place):
+        found.asked += 1
+        if found.user == "no":
+            raise RuntimeError("Error: credential propagation was unsuccessful")
+        touch(colab.drive / "datasets/IRSTD-1k")
+
+    kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=SimpleNamespace(_allow_stdin=found.answers)))
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    drive = SimpleNamespace(drive=SimpleNamespace(mount=mount))
+    monkeypatch.setitem(sys.modules, "google", SimpleNamespace(colab=drive))
+    monkeypatch.setitem(sys.modules, "google.colab", drive)
+    return found
+
+
+def test_a_dataset_on_a_drive_that_is_not_mounted_is_found_by_asking_the_user(page, capsys):
+    assert find_dataset(page.env, "IRSTD-1k") == page.env.drive / "datasets/IRSTD-1k" and page.asked == 1
+    assert find_dataset(page.env, "IRSTD-1k") == page.env.drive / "datasets/IRSTD-1k" and page.asked == 1
+
+
+def test_a_user_who_refuses_drive_is_asked_once_and_gets_a_synthetic_set(page, capsys):
+    page.user = "no"
+    for _ in range(2):
+        assert "synthetic" in find_dataset(page.env, "IRSTD-1k", size=4).name and page.asked == 1
+    said = capsys.readouterr().out
+    assert "credential propagation" in said and "Drive is not mounted" in said
+    assert mount_drive(page.env) is None and page.asked == 2  # who asks for it is asked again
+
+
+def test_who_refused_to_save_on_drive_is_not_asked_for_data_there(page):
+    page.user = "no"
+    assert mount_drive(page.env) is None
+    find_dataset(page.env, "IRSTD-1k", size=4)
+    assert page.asked == 1
+
+
+def test_nobody_is_asked_for_drive_where_data_is_at_hand_or_nobody_could_answer(page, capsys):
+    given = touch(page.env.outputs / "given")
+    assert find_dataset(page.env, "IRSTD-1k", given) == given
+    assert find_dataset(page.env, "eit", fallback=str(given)) == given
+    page.answers = False  # papermill's kernel
+    assert "synthetic" in find_dataset(page.env, "IRSTD-1k", size=4).name
+    del sys.modules["IPython"]  # a shell's `tpukit train`
+    assert "synthetic" in find_dataset(page.env, "IRSTD-1k", size=4).name
+    assert "Drive is not mounted" in capsys.readouterr().out
+    touch(Path("datasets/IRSTD-1k"))
+    page.answers = True
+    assert find_dataset(page.env, "IRSTD-1k") == Path("datasets/IRSTD-1k") and page.asked == 0
+
+
+@pytest.mark.parametrize("name", ["cifar10", "IRSTD1k", "NUDT-SIRST", ""])
+def test_a_name_that_no_workload_knows_is_an_error_that_lists_the_names(here, tmp_path, name):
+    known = {workloads.find(workload).dataset for workload in workloads.WORKLOADS}
+    assert len(known) == 3
+    for ask in (lambda: find_dataset(here, name), lambda: synthetic.make(name, tmp_path / "made")):
+        with pytest.raises(TpukitError) as error:
+            ask()
+        assert all(other in str(error.value) for other in known)
+    assert not list(tmp_path.glob("**/*.png"))
+
+
+def test_a_name_of_the_users_own_is_fine_where_there_is_data(here, tmp_path):
+    mine = touch(tmp_path / "anywhere")
+    assert find_dataset(here, "cifar10", mine) == mine
+    there = touch(tmp_path / "datasets/cifar10")
+    assert find_dataset(here, "cifar10").resolve() == there
 
 
 @pytest.mark.parametrize("place", ["irstd-1k", "someone-set/IRSTD-1k", "datasets/someone/irstd-1k"])

@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import stat
+import sys
 import tarfile
 import tempfile
 import zipfile
@@ -203,20 +204,24 @@ def _archive_stem(path):
 # Places
 
 
+_asked = set()  # the Drives that this process asked for: a refusal is an answer
+
+
 def mount_drive(env, mount=None):
     """Mount Google Drive on Colab and return its MyDrive folder; elsewhere say so and return None.
 
-    mount: the function that mounts, `google.colab.drive.mount` unless given.
+    mount: the function that mounts, `google.colab.drive.mount` unless given. It asks for the user's consent, and waits for it.
     """
     if env.host != "colab":
         print(f"Drive: only Colab can mount it; this is {env.host}, results stay in {env.outputs}.")
         return None
     if not env.drive.is_dir():
-        if mount is None:
-            from google.colab import drive
-
-            mount = drive.mount
+        _asked.add(env.drive)
         try:
+            if mount is None:
+                from google.colab import drive
+
+                mount = drive.mount
             mount(str(env.drive.parent))
         except Exception as error:  # the user closed the consent window, or the account has no Drive
             print(f"Drive: not mounted ({error}). Results stay in {env.outputs} and go with this session.")
@@ -228,8 +233,8 @@ def mount_drive(env, mount=None):
 def find_dataset(env, name, path=None, *, fallback=False, size=None):
     """Find a dataset's folder and print which one was taken and why.
 
-    In this order: `path`; Drive (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; a small synthetic set made on
-    the spot (`size` images). Archives (.zip, .tar.gz) at these places are unpacked below `env.outputs`. A given `path`
+    In this order: `path`; Drive (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; on Colab a Drive that is not mounted
+    yet, for which the user is asked once; a small synthetic set made on the spot (`size` images). Archives (.zip, .tar.gz) at these places are unpacked below `env.outputs`. A given `path`
     that does not exist raises TpukitError, unless `fallback=True` allows the other places, or `fallback` is a folder, which
     is then taken instead (and, where no path is given, before a synthetic set is made).
     """
@@ -246,23 +251,22 @@ def find_dataset(env, name, path=None, *, fallback=False, size=None):
                 "mounted?), leave the path empty to search the usual places, or allow a fallback."
             )
         print(f"dataset {name}: {path} does not exist, looking elsewhere as allowed")
-    for place, why in _places(env, name):
+    for place, why in _places(env, name, instead):
         if place.exists():
             return _take(env, name, place, why)
-    if instead and instead.is_dir():
-        return _take(env, name, instead, f"found at ./{instead}")
     folder = env.outputs / "datasets" / f"{name}-synthetic"
     with files.locked(folder):
         folder = synthetic.make(name, folder, size=size)
-    print(f"dataset {name}: {folder} (synthetic, because no real one was found on Drive, in Kaggle inputs or in ./datasets)")
+    unseen = "; Drive is not mounted" if env.drive and not env.drive.is_dir() else ""
+    why = f"because no real one was found on Drive, in Kaggle inputs or in ./datasets{unseen}"
+    print(f"dataset {name}: {folder} (synthetic, {why})")
     return folder
 
 
-def _places(env, name):
-    """(path, why) in the order of preference, archives beside folders."""
-    if env.drive is not None:
-        for ending in ("", *ARCHIVES):
-            yield env.drive / "datasets" / f"{name}{ending}", "found on Drive"
+def _places(env, name, instead):
+    """(path, why) in the order of preference, archives beside folders. Asks for Drive when all but the last were refused."""
+    on_drive = [env.drive / "datasets" / f"{name}{ending}" for ending in ("", *ARCHIVES)] if env.drive else []
+    yield from ((place, "found on Drive") for place in on_drive)
     if env.host == "kaggle":
         for depth in ("*", "*/*", "*/*/*", "*/*/*/*"):  # Kaggle nests a dataset below its owner and lower-cases names
             for place in sorted(env.inputs.glob(depth)):
@@ -270,6 +274,18 @@ def _places(env, name):
                     yield place, "found in the Kaggle inputs"
     for ending in ("", *ARCHIVES):
         yield Path("datasets") / f"{name}{ending}", "found in ./datasets"
+    if instead and instead.is_dir():
+        yield instead, f"found at ./{instead}"
+    if on_drive and not env.drive.is_dir() and env.drive not in _asked and _user_can_answer():
+        print(f"dataset {name}: not here; Drive may have it in MyDrive/datasets, so Colab asks whether to mount it")
+        if mount_drive(env):
+            yield from ((place, "found on Drive") for place in on_drive)
+
+
+def _user_can_answer():
+    """Whether this is a notebook whose page can ask its user something. Without one Colab's mount waits for ever, or fails."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return getattr(getattr(shell, "kernel", None), "_allow_stdin", False)  # what the page said, sending the cell
 
 
 def _take(env, name, place, why):
