@@ -17,8 +17,22 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT
-from tpukit import TpukitError, detect, files, find_dataset, mount_drive, simulator, storage, synthetic, weights, workloads
+from tests.conftest import ROOT, best_weights, exact, same
+from tpukit import (
+    Run,
+    TpukitError,
+    detect,
+    files,
+    find_dataset,
+    find_run,
+    mount_drive,
+    simulator,
+    storage,
+    synthetic,
+    training,
+    weights,
+    workloads,
+)
 from tpukit.environment import Environment
 from tpukit.workloads import cdeit, mnist, mshnet
 
@@ -149,6 +163,44 @@ def test_kaggle_inputs_are_searched_whatever_their_nesting_and_case(kaggle, plac
     wanted = touch(kaggle.inputs / place)
     assert find_dataset(kaggle, "IRSTD-1k") == wanted
     assert "found in the Kaggle inputs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("input", ["notebooks/me/my-notebook/outputs", "my-notebook/outputs", "datasets/me/a-copy", "."])
+def test_a_run_goes_on_from_an_earlier_versions_output_that_is_only_read(kaggle, input, digits, cpu):
+    first, second = (mnist.MNIST(dataset_dir=digits, epochs=n, channels=2, batch_size=50, log_every=2) for n in (1, 2))
+    run = Run.open(kaggle.outputs / "mine", first, earlier=find_run(kaggle, "mine"))
+    training.train(first, run, runtime=cpu)
+    earlier = kaggle.inputs / input / "mine"
+    earlier.parent.mkdir(parents=True, exist_ok=True)
+    run.path.rename(earlier)  # the session ends; its output becomes an input of the next one
+    before = {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()}
+
+    assert find_run(kaggle, "mine") == earlier and find_run(kaggle, "other") is None
+    run = Run.open(kaggle.outputs / "mine", second, earlier=find_run(kaggle, "mine"))
+    training.train(second, run, runtime=cpu)
+    assert {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()} == before
+
+    straight = Run.open(kaggle.outputs / "straight", second)
+    training.train(second, straight, runtime=cpu)
+    assert exact(run) == exact(straight) and same(best_weights(run), best_weights(straight))
+    # What is in the working folder is newer than any input.
+    Run.open(run.path, second, earlier=find_run(kaggle, "mine"))
+    assert run.records("train")[-1]["step"] == 8
+
+
+def test_an_input_that_is_no_run_is_not_taken_for_one_and_two_runs_are_a_question(kaggle):
+    (kaggle.inputs / "some-model/mine").mkdir(parents=True)
+    (kaggle.inputs / "some-model/mine/config.json").write_text("{}")  # as many published models have one
+    assert find_run(kaggle, "mine") is None and find_run(kaggle, "") is None
+    for owner in ("a", "b"):
+        (kaggle.inputs / f"datasets/{owner}/set/mine/checkpoints").mkdir(parents=True)
+        (kaggle.inputs / f"datasets/{owner}/set/mine/config.json").write_text("{}")
+    with pytest.raises(TpukitError, match="2 inputs hold a run mine"):
+        find_run(kaggle, "mine")
+
+
+def test_only_kaggle_has_inputs_to_find_a_run_in(colab, here):
+    assert find_run(colab, "mine") is None and find_run(here, "mine") is None
 
 
 def make_archive(path, entries):

@@ -263,6 +263,22 @@ def find_dataset(env, name, path=None, *, fallback=False, size=None):
     return folder
 
 
+def find_run(env, name):
+    """The folder of the run `name` below the Kaggle inputs, for `Run.open(..., earlier=...)`; None where there is none.
+
+    It lies there when the output of an earlier version of the notebook, or a copy of the run, was added as an input. Raises
+    TpukitError where several inputs hold one.
+    """
+    if env.inputs is None or not name:
+        return None
+    below = [f"{'*/' * depth}{glob.escape(name)}" for depth in range(5)]  # notebooks/OWNER/NOTEBOOK/outputs/NAME is the deepest
+    found = [place for pattern in below for place in sorted(env.inputs.glob(pattern))]
+    found = [place for place in found if (place / "config.json").is_file() and (place / "checkpoints").is_dir()]
+    if len(found) > 1:
+        raise TpukitError(f"{len(found)} inputs hold a run {name}: {', '.join(map(str, found))}. Remove all but one of them")
+    return found[0] if found else None
+
+
 def _places(env, name, instead):
     """(path, why) in the order of preference, archives beside folders. Asks for Drive when all but the last were refused."""
     on_drive = [env.drive / "datasets" / f"{name}{ending}" for ending in ("", *ARCHIVES)] if env.drive else []
