@@ -67,9 +67,9 @@ class Run:
         """Start a run in the folder `path`, or go on with the one that is there.
 
         backup: a folder (on Drive, say) that gets a copy at every checkpoint; when `path` is gone and the backup is
-        there, the run comes back from it. earlier: a folder that is only read, from which it comes back otherwise
-        (`find_run`). Raises TpukitError if the folder holds a run of another workload or of other
-        settings, naming them; settings that do not change the result (epochs, folders, workers) may differ.
+        there, the run comes back from it. earlier: such a folder that is only read (`find_run` finds one on Kaggle).
+        Raises TpukitError if the folder holds a run of another workload or of other settings, naming them; settings that do
+        not change the result (epochs, folders, workers) may differ.
         """
         run = cls(path, backup)
         if environment.rank() != 0:

@@ -234,9 +234,10 @@ def find_dataset(env, name, path=None, *, fallback=False, size=None):
     """Find a dataset's folder and print which one was taken and why.
 
     In this order: `path`; Drive (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; on Colab a Drive that is not mounted
-    yet, for which the user is asked once; a small synthetic set made on the spot (`size` images). Archives (.zip, .tar.gz) at these places are unpacked below `env.outputs`. A given `path`
-    that does not exist raises TpukitError, unless `fallback=True` allows the other places, or `fallback` is a folder, which
-    is then taken instead (and, where no path is given, before a synthetic set is made).
+    yet, for which the user is asked once; a small synthetic set made on the spot (`size` images). Archives (.zip, .tar.gz) at
+    these places are unpacked below `env.outputs`. A given `path` that does not exist raises TpukitError, unless
+    `fallback=True` allows the other places, or `fallback` is a folder, which is then taken instead (and, where no path is
+    given, before Drive is asked for). So does a name that no workload has, where no place holds it.
     """
     instead = Path(fallback) if isinstance(fallback, (str, Path)) else None
     if path:

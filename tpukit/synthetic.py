@@ -21,8 +21,8 @@ def make(name, folder, *, size=None, seed=0):
     known = {other.lower(): made for other, made in makers.items()}
     if name.lower() not in known:
         raise TpukitError(
-            f"no dataset {name!r} was found, and a synthetic one is made for {', '.join(makers)} only. Check the name; for a set "
-            "of your own give its path, or put it into ./datasets"
+            f"no dataset {name!r} was found, and a synthetic one is made for {', '.join(makers)} only. Check the name; "
+            "for a set of your own give its path, or put it into ./datasets"
         )
     maker, default = known[name.lower()]
     size = size or default
