@@ -110,6 +110,11 @@ def test_a_dataset_on_a_drive_that_is_not_mounted_is_found_by_asking_the_user(pa
     assert find_dataset(page.env, "IRSTD-1k") == page.env.drive / "datasets/IRSTD-1k" and page.asked == 1
 
 
+def test_a_path_on_a_drive_that_is_not_mounted_is_found_by_asking_the_user(page):
+    path = page.env.drive / "datasets/IRSTD-1k"
+    assert find_dataset(page.env, "IRSTD-1k", path) == path and page.asked == 1
+
+
 def test_a_user_who_refuses_drive_is_asked_once_and_gets_a_synthetic_set(page, capsys):
     page.user = "no"
     for _ in range(2):
@@ -192,6 +197,10 @@ def test_an_input_that_is_no_run_is_not_taken_for_one_and_two_runs_are_a_questio
     (kaggle.inputs / "some-model/mine").mkdir(parents=True)
     (kaggle.inputs / "some-model/mine/config.json").write_text("{}")  # as many published models have one
     assert find_run(kaggle, "mine") is None and find_run(kaggle, "") is None
+    (kaggle.inputs / "notebook/outputs/mnist/checkpoints").mkdir(parents=True)  # a run has the name of its dataset here
+    (kaggle.inputs / "notebook/outputs/mnist/config.json").write_text("{}")
+    assert find_run(kaggle, "mnist") == kaggle.inputs / "notebook/outputs/mnist"
+    assert "synthetic" in find_dataset(kaggle, "mnist", size=12).name
     for owner in ("a", "b"):
         (kaggle.inputs / f"datasets/{owner}/set/mine/checkpoints").mkdir(parents=True)
         (kaggle.inputs / f"datasets/{owner}/set/mine/config.json").write_text("{}")

@@ -242,6 +242,8 @@ def find_dataset(env, name, path=None, *, fallback=False, size=None):
     instead = Path(fallback) if isinstance(fallback, (str, Path)) else None
     if path:
         path = Path(path).expanduser()
+        if env.drive and env.drive.parent in path.parents:
+            _ask_for_drive(env)
         if path.exists():
             return _take(env, name, path, "the path that was given")
         if instead and instead.is_dir():
@@ -273,30 +275,40 @@ def find_run(env, name):
     if env.inputs is None or not name:
         return None
     below = [f"{'*/' * depth}{glob.escape(name)}" for depth in range(5)]  # notebooks/OWNER/NOTEBOOK/outputs/NAME is the deepest
-    found = [place for pattern in below for place in sorted(env.inputs.glob(pattern))]
-    found = [place for place in found if (place / "config.json").is_file() and (place / "checkpoints").is_dir()]
+    found = [place for pattern in below for place in sorted(env.inputs.glob(pattern)) if _is_run(place)]
     if len(found) > 1:
         raise TpukitError(f"{len(found)} inputs hold a run {name}: {', '.join(map(str, found))}. Remove all but one of them")
     return found[0] if found else None
 
 
+def _is_run(folder):
+    return (folder / "config.json").is_file() and (folder / "checkpoints").is_dir()
+
+
 def _places(env, name, instead):
-    """(path, why) in the order of preference, archives beside folders. Asks for Drive when all but the last were refused."""
+    """(path, why) in the order of preference, archives beside folders. Who reads on to the end is asked for Drive."""
     on_drive = [env.drive / "datasets" / f"{name}{ending}" for ending in ("", *ARCHIVES)] if env.drive else []
     yield from ((place, "found on Drive") for place in on_drive)
     if env.host == "kaggle":
         for depth in ("*", "*/*", "*/*/*", "*/*/*/*"):  # Kaggle nests a dataset below its owner and lower-cases names
             for place in sorted(env.inputs.glob(depth)):
-                if (_archive_stem(place) or place.name).lower() == name.lower():
+                # A run of this name (`tpukit train mnist` makes one) comes with an earlier version's output.
+                if (_archive_stem(place) or place.name).lower() == name.lower() and not _is_run(place):
                     yield place, "found in the Kaggle inputs"
     for ending in ("", *ARCHIVES):
         yield Path("datasets") / f"{name}{ending}", "found in ./datasets"
     if instead and instead.is_dir():
         yield instead, f"found at ./{instead}"
-    if on_drive and not env.drive.is_dir() and env.drive not in _asked and _user_can_answer():
-        print(f"dataset {name}: not here; Drive may have it in MyDrive/datasets, so Colab asks whether to mount it")
-        if mount_drive(env):
-            yield from ((place, "found on Drive") for place in on_drive)
+    if on_drive and _ask_for_drive(env):
+        yield from ((place, "found on Drive") for place in on_drive)
+
+
+def _ask_for_drive(env):
+    """Mount a Drive that is not mounted, if its user was not asked before and can answer. Returns whether it is there now."""
+    if env.drive.is_dir() or env.drive in _asked or not _user_can_answer():
+        return False
+    print("Drive: the dataset may be there, so Colab asks whether to mount it")
+    return mount_drive(env) is not None
 
 
 def _user_can_answer():
