@@ -21,6 +21,7 @@ from tests.conftest import ROOT, best_weights, exact, same
 from tpukit import (
     Run,
     TpukitError,
+    cli,
     detect,
     files,
     find_dataset,
@@ -191,6 +192,15 @@ def test_a_run_goes_on_from_an_earlier_versions_output_that_is_only_read(kaggle,
     # What is in the working folder is newer than any input.
     Run.open(run.path, second, earlier=find_run(kaggle, "mine"))
     assert run.records("train")[-1]["step"] == 8
+
+
+def test_tpukit_train_goes_on_from_an_earlier_versions_output(kaggle, digits, monkeypatch):
+    run = Run.open(kaggle.inputs / "my-notebook/outputs/mnist", mnist.MNIST(dataset_dir=digits))
+    run.log("note", 1)
+    monkeypatch.setattr("tpukit.environment.detect", lambda: kaggle)
+    monkeypatch.setattr("tpukit.launching.launch", lambda *_, **__: None)
+    assert cli.main(["train", "mnist", "--dataset-dir", str(digits)]) == 0
+    assert len(Run.find(kaggle.outputs / "mnist").records("note")) == 1
 
 
 def test_an_input_that_is_no_run_is_not_taken_for_one_and_two_runs_are_a_question(kaggle):
