@@ -250,6 +250,26 @@ def test_the_first_cell_runs_no_code_of_an_input_of_another_name(place, first_ce
     assert first_cell() == ASKED
 
 
+def test_a_kernel_knows_whether_somebody_could_answer_a_question():
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(env=dict(os.environ, PYTHONPATH=str(ROOT)))
+    said = []
+    try:
+        for answers in (True, False):  # a page; papermill
+            client.execute_interactive(
+                "from tpukit import storage; print(storage._user_can_answer())",
+                allow_stdin=answers,
+                stdin_hook=pytest.fail,
+                timeout=60,
+                output_hook=lambda message: said.append(message["content"].get("text", "").strip()),
+            )
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel()
+    assert [word for word in said if word] == ["True", "False"]
+
+
 @pytest.fixture
 def lab(tmp_path):
     """A JupyterLab on loopback serving tmp_path; yields its address."""
