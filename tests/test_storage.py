@@ -171,17 +171,22 @@ def test_kaggle_inputs_are_searched_whatever_their_nesting_and_case(kaggle, plac
     assert "found in the Kaggle inputs" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("input", ["notebooks/me/my-notebook/outputs", "my-notebook/outputs", "datasets/me/a-copy", "."])
-def test_a_run_goes_on_from_an_earlier_versions_output_that_is_only_read(kaggle, input, digits, cpu):
+@pytest.mark.parametrize("place", ["notebooks/me/my-notebook/outputs", "my-notebook/outputs", "datasets/me/a-copy", "."])
+def test_a_run_is_found_in_kaggle_inputs_whatever_their_nesting(kaggle, place):
+    assert find_run(kaggle, "mine") is None
+    run = Run.open(kaggle.inputs / place / "mine", mnist.MNIST())
+    assert find_run(kaggle, "mine") == run.path and find_run(kaggle, "other") is None
+
+
+def test_a_run_goes_on_from_an_earlier_versions_output_that_is_only_read(kaggle, digits, cpu):
     first, second = (mnist.MNIST(dataset_dir=digits, epochs=n, channels=2, batch_size=50, log_every=2) for n in (1, 2))
     run = Run.open(kaggle.outputs / "mine", first, earlier=find_run(kaggle, "mine"))
     training.train(first, run, runtime=cpu)
-    earlier = kaggle.inputs / input / "mine"
-    earlier.parent.mkdir(parents=True, exist_ok=True)
+    earlier = kaggle.inputs / "notebooks/me/my-notebook/outputs/mine"
+    earlier.parent.mkdir(parents=True)
     run.path.rename(earlier)  # the session ends; its output becomes an input of the next one
     before = {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()}
 
-    assert find_run(kaggle, "mine") == earlier and find_run(kaggle, "other") is None
     run = Run.open(kaggle.outputs / "mine", second, earlier=find_run(kaggle, "mine"))
     training.train(second, run, runtime=cpu)
     assert {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()} == before
