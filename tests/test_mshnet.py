@@ -1,5 +1,9 @@
 """MSHNet's parts against slow, plain references written here."""
 
+import random
+import struct
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -295,6 +299,42 @@ def test_all_bad_pairs_are_listed_with_their_line_before_training(tmp_path):
     assert "4 of 5 entries" in str(error.value) and "--skip-bad" in str(error.value)
     data, _ = MSHNet(dataset_dir=tmp_path, skip_bad=True).datasets()
     assert data.names == ["good"] and "left out 4 of 5" in data.said
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("size", [(8193, 8192), (12000, 12000), (1 << 30, 1 << 30)])
+def test_an_image_that_claims_a_huge_size_is_named_and_not_decoded(tmp_path, size, monkeypatch):
+    write_set(tmp_path, ["good", "bomb"])
+    path = tmp_path / "images/bomb.png"
+    data = bytearray(path.read_bytes())
+    data[16:24] = struct.pack(">II", *size)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    path.write_bytes(data)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda image: pytest.fail(f"{image.size} decoded"))
+    with pytest.raises((TpukitError, Image.DecompressionBombError), match="pixels"):
+        read_image(path)
+    monkeypatch.undo()
+    with pytest.raises(TpukitError, match="line 2: bomb: images/bomb.png is unreadable .*pixels"):
+        MSHNet(dataset_dir=tmp_path).datasets()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("ending", [".png", ".bmp", ".jpg", ".tif"])
+def test_a_damaged_image_of_any_kind_is_a_sentence_and_no_traceback(tmp_path, ending):
+    rng = random.Random(ending)
+    names = [f"{number:03d}" for number in range(150)]
+    write_set(tmp_path, names)
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    for name in names:
+        (tmp_path / f"images/{name}.png").unlink()
+        path = tmp_path / f"images/{name}{ending}"
+        Image.fromarray(pixels).save(path)
+        data = bytearray(path.read_bytes())
+        for _ in range(rng.choice((1, 8))):
+            data[rng.randrange(rng.choice((64, len(data))))] = rng.randrange(256)
+        path.write_bytes(data[: rng.choice((len(data), rng.randrange(len(data))))])
+    with pytest.raises(TpukitError, match=f"of 150 entries.*\n.*images/.*{ending} is unreadable"):
+        MSHNet(dataset_dir=tmp_path).datasets()
 
 
 def test_missing_folder_missing_list_and_empty_list_say_what_to_do(tmp_path):

@@ -182,30 +182,92 @@ def test_the_quickstart_passes_nbval(tmp_path):
     assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout[-3000:]
 
 
-def test_the_first_cell_finds_tpukit_beside_the_notebook_and_installs_it_where_it_is_not(tmp_path):
-    notebook = nbformat.read(ROOT / "notebooks/mnist_quickstart.ipynb", 4)
-    cell = notebook.cells[2].source
-    (tmp_path / "deep/notebooks").mkdir(parents=True)
-    shutil.copytree(ROOT / "tpukit", tmp_path / "deep/tpukit", ignore=shutil.ignore_patterns("__pycache__"))
-    program = f"{cell}\nprint(tpukit.__file__)"
-    ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path / "deep/notebooks", capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.strip() == str(tmp_path / "deep/tpukit/__init__.py")
-    (tmp_path / "input/owner").mkdir(parents=True)
-    shutil.move(tmp_path / "deep", tmp_path / "input/owner/some-code")
-    program = f"{cell}\nprint(tpukit.__file__)".replace("/kaggle/input", str(tmp_path / "input"))
-    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == str(tmp_path / "input/owner/some-code/tpukit/__init__.py")
-    # Where it is nowhere, pip is asked for it: a recording stand-in answers.
-    program = (
-        "import importlib.util, subprocess\n"
-        "importlib.util.find_spec = lambda name: None\n"
-        "def run(command, check): print(command[1:]); raise SystemExit(0)\n"
-        f"subprocess.run = run\n{cell}"
-    )
-    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "['-m', 'pip', 'install', '-q', 'git+https://github.com/TPUKIT_SOURCE']"
+# The first cell. It is the same in all of them (test_house.py).
+
+
+@pytest.fixture
+def first_cell(tmp_path):
+    """Runs the first cell in tmp_path/content, or in `folder`, with a Kaggle and a Drive below tmp_path. Returns what it said.
+
+    A stand-in answers for pip: it only says that it was asked.
+    """
+    cell = nbformat.read(ROOT / "notebooks/mnist_quickstart.ipynb", 4).cells[2].source
+    for place in ("/kaggle/input", "/content/drive"):
+        assert cell.count(f'"{place}') == 1
+        cell = cell.replace(f'"{place}', f'"{tmp_path}{place}')
+    pip = "import subprocess\ndef run(command, check): print('asked:', *command[1:]); raise SystemExit\nsubprocess.run = run\n"
+
+    def run(folder=tmp_path / "content"):
+        folder.mkdir(parents=True, exist_ok=True)
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        # -S: without the packages that are installed here, which tpukit may be one of.
+        command = [sys.executable, "-S", "-c", f"{pip}{cell}"]
+        return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=True).stdout.strip()
+
+    return run
+
+
+def place_tpukit(folder):
+    """A repository with the package tpukit/ in it. Returns what the first cell says of it."""
+    (folder / "tpukit").mkdir(parents=True)
+    (folder / "tpukit/__init__.py").write_text(f"print('code of', {str(folder)!r})\n")
+    return f"code of {folder}\ntpukit: {folder / 'tpukit'}"
+
+
+ASKED = "asked: -m pip install -q git+https://github.com/TPUKIT_SOURCE"
+
+
+@pytest.mark.parametrize("notebook", ["repository/notebooks", "repository/notebooks/deep/er", "repository"])
+def test_the_first_cell_takes_the_tpukit_around_the_notebook(notebook, first_cell, tmp_path):
+    assert first_cell(tmp_path / notebook) == ASKED
+    said = place_tpukit(tmp_path / "repository")
+    place_tpukit(tmp_path / "kaggle/input/tpukit")
+    assert first_cell(tmp_path / notebook) == said
+
+
+def test_the_first_cell_takes_a_clone_in_the_current_folder_and_no_folder_without_code(first_cell, tmp_path):
+    (tmp_path / "content/tpukit/docs").mkdir(parents=True)
+    assert first_cell() == ASKED
+    assert first_cell() == ASKED and place_tpukit(tmp_path / "content/tpukit") == first_cell()
+
+
+def test_the_first_cell_takes_tpukit_from_a_drive_that_is_mounted(first_cell, tmp_path):
+    said = place_tpukit(tmp_path / "content/drive/MyDrive/tpukit")
+    assert first_cell() == said
+
+
+@pytest.mark.parametrize("place", ["tpukit", "datasets/me/tpukit", "tpukit/tpukit-main", "datasets/me/tpukit/a/b"])
+def test_the_first_cell_takes_a_kaggle_input_of_that_name_whatever_its_nesting(place, first_cell, tmp_path):
+    said = place_tpukit(tmp_path / "kaggle/input" / place)
+    assert first_cell() == said
+
+
+@pytest.mark.parametrize(
+    "place", ["some-images", "some-images/tpukit", "datasets/a-stranger/images", "datasets/a-stranger/images/tpukit", "."]
+)
+def test_the_first_cell_runs_no_code_of_an_input_of_another_name(place, first_cell, tmp_path):
+    place_tpukit(tmp_path / "kaggle/input" / place)
+    assert first_cell() == ASKED
+
+
+def test_a_kernel_knows_whether_somebody_could_answer_a_question():
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(env=dict(os.environ, PYTHONPATH=str(ROOT)))
+    said = []
+    try:
+        for answers in (True, False):  # a page; papermill
+            client.execute_interactive(
+                "from tpukit import storage; print(storage._user_can_answer())",
+                allow_stdin=answers,
+                stdin_hook=pytest.fail,
+                timeout=60,
+                output_hook=lambda message: said.append(message["content"].get("text", "").strip()),
+            )
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel()
+    assert [word for word in said if word] == ["True", "False"]
 
 
 @pytest.fixture

@@ -1,17 +1,39 @@
 """Files: datasets found in order, archives unpacked safely, everything written whole or not at all."""
 
 import getpass
+import gzip
 import io
 import os
+import platform
+import shutil
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from tpukit import TpukitError, detect, files, find_dataset, mount_drive, simulator, storage, synthetic, weights
+from tests.conftest import ROOT, best_weights, exact, same
+from tpukit import (
+    Run,
+    TpukitError,
+    cli,
+    detect,
+    files,
+    find_dataset,
+    find_run,
+    mount_drive,
+    simulator,
+    storage,
+    synthetic,
+    training,
+    weights,
+    workloads,
+)
 from tpukit.environment import Environment
 from tpukit.workloads import cdeit, mnist, mshnet
 
@@ -61,11 +83,148 @@ def test_the_places_come_in_order_drive_then_folder_then_synthetic(colab, tmp_pa
     assert "found on Drive" in capsys.readouterr().out
 
 
+@pytest.fixture
+def page(colab, tmp_path, monkeypatch):
+    """A Colab notebook: stand-ins for its page, which answers questions, and for its `drive.mount`.
+
+    What `mount` does: "yes" mounts a Drive with an IRSTD-1k, "no" raises, as when the user closes the window.
+    """
+    monkeypatch.chdir(tmp_path)
+    found = SimpleNamespace(env=colab, answers=True, user="yes", asked=0)
+
+    def mount(place):
+        found.asked += 1
+        if found.user == "no":
+            raise RuntimeError("Error: credential propagation was unsuccessful")
+        touch(colab.drive / "datasets/IRSTD-1k")
+
+    kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=SimpleNamespace(_allow_stdin=found.answers)))
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    drive = SimpleNamespace(drive=SimpleNamespace(mount=mount))
+    monkeypatch.setitem(sys.modules, "google", SimpleNamespace(colab=drive))
+    monkeypatch.setitem(sys.modules, "google.colab", drive)
+    return found
+
+
+def test_a_dataset_on_a_drive_that_is_not_mounted_is_found_by_asking_the_user(page, capsys):
+    assert find_dataset(page.env, "IRSTD-1k") == page.env.drive / "datasets/IRSTD-1k" and page.asked == 1
+    assert find_dataset(page.env, "IRSTD-1k") == page.env.drive / "datasets/IRSTD-1k" and page.asked == 1
+
+
+def test_a_path_on_a_drive_that_is_not_mounted_is_found_by_asking_the_user(page):
+    path = page.env.drive / "datasets/IRSTD-1k"
+    assert find_dataset(page.env, "IRSTD-1k", path) == path and page.asked == 1
+
+
+def test_a_user_who_refuses_drive_is_asked_once_and_gets_a_synthetic_set(page, capsys):
+    page.user = "no"
+    for _ in range(2):
+        assert "synthetic" in find_dataset(page.env, "IRSTD-1k", size=4).name and page.asked == 1
+    said = capsys.readouterr().out
+    assert "credential propagation" in said and "Drive is not mounted" in said
+    assert mount_drive(page.env) is None and page.asked == 2  # who asks for it is asked again
+
+
+def test_who_refused_to_save_on_drive_is_not_asked_for_data_there(page):
+    page.user = "no"
+    assert mount_drive(page.env) is None
+    find_dataset(page.env, "IRSTD-1k", size=4)
+    assert page.asked == 1
+
+
+def test_nobody_is_asked_for_drive_where_data_is_at_hand_or_nobody_could_answer(page, capsys):
+    given = touch(page.env.outputs / "given")
+    assert find_dataset(page.env, "IRSTD-1k", given) == given
+    assert find_dataset(page.env, "eit", fallback=str(given)) == given
+    page.answers = False  # papermill's kernel
+    assert "synthetic" in find_dataset(page.env, "IRSTD-1k", size=4).name
+    del sys.modules["IPython"]  # a shell's `tpukit train`
+    assert "synthetic" in find_dataset(page.env, "IRSTD-1k", size=4).name
+    assert "Drive is not mounted" in capsys.readouterr().out
+    touch(Path("datasets/IRSTD-1k"))
+    page.answers = True
+    assert find_dataset(page.env, "IRSTD-1k") == Path("datasets/IRSTD-1k") and page.asked == 0
+
+
+@pytest.mark.parametrize("name", ["cifar10", "IRSTD1k", "NUDT-SIRST", ""])
+def test_a_name_that_no_workload_knows_is_an_error_that_lists_the_names(here, tmp_path, name):
+    known = {workloads.find(workload).dataset for workload in workloads.WORKLOADS}
+    assert len(known) == 3
+    for ask in (lambda: find_dataset(here, name), lambda: synthetic.make(name, tmp_path / "made")):
+        with pytest.raises(TpukitError) as error:
+            ask()
+        assert all(other in str(error.value) for other in known)
+    assert not list(tmp_path.glob("**/*.png"))
+
+
+def test_a_name_of_the_users_own_is_fine_where_there_is_data(here, tmp_path):
+    mine = touch(tmp_path / "anywhere")
+    assert find_dataset(here, "cifar10", mine) == mine
+    there = touch(tmp_path / "datasets/cifar10")
+    assert find_dataset(here, "cifar10").resolve() == there
+
+
 @pytest.mark.parametrize("place", ["irstd-1k", "someone-set/IRSTD-1k", "datasets/someone/irstd-1k"])
 def test_kaggle_inputs_are_searched_whatever_their_nesting_and_case(kaggle, place, capsys):
     wanted = touch(kaggle.inputs / place)
     assert find_dataset(kaggle, "IRSTD-1k") == wanted
     assert "found in the Kaggle inputs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["notebooks/me/my-notebook/outputs", "my-notebook/outputs", "datasets/me/a-copy", "."])
+def test_a_run_is_found_in_kaggle_inputs_whatever_their_nesting(kaggle, place):
+    assert find_run(kaggle, "mine") is None
+    run = Run.open(kaggle.inputs / place / "mine", mnist.MNIST())
+    assert find_run(kaggle, "mine") == run.path and find_run(kaggle, "other") is None
+
+
+def test_a_run_goes_on_from_an_earlier_versions_output_that_is_only_read(kaggle, digits, cpu):
+    first, second = (mnist.MNIST(dataset_dir=digits, epochs=n, channels=2, batch_size=50, log_every=2) for n in (1, 2))
+    run = Run.open(kaggle.outputs / "mine", first, earlier=find_run(kaggle, "mine"))
+    training.train(first, run, runtime=cpu)
+    earlier = kaggle.inputs / "notebooks/me/my-notebook/outputs/mine"
+    earlier.parent.mkdir(parents=True)
+    run.path.rename(earlier)  # the session ends; its output becomes an input of the next one
+    before = {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()}
+
+    run = Run.open(kaggle.outputs / "mine", second, earlier=find_run(kaggle, "mine"))
+    training.train(second, run, runtime=cpu)
+    assert {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()} == before
+
+    straight = Run.open(kaggle.outputs / "straight", second)
+    training.train(second, straight, runtime=cpu)
+    assert exact(run) == exact(straight) and same(best_weights(run), best_weights(straight))
+    # What is in the working folder is newer than any input.
+    Run.open(run.path, second, earlier=find_run(kaggle, "mine"))
+    assert run.records("train")[-1]["step"] == 8
+
+
+def test_tpukit_train_goes_on_from_an_earlier_versions_output(kaggle, digits, monkeypatch):
+    run = Run.open(kaggle.inputs / "my-notebook/outputs/mnist", mnist.MNIST(dataset_dir=digits))
+    run.log("note", 1)
+    monkeypatch.setattr("tpukit.environment.detect", lambda: kaggle)
+    monkeypatch.setattr("tpukit.launching.launch", lambda *_, **__: None)
+    assert cli.main(["train", "mnist", "--dataset-dir", str(digits)]) == 0
+    assert len(Run.find(kaggle.outputs / "mnist").records("note")) == 1
+
+
+def test_an_input_that_is_no_run_is_not_taken_for_one_and_two_runs_are_a_question(kaggle):
+    (kaggle.inputs / "some-model/mine").mkdir(parents=True)
+    (kaggle.inputs / "some-model/mine/config.json").write_text("{}")  # as many published models have one
+    assert find_run(kaggle, "mine") is None and find_run(kaggle, "") is None
+    (kaggle.inputs / "notebook/outputs/mnist/checkpoints").mkdir(parents=True)  # a run has the name of its dataset here
+    (kaggle.inputs / "notebook/outputs/mnist/config.json").write_text("{}")
+    assert find_run(kaggle, "mnist") == kaggle.inputs / "notebook/outputs/mnist"
+    assert "synthetic" in find_dataset(kaggle, "mnist", size=12).name
+    for owner in ("a", "b"):
+        (kaggle.inputs / f"datasets/{owner}/set/mine/checkpoints").mkdir(parents=True)
+        (kaggle.inputs / f"datasets/{owner}/set/mine/config.json").write_text("{}")
+    with pytest.raises(TpukitError, match="2 inputs hold a run mine"):
+        find_run(kaggle, "mine")
+
+
+def test_only_kaggle_has_inputs_to_find_a_run_in(colab, here):
+    assert find_run(colab, "mine") is None and find_run(here, "mine") is None
 
 
 def make_archive(path, entries):
@@ -130,33 +289,190 @@ def test_every_folder_that_a_workload_looks_for_is_one_of_the_parts():
 
 
 @pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
-@pytest.mark.parametrize("name", ["../outside.txt", "/tmp/tpukit-outside.txt", "a/../../outside.txt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside.txt",
+        "{outside}",
+        "a/../../outside.txt",
+        "..\\outside.txt",
+        "a\\..\\..\\outside.txt",
+        "C:outside.txt",
+        "//host/share/outside.txt",
+        "a/.. /outside.txt",
+    ],
+)
 def test_an_archive_that_leads_outside_is_refused_and_nothing_is_written(tmp_path, ending, name):
+    name = name.format(outside=tmp_path / "outside.txt")
     archive = make_archive(tmp_path / f"bad{ending}", {"good.txt": "1", name: "2"})
-    target = tmp_path / "here/target"
-    if ending == ".tar.gz" and name.startswith("/"):
-        storage.unpack(archive, target)  # the leading slash is taken off: it lands inside
-        assert (target / name[1:]).exists() and not os.path.exists(name)
-        return
     with pytest.raises(TpukitError, match="not safe"):
-        storage.unpack(archive, target)
-    assert list((tmp_path / "here").iterdir()) == [] and not (tmp_path / "outside.txt").exists()
+        storage.unpack(archive, tmp_path / "here/target")
+    assert list((tmp_path / "here").iterdir()) == [] and not list(tmp_path.glob("**/*outside.txt"))
 
 
-def test_a_link_in_an_archive_that_leads_outside_is_refused(tmp_path):
-    path = tmp_path / "bad.tar.gz"
-    with tarfile.open(path, "w:gz") as archive:
-        link = tarfile.TarInfo("link")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc"
-        archive.addfile(link)
-    with pytest.raises(TpukitError, match="not safe"):
+def tar_of(path, *members, **how):
+    """A .tar.gz of TarInfo objects, without content but for regular files, which hold as many x as their size says."""
+    with tarfile.open(path, "w:gz", **how) as archive:
+        for member in members:
+            archive.addfile(member, io.BytesIO(b"x" * member.size) if member.isreg() else None)
+    return path
+
+
+def member(name, kind=tarfile.REGTYPE, link="", size=0, **more):
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.size = kind, link, size
+    for field, value in more.items():
+        setattr(info, field, value)
+    return info
+
+
+SPARSE = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.map": "0,4", "GNU.sparse.size": "1000000000000"}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        member("bad", tarfile.SYMTYPE, "/etc"),
+        member("bad", tarfile.SYMTYPE, "good.txt"),
+        member("bad", tarfile.LNKTYPE, "top/good.txt"),
+        member("bad", tarfile.LNKTYPE, "../../outside.txt"),
+        member("bad", tarfile.FIFOTYPE),
+        member("bad", tarfile.CHRTYPE),
+        member("bad", tarfile.BLKTYPE),
+        member("bad", tarfile.GNUTYPE_SPARSE),
+        member("bad", b"V"),
+        member("bad", size=4, pax_headers=SPARSE),
+        member("bad", size=4, pax_headers={"size": "-1024"}),
+    ],
+    ids=["link", "inner link", "hard link", "outer hard link", "pipe", "tty", "disk", "sparse", "unknown", "pax", "negative"],
+)
+def test_a_tar_gives_regular_files_and_folders_only(tmp_path, bad):
+    path = tar_of(tmp_path / "bad.tar.gz", member("top", tarfile.DIRTYPE), member("top/good.txt", size=1), bad)
+    with pytest.raises(TpukitError, match="not safe to unpack: 'bad'|a header in it is damaged"):  # some Pythons refuse -1024
         storage.unpack(path, tmp_path / "here/target")
-    with zipfile.ZipFile(tmp_path / "bad.zip", "w") as archive:
-        info = zipfile.ZipInfo("link")
-        info.external_attr = 0o120777 << 16
-        archive.writestr(info, "/etc")
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_links_that_only_together_lead_outside_write_nothing(tmp_path):
+    # CVE-2025-4517: links so long that the check resolves another path than the system does.
+    deep, names = "d" * 247, "abcdefghijklmnop"
+    members, path = [], ""
+    for name in names:
+        members += [member(f"{path}{deep}", tarfile.DIRTYPE), member(f"{path}{name}", tarfile.SYMTYPE, deep)]
+        path += f"{deep}/"
+    links = "/".join(names)
+    members += [
+        member(f"{links}/{'l' * 254}", tarfile.SYMTYPE, "../" * len(names)),
+        member("escape", tarfile.SYMTYPE, f"{links}/{'l' * 254}/../outside"),
+        member("escape/key.txt", size=1),
+    ]
+    archive = tar_of(tmp_path / "bad.tar.gz", *members)
     with pytest.raises(TpukitError, match="not safe"):
+        storage.unpack(archive, tmp_path / "here/target")
+    assert not list(tmp_path.glob("**/key.txt"))
+
+
+@pytest.mark.parametrize("kind", [0o120777, 0o010644, 0o020644, 0o060644])
+def test_a_zip_gives_regular_files_and_folders_only(tmp_path, kind):
+    with zipfile.ZipFile(tmp_path / "bad.zip", "w") as archive:
+        info = zipfile.ZipInfo("bad")
+        info.external_attr = kind << 16
+        archive.writestr(info, "/etc")
+    with pytest.raises(TpukitError, match="not safe to unpack: 'bad'"):
         storage.unpack(tmp_path / "bad.zip", tmp_path / "here/target")
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
+def test_an_archive_decides_nothing_but_names_and_contents(tmp_path, ending):
+    path, long = tmp_path / f"set{ending}", "n" * 200
+    names = [f"set/./{long}/tool", "set/a.txt", "set/a.txt"]  # the last of a name counts, as when tar itself unpacks
+    if ending == ".zip":
+        with zipfile.ZipFile(path, "w") as archive, pytest.warns(UserWarning, match="Duplicate"):
+            for number, name in enumerate(names):
+                info = zipfile.ZipInfo(name)
+                info.external_attr = 0o106777 << 16
+                archive.writestr(info, "x" * number)
+    else:
+        tar_of(path, *[member(name, size=n, mode=0o6777, uid=1, gid=1) for n, name in enumerate(names)])
+    umask = os.umask(0o027)
+    try:
+        folder = storage.unpack(path, tmp_path / "unpacked")
+    finally:
+        os.umask(umask)
+    found = {str(place.relative_to(folder)): place.stat() for place in folder.rglob("*")}
+    assert {name: oct(about.st_mode) for name, about in found.items()} == {
+        long: "0o40750",
+        f"{long}/tool": "0o100640",
+        "a.txt": "0o100640",
+    }
+    assert found["a.txt"].st_size == 2 and {about.st_uid for about in found.values()} == {os.getuid()}
+
+
+def test_a_zip_written_with_backslashes_gives_folders(tmp_path):
+    with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
+        for name in ("set\\images\\", "set\\images\\a.png"):
+            archive.writestr(zipfile.ZipInfo(name), "" if name.endswith("\\") else "1")
+    folder = storage.unpack(tmp_path / "set.zip", tmp_path / "unpacked")
+    assert [str(p.relative_to(folder)) for p in folder.rglob("*.png")] == ["images/a.png"]
+
+
+@pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
+@pytest.mark.parametrize("holds", [{"big.bin": "0" * 2_000_000}, {f"{n}.txt": "" for n in range(300)}], ids=["big", "many"])
+def test_an_archive_that_the_disk_cannot_hold_is_refused_beforehand(tmp_path, ending, holds, monkeypatch):
+    archive = make_archive(tmp_path / f"bomb{ending}", holds)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
+    monkeypatch.setattr(storage, "_extract", lambda *_: pytest.fail("it was unpacked"))
+    with pytest.raises(TpukitError, match="does not fit.*0.00 GiB"):
+        storage.unpack(archive, tmp_path / "here/target")
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_a_file_that_is_larger_than_its_archive_says_is_an_error_and_not_read_on(tmp_path):
+    with zipfile.ZipFile(tmp_path / "lies.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.txt", bytes(3_000_000))
+    small = dict(zip(range(4), (1000).to_bytes(4, "little")))
+    patched(tmp_path / "lies.zip", {22 + n: v for n, v in small.items()}, {24 + n: v for n, v in small.items()})
+    folder = tmp_path / "unpacked"
+    folder.mkdir()
+    with pytest.raises(zipfile.BadZipFile):
+        storage._extract(tmp_path / "lies.zip", folder)
+    assert (folder / "a.txt").stat().st_size <= 1000
+    with pytest.raises(TpukitError, match="cannot be unpacked"):
+        storage.unpack(tmp_path / "lies.zip", tmp_path / "here/target")
+
+
+def test_a_name_of_a_tar_that_would_fill_the_memory_is_not_read(tmp_path):
+    header = member("././@LongLink", tarfile.GNUTYPE_LONGNAME, size=1 << 40).tobuf(tarfile.GNU_FORMAT)
+    with gzip.open(tmp_path / "bad.tar.gz", "wb") as file:
+        file.write(header + bytes(10_240))
+    with pytest.raises(TpukitError, match="a header of 1099511627776 bytes"):
+        storage.unpack(tmp_path / "bad.tar.gz", tmp_path / "here/target")
+
+
+def test_what_a_killed_process_left_is_gone_after_the_next_and_nothing_else(tmp_path):
+    archive = make_archive(tmp_path / "set.zip", {"a.txt": "1"})
+    target = tmp_path / "here/set.v1"
+    program = (
+        "import os, sys\nfrom pathlib import Path\nfrom tpukit import storage\n"
+        "storage._extract = lambda *_: os.kill(os.getpid(), 9)\nstorage.unpack(*map(Path, sys.argv[1:]))"
+    )
+    for _ in range(3):
+        ran = subprocess.run([sys.executable, "-c", program, archive, target], cwd=ROOT)
+        assert ran.returncode == -9
+    (left,) = target.parent.iterdir()  # the second and the third removed what the one before had left
+    start = left.name.removesuffix(f"{left.name.split('.')[-2]}.partial")
+    for name in (left.name.replace(platform.node(), "elsewhere"), f"{start}xx.partial", ".set.v1.original", f"x{left.name}"):
+        (target.parent / name).mkdir()
+    (target.parent / f"{start}afileaaa.partial").write_text("a file")
+    (target.parent / f"{start}alinkaaa.partial").symlink_to(tmp_path)
+    kept = {*target.parent.iterdir()} - {left}
+    with files.whole_folder(target.with_name("set")) as other, files.whole_folder(target) as same:  # of a process that lives
+        storage.unpack(archive, target)
+        assert {*target.parent.iterdir()} == kept | {other, same, target}
+        shutil.rmtree(target)
+    assert archive.exists()
 
 
 @pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
@@ -165,6 +481,20 @@ def test_an_archive_cut_short_leaves_nothing_behind(tmp_path, ending):
     archive.write_bytes(archive.read_bytes()[:3000])
     with pytest.raises(TpukitError, match="cannot be unpacked.*again"):
         storage.unpack(archive, tmp_path / "here/target")
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["header", "content"])
+def test_one_changed_byte_of_a_tar_is_an_error_and_no_smaller_or_other_set(tmp_path, where):
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w") as archive:
+        for number in range(4):
+            archive.addfile(member(f"{number}.txt", size=600), io.BytesIO(b"x" * 600))
+    data = bytearray(gzip.compress(raw.getvalue(), 0))  # not compressed: the bytes stand there as they are
+    data[data.index(b"2.txt") if where == "header" else data.index(b"xxx")] = ord("y")
+    (tmp_path / "set.tar.gz").write_bytes(data)
+    with pytest.raises(TpukitError, match="header in it is damaged|CRC"):
+        storage.unpack(tmp_path / "set.tar.gz", tmp_path / "here/target")
     assert list((tmp_path / "here").iterdir()) == []
 
 

@@ -12,6 +12,7 @@ _HOMES = {
     "detect": "environment",
     "Environment": "environment",
     "find_dataset": "storage",
+    "find_run": "storage",
     "mount_drive": "storage",
     "simulate": "simulator",
     "Run": "run",

@@ -5,6 +5,8 @@ import errno
 import getpass
 import hashlib
 import os
+import platform
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -39,12 +41,18 @@ def whole_file(path, *, durable=True):
 def whole_folder(folder):
     """Yield an empty folder that takes the name `folder` when what fills it is done; before that nothing is seen there.
 
-    Folders above it are made. Raises TpukitError where it cannot be written, or the disk is full.
+    Folders above it are made; what a process that was killed left half filled is removed. Raises TpukitError where it cannot be
+    written, or the disk is full.
     """
     folder = Path(folder)
+    ours = f".{folder.name}.{platform.node()}."  # a disk may be shared by hosts
     with unwritable_explained(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        for left in folder.parent.iterdir():
+            made = re.fullmatch(re.escape(ours) + r"(\d+)\.\w{8}\.partial", left.name)
+            if made and left.is_dir() and not left.is_symlink() and not _lives(int(made[1])):
+                shutil.rmtree(left, ignore_errors=True)
+        work = Path(tempfile.mkdtemp(prefix=f"{ours}{os.getpid()}.", suffix=".partial", dir=folder.parent))
     try:
         with full_disk_explained(folder):
             yield work
@@ -53,6 +61,19 @@ def whole_folder(folder):
             os.replace(work, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _lives(pid):
+    """Whether a process of this host lives, as far as can be told."""
+    if os.name != "posix":  # elsewhere signal 0 is not a question
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # another user's; no number of a process
+        pass
+    return True
 
 
 @contextlib.contextmanager

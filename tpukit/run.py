@@ -63,12 +63,13 @@ class Run:
         return f"Run({str(self.path)!r})"
 
     @classmethod
-    def open(cls, path, task, *, backup=None):
+    def open(cls, path, task, *, backup=None, earlier=None):
         """Start a run in the folder `path`, or go on with the one that is there.
 
         backup: a folder (on Drive, say) that gets a copy at every checkpoint; when `path` is gone and the backup is
-        there, the run comes back from it. Raises TpukitError if the folder holds a run of another workload or of other
-        settings, naming them; settings that do not change the result (epochs, folders, workers) may differ.
+        there, the run comes back from it. earlier: such a folder that is only read (`find_run` finds one on Kaggle).
+        Raises TpukitError if the folder holds a run of another workload or of other settings, naming them; settings that do
+        not change the result (epochs, folders, workers) may differ.
         """
         run = cls(path, backup)
         if environment.rank() != 0:
@@ -77,6 +78,8 @@ class Run:
             raise TpukitError(f"{run.path} is a file; a run needs a folder of its own")
         if not (run.path / "config.json").exists() and run.backup and (run.backup / "config.json").exists():
             run._bring_back()
+        if earlier and not (run.path / "config.json").exists():
+            cls(path, earlier)._bring_back()
         with files.unwritable_explained(run.path):
             (run.path / "checkpoints").mkdir(parents=True, exist_ok=True)
         if (run.path / "config.json").exists():

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from tpukit import files, simulator
+from tpukit.errors import TpukitError
 
 LICENCE_NOTE = "Made by tpukit.synthetic; not real data.\n"
 
@@ -12,10 +13,18 @@ LICENCE_NOTE = "Made by tpukit.synthetic; not real data.\n"
 def make(name, folder, *, size=None, seed=0):
     """Make the synthetic stand-in of dataset `name` in `folder`, whole or not at all; kept if already there.
 
-    size: number of images, train and test together. Returns the folder. Raises TpukitError where it cannot be written.
+    size: number of images, train and test together. Returns the folder. Raises TpukitError for a name that no workload has,
+    and where the folder cannot be written.
     """
     folder = Path(folder)
-    maker, default = {"mnist": (_digits, 6000), "eit": (_tank, 400)}.get(name.lower(), (_infrared, 40))
+    makers = {"mnist": (_digits, 6000), "IRSTD-1k": (_infrared, 40), "eit": (_tank, 400)}
+    known = {other.lower(): made for other, made in makers.items()}
+    if name.lower() not in known:
+        raise TpukitError(
+            f"no dataset {name!r} was found, and a synthetic one is made for {', '.join(makers)} only. Check the name; "
+            "for a set of your own give its path, or put it into ./datasets"
+        )
+    maker, default = known[name.lower()]
     size = size or default
     folder = folder.with_name(f"{folder.name}-{size}")
     if not folder.exists():

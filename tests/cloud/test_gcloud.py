@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+import papermill
 import pytest
 
 from tests.cloud import stand_in
@@ -162,6 +163,12 @@ def test_the_notebook_shows_every_command_and_runs_none_unless_told_to(google, t
         assert words in said + "".join(outputs(notebook, "text/html")), words
     for words in ("tpu-vm scp --recurse", "queued-resources delete tpukit --zone=ZONE", "queued-resources list --zone=-"):
         assert words in said, words
+    assert stand_in.calls(google) == []
+
+
+def test_the_notebook_rents_nothing_before_it_knows_where_the_machine_gets_tpukit(google, tmp_path):
+    with pytest.raises(papermill.PapermillExecutionError, match="set SOURCE above"):
+        run_notebook(NOTEBOOK, tmp_path, GO=True, NAME="mine", EPOCHS=1, PROJECT="mine")
     assert stand_in.calls(google) == []
 
 

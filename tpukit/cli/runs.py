@@ -15,13 +15,15 @@ def train(argv):
     from tpukit import environment, report
     from tpukit.launching import launch
     from tpukit.run import Run
+    from tpukit.storage import find_run
     from tpukit.training import train as run_training
 
     task, options = parse("train", argv)
     env = environment.detect()
     with quiet_unless_first():
         task = with_dataset(task, env)
-    run = Run.open(options.run or env.outputs / task.name, task, backup=options.backup)
+    path = options.run or env.outputs / task.name
+    run = Run.open(path, task, backup=options.backup, earlier=find_run(env, path.name))
     scores = launch(run_training, task, run, **launch_settings(options))
     if scores and environment.rank() == 0:
         print(f"\n{report.scores_table(scores)}\n\nrun: {run.path}  (tpukit show {run.path})")

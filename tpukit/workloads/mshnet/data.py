@@ -24,6 +24,8 @@ LISTS = {
     "test": ("test.txt", "img_idx/test*.txt", "50_50/test.txt", "idx_427/test.txt", "idx_320/test.txt"),
 }
 IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
+FORMATS = ("PNG", "BMP", "JPEG", "TIFF")  # no others, whatever a file is called: Pillow hands an EPS to Ghostscript
+MOST_PIXELS = 1 << 26  # 8192 x 8192; a small file can claim any size, and several are decoded at once
 MASK_SUFFIXES = ("", "_pixels0")  # SIRST names its masks NAME_pixels0.png
 READ = 2  # another number where `read_image` makes other pixels of a file than before
 
@@ -168,7 +170,7 @@ def _read_pair(folder, name):
     for path in (image_path, mask_path):
         try:
             pair.append(read_image(path, grey=path is mask_path))
-        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for damaged files
+        except Exception as error:  # Pillow raises many types for a damaged file
             return None, None, f"{path.relative_to(folder)} is unreadable ({error})"
     image, mask = pair
     if image.shape[:2] != mask.shape[:2]:
@@ -191,9 +193,11 @@ def read_image(path, *, grey=False):
 
     Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and 16-bit grey, whose whole range 0..65535 maps to 0..255.
     Colours that differ by one level at most are a grey image that some program has converted and rounded (three of IRSTD-1k's
-    are such).
+    are such). Raises whatever Pillow does, and TpukitError for more than `MOST_PIXELS`, before anything is decoded.
     """
-    with Image.open(path) as image:
+    with Image.open(path, formats=FORMATS) as image:
+        if image.width * image.height > MOST_PIXELS:
+            raise TpukitError(f"it claims {image.width}x{image.height} pixels, more than {MOST_PIXELS:,}")
         if image.mode.startswith("I"):  # I;16, I;16B, I: 16-bit files
             wide = np.asarray(image).astype(np.float64)
             return np.rint(wide.clip(0, 65535) / 257).astype(np.uint8)
