@@ -276,7 +276,7 @@ def test_a_healthy_colab_tpu_blocks_nothing(tmp_path, versions):
     assert "means 4 chips, 1 here" in find(checks, "variable", doctor.NOTE).found
 
 
-# The images by their own lists (Colab's of August 2026, Kaggle's of the same month): versions, what torch_xla names, what is not there.
+# The images by their own lists of August 2026: variables, chips, versions, the libtpu that torch_xla names, what is not there.
 COLAB_HAS_NO, KAGGLE_HAS_NO = {"tyro", "libcst", "pyeit"}, {"tyro", "libcst", "pyeit", "scikit-image"}
 COLAB_GPU, KAGGLE_GPU = {"COLAB_RELEASE_TAG": "x", "COLAB_TPU_1VM": ""}, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
 IMAGES = {

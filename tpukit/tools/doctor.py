@@ -28,7 +28,7 @@ NEEDED_FOR = {
     "scikit-image": (WARNING, "the workloads mshnet and cdeit"),
 }
 FRESH = "start a fresh session and install nothing over the image's versions"
-PAST = ". Where a new image is to blame, choose an earlier one: Runtime > Change runtime type > Runtime version"
+PAST = ". Where a new image is to blame, take an earlier one: command palette > Change runtime version (26.07 has Python 3.12)"
 IMPORT_TIMEOUT_S = 120
 LARGEST_MOVE = 0.05  # of an output by half precision, as a share of its norm
 
