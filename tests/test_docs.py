@@ -136,7 +136,7 @@ THREADS = {
     "The `!tpu-info` can only detect TPU chips on Kaggle and can't show utilization": "tpu-info",
     "Libtpu metrics unavailable. Is there a framework using the TPU? See https://github.com/google/"
     "cloud-accelerator-diagnostics/tree/main/tpu_info for more information": "tpu-info",
-    "RuntimeError: Backend 'tpu' failed to initialize: UNKNOWN: TPU initialization failed: No jellyfish device found": "no-chip",
+    "Backend 'tpu' failed to initialize: UNKNOWN: TPU initialization failed: No jellyfish device found.": "no-chip",
     "RuntimeError: missing required environment variables for distributed training: TORCH_TPU_SLICEBUILDER_ADDRESSES, "
     "TORCH_TPU_TOPOLOGY; please run the program via torchrun or similar tools": "torch-tpu-launch",
     "ValueError: Cannot set TPU device to index 1, current process is bound to device index 0. Changing the active TPU device "
@@ -217,6 +217,21 @@ def test_doctor_understands_an_error_by_a_users_own_words(asked):
 @pytest.mark.parametrize("asked", ["loss 0.5 at step 3", "File tensorflow/python/x.py line 3", "how do I save the model?"])
 def test_doctor_does_not_guess(asked):
     assert troubles.about(asked) is None
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="no make here")
+@pytest.mark.parametrize(
+    "lacking, said",
+    [("sys.version_info = (3, 10, 13)", "3.11 to 3.13"), ("sys.modules['ensurepip'] = None", "apt install python3-venv")],
+)
+def test_make_says_what_a_python_lacks_before_it_installs_anything(lacking, said, tmp_path):
+    for file in ("Makefile", "requirements.txt", "pyproject.toml"):
+        shutil.copy(ROOT / file, tmp_path)
+    python = tmp_path / "python"  # answers `-c PROGRAM` alone
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; {lacking}; exec(sys.argv[2])" "$@"\n')
+    python.chmod(0o755)
+    ran = subprocess.run(["make", "test", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode and said in ran.stdout and not (tmp_path / ".venv").exists()
 
 
 # Running what the pages say
