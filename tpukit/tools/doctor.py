@@ -27,6 +27,7 @@ NEEDED_FOR = {
     "scipy": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
     "scikit-image": (WARNING, "the workloads mshnet and cdeit"),
 }
+IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu have to stay as they are
 FRESH = "start a fresh session and install nothing over the image's versions"
 PAST = ". Where a new image is to blame, take an earlier one: command palette > Change runtime version (26.07 has Python 3.12)"
 IMPORT_TIMEOUT_S = 120
@@ -169,8 +170,8 @@ def _packages(env, environ, root):
 
 
 def _installing(env, packages):
-    """The mend that installs one of torch, torch_xla and libtpu; images whose own ones have to stay are started afresh."""
-    if env.host in ("colab", "kaggle"):
+    """The mend that installs one of torch, torch_xla and libtpu, where that is allowed."""
+    if env.host in IMAGES:
         return FRESH + (PAST if env.host == "colab" else "")
     return f"pip install {packages}"
 
@@ -181,7 +182,7 @@ def _torch(env, environ, root):
         return [Check("torch", BLOCKS, "not installed", _installing(env, "torch"))]
     problem = import_problem("torch", environ)
     if problem:
-        mend = mend_for(problem) or "reinstall torch, or start a fresh session"
+        mend = mend_for(problem) or _installing(env, "--force-reinstall torch")
         return [Check("torch", BLOCKS, f"{version} cannot be imported: {problem}", mend)]
     if _release(version) < (2, 6):
         found = f"{version}: its torch.load runs code from checkpoints, weights_only or not (CVE-2025-32434)"
@@ -220,7 +221,7 @@ if found["built"] and not found["usable"]:
     try:
         torch.cuda.init()
     except Exception as error:
-        found["reason"] = str(error).splitlines()[0]
+        found["reason"] = str(error).partition(chr(10))[0]
 print(json.dumps(found))
 """
 
@@ -243,7 +244,7 @@ def _gpu(env, environ, root):
         return []
     torch = f"torch {env.versions['torch']}"
     if cuda["built"] is None:
-        mend = FRESH if env.host in ("colab", "kaggle") else "install a CUDA build of torch (pytorch.org/get-started/locally)"
+        mend = FRESH if env.host in IMAGES else "install a CUDA build of torch (pytorch.org/get-started/locally)"
         return [Check("gpu", BLOCKS, f"{torch} was built without CUDA, but a GPU is here: {env.device_name}", mend)]
     if cuda["usable"]:
         built, gpus = cuda["arch_list"], environment.nvidia_gpus(environ)
@@ -256,7 +257,8 @@ def _gpu(env, environ, root):
     driver = re.search(r"CUDA[\w ]* Version\s*:\s*([\d.]+)", environment.nvidia_smi(environ))
     if driver and _release(driver[1], 1) < _release(cuda["built"], 1):  # within a major version they go together
         found = f"the driver is for CUDA {driver[1]}, and {torch} was built with CUDA {cuda['built']}"
-        return [Check("gpu", BLOCKS, found, "update NVIDIA's driver, or install a torch that was built with an older CUDA")]
+        mend = FRESH if env.host in IMAGES else "update NVIDIA's driver, or install a torch that was built with an older CUDA"
+        return [Check("gpu", BLOCKS, found, mend)]
     mend = mend_for(cuda["reason"]) or "check NVIDIA's driver (nvidia-smi), then restart the session"
     return [Check("gpu", BLOCKS, f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'it does not say why'}", mend)]
 
