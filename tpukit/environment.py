@@ -22,7 +22,8 @@ from tpukit.troubles import mend_for
 
 PACKAGES = ("torch", "torchvision", "torch_xla", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
 NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
-GOOGLE_PCI_VENDOR = "0x1ae0"
+GOOGLE_PCI_VENDOR, NVIDIA_PCI_VENDOR = "0x1ae0", "0x10de"
+PCI_DISPLAY = "0x03"  # how the class of a graphics processor begins
 # The PCI devices that are TPU chips, as torch_xla 2.9 lists them; Google's network cards have other ids.
 TPU_PCI_DEVICES = ("0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076")
 TPU_MENU = {
@@ -206,7 +207,7 @@ def _accelerator(environ, root, versions):
     chosen = environ.get("PJRT_DEVICE", "").upper()
     if "torch_xla" in versions and chosen == "CPU":
         return "xla", 1, "CPU XLA device (PJRT_DEVICE=CPU), for trying things out, not for speed"
-    chips = tpu_chips(root)
+    chips = chips_here(environ, root)
     if "torch_xla" in versions and chosen in ("", "TPU") and (chips or chosen == "TPU"):
         return "tpu", chips, environ.get("TPU_ACCELERATOR_TYPE") or "TPU"
     gpus = nvidia_gpus(environ)
@@ -215,11 +216,36 @@ def _accelerator(environ, root, versions):
     return "cpu", 1, f"{platform.machine()}, {os.cpu_count()} cores"
 
 
+def chips_here(environ, root="/"):
+    """Number of TPU chips on the PCI bus. Where that is hidden, as in some containers, but PJRT_DEVICE=TPU says that there are
+    some: number of their device files."""
+    on_bus = tpu_chips(root)
+    if on_bus or environ.get("PJRT_DEVICE", "").upper() != "TPU":
+        return on_bus
+    devices = Path(root) / "dev"
+    names = [path.name.removeprefix("accel") for path in (*devices.glob("vfio/*"), *devices.glob("accel*"))]
+    return sum(name.isdecimal() for name in names)
+
+
 def tpu_chips(root="/"):
-    """Number of TPU chips on the PCI bus."""
+    """Number of TPU chips on the PCI bus, which is what torch_xla counts."""
+    return sum(
+        vendor == GOOGLE_PCI_VENDOR and (device / "device").read_text().strip() in TPU_PCI_DEVICES
+        for device, vendor in _pci_devices(root)
+    )
+
+
+def nvidia_cards_on_bus(root="/"):
+    """Number of NVIDIA's graphics processors on the PCI bus, whether a driver knows them or not."""
+    return sum(
+        vendor == NVIDIA_PCI_VENDOR and (device / "class").read_text().startswith(PCI_DISPLAY)
+        for device, vendor in _pci_devices(root)
+    )
+
+
+def _pci_devices(root):
     vendors = Path(root).glob("sys/bus/pci/devices/*/vendor")
-    google = (vendor.parent for vendor in vendors if vendor.read_text().strip() == GOOGLE_PCI_VENDOR)
-    return sum((device / "device").read_text().strip() in TPU_PCI_DEVICES for device in google)
+    return [(vendor.parent, vendor.read_text().strip()) for vendor in vendors]
 
 
 def chips_by_bounds(environ):
@@ -228,28 +254,66 @@ def chips_by_bounds(environ):
     return math.prod(int(part) for part in bounds.split(",")) if re.fullmatch(r"\d+(,\d+)*", bounds) else None
 
 
-def nvidia_gpus(environ):
-    """Names of the NVIDIA GPUs that this process may use, from nvidia-smi."""
-    if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which("nvidia-smi", path=environ.get("PATH")):
-        return []
+def nvidia_smi(environ, *arguments):
+    """What nvidia-smi prints, or "" where it is missing or finds no driver."""
+    if not shutil.which("nvidia-smi", path=environ.get("PATH")):
+        return ""
     try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-            env=dict(environ),
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
+        ran = subprocess.run(["nvidia-smi", *arguments], env=dict(environ), capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    names = [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed.returncode == 0 else []
+        return ""
+    return ran.stdout if ran.returncode == 0 else ""
+
+
+def nvidia_gpus(environ):
+    """Names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L`.
+
+    Of the instances of a divided GPU (MIG) a process sees one, and then no whole GPU (NVIDIA's MIG guide, "CUDA Device
+    Enumeration"). A number in CUDA_VISIBLE_DEVICES is taken as nvidia-smi counts; unless CUDA_DEVICE_ORDER=PCI_BUS_ID, CUDA
+    counts the fastest first, so that where the cards differ, the name can be another's: how many there are is right.
+    """
+    cards = []  # (name, UUID, [(name, UUID) of its instances])
+    for line in nvidia_smi(environ, "-L").splitlines():
+        if card := re.match(r"GPU \d+: (.+) \(UUID: (\S+)\)", line):
+            cards.append((card[1], card[2], []))
+        elif cards and (instance := re.match(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (\S+)\)", line)):
+            cards[-1][2].append((f"{cards[-1][0]} MIG {instance[1]}", instance[2]))
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if not visible:
-        return names
-    chosen = visible.split(",")
-    if not all(number.strip().isdecimal() for number in chosen):  # UUIDs, which nvidia-smi was not asked for
-        return names[: len(chosen)]
-    return [names[int(number)] for number in chosen if int(number) < len(names)]
+    instances = [instance for card in cards for instance in card[2]]
+    if visible is not None and visible.startswith("MIG-"):
+        return [name for name, uuid in instances if uuid.startswith(visible.split(",")[0])][:1]
+    cards = cards if visible is None else _chosen(cards, visible)
+    return [name for card in cards for name, _ in card[2]][:1] or [card[0] for card in cards]
+
+
+def _chosen(cards, visible):
+    """Of the cards those that CUDA_VISIBLE_DEVICES names, by number or by the beginning of a UUID, as CUDA reads it: up to the
+    first that it does not know; none where one is named twice."""
+    chosen = []
+    for part in visible.split(","):
+        number = re.match(r"\s*\+?(\d+)", part)
+        named = [card for card in cards if card[1].startswith(part)] if part.startswith("GPU-") else []
+        named = cards[int(number[1]) : int(number[1]) + 1] if number else named
+        if len(named) != 1:
+            break
+        if named[0] in chosen:
+            return []
+        chosen += named
+    return chosen
+
+
+def runs_on(capability, arch_list):
+    """Whether a GPU of this compute capability, (major, minor), runs what was built for these architectures, as
+    `torch.cuda.get_arch_list()` names them: sm_75 is machine code for 7.5 and what is newer within 7, compute_90 is compiled
+    on the spot for 9.0 and everything newer, and either with an "a" at its end is for that one only."""
+    for arch in arch_list:
+        built = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
+        wanted = built and (int(built[2]), int(built[3]))
+        if not built or capability < wanted or built[4] == "a" and capability != wanted:
+            continue
+        if capability[0] == wanted[0] or built[1] == "compute" and not built[4]:
+            return True
+    return False
 
 
 def supports(capability, built_for):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import importlib
 import os
+import sys
 from pathlib import Path
 from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -177,12 +179,22 @@ def _as_declared(declared, value):
 def for_another_process(task):
     """(request, environment variables): what a fresh process needs to import the class and give it the same settings.
 
-    request: dict(module, kind, settings) for JSON. Raises TpukitError for the class of a notebook cell."""
+    request: dict(module, folder, kind, settings) for JSON, read by `requested`. Raises TpukitError for the class of a notebook
+    cell. Start the process with -P, or the current folder stands in for installed packages."""
     kind = type(task)
     if kind.__module__ == "__main__":
         raise TpukitError(
             f"{kind.__name__} lives in a notebook cell, where a process of its own cannot import it: put it in a module"
         )
-    places = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]
-    request = dict(module=kind.__module__, kind=kind.__qualname__, settings=settings(task))
-    return request, {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+    places = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    module = sys.modules[kind.__module__]
+    folder = Path(module.__file__).resolve().parents[module.__name__.count(".") + hasattr(module, "__path__")]
+    request = dict(module=kind.__module__, folder=str(folder), kind=kind.__qualname__, settings=settings(task))
+    return request, {"PYTHONPATH": os.pathsep.join(filter(None, places))}  # an empty place is the current folder
+
+
+def requested(request):
+    """In the fresh process: the task of a request of `for_another_process`."""
+    sys.path.append(request["folder"])  # as the last: what lies beside the class is not to stand in for another package
+    kind = getattr(importlib.import_module(request["module"]), request["kind"])
+    return from_settings(kind, request["settings"])

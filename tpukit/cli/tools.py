@@ -13,8 +13,6 @@ from tpukit.errors import TpukitError
 
 
 def doctor(argv):
-    import tyro
-
     from tpukit import environment, workloads
     from tpukit.tools import doctor as tool
     from tpukit.troubles import about
@@ -33,7 +31,11 @@ def doctor(argv):
         error: str | None = None
         """Look at nothing; say what to do about this error message."""
 
-    options = tyro.cli(Doctor, args=argv, prog="tpukit doctor", config=(tyro.conf.FlagCreatePairsOff,))
+    options = Doctor()
+    if argv:  # without any it answers where tyro is missing, too
+        import tyro
+
+        options = tyro.cli(Doctor, args=argv, prog="tpukit doctor", config=(tyro.conf.FlagCreatePairsOff,))
     if options.error is not None:
         mend = about(options.error)
         unknown = "This message is not known here. `tpukit doctor` looks at the machine; "

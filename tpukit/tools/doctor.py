@@ -3,6 +3,8 @@ model is to be tried."""
 
 import copy
 import dataclasses
+import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -16,7 +18,19 @@ from tpukit.troubles import mend_for
 
 OK, NOTE, WARNING, BLOCKS = "ok", "note", "warning", "BLOCKS"
 NEEDED = ("numpy", "pillow", "safetensors", "scikit-image", "tqdm", "rich", "tyro", "matplotlib", "scipy", "pyeit", "libcst")
-FOR_ONE_COMMAND = dict(pyeit="tpukit simulate eit", libcst="tpukit migrate")
+# What is needed for a part of tpukit only -> (what to say of it where it is missing, for what).
+NEEDED_FOR = {
+    "tyro": (NOTE, "the options of the command line"),
+    "matplotlib": (NOTE, "figures"),
+    "libcst": (NOTE, "`tpukit migrate`"),
+    "pyeit": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
+    "scipy": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
+    "scikit-image": (WARNING, "the workloads mshnet and cdeit"),
+}
+IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu have to stay as they are
+FRESH = "start a fresh session and install nothing over the image's versions"
+PAST = ". Where a new image is to blame, take an earlier one: command palette > Change runtime version (26.07 has Python 3.12)"
+IMPORT_TIMEOUT_S = 120
 LARGEST_MOVE = 0.05  # of an output by half precision, as a share of its norm
 
 
@@ -43,6 +57,7 @@ def examine(env=None, *, environ=None, root="/"):
         _python,
         _packages,
         _torch,
+        _gpu,
         _torch_xla,
         _tensorflow,
         _accelerator,
@@ -146,44 +161,112 @@ def _python(env, environ, root):
 
 def _packages(env, environ, root):
     missing = [name for name in NEEDED if environment.version_of(name) is None]
-    if missing and set(missing) <= FOR_ONE_COMMAND.keys():
-        said = ", ".join(f"{name}, for `{FOR_ONE_COMMAND[name]}` alone" for name in missing)
-        return [Check("packages", NOTE, f"missing: {said}", f"pip install {' '.join(missing)}")]
-    if missing:
-        return [Check("packages", BLOCKS, f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")]
-    return [Check("packages", OK, "all there")]
+    if not missing:
+        return [Check("packages", OK, "all there")]
+    levels = {NEEDED_FOR.get(name, (BLOCKS,))[0] for name in missing}
+    said = [f"{name} (for {NEEDED_FOR[name][1]})" if name in NEEDED_FOR else name for name in missing]
+    level = next(level for level in (BLOCKS, WARNING, NOTE) if level in levels)
+    return [Check("packages", level, f"missing: {', '.join(said)}", f"pip install {' '.join(missing)}")]
+
+
+def _installing(env, packages):
+    """The mend that installs one of torch, torch_xla and libtpu, where that is allowed."""
+    if env.host in IMAGES:
+        return FRESH + (PAST if env.host == "colab" else "")
+    return f"pip install {packages}"
 
 
 def _torch(env, environ, root):
     version = env.versions.get("torch")
     if version is None:
-        return [
-            Check("torch", BLOCKS, "not installed", "pip install torch (on Colab and Kaggle: start a fresh session instead)")
-        ]
+        return [Check("torch", BLOCKS, "not installed", _installing(env, "torch"))]
     problem = import_problem("torch", environ)
     if problem:
-        mend = mend_for(problem) or "reinstall torch, or start a fresh session"
+        mend = mend_for(problem) or _installing(env, "--force-reinstall torch")
         return [Check("torch", BLOCKS, f"{version} cannot be imported: {problem}", mend)]
-    checks = [Check("torch", OK, version)]
-    if tuple(int(p) for p in re.findall(r"\d+", version)[:2]) < (2, 8):
-        checks = [Check("torch", WARNING, version, "tpukit is tried with torch 2.8 and newer")]
-    gpus = environment.nvidia_gpus(environ)
-    if gpus and "+cpu" in version and env.accelerator != "xla":
-        checks.append(
-            Check("torch", BLOCKS, f"{version} has no CUDA, but a GPU is here: {gpus[0]}", "install a CUDA build of torch")
-        )
-    if any("P100" in gpu for gpu in gpus):
-        checks.append(Check("gpu", WARNING, "P100: today's torch is no longer built for it", "choose GPU T4 x2 instead"))
-    return checks
+    if _release(version) < (2, 6):
+        found = f"{version}: its torch.load runs code from checkpoints, weights_only or not (CVE-2025-32434)"
+        return [Check("torch", BLOCKS, found, _installing(env, "'torch>=2.8'"))]
+    if _release(version) < (2, 8):
+        return [Check("torch", WARNING, version, "tpukit is tried with torch 2.8 and newer")]
+    return [Check("torch", OK, version)]
+
+
+def _release(version, parts=2):
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:parts])
+
+
+def run_python(program, environ):
+    """A process of its own that runs a program, without the current folder on its path: what lies there is not to be run."""
+    command = [sys.executable, "-P", "-c", program]
+    return subprocess.run(command, env=dict(environ), capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
 
 
 def import_problem(package, environ):
-    """The last line of the error of importing a package in a process of its own, or None if it imports."""
-    ran = subprocess.run(
-        [sys.executable, "-c", f"import {package}"], env={**environ, "TPU_SKIP_MDS_QUERY": "1"}, capture_output=True, text=True
-    )
+    """The last line of the error of importing a package in a process of its own, or None if it imports. The process has these
+    variables and no others, so that it fails where a training would."""
+    try:
+        ran = run_python(f"import {package}", environ)
+    except subprocess.TimeoutExpired:
+        return f"the import did not end within {IMPORT_TIMEOUT_S} s"
     lines = ran.stderr.strip().splitlines()
     return None if ran.returncode == 0 else (lines[-1] if lines else f"ended with code {ran.returncode}")
+
+
+# Opens no context on a GPU.
+CUDA_OF_TORCH = """
+import json, torch
+found = dict(built=torch.version.cuda, usable=torch.cuda.is_available(), arch_list=torch.cuda.get_arch_list(), reason="")
+if found["built"] and not found["usable"]:
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        found["reason"] = str(error).partition(chr(10))[0]
+print(json.dumps(found))
+"""
+
+
+def cuda_of_torch(environ):
+    """What torch says of CUDA in a process of its own: dict(built, the CUDA that it was built with or None; usable; arch_list;
+    reason, why it is not usable), or None where it does not answer."""
+    try:
+        return json.loads(run_python(CUDA_OF_TORCH, environ).stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        return None
+
+
+def _gpu(env, environ, root):
+    """Whether torch can use the GPUs, and if not, why."""
+    if env.accelerator == "cpu" and environment.nvidia_cards_on_bus(root) and not environment.nvidia_smi(environ, "-L"):
+        mend = f"install NVIDIA's driver. {environment.GPU_MENU[env.host]}" if env.host == "local" else FRESH
+        return [Check("gpu", WARNING, "an NVIDIA card is on the PCI bus, but nvidia-smi finds no driver for it", mend)]
+    if env.accelerator != "cuda" or "torch" not in env.versions or (cuda := cuda_of_torch(environ)) is None:
+        return []
+    torch = f"torch {env.versions['torch']}"
+    if cuda["built"] is None:
+        mend = FRESH if env.host in IMAGES else "install a CUDA build of torch (pytorch.org/get-started/locally)"
+        return [Check("gpu", BLOCKS, f"{torch} was built without CUDA, but a GPU is here: {env.device_name}", mend)]
+    if cuda["usable"]:
+        built, gpus = cuda["arch_list"], environment.nvidia_gpus(environ)
+        other = "install a torch that was built for it" if env.host == "local" else environment.GPU_MENU[env.host]
+        return [
+            Check("gpu", BLOCKS, f"{name} is of compute capability {has}; {torch} was built for {', '.join(built)}", other)
+            for name, has in _capabilities(environ)
+            if any(gpu.startswith(name) for gpu in gpus) and not environment.runs_on(_release(has), built)
+        ]
+    driver = re.search(r"CUDA[\w ]* Version\s*:\s*([\d.]+)", environment.nvidia_smi(environ))
+    if driver and _release(driver[1], 1) < _release(cuda["built"], 1):  # within a major version they go together
+        found = f"the driver is for CUDA {driver[1]}, and {torch} was built with CUDA {cuda['built']}"
+        mend = FRESH if env.host in IMAGES else "update NVIDIA's driver, or install a torch that was built with an older CUDA"
+        return [Check("gpu", BLOCKS, found, mend)]
+    mend = mend_for(cuda["reason"]) or "check NVIDIA's driver (nvidia-smi), then restart the session"
+    return [Check("gpu", BLOCKS, f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'it does not say why'}", mend)]
+
+
+def _capabilities(environ):
+    """[(name, compute capability)] of the GPUs; empty for drivers that do not tell."""
+    rows = environment.nvidia_smi(environ, "--query-gpu=name,compute_cap", "--format=csv,noheader").splitlines()
+    return [(row[0].strip(), row[1].strip()) for row in (line.rsplit(",", 1) for line in dict.fromkeys(rows)) if len(row) == 2]
 
 
 def _torch_xla(env, environ, root):
@@ -191,34 +274,31 @@ def _torch_xla(env, environ, root):
     if xla is None:
         return []
     if torch and torch.split(".")[:2] != xla.split(".")[:2]:
-        mend = (
-            f"pip install torch_xla=={'.'.join(torch.split('.')[:2])}.0, or start a fresh session and install nothing over it"
-        )
+        mend = _installing(env, f"'torch~={'.'.join(xla.split('.')[:2])}.0'")
         return [Check("torch_xla", BLOCKS, f"{xla} does not match torch {torch}", mend)]
     if torch and (problem := import_problem("torch_xla", environ)):
-        mend = mend_for(problem) or "start a fresh session and install nothing over the image's versions"
+        mend = mend_for(problem) or FRESH
+        if environ.get("TPU_SKIP_MDS_QUERY") and not environ.get("TPU_ACCELERATOR_TYPE") and environment.tpu_chips(root):
+            mend = "TPU_SKIP_MDS_QUERY is set, so torch_xla reads TPU_ACCELERATOR_TYPE, which is not: set both or neither"
         return [Check("torch_xla", BLOCKS, f"{xla} cannot be imported: {problem}", mend)]
     checks = [Check("torch_xla", OK, xla)]
     wanted, found = _wanted_libtpu(), env.versions.get("libtpu")
-    if environment.tpu_chips(root) and found is None:
-        checks.append(
-            Check("libtpu", BLOCKS, "not installed", f"pip install {f'libtpu=={wanted}' if wanted else 'torch_xla[tpu]'}")
-        )
-    elif wanted and found and wanted != found:
-        checks.append(
-            Check("libtpu", WARNING, f"{found}, but torch_xla {xla} was built for {wanted}", f"pip install libtpu=={wanted}")
-        )
+    if found is None and environment.chips_here(environ, root):
+        mend = _installing(env, f"libtpu=={wanted}" if wanted else "'torch_xla[tpu]'")
+        checks.append(Check("libtpu", BLOCKS, "not installed", mend))
+    elif wanted and found and _release(wanted, 3) != _release(found, 3):  # images ship 0.0.21.1 for 0.0.21
+        said = f"{found}, but torch_xla {xla} was built for {wanted}"
+        checks.append(Check("libtpu", WARNING, said, _installing(env, f"libtpu=={wanted}")))
     return checks
 
 
 def _wanted_libtpu():
     """The libtpu version that the installed torch_xla names in its `tpu` extra, or None."""
-    import importlib.metadata
-
-    for requirement in importlib.metadata.requires("torch_xla") or []:
-        if named := re.match(r"libtpu\s*==\s*([\d.]+)", requirement):
-            return named[1]
-    return None
+    try:
+        requirements = importlib.metadata.requires("torch_xla") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((named[1] for line in requirements if (named := re.match(r"libtpu\s*==\s*([\d.]+)", line))), None)
 
 
 def _tensorflow(env, environ, root):
@@ -229,7 +309,7 @@ def _tensorflow(env, environ, root):
 
 
 def _accelerator(env, environ, root):
-    chips = environment.tpu_chips(root)
+    chips = environment.chips_here(environ, root)
     found = f"{env.accelerator}: {env.device_name}"
     pjrt = environ.get("PJRT_DEVICE", "").upper()
     if pjrt and pjrt not in ("CPU", "TPU"):
@@ -240,14 +320,18 @@ def _accelerator(env, environ, root):
         ]
     if pjrt == "TPU" and not chips:
         mend = "unset PJRT_DEVICE. " + environment.TPU_MENU[env.host]
-        return [Check("accelerator", BLOCKS, "PJRT_DEVICE=TPU, but no TPU chip is on the PCI bus", mend)]
+        found = "PJRT_DEVICE=TPU, but no TPU chip is on the PCI bus or in /dev"
+        return [Check("accelerator", BLOCKS, found, mend)]
     if chips and env.accelerator == "xla":
         return [
             Check("accelerator", WARNING, f"{chips} TPU chips are here, but PJRT_DEVICE=CPU hides them", "unset PJRT_DEVICE")
         ]
     if chips and env.accelerator != "tpu":
-        mend = "start a fresh session; on a TPU VM: pip install 'torch_xla[tpu]'"
+        mend = _installing(env, "'torch_xla[tpu]'")
         return [Check("accelerator", BLOCKS, f"{chips} TPU chips are here, but torch_xla is not installed", mend)]
+    if chips and not environment.tpu_chips(root):
+        unseen = "the PCI bus is hidden here, and torch_xla counts chips there: cores=1 works, several cores do not"
+        return [Check("accelerator", WARNING if chips > 1 else OK, found, unseen if chips > 1 else "")]
     if env.accelerator in ("tpu", "cuda", "xla"):
         return [Check("accelerator", OK, found)]
     if environ.get("KAGGLE_KERNEL_RUN_TYPE", "").lower() == "batch":
@@ -270,7 +354,7 @@ def _chip_holders(env, environ, root):
             found = f"process {process.name} ({command}) holds {', '.join(held)}"
             checks.append(Check("chip", BLOCKS, found, f"end it (kill {process.name}), or restart the session of its notebook"))
     lock = root / "tmp/libtpu_lockfile"
-    if lock.exists() and not checks and environment.tpu_chips(root):
+    if lock.exists() and not checks and environment.chips_here(environ, root):
         checks.append(Check("chip", WARNING, f"{lock} was left behind, though nothing holds a chip", f"rm {lock}"))
     return checks
 
@@ -291,7 +375,7 @@ def _variables(env, environ, root):
     if environ.get("TPU_PROCESS_ADDRESSES"):
         mend = "`launch` takes it away; before starting one process a core yourself: os.environ.pop('TPU_PROCESS_ADDRESSES')"
         checks.append(Check("variable", NOTE, f"TPU_PROCESS_ADDRESSES={environ['TPU_PROCESS_ADDRESSES']}", mend))
-    chips, expected = environment.tpu_chips(root), environment.chips_by_bounds(environ)
+    chips, expected = environment.chips_here(environ, root), environment.chips_by_bounds(environ)
     if chips and expected and expected != chips:
         found = f"TPU_CHIPS_PER_HOST_BOUNDS={environ['TPU_CHIPS_PER_HOST_BOUNDS']} means {expected} chips, {chips} here"
         checks.append(
@@ -303,9 +387,8 @@ def _variables(env, environ, root):
         mend = "tpukit needs none; libraries that look for GPUs here (accelerate) want PJRT_DEVICE=TPU before Python starts"
         checks.append(Check("variable", NOTE, "PJRT_DEVICE is not set", mend))
     if env.accelerator == "tpu" and env.host == "local" and not environ.get("TPU_SKIP_MDS_QUERY"):
-        checks.append(
-            Check("variable", NOTE, "TPU outside Google's hosts", "if 'Failed to get TPU metadata' comes: TPU_SKIP_MDS_QUERY=1")
-        )
+        mend = "fine on a VM of Google Cloud. Elsewhere torch_xla wants both TPU_SKIP_MDS_QUERY=1 and TPU_ACCELERATOR_TYPE"
+        checks.append(Check("variable", NOTE, "no variable says which TPU this is: a metadata server is asked", mend))
     return checks
 
 

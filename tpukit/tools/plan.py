@@ -7,7 +7,6 @@ environment of its own (`tpu_compiler.py`). No figure is a measurement of a TPU.
 import contextlib
 import dataclasses
 import hashlib
-import importlib
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from pathlib import Path
 from tpukit import files
 from tpukit.errors import TpukitError
 from tpukit.tables import GIB, Table
-from tpukit.task import for_another_process, from_settings
+from tpukit.task import for_another_process, requested
 
 # libtpu as in the images with torch_xla 2.9, and the jax that belongs to it.
 COMPILER = ("jax==0.7.1", "jaxlib==0.7.1", "libtpu==0.0.21")
@@ -198,7 +197,7 @@ def _write_down(task, part, size, machine, folder):
     used."""
     request, variables = for_another_process(task)
     request |= dict(part=part, size=size, cores=machine.cores, memory_size=int(machine.hbm_bytes))
-    ran = _run([sys.executable, "-m", "tpukit.tools.plan", str(folder)], json.dumps(request), variables)
+    ran = _run([sys.executable, "-P", "-m", "tpukit.tools.plan", str(folder)], json.dumps(request), variables)
     if ran.returncode:
         last = ran.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
         if "No module named 'torch_xla'" in last[0] or "_XLAC" in last[0] and "undefined symbol" in last[0]:
@@ -221,8 +220,7 @@ def write_programs(request, folder):
     from tpukit.stepping import freeze_batch_norm, fresh_sums, training_step
     from tpukit.xla import RecordingRuntime
 
-    kind = getattr(importlib.import_module(request["module"]), request["kind"])
-    task, per_core = from_settings(kind, request["settings"]), request["size"] // request["cores"]
+    task, per_core = requested(request), request["size"] // request["cores"]
     runtime = RecordingRuntime(task.precision, request["cores"], request["memory_size"])
     training, beside = request["part"] == "train", 0
     model = task.model().train(training)
@@ -272,7 +270,7 @@ def _compile(path, machine, say):
     libraries = compiler_folder(say)
     say(f"compiling {path.stat().st_size / 1000:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
     started = time.monotonic()
-    command = [sys.executable, "-s", str(_script()), str(path), machine.topology, str(machine.cores)]
+    command = [sys.executable, "-P", "-s", str(_script()), str(path), machine.topology, str(machine.cores)]
     ran = _run(command, "", {"PYTHONPATH": str(libraries)})
     found = _understood(ran)
     found["compile_s"] = time.monotonic() - started
@@ -339,7 +337,7 @@ def compiler_folder(say=print):
         say(f"installing the TPU compiler ({', '.join(COMPILER)}; about 1 GB, once) into {home}")
         with files.whole_folder(home) as work:
             # A folder and not a virtual environment, because Colab's and Debian's Python cannot make one.
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            pip = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             ran = _run([*pip, "--target", str(work), *COMPILER], "", {})
             if ran.returncode:
                 last = [line for line in ran.stderr.splitlines() if "ERROR" in line or "No module" in line] or ["pip failed"]

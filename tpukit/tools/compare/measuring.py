@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import importlib
 import itertools
 import json
 import math
@@ -20,7 +19,7 @@ from pathlib import Path
 from tpukit import environment, files
 from tpukit.errors import TpukitError
 from tpukit.tables import GIB
-from tpukit.task import for_another_process, from_settings
+from tpukit.task import for_another_process, requested
 from tpukit.tools.compare.measurement import check_writable, measurement_of, rate
 
 ROUNDS = 5  # of timed steps; each ends with a reading, as an interval of a training does
@@ -230,7 +229,7 @@ def _in_a_process(task, steps, cores, parallel):
     request, variables = for_another_process(task)
     request |= dict(steps=steps, cores=cores, parallel=parallel, started=time.time())
     with tempfile.TemporaryDirectory(prefix="tpukit-compare-") as folder:
-        command = [sys.executable, "-m", "tpukit.tools.compare", folder]
+        command = [sys.executable, "-P", "-m", "tpukit.tools.compare", folder]
         environ = {**os.environ, **variables}
         ran = subprocess.run(command, input=json.dumps(request), env=environ, capture_output=True, text=True)
         result = Path(folder) / "result.json"
@@ -255,8 +254,7 @@ def answer(folder):
 
     end_with_parent(os.getppid())
     request = json.loads(sys.stdin.read())
-    kind = getattr(importlib.import_module(request["module"]), request["kind"])
-    task = from_settings(kind, request["settings"])
+    task = requested(request)
     run = Run.open(folder / "run", task)
     run.prints = False
     function = functools.partial(measure, steps=request["steps"], started=request["started"])
