@@ -227,7 +227,14 @@ def strange_measurement(path, word):
     times = dict(first_step_s=2.0, start_s=3.0, step_ms=9.0, step_ms_low=8.0, step_ms_high=10.0, wait_ms=1.0)
     row = dict(times, batch_size=8, fits=True, timed_steps=20, compiled_late=0, memory_bytes=2**30, memory_of=word)
     kept = dict(
-        format="tpukit comparison 1", tpukit=word, date=word, hardware=word, chips=1, accelerator="cuda", place=word, device=word
+        format="tpukit comparison 1",
+        tpukit=word,
+        date=word,
+        hardware=word,
+        chips=1,
+        accelerator="cuda",
+        place=word,
+        device=word,
     )
     kept |= dict(cores=1, processes=1, precision=word, python=word, versions={word: word}, workload=word, recipe={word: word})
     kept |= dict(samples=80, synthetic=True, rows=[row, dict(row, batch_size=16), dict(batch_size=32, fits=False, why=word)])
@@ -282,6 +289,49 @@ def test_a_terminal_gets_no_control_character_from_a_file(command, tmp_path, mon
     said = "".join(capsys.readouterr())
     assert said.isascii() or not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\ud800]", said)
     assert r"\x1b[2J" in "".join(said.split()) and "<script>" in "".join(said.split())
+
+
+@pytest.mark.parametrize(
+    "name, times", [("records.jsonl", 100), ("config.json", 10), ("progress.json", 30), ("checkpoints/checkpoints.json", 30)]
+)
+def test_one_flipped_bit_in_a_file_of_a_run_never_gives_a_traceback(name, times, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *a, **k: None)  # what is drawn shows when it is laid out
+    run, random = strange_run(tmp_path / "run", "word"), np.random.default_rng(0)
+    whole = (run.path / name).read_bytes()
+    for place in random.integers(8 * len(whole), size=times):
+        bits = bytearray(whole)
+        bits[place // 8] ^= 1 << place % 8
+        (run.path / name).write_bytes(bits)
+        for command in ("report", "watch"):
+            assert cli.main([command, str(run.path)]) == 0, place
+    assert "Traceback" not in "".join(capsys.readouterr())
+
+
+DAMAGES = [
+    lambda r: r.pop("kind"),
+    lambda r: r.update(step="8"),
+    lambda r: r.pop("speed"),
+    lambda r: r["speed"].update(seconds=None),
+    lambda r: r["speed"].update(seconds=float("inf")),
+    lambda r: r["speed"].update(images_per_s=10**400),
+    lambda r: r["speed"].update(memory=[[1]]),
+    lambda r: r["speed"]["counters"].pop("fallbacks"),
+    lambda r: r["speed"]["counters"]["fallbacks"].update(a="b"),
+    lambda r: r.update(loss=True),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_record_is_left_out_and_counted(damage, tmp_path):
+    records = strange_run(tmp_path / "run", "word").records()
+    first, second = [r for r in records if r["kind"] == "train"]
+    damage(second)
+    assert [i["to"] for i in report.intervals(records)] == [4] and report.curves(records)["loss"] == ([4], [1.0])
+    assert report.findings(records) == [
+        "Left out: 1 damaged record.",
+        *report.findings([r for r in records if r is not second]),
+    ]
+    assert report.whole([*records, [], None, "word"]) == [r for r in records if r is not second]
 
 
 def test_an_error_shows_a_control_character_by_its_name(tmp_path, monkeypatch, capsys):

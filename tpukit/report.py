@@ -216,7 +216,7 @@ def is_over(live, checkpoints):
 
 
 def _steps_of(checkpoints):
-    return [c["step"] for c in checkpoints if _fits(c, dict(step=int))]
+    return [c["step"] for c in checkpoints if _fits(c, dict(step=int))] if isinstance(checkpoints, list) else []
 
 
 def _ago(seconds):
