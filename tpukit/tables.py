@@ -5,8 +5,8 @@ import io
 import re
 
 GIB = 2**30
-# What a terminal obeys instead of showing it (ESC among them), what turns text around, and halves of characters; not the ends of
-# lines, nor tabs.
+# What a terminal obeys instead of showing it (ESC among them), what turns text around, and halves of characters; ends of lines
+# and tabs stay.
 UNSHOWN = re.compile(
     r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )

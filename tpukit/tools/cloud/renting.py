@@ -60,7 +60,7 @@ def create(
         print(f"{zone} is not among the zones that are known to have it. {zones_of(accelerator)}")
     if is_unfilled(SOURCE):
         print(
-            "This copy of tpukit does not know its repository: `tpukit cloud run` will need --source, what pip installs it from."
+            "This copy of tpukit knows no repository of its own: `tpukit cloud run` will need --source, what pip is to install"
         )
     cloud = Gcloud(project, dry_run)
     for other in rented.find(cloud, zone):
@@ -316,8 +316,9 @@ class _Request:
                         _tell("nothing is left")
                     elif not quiet:
                         _tell(
-                            f"{self.name} is not there. It may still come, because the interrupt met the request on its way: look "
-                            f"again in some minutes (tpukit cloud list), and delete it: {_how_to_delete(self.name, self.zone)}"
+                            f"{self.name} is not there. It may still come, because the interrupt met the request on its way: "
+                            "look again in some minutes (tpukit cloud list), and delete it: "
+                            f"{_how_to_delete(self.name, self.zone)}"
                         )
                 elif self.made and not there.labels:
                     how = _how_to_delete(self.name, self.zone)

@@ -141,7 +141,7 @@ def copy_example(folder):
 
 
 def _read(path):
-    """A file's text with the ends of its lines as they are. Raises UnicodeError, LookupError or SyntaxError where it is none."""
+    """A file's text with the ends of its lines as they are. Raises UnicodeError, LookupError or SyntaxError."""
     try:
         data = path.read_bytes()
     except OSError as error:
