@@ -12,6 +12,7 @@ import pytest
 
 from tpukit import TpukitError, cli
 from tpukit.tools import migrate as tool
+from tpukit.tools.migrate import apart
 
 ROOT = Path(__file__).parents[1]
 IMPORTS = """
@@ -596,3 +597,102 @@ def test_what_cannot_be_written_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(tool.files, "write_whole", refuse)
     with pytest.raises(TpukitError, match="cannot be written .Read-only file system.: copy it"):
         tool.write(path, "x")
+
+
+# What a stranger's file can do to who reads it
+
+
+def nested(depth):
+    return "[" * depth + "]" * depth
+
+
+LINE = "    model.to(device).cuda(); x = x.cuda(); loss = f(model(x.to(device)), [1, 2, 3], key=(a + b) * c)\n"
+HOSTILE = {
+    "parentheses.py": b"x = " + b"(" * 5000 + b")" * 5000,
+    "brackets.py": b"x = " + nested(100_000).encode(),
+    "not.py": b"x = " + b"not " * 50_000 + b"y",
+    "sum.py": b"x = " + b"1+" * 2_000 + b"1",
+    "attributes.py": b"x = a" + b".b" * 2_000,
+    "rot13.py": b"# coding: rot13\nvzcbeg bf\n",
+    "zlib.py": b"# coding: zlib\nimport os\n",
+    "undefined.py": b"# coding: undefined\nimport os\n",
+    "surrogate.py": b"# coding: raw_unicode_escape\nx = '\\ud800'\n",
+    "utf7.py": b"# coding: utf-7\nx = '+2AA-'\n",
+    "zero.py": b"x = 1\0\nmodel.cuda()\n",
+    "bomb.ipynb": nested(100_000).encode(),
+    "objects.ipynb": b'{"cells":' * 50_000,
+    "cell.ipynb": json.dumps(dict(cells=[dict(cell_type="code", source=["x = " + nested(50_000)])])).encode(),
+    "number.ipynb": b'{"cells": ' + b"9" * 10_000 + b"}",
+    "sources.ipynb": b'{"cells": [{"cell_type": "code", "source": {"a": {}}}, {"cell_type": "code", "source": 1}]}',
+}
+
+
+def test_a_hostile_file_is_named_nothing_of_it_is_written_and_the_others_are_read(tmp_path, capsys):
+    for name, data in HOSTILE.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "a_first.py").write_text("model.cuda()\n")
+    (tmp_path / "z_last.py").write_text("model.cuda()\n")
+    assert cli.main(["migrate", "--fix", "--format", "json", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    found = {}
+    for finding in json.loads(said.out):
+        found.setdefault(Path(finding["path"]).name, []).append((finding["rule"], finding["level"]))
+    assert "Traceback" not in said.err and found.keys() <= {*HOSTILE, "a_first.py", "z_last.py"}
+    # Those that a parser of another version reads have nothing in them to be found.
+    assert {name: rules for name, rules in found.items() if rules != [("unreadable", "error")]} == {}
+    must = "parentheses brackets rot13 zlib undefined surrogate utf7 zero".split()
+    assert {f"{name}.py" for name in must} | {name for name in HOSTILE if name.endswith(".ipynb")} <= found.keys()
+    assert {name: (tmp_path / name).read_bytes() for name in HOSTILE} == HOSTILE
+    assert "cuda" not in (tmp_path / "a_first.py").read_text() + (tmp_path / "z_last.py").read_text()
+
+
+def test_a_file_that_takes_too_long_is_named_and_the_next_one_is_read(tmp_path, monkeypatch):
+    endless, good = tmp_path / "endless.py", written(tmp_path, "model.cuda()\n")
+    os.mkfifo(endless)  # nobody ever writes into it
+    tool.examine(good)  # so that the start of the process does not count
+    monkeypatch.setattr(apart, "LIMIT_S", 1.0)
+    (found,), mended = tool.examine(endless)
+    assert (found.rule, found.found, mended) == ("unreadable", "not read within 1 s", "")
+    monkeypatch.undo()
+    assert [f.rule for f in tool.examine(good)[0]] == ["cuda"]
+
+
+def test_a_file_that_takes_too_much_memory_is_named():
+    code = "from tpukit.tools.migrate import apart; apart.answers(lambda path: (bytearray(5 * 2**30), ''))"
+    ran = subprocess.run([sys.executable, "-c", code], input='[".", "a.py"]\n', capture_output=True, text=True)
+    assert json.loads(ran.stdout) == {"unreadable": "needs more than 4 GiB of memory"}
+
+
+def test_an_interrupt_ends_the_process_that_reads(tmp_path, monkeypatch):
+    def interrupted(*words):
+        raise KeyboardInterrupt
+
+    good = written(tmp_path, "model.cuda()\n")
+    tool.examine(good)
+    process = tool._reader.process
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(apart.threading.Timer, "start", lambda timer: None)
+        patch.setattr(apart.os, "getcwd", interrupted)
+        tool.examine(good)
+    assert process.returncode is not None and [f.rule for f in tool.examine(good)[0]] == ["cuda"]
+
+
+def test_no_code_of_the_current_folder_runs_while_files_are_read(tmp_path, monkeypatch):
+    for name in ("libcst", "json", "tpukit", "torch", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text("import os\nos._exit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "tpukit", "migrate", "torch.py"], env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert ran.returncode == 0
+    monkeypatch.setattr(tool, "_reader", apart.Reader())
+    assert tool.examine("torch.py")[0] == []
+
+
+def test_what_is_shown_of_a_file_holds_no_control_character(tmp_path, capsys):
+    path = tmp_path / "\x1b[2J.py"
+    path.write_text("model.cuda()  # \x1b]0;title\x07\nx = f'{loss.item()}\x9b'\n")
+    for form in tool.FORMATS:
+        cli.main(["migrate", str(path), "--format", form])
+    cli.main(["migrate", str(path), "--fix"])
+    assert "cuda" not in path.read_text() and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(capsys.readouterr()))

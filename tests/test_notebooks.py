@@ -34,7 +34,7 @@ def outputs(notebook, mime):
 
 def text(notebook):
     streams = "".join(o["text"] for c in notebook.cells for o in c.get("outputs", []) if o["output_type"] == "stream")
-    return streams + "".join(outputs(notebook, "text/markdown"))
+    return streams + "".join(outputs(notebook, "text/plain"))
 
 
 def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):

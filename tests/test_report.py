@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,10 +16,27 @@ from tests.conftest import ROOT, exact
 from tpukit import TpukitError, causes, cli, display, report, train
 from tpukit.run import Run
 from tpukit.runtime import Runtime
-from tpukit.tables import Sentences
+from tpukit.tables import Sentences, printable
 from tpukit.tools.look import _Lines, look
 from tpukit.workloads.mnist import MNIST
 from tpukit.world import World
+
+
+class Page(HTMLParser):
+    """A page of HTML. elements: the names of its elements. attributes: (element, name, value). words: its text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.attributes, self.words = [], [], ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_data(self, data):
+        self.words += data
 
 
 def test_what_changed_between_two_calls_is_said_by_name_with_old_and_new():
@@ -156,22 +175,181 @@ def test_a_finished_run_that_is_started_again_is_still_reported_by_the_session_t
 
 
 def test_sentences_are_the_same_in_a_notebook_as_in_a_shell_whatever_signs_they_hold():
-    from html.parser import HTMLParser
-
-    from nbconvert.filters.markdown import markdown2html
-
-    said = Sentences(["<lambda> took 2*3*4 ms, `a*b*c` and `<lambda>`: snake_case_name", "between $1 and $2"])
+    said = Sentences(["<lambda> took 2*3*4 ms, `a*b*c` and `<lambda>`: snake_case_name", "between $1 and $2", "one ` alone"])
     assert repr(said).splitlines() == [f"- {sentence}" for sentence in said]
-    read = []
-    parser = HTMLParser()
-    parser.handle_data = read.append
-    parser.feed(markdown2html(said._repr_markdown_()))
-    assert "".join(read).split("\n") == ["", *(sentence.replace("`", "") for sentence in said), "", ""]
+    page = Page(said._repr_html_())
+    assert page.words == "".join(said).replace("`a*b*c`", "a*b*c").replace("`<lambda>`", "<lambda>")
+    assert page.elements == ["ul", "li", "code", "code", "li", "li"]
+
+
+# What a file may hold that a stranger gave away: markup of notebooks, of rich, of matplotlib, and what a terminal obeys.
+EVIL = (
+    "$\\frac$<script>alert(1)</script><img src=x onerror=alert(1)>`<img src='https://a.example/b.png'>\n\n# x\n"
+    "[x](javascript:alert(1))![x](https://a.example/b.png)|a|b|\n|-|-|\n[/b][link=https://a.example]$\\href{javascript:x}{y}$"
+    "</li></ul></td></table></style><script>\x1b[2J\x1b]0;x\x07\x9b\u202e\ud800&lt;script&gt;\\"
+)
+
+
+def strange_run(folder, word):
+    """A run whose files hold a word wherever they can."""
+    counters = dict.fromkeys(("compilations", "compile_s", "executions", "execute_s", "to_device_s", "from_device_s"), 1)
+    speed = dict(
+        seconds=2.0, images_per_s=8.0, wait_s=0.5, memory=[[2**30, 2**34]], counters={**counters, "fallbacks": {word: 3}}
+    )
+    compiled = dict(kind="compile", programs=1, seconds=9.0, why=[word], refused=False)
+    records = [
+        dict(kind="start", step=0, device=word, accelerator=word, phases=1, batch_size=4, torch_compile=word),
+        dict(compiled, step=1, what="step"),
+        dict(compiled, step=2, what="step"),
+        dict(compiled, step=3, what="step", refused=True),
+        dict(compiled, step=4, what=word),
+        dict(kind="train", step=4, epoch=0, loss=1.0, grad_norm=1.0, speed=speed),
+        dict(kind="train", step=8, epoch=0, loss=0.5, grad_norm=1.0, speed=speed),
+        dict(kind=word, step=8, note=word),
+        dict(
+            kind="evaluation",
+            step=8,
+            epoch=1,
+            scores={word: 0.5, "iou": 0.25, "beside": {word: {word: 0.5, "iou": word}}, "published": {"iou": word}},
+            speed=dict(seconds=1.0),
+        ),
+    ]
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(dict(workload=word, settings={word: word})))
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "progress.json").write_text(json.dumps(dict(step=4, total=9, unit=word, name=word, epoch=word, loss=word)))
+    (folder / "checkpoints/checkpoints.json").write_text(json.dumps([dict(file=word, step=8, sha256=word)]))
+    return Run.find(folder)
+
+
+def strange_measurement(path, word):
+    """A file of `tpukit compare` that holds a word wherever it can."""
+    times = dict(first_step_s=2.0, start_s=3.0, step_ms=9.0, step_ms_low=8.0, step_ms_high=10.0, wait_ms=1.0)
+    row = dict(times, batch_size=8, fits=True, timed_steps=20, compiled_late=0, memory_bytes=2**30, memory_of=word)
+    kept = dict(
+        format="tpukit comparison 1",
+        tpukit=word,
+        date=word,
+        hardware=word,
+        chips=1,
+        accelerator="cuda",
+        place=word,
+        device=word,
+    )
+    kept |= dict(cores=1, processes=1, precision=word, python=word, versions={word: word}, workload=word, recipe={word: word})
+    kept |= dict(samples=80, synthetic=True, rows=[row, dict(row, batch_size=16), dict(batch_size=32, fits=False, why=word)])
+    path.write_text(json.dumps(kept))
+    return path
+
+
+def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monkeypatch):
+    import nbformat
+    from IPython.core.formatters import DisplayFormatter
+    from nbconvert import HTMLExporter
+
+    from tpukit.tools import compare, prices
+
+    def page(word, folder):
+        folder.mkdir()
+        shown = []
+        monkeypatch.setattr(display, "_in_notebook", lambda: True)
+        monkeypatch.setattr("IPython.display.display", shown.append)
+        run = strange_run(folder / "run", word)
+        display.show(run)
+        display.show_report(run)
+        measurement = compare.Measurement.read(strange_measurement(folder / "m.json", word))
+        display.show_comparison(compare.compare([measurement], prices=prices.read()))
+        display._out(measurement.table())
+        display._out(report.settings_table(run.config))
+        display._out(display.panels_figure([[(word, np.eye(4)), (word, np.eye(4))]], word))
+        display._out(report.live_table(word, run.records(), run.live(), run.checkpoints(), 1.0))
+        formatter = DisplayFormatter()
+        formatter.active_types = formatter.format_types
+        cell = nbformat.v4.new_code_cell("show()", id="shown")
+        for thing in shown:
+            data, metadata = formatter.format(thing)
+            data.pop("image/png", None)  # hundreds of kilobytes that hold no words
+            cell.outputs.append(nbformat.v4.new_output("display_data", data=data, metadata=metadata))
+        assert len(shown) >= 14
+        whole, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
+        return Page(whole)
+
+    harmless, evil = page("x" * len(EVIL), tmp_path / "a"), page(EVIL, tmp_path / "b")
+    assert [e for e in evil.elements if e != "code"] == [e for e in harmless.elements if e != "code"]
+    assert evil.attributes == harmless.attributes
+    assert evil.words.count("<script>alert(1)</script>") >= 20  # it was all there, as words
+
+
+@pytest.mark.parametrize("command", [["show", "run"], ["report", "run"], ["watch", "run"], ["compare", "m.json"]], ids=str)
+def test_a_terminal_gets_no_control_character_from_a_file(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    strange_run(tmp_path / "run", EVIL)
+    strange_measurement(tmp_path / "m.json", EVIL)
+    assert cli.main(command) == 0
+    said = "".join(capsys.readouterr())
+    assert said.isascii() or not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\ud800]", said)
+    assert r"\x1b[2J" in "".join(said.split()) and "<script>" in "".join(said.split())
+
+
+@pytest.mark.parametrize(
+    "name, times", [("records.jsonl", 100), ("config.json", 10), ("progress.json", 30), ("checkpoints/checkpoints.json", 30)]
+)
+def test_one_flipped_bit_in_a_file_of_a_run_never_gives_a_traceback(name, times, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *a, **k: None)  # what is drawn shows when it is laid out
+    run, random = strange_run(tmp_path / "run", "word"), np.random.default_rng(0)
+    whole = (run.path / name).read_bytes()
+    for place in random.integers(8 * len(whole), size=times):
+        bits = bytearray(whole)
+        bits[place // 8] ^= 1 << place % 8
+        (run.path / name).write_bytes(bits)
+        for command in ("report", "watch"):
+            assert cli.main([command, str(run.path)]) == 0, place
+    assert "Traceback" not in "".join(capsys.readouterr())
+
+
+DAMAGES = [
+    lambda r: r.pop("kind"),
+    lambda r: r.update(step="8"),
+    lambda r: r.pop("speed"),
+    lambda r: r["speed"].update(seconds=None),
+    lambda r: r["speed"].update(seconds=float("inf")),
+    lambda r: r["speed"].update(images_per_s=10**400),
+    lambda r: r["speed"].update(memory=[[1]]),
+    lambda r: r["speed"]["counters"].pop("fallbacks"),
+    lambda r: r["speed"]["counters"]["fallbacks"].update(a="b"),
+    lambda r: r.update(loss=True),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_record_is_left_out_and_counted(damage, tmp_path):
+    records = strange_run(tmp_path / "run", "word").records()
+    first, second = [r for r in records if r["kind"] == "train"]
+    damage(second)
+    assert [i["to"] for i in report.intervals(records)] == [4] and report.curves(records)["loss"] == ([4], [1.0])
+    assert report.findings(records) == [
+        "Left out: 1 damaged record.",
+        *report.findings([r for r in records if r is not second]),
+    ]
+    assert report.whole([*records, [], None, "word"]) == [r for r in records if r is not second]
+
+
+def test_an_error_shows_a_control_character_by_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "\x1b[2J").mkdir()
+    (tmp_path / "\x1b[2J/config.json").write_text("{}")
+    assert cli.main(["show", "."]) == 1
+    assert r"runs below it: \x1b[2J" in capsys.readouterr().err
+
+
+def test_what_a_terminal_shows_anyway_stays_as_it_is():
+    assert printable("né 行 \t a\r\n~") == "né 行 \t a\r\n~"
 
 
 def test_intervals_divide_their_own_times_by_their_steps():
     def reading(step, seconds, sent):
-        counters = dict(to_device_s=99.0, from_device_s=99.0)  # since the process began: of the whole dataset too
+        counters = dict.fromkeys(("compilations", "compile_s", "executions", "execute_s"), 1) | dict(fallbacks={})
+        counters |= dict(to_device_s=99.0, from_device_s=99.0)  # since the process began: of the whole dataset too
         speed = dict(
             to_device_s=sent,
             from_device_s=sent / 2,
@@ -183,7 +361,7 @@ def test_intervals_divide_their_own_times_by_their_steps():
         )
         return dict(kind="train", step=step, speed=speed)
 
-    records = [dict(kind="start", step=0, batch_size=4), reading(5, 1.0, 0.05), reading(10, 2.0, 0.15)]
+    records = [dict(kind="start", step=0, device="tpu", phases=1, batch_size=4), reading(5, 1.0, 0.05), reading(10, 2.0, 0.15)]
     first, second = report.intervals(records)
     assert (first["from"], first["to"], second["from"], second["to"]) == (1, 5, 6, 10)
     assert first["step_ms"] == pytest.approx(200) and second["step_ms"] == pytest.approx(400)

@@ -50,7 +50,7 @@ def test_a_run_on_its_way_says_what_is_left_and_since_when_it_stands():
         dict(kind="start", step=0, device="tpu", batch_size=4, phases=1),
         dict(kind="compile", step=1, programs=1, seconds=60.0),
         dict(kind="compile", step=7, programs=1, seconds=50.0),
-        dict(kind="train", step=100, speed=dict(images_per_s=40.0, wait_s=1.0, seconds=10.0)),
+        dict(kind="train", step=100, speed=dict(images_per_s=40.0, wait_s=1.0, seconds=10.0, memory=[], counters={})),
     ]
     live = dict(step=100, total=1000, unit="step", epoch=2, loss="0.5")
     rows = dict(report.live_table("run", records, live, [], 3.0).rows)
@@ -65,10 +65,10 @@ def test_a_run_on_its_way_says_what_is_left_and_since_when_it_stands():
 
 
 def test_a_run_is_over_when_the_checkpoint_of_its_last_step_is_there_and_not_before_its_evaluation(run):
-    assert tool._is_over(run)
+    assert report.is_over(run.live(), run.checkpoints())
     last = run.path / "checkpoints/checkpoints.json"
     last.write_text(json.dumps([c for c in run.checkpoints() if c["step"] < 20]))
-    assert not tool._is_over(run)
+    assert not report.is_over(run.live(), run.checkpoints())
 
 
 @pytest.mark.parametrize("accelerator, said", [("cpu", False), ("cuda", True), ("tpu", True)])

@@ -9,8 +9,9 @@ import numpy as np
 from tpukit import report, weights
 from tpukit.errors import TpukitError
 from tpukit.run import Run, settings
-from tpukit.tables import GIB, Sentences, Table
+from tpukit.tables import GIB, Sentences, Table, printable
 
+LABEL = 60  # characters
 INK, ACCENT, SECOND, GREY = "#1f2933", "#0b6e99", "#c2410c", "#8a94a0"
 
 
@@ -21,7 +22,7 @@ def show(run):
     """
     run = run if isinstance(run, Run) else Run.find(run)
     records = run.records()
-    evaluations = [r for r in records if r["kind"] == "evaluation"]
+    evaluations = [r for r in report.whole(records) if r["kind"] == "evaluation"]
     if evaluations:
         last = evaluations[-1]
         _out(report.scores_table(last["scores"], f"Scores after epoch {last['epoch'] + 1}"))
@@ -90,7 +91,7 @@ def show_samples(task, *, count=4):
     chosen = _spread(len(data), count)
     numbers = np.random.default_rng(task.seed).random((len(chosen), data.draws)) if data.draws else None
     if said := getattr(data, "said", ""):
-        print(said)
+        print(printable(said))
     _out(panels_figure(task.panels(data.batch(chosen, numbers)), "Training samples"))
 
 
@@ -138,7 +139,9 @@ def comparison_figure(comparison):
     for name, kind, points in comparison.series():
         style = dict(color=next(shades), marker="o") if kind == "measured" else dict(color=SECOND, marker="s", ls="--")
         for axis, column in ((speed, 1), (memory, 2)):
-            axis.plot([p[0] for p in points], [p[column] for p in points], label=f"{name}, {kind}", lw=1.6, ms=4, **style)
+            axis.plot(
+                [p[0] for p in points], [p[column] for p in points], label=_label(f"{name}, {kind}"), lw=1.6, ms=4, **style
+            )
     for axis, label in ((speed, "images a second"), (memory, "peak memory, GiB")):
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
@@ -155,7 +158,10 @@ def comparison_figure(comparison):
     _bars(cost, bars, f"USD of {epochs} epochs", "{:.2f}")
     present = {way.kind: look(way.kind) for way in ways}
     figure.legend(
-        handles=[Patch(label=kind, **style) for kind, style in present.items()], loc="outside lower center", ncols=3, fontsize=8
+        handles=[Patch(label=_label(kind), **style) for kind, style in present.items()],
+        loc="outside lower center",
+        ncols=3,
+        fontsize=8,
     )
     for axis in (speed, memory, time, cost):
         axis.tick_params(labelsize=8)
@@ -174,7 +180,7 @@ def _bars(axis, bars, label, number):
         # In the bar's colour, because the bar of a small number is hardly seen.
         said = f" {'≥ ' if style['facecolor'] == SECOND else ''}{number.format(value)}"
         axis.text(value, place, said, va="center", fontsize=7, fontweight="bold", color=style["facecolor"])
-    axis.set_yticks(range(len(bars)), [name for name, *_ in bars])
+    axis.set_yticks(range(len(bars)), [_label(name) for name, *_ in bars])
     axis.set_xlabel(label, fontsize=9)
     axis.set(xlim=(0, 1.2 * max([value for _, value, _ in bars], default=1) or 1), ylim=(-0.6, max(len(bars), 3) - 0.4))
 
@@ -197,7 +203,8 @@ def plan_figure(plan):
         0.01, plan.hbm_gib, f"the chip's {plan.hbm_gib:g} GiB", transform=axis.get_yaxis_transform(), va="bottom", fontsize=8
     )
     axis.set(xlabel="global batch size", ylabel="peak HBM a core, GiB", ylim=(0, 1.3 * max([plan.hbm_gib, *heights])))
-    axis.set_title(f"{plan.workload} on {plan.chip}" + ("" if fitting else ": nothing fits"), loc="left", fontsize=10)
+    title = f"{plan.workload} on {plan.chip}" + ("" if fitting else ": nothing fits")
+    axis.set_title(_label(title), loc="left", fontsize=10)
     return figure
 
 
@@ -240,7 +247,7 @@ def curves_figure(records):
     for axis, (name, (steps, values)) in zip(axes.flat, series.items()):
         axis.set_axis_on()
         axis.plot(steps, values, color=ACCENT if name in ("loss", "gradient norm") else SECOND, lw=1.6, marker="o", ms=2.5)
-        axis.set_title(name, loc="left", fontsize=10, color=INK)
+        axis.set_title(_label(name), loc="left", fontsize=10, color=INK)
         axis.set_xlabel("step", fontsize=8)
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.tick_params(labelsize=8)
@@ -266,9 +273,15 @@ def panels_figure(rows, title):
             # By what the array could hold: scaled to what it does hold, a mask that is true everywhere would be black.
             low, high = {"bool": (0, 1), "uint8": (0, 255)}.get(str(array.dtype), (None, None))
             axis.imshow(array, cmap="gray", interpolation="nearest", vmin=low, vmax=high)
-            axis.set_title(name, fontsize=9, color=INK)
-    figure.suptitle(title, x=0.02, ha="left", fontsize=11, color=INK)
+            axis.set_title(_label(name), fontsize=9, color=INK)
+    figure.suptitle(_label(title), x=0.02, ha="left", fontsize=11, color=INK)
     return figure
+
+
+def _label(text):
+    """Words for a figure: on one line, not so many that they push the axes out of it, and no formula to matplotlib."""
+    words = " ".join(printable(text).split())
+    return (words if len(words) <= LABEL else f"{words[: LABEL - 1]}…").replace("$", r"\$")
 
 
 def _figure(lines, columns, size, **grid):
@@ -294,7 +307,7 @@ def _out(thing, path=None):
             path.parent.mkdir(parents=True, exist_ok=True)
             thing.savefig(path, dpi=110)
         except OSError as error:  # Kaggle's inputs, for instance: what is shown is not lost with it
-            print(f"picture not kept at {path}: {error.strerror}")
+            print(printable(f"picture not kept at {path}: {error.strerror}"))
             path = None
     if _in_notebook():
         from IPython.display import display
@@ -306,7 +319,7 @@ def _out(thing, path=None):
     elif isinstance(thing, (Table, Sentences)):
         print(f"\n{thing}")
     elif path is not None:
-        print(f"\npicture: {path}")
+        print(printable(f"\npicture: {path}"))
 
 
 def _display_figure(figure):

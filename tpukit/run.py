@@ -165,7 +165,7 @@ class Run:
     def live(self):
         """What `progress` last said, or {}."""
         try:
-            return json.loads((self.path / "progress.json").read_text())
+            return json.loads((self.path / "progress.json").read_text(errors="replace"))
         except (FileNotFoundError, json.JSONDecodeError):
             return {}
 
@@ -180,7 +180,7 @@ class Run:
         """The records, oldest first. A last line cut short by a kill is left out."""
         path = self.path / "records.jsonl"
         records = []
-        for line in path.read_text().splitlines() if path.exists() else []:
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
             try:
                 records.append(json.loads(line))
             except json.JSONDecodeError:
@@ -216,7 +216,7 @@ class Run:
     def checkpoints(self):
         """list of dict(file, step, sha256), newest first."""
         try:
-            return json.loads((self.path / "checkpoints" / "checkpoints.json").read_text())
+            return json.loads((self.path / "checkpoints" / "checkpoints.json").read_text(errors="replace"))
         except (FileNotFoundError, json.JSONDecodeError):
             files = sorted((self.path / "checkpoints").glob("step-*.pt"), reverse=True)
             return [dict(file=f.name, step=int(f.stem.split("-")[1]), sha256=None) for f in files]

@@ -2,18 +2,30 @@
 
 import html
 import io
-import itertools
 import re
 
 GIB = 2**30
+# What a terminal obeys instead of showing it (ESC among them), what turns text around, and halves of characters; ends of lines
+# and tabs stay.
+UNSHOWN = re.compile(
+    r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+
+
+NO_FORMULAS = 'class="tex2jax_ignore mathjax_ignore"'  # for MathJax 2 and 3, which read $...$ in whatever a notebook shows
+
+
+def printable(text):
+    """The text as a terminal may show it, whoever wrote it: control characters stand there by their names, as \\x1b."""
+    return UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
 class Table:
     """title, column names, rows of values. Printed, it is drawn for a terminal, a notebook shows it as HTML."""
 
     def __init__(self, title, columns, rows):
-        self.title, self.columns = title, tuple(columns)
-        self.rows = [tuple("" if v is None else str(v) for v in row) for row in rows]
+        self.title, self.columns = printable(title), tuple(map(printable, columns))
+        self.rows = [tuple("" if v is None else printable(v) for v in row) for row in rows]
 
     def __repr__(self):
         from rich import box
@@ -21,9 +33,10 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(title=self.title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+        # As `Text`, in which rich sees no markup of its own.
+        table = RichTable(title=Text(self.title), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
         for column in self.columns:
-            table.add_column(column, overflow="fold")
+            table.add_column(Text(column), overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(value) for value in row))
         out = io.StringIO()
@@ -33,7 +46,7 @@ class Table:
     def _repr_html_(self):
         head = "".join(_cell("th", name) for name in self.columns)
         rows = "".join(f"<tr>{''.join(_cell('td', value) for value in row)}</tr>" for row in self.rows)
-        return f"<b>{html.escape(self.title)}</b><table><tr>{head}</tr>{rows}</table>"
+        return f"<div {NO_FORMULAS}><b>{html.escape(self.title)}</b><table><tr>{head}</tr>{rows}</table></div>"
 
 
 def _cell(tag, text):
@@ -42,18 +55,18 @@ def _cell(tag, text):
 
 
 class Sentences(list):
-    """Sentences, one a line. `words` like these stay as they are; nothing else in them is taken for a notebook's markup."""
+    """Sentences, one a line. `words` like these are shown as code; nothing else in them is taken for markup."""
 
     def __repr__(self):
-        return "\n".join(f"- {sentence}" for sentence in self)
+        return "\n".join(f"- {sentence}" for sentence in self._lines())
 
-    def _repr_markdown_(self):
-        return "\n".join("- " + "`".join(map(_escaped, s.split("`"), itertools.count())) for s in self)
+    def _repr_html_(self):
+        # The text is escaped before the backquotes are looked at: an odd one changes how words look, never what they are.
+        said = (re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(line)) for line in self._lines())
+        return f"<ul {NO_FORMULAS}>{''.join(f'<li>{line}</li>' for line in said)}</ul>"
 
-
-def _escaped(part, index):
-    """Every other part stands outside of backquotes: there, signs that a notebook takes for formulas or markup are escaped."""
-    return part if index % 2 else re.sub(r"([$*_<])", r"\\\1", part)
+    def _lines(self):
+        return [" ".join(printable(sentence).splitlines()) for sentence in self]
 
 
 def span(seconds):

@@ -1,12 +1,13 @@
 """A stand-in for gcloud on PATH, with an empty cloud, and what the tests of `tpukit cloud` ask of it."""
 
+import datetime
 import signal
 
 import pytest
 
 from tests.cloud import stand_in
 from tpukit import cli
-from tpukit.tools.cloud import renting
+from tpukit.tools.cloud import rented, renting
 
 OURS = {"made-by": "tpukit", "tpukit-minutes": "240", "tpukit-capacity": "on-demand", "tpukit-request": "0123abcd"}
 PLACE = ["--zone=us-central1-a", "--project=mine"]
@@ -19,6 +20,7 @@ def google(tmp_path, monkeypatch):
     for name, value in stand_in.install(tmp_path / "google").items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(renting, "POLL_S", 0)
+    monkeypatch.setattr(rented, "google_now", lambda: datetime.datetime.now(datetime.timezone.utc))  # the stand-in's clock
     return tmp_path / "google"
 
 

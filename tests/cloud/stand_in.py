@@ -105,7 +105,7 @@ def main(argv):
     if verb == "describe" and kept == "requests":
         advance(found[0], cloud)
     if verb == "describe":
-        return show(found[0])
+        return print(found[0]["createTime"]) if flags.get("format") == "value(createTime)" else show(found[0])
     assert verb == "delete" and (kept == "nodes" or "force" in flags), argv
     if not cloud["stuck"]:
         place = found[0]["name"].replace("queuedResources", "nodes")

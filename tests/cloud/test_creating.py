@@ -14,7 +14,7 @@ from tests.cloud import stand_in
 from tests.cloud.conftest import OURS, PLACE, as_in_a_terminal, ours, refused, rent, verbs
 from tpukit import cli
 from tpukit.tools import prices
-from tpukit.tools.cloud import gcloud, renting, tpu_types
+from tpukit.tools.cloud import gcloud, renting, skypilot, tpu_types
 
 
 def test_create_says_what_it_costs_then_asks_for_the_request_and_waits_until_it_is_there(google, capsys):
@@ -28,7 +28,7 @@ def test_create_says_what_it_costs_then_asks_for_the_request_and_waits_until_it_
     )
     states = ["in the queue until chips are free; costs nothing yet", "the machine starts", "the machine is there"]
     assert [said.index(words) for words in states] == sorted(said.index(words) for words in states)
-    assert "mine is there and costs money from now on. It deletes itself in 2.5 hours" in said
+    assert "mine is there and costs money from now on. It is set to delete itself in 2.5 hours, if its account may" in said
     assert "whether it deleted itself, `tpukit cloud list`" in said
     calls = stand_in.calls(google)
     at = ["--zone=us-west4-a", "--project=mine"]
@@ -241,6 +241,7 @@ def test_without_gcloud_a_login_or_a_project_the_mend_is_said(verb, said, mend, 
         (["skypilot", "--accelerator", "v5e-8"], "no TPU type"),
         (["skypilot", "--accelerator", "T4"], "A GPU comes with its number on each host, like T4:1"),
         (["skypilot", "--name", "a: b"], "name 'a: b': small letters"),
+        (["skypilot"], "--source 'git+https://github.com/TPUKIT_SOURCE' names no repository, OWNER/NAME"),
         (["delete", "mine", "--yes", "--", "--dry-run"], "`tpukit cloud delete` takes nothing after `--`; got: --dry-run"),
         (["rent"], "there are create, list, open, run, watch, fetch, delete, skypilot"),
         ([], "there are create, list"),
@@ -315,6 +316,42 @@ def test_an_interrupted_create_deletes_what_it_asked_for(during, number, google)
     (delete,) = [call for call in stand_in.calls(google) if "delete" in call]
     assert delete == ["compute", "tpus", "queued-resources", "delete", "mine", *PLACE, "--force", "--quiet"]
     assert [part["name"].split("/")[-1] for part in stand_in.read(google)["requests"]] == ["other"]
+
+
+def test_two_interrupts_while_the_request_is_on_its_way_do_not_say_that_nothing_was_made(google):
+    stand_in.write(google, create_s=30)
+    process, until = start(google, "create", "mine", "--yes")
+    until("queued-resources create")
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)  # it waits for gcloud to end by itself
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "nothing was made" not in said, said
+    assert "mine is not there. It may still come" in said and "tpukit cloud list" in said
+    assert "gcloud compute tpus queued-resources delete mine --zone=us-central1-a --force" in said
+
+
+def test_a_request_that_arrives_after_the_interrupt_is_deleted_too(google, monkeypatch, capsys):
+    def interrupted(self, *words, **more):
+        mark = re.search(r"tpukit-request=(\w+)", " ".join(words))[1]
+        monkeypatch.setattr(gcloud.Gcloud, "ask", ask)
+        monkeypatch.setattr(
+            renting.time, "sleep", lambda s: rent(google, *ours("mine", labels={**OURS, "tpukit-request": mark}))
+        )
+        raise KeyboardInterrupt
+
+    ask = gcloud.Gcloud.ask
+    monkeypatch.setattr(gcloud.Gcloud, "ask", interrupted)
+    assert cli.main(["cloud", "create", "mine", "--yes"]) == 130
+    assert "mine is gone" in capsys.readouterr().out and stand_in.read(google)["requests"] == []
+
+
+@pytest.mark.parametrize("source, said", [(skypilot.SOURCE, True), ("git+https://github.com/me/tpukit", False)])
+def test_create_says_before_it_asks_that_a_run_will_need_a_source(source, said, google, monkeypatch, capsys):
+    monkeypatch.setattr(renting, "SOURCE", source)
+    monkeypatch.setattr(renting, "confirm", lambda *words: print("QUESTION"))
+    assert cli.main(["cloud", "create", "mine"]) == 0
+    assert ("will need --source" in capsys.readouterr().out.partition("QUESTION")[0]) is said
 
 
 def test_a_create_whose_terminal_goes_away_deletes_what_it_asked_for(google):

@@ -1,14 +1,17 @@
 """Deleting and listing rented machines: ours alone, the forgotten first."""
 
+import datetime
+import http.server
 import json
 import re
+import threading
 
 import pytest
 
 from tests.cloud import stand_in
 from tests.cloud.conftest import OURS, PLACE, ours, refused, rent, verbs, write_program
 from tpukit import TpukitError, cli
-from tpukit.tools.cloud import gcloud, renting
+from tpukit.tools.cloud import gcloud, rented, renting
 
 # Delete
 
@@ -134,6 +137,59 @@ def test_delete_expired_takes_what_was_forgotten_and_nothing_else(google, capsys
     left = {part["name"].split("/")[-1] for kind in ("requests", "nodes") for part in stand_in.read(google)[kind]}
     assert left == {"fresh", "cheap", "waiting", "theirs", "strange"}
     assert cli.main(["cloud", "delete", "--expired", "--yes"]) == 0 and "nothing was forgotten" in capsys.readouterr().out
+
+
+AHEAD = datetime.timedelta(hours=5)
+
+
+def computer_clock(monkeypatch, ahead):
+    """Google's time is right; this computer's is ahead of it."""
+    right, time = datetime.datetime.now, rented.datetime.datetime
+    moved = type("datetime", (time,), {"now": classmethod(lambda cls, zone=None: right(zone) + ahead)})
+    monkeypatch.setattr(datetime, "datetime", moved)
+    monkeypatch.setattr(rented, "google_now", lambda: right(datetime.timezone.utc))
+    assert abs(datetime.datetime.now() - right() - ahead) < AHEAD / 2
+
+
+@pytest.mark.parametrize("ahead", [AHEAD, -AHEAD], ids=["ahead", "behind"])
+def test_googles_clock_decides_what_has_expired_and_not_this_computers(ahead, google, monkeypatch, capsys):
+    rent(google, *ours("fresh", hours_ago=0.5), *ours("forgotten", hours_ago=4.5))
+    computer_clock(monkeypatch, ahead)
+    assert cli.main(["cloud", "list", "--json"]) == 0
+    told = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert told["fresh"]["usd_so_far"] == pytest.approx(0.6, abs=0.02) and not told["fresh"]["forgotten"]
+    assert cli.main(["cloud", "delete", "--expired", "--yes"]) == 0
+    assert [part["name"].split("/")[-1] for part in stand_in.read(google)["nodes"]] == ["fresh"]
+
+
+def test_without_googles_time_nothing_expires_and_that_is_said(google, monkeypatch, capsys):
+    rent(google, *ours("forgotten", hours_ago=9), stand_in.request("failed", state="FAILED", labels=OURS))
+    monkeypatch.setattr(rented, "google_now", lambda: None)
+    assert cli.main(["cloud", "list"]) == 0
+    said = capsys.readouterr().out
+    assert "unknown" in said and "FORGOTTEN: forgotten" not in said and "does not answer with Google's time" in said
+    assert "does not answer with Google's time" in refused(capsys, "delete", "--expired", "--yes")
+    assert "queued-resources delete" not in verbs(google)
+    assert cli.main(["cloud", "delete", "forgotten", "--yes"]) == 0  # named, it needs no clock
+
+
+@pytest.mark.parametrize("code", [200, 404])
+def test_googles_time_is_read_from_whatever_it_answers(code, monkeypatch):
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response_only(code)
+            self.send_header("Date", "Sun, 22 Nov 2026 10:00:05 GMT")
+            self.end_headers()
+
+        def log_message(self, *words):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(rented, "CLOCK", f"http://127.0.0.1:{server.server_port}")
+        assert rented.google_now().isoformat() == "2026-11-22T10:00:05+00:00"
+        server.shutdown()
+    assert rented.google_now() is None  # it is gone
 
 
 def test_spot_capacity_that_was_taken_away_costs_nothing_and_is_not_worked_on(google, capsys):

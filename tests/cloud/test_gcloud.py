@@ -194,6 +194,9 @@ def test_the_notebook_rents_trains_fetches_and_deletes_when_told_to(google, tmp_
 # SkyPilot
 
 
+FROM = ["--source", "git+https://github.com/me/tpukit"]
+
+
 def task(capsys, *argv):
     import yaml
 
@@ -202,7 +205,7 @@ def task(capsys, *argv):
 
 
 def test_the_skypilot_task_recovers_spot_machines_and_stops_idle_ones(capsys):
-    written = task(capsys, "--accelerator", "v6e-8", "--bucket", "gs://b", "--", "train", "mnist")
+    written = task(capsys, *FROM, "--accelerator", "v6e-8", "--bucket", "gs://b", "--", "train", "mnist")
     resources = written["resources"]
     assert resources["accelerators"] == "tpu-v6e-8" and resources["accelerator_args"] == {"runtime_version": "v2-alpha-tpuv6e"}
     assert resources["use_spot"] and resources["job_recovery"] == "EAGER_NEXT_REGION"
@@ -213,9 +216,9 @@ def test_the_skypilot_task_recovers_spot_machines_and_stops_idle_ones(capsys):
         (["--bucket", "gs://b"], "goes on from its copy in gs://b"),
         ([], "begins anew: no --bucket keeps it"),
     ):
-        assert cli.main(["cloud", "skypilot", *bucket]) == 0
+        assert cli.main(["cloud", "skypilot", *FROM, *bucket]) == 0
         assert words in capsys.readouterr().out
-    written = task(capsys, "--accelerator", "T4:2", "--nodes", "2", "--no-spot", "--", "train", "mnist")
+    written = task(capsys, *FROM, "--accelerator", "T4:2", "--nodes", "2", "--no-spot", "--", "train", "mnist")
     assert written["num_nodes"] == 2 and written["resources"]["accelerators"] == "T4:2" and not written["resources"]["use_spot"]
     assert "--node-rank $SKYPILOT_NODE_RANK" in written["run"] and "-m -- tpukit train mnist" in written["run"]
     environ = {

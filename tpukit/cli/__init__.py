@@ -10,6 +10,7 @@ import sys
 from tpukit import __version__
 from tpukit.cli import comparing, runs, tools
 from tpukit.errors import TpukitError, first_line
+from tpukit.tables import printable
 from tpukit.workloads import WORKLOADS
 
 USAGE = f"""tpukit {__version__}: PyTorch training that simply works on Colab, Kaggle and a laptop
@@ -64,12 +65,15 @@ def main(argv=None):
         sys.stdout.flush()
         return code
     except TpukitError as error:
-        print(f"tpukit: {error}", file=sys.stderr)
+        print(printable(f"tpukit: {error}"), file=sys.stderr)
         return 1
     except ImportError as error:
         if (error.name or "").startswith("tpukit"):
             raise
-        print(f"tpukit: {first_line(error)}. `tpukit doctor` says what is missing or broken, and its mend", file=sys.stderr)
+        print(
+            printable(f"tpukit: {first_line(error)}. `tpukit doctor` says what is missing or broken, and its mend"),
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         return 130

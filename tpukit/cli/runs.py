@@ -6,6 +6,7 @@ from typing import Annotated
 
 from tpukit.cli.options import launch_settings, parse, quiet_unless_first, with_dataset
 from tpukit.errors import TpukitError
+from tpukit.tables import Sentences
 
 # Settings that a test does not take over from the training.
 NOT_OF_THE_RUN = ("weights", "batch_size", "precision")
@@ -122,7 +123,7 @@ def report(argv):
         task = from_settings(workloads.find(run.config["workload"]), own)
         task = dataclasses.replace(task, dataset_dir=dataset_dir or task.dataset_dir or Path("."))
         seen = look(with_dataset(task, environment.detect()), run, steps=steps or 1, hlo=hlo, **how)
-        print("\n" + "\n".join(f"- {said}" for said in seen.findings()))
+        print(f"\n{Sentences(seen.findings())}")
         if seen.rows:
             print(f"\n{seen.table()}")
 

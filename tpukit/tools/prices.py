@@ -64,19 +64,20 @@ def read(path=None):
     path = Path(path) if path else SHIPPED
     try:
         text = path.read_text(encoding="utf-8-sig")  # as spreadsheets write it
-    except (OSError, UnicodeDecodeError) as error:
+        lines = csv.reader(io.StringIO(text))
+        numbered = [(lines.line_num, cells) for cells in lines]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TpukitError(
             f"prices {path}: cannot be read ({error}); `tpukit compare --prices-out {path}` writes a table to edit"
         ) from error
-    lines = csv.reader(io.StringIO(text))
-    head = tuple(next(lines, ()))
+    head = tuple(numbered[0][1]) if numbered else ()
     if missing := [name for name in COLUMNS if name not in head]:
         raise TpukitError(f"prices {path}, line 1: no column {', '.join(missing)}; a table has {', '.join(COLUMNS)}")
     prices, seen = [], {}
-    for cells in lines:
+    for number, cells in numbered[1:]:
         if not any(cells):
             continue
-        where = f"prices {path}, line {lines.line_num}"
+        where = f"prices {path}, line {number}"
         if len(cells) != len(head):
             raise TpukitError(
                 f"{where}: {len(cells)} cells, but line 1 has {len(head)} columns; is a comma missing, or not quoted?"
@@ -87,7 +88,7 @@ def read(path=None):
         key = (price.hardware, price.place)
         if key in seen:
             raise TpukitError(f"{where}: {price.hardware} at {price.place} is also in line {seen[key]}; keep one")
-        seen[key] = lines.line_num
+        seen[key] = number
         prices.append(price)
     return prices
 

@@ -6,6 +6,7 @@ import sys
 import time
 
 from tpukit import report
+from tpukit.tables import printable
 
 MIB_IN_GIB = 1024  # nvidia-smi counts in MiB
 QUERY = "index,name,utilization.gpu,memory.used,memory.total"
@@ -20,7 +21,7 @@ def watch(run, *, interval_s=2.0, once=False):
     from rich.text import Text
 
     with Live(Text(glimpse(run)), auto_refresh=False) as shown:
-        while not _is_over(run):
+        while not report.is_over(run.live(), run.checkpoints()):
             time.sleep(interval_s)
             shown.update(Text(glimpse(run)), refresh=True)
 
@@ -32,11 +33,11 @@ def glimpse(run):
     except FileNotFoundError:  # a launch takes that of the one before away
         age_s = None
     table = report.live_table(run.path.name, run.records(), run.live(), run.checkpoints(), age_s)
-    return "\n".join([str(table), *(chips() or _why_not(run))])
+    return printable("\n".join([str(table), *(chips() or _why_not(run))]))
 
 
 def _why_not(run):
-    device = next((r.get("accelerator") for r in run.records("start")[-1:]), None)
+    device = next((r.get("accelerator") for r in reversed(report.whole(run.records())) if r["kind"] == "start"), None)
     unseen = "  how busy the chip is cannot be seen: neither nvidia-smi nor tpu-info is here"
     return [unseen] if device in ("cuda", "tpu") else []
 
@@ -69,11 +70,3 @@ def _asked(*command):
     if ran.returncode:
         return "", (ran.stderr.strip() or ran.stdout.strip() or f"exit code {ran.returncode}").splitlines()[-1]
     return ran.stdout, ""
-
-
-def _is_over(run):
-    """Whether nothing will follow: after its last step a training evaluates, and the checkpoint of that step comes last."""
-    live = run.live()
-    if not live or live["step"] < live["total"]:
-        return False
-    return live["unit"] != "step" or any(c["step"] >= live["total"] for c in run.checkpoints())

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from tpukit.errors import TpukitError
+from tpukit.tables import printable
 from tpukit.tools.cloud.tpu_types import zones_of
 
 GIVE_UP_S = 120  # how long an interrupted command may take to end by itself
@@ -182,7 +183,7 @@ def _call(words, *, echo=False, terminal=False, patience_s=0):
         said = []
         if echo:
             for text in process.stdout:
-                print(text, end="", flush=True)
+                print(printable(text), end="", flush=True)
                 said.append(text)
             out, trouble = "", "".join(said)
             process.wait()
@@ -195,7 +196,7 @@ def _call(words, *, echo=False, terminal=False, patience_s=0):
         raise GcloudError(words, trouble or out, shown=echo)
     if not echo and "WARNING" in trouble:  # that a zone did not answer, for instance
         with contextlib.suppress(OSError):  # nobody may read it any more; what was asked for was done
-            print(trouble.strip(), file=sys.stderr)
+            print(printable(trouble.strip()), file=sys.stderr)
     return out
 
 

@@ -2,7 +2,11 @@
 
 import dataclasses
 import datetime
+import email.utils
+import http.client
 import re
+import urllib.error
+import urllib.request
 
 from tpukit.errors import TpukitError
 from tpukit.tables import Table, span
@@ -11,6 +15,7 @@ from tpukit.tools.cloud.tpu_types import price_of
 MARK = ("made-by", "tpukit")  # the label without which nothing is deleted
 GRACE_MIN = 15  # so much later than planned a machine may be gone, before it counts as forgotten
 EVERYWHERE = "-"  # what gcloud calls all zones
+CLOCK = "https://tpu.googleapis.com"  # each of its answers carries the time, whatever else is in it
 
 # State of a request -> what it means. READY and the like are states of a machine.
 REQUESTS = {
@@ -37,6 +42,8 @@ class Rented:
     zone: str
     request: dict | None = None
     node: dict | None = None
+    at: datetime.datetime | None = None
+    """Google's time when it was looked at; None where that could not be had"""
 
     @property
     def labels(self):
@@ -83,22 +90,23 @@ class Rented:
     @property
     def forgotten(self):
         """Why it should not be there any more, or ""."""
-        if self.ends and self.state not in TAKEN and now() > self.ends + datetime.timedelta(minutes=GRACE_MIN):
+        grace = datetime.timedelta(minutes=GRACE_MIN)
+        if self.at and self.ends and self.state not in TAKEN and self.at > self.ends + grace:
             return "should have deleted itself, and still costs"
         over = "over, or taken away: it costs nothing, but holds its name and counts as quota"
         return over if self.state in (*OVER, *TAKEN) else ""
 
     def usd_so_far(self):
-        """None where that is not known: it is not said when a machine was taken away."""
+        """None where that is not known: it is not said when a machine was taken away, nor without Google's time."""
         if self.since is None:
             return 0.0
-        if self.state in TAKEN:
+        if self.state in TAKEN or self.at is None:
             return None
         try:
             usd = price_of(self.accelerator, self.spot)[1]
         except TpukitError:
             return None
-        return None if usd is None else usd * (now() - self.since).total_seconds() / 3600
+        return None if usd is None else usd * (self.at - self.since).total_seconds() / 3600
 
     def as_dict(self):
         asked = _time((self.request or self.node).get("createTime"))
@@ -117,8 +125,18 @@ class Rented:
         )
 
 
-def now():
-    return datetime.datetime.now(datetime.timezone.utc)
+def google_now():
+    """The time by Google's clock, which decides what a machine costs and when it ends; None where it does not answer.
+    This computer's own may be hours off."""
+    try:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(CLOCK, method="HEAD"), timeout=5) as answer:
+                said = answer.headers["Date"]
+        except urllib.error.HTTPError as error:  # an answer too
+            said = error.headers["Date"]
+        return email.utils.parsedate_to_datetime(said)
+    except (OSError, http.client.HTTPException, TypeError, ValueError):
+        return None
 
 
 def state_of(request):
@@ -136,7 +154,14 @@ def find(cloud, zone=EVERYWHERE):
         where, name = _place(node)
         part = parts.setdefault((where, name), {})
         part.update(name=part.get("name", name), node=node)
-    return [Rented(zone=where, **part) for (where, _), part in sorted(parts.items())]
+    at = google_now() if any("node" in part for part in parts.values()) else None
+    return [Rented(zone=where, at=at, **part) for (where, _), part in sorted(parts.items())]
+
+
+def check_clock(found):
+    """Raises TpukitError where it is not known which of our machines are past their time."""
+    if any(rented.ours and rented.node and not rented.at for rented in found):
+        raise TpukitError(f"{CLOCK} does not answer with Google's time: which machines are past theirs is not known")
 
 
 def find_ours(cloud, name, zone=""):
@@ -172,7 +197,9 @@ def table(found):
     rows = []
     for rented in ours:
         usd = rented.usd_so_far()
-        ends = f"{_clock(rented.ends)} (in {span((rented.ends - now()).total_seconds())})" if rented.ends else ""
+        ends = _clock(rented.ends) if rented.ends else ""
+        if rented.ends and rented.at:
+            ends += f" (in {span((rented.ends - rented.at).total_seconds())})"
         if not rented.ends and rented.minutes is not None and not rented.forgotten:
             ends = f"{span(60 * rented.minutes)} after it starts"
         rows.append(
@@ -181,15 +208,19 @@ def table(found):
                 f"{rented.accelerator}{' spot' * rented.spot}",
                 rented.zone,
                 rented.state.lower().removesuffix("_for_resources"),
-                span((now() - rented.since).total_seconds()) if rented.since else "",
+                span((rented.at - rented.since).total_seconds()) if rented.since and rented.at else "",
                 "unknown" if usd is None else f"${usd:.2f}",
                 rented.forgotten or ends,
             )
         )
-    columns = ("name", "type", "zone", "state", "runs since", "cost so far", "deletes itself")
+    columns = ("name", "type", "zone", "state", "runs since", "cost so far", "is to delete itself")
     lines = [str(Table("Rented by tpukit", columns, rows)) if rows else "tpukit has rented nothing in this project."]
     for rented in (r for r in ours if r.forgotten):
         lines.append(f"FORGOTTEN: {rented.name} ({rented.forgotten}): tpukit cloud delete {rented.name} --zone {rented.zone}")
+    try:
+        check_clock(found)
+    except TpukitError as error:
+        lines.append(str(error))
     if others := len(found) - len(ours):
         lines.append(f"{others} other{'s' * (others > 1)} without tpukit's label {'is' if others == 1 else 'are'} left alone.")
     return "\n".join(lines)

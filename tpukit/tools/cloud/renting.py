@@ -13,6 +13,7 @@ from tpukit.errors import TpukitError
 from tpukit.tools.cloud import rented, running
 from tpukit.tools.cloud.gcloud import Gcloud, GcloudError, line
 from tpukit.tools.cloud.guard import guard_script
+from tpukit.tools.cloud.skypilot import SOURCE, is_unfilled
 from tpukit.tools.cloud.tpu_types import cost_in_words, generation_of, zones_of
 
 POLL_S = 15
@@ -36,14 +37,15 @@ def create(
 ):
     """Rent a TPU machine, or a slice of several hosts: says what it costs, asks, requests it, and waits until it is there.
 
-    It deletes itself after --hours, whatever runs on it then. An interrupt while it waits deletes the request.
+    It is set to delete itself after --hours, whatever runs on it then, and does where its account may. An interrupt while it
+    waits deletes the request.
 
     Args:
         name: what the machine is called.
         accelerator: a TPU type with its number: chips for v5litepod (v5e) and v6e, cores (two a chip) for v5p and v4.
         zone: where. Not every zone has every type.
         spot: spare capacity: cheaper, and can be taken away at any time, with what is on it.
-        hours: the machine deletes itself after so many hours.
+        hours: the machine is to delete itself after so many hours.
         wait_hours: so long the request may wait for free chips; then it is deleted.
         service_account: whom the machine acts as, to delete itself (roles/tpu.admin); the project's default unless given.
         project: Google Cloud project; the one of gcloud's configuration unless given.
@@ -56,6 +58,10 @@ def create(
     print(cost_in_words(accelerator, spot, hours))
     if zone not in generation.zones:
         print(f"{zone} is not among the zones that are known to have it. {zones_of(accelerator)}")
+    if is_unfilled(SOURCE):
+        print(
+            "This copy of tpukit knows no repository of its own: `tpukit cloud run` will need --source, what pip is to install"
+        )
     cloud = Gcloud(project, dry_run)
     for other in rented.find(cloud, zone):
         if other.name == name:
@@ -66,12 +72,12 @@ def create(
     request = _Request(cloud, name, zone)
     words = request.words(accelerator, spot=spot, hours=hours, wait_hours=wait_hours, service_account=service_account)
     if not dry_run:
-        print("asking Google for it; an interrupt takes it back", flush=True)
+        print("asking Google for it; an interrupt takes it back, or says what it could not take back", flush=True)
     request.make(words, wait_hours * 3600)
     if not dry_run:
         print(
-            f"{name} is there and costs money from now on. It deletes itself in {hours:g} hours; sooner: "
-            f"tpukit cloud delete {name}\n"
+            f"{name} is there and costs money from now on. It is set to delete itself in {hours:g} hours, if its account may; "
+            f"sooner: tpukit cloud delete {name}\n"
             "Whether its account lets it look at itself, `tpukit cloud run` shows; whether it deleted itself, "
             "`tpukit cloud list`\n"
             f"  tpukit cloud run {name} -- train mshnet ...   tpukit cloud open {name}   tpukit cloud list"
@@ -124,7 +130,9 @@ def delete(
         print("# and for each NAME and ZONE that was forgotten:")
         machines = [rented.Rented("NAME", zone or "ZONE")]
     elif expired:
-        machines = [r for r in rented.find(cloud, zone or rented.EVERYWHERE) if r.ours and r.forgotten]
+        found = rented.find(cloud, zone or rented.EVERYWHERE)
+        rented.check_clock(found)
+        machines = [r for r in found if r.ours and r.forgotten]
         if not machines:
             print("nothing was forgotten")
             return
@@ -212,8 +220,7 @@ class _Request:
     def words(self, accelerator, *, spot, hours, wait_hours, service_account):
         """What gcloud is to be told."""
         minutes, wait_s = max(round(hours * 60), 1), round(wait_hours * 3600)
-        latest_start = round(time.time() + wait_hours * 3600) + 1800
-        guard = guard_script(self.name, self.zone, self.cloud.project, minutes, latest_start=latest_start)
+        guard = guard_script(self.name, self.zone, self.cloud.project, minutes, patience_s=wait_s + 1800)
         labels = {rented.MARK[0]: rented.MARK[1], "tpukit-minutes": minutes, "tpukit-request": self.mark}
         labels["tpukit-capacity"] = "spot" if spot else "on-demand"
         flags = [
@@ -301,9 +308,18 @@ class _Request:
                 _tell(why)
             try:
                 there = look(self.cloud, self.name, self.zone)
+                if why and not self.made and not there.request and not there.node:
+                    time.sleep(min(POLL_S, 5))  # what was asked for a moment ago may be on its way
+                    there = look(self.cloud, self.name, self.zone)
                 if not there.request and not there.node:
-                    if not quiet:
-                        _tell("nothing was made, nothing is left")
+                    if self.made and not quiet:
+                        _tell("nothing is left")
+                    elif not quiet:
+                        _tell(
+                            f"{self.name} is not there. It may still come, because the interrupt met the request on its way: "
+                            "look again in some minutes (tpukit cloud list), and delete it: "
+                            f"{_how_to_delete(self.name, self.zone)}"
+                        )
                 elif self.made and not there.labels:
                     how = _how_to_delete(self.name, self.zone)
                     _tell(f"{self.name} in {self.zone} shows no labels and is left alone. It may cost; if it is yours: {how}")

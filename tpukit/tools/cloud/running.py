@@ -8,11 +8,10 @@ from tpukit.errors import TpukitError
 from tpukit.tools.cloud import rented
 from tpukit.tools.cloud.gcloud import Gcloud
 from tpukit.tools.cloud.guard import GUARD_LOG
-from tpukit.tools.cloud.skypilot import PYTHON, SOURCE, check_command, install_steps, run_folder
+from tpukit.tools.cloud.skypilot import PYTHON, SOURCE, check_command, check_source, install_steps, run_folder
 
 JOB = "tpukit-job"  # in the home folder of every host: log.txt, pid, and run, which names the run's folder
 TPUKIT = f"{PYTHON}/bin/tpukit"
-GITHUB = "git+https://github.com/"
 
 # Before anything is installed, too: that would change the packages of a training that runs.
 REFUSE_SECOND = """\
@@ -62,8 +61,8 @@ def run(
     start = start_script(command)
     cloud = Gcloud(project, dry_run)
     machine = _running(cloud, name, zone)
-    if source.startswith(GITHUB) and "/" not in source.removeprefix(GITHUB) and not dry_run:
-        raise TpukitError(f"source {source!r} names no repository, OWNER/NAME: give what pip is to install tpukit from")
+    if not dry_run:
+        check_source(source)
     install = REFUSE_SECOND.format(job=JOB) + " && ".join(install_steps(source, tpu=True))
     _ssh(cloud.show, cloud, machine, install, worker="all")
     _ssh(cloud.show, cloud, machine, start, worker="all")

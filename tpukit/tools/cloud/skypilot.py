@@ -12,7 +12,8 @@ from tpukit.tools.cloud.tpu_types import generation_of
 
 PYTHON = "~/tpukit-python"  # a virtual environment: the images' own Python is older than tpukit needs
 PORT = 29500
-SOURCE = "git+https://github.com/TPUKIT_SOURCE"
+GITHUB = "git+https://github.com/"
+SOURCE = f"{GITHUB}TPUKIT_SOURCE"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ def skypilot_task(machine, command):
     """A SkyPilot task file (YAML) for `sky jobs launch FILE`.
 
     command: words after `tpukit` (["train", "mshnet", ...]). Raises TpukitError for what is no training, for a name that cannot
-    be one, and for a type of TPU that is not known.
+    be one, for a type of TPU that is not known, and where nothing says what to install tpukit from.
     """
     check_command(command)
     check_name(machine.name)
@@ -66,6 +67,7 @@ def skypilot_task(machine, command):
             f'--master-addr $(echo "$SKYPILOT_NODE_IPS" | head -n1) --master-port {PORT} \\\n'
             f"    -m -- {tpukit.removeprefix(f'{PYTHON}/bin/')}"
         )
+    check_source(machine.source)
     mounts = f"file_mounts:\n  /run-copy:\n    source: {machine.bucket}\n    mode: MOUNT\n" if machine.bucket else ""
     setup = "\n".join(f"  {line}" for line in install_steps(machine.source, is_tpu(machine)))
     anew = (
@@ -96,6 +98,17 @@ def check_command(command):
 
     if len(command) < 2 or command[0] != "train" or command[1] not in WORKLOADS:
         raise TpukitError(f"what to run comes after `--`: train WORKLOAD [options]. Workloads: {', '.join(WORKLOADS)}")
+
+
+def is_unfilled(source):
+    """Whether it names no repository, as SOURCE where nobody has filled it in."""
+    return source.startswith(GITHUB) and "/" not in source.removeprefix(GITHUB)
+
+
+def check_source(source):
+    """Raises TpukitError where tpukit cannot be installed from there."""
+    if is_unfilled(source):
+        raise TpukitError(f"--source {source!r} names no repository, OWNER/NAME: give what pip is to install tpukit from")
 
 
 def install_steps(source, tpu):

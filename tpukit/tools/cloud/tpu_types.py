@@ -88,8 +88,8 @@ def cost_in_words(accelerator, spot, hours):
     if usd is None:
         return f"{what}. What it costs is not in tpukit's table of prices: {PRICING}"
     return (
-        f"{what}. About ${usd:.2f} an hour, ${usd * hours:.2f} for the {hours:g} hours until it deletes itself, from the "
-        f"moment it is there. (List price of {price.as_of}; yours depends on zone and contract: {PRICING})"
+        f"{what}. About ${usd:.2f} an hour, ${usd * hours:.2f} for the {hours:g} hours after which it is to delete "
+        f"itself, from the moment it is there. (List price of {price.as_of}; yours depends on zone and contract: {PRICING})"
     )
 
 

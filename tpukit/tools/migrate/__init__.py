@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tpukit import __version__, files
 from tpukit.errors import TpukitError
-from tpukit.tables import Table
+from tpukit.tables import Table, printable
+from tpukit.tools.migrate import apart
 from tpukit.tools.migrate.notebook import Notebook, installs
 
 try:
@@ -53,18 +54,31 @@ class Finding:
         return f"{self.path}{f' cell {self.cell}' if self.cell else ''}:{self.line}:{self.column}"
 
 
+_reader = apart.Reader()  # for as long as this process lives: to start one for each file would take longer than to read it
+
+
 def examine(path):
     """(findings, mended text) of a .py or .ipynb file; what cannot be read as such is a finding too. Writes nothing.
 
-    Raises TpukitError for a path that cannot be read, or is neither.
+    It is read in another process, with limits of time and memory. Raises TpukitError for a path that cannot be read, or is
+    neither.
     """
+    try:
+        read = _reader.read(path)
+    except apart.Unreadable as error:
+        return [Finding(str(path), 0, 1, 1, "unreadable", str(error))], ""
+    return [Finding(*values) for values in read["findings"]], read["mended"]
+
+
+def examine_here(path):
+    """`examine`, in this process: a file can crash it."""
     path = Path(path)
     if path.suffix not in (".py", ".ipynb"):
         raise TpukitError(f"{path} is neither a script nor a notebook: give .py or .ipynb files, or folders of them")
     bad = lambda why, cell=0, line=1, column=1: Finding(str(path), cell, line, column, "unreadable", why)  # noqa: E731
     try:
         text = _read(path)
-    except (UnicodeDecodeError, SyntaxError):
+    except (UnicodeError, LookupError, SyntaxError):
         return [bad("no text in UTF-8, nor in the encoding that its first lines name")], ""
     if path.suffix == ".py":
         try:
@@ -103,9 +117,9 @@ def files_in(paths):
 
 
 def difference(path, mended):
-    """A unified diff of a file and its mended text."""
+    """A unified diff of a file and its mended text, to be shown."""
     lines = [text.splitlines(True) for text in (_read(Path(path)), mended)]
-    return "".join(difflib.unified_diff(*lines, str(path), f"{path} (mended)"))
+    return printable("".join(difflib.unified_diff(*lines, str(path), f"{path} (mended)")))
 
 
 def write(path, mended):
@@ -127,12 +141,14 @@ def copy_example(folder):
 
 
 def _read(path):
-    """A file's text with the ends of its lines as they are."""
+    """A file's text with the ends of its lines as they are. Raises UnicodeError, LookupError or SyntaxError."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise TpukitError(f"{path} cannot be read ({error.strerror}): give .py or .ipynb files, or folders of them") from error
-    return data.decode(_encoding(data))
+    text = data.decode(_encoding(data))
+    text.encode()  # some encodings give halves of characters
+    return text
 
 
 def _encoding(data):
@@ -146,7 +162,7 @@ def _encoding(data):
 def as_text(findings):
     """One line for each finding, errors and warnings alike, and a summary."""
     lines = [f"{f.place}: {f.level} [{f.rule}] {f.message}{' (--fix)' if f.fixable else ''}" for f in findings]
-    return "\n".join([*lines, _summary(findings)])
+    return printable("\n".join([*lines, _summary(findings)]))
 
 
 def _summary(findings):
@@ -172,7 +188,7 @@ def as_json(findings):
 
 def as_github(findings):
     """Workflow commands that GitHub shows beside the lines of a pull request."""
-    escape = lambda text: text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")  # noqa: E731
+    escape = lambda text: printable(text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A"))  # noqa: E731
     where = lambda f: f"cell {f.cell}, line {f.line}: " if f.cell else ""  # noqa: E731
     return "\n".join(
         f"::{f.level} file={escape(f.path).replace(',', '%2C')},line={1 if f.cell else f.line},col={f.column},"
