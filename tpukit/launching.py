@@ -67,7 +67,9 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
         agent = functools.partial(_start_tpu_cores, job)
     else:
         agent = functools.partial(_start_with_torchrun, job, count)
-    return Watch(job, agent, count, processes=1 if parallel == "spmd" else count).wait()
+    # Of this host: several may launch one training in a folder that they share, where rank 0's lock is that of all.
+    with files.held(run.path / f".launch-{socket.gethostname()}.lock"):
+        return Watch(job, agent, count, processes=1 if parallel == "spmd" else count).wait()
 
 
 @dataclasses.dataclass(frozen=True)
