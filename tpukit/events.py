@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 class Events:
-    """The one event file in `folder`. What is there of earlier sessions goes: a run writes its records anew, and may have
-    fewer."""
+    """The one event file of tpukit in `folder`. Those of earlier sessions go: a run writes its records anew, and may have
+    fewer. Anybody else's stay."""
 
     def __init__(self, folder):
         folder, self._writer = Path(folder), None
@@ -21,10 +21,10 @@ class Events:
         self._event, self._summary = Event, Summary
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for old in folder.glob("events.out.tfevents.*"):
+            for old in folder.glob("events.out.tfevents.*.tpukit"):
                 old.unlink()
             now = time.time_ns()
-            self._file = open(folder / f"events.out.tfevents.{now // 10**9}.{now % 10**9}", "wb")
+            self._file = open(folder / f"events.out.tfevents.{now // 10**9}.{now % 10**9}.tpukit", "xb")
         except OSError:
             return
         self._writer = RecordWriter(self._file)

@@ -4,6 +4,7 @@ The notebook's process forks one agent, and the agent forks one process for each
 process opens no device, so that it can launch again. It watches the cores through the run directory (`watching.py`).
 """
 
+import contextlib
 import dataclasses
 import datetime
 import errno
@@ -77,8 +78,11 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     if env.accelerator == "tpu":
         _wait_for_chips(run)
     processes = 1 if parallel == "spmd" else count
-    # Where the cores leave their addresses for one another: no other user can read or write there, nor reach it over a network.
-    with tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True) as private:
+    with contextlib.ExitStack() as during:
+        # Of this host: several may launch one training in a folder that they share, where rank 0's lock is that of all.
+        during.enter_context(files.held(run.path / f".launch-{socket.gethostname()}.lock"))
+        # Where the cores leave their addresses for one another: no other user can read or write there, nor over a network.
+        private = during.enter_context(tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True))
         job = dataclasses.replace(job, store=f"{private}/store", spmd_cores=count if parallel == "spmd" else None)
         return Watch(job, functools.partial(_start_cores, job, processes), count, processes).wait()
 

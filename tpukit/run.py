@@ -1,30 +1,37 @@
 """A run directory: settings, records, checkpoints, best weights. The only channel between a training and its reader.
 
-config.json              workload, settings, and what a resumed run must agree with
-records.jsonl            one JSON object a line: kind, step, time, values
+config.json              workload, settings, and what a resumed run must agree with; the run's id
+records.jsonl            one JSON object a line: kind, step, time, values, CRC-32
 log.txt                  what was said, as plain lines
 checkpoints/             step-N.pt (the newest two) and checkpoints.json, newest first, with SHA-256
-best.safetensors         the weights of the best evaluation
+best.safetensors         the weights of the best evaluation, with their SHA-256 in the metadata
 pictures/, predictions/  what `show` drew, and what a test keeps of its predictions
 trace/, step.hlo         what `tpukit report --trace` and `--hlo` saw
 progress.json            where the training is now, for a progress bar
 tensorboard/             the records' numbers for TensorBoard, where it is installed
 cores/                   what each core of the last launch said: rank-NN.log, and its error or stacks where it failed
+.lock                    host and pid of the process that trains here
 """
 
 import contextlib
 import dataclasses
 import json
 import math
+import os
+import re
+import secrets
 import time
+import warnings
+import zipfile
 from pathlib import Path
 
-from tpukit import environment, files
+from tpukit import environment, files, weights
 from tpukit.errors import TpukitError, first_line
 from tpukit.events import Events
 from tpukit.tables import GIB
 
 KEEP = 2  # checkpoints: the newest, and the one before in case it is damaged
+BACKED_UP = ("config.json", "log.txt", "records.jsonl", "best.safetensors")  # and the checkpoints
 WORTH_A_WORD_S = 0.5  # a program of a few operations (fresh sums) compiles in milliseconds
 
 
@@ -49,7 +56,9 @@ class Run:
 
     def __init__(self, path, backup=None):
         self.path = Path(path)
-        self.backup = Path(backup) if backup else None
+        self.backup = Path(backup).resolve() if backup else None
+        # Where its disk is mounted: when Drive goes, a bare folder of that name stays.
+        self._mount = next(filter(os.path.ismount, (self.backup, *self.backup.parents))) if backup else None
         self._backup_works = True
         self._progress_at = 0.0
 
@@ -69,22 +78,38 @@ class Run:
         backup: a folder (on Drive, say) that gets a copy at every checkpoint; when `path` is gone and the backup is
         there, the run comes back from it. earlier: such a folder that is only read (`find_run` finds one on Kaggle).
         Raises TpukitError if the folder holds a run of another workload or of other settings, naming them; settings that do
-        not change the result (epochs, folders, workers) may differ.
+        not change the result (epochs, folders, workers) may differ. So it does if the folder holds something else, or the
+        backup another run.
         """
         run = cls(path, backup)
         if environment.rank() != 0:
             return run.muted()  # rank 0 speaks and writes for all
         if run.path.exists() and not run.path.is_dir():
             raise TpukitError(f"{run.path} is a file; a run needs a folder of its own")
-        if not (run.path / "config.json").exists() and run.backup and (run.backup / "config.json").exists():
-            run._bring_back()
-        if earlier and not (run.path / "config.json").exists():
+        config = run.path / "config.json"
+        if run.backup:
+            with files.unwritable_explained(run.backup):
+                run._check_backup_is_mounted()
+                if not config.exists() and (run.backup / "config.json").exists():
+                    run._bring_back()
+        if earlier and not config.exists():
             cls(path, earlier)._bring_back()
         with files.unwritable_explained(run.path):
-            (run.path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        if (run.path / "config.json").exists():
+            run.path.mkdir(parents=True, exist_ok=True)
+        _refuse_links(run.path)
+        if config.exists():
             run._check(task)
-        files.write_whole(run.path / "config.json", json.dumps(_config(task), indent=1))
+            run_id = run.config.get("id")  # runs of earlier versions have none
+        else:
+            _refuse_foreign(run.path)
+            run_id = secrets.token_hex(8)
+        if run.backup:
+            with files.unwritable_explained(run.backup):
+                run._check_backup(run_id)
+                run._check_backup_is_not_ahead(task)
+        files.write_whole(config, json.dumps(files.sealed(_config(task) | (dict(id=run_id) if run_id else {})), indent=1))
+        with files.unwritable_explained(run.path):
+            (run.path / "checkpoints").mkdir(exist_ok=True)
         return run
 
     @classmethod
@@ -94,15 +119,22 @@ class Run:
             near = sorted(p.parent for p in Path(path).glob("*/config.json")) if Path(path).is_dir() else []
             hint = f"; runs below it: {', '.join(map(str, near))}" if near else ""
             raise TpukitError(f"{path} is not a run directory (it has no config.json){hint}")
+        _refuse_links(Path(path))
         return cls(path)
+
+    def alone(self):
+        """Within it, no other process trains in this folder. Raises TpukitError with the host and pid of one that does."""
+        if not self._writes:
+            return contextlib.nullcontext()
+        return files.held(self.path / ".lock", signs=[self.path / "progress.json"])
 
     @property
     def config(self):
-        """dict(workload, settings) that the run was opened with. Raises TpukitError where the file is damaged."""
+        """dict(workload, settings, id) that the run was opened with. Raises TpukitError where the file is damaged."""
         try:
-            found = json.loads((self.path / "config.json").read_text())
+            found = files.unsealed((self.path / "config.json").read_bytes())
             return dict(found, workload=found["workload"], settings=dict(found["settings"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise TpukitError(f"{self.path}/config.json is damaged ({error}); choose another run folder") from error
 
     def _check(self, task):
@@ -139,7 +171,7 @@ class Run:
         if not self._writes:
             return
         record = dict(kind=kind, step=step, time=round(time.time(), 3), **values)
-        files.append(self.path / "records.jsonl", json.dumps(_finite(record)) + "\n")
+        files.append(self.path / "records.jsonl", json.dumps(files.sealed(_finite(record))) + "\n")
         if kind == "start":
             self._events = Events(self.path / "tensorboard")
             for old in self.records():
@@ -159,14 +191,16 @@ class Run:
         if self._writes and (step == total or now - self._progress_at > 0.5):
             self._progress_at = now
             files.write_whole(
-                self.path / "progress.json", json.dumps(_finite(dict(step=step, total=total, **values))), durable=False
+                self.path / "progress.json",
+                json.dumps(files.sealed(_finite(dict(step=step, total=total, **values)))),
+                durable=False,
             )
 
     def live(self):
         """What `progress` last said, or {}."""
         try:
-            return json.loads((self.path / "progress.json").read_text(errors="replace"))
-        except (FileNotFoundError, json.JSONDecodeError):
+            return files.unsealed((self.path / "progress.json").read_bytes())
+        except (FileNotFoundError, ValueError):
             return {}
 
     def stop_asked(self):
@@ -177,14 +211,19 @@ class Run:
             return None
 
     def records(self, kind=None):
-        """The records, oldest first. A last line cut short by a kill is left out."""
+        """The records, oldest first. A damaged line, or a last one cut short by a kill, is named and left out."""
         path = self.path / "records.jsonl"
         records = []
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
             try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
+                record = files.unsealed(line)
+                whole = {"kind", "step", "time"} <= record.keys()
+            except ValueError:
+                whole = False
+            if whole:
+                records.append(record)
+            else:
+                warnings.warn(f"{path}: line {number} is damaged and left out", stacklevel=2)
         return [r for r in records if kind is None or r["kind"] == kind]
 
     def _records_size(self):
@@ -202,7 +241,7 @@ class Run:
         """Write a checkpoint, whole or not at all. state: nest of CPU tensors, numbers and strings."""
         import torch
 
-        path = self.path / "checkpoints" / f"step-{step:08d}.pt"
+        path = self.path / "checkpoints" / _file_of(step)
         with files.whole_file(path) as file:
             try:
                 torch.save(dict(records_size=self._records_size(), state=state), file)
@@ -214,19 +253,23 @@ class Run:
         self._back_up()
 
     def checkpoints(self):
-        """list of dict(file, step, sha256), newest first."""
+        """list of dict(file, step, sha256), newest first. Where the list is damaged: of the files, with None for SHA-256."""
+        folder = self.path / "checkpoints"
         try:
-            return json.loads((self.path / "checkpoints" / "checkpoints.json").read_text(errors="replace"))
-        except (FileNotFoundError, json.JSONDecodeError):
-            files = sorted((self.path / "checkpoints").glob("step-*.pt"), reverse=True)
-            return [dict(file=f.name, step=int(f.stem.split("-")[1]), sha256=None) for f in files]
+            found = json.loads((folder / "checkpoints.json").read_bytes())
+            if found and all(c["file"] == _file_of(c["step"]) and "sha256" in c for c in found):
+                return found
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        return [dict(file=_file_of(step), step=step, sha256=None) for step in sorted(_steps_in(folder), reverse=True)]
 
     def _write_checkpoint_list(self, kept):
         folder = self.path / "checkpoints"
         files.write_whole(folder / "checkpoints.json", json.dumps(kept, indent=1))
-        for file in [*folder.glob("step-*.pt"), *folder.glob(".step-*.partial")]:  # the latter from a process that was killed
-            if file.name not in [c["file"] for c in kept]:
-                file.unlink()
+        for step in _steps_in(folder) - {c["step"] for c in kept}:
+            (folder / _file_of(step)).unlink()
+        files.remove_partials(folder)
+        files.remove_partials(self.path)
 
     def restore(self):
         """The newest whole checkpoint's state, or None where the run has none. A damaged one is named and passed over."""
@@ -247,24 +290,26 @@ class Run:
 
     def _read_checkpoint(self, checkpoint):
         """(state, None), or (None, why it cannot be used)."""
-        import torch
-
         path = self.path / "checkpoints" / checkpoint["file"]
-        if not path.exists():
-            return None, "the file is missing"
-        if checkpoint["sha256"] and files.sha256(path) != checkpoint["sha256"]:
-            return None, f"its {path.stat().st_size} bytes do not match the recorded SHA-256"
         try:
-            return torch.load(path, map_location="cpu", weights_only=True), None
-        except Exception as error:  # torch raises many types for a damaged file; each means the same here
+            if checkpoint["sha256"]:
+                if files.sha256(path) != checkpoint["sha256"]:
+                    return None, f"its {path.stat().st_size} bytes do not match the recorded SHA-256"
+            else:
+                with zipfile.ZipFile(path) as parts:  # torch writes their CRC-32, and does not look at it
+                    if part := parts.testzip():
+                        return None, f"{part} in it does not match its CRC-32"
+            saved = weights.unpickle(path)
+            return dict(records_size=saved["records_size"], state=saved["state"]), None
+        except TpukitError:
+            raise
+        except Exception as error:  # torch and zipfile raise many types for a damaged file; each means the same here
             return None, first_line(error)
 
-    def save_best(self, weights, **values):
-        """Write the best weights as best.safetensors. weights: name -> CPU tensor. values: kept as its metadata."""
-        from safetensors.torch import save
-
-        contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
-        data = save(contiguous, metadata={name: str(value) for name, value in values.items()})
+    def save_best(self, tensors, **values):
+        """Write the best weights as best.safetensors. tensors: name -> CPU tensor. values: kept as its metadata."""
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        data = weights.serialize(contiguous, {name: str(value) for name, value in values.items()})
         files.write_whole(self.path / "best.safetensors", data)
 
     # The copy on Drive
@@ -274,12 +319,18 @@ class Run:
         if not self.backup:
             return
         try:
-            for name in ("config.json", "log.txt", "records.jsonl", "best.safetensors"):
-                _copy_if_changed(self.path / name, self.backup / name)
-            for checkpoint in self.checkpoints():
-                name = Path("checkpoints") / checkpoint["file"]
-                _copy_if_changed(self.path / name, self.backup / name)
-            Run(self.backup)._write_checkpoint_list(self.checkpoints())
+            self._check_backup(self.config.get("id"))
+            there, kept = Run(self.backup), self.checkpoints()
+            for name in BACKED_UP:
+                if (self.path / name).exists() and not _same(self.path / name, self.backup / name):
+                    files.copy_whole(self.path / name, self.backup / name)
+            copied = there.checkpoints()  # as listed there when they were copied: Drive need not be read
+            for checkpoint in kept:
+                source, target = (folder / "checkpoints" / checkpoint["file"] for folder in (self.path, self.backup))
+                listed = checkpoint["sha256"] and checkpoint in copied
+                if not (listed and target.exists() and target.stat().st_size == source.stat().st_size):
+                    files.copy_whole(source, target)
+            there._write_checkpoint_list(kept)
         except (OSError, TpukitError) as error:  # Drive may be full or gone; the training goes on without it
             if self._backup_works:
                 self.say(f"backup to {self.backup} failed ({error}); training goes on, checkpoints stay in {self.path}")
@@ -289,13 +340,96 @@ class Run:
                 self.say(f"backup to {self.backup} works again")
             self._backup_works = True
 
+    def _check_backup_is_mounted(self):
+        """Raise TpukitError where the backup is to lie on Colab's Drive, and that is not mounted."""
+        drive = environment.detect().drive
+        if drive is not None and self.backup.is_relative_to(drive.parent) and not drive.is_dir():
+            raise TpukitError(
+                f"the backup {self.backup} is on Drive, which is not mounted: mount it (tpukit.mount_drive) first"
+            )
+
+    def _check_backup(self, run_id):
+        """Raise TpukitError where the run of this id cannot be backed up: the disk is gone, or it holds something else."""
+        if not os.path.ismount(self._mount):
+            raise TpukitError(f"nothing is mounted at {self._mount} any more")
+        if not (self.backup / "config.json").exists():
+            _refuse_foreign(self.backup)
+            return
+        found = Run(self.backup).config.get("id")
+        if found != run_id:
+            raise TpukitError(
+                f"the backup {self.backup} is of another run than {self.path} (id {found}, not {run_id}). To go on with the "
+                f"one that was backed up, choose a run folder that does not exist yet; to keep the one in {self.path}, choose "
+                "another backup folder"
+            )
+
+    def _check_backup_is_not_ahead(self, task):
+        """Raise TpukitError where a training would replace later checkpoints in the backup, or those of other settings."""
+        there = Run(self.backup)
+        if not (there.path / "config.json").exists():
+            return
+        _refuse_links(there.path)
+        there._check(task)
+        here, newest = (max((c["step"] for c in run.checkpoints()), default=0) for run in (self, there))
+        if newest > here:
+            raise TpukitError(
+                f"the backup {self.backup} has step {newest} of this run, {self.path} only step {here}. To go on from the "
+                "backup, choose a run folder that does not exist yet; to go on from here, choose another backup folder"
+            )
+
     def _bring_back(self):
+        """Copy what a backup holds, and nothing else that lies there."""
         print(f"run: {self.path} is not here, bringing it back from {self.backup}")
-        for source in sorted(self.backup.rglob("*")):
-            # config.json last: it is what makes the folder a run
-            if source.is_file() and source.name != "config.json" and not source.name.endswith(".partial"):
-                files.copy_whole(source, self.path / source.relative_to(self.backup))
-        files.copy_whole(self.backup / "config.json", self.path / "config.json")
+        coming = self.path / ".coming-back"  # here only if a kill cut this short
+        if not coming.exists():
+            _refuse_foreign(self.path)
+        _refuse_links(self.backup)
+        _refuse_links(self.path)
+        checkpoints = [f"checkpoints/{c['file']}" for c in Run(self.backup).checkpoints()]
+        with files.unwritable_explained(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            coming.touch()
+        # config.json last: it is what makes the folder a run
+        for name in (*checkpoints, "checkpoints/checkpoints.json", *reversed(BACKED_UP)):
+            if (self.backup / name).is_file():
+                files.copy_whole(self.backup / name, self.path / name)
+        coming.unlink()
+
+
+def _refuse_foreign(folder):
+    """Raise TpukitError where a folder without a run holds anything else, which could be taken for a part of the run."""
+    # Another process of the same training may have made cores/ already.
+    found = sorted(path.name for path in folder.glob("*") if path.name != "cores" and not path.name.startswith("."))
+    if found:
+        raise TpukitError(
+            f"{folder} is not empty and holds no run (it has {', '.join(found[:3])}{', ...' if found[3:] else ''}, but no "
+            "config.json): choose a new or an empty folder"
+        )
+
+
+def _refuse_links(folder):
+    """Raise TpukitError where a link could lead what is written or deleted in a run's folder to another place."""
+    if link := next((path for path in folder.rglob("*") if path.is_symlink()), None):
+        raise TpukitError(f"{link} is a symbolic link, and a run holds plain files only: remove it, or choose another folder")
+
+
+def _file_of(step):
+    return f"step-{step:08d}.pt"
+
+
+def _steps_in(folder):
+    """Steps of the checkpoints in a folder; files of other names are not tpukit's."""
+    found = (re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})\.pt", path.name) for path in folder.glob("step-*.pt"))
+    return {int(name[1]) for name in found if name}
+
+
+def _same(source, target):
+    """Whether a file of a run and its copy hold the same. Of the weights their SHA-256 says so, without reading them."""
+    if not target.exists() or source.stat().st_size != target.stat().st_size:
+        return False
+    if source.suffix == ".safetensors":
+        return weights.seal(source) is not None and weights.seal(source) == weights.seal(target)
+    return source.read_bytes() == target.read_bytes()
 
 
 def _config(task):
@@ -322,13 +456,3 @@ def _finite(value):
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _copy_if_changed(source, target):
-    if not source.exists():
-        return
-    if target.exists():
-        a, b = source.stat(), target.stat()
-        if a.st_size == b.st_size and a.st_mtime <= b.st_mtime:
-            return
-    files.copy_whole(source, target)

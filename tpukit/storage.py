@@ -77,6 +77,7 @@ def content_key(*folders, like=("*",)):
     memo = files.cache_folder() / f"contents-{hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:20]}"
     with files.locked(memo):  # of several processes one reads
         with contextlib.suppress(OSError):
+            files.make_private(memo.parent)  # what another user put there is not believed
             return memo.read_text()
         with concurrent.futures.ThreadPoolExecutor() as pool:  # most of the time the disk, or Drive, is waited for
             found = [(path.name, digest) for path, digest in zip(paths, pool.map(files.sha256, paths))]

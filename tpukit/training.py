@@ -64,7 +64,7 @@ def train(task, run, *, runtime=None, progress=True):
     or SIGTERM; a resumed run equals a straight one, on GPUs but for the rounding of their kernels. Raises `Diverged` (naming
     the step and the last good checkpoint) when loss or gradient stop being finite, and TpukitError for what the user can mend.
     """
-    with Stop() as stop, environment.explained():
+    with Stop() as stop, environment.explained(), run.alone():
         return Training(task, run, runtime, stop, progress).go()
 
 

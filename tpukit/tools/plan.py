@@ -266,6 +266,7 @@ def _compile(path, machine, say):
     key = f"{files.sha256(path)} {machine.topology} {COMPILER} {files.sha256(_script())}"
     cached = files.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     with contextlib.suppress(OSError, ValueError):
+        files.make_private(cached.parent)  # what another user put there is not believed
         return json.loads(cached.read_text())
     libraries = compiler_folder(say)
     say(f"compiling {path.stat().st_size / 1000:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")

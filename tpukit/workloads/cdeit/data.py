@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tpukit import files, storage
+from tpukit import files, storage, weights
 from tpukit.errors import TpukitError
 from tpukit.workloads.cdeit.diffusion import STEPS
 
@@ -217,10 +217,7 @@ def _read_statistics(folder):
 
 
 def _read_statistic(path):
-    import torch
-
     try:
-        values = torch.load(path, map_location="cpu", weights_only=True).float().numpy()
-        return values.reshape(ELECTRODES, ELECTRODES - 3)
+        return weights.unpickle(path).float().numpy().reshape(ELECTRODES, ELECTRODES - 3)
     except Exception as error:  # torch raises many types for a damaged file
         raise TpukitError(f"{path} is not a tensor of {ELECTRODES} x {ELECTRODES - 3} numbers ({error})") from error
