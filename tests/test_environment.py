@@ -184,22 +184,24 @@ def nvidia_smi(folder, listed, capabilities=(), cuda="12.8"):
 
 
 @pytest.mark.parametrize(
-    "capability, built, runs",
+    "capability, built_for, runs",
     [
-        ((7, 5), ["sm_75", "sm_80"], True),
-        ((6, 0), ["sm_75", "sm_80", "compute_90"], False),
-        ((8, 6), ["sm_80"], True),
-        ((8, 0), ["sm_86"], False),
-        ((9, 0), ["sm_80"], False),
-        ((10, 0), ["sm_80", "compute_90"], True),
-        ((12, 0), ["sm_100", "sm_120"], True),
-        ((9, 0), ["sm_90a"], True),
-        ((9, 1), ["sm_90a", "compute_90a"], False),
-        ((7, 5), [], False),
+        ((6, 0), "sm_70 sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", False),  # P100
+        ((7, 5), "sm_70 sm_75 sm_80", True),  # T4
+        ((7, 5), "sm_70 sm_80", True),
+        ((8, 9), "sm_80 sm_90", True),
+        ((8, 0), "sm_86", False),
+        ((9, 0), "sm_80 sm_86", False),
+        ((9, 0), "sm_80 compute_80", True),
+        ((9, 0), "sm_90a", True),
+        ((12, 0), "sm_90 compute_90a", False),
+        ((12, 1), "sm_120f", True),
+        ((12, 0), "sm_100f", False),
+        ((9, 0), "gfx90a", True),  # not NVIDIA's: nothing is known
     ],
 )
-def test_a_gpu_runs_machine_code_of_its_major_version_and_any_older_ptx(capability, built, runs):
-    assert module.runs_on(capability, built) is runs
+def test_which_cards_a_torch_was_built_for(capability, built_for, runs):
+    assert module.supports(capability, built_for.split()) == runs
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ import torch
 
 from tests.conftest import SMALL, best_weights, checkpoint, exact, same
 from tpukit import CDEIT, MNIST, MSHNet, Run, TpukitError, Workload, train
-from tpukit.environment import supports
 from tpukit.feeding import Feed, evaluation_plan, training_plan
 from tpukit.run import setting
 from tpukit.runtime import Runtime
@@ -470,27 +469,6 @@ def test_a_frozen_batch_norm_keeps_the_dtype_under_autocast_and_learns_as_on_xla
 
 
 # GPUs, of which there is none here
-
-
-@pytest.mark.parametrize(
-    "capability, built_for, runs",
-    [
-        ((6, 0), "sm_70 sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", False),  # P100
-        ((7, 5), "sm_70 sm_75 sm_80", True),  # T4
-        ((7, 5), "sm_70 sm_80", True),
-        ((8, 9), "sm_80 sm_90", True),
-        ((8, 0), "sm_86", False),
-        ((9, 0), "sm_80 sm_86", False),
-        ((9, 0), "sm_80 compute_80", True),
-        ((9, 0), "sm_90a", True),
-        ((12, 0), "sm_90 compute_90a", False),
-        ((12, 1), "sm_120f", True),
-        ((12, 0), "sm_100f", False),
-        ((9, 0), "gfx90a", True),  # not NVIDIA's: nothing is known
-    ],
-)
-def test_which_cards_a_torch_was_built_for(capability, built_for, runs):
-    assert supports(capability, built_for.split()) == runs
 
 
 @pytest.mark.parametrize("capability, fine", [((6, 0), False), ((7, 5), True), ((8, 9), True), ((12, 0), True)])

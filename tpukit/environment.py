@@ -302,20 +302,6 @@ def _chosen(cards, visible):
     return chosen
 
 
-def runs_on(capability, arch_list):
-    """Whether a GPU of this compute capability, (major, minor), runs what was built for these architectures, as
-    `torch.cuda.get_arch_list()` names them: sm_75 is machine code for 7.5 and what is newer within 7, compute_90 is compiled
-    on the spot for 9.0 and everything newer, and either with an "a" at its end is for that one only."""
-    for arch in arch_list:
-        built = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", arch)
-        wanted = built and (int(built[2]), int(built[3]))
-        if not built or capability < wanted or built[4] == "a" and capability != wanted:
-            continue
-        if capability[0] == wanted[0] or built[1] == "compute" and not built[4]:
-            return True
-    return False
-
-
 def supports(capability, built_for):
     """Whether a GPU runs what torch was built for.
 

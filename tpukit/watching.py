@@ -20,6 +20,7 @@ from pathlib import Path
 from tpukit import files
 from tpukit.errors import TpukitError
 from tpukit.stopping import Stop
+from tpukit.tables import printable
 from tpukit.troubles import mend_for
 
 POLL_S = 0.1
@@ -150,7 +151,7 @@ class Watch:
         self.shown += len(whole)
         from tqdm import tqdm
 
-        for line in whole.decode(errors="replace").splitlines():
+        for line in printable(whole.decode(errors="replace")).splitlines():
             with contextlib.suppress(BrokenPipeError):  # as in `Run.say`
                 tqdm.write(re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", line))
 

@@ -252,7 +252,7 @@ def _gpu(env, environ, root):
         return [
             Check("gpu", BLOCKS, f"{name} is of compute capability {has}; {torch} was built for {', '.join(built)}", other)
             for name, has in _capabilities(environ)
-            if any(gpu.startswith(name) for gpu in gpus) and not environment.runs_on(_release(has), built)
+            if any(gpu.startswith(name) for gpu in gpus) and not environment.supports(_release(has), built)
         ]
     driver = re.search(r"CUDA[\w ]* Version\s*:\s*([\d.]+)", environment.nvidia_smi(environ))
     if driver and _release(driver[1], 1) < _release(cuda["built"], 1):  # within a major version they go together
