@@ -216,7 +216,7 @@ def strange_run(folder, word):
     ]
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dict(workload=word, settings={word: word})))
-    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "records.jsonl").write_text("".join(json.dumps(dict(record, time=0.0)) + "\n" for record in records))
     (folder / "progress.json").write_text(json.dumps(dict(step=4, total=9, unit=word, name=word, epoch=word, loss=word)))
     (folder / "checkpoints/checkpoints.json").write_text(json.dumps([dict(file=word, step=8, sha256=word)]))
     return Run.find(folder)
@@ -340,6 +340,20 @@ def test_an_error_shows_a_control_character_by_its_name(tmp_path, monkeypatch, c
     (tmp_path / "\x1b[2J/config.json").write_text("{}")
     assert cli.main(["show", "."]) == 1
     assert r"runs below it: \x1b[2J" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"9" * 10_000, b"null"], ids=range(5))
+def test_a_comparison_file_that_is_no_json_to_be_read_is_named(data, tmp_path, capsys):
+    (tmp_path / "m.json").write_bytes(data)
+    assert cli.main(["compare", str(tmp_path / "m.json")]) == 1
+    assert "m.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["hardware,place\0\n", 'hardware,"' + "x" * 200_000])
+def test_a_table_of_prices_that_is_no_csv_is_named(text, tmp_path, capsys):
+    (tmp_path / "prices.csv").write_text(text)
+    assert cli.main(["compare", "--prices", str(tmp_path / "prices.csv")]) == 1
+    assert "prices.csv" in capsys.readouterr().err
 
 
 def test_what_a_terminal_shows_anyway_stays_as_it_is():

@@ -13,6 +13,13 @@ OURS = {"made-by": "tpukit", "tpukit-minutes": "240", "tpukit-capacity": "on-dem
 PLACE = ["--zone=us-central1-a", "--project=mine"]
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Google's time is this computer's, as in the stand-in; processes that are started find nothing where they ask for it."""
+    monkeypatch.setattr(rented, "google_now", lambda: datetime.datetime.now(datetime.timezone.utc))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+
+
 @pytest.fixture
 def google(tmp_path, monkeypatch):
     """The stand-in's folder, on PATH, with an empty cloud. Waiting takes no time."""
@@ -20,7 +27,6 @@ def google(tmp_path, monkeypatch):
     for name, value in stand_in.install(tmp_path / "google").items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(renting, "POLL_S", 0)
-    monkeypatch.setattr(rented, "google_now", lambda: datetime.datetime.now(datetime.timezone.utc))  # the stand-in's clock
     return tmp_path / "google"
 
 

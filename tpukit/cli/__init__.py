@@ -28,7 +28,7 @@ USAGE = f"""tpukit {__version__}: PyTorch training that simply works on Colab, K
   tpukit migrate FILES [options]   what in PyTorch code will not work on a TPU, by line; --fix mends what is safe
   tpukit simulate eit [options]    make a training set for impedance tomography
   tpukit cloud create|list|open|run|watch|fetch|delete [NAME] [options]
-                                   a rented TPU: says what it costs, asks, deletes itself in the end, finds what was forgotten
+                                   a rented TPU: says what it costs, asks, sets it to delete itself, finds what was forgotten
   tpukit cloud skypilot [options]  a task file for SkyPilot, which rents TPUs and GPUs, and begins again where one is lost
 
 Workloads

@@ -99,7 +99,7 @@ class Measurement:
             found = json.loads(Path(path).read_text(), parse_constant=lambda name: name)  # NaN is no number here
         except OSError as error:
             raise TpukitError(f"{path} cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TpukitError(f"{path} is damaged, or no JSON: {error}") from error
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise TpukitError(f"{path} is no measurement of `tpukit compare`: its format is not {FORMAT!r}")
