@@ -230,6 +230,18 @@ def test_ktc2023_has_its_own_folder_and_units_and_may_lack_the_classical_images(
     assert task.panels(batch, images)[0][1][1].shape == (128, 128, 3)  # Tikhonov's panel is grey
 
 
+def test_damaged_predictions_are_named(tmp_path):
+    names = dict(xs=(2, 8, 8), TR=(2, 8, 8), xs_gn=(2, 8, 8), prediction=(2, 8, 8))
+    path, task = tmp_path / "ktc2023.npz", CDEIT(data="ktc2023")
+    np.savez_compressed(path, **{name: np.random.default_rng(0).random(shape, np.float32) for name, shape in names.items()})
+    whole = path.read_bytes()
+    assert task.kept(tmp_path)[1].shape == (2, 1, 8, 8)
+    for place in (2, 100, len(whole) // 2, len(whole) - 10):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :])
+        with pytest.raises(TpukitError, match="ktc2023.npz is damaged"):
+            task.kept(tmp_path)
+
+
 def test_the_folder_of_a_test_set_is_no_training_set(uef2017):
     with pytest.raises(TpukitError, match="no training set"):
         task_of(uef2017 / "test").datasets()

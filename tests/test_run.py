@@ -163,6 +163,15 @@ def test_a_record_after_one_that_was_cut_short_stands_on_a_line_of_its_own(tmp_p
         assert [r["value"] for r in run.records()] == [1, 2]
 
 
+def test_a_record_that_nests_deeper_than_python_reads_is_left_out(tmp_path):
+    run = Run.open(tmp_path / "run", MNIST())
+    run.log("note", 1, value=1)
+    with open(run.path / "records.jsonl", "a") as file:
+        file.write("[" * 100_000 + "\n")
+    with pytest.warns(UserWarning, match="line 2 is damaged"):
+        assert [r["value"] for r in run.records()] == [1]
+
+
 def readings(path):
     """What can be read of a run, by name."""
     run = Run.find(path)

@@ -180,7 +180,10 @@ def sealed(values):
 
 def unsealed(text):
     """The dict that JSON text holds. Raises ValueError where it is damaged; one without a CRC-32 is believed."""
-    values = json.loads(text)
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if not isinstance(values, dict):
         raise ValueError(f"it holds a {type(values).__name__}")
     last = next(reversed(values), None)

@@ -27,7 +27,7 @@ from tpukit import environment, files
 from tpukit.devices import open_runtime
 from tpukit.errors import TpukitError
 from tpukit.run import Run
-from tpukit.runtime import check_batch
+from tpukit.runtime import check_batch, check_cuda
 from tpukit.tables import GIB
 from tpukit.task import Workload
 from tpukit.troubles import mend_for
@@ -164,8 +164,8 @@ def _refuse_an_opened_device(env):
     if env.accelerator == "cuda" and not _fork_can_compute():
         raise TpukitError(
             "Cannot re-initialize CUDA in forked subprocess: this kernel has already asked CUDA something "
-            "(`torch.cuda.is_available()` is enough) or computed a gradient beside an accelerator, and processes forked from it "
-            "cannot compute. Restart the session, and launch before anything that asks for a GPU; `tpukit.detect()` is safe."
+            "(`torch.cuda.is_available()` is enough) or computed a gradient beside an accelerator, and processes forked from "
+            "it cannot compute. Restart the session, and launch before anything that asks for a GPU; `tpukit.detect()` is safe."
         )
 
 
@@ -356,6 +356,7 @@ def _join_group(job, local_rank, **how):
     if job.env.accelerator == "cuda":
         import torch
 
+        check_cuda()
         torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
     dist.init_process_group("cpu:gloo,cuda:nccl" if job.env.accelerator == "cuda" else "gloo", timeout=_timeout(job), **how)
     return World(dist.get_rank(), dist.get_world_size())

@@ -28,7 +28,7 @@ from pathlib import Path
 from tpukit import environment, files, weights
 from tpukit.errors import TpukitError, first_line
 from tpukit.events import Events
-from tpukit.tables import GIB
+from tpukit.tables import GIB, printable
 
 KEEP = 2  # checkpoints: the newest, and the one before in case it is damaged
 BACKED_UP = ("config.json", "log.txt", "records.jsonl", "best.safetensors")  # and the checkpoints
@@ -161,7 +161,7 @@ class Run:
         if self.prints:
             # Whoever read along may be gone (`| head`); the run goes on, and so does log.txt.
             with contextlib.suppress(BrokenPipeError):
-                tqdm.write(text)
+                tqdm.write(printable(text))
         if not self._writes:
             return
         files.append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")

@@ -23,6 +23,7 @@ import numpy as np
 
 from tpukit import files, synthetic
 from tpukit.errors import TpukitError
+from tpukit.tables import printable
 
 ARCHIVES = (".zip", ".tar.gz", ".tgz")
 BLOCK = 4096  # bytes; what even an empty file takes on a disk, about
@@ -62,7 +63,7 @@ def mapped(name, key, make):
     except (OSError, TpukitError) as error:
         if arrays is None and isinstance(error, TpukitError):
             raise  # from `make`
-        print(f"{folder} cannot be used ({error}): every process keeps its own copy of the data in memory")
+        print(printable(f"{folder} cannot be used ({error}): every process keeps its own copy of the data in memory"))
         return make() if arrays is None else arrays
 
 
@@ -254,7 +255,7 @@ def find_dataset(env, name, path=None, *, fallback=False, size=None):
                 f"dataset path {path} does not exist{f', nor does {instead}' if instead else ''}. Check its spelling (is Drive "
                 "mounted?), leave the path empty to search the usual places, or allow a fallback."
             )
-        print(f"dataset {name}: {path} does not exist, looking elsewhere as allowed")
+        print(printable(f"dataset {name}: {path} does not exist, looking elsewhere as allowed"))
     for place, why in _places(env, name, instead):
         if place.exists():
             return _take(env, name, place, why)
@@ -263,7 +264,7 @@ def find_dataset(env, name, path=None, *, fallback=False, size=None):
         folder = synthetic.make(name, folder, size=size)
     unseen = "; Drive is not mounted" if env.drive and not env.drive.is_dir() else ""
     why = f"because no real one was found on Drive, in Kaggle inputs or in ./datasets{unseen}"
-    print(f"dataset {name}: {folder} (synthetic, {why})")
+    print(printable(f"dataset {name}: {folder} (synthetic, {why})"))
     return folder
 
 
@@ -322,7 +323,7 @@ def _take(env, name, place, why):
     if place.is_file() and _archive_stem(place):
         archive, place = place, _unpacked(env.outputs / "datasets" / name, name, place)
         why = f"{why}, unpacked from {archive.name}"
-    print(f"dataset {name}: {place} ({why})")
+    print(printable(f"dataset {name}: {place} ({why})"))
     return place
 
 
@@ -341,6 +342,6 @@ def _unpacked(folder, name, archive):
         elif not whose.exists() or whose.read_text() != content:
             folder = folder.with_name(f"{folder.name}-{content[:8]}")
         if not folder.exists():
-            print(f"dataset {name}: unpacking {archive}")
+            print(printable(f"dataset {name}: unpacking {archive}"))
             unpack(archive, folder)
     return folder

@@ -329,9 +329,6 @@ def _accelerator(env, environ, root):
     if chips and env.accelerator != "tpu":
         mend = _installing(env, "'torch_xla[tpu]'")
         return [Check("accelerator", BLOCKS, f"{chips} TPU chips are here, but torch_xla is not installed", mend)]
-    if chips and not environment.tpu_chips(root):
-        unseen = "the PCI bus is hidden here, and torch_xla counts chips there: cores=1 works, several cores do not"
-        return [Check("accelerator", WARNING if chips > 1 else OK, found, unseen if chips > 1 else "")]
     if env.accelerator in ("tpu", "cuda", "xla"):
         return [Check("accelerator", OK, found)]
     if environ.get("KAGGLE_KERNEL_RUN_TYPE", "").lower() == "batch":

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tpukit import files, weights
-from tpukit.errors import TpukitError
+from tpukit.errors import TpukitError, first_line
 from tpukit.run import setting
 from tpukit.simulator import disk
 from tpukit.task import Workload
@@ -212,10 +212,13 @@ class CDEIT(Workload):
         path = folder / f"{self.data}.npz"
         if not path.is_file():
             return None
-        with np.load(path, allow_pickle=False) as arrays:
-            unit = np.float32(CONVENTIONS[self.data].unit)
-            batch = dict(image=arrays["xs"][:, None], TR=arrays["TR"] / unit, xs_gn=arrays["xs_gn"])
-            return batch, arrays["prediction"][:, None] / unit
+        unit = np.float32(CONVENTIONS[self.data].unit)
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                batch = dict(image=arrays["xs"][:, None], TR=arrays["TR"] / unit, xs_gn=arrays["xs_gn"])
+                return batch, arrays["prediction"][:, None] / unit
+        except Exception as error:  # zipfile, zlib and numpy raise many types for a damaged file
+            raise TpukitError(f"{path} is damaged ({first_line(error)}); `tpukit test` makes it anew") from error
 
     def panels(self, batch, prediction=None):
         rows = []
