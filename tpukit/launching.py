@@ -59,8 +59,8 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
 
     On one core the function runs in this process. Under `torchrun` this process already is one of the cores. The result has to
     be something JSON can hold. Raises TpukitError when there are fewer cores than asked, when batch_size does not divide,
-    or when this process has already opened the device; `CoreFailed`, within seconds and leaving no process behind, when a
-    core fails or hangs.
+    or when this process has already opened the device; `CoreFailed`, leaving no process behind, within seconds when a core
+    fails, and when one hangs or has not started after START_TIMEOUT_S.
     """
     if parallel not in PARALLEL:
         raise TpukitError(f"parallel={parallel!r}: choose one of {', '.join(PARALLEL)}")
@@ -264,7 +264,7 @@ def _core(job, index, count):
         sys.stdout = sys.stderr = log  # a notebook's own would go on writing to the notebook
         faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks)
-        # The agent ends the others so when one has failed; they are not to look as if they had died first.
+        # One that is asked to end is not to look as if it had died.
         signal.signal(signal.SIGTERM, _asked_to_end)
         runtime = None
         try:
