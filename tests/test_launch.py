@@ -385,6 +385,61 @@ def test_a_launched_core_is_never_in_a_bad_fork_of_cuda(odd, tmp_path):
     assert done[0]["result"] == [[0.0], [0.0]]
 
 
+def test_two_gpu_cores_start_outside_a_bad_fork_from_a_kernel_that_asked_cuda_nothing(odd, tmp_path):
+    """All of a launch on GPUs but the GPUs: gloo and the CPU stand in for NCCL and the cards."""
+    program = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+from tests.launched import Watched, bad_fork
+from tests.test_launch import machine
+from tpukit import Run, environment, launching
+from tpukit.runtime import Runtime
+from tpukit.world import World
+gpus = machine("cuda", 2)
+def join(job, local_rank, **how):
+    dist.init_process_group("gloo", **how)
+    return World(how["rank"], how["world_size"])
+environment.detect, launching._join_group = lambda: gpus, join
+launching.open_runtime = lambda env, precision, world, spmd_cores: Runtime("cpu", world=world)
+task = Watched(dataset_dir=Path(sys.argv[1]))
+print("RESULT", launching.launch(bad_fork, task, Run.open(sys.argv[2], task)))
+"""
+    ran = python(program, odd, tmp_path, env=CPU)
+    assert "RESULT [[0.0], [0.0]]" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_a_torch_without_cuda_is_not_taken_for_a_kernel_that_used_it(monkeypatch, xla):
+    codes = []
+    monkeypatch.delattr(torch._C, "_cuda_isInBadFork", raising=False)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    launching._compute_in_fork()
+    assert codes == [0]
+
+
+def test_a_drive_that_goes_after_the_run_was_opened_is_noticed_by_the_cores(odd, tmp_path):
+    """The kernel's run knows where Drive was mounted; a folder of that name that stays behind is not Drive."""
+    program = """
+import os, shutil, sys
+from pathlib import Path
+from tests.launched import Watched
+from tpukit import Run, launch, train
+drive, gone = Path(sys.argv[2]) / "drive", []
+drive.mkdir()
+os.path.ismount = lambda path: str(path) == "/" or (str(path) == str(drive) and not gone)
+task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1)
+run = Run.open(Path(sys.argv[2]) / "run", task, backup=drive / "runs/one")
+gone.append(True)
+shutil.rmtree(drive)
+drive.mkdir()
+launch(train, task, run, cores=2)
+print("LEFT", list(drive.rglob("*")))
+"""
+    ran = python(program, odd, tmp_path, env=CPU)
+    assert "LEFT []" in ran.stdout, ran.stdout + ran.stderr
+    assert "nothing is mounted at" in (tmp_path / "run/log.txt").read_text()
+
+
 @pytest.mark.parametrize(
     "before, well",
     [
@@ -661,11 +716,46 @@ except watching.CoreFailed as error:
     said = ran.stdout.partition("FAILED ")[2]
     assert "core 3" in said and no_process_of(Run(tmp_path)), ran.stdout + ran.stderr
     expected = {"kill": "was killed", "hang": "8 of 8 cores did not start within 3 s", "raise": "open(/dev/vfio/3)"}[way]
-    assert expected in said
+    assert expected in said and ("was killed" in said) == (way == "kill")
     if way == "hang":
         inside = said.partition("core 3 (all of it")[2].partition("core 4 (")[0]
         assert ("in fail" in inside and "chip 3 is being opened" in inside) or "core 3 gave no stack" in said
         assert said.count("in open_tpu") >= 7
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        dict(TPU_HOST_BOUNDS="1,1,1", TPU_CHIPS_PER_HOST_BOUNDS="2,4,1"),
+        dict(TPU_HOST_BOUNDS="1,1,1", TPU_CHIPS_PER_HOST_BOUNDS="2,4,1")
+        | dict(
+            TPU_PROCESS_BOUNDS="1,1,1", TPU_CHIPS_PER_PROCESS_BOUNDS="1,1,1", TPU_VISIBLE_CHIPS="0", TPU_PROCESS_PORT="8476"
+        ),
+        dict(TPU_PROCESS_BOUNDS="1,1,1", TPU_CHIPS_PER_PROCESS_BOUNDS="2,4,1"),  # the newer names alone
+    ],
+    ids=["Kaggle's", "Kaggle's after one chip was used", "newer names"],
+)
+def test_torch_xla_gives_each_of_eight_processes_a_chip_and_a_port_of_its_own(left, monkeypatch, xla):
+    """By torch_xla's own function, which reads what `_clear_variables` leaves."""
+    from torch_xla._internal import tpu
+
+    found = []
+    for index in range(8):
+        kaggle = dict(
+            TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_ID="0", TPU_PROCESS_ADDRESSES="local"
+        )
+        for name in list(os.environ):
+            if name.startswith(("TPU_", "CLOUD_TPU")):
+                monkeypatch.delenv(name)
+        for name, value in (kaggle | left).items():
+            monkeypatch.setenv(name, value)
+        launching._clear_variables(8)
+        tpu.configure_topology(index, 8)
+        found.append({name: value for name, value in os.environ.items() if name.startswith(("TPU_", "CLOUD_TPU"))})
+    for name in ("TPU_VISIBLE_CHIPS", "TPU_PROCESS_PORT", "CLOUD_TPU_TASK_ID"):
+        assert len({variables[name] for variables in found}) == 8, name
+    same = {(v["TPU_PROCESS_BOUNDS"], v["TPU_CHIPS_PER_PROCESS_BOUNDS"], v["TPU_PROCESS_ADDRESSES"]) for v in found}
+    assert same == {("2,4,1", "1,1,1", ",".join(f"localhost:{port}" for port in range(8476, 8484)))}
 
 
 def test_two_hosts_of_a_slice_that_share_a_disk_keep_their_cores_apart_and_each_get_the_result(odd, tmp_path):

@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -687,6 +688,15 @@ def test_no_code_of_the_current_folder_runs_while_files_are_read(tmp_path, monke
     assert ran.returncode == 0
     monkeypatch.setattr(tool, "_reader", apart.Reader())
     assert tool.examine("torch.py")[0] == []
+
+
+def test_the_process_that_reads_ends_by_itself_where_nobody_is_left_to_end_it(tmp_path):
+    program = (
+        "import time\nfrom tpukit.tools.migrate import apart\napart.LIMIT_S = -4\napart.answers(lambda path: time.sleep(600))"
+    )
+    asked = json.dumps([str(tmp_path), "endless.py"]) + "\n"
+    ran = subprocess.run([sys.executable, "-c", program], input=asked, text=True, cwd=ROOT, capture_output=True, timeout=60)
+    assert ran.returncode == -signal.SIGALRM
 
 
 def test_what_is_shown_of_a_file_holds_no_control_character(tmp_path, capsys):

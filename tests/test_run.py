@@ -577,7 +577,7 @@ def holding(path):
 def test_a_second_training_in_a_run_folder_is_refused_with_host_and_pid_until_the_first_ends(trained, cpu):
     task, run = trained
     with holding(run.path / ".lock") as first:
-        with pytest.raises(TpukitError, match=f"process {first.pid} on {socket.gethostname()} is at work in {run.path}"):
+        with pytest.raises(TpukitError, match=f"process {first.pid} on {socket.gethostname()} .*{run.path}"):
             train(task, run, runtime=cpu, progress=False)
         assert Run.find(run.path).records()  # a reader needs no lock
     assert (run.path / ".lock").read_text()  # the first was killed
@@ -595,6 +595,21 @@ def test_a_second_launch_in_a_run_folder_is_refused_before_it_touches_what_the_f
         with pytest.raises(TpukitError, match=f"process {first.pid} on "):
             launch(train, task, run, cores=2)
     assert (run.path / "cores/rank-00.log").read_text() == "the first's"
+
+
+def test_a_launch_from_another_host_leaves_a_training_and_its_files_alone(digits, tmp_path, monkeypatch):
+    monkeypatch.setattr("tpukit.launching._refuse_an_opened_device", lambda env: None)
+    task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
+    run = Run.open(tmp_path / "run", task)
+    (run.path / "cores").mkdir()
+    kept = [run.path / "cores/rank-00.step", run.path / "progress.json"]
+    for path in kept:
+        path.write_text("{}")
+    with holding(run.path / ".lock") as first:
+        monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
+        with pytest.raises(TpukitError, match=f"process {first.pid} on "):
+            launch(train, task, run, cores=2)
+    assert all(path.read_text() == "{}" for path in kept)
 
 
 @pytest.mark.parametrize("file", [".lock", "progress.json"])

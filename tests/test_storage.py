@@ -221,6 +221,15 @@ def test_an_input_that_is_no_run_is_not_taken_for_one_and_two_runs_are_a_questio
         (kaggle.inputs / f"datasets/{owner}/set/mine/config.json").write_text("{}")
     with pytest.raises(TpukitError, match="2 inputs hold a run mine"):
         find_run(kaggle, "mine")
+    Run.open(kaggle.outputs / "mine", mnist.MNIST())
+    assert find_run(kaggle, "mine") is None  # there is no question where it lies in the outputs already
+
+
+def test_an_earlier_run_of_other_settings_is_refused_by_name_and_not_copied(kaggle):
+    earlier = Run.open(kaggle.inputs / "notebook/outputs/mine", mnist.MNIST(batch_size=50))
+    with pytest.raises(TpukitError, match=f"{earlier.path} holds a run with other settings"):
+        Run.open(kaggle.outputs / "mine", mnist.MNIST(batch_size=20), earlier=earlier.path)
+    Run.open(kaggle.outputs / "mine", mnist.MNIST(batch_size=20))
 
 
 def test_only_kaggle_has_inputs_to_find_a_run_in(colab, here):

@@ -235,7 +235,7 @@ def held(path, signs=()):
         try:
             holder = unsealed(file.read())
             holder = dict(host=str(holder["host"]), pid=int(holder["pid"]))
-        except (ValueError, KeyError):  # nobody's, or not written yet
+        except (ValueError, KeyError, TypeError):  # nobody's, or not written yet
             holder = dict(host="an unknown host", pid="unknown")
         # Absolute: the clock of another host may be ahead.
         signed = any(abs(time.time() - sign.stat().st_mtime) < ALIVE_S for sign in (path, *signs) if sign.exists())
@@ -248,8 +248,8 @@ def held(path, signs=()):
             taken = taken or here_too or isinstance(error, BlockingIOError)
         if taken:
             raise TpukitError(
-                f"process {holder['pid']} on {holder['host']} is at work in {path.parent}: wait for it, end it, or "
-                f"choose another folder. (One on another host that was lost counts as ended after {ALIVE_S:.0f} s.)"
+                f"process {holder['pid']} on {holder['host']} is already training in {path.parent}: wait for it, end it, or "
+                f"choose another folder. (A process lost on another host counts as dead after {ALIVE_S:.0f} s.)"
             )
         try:
             with full_disk_explained(path):

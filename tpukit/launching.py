@@ -5,6 +5,7 @@ process opens no device, so that it can launch again. It watches the cores throu
 """
 
 import contextlib
+import copy
 import dataclasses
 import datetime
 import errno
@@ -45,7 +46,11 @@ LEFTOVER_VARIABLES = (
     "TPU_PROCESS_BOUNDS",
     "TPU_CHIPS_PER_PROCESS_BOUNDS",
     "TPU_PROCESS_PORT",
+    "PJRT_LOCAL_PROCESS_RANK",
+    "PJRT_LOCAL_PROCESS_COUNT",
 )
+# Both name the same bounds; torch_xla takes the second where the first is not set.
+BOUNDS = {"TPU_PROCESS_BOUNDS": "TPU_HOST_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS": "TPU_CHIPS_PER_HOST_BOUNDS"}
 START_TIMEOUT_S = 300.0
 
 
@@ -79,8 +84,12 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
         _wait_for_chips(run)
     processes = 1 if parallel == "spmd" else count
     with contextlib.ExitStack() as during:
-        # Of this host: several may launch one training in a folder that they share, where rank 0's lock is that of all.
+        # Of this host: the hosts of a TPU slice launch one training in a folder that they share, where rank 0's lock is that of
+        # all. Elsewhere another host that trains there keeps its files.
         during.enter_context(files.held(run.path / f".launch-{socket.gethostname()}.lock"))
+        if env.host != "tpu-vm":
+            with run.alone():
+                pass
         # Where the cores leave their addresses for one another: no other user can read or write there, nor over a network.
         private = during.enter_context(tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True))
         job = dataclasses.replace(job, store=f"{private}/store", spmd_cores=count if parallel == "spmd" else None)
@@ -128,8 +137,7 @@ def _count_cores(env, cores, parallel):
     if env.accelerator == "tpu" and found > 1 and cores != 1 and expected != found:
         raise TpukitError(
             f"{found} TPU chips are here, but TPU_CHIPS_PER_HOST_BOUNDS={env.variables['TPU_CHIPS_PER_HOST_BOUNDS']} speaks "
-            f"of {expected}, "
-            "and the cores would wait for the missing ones: start a fresh session, or use cores=1"
+            f"of {expected}, and the cores would wait for the missing ones: start a fresh session, or use cores=1"
         )
     if cores is None or cores == found:
         return found
@@ -157,9 +165,8 @@ def _refuse_an_opened_device(env):
     if opened:
         raise TpukitError(
             f"Runtime is already initialized: this kernel has already used the {environment.NAMES[env.accelerator]}, and "
-            f"processes "
-            "made from it cannot. Restart the session, and touch no device (a training on one core, `torch_xla.device()`, "
-            "`.cuda()`) before the launch."
+            "processes forked from it cannot use it. Restart the session, and touch no device (a training on one core, "
+            "`torch_xla.device()`, `.cuda()`) before the launch."
         )
     if env.accelerator == "cuda" and not _fork_can_compute():
         raise TpukitError(
@@ -190,7 +197,7 @@ def _compute_in_fork():
         torch.ones(1, requires_grad=True).backward()
     except RuntimeError:  # autograd's threads did not come along
         os._exit(1)
-    os._exit(torch._C._cuda_isInBadFork())
+    os._exit(torch.cuda._is_in_bad_fork())
 
 
 def _wait_for_chips(run, root=Path("/"), timeout_s=60.0):
@@ -239,14 +246,21 @@ def _clear_variables(count):
     else:
         names = (*LEFTOVER_VARIABLES, *(ONE_PROCESS_VARIABLES if count > 1 else ()))
     for name in names:
-        os.environ.pop(name, None)
+        value = os.environ.pop(name, None)
+        if value and name in BOUNDS and os.environ.get("TPU_SKIP_MDS_QUERY"):  # then torch_xla asks nobody else
+            os.environ.setdefault(BOUNDS[name], value)
 
 
 def _forked_core(job, index, count, agent):
     end_with_parent(agent)
     if job.env.accelerator != "tpu":
         os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(count))
-    _core(job, index, count)
+    try:
+        _core(job, index, count)
+    except BaseException as error:
+        if not (path := Paths(job.folder, index).error).exists():  # its log could not be opened, perhaps
+            _leave_error(path, error, index, None)
+        raise
 
 
 # In every core
@@ -268,7 +282,7 @@ def _core(job, index, count):
         signal.signal(signal.SIGTERM, _asked_to_end)
         runtime = None
         try:
-            run = Run(job.run.path, job.run.backup)
+            run = copy.copy(job.run)  # which knows where Drive was mounted
             run.prints = False  # the notebook's process shows log.txt
             runtime = _open(job, run, functools.partial(_join, job, index, count), forked=True)
             run = run if runtime.world.rank == 0 else run.muted()
@@ -334,7 +348,9 @@ def _join(job, index, count):
         return World(dist.get_rank(), dist.get_world_size())
     if sys.platform == "linux":
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
-    return _join_group(job, index, rank=rank, world_size=size, store=dist.FileStore(job.store, size))
+    store = dist.FileStore(job.store, size)
+    store.set_timeout(_timeout(job))
+    return _join_group(job, index, rank=rank, world_size=size, store=store)
 
 
 def _open_tpu(index, count):

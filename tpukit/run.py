@@ -91,9 +91,9 @@ class Run:
             with files.unwritable_explained(run.backup):
                 run._check_backup_is_mounted()
                 if not config.exists() and (run.backup / "config.json").exists():
-                    run._bring_back()
+                    run._bring_back(task)
         if earlier and not config.exists():
-            cls(path, earlier)._bring_back()
+            cls(path, earlier)._bring_back(task)
         with files.unwritable_explained(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
         _refuse_links(run.path)
@@ -377,14 +377,15 @@ class Run:
                 "backup, choose a run folder that does not exist yet; to go on from here, choose another backup folder"
             )
 
-    def _bring_back(self):
-        """Copy what a backup holds, and nothing else that lies there."""
-        print(f"run: {self.path} is not here, bringing it back from {self.backup}")
+    def _bring_back(self, task):
+        """Copy what the backup of a run of this task holds, and nothing else that lies there."""
         coming = self.path / ".coming-back"  # here only if a kill cut this short
         if not coming.exists():
             _refuse_foreign(self.path)
         _refuse_links(self.backup)
         _refuse_links(self.path)
+        Run(self.backup)._check(task)
+        print(printable(f"run: {self.path} is not here, bringing it back from {self.backup}"))
         checkpoints = [f"checkpoints/{c['file']}" for c in Run(self.backup).checkpoints()]
         with files.unwritable_explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)

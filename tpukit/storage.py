@@ -269,12 +269,13 @@ def find_dataset(env, name, path=None, *, fallback=False, size=None):
 
 
 def find_run(env, name):
-    """The folder of the run `name` below the Kaggle inputs, for `Run.open(..., earlier=...)`; None where there is none.
+    """The folder of the run `name` below the Kaggle inputs, for `Run.open(..., earlier=...)`; None where there is none, or the
+    outputs hold the run already.
 
     It lies there when the output of an earlier version of the notebook, or a copy of the run, was added as an input. Raises
     TpukitError where several inputs hold one.
     """
-    if env.inputs is None or not name:
+    if env.inputs is None or not name or (env.outputs / name / "config.json").is_file():
         return None
     below = [f"{'*/' * depth}{glob.escape(name)}" for depth in range(5)]  # notebooks/OWNER/NOTEBOOK/outputs/NAME is the deepest
     found = [place for pattern in below for place in sorted(env.inputs.glob(pattern)) if _is_run(place)]

@@ -23,7 +23,7 @@ from tpukit.stopping import Stop
 
 AVERAGE_EVERY = 10  # steps
 FORMAT = 3  # of a checkpoint's state
-LEAST_SCALE = 1.0  # of an fp16 loss: it starts at 65536, and a gradient that overflows without being scaled has diverged
+LEAST_SCALE = 2.0**-14  # of an fp16 loss, which starts at 2 ** 16: a gradient that overflows even so is above 1e9
 
 
 class Diverged(TpukitError):

@@ -112,6 +112,7 @@ class Watch:
                             _send(pid, signal.SIGUSR1)  # its stack too
             if failed_at and time.monotonic() - failed_at > GRACE_S:
                 return
+        self.died = self.died or self._dead()  # a core that went together with the agent
 
     def _end(self):
         """End the agent and every process that came from it, and wait until they are gone."""
@@ -119,6 +120,7 @@ class Watch:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # it may not lead its group yet
         self.process.join()
         with contextlib.suppress(ChildProcessError):  # cores whose agent went before them are ours by now
             while True:
@@ -174,13 +176,13 @@ class Watch:
 
     def _dead(self):
         """The cores whose process is gone and left neither a result nor an error."""
-        files = {p.name for p in self.folder.iterdir()}
-        spoke = lambda index: files & {f"rank-{index:02d}.{kind}" for kind in ("done", "error", "stopped")}  # noqa: E731
+        names = {p.name for p in self.folder.iterdir()}
+        spoke = lambda index: names & {f"rank-{index:02d}.{kind}" for kind in ("done", "error", "stopped")}  # noqa: E731
         return [index for index, pid in self._pids().items() if not _alive(pid) and not spoke(index)]
 
     def _pids(self):
-        files = sorted(self.folder.glob("rank-*.process"))
-        return {int(p.stem.split("-")[1]): json.loads(p.read_text())["pid"] for p in files}
+        written = sorted(self.folder.glob("rank-*.process"))
+        return {int(p.stem.split("-")[1]): json.loads(p.read_text())["pid"] for p in written}
 
     def _said_of(self, error):
         where = "the launch"

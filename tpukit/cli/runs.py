@@ -24,7 +24,8 @@ def train(argv):
     with quiet_unless_first():
         task = with_dataset(task, env)
     path = options.run or env.outputs / task.name
-    run = Run.open(path, task, backup=options.backup, earlier=find_run(env, path.name))
+    earlier = None if (path / "config.json").is_file() else find_run(env, path.name)
+    run = Run.open(path, task, backup=options.backup, earlier=earlier)
     scores = launch(run_training, task, run, **launch_settings(options))
     if scores and environment.rank() == 0:
         print(f"\n{report.scores_table(scores)}\n\nrun: {run.path}  (tpukit show {run.path})")

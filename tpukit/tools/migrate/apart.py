@@ -39,7 +39,7 @@ class Reader:
     def _asked(self, path):
         if self.process is None:
             # -P: no file of the current folder is taken for a module.
-            places = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]
+            places = [str(Path(__file__).parents[3]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
             environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
             command = [sys.executable, "-P", "-m", "tpukit.tools.migrate"]
             streams = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -79,6 +79,8 @@ def answers(examine):
         try:
             folder, path = json.loads(line)
             os.chdir(folder)
+            if hasattr(signal, "alarm"):  # not on Windows
+                signal.alarm(int(LIMIT_S) + 5)  # ends this process, where the other side is gone and nobody else does
             findings, mended = examine(path)
             answer = dict(findings=findings, mended=mended)
         except TpukitError as error:
@@ -89,4 +91,7 @@ def answers(examine):
             answer = dict(unreadable=f"needs more than {MEMORY // GIB} GiB of memory")
         except Exception as error:  # whatever a file did to a parser: it is named, and the next one is read
             answer = dict(unreadable=f"{type(error).__name__}: {first_line(error)}")
+        finally:
+            if hasattr(signal, "alarm"):
+                signal.alarm(0)
         print(json.dumps(answer), flush=True)
