@@ -34,8 +34,14 @@ IN_PARTS = "spmd over 8, the set in parts"  # each core may hold 100 kB of the s
 SHAPES |= {IN_PARTS: ("spmd", 8)}
 
 
+def needs_torch_xla():
+    pytest.importorskip("torch_xla", reason="torch_xla is not installed; it has wheels for Linux x86_64 only")
+
+
 def started(kind, **options):
     """A process that launches; kind: cpu, xla or spmd."""
+    if kind != "cpu":
+        needs_torch_xla()
     if kind == "spmd":
         options["parallel"] = "spmd"
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if kind != "cpu" else {**CPU, "PJRT_DEVICE": "none"}
@@ -451,6 +457,8 @@ print("LEFT", list(drive.rglob("*")))
 def test_a_kernel_from_which_no_gpu_process_can_be_forked_is_refused(before, well, tmp_path):
     if "cuda" in before and not torch.backends.cuda.is_built():
         pytest.skip("this torch was built without CUDA")
+    if "torch_xla" in before:
+        needs_torch_xla()
     program = f"""
 import torch
 from tests.test_launch import machine
@@ -620,6 +628,8 @@ def test_variables_that_would_send_cores_to_the_wrong_chip_or_peers_are_cleared(
 def test_tpu_cores_of_one_host_meet_in_a_file_and_those_of_several_by_pjrt(size, tmp_path, monkeypatch):
     import torch.distributed as dist
 
+    if size == 16:
+        needs_torch_xla()
     calls = []
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(launching, "_open_tpu", lambda index, count: (5, size))
@@ -639,6 +649,7 @@ def test_tpu_cores_of_one_host_meet_in_a_file_and_those_of_several_by_pjrt(size,
 
 def test_a_tpu_core_is_opened_by_torch_xlas_own_function(odd, tmp_path):
     """PJRT's opening of one of several processes and the run directory for real, with the one core that PJRT_DEVICE=CPU has."""
+    needs_torch_xla()
     program = """
 import sys, functools
 from pathlib import Path
@@ -654,6 +665,7 @@ print(watching.Watch(job, functools.partial(launching._start_cores, job, 1), 1, 
 
 
 def test_an_error_before_any_core_came_up_is_shown_with_its_mend(odd, tmp_path):
+    needs_torch_xla()
     program = """
 import sys
 from pathlib import Path
@@ -680,6 +692,7 @@ except watching.CoreFailed as error:
 @pytest.mark.parametrize("way", ["kill", "hang", "raise"])
 def test_one_of_eight_cores_that_fails_to_start_ends_the_launch_with_its_own_words(way, where, odd, tmp_path):
     """The seven others wait for it, as libtpu does. Where it is gone the launch ends without waiting for the deadline."""
+    needs_torch_xla()
     program = """
 import os, signal, sys, time
 from pathlib import Path
@@ -760,6 +773,7 @@ def test_torch_xla_gives_each_of_eight_processes_a_chip_and_a_port_of_its_own(le
 
 def test_two_hosts_of_a_slice_that_share_a_disk_keep_their_cores_apart_and_each_get_the_result(odd, tmp_path):
     """Two launches of two cores each, as on two hosts: PJRT's ranks and rendezvous are stand-ins, all else is real."""
+    needs_torch_xla()
     program = """
 import os, socket, sys
 from pathlib import Path
