@@ -172,6 +172,28 @@ def test_a_record_that_nests_deeper_than_python_reads_is_left_out(tmp_path):
         assert [r["value"] for r in run.records()] == [1]
 
 
+RECORDS = [dict(kind="evaluation", step=1, time=1), dict(kind="train", step=1, time=1), dict(kind="note", step="x", time="y")]
+RECORDS += [dict(kind="note", step=10**30, time=1), dict(kind="train", step=1, time=1, speed=[], loss={}), dict(kind=[])]
+RECORDS += [dict(kind="evaluation", step=1, time=1, scores=dict(a=1e300, b="x", c=float("nan"), d=True))]
+
+
+@pytest.mark.filterwarnings("ignore:.*is damaged and left out")
+@pytest.mark.parametrize("record", RECORDS, ids=str)
+def test_a_run_goes_on_over_a_record_that_no_training_wrote(record, tmp_path):
+    run = Run.open(tmp_path / "run", MNIST())
+    (run.path / "records.jsonl").write_text(json.dumps(record) + "\n")
+    run.log("start", 1)
+    run.log(**dict(dict(kind="note", step=2), **{k: v for k, v in record.items() if k not in ("kind", "step", "time")}))
+    run.close()
+    assert [r["kind"] for r in run.records()][-2:] == ["start", "note"]
+
+
+def test_a_list_of_checkpoints_that_nests_deeper_than_python_reads_is_passed_over(trained):
+    task, run = trained
+    (run.path / "checkpoints/checkpoints.json").write_text("[" * 100_000)
+    assert [c["step"] for c in run.checkpoints()] == [50, 25]
+
+
 def readings(path):
     """What can be read of a run, by name."""
     run = Run.find(path)
@@ -320,6 +342,47 @@ def test_a_backup_that_is_further_than_the_run_is_not_replaced(tmp_path):
     with pytest.raises(TpukitError, match="step 2 of this run, .* only step 1"):
         Run.open(tmp_path / "left behind", MNIST(), backup=tmp_path / "drive")
     assert steps_in(tmp_path / "drive") == [2, 1]
+
+
+def test_of_two_sessions_of_one_run_the_one_behind_does_not_move_the_backup_back(tmp_path, capsys):
+    Run.open(tmp_path / "first", MNIST(), backup=tmp_path / "drive").save({}, 1)
+    ahead, behind = (Run.open(tmp_path / name, MNIST(), backup=tmp_path / "drive") for name in ("ahead", "behind"))
+    ahead.save({}, 3)
+    behind.save({}, 2)
+    assert steps_in(tmp_path / "drive") == [3, 1] and "has step 3 of this run" in capsys.readouterr().out
+
+
+def test_runs_of_earlier_versions_are_told_apart_by_their_first_record(tmp_path):
+    for name, backup in (("mine", None), ("other", tmp_path / "drive")):
+        run = Run.open(tmp_path / name, MNIST(), backup=backup)
+        run.log("note", 1, value=name)
+        run.save({}, 1)
+        time.sleep(0.01)  # a record's time is in ms
+    for folder in ("mine", "other", "drive"):
+        without_id = json.loads((tmp_path / folder / "config.json").read_text())
+        del without_id["id"], without_id["crc32"]
+        (tmp_path / folder / "config.json").write_text(json.dumps(without_id))
+    with pytest.raises(TpukitError, match="is of another run"):
+        Run.open(tmp_path / "mine", MNIST(), backup=tmp_path / "drive")
+    Run.open(tmp_path / "other", MNIST(), backup=tmp_path / "drive").save({}, 2)
+    assert steps_in(tmp_path / "drive") == [2, 1]
+
+
+@pytest.mark.parametrize("copies", range(4))
+def test_a_drive_that_goes_within_a_backup_is_said_and_gets_no_further_file(copies, tmp_path, monkeypatch, capsys):
+    drive, done = tmp_path / "drive", []
+    drive.mkdir()
+    ismount, copy = os.path.ismount, files.copy_whole
+    run = Run.open(tmp_path / "run", MNIST())
+    run.log("note", 1)
+    gone = lambda: len(done) > copies  # noqa: E731
+    monkeypatch.setattr(os.path, "ismount", lambda path: not gone() if Path(path) == drive else ismount(path))
+    monkeypatch.setattr(files, "copy_whole", lambda *paths: (done.append(paths), copy(*paths)))
+    run = Run.open(tmp_path / "run", MNIST(), backup=drive / "runs/mnist")
+    run.save({}, 1)  # config, records, log where there is one, the checkpoint
+    said = "nothing is mounted at" in capsys.readouterr().out
+    assert (len(done), said) == ((copies + 1, True) if gone() else (len(done), False))
+    assert not said or not (drive / "runs/mnist/checkpoints/checkpoints.json").exists()
 
 
 def test_a_backup_is_compared_by_content_and_not_by_clock(tmp_path):
@@ -525,6 +588,13 @@ def test_a_run_does_not_start_and_is_not_backed_up_among_other_files(tmp_path):
     with pytest.raises(TpukitError, match="not empty and holds no run"):
         Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "project")
     assert not (tmp_path / "run/config.json").exists()
+    (tmp_path / "strange/cores").mkdir(parents=True)
+    (tmp_path / "strange/cores/rank-00.log").write_text("theirs")
+    for call in (lambda: Run.open(tmp_path / "strange", MNIST()), lambda: Run.find(tmp_path / "strange", trained=False)):
+        with pytest.raises(TpukitError, match="not empty and holds no run"):
+            call()
+    (tmp_path / "strange/cores/rank-00.log").rename(tmp_path / "strange/cores/rank-01.stacks")  # another process came first
+    Run.open(tmp_path / "strange", MNIST())
     hidden = tmp_path / "looked at/.ipynb_checkpoints"
     hidden.mkdir(parents=True)
     assert Run.open(hidden.parent, MNIST()).checkpoints() == []
@@ -670,6 +740,27 @@ def test_a_cache_folder_that_another_could_write_in_is_not_used_as_it_is(planted
         assert not list(cache.iterdir())
 
 
+@pytest.mark.parametrize("plant", [lambda path, victim: os.link(victim, path), lambda path, victim: os.mkfifo(path)])
+def test_a_lock_that_is_a_hard_link_or_a_pipe_is_refused(plant, tmp_path):
+    (tmp_path / "victim").write_text("theirs")
+    run = Run.open(tmp_path / "run", MNIST())
+    plant(run.path / ".lock", tmp_path / "victim")
+    with pytest.raises(TpukitError, match=r"\.lock is a link or no file"):
+        with run.alone():
+            pass
+    assert (tmp_path / "victim").read_text() == "theirs"
+
+
+def test_the_test_of_foreign_weights_writes_through_no_link(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/log.txt").symlink_to(tmp_path / "victim")
+    with pytest.raises(TpukitError, match="symbolic link"):
+        Run.find(tmp_path / "folder", trained=False)
+    run = Run.find(tmp_path / "new", trained=False)
+    run.say("tested")
+    assert Run.find(tmp_path / "new", trained=False).path == run.path
+
+
 def test_a_folder_has_the_mode_that_the_umask_gives_and_its_name_reaches_the_disk(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda opened: (synced.append(os.fstat(opened).st_ino), fsync(opened)))
@@ -746,8 +837,9 @@ def test_odd_weights_of_a_stranger_are_explained_or_taken(tmp_path):
     torch.save({0: torch.ones(1)}, tmp_path / "numbers.pt")
     with pytest.raises(TpukitError, match="expected a state dict"):
         weights.read(tmp_path / "numbers.pt")
-    save_file(dict(a=torch.ones(1)), tmp_path / "odd.safetensors", metadata=dict(epoch="²"))
-    assert weights.epoch_of(tmp_path / "odd.safetensors") is None and weights.read(tmp_path / "odd.safetensors")
+    for epoch in ("²", "٣", "9" * 5000):
+        save_file(dict(a=torch.ones(1)), tmp_path / "odd.safetensors", metadata=dict(epoch=epoch))
+        assert weights.epoch_of(tmp_path / "odd.safetensors") is None and weights.read(tmp_path / "odd.safetensors")
 
 
 # What is refused

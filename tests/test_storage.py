@@ -251,6 +251,16 @@ def make_archive(path, entries):
 
 
 @pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
+def test_an_archive_of_folders_too_deep_to_be_removed_again_is_refused_and_leaves_nothing(ending, tmp_path):
+    deep = make_archive(tmp_path / f"deep{ending}", {"a/" * 1800 + "b": "x"})
+    with pytest.raises(TpukitError, match="nests more than 100 folders"):
+        storage.unpack(deep, tmp_path / "out/set")
+    assert list((tmp_path / "out").iterdir()) == []
+    whole = make_archive(tmp_path / f"whole{ending}", {"a/" * 99 + "b": "x"})
+    assert len(list(storage.unpack(whole, tmp_path / "out/set").rglob("*"))) == 99
+
+
+@pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
 @pytest.mark.parametrize("top", ["", "IRSTD-1k/"])
 def test_an_archive_is_found_and_unpacked_whole_with_or_without_a_top_folder(here, tmp_path, ending, top):
     (tmp_path / "datasets").mkdir()

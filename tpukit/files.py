@@ -264,9 +264,14 @@ def held(path, signs=()):
 
 
 def _open_lock(path):
-    """Open a lock file without emptying it, and not through a link."""
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-    return os.fdopen(os.open(path, flags, 0o644), "r+b", buffering=0)
+    """Open a lock file without emptying it. Raises OSError where something else has its name: a link of either kind, a pipe."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    file = os.open(path, flags, 0o644)
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        os.close(file)
+        raise OSError(f"{path.name} is a link or no file: remove it")
+    return os.fdopen(file, "r+b", buffering=0)
 
 
 def _overwrite(file, data):

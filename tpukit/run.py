@@ -106,16 +106,23 @@ class Run:
         if run.backup:
             with files.unwritable_explained(run.backup):
                 run._check_backup(run_id)
-                run._check_backup_is_not_ahead(task)
+                if (run.backup / "config.json").exists():
+                    cls(run.backup)._check(task)
         files.write_whole(config, json.dumps(files.sealed(_config(task) | (dict(id=run_id) if run_id else {})), indent=1))
         with files.unwritable_explained(run.path):
             (run.path / "checkpoints").mkdir(exist_ok=True)
         return run
 
     @classmethod
-    def find(cls, path):
-        """Open a run for reading. Raises TpukitError if there is none."""
-        if not (Path(path) / "config.json").is_file():
+    def find(cls, path, *, trained=True):
+        """Open a run for reading. Raises TpukitError if there is none. trained=False: a folder for the test of weights from
+        elsewhere, made where there is none, will do."""
+        if not trained and not (Path(path) / "config.json").is_file():
+            with files.unwritable_explained(Path(path)):
+                Path(path).mkdir(parents=True, exist_ok=True)
+            if not os.path.lexists(Path(path) / "log.txt"):
+                _refuse_foreign(Path(path))
+        elif not (Path(path) / "config.json").is_file():
             near = sorted(p.parent for p in Path(path).glob("*/config.json")) if Path(path).is_dir() else []
             hint = f"; runs below it: {', '.join(map(str, near))}" if near else ""
             raise TpukitError(f"{path} is not a run directory (it has no config.json){hint}")
@@ -217,8 +224,8 @@ class Run:
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
             try:
                 record = files.unsealed(line)
-                whole = {"kind", "step", "time"} <= record.keys()
-            except ValueError:
+                whole = isinstance(record["kind"], str) and all(0 <= record[n] < 2**53 for n in ("step", "time"))
+            except (ValueError, KeyError, TypeError):
                 whole = False
             if whole:
                 records.append(record)
@@ -259,7 +266,7 @@ class Run:
             found = json.loads((folder / "checkpoints.json").read_bytes())
             if found and all(c["file"] == _file_of(c["step"]) and "sha256" in c for c in found):
                 return found
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass
         return [dict(file=_file_of(step), step=step, sha256=None) for step in sorted(_steps_in(folder), reverse=True)]
 
@@ -323,14 +330,17 @@ class Run:
             there, kept = Run(self.backup), self.checkpoints()
             for name in BACKED_UP:
                 if (self.path / name).exists() and not _same(self.path / name, self.backup / name):
-                    files.copy_whole(self.path / name, self.backup / name)
+                    self._copy(name)
             copied = there.checkpoints()  # as listed there when they were copied: Drive need not be read
             for checkpoint in kept:
-                source, target = (folder / "checkpoints" / checkpoint["file"] for folder in (self.path, self.backup))
+                name = f"checkpoints/{checkpoint['file']}"
+                source, target = self.path / name, self.backup / name
                 listed = checkpoint["sha256"] and checkpoint in copied
                 if not (listed and target.exists() and target.stat().st_size == source.stat().st_size):
-                    files.copy_whole(source, target)
+                    self._copy(name)
+            self._check_mount()
             there._write_checkpoint_list(kept)
+            self._check_mount()
         except (OSError, TpukitError) as error:  # Drive may be full or gone; the training goes on without it
             if self._backup_works:
                 self.say(f"backup to {self.backup} failed ({error}); training goes on, checkpoints stay in {self.path}")
@@ -339,6 +349,15 @@ class Run:
             if not self._backup_works:
                 self.say(f"backup to {self.backup} works again")
             self._backup_works = True
+
+    def _copy(self, name):
+        self._check_mount()
+        files.copy_whole(self.path / name, self.backup / name)
+
+    def _check_mount(self):
+        """Raise TpukitError where the disk of the backup is gone: what is written then lands on the bare mount point."""
+        if not os.path.ismount(self._mount):
+            raise TpukitError(f"nothing is mounted at {self._mount} any more")
 
     def _check_backup_is_mounted(self):
         """Raise TpukitError where the backup is to lie on Colab's Drive, and that is not mounted."""
@@ -349,27 +368,22 @@ class Run:
             )
 
     def _check_backup(self, run_id):
-        """Raise TpukitError where the run of this id cannot be backed up: the disk is gone, or it holds something else."""
-        if not os.path.ismount(self._mount):
-            raise TpukitError(f"nothing is mounted at {self._mount} any more")
-        if not (self.backup / "config.json").exists():
-            _refuse_foreign(self.backup)
+        """Raise TpukitError where the run of this id cannot be backed up: the disk is gone, or it holds another run, something
+        else, or a later state of this run, which another session brought there."""
+        self._check_mount()
+        there = Run(self.backup)
+        if not (there.path / "config.json").exists():
+            _refuse_foreign(there.path)
             return
-        found = Run(self.backup).config.get("id")
-        if found != run_id:
+        _refuse_links(there.path)
+        found = there.config.get("id")
+        # Runs of earlier versions have no id; the time in its first record tells one from another.
+        if found != run_id or (found is None and len({r[0]["time"] for r in (self.records(), there.records()) if r}) == 2):
             raise TpukitError(
                 f"the backup {self.backup} is of another run than {self.path} (id {found}, not {run_id}). To go on with the "
                 f"one that was backed up, choose a run folder that does not exist yet; to keep the one in {self.path}, choose "
                 "another backup folder"
             )
-
-    def _check_backup_is_not_ahead(self, task):
-        """Raise TpukitError where a training would replace later checkpoints in the backup, or those of other settings."""
-        there = Run(self.backup)
-        if not (there.path / "config.json").exists():
-            return
-        _refuse_links(there.path)
-        there._check(task)
         here, newest = (max((c["step"] for c in run.checkpoints()), default=0) for run in (self, there))
         if newest > here:
             raise TpukitError(
@@ -399,8 +413,10 @@ class Run:
 
 def _refuse_foreign(folder):
     """Raise TpukitError where a folder without a run holds anything else, which could be taken for a part of the run."""
-    # Another process of the same training may have made cores/ already.
-    found = sorted(path.name for path in folder.glob("*") if path.name != "cores" and not path.name.startswith("."))
+    found = sorted(path.name for path in folder.glob("*") if not path.name.startswith("."))
+    # Under torchrun the other processes of the same training may have come first.
+    if "cores" in found and all(re.fullmatch(r"rank-\d+\.stacks", path.name) for path in folder.glob("cores/*")):
+        found.remove("cores")
     if found:
         raise TpukitError(
             f"{folder} is not empty and holds no run (it has {', '.join(found[:3])}{', ...' if found[3:] else ''}, but no "
@@ -441,14 +457,17 @@ def _config(task):
 
 def _scalars(record):
     """The numbers of a record, under the names that TensorBoard groups by: those of training intervals and evaluations."""
-    if record["kind"] not in ("train", "evaluation"):
-        return {}
-    if record["kind"] == "evaluation":
-        return {f"scores/{name}": value for name, value in record["scores"].items() if isinstance(value, (int, float))}
-    speed = record["speed"]
-    found = {"loss": record["loss"], "gradient norm": record["grad_norm"], "speed/samples a second": speed["images_per_s"]}
-    found["speed/waiting for data"] = speed["wait_s"] / max(speed["seconds"], 1e-9)
-    return found | {f"memory/device {n}, GiB": peak / GIB for n, (peak, _) in enumerate(speed["memory"])}
+    found = {}
+    with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):  # of a damaged record, what is there
+        if record["kind"] == "evaluation":
+            found = {f"scores/{name}": value for name, value in record["scores"].items()}
+        elif record["kind"] == "train":
+            speed = record["speed"]
+            found |= {"loss": record["loss"], "gradient norm": record["grad_norm"]}
+            found |= {"speed/samples a second": speed["images_per_s"]}
+            found |= {"speed/waiting for data": speed["wait_s"] / max(speed["seconds"], 1e-9)}
+            found |= {f"memory/device {n}, GiB": peak / GIB for n, (peak, _) in enumerate(speed["memory"])}
+    return {name: value for name, value in found.items() if isinstance(value, (int, float)) and abs(value) < 2**127}
 
 
 def _finite(value):

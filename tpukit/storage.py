@@ -28,6 +28,7 @@ from tpukit.tables import printable
 ARCHIVES = (".zip", ".tar.gz", ".tgz")
 BLOCK = 4096  # bytes; what even an empty file takes on a disk, about
 LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+DEEPEST = 100  # folders in one another; Python removes them by recursion
 LONGEST_NAME = 1 << 20  # bytes, with what else such a header holds
 # What datasets call their own parts. Such a folder stays where it is, even if it is all that an archive holds.
 PARTS = {
@@ -154,6 +155,8 @@ def _place(archive, name):
     path = PureWindowsPath(name)  # the stricter kind: it knows drives, and both ways of parting folders
     if path.anchor or any(not part.strip(". ") for part in path.parts):  # Windows takes ".. " for ".."
         raise TpukitError(f"{archive} is not safe to unpack: {name!r} leads outside. Nothing was unpacked.")
+    if len(path.parts) > DEEPEST:
+        raise TpukitError(f"{archive} is not safe to unpack: it nests more than {DEEPEST} folders. Nothing was unpacked.")
     return Path(*path.parts)
 
 

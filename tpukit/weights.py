@@ -106,7 +106,7 @@ def metadata(path):
 def epoch_of(path):
     """The epoch (from 0) at which a run kept its best.safetensors, or None for a file from elsewhere."""
     epoch = metadata(path).get("epoch")
-    return int(epoch) if epoch and epoch.isdecimal() else None
+    return int(epoch) if epoch and re.fullmatch(r"[0-9]{1,9}", epoch) else None
 
 
 # A .safetensors file that knows its own SHA-256: that of the file with zeros in its place

@@ -46,8 +46,7 @@ def test(argv):
         task = _as_trained(task, Run.find(path).config)
     with quiet_unless_first():
         task = with_dataset(task, env)
-    path.mkdir(parents=True, exist_ok=True)
-    run = Run(path)
+    run = Run.find(path, trained=False)
     scores = launch(run_test, task, run, **launch_settings(options))
     if scores and environment.rank() == 0:
         print(f"\n{report.scores_table(scores)}")
