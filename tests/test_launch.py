@@ -22,7 +22,7 @@ from tests.launched import Watched
 from tpukit import MSHNet, Run, TpukitError, environment, launching, storage, train, weights
 from tpukit.feeding import training_plan
 from tpukit.runtime import Runtime, check_batch
-from tpukit.watching import Watch
+from tpukit.watching import Paths, Watch
 from tpukit.world import World
 from tpukit.xla import XLARuntime
 
@@ -473,6 +473,20 @@ except TpukitError as error:
     ran = python(program)
     assert ran.returncode == 0, ran.stderr
     assert ("REFUSED" not in ran.stdout) == well and ("forked subprocess" in ran.stdout) == (not well)
+
+
+def test_a_core_that_leaves_its_last_word_while_it_is_looked_at_is_not_taken_for_dead(tmp_path, monkeypatch):
+    watch = Watch(types.SimpleNamespace(folder=tmp_path / "cores", run=Run(tmp_path)), None, 2, 2)
+    for index in (0, 1):
+        Paths(tmp_path / "cores", index).process.write_text(json.dumps(dict(pid=index)))
+
+    def ends(pid):
+        if pid == 0:
+            Paths(tmp_path / "cores", pid).stopped.touch()
+        return False
+
+    monkeypatch.setattr("tpukit.watching._alive", ends)
+    assert watch._dead() == [1]
 
 
 def test_only_what_a_launch_wrote_is_deleted_by_the_next(tmp_path):

@@ -176,9 +176,9 @@ class Watch:
 
     def _dead(self):
         """The cores whose process is gone and left neither a result nor an error."""
-        names = {p.name for p in self.folder.iterdir()}
-        spoke = lambda index: names & {f"rank-{index:02d}.{kind}" for kind in ("done", "error", "stopped")}  # noqa: E731
-        return [index for index, pid in self._pids().items() if not _alive(pid) and not spoke(index)]
+        gone = [index for index, pid in self._pids().items() if not _alive(pid)]
+        names = {p.name for p in self.folder.iterdir()}  # looked at afterwards: a core leaves its word before it goes
+        return [i for i in gone if not names & {f"rank-{i:02d}.{kind}" for kind in ("done", "error", "stopped")}]
 
     def _pids(self):
         written = sorted(self.folder.glob("rank-*.process"))
