@@ -17,8 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tpukit import environment, synthetic
-from tpukit.tables import Table
+from tpukit.host import environment
+from tpukit.host.tables import Table
+from tpukit.workloads.datasets import make_synthetic
 
 PARTS = ("data", "steps", "epochs", "loops", "cores", "start")
 
@@ -41,8 +42,8 @@ def main():
     print(Table("Machine", ("what", "value"), machine.items()))
     with tempfile.TemporaryDirectory() as work:
         os.environ["TPUKIT_CACHE"] = f"{work}/cache"  # nothing that an earlier run left
-        digits = synthetic.make("mnist", Path(work) / "digits", size=8000)
-        infrared = options.data or synthetic.make("IRSTD-1k", Path(work) / "infrared", size=120)
+        digits = make_synthetic("mnist", Path(work) / "digits", size=8000)
+        infrared = options.data or make_synthetic("IRSTD-1k", Path(work) / "infrared", size=120)
         for part in options.parts or PARTS:
             found[part] = measure(part, digits, infrared)
             options.out.parent.mkdir(parents=True, exist_ok=True)

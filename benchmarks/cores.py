@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tpukit import MNIST, Run, launch
-from tpukit.feeding import Feed
+from tpukit.train.data import Feed
 
 ROUNDS, STEPS = 7, 20
 

@@ -15,8 +15,8 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 
 from tpukit import MSHNet
-from tpukit.feeding import Feed, training_plan
-from tpukit.runtime import Runtime
+from tpukit.devices.runtime import Runtime
+from tpukit.train.data import Feed, training_plan
 from tpukit.workloads.mshnet import IMAGE_MEAN, IMAGE_STD, augment, normalise
 
 ROUNDS, BATCH = 7, 16

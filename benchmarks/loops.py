@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from tpukit import MNIST, MSHNet, Run, train
-from tpukit.runtime import Runtime
-from tpukit.xla import XLARuntime
+from tpukit.devices.runtime import Runtime
+from tpukit.devices.xla import XLARuntime
 
 ROUNDS = 11  # each is noisy on a shared machine
 

@@ -12,11 +12,11 @@ from unittest import mock
 import torch
 
 from tpukit import MSHNet, Run, train
-from tpukit.runtime import Runtime
-from tpukit.stepping import fresh_sums, training_step
-from tpukit.tables import GIB
+from tpukit.devices.runtime import Runtime
+from tpukit.devices.xla import XLARuntime
+from tpukit.host.tables import GIB
+from tpukit.train.step import fresh_sums, training_step
 from tpukit.workloads.mshnet import strips
-from tpukit.xla import XLARuntime
 
 ROUNDS, STEPS = 5, 4
 # The ways of a device: name -> settings. The first is what the others are compared with.

@@ -29,7 +29,7 @@ def _opened():
         import torch_xla  # noqa: F401
     except ImportError:
         return None
-    from tpukit.xla import XLARuntime
+    from tpukit.devices.xla import XLARuntime
 
     return XLARuntime("xla")
 
@@ -41,7 +41,7 @@ def xla(_opened):
 
 @pytest.fixture
 def cpu():
-    from tpukit.runtime import Runtime
+    from tpukit.devices.runtime import Runtime
 
     return Runtime("cpu")
 
@@ -49,23 +49,23 @@ def cpu():
 @pytest.fixture(scope="session")
 def infrared(tmp_path_factory):
     """A synthetic IRSTD-1k of 20 images: 16 to train, 4 to test."""
-    from tpukit import synthetic
+    from tpukit.workloads.datasets import make_synthetic
 
-    return synthetic.make("IRSTD-1k", tmp_path_factory.mktemp("data") / "infrared", size=20)
+    return make_synthetic("IRSTD-1k", tmp_path_factory.mktemp("data") / "infrared", size=20)
 
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory):
     """A synthetic MNIST of 240 images: 200 to train, 40 to test."""
-    from tpukit import synthetic
+    from tpukit.workloads.datasets import make_synthetic
 
-    return synthetic.make("mnist", tmp_path_factory.mktemp("data") / "mnist", size=240)
+    return make_synthetic("mnist", tmp_path_factory.mktemp("data") / "mnist", size=240)
 
 
 @pytest.fixture(scope="session")
 def tank(tmp_path_factory):
     """A simulated set for electrical impedance tomography: 21 samples to train, 5 to test."""
-    from tpukit import simulator
+    from tpukit.workloads.cdeit import simulator
 
     return simulator.simulate(tmp_path_factory.mktemp("tank") / "eit", samples=21, test_samples=5, seed=3, progress=False)
 
@@ -73,7 +73,7 @@ def tank(tmp_path_factory):
 @pytest.fixture
 def colab(tmp_path):
     """The environment of a Colab session whose Drive is not mounted, rooted in tmp_path."""
-    from tpukit import environment
+    from tpukit.host import environment
 
     (tmp_path / "content").mkdir()
     return environment.detect({"COLAB_RELEASE_TAG": "release-colab"}, tmp_path)
@@ -113,7 +113,7 @@ def exact(run):
 
 
 def best_weights(run):
-    from tpukit import weights
+    from tpukit.runs import weights
 
     return weights.read(run.path / "best.safetensors")
 

@@ -12,8 +12,9 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tpukit import CDEIT, MNIST, MSHNet, Run, cli, train, troubles
-from tpukit.runtime import Runtime
+from tpukit import CDEIT, MNIST, MSHNet, Run, cli, train
+from tpukit.devices.runtime import Runtime
+from tpukit.host import known_errors
 
 ENGLISH = sorted([ROOT / "README.md", *(p for p in (ROOT / "docs").glob("*.md") if ".zh-CN" not in p.name)])
 PAGES = [page for path in ENGLISH for page in (path, path.with_name(path.name.replace(".md", ".zh-CN.md")))]
@@ -81,16 +82,16 @@ def test_every_link_within_the_house_leads_to_a_file_and_a_heading(path):
 
 
 def test_the_page_of_what_goes_wrong_is_what_the_library_says():
-    assert (ROOT / "docs/TROUBLESHOOTING.md").read_text() == troubles.page(), (
-        "python -m tpukit.troubles > docs/TROUBLESHOOTING.md"
+    assert (ROOT / "docs/TROUBLESHOOTING.md").read_text() == known_errors.page(), (
+        "python -m tpukit.host.known_errors > docs/TROUBLESHOOTING.md"
     )
     chinese = headings(ROOT / "docs/TROUBLESHOOTING.zh-CN.md")[1:]
-    assert chinese == [f"## {trouble.said}" for trouble in troubles.TROUBLES]
+    assert chinese == [f"## {trouble.said}" for trouble in known_errors.TROUBLES]
 
 
-@pytest.mark.parametrize("trouble", [t for t in troubles.TROUBLES if t.pattern], ids=lambda t: t.said[:40])
+@pytest.mark.parametrize("trouble", [t for t in known_errors.TROUBLES if t.pattern], ids=lambda t: t.said[:40])
 def test_an_error_is_recognised_by_the_text_that_the_page_shows_and_gets_that_mend(trouble, capsys):
-    assert troubles.mend_for(trouble.said) == trouble.mend
+    assert known_errors.mend_for(trouble.said) == trouble.mend
     assert cli.main(["doctor", "--error", f"Traceback\n{trouble.said}\n at line 3"]) == 0
     assert trouble.mend in capsys.readouterr().out
 
@@ -98,7 +99,7 @@ def test_an_error_is_recognised_by_the_text_that_the_page_shows_and_gets_that_me
 def test_a_text_that_is_no_error_of_its_own_is_known_to_doctor_and_an_unknown_one_is_not(capsys):
     assert cli.main(["doctor", "--error", "E1121 Could not set metric server port: 8431"]) == 0
     assert "Harmless" in capsys.readouterr().out
-    assert troubles.mend_for("Could not set metric server port") is None  # whatever raised it has another cause
+    assert known_errors.mend_for("Could not set metric server port") is None  # whatever raised it has another cause
     assert cli.main(["doctor", "--error", "the moon is full"]) == 1
     assert "not known here" in capsys.readouterr().out
 
@@ -179,14 +180,14 @@ THREADS = {
 
 @pytest.mark.parametrize("text", THREADS)
 def test_a_text_of_a_users_thread_gets_its_own_entry(text, capsys):
-    assert troubles.known(text).code == THREADS[text]
-    assert cli.main(["doctor", "--error", text]) == 0 and capsys.readouterr().out.strip() == troubles.about(text)
+    assert known_errors.known(text).code == THREADS[text]
+    assert cli.main(["doctor", "--error", text]) == 0 and capsys.readouterr().out.strip() == known_errors.about(text)
 
 
 def test_every_trouble_has_a_code_of_its_own_and_torch_tpu_is_said_to_be_unsupported():
-    codes = [trouble.code for trouble in troubles.TROUBLES]
+    codes = [trouble.code for trouble in known_errors.TROUBLES]
     assert len(set(codes)) == len(codes) and set(THREADS.values()) <= set(codes)
-    assert all("not support torch_tpu" in t.mend for t in troubles.TROUBLES if t.code.startswith("torch-tpu"))
+    assert all("not support torch_tpu" in t.mend for t in known_errors.TROUBLES if t.code.startswith("torch-tpu"))
 
 
 # How people name what they met, as in forums and in the lists of the platforms -> a word of what they have to be told.
@@ -211,12 +212,12 @@ OWN_WORDS = {
 
 @pytest.mark.parametrize("asked", OWN_WORDS)
 def test_doctor_understands_an_error_by_a_users_own_words(asked):
-    assert OWN_WORDS[asked] in troubles.about(asked)
+    assert OWN_WORDS[asked] in known_errors.about(asked)
 
 
 @pytest.mark.parametrize("asked", ["loss 0.5 at step 3", "File tensorflow/python/x.py line 3", "how do I save the model?"])
 def test_doctor_does_not_guess(asked):
-    assert troubles.about(asked) is None
+    assert known_errors.about(asked) is None
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="no make here")

@@ -9,8 +9,8 @@ import sys
 
 from tpukit import __version__
 from tpukit.cli import comparing, runs, tools
-from tpukit.errors import TpukitError, first_line
-from tpukit.tables import printable
+from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.tables import printable
 from tpukit.workloads import WORKLOADS
 
 USAGE = f"""tpukit {__version__}: PyTorch training that simply works on Colab, Kaggle and a laptop
@@ -32,7 +32,7 @@ USAGE = f"""tpukit {__version__}: PyTorch training that simply works on Colab, K
   tpukit cloud skypilot [options]  a task file for SkyPilot, which rents TPUs and GPUs, and begins again where one is lost
 
 Workloads
-{chr(10).join(f"  {name:8} {line}" for name, (_, _, line) in WORKLOADS.items())}
+{chr(10).join(f"  {name:8} {entry.summary}" for name, entry in WORKLOADS.items())}
 
 `tpukit COMMAND [WORKLOAD] --help` lists the options."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from tpukit.cli.options import parse, to_stderr
-from tpukit.errors import TpukitError
+from tpukit.host.errors import TpukitError
 from tpukit.workloads import WORKLOADS
 
 
@@ -17,7 +17,7 @@ def compare(argv):
 
 
 def _measure(argv):
-    from tpukit import environment, storage
+    from tpukit.host import datasets, environment
     from tpukit.tools import compare as tool
 
     task, options = parse("compare", argv, _compare_options)
@@ -25,7 +25,7 @@ def _measure(argv):
     size = tool.SYNTHETIC_IMAGES.get(task.name)
     out = options.out or tool.file_for(env.outputs / "comparison", task, env, options.cores)
     tool.check_writable(out)  # before a dataset is unpacked
-    found = storage.find_dataset(env, task.dataset, task.dataset_dir, fallback=task.fallback or False, size=size)
+    found = datasets.find_dataset(env, task.dataset, task.dataset_dir, fallback=task.fallback or False, size=size)
     how = {name: value for name, value in dataclasses.asdict(options).items() if name != "out"}
     measured = tool.measure_here(dataclasses.replace(task, dataset_dir=found), out=out, say=to_stderr, **how)
     print(f"{measured.table()}\n\nNext, with the files of other machines beside it: tpukit compare {out.parent}/*.json")
@@ -34,7 +34,7 @@ def _measure(argv):
 def _compare_options():
     import tyro
 
-    from tpukit.launching import PARALLEL
+    from tpukit.launch.launcher import PARALLEL
 
     @dataclasses.dataclass(frozen=True)
     class CompareOptions:
@@ -57,7 +57,8 @@ def _compare_options():
 def _merge(argv):
     import tyro
 
-    from tpukit import display, environment
+    from tpukit.host import environment
+    from tpukit.reporting import figures
     from tpukit.tools import compare as tool
     from tpukit.tools import prices as price_table
 
@@ -112,7 +113,7 @@ def _merge(argv):
     counted = {name: getattr(options, name) for name in ("epochs", "images", "batch_size")}
     asked = {name: getattr(options, name) for name in ("deadline_h", "budget_usd", "spot", "usd_per_kwh")}
     found = tool.compare(measurements, plans=plans, prices=prices, **counted, **asked)
-    display.show_comparison(found, picture)
+    figures.show_comparison(found, picture)
 
 
 def _place_of_picture(files, outputs):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from tpukit.errors import TpukitError
+from tpukit.host.errors import TpukitError
 from tpukit.workloads import WORKLOADS
 
 # Flags of older training scripts -> what replaced them.
@@ -28,7 +28,7 @@ ALIASES = {"--data-path": "--dataset-dir", "--global-batch-size": "--batch-size"
 def launch_options():
     import tyro
 
-    from tpukit.launching import PARALLEL
+    from tpukit.launch.launcher import PARALLEL
 
     @dataclasses.dataclass(frozen=True)
     class LaunchOptions:
@@ -81,16 +81,16 @@ def launch_settings(options):
 
 
 def with_dataset(task, env):
-    from tpukit import storage
+    from tpukit.host import datasets
 
-    found = storage.find_dataset(env, task.dataset, task.dataset_dir, fallback=task.fallback or False)
+    found = datasets.find_dataset(env, task.dataset, task.dataset_dir, fallback=task.fallback or False)
     return dataclasses.replace(task, dataset_dir=found)
 
 
 @contextlib.contextmanager
 def quiet_unless_first():
     """Within it, of the processes that torchrun started only rank 0's prints."""
-    from tpukit import environment
+    from tpukit.host import environment
 
     if environment.rank() == 0:
         yield

@@ -5,19 +5,20 @@ from pathlib import Path
 from typing import Annotated
 
 from tpukit.cli.options import launch_settings, parse, quiet_unless_first, with_dataset
-from tpukit.errors import TpukitError
-from tpukit.tables import Sentences
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import Sentences
 
 # Settings that a test does not take over from the training.
 NOT_OF_THE_RUN = ("weights", "batch_size", "precision")
 
 
 def train(argv):
-    from tpukit import environment, report
-    from tpukit.launching import launch
-    from tpukit.run import Run
-    from tpukit.storage import find_run
-    from tpukit.training import train as run_training
+    from tpukit.host import environment
+    from tpukit.host.datasets import find_run
+    from tpukit.launch.launcher import launch
+    from tpukit.reporting import findings
+    from tpukit.runs.run import Run
+    from tpukit.train.loop import train as run_training
 
     task, options = parse("train", argv)
     env = environment.detect()
@@ -28,14 +29,15 @@ def train(argv):
     run = Run.open(path, task, backup=options.backup, earlier=earlier)
     scores = launch(run_training, task, run, **launch_settings(options))
     if scores and environment.rank() == 0:
-        print(f"\n{report.scores_table(scores)}\n\nrun: {run.path}  (tpukit show {run.path})")
+        print(f"\n{findings.scores_table(scores)}\n\nrun: {run.path}  (tpukit show {run.path})")
 
 
 def test(argv):
-    from tpukit import display, environment, report
-    from tpukit.launching import launch
-    from tpukit.run import Run
-    from tpukit.scoring import test as run_test
+    from tpukit.host import environment
+    from tpukit.launch.launcher import launch
+    from tpukit.reporting import figures, findings
+    from tpukit.runs.run import Run
+    from tpukit.train.evaluation import test as run_test
 
     task, options = parse("test", argv)
     env = environment.detect()
@@ -49,15 +51,15 @@ def test(argv):
     run = Run.find(path, trained=False)
     scores = launch(run_test, task, run, **launch_settings(options))
     if scores and environment.rank() == 0:
-        print(f"\n{report.scores_table(scores)}")
+        print(f"\n{findings.scores_table(scores)}")
         if task.kept(run.path / "predictions"):
-            display.show_predictions(run, task, count=8)
+            figures.show_predictions(run, task, count=8)
             print(f"predictions: {run.path / 'predictions'}")
 
 
 def _as_trained(task, config):
     """The task with the run's own settings (of its model, above all), where the command line leaves them at their defaults."""
-    from tpukit.task import from_settings
+    from tpukit.train.task import from_settings
 
     if config["workload"] != task.name:
         return task
@@ -70,7 +72,7 @@ def _as_trained(task, config):
 def show(argv):
     import tyro
 
-    from tpukit import display
+    from tpukit.reporting import figures
 
     def options(run: Annotated[Path, tyro.conf.Positional]) -> Path:
         """Scores and curves of a run.
@@ -80,14 +82,16 @@ def show(argv):
         """
         return run
 
-    display.show(tyro.cli(options, args=argv, prog="tpukit show"))
+    figures.show(tyro.cli(options, args=argv, prog="tpukit show"))
 
 
 def report(argv):
     import tyro
 
-    from tpukit import display, environment, workloads
-    from tpukit.run import Run
+    from tpukit import workloads
+    from tpukit.host import environment
+    from tpukit.reporting import figures
+    from tpukit.runs.run import Run
 
     def options(
         run: Annotated[Path, tyro.conf.Positional],
@@ -114,10 +118,10 @@ def report(argv):
     run, steps, hlo, dataset_dir, how = tyro.cli(
         options, args=argv, prog="tpukit report", config=(tyro.conf.FlagCreatePairsOff,)
     )
-    display.show_report(run)
+    figures.show_report(run)
     if steps or hlo:
-        from tpukit.task import from_settings
-        from tpukit.tools.look import look
+        from tpukit.tools.trace import look
+        from tpukit.train.task import from_settings
 
         own = run.config["settings"] | dict(weights=None)  # those it started from, where it has no best ones, may be gone
         task = from_settings(workloads.find(run.config["workload"]), own)
@@ -131,7 +135,7 @@ def report(argv):
 def watch(argv):
     import tyro
 
-    from tpukit.run import Run
+    from tpukit.runs.run import Run
     from tpukit.tools import watch as tool
 
     def options(run: Annotated[Path, tyro.conf.Positional], interval_s: float = 2.0, once: bool = False):

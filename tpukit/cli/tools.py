@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Annotated
 
 from tpukit.cli.options import parse, to_stderr
-from tpukit.errors import TpukitError
+from tpukit.host.errors import TpukitError
 
 
 def doctor(argv):
-    from tpukit import environment, workloads
+    from tpukit import workloads
+    from tpukit.host import environment
+    from tpukit.host.known_errors import about
     from tpukit.tools import doctor as tool
-    from tpukit.troubles import about
 
     @dataclasses.dataclass(frozen=True)
     class Doctor:
@@ -128,7 +129,7 @@ def migrate(argv):
 def simulate(argv):
     import tyro
 
-    from tpukit import simulator
+    from tpukit.workloads.cdeit import simulator
 
     @dataclasses.dataclass(frozen=True)
     class Simulate:

@@ -12,9 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tpukit import environment
-from tpukit.tables import GIB, Table
-from tpukit.troubles import mend_for
+from tpukit.host import environment
+from tpukit.host.known_errors import mend_for
+from tpukit.host.tables import GIB, Table
 
 OK, NOTE, WARNING, BLOCKS = "ok", "note", "warning", "BLOCKS"
 NEEDED = ("numpy", "pillow", "safetensors", "scikit-image", "tqdm", "rich", "tyro", "matplotlib", "scipy", "pyeit", "libcst")
@@ -79,8 +79,8 @@ def try_model(task, env):
     """
     import torch
 
-    from tpukit import weights
-    from tpukit.devices import open_runtime
+    from tpukit.devices.runtime import open_runtime
+    from tpukit.runs import weights
 
     torch.manual_seed(0)
     model = task.model()

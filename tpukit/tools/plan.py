@@ -17,10 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from tpukit import files
-from tpukit.errors import TpukitError
-from tpukit.tables import GIB, Table
-from tpukit.task import for_another_process, requested
+from tpukit.host import files
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import GIB, Table
+from tpukit.train.task import for_another_process, requested
 
 # libtpu as in the images with torch_xla 2.9, and the jax that belongs to it.
 COMPILER = ("jax==0.7.1", "jaxlib==0.7.1", "libtpu==0.0.21")
@@ -53,7 +53,7 @@ def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", find_batch=False
     largest batch that fits, too. With a dataset_dir, its sets lie on the chip as in training, where they do not crowd it.
     Raises TpukitError where the compiler cannot be had, or refuses a program for another reason than memory.
     """
-    from tpukit.runtime import check_batch
+    from tpukit.devices.runtime import check_batch
 
     if chip not in CHIPS:
         raise TpukitError(f"no chip {chip!r}; there are: {', '.join(CHIPS)}")
@@ -216,9 +216,9 @@ def write_programs(request, folder):
     """In the fresh process: the programs of a request of `_write_down`, as numbered files."""
     import numpy as np
 
-    from tpukit.feeding import Feed
-    from tpukit.stepping import freeze_batch_norm, fresh_sums, training_step
-    from tpukit.xla import RecordingRuntime
+    from tpukit.devices.xla import RecordingRuntime
+    from tpukit.train.data import Feed
+    from tpukit.train.step import freeze_batch_norm, fresh_sums, training_step
 
     task, per_core = requested(request), request["size"] // request["cores"]
     runtime = RecordingRuntime(task.precision, request["cores"], request["memory_size"])

@@ -10,8 +10,8 @@ import re
 import shutil
 from pathlib import Path
 
-from tpukit.errors import TpukitError
-from tpukit.tables import Table
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import Table
 
 USD_PER_KWH = 0.30  # of electricity for a local card; an option wherever it is used
 SHIPPED = Path(__file__).with_name("prices.csv")

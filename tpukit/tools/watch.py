@@ -5,8 +5,8 @@ import subprocess
 import sys
 import time
 
-from tpukit import report
-from tpukit.tables import printable
+from tpukit.host.tables import printable
+from tpukit.reporting import findings
 
 MIB_IN_GIB = 1024  # nvidia-smi counts in MiB
 QUERY = "index,name,utilization.gpu,memory.used,memory.total"
@@ -21,7 +21,7 @@ def watch(run, *, interval_s=2.0, once=False):
     from rich.text import Text
 
     with Live(Text(glimpse(run)), auto_refresh=False) as shown:
-        while not report.is_over(run.live(), run.checkpoints()):
+        while not findings.is_over(run.live(), run.checkpoints()):
             time.sleep(interval_s)
             shown.update(Text(glimpse(run)), refresh=True)
 
@@ -32,12 +32,12 @@ def glimpse(run):
         age_s = time.time() - (run.path / "progress.json").stat().st_mtime
     except FileNotFoundError:  # a launch takes that of the one before away
         age_s = None
-    table = report.live_table(run.path.name, run.records(), run.live(), run.checkpoints(), age_s)
+    table = findings.live_table(run.path.name, run.records(), run.live(), run.checkpoints(), age_s)
     return printable("\n".join([str(table), *(chips() or _why_not(run))]))
 
 
 def _why_not(run):
-    device = next((r.get("accelerator") for r in reversed(report.whole(run.records())) if r["kind"] == "start"), None)
+    device = next((r.get("accelerator") for r in reversed(findings.whole(run.records())) if r["kind"] == "start"), None)
     unseen = "  how busy the chip is cannot be seen: neither nvidia-smi nor tpu-info is here"
     return [unseen] if device in ("cuda", "tpu") else []
 

@@ -1,13 +1,22 @@
-"""The workloads by name: name -> (module, class, one line). Nothing is imported until one is asked for."""
+"""The workloads by name. None is imported until it is asked for."""
 
 import importlib
+from typing import NamedTuple
 
-from tpukit.errors import TpukitError
+from tpukit.host.errors import TpukitError
+
+
+class Entry(NamedTuple):
+    module: str
+    cls: str
+    dataset: str
+    summary: str
+
 
 WORKLOADS = {
-    "mnist": ("tpukit.workloads.mnist", "MNIST", "handwritten digits with a small convolutional network"),
-    "mshnet": ("tpukit.workloads.mshnet", "MSHNet", "infrared small target detection (Liu et al., CVPR 2024)"),
-    "cdeit": ("tpukit.workloads.cdeit", "CDEIT", "diffusion transformer for impedance tomography (Shi et al., IEEE TIM 2025)"),
+    "mnist": Entry("mnist", "MNIST", "mnist", "handwritten digits with a small convolutional network"),
+    "mshnet": Entry("mshnet", "MSHNet", "IRSTD-1k", "infrared small target detection (Liu et al., CVPR 2024)"),
+    "cdeit": Entry("cdeit", "CDEIT", "eit", "diffusion transformer for impedance tomography (Shi et al., IEEE TIM 2025)"),
 }
 
 
@@ -15,5 +24,5 @@ def find(name):
     """The Workload class of a name. Raises TpukitError listing the names there are."""
     if name not in WORKLOADS:
         raise TpukitError(f"no workload {name!r}; there are: {', '.join(WORKLOADS)}")
-    module, cls, _ = WORKLOADS[name]
-    return getattr(importlib.import_module(module), cls)
+    entry = WORKLOADS[name]
+    return getattr(importlib.import_module(f"tpukit.workloads.{entry.module}"), entry.cls)

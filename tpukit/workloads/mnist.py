@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tpukit import storage
-from tpukit.errors import TpukitError
-from tpukit.run import setting
-from tpukit.task import Workload
+from tpukit.host import arrays
+from tpukit.host.errors import TpukitError
+from tpukit.runs.run import setting
+from tpukit.train.task import Workload
 
 
 class Digits:
@@ -56,6 +56,8 @@ class MNIST(Workload):
 
     name: ClassVar[str] = "mnist"
     dataset: ClassVar[str] = "mnist"
+    dataset_parts: ClassVar[tuple[str, ...]] = ("raw",)
+    synthetic_size: ClassVar[int] = 6000
     score: ClassVar[str] = "accuracy"
     scored_with: ClassVar[tuple[str, ...]] = ("label",)
 
@@ -96,6 +98,21 @@ class MNIST(Workload):
             images += int(batch["valid"].sum())
         return dict(accuracy=correct / max(images, 1), images=images)
 
+    @staticmethod
+    def synthesize(folder, size, rng):
+        """mnist.npz with seven-segment figures, shifted, of random thickness, in noise."""
+        images = np.zeros((size, 28, 28), np.float32)
+        labels = rng.integers(0, 10, size)
+        for image, label in zip(images, labels):
+            top, left, thick = rng.integers(2, 8), rng.integers(4, 12), rng.integers(1, 4)
+            for segment in SEGMENTS_OF[label]:
+                (y0, x0), (y1, x1) = SEGMENTS[segment]
+                image[top + y0 : top + y1 + thick, left + x0 : left + x1 + thick] = rng.uniform(150, 255)
+        images = (images + rng.normal(0, 20, images.shape)).clip(0, 255).astype(np.uint8)
+        labels, cut = labels.astype(np.uint8), size * 5 // 6
+        train, test = dict(x_train=images[:cut], y_train=labels[:cut]), dict(x_test=images[cut:], y_test=labels[cut:])
+        np.savez_compressed(folder / "mnist.npz", **train, **test)
+
     def example(self, count):
         rng = np.random.default_rng(0)
         return dict(image=rng.integers(0, 256, (count, 1, 28, 28), np.uint8), label=rng.integers(0, 10, count))
@@ -110,16 +127,16 @@ class MNIST(Workload):
 def read_split(folder, split):
     """`Digits` from mnist.npz (x_train, y_train, x_test, y_test) or from the original IDX files, packed or not."""
     places = [place for place in (folder, folder / "raw", folder / "MNIST/raw") if place.is_dir()]
-    key = [split, storage.content_key(*places, like=("mnist.npz", "*-idx?-ubyte*"))]
-    return Digits(**storage.mapped(f"mnist-{split}", key, lambda: _read_arrays(folder, split)))
+    key = [split, arrays.content_key(*places, like=("mnist.npz", "*-idx?-ubyte*"))]
+    return Digits(**arrays.mapped(f"mnist-{split}", key, lambda: _read_arrays(folder, split)))
 
 
 def _read_arrays(folder, split):
     archive = folder / "mnist.npz"
     try:
         if archive.is_file():
-            with np.load(archive, allow_pickle=False) as arrays:
-                return dict(images=arrays[f"x_{split}"], labels=arrays[f"y_{split}"])
+            with np.load(archive, allow_pickle=False) as found:
+                return dict(images=found[f"x_{split}"], labels=found[f"y_{split}"])
         part = "train" if split == "train" else "t10k"
         images = _read_idx(folder, f"{part}-images-idx3-ubyte", 3)
         return dict(images=images, labels=_read_idx(folder, f"{part}-labels-idx1-ubyte", 1))
@@ -141,3 +158,9 @@ def _read_idx(folder, name, dimensions):
         f"no MNIST in {folder}: it should hold mnist.npz, or the IDX files that "
         f"torchvision.datasets.MNIST('{folder}', download=True) fetches"
     )
+
+
+# The seven segments of a synthetic digit, from (y, x) to (y, x), and those of 0 to 9
+SEGMENTS = dict(a=((0, 0), (0, 8)), b=((0, 8), (8, 8)), c=((8, 8), (16, 8)), d=((16, 0), (16, 8)))
+SEGMENTS |= dict(e=((8, 0), (16, 0)), f=((0, 0), (8, 0)), g=((8, 0), (8, 8)))
+SEGMENTS_OF = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgcde", "abc", "abcdefg", "abcdfg")

@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import sys
 
-from tpukit.errors import TpukitError
-from tpukit.tables import printable
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import printable
 from tpukit.tools.cloud.tpu_types import zones_of
 
 GIVE_UP_S = 120  # how long an interrupted command may take to end by itself

@@ -8,8 +8,8 @@ import re
 import urllib.error
 import urllib.request
 
-from tpukit.errors import TpukitError
-from tpukit.tables import Table, span
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import Table, span
 from tpukit.tools.cloud.tpu_types import price_of
 
 MARK = ("made-by", "tpukit")  # the label without which nothing is deleted

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from tpukit.errors import TpukitError
+from tpukit.host.errors import TpukitError
 from tpukit.tools.cloud import rented, running
 from tpukit.tools.cloud.gcloud import Gcloud, GcloudError, line
 from tpukit.tools.cloud.guard import guard_script

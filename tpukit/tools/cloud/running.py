@@ -4,7 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-from tpukit.errors import TpukitError
+from tpukit.host.errors import TpukitError
 from tpukit.tools.cloud import rented
 from tpukit.tools.cloud.gcloud import Gcloud
 from tpukit.tools.cloud.guard import GUARD_LOG

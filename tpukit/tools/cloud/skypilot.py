@@ -6,7 +6,7 @@ Also here: how tpukit is installed on a rented machine, by whatever way that was
 import dataclasses
 import shlex
 
-from tpukit.errors import TpukitError
+from tpukit.host.errors import TpukitError
 from tpukit.tools.cloud.rented import check_name
 from tpukit.tools.cloud.tpu_types import generation_of
 

@@ -3,8 +3,8 @@
 import dataclasses
 import re
 
-from tpukit.errors import TpukitError
-from tpukit.tables import Table
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import Table
 
 PRICING = "https://cloud.google.com/tpu/pricing"
 

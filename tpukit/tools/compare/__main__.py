@@ -4,7 +4,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tpukit.errors import TpukitError
+from tpukit.host.errors import TpukitError
 from tpukit.tools.compare.measuring import SAID, answer
 
 try:

@@ -3,8 +3,8 @@
 import dataclasses
 import math
 
-from tpukit.errors import TpukitError
-from tpukit.tables import GIB, Sentences, Table, span
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import GIB, Sentences, Table, span
 from tpukit.tools import prices as price_table
 from tpukit.tools.compare.choosing import AT_BEST, BOUND, KINDS, MEASURED, PUBLISHED, Way, choose, cost_then_time
 from tpukit.tools.compare.measurement import epoch_seconds, rate
@@ -267,7 +267,7 @@ def plan_recipe(measurements, chips, *, batch_size=None, say=print):
     if not chips:  # and torch is not needed
         return []
     from tpukit import workloads
-    from tpukit.runtime import check_batch
+    from tpukit.devices.runtime import check_batch
     from tpukit.tools import plan as planner
 
     first = measurements[0] if measurements else None

@@ -8,10 +8,12 @@ import re
 import tempfile
 from pathlib import Path
 
-from tpukit import __version__, files, synthetic
-from tpukit.errors import TpukitError
-from tpukit.run import settings
-from tpukit.tables import GIB, Table
+from tpukit import __version__
+from tpukit.host import files
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import GIB, Table
+from tpukit.runs.run import settings
+from tpukit.workloads.datasets import SYNTHETIC_NOTE
 
 FORMAT = "tpukit comparison 1"
 PLACE_OF_HOST = {"colab": "Colab", "kaggle": "Kaggle", "tpu-vm": "Google Cloud", "local": "local"}
@@ -170,7 +172,7 @@ def _said_of(engine):
 
 def _is_made_up(folder):
     note = folder / "README.txt"
-    return note.is_file() and note.read_text(errors="replace") == synthetic.LICENCE_NOTE
+    return note.is_file() and note.read_text(errors="replace") == SYNTHETIC_NOTE
 
 
 def _chips(env, cores):

@@ -16,11 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from tpukit import environment, files
-from tpukit.errors import TpukitError
-from tpukit.tables import GIB
-from tpukit.task import for_another_process, requested
+from tpukit.host import environment, files
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import GIB
 from tpukit.tools.compare.measurement import check_writable, measurement_of, rate
+from tpukit.train.task import for_another_process, requested
 
 ROUNDS = 5  # of timed steps; each ends with a reading, as an interval of a training does
 WARM_UP = 4  # steps between the first and the timed ones: torch_xla watches them, and they are slower
@@ -46,8 +46,8 @@ def measure(task, run, *, runtime=None, steps=20, started=None):
     timed in its last phase. steps: timed ones, in `ROUNDS` rounds. started: `time.time()` at which the session began, now
     unless given. Returns a dict on every rank.
     """
-    from tpukit.stopping import Stop
-    from tpukit.training import Training
+    from tpukit.runs.signals import Stop
+    from tpukit.train.loop import Training
 
     started = started or time.time()
     with Stop() as stop, environment.explained():
@@ -82,7 +82,7 @@ def measure(task, run, *, runtime=None, steps=20, started=None):
 
 def _endless_plan(task, data):
     """The batches of a training that has no last epoch."""
-    from tpukit.feeding import training_plan
+    from tpukit.train.data import training_plan
 
     for epoch in itertools.count():
         yield from training_plan(len(data), task.batch_size, seed=task.seed, epoch=epoch, draws=data.draws)
@@ -248,9 +248,9 @@ def _in_a_process(task, steps, cores, parallel):
 
 def answer(folder):
     """In the fresh process: answer a request of `_in_a_process`, in a file of the folder."""
-    from tpukit.launching import launch
-    from tpukit.run import Run
-    from tpukit.watching import end_with_parent
+    from tpukit.launch.launcher import launch
+    from tpukit.launch.supervisor import end_with_parent
+    from tpukit.runs.run import Run
 
     end_with_parent(os.getppid())
     request = json.loads(sys.stdin.read())

@@ -13,9 +13,10 @@ import tokenize
 import urllib.parse
 from pathlib import Path
 
-from tpukit import __version__, files
-from tpukit.errors import TpukitError
-from tpukit.tables import Table, printable
+from tpukit import __version__
+from tpukit.host import files
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import Table, printable
 from tpukit.tools.migrate import apart
 from tpukit.tools.migrate.notebook import Notebook, installs
 

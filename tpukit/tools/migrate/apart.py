@@ -9,8 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
-from tpukit.errors import TpukitError, first_line
-from tpukit.tables import GIB
+from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.tables import GIB
 
 LIMIT_S = 60.0  # for one file; one of 3500 lines takes about 10
 MEMORY = 4 * GIB

@@ -6,7 +6,7 @@ import libcst as cst
 import libcst.matchers as m
 from libcst.metadata import ParentNodeProvider, PositionProvider
 
-from tpukit import environment
+from tpukit.host import environment
 from tpukit.tools.migrate.notebook import installs
 from tpukit.tools.migrate.reading import ASKS, HANDLES_XLA, HOST, LOOPS, TO_HOST, Reader, _is_cuda, _leaves, _root, _tail
 

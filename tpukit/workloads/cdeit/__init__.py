@@ -11,15 +11,16 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 
-from tpukit import files, weights
-from tpukit.errors import TpukitError, first_line
-from tpukit.run import setting
-from tpukit.simulator import disk
-from tpukit.task import Workload
+from tpukit.host import files
+from tpukit.host.errors import TpukitError, first_line
+from tpukit.runs import weights
+from tpukit.runs.run import setting
+from tpukit.train.task import Workload
 from tpukit.workloads.cdeit import diffusion
-from tpukit.workloads.cdeit.data import CONVENTIONS, FALLBACK, SIZE, TRAINING, Impedance, find_split, find_statistics
+from tpukit.workloads.cdeit.data import CONVENTIONS, FALLBACK, PARTS, SIZE, TRAINING, Impedance, find_split, find_statistics
 from tpukit.workloads.cdeit.model import CDEITModel
 from tpukit.workloads.cdeit.scores import NAMES, Scores
+from tpukit.workloads.cdeit.simulator import disk, simulate
 
 CLASSICAL = {"Tikhonov": "TR", "Gauss-Newton": "xs_gn"}  # name -> array of the files
 
@@ -32,6 +33,8 @@ class CDEIT(Workload):
 
     name: ClassVar[str] = "cdeit"
     dataset: ClassVar[str] = "eit"
+    dataset_parts: ClassVar[tuple[str, ...]] = PARTS
+    synthetic_size: ClassVar[int] = 400
     score: ClassVar[str] = "cc"
     scored_with: ClassVar[tuple[str, ...]] = ("image", *CLASSICAL.values())
     fallback: ClassVar[Path] = FALLBACK
@@ -114,6 +117,12 @@ class CDEIT(Workload):
 
     def metadata(self, data):
         return dict(voltages=json.dumps([values.tolist() for values in data.statistics]))
+
+    @staticmethod
+    def synthesize(folder, size, rng):
+        """Simulated tanks, four fifths of them to train: see `simulator.py`."""
+        cut = size * 4 // 5
+        simulate(folder, samples=cut, test_samples=size - cut, seed=int(rng.integers(2**31)))
 
     def example(self, count):
         rng = np.random.default_rng(0)

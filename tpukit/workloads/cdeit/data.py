@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tpukit import files, storage, weights
-from tpukit.errors import TpukitError
+from tpukit.host import arrays, files
+from tpukit.host.errors import TpukitError
+from tpukit.runs import weights
 from tpukit.workloads.cdeit.diffusion import STEPS
 
 ELECTRODES = 16
@@ -35,6 +36,7 @@ CONVENTIONS = dict(
     ktc2023=Convention(("data2023", "test2023"), 1978.0, 2.0),
 )
 TRAINING = Convention(("train",), 1.0, 1.0)
+PARTS = tuple(name for convention in (TRAINING, *CONVENTIONS.values()) for name in convention.folders)
 
 
 class Impedance:
@@ -49,10 +51,10 @@ class Impedance:
 
     def __init__(self, folder, convention, statistics, said="", *, baselines):
         self.convention, self.statistics, self.said = convention, statistics, said
-        key = [baselines, storage.content_key(folder, like=("*.npz",))]
-        arrays = storage.mapped(f"eit-{folder.name}", key, functools.partial(_read_split, folder, baselines))
-        self.names, self.images, self.volts = arrays["names"], arrays["xs"], arrays["ys"]
-        self.linear = {name: arrays[name] for name in ("TR", "xs_gn") if baselines}
+        key = [baselines, arrays.content_key(folder, like=("*.npz",))]
+        read = arrays.mapped(f"eit-{folder.name}", key, functools.partial(_read_split, folder, baselines))
+        self.names, self.images, self.volts = read["names"], read["xs"], read["ys"]
+        self.linear = {name: read[name] for name in ("TR", "xs_gn") if baselines}
 
     def __len__(self):
         return len(self.images)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tpukit.devices.xla import recomputed
 from tpukit.workloads.cdeit.diffusion import alphas_cumprod
-from tpukit.xla import recomputed
 
 TIME_FEATURES = 256
 MLP_RATIO = 4

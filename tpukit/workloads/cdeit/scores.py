@@ -3,7 +3,7 @@
 import numpy as np
 from skimage import metrics
 
-from tpukit.simulator import disk
+from tpukit.workloads.cdeit.simulator import disk
 
 RANGE = 2.0  # of the images: -1 to 1
 NAMES = ("rmse", "psnr", "ssim", "cc")

@@ -6,13 +6,14 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 
-from tpukit.errors import TpukitError
-from tpukit.run import setting
-from tpukit.task import Workload
-from tpukit.workloads.mshnet.data import InfraredSet
+from tpukit.host.errors import TpukitError
+from tpukit.runs.run import setting
+from tpukit.train.task import Workload
+from tpukit.workloads.mshnet.data import PARTS, InfraredSet
 from tpukit.workloads.mshnet.loss import multiscale_loss
 from tpukit.workloads.mshnet.model import MSHNetModel
 from tpukit.workloads.mshnet.scores import Scores
+from tpukit.workloads.mshnet.synthetic import infrared_set
 
 IMAGE_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as published
 IMAGE_STD = (0.229, 0.224, 0.225)
@@ -24,6 +25,9 @@ class MSHNet(Workload):
 
     name: ClassVar[str] = "mshnet"
     dataset: ClassVar[str] = "IRSTD-1k"
+    dataset_parts: ClassVar[tuple[str, ...]] = PARTS
+    synthetic_size: ClassVar[int] = 40
+    synthesize = staticmethod(infrared_set)
     score: ClassVar[str] = "iou"
     scored_with: ClassVar[tuple[str, ...]] = ("mask",)
     phases: ClassVar[int] = 2

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tpukit import storage
-from tpukit.errors import TpukitError
+from tpukit.host import arrays
+from tpukit.host.errors import TpukitError
 from tpukit.workloads.mshnet import augment
 
 # Where the published sets keep their lists, relative to the set's folder.
@@ -23,6 +23,8 @@ LISTS = {
     ),
     "test": ("test.txt", "img_idx/test*.txt", "50_50/test.txt", "idx_427/test.txt", "idx_320/test.txt"),
 }
+# The folders of those sets; an archive of one may hold nothing else at its top.
+PARTS = ("images", "masks", *sorted({path.split("/")[0] for paths in LISTS.values() for path in paths if "/" in path}))
 IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
 FORMATS = ("PNG", "BMP", "JPEG", "TIFF")  # no others, whatever a file is called: Pillow hands an EPS to Ghostscript
 MOST_PIXELS = 1 << 26  # 8192 x 8192; a small file can claim any size, and several are decoded at once
@@ -45,11 +47,11 @@ class InfraredSet:
         folder = Path(folder)
         listing = find_list(folder, split)
         inside = [place for place in (folder / "images", folder / "masks") if place.is_dir()]
-        key = [READ, skip_bad, _text(listing), storage.content_key(*inside)]
-        arrays = storage.mapped(f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, skip_bad))
-        self.said = f"{listing}: {arrays['said']}" if arrays["said"] else ""
-        self.names = arrays["names"].tolist()
-        self.images, self.masks = (_unpack(arrays[kind], arrays[f"{kind}_shapes"]) for kind in ("images", "masks"))
+        key = [READ, skip_bad, _text(listing), arrays.content_key(*inside)]
+        read = arrays.mapped(f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, skip_bad))
+        self.said = f"{listing}: {read['said']}" if read["said"] else ""
+        self.names = read["names"].tolist()
+        self.images, self.masks = (_unpack(read[kind], read[f"{kind}_shapes"]) for kind in ("images", "masks"))
         shapes = [image.shape for image in self.images]
         self.colours = 3 if any(len(shape) > 2 for shape in shapes) else 1
         self.height, self.width = (max(shape[axis] for shape in shapes) for axis in (0, 1))

@@ -10,7 +10,7 @@ Letters: B batch, C channels, H and W the size of the image, S strips, K the siz
 import torch
 from torch.nn import functional as F
 
-from tpukit.xla import on_one_xla_core
+from tpukit.devices.xla import on_one_xla_core
 
 LANES = 128
 LEAST_ROWS = 16  # of a strip of the image; the network halves them twice

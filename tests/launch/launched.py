@@ -1,0 +1,147 @@
+"""What the tests of `launch` run in processes of their own: a workload that watches itself, and a program that launches it.
+
+`python -m tests.launch.launched '{"run": ..., "data": ..., ...}'` prints one JSON line: the result, or the error, of one or more
+launches.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tpukit import MNIST, Run, TpukitError, launch, train
+from tpukit.devices.runtime import Runtime
+from tpukit.runs.run import setting
+from tpukit.workloads.mnist import Digits
+
+
+class Witnessed(Digits):
+    """Digits that write down which samples were asked of them, and by which process."""
+
+    def batch(self, indices, numbers=None):
+        self._write_down(indices)
+        return super().batch(indices, numbers)
+
+    def drawn(self, indices, numbers=None):
+        self._write_down(indices)
+        return super().drawn(indices, numbers)
+
+    def _write_down(self, indices):
+        if self.witness:
+            with open(Path(self.witness) / f"{self.split}-{os.environ.get('RANK', 0)}.txt", "a") as file:
+                file.write("".join(f"{index}\n" for index in indices))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watched(MNIST):
+    """A small network with batch norm and, if asked for, dropout, devices with so many bytes of memory, or an accident in one
+    step of one rank."""
+
+    epochs: int = setting(2, free=True)
+    batch_size: int = 8
+    lr: float = 0.1
+    dropout: float = 0.0
+    witness: Path | None = setting(None, free=True)
+    memory_size: int | None = setting(None, free=True)
+    accident: str = setting("", free=True)
+    accident_at: int = setting(30, free=True)
+
+    def datasets(self):
+        if self.memory_size:
+            Runtime.memory_size = lambda runtime: self.memory_size
+        sets = super().datasets()
+        for data, split in zip(sets, ("train", "test")):
+            data.__class__, data.split, data.witness = Witnessed, split, self.witness
+        return sets
+
+    def model(self):
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(self.dropout),
+            nn.Flatten(), nn.Linear(676, 10),
+        )  # fmt: skip
+
+    def loss(self, model, batch, epoch):
+        calls = count(self)
+        if self.accident and calls == self.accident_at and os.environ.get("RANK") == "1":
+            cause(self.accident)
+        return super().loss(model, batch, epoch)
+
+
+_calls = {}
+
+
+def count(task):
+    _calls[id(task)] = _calls.get(id(task), 0) + 1
+    return _calls[id(task)]
+
+
+def cause(accident):
+    if accident == "raise":
+        raise ValueError("sample 7 is broken")
+    if accident == "exit":
+        sys.exit(3)
+    if accident == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if accident == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if accident == "hang":
+        time.sleep(600)
+
+
+def noise(task, run, *, runtime):
+    """Two random numbers of every rank, as rank 0's result."""
+    runtime.seed(task.seed)
+    return runtime.world.everyone(torch.rand(2).tolist())
+
+
+def bad_fork(task, run, *, runtime):
+    """Whether CUDA would refuse to start, of every rank."""
+    return runtime.world.everyone([float(torch._C._cuda_isInBadFork())])
+
+
+def mapped_memory(task, run, *, runtime):
+    """For every rank: what its part of the mapped dataset takes (proportional and whole), in bytes."""
+    data, _ = task.datasets()
+    total = sum(int(image.sum()) for image in data.images)  # touches every page
+    runtime.world.everyone([0.0])  # all have it
+    shared = whole = private = 0
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    inside = False
+    for line in lines:
+        if "-" in line.split()[0]:
+            inside = "images.npy" in line
+        elif inside and line.startswith("Pss:"):
+            shared += int(line.split()[1]) * 1024
+        elif inside and line.startswith("Rss:"):
+            whole += int(line.split()[1]) * 1024
+        elif inside and line.startswith("Private_Dirty:"):
+            private += int(line.split()[1]) * 1024
+    rows = runtime.world.everyone([total, shared, whole, private])
+    return [[int(value) for value in row] for row in rows]
+
+
+FUNCTIONS = dict(train=train, noise=noise, bad_fork=bad_fork, mapped_memory=mapped_memory)
+
+
+def main(options):
+    how = {name: options[name] for name in ("cores", "parallel", "hang_timeout_s") if name in options}
+    done = []
+    for settings in options["launches"]:
+        task = Watched(dataset_dir=Path(options["data"]), log_every=1, num_workers=1, **settings)
+        started = time.monotonic()
+        try:
+            result = launch(FUNCTIONS[options.get("function", "train")], task, Run.open(options["run"], task), **how)
+            done.append(dict(result=result, seconds=time.monotonic() - started))
+        except TpukitError as error:
+            done.append(dict(error=type(error).__name__, message=str(error), seconds=time.monotonic() - started))
+    print("DONE " + json.dumps(done))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

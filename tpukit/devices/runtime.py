@@ -1,0 +1,358 @@
+"""The seam between a training loop and its devices, and what lies behind it on a CPU or a GPU: plain PyTorch.
+
+A runtime is one process of a `World`: it takes its share of every global batch, and `update` sums the gradients over all ranks.
+"""
+
+import contextlib
+import faulthandler
+import functools
+import os
+import time
+import warnings
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map_only
+
+from tpukit.devices.distributed import World
+from tpukit.host.environment import supports
+from tpukit.host.errors import TpukitError
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def check_batch(batch_size, cores, what="cores"):
+    """Raise TpukitError, naming the sizes that do, unless a global batch can be shared evenly by so many cores (what: of which
+    the message speaks)."""
+    if batch_size < 1:
+        raise TpukitError(f"batch_size={batch_size}: it has to be 1 or more")
+    if batch_size % cores:
+        below = batch_size // cores * cores
+        sizes = f"{below} or {below + cores}" if below else f"{cores}, or another multiple of it"
+        shared = f"{cores} {what} cannot share it evenly: use {sizes}"
+        raise TpukitError(f"batch_size={batch_size} is the global batch, and {shared}")
+
+
+def check_cuda():
+    """Raise TpukitError where torch cannot use the GPU that is here."""
+    if not torch.cuda.is_available():
+        raise TpukitError(
+            f"a GPU is here, but torch {torch.__version__} cannot use it: "
+            "this torch was built without CUDA, or the driver is too old. `tpukit doctor` says which."
+        )
+
+
+class Runtime:
+    """Plain PyTorch on one device.
+
+    device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become programs, as on XLA. world: this
+    process among those of the training. cores: how many devices share a global batch, over all processes. shards: how many of
+    them are this process's.
+    """
+
+    compiles = False
+    shards = 1
+    step = 0
+    _watch, _steps, _watched_at = None, None, float("-inf")
+
+    def __init__(self, accelerator, precision="auto", world=None):
+        self.accelerator = accelerator
+        self.world = world or World()
+        self.device = self._open_device()
+        self.cores = self._count_cores()
+        self.precision = self._best_precision() if precision == "auto" else precision
+        if self.precision == "fp32":
+            self._multiply_in_fp32()
+        self.scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" else None
+
+    def _open_device(self):
+        if self.accelerator == "cuda":
+            check_cuda()
+            capability, built_for = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
+            if not supports(capability, built_for):
+                raise TpukitError(
+                    f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))}, but torch "
+                    f"{torch.__version__} was built for {', '.join(built_for)} alone, and would fail at its first kernel: "
+                    "choose another GPU, or a torch that was built for this one"
+                )
+        return torch.device(self.accelerator)
+
+    def _multiply_in_fp32(self):
+        """Make fp32 mean fp32: by default convolutions on newer GPUs round their inputs to 10 bits (TF32)."""
+        if self.accelerator != "cuda":
+            return
+        with warnings.catch_warnings():
+            # From 2.9 on torch advises another interface. That leaves this one as it was, and torch fails where it asks both.
+            warnings.simplefilter("ignore")
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+    def _count_cores(self):
+        return self.world.size
+
+    def _best_precision(self):
+        if self.accelerator != "cuda":
+            return "fp32"
+        # An emulated bf16 (T4, V100) is slower than fp16.
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+    def __str__(self):
+        several = f"{self.cores} x " if self.cores > 1 else ""
+        return f"{several}{self.accelerator} ({self.device_name()}), {self.precision}"
+
+    def device_name(self):
+        return torch.cuda.get_device_name() if self.accelerator == "cuda" else "host processor"
+
+    def device_names(self):
+        """One line for every device that this process uses."""
+        return [self.device_name()]
+
+    # Moving
+
+    def place(self, model, *, channels_last=False):
+        """Move a model to the device. Build the optimizer from what this returns: on XLA its parameters are new objects."""
+        return model.to(self.device, memory_format=torch.channels_last if channels_last else torch.preserve_format)
+
+    def put(self, arrays):
+        """dict of numpy arrays or CPU tensors -> dict of tensors on the device."""
+        tensors = {name: torch.as_tensor(value) for name, value in arrays.items()}
+        if self.device.type == "cuda":
+            return {name: value.pin_memory().to(self.device, non_blocking=True) for name, value in tensors.items()}
+        return {name: value.to(self.device) for name, value in tensors.items()}
+
+    def put_batch(self, arrays):
+        """`put` for this process's share of a batch: (B / world size, ...) each."""
+        return self.put(arrays)
+
+    def put_whole(self, arrays, *, sharded=False):
+        """`put` for a whole set, (N, ...) each, that stays. sharded: a part on each of this process's `shards` devices."""
+        # Copies, because torch warns of mapped files, which cannot be written. Not pinned: torch keeps pinned memory for ever.
+        return {name: torch.as_tensor(np.array(values)).to(self.device) for name, values in arrays.items()}
+
+    def host(self, tree):
+        """The same nest of dicts, lists and tuples with every tensor copied to the CPU. Waits for the device."""
+        if isinstance(tree, torch.Tensor):
+            return tree.detach().cpu().clone() if tree.device.type == "cpu" else tree.detach().cpu()
+        if isinstance(tree, dict):
+            return {key: self.host(value) for key, value in tree.items()}
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(self.host(value) for value in tree)
+        return tree
+
+    def host_later(self, tree):
+        """`host`, begun now: a function that waits for the copy and returns it. What the device is asked for after this call,
+        it does not wait for, where the device allows it."""
+        if self.device.type != "cuda":
+            return functools.partial(self.host, tree)
+        pinned = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", non_blocking=True), tree)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait():
+            copied.synchronize()
+            return self.host(pinned)  # out of the pinned memory, which is scarce
+
+        return wait
+
+    def totals(self, sums, *more):
+        """(N,) device tensor -> list of N floats for every rank, each followed by that rank's `more` floats.
+
+        The one place in the loop that waits for the device, and for the other ranks.
+        """
+        return self.world.everyone([*self.host(sums).tolist(), *more])
+
+    # Computing
+
+    def autocast(self):
+        """The context in which a model runs in this runtime's precision."""
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=_DTYPES[self.precision])
+
+    def compile(self, function, graphs=1, *, model=None, optimizer=None):
+        """Make `function` one program on devices that compile. graphs: how many variants it is allowed to have. model,
+        optimizer: what it changes, where it changes nothing else: see `replaying.Replayed`."""
+        return function
+
+    def prime(self, optimizer):
+        """Make the optimizer's state before the first step where that matters. Returns whether it has its state now."""
+        return True
+
+    def compiled(self, model, mode):
+        """The model to compute with, made faster by torch.compile in a mode of it, or "no"."""
+        return model if mode == "no" else torch.compile(model, mode=mode)
+
+    def parallel(self, model):
+        """The model to compute a loss with, so that its gradients are those of the global batch."""
+        if self.world.size == 1:
+            return model
+        # find_unused: a phase of the training may leave parameters out. Buffers: see `buffers_of_rank_0`.
+        return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
+
+    @contextlib.contextmanager
+    def buffers_of_rank_0(self, model):
+        """Within it, the model of every rank has rank 0's buffers (the running statistics of batch norm): the ones that are
+        saved."""
+        own = [(module, name) for module in model.modules() for name, value in module._buffers.items() if value is not None]
+        if self.world.size == 1 or not own:
+            yield
+            return
+        # Exchanged, not overwritten: XLA would compile the next training step once more.
+        kept = [module._buffers[name] for module, name in own]
+        shared = self.world.share(self.host(kept))
+        for (module, name), value in zip(own, shared):
+            module._buffers[name] = value.to(self.device)
+        try:
+            yield
+        finally:
+            for (module, name), value in zip(own, kept):
+                module._buffers[name] = value
+
+    def _sum_gradients(self, gradients):
+        """Turn each rank's gradients into their mean over all ranks. DistributedDataParallel has done it in backward."""
+
+    def inference(self, function):
+        """`compile` for a function that needs no gradient, in this runtime's precision."""
+
+        @functools.wraps(function)
+        def without_gradient(*arguments):
+            with torch.no_grad(), self.autocast():
+                return function(*arguments)
+
+        without_gradient.__name__ = getattr(function, "func", function).__name__  # of a partial, that of what it calls
+        return self.compile(without_gradient)
+
+    def update(self, loss, optimizer, clip_norm=None):
+        """Backward, gradient sum and optimizer step. The gradients stay until the next one.
+
+        clip_norm: scale gradients of a larger norm down to it. Returns then the norm that they had, a scalar on the device.
+        """
+        norm = None
+        optimizer.zero_grad(set_to_none=True)
+        if self.scaler is None:
+            loss.backward()
+        else:
+            self.scaler.scale(loss).backward()
+            self.scaler.unscale_(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._sum_gradients([p.grad for p in parameters])
+        if clip_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        return norm
+
+    def gradient_norm(self, model):
+        """(1,) device tensor: the norm of the last step's gradient, 0 where there was none.
+
+        Not a part of the step, because only the last one before a reading is looked at.
+        """
+        norms = [torch.linalg.vector_norm(p.grad.float()) for p in model.parameters() if p.grad is not None]
+        if not norms:
+            return self.put({"zero": torch.zeros(1)})["zero"]
+        return torch.linalg.vector_norm(torch.stack(norms)).reshape(1)
+
+    def sync(self):
+        """Wait until the device has done what was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    # Randomness
+
+    def seed(self, number):
+        """Start the generators of this rank from a number or a tuple of them. Ranks differ, so that their dropout does."""
+        mixed = np.random.SeedSequence((*np.atleast_1d(number).tolist(), self.world.rank)).generate_state(1)
+        torch.manual_seed(int(mixed[0]))
+
+    def random_state(self):
+        """The generators' state, as a dict of CPU tensors and integers."""
+        state = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def set_random_state(self, state):
+        """Set what `random_state` gave; a state of another kind of device is left out."""
+        torch.set_rng_state(state["cpu"])
+        if self.device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])
+
+    # Looking
+
+    def watch(self, timeout_s, stacks, *, ends, steps=None):
+        """From now on, when no `beat` comes for so many seconds, write every thread's Python stack to the open file `stacks`,
+        and end this process if it `ends`. steps: an open file that always holds the number of the last beat."""
+        self._watch, self._steps = dict(timeout=timeout_s, file=stacks, exit=ends), steps
+        self.beat(0)
+
+    def beat(self, step):
+        """Say that this rank is alive, after so many steps."""
+        self.step = step
+        if self._steps:
+            os.pwrite(self._steps.fileno(), b"%20d" % step, 0)
+        now = time.monotonic()
+        # At most once a second: arming it starts a thread.
+        if self._watch and now - self._watched_at > 1:
+            self._watched_at = now
+            faulthandler.dump_traceback_later(**self._watch)
+
+    def compilations(self):
+        """(programs compiled, seconds that took) since the start."""
+        return 0, 0.0
+
+    def take_compiled(self):
+        """Which functions given to `compile` were compiled since this was last asked: a list of dict(what, programs, seconds,
+        why, refused).
+
+        what: the function's name. why: sentences, see `causes`; none the first time. refused: whether it was one program too
+        many.
+        """
+        return []
+
+    def forget(self):
+        """What this process compiled, called and had fall back before is no part of what is told from now on, nor is its peak
+        of memory, where the device can start that anew (a GPU)."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def counters(self):
+        """What the accelerator's own counters say since the start; empty where there are none. See `XLARuntime.counters`."""
+        return {}
+
+    @contextlib.contextmanager
+    def traced(self, folder):
+        """Within it, the device's and this process's work is recorded, and left in `folder` in a form that TensorBoard
+        opens."""
+        from torch.profiler import profile, tensorboard_trace_handler
+
+        with profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True):
+            yield
+
+    def memory(self):
+        """[(peak bytes, total bytes)] of each device of this process, or [] where that cannot be read."""
+        if self.device.type != "cuda":
+            return []
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        return [(torch.cuda.max_memory_allocated(), total)]
+
+    def memory_size(self):
+        """Bytes of memory of one device; of the host where that cannot be read or is the device."""
+        found = self.memory()
+        return found[0][1] if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def open_runtime(env, precision="auto", *, world=None, spmd_cores=None):
+    """The runtime of the accelerator that `environment.detect()` found. This is where a device is first touched.
+
+    world: this process among others, alone unless given. spmd_cores: run one program over so many XLA devices.
+    """
+    if precision not in PRECISIONS:
+        raise TpukitError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
+    if env.accelerator in ("tpu", "xla"):
+        from tpukit.devices.xla import XLARuntime  # which stands on this file
+
+        return XLARuntime(env.accelerator, precision, world, spmd_cores)
+    return Runtime(env.accelerator, precision, world)

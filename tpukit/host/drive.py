@@ -1,0 +1,42 @@
+"""Google Drive on Colab: mounted after asking the user, once."""
+
+import sys
+
+_asked = set()  # the Drives that this process asked for: a refusal is an answer
+
+
+def mount_drive(env, mount=None):
+    """Mount Google Drive on Colab and return its MyDrive folder; elsewhere say so and return None.
+
+    mount: the function that mounts, `google.colab.drive.mount` unless given. It asks for the user's consent, and waits for it.
+    """
+    if env.host != "colab":
+        print(f"Drive: only Colab can mount it; this is {env.host}, results stay in {env.outputs}.")
+        return None
+    if not env.drive.is_dir():
+        _asked.add(env.drive)
+        try:
+            if mount is None:
+                from google.colab import drive
+
+                mount = drive.mount
+            mount(str(env.drive.parent))
+        except Exception as error:  # the user closed the consent window, or the account has no Drive
+            print(f"Drive: not mounted ({error}). Results stay in {env.outputs} and go with this session.")
+            return None
+    print(f"Drive: {env.drive}")
+    return env.drive
+
+
+def ask_for_drive(env):
+    """Mount a Drive that is not mounted, if its user was not asked before and can answer. Returns whether it is there now."""
+    if env.drive.is_dir() or env.drive in _asked or not _user_can_answer():
+        return False
+    print("Drive: the dataset may be there, so Colab asks whether to mount it")
+    return mount_drive(env) is not None
+
+
+def _user_can_answer():
+    """Whether this is a notebook whose page can ask its user something. Without one Colab's mount waits for ever, or fails."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return getattr(getattr(shell, "kernel", None), "_allow_stdin", False)  # what the page said, sending the cell

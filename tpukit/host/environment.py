@@ -1,0 +1,336 @@
+"""Where am I, which accelerator is here, what is wrong and how to mend it.
+
+Touches no device and imports no torch, so that it answers even where torch is broken. Host and accelerator are read from
+environment variables, PCI folders and package metadata.
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import traceback
+from pathlib import Path
+
+from tpukit.host.errors import TpukitError
+from tpukit.host.known_errors import mend_for
+from tpukit.host.tables import Table
+
+PACKAGES = ("torch", "torchvision", "torch_xla", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
+NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
+GOOGLE_PCI_VENDOR, NVIDIA_PCI_VENDOR = "0x1ae0", "0x10de"
+PCI_DISPLAY = "0x03"  # how the class of a graphics processor begins
+# The PCI devices that are TPU chips, as torch_xla 2.9 lists them; Google's network cards have other ids.
+TPU_PCI_DEVICES = ("0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076")
+TPU_MENU = {
+    "colab": "Colab menu: Runtime > Change runtime type > Hardware accelerator > v5e-1 TPU (or v6e-1)",
+    "kaggle": "Kaggle: Settings (or Session options) > Accelerator > TPU v5e-8; for a batch run, choose it before Save Version",
+    "tpu-vm": "on this TPU VM, install the torch_xla that matches torch: pip install 'torch_xla[tpu]'",
+    "local": "there is no TPU to switch on here: open the notebook on Colab or Kaggle, or rent a TPU VM",
+}
+GPU_MENU = {
+    "colab": "Colab menu: Runtime > Change runtime type > Hardware accelerator > T4 GPU (or L4, A100)",
+    "kaggle": "Kaggle: Settings (or Session options) > Accelerator > GPU T4 x2",
+    "tpu-vm": "a TPU VM has no GPU",
+    "local": "nvidia-smi finds no NVIDIA GPU: check the driver, or open the notebook on Colab or Kaggle",
+}
+# What an old guide may have left in the environment -> (what it means today, what to do instead).
+OLD_VARIABLES = {
+    "COLAB_TPU_ADDR": (
+        "it belonged to Colab's TPU Node runtime, which no longer exists; nothing reads it today",
+        "tpukit.detect() says what is here",
+    ),
+    "XRT_TPU_CONFIG": (
+        "it configured the XRT runtime, which torch_xla no longer has; nothing reads it today",
+        "leave it out, nothing replaces it",
+    ),
+    "XLA_USE_BF16": (
+        "it silently turns every float32 tensor into bf16, the loss and the weights too; torch_xla will drop it",
+        "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itself (precision='auto')",
+    ),
+    "XLA_DOWNCAST_BF16": (
+        "it silently turns float32 tensors into bf16 and float64 into float32; torch_xla will drop it",
+        "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itself (precision='auto')",
+    ),
+}
+
+
+# The variables that are kept, by name: a host's others can hold secrets (Colab's COLAB_JUPYTER_TOKEN).
+WATCHED = (
+    "PJRT_DEVICE",
+    "CUDA_VISIBLE_DEVICES",
+    "XLA_FLAGS",
+    "COLAB_TPU_1VM",
+    "TPU_ACCELERATOR_TYPE",
+    "TPU_CHIPS_PER_HOST_BOUNDS",
+    "TPU_PROCESS_ADDRESSES",
+    "TPU_SKIP_MDS_QUERY",
+    *OLD_VARIABLES,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Environment:
+    """What `detect()` found. Printing it is a table."""
+
+    host: str
+    """colab, kaggle, tpu-vm or local"""
+    accelerator: str
+    """tpu, cuda, xla (the CPU XLA device, chosen by PJRT_DEVICE=CPU) or cpu"""
+    cores: int
+    """TPU chips or GPUs that are here; 1 for the CPU"""
+    device_name: str
+    """for instance v5litepod-8, or Tesla T4"""
+    python: str
+    versions: dict
+    """package -> version, of those in PACKAGES that are installed"""
+    outputs: Path
+    """where results go"""
+    drive: Path | None
+    """MyDrive on Colab, mounted or not; None elsewhere"""
+    inputs: Path | None
+    """Kaggle's read-only inputs; None elsewhere"""
+    variables: dict
+    """the environment variables that an accelerator's runtime reads"""
+
+    def table(self):
+        """The environment as a `Table`."""
+        cores = f"{self.cores} x " if self.accelerator in ("tpu", "cuda") else ""
+        rows = [
+            ("host", self.host),
+            ("accelerator", f"{self.accelerator}: {cores}{self.device_name}"),
+            ("python", self.python),
+            *self.versions.items(),
+            ("outputs", self.outputs),
+        ]
+        if self.drive is not None:
+            rows.append(("drive", f"{self.drive} ({'mounted' if self.drive.is_dir() else 'not mounted'})"))
+        return Table("Environment", ("what", "value"), rows)
+
+    def __repr__(self):
+        return str(self.table())
+
+    def _repr_html_(self):
+        return self.table()._repr_html_()
+
+    def require(self, accelerator, *, cores=1):
+        """Return self if this accelerator is here, with at least so many cores.
+
+        accelerator: "tpu" (the CPU XLA device counts, so that a notebook can be tried without a TPU), "cuda" or "cpu". On a CPU
+        a core is a process, so any number is there.
+        Raises TpukitError that names the menu to open on this host.
+        """
+        if accelerator not in ("tpu", "cuda", "xla", "cpu"):
+            raise TpukitError(f"require({accelerator!r}): choose 'tpu', 'cuda', 'xla' or 'cpu'")
+        enough = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "cpu": ("tpu", "cuda", "xla", "cpu")}
+        right = self.accelerator in enough[accelerator]
+        if right and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
+            return self
+        lines = [
+            f"{NAMES[accelerator]} needed, but this {self.host} session has: {NAMES[self.accelerator]} ({self.device_name})."
+        ]
+        if right:
+            lines = [f"asked for {cores} cores, found {self.cores} ({self.device_name})."]
+        lines.append(
+            {"tpu": TPU_MENU, "cuda": GPU_MENU}.get(accelerator, {}).get(self.host, "set PJRT_DEVICE=CPU before Python starts")
+        )
+        if accelerator == "tpu" and "torch_xla" not in self.versions and _tpu_hinted(self.variables):
+            lines.append("A TPU seems to be here, but torch_xla is not installed; this image lost it: start a fresh session.")
+        for name, (why, instead) in OLD_VARIABLES.items():
+            if self.variables.get(name):
+                lines.append(f"{name} is set: {why}. Instead: {instead}.")
+        raise TpukitError("\n".join(lines))
+
+
+def detect(environ=None, root="/"):
+    """Find out where this Python runs, without touching a device.
+
+    environ: environment variables, those of this process unless given. root: the file system's root (for tests).
+    """
+    environ = os.environ if environ is None else environ
+    root = Path(root)
+    host = _host(environ)
+    versions = {name: version for name in PACKAGES if (version := version_of(name))}
+    accelerator, cores, device_name = _accelerator(environ, root, versions)
+    base = {"colab": root / "content", "kaggle": root / "kaggle" / "working"}.get(host, Path.cwd())
+    return Environment(
+        host=host,
+        accelerator=accelerator,
+        cores=cores,
+        device_name=device_name,
+        python=platform.python_version(),
+        versions=versions,
+        outputs=base / "outputs",
+        drive=root / "content/drive/MyDrive" if host == "colab" else None,
+        inputs=root / "kaggle/input" if host == "kaggle" else None,
+        variables={name: environ[name] for name in WATCHED if name in environ},
+    )
+
+
+def _host(environ):
+    if environ.get("COLAB_RELEASE_TAG"):
+        return "colab"
+    if environ.get("KAGGLE_KERNEL_RUN_TYPE") or environ.get("KAGGLE_URL_BASE"):
+        return "kaggle"
+    return "tpu-vm" if environ.get("TPU_ACCELERATOR_TYPE") or environ.get("TPU_NAME") else "local"
+
+
+def under_torchrun():
+    """Whether torchrun started this process, as one of several."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def rank():
+    """This process's number among those that torchrun started; 0 elsewhere."""
+    return int(os.environ.get("RANK", 0)) if under_torchrun() else 0
+
+
+def version_of(package):
+    """The installed version of a package, or None. Reads metadata, imports nothing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _tpu_hinted(environ):
+    # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
+    return bool(environ.get("TPU_ACCELERATOR_TYPE") or environ.get("COLAB_TPU_1VM"))
+
+
+def _accelerator(environ, root, versions):
+    """(accelerator, cores, device name)."""
+    chosen = environ.get("PJRT_DEVICE", "").upper()
+    if "torch_xla" in versions and chosen == "CPU":
+        return "xla", 1, "CPU XLA device (PJRT_DEVICE=CPU), for trying things out, not for speed"
+    chips = chips_here(environ, root)
+    if "torch_xla" in versions and chosen in ("", "TPU") and (chips or chosen == "TPU"):
+        return "tpu", chips, environ.get("TPU_ACCELERATOR_TYPE") or "TPU"
+    gpus = nvidia_gpus(environ)
+    if gpus:
+        return "cuda", len(gpus), ", ".join(sorted(set(gpus)))
+    return "cpu", 1, f"{platform.machine()}, {os.cpu_count()} cores"
+
+
+def chips_here(environ, root="/"):
+    """Number of TPU chips on the PCI bus. Where that is hidden, as in some containers, but PJRT_DEVICE=TPU says that there are
+    some: number of their device files."""
+    on_bus = tpu_chips(root)
+    if on_bus or environ.get("PJRT_DEVICE", "").upper() != "TPU":
+        return on_bus
+    devices = Path(root) / "dev"
+    names = [path.name.removeprefix("accel") for path in (*devices.glob("vfio/*"), *devices.glob("accel*"))]
+    return sum(name.isdecimal() for name in names)
+
+
+def tpu_chips(root="/"):
+    """Number of TPU chips on the PCI bus, which is what torch_xla counts."""
+    return sum(
+        vendor == GOOGLE_PCI_VENDOR and (device / "device").read_text().strip() in TPU_PCI_DEVICES
+        for device, vendor in _pci_devices(root)
+    )
+
+
+def nvidia_cards_on_bus(root="/"):
+    """Number of NVIDIA's graphics processors on the PCI bus, whether a driver knows them or not."""
+    return sum(
+        vendor == NVIDIA_PCI_VENDOR and (device / "class").read_text().startswith(PCI_DISPLAY)
+        for device, vendor in _pci_devices(root)
+    )
+
+
+def _pci_devices(root):
+    vendors = Path(root).glob("sys/bus/pci/devices/*/vendor")
+    return [(vendor.parent, vendor.read_text().strip()) for vendor in vendors]
+
+
+def chips_by_bounds(environ):
+    """How many chips TPU_CHIPS_PER_HOST_BOUNDS speaks of ("2,4,1": 8), or None where it is not set."""
+    bounds = environ.get("TPU_CHIPS_PER_HOST_BOUNDS", "")
+    return math.prod(int(part) for part in bounds.split(",")) if re.fullmatch(r"\d+(,\d+)*", bounds) else None
+
+
+def nvidia_smi(environ, *arguments):
+    """What nvidia-smi prints, or "" where it is missing or finds no driver."""
+    if not shutil.which("nvidia-smi", path=environ.get("PATH")):
+        return ""
+    try:
+        ran = subprocess.run(["nvidia-smi", *arguments], env=dict(environ), capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ran.stdout if ran.returncode == 0 else ""
+
+
+def nvidia_gpus(environ):
+    """Names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L`.
+
+    Of the instances of a divided GPU (MIG) a process sees one, and then no whole GPU (NVIDIA's MIG guide, "CUDA Device
+    Enumeration"). A number in CUDA_VISIBLE_DEVICES is taken as nvidia-smi counts; unless CUDA_DEVICE_ORDER=PCI_BUS_ID, CUDA
+    counts the fastest first, so that where the cards differ, the name can be another's: how many there are is right.
+    """
+    cards = []  # (name, UUID, [(name, UUID) of its instances])
+    for line in nvidia_smi(environ, "-L").splitlines():
+        if card := re.match(r"GPU \d+: (.+) \(UUID: (\S+)\)", line):
+            cards.append((card[1], card[2], []))
+        elif cards and (instance := re.match(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (\S+)\)", line)):
+            cards[-1][2].append((f"{cards[-1][0]} MIG {instance[1]}", instance[2]))
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    instances = [instance for card in cards for instance in card[2]]
+    if visible is not None and visible.startswith("MIG-"):
+        return [name for name, uuid in instances if uuid.startswith(visible.split(",")[0])][:1]
+    cards = cards if visible is None else _chosen(cards, visible)
+    return [name for card in cards for name, _ in card[2]][:1] or [card[0] for card in cards]
+
+
+def _chosen(cards, visible):
+    """Of the cards those that CUDA_VISIBLE_DEVICES names, by number or by the beginning of a UUID, as CUDA reads it: up to the
+    first that it does not know; none where one is named twice."""
+    chosen = []
+    for part in visible.split(","):
+        number = re.match(r"\s*\+?(\d+)", part)
+        named = [card for card in cards if card[1].startswith(part)] if part.startswith("GPU-") else []
+        named = cards[int(number[1]) : int(number[1]) + 1] if number else named
+        if len(named) != 1:
+            break
+        if named[0] in chosen:
+            return []
+        chosen += named
+    return chosen
+
+
+def supports(capability, built_for):
+    """Whether a GPU runs what torch was built for.
+
+    capability: its compute capability, (major, minor). built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code for 8.0
+    and what is newer of 8.x; "compute_90" is compiled by the driver, for 9.0 and everything newer; an "a" at the end means that
+    very one, an "f" what is newer of the same major number. (NVIDIA, CUDA C++ Programming Guide, 6.1)"""
+    found = [re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name) for name in built_for]
+    built = [(m[1], (int(m[2]), int(m[3])), m[4]) for m in found if m]
+
+    def runs(kind, target, suffix):
+        if suffix == "a":
+            return capability == target
+        return capability >= target and (kind == "compute" and not suffix or capability[0] == target[0])
+
+    return not built or any(runs(*target) for target in built)
+
+
+@contextlib.contextmanager
+def explained():
+    """Within it, an error of an accelerator's runtime that has a known mend is raised as a TpukitError with the mend."""
+    try:
+        yield
+    except TpukitError:
+        raise
+    except Exception as error:
+        mend = mend_for(str(error))
+        if mend is None:
+            raise
+        traceback.clear_frames(error.__traceback__)  # a notebook keeps it, and with it a step's activations
+        # The runtime's first lines say what and, where a shape changed, which; the rest is its own stack.
+        said = [line.strip()[:300] for line in str(error).splitlines() if line.strip()][:3]
+        raise TpukitError("\n".join([*said, mend])) from error

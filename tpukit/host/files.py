@@ -1,0 +1,311 @@
+"""Files and folders that appear whole or not at all, and what guards their writing."""
+
+import contextlib
+import errno
+import getpass
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing here starts several processes
+    fcntl = None
+
+from tpukit.host.errors import TpukitError
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+ALIVE_S = 120.0  # a holder on another host that gave no sign for so long is taken for dead
+
+
+@contextlib.contextmanager
+def whole_file(path, *, durable=True):
+    """Open `path` for binary writing so that it appears complete or not at all.
+
+    The bytes go to a neighbour that takes the name only after it reached the disk, if it is to be `durable`. Raises
+    TpukitError when the disk is full or cannot be written; whatever stood at `path` before stays.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may be at the same file
+    try:
+        with full_disk_explained(path):
+            with unwritable_explained(path.parent):
+                partial.unlink(missing_ok=True)  # of a process that was killed and had our number
+                file = open(partial, "xb")  # never through a link
+            with file:
+                yield file
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            with unwritable_explained(path.parent):
+                os.replace(partial, path)
+            if durable:
+                _sync_names(path.parent)
+    finally:
+        with contextlib.suppress(OSError):  # where nothing can be written there is none
+            partial.unlink(missing_ok=True)
+
+
+def remove_partials(folder):
+    """Remove what `whole_file` left in a folder when its process was killed."""
+    for partial in folder.glob(".*.partial"):
+        pid = partial.name.split(".")[-2]
+        if pid.isdecimal() and (int(pid) == os.getpid() or not _lives(int(pid))):
+            partial.unlink()
+
+
+def _lives(pid):
+    """Whether a process of this host lives; where that cannot be asked (Windows), yes."""
+    if not fcntl:
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
+
+
+def _sync_names(folder):
+    """Let a new name in a folder reach the disk, where the disk can do that."""
+    with contextlib.suppress(OSError):  # Windows, and some network disks, cannot
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+@contextlib.contextmanager
+def whole_folder(folder):
+    """Yield an empty folder that takes the name `folder` when what fills it is done; before that nothing is seen there.
+
+    Folders above it are made; what a process that was killed left half filled is removed. Raises TpukitError where it cannot be
+    written, or the disk is full.
+    """
+    folder = Path(folder)
+    ours = f".{folder.name}.{socket.gethostname()}."  # a disk may be shared by hosts
+    with unwritable_explained(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for left in folder.parent.iterdir():
+            made = re.fullmatch(re.escape(ours) + r"(\d+)\.\w{8}\.partial", left.name)
+            if made and left.is_dir() and not left.is_symlink() and not _lives(int(made[1])):
+                shutil.rmtree(left, ignore_errors=True)
+        work = folder.with_name(f"{ours}{os.getpid()}.{secrets.token_hex(4)}.partial")
+        work.mkdir()  # with the mode that the user's umask gives
+    try:
+        with full_disk_explained(folder):
+            yield work
+        with unwritable_explained(folder.parent):
+            os.replace(work, folder)
+        _sync_names(folder.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def full_disk_explained(path):
+    """Within it, a full disk met while writing `path` is raised as a TpukitError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise TpukitError(
+            f"cannot write {path}: {error.strerror.lower()} ({free / 2**20:.0f} MiB are free there). "
+            "Free some space, or choose another output folder; everything saved before is untouched."
+        ) from error
+
+
+@contextlib.contextmanager
+def unwritable_explained(folder):
+    """Within it, an OSError met while making or filling `folder` is raised as a TpukitError that says what to do.
+
+    Put only what writes there within it: it takes every OSError for one of writing.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        at = f": {error.filename}" if error.filename and str(error.filename) != str(folder) else ""
+        raise TpukitError(f"cannot write in {folder} ({reason}{at}): choose another folder") from error
+
+
+def append(path, text):
+    """Append lines to a file, below a last one that a kill cut short. Raises TpukitError where it cannot be written."""
+    with unwritable_explained(path.parent), full_disk_explained(path), open(path, "a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read(1) == b"\n" else f"\n{text}"
+        file.write(text.encode())
+
+
+def write_whole(path, data, *, durable=True):
+    """Write bytes or str to `path`, whole or not at all."""
+    with whole_file(path, durable=durable) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+def copy_whole(source, target):
+    """Copy one file, whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(source, "rb") as from_file, whole_file(target) as to_file:
+        shutil.copyfileobj(from_file, to_file, 1 << 20)
+
+
+def sha256(path):
+    """Hexadecimal SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# JSON in which a flipped bit is noticed
+
+
+def sealed(values):
+    """A dict for JSON with the CRC-32 of its content, for `unsealed`."""
+    return dict(values, crc32=_crc32(values))
+
+
+def unsealed(text):
+    """The dict that JSON text holds. Raises ValueError where it is damaged; one without a CRC-32 is believed."""
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"it holds a {type(values).__name__}")
+    last = next(reversed(values), None)
+    content = {name: value for name, value in values.items() if name != last}
+    if last is not None and values[last] == _crc32(content):  # also where the flipped bit is in the name crc32
+        return content
+    if "crc32" in values:
+        raise ValueError("its content does not match its CRC-32")
+    return values
+
+
+def _crc32(values):
+    return zlib.crc32(json.dumps(values).encode())
+
+
+# Locks
+
+
+@contextlib.contextmanager
+def locked(path):
+    """Within it, no other process of this user on this host is in a `locked` of the same path. Waits for the other.
+
+    Where the cache folder cannot be used there is no lock: what is written appears whole all the same.
+    """
+    try:
+        make_private(cache_folder())
+        digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:20]
+        file = _open_lock(cache_folder() / f"{digest}.lock") if fcntl else contextlib.nullcontext()
+    except OSError:
+        file = contextlib.nullcontext()
+    with file as opened:
+        if opened:
+            fcntl.flock(opened, fcntl.LOCK_EX)  # the system takes it back when the process ends, however that happens
+        yield
+
+
+@contextlib.contextmanager
+def held(path, signs=()):
+    """Within it, the lock file `path` is this process's alone, and says its host and pid.
+
+    Raises TpukitError with the host and pid of the process that has it. A lock goes with its process, so that one that was
+    killed is in nobody's way. On some shared disks (Drive) a lock is seen on its own host only. There the last holder's name
+    counts, as long as it gave a sign of life: the youngest of this file and of the files `signs`.
+    """
+    here = dict(host=socket.gethostname(), pid=os.getpid())
+    with unwritable_explained(path.parent):
+        file = _open_lock(path)
+    with file:
+        try:
+            holder = unsealed(file.read())
+            holder = dict(host=str(holder["host"]), pid=int(holder["pid"]))
+        except (ValueError, KeyError, TypeError):  # nobody's, or not written yet
+            holder = dict(host="an unknown host", pid="unknown")
+        # Absolute: the clock of another host may be ahead.
+        signed = any(abs(time.time() - sign.stat().st_mtime) < ALIVE_S for sign in (path, *signs) if sign.exists())
+        taken = signed and holder["pid"] != "unknown" and holder["host"] != here["host"]
+        try:
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # a disk without locks, if it is no BlockingIOError
+            here_too = holder["host"] == here["host"] and holder["pid"] != here["pid"] and _lives(holder["pid"])
+            taken = taken or here_too or isinstance(error, BlockingIOError)
+        if taken:
+            raise TpukitError(
+                f"process {holder['pid']} on {holder['host']} is already training in {path.parent}: wait for it, end it, or "
+                f"choose another folder. (A process lost on another host counts as dead after {ALIVE_S:.0f} s.)"
+            )
+        try:
+            with full_disk_explained(path):
+                _overwrite(file, json.dumps(sealed(here)).encode())
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # the disk may be full or gone; the lock goes with the file
+                _overwrite(file, b"")
+            if fcntl:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the open file too
+
+
+def _open_lock(path):
+    """Open a lock file without emptying it. Raises OSError where something else has its name: a link of either kind, a pipe."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    file = os.open(path, flags, 0o644)
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        os.close(file)
+        raise OSError(f"{path.name} is a link or no file: remove it")
+    return os.fdopen(file, "r+b", buffering=0)
+
+
+def _overwrite(file, data):
+    file.seek(0)
+    file.truncate()
+    file.write(data)
+
+
+# The cache folder
+
+
+def cache_folder():
+    """Where later sessions find what was made once: TPUKIT_CACHE, or a folder of this user in the system's temporary one."""
+    chosen = os.environ.get("TPUKIT_CACHE")
+    return Path(chosen).resolve() if chosen else Path(tempfile.gettempdir()) / f"tpukit-{user()}"
+
+
+def make_private(folder):
+    """Make a folder that no other user can write in. Raises OSError where it is a link or another user's, or cannot be made."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not hasattr(os, "getuid"):
+        return
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise OSError("it is a link")
+    if found.st_uid != os.getuid():
+        raise OSError("it belongs to another user")
+    if found.st_mode & 0o022:
+        folder.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
+
+
+def user():
+    """This user's name, or number: in a container a user may have no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # OSError from Python 3.13 on
+        return str(os.getuid())

@@ -1,0 +1,143 @@
+"""Reading weight files of any kind without running code from them."""
+
+import hashlib
+import pickle
+import re
+from pathlib import Path
+
+from tpukit.host.errors import TpukitError, first_line
+
+
+def read(path):
+    """name -> CPU tensor from a .safetensors, .pth, .pt, .pkl or .tar file.
+
+    Takes a bare state dict, or one under `state_dict`, `model` or `net`; a `module.` prefix (DataParallel) is dropped.
+    Raises TpukitError for a missing or damaged file and for a pickle that would run code: it is never run.
+    """
+    import torch
+
+    path = Path(path)
+    if not path.is_file():
+        raise TpukitError(f"weights {path}: no such file")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            check_seal(path)
+            content = load_file(path)
+        else:
+            content = unpickle(path)
+    except TpukitError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise TpukitError(
+            f"weights {path}: {error}, so it was not opened. Ask its author for a plain state dict or a .safetensors file."
+        ) from error
+    except Exception as error:  # torch and safetensors raise many types for a damaged file
+        raise TpukitError(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
+    for key in ("state_dict", "model", "net"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
+    ):
+        raise TpukitError(f"weights {path}: expected a state dict (name -> tensor), got {type(content).__name__}")
+    return {name.removeprefix("module."): tensor for name, tensor in content.items()}
+
+
+def unpickle(path):
+    """What `torch.save` wrote: tensors, numbers, strings, and nests of them. Code is never run.
+
+    Raises UnpicklingError for a file that asks for more, TpukitError for a torch that cannot refuse it, and what torch raises
+    for a damaged one.
+    """
+    import torch
+
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 6):
+        raise TpukitError(
+            f"torch {torch.__version__} can run code from a weight file even where it is told not to (CVE-2025-32434): "
+            "install torch 2.6 or newer"
+        )
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        what = str(error)
+        if "weights_only" not in what:
+            raise
+        # torch goes on to advise weights_only=False, which would run the code.
+        asked = re.search(r"Unsupported global: GLOBAL (\S+)", what) or re.search(r"(TorchScript archive|legacy \.tar)", what)
+        name = asked[1] if asked else "something that is not a tensor"
+        raise pickle.UnpicklingError(f"this pickle asks to load {name}, which could run code") from None
+
+
+def load(model, path):
+    """Load a weight file into a model. Raises TpukitError naming the first entries that differ."""
+    new, own = read(path), model.state_dict()
+    # Counters of batch norm do not change what a model computes; old files lack them.
+    missing = [n for n in own if n not in new and not n.endswith("num_batches_tracked")]
+    unknown = [n for n in new if n not in own]
+    shapes = [n for n in own if n in new and own[n].shape != new[n].shape]
+    if missing or unknown or shapes:
+        lines = [f"  {n}: shape {tuple(new[n].shape)} in the file, {tuple(own[n].shape)} in the model" for n in shapes[:3]]
+        lines += [f"  {n}: missing in the file" for n in missing[:3]] + [f"  {n}: not in the model" for n in unknown[:3]]
+        raise TpukitError(
+            f"weights {path} belong to another model ({len(shapes)} other shapes, {len(missing)} missing, "
+            f"{len(unknown)} unknown of {len(own)}). First differences:\n" + "\n".join(lines)
+        )
+    model.load_state_dict({name: new.get(name, tensor) for name, tensor in own.items()})
+
+
+def metadata(path):
+    """dict of the strings that were kept with the weights in a .safetensors file; empty for a file from elsewhere."""
+    from safetensors import safe_open
+
+    if Path(path).suffix != ".safetensors" or not Path(path).is_file():
+        return {}
+    try:
+        check_seal(path)
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except TpukitError:
+        raise
+    except Exception as error:  # safetensors raises many types for a damaged file
+        raise TpukitError(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
+
+
+def epoch_of(path):
+    """The epoch (from 0) at which a run kept its best.safetensors, or None for a file from elsewhere."""
+    epoch = metadata(path).get("epoch")
+    return int(epoch) if epoch and re.fullmatch(r"[0-9]{1,9}", epoch) else None
+
+
+# A .safetensors file that knows its own SHA-256: that of the file with zeros in its place
+
+BLANK = "0" * 64
+
+
+def serialize(tensors, metadata):
+    """The bytes of a .safetensors file with its SHA-256 in it. tensors: name -> CPU tensor. metadata: name -> str."""
+    from safetensors.torch import save
+
+    data = save(tensors, metadata={**metadata, "tpukit.sha256": BLANK})
+    return data.replace(_seal(BLANK.encode()), _seal(hashlib.sha256(data).hexdigest().encode()), 1)
+
+
+def seal(path):
+    """The SHA-256 that a .safetensors file holds of itself, as bytes, or None: then it is from elsewhere. Reads its header."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        found = re.search(_seal(rb"([0-9a-f]{64})"), file.read(min(size, 1 << 27)))
+    return found and found[1]
+
+
+def check_seal(path):
+    """Raise TpukitError where a .safetensors file has changed since its SHA-256 was put into it."""
+    if not (kept := seal(path)):
+        return
+    data = Path(path).read_bytes()
+    if hashlib.sha256(data.replace(_seal(kept), _seal(BLANK.encode()), 1)).hexdigest().encode() != kept:
+        raise TpukitError(f"weights {path}: damaged (its {len(data)} bytes do not match the SHA-256 in it)")
+
+
+def _seal(digest):
+    return b'"tpukit.sha256":"' + digest + b'"'

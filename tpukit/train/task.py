@@ -1,0 +1,209 @@
+"""What a training task must say: `Workload`."""
+
+import dataclasses
+import functools
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from tpukit.host.errors import TpukitError
+from tpukit.runs.run import setting, settings
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A training task. Its fields are its whole configuration; copy `workloads/mnist.py` to write your own.
+
+    A subclass says `datasets`, `model`, `optimizer`, `loss`, `predict` and `evaluate`. Fields declared with
+    `setting(free=True)` may change when a run is resumed.
+    """
+
+    name: ClassVar[str]
+    """What the command line calls it."""
+    dataset: ClassVar[str]
+    """The name under which `find_dataset` looks for its data."""
+    score: ClassVar[str]
+    """The evaluation score that decides which weights are best; larger is better."""
+    phases: ClassVar[int] = 1
+    """How many variants `loss` has (a warm-up phase makes two). On XLA each costs one compilation, and no more are allowed."""
+    scored_with: ClassVar[tuple[str, ...] | None] = None
+    """The arrays of a batch that `evaluate` and `keep` need beside `valid`; None for all. Others are not read back from the
+    device."""
+    dataset_parts: ClassVar[tuple[str, ...]] = ()
+    """Names of the folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
+    synthetic_size: ClassVar[int] = 0
+    """Samples of the synthetic dataset, train and test together, unless told otherwise."""
+    fallback: ClassVar[Path | None] = None
+    """A folder that is searched where `dataset_dir` does not exist."""
+
+    dataset_dir: Path | None = setting(None, free=True)
+    """Folder of the dataset; `find_dataset` finds it."""
+    epochs: int = setting(10, free=True)
+    """Passes over the training set."""
+    batch_size: int = 16
+    """Global batch size: samples in one optimizer step, over all cores."""
+    lr: float = 0.01
+    """Learning rate."""
+    seed: int = 0
+    """Decides the initial weights, the order of the samples and the augmentation."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """fp32 (on GPUs without TF32, on a TPU without bf16 passes), bf16, fp16, or auto: bf16 on TPU and newer GPUs, fp16 with a
+    loss scaler on older GPUs, fp32 on CPU."""
+    weights: Path | None = None
+    """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model."""
+    clip_norm: float | None = None
+    """Scale gradients of a larger norm down to it; None does not."""
+    ema_decay: float | None = None
+    """Score and keep a moving average of the weights, with this decay every 10 steps; None keeps the weights themselves."""
+    log_every: int = setting(20, free=True)
+    """Steps between two records. Reading the loss waits for the device, so not every step."""
+    eval_every: int = setting(1, free=True)
+    """Epochs between two evaluations; the last epoch is always evaluated."""
+    save_every_s: float = setting(300.0, free=True)
+    """Seconds between two checkpoints within an epoch; one is written at every epoch's end anyway."""
+    batch_norm: Literal["per-core", "synced", "frozen"] = "per-core"
+    """Statistics of batch norm on several cores. per-core: each core's share of the batch, rank 0's running ones are kept.
+    synced: the whole global batch (GPUs, where each such layer makes the host wait for the device in every step;
+    parallel="spmd" does so on TPU anyway). frozen: the running ones, not trained."""
+    num_workers: int = setting(2, free=True)
+    """Threads that read and augment the batches; 0 does it between the steps."""
+    channels_last: bool = setting(False, free=True)
+    """Keep images with their channels innermost in memory, which convolutions on newer GPUs like."""
+    torch_compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = setting("no", free=True)
+    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway); reduce-overhead replays CUDA
+    graphs."""
+    data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
+    """Where the decoded samples lie. device: all of them on every core, so that a batch is an index, augmented there. host:
+    threads make the batches. auto: an accelerator that has eight times the room."""
+
+    def __post_init__(self):
+        least = dict(batch_size=1, log_every=1, eval_every=1, epochs=0, num_workers=0, seed=0)
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise TpukitError(f"{name}={getattr(self, name)}: it has to be {bound} or more")
+
+    def _left_out(self, method):
+        return NotImplementedError(f"{type(self).__name__} has to say {method}(): copy tpukit/workloads/mnist.py")
+
+    def datasets(self):
+        """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`; the training
+        set says in `draws` how many uniform numbers a sample's augmentation uses (0 if none).
+
+        A set that may lie on the device has besides: `pixels() -> dict of arrays (N, ...)` and their `pixels_size()` in bytes;
+        `drawn(indices, numbers) -> dict of arrays (B, ...)`, the few numbers of each sample; and `compose(rows, drawn)`, which
+        makes the batch of the rows of the pixels, as tensors on the device."""
+        raise self._left_out("datasets")
+
+    def model(self):
+        """The torch.nn.Module, on the CPU."""
+        raise self._left_out("model")
+
+    def optimizer(self, model):
+        """The optimizer of a model that already lies on the device."""
+        raise self._left_out("optimizer")
+
+    def loss(self, model, batch, epoch):
+        """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no `.item()` here."""
+        raise self._left_out("loss")
+
+    def predict(self, model, batch, epoch=None):
+        """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One program on XLA.
+
+        epoch: the epoch that the weights come from, for a model that has phases; None for finished weights."""
+        raise self._left_out("predict")
+
+    def predictor(self, model, runtime, epoch=None):
+        """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps says so here."""
+        return runtime.inference(functools.partial(self.predict, model, epoch=epoch))
+
+    def evaluate(self, predictions):
+        """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,) bool."""
+        raise self._left_out("evaluate")
+
+    def panels(self, batch, prediction=None):
+        """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3).
+
+        batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the data alone."""
+        raise self._left_out("panels")
+
+    @staticmethod
+    def synthesize(folder, size, rng):
+        """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one. rng: numpy's Generator."""
+        raise NotImplementedError
+
+    def example(self, count):
+        """A synthetic training batch, dict of arrays, to try the model with where there is no data."""
+        raise self._left_out("example")
+
+    # What a task may say besides
+
+    def test_set(self):
+        """The test set alone, where the training set need not be there."""
+        return self.datasets()[1]
+
+    def scored_on(self):
+        """What the scores depend on besides the weights. When a resumed run changes it, the best so far starts anew."""
+        return ""
+
+    def metadata(self, data):
+        """Strings to keep with the best weights, because they only make sense with these. data: the training set."""
+        return {}
+
+    def keep(self, folder, predictions, data):
+        """Write what is worth keeping of a test into a folder. predictions: list of what `evaluate` gets. data: the test
+        set."""
+
+    def kept(self, folder):
+        """(batch, predictions) that `keep` wrote there, for `panels`; None where there are none."""
+
+    # What is the same for all
+
+    def check_dataset_dir(self):
+        """Raise TpukitError where no dataset was given."""
+        if self.dataset_dir is None:
+            raise TpukitError(f"{type(self).__name__} needs a dataset_dir: find_dataset(env, {self.dataset!r}) finds one")
+
+
+# A task in another process
+
+
+def from_settings(kind, given):
+    """The task of a class with settings as `run.settings` gives them: paths and tuples, which JSON does not have, come back.
+
+    Fields that are not given keep their defaults; what is given for no field of the class is left out."""
+    types = get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind) if field.name in given]
+    return kind(**{name: _as_declared(types[name], given[name]) for name in names})
+
+
+def _as_declared(declared, value):
+    parts = [declared, *get_args(declared)]
+    if isinstance(value, list) and (tuples := [part for part in parts if get_origin(part) is tuple]):
+        return tuple(_as_declared(tuples[0], item) for item in value)
+    return Path(value) if isinstance(value, str) and Path in parts else value
+
+
+def for_another_process(task):
+    """(request, environment variables): what a fresh process needs to import the class and give it the same settings.
+
+    request: dict(module, folder, kind, settings) for JSON, read by `requested`. Raises TpukitError for the class of a notebook
+    cell. Start the process with -P, or the current folder stands in for installed packages."""
+    kind = type(task)
+    if kind.__module__ == "__main__":
+        raise TpukitError(
+            f"{kind.__name__} lives in a notebook cell, where a process of its own cannot import it: put it in a module"
+        )
+    places = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    module = sys.modules[kind.__module__]
+    folder = Path(module.__file__).resolve().parents[module.__name__.count(".") + hasattr(module, "__path__")]
+    request = dict(module=kind.__module__, folder=str(folder), kind=kind.__qualname__, settings=settings(task))
+    return request, {"PYTHONPATH": os.pathsep.join(filter(None, places))}  # an empty place is the current folder
+
+
+def requested(request):
+    """In the fresh process: the task of a request of `for_another_process`."""
+    sys.path.append(request["folder"])  # as the last: what lies beside the class is not to stand in for another package
+    kind = getattr(importlib.import_module(request["module"]), request["kind"])
+    return from_settings(kind, request["settings"])

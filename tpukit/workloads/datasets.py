@@ -1,0 +1,60 @@
+"""The dataset of a workload, found on this host or made: `find_dataset`."""
+
+from pathlib import Path
+
+import numpy as np
+
+from tpukit.host import datasets, files
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import printable
+from tpukit.workloads import WORKLOADS, find
+
+SYNTHETIC_NOTE = "Synthetic, made by tpukit; not real data.\n"
+
+
+def find_dataset(env, name, path=None, *, fallback=False, size=None):
+    """Find a dataset's folder and print which one was taken and why; make a small synthetic set where there is none.
+
+    In this order: `path`; Drive (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; on Colab a Drive that is not mounted
+    yet, for which the user is asked once; a synthetic set of `size` images. Archives (.zip, .tar.gz) at these places are
+    unpacked below `env.outputs`. A given `path` that does not exist raises TpukitError, unless `fallback=True` allows the
+    other places, or `fallback` is a folder, which is then taken instead (and, where no path is given, before Drive is asked
+    for). So does a name that no workload has, where no place holds it.
+    """
+    workload = _workload_of(name)
+    found = datasets.find(env, name, path, fallback=fallback, parts=workload.dataset_parts if workload else ())
+    if found is not None:
+        return found
+    folder = make_synthetic(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)
+    unseen = "; Drive is not mounted" if env.drive and not env.drive.is_dir() else ""
+    why = f"because no real one was found on Drive, in Kaggle inputs or in ./datasets{unseen}"
+    print(printable(f"dataset {name}: {folder} (synthetic, {why})"))
+    return folder
+
+
+def make_synthetic(name, folder, *, size=None, seed=0):
+    """Make the synthetic set of a workload's dataset, whole or not at all; kept if already there.
+
+    size: number of samples, train and test together. Returns the folder, whose name gets the size. Raises TpukitError for a
+    name that no workload has, and where the folder cannot be written.
+    """
+    workload = _workload_of(name)
+    if workload is None:
+        raise TpukitError(
+            f"no dataset {name!r} was found, and a synthetic one is made for "
+            f"{', '.join(entry.dataset for entry in WORKLOADS.values())} only. Check the name; for a set of your own give its "
+            "path, or put it into ./datasets"
+        )
+    size, folder = size or workload.synthetic_size, Path(folder)
+    folder = folder.with_name(f"{folder.name}-{size}")
+    with files.locked(folder):
+        if not folder.exists():
+            with files.whole_folder(folder) as work:
+                workload.synthesize(work, size, np.random.default_rng(seed))
+                (work / "README.txt").write_text(SYNTHETIC_NOTE)
+    return folder
+
+
+def _workload_of(name):
+    """The class of the workload with a dataset of this name, or None."""
+    return next((find(key) for key, entry in WORKLOADS.items() if entry.dataset.lower() == name.lower()), None)
