@@ -30,7 +30,7 @@ def main():
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all unless given")
     parser.add_argument(
-        "--data", type=Path, help="a real infrared set, for the parts that read one; made-up images unless given"
+        "--data", type=Path, help="a real infrared set, for the parts that read one; synthetic images unless given"
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/bench.json"))
     options = parser.parse_args()

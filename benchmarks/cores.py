@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tpukit import MNIST, Run, launch
-from tpukit.train.data import Feed
+from tpukit.training.data import BatchLoader
 
 ROUNDS, STEPS = 7, 20
 
@@ -22,10 +22,10 @@ def timed(task, run, *, runtime):
     data, _ = task.datasets()
     model = runtime.place(task.model())
     optimizer = task.optimizer(model)
-    runtime.prime(optimizer)
+    runtime.init_optimizer_state(optimizer)
     parallel = runtime.parallel(model)
     step = runtime.compile(lambda batch: runtime.update(task.loss(parallel, batch, 0), optimizer))
-    feed = Feed(data, runtime, on="host", workers=1)
+    feed = BatchLoader(data, runtime, on="host", workers=1)
     plan = [(np.arange(task.batch_size), None, None)] * STEPS
     sum_gradients = runtime._sum_gradients
     seconds = {True: [], False: []}
@@ -33,13 +33,13 @@ def timed(task, run, *, runtime):
         summed = round_number % 2 == 0
         runtime._sum_gradients = sum_gradients if summed else lambda gradients: None
         silent = parallel.no_sync() if hasattr(parallel, "no_sync") and not summed else contextlib.nullcontext()
-        runtime.world.everyone([0.0])
+        runtime.world.all_gather([0.0])
         started = time.perf_counter()
         with silent:
             for batch in feed.batches(plan):
                 step(batch)
         runtime.sync()
-        slowest = max(row[0] for row in runtime.world.everyone([time.perf_counter() - started]))
+        slowest = max(row[0] for row in runtime.world.all_gather([time.perf_counter() - started]))
         if round_number > 1:
             seconds[summed].append(slowest / STEPS)
     return [seconds[True], seconds[False]]

@@ -16,7 +16,7 @@ from PIL import Image, ImageFilter, ImageOps
 
 from tpukit import MSHNet
 from tpukit.devices.runtime import Runtime
-from tpukit.train.data import Feed, training_plan
+from tpukit.training.data import BatchLoader, training_plan
 from tpukit.workloads.mshnet import IMAGE_MEAN, IMAGE_STD, augment, normalise
 
 ROUNDS, BATCH = 7, 16
@@ -53,7 +53,7 @@ def main(device, folder):
         "plain": lambda steps: (plain(folder, [data.names[i] for i in indices], numbers, 256) for indices, numbers, _ in steps)
     }
     for on in ("host", "device"):
-        feed = Feed(data, runtime, on=on, workers=0)
+        feed = BatchLoader(data, runtime, on=on, workers=0)
         ways[on] = lambda steps, feed=feed: (normalise(feed.compose(batch)["image"]) for batch in feed.batches(steps))
     seconds = {name: [] for name in ways}
     for _ in range(ROUNDS):

@@ -15,7 +15,7 @@ from tpukit import MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.xla import XLARuntime
 from tpukit.host.tables import GIB
-from tpukit.train.step import fresh_sums, training_step
+from tpukit.training.step import fresh_sums, training_step
 from tpukit.workloads.mshnet import strips
 
 ROUNDS, STEPS = 5, 4
@@ -59,8 +59,8 @@ def seconds_a_step(device, task, in_strips, replayed):
     torch.manual_seed(0)
     model = runtime.place(task.model().train(), channels_last=task.channels_last)
     optimizer = task.optimizer(model)
-    runtime.prime(optimizer)
-    faster = runtime.compiled(model, task.torch_compile)
+    runtime.init_optimizer_state(optimizer)
+    faster = runtime.torch_compile(model, task.torch_compile)
     batch, sums = runtime.put(task.example(task.batch_size)), fresh_sums(runtime)
 
     def step(batch, sums):

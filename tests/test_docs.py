@@ -91,15 +91,15 @@ def test_the_page_of_what_goes_wrong_is_what_the_library_says():
 
 @pytest.mark.parametrize("trouble", [t for t in known_errors.TROUBLES if t.pattern], ids=lambda t: t.said[:40])
 def test_an_error_is_recognised_by_the_text_that_the_page_shows_and_gets_that_mend(trouble, capsys):
-    assert known_errors.mend_for(trouble.said) == trouble.mend
+    assert known_errors.fix_for(trouble.said) == trouble.fix
     assert cli.main(["doctor", "--error", f"Traceback\n{trouble.said}\n at line 3"]) == 0
-    assert trouble.mend in capsys.readouterr().out
+    assert trouble.fix in capsys.readouterr().out
 
 
 def test_a_text_that_is_no_error_of_its_own_is_known_to_doctor_and_an_unknown_one_is_not(capsys):
     assert cli.main(["doctor", "--error", "E1121 Could not set metric server port: 8431"]) == 0
     assert "Harmless" in capsys.readouterr().out
-    assert known_errors.mend_for("Could not set metric server port") is None  # whatever raised it has another cause
+    assert known_errors.fix_for("Could not set metric server port") is None  # whatever raised it has another cause
     assert cli.main(["doctor", "--error", "the moon is full"]) == 1
     assert "not known here" in capsys.readouterr().out
 
@@ -187,7 +187,7 @@ def test_a_text_of_a_users_thread_gets_its_own_entry(text, capsys):
 def test_every_trouble_has_a_code_of_its_own_and_torch_tpu_is_said_to_be_unsupported():
     codes = [trouble.code for trouble in known_errors.TROUBLES]
     assert len(set(codes)) == len(codes) and set(THREADS.values()) <= set(codes)
-    assert all("not support torch_tpu" in t.mend for t in known_errors.TROUBLES if t.code.startswith("torch-tpu"))
+    assert all("not support torch_tpu" in t.fix for t in known_errors.TROUBLES if t.code.startswith("torch-tpu"))
 
 
 # How people name what they met, as in forums and in the lists of the platforms -> a word of what they have to be told.

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-LAYERS = ("host", "runs", "devices", "train", "launch", "workloads", "reporting", "tools", "cli")  # the lowest first
+LAYERS = ("host", "runs", "devices", "training", "launching", "workloads", "reporting", "tools", "cli")  # the lowest first
 MODULES = sorted(p for p in (ROOT / "tpukit").rglob("*.py"))
 
 
@@ -46,7 +46,7 @@ def test_a_module_imports_from_its_own_layer_and_the_layers_below(path):
 @pytest.mark.parametrize(
     "package, layers",
     [
-        ("torch_xla", {"devices", "launch"}),
+        ("torch_xla", {"devices", "launching"}),
         ("matplotlib", {"reporting"}),
         ("IPython", {"reporting"}),
         ("ipywidgets", {"reporting"}),

@@ -127,7 +127,7 @@ def test_doctor_tells_machines_the_same_as_people(capsys, monkeypatch):
 
 
 def test_ctrl_c_ends_with_130(infrared, monkeypatch):
-    from tpukit.train import loop
+    from tpukit.training import loop
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

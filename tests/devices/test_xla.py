@@ -115,7 +115,7 @@ def outcome(xla, optimizer, dropout, replayed):
     ]
     model = xla.place(torch.nn.Sequential(*layers, *([torch.nn.Dropout(0.5)] if dropout else [])).train())
     made = optimizer(model.parameters())
-    xla.prime(made)
+    xla.init_optimizer_state(made)
     xla.seed(5)
     calls = []
 
@@ -165,7 +165,7 @@ def test_a_replayed_step_gives_what_a_traced_one_gives_but_for_rounding(optimize
 def test_a_replayed_step_writes_the_new_weights_into_the_memory_of_the_old_ones(xla):
     model = xla.place(torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    xla.prime(optimizer)
+    xla.init_optimizer_state(optimizer)
 
     def step(x):
         loss = model(x).square().sum()
@@ -350,13 +350,13 @@ def test_memory_and_counters_are_absent_where_they_cannot_be_read(xla, cpu):
     ],
 )
 def test_errors_of_the_runtime_are_raised_with_their_mend(message, word):
-    with pytest.raises(TpukitError, match=word), environment.explained():
+    with pytest.raises(TpukitError, match=word), environment.explain_known_errors():
         raise RuntimeError(message)
-    assert known_errors.mend_for("some other problem") is None
+    assert known_errors.fix_for("some other problem") is None
 
 
 def test_an_error_without_a_known_mend_stays_what_it_was():
-    with pytest.raises(KeyError), environment.explained():
+    with pytest.raises(KeyError), environment.explain_known_errors():
         raise KeyError("x")
 
 
@@ -381,7 +381,7 @@ def test_adams_bias_correction_that_rounds_to_one_late_in_a_training_compiles_no
     """From step 36,314 on the square root of 1 - 0.999^step is exactly 1, and some operations fold that number."""
     model = xla.place(torch.nn.Linear(3, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    assert xla.prime(optimizer)
+    assert xla.init_optimizer_state(optimizer)
     for state in optimizer.state.values():
         state["step"].fill_(36_307)
     step = xla.compile(lambda x: xla.update(model(x).square().mean(), optimizer))

@@ -19,10 +19,10 @@ import torch
 
 from tests.conftest import ROOT, best_weights, exact, same
 from tpukit import Run, TpukitError, cli, detect, find_dataset, find_run, mount_drive, workloads
-from tpukit.host import datasets, files
+from tpukit.host import archives, arrays, files
 from tpukit.host.environment import Environment
 from tpukit.runs import weights
-from tpukit.train import loop
+from tpukit.training import loop
 from tpukit.workloads import cdeit, mnist, mshnet
 from tpukit.workloads.cdeit import simulator
 from tpukit.workloads.datasets import make_synthetic
@@ -193,7 +193,7 @@ def test_tpukit_train_goes_on_from_an_earlier_versions_output(kaggle, digits, mo
     run = Run.open(kaggle.inputs / "my-notebook/outputs/mnist", mnist.MNIST(dataset_dir=digits))
     run.log("note", 1)
     monkeypatch.setattr("tpukit.host.environment.detect", lambda: kaggle)
-    monkeypatch.setattr("tpukit.launch.launcher.launch", lambda *_, **__: None)
+    monkeypatch.setattr("tpukit.launching.launcher.launch", lambda *_, **__: None)
     assert cli.main(["train", "mnist", "--dataset-dir", str(digits)]) == 0
     assert len(Run.find(kaggle.outputs / "mnist").records("note")) == 1
 
@@ -244,10 +244,10 @@ def make_archive(path, entries):
 def test_an_archive_of_folders_too_deep_to_be_removed_again_is_refused_and_leaves_nothing(ending, tmp_path):
     deep = make_archive(tmp_path / f"deep{ending}", {"a/" * 1800 + "b": "x"})
     with pytest.raises(TpukitError, match="nests more than 100 folders"):
-        datasets.unpack(deep, tmp_path / "out/set")
+        archives.unpack(deep, tmp_path / "out/set")
     assert list((tmp_path / "out").iterdir()) == []
     whole = make_archive(tmp_path / f"whole{ending}", {"a/" * 99 + "b": "x"})
-    assert len(list(datasets.unpack(whole, tmp_path / "out/set").rglob("*"))) == 99
+    assert len(list(archives.unpack(whole, tmp_path / "out/set").rglob("*"))) == 99
 
 
 @pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
@@ -280,21 +280,22 @@ def test_another_archive_for_the_same_name_is_unpacked_beside_the_first(here, tm
 @pytest.mark.parametrize("archive", ["eit", "train"])
 def test_a_folder_that_belongs_to_the_dataset_is_not_taken_off(tmp_path, archive, ending):
     path = make_archive(tmp_path / f"{archive}{ending}", {"train/000000.npz": "x", "train/000001.npz": "x"})
-    folder = datasets.unpack(path, tmp_path / "unpacked")
+    folder = archives.unpack(path, tmp_path / "unpacked", parts=("train", "test"))
     assert [p.name for p in folder.iterdir()] == ["train"] and len(list((folder / "train").iterdir())) == 2
     assert folder.stat().st_mode & 0o777 == 0o755
 
 
 def test_a_top_folder_may_hold_one_of_its_own_name(tmp_path):
     path = make_archive(tmp_path / "set.zip", {"set/set/a.txt": "1", "set/b.txt": "2"})
-    folder = datasets.unpack(path, tmp_path / "unpacked")
+    folder = archives.unpack(path, tmp_path / "unpacked")
     assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*.txt")) == ["b.txt", "set/a.txt"]
 
 
 def test_every_folder_that_a_workload_looks_for_is_one_of_the_parts():
     names = {name for convention in (*cdeit.CONVENTIONS.values(), cdeit.TRAINING) for name in convention.folders}
     names |= {pattern.split("/")[0] for patterns in mshnet.data.LISTS.values() for pattern in patterns if "/" in pattern}
-    assert names | {"images", "masks", "raw"} == datasets.PARTS
+    parts = {name for key in workloads.WORKLOADS for name in workloads.find(key).dataset_parts}
+    assert names | {"images", "masks", "raw"} == parts
 
 
 @pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
@@ -315,7 +316,7 @@ def test_an_archive_that_leads_outside_is_refused_and_nothing_is_written(tmp_pat
     name = name.format(outside=tmp_path / "outside.txt")
     archive = make_archive(tmp_path / f"bad{ending}", {"good.txt": "1", name: "2"})
     with pytest.raises(TpukitError, match="not safe"):
-        datasets.unpack(archive, tmp_path / "here/target")
+        archives.unpack(archive, tmp_path / "here/target")
     assert list((tmp_path / "here").iterdir()) == [] and not list(tmp_path.glob("**/*outside.txt"))
 
 
@@ -358,7 +359,7 @@ SPARSE = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.map": "0
 def test_a_tar_gives_regular_files_and_folders_only(tmp_path, bad):
     path = tar_of(tmp_path / "bad.tar.gz", member("top", tarfile.DIRTYPE), member("top/good.txt", size=1), bad)
     with pytest.raises(TpukitError, match="not safe to unpack: 'bad'|a header in it is damaged"):  # some Pythons refuse -1024
-        datasets.unpack(path, tmp_path / "here/target")
+        archives.unpack(path, tmp_path / "here/target")
     assert list((tmp_path / "here").iterdir()) == []
 
 
@@ -377,7 +378,7 @@ def test_links_that_only_together_lead_outside_write_nothing(tmp_path):
     ]
     archive = tar_of(tmp_path / "bad.tar.gz", *members)
     with pytest.raises(TpukitError, match="not safe"):
-        datasets.unpack(archive, tmp_path / "here/target")
+        archives.unpack(archive, tmp_path / "here/target")
     assert not list(tmp_path.glob("**/key.txt"))
 
 
@@ -388,7 +389,7 @@ def test_a_zip_gives_regular_files_and_folders_only(tmp_path, kind):
         info.external_attr = kind << 16
         archive.writestr(info, "/etc")
     with pytest.raises(TpukitError, match="not safe to unpack: 'bad'"):
-        datasets.unpack(tmp_path / "bad.zip", tmp_path / "here/target")
+        archives.unpack(tmp_path / "bad.zip", tmp_path / "here/target")
     assert list((tmp_path / "here").iterdir()) == []
 
 
@@ -406,7 +407,7 @@ def test_an_archive_decides_nothing_but_names_and_contents(tmp_path, ending):
         tar_of(path, *[member(name, size=n, mode=0o6777, uid=1, gid=1) for n, name in enumerate(names)])
     umask = os.umask(0o027)
     try:
-        folder = datasets.unpack(path, tmp_path / "unpacked")
+        folder = archives.unpack(path, tmp_path / "unpacked")
     finally:
         os.umask(umask)
     found = {str(place.relative_to(folder)): place.stat() for place in folder.rglob("*")}
@@ -422,7 +423,7 @@ def test_a_zip_written_with_backslashes_gives_folders(tmp_path):
     with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
         for name in ("set\\images\\", "set\\images\\a.png"):
             archive.writestr(zipfile.ZipInfo(name), "" if name.endswith("\\") else "1")
-    folder = datasets.unpack(tmp_path / "set.zip", tmp_path / "unpacked")
+    folder = archives.unpack(tmp_path / "set.zip", tmp_path / "unpacked")
     assert [str(p.relative_to(folder)) for p in folder.rglob("*.png")] == ["images/a.png"]
 
 
@@ -432,9 +433,9 @@ def test_an_archive_that_the_disk_cannot_hold_is_refused_beforehand(tmp_path, en
     archive = make_archive(tmp_path / f"bomb{ending}", holds)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
-    monkeypatch.setattr(datasets, "_extract", lambda *_: pytest.fail("it was unpacked"))
+    monkeypatch.setattr(archives, "_extract", lambda *_: pytest.fail("it was unpacked"))
     with pytest.raises(TpukitError, match="does not fit.*0.00 GiB"):
-        datasets.unpack(archive, tmp_path / "here/target")
+        archives.unpack(archive, tmp_path / "here/target")
     assert list((tmp_path / "here").iterdir()) == []
 
 
@@ -446,10 +447,10 @@ def test_a_file_that_is_larger_than_its_archive_says_is_an_error_and_not_read_on
     folder = tmp_path / "unpacked"
     folder.mkdir()
     with pytest.raises(zipfile.BadZipFile):
-        datasets._extract(tmp_path / "lies.zip", folder)
+        archives._extract(tmp_path / "lies.zip", folder)
     assert (folder / "a.txt").stat().st_size <= 1000
     with pytest.raises(TpukitError, match="cannot be unpacked"):
-        datasets.unpack(tmp_path / "lies.zip", tmp_path / "here/target")
+        archives.unpack(tmp_path / "lies.zip", tmp_path / "here/target")
 
 
 def test_a_name_of_a_tar_that_would_fill_the_memory_is_not_read(tmp_path):
@@ -457,7 +458,7 @@ def test_a_name_of_a_tar_that_would_fill_the_memory_is_not_read(tmp_path):
     with gzip.open(tmp_path / "bad.tar.gz", "wb") as file:
         file.write(header + bytes(10_240))
     with pytest.raises(TpukitError, match="a header of 1099511627776 bytes"):
-        datasets.unpack(tmp_path / "bad.tar.gz", tmp_path / "here/target")
+        archives.unpack(tmp_path / "bad.tar.gz", tmp_path / "here/target")
 
 
 def test_what_a_killed_process_left_is_gone_after_the_next_and_nothing_else(tmp_path):
@@ -477,8 +478,8 @@ def test_what_a_killed_process_left_is_gone_after_the_next_and_nothing_else(tmp_
     (target.parent / f"{start}afileaaa.partial").write_text("a file")
     (target.parent / f"{start}alinkaaa.partial").symlink_to(tmp_path)
     kept = {*target.parent.iterdir()} - {left}
-    with files.whole_folder(target.with_name("set")) as other, files.whole_folder(target) as same:  # of a process that lives
-        datasets.unpack(archive, target)
+    with files.atomic_folder(target.with_name("set")) as other, files.atomic_folder(target) as same:  # of a process that lives
+        archives.unpack(archive, target)
         assert {*target.parent.iterdir()} == kept | {other, same, target}
         shutil.rmtree(target)
     assert archive.exists()
@@ -489,7 +490,7 @@ def test_an_archive_cut_short_leaves_nothing_behind(tmp_path, ending):
     archive = make_archive(tmp_path / f"cut{ending}", {f"{i}.txt": os.urandom(500).hex() for i in range(20)})
     archive.write_bytes(archive.read_bytes()[:3000])
     with pytest.raises(TpukitError, match="cannot be unpacked.*again"):
-        datasets.unpack(archive, tmp_path / "here/target")
+        archives.unpack(archive, tmp_path / "here/target")
     assert list((tmp_path / "here").iterdir()) == []
 
 
@@ -503,7 +504,7 @@ def test_one_changed_byte_of_a_tar_is_an_error_and_no_smaller_or_other_set(tmp_p
     data[data.index(b"2.txt") if where == "header" else data.index(b"xxx")] = ord("y")
     (tmp_path / "set.tar.gz").write_bytes(data)
     with pytest.raises(TpukitError, match="header in it is damaged|CRC"):
-        datasets.unpack(tmp_path / "set.tar.gz", tmp_path / "here/target")
+        archives.unpack(tmp_path / "set.tar.gz", tmp_path / "here/target")
     assert list((tmp_path / "here").iterdir()) == []
 
 
@@ -531,7 +532,7 @@ def test_an_archive_that_cannot_be_read_is_explained_and_leaves_nothing_behind(t
         archive.writestr("a.txt", os.urandom(500).hex())
     damage(tmp_path / "bad.zip")
     with pytest.raises(TpukitError, match=f"bad.zip cannot be unpacked.*{words}"):
-        datasets.unpack(tmp_path / "bad.zip", tmp_path / "here/target")
+        archives.unpack(tmp_path / "bad.zip", tmp_path / "here/target")
     assert list((tmp_path / "here").iterdir()) == []
 
 
@@ -554,7 +555,7 @@ def test_a_damaged_mnist_says_so(tmp_path, damage):
     [
         lambda folder: make_synthetic("mnist", folder / "mnist", size=12),
         lambda folder: simulator.simulate(folder / "eit", samples=1, test_samples=0, progress=False),
-        lambda folder: datasets.unpack(make_archive(folder.parent / "a.zip", {"a.txt": "1"}), folder / "a"),
+        lambda folder: archives.unpack(make_archive(folder.parent / "a.zip", {"a.txt": "1"}), folder / "a"),
     ],
     ids=["synthetic", "simulator", "unpack"],
 )
@@ -565,23 +566,23 @@ def test_a_folder_that_cannot_be_made_asks_for_another_one(tmp_path, write):
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
-    with pytest.raises(RuntimeError), files.whole_folder(tmp_path / "above/folder") as work:
+    with pytest.raises(RuntimeError), files.atomic_folder(tmp_path / "above/folder") as work:
         (work / "half").touch()
         assert not (tmp_path / "above/folder").exists()
         raise RuntimeError("the process fell over")
     assert os.listdir(tmp_path / "above") == []
-    with files.whole_folder(tmp_path / "above/folder") as work:
+    with files.atomic_folder(tmp_path / "above/folder") as work:
         (work / "all").touch()
     assert os.listdir(tmp_path / "above") == ["folder"] and os.listdir(tmp_path / "above/folder") == ["all"]
 
 
 def test_two_processes_may_write_the_same_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    with files.whole_file(path) as file:
+    with files.atomic_file(path) as file:
         file.write(b"one")
         with monkeypatch.context() as other:
             other.setattr(os, "getpid", lambda: 7)
-            files.write_whole(path, "two")
+            files.write_atomic(path, "two")
     assert path.read_text() == "one" and os.listdir(tmp_path) == ["file"]
 
 
@@ -592,14 +593,14 @@ def test_a_user_without_a_name_is_called_by_number(tmp_path, monkeypatch):
     monkeypatch.setattr(getpass, "getuser", nameless)
     monkeypatch.delenv("TPUKIT_CACHE")
     assert files.cache_folder().name == f"tpukit-{os.getuid()}"
-    with files.locked(tmp_path / "file"):
+    with files.file_lock(tmp_path / "file"):
         pass
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
-    files.write_whole(path, "old")
-    with pytest.raises(RuntimeError), files.whole_file(path) as file:
+    files.write_atomic(path, "old")
+    with pytest.raises(RuntimeError), files.atomic_file(path) as file:
         file.write(b"half of the ne")
         raise RuntimeError("the process fell over")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
@@ -707,7 +708,7 @@ def test_the_key_of_a_folder_is_that_of_its_contents(tmp_path, monkeypatch):
         (folder / name).write_text(text)
         os.utime(folder / name, (1, 1))
         (folder / "notes.txt").write_text(str(folder))
-    key = lambda folder: datasets.content_key(folder, like=("*.npz",))  # noqa: E731
+    key = lambda folder: arrays.content_key(folder, like=("*.npz",))  # noqa: E731
     assert key(first) == key(copy) and len({key(first), key(other), key(renamed)}) == 3
     with monkeypatch.context() as patch:
         patch.setattr(files, "sha256", lambda path: pytest.fail("read again"))

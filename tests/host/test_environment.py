@@ -121,7 +121,7 @@ def test_what_an_old_guide_left_set_is_explained_and_doctor_and_migrate_say_the_
         detect({name: "10.0.0.2:8470"}, tmp_path).require("tpu")
     assert OLD_VARIABLES[name] in str(error.value)
     check = find(examine({name: "1"}, tmp_path), "variable", doctor.WARNING if "BF16" in name else doctor.NOTE)
-    assert check.found.startswith(f"{name}=1: ") and check.mend.removeprefix("unset it. ") in OLD_VARIABLES[name]
+    assert check.found.startswith(f"{name}=1: ") and check.fix.removeprefix("unset it. ") in OLD_VARIABLES[name]
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_doctor_says_of_an_untouched_image_exactly_what_is_so(name, more, image)
     common = ["python ok", "torch ok", "accelerator ok", "disk ok", "shared memory ok", "memory ok"]
     assert sorted(f"{c.what} {c.level}" for c in checks) == sorted(common + more), f"{doctor.table(checks)}"
     packages = next(c for c in checks if c.what == "packages")
-    assert all(package in packages.found and package in packages.mend for package in IMAGES[name][5])
+    assert all(package in packages.found and package in packages.fix for package in IMAGES[name][5])
 
 
 @pytest.mark.parametrize("name", ["colab tpu", "kaggle tpu"])
@@ -362,8 +362,8 @@ def test_doctor_says_of_an_untouched_image_exactly_what_is_so(name, more, image)
 def test_doctor_never_tells_to_install_over_an_image(name, broken, image):
     checks = image(name, **broken)
     worse = [c for c in checks if c.level in (doctor.BLOCKS, doctor.WARNING) and c.what != "packages"]
-    assert worse and all("fresh session" in c.mend for c in worse)
-    assert not [c.mend for c in checks if re.search(r"pip install.*\b(torch|torch_xla|libtpu)\b", c.mend)]
+    assert worse and all("fresh session" in c.fix for c in worse)
+    assert not [c.fix for c in checks if re.search(r"pip install.*\b(torch|torch_xla|libtpu)\b", c.fix)]
 
 
 def test_doctor_needs_no_torch_xla_to_be_installed_where_a_version_of_it_is_given(tmp_path, versions, monkeypatch):
@@ -389,7 +389,7 @@ def test_torch_xla_is_imported_under_the_variables_that_a_training_would_have(gi
         (tmp_path / name / "__init__.py").write_text(text)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "PJRT_"))}
     check = find(examine({**kept, "PYTHONPATH": str(tmp_path), **given}, tmp_path), "torch_xla", level)
-    assert level == doctor.OK or "TPU_ACCELERATOR_TYPE" in check.mend
+    assert level == doctor.OK or "TPU_ACCELERATOR_TYPE" in check.fix
 
 
 @pytest.mark.parametrize(
@@ -406,13 +406,13 @@ def test_versions_that_do_not_match_block(tmp_path, versions):
     versions(torch="2.11.0", torch_xla="2.9.0")
     check = find(examine({}, tmp_path), "torch_xla", doctor.BLOCKS)
     assert (
-        "2.9.0 does not match torch 2.11.0" in check.found and "torch~=2.9.0" in check.mend
+        "2.9.0 does not match torch 2.11.0" in check.found and "torch~=2.9.0" in check.fix
     )  # a torch_xla 2.11 is not to be had
 
 
 def test_tensorflow_beside_torch_xla_is_a_warning_and_tensorflow_cpu_is_not(tmp_path, versions):
     versions(torch="2.9.0", torch_xla="2.9.0", tensorflow="2.19.0")
-    assert "tensorflow-cpu" in find(examine({}, tmp_path), "tensorflow", doctor.WARNING).mend
+    assert "tensorflow-cpu" in find(examine({}, tmp_path), "tensorflow", doctor.WARNING).fix
     versions(torch="2.9.0", torch_xla="2.9.0", tensorflow="2.19.0", tensorflow_cpu="2.19.0")
     assert not [c for c in examine({}, tmp_path) if c.what == "tensorflow"]
 
@@ -425,7 +425,7 @@ def test_a_chip_held_by_another_process_names_it(tmp_path, versions):
     (process / "cmdline").write_bytes(b"python\0train_old.py\0--name=caf\xe9\0--token=s3cret\0")  # no UTF-8
     os.symlink("/dev/vfio/0", process / "fd/7")
     check = find(examine(COLAB_TPU, tmp_path), "chip", doctor.BLOCKS)
-    assert "process 4242 (python train_old.py) holds /dev/vfio/0" in check.found and "kill 4242" in check.mend
+    assert "process 4242 (python train_old.py) holds /dev/vfio/0" in check.found and "kill 4242" in check.fix
     assert "s3cret" not in check.found
 
 
@@ -435,14 +435,14 @@ def test_a_lock_left_behind_is_named_only_where_a_chip_is(tmp_path, versions):
     (tmp_path / "tmp/libtpu_lockfile").touch()
     assert not [c for c in examine({}, tmp_path) if c.what == "chip"]
     add_chips(tmp_path, 1)
-    assert "rm " in find(examine(COLAB_TPU, tmp_path), "chip", doctor.WARNING).mend
+    assert "rm " in find(examine(COLAB_TPU, tmp_path), "chip", doctor.WARNING).fix
 
 
 def test_variables_of_kaggle_and_of_old_guides_are_explained(tmp_path, versions):
     add_chips(tmp_path, 8)
     versions(torch="2.8.0", torch_xla="2.8.0")
     checks = examine({**KAGGLE_TPU, "XLA_USE_BF16": "1", "COLAB_TPU_ADDR": "10.0.0.2"}, tmp_path)
-    notes = " ".join(c.found + c.mend for c in checks if c.what == "variable")
+    notes = " ".join(c.found + c.fix for c in checks if c.what == "variable")
     for text in (
         "TPU_PROCESS_ADDRESSES=local",
         "os.environ.pop('TPU_PROCESS_ADDRESSES')",
@@ -450,7 +450,7 @@ def test_variables_of_kaggle_and_of_old_guides_are_explained(tmp_path, versions)
         "TPU Node runtime",
     ):
         assert text in notes
-    assert "autocast" in find(checks, "variable", doctor.WARNING).mend
+    assert "autocast" in find(checks, "variable", doctor.WARNING).fix
 
 
 @pytest.mark.parametrize(
@@ -512,7 +512,7 @@ class cuda:
         assert not [c for c in checks if c.what == "gpu"], doctor.table(checks)
         return
     check = find(checks, "gpu", doctor.BLOCKS)
-    assert all(text in check.found for text in said) and ("T4 x2" in check.mend) is (card == P100)
+    assert all(text in check.found for text in said) and ("T4 x2" in check.fix) is (card == P100)
 
 
 def test_a_gpu_without_a_driver_is_warned_of(tmp_path, versions):
@@ -539,7 +539,7 @@ def test_missing_torch_missing_libtpu_full_disk_and_little_memory_are_told(tmp_p
         find(checks, what, doctor.BLOCKS)
     for what in ("shared memory", "memory"):
         find(checks, what, doctor.WARNING)
-    assert "mount_drive" in find(checks, "drive", doctor.NOTE).mend
+    assert "mount_drive" in find(checks, "drive", doctor.NOTE).fix
 
 
 @pytest.mark.real_imports
@@ -548,7 +548,7 @@ def test_a_torch_that_cannot_be_imported_is_told_with_its_mend(tmp_path, version
     (tmp_path / "torch/__init__.py").write_text("raise ImportError('_XLAC.so: undefined symbol: _ZN5torch')")
     versions(torch="2.9.0")
     check = find(examine({**os.environ, "PYTHONPATH": str(tmp_path)}, tmp_path), "torch", doctor.BLOCKS)
-    assert "undefined symbol" in check.found and "do not match" in check.mend
+    assert "undefined symbol" in check.found and "do not match" in check.fix
 
 
 @pytest.mark.real_imports

@@ -107,7 +107,7 @@ def test_memory_of_every_device_of_every_rank_is_recorded(digits, tmp_path, monk
     monkeypatch.setattr(Runtime, "memory", lambda self: [(self.world.rank + 1.0, 16.0), (self.world.rank + 5.0, 16.0)])
 
     class Two(World):
-        def everyone(self, values):  # the other rank says the same of its own devices
+        def all_gather(self, values):  # the other rank says the same of its own devices
             other = [v + 10 if n >= 5 and n % 2 and n < len(values) - 2 else v for n, v in enumerate(values)]
             return [list(values), other]
 
@@ -264,7 +264,7 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
         figures._out(measurement.table())
         figures._out(findings.settings_table(run.config))
         figures._out(figures.panels_figure([[(word, np.eye(4)), (word, np.eye(4))]], word))
-        figures._out(findings.live_table(word, run.records(), run.live(), run.checkpoints(), 1.0))
+        figures._out(findings.live_table(word, run.records(), run.read_progress(), run.checkpoints(), 1.0))
         formatter = DisplayFormatter()
         formatter.active_types = formatter.format_types
         cell = nbformat.v4.new_code_cell("show()", id="shown")

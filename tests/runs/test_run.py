@@ -205,7 +205,7 @@ def readings(path):
     yield "records", lambda: run.records()
     yield "findings", lambda: findings.findings(run.records())
     yield "tables", lambda: [str(table) for table in findings.accelerator_tables(run.records())]
-    yield "live", lambda: str(findings.live_table("run", run.records(), run.live(), run.checkpoints(), 1.0))
+    yield "live", lambda: str(findings.live_table("run", run.records(), run.read_progress(), run.checkpoints(), 1.0))
     yield "best", lambda: best_weights(run)
     yield "metadata", lambda: weights.metadata(run.path / "best.safetensors") | dict(epoch=weights.epoch_of(best_of(run)))
     yield "restored", lambda: run.restore()
@@ -376,12 +376,12 @@ def test_runs_of_earlier_versions_are_told_apart_by_their_first_record(tmp_path)
 def test_a_drive_that_goes_within_a_backup_is_said_and_gets_no_further_file(copies, tmp_path, monkeypatch, capsys):
     drive, done = tmp_path / "drive", []
     drive.mkdir()
-    ismount, copy = os.path.ismount, files.copy_whole
+    ismount, copy = os.path.ismount, files.copy_atomic
     run = Run.open(tmp_path / "run", MNIST())
     run.log("note", 1)
     gone = lambda: len(done) > copies  # noqa: E731
     monkeypatch.setattr(os.path, "ismount", lambda path: not gone() if Path(path) == drive else ismount(path))
-    monkeypatch.setattr(files, "copy_whole", lambda *paths: (done.append(paths), copy(*paths)))
+    monkeypatch.setattr(files, "copy_atomic", lambda *paths: (done.append(paths), copy(*paths)))
     run = Run.open(tmp_path / "run", MNIST(), backup=drive / "runs/mnist")
     run.save({}, 1)  # config, records, log where there is one, the checkpoint
     said = "nothing is mounted at" in capsys.readouterr().out
@@ -405,9 +405,9 @@ def test_what_a_backup_has_already_is_not_copied_again(tmp_path, monkeypatch):
     run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
     run.save_best(dict(weight=torch.ones(3)), epoch=1)
     run.save({}, 5)
-    copied, copy = [], files.copy_whole
-    monkeypatch.setattr(files, "copy_whole", lambda source, target: (copied.append(source.name), copy(source, target)))
-    run.say("something")
+    copied, copy = [], files.copy_atomic
+    monkeypatch.setattr(files, "copy_atomic", lambda source, target: (copied.append(source.name), copy(source, target)))
+    run.print("something")
     run.save({}, 6)
     assert copied == ["log.txt", "step-00000006.pt"]
 
@@ -512,7 +512,7 @@ def test_a_kill_at_any_point_of_saving_and_backing_up_loses_no_checkpoint(tmp_pa
 
     def act():
         again = Run.open(run, MNIST(), backup=drive)
-        again.say("three")
+        again.print("three")
         again.save(dict(a=torch.full((4,), 3.0)), 3)
 
     def check():
@@ -631,7 +631,7 @@ import sys
 from pathlib import Path
 from tpukit.host import files
 
-with files.held(Path(sys.argv[1])):
+with files.exclusive_lock(Path(sys.argv[1])):
     print(flush=True)
     input()
 """
@@ -660,7 +660,7 @@ def test_a_second_training_in_a_run_folder_is_refused_with_host_and_pid_until_th
 
 
 def test_a_second_launch_in_a_run_folder_is_refused_before_it_touches_what_the_first_wrote(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr("tpukit.launch.launcher._refuse_an_opened_device", lambda env: None)  # other tests have opened it
+    monkeypatch.setattr("tpukit.launching.launcher._refuse_an_opened_device", lambda env: None)  # other tests have opened it
     task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
     run = Run.open(tmp_path / "run", task)
     (run.path / "cores").mkdir()
@@ -672,7 +672,7 @@ def test_a_second_launch_in_a_run_folder_is_refused_before_it_touches_what_the_f
 
 
 def test_a_launch_from_another_host_leaves_a_training_and_its_files_alone(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr("tpukit.launch.launcher._refuse_an_opened_device", lambda env: None)
+    monkeypatch.setattr("tpukit.launching.launcher._refuse_an_opened_device", lambda env: None)
     task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
     run = Run.open(tmp_path / "run", task)
     (run.path / "cores").mkdir()
@@ -690,12 +690,12 @@ def test_a_launch_from_another_host_leaves_a_training_and_its_files_alone(digits
 @pytest.mark.parametrize("age_s, refused", [(5, True), (600, False)])
 def test_a_training_on_another_host_counts_as_long_as_it_gave_a_sign_of_life(file, age_s, refused, tmp_path):
     run = Run.open(tmp_path / "run", MNIST())
-    (run.path / ".lock").write_text(json.dumps(files.sealed(dict(host="elsewhere", pid=7))))
+    (run.path / ".lock").write_text(json.dumps(files.with_crc32(dict(host="elsewhere", pid=7))))
     (run.path / "progress.json").touch()
     for name in (".lock", "progress.json"):
         then = time.time() - (age_s if name == file else 3600)
         os.utime(run.path / name, (then, then))
-    with pytest.raises(TpukitError, match="process 7 on elsewhere") if refused else contextlib.nullcontext(), run.alone():
+    with pytest.raises(TpukitError, match="process 7 on elsewhere") if refused else contextlib.nullcontext(), run.lock():
         assert not refused
 
 
@@ -711,13 +711,13 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_lock_is_kept_where_no_other_user_writes_and_empties_nothing(cache, tmp_path):
-    with files.locked(tmp_path / "data"):
+    with files.file_lock(tmp_path / "data"):
         (lock,) = cache.iterdir()
     assert cache.stat().st_mode & 0o777 == 0o700
     (tmp_path / "precious").write_text("mine")
     lock.unlink()
     lock.symlink_to(tmp_path / "precious")
-    with files.locked(tmp_path / "data"):
+    with files.file_lock(tmp_path / "data"):
         pass
     assert (tmp_path / "precious").read_text() == "mine"
 
@@ -740,7 +740,7 @@ def test_a_cache_folder_that_another_could_write_in_is_not_used_as_it_is(planted
         return
     with pytest.raises(OSError, match="link|another user"):
         files.make_private(cache)
-    with files.locked(tmp_path / "data"):
+    with files.file_lock(tmp_path / "data"):
         assert not list(cache.iterdir())
 
 
@@ -750,7 +750,7 @@ def test_a_lock_that_is_a_hard_link_or_a_pipe_is_refused(plant, tmp_path):
     run = Run.open(tmp_path / "run", MNIST())
     plant(run.path / ".lock", tmp_path / "victim")
     with pytest.raises(TpukitError, match=r"\.lock is a link or no file"):
-        with run.alone():
+        with run.lock():
             pass
     assert (tmp_path / "victim").read_text() == "theirs"
 
@@ -761,7 +761,7 @@ def test_the_test_of_foreign_weights_writes_through_no_link(tmp_path):
     with pytest.raises(TpukitError, match="symbolic link"):
         Run.find(tmp_path / "folder", trained=False)
     run = Run.find(tmp_path / "new", trained=False)
-    run.say("tested")
+    run.print("tested")
     assert Run.find(tmp_path / "new", trained=False).path == run.path
 
 
@@ -770,12 +770,12 @@ def test_a_folder_has_the_mode_that_the_umask_gives_and_its_name_reaches_the_dis
     monkeypatch.setattr(os, "fsync", lambda opened: (synced.append(os.fstat(opened).st_ino), fsync(opened)))
     before = os.umask(0o077)
     try:
-        with files.whole_folder(tmp_path / "folder"):
+        with files.atomic_folder(tmp_path / "folder"):
             pass
     finally:
         os.umask(before)
     assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o700
-    files.write_whole(tmp_path / "file", "text")
+    files.write_atomic(tmp_path / "file", "text")
     assert synced == [place.stat().st_ino for place in (tmp_path, tmp_path / "file", tmp_path)]
 
 
@@ -783,7 +783,7 @@ def test_a_planted_link_is_not_written_through(tmp_path):
     (tmp_path / "precious").write_text("mine")
     for name in ("file", f".file.{os.getpid()}.partial"):
         (tmp_path / name).symlink_to(tmp_path / "precious")
-    files.write_whole(tmp_path / "file", "new")
+    files.write_atomic(tmp_path / "file", "new")
     assert (tmp_path / "precious").read_text() == "mine" and (tmp_path / "file").read_text() == "new"
 
 

@@ -21,7 +21,7 @@ from tpukit.tools.compare import Measurement, Way, comparison, measurement, meas
 from tpukit.tools.compare.choosing import BOUND, MEASURED, PUBLISHED
 from tpukit.tools.plan import Plan
 from tpukit.tools.prices import Price
-from tpukit.train.task import for_another_process, from_settings
+from tpukit.training.task import from_settings, to_request
 
 
 def row(batch_size=32, step_ms=100.0, **other):
@@ -538,7 +538,7 @@ def test_a_step_time_holds_the_step_and_the_wait_for_its_batch(digits, cpu, tmp_
 
 def test_what_is_timed_are_the_steps_of_a_training(digits, cpu, tmp_path, monkeypatch):
     from tpukit import train
-    from tpukit.train import loop
+    from tpukit.training import loop
 
     seen = {"train": [], "measure": []}
     plain = loop.training_step
@@ -594,7 +594,7 @@ def test_on_a_cpu_sizes_double_once_from_the_first_that_the_cores_can_share(batc
 
 def test_a_task_comes_out_of_another_process_as_it_went_in(digits):
     task = Greedy(dataset_dir=digits, weights="w.pth", batch_size=4, places=(Path("c"),), sizes=None)
-    request = json.loads(json.dumps(for_another_process(task)[0]))
+    request = json.loads(json.dumps(to_request(task)[0]))
     assert from_settings(Greedy, request["settings"] | dict(of_an_older_version=1)) == dataclasses.replace(
         task, weights=Path("w.pth")
     )

@@ -325,18 +325,18 @@ def test_code_that_breaks_a_rule_is_named_with_its_line(rule, code, tmp_path):
 @pytest.mark.parametrize("code", [code for rule, code in BROKEN if rule != "unreadable"])
 def test_mended_code_is_python_and_once_mended_stays_as_it_is(code, tmp_path):
     path = written(tmp_path, IMPORTS + code)
-    findings, mended = tool.examine(path)
-    compile(mended, "mended", "exec")
-    assert (mended != IMPORTS + code) == any(f.fixable for f in findings)
-    again, same = tool.examine(written(tmp_path, mended))
-    assert same == mended and not any(f.fixable for f in again)
+    findings, fixed = tool.examine(path)
+    compile(fixed, "fixed", "exec")
+    assert (fixed != IMPORTS + code) == any(f.fixable for f in findings)
+    again, same = tool.examine(written(tmp_path, fixed))
+    assert same == fixed and not any(f.fixable for f in again)
 
 
 @pytest.mark.parametrize("code", SOUND)
 def test_code_that_only_looks_like_trouble_is_left_alone(code, tmp_path):
     path = written(tmp_path, IMPORTS + code)
-    findings, mended = tool.examine(path)
-    assert findings == [] and mended == path.read_text()
+    findings, fixed = tool.examine(path)
+    assert findings == [] and fixed == path.read_text()
 
 
 def test_every_rule_has_an_example():
@@ -370,7 +370,7 @@ def test_the_mended_example_trains_on_the_xla_device_and_saves_what_a_cpu_loads(
     assert len(found) == 4 and float(found[-1]) < 0.85 * float(found[0])
     state = torch.load(tmp_path / "digits.pt", weights_only=True)
     assert {value.device.type for value in state.values()} == {"cpu"}
-    # Once mended, nothing is left to mend.
+    # Once fixed, nothing is left to fix.
     assert tool.examine(path)[1] == path.read_text()
 
 
@@ -379,8 +379,8 @@ def test_the_mended_example_trains_on_the_xla_device_and_saves_what_a_cpu_loads(
 )
 def test_a_word_that_no_device_can_replace_is_found_and_left(place, tmp_path):
     code = "import torch\n" + place.format("'cuda' if torch.cuda.is_available() else 'cpu'") + "\n"
-    findings, mended = tool.examine(written(tmp_path, code))
-    assert [f.rule for f in findings] == ["cuda"] and mended == code
+    findings, fixed = tool.examine(written(tmp_path, code))
+    assert [f.rule for f in findings] == ["cuda"] and fixed == code
 
 
 def test_a_launched_script_gets_the_gradient_sum_and_todays_names(tmp_path):
@@ -391,11 +391,11 @@ def test_a_launched_script_gets_the_gradient_sum_and_todays_names(tmp_path):
         "        lose(model(x), y).backward()\n        optimizer.step()\n        xm.mark_step()\n\n\n"
         "xmp.spawn(train, args=(), nprocs=8, start_method='fork')\n"
     )
-    _, mended = tool.examine(written(tmp_path, code))
-    assert "torch_xla.core.xla_model.optimizer_step(optimizer)\n        torch_xla.sync()" in mended
-    assert "device = torch_xla.device()" in mended and "xmp.spawn(train, args=(), start_method='fork')" in mended
-    assert "import torch_xla\n" in mended
-    compile(mended, "mended", "exec")
+    _, fixed = tool.examine(written(tmp_path, code))
+    assert "torch_xla.core.xla_model.optimizer_step(optimizer)\n        torch_xla.sync()" in fixed
+    assert "device = torch_xla.device()" in fixed and "xmp.spawn(train, args=(), start_method='fork')" in fixed
+    assert "import torch_xla\n" in fixed
+    compile(fixed, "fixed", "exec")
 
 
 @pytest.mark.parametrize(
@@ -409,11 +409,11 @@ def test_a_launched_script_gets_the_gradient_sum_and_todays_names(tmp_path):
 )
 def test_an_import_that_a_mend_needs_stands_where_it_holds(above, tmp_path):
     above = above.replace("\\n", "\n")
-    _, mended = tool.examine(written(tmp_path, above + "x = x.to('cuda')\n"))
-    tree = ast.parse(mended)
+    _, fixed = tool.examine(written(tmp_path, above + "x = x.to('cuda')\n"))
+    tree = ast.parse(fixed)
     names = [[alias.name for alias in node.names] for node in tree.body if isinstance(node, ast.Import)]
     assert ["torch_xla"] in names and ast.get_docstring(tree) == ast.get_docstring(ast.parse(above))
-    assert mended.startswith("#!") == above.startswith("#!")
+    assert fixed.startswith("#!") == above.startswith("#!")
 
 
 def test_comments_line_ends_modes_and_links_of_a_mended_file_stay(tmp_path):
@@ -423,8 +423,8 @@ def test_comments_line_ends_modes_and_links_of_a_mended_file_stay(tmp_path):
     path.chmod(0o755)
     link.symlink_to(path)
     assert cli.main(["migrate", "--fix", str(link)]) == 0
-    mended = path.read_bytes().decode()
-    assert mended.startswith("\ufeff") and "\r\n    shuffle=True, drop_last=True,  # mix\r\n)" in mended and "# all" in mended
+    fixed = path.read_bytes().decode()
+    assert fixed.startswith("\ufeff") and "\r\n    shuffle=True, drop_last=True,  # mix\r\n)" in fixed and "# all" in fixed
     assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o755
 
 
@@ -443,9 +443,9 @@ def test_a_notebook_is_one_program_whose_cells_are_named_and_whose_magics_stay(t
         "files = !ls\nmodel = model.cuda()  # here\nmodel?\nif True:\n    !echo done\nfor i in range(3):\n    %time i + 1",
     )
     path = written(tmp_path, text, "guide.ipynb")
-    findings, mended = tool.examine(path)
+    findings, fixed = tool.examine(path)
     assert [(f.rule, f.cell, f.line) for f in findings] == [("install", 2, 1), ("old-variable", 2, 2), ("cuda", 4, 2)]
-    sources = ["".join(cell["source"]) for cell in json.loads(mended)["cells"]]
+    sources = ["".join(cell["source"]) for cell in json.loads(fixed)["cells"]]
     assert sources[1].splitlines()[:2] == ["!pip install torch_xla[tpu]==2.6", "%env XLA_USE_BF16=1"]
     assert "import torch_xla" in sources[1] and sources[2] == "%%bash\nnvidia-smi"
     wanted = sources[3].replace("model.to(torch_xla.device())", "model.cuda()")
@@ -472,9 +472,9 @@ def test_a_notebook_is_one_program_whose_cells_are_named_and_whose_magics_stay(t
 )
 def test_cells_as_ipython_takes_them_are_read_and_stay_as_they_are(cell, tmp_path):
     path = written(tmp_path, notebook("x = 1", cell, "model = model.cuda()"), "odd.ipynb")
-    findings, mended = tool.examine(path)
+    findings, fixed = tool.examine(path)
     assert [(f.rule, f.cell, f.line) for f in findings] == [("cuda", 4, 1)]
-    assert "".join(json.loads(mended)["cells"][2]["source"]) == cell
+    assert "".join(json.loads(fixed)["cells"][2]["source"]) == cell
 
 
 @pytest.mark.parametrize(
@@ -505,17 +505,17 @@ def test_cells_as_ipython_takes_them_are_read_and_stay_as_they_are(cell, tmp_pat
 )
 def test_installing_another_torch_is_found_wherever_a_cell_does_it(cell, line, tmp_path):
     path = written(tmp_path, notebook(cell, "model = model.cuda()"), "install.ipynb")
-    findings, mended = tool.examine(path)
+    findings, fixed = tool.examine(path)
     assert [(f.cell, f.line) for f in findings if f.rule == "install"] == ([(2, line)] if line else [])
     assert [(f.rule, f.cell) for f in findings if f.rule != "install"] == [("cuda", 3)]
-    assert "".join(json.loads(mended)["cells"][1]["source"]).endswith(cell)
+    assert "".join(json.loads(fixed)["cells"][1]["source"]).endswith(cell)
 
 
 def test_one_bad_cell_hides_no_other(tmp_path):
     path = written(tmp_path, notebook("!pip install torch_xla", "def f(:", "model = model.cuda()"), "bad.ipynb")
-    findings, mended = tool.examine(path)
+    findings, fixed = tool.examine(path)
     assert [(f.rule, f.cell) for f in findings] == [("install", 2), ("unreadable", 3), ("cuda", 4)]
-    assert "".join(json.loads(mended)["cells"][2]["source"]) == "def f(:"
+    assert "".join(json.loads(fixed)["cells"][2]["source"]) == "def f(:"
 
 
 def test_a_notebook_without_code_has_nothing_to_mend(tmp_path):
@@ -595,7 +595,7 @@ def test_what_cannot_be_written_is_said(tmp_path, monkeypatch):
     def refuse(path, data):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(tool.files, "write_whole", refuse)
+    monkeypatch.setattr(tool.files, "write_atomic", refuse)
     with pytest.raises(TpukitError, match="cannot be written .Read-only file system.: copy it"):
         tool.write(path, "x")
 
@@ -652,8 +652,8 @@ def test_a_file_that_takes_too_long_is_named_and_the_next_one_is_read(tmp_path, 
     os.mkfifo(endless)  # nobody ever writes into it
     tool.examine(good)  # so that the start of the process does not count
     monkeypatch.setattr(apart, "LIMIT_S", 1.0)
-    (found,), mended = tool.examine(endless)
-    assert (found.rule, found.found, mended) == ("unreadable", "not read within 1 s", "")
+    (found,), fixed = tool.examine(endless)
+    assert (found.rule, found.found, fixed) == ("unreadable", "not read within 1 s", "")
     monkeypatch.undo()
     assert [f.rule for f in tool.examine(good)[0]] == ["cuda"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tpukit import MNIST, Run, cli, train
-from tpukit.host.tables import span
+from tpukit.host.tables import format_duration
 from tpukit.reporting import findings
 from tpukit.tools import trace
 from tpukit.tools import watch as tool
@@ -66,10 +66,10 @@ def test_a_run_on_its_way_says_what_is_left_and_since_when_it_stands():
 
 
 def test_a_run_is_over_when_the_checkpoint_of_its_last_step_is_there_and_not_before_its_evaluation(run):
-    assert findings.is_over(run.live(), run.checkpoints())
+    assert findings.is_over(run.read_progress(), run.checkpoints())
     last = run.path / "checkpoints/checkpoints.json"
     last.write_text(json.dumps([c for c in run.checkpoints() if c["step"] < 20]))
-    assert not findings.is_over(run.live(), run.checkpoints())
+    assert not findings.is_over(run.read_progress(), run.checkpoints())
 
 
 @pytest.mark.parametrize("accelerator, said", [("cpu", False), ("cuda", True), ("tpu", True)])
@@ -92,10 +92,10 @@ def test_chips_say_how_busy_they_are_and_what_is_wrong_with_them(nothing_install
 
 
 def test_watching_ends_with_the_run(run, nothing_installed, monkeypatch, capsys):
-    looks, live = [], run.live()
+    looks, live = [], run.read_progress()
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr(time, "sleep", looks.append)
-    monkeypatch.setattr(Run, "live", lambda self: dict(live, step=min(18 + len(looks), 20)))
+    monkeypatch.setattr(Run, "read_progress", lambda self: dict(live, step=min(18 + len(looks), 20)))
     tool.watch(run, interval_s=0.5)
     assert looks == [0.5, 0.5] and "20 of 20" in capsys.readouterr().out
 
@@ -111,7 +111,7 @@ def test_a_launch_may_take_the_progress_away_while_it_is_looked_at(run, nothing_
     [(None, ""), (-5, "0 s"), (119, "119 s"), (150, "2.5 min"), (9000, "2.5 h"), (47 * 3600, "47.0 h"), (259200, "3.0 days")],
 )
 def test_a_duration_is_said_in_the_largest_unit_of_which_it_has_two(seconds, words):
-    assert span(seconds) == words
+    assert format_duration(seconds) == words
 
 
 def test_a_copy_to_the_host_is_a_reading_also_where_it_is_asked_not_to_wait():

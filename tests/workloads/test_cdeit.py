@@ -13,7 +13,7 @@ from skimage import metrics
 from tests.conftest import best_weights, checkpoint, exact, same
 from tpukit import CDEIT, Run, TpukitError, train
 from tpukit.tools import doctor
-from tpukit.train.evaluation import test as score_run  # under its own name pytest would run it
+from tpukit.training.evaluation import test as score_run  # under its own name pytest would run it
 from tpukit.workloads.cdeit import diffusion, simulator
 from tpukit.workloads.cdeit.data import FALLBACK, voltage_map
 from tpukit.workloads.cdeit.model import Attention, CDEITModel, RelativeAttention
@@ -187,7 +187,7 @@ def test_statistics_that_cannot_be_saved_are_used_all_the_same(tank, tmp_path, m
         raise OSError(30, "Read-only file system")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tpukit.workloads.cdeit.data.files.whole_file", read_only)
+    monkeypatch.setattr("tpukit.workloads.cdeit.data.files.atomic_file", read_only)
     task = task_of(tmp_path)
     statistics, said = task._statistics(tmp_path / "train")
     assert "not saved" in said and "Read-only file system" in said and statistics[1].all()

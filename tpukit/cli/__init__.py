@@ -15,7 +15,7 @@ from tpukit.workloads import WORKLOADS
 
 USAGE = f"""tpukit {__version__}: PyTorch training that simply works on Colab, Kaggle and a laptop
 
-  tpukit doctor [--model WORKLOAD] what is here, what is wrong, and how to mend it
+  tpukit doctor [--model WORKLOAD] what is here, what is wrong, and how to fix it
   tpukit train WORKLOAD [options]  train, or go on with a run that was stopped
   tpukit test WORKLOAD [options]   scores of a weights file, or of a run's best weights
   tpukit show RUN                  scores and curves
@@ -25,7 +25,7 @@ USAGE = f"""tpukit {__version__}: PyTorch training that simply works on Colab, K
   tpukit compare WORKLOAD [options]
                                    measure a recipe on what is here, at several batch sizes, and keep it as a small file
   tpukit compare FILES [options]   merge such files of several machines: speed, cost, and which hardware finishes in time
-  tpukit migrate FILES [options]   what in PyTorch code will not work on a TPU, by line; --fix mends what is safe
+  tpukit migrate FILES [options]   what in PyTorch code will not work on a TPU, by line; --fix fixes what is safe
   tpukit simulate eit [options]    make a training set for impedance tomography
   tpukit cloud create|list|open|run|watch|fetch|delete [NAME] [options]
                                    a rented TPU: says what it costs, asks, sets it to delete itself, finds what was forgotten
@@ -71,7 +71,7 @@ def main(argv=None):
         if (error.name or "").startswith("tpukit"):
             raise
         print(
-            printable(f"tpukit: {first_line(error)}. `tpukit doctor` says what is missing or broken, and its mend"),
+            printable(f"tpukit: {first_line(error)}. `tpukit doctor` says what is missing or broken, and its fix"),
             file=sys.stderr,
         )
         return 1

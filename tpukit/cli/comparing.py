@@ -17,15 +17,16 @@ def compare(argv):
 
 
 def _measure(argv):
-    from tpukit.host import datasets, environment
+    from tpukit.host import environment
     from tpukit.tools import compare as tool
+    from tpukit.workloads.datasets import find_dataset
 
     task, options = parse("compare", argv, _compare_options)
     env = environment.detect()
     size = tool.SYNTHETIC_IMAGES.get(task.name)
     out = options.out or tool.file_for(env.outputs / "comparison", task, env, options.cores)
     tool.check_writable(out)  # before a dataset is unpacked
-    found = datasets.find_dataset(env, task.dataset, task.dataset_dir, fallback=task.fallback or False, size=size)
+    found = find_dataset(env, task.dataset, task.dataset_dir, fallback=task.fallback or False, size=size)
     how = {name: value for name, value in dataclasses.asdict(options).items() if name != "out"}
     measured = tool.measure_here(dataclasses.replace(task, dataset_dir=found), out=out, say=to_stderr, **how)
     print(f"{measured.table()}\n\nNext, with the files of other machines beside it: tpukit compare {out.parent}/*.json")
@@ -34,7 +35,7 @@ def _measure(argv):
 def _compare_options():
     import tyro
 
-    from tpukit.launch.launcher import PARALLEL
+    from tpukit.launching.launcher import PARALLEL
 
     @dataclasses.dataclass(frozen=True)
     class CompareOptions:

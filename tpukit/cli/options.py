@@ -28,7 +28,7 @@ ALIASES = {"--data-path": "--dataset-dir", "--global-batch-size": "--batch-size"
 def launch_options():
     import tyro
 
-    from tpukit.launch.launcher import PARALLEL
+    from tpukit.launching.launcher import PARALLEL
 
     @dataclasses.dataclass(frozen=True)
     class LaunchOptions:
@@ -81,9 +81,9 @@ def launch_settings(options):
 
 
 def with_dataset(task, env):
-    from tpukit.host import datasets
+    from tpukit.workloads.datasets import find_dataset
 
-    found = datasets.find_dataset(env, task.dataset, task.dataset_dir, fallback=task.fallback or False)
+    found = find_dataset(env, task.dataset, task.dataset_dir, fallback=task.fallback or False)
     return dataclasses.replace(task, dataset_dir=found)
 
 

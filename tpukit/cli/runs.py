@@ -15,10 +15,10 @@ NOT_OF_THE_RUN = ("weights", "batch_size", "precision")
 def train(argv):
     from tpukit.host import environment
     from tpukit.host.datasets import find_run
-    from tpukit.launch.launcher import launch
+    from tpukit.launching.launcher import launch
     from tpukit.reporting import findings
     from tpukit.runs.run import Run
-    from tpukit.train.loop import train as run_training
+    from tpukit.training.loop import train as run_training
 
     task, options = parse("train", argv)
     env = environment.detect()
@@ -34,10 +34,10 @@ def train(argv):
 
 def test(argv):
     from tpukit.host import environment
-    from tpukit.launch.launcher import launch
+    from tpukit.launching.launcher import launch
     from tpukit.reporting import figures, findings
     from tpukit.runs.run import Run
-    from tpukit.train.evaluation import test as run_test
+    from tpukit.training.evaluation import test as run_test
 
     task, options = parse("test", argv)
     env = environment.detect()
@@ -59,7 +59,7 @@ def test(argv):
 
 def _as_trained(task, config):
     """The task with the run's own settings (of its model, above all), where the command line leaves them at their defaults."""
-    from tpukit.train.task import from_settings
+    from tpukit.training.task import from_settings
 
     if config["workload"] != task.name:
         return task
@@ -121,7 +121,7 @@ def report(argv):
     figures.show_report(run)
     if steps or hlo:
         from tpukit.tools.trace import look
-        from tpukit.train.task import from_settings
+        from tpukit.training.task import from_settings
 
         own = run.config["settings"] | dict(weights=None)  # those it started from, where it has no best ones, may be gone
         task = from_settings(workloads.find(run.config["workload"]), own)

@@ -20,7 +20,7 @@ def doctor(argv):
 
     @dataclasses.dataclass(frozen=True)
     class Doctor:
-        """What is here, what is wrong, and how to mend it. Exit code 1 if something blocks training."""
+        """What is here, what is wrong, and how to fix it. Exit code 1 if something blocks training."""
 
         json: bool = False
         """Print one JSON object, for machines."""
@@ -38,10 +38,10 @@ def doctor(argv):
 
         options = tyro.cli(Doctor, args=argv, prog="tpukit doctor", config=(tyro.conf.FlagCreatePairsOff,))
     if options.error is not None:
-        mend = about(options.error)
+        fix = about(options.error)
         unknown = "This message is not known here. `tpukit doctor` looks at the machine; "
-        print(mend or f"{unknown}docs/TROUBLESHOOTING.md lists what is known.")
-        return 0 if mend else 1
+        print(fix or f"{unknown}docs/TROUBLESHOOTING.md lists what is known.")
+        return 0 if fix else 1
     workload = workloads.find(options.model) if options.model else None
     env = environment.detect()
     checks = tool.examine(env)
@@ -100,7 +100,7 @@ def migrate(argv):
         fix: bool = False,
         format: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(tool.FORMATS) + "}")] = "text",
     ):
-        """What in PyTorch code will not work, or will be slow, on a TPU: by line, each with its mend. Runs nothing of it.
+        """What in PyTorch code will not work, or will be slow, on a TPU: by line, each with its fix. Runs nothing of it.
 
         Exit code 1 where something that will not work is left.
 
@@ -116,10 +116,10 @@ def migrate(argv):
         raise TpukitError(f"no format {form!r}; there are: {', '.join(tool.FORMATS)}")
     findings = []
     examined = [(path, *tool.examine(path)) for path in tool.files_in(files)]  # all before any is rewritten
-    for path, found, mended in examined:
+    for path, found, fixed in examined:
         if fix and any(f.fixable for f in found):
-            to_stderr(tool.difference(path, mended)) if form != "text" else print(tool.difference(path, mended))
-            tool.write(path, mended)
+            to_stderr(tool.difference(path, fixed)) if form != "text" else print(tool.difference(path, fixed))
+            tool.write(path, fixed)
             found, _ = tool.examine(path)
         findings += found
     print(tool.FORMATS[form](findings))

@@ -19,7 +19,7 @@ class World:
     def __init__(self, rank=0, size=1):
         self.rank, self.size = rank, size
 
-    def everyone(self, values):
+    def all_gather(self, values):
         """A list of floats from every rank -> list of those lists, rank by rank, the same on all ranks."""
         if self.size == 1:
             return [list(values)]
@@ -33,24 +33,24 @@ class World:
         if self.size == 1:
             return [tree]
         data = _pack(tree)
-        lengths = [int(row[0]) for row in self.everyone([len(data)])]
+        lengths = [int(row[0]) for row in self.all_gather([len(data)])]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(data)] = data
         rows = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
         dist.gather(padded, rows)
         return [_unpack(row[:length]) for row, length in zip(rows or [], lengths)]
 
-    def share(self, tree):
+    def broadcast(self, tree):
         """Rank 0's nest of CPU tensors, numbers and strings, on every rank. What the others pass is not looked at."""
         if self.size == 1:
             return tree
         data = _pack(tree) if self.rank == 0 else None
-        length = int(self.everyone([0 if data is None else len(data)])[0][0])
+        length = int(self.all_gather([0 if data is None else len(data)])[0][0])
         data = torch.empty(length, dtype=torch.uint8) if data is None else data
         dist.broadcast(data, 0)
         return tree if self.rank == 0 else _unpack(data)
 
-    def sum(self, tensor):
+    def all_reduce(self, tensor):
         """Add up a CPU tensor over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)

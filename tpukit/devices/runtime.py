@@ -159,7 +159,7 @@ class Runtime:
 
         The one place in the loop that waits for the device, and for the other ranks.
         """
-        return self.world.everyone([*self.host(sums).tolist(), *more])
+        return self.world.all_gather([*self.host(sums).tolist(), *more])
 
     # Computing
 
@@ -171,14 +171,14 @@ class Runtime:
 
     def compile(self, function, graphs=1, *, model=None, optimizer=None):
         """Make `function` one program on devices that compile. graphs: how many variants it is allowed to have. model,
-        optimizer: what it changes, where it changes nothing else: see `replaying.Replayed`."""
+        optimizer: what it changes, where it changes nothing else: see `replaying.GraphReplay`."""
         return function
 
-    def prime(self, optimizer):
+    def init_optimizer_state(self, optimizer):
         """Make the optimizer's state before the first step where that matters. Returns whether it has its state now."""
         return True
 
-    def compiled(self, model, mode):
+    def torch_compile(self, model, mode):
         """The model to compute with, made faster by torch.compile in a mode of it, or "no"."""
         return model if mode == "no" else torch.compile(model, mode=mode)
 
@@ -186,11 +186,11 @@ class Runtime:
         """The model to compute a loss with, so that its gradients are those of the global batch."""
         if self.world.size == 1:
             return model
-        # find_unused: a phase of the training may leave parameters out. Buffers: see `buffers_of_rank_0`.
+        # find_unused: a phase of the training may leave parameters out. Buffers: see `broadcast_buffers`.
         return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
 
     @contextlib.contextmanager
-    def buffers_of_rank_0(self, model):
+    def broadcast_buffers(self, model):
         """Within it, the model of every rank has rank 0's buffers (the running statistics of batch norm): the ones that are
         saved."""
         own = [(module, name) for module in model.modules() for name, value in module._buffers.items() if value is not None]
@@ -199,7 +199,7 @@ class Runtime:
             return
         # Exchanged, not overwritten: XLA would compile the next training step once more.
         kept = [module._buffers[name] for module, name in own]
-        shared = self.world.share(self.host(kept))
+        shared = self.world.broadcast(self.host(kept))
         for (module, name), value in zip(own, shared):
             module._buffers[name] = value.to(self.device)
         try:
@@ -282,13 +282,13 @@ class Runtime:
 
     # Looking
 
-    def watch(self, timeout_s, stacks, *, ends, steps=None):
-        """From now on, when no `beat` comes for so many seconds, write every thread's Python stack to the open file `stacks`,
-        and end this process if it `ends`. steps: an open file that always holds the number of the last beat."""
+    def start_watchdog(self, timeout_s, stacks, *, ends, steps=None):
+        """From now on, when no `heartbeat` comes for so many seconds, write every thread's Python stack to the open file
+        `stacks`, and end this process if it `ends`. steps: an open file that always holds the number of the last beat."""
         self._watch, self._steps = dict(timeout=timeout_s, file=stacks, exit=ends), steps
-        self.beat(0)
+        self.heartbeat(0)
 
-    def beat(self, step):
+    def heartbeat(self, step):
         """Say that this rank is alive, after so many steps."""
         self.step = step
         if self._steps:
@@ -303,7 +303,7 @@ class Runtime:
         """(programs compiled, seconds that took) since the start."""
         return 0, 0.0
 
-    def take_compiled(self):
+    def take_compile_events(self):
         """Which functions given to `compile` were compiled since this was last asked: a list of dict(what, programs, seconds,
         why, refused).
 
@@ -312,7 +312,7 @@ class Runtime:
         """
         return []
 
-    def forget(self):
+    def reset_statistics(self):
         """What this process compiled, called and had fall back before is no part of what is told from now on, nor is its peak
         of memory, where the device can start that anew (a GPU)."""
         if self.device.type == "cuda":

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from tpukit.devices import recompiles
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
-from tpukit.devices.xla_replay import Replayed
+from tpukit.devices.xla_replay import GraphReplay
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB
 
@@ -40,7 +40,7 @@ class XLARuntime(Runtime):
         if precision == "fp16":
             raise TpukitError("precision='fp16': XLA devices train in bf16, which needs no loss scaling; use 'bf16' or 'auto'")
         self.spmd_cores = spmd_cores
-        self.forget()
+        self.reset_statistics()
         super().__init__(accelerator, precision, world)
 
     def _open_device(self):
@@ -114,7 +114,7 @@ class XLARuntime(Runtime):
             self._shard(whole)
         return whole
 
-    def compiled(self, model, mode):
+    def torch_compile(self, model, mode):
         return model
 
     def parallel(self, model):
@@ -130,11 +130,11 @@ class XLARuntime(Runtime):
             return
         # CPU XLA devices of different processes share no link: through host memory, as one vector.
         flat = torch.cat([g.reshape(-1) for g in gradients]).cpu()
-        flat = (self.world.sum(flat) / self.world.size).to(self.device)
+        flat = (self.world.all_reduce(flat) / self.world.size).to(self.device)
         for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
             gradient.copy_(part.view_as(gradient))
 
-    def prime(self, optimizer):
+    def init_optimizer_state(self, optimizer):
         """Make the optimizer's state before the first step; born within it, it would cost a second program.
 
         One step with zero gradients and no weight decay creates it; then it is set to zero, which is where the optimizers
@@ -165,7 +165,7 @@ class XLARuntime(Runtime):
     def compile(self, function, graphs=1, *, model=None, optimizer=None):
         replayed = None
         if model is not None and self.world.size == 1 and self.mesh is None:
-            replayed = Replayed(function, graphs, model, optimizer, self.device)
+            replayed = GraphReplay(function, graphs, model, optimizer, self.device)
         checked = self._checked(function, graphs, replayed)
         groups = optimizer.param_groups if optimizer else []
         name, names = function.__name__.strip("_"), tuple(inspect.signature(function).parameters)
@@ -200,11 +200,11 @@ class XLARuntime(Runtime):
 
         return watched
 
-    def take_compiled(self):
+    def take_compile_events(self):
         taken, self._compiled_lately = self._compiled_lately, []
         return taken
 
-    def forget(self):
+    def reset_statistics(self):
         self._compiled_lately, self._fallbacks_before = [], _fallbacks()
         self._called_with = {}  # by the function's name: what it was last called with, as `causes` describes it
 
@@ -367,7 +367,7 @@ class RecordingRuntime(XLARuntime):
         return torch.zeros(tensor.shape, dtype=tensor.dtype).to(self.device)
 
 
-def recomputed(block, *inputs):
+def checkpointed(block, *inputs):
     """block(*inputs), a module without randomness whose activations are computed again in the backward pass instead of being
     kept."""
     if inputs[0].device.type == "xla":

@@ -16,7 +16,7 @@ KEPT = 4  # recordings: a step and its phases, for the epochs that differ in an 
 SMALL = 4096  # numbers in an input that is compared by its values
 
 
-class Replayed:
+class GraphReplay:
     """`function` as one program, run without tracing where that gives the same.
 
     function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and buffers of `model`

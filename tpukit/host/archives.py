@@ -29,7 +29,7 @@ def unpack(archive, target, *, parts=()):
     is not known here, and where nothing can be written.
     """
     archive, target = Path(archive), Path(target)
-    with files.whole_folder(target) as work:
+    with files.atomic_folder(target) as work:
         packed = Path(tempfile.mkdtemp(dir=work))  # of a random name, which nothing in the archive has
         try:
             _check(archive, work)

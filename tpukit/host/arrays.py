@@ -24,14 +24,14 @@ def mapped(name, key, make):
     arrays = None
     try:
         files.make_private(folder.parent)
-        with files.locked(folder):
+        with files.file_lock(folder):
             if not (folder / "whole").exists():
                 arrays = make()
                 folder.mkdir(exist_ok=True)
                 for part, value in arrays.items():
-                    with files.whole_file(folder / f"{part}.npy") as file:
+                    with files.atomic_file(folder / f"{part}.npy") as file:
                         np.save(file, value, allow_pickle=False)
-                files.write_whole(folder / "whole", "")
+                files.write_atomic(folder / "whole", "")
         return {part.stem: np.load(part, mmap_mode="r", allow_pickle=False) for part in folder.glob("*.npy")}
     except (OSError, TpukitError) as error:
         if arrays is None and isinstance(error, TpukitError):
@@ -49,7 +49,7 @@ def content_key(*folders, like=("*",)):
     paths = [path for folder in folders for pattern in like for path in sorted(folder.glob(pattern)) if path.is_file()]
     seen = [(str(path.resolve()), about.st_size, about.st_mtime_ns) for path in paths for about in [path.stat()]]
     memo = files.cache_folder() / f"contents-{hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:20]}"
-    with files.locked(memo):  # of several processes one reads
+    with files.file_lock(memo):  # of several processes one reads
         with contextlib.suppress(OSError):
             files.make_private(memo.parent)  # what another user put there is not believed
             return memo.read_text()
@@ -58,5 +58,5 @@ def content_key(*folders, like=("*",)):
         digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
         with contextlib.suppress(OSError, TpukitError):  # then they are read again next time
             files.make_private(memo.parent)
-            files.write_whole(memo, digest, durable=False)
+            files.write_atomic(memo, digest, durable=False)
     return digest

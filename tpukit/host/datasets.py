@@ -91,11 +91,11 @@ def _unpacked(folder, name, archive, parts):
     except OSError as error:
         raise TpukitError(f"{archive} cannot be read ({error.strerror}); copy or download it again") from error
     whose = folder.with_name(f".{folder.name}.archive")  # the content that `folder` was unpacked from
-    with files.locked(folder):
+    with files.file_lock(folder):
         if not folder.exists():
-            with files.unwritable_explained(folder.parent):
+            with files.explain_unwritable(folder.parent):
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                files.write_whole(whose, content)
+                files.write_atomic(whose, content)
         elif not whose.exists() or whose.read_text() != content:
             folder = folder.with_name(f"{folder.name}-{content[:8]}")
         if not folder.exists():

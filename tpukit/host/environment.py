@@ -1,4 +1,4 @@
-"""Where am I, which accelerator is here, what is wrong and how to mend it.
+"""Where am I, which accelerator is here, what is wrong and how to fix it.
 
 Touches no device and imports no torch, so that it answers even where torch is broken. Host and accelerator are read from
 environment variables, PCI folders and package metadata.
@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.known_errors import mend_for
+from tpukit.host.known_errors import fix_for
 from tpukit.host.tables import Table
 
 PACKAGES = ("torch", "torchvision", "torch_xla", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
@@ -320,17 +320,17 @@ def supports(capability, built_for):
 
 
 @contextlib.contextmanager
-def explained():
-    """Within it, an error of an accelerator's runtime that has a known mend is raised as a TpukitError with the mend."""
+def explain_known_errors():
+    """Within it, an error of an accelerator's runtime that has a known fix is raised as a TpukitError with the fix."""
     try:
         yield
     except TpukitError:
         raise
     except Exception as error:
-        mend = mend_for(str(error))
-        if mend is None:
+        fix = fix_for(str(error))
+        if fix is None:
             raise
         traceback.clear_frames(error.__traceback__)  # a notebook keeps it, and with it a step's activations
         # The runtime's first lines say what and, where a shape changed, which; the rest is its own stack.
         said = [line.strip()[:300] for line in str(error).splitlines() if line.strip()][:3]
-        raise TpukitError("\n".join([*said, mend])) from error
+        raise TpukitError("\n".join([*said, fix])) from error

@@ -28,7 +28,7 @@ ALIVE_S = 120.0  # a holder on another host that gave no sign for so long is tak
 
 
 @contextlib.contextmanager
-def whole_file(path, *, durable=True):
+def atomic_file(path, *, durable=True):
     """Open `path` for binary writing so that it appears complete or not at all.
 
     The bytes go to a neighbour that takes the name only after it reached the disk, if it is to be `durable`. Raises
@@ -37,8 +37,8 @@ def whole_file(path, *, durable=True):
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may be at the same file
     try:
-        with full_disk_explained(path):
-            with unwritable_explained(path.parent):
+        with explain_full_disk(path):
+            with explain_unwritable(path.parent):
                 partial.unlink(missing_ok=True)  # of a process that was killed and had our number
                 file = open(partial, "xb")  # never through a link
             with file:
@@ -46,7 +46,7 @@ def whole_file(path, *, durable=True):
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
-            with unwritable_explained(path.parent):
+            with explain_unwritable(path.parent):
                 os.replace(partial, path)
             if durable:
                 _sync_names(path.parent)
@@ -56,7 +56,7 @@ def whole_file(path, *, durable=True):
 
 
 def remove_partials(folder):
-    """Remove what `whole_file` left in a folder when its process was killed."""
+    """Remove what `atomic_file` left in a folder when its process was killed."""
     for partial in folder.glob(".*.partial"):
         pid = partial.name.split(".")[-2]
         if pid.isdecimal() and (int(pid) == os.getpid() or not _lives(int(pid))):
@@ -87,7 +87,7 @@ def _sync_names(folder):
 
 
 @contextlib.contextmanager
-def whole_folder(folder):
+def atomic_folder(folder):
     """Yield an empty folder that takes the name `folder` when what fills it is done; before that nothing is seen there.
 
     Folders above it are made; what a process that was killed left half filled is removed. Raises TpukitError where it cannot be
@@ -95,7 +95,7 @@ def whole_folder(folder):
     """
     folder = Path(folder)
     ours = f".{folder.name}.{socket.gethostname()}."  # a disk may be shared by hosts
-    with unwritable_explained(folder.parent):
+    with explain_unwritable(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         for left in folder.parent.iterdir():
             made = re.fullmatch(re.escape(ours) + r"(\d+)\.\w{8}\.partial", left.name)
@@ -104,9 +104,9 @@ def whole_folder(folder):
         work = folder.with_name(f"{ours}{os.getpid()}.{secrets.token_hex(4)}.partial")
         work.mkdir()  # with the mode that the user's umask gives
     try:
-        with full_disk_explained(folder):
+        with explain_full_disk(folder):
             yield work
-        with unwritable_explained(folder.parent):
+        with explain_unwritable(folder.parent):
             os.replace(work, folder)
         _sync_names(folder.parent)
     finally:
@@ -114,7 +114,7 @@ def whole_folder(folder):
 
 
 @contextlib.contextmanager
-def full_disk_explained(path):
+def explain_full_disk(path):
     """Within it, a full disk met while writing `path` is raised as a TpukitError that says what to do."""
     try:
         yield
@@ -129,7 +129,7 @@ def full_disk_explained(path):
 
 
 @contextlib.contextmanager
-def unwritable_explained(folder):
+def explain_unwritable(folder):
     """Within it, an OSError met while making or filling `folder` is raised as a TpukitError that says what to do.
 
     Put only what writes there within it: it takes every OSError for one of writing.
@@ -144,23 +144,23 @@ def unwritable_explained(folder):
 
 def append(path, text):
     """Append lines to a file, below a last one that a kill cut short. Raises TpukitError where it cannot be written."""
-    with unwritable_explained(path.parent), full_disk_explained(path), open(path, "a+b") as file:
+    with explain_unwritable(path.parent), explain_full_disk(path), open(path, "a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             text = text if file.read(1) == b"\n" else f"\n{text}"
         file.write(text.encode())
 
 
-def write_whole(path, data, *, durable=True):
+def write_atomic(path, data, *, durable=True):
     """Write bytes or str to `path`, whole or not at all."""
-    with whole_file(path, durable=durable) as file:
+    with atomic_file(path, durable=durable) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
-def copy_whole(source, target):
+def copy_atomic(source, target):
     """Copy one file, whole or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with open(source, "rb") as from_file, whole_file(target) as to_file:
+    with open(source, "rb") as from_file, atomic_file(target) as to_file:
         shutil.copyfileobj(from_file, to_file, 1 << 20)
 
 
@@ -173,12 +173,12 @@ def sha256(path):
 # JSON in which a flipped bit is noticed
 
 
-def sealed(values):
-    """A dict for JSON with the CRC-32 of its content, for `unsealed`."""
+def with_crc32(values):
+    """A dict for JSON with the CRC-32 of its content, for `parse_with_crc32`."""
     return dict(values, crc32=_crc32(values))
 
 
-def unsealed(text):
+def parse_with_crc32(text):
     """The dict that JSON text holds. Raises ValueError where it is damaged; one without a CRC-32 is believed."""
     try:
         values = json.loads(text)
@@ -203,8 +203,8 @@ def _crc32(values):
 
 
 @contextlib.contextmanager
-def locked(path):
-    """Within it, no other process of this user on this host is in a `locked` of the same path. Waits for the other.
+def file_lock(path):
+    """Within it, no other process of this user on this host is in a `file_lock` of the same path. Waits for the other.
 
     Where the cache folder cannot be used there is no lock: what is written appears whole all the same.
     """
@@ -221,7 +221,7 @@ def locked(path):
 
 
 @contextlib.contextmanager
-def held(path, signs=()):
+def exclusive_lock(path, signs=()):
     """Within it, the lock file `path` is this process's alone, and says its host and pid.
 
     Raises TpukitError with the host and pid of the process that has it. A lock goes with its process, so that one that was
@@ -229,11 +229,11 @@ def held(path, signs=()):
     counts, as long as it gave a sign of life: the youngest of this file and of the files `signs`.
     """
     here = dict(host=socket.gethostname(), pid=os.getpid())
-    with unwritable_explained(path.parent):
+    with explain_unwritable(path.parent):
         file = _open_lock(path)
     with file:
         try:
-            holder = unsealed(file.read())
+            holder = parse_with_crc32(file.read())
             holder = dict(host=str(holder["host"]), pid=int(holder["pid"]))
         except (ValueError, KeyError, TypeError):  # nobody's, or not written yet
             holder = dict(host="an unknown host", pid="unknown")
@@ -252,8 +252,8 @@ def held(path, signs=()):
                 f"choose another folder. (A process lost on another host counts as dead after {ALIVE_S:.0f} s.)"
             )
         try:
-            with full_disk_explained(path):
-                _overwrite(file, json.dumps(sealed(here)).encode())
+            with explain_full_disk(path):
+                _overwrite(file, json.dumps(with_crc32(here)).encode())
             yield
         finally:
             with contextlib.suppress(OSError):  # the disk may be full or gone; the lock goes with the file

@@ -1,4 +1,4 @@
-"""What goes wrong on accelerators, why, and what to do: the one source of `doctor`, of the mends of error messages, and of
+"""What goes wrong on accelerators, why, and what to do: the one source of `doctor`, of the fixes of error messages, and of
 docs/TROUBLESHOOTING.md.
 
 The errors are those that users of torch_xla, Colab and Kaggle report most; their texts are torch_xla's, libtpu's and PyTorch's.
@@ -12,13 +12,13 @@ import sys
 @dataclasses.dataclass(frozen=True)
 class Trouble:
     """One thing that goes wrong. code: its name. said: what is to be seen, an error's text or, without a pattern, a symptom.
-    why and mend: for a reader; `mend` alone for an error message. pattern: how a message is recognised. asked: how somebody's
+    why and fix: for a reader; `fix` alone for an error message. pattern: how a message is recognised. asked: how somebody's
     own words are."""
 
     code: str
     said: str
     why: str
-    mend: str
+    fix: str
     pattern: str | None = None
     asked: str | None = None
 
@@ -423,14 +423,14 @@ def known(message):
     return known_error(message) or next(named, None)
 
 
-def mend_for(message):
+def fix_for(message):
     """What to do about an error message of an accelerator's runtime, or None."""
-    return (trouble := known_error(message)) and trouble.mend
+    return (trouble := known_error(message)) and trouble.fix
 
 
 def about(message):
     """What to do about a text that a user saw, or None."""
-    return (trouble := known(message)) and trouble.mend
+    return (trouble := known(message)) and trouble.fix
 
 
 HEAD = """# Troubleshooting
@@ -449,7 +449,7 @@ an error, and knows them for a message from elsewhere too:
 
 def page():
     """docs/TROUBLESHOOTING.md."""
-    parts = [f"\n## {t.said}\n\n**Why.** {t.why}\n\n**What to do.** {t.mend}\n" for t in TROUBLES]
+    parts = [f"\n## {t.said}\n\n**Why.** {t.why}\n\n**What to do.** {t.fix}\n" for t in TROUBLES]
     return HEAD + "".join(parts)
 
 

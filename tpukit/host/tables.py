@@ -69,7 +69,7 @@ class Sentences(list):
         return [" ".join(printable(sentence).splitlines()) for sentence in self]
 
 
-def span(seconds):
+def format_duration(seconds):
     """A duration in words: 90 s, 2.5 min, 30.0 h, 3.0 days. Nothing for None; 0 s for what is over."""
     if seconds is None:
         return ""

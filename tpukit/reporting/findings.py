@@ -2,7 +2,7 @@
 
 import math
 
-from tpukit.host.tables import GIB, Table, span
+from tpukit.host.tables import GIB, Table, format_duration
 from tpukit.runs.run import WORTH_A_WORD_S
 
 # What is read here of a record, by its kind: a type; a tuple of what it may be, None standing for what may be missing too;
@@ -181,7 +181,7 @@ def _said_of_time(session, trained):
 
 
 def live_table(name, records, live, checkpoints, age_s):
-    """A run as it stands. live: of `Run.live`. age_s: seconds since that was written, None where it never was."""
+    """A run as it stands. live: of `Run.read_progress`. age_s: seconds since that was written, None where it never was."""
     rows, records = [], whole(records)
     starts = [i for i, r in enumerate(records) if r["kind"] == "start"]
     session = records[starts[-1] :] if starts else []
@@ -196,7 +196,7 @@ def live_table(name, records, live, checkpoints, age_s):
         rows.append(("speed", f"{rate:.1f} samples a second, waiting for data {wait:.1%} of the time"))
         left = (live["total"] - live["step"]) * _batch_size(session)
         if left and live["unit"] == "step" and rate > 0:
-            rows.append(("left", f"about {span(left / rate)} of training, evaluations besides"))
+            rows.append(("left", f"about {format_duration(left / rate)} of training, evaluations besides"))
     if evaluated := [r for r in session if r["kind"] == "evaluation"]:
         scores = ", ".join(f"{n} {v:.4g}" for n, v in evaluated[-1]["scores"].items() if isinstance(v, float))
         rows.append((f"scores of epoch {evaluated[-1]['epoch'] + 1}", scores))
@@ -222,7 +222,7 @@ def _steps_of(checkpoints):
 def _ago(seconds):
     if seconds < 10:
         return "just now"
-    return f"{span(seconds)} ago{': it waits, compiles, evaluates, or is gone' if seconds > 60 else ''}"
+    return f"{format_duration(seconds)} ago{': it waits, compiles, evaluates, or is gone' if seconds > 60 else ''}"
 
 
 def accelerator_tables(records):

@@ -51,7 +51,7 @@ class Run:
     """One training run in one folder. Use `Run.open`."""
 
     prints = True
-    """Whether `say` prints; a launched core does not, its notebook reads log.txt."""
+    """Whether `print` prints; a launched core does not, its notebook reads log.txt."""
     _writes = True
     _events = None
 
@@ -63,7 +63,7 @@ class Run:
         self._backup_works = True
         self._progress_at = 0.0
 
-    def muted(self):
+    def read_only(self):
         """The same run for a rank that is not 0: it reads, and what it says or writes is dropped."""
         other = Run(self.path)
         other._writes = other.prints = False
@@ -84,18 +84,18 @@ class Run:
         """
         run = cls(path, backup)
         if environment.rank() != 0:
-            return run.muted()  # rank 0 speaks and writes for all
+            return run.read_only()  # rank 0 speaks and writes for all
         if run.path.exists() and not run.path.is_dir():
             raise TpukitError(f"{run.path} is a file; a run needs a folder of its own")
         config = run.path / "config.json"
         if run.backup:
-            with files.unwritable_explained(run.backup):
+            with files.explain_unwritable(run.backup):
                 run._check_backup_is_mounted()
                 if not config.exists() and (run.backup / "config.json").exists():
                     run._bring_back(task)
         if earlier and not config.exists():
             cls(path, earlier)._bring_back(task)
-        with files.unwritable_explained(run.path):
+        with files.explain_unwritable(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
         _refuse_links(run.path)
         if config.exists():
@@ -105,12 +105,12 @@ class Run:
             _refuse_foreign(run.path)
             run_id = secrets.token_hex(8)
         if run.backup:
-            with files.unwritable_explained(run.backup):
+            with files.explain_unwritable(run.backup):
                 run._check_backup(run_id)
                 if (run.backup / "config.json").exists():
                     cls(run.backup)._check(task)
-        files.write_whole(config, json.dumps(files.sealed(_config(task) | (dict(id=run_id) if run_id else {})), indent=1))
-        with files.unwritable_explained(run.path):
+        files.write_atomic(config, json.dumps(files.with_crc32(_config(task) | (dict(id=run_id) if run_id else {})), indent=1))
+        with files.explain_unwritable(run.path):
             (run.path / "checkpoints").mkdir(exist_ok=True)
         return run
 
@@ -119,7 +119,7 @@ class Run:
         """Open a run for reading. Raises TpukitError if there is none. trained=False: a folder for the test of weights from
         elsewhere, made where there is none, will do."""
         if not trained and not (Path(path) / "config.json").is_file():
-            with files.unwritable_explained(Path(path)):
+            with files.explain_unwritable(Path(path)):
                 Path(path).mkdir(parents=True, exist_ok=True)
             if not os.path.lexists(Path(path) / "log.txt"):
                 _refuse_foreign(Path(path))
@@ -130,17 +130,17 @@ class Run:
         _refuse_links(Path(path))
         return cls(path)
 
-    def alone(self):
+    def lock(self):
         """Within it, no other process trains in this folder. Raises TpukitError with the host and pid of one that does."""
         if not self._writes:
             return contextlib.nullcontext()
-        return files.held(self.path / ".lock", signs=[self.path / "progress.json"])
+        return files.exclusive_lock(self.path / ".lock", signs=[self.path / "progress.json"])
 
     @property
     def config(self):
         """dict(workload, settings, id) that the run was opened with. Raises TpukitError where the file is damaged."""
         try:
-            found = files.unsealed((self.path / "config.json").read_bytes())
+            found = files.parse_with_crc32((self.path / "config.json").read_bytes())
             return dict(found, workload=found["workload"], settings=dict(found["settings"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TpukitError(f"{self.path}/config.json is damaged ({error}); choose another run folder") from error
@@ -162,7 +162,7 @@ class Run:
 
     # Saying and recording
 
-    def say(self, text):
+    def print(self, text):
         """Print a line and keep it in log.txt."""
         from tqdm import tqdm  # its write keeps a progress bar below the line
 
@@ -179,7 +179,7 @@ class Run:
         if not self._writes:
             return
         record = dict(kind=kind, step=step, time=round(time.time(), 3), **values)
-        files.append(self.path / "records.jsonl", json.dumps(files.sealed(_finite(record))) + "\n")
+        files.append(self.path / "records.jsonl", json.dumps(files.with_crc32(_finite(record))) + "\n")
         if kind == "start":
             self._events = Events(self.path / "tensorboard")
             for old in self.records():
@@ -193,25 +193,25 @@ class Run:
             self._events.close()
             self._events = None
 
-    def progress(self, *, step, total, **values):
-        """Replace what `live` returns, at most twice a second and at the end: what a progress bar shows."""
+    def write_progress(self, *, step, total, **values):
+        """Replace what `read_progress` returns, at most twice a second and at the end: what a progress bar shows."""
         now = time.monotonic()
         if self._writes and (step == total or now - self._progress_at > 0.5):
             self._progress_at = now
-            files.write_whole(
+            files.write_atomic(
                 self.path / "progress.json",
-                json.dumps(files.sealed(_finite(dict(step=step, total=total, **values)))),
+                json.dumps(files.with_crc32(_finite(dict(step=step, total=total, **values)))),
                 durable=False,
             )
 
-    def live(self):
-        """What `progress` last said, or {}."""
+    def read_progress(self):
+        """What `write_progress` last said, or {}."""
         try:
-            return files.unsealed((self.path / "progress.json").read_bytes())
+            return files.parse_with_crc32((self.path / "progress.json").read_bytes())
         except (FileNotFoundError, ValueError):
             return {}
 
-    def stop_asked(self):
+    def stop_requested(self):
         """The signal that the notebook's process passes on to its cores through the run directory, or None."""
         try:
             return int((self.path / "cores" / "stop").read_text())
@@ -224,7 +224,7 @@ class Run:
         records = []
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
             try:
-                record = files.unsealed(line)
+                record = files.parse_with_crc32(line)
                 whole = isinstance(record["kind"], str) and all(0 <= record[n] < 2**53 for n in ("step", "time"))
             except (ValueError, KeyError, TypeError):
                 whole = False
@@ -241,7 +241,7 @@ class Run:
     def _forget_records_after(self, size):
         """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again."""
         if self._records_size() > size:
-            files.write_whole(self.path / "records.jsonl", (self.path / "records.jsonl").read_bytes()[:size])
+            files.write_atomic(self.path / "records.jsonl", (self.path / "records.jsonl").read_bytes()[:size])
 
     # Checkpoints
 
@@ -250,7 +250,7 @@ class Run:
         import torch
 
         path = self.path / "checkpoints" / _file_of(step)
-        with files.whole_file(path) as file:
+        with files.atomic_file(path) as file:
             try:
                 torch.save(dict(records_size=self._records_size(), state=state), file)
             except RuntimeError as error:  # in which torch hides that the disk is full
@@ -273,7 +273,7 @@ class Run:
 
     def _write_checkpoint_list(self, kept):
         folder = self.path / "checkpoints"
-        files.write_whole(folder / "checkpoints.json", json.dumps(kept, indent=1))
+        files.write_atomic(folder / "checkpoints.json", json.dumps(kept, indent=1))
         for step in _steps_in(folder) - {c["step"] for c in kept}:
             (folder / _file_of(step)).unlink()
         files.remove_partials(folder)
@@ -287,7 +287,7 @@ class Run:
             if saved is not None:
                 self._forget_records_after(saved["records_size"])
                 return saved["state"]
-            self.say(f"checkpoint {checkpoint['file']} is damaged ({why}); going back to the one before")
+            self.print(f"checkpoint {checkpoint['file']} is damaged ({why}); going back to the one before")
         if found:
             raise TpukitError(
                 f"none of the {len(found)} checkpoints in {self.path}/checkpoints can be read. Delete the folder "
@@ -318,7 +318,7 @@ class Run:
         """Write the best weights as best.safetensors. tensors: name -> CPU tensor. values: kept as its metadata."""
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         data = weights.serialize(contiguous, {name: str(value) for name, value in values.items()})
-        files.write_whole(self.path / "best.safetensors", data)
+        files.write_atomic(self.path / "best.safetensors", data)
 
     # The copy on Drive
 
@@ -344,16 +344,16 @@ class Run:
             self._check_mount()
         except (OSError, TpukitError) as error:  # Drive may be full or gone; the training goes on without it
             if self._backup_works:
-                self.say(f"backup to {self.backup} failed ({error}); training goes on, checkpoints stay in {self.path}")
+                self.print(f"backup to {self.backup} failed ({error}); training goes on, checkpoints stay in {self.path}")
             self._backup_works = False
         else:
             if not self._backup_works:
-                self.say(f"backup to {self.backup} works again")
+                self.print(f"backup to {self.backup} works again")
             self._backup_works = True
 
     def _copy(self, name):
         self._check_mount()
-        files.copy_whole(self.path / name, self.backup / name)
+        files.copy_atomic(self.path / name, self.backup / name)
 
     def _check_mount(self):
         """Raise TpukitError where the disk of the backup is gone: what is written then lands on the bare mount point."""
@@ -402,13 +402,13 @@ class Run:
         Run(self.backup)._check(task)
         print(printable(f"run: {self.path} is not here, bringing it back from {self.backup}"))
         checkpoints = [f"checkpoints/{c['file']}" for c in Run(self.backup).checkpoints()]
-        with files.unwritable_explained(self.path):
+        with files.explain_unwritable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             coming.touch()
         # config.json last: it is what makes the folder a run
         for name in (*checkpoints, "checkpoints/checkpoints.json", *reversed(BACKED_UP)):
             if (self.backup / name).is_file():
-                files.copy_whole(self.backup / name, self.path / name)
+                files.copy_atomic(self.backup / name, self.path / name)
         coming.unlink()
 
 

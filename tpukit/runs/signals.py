@@ -4,7 +4,7 @@ import signal
 import threading
 
 
-class Stop:
+class StopSignal:
     """Turns the first SIGINT or SIGTERM into a stop between two steps; a second one stops at once.
 
     Only the main thread can receive signals; elsewhere this does nothing.

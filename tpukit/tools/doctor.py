@@ -1,4 +1,4 @@
-"""`tpukit doctor`: what stands between this machine and training, one line each with its mend. Touches no device, unless a
+"""`tpukit doctor`: what stands between this machine and training, one line each with its fix. Touches no device, unless a
 model is to be tried."""
 
 import copy
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from tpukit.host import environment
-from tpukit.host.known_errors import mend_for
+from tpukit.host.known_errors import fix_for
 from tpukit.host.tables import GIB, Table
 
 OK, NOTE, WARNING, BLOCKS = "ok", "note", "warning", "BLOCKS"
@@ -36,12 +36,12 @@ LARGEST_MOVE = 0.05  # of an output by half precision, as a share of its norm
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One finding: what was looked at, level (ok, note, warning, BLOCKS), what was found, and the mend."""
+    """One finding: what was looked at, level (ok, note, warning, BLOCKS), what was found, and the fix."""
 
     what: str
     level: str
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
 def examine(env=None, *, environ=None, root="/"):
@@ -74,7 +74,7 @@ def examine(env=None, *, environ=None, root="/"):
 def try_model(task, env):
     """Compute a workload's loss and gradients on this machine's device in every precision that suits it.
 
-    The batch is one made-up sample. Weights are the task's own, or fresh ones; what starts at zero is made small random
+    The batch is one synthetic sample. Weights are the task's own, or fresh ones; what starts at zero is made small random
     numbers then, so that every part of the model has a say in its output. Returns a list of `Check`.
     """
     import torch
@@ -99,9 +99,9 @@ def try_model(task, env):
             output, loss, norm = _one_step(task, model, runtime)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             reason = str(error).strip().splitlines()[0]
-            mend = "train in fp32" if exact is not None else (mend_for(reason) or "")
+            fix = "train in fp32" if exact is not None else (fix_for(reason) or "")
             said.append(
-                Check(f"{task.name} in {precision}", WARNING if exact is not None else BLOCKS, f"does not run: {reason}", mend)
+                Check(f"{task.name} in {precision}", WARNING if exact is not None else BLOCKS, f"does not run: {reason}", fix)
             )
             continue
         if exact is None:
@@ -114,10 +114,10 @@ def try_model(task, env):
         found = f"runs: the output moves by {moved:.2%} (at most {most:.2%} of its largest), loss {loss:.4g}, "
         found += f"gradient norm {norm:.3g}"
         fine = moved < LARGEST_MOVE
-        mend = (
+        fix = (
             "" if fine else "more than rounding explains: train in fp32, and look for sums over many numbers in half precision"
         )
-        said.append(Check(f"{task.name} in {precision}", OK if fine else WARNING, found, mend))
+        said.append(Check(f"{task.name} in {precision}", OK if fine else WARNING, found, fix))
     return said
 
 
@@ -143,8 +143,8 @@ def _one_step(task, model, runtime):
 def table(checks):
     """The checks as a `Table`, worst first."""
     order = (BLOCKS, WARNING, NOTE, OK)
-    rows = [(c.what, c.level, c.found, c.mend) for c in sorted(checks, key=lambda c: order.index(c.level))]
-    return Table("Checks", ("what", "level", "found", "mend"), rows)
+    rows = [(c.what, c.level, c.found, c.fix) for c in sorted(checks, key=lambda c: order.index(c.level))]
+    return Table("Checks", ("what", "level", "found", "fix"), rows)
 
 
 def blocked(checks):
@@ -170,7 +170,7 @@ def _packages(env, environ, root):
 
 
 def _installing(env, packages):
-    """The mend that installs one of torch, torch_xla and libtpu, where that is allowed."""
+    """The fix that installs one of torch, torch_xla and libtpu, where that is allowed."""
     if env.host in IMAGES:
         return FRESH + (PAST if env.host == "colab" else "")
     return f"pip install {packages}"
@@ -182,8 +182,8 @@ def _torch(env, environ, root):
         return [Check("torch", BLOCKS, "not installed", _installing(env, "torch"))]
     problem = import_problem("torch", environ)
     if problem:
-        mend = mend_for(problem) or _installing(env, "--force-reinstall torch")
-        return [Check("torch", BLOCKS, f"{version} cannot be imported: {problem}", mend)]
+        fix = fix_for(problem) or _installing(env, "--force-reinstall torch")
+        return [Check("torch", BLOCKS, f"{version} cannot be imported: {problem}", fix)]
     if _release(version) < (2, 6):
         found = f"{version}: its torch.load runs code from checkpoints, weights_only or not (CVE-2025-32434)"
         return [Check("torch", BLOCKS, found, _installing(env, "'torch>=2.8'"))]
@@ -238,14 +238,14 @@ def cuda_of_torch(environ):
 def _gpu(env, environ, root):
     """Whether torch can use the GPUs, and if not, why."""
     if env.accelerator == "cpu" and environment.nvidia_cards_on_bus(root) and not environment.nvidia_smi(environ, "-L"):
-        mend = f"install NVIDIA's driver. {environment.GPU_MENU[env.host]}" if env.host == "local" else FRESH
-        return [Check("gpu", WARNING, "an NVIDIA card is on the PCI bus, but nvidia-smi finds no driver for it", mend)]
+        fix = f"install NVIDIA's driver. {environment.GPU_MENU[env.host]}" if env.host == "local" else FRESH
+        return [Check("gpu", WARNING, "an NVIDIA card is on the PCI bus, but nvidia-smi finds no driver for it", fix)]
     if env.accelerator != "cuda" or "torch" not in env.versions or (cuda := cuda_of_torch(environ)) is None:
         return []
     torch = f"torch {env.versions['torch']}"
     if cuda["built"] is None:
-        mend = FRESH if env.host in IMAGES else "install a CUDA build of torch (pytorch.org/get-started/locally)"
-        return [Check("gpu", BLOCKS, f"{torch} was built without CUDA, but a GPU is here: {env.device_name}", mend)]
+        fix = FRESH if env.host in IMAGES else "install a CUDA build of torch (pytorch.org/get-started/locally)"
+        return [Check("gpu", BLOCKS, f"{torch} was built without CUDA, but a GPU is here: {env.device_name}", fix)]
     if cuda["usable"]:
         built, gpus = cuda["arch_list"], environment.nvidia_gpus(environ)
         other = "install a torch that was built for it" if env.host == "local" else environment.GPU_MENU[env.host]
@@ -257,10 +257,10 @@ def _gpu(env, environ, root):
     driver = re.search(r"CUDA[\w ]* Version\s*:\s*([\d.]+)", environment.nvidia_smi(environ))
     if driver and _release(driver[1], 1) < _release(cuda["built"], 1):  # within a major version they go together
         found = f"the driver is for CUDA {driver[1]}, and {torch} was built with CUDA {cuda['built']}"
-        mend = FRESH if env.host in IMAGES else "update NVIDIA's driver, or install a torch that was built with an older CUDA"
-        return [Check("gpu", BLOCKS, found, mend)]
-    mend = mend_for(cuda["reason"]) or "check NVIDIA's driver (nvidia-smi), then restart the session"
-    return [Check("gpu", BLOCKS, f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'it does not say why'}", mend)]
+        fix = FRESH if env.host in IMAGES else "update NVIDIA's driver, or install a torch that was built with an older CUDA"
+        return [Check("gpu", BLOCKS, found, fix)]
+    fix = fix_for(cuda["reason"]) or "check NVIDIA's driver (nvidia-smi), then restart the session"
+    return [Check("gpu", BLOCKS, f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'it does not say why'}", fix)]
 
 
 def _capabilities(environ):
@@ -274,18 +274,18 @@ def _torch_xla(env, environ, root):
     if xla is None:
         return []
     if torch and torch.split(".")[:2] != xla.split(".")[:2]:
-        mend = _installing(env, f"'torch~={'.'.join(xla.split('.')[:2])}.0'")
-        return [Check("torch_xla", BLOCKS, f"{xla} does not match torch {torch}", mend)]
+        fix = _installing(env, f"'torch~={'.'.join(xla.split('.')[:2])}.0'")
+        return [Check("torch_xla", BLOCKS, f"{xla} does not match torch {torch}", fix)]
     if torch and (problem := import_problem("torch_xla", environ)):
-        mend = mend_for(problem) or FRESH
+        fix = fix_for(problem) or FRESH
         if environ.get("TPU_SKIP_MDS_QUERY") and not environ.get("TPU_ACCELERATOR_TYPE") and environment.tpu_chips(root):
-            mend = "TPU_SKIP_MDS_QUERY is set, so torch_xla reads TPU_ACCELERATOR_TYPE, which is not: set both or neither"
-        return [Check("torch_xla", BLOCKS, f"{xla} cannot be imported: {problem}", mend)]
+            fix = "TPU_SKIP_MDS_QUERY is set, so torch_xla reads TPU_ACCELERATOR_TYPE, which is not: set both or neither"
+        return [Check("torch_xla", BLOCKS, f"{xla} cannot be imported: {problem}", fix)]
     checks = [Check("torch_xla", OK, xla)]
     wanted, found = _wanted_libtpu(), env.versions.get("libtpu")
     if found is None and environment.chips_here(environ, root):
-        mend = _installing(env, f"libtpu=={wanted}" if wanted else "'torch_xla[tpu]'")
-        checks.append(Check("libtpu", BLOCKS, "not installed", mend))
+        fix = _installing(env, f"libtpu=={wanted}" if wanted else "'torch_xla[tpu]'")
+        checks.append(Check("libtpu", BLOCKS, "not installed", fix))
     elif wanted and found and _release(wanted, 3) != _release(found, 3):  # images ship 0.0.21.1 for 0.0.21
         said = f"{found}, but torch_xla {xla} was built for {wanted}"
         checks.append(Check("libtpu", WARNING, said, _installing(env, f"libtpu=={wanted}")))
@@ -303,8 +303,8 @@ def _wanted_libtpu():
 
 def _tensorflow(env, environ, root):
     if "torch_xla" in env.versions and "tensorflow" in env.versions and "tensorflow-cpu" not in env.versions:
-        mend = "it takes the TPU when imported: pip uninstall -y tensorflow && pip install tensorflow-cpu"
-        return [Check("tensorflow", WARNING, f"{env.versions['tensorflow']} beside torch_xla", mend)]
+        fix = "it takes the TPU when imported: pip uninstall -y tensorflow && pip install tensorflow-cpu"
+        return [Check("tensorflow", WARNING, f"{env.versions['tensorflow']} beside torch_xla", fix)]
     return []
 
 
@@ -319,16 +319,16 @@ def _accelerator(env, environ, root):
             )
         ]
     if pjrt == "TPU" and not chips:
-        mend = "unset PJRT_DEVICE. " + environment.TPU_MENU[env.host]
+        fix = "unset PJRT_DEVICE. " + environment.TPU_MENU[env.host]
         found = "PJRT_DEVICE=TPU, but no TPU chip is on the PCI bus or in /dev"
-        return [Check("accelerator", BLOCKS, found, mend)]
+        return [Check("accelerator", BLOCKS, found, fix)]
     if chips and env.accelerator == "xla":
         return [
             Check("accelerator", WARNING, f"{chips} TPU chips are here, but PJRT_DEVICE=CPU hides them", "unset PJRT_DEVICE")
         ]
     if chips and env.accelerator != "tpu":
-        mend = _installing(env, "'torch_xla[tpu]'")
-        return [Check("accelerator", BLOCKS, f"{chips} TPU chips are here, but torch_xla is not installed", mend)]
+        fix = _installing(env, "'torch_xla[tpu]'")
+        return [Check("accelerator", BLOCKS, f"{chips} TPU chips are here, but torch_xla is not installed", fix)]
     if env.accelerator in ("tpu", "cuda", "xla"):
         return [Check("accelerator", OK, found)]
     if environ.get("KAGGLE_KERNEL_RUN_TYPE", "").lower() == "batch":
@@ -370,8 +370,8 @@ def _variables(env, environ, root):
             level = WARNING if name.endswith("BF16") else NOTE  # these are still read
             checks.append(Check("variable", level, f"{name}={environ[name]}: {why}", f"unset it. Instead: {instead}"))
     if environ.get("TPU_PROCESS_ADDRESSES"):
-        mend = "`launch` takes it away; before starting one process a core yourself: os.environ.pop('TPU_PROCESS_ADDRESSES')"
-        checks.append(Check("variable", NOTE, f"TPU_PROCESS_ADDRESSES={environ['TPU_PROCESS_ADDRESSES']}", mend))
+        fix = "`launch` takes it away; before starting one process a core yourself: os.environ.pop('TPU_PROCESS_ADDRESSES')"
+        checks.append(Check("variable", NOTE, f"TPU_PROCESS_ADDRESSES={environ['TPU_PROCESS_ADDRESSES']}", fix))
     chips, expected = environment.chips_here(environ, root), environment.chips_by_bounds(environ)
     if chips and expected and expected != chips:
         found = f"TPU_CHIPS_PER_HOST_BOUNDS={environ['TPU_CHIPS_PER_HOST_BOUNDS']} means {expected} chips, {chips} here"
@@ -381,11 +381,11 @@ def _variables(env, environ, root):
     if environ.get("XLA_FLAGS"):
         checks.append(Check("variable", NOTE, f"XLA_FLAGS={environ['XLA_FLAGS']}", "unset it unless you know why it is there"))
     if env.accelerator == "tpu" and not environ.get("PJRT_DEVICE"):
-        mend = "tpukit needs none; libraries that look for GPUs here (accelerate) want PJRT_DEVICE=TPU before Python starts"
-        checks.append(Check("variable", NOTE, "PJRT_DEVICE is not set", mend))
+        fix = "tpukit needs none; libraries that look for GPUs here (accelerate) want PJRT_DEVICE=TPU before Python starts"
+        checks.append(Check("variable", NOTE, "PJRT_DEVICE is not set", fix))
     if env.accelerator == "tpu" and env.host == "local" and not environ.get("TPU_SKIP_MDS_QUERY"):
-        mend = "fine on a VM of Google Cloud. Elsewhere torch_xla wants both TPU_SKIP_MDS_QUERY=1 and TPU_ACCELERATOR_TYPE"
-        checks.append(Check("variable", NOTE, "no variable says which TPU this is: a metadata server is asked", mend))
+        fix = "fine on a VM of Google Cloud. Elsewhere torch_xla wants both TPU_SKIP_MDS_QUERY=1 and TPU_ACCELERATOR_TYPE"
+        checks.append(Check("variable", NOTE, "no variable says which TPU this is: a metadata server is asked", fix))
     return checks
 
 
@@ -395,10 +395,10 @@ def _disk(env, environ, root):
         return [Check("disk", BLOCKS, f"{place} cannot be written", "choose another output folder (--run)")]
     free = shutil.disk_usage(place).free / GIB
     level = BLOCKS if free < 0.5 else WARNING if free < 3 else OK
-    mend = (
+    fix = (
         "" if level == OK else "delete old runs, or choose another output folder (--run); a checkpoint of MSHNet takes 0.03 GiB"
     )
-    return [Check("disk", level, f"{free:.1f} GiB free at {place}", mend)]
+    return [Check("disk", level, f"{free:.1f} GiB free at {place}", fix)]
 
 
 def _memory(env, environ, root):
@@ -406,12 +406,12 @@ def _memory(env, environ, root):
     shared = root / "dev/shm"
     if shared.is_dir():
         free = shutil.disk_usage(shared).free / GIB
-        mend = "" if free >= 0.25 else "keep num_workers small; tpukit's own batches use threads, which need none"
-        checks.append(Check("shared memory", WARNING if mend else OK, f"{free:.1f} GiB free at {shared}", mend))
+        fix = "" if free >= 0.25 else "keep num_workers small; tpukit's own batches use threads, which need none"
+        checks.append(Check("shared memory", WARNING if fix else OK, f"{free:.1f} GiB free at {shared}", fix))
     if available := re.search(r"MemAvailable:\s+(\d+) kB", _read(root / "proc/meminfo")):
         free = int(available[1]) / 2**20
-        mend = "" if free >= 2 else "restart other notebooks; the decoded IRSTD-1k takes 0.3 GiB, torch about 1 GiB"
-        checks.append(Check("memory", WARNING if mend else OK, f"{free:.1f} GiB available", mend))
+        fix = "" if free >= 2 else "restart other notebooks; the decoded IRSTD-1k takes 0.3 GiB, torch about 1 GiB"
+        checks.append(Check("memory", WARNING if fix else OK, f"{free:.1f} GiB available", fix))
     return checks
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Table
-from tpukit.train.task import for_another_process, requested
+from tpukit.training.task import from_request, to_request
 
 # libtpu as in the images with torch_xla 2.9, and the jax that belongs to it.
 COMPILER = ("jax==0.7.1", "jaxlib==0.7.1", "libtpu==0.0.21")
@@ -195,7 +195,7 @@ def _write_down(task, part, size, machine, folder):
 
     The file `beside` says how many bytes more a core holds meanwhile: the average of the weights, and the set that is not
     used."""
-    request, variables = for_another_process(task)
+    request, variables = to_request(task)
     request |= dict(part=part, size=size, cores=machine.cores, memory_size=int(machine.hbm_bytes))
     ran = _run([sys.executable, "-P", "-m", "tpukit.tools.plan", str(folder)], json.dumps(request), variables)
     if ran.returncode:
@@ -217,10 +217,10 @@ def write_programs(request, folder):
     import numpy as np
 
     from tpukit.devices.xla import RecordingRuntime
-    from tpukit.train.data import Feed
-    from tpukit.train.step import freeze_batch_norm, fresh_sums, training_step
+    from tpukit.training.data import BatchLoader
+    from tpukit.training.step import freeze_batch_norm, fresh_sums, training_step
 
-    task, per_core = requested(request), request["size"] // request["cores"]
+    task, per_core = from_request(request), request["size"] // request["cores"]
     runtime = RecordingRuntime(task.precision, request["cores"], request["memory_size"])
     training, beside = request["part"] == "train", 0
     model = task.model().train(training)
@@ -231,13 +231,13 @@ def write_programs(request, folder):
     model = runtime.place(model)
     optimizer = task.optimizer(model) if training else None
     if training:
-        runtime.prime(optimizer)
+        runtime.init_optimizer_state(optimizer)
     compose = lambda batch: batch  # noqa: E731
     if task.dataset_dir:
         sets = task.datasets() if training else (task.test_set(),)
         data, others = sets[0], sets[1:]
-        beside += sum(Feed(other, runtime, on=task.data_on, workers=0).bytes_a_core for other in others)
-        feed = Feed(data, runtime, on=task.data_on, workers=0)
+        beside += sum(BatchLoader(other, runtime, on=task.data_on, workers=0).bytes_a_core for other in others)
+        feed = BatchLoader(data, runtime, on=task.data_on, workers=0)
         numbers = np.random.default_rng(0).random((request["size"], data.draws)) if training else None
         batch = next(feed.batches([(np.arange(request["size"]) % len(data), numbers, None)]))
         compose = feed.compose
@@ -277,8 +277,8 @@ def _compile(path, machine, say):
     found["compile_s"] = time.monotonic() - started
     with contextlib.suppress(OSError, TpukitError):  # then it is asked again next time
         files.make_private(cached.parent)
-        with files.locked(cached):
-            files.write_whole(cached, json.dumps(found))
+        with files.file_lock(cached):
+            files.write_atomic(cached, json.dumps(found))
     return found
 
 
@@ -332,11 +332,11 @@ def compiler_folder(say=print):
         raise TpukitError(
             f"the TPU compiler cannot be kept in {home.parent} ({error}): name another folder in TPUKIT_CACHE"
         ) from error
-    with files.locked(home):
+    with files.file_lock(home):
         if home.is_dir():
             return home
         say(f"installing the TPU compiler ({', '.join(COMPILER)}; about 1 GB, once) into {home}")
-        with files.whole_folder(home) as work:
+        with files.atomic_folder(home) as work:
             # A folder and not a virtual environment, because Colab's and Debian's Python cannot make one.
             pip = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             ran = _run([*pip, "--target", str(work), *COMPILER], "", {})

@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
-from tpukit.host.known_errors import mend_for
+from tpukit.host.known_errors import fix_for
 from tpukit.host.tables import Table
-from tpukit.launch.launcher import launch
+from tpukit.launching.launcher import launch
 from tpukit.runs.run import Run
-from tpukit.runs.signals import Stop
-from tpukit.train.data import training_plan
-from tpukit.train.loop import Training
+from tpukit.runs.signals import StopSignal
+from tpukit.training.data import training_plan
+from tpukit.training.loop import Training
 
 WARM_UP = 2  # steps before the trace: the first compiles
 # What waits for the device, or has no fixed shape.
@@ -82,13 +82,13 @@ def look(task, run, *, steps=5, hlo=False, cores=None, parallel="processes"):
         found = launch(function, task, Run.open(place, task), cores=cores, parallel=parallel)
     if text := found.pop("text"):
         found["hlo"] = str(run.path / "step.hlo")
-        files.write_whole(run.path / "step.hlo", text)
+        files.write_atomic(run.path / "step.hlo", text)
     return Look(**{**found, "rows": [tuple(row) for row in found["rows"]]})
 
 
 def _look(task, run, *, steps, hlo, folder, epoch, runtime=None):
     run.prints = False
-    with Stop() as stop, environment.explained():
+    with StopSignal() as stop, environment.explain_known_errors():
         training = Training(task, run, runtime, stop, False)
         runtime = training.runtime
         training.model.train()
@@ -107,9 +107,9 @@ def _look(task, run, *, steps, hlo, folder, epoch, runtime=None):
                         training.sums = training.step_program(batch, epoch, training.sums)
                     runtime.sync()
             except RuntimeError as error:
-                if (mend := mend_for(str(error))) is None:
+                if (fix := fix_for(str(error))) is None:
                     raise
-                trouble = mend
+                trouble = fix
         # From here on without its program, so that each operation is seen as Python asks for it. The results are of no use to
         # anybody.
         step = functools.partial(training.step, first, epoch, training.sums)

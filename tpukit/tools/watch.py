@@ -21,7 +21,7 @@ def watch(run, *, interval_s=2.0, once=False):
     from rich.text import Text
 
     with Live(Text(glimpse(run)), auto_refresh=False) as shown:
-        while not findings.is_over(run.live(), run.checkpoints()):
+        while not findings.is_over(run.read_progress(), run.checkpoints()):
             time.sleep(interval_s)
             shown.update(Text(glimpse(run)), refresh=True)
 
@@ -32,7 +32,7 @@ def glimpse(run):
         age_s = time.time() - (run.path / "progress.json").stat().st_mtime
     except FileNotFoundError:  # a launch takes that of the one before away
         age_s = None
-    table = findings.live_table(run.path.name, run.records(), run.live(), run.checkpoints(), age_s)
+    table = findings.live_table(run.path.name, run.records(), run.read_progress(), run.checkpoints(), age_s)
     return printable("\n".join([str(table), *(chips() or _why_not(run))]))
 
 

@@ -47,9 +47,9 @@ def make_synthetic(name, folder, *, size=None, seed=0):
         )
     size, folder = size or workload.synthetic_size, Path(folder)
     folder = folder.with_name(f"{folder.name}-{size}")
-    with files.locked(folder):
+    with files.file_lock(folder):
         if not folder.exists():
-            with files.whole_folder(folder) as work:
+            with files.atomic_folder(folder) as work:
                 workload.synthesize(work, size, np.random.default_rng(seed))
                 (work / "README.txt").write_text(SYNTHETIC_NOTE)
     return folder

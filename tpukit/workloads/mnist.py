@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tpukit.host import arrays
 from tpukit.host.errors import TpukitError
 from tpukit.runs.run import setting
-from tpukit.train.task import Workload
+from tpukit.training.task import Workload
 
 
 class Digits:

@@ -186,18 +186,18 @@ REFUSALS = {
 
 @pytest.mark.parametrize("said", REFUSALS, ids=lambda said: said[:30])
 def test_what_gcloud_refuses_is_shown_with_its_mend_and_nothing_is_left(said, google, capsys):
-    kind, mends = REFUSALS[said]
+    kind, fixes = REFUSALS[said]
     stand_in.write(google, refuse={"queued-resources create": said})
     told = refused(capsys, "create", "mine", "--yes")
     assert gcloud.GcloudError(["x"], said).kind == kind
-    for words in (*said.splitlines(), *mends):
+    for words in (*said.splitlines(), *fixes):
         assert words in told, told
     assert "time is up" not in told and "Traceback" not in told  # the whole script of the machine is no part of an error
     assert stand_in.read(google)["requests"] == []
 
 
 @pytest.mark.parametrize(
-    "verb, said, mend",
+    "verb, said, fix",
     [
         ("create", "", "gcloud is not installed: https://cloud.google.com/sdk/docs/install"),
         ("list", "", "gcloud is not installed"),
@@ -206,12 +206,12 @@ def test_what_gcloud_refuses_is_shown_with_its_mend_and_nothing_is_left(said, go
         ("list", {"core": {"project": "mine"}}, "not logged in"),
     ],
 )
-def test_without_gcloud_a_login_or_a_project_the_mend_is_said(verb, said, mend, google, monkeypatch, capsys):
+def test_without_gcloud_a_login_or_a_project_the_mend_is_said(verb, said, fix, google, monkeypatch, capsys):
     if said == "":
         monkeypatch.setenv("PATH", str(google))
     else:
         stand_in.write(google, config=said)
-    assert mend in refused(capsys, verb, *["--yes"] * (verb == "create"))
+    assert fix in refused(capsys, verb, *["--yes"] * (verb == "create"))
     assert "queued-resources create" not in verbs(google)
 
 

@@ -116,7 +116,7 @@ def test_the_real_gcloud_takes_the_commands_and_asks_google_for_what_was_meant(a
 
 
 @pytest.mark.parametrize(
-    "code, status, said, mend",
+    "code, status, said, fix",
     [
         (429, "RESOURCE_EXHAUSTED", next(iter(REFUSALS)), "Ask for more at"),
         (400, "INVALID_ARGUMENT", [said for said in REFUSALS if "zonal" in said][0][18:], "us-central1-a has no v5litepod-1"),
@@ -130,10 +130,10 @@ def test_the_real_gcloud_takes_the_commands_and_asks_google_for_what_was_meant(a
     ],
     ids=["quota", "zone", "api", "permission"],
 )
-def test_what_the_real_gcloud_makes_of_googles_refusals_is_understood(code, status, said, mend, api, capsys):
+def test_what_the_real_gcloud_makes_of_googles_refusals_is_understood(code, status, said, fix, api, capsys):
     api.refuse = dict(code=code, status=status, message=said)
     told = refused(capsys, "create", "mine", "--yes")
-    assert said in told and mend in told, told
+    assert said in told and fix in told, told
 
 
 def test_the_real_gcloud_knows_every_option_that_is_given_for_ssh_and_scp(api, capsys):

@@ -89,14 +89,14 @@ class GcloudError(TpukitError):
     def __init__(self, words, said, shown=False):
         said = "\n".join(said.strip().splitlines()[-12:]) or "(no word)"
         self.said = said
-        self.kind, mend = next(((kind, mend) for kind, pattern, mend in MENDS if re.search(pattern, said)), ("", ""))
+        self.kind, fix = next(((kind, fix) for kind, pattern, fix in MENDS if re.search(pattern, said)), ("", ""))
         flags = dict(word[2:].split("=", 1) for word in words if re.match(r"--[a-z-]+=", word))
         accelerator = flags.get("accelerator-type", "such type")
         filled = dict(project=flags.get("project", "PROJECT"), zone=flags.get("zone", "that zone"), accelerator=accelerator)
-        mend = mend.format(zones=zones_of(accelerator), **filled)
+        fix = fix.format(zones=zones_of(accelerator), **filled)
         quoted = [f"  {text}" for text in said.splitlines()[-3 if shown else 0 :]]
         lines = [f"gcloud failed: {line(words, short=True)}", *quoted]
-        super().__init__("\n".join(lines + [mend] * bool(mend)))
+        super().__init__("\n".join(lines + [fix] * bool(fix)))
 
 
 class Gcloud:

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import Table, span
+from tpukit.host.tables import Table, format_duration
 from tpukit.tools.cloud.tpu_types import price_of
 
 MARK = ("made-by", "tpukit")  # the label without which nothing is deleted
@@ -199,16 +199,16 @@ def table(found):
         usd = rented.usd_so_far()
         ends = _clock(rented.ends) if rented.ends else ""
         if rented.ends and rented.at:
-            ends += f" (in {span((rented.ends - rented.at).total_seconds())})"
+            ends += f" (in {format_duration((rented.ends - rented.at).total_seconds())})"
         if not rented.ends and rented.minutes is not None and not rented.forgotten:
-            ends = f"{span(60 * rented.minutes)} after it starts"
+            ends = f"{format_duration(60 * rented.minutes)} after it starts"
         rows.append(
             (
                 rented.name,
                 f"{rented.accelerator}{' spot' * rented.spot}",
                 rented.zone,
                 rented.state.lower().removesuffix("_for_resources"),
-                span((rented.at - rented.since).total_seconds()) if rented.since and rented.at else "",
+                format_duration((rented.at - rented.since).total_seconds()) if rented.since and rented.at else "",
                 "unknown" if usd is None else f"${usd:.2f}",
                 rented.forgotten or ends,
             )

@@ -50,9 +50,9 @@ def generation_of(accelerator):
     """The Generation of a type like v5litepod-8. Raises TpukitError for anything else."""
     found = re.fullmatch(r"(\w+)-([1-9]\d*)", accelerator)
     if not found or found[1] not in GENERATIONS:
-        mend = "; a v5e is called v5litepod" if accelerator.startswith("v5e") else ""
+        fix = "; a v5e is called v5litepod" if accelerator.startswith("v5e") else ""
         types = ", ".join(f"{name}-NUMBER" for name in GENERATIONS)
-        raise TpukitError(f"accelerator {accelerator!r} is no TPU type that is known here: {types}{mend}")
+        raise TpukitError(f"accelerator {accelerator!r} is no TPU type that is known here: {types}{fix}")
     if int(found[2]) % GENERATIONS[found[1]].cores_per_chip:
         raise TpukitError(f"accelerator {accelerator!r}: the number counts cores, two a chip; take an even one")
     return GENERATIONS[found[1]]

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import GIB, Sentences, Table, span
+from tpukit.host.tables import GIB, Sentences, Table, format_duration
 from tpukit.tools import prices as price_table
 from tpukit.tools.compare.choosing import AT_BEST, BOUND, KINDS, MEASURED, PUBLISHED, Way, choose, cost_then_time
 from tpukit.tools.compare.measurement import epoch_seconds, rate
@@ -307,7 +307,7 @@ def _named(kind):
 
 
 def _hours(hours):
-    return span(None if hours is None else 3600 * hours)
+    return format_duration(None if hours is None else 3600 * hours)
 
 
 def _elsewhere(choice):

@@ -56,7 +56,7 @@ class Measurement:
     def label(self):
         """What tables and plots call it."""
         name = "CPU XLA device" if self.accelerator == "xla" else self.hardware
-        return ", ".join([f"{name} x {self.cores}" if self.cores > 1 else name, *_said_of(self.engine)])
+        return ", ".join([f"{name} x {self.cores}" if self.cores > 1 else name, *_describe(self.engine)])
 
     @property
     def fitting(self):
@@ -92,7 +92,7 @@ class Measurement:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = dict(format=FORMAT, **dataclasses.asdict(self))
         del kept["file"]
-        files.write_whole(path, json.dumps(kept, indent=1) + "\n")
+        files.write_atomic(path, json.dumps(kept, indent=1) + "\n")
 
     @classmethod
     def read(cls, path):
@@ -163,7 +163,7 @@ def measurement_of(task, env, about, rows):
     )
 
 
-def _said_of(engine):
+def _describe(engine):
     """What of an engine is not as it is by default, in words."""
     words = [str(engine["torch_compile"])] if engine.get("torch_compile", "no") != "no" else []
     words += ["channels last"] if engine.get("channels_last") else []
@@ -219,7 +219,7 @@ def file_for(folder, task, env, cores=None):
     name = f"{task.name}-{hardware_of(env)}{'-xla' if env.accelerator == 'xla' else ''}"
     count = cores or (env.cores if env.accelerator in ("tpu", "cuda") else 1)
     name += f"{f'-x{count}' if count > 1 else ''}{'' if _place(env) == 'local' else f'-{_place(env)}'}"
-    name = "-".join([name, *_said_of({name: getattr(task, name) for name in ENGINE})])
+    name = "-".join([name, *_describe({name: getattr(task, name) for name in ENGINE})])
     return Path(folder) / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json"
 
 

@@ -20,7 +20,7 @@ from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB
 from tpukit.tools.compare.measurement import check_writable, measurement_of, rate
-from tpukit.train.task import for_another_process, requested
+from tpukit.training.task import from_request, to_request
 
 ROUNDS = 5  # of timed steps; each ends with a reading, as an interval of a training does
 WARM_UP = 4  # steps between the first and the timed ones: torch_xla watches them, and they are slower
@@ -46,15 +46,15 @@ def measure(task, run, *, runtime=None, steps=20, started=None):
     timed in its last phase. steps: timed ones, in `ROUNDS` rounds. started: `time.time()` at which the session began, now
     unless given. Returns a dict on every rank.
     """
-    from tpukit.runs.signals import Stop
-    from tpukit.train.loop import Training
+    from tpukit.runs.signals import StopSignal
+    from tpukit.training.loop import Training
 
     started = started or time.time()
-    with Stop() as stop, environment.explained():
+    with StopSignal() as stop, environment.explain_known_errors():
         trainer = Training(task, run, runtime, stop, progress=False)
         runtime = trainer.runtime
         trainer.model.train()
-        runtime.beat(0)
+        runtime.heartbeat(0)
         with contextlib.closing(trainer.feed.batches(_endless_plan(task, trainer.data))) as batches:
             first_step_s, _ = _timed(trainer, batches, 1)
             start_s = time.time() - started
@@ -82,7 +82,7 @@ def measure(task, run, *, runtime=None, steps=20, started=None):
 
 def _endless_plan(task, data):
     """The batches of a training that has no last epoch."""
-    from tpukit.train.data import training_plan
+    from tpukit.training.data import training_plan
 
     for epoch in itertools.count():
         yield from training_plan(len(data), task.batch_size, seed=task.seed, epoch=epoch, draws=data.draws)
@@ -99,7 +99,7 @@ def _timed(trainer, batches, steps):
         waited += time.perf_counter() - asked
         trainer.take_step(batch, trainer.task.epochs)
     stop = trainer.stop
-    rows = trainer.runtime.totals(trainer.sums, stop.signal or trainer.run.stop_asked() or 0)
+    rows = trainer.runtime.totals(trainer.sums, stop.signal or trainer.run.stop_requested() or 0)
     stop.signal = int(max(row[-1] for row in rows)) or None
     stop.check()
     return time.perf_counter() - began, waited
@@ -108,7 +108,7 @@ def _timed(trainer, batches, steps):
 def _peak_of_memory(runtime):
     """dict(memory_bytes, memory_of), on every rank the same: of the fullest device, or of all processes if no device tells."""
     memory = runtime.memory()
-    peaks = [row[0] for row in runtime.world.everyone([max(peak for peak, _ in memory) if memory else resident_bytes()])]
+    peaks = [row[0] for row in runtime.world.all_gather([max(peak for peak, _ in memory) if memory else resident_bytes()])]
     if memory:
         return dict(memory_bytes=int(max(peaks)), memory_of="a core's device")
     return dict(memory_bytes=int(sum(peaks)), memory_of="resident set of the processes")
@@ -226,7 +226,7 @@ def _in_a_process(task, steps, cores, parallel):
 
     Fresh, because a memory error, the one opening of an XLA device and a peak of memory are the whole process's.
     """
-    request, variables = for_another_process(task)
+    request, variables = to_request(task)
     request |= dict(steps=steps, cores=cores, parallel=parallel, started=time.time())
     with tempfile.TemporaryDirectory(prefix="tpukit-compare-") as folder:
         command = [sys.executable, "-P", "-m", "tpukit.tools.compare", folder]
@@ -248,15 +248,15 @@ def _in_a_process(task, steps, cores, parallel):
 
 def answer(folder):
     """In the fresh process: answer a request of `_in_a_process`, in a file of the folder."""
-    from tpukit.launch.launcher import launch
-    from tpukit.launch.supervisor import end_with_parent
+    from tpukit.launching.launcher import launch
+    from tpukit.launching.supervisor import end_with_parent
     from tpukit.runs.run import Run
 
     end_with_parent(os.getppid())
     request = json.loads(sys.stdin.read())
-    task = requested(request)
+    task = from_request(request)
     run = Run.open(folder / "run", task)
     run.prints = False
     function = functools.partial(measure, steps=request["steps"], started=request["started"])
     found = launch(function, task, run, cores=request["cores"], parallel=request["parallel"])
-    files.write_whole(folder / "result.json", json.dumps(found))
+    files.write_atomic(folder / "result.json", json.dumps(found))

@@ -1,4 +1,4 @@
-"""`tpukit migrate`: what in PyTorch code will not work, or will be slow, on a TPU today; by line, each with its mend.
+"""`tpukit migrate`: what in PyTorch code will not work, or will be slow, on a TPU today; by line, each with its fix.
 
 Reads scripts and notebooks with libcst, runs nothing, and needs neither torch nor a TPU. A rule speaks only where the code
 itself shows the trouble; what cannot be seen in a file (the shapes of data, what an imported function does) is not guessed.
@@ -31,7 +31,7 @@ except ImportError as error:
 @dataclasses.dataclass(frozen=True, order=True)
 class Finding:
     """One trouble. line, column: from 1, in the file or in the notebook's cell (counted from 1 among all cells; 0 in a script).
-    fixable: the text that `examine` gives has it mended."""
+    fixable: the text that `examine` gives has it fixed."""
 
     path: str
     cell: int
@@ -59,7 +59,7 @@ _reader = apart.Reader()  # for as long as this process lives: to start one for 
 
 
 def examine(path):
-    """(findings, mended text) of a .py or .ipynb file; what cannot be read as such is a finding too. Writes nothing.
+    """(findings, fixed text) of a .py or .ipynb file; what cannot be read as such is a finding too. Writes nothing.
 
     It is read in another process, with limits of time and memory. Raises TpukitError for a path that cannot be read, or is
     neither.
@@ -68,7 +68,7 @@ def examine(path):
         read = _reader.read(path)
     except apart.Unreadable as error:
         return [Finding(str(path), 0, 1, 1, "unreadable", str(error))], ""
-    return [Finding(*values) for values in read["findings"]], read["mended"]
+    return [Finding(*values) for values in read["findings"]], read["fixed"]
 
 
 def examine_here(path):
@@ -86,7 +86,7 @@ def examine_here(path):
             finder = Finder(text)
         except libcst.ParserSyntaxError as error:
             return [bad("no Python of today", 0, error.raw_line, error.raw_column + 1)], text
-        return sorted({Finding(str(path), 0, *rest) for rest in finder.found}), finder.mended()
+        return sorted({Finding(str(path), 0, *rest) for rest in finder.found}), finder.fixed()
     try:
         notebook = Notebook(text)
     except ValueError as error:
@@ -100,7 +100,7 @@ def examine_here(path):
         if name in OLD_VARIABLES
     ]
     findings = {Finding(str(path), *rest) for rest in found} | {bad(why, *place) for *place, why in notebook.unreadable}
-    return sorted(findings), notebook.rebuilt(finder.mended())
+    return sorted(findings), notebook.rebuilt(finder.fixed())
 
 
 def files_in(paths):
@@ -117,18 +117,18 @@ def files_in(paths):
     return found
 
 
-def difference(path, mended):
-    """A unified diff of a file and its mended text, to be shown."""
-    lines = [text.splitlines(True) for text in (_read(Path(path)), mended)]
-    return printable("".join(difflib.unified_diff(*lines, str(path), f"{path} (mended)")))
+def difference(path, fixed):
+    """A unified diff of a file and its fixed text, to be shown."""
+    lines = [text.splitlines(True) for text in (_read(Path(path)), fixed)]
+    return printable("".join(difflib.unified_diff(*lines, str(path), f"{path} (fixed)")))
 
 
-def write(path, mended):
-    """Replace a file by its mended text, whole or not at all; its mode and encoding stay. Raises TpukitError."""
+def write(path, fixed):
+    """Replace a file by its fixed text, whole or not at all; its mode and encoding stay. Raises TpukitError."""
     path = Path(path).resolve()
     try:
         encoding, mode = _encoding(path.read_bytes()), path.stat().st_mode
-        files.write_whole(path, mended.encode(encoding))
+        files.write_atomic(path, fixed.encode(encoding))
         os.chmod(path, mode & 0o7777)
     except OSError as error:
         raise TpukitError(f"{path} cannot be written ({error.strerror}): copy it to a folder of yours first") from error
@@ -137,7 +137,7 @@ def write(path, mended):
 def copy_example(folder):
     """Put a training script for a GPU into a folder, to try all this on. Returns its path."""
     target = Path(folder) / "gpu_example.py"
-    files.copy_whole(Path(__file__).with_name("gpu_example.py"), target)
+    files.copy_atomic(Path(__file__).with_name("gpu_example.py"), target)
     return target
 
 
@@ -171,7 +171,7 @@ def _summary(findings):
         return "nothing found that will not work on a TPU"
     errors, fixable = sum(f.level == "error" for f in findings), sum(f.fixable for f in findings)
     slow = f"{len(findings) - errors} that will be slow or not what was meant"
-    return f"{errors} that will not work on a TPU, {slow}; --fix mends {fixable} of them"
+    return f"{errors} that will not work on a TPU, {slow}; --fix fixes {fixable} of them"
 
 
 def as_table(findings):
@@ -201,8 +201,8 @@ def as_github(findings):
 def as_sarif(findings):
     """Static Analysis Results Interchange Format 2.1.0, for editors and code scanning."""
     rules = [
-        dict(id=name, shortDescription=dict(text=mend), defaultConfiguration=dict(level=level))
-        for name, (level, mend) in RULES.items()
+        dict(id=name, shortDescription=dict(text=fix), defaultConfiguration=dict(level=level))
+        for name, (level, fix) in RULES.items()
     ]
     results = []
     for f in findings:

@@ -7,8 +7,8 @@ from tpukit.tools.migrate import apart
 
 
 def _as_tuples(path):
-    findings, mended = migrate.examine_here(path)
-    return [dataclasses.astuple(finding) for finding in findings], mended
+    findings, fixed = migrate.examine_here(path)
+    return [dataclasses.astuple(finding) for finding in findings], fixed
 
 
 apart.answers(_as_tuples)

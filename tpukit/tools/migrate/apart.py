@@ -81,8 +81,8 @@ def answers(examine):
             os.chdir(folder)
             if hasattr(signal, "alarm"):  # not on Windows
                 signal.alarm(int(LIMIT_S) + 5)  # ends this process, where the other side is gone and nobody else does
-            findings, mended = examine(path)
-            answer = dict(findings=findings, mended=mended)
+            findings, fixed = examine(path)
+            answer = dict(findings=findings, fixed=fixed)
         except TpukitError as error:
             answer = dict(error=str(error))
         except RecursionError:

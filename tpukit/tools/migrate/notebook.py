@@ -146,9 +146,9 @@ class Notebook:
             lines.append(self.indents[cell] + line if line.strip() else line)
         changed = False
         for (number, cell), (_, source) in zip(self.parts, self.cells):
-            mended = "\n".join(sources[number])
-            if mended != source and textwrap.dedent(mended) != textwrap.dedent(source):
-                cell["source"] = mended.splitlines(True) if isinstance(cell["source"], list) else mended
+            fixed = "\n".join(sources[number])
+            if fixed != source and textwrap.dedent(fixed) != textwrap.dedent(source):
+                cell["source"] = fixed.splitlines(True) if isinstance(cell["source"], list) else fixed
                 changed = True
         if not changed:
             return self.text

@@ -1,4 +1,4 @@
-"""What in a module's code is trouble on a TPU, and how it is mended. Names are followed through the imports, never guessed."""
+"""What in a module's code is trouble on a TPU, and how it is fixed. Names are followed through the imports, never guessed."""
 
 import re
 
@@ -33,7 +33,7 @@ RULES = {
     "early-device": ("error", "opens the device before the cores do ('Runtime is already initialized'): do so in the function"),
     "install": ("error", "replaces what the image brings, and then torch and torch_xla do not match: use the image's"),
     "torch-compile": ("warning", "its default backend is not for XLA: backend='openxla', or leave it out"),
-    "unreadable": ("error", "mend it first"),
+    "unreadable": ("error", "fix it first"),
 }  # fmt: skip
 
 # Old names -> (rule, today's, which is called in the same way).
@@ -79,7 +79,7 @@ SHOWING = {"debug", "info", "warning", "error", "set_postfix", "set_postfix_str"
 
 
 class Finder(Reader):
-    """found: (line, column, rule, what was found, whether `mended` mends it, advice or "") of a module's code."""
+    """found: (line, column, rule, what was found, whether `fixed` fixes it, advice or "") of a module's code."""
 
     def __init__(self, code):
         super().__init__(code)
@@ -500,7 +500,7 @@ class Finder(Reader):
 
     # Mending
 
-    def mended(self):
+    def fixed(self):
         """The code with all fixes, and the imports that they need."""
         if not self.fixes:
             return self.tree.code

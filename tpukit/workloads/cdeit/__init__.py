@@ -15,7 +15,7 @@ from tpukit.host import files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.runs import weights
 from tpukit.runs.run import setting
-from tpukit.train.task import Workload
+from tpukit.training.task import Workload
 from tpukit.workloads.cdeit import diffusion
 from tpukit.workloads.cdeit.data import CONVENTIONS, FALLBACK, PARTS, SIZE, TRAINING, Impedance, find_split, find_statistics
 from tpukit.workloads.cdeit.model import CDEITModel
@@ -166,7 +166,7 @@ class CDEIT(Workload):
             x = first(batch["key"])
             for row in rows:
                 x = step(x, batch["voltages"], batch["key"], row)
-                runtime.beat(runtime.step)
+                runtime.heartbeat(runtime.step)
             return x
 
         return predict
@@ -202,9 +202,9 @@ class CDEIT(Workload):
         ours, truth = column(lambda images, b: images), column(lambda images, b: b["image"])
         classical = {key: column(lambda images, b: b[key]) for key in CLASSICAL.values()}
         arrays = dict(prediction=ours * unit, TR=classical["TR"] * unit, xs_gn=classical["xs_gn"], xs=truth)
-        with files.whole_file(folder / f"{self.data}.npz") as file:
+        with files.atomic_file(folder / f"{self.data}.npz") as file:
             np.savez_compressed(file, **arrays, names=names)
-        with files.whole_file(folder / f"{self.data}.mat") as file:
+        with files.atomic_file(folder / f"{self.data}.mat") as file:
             savemat(file, dict(arrays, names=np.array(names, dtype=object)))
         lines = io.StringIO()
         table = csv.writer(lines)
@@ -215,7 +215,7 @@ class CDEIT(Workload):
             scores.add(made, truth)
             mean = scores.mean() or dict.fromkeys(NAMES)
             table.writerows((name, method, *row.values()) for name, row in zip([*names, "mean"], [*scores.rows, mean]))
-        files.write_whole(folder / f"{self.data}.csv", lines.getvalue())
+        files.write_atomic(folder / f"{self.data}.csv", lines.getvalue())
 
     def kept(self, folder):
         path = folder / f"{self.data}.npz"

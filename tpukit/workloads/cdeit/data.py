@@ -182,7 +182,7 @@ def find_statistics(split_folder, root):
             f"no mean.pth and std.pth beside {split_folder} or in {FALLBACK.resolve()}, and no training set in {root} to "
             "compute them from: put the two files of the set that the network was trained on there"
         ) from error
-    with files.locked(training.parent / "mean.pth"):
+    with files.file_lock(training.parent / "mean.pth"):
         if found := _read_statistics(training.parent):  # another process was first
             return found
         statistics = _statistics_of(training)
@@ -203,7 +203,7 @@ def _save_statistics(folder, statistics):
     said = f"voltage statistics: computed from the training set in {folder}"
     try:
         for name, values in zip(("mean.pth", "std.pth"), statistics):
-            with files.whole_file(folder / name) as file:
+            with files.atomic_file(folder / name) as file:
                 torch.save(torch.from_numpy(values)[None], file)  # (1, 16, 13), as published
         return f"{said}, and saved there as mean.pth and std.pth"
     except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tpukit.devices.xla import recomputed
+from tpukit.devices.xla import checkpointed
 from tpukit.workloads.cdeit.diffusion import alphas_cumprod
 
 TIME_FEATURES = 256
@@ -60,7 +60,7 @@ def _attend(query, key, value):
     count = max(1, (PAIRS if trains else PAIRS_WITHOUT_GRADIENT) // (batch * heads * tokens))
     if count >= tokens:
         return F.scaled_dot_product_attention(query, key, value)
-    attend = functools.partial(recomputed, F.scaled_dot_product_attention) if trains else F.scaled_dot_product_attention
+    attend = functools.partial(checkpointed, F.scaled_dot_product_attention) if trains else F.scaled_dot_product_attention
     return torch.cat([attend(part, key, value) for part in query.split(count, 2)], 2)
 
 
@@ -262,7 +262,7 @@ class CDEITModel(nn.Module):
 
     def _run(self, block, *inputs):
         if self.checkpointing and torch.is_grad_enabled():
-            return recomputed(block, *inputs)
+            return checkpointed(block, *inputs)
         return block(*inputs)
 
     def forward(self, image, t, voltages):

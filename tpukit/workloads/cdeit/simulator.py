@@ -25,7 +25,7 @@ MESH_SPACING = 0.05  # 2821 elements
 CONDUCTIVE, RESISTIVE = 20.0, 0.01
 # Volts of this model -> the unit of UEF2017's voltages divided by 1040.856, whose published mean and deviation then fit.
 VOLTS = 0.87e-3
-# Regularisation of the two linear images, about the best for made-up scenes.
+# Regularisation of the two linear images, about the best for synthetic scenes.
 TIKHONOV, GAUSS_NEWTON = 1e-6, 3e-3
 SPLITS = ("train", "test")
 CHUNK = 25  # samples that a worker makes before it reports
@@ -35,7 +35,7 @@ CHUNK = 25  # samples that a worker makes before it reports
 
 
 def scene(rng):
-    """A made-up conductivity image: 1 to 4 circles, polygons or L-shapes that do not touch. Returns (SIZE, SIZE) float32."""
+    """A synthetic conductivity image: 1 to 4 circles, polygons or L-shapes that do not touch. Returns (SIZE, SIZE) float32."""
     x, y = pixel_places()
     image = np.zeros((SIZE, SIZE), np.float32)
     taken = []
@@ -189,7 +189,7 @@ def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_d
         raise TpukitError(f"{counts}: give nothing below 0, and 1 worker or more")
     settings = dict(seed=seed, snr_db=snr_db, mismatch=mismatch)
     jobs = []
-    with files.unwritable_explained(folder):
+    with files.explain_unwritable(folder):
         if folder.exists() and not folder.is_dir():
             raise TpukitError(f"{folder} is a file; a set needs a folder of its own")
         _agree(folder, settings)
@@ -220,7 +220,7 @@ def _agree(folder, settings):
         versions = {name: importlib.metadata.version(name) for name in ("pyeit", "numpy", "scipy")}
     folder.mkdir(parents=True, exist_ok=True)
     said = json.dumps(dict(settings, versions=versions, conductive=CONDUCTIVE, resistive=RESISTIVE), indent=1)
-    files.write_whole(about, said)
+    files.write_atomic(about, said)
 
 
 def _work_off(jobs, workers, total, progress):
@@ -263,7 +263,7 @@ def _make(folder, split, numbers, settings):
         sample = make_sample(tank, split, number, **settings)
         path = folder / split / _name(number)
         # Not durable: there are thousands, and each would wait for the disk.
-        with files.unwritable_explained(folder), files.whole_file(path, durable=False) as file:
+        with files.explain_unwritable(folder), files.atomic_file(path, durable=False) as file:
             np.savez_compressed(file, **sample)
         yield
 

@@ -8,7 +8,7 @@ import torch
 
 from tpukit.host.errors import TpukitError
 from tpukit.runs.run import setting
-from tpukit.train.task import Workload
+from tpukit.training.task import Workload
 from tpukit.workloads.mshnet.data import PARTS, InfraredSet
 from tpukit.workloads.mshnet.loss import multiscale_loss
 from tpukit.workloads.mshnet.model import MSHNetModel

@@ -153,7 +153,7 @@ def _read_split(folder, listing, skip_bad):
         if not skip_bad:
             raise TpukitError(
                 f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n{shown}\n"
-                "Mend them, or leave them out with skip_bad=True (--skip-bad)."
+                "Fix them, or leave them out with skip_bad=True (--skip-bad)."
             )
         said = f"left out {len(bad)} of {len(entries)} entries:\n{shown}"
         if not names:

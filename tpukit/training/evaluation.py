@@ -9,7 +9,7 @@ from tpukit.devices.runtime import check_batch, open_runtime
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
-from tpukit.train.data import Feed, evaluation_plan
+from tpukit.training.data import BatchLoader, evaluation_plan
 
 
 def test(task, run, *, runtime=None, progress=True):
@@ -18,7 +18,7 @@ def test(task, run, *, runtime=None, progress=True):
 
     What the task keeps of its predictions is written to the run's folder predictions/. runtime: as for `train`.
     """
-    with environment.explained():
+    with environment.explain_known_errors():
         best = run.path / "best.safetensors"
         path = task.weights if task.weights and not best.exists() else best
         task = dataclasses.replace(task, weights=path)
@@ -28,8 +28,8 @@ def test(task, run, *, runtime=None, progress=True):
         data = task.test_set()
         runtime = runtime or open_runtime(environment.detect(), task.precision)
         check_batch(task.batch_size, runtime.cores)
-        run = run if runtime.world.rank == 0 else run.muted()
-        run.say(f"testing {path} on {runtime}: {len(data)} samples")
+        run = run if runtime.world.rank == 0 else run.read_only()
+        run.print(f"testing {path} on {runtime}: {len(data)} samples")
         say_of(run, data)
         epoch, total = weights.epoch_of(path), -(-len(data) // task.batch_size)
         with progress_bar(
@@ -39,11 +39,11 @@ def test(task, run, *, runtime=None, progress=True):
 
             def tick():
                 bar.update()
-                run.progress(name=f"testing {task.name}", unit="batch", step=next(done), total=total)
+                run.write_progress(name=f"testing {task.name}", unit="batch", step=next(done), total=total)
 
             folder = run.path / "predictions"
             scores = evaluate(task, runtime.place(model), data, runtime, epoch=epoch, check=tick, folder=folder)
-        return json.loads(runtime.world.share(json.dumps(scores))) if runtime.world.size > 1 else scores
+        return json.loads(runtime.world.broadcast(json.dumps(scores))) if runtime.world.size > 1 else scores
 
 
 def evaluate(task, model, data, runtime, *, epoch=None, check=lambda: None, folder=None):
@@ -53,7 +53,7 @@ def evaluate(task, model, data, runtime, *, epoch=None, check=lambda: None, fold
     and rank 0 scores them all, in the order that one device would give; the other ranks return None. epoch: see
     `Workload.predict`. check: called between batches. folder: where the task keeps what it wants of the predictions.
     """
-    feed = Feed(data, runtime, on=task.data_on, workers=task.num_workers)
+    feed = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
     found = predictions(task, model, feed, runtime, epoch=epoch, check=check)
     if runtime.world.rank != 0:
         return None
@@ -82,7 +82,7 @@ def predictions(task, model, feed, runtime, *, epoch, check):
             if unread is not None:  # one late, so that the device has something to do meanwhile
                 read(unread)
             unread = copied
-            runtime.beat(runtime.step)
+            runtime.heartbeat(runtime.step)
             check()
     if unread is None:
         raise TpukitError(f"{task.dataset_dir}: its test set has no samples to score; give it some")
@@ -94,7 +94,7 @@ def say_of(run, *datasets):
     """Say what the datasets have to say of themselves, once."""
     for said in dict.fromkeys(getattr(data, "said", "") for data in datasets):
         if said:
-            run.say(said)
+            run.print(said)
 
 
 def progress_bar(name, total, *, shown, initial=0, unit="step"):

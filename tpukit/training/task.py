@@ -185,11 +185,11 @@ def _as_declared(declared, value):
     return Path(value) if isinstance(value, str) and Path in parts else value
 
 
-def for_another_process(task):
+def to_request(task):
     """(request, environment variables): what a fresh process needs to import the class and give it the same settings.
 
-    request: dict(module, folder, kind, settings) for JSON, read by `requested`. Raises TpukitError for the class of a notebook
-    cell. Start the process with -P, or the current folder stands in for installed packages."""
+    request: dict(module, folder, kind, settings) for JSON, read by `from_request`. Raises TpukitError for the class of a
+    notebook cell. Start the process with -P, or the current folder stands in for installed packages."""
     kind = type(task)
     if kind.__module__ == "__main__":
         raise TpukitError(
@@ -202,8 +202,8 @@ def for_another_process(task):
     return request, {"PYTHONPATH": os.pathsep.join(filter(None, places))}  # an empty place is the current folder
 
 
-def requested(request):
-    """In the fresh process: the task of a request of `for_another_process`."""
+def from_request(request):
+    """In the fresh process: the task of a request of `to_request`."""
     sys.path.append(request["folder"])  # as the last: what lies beside the class is not to stand in for another package
     kind = getattr(importlib.import_module(request["module"]), request["kind"])
     return from_settings(kind, request["settings"])

@@ -24,9 +24,9 @@ from tpukit import CDEIT, MNIST, MSHNet, Run, TpukitError, Workload, train
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.xla import XLARuntime
 from tpukit.runs.run import setting
-from tpukit.train.data import Feed, evaluation_plan, training_plan
-from tpukit.train.evaluation import evaluate
-from tpukit.train.loop import Diverged
+from tpukit.training.data import BatchLoader, evaluation_plan, training_plan
+from tpukit.training.evaluation import evaluate
+from tpukit.training.loop import Diverged
 
 # Every workload
 
@@ -98,7 +98,7 @@ def test_batches_come_in_order_whatever_the_number_of_workers(workers, infrared,
     data, _ = MSHNet(dataset_dir=infrared, base_size=32, crop_size=32).datasets()
     plan = lambda: training_plan(len(data), 2, seed=0, epoch=0, draws=data.draws)  # noqa: E731
     wanted = [data.batch(indices, numbers)["image"] for indices, numbers, _ in plan()]
-    got = [batch["image"].numpy() for batch in Feed(data, cpu, workers=workers).batches(plan())]
+    got = [batch["image"].numpy() for batch in BatchLoader(data, cpu, workers=workers).batches(plan())]
     assert len(got) == 8 and all(np.array_equal(a, b) for a, b in zip(wanted, got))
 
 
@@ -109,7 +109,7 @@ def test_pixels_on_the_device_make_the_batches_of_the_host(kind, digits, infrare
     for data, numbers in zip(task.datasets(), (np.random.default_rng(0).random((4, 6)), None)):
         numbers = numbers if numbers is None else numbers[:, : data.draws]
         plan = [(np.array([3, 0, 2, 2]), numbers, None if numbers is not None else np.array([True, True, True, False]))]
-        there, here = Feed(data, xla), Feed(data, xla, on="host")
+        there, here = BatchLoader(data, xla), BatchLoader(data, xla, on="host")
         assert there.resident and not here.resident
         found, wanted = ({k: v.cpu() for k, v in feed.compose(next(feed.batches(plan))).items()} for feed in (there, here))
         assert found.keys() == wanted.keys()
@@ -122,17 +122,17 @@ def test_pixels_on_the_device_make_the_batches_of_the_host(kind, digits, infrare
 def test_a_set_is_streamed_where_it_would_crowd_the_device_and_the_feed_says_so(digits, xla, cpu, monkeypatch):
     data = MNIST(dataset_dir=digits).datasets()[0]
     size = data.pixels_size()
-    assert "on the device, whole: a batch is an index" in Feed(data, xla).said
+    assert "on the device, whole: a batch is an index" in BatchLoader(data, xla).said
     monkeypatch.setattr(type(xla), "memory_size", lambda self: 8 * size - 1)
-    feed = Feed(data, xla)
+    feed = BatchLoader(data, xla)
     assert feed.resident is None and "would crowd the device" in feed.said and "2 threads make the batches" in feed.said
-    assert Feed(data, xla, on="device").resident
-    assert Feed(data, cpu).resident is None  # the host's memory is the device's
+    assert BatchLoader(data, xla, on="device").resident
+    assert BatchLoader(data, cpu).resident is None  # the host's memory is the device's
     plain = types.SimpleNamespace(batch=data.batch, __len__=data.__len__)
     with pytest.raises(TpukitError, match="data_on='device'.*use 'auto' or 'host', or give it pixels, pixels_size, drawn"):
-        Feed(plain, xla, on="device")
+        BatchLoader(plain, xla, on="device")
     with pytest.raises(TpukitError, match="data_on='gpu': choose one of auto, device, host"):
-        Feed(data, xla, on="gpu")
+        BatchLoader(data, xla, on="gpu")
 
 
 def test_a_set_lies_whole_on_each_core_or_in_parts_and_is_never_whole_where_only_parts_have_room(digits, cpu, monkeypatch):
@@ -149,7 +149,7 @@ def test_a_set_lies_whole_on_each_core_or_in_parts_and_is_never_whole_where_only
         (1.0, "host", False, False),
     ):
         monkeypatch.setattr(cpu, "memory_size", lambda room=room: 8 * int(room * data.pixels_size() + 1))
-        feed = Feed(data, cpu, on=on)
+        feed = BatchLoader(data, cpu, on=on)
         assert (feed.resident is not None, feed.bytes_a_core) == (
             resident,
             data.pixels_size() // (8 if parts else 1) * resident,
@@ -449,7 +449,7 @@ def test_fp32_on_a_gpu_rounds_no_factor_to_tf32(precision, allowed, monkeypatch)
 
 
 def test_a_frozen_batch_norm_keeps_the_dtype_under_autocast_and_learns_as_on_xla(cpu, xla):
-    from tpukit.train.step import freeze_batch_norm
+    from tpukit.training.step import freeze_batch_norm
 
     found = []
     for runtime in (cpu, xla):
@@ -572,7 +572,7 @@ def test_priming_an_optimizer_changes_no_step_of_it(make, cpu):
         model = torch.nn.Linear(4, 3)
         optimizer = make(model.parameters())
         if primed:
-            assert XLARuntime.prime(cpu, optimizer)
+            assert XLARuntime.init_optimizer_state(cpu, optimizer)
             assert all(optimizer.state[p] for p in model.parameters())
         for _ in range(3):
             optimizer.zero_grad()
@@ -586,7 +586,7 @@ def test_priming_an_optimizer_changes_no_step_of_it(make, cpu):
 @pytest.mark.parametrize("make", [torch.optim.NAdam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5)])
 def test_an_optimizer_whose_state_does_not_start_at_zero_is_left_alone(make, cpu):
     optimizer = make(torch.nn.Linear(2, 2).parameters())
-    assert XLARuntime.prime(cpu, optimizer) is False and not optimizer.state
+    assert XLARuntime.init_optimizer_state(cpu, optimizer) is False and not optimizer.state
 
 
 # A user's own workload, defined outside the library
@@ -649,7 +649,7 @@ def test_a_gradient_above_the_norm_is_scaled_down_to_it_and_a_small_one_left_alo
 
 
 def test_the_average_of_the_weights_forgets_the_start_quickly_and_then_as_slowly_as_asked(digits, tmp_path, cpu, monkeypatch):
-    from tpukit.train import loop
+    from tpukit.training import loop
 
     task = MNIST(dataset_dir=digits, epochs=4, ema_decay=0.6, **SMALL)  # 25 steps an epoch
     seen = []

@@ -18,16 +18,16 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, best_weights, checkpoint, exact, same
-from tests.launch.launched import Watched
+from tests.launching.launched import Watched
 from tpukit import MSHNet, Run, TpukitError, train
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.devices.xla import XLARuntime
-from tpukit.host import datasets, environment
-from tpukit.launch import launcher
-from tpukit.launch.supervisor import Paths, Watch
+from tpukit.host import arrays, environment
+from tpukit.launching import launcher
+from tpukit.launching.supervisor import Paths, Supervisor
 from tpukit.runs import weights
-from tpukit.train.data import training_plan
+from tpukit.training.data import training_plan
 
 PLAIN = dict(os.environ, CUDA_VISIBLE_DEVICES="")
 CPU = {name: value for name, value in PLAIN.items() if name not in ("PJRT_DEVICE", "XLA_FLAGS")}
@@ -54,7 +54,7 @@ def started(kind, **options):
         environ["PJRT_DEVICE"] = "CPU"
     environ["TPUKIT_CACHE"] = os.environ["TPUKIT_CACHE"]
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.launch.launched", json.dumps(options, default=str)],
+        [sys.executable, "-m", "tests.launching.launched", json.dumps(options, default=str)],
         cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
@@ -103,7 +103,7 @@ def odd(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def alone(odd, tmp_path_factory):
+def lock(odd, tmp_path_factory):
     """The training on one core that every other shape has to equal: two epochs of 24 steps, batch norm frozen."""
     task = Watched(dataset_dir=odd, log_every=1, num_workers=1, batch_norm="frozen")
     run = Run.open(tmp_path_factory.mktemp("alone"), task)
@@ -174,7 +174,7 @@ def test_only_rank_0_writes_and_speaks(shape, alone):
     _, _, run, _, out, _ = shape
     assert [(r["kind"], r["step"]) for r in exact(run)] == [(r["kind"], r["step"]) for r in exact(alone[0])]
     assert out.count("epoch 1: loss") == 1
-    assert run.live()["step"] == run.live()["total"] == 48
+    assert run.read_progress()["step"] == run.read_progress()["total"] == 48
     for log in (run.path / "cores").glob("rank-*.log"):
         assert "epoch 1" not in log.read_text()
 
@@ -182,7 +182,7 @@ def test_only_rank_0_writes_and_speaks(shape, alone):
 def test_spmd_takes_batch_norm_over_the_whole_batch_in_one_program_a_phase(infrared, tmp_path, xla):
     """MSHNet, both phases, 20 steps, against one device. SGD: see the README on Adagrad's first step."""
     program = (
-        "import sys, json; from pathlib import Path; from tests.launch.test_launcher import Descending; from tpukit import Run, "
+        "import sys, json; from pathlib import Path; from tests.launching.test_launcher import Descending; from tpukit import Run, "
         "launch, train;"
         "task = Descending(dataset_dir=Path(sys.argv[1]), **json.loads(sys.argv[3]));"
         "launch(train, task, Run.open(sys.argv[2], task), cores=8, parallel='spmd')"
@@ -218,7 +218,7 @@ def test_per_core_batch_norm_differs_from_one_core_and_every_rank_scores_with_ra
     train(task, one, runtime=Runtime("cpu"), progress=False)
     assert difference(losses(Run(tmp_path / "two")), losses(one)) > 1e-3
     # The oracle: rank 0's weights and statistics, as they were saved, score on one core what the two cores reported.
-    from tpukit.train.evaluation import evaluate
+    from tpukit.training.evaluation import evaluate
 
     model = task.model()
     weights.load(model, tmp_path / "two/best.safetensors")
@@ -323,7 +323,7 @@ def test_no_process_is_left_wherever_in_a_launch_its_parent_is_killed(odd, tmp_p
     program = """
 import os, random, signal, sys, time
 from pathlib import Path
-from tests.launch.launched import Watched
+from tests.launching.launched import Watched
 from tpukit import Run, launch, train
 data, folder = map(Path, sys.argv[1:])
 def kernel(number):
@@ -400,8 +400,8 @@ def test_two_gpu_cores_start_outside_a_bad_fork_from_a_kernel_that_asked_cuda_no
 import sys
 from pathlib import Path
 import torch.distributed as dist
-from tests.launch.launched import Watched, bad_fork
-from tests.launch.test_launcher import machine
+from tests.launching.launched import Watched, bad_fork
+from tests.launching.test_launcher import machine
 from tpukit import Run, environment, launching
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.distributed import World
@@ -431,7 +431,7 @@ def test_a_drive_that_goes_after_the_run_was_opened_is_noticed_by_the_cores(odd,
     program = """
 import os, shutil, sys
 from pathlib import Path
-from tests.launch.launched import Watched
+from tests.launching.launched import Watched
 from tpukit import Run, launch, train
 drive, gone = Path(sys.argv[2]) / "drive", []
 drive.mkdir()
@@ -464,7 +464,7 @@ def test_a_kernel_from_which_no_gpu_process_can_be_forked_is_refused(before, wel
         needs_torch_xla()
     program = f"""
 import torch
-from tests.launch.test_launcher import machine
+from tests.launching.test_launcher import machine
 from tpukit import TpukitError, environment, launching
 {before}
 torch.cuda.is_initialized = lambda: False
@@ -479,7 +479,7 @@ except TpukitError as error:
 
 
 def test_a_core_that_leaves_its_last_word_while_it_is_looked_at_is_not_taken_for_dead(tmp_path, monkeypatch):
-    watch = Watch(types.SimpleNamespace(folder=tmp_path / "cores", run=Run(tmp_path)), None, 2, 2)
+    watch = Supervisor(types.SimpleNamespace(folder=tmp_path / "cores", run=Run(tmp_path)), None, 2, 2)
     for index in (0, 1):
         Paths(tmp_path / "cores", index).process.write_text(json.dumps(dict(pid=index)))
 
@@ -488,7 +488,7 @@ def test_a_core_that_leaves_its_last_word_while_it_is_looked_at_is_not_taken_for
             Paths(tmp_path / "cores", pid).stopped.touch()
         return False
 
-    monkeypatch.setattr("tpukit.launch.supervisor._alive", ends)
+    monkeypatch.setattr("tpukit.launching.supervisor._alive", ends)
     assert watch._dead() == [1]
 
 
@@ -500,12 +500,12 @@ def test_only_what_a_launch_wrote_is_deleted_by_the_next(tmp_path):
     for name in (*own, *foreign):
         (cores / name).write_text(name)
     (cores / "folder").mkdir()
-    Watch(types.SimpleNamespace(folder=cores, run=run), None, 2, 2)
+    Supervisor(types.SimpleNamespace(folder=cores, run=run), None, 2, 2)
     assert sorted(p.name for p in cores.iterdir()) == sorted([*foreign, "folder"])
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked/cores").symlink_to(cores)
     with pytest.raises(TpukitError, match="is a link"):
-        Watch(types.SimpleNamespace(folder=tmp_path / "linked/cores", run=Run(tmp_path / "linked")), None, 2, 2)
+        Supervisor(types.SimpleNamespace(folder=tmp_path / "linked/cores", run=Run(tmp_path / "linked")), None, 2, 2)
 
 
 def _wait_for(condition, process):
@@ -576,7 +576,7 @@ def test_an_unknown_way_and_synced_batch_norm_off_gpus_are_refused(digits, tmp_p
 
 
 def test_synced_batch_norm_on_gpus_is_torchs_own(digits, tmp_path, monkeypatch):
-    from tpukit.train.loop import Training
+    from tpukit.training.loop import Training
 
     class Hooked(Training):
         def __init__(self):
@@ -614,12 +614,12 @@ def test_mapped_arrays_are_made_once_and_again_when_what_they_are_made_from_chan
         return dict(a=np.arange(5))
 
     for key in ("one", "one", "two"):
-        array = datasets.mapped("set", key, make)["a"]
+        array = arrays.mapped("set", key, make)["a"]
         assert array.tolist() == [0, 1, 2, 3, 4] and not array.flags.writeable
     assert len(made) == 2
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "file"))
-    assert datasets.mapped("set", "one", make)["a"].tolist() == [0, 1, 2, 3, 4]
+    assert arrays.mapped("set", "one", make)["a"].tolist() == [0, 1, 2, 3, 4]
     assert "every process keeps its own copy" in capsys.readouterr().out
 
 
@@ -670,12 +670,12 @@ def test_a_tpu_core_is_opened_by_torch_xlas_own_function(odd, tmp_path):
     program = """
 import sys, functools
 from pathlib import Path
-from tests.launch.launched import Watched
-from tests.launch.test_launcher import machine
+from tests.launching.launched import Watched
+from tests.launching.test_launcher import machine
 from tpukit import Run, launching, train, watching
 task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1, precision="fp32")
 job = launching._Job(train, task, Run.open(sys.argv[2], task), machine("tpu", 8), None, 60.0, sys.argv[2] + "/store")
-print(watching.Watch(job, functools.partial(launching._start_cores, job, 1), 1, processes=1).wait())
+print(watching.Supervisor(job, functools.partial(launching._start_cores, job, 1), 1, processes=1).wait())
 """
     ran = python(program, odd, tmp_path)
     assert ran.returncode == 0 and "'images': 37" in ran.stdout and "all 1 cores started" in ran.stdout, ran.stderr[-3000:]
@@ -686,8 +686,8 @@ def test_an_error_before_any_core_came_up_is_shown_with_its_mend(odd, tmp_path):
     program = """
 import sys
 from pathlib import Path
-from tests.launch.launched import Watched
-from tests.launch.test_launcher import machine
+from tests.launching.launched import Watched
+from tests.launching.test_launcher import machine
 from tpukit import Run, environment, launching, train, watching
 def refuse(count):
     raise RuntimeError("Expected 4 worker addresses, got 1")
@@ -713,8 +713,8 @@ def test_one_of_eight_cores_that_fails_to_start_ends_the_launch_with_its_own_wor
     program = """
 import os, signal, sys, time
 from pathlib import Path
-from tests.launch.launched import Watched
-from tests.launch.test_launcher import machine
+from tests.launching.launched import Watched
+from tests.launching.test_launcher import machine
 from tpukit import Run, environment, launching, train, watching
 way, where = sys.argv[3:]
 def fail():
@@ -795,8 +795,8 @@ def test_two_hosts_of_a_slice_that_share_a_disk_keep_their_cores_apart_and_each_
 import os, socket, sys
 from pathlib import Path
 import torch.distributed as dist
-from tests.launch.launched import Watched, noise
-from tests.launch.test_launcher import machine
+from tests.launching.launched import Watched, noise
+from tests.launching.test_launcher import machine
 from tpukit import Run, environment, launching
 host = int(sys.argv[3])
 socket.gethostname = lambda: f"host-{host}"
@@ -900,7 +900,7 @@ def test_the_same_command_runs_under_torchrun(odd, tmp_path, mnist_alone):
 def test_torchruns_report_names_the_rank_that_failed_first(odd, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "from pathlib import Path; from tests.launch.launched import Watched; from tpukit import Run, launch, train\n"
+        "from pathlib import Path; from tests.launching.launched import Watched; from tpukit import Run, launch, train\n"
         f"task = Watched(dataset_dir=Path({str(odd)!r}), accident='raise')\n"
         f"launch(train, task, Run.open({str(tmp_path / 'run')!r}, task))\n"
     )
@@ -977,12 +977,12 @@ def test_two_hosts_that_share_no_disk_train_as_one_and_resume(two_hosts, odd, tm
 
 def test_what_rank_0_said_is_shown_without_the_time_and_otherwise_whole(tmp_path, capsys):
     job = types.SimpleNamespace(folder=tmp_path / "cores", run=Run(tmp_path))
-    watch = Watch(job, None, 2, 2)
+    watch = Supervisor(job, None, 2, 2)
     watch.shown = 0
     said = ["two lines are damaged:", "  line 12: XDU7: no image in images/", "2026 is a year"]
     job.run.prints = False
     for text in ("\n".join(said[:2]), said[2]):
-        job.run.say(text)
+        job.run.print(text)
     watch._show_log()
     assert capsys.readouterr().out.splitlines() == said
 

@@ -1,6 +1,6 @@
 """What the tests of `launch` run in processes of their own: a workload that watches itself, and a program that launches it.
 
-`python -m tests.launch.launched '{"run": ..., "data": ..., ...}'` prints one JSON line: the result, or the error, of one or more
+`python -m tests.launching.launched '{"run": ..., "data": ..., ...}'` prints one JSON line: the result, or the error, of one or more
 launches.
 """
 
@@ -97,19 +97,19 @@ def cause(accident):
 def noise(task, run, *, runtime):
     """Two random numbers of every rank, as rank 0's result."""
     runtime.seed(task.seed)
-    return runtime.world.everyone(torch.rand(2).tolist())
+    return runtime.world.all_gather(torch.rand(2).tolist())
 
 
 def bad_fork(task, run, *, runtime):
     """Whether CUDA would refuse to start, of every rank."""
-    return runtime.world.everyone([float(torch._C._cuda_isInBadFork())])
+    return runtime.world.all_gather([float(torch._C._cuda_isInBadFork())])
 
 
 def mapped_memory(task, run, *, runtime):
     """For every rank: what its part of the mapped dataset takes (proportional and whole), in bytes."""
     data, _ = task.datasets()
     total = sum(int(image.sum()) for image in data.images)  # touches every page
-    runtime.world.everyone([0.0])  # all have it
+    runtime.world.all_gather([0.0])  # all have it
     shared = whole = private = 0
     lines = Path("/proc/self/smaps").read_text().splitlines()
     inside = False
@@ -122,7 +122,7 @@ def mapped_memory(task, run, *, runtime):
             whole += int(line.split()[1]) * 1024
         elif inside and line.startswith("Private_Dirty:"):
             private += int(line.split()[1]) * 1024
-    rows = runtime.world.everyone([total, shared, whole, private])
+    rows = runtime.world.all_gather([total, shared, whole, private])
     return [[int(value) for value in row] for row in rows]
 
 

@@ -28,11 +28,11 @@ from tpukit.devices.distributed import World
 from tpukit.devices.runtime import check_batch, check_cuda, open_runtime
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
-from tpukit.host.known_errors import mend_for
+from tpukit.host.known_errors import fix_for
 from tpukit.host.tables import GIB
-from tpukit.launch.supervisor import Paths, Watch, end_with_parent
+from tpukit.launching.supervisor import Paths, Supervisor, end_with_parent
 from tpukit.runs.run import Run
-from tpukit.train.task import Workload
+from tpukit.training.task import Workload
 
 PARALLEL = ("processes", "spmd")
 # Kaggle sets these for one process; several would each wait for the wrong peers.
@@ -85,14 +85,14 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     with contextlib.ExitStack() as during:
         # Of this host: the hosts of a TPU slice launch one training in a folder that they share, where rank 0's lock is that of
         # all. Elsewhere another host that trains there keeps its files.
-        during.enter_context(files.held(run.path / f".launch-{socket.gethostname()}.lock"))
+        during.enter_context(files.exclusive_lock(run.path / f".launch-{socket.gethostname()}.lock"))
         if env.host != "tpu-vm":
-            with run.alone():
+            with run.lock():
                 pass
         # Where the cores leave their addresses for one another: no other user can read or write there, nor over a network.
         private = during.enter_context(tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True))
         job = dataclasses.replace(job, store=f"{private}/store", spmd_cores=count if parallel == "spmd" else None)
-        return Watch(job, functools.partial(_start_cores, job, processes), count, processes).wait()
+        return Supervisor(job, functools.partial(_start_cores, job, processes), count, processes).wait()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _fork_can_compute():
     is asked."""
     child = multiprocessing.get_context("fork").Process(target=_compute_in_fork)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # "fork() of a multi-threaded process", as in `Watch.wait`
+        warnings.simplefilter("ignore", DeprecationWarning)  # "fork() of a multi-threaded process", as in `Supervisor.wait`
         child.start()
     child.join(20)
     if child.is_alive():
@@ -210,7 +210,7 @@ def _wait_for_chips(run, root=Path("/"), timeout_s=60.0):
             )
         if not told:
             told = True
-            run.say(f"another process still holds {', '.join(busy)}; waiting up to {timeout_s:g} s until it is free")
+            run.print(f"another process still holds {', '.join(busy)}; waiting up to {timeout_s:g} s until it is free")
         time.sleep(min(1.0, timeout_s / 10))
 
 
@@ -233,7 +233,7 @@ def _start_cores(job, count):
     cores = [fork.Process(target=_forked_core, args=(job, index, count, agent)) for index in range(count)]
     for index, core in enumerate(cores):
         core.start()
-        files.write_whole(Paths(job.folder, index).process, json.dumps(dict(pid=core.pid)), durable=False)
+        files.write_atomic(Paths(job.folder, index).process, json.dumps(dict(pid=core.pid)), durable=False)
     for core in cores:
         core.join()
 
@@ -284,12 +284,12 @@ def _core(job, index, count):
             run = copy.copy(job.run)  # which knows where Drive was mounted
             run.prints = False  # the notebook's process shows log.txt
             runtime = _open(job, run, functools.partial(_join, job, index, count), forked=True)
-            run = run if runtime.world.rank == 0 else run.muted()
+            run = run if runtime.world.rank == 0 else run.read_only()
             # The notebook's process shows the stacks, and ends us.
-            runtime.watch(job.hang_timeout_s, stacks, ends=False, steps=steps)
+            runtime.start_watchdog(job.hang_timeout_s, stacks, ends=False, steps=steps)
             result = job.function(job.task, run, runtime=runtime)
             if runtime.world.rank == 0 or index == 0 and runtime.world.rank >= count:  # on another host, its first
-                files.write_whole(job.folder / "result.json", json.dumps(result))
+                files.write_atomic(job.folder / "result.json", json.dumps(result))
             paths.done.touch()
             _part()
         except BaseException as error:
@@ -326,9 +326,9 @@ def _open(job, run, join, *, forked):
     for number, line in enumerate(lines):
         size = f", {line['memory'] / GIB:.2f} GiB" if line["memory"] else ""
         share = job.task.batch_size // runtime.cores
-        run.say(f"core {number}: {line['device']} on {line['host']}, {share} sample{'s' * (share > 1)} a step{size}")
+        run.print(f"core {number}: {line['device']} on {line['host']}, {share} sample{'s' * (share > 1)} a step{size}")
     if lines:
-        run.say(f"all {len(lines)} cores started")
+        run.print(f"all {len(lines)} cores started")
     return runtime
 
 
@@ -394,7 +394,7 @@ def _asked_to_end(number, frame):
 
 
 def _leave_error(path, error, index, runtime):
-    mend = "" if isinstance(error, TpukitError) else mend_for(str(error)) or ""
+    fix = "" if isinstance(error, TpukitError) else fix_for(str(error)) or ""
     found = dict(
         core=index,
         rank=runtime.world.rank if runtime else index,
@@ -403,9 +403,9 @@ def _leave_error(path, error, index, runtime):
         time=time.time(),
         message=str(error) if isinstance(error, TpukitError) else "",
         traceback=traceback.format_exc(),
-        mend=mend,
+        fix=fix,
     )
-    files.write_whole(path, json.dumps(found))
+    files.write_atomic(path, json.dumps(found))
 
 
 # Under torchrun
@@ -429,7 +429,7 @@ def _call_under_torchrun(job, parallel):
         with open(Paths(job.folder, rank).stacks, "w") as stacks:
             try:
                 runtime = _open(job, job.run, join, forked=False)
-                runtime.watch(job.hang_timeout_s, stacks, ends=True)
+                runtime.start_watchdog(job.hang_timeout_s, stacks, ends=True)
                 result = job.function(job.task, job.run, runtime=runtime)
                 _part()
                 return result

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
-from tpukit.host.known_errors import mend_for
+from tpukit.host.known_errors import fix_for
 from tpukit.host.tables import printable
-from tpukit.runs.signals import Stop
+from tpukit.runs.signals import StopSignal
 
 POLL_S = 0.1
 GRACE_S = 3.0  # from the first core's failure to the end of all
@@ -52,7 +52,7 @@ def end_with_parent(parent):
         os._exit(1)
 
 
-class Watch:
+class Supervisor:
     """An agent in a process group of its own, and what its cores leave in the run directory."""
 
     def __init__(self, job, agent, cores, processes):
@@ -60,7 +60,7 @@ class Watch:
         self.folder = job.folder
         if self.folder.is_symlink():
             raise TpukitError(f"{self.folder} is a link to another place: remove it, or choose another run folder")
-        with files.unwritable_explained(self.folder):
+        with files.explain_unwritable(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             for old in self.folder.iterdir():
                 if OURS.fullmatch(old.name):
@@ -75,10 +75,10 @@ class Watch:
 
     def wait(self):
         """Show the run's progress until all cores have ended. Returns rank 0's result."""
-        self.job.run.say(f"starting {self.cores} cores")
+        self.job.run.print(f"starting {self.cores} cores")
         sys.stdout.flush(), sys.stderr.flush()
         self.shown = self.log.stat().st_size
-        with Stop() as stop, _adopting(), warnings.catch_warnings(), _Bar(self.job.run) as bar:
+        with StopSignal() as stop, _adopting(), warnings.catch_warnings(), _Bar(self.job.run) as bar:
             warnings.simplefilter("ignore", DeprecationWarning)  # "fork() of a multi-threaded process": no lock of ours is held
             self.process.start()
             try:
@@ -98,7 +98,7 @@ class Watch:
             if stop.signal and not told:
                 told = True
                 # By a file, which rank 0 reads where all ranks agree on the step to stop at.
-                files.write_whole(self.stop, str(int(stop.signal)))
+                files.write_atomic(self.stop, str(int(stop.signal)))
                 if starting:  # there is nothing to save
                     return
             self.died = self.died or self._dead()
@@ -131,7 +131,7 @@ class Watch:
         if self.died and not self.late:  # first: the errors of the others say that it is gone
             raise CoreFailed(self._said_of_death())
         if errors:
-            raise CoreFailed(self._said_of(errors[0]))
+            raise CoreFailed(self._describe(errors[0]))
         if hung or self.late:
             raise CoreFailed(self._said_of_hang())
         if stop.signal or list(self.folder.glob("*.stopped")):
@@ -154,7 +154,7 @@ class Watch:
         from tqdm import tqdm
 
         for line in printable(whole.decode(errors="replace")).splitlines():
-            with contextlib.suppress(BrokenPipeError):  # as in `Run.say`
+            with contextlib.suppress(BrokenPipeError):  # as in `Run.print`
                 tqdm.write(re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", line))
 
     def _errors(self):
@@ -184,13 +184,13 @@ class Watch:
         written = sorted(self.folder.glob("rank-*.process"))
         return {int(p.stem.split("-")[1]): json.loads(p.read_text())["pid"] for p in written}
 
-    def _said_of(self, error):
+    def _describe(self, error):
         where = "the launch"
         if "rank" in error:
             step = " while it started" if error["step"] is None else f" in step {error['step'] + 1}"
             where = f"core {error['core']} (rank {error['rank']} of {self.processes}, on {error['host']}){step}"
         what = error["message"] or error["traceback"].rstrip()
-        return "\n".join([f"{where} failed:", what, *[error["mend"]] * bool(error["mend"]), self._said_of_checkpoint()])
+        return "\n".join([f"{where} failed:", what, *[error["fix"]] * bool(error["fix"]), self._said_of_checkpoint()])
 
     def _said_of_hang(self):
         if self.late:
@@ -236,8 +236,8 @@ def _agent(start, folder, parent):
         except BaseException as error:
             traceback.print_exc()
             if not list(folder.glob("*.error")):
-                found = dict(message="", traceback=traceback.format_exc(), mend=mend_for(str(error)) or "", time=0)
-                files.write_whole(folder / "agent.error", json.dumps(found))
+                found = dict(message="", traceback=traceback.format_exc(), fix=fix_for(str(error)) or "", time=0)
+                files.write_atomic(folder / "agent.error", json.dumps(found))
             log.flush()
             os._exit(1)
         log.flush()
@@ -309,7 +309,7 @@ class _Bar:
             self.bar.close()
 
     def update(self):
-        live = self.run.live()
+        live = self.run.read_progress()
         if not live:
             return
         if self.bar is None:

@@ -31,7 +31,7 @@ def evaluation_plan(size, batch_size):
         yield np.where(valid, indices, 0), None, valid
 
 
-class Feed:
+class BatchLoader:
     """A dataset on its way to a runtime's device.
 
     data: as `Workload.datasets` says. on: "device" puts all its pixels there once, so that a batch is an index and a few

@@ -16,10 +16,10 @@ from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
 from tpukit.runs.run import WORTH_A_WORD_S
-from tpukit.runs.signals import Stop
-from tpukit.train.data import Feed, training_plan
-from tpukit.train.evaluation import predictions, progress_bar, say_of
-from tpukit.train.step import SUMS, USUAL_NORM, freeze_batch_norm, fresh_sums, training_step
+from tpukit.runs.signals import StopSignal
+from tpukit.training.data import BatchLoader, training_plan
+from tpukit.training.evaluation import predictions, progress_bar, say_of
+from tpukit.training.step import SUMS, USUAL_NORM, freeze_batch_norm, fresh_sums, training_step
 
 AVERAGE_EVERY = 10  # steps
 FORMAT = 3  # of a checkpoint's state
@@ -62,9 +62,9 @@ def train(task, run, *, runtime=None, progress=True):
 
     A checkpoint is written at every epoch's end, every `task.save_every_s` seconds, and before leaving on an interrupt
     or SIGTERM; a resumed run equals a straight one, on GPUs but for the rounding of their kernels. Raises `Diverged` (naming
-    the step and the last good checkpoint) when loss or gradient stop being finite, and TpukitError for what the user can mend.
+    the step and the last good checkpoint) when loss or gradient stop being finite, and TpukitError for what the user can fix.
     """
-    with Stop() as stop, environment.explained(), run.alone():
+    with StopSignal() as stop, environment.explain_known_errors(), run.lock():
         return Training(task, run, runtime, stop, progress).go()
 
 
@@ -84,9 +84,9 @@ class Training:
         self.runtime = runtime or open_runtime(environment.detect(), task.precision)
         self.world = self.runtime.world
         check_batch(task.batch_size, self.runtime.cores)
-        self.run = run if self.world.rank == 0 else run.muted()
+        self.run = run if self.world.rank == 0 else run.read_only()
         how = dict(on=task.data_on, workers=task.num_workers)
-        self.feed, self.test_feed = (Feed(data, self.runtime, **how) for data in (self.data, self.test_data))
+        self.feed, self.test_feed = (BatchLoader(data, self.runtime, **how) for data in (self.data, self.test_data))
         self.progress = progress and self.world.rank == 0 and run.prints
         torch.manual_seed(task.seed)
         model = task.model()
@@ -97,23 +97,23 @@ class Training:
         elif task.batch_norm == "synced":
             model = self._with_synced_batch_norm(model)
         if self.world.size > 1:  # a model that does not start from the seed alone would differ between ranks
-            model.load_state_dict(self.world.share(model.state_dict()))
+            model.load_state_dict(self.world.broadcast(model.state_dict()))
         # Scored and kept instead of the weights, where the task wants an average of them.
         self.averaged = self.runtime.place(copy.deepcopy(model).requires_grad_(False)) if task.ema_decay else None
         self.model = self.runtime.place(model, channels_last=task.channels_last)
         self.optimizer = task.optimizer(self.model)
-        primed = self.runtime.prime(self.optimizer)
+        primed = self.runtime.init_optimizer_state(self.optimizer)
         self.runtime.seed(task.seed)
         self.state = _State()
         self.sums = fresh_sums(self.runtime)
         self._restore()
-        self.parallel_model = self.runtime.compiled(self.runtime.parallel(self.model), task.torch_compile)
+        self.parallel_model = self.runtime.torch_compile(self.runtime.parallel(self.model), task.torch_compile)
         changed = dict(model=self.model, optimizer=self.optimizer) if primed else {}
         self.step = functools.partial(_step, task, self.parallel_model, self.optimizer, self.runtime, self.feed)
         self.step.__name__ = "step"
         self.step_program = self.runtime.compile(self.step, task.phases if primed else task.phases + 1, **changed)
         self.average_program = self.runtime.inference(functools.partial(_average, self.averaged, self.model))
-        self.runtime.forget()  # what others before had compiled is not this training's
+        self.runtime.reset_statistics()  # what others before had compiled is not this training's
         self.steps_taken = 0
         self.save_due = False
         self.scores = None  # the last ones
@@ -149,7 +149,7 @@ class Training:
         self._run_step(batch, epoch)
         self.state.step += 1
         self._average_if_due()
-        self.runtime.beat(self.state.step)
+        self.runtime.heartbeat(self.state.step)
 
     def _run_step(self, batch, epoch):
         """The step's program; on a device that compiles, say so while it happens and record how long it took."""
@@ -158,7 +158,7 @@ class Training:
             return
         step = self.state.step + 1
         if self.steps_taken == 0:
-            self.run.say(
+            self.run.print(
                 f"step {step}: compiling the training step, which can take minutes; the steps after it reuse the program"
             )
         try:
@@ -166,19 +166,19 @@ class Training:
         finally:
             compiled = self._log_compiled(step)
         if not compiled and self.steps_taken == 0:
-            self.run.say(f"step {step}: this session had compiled the same program before, so there was nothing to compile")
+            self.run.print(f"step {step}: this session had compiled the same program before, so there was nothing to compile")
         self.steps_taken += 1
 
     def _log_compiled(self, step):
         """Record and say what was compiled since this was last called. Returns whether anything was."""
-        events = self.runtime.take_compiled()
+        events = self.runtime.take_compile_events()
         for event in events:
             self.run.log("compile", step, **event)
             if not event["refused"] and (event["what"] == "step" or event["seconds"] >= WORTH_A_WORD_S):
                 programs = f"{event['programs']} program{'s' * (event['programs'] > 1)} in {event['seconds']:.1f} s"
                 why = f", because {event['why'][0]}" if event["why"] else ""
                 what = "" if event["what"] == "step" else f" for {event['what']}"
-                self.run.say(f"step {step}: compiled {programs}{what}{why}")
+                self.run.print(f"step {step}: compiled {programs}{what}{why}")
         return bool(events)
 
     # The loop
@@ -187,10 +187,10 @@ class Training:
         task, run, state = self.task, self.run, self.state
         total = max(task.epochs * self.steps_per_epoch, state.step)
         how = f"resuming at step {state.step} of {total}" if state.step else f"{total} steps"
-        run.say(f"{task.name} on {self.runtime}: {len(self.data)} training samples, batch {task.batch_size}, {how}")
+        run.print(f"{task.name} on {self.runtime}: {len(self.data)} training samples, batch {task.batch_size}, {how}")
         say_of(run, self.data, self.test_data)
-        run.say(f"training set: {self.feed.said}")
-        run.say(f"test set: {self.test_feed.said}")
+        run.print(f"training set: {self.feed.said}")
+        run.print(f"test set: {self.test_feed.said}")
         run.log(
             "start",
             state.step,
@@ -204,7 +204,7 @@ class Training:
             steps_per_epoch=self.steps_per_epoch,
             batch_size=task.batch_size,
         )
-        self.runtime.beat(state.step)
+        self.runtime.heartbeat(state.step)
         self.scorer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scores")
         with progress_bar(task.name, total, shown=self.progress, initial=state.step) as bar:
             try:
@@ -223,8 +223,10 @@ class Training:
         if scores is None and self.world.rank == 0:
             evaluations = run.records("evaluation")
             scores = evaluations[-1]["scores"] if evaluations else {}
-            run.say(f"nothing left to do: the run is {state.step // self.steps_per_epoch} epochs long, asked for {task.epochs}")
-        return json.loads(self.world.share(json.dumps(scores))) if self.world.size > 1 else scores
+            run.print(
+                f"nothing left to do: the run is {state.step // self.steps_per_epoch} epochs long, asked for {task.epochs}"
+            )
+        return json.loads(self.world.broadcast(json.dumps(scores))) if self.world.size > 1 else scores
 
     def _train_epoch(self, bar):
         state, task = self.state, self.task
@@ -246,7 +248,7 @@ class Training:
                 reads = state.step % task.log_every == 0 or ends_epoch
                 if reads:
                     self._log(epoch, bar)
-                self.run.progress(
+                self.run.write_progress(
                     name=task.name, unit="step", step=state.step, total=bar.total, epoch=epoch + 1, loss=self.shown_loss
                 )
                 if self.world.size == 1:
@@ -268,7 +270,7 @@ class Training:
         # Clipped gradients have lost their norm; the step kept it.
         norm = self.sums[-1:] if self.task.clip_norm is not None else self.runtime.gradient_norm(self.model)
         launched = self.world.rank == 0 and not self.run.prints
-        asked = self.stop.signal or (self.run.stop_asked() if launched else None)
+        asked = self.stop.signal or (self.run.stop_requested() if launched else None)
         memory = [number for device in self.runtime.memory() for number in device]
         rows = self.runtime.totals(torch.cat([self.sums[:-1], norm]), *memory, asked or 0, self._save_is_due())
         numbers = [number for row in rows for number in row[len(SUMS) : -2]]
@@ -298,7 +300,7 @@ class Training:
             f"Start another run with a lower lr (now {self.task.lr}; weights= takes this run's best.safetensors), "
             f"or in fp32 (now {self.runtime.precision}), or check the data."
         )
-        self.run.say(message)
+        self.run.print(message)
         raise Diverged(message)
 
     def _watch_norm(self, sums):
@@ -312,7 +314,7 @@ class Training:
         if odd and not self.state.norm_was_odd:
             step = self.state.step - int(sums["steps"]) + int(sums["odd_step"]) + 1
             self.run.log("odd_norm", step)
-            self.run.say(
+            self.run.print(
                 f"step {step}: the gradient norm left {low:g} to {high:g} (at the last reading {sums['grad_norm']:.2g}): "
                 "vanishing gradients learn nothing, exploding ones end in nan; look at the data, lr and precision"
             )
@@ -369,7 +371,7 @@ class Training:
     def _predict_test_set(self, done):
         started = time.monotonic()
         check = self.stop.check if self.world.size == 1 else lambda: None  # ranks stop together, after it
-        with self.runtime.buffers_of_rank_0(self.scored):
+        with self.runtime.broadcast_buffers(self.scored):
             found = predictions(self.task, self.scored, self.test_feed, self.runtime, epoch=done.epoch, check=check)
         self._log_compiled(done.step)
         done.predicted_s = time.monotonic() - started
@@ -391,7 +393,7 @@ class Training:
             self.run.log("evaluation", done.step, epoch=done.epoch, scores=self.scores, speed=speed)
             self._keep_best(self.scores, done)
             shown = "".join(f", {n} {v:.4g}" for n, v in self.scores.items() if isinstance(v, float))
-        self.run.say(f"epoch {done.epoch + 1}: loss {done.loss:.4f}{shown}")
+        self.run.print(f"epoch {done.epoch + 1}: loss {done.loss:.4f}{shown}")
         self.state.evaluated = done.epoch + 1
         if self.state.step == done.step:
             self.state.epoch_loss = 0.0
@@ -439,7 +441,7 @@ class Training:
 
     def _restore(self):
         # Rank 0 reads for all: other hosts need not see its disk. But it has to be the host that has the run.
-        newest = [int(row[0]) for row in self.world.everyone([max((c["step"] for c in self.run.checkpoints()), default=-1)])]
+        newest = [int(row[0]) for row in self.world.all_gather([max((c["step"] for c in self.run.checkpoints()), default=-1)])]
         if max(newest) > newest[0]:
             mine = f"only one of step {newest[0]}" if newest[0] >= 0 else "no checkpoint"
             raise TpukitError(
@@ -447,7 +449,7 @@ class Training:
                 f"{max(newest)}. "
                 "Start the host that has the run with --node-rank 0, or put the run on a disk that all hosts share."
             )
-        saved = self.world.share(self.run.restore() if self.world.rank == 0 else None)
+        saved = self.world.broadcast(self.run.restore() if self.world.rank == 0 else None)
         if saved is None:
             return
         if saved["format"] != FORMAT:
@@ -480,9 +482,9 @@ class Training:
         why = "interrupted" if isinstance(reason, KeyboardInterrupt) else "asked to end (SIGTERM)"
         if self.stop.at_step:  # on every rank at the same step
             self._save()
-            self.run.say(f"{why}: saved at step {self.state.step}. Run the same again to go on from there.")
+            self.run.print(f"{why}: saved at step {self.state.step}. Run the same again to go on from there.")
         else:  # a second interrupt broke into a step, whose state is half new: the last checkpoint counts
-            self.run.say(f"{why} within a step: the last checkpoint counts. Run the same again to go on from there.")
+            self.run.print(f"{why} within a step: the last checkpoint counts. Run the same again to go on from there.")
 
 
 # The programs: no methods, because a training that held methods of itself would stay in memory after its end, with its model.
