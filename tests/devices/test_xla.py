@@ -103,6 +103,13 @@ def test_a_step_that_changes_its_program_later_is_an_error_too(digits, tmp_path,
     assert len(run.records("train")) == 9
 
 
+def take_step(runtime, loss, optimizer):
+    optimizer.zero_grad(set_to_none=True)
+    runtime.backward(loss, optimizer)
+    runtime.all_reduce_gradients(optimizer)
+    runtime.optimizer_step(optimizer)
+
+
 def outcome(xla, optimizer, dropout, replayed):
     """(losses of 8 steps, final state, how often the step was traced) of a small model."""
     torch.manual_seed(0)
@@ -122,10 +129,10 @@ def outcome(xla, optimizer, dropout, replayed):
     def step(batch, epoch, total):
         calls.append(epoch)
         loss = torch.nn.functional.cross_entropy(model(batch["image"].float() / 255), batch["label"]) * (epoch + 1)
-        xla.update(loss, made)
+        take_step(xla, loss, made)
         return total + loss.detach().reshape(1)
 
-    program = xla.compile(step, 2, **(dict(model=model, optimizer=made) if replayed else {}))
+    program = xla.compile(step, max_graphs=2, **(dict(model=model, optimizer=made) if replayed else {}))
     total, losses = xla.put({"total": torch.zeros(1)})["total"], []
     for number in range(8):
         batch = MNIST().example(4)
@@ -169,7 +176,7 @@ def test_a_replayed_step_writes_the_new_weights_into_the_memory_of_the_old_ones(
 
     def step(x):
         loss = model(x).square().sum()
-        xla.update(loss, optimizer)
+        take_step(xla, loss, optimizer)
         return loss.detach()
 
     program, x = xla.compile(step, model=model, optimizer=optimizer), xla.put({"x": torch.ones(4, 3)})["x"]
@@ -384,7 +391,7 @@ def test_adams_bias_correction_that_rounds_to_one_late_in_a_training_compiles_no
     assert xla.init_optimizer_state(optimizer)
     for state in optimizer.state.values():
         state["step"].fill_(36_307)
-    step = xla.compile(lambda x: xla.update(model(x).square().mean(), optimizer))
+    step = xla.compile(lambda x: take_step(xla, model(x).square().mean(), optimizer))
     batch = xla.put({"x": torch.ones(2, 3)})["x"]
     for _ in range(10):
         step(batch)

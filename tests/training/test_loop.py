@@ -26,7 +26,7 @@ from tpukit.devices.xla import XLARuntime
 from tpukit.runs.run import setting
 from tpukit.training.data import BatchLoader, evaluation_plan, training_plan
 from tpukit.training.evaluation import evaluate
-from tpukit.training.loop import Diverged
+from tpukit.training.divergence import Diverged
 
 # Every workload
 
@@ -122,10 +122,10 @@ def test_pixels_on_the_device_make_the_batches_of_the_host(kind, digits, infrare
 def test_a_set_is_streamed_where_it_would_crowd_the_device_and_the_feed_says_so(digits, xla, cpu, monkeypatch):
     data = MNIST(dataset_dir=digits).datasets()[0]
     size = data.pixels_size()
-    assert "on the device, whole: a batch is an index" in BatchLoader(data, xla).said
+    assert "on the device, whole: a batch is an index" in BatchLoader(data, xla).description
     monkeypatch.setattr(type(xla), "memory_size", lambda self: 8 * size - 1)
     feed = BatchLoader(data, xla)
-    assert feed.resident is None and "would crowd the device" in feed.said and "2 threads make the batches" in feed.said
+    assert feed.resident is None and "would crowd the device" in feed.description and "2 threads make the batches" in feed.description
     assert BatchLoader(data, xla, on="device").resident
     assert BatchLoader(data, cpu).resident is None  # the host's memory is the device's
     plain = types.SimpleNamespace(batch=data.batch, __len__=data.__len__)
@@ -155,7 +155,7 @@ def test_a_set_lies_whole_on_each_core_or_in_parts_and_is_never_whole_where_only
             data.pixels_size() // (8 if parts else 1) * resident,
         )
         assert not resident or asked.pop() == parts
-        assert ("a part on each of 8 cores" in feed.said) == parts
+        assert ("a part on each of 8 cores" in feed.description) == parts
 
 
 def test_a_test_set_without_samples_is_an_error_that_says_so(digits, cpu):
@@ -219,13 +219,14 @@ def test_mshnet_resumes_exactly_across_its_phases_with_augmentation(infrared, tm
 KILLED = """
 import os, sys
 from pathlib import Path
-from tpukit import MNIST, Run, train, training
+from tpukit import MNIST, Run, train
+from tpukit.training.loop import Trainer
 from tpukit.devices.runtime import Runtime
 
 folder, data, kill_at, save_every_s = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 task = MNIST(dataset_dir=data, epochs=3, batch_size=8, log_every=3, save_every_s=save_every_s, seed=5)
 steps = 0
-whole_step = training.Training.take_step
+whole_step = Trainer.take_step
 
 def step(self, *args):
     global steps
@@ -234,7 +235,7 @@ def step(self, *args):
         os.kill(os.getpid(), 9)
     whole_step(self, *args)
 
-training.Training.take_step = step
+Trainer.take_step = step
 train(task, Run.open(folder, task), runtime=Runtime("cpu"), progress=False)
 """
 
@@ -449,14 +450,14 @@ def test_fp32_on_a_gpu_rounds_no_factor_to_tf32(precision, allowed, monkeypatch)
 
 
 def test_a_frozen_batch_norm_keeps_the_dtype_under_autocast_and_learns_as_on_xla(cpu, xla):
-    from tpukit.training.step import freeze_batch_norm
+    from tpukit.training.batch_norm import freeze
 
     found = []
     for runtime in (cpu, xla):
         torch.manual_seed(0)
         norm = torch.nn.BatchNorm2d(3)
         norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2.0)
-        freeze_batch_norm(norm.train())
+        freeze(norm.train())
         norm = runtime.place(copy.deepcopy(norm))
         made = norm(runtime.put({"x": torch.linspace(-1, 1, 96).reshape(2, 3, 4, 4)})["x"])
         made.square().sum().backward()
@@ -464,7 +465,7 @@ def test_a_frozen_batch_norm_keeps_the_dtype_under_autocast_and_learns_as_on_xla
     for here, there in zip(*found):
         torch.testing.assert_close(here, there)
     layers = torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), torch.nn.BatchNorm2d(3))
-    freeze_batch_norm(layers)
+    freeze(layers)
     with Runtime("cpu", "bf16").autocast():
         assert layers(torch.ones(1, 3, 4, 4)).dtype == torch.bfloat16
 
@@ -504,14 +505,14 @@ def test_the_peak_of_a_gpus_memory_starts_anew_with_each_training(digits, tmp_pa
     order = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: order.append("anew"))
     monkeypatch.setattr(Runtime, "memory", lambda self: order.append("read") or [])
-    forget = Runtime.forget
+    reset = Runtime.reset_statistics
 
     def on_a_gpu(self):
         self.device = torch.device("cuda")
-        forget(self)
+        reset(self)
         self.device = torch.device("cpu")
 
-    monkeypatch.setattr(Runtime, "forget", on_a_gpu)
+    monkeypatch.setattr(Runtime, "reset_statistics", on_a_gpu)
     task = MNIST(dataset_dir=digits, epochs=1, batch_size=8, log_every=25)
     train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
     assert order.count("anew") == 1 and order[-1] == "read"
@@ -644,22 +645,24 @@ def test_a_gradient_above_the_norm_is_scaled_down_to_it_and_a_small_one_left_alo
         weight = torch.nn.Parameter(torch.zeros(4))
         optimizer = torch.optim.SGD([weight], lr=1.0)
         direction = torch.tensor([0.6, 0.0, 0.8, 0.0])
-        norm = cpu.update((weight * direction * size).sum(), optimizer, clip_norm=1.0)
+        cpu.backward((weight * direction * size).sum(), optimizer)
+        norm = cpu.clip_gradients(optimizer, 1.0)
+        cpu.optimizer_step(optimizer)
         assert float(norm) == pytest.approx(size) and torch.allclose(weight, -wanted * direction)
 
 
 def test_the_average_of_the_weights_forgets_the_start_quickly_and_then_as_slowly_as_asked(digits, tmp_path, cpu, monkeypatch):
-    from tpukit.training import loop
+    from tpukit.training import ema
 
     task = MNIST(dataset_dir=digits, epochs=4, ema_decay=0.6, **SMALL)  # 25 steps an epoch
     seen = []
-    average = loop._average
+    update_average = ema.update_average
 
     def noting(averaged, model, weight):
         seen.append({n: v.clone() for n, v in model.state_dict().items()})
-        average(averaged, model, weight)
+        update_average(averaged, model, weight)
 
-    monkeypatch.setattr(loop, "_average", noting)
+    monkeypatch.setattr(ema, "update_average", noting)
     run = Run.open(tmp_path / "run", task)
     train(task, run, runtime=cpu, progress=False)
     torch.manual_seed(task.seed)

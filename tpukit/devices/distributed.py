@@ -28,6 +28,14 @@ class World:
         dist.all_gather(rows, mine)
         return [row.tolist() for row in rows]
 
+    def all_gather_dicts(self, values):
+        """A dict of lists of floats from every rank, of the same lengths -> list of those dicts, rank by rank."""
+        found = []
+        for row in self.all_gather([number for numbers in values.values() for number in numbers]):
+            numbers = iter(row)
+            found.append({name: [next(numbers) for _ in mine] for name, mine in values.items()})
+        return found
+
     def gather(self, tree):
         """A nest of CPU tensors, numbers and strings from every rank -> on rank 0 the list of them, elsewhere []."""
         if self.size == 1:

@@ -1,4 +1,4 @@
-"""Why a program was compiled: what differs from the call before it, in words. Pure functions of arguments and traces."""
+"""Why a graph was compiled again: what differs from the call before it. Pure functions of arguments and traces."""
 
 import collections
 import re
@@ -6,8 +6,38 @@ import re
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from tpukit.host.errors import TpukitError
 
-def described(names, arguments):
+
+class UnexpectedRecompilation(TpukitError):
+    """A call of a compiled function traced another graph than those it is allowed.
+
+    causes: sentences about arguments that differ from the call before. operation: the first operation that the expected graph
+    does not have, as `new_operation` names it, or None.
+    """
+
+    causes = ()
+
+    def __init__(self, function, call, max_graphs, operation=None):
+        super().__init__(function, call, max_graphs, operation)
+        self.operation = operation
+
+    def __str__(self):
+        function, call, max_graphs, operation = self.args
+        lines = [
+            *self.causes,
+            f"call {call} of {function} traced a graph that is new, and at most {max_graphs} may be compiled",
+        ]
+        if operation:
+            lines.append(f"New in it: {operation}")
+        lines.append(
+            "Keep every batch the same shape; declare loss variants in `phases`; numbers that change from step to step belong "
+            "in tensors"
+        )
+        return "\n".join(lines)
+
+
+def signature(names, arguments):
     """The arguments of a call, whose parameters have these names, as name -> (shape, dtype), or number. A tensor in a dict is
     called by its key."""
     found = {}
@@ -18,27 +48,28 @@ def described(names, arguments):
     return found
 
 
-def changes(before, after):
-    """What of `described` is another kind of argument than it was, as a list of sentences."""
-    said = [f"{name} is new: {_word(value)}" for name, value in after.items() if name not in before]
-    said += [f"{name} is gone" for name in before if name not in after]
-    for name, new in after.items():
-        old = before.get(name, new)
-        if old == new:
-            continue
-        shapes = [value[0] for value in (old, new) if _is_tensor(value)]
-        ragged = len(shapes) == 2 and shapes[0][1:] == shapes[1][1:] and shapes[1][:1] < shapes[0][:1]
-        same_dtype = len(shapes) == 2 and old[1] == new[1]
-        a, b = shapes if same_dtype else (_word(old), _word(new))
-        said.append(f"{name} went from {a} to {b}{': the last batch is ragged' if ragged else ''}")
-    return said
+def differences(before, after):
+    """What differs between two signatures, as a list of sentences."""
+    sentences = [f"{name} is new: {_describe(value)}" for name, value in after.items() if name not in before]
+    sentences += [f"{name} is gone" for name in before if name not in after]
+    sentences += [_change(name, before[name], after[name]) for name in after if before.get(name, after[name]) != after[name]]
+    return sentences
+
+
+def _change(name, old, new):
+    if not (_is_tensor(old) and _is_tensor(new)):
+        return f"{name} went from {_describe(old)} to {_describe(new)}"
+    (old_shape, old_dtype), (new_shape, new_dtype) = old, new
+    is_ragged = old_shape[1:] == new_shape[1:] and new_shape[:1] < old_shape[:1]
+    what = f"{old_shape} to {new_shape}" if old_dtype == new_dtype else f"{_describe(old)} to {_describe(new)}"
+    return f"{name} went from {what}{': the last batch is ragged' if is_ragged else ''}"
 
 
 def _is_tensor(value):
     return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], tuple)
 
 
-def _word(value):
+def _describe(value):
     return f"{value[0]} {value[1]}" if _is_tensor(value) else str(value)
 
 

@@ -154,13 +154,6 @@ class Runtime:
 
         return wait
 
-    def totals(self, sums, *more):
-        """(N,) device tensor -> list of N floats for every rank, each followed by that rank's `more` floats.
-
-        The one place in the loop that waits for the device, and for the other ranks.
-        """
-        return self.world.all_gather([*self.host(sums).tolist(), *more])
-
     # Computing
 
     def autocast(self):
@@ -169,9 +162,12 @@ class Runtime:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=_DTYPES[self.precision])
 
-    def compile(self, function, graphs=1, *, model=None, optimizer=None):
-        """Make `function` one program on devices that compile. graphs: how many variants it is allowed to have. model,
-        optimizer: what it changes, where it changes nothing else: see `replaying.GraphReplay`."""
+    def compile(self, function, *, name=None, max_graphs=1, model=None, optimizer=None):
+        """`function`, as one compiled graph on devices that compile.
+
+        name: of the compilations in records, its own unless given. max_graphs: how many graphs it may have. model, optimizer:
+        what it changes, where it changes nothing else: then the graph can be captured and replayed, see `xla_replay`.
+        """
         return function
 
     def init_optimizer_state(self, optimizer):
@@ -208,9 +204,6 @@ class Runtime:
             for (module, name), value in zip(own, kept):
                 module._buffers[name] = value
 
-    def _sum_gradients(self, gradients):
-        """Turn each rank's gradients into their mean over all ranks. DistributedDataParallel has done it in backward."""
-
     def inference(self, function):
         """`compile` for a function that needs no gradient, in this runtime's precision."""
 
@@ -219,36 +212,39 @@ class Runtime:
             with torch.no_grad(), self.autocast():
                 return function(*arguments)
 
-        without_gradient.__name__ = getattr(function, "func", function).__name__  # of a partial, that of what it calls
-        return self.compile(without_gradient)
+        return self.compile(without_gradient, name=getattr(function, "func", function).__name__)  # of a partial, its function's
 
-    def update(self, loss, optimizer, clip_norm=None):
-        """Backward, gradient sum and optimizer step. The gradients stay until the next one.
+    # The parts of a training step, in their order; the gradients of the optimizer's parameters stay until the next step
 
-        clip_norm: scale gradients of a larger norm down to it. Returns then the norm that they had, a scalar on the device.
-        """
-        norm = None
-        optimizer.zero_grad(set_to_none=True)
+    def backward(self, loss, optimizer):
+        """Compute the gradients of a scalar loss. In fp16 the loss is scaled, and the gradients are scaled back."""
         if self.scaler is None:
             loss.backward()
-        else:
-            self.scaler.scale(loss).backward()
-            self.scaler.unscale_(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._sum_gradients([p.grad for p in parameters])
-        if clip_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+            return
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(optimizer)
+
+    def all_reduce_gradients(self, optimizer):
+        """Turn each rank's gradients into their mean over all ranks. DistributedDataParallel has done so in backward."""
+
+    def clip_gradients(self, optimizer, max_norm):
+        """Scale gradients of a larger norm down to it. Returns the norm that they had, a scalar on the device; None for None."""
+        if max_norm is None:
+            return None
+        return torch.nn.utils.clip_grad_norm_(parameters_with_gradient(optimizer), max_norm)
+
+    def optimizer_step(self, optimizer):
+        """Update the weights, unless in fp16 a gradient overflowed."""
         if self.scaler is None:
             optimizer.step()
         else:
             self.scaler.step(optimizer)
             self.scaler.update()
-        return norm
 
     def gradient_norm(self, model):
         """(1,) device tensor: the norm of the last step's gradient, 0 where there was none.
 
-        Not a part of the step, because only the last one before a reading is looked at.
+        Not part of the step, because only the last one before a metric sync is used.
         """
         norms = [torch.linalg.vector_norm(p.grad.float()) for p in model.parameters() if p.grad is not None]
         if not norms:
@@ -342,6 +338,10 @@ class Runtime:
         """Bytes of memory of one device; of the host where that cannot be read or is the device."""
         found = self.memory()
         return found[0][1] if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def parameters_with_gradient(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def open_runtime(env, precision="auto", *, world=None, spmd_cores=None):

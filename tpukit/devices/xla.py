@@ -1,33 +1,24 @@
-"""The runtimes of XLA devices. Only this file, `replaying.py` and `launching.py` import `torch_xla`.
-
-`XLARuntime` is one XLA device (a TPU chip, or the CPU XLA device), or, by SPMD, all devices of a host in one program.
-`RecordingRuntime` writes a TPU core's programs down, without a TPU.
-"""
+"""The runtime of XLA devices: a TPU chip, the CPU XLA device, or by SPMD all devices of a host in one graph."""
 
 import collections
 import contextlib
-import inspect
 import os
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
 
-from tpukit.devices import recompiles
-from tpukit.devices.distributed import World
-from tpukit.devices.runtime import Runtime
-from tpukit.devices.xla_replay import GraphReplay
+from tpukit.devices.runtime import Runtime, parameters_with_gradient
+from tpukit.devices.xla_compile import CompiledFunction
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB
 
-GUARDED_CALLS = 3
-# What a program may use of one TPU core's memory, by the beginning of TPU_ACCELERATOR_TYPE, where the runtime does not tell.
+# What a graph may use of one TPU core's memory, by the beginning of TPU_ACCELERATOR_TYPE, where the runtime does not report it.
 HBM_BYTES = {"v5litepod": 15.75 * GIB, "v5e": 15.75 * GIB, "v6e": 31.25 * GIB}
 _STATE_STARTS_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
 
 
 class XLARuntime(Runtime):
-    """One XLA device in this process, or, with spmd_cores, one program over so many of them.
+    """One XLA device in this process, or, with spmd_cores, one graph over that many of them.
 
     Under SPMD the batch axis of every batch is sharded over the devices; the model is written as for one device, the compiler
     adds the sums, and batch norm sees the whole global batch.
@@ -89,7 +80,7 @@ class XLARuntime(Runtime):
     def place(self, model, *, channels_last=False):
         model = model.to(self.device)  # whose compiler chooses its own layouts
         with torch.no_grad():
-            # What was never written in place is traced differently, once; and SPMD marks as replicated what a program wrote.
+            # What was never written in place is traced differently, once; and SPMD marks as replicated what a graph wrote.
             for value in (*model.parameters(), *model.buffers()):
                 value.copy_(value.clone())
         self.sync()
@@ -120,28 +111,33 @@ class XLARuntime(Runtime):
     def parallel(self, model):
         return model
 
-    def _sum_gradients(self, gradients):
+    @property
+    def reduces_on_the_host(self):
+        """Whether gradients are summed through host memory: CPU XLA devices of different processes share no link."""
+        return self.world.size > 1 and self.accelerator != "tpu"
+
+    def all_reduce_gradients(self, optimizer):
         if self.world.size == 1:
             return
-        if self.accelerator == "tpu":
+        gradients = [p.grad for p in parameters_with_gradient(optimizer)]
+        if not self.reduces_on_the_host:
             import torch_xla.core.xla_model as xm
 
             xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / self.world.size)
             return
-        # CPU XLA devices of different processes share no link: through host memory, as one vector.
-        flat = torch.cat([g.reshape(-1) for g in gradients]).cpu()
+        flat = torch.cat([g.reshape(-1) for g in gradients]).cpu()  # as one vector
         flat = (self.world.all_reduce(flat) / self.world.size).to(self.device)
         for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
             gradient.copy_(part.view_as(gradient))
 
     def init_optimizer_state(self, optimizer):
-        """Make the optimizer's state before the first step; born within it, it would cost a second program.
+        """Make the optimizer's state before the first step; made within it, it would cost a second compilation.
 
         One step with zero gradients and no weight decay creates it; then it is set to zero, which is where the optimizers
-        of `_STATE_STARTS_AT_ZERO` start. Others are left alone: False, their second step compiles once more.
+        of `_STATE_STARTS_AT_ZERO` start. For others it returns False: their second step compiles once more.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.sync()  # Adagrad has made its state already, which is to be no part of the first step
+        self.sync()  # Adagrad has made its state already, which must not become part of the first step
         if all(optimizer.state.get(p) for p in parameters):
             return True
         if type(optimizer).__name__ not in _STATE_STARTS_AT_ZERO or any(g.get("dampening") for g in optimizer.param_groups):
@@ -162,89 +158,16 @@ class XLARuntime(Runtime):
         self.sync()
         return True
 
-    def compile(self, function, graphs=1, *, model=None, optimizer=None):
-        replayed = None
-        if model is not None and self.world.size == 1 and self.mesh is None:
-            replayed = GraphReplay(function, graphs, model, optimizer, self.device)
-        checked = self._checked(function, graphs, replayed)
-        groups = optimizer.param_groups if optimizer else []
-        name, names = function.__name__.strip("_"), tuple(inspect.signature(function).parameters)
-        bound = getattr(inspect.unwrap(function), "keywords", {})  # of a partial, which is made anew for other values
-        if not bound:
-            self._called_with.pop(name, None)  # of another function
-
-        def watched(*arguments):
-            last = self._called_with.get(name)
-            now = recompiles.described(names, arguments) | bound
-            for number, group in enumerate(groups):
-                of = f" of group {number}" if len(groups) > 1 else ""
-                now |= {f"the optimizer's {name}{of}": value for name, value in group.items() if name != "params"}
-            before, refused = self.compilations(), False
-            try:
-                return checked(*arguments)
-            except RuntimeError as error:
-                refused = "different graphs" in str(error)
-                why = recompiles.changes(last, now) if last else []
-                if why and refused:  # first, because torch_xla's own words are long
-                    raise RuntimeError(f"{'; '.join(why)}\n{error}") from error
-                raise
-            finally:
-                programs, seconds = (b - a for a, b in zip(before, self.compilations()))
-                if programs or refused:
-                    why = recompiles.changes(last, now) if last else []
-                    if last and replayed and replayed.new_operation:
-                        why.append(f"first new operation: {replayed.new_operation}")
-                    event = dict(what=name, programs=programs, seconds=seconds, why=why, refused=refused)
-                    self._compiled_lately.append(event)
-                self._called_with[name] = now
-
-        return watched
+    def compile(self, function, *, name=None, max_graphs=1, model=None, optimizer=None):
+        return CompiledFunction(function, name or function.__name__, max_graphs, self, model, optimizer)
 
     def take_compile_events(self):
-        taken, self._compiled_lately = self._compiled_lately, []
+        taken, self.compile_events = self.compile_events, []
         return taken
 
     def reset_statistics(self):
-        self._compiled_lately, self._fallbacks_before = [], _fallbacks()
-        self._called_with = {}  # by the function's name: what it was last called with, as `causes` describes it
-
-    def _checked(self, function, graphs, replayed):
-        """The function as one program a call, which raises where a call would need one more than `graphs` of them."""
-        import torch_xla
-
-        if self.world.size > 1 and self.accelerator != "tpu":  # the gradient sum cuts the step in two
-
-            def stepped(*arguments):
-                result = function(*arguments)
-                torch_xla.sync()
-                return result
-
-            return stepped
-        # full_graph: a hidden `.item()` raises instead of cutting the step; graphs: so does a batch of another shape. Both make
-        # the host wait for the device before it traces the next step, so only the first calls are guarded; the others are
-        # counted.
-        guarded = torch_xla.compile(function, full_graph=True, max_different_graphs=graphs)
-        calls, left = 0, graphs - 1
-
-        def checked(*arguments):
-            nonlocal calls, left
-            calls += 1
-            if replayed is not None and replayed.works is not False:
-                return replayed(*arguments)
-            if calls <= GUARDED_CALLS:
-                return guarded(*arguments)
-            before, _ = self.compilations()
-            result = function(*arguments)
-            torch_xla.sync()
-            left -= self.compilations()[0] - before
-            if left < 0:
-                raise RuntimeError(
-                    f"call {calls} of {function.__name__} was compiled once more: maximum number of different graphs "
-                    f"exceeded: {graphs}"
-                )
-            return result
-
-        return checked
+        self.compile_events, self._fallbacks_before = [], _fallbacks()
+        self.last_signatures = {}  # by function: what it was last called with
 
     def sync(self):
         import torch_xla
@@ -298,16 +221,16 @@ class XLARuntime(Runtime):
             xp.stop_trace()
 
     def hlo_of(self, step, model, optimizer):
-        """The program of a step as HLO, with the line of each operation. The step is traced and not run: its model and
-        optimizer are of no use then."""
+        """The graph of a step as HLO, with the line of each operation. The step is traced and not run, which leaves its model
+        and optimizer unusable."""
         from torch_xla import _XLAC
 
         _XLAC._set_ir_debug(True)
-        outputs = [step(), *self._written(model, optimizer)]
+        outputs = [step(), *self.written_by_step(model, optimizer)]
         return _XLAC._get_xla_tensors_hlo(outputs)
 
-    def _written(self, model, optimizer):
-        """What a step that was traced leaves behind: what it changed of the model and the optimizer, and the gradients."""
+    def written_by_step(self, model, optimizer):
+        """What a traced step leaves behind: what it changed of the model and the optimizer, and the gradients."""
         from torch_xla import _XLAC
 
         kept = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
@@ -331,42 +254,6 @@ class XLARuntime(Runtime):
         return super().memory_size()
 
 
-class RecordingRuntime(XLARuntime):
-    """A TPU core, alone or one of several, whose programs are written down instead of run; needs no TPU, but a fresh process.
-
-    memory_size: of the core, in bytes. `programs`: each as a StableHLO portable artifact, in the order in which they were asked
-    for.
-    """
-
-    def __init__(self, precision="auto", cores=1, memory_size=0):
-        os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")  # which would be left out where one core is seen
-        self.programs, self._memory_size = [], memory_size
-        super().__init__("tpu", precision, World(0, cores))
-
-    def memory_size(self):
-        return self._memory_size
-
-    def compile(self, function, graphs=1, *, model=None, optimizer=None):
-        import torch_xla
-
-        def recorded(*arguments):
-            before = self.counters()["fallbacks"]
-            result = function(*arguments)
-            if fallbacks := sorted(self.counters()["fallbacks"].keys() - before.keys()):
-                raise TpukitError(f"not one program: torch_xla runs {', '.join(fallbacks)} on the host")
-            outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-            if model is not None:
-                outputs += self._written(model, optimizer)
-            self.programs.append(torch_xla._XLAC._get_stablehlo(outputs, str(self.device), [], True))
-            return tree_map_only(torch.Tensor, self._blank, result)
-
-        return recorded
-
-    def _blank(self, tensor):
-        """Zeros in the shape of what a program gives, so that the next one does not contain it."""
-        return torch.zeros(tensor.shape, dtype=tensor.dtype).to(self.device)
-
-
 def checkpointed(block, *inputs):
     """block(*inputs), a module without randomness whose activations are computed again in the backward pass instead of being
     kept."""
@@ -381,7 +268,7 @@ def checkpointed(block, *inputs):
 
 
 def on_one_xla_core(tensor):
-    """Whether a tensor lies on an XLA device that has a program of its own, as opposed to one program over several (SPMD)."""
+    """Whether a tensor lies on an XLA device that runs a graph of its own, as opposed to one graph over several (SPMD)."""
     if tensor.device.type != "xla":
         return False
     import torch_xla.runtime as xr

@@ -1,224 +1,271 @@
-"""A training step on an XLA device that is traced once and then run again by its name.
+"""Graph capture and replay: a training step on an XLA device that is traced once and then run by its hash.
 
-torch_xla traces a step anew every time, operation by operation, to find that it has the program already. For a network of a
-thousand operations that can take the host longer than the device needs for the step. Here the traced program is kept with the
-list of its inputs, and later steps hand the compiler's program the current tensors. (The calls are those of torch_xla's own
-bridge to torch.compile, which takes no optimizer.)
+torch_xla traces a step anew every time, operation by operation, to find that it has compiled the graph already. For a network
+of a thousand operations that can take the host longer than the device needs for the step. Here the traced graph is kept with
+the list of its inputs, and later steps hand it the current tensors. (The calls are those of torch_xla's own bridge to
+torch.compile, which takes no optimizer.)
+
+    first call of a signature    capture: trace the step, twice for the very first one, to see that both traces agree
+    later calls                  replay: run the compiled graph, move its outputs into the model, optimizer and gradients
+    every CHECK_EVERY replays    capture again, to see that the step still is that graph
 """
+
+import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten
 
-from tpukit.devices.recompiles import new_operation
+from tpukit.devices.recompiles import UnexpectedRecompilation, new_operation
 
-CHECK_EVERY = 64  # runs of a recording, after which it is traced again to see that it still holds
-KEPT = 4  # recordings: a step and its phases, for the epochs that differ in an argument
-SMALL = 4096  # numbers in an input that is compared by its values
+CHECK_EVERY = 64  # replays of a graph, after which it is captured again
+MAX_KEPT = 4  # captured graphs: a step and its phases, for the epochs that differ in an argument
+MAX_COMPARED = 4096  # elements of a constant that is compared by its values
 
 
 class GraphReplay:
-    """`function` as one program, run without tracing where that gives the same.
+    """`function` as a captured graph that is replayed, where that gives the same.
 
     function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and buffers of `model`
-    and the state of `optimizer`. graphs: how many different programs it is allowed. It is traced again when a number among its
-    arguments, a shape, or a setting of the optimizer is new, and every 64 steps, to see that nothing else changes it: that is
-    an error, as is a step that is another program. `works`: None until it was tried; False where two traces of the same step
-    have other constants (Adam's corrections), or where it draws random numbers on the device: then it is traced every time, as
-    torch_xla does.
+    and the state of `optimizer`. max_graphs: how many different graphs may be compiled. A new number among the arguments, a new
+    shape, or a new setting of the optimizer is captured anew. A graph that is another than before without any of these, or one
+    more than max_graphs, raises UnexpectedRecompilation.
     """
 
     works = None
+    """None until the first call; False where the step cannot be replayed: two captures have other constants (Adam's bias
+    corrections on the host), or it draws random numbers on the device. Then every step has to be traced."""
     new_operation = None
-    """Of the last program: the first operation that the one before has not. See `causes.new_operation`."""
+    """the first operation of the last graph that the graph before does not have, see `recompiles.new_operation`"""
 
-    def __init__(self, function, graphs, model, optimizer, device):
-        self.function, self.graphs, self.model, self.optimizer, self.device = function, graphs, model, optimizer, str(device)
-        self.recordings, self.hashes, self.calls = {}, set(), 0
-        self.trace, self.traces = "", {}  # of the program that was compiled last; of each, by its hash
+    def __init__(self, function, name, max_graphs, model, optimizer, device):
+        self.function, self.name, self.max_graphs = function, name, max_graphs
+        self.model, self.optimizer, self.device = model, optimizer, str(device)
+        self.calls = 0
+        self.captured = {}  # key -> CapturedGraph
+        self.trace_of = {}  # hash of a compiled graph -> its trace as text, the last one compiled last
 
     def __call__(self, *arguments):
         import torch_xla
 
         key, tensors = self._key(arguments)
         self.calls += 1
-        recording = self.recordings.get(key)
-        if recording is None or recording.runs == CHECK_EVERY:
+        graph = self.captured.get(key)
+        if graph is None or graph.replays == CHECK_EVERY:
             # full_graph: a hidden `.item()` raises instead of cutting the step.
-            guarded = torch_xla.compile(self._traced, full_graph=True, name=self.function.__name__)
-            return guarded(arguments, key, tensors)
-        if recording.host:
-            torch._foreach_add_(recording.host, recording.steps)
-        return self._run(recording, tensors)
+            return torch_xla.compile(self._trace, full_graph=True, name=self.name)(arguments, key, tensors)
+        if graph.host_state:
+            torch._foreach_add_(graph.host_state, graph.host_increments)
+        return self._replay(graph, tensors)
 
     def _key(self, arguments):
-        """What a recording depends on besides the values of tensors; and those tensors."""
+        """(what a graph depends on besides the values of tensors, those tensors)."""
         leaves, nest = tree_flatten(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         values = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves]
         settings = [(n, v) for group in self.optimizer.param_groups for n, v in group.items() if n != "params"]
         return repr((nest, values, settings, self.model.training)), tensors
 
-    def _traced(self, arguments, key, tensors):
+    def _trace(self, arguments, key, tensors):
+        """Capture the step, check it against what was captured before, and run it."""
+        if self.works is None:
+            graph = self._capture_twice(arguments, tensors)
+        else:
+            graph = self._capture(arguments, tensors)
+            known = self.captured.get(key)
+            if known is not None and not (known.hash == graph.hash and known.is_equivalent(graph)):
+                raise self._unexpected(self.trace_of[known.hash], _trace_text(graph))
+        if not self.works:
+            return self.function(*arguments)  # the end of torch_xla.compile runs it
+        return self._compile(graph, key, tensors)
+
+    def _capture_twice(self, arguments, tensors):
+        """Find out whether the step can be replayed (`works`), and capture it if so."""
         import torch_xla.core.xla_model as xm
-        from torch_xla import _XLAC
 
         seed = xm.get_rng_state()
-        recording = self._record(arguments, tensors)
-        known = self.recordings.get(key)
-        if self.works is None:
-            # The second trace finds the optimizer's numbers on the host a step further: what is made of them is no constant.
-            text, before = _XLAC._get_xla_tensors_text(recording.outputs), recording.before
-            self._undo(recording)
-            again = self._record(arguments, tensors)
-            if again.hash != recording.hash and not recording.draws:
-                raise RuntimeError(self._another(text, _XLAC._get_xla_tensors_text(again.outputs)))
-            self.works = recording.like(again)
-            self._undo(again)
-            for value, old in zip(recording.host, before):
-                value.copy_(old)
-            if recording.draws:
-                xm.set_rng_state(seed)
-            recording = self._record(arguments, tensors) if self.works else None
-        elif known is not None and not (known.hash == recording.hash and known.like(recording)):
-            raise RuntimeError(self._another(self.traces[known.hash], _XLAC._get_xla_tensors_text(recording.outputs)))
-        if not self.works:
-            return self.function(*arguments)  # the end of the guarded call runs it
-        return self._compiled(recording, key, tensors)
+        first = self._capture(arguments, tensors)
+        first_text, host_before = _trace_text(first), first.host_before
+        self._discard(first)
+        # The second capture finds the optimizer's numbers on the host one step further: what depends on them differs.
+        second = self._capture(arguments, tensors)
+        if second.hash != first.hash and not first.draws_random_numbers:
+            raise self._unexpected(first_text, _trace_text(second))
+        self.works = first.is_equivalent(second)
+        self._discard(second)
+        for value, before in zip(first.host_state, host_before):
+            value.copy_(before)
+        if first.draws_random_numbers:
+            xm.set_rng_state(seed)
+        return self._capture(arguments, tensors) if self.works else None
 
-    def _another(self, expected, got):
-        """What to say of a step that is not what it was."""
-        operation = self.new_operation = new_operation(expected, got)
-        return (
-            f"call {self.calls} of {self.function.__name__} is another program than before, with the same shapes and numbers "
-            f"given: "
-            f"maximum number of different graphs exceeded: {self.graphs}" + (f"\nNew in it: {operation}" if operation else "")
-        )
+    def _unexpected(self, expected_text, text):
+        self.new_operation = new_operation(expected_text, text)
+        return UnexpectedRecompilation(self.name, self.calls, self.max_graphs, self.new_operation)
 
-    def _record(self, arguments, tensors):
-        """Trace the function, which leaves its results uncomputed."""
+    def _capture(self, arguments, tensors):
+        """Trace the function, which leaves its results uncomputed: a `CapturedGraph`."""
         from torch_xla import _XLAC
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
-        state, host = self._state()
-        names = {_XLAC._xla_get_tensor_id(t): ("tensor", i) for i, t in enumerate(tensors)}
-        names |= {_XLAC._xla_get_tensor_id(t): ("state", i) for i, t in enumerate(state)}
-        before = [value.clone() for value in host]
+        state, host_state = self._state()
+        source_of = {_XLAC._xla_get_tensor_id(t): Source("argument", i) for i, t in enumerate(tensors)}
+        source_of |= {_XLAC._xla_get_tensor_id(t): Source("state", i) for i, t in enumerate(state)}
+        host_before = [value.clone() for value in host_state]
         debugs = _XLAC._get_ir_debug()
-        _XLAC._set_ir_debug(True)  # the trace keeps the line of each operation; the program is the same
+        _XLAC._set_ir_debug(True)  # the trace keeps the line of each operation; the graph is the same
         try:
             result = self.function(*arguments)
         finally:
             _XLAC._set_ir_debug(debugs)
         changed = _XLAC._check_tensor_need_materialization(state)
-        written = [i for i, yes in enumerate(changed) if yes]
+        written = [i for i, is_changed in enumerate(changed) if is_changed]
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         outputs = [*(state[i] for i in written), *(p.grad for p in parameters), result]
         ids, values = _XLAC._get_tensors_xla_device_data_node(outputs)
-        inputs = [(names.get(i), i, value) for i, value in zip(ids, values)]
-        steps = [after - old for after, old in zip(host, before)]
-        draws = _XLAC._get_seed_info_id() in ids
-        for name, _, value in inputs:  # what the step writes anew may take the memory of what it was
-            if name and name[0] == "state" and name[1] in written:
+        inputs = [Input(source_of.get(i), value) for i, value in zip(ids, values)]
+        for source, value in inputs:  # what the step writes may take the memory of its old value
+            if source and source.kind == "state" and source.index in written:
                 _XLAC._set_buffer_donation(value, True)
         with alias_with_buffer_donor_config():
-            program = _XLAC._get_graph_hash(outputs)
-        return _Recording(program, state, host, before, steps, written, parameters, outputs, inputs, draws)
+            graph_hash = _XLAC._get_graph_hash(outputs)
+        return CapturedGraph(
+            hash=graph_hash,
+            state=state,
+            host_state=host_state,
+            host_before=host_before,
+            host_increments=[after - before for after, before in zip(host_state, host_before)],
+            written=written,
+            parameters=parameters,
+            outputs=outputs,
+            inputs=inputs,
+            draws_random_numbers=_XLAC._get_seed_info_id() in ids,
+        )
 
     def _state(self):
         """(tensors on the device that the function may write, the optimizer's numbers on the host)."""
-        kept = [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-        there = [v for v in kept if v.device.type == "xla"]
-        return [*self.model.parameters(), *self.model.buffers(), *there], [v for v in kept if v.device.type == "cpu"]
+        of_optimizer = [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        on_device = [v for v in of_optimizer if v.device.type == "xla"]
+        on_host = [v for v in of_optimizer if v.device.type == "cpu"]
+        return [*self.model.parameters(), *self.model.buffers(), *on_device], on_host
 
-    def _undo(self, recording):
-        """Make the traced step not have happened, but for the optimizer's numbers on the host."""
+    def _discard(self, graph):
+        """Undo the traced step, but for the optimizer's numbers on the host."""
         from torch_xla import _XLAC
 
-        for name, _, value in recording.inputs:
-            if name and name[0] == "state":
-                recording.state[name[1]].data = value
-        for p in recording.parameters:
+        for source, value in graph.inputs:
+            if source and source.kind == "state":
+                graph.state[source.index].data = value
+        for p in graph.parameters:
             p.grad = None
-        recording.outputs = None
+        graph.outputs = None
         _XLAC._clear_pending_irs(self.device)
 
-    def _compiled(self, recording, key, tensors):
-        """Compile the traced step where it is new, and run it."""
+    def _compile(self, graph, key, tensors):
+        """Compile a captured graph where it is new, and run it."""
         from torch_xla import _XLAC
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
         _XLAC._set_allow_execution(True)
-        if recording.hash not in self.hashes:
-            trace = _XLAC._get_xla_tensors_text(recording.outputs)
-            self.new_operation, self.trace = new_operation(self.trace, trace) if self.trace else None, trace
-            self.traces[recording.hash] = trace
-            if len(self.hashes) == self.graphs:
-                raise RuntimeError(
-                    f"call {self.calls} of {self.function.__name__} is another program: maximum number of different graphs "
-                    f"exceeded: {self.graphs}"
-                )
+        if graph.hash not in self.trace_of:
+            text = _trace_text(graph)
+            last_text = next(reversed(self.trace_of.values()), None)
+            self.new_operation = new_operation(last_text, text) if last_text else None
+            if len(self.trace_of) == self.max_graphs:
+                raise UnexpectedRecompilation(self.name, self.calls, self.max_graphs, self.new_operation)
             with alias_with_buffer_donor_config():
-                _XLAC._xla_warm_up_cache(recording.outputs, [])
-            self.hashes.add(recording.hash)
-        self._undo(recording)
-        recording.forget()
-        while len(self.recordings) >= KEPT:
-            del self.recordings[next(iter(self.recordings))]
-        self.recordings[key] = recording
-        return self._run(recording, tensors)
+                _XLAC._xla_warm_up_cache(graph.outputs, [])
+            self.trace_of[graph.hash] = text
+        self._discard(graph)
+        graph.release_values()
+        while len(self.captured) >= MAX_KEPT:
+            del self.captured[next(iter(self.captured))]
+        self.captured[key] = graph
+        return self._replay(graph, tensors)
 
-    def _run(self, recording, tensors):
+    def _replay(self, graph, tensors):
         from torch_xla import _XLAC
 
-        recording.runs += 1
-        given = dict(state=recording.state, tensor=tensors)
-        inputs = [given[name[0]][name[1]] if name else value for name, _, value in recording.inputs]
-        *written, result = _XLAC._run_cached_graph(recording.hash, inputs)
-        for index, value in zip(recording.written, written):
-            recording.state[index].data = value
-        for p, gradient in zip(recording.parameters, written[len(recording.written) :]):
+        graph.replays += 1
+        current = dict(state=graph.state, argument=tensors)
+        inputs = [current[source.kind][source.index] if source else value for source, value in graph.inputs]
+        *outputs, result = _XLAC._run_cached_graph(graph.hash, inputs)
+        for index, value in zip(graph.written, outputs):
+            graph.state[index].data = value
+        for p, gradient in zip(graph.parameters, outputs[len(graph.written) :]):
             p.grad = gradient
         return result
 
 
-class _Recording:
-    """A traced step: where its inputs come from, and where its outputs go.
+class Source(NamedTuple):
+    """Where an input of a graph comes from at each replay: the index-th of the "state" or of the "argument" tensors."""
 
-    state, host: what the step may change, on the device and on the host. before, steps: of host, what they were, and by how
-    much a step moves them. written: indices of state. parameters: those that get a gradient. outputs: the traced tensors.
-    inputs: (name, id, value) in the program's order, where name is ("state" or "tensor", index), or None for a constant. hash:
-    torch_xla's name of the program.
-    """
+    kind: str
+    index: int
 
-    runs = 0
 
-    def __init__(self, hash, state, host, before, steps, written, parameters, outputs, inputs, draws):
-        self.hash = hash
-        self.state, self.host, self.before, self.steps = state, host, before, steps
-        self.written, self.parameters, self.outputs, self.inputs, self.draws = written, parameters, outputs, inputs, draws
+class Input(NamedTuple):
+    """An input of a graph, in the graph's order. source: None for a constant, whose value is always the same."""
 
-    def like(self, other):
+    source: Source | None
+    value: torch.Tensor | None
+
+
+@dataclasses.dataclass(kw_only=True)
+class CapturedGraph:
+    """A traced step: where its inputs come from, and where its outputs go."""
+
+    hash: str
+    """torch_xla's name of the graph"""
+    state: list
+    """tensors on the device that the step may write"""
+    host_state: list
+    """the optimizer's numbers on the host"""
+    host_before: list | None
+    """what they were before the step"""
+    host_increments: list
+    """by how much a step moves them"""
+    written: list
+    """indices of those of `state` that the step writes; its first outputs"""
+    parameters: list
+    """those that get a gradient; its next outputs"""
+    outputs: list | None
+    """the traced tensors, the function's result last"""
+    inputs: list
+    draws_random_numbers: bool
+    replays: int = 0
+
+    def is_equivalent(self, other):
         """Whether the two differ in nothing but the values of state and arguments, so that one can stand for the other."""
-        read = {name[1] for name, _, _ in self.inputs if name and name[0] == "state"}
-        return (
-            not self.draws
-            and set(self.written) <= read
-            and [name for name, _, _ in self.inputs] == [name for name, _, _ in other.inputs]
-            and self.written == other.written
-            and all(torch.equal(a, b) for a, b in zip(self.steps, other.steps))
-            and all(_same(a, b) for (name, _, a), (_, _, b) in zip(self.inputs, other.inputs) if name is None)
+        if self.draws_random_numbers or self.written != other.written:
+            return False
+        if [source for source, _ in self.inputs] != [source for source, _ in other.inputs]:
+            return False
+        read = {source.index for source, _ in self.inputs if source and source.kind == "state"}
+        if not set(self.written) <= read:
+            return False
+        if not all(torch.equal(a, b) for a, b in zip(self.host_increments, other.host_increments)):
+            return False
+        return all(
+            _same_constant(mine, others) for (source, mine), (_, others) in zip(self.inputs, other.inputs) if source is None
         )
 
-    def forget(self):
+    def release_values(self):
         """Let go of everything that belongs to one step alone."""
-        self.outputs = self.before = None
-        self.inputs = [(name, i, None if name else value) for name, i, value in self.inputs]
+        self.outputs = self.host_before = None
+        self.inputs = [Input(source, None if source else value) for source, value in self.inputs]
 
 
-def _same(a, b):
-    """Whether two constants are the same: the same data on the device, or small and equal."""
+def _same_constant(a, b):
+    """Whether two constants are the same data on the device, or small and equal."""
     from torch_xla import _XLAC
 
     if _XLAC._unique_id_for_ir_and_data(a) == _XLAC._unique_id_for_ir_and_data(b):
         return True
-    return a.shape == b.shape and a.dtype == b.dtype and a.numel() <= SMALL and torch.equal(a.cpu(), b.cpu())
+    return a.shape == b.shape and a.dtype == b.dtype and a.numel() <= MAX_COMPARED and torch.equal(a.cpu(), b.cpu())
+
+
+def _trace_text(graph):
+    from torch_xla import _XLAC
+
+    return _XLAC._get_xla_tensors_text(graph.outputs)

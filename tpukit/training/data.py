@@ -36,7 +36,7 @@ class BatchLoader:
 
     data: as `Workload.datasets` says. on: "device" puts all its pixels there once, so that a batch is an index and a few
     numbers a sample; "host" makes every batch on `workers` threads, a few ahead; "auto" takes the device where it is an
-    accelerator and the pixels take at most an eighth of its memory, whole or in parts on the cores of this process. `said`:
+    accelerator and the pixels take at most an eighth of its memory, whole or in parts on the cores of this process. `description`:
     which way, and the sizes. `bytes_a_core`: what lies on each of its devices.
     """
 
@@ -64,7 +64,7 @@ class BatchLoader:
             how = f"on the device, {f'a part on each of {runtime.shards} cores' if sharded else 'whole'}: a batch is an index"
         elif able and on == "auto" and runtime.accelerator != "cpu":
             how += f", because more than {_mib(room)} of pixels would crowd the device"
-        self.said = f"{len(data)} samples{f', {_mib(size)} of pixels' if able else ''}, {how}"
+        self.description = f"{len(data)} samples{f', {_mib(size)} of pixels' if able else ''}, {how}"
 
     def batches(self, plan):
         """Make this rank's share of the batches of a plan, a few ahead, and put them on the device in order.

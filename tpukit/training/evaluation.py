@@ -1,9 +1,11 @@
-"""What scores weights: `test` for a run, `evaluate` for a model, `predictions` for what both stand on."""
+"""Scoring weights: `test` for a run, `evaluate` for a model, `Evaluator` for the epochs of a training."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
 import json
+import time
 
 from tpukit.devices.runtime import check_batch, open_runtime
 from tpukit.host import environment
@@ -30,31 +32,36 @@ def test(task, run, *, runtime=None, progress=True):
         check_batch(task.batch_size, runtime.cores)
         run = run if runtime.world.rank == 0 else run.read_only()
         run.print(f"testing {path} on {runtime}: {len(data)} samples")
-        say_of(run, data)
-        epoch, total = weights.epoch_of(path), -(-len(data) // task.batch_size)
-        with progress_bar(
-            f"testing {task.name}", total, shown=progress and runtime.world.rank == 0 and run.prints, unit="batch"
-        ) as bar:
+        print_notes(run, data)
+        name, total = f"testing {task.name}", -(-len(data) // task.batch_size)
+        with progress_bar(name, total, shown=progress and runtime.world.rank == 0 and run.prints, unit="batch") as bar:
             done = itertools.count(1)
 
-            def tick():
+            def count_batch():
                 bar.update()
-                run.write_progress(name=f"testing {task.name}", unit="batch", step=next(done), total=total)
+                run.write_progress(name=name, unit="batch", step=next(done), total=total)
 
-            folder = run.path / "predictions"
-            scores = evaluate(task, runtime.place(model), data, runtime, epoch=epoch, check=tick, folder=folder)
-        return json.loads(runtime.world.broadcast(json.dumps(scores))) if runtime.world.size > 1 else scores
+            scores = evaluate(
+                task,
+                runtime.place(model),
+                data,
+                runtime,
+                epoch=weights.epoch_of(path),
+                after_batch=count_batch,
+                folder=run.path / "predictions",
+            )
+        return on_every_rank(scores, runtime.world)
 
 
-def evaluate(task, model, data, runtime, *, epoch=None, check=lambda: None, folder=None):
+def evaluate(task, model, data, runtime, *, epoch=None, after_batch=None, folder=None):
     """Scores of a model on a device over a test set: `task.evaluate` on the predictions of every batch.
 
     Every sample counts once; the padding of the last batch is marked in `valid`. With several ranks each predicts its share,
     and rank 0 scores them all, in the order that one device would give; the other ranks return None. epoch: see
-    `Workload.predict`. check: called between batches. folder: where the task keeps what it wants of the predictions.
+    `Workload.predict`. after_batch: called without arguments. folder: where the task keeps what it wants of the predictions.
     """
-    feed = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
-    found = predictions(task, model, feed, runtime, epoch=epoch, check=check)
+    loader = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
+    found = predict(task, model, loader, runtime, epoch=epoch, after_batch=after_batch)
     if runtime.world.rank != 0:
         return None
     if folder is not None:
@@ -63,41 +70,119 @@ def evaluate(task, model, data, runtime, *, epoch=None, check=lambda: None, fold
     return task.evaluate(found)
 
 
-def predictions(task, model, feed, runtime, *, epoch, check):
-    """list of (prediction, what the task is `scored_with`), on the CPU: on rank 0 those of all ranks."""
-    predict = task.predictor(model, runtime, epoch)
-    compose = feed.compose if feed.resident is None else runtime.inference(feed.compose)
-    found, unread = [], None
-
-    def read(copied):
-        found.extend(runtime.world.gather(copied()))
-
+def predict(task, model, loader, runtime, *, epoch, after_batch=None):
+    """list of (prediction, the arrays of the batch that `task.scored_with` names), on the CPU; on rank 0 those of all ranks."""
+    predictor = task.predictor(model, runtime, epoch)
+    compose = loader.compose if loader.resident is None else runtime.inference(loader.compose)
+    found, pending = [], None
     model.eval()
-    plan = evaluation_plan(len(feed.data), task.batch_size)
-    with contextlib.closing(feed.batches(plan)) as batches:
+    plan = evaluation_plan(len(loader.data), task.batch_size)
+    with contextlib.closing(loader.batches(plan)) as batches:
         for batch in batches:
             batch = compose(batch)
             names = batch if task.scored_with is None else (*task.scored_with, "valid")
-            copied = runtime.host_later((predict(batch), {name: batch[name] for name in names}))
-            if unread is not None:  # one late, so that the device has something to do meanwhile
-                read(unread)
-            unread = copied
+            copied = runtime.host_later((predictor(batch), {name: batch[name] for name in names}))
+            if pending is not None:  # one batch late, so that the device is busy meanwhile
+                found.extend(runtime.world.gather(pending()))
+            pending = copied
             runtime.heartbeat(runtime.step)
-            check()
-    if unread is None:
+            if after_batch is not None:
+                after_batch()
+    if pending is None:
         raise TpukitError(f"{task.dataset_dir}: its test set has no samples to score; give it some")
-    read(unread)
+    found.extend(runtime.world.gather(pending()))
     return found
 
 
-def say_of(run, *datasets):
-    """Say what the datasets have to say of themselves, once."""
-    for said in dict.fromkeys(getattr(data, "said", "") for data in datasets):
-        if said:
-            run.print(said)
+@dataclasses.dataclass
+class FinishedEpoch:
+    """An epoch of a training that is over, and its evaluation. weights and scores are rank 0's."""
+
+    step: int
+    epoch: int
+    loss: float
+    predict_s: float | None = None
+    """None where the epoch is not evaluated"""
+    weights: dict | None = None
+    scores: concurrent.futures.Future | None = None
+    """of (scores, seconds)"""
+
+
+class Evaluator:
+    """Evaluates the epochs of a training: predicts at once, and computes the scores while the next epoch trains.
+
+    state: the training's `TrainState`, in which the best score is kept.
+    """
+
+    def __init__(self, task, run, runtime, loader, train_data):
+        self.task, self.run, self.runtime = task, run, runtime
+        self.loader, self.train_data = loader, train_data
+        self.executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scores")
+        self.pending = None  # the epoch whose scores are being computed
+        self.scores = None  # the last ones
+
+    def predict(self, finished, model, *, after_batch):
+        """Predict the test set with these weights, and begin to score the predictions."""
+        started = time.monotonic()
+        with self.runtime.broadcast_buffers(model):
+            found = predict(self.task, model, self.loader, self.runtime, epoch=finished.epoch, after_batch=after_batch)
+        finished.predict_s = time.monotonic() - started
+        if self.runtime.world.rank == 0:
+            finished.weights = self.runtime.host(model.state_dict())
+            finished.scores = self.executor.submit(_timed, self.task.evaluate, found)
+
+    def collect(self, state):
+        """Record the epoch whose scores are being computed, if there is one.
+
+        Called at the next sync or save, so that the records have the same order however long the scoring takes.
+        """
+        if self.pending is None:
+            return
+        finished, self.pending = self.pending, None
+        self.run.log("epoch", finished.step, epoch=finished.epoch, loss=finished.loss)
+        shown = ""
+        if finished.scores is not None:
+            self.scores, scoring_s = finished.scores.result()
+            speed = dict(seconds=finished.predict_s, scoring_s=scoring_s)
+            self.run.log("evaluation", finished.step, epoch=finished.epoch, scores=self.scores, speed=speed)
+            self._keep_best(finished, state)
+            shown = "".join(f", {name} {value:.4g}" for name, value in self.scores.items() if isinstance(value, float))
+        self.run.print(f"epoch {finished.epoch + 1}: loss {finished.loss:.4f}{shown}")
+        state.evaluated = finished.epoch + 1
+        if state.step == finished.step:
+            state.epoch_loss = 0.0
+
+    def _keep_best(self, finished, state):
+        task, score, on = self.task, self.scores[self.task.score], self.task.scored_on()
+        if state.best is None or score > state.best or on != state.best_on:
+            state.best, state.best_on = score, on
+            metadata = {task.score: score, **task.metadata(self.train_data)}
+            self.run.save_best(finished.weights, workload=task.name, step=finished.step, epoch=finished.epoch, **metadata)
+
+    def close(self):
+        """Do not wait for scores that are still being computed."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+def on_every_rank(scores, world):
+    """Rank 0's scores, on every rank. Collective."""
+    return json.loads(world.broadcast(json.dumps(scores))) if world.size > 1 else scores
+
+
+def print_notes(run, *datasets):
+    """Print the notes of the datasets, each once."""
+    for notes in dict.fromkeys(getattr(data, "said", "") for data in datasets):
+        if notes:
+            run.print(notes)
 
 
 def progress_bar(name, total, *, shown, initial=0, unit="step"):
     from tqdm.auto import tqdm
 
     return tqdm(total=total, initial=initial, desc=name, unit=unit, disable=not shown, mininterval=0.5)
+
+
+def _timed(function, *arguments):
+    """(result, seconds)."""
+    started = time.monotonic()
+    return function(*arguments), time.monotonic() - started

@@ -1,0 +1,96 @@
+"""A function whose every call is one compiled graph on an XLA device."""
+
+import inspect
+
+from tpukit.devices import recompiles
+from tpukit.devices.recompiles import UnexpectedRecompilation
+from tpukit.devices.xla_replay import GraphReplay
+
+GUARDED_CALLS = 3
+
+
+class CompiledFunction:
+    """`function` as one compiled graph a call, with at most `max_graphs` different graphs.
+
+    A call that needs one graph more raises UnexpectedRecompilation with its causes. What was compiled, and why, is added to the
+    runtime's compile events. With a model and an optimizer, on one core, the graph is captured and replayed: see `GraphReplay`.
+    """
+
+    calls = 0
+    graphs = 0  # compiled so far, the replay's apart
+
+    def __init__(self, function, name, max_graphs, runtime, model=None, optimizer=None):
+        self.function, self.name, self.max_graphs, self.runtime = function, name, max_graphs, runtime
+        self.optimizer = optimizer
+        self.parameter_names = tuple(inspect.signature(function).parameters)
+        # The keywords of a partial, which is made anew where they change.
+        self.bound = getattr(inspect.unwrap(function), "keywords", {})
+        if not self.bound:
+            runtime.last_signatures.pop(name, None)  # of another function of this name
+        self.replay = None
+        if model is not None and runtime.world.size == 1 and runtime.mesh is None:
+            self.replay = GraphReplay(function, name, max_graphs, model, optimizer, runtime.device)
+
+    def __call__(self, *arguments):
+        last, signature = self.runtime.last_signatures.get(self.name), self._signature(arguments)
+        before, refused = self.runtime.compilations(), False
+        try:
+            return self._call(arguments)
+        except UnexpectedRecompilation as error:
+            refused = True
+            error.causes = _causes(last, signature)
+            raise
+        finally:
+            graphs, seconds = (after - earlier for earlier, after in zip(before, self.runtime.compilations()))
+            if graphs or refused:
+                causes = _causes(last, signature)
+                if last and self.replay and self.replay.new_operation:
+                    causes.append(f"first new operation: {self.replay.new_operation}")
+                event = dict(what=self.name, programs=graphs, seconds=seconds, why=causes, refused=refused)
+                self.runtime.compile_events.append(event)
+            self.runtime.last_signatures[self.name] = signature
+
+    def _signature(self, arguments):
+        """What may change the graph: shapes, types and numbers of the arguments, and the optimizer's settings."""
+        found = recompiles.signature(self.parameter_names, arguments) | self.bound
+        groups = self.optimizer.param_groups if self.optimizer else []
+        for number, group in enumerate(groups):
+            which = f" of group {number}" if len(groups) > 1 else ""
+            found |= {f"the optimizer's {name}{which}": value for name, value in group.items() if name != "params"}
+        return found
+
+    def _call(self, arguments):
+        import torch_xla
+
+        self.calls += 1
+        if self.runtime.reduces_on_the_host:  # the all-reduce cuts the step into two graphs
+            result = self.function(*arguments)
+            torch_xla.sync()
+            return result
+        if self.replay is not None and self.replay.works is not False:
+            return self.replay(*arguments)
+        return self._trace_and_run(arguments)
+
+    def _trace_and_run(self, arguments):
+        """Call the function, which traces it, and run its graph."""
+        import torch_xla
+
+        # full_graph: a hidden `.item()` raises instead of cutting the step. It also makes the host wait for the device before it
+        # traces the next step, so only the first calls are guarded.
+        if self.calls <= GUARDED_CALLS:
+            torch_xla.sync()  # what was pending before is not this function's
+            before, _ = self.runtime.compilations()
+            result = torch_xla.compile(self.function, full_graph=True, name=self.name)(*arguments)
+        else:
+            before, _ = self.runtime.compilations()
+            result = self.function(*arguments)
+            torch_xla.sync()
+        # A graph that this process had compiled before counts too: the first call has one.
+        self.graphs = max(1, self.graphs + self.runtime.compilations()[0] - before)
+        if self.graphs > self.max_graphs:
+            raise UnexpectedRecompilation(self.name, self.calls, self.max_graphs)
+        return result
+
+
+def _causes(last, signature):
+    return recompiles.differences(last, signature) if last else []

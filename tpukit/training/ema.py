@@ -1,0 +1,38 @@
+"""An exponential moving average (EMA) of the weights, which is scored and kept instead of them."""
+
+import copy
+import functools
+
+import torch
+
+EVERY = 10  # steps
+
+
+class WeightEMA:
+    """The average of a model's weights, updated every 10 steps. model: on the CPU, before it is placed on the device."""
+
+    def __init__(self, model, decay, runtime):
+        self.decay, self.runtime = decay, runtime
+        self.model = runtime.place(copy.deepcopy(model).requires_grad_(False))
+
+    def follow(self, model):
+        """Average this model, which lies on the device, from now on."""
+        self.update = self.runtime.inference(functools.partial(update_average, self.model, model))
+
+    def step(self, step):
+        """Update the average where it is due. step: the number of steps taken."""
+        count, rest = divmod(step, EVERY)
+        if rest:
+            return
+        # A shorter memory at first, so that the start does not weigh on a short training (as in Phil Wang's ema_pytorch).
+        decay = min(self.decay, 1 - (1 + count) ** (-2 / 3))
+        # From the host as a vector: every value of a Python number would be another graph.
+        self.update(self.runtime.put({"weight": torch.tensor([1 - decay])})["weight"])
+
+
+def update_average(average, model, weight):
+    """Move the averaged weights towards the model's by (1,) `weight`; buffers are copied."""
+    for mean, value in zip(average.parameters(), model.parameters()):
+        mean.lerp_(value, weight)
+    for mean, value in zip(average.buffers(), model.buffers()):
+        mean.copy_(value + 0)  # a plain copy shares its memory on XLA, where the next step donates it

@@ -1,0 +1,114 @@
+"""Metrics of the training steps: sums on the device, read by the host once an interval."""
+
+import dataclasses
+import time
+
+import torch
+
+NORMAL_GRAD_NORM = (1e-7, 1e3)
+# What the steps of an interval add up on the device, and the values it starts with. bad_step is the first step whose loss was
+# not finite, odd_step the first whose gradient norm was outside NORMAL_GRAD_NORM, both counted from 0 at the start of the
+# interval, -1 for none; grad_norm is the last step's. A step knows its gradient norm only where gradients are clipped; elsewhere
+# `sync` computes the norm of the last gradient.
+SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0, odd_step=-1.0, grad_norm=0.0)
+
+
+def new_sums(runtime, values=SUMS):
+    """(5,) float32 tensor on the device, in the order of SUMS."""
+    # One vector, because XLA would fold single numbers into the graph as constants.
+    return runtime.put({"sums": torch.tensor([values[name] for name in SUMS], dtype=torch.float32)})["sums"]
+
+
+def accumulate(sums, loss, grad_norm, *, overflow_is_skipped):
+    """Add one step to the sums, on the device. loss: scalar. grad_norm: scalar, or None where the step does not know it.
+
+    overflow_is_skipped: a loss scaler skips steps whose gradient overflows, so an infinite norm is not yet an error.
+    """
+    loss_sum, steps, bad_step, odd_step, last_norm = sums.unbind()
+    is_bad = ~torch.isfinite(loss)
+    if grad_norm is not None:
+        is_finite = torch.isfinite(grad_norm)
+        if not overflow_is_skipped:
+            is_bad = is_bad | ~is_finite
+        low, high = NORMAL_GRAD_NORM
+        is_odd = is_finite & ((grad_norm < low) | (grad_norm > high))  # a norm that is not finite is a matter of bad_step
+        odd_step = torch.where((odd_step < 0) & is_odd, steps, odd_step)
+        last_norm = grad_norm
+    bad_step = torch.where((bad_step < 0) & is_bad, steps, bad_step)
+    return torch.stack([loss_sum + loss, steps + 1, bad_step, odd_step, last_norm])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The metrics since the last reset of the sums, over all ranks, on the host."""
+
+    sums: dict
+    """As SUMS: `loss` is the mean over ranks, `bad_step` the first of any rank, the rest rank 0's."""
+    memory: list
+    """(peak bytes, total bytes) of every device of every rank"""
+    stop_signal: int | None
+    """the signal that any rank received"""
+    save_due: bool
+    """whether rank 0 wants a checkpoint"""
+
+    @property
+    def steps(self):
+        return int(self.sums["steps"])
+
+    @property
+    def mean_loss(self):
+        return self.sums["loss"] / self.sums["steps"]
+
+
+def sync(sums, model, runtime, *, clipped, stop_signal, save_due):
+    """Read the sums of all ranks: an `Interval`. The only place in the training loop that waits for the device and the ranks.
+
+    clipped: whether the steps know their gradient norm. stop_signal, save_due: this rank's; afterwards all ranks agree on both.
+    """
+    grad_norm = sums[-1:] if clipped else runtime.gradient_norm(model)
+    found = runtime.host(torch.cat([sums[:-1], grad_norm])).tolist()
+    memory = [number for device in runtime.memory() for number in device]
+    ranks = runtime.world.all_gather_dicts(dict(sums=found, memory=memory, stop=[stop_signal or 0], save=[save_due]))
+    totals = dict(zip(SUMS, ranks[0]["sums"]))
+    of_ranks = [dict(zip(SUMS, rank["sums"])) for rank in ranks]
+    totals["loss"] = sum(of_rank["loss"] for of_rank in of_ranks) / len(ranks)
+    totals["bad_step"] = min((of_rank["bad_step"] for of_rank in of_ranks if of_rank["bad_step"] >= 0), default=-1.0)
+    return Interval(
+        sums=totals,
+        memory=[(peak, total) for rank in ranks for peak, total in zip(rank["memory"][::2], rank["memory"][1::2])],
+        stop_signal=int(max(rank["stop"][0] for rank in ranks)) or None,
+        save_due=bool(ranks[0]["save"][0]),
+    )
+
+
+class Throughput:
+    """Times the steps of an interval, and how long they waited for their batches."""
+
+    def __init__(self, runtime):
+        self.runtime = runtime
+        self.restart()
+
+    def restart(self):
+        self.started, self.steps, self.waited_s = time.monotonic(), 0, 0.0
+        self.counters = self.runtime.counters()
+
+    def batches(self, batches):
+        """The same batches. Asking for the next one ends a step."""
+        while True:
+            asked = time.monotonic()
+            batch = next(batches, None)
+            self.waited_s += time.monotonic() - asked
+            if batch is None:
+                return
+            self.steps += 1
+            yield batch
+
+    def measure(self, batch_size):
+        """dict for a record's `speed`: seconds, images_per_s, wait_s, counters, and seconds of transfers on XLA."""
+        seconds = time.monotonic() - self.started
+        counters = self.runtime.counters()
+        found = dict(seconds=seconds, images_per_s=self.steps * batch_size / seconds, wait_s=self.waited_s, counters=counters)
+        if counters:
+            for name in ("to_device_s", "from_device_s"):
+                found[name] = counters[name] - self.counters[name]
+        return found
