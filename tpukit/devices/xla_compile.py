@@ -75,18 +75,17 @@ class CompiledFunction:
         """Call the function, which traces it, and run its graph."""
         import torch_xla
 
+        before, _ = self.runtime.compilations()
         # full_graph: a hidden `.item()` raises instead of cutting the step. It also makes the host wait for the device before it
         # traces the next step, so only the first calls are guarded.
         if self.calls <= GUARDED_CALLS:
-            torch_xla.sync()  # what was pending before is not this function's
-            before, _ = self.runtime.compilations()
             result = torch_xla.compile(self.function, full_graph=True, name=self.name)(*arguments)
         else:
-            before, _ = self.runtime.compilations()
             result = self.function(*arguments)
             torch_xla.sync()
-        # A graph that this process had compiled before counts too: the first call has one.
-        self.graphs = max(1, self.graphs + self.runtime.compilations()[0] - before)
+        compiled = self.runtime.compilations()[0] - before
+        # The first call has one graph, whether this process had compiled it before, or compiled also what was pending.
+        self.graphs = self.graphs + compiled if self.graphs else 1
         if self.graphs > self.max_graphs:
             raise UnexpectedRecompilation(self.name, self.calls, self.max_graphs)
         return result
