@@ -80,7 +80,7 @@ def test_a_value_read_back_in_the_step_is_an_error_that_says_so(digits, tmp_path
 def test_a_step_that_changes_its_program_is_an_error_that_says_so(digits, tmp_path, xla):
     task = Growing(dataset_dir=digits, epochs=1, batch_size=8)
     object.__setattr__(task, "calls", [])
-    with pytest.raises(TpukitError, match="Keep every batch the same shape; declare phases"):
+    with pytest.raises(TpukitError, match="Keep every batch the same shape; declare loss_variants"):
         train(task, Run.open(tmp_path, task), runtime=xla, progress=False)
 
 
@@ -98,7 +98,7 @@ def test_a_step_that_changes_its_program_later_is_an_error_too(digits, tmp_path,
     task = GrowingLate(dataset_dir=digits, epochs=1, batch_size=8, log_every=1)
     object.__setattr__(task, "calls", [])
     run = Run.open(tmp_path, task)
-    with pytest.raises(TpukitError, match="(?s)call 10 of step is another program than before.*declare phases"):
+    with pytest.raises(TpukitError, match="(?s)call 10 of step is another program than before.*declare loss_variants"):
         train(task, run, runtime=xla, progress=False)
     assert len(run.records("train")) == 9
 

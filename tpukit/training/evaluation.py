@@ -30,7 +30,7 @@ def test(task, run, *, runtime=None, progress=True):
         check_batch(task.batch_size, runtime.cores)
         run = run if runtime.world.rank == 0 else run.read_only()
         run.print(f"testing {path} on {runtime}: {len(data)} samples")
-        say_of(run, data)
+        log_notes(run, data)
         epoch, total = weights.epoch_of(path), -(-len(data) // task.batch_size)
         with progress_bar(
             f"testing {task.name}", total, shown=progress and runtime.world.rank == 0 and run.prints, unit="batch"
@@ -59,12 +59,12 @@ def evaluate(task, model, data, runtime, *, epoch=None, check=lambda: None, fold
         return None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        task.keep(folder, found, data)
+        task.save_predictions(folder, found, data)
     return task.evaluate(found)
 
 
 def predictions(task, model, feed, runtime, *, epoch, check):
-    """list of (prediction, what the task is `scored_with`), on the CPU: on rank 0 those of all ranks."""
+    """list of (prediction, the batch's `evaluation_keys`), on the CPU: on rank 0 those of all ranks."""
     predict = task.predictor(model, runtime, epoch)
     compose = feed.compose if feed.resident is None else runtime.inference(feed.compose)
     found, unread = [], None
@@ -77,7 +77,7 @@ def predictions(task, model, feed, runtime, *, epoch, check):
     with contextlib.closing(feed.batches(plan)) as batches:
         for batch in batches:
             batch = compose(batch)
-            names = batch if task.scored_with is None else (*task.scored_with, "valid")
+            names = batch if task.evaluation_keys is None else (*task.evaluation_keys, "valid")
             copied = runtime.host_later((predict(batch), {name: batch[name] for name in names}))
             if unread is not None:  # one late, so that the device has something to do meanwhile
                 read(unread)
@@ -90,11 +90,11 @@ def predictions(task, model, feed, runtime, *, epoch, check):
     return found
 
 
-def say_of(run, *datasets):
-    """Say what the datasets have to say of themselves, once."""
-    for said in dict.fromkeys(getattr(data, "said", "") for data in datasets):
-        if said:
-            run.print(said)
+def log_notes(run, *datasets):
+    """Print the `notes` of the datasets, each once."""
+    for notes in dict.fromkeys(getattr(data, "notes", "") for data in datasets):
+        if notes:
+            run.print(notes)
 
 
 def progress_bar(name, total, *, shown, initial=0, unit="step"):

@@ -18,7 +18,7 @@ from tpukit.runs import weights
 from tpukit.runs.run import WORTH_A_WORD_S
 from tpukit.runs.signals import StopSignal
 from tpukit.training.data import BatchLoader, training_plan
-from tpukit.training.evaluation import predictions, progress_bar, say_of
+from tpukit.training.evaluation import log_notes, predictions, progress_bar
 from tpukit.training.step import SUMS, USUAL_NORM, freeze_batch_norm, fresh_sums, training_step
 
 AVERAGE_EVERY = 10  # steps
@@ -111,7 +111,7 @@ class Training:
         changed = dict(model=self.model, optimizer=self.optimizer) if primed else {}
         self.step = functools.partial(_step, task, self.parallel_model, self.optimizer, self.runtime, self.feed)
         self.step.__name__ = "step"
-        self.step_program = self.runtime.compile(self.step, task.phases if primed else task.phases + 1, **changed)
+        self.step_program = self.runtime.compile(self.step, task.loss_variants if primed else task.loss_variants + 1, **changed)
         self.average_program = self.runtime.inference(functools.partial(_average, self.averaged, self.model))
         self.runtime.reset_statistics()  # what others before had compiled is not this training's
         self.steps_taken = 0
@@ -188,16 +188,16 @@ class Training:
         total = max(task.epochs * self.steps_per_epoch, state.step)
         how = f"resuming at step {state.step} of {total}" if state.step else f"{total} steps"
         run.print(f"{task.name} on {self.runtime}: {len(self.data)} training samples, batch {task.batch_size}, {how}")
-        say_of(run, self.data, self.test_data)
-        run.print(f"training set: {self.feed.said}")
-        run.print(f"test set: {self.test_feed.said}")
+        log_notes(run, self.data, self.test_data)
+        run.print(f"training set: {self.feed.description}")
+        run.print(f"test set: {self.test_feed.description}")
         run.log(
             "start",
             state.step,
             device=str(self.runtime),
             accelerator=self.runtime.accelerator,
             versions=environment.detect().versions,
-            phases=task.phases,
+            phases=task.loss_variants,
             torch_compile=task.torch_compile,
             cores=self.runtime.cores,
             processes=self.world.size,
@@ -231,7 +231,9 @@ class Training:
     def _train_epoch(self, bar):
         state, task = self.state, self.task
         epoch, first = divmod(state.step, self.steps_per_epoch)
-        plan = training_plan(len(self.data), task.batch_size, seed=task.seed, epoch=epoch, start=first, draws=self.data.draws)
+        plan = training_plan(
+            len(self.data), task.batch_size, seed=task.seed, epoch=epoch, start=first, num_draws=self.data.num_draws
+        )
         self.model.train()
         self._measure_from_here()  # an evaluation and a checkpoint came before
         with contextlib.closing(self.feed.batches(plan)) as batches:
@@ -405,7 +407,7 @@ class Training:
         return self.averaged if averaged else self.model
 
     def _keep_best(self, scores, done):
-        score, on = scores[self.task.score], self.task.scored_on()
+        score, on = scores[self.task.score], self.task.evaluation_signature()
         if self.state.best is None or score > self.state.best or on != self.state.best_on:
             self.state.best, self.state.best_on = score, on
             about = {self.task.score: score, **self.task.metadata(self.data)}
