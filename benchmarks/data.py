@@ -48,7 +48,7 @@ def main(device, folder):
     folder = Path(folder)
     data, _ = MSHNet(dataset_dir=folder).datasets()
     runtime = Runtime(device)
-    plan = list(training_plan(len(data), BATCH, seed=0, epoch=0, draws=data.draws))[:6]
+    plan = list(training_plan(len(data), BATCH, seed=0, epoch=0, num_draws=data.num_draws))[:6]
     ways = {
         "plain": lambda steps: (plain(folder, [data.names[i] for i in indices], numbers, 256) for indices, numbers, _ in steps)
     }

@@ -39,7 +39,7 @@ class Bare:
         started = time.perf_counter()
         for step in range(steps):
             chosen = order[step * size : (step + 1) * size]
-            numbers = np.random.default_rng((0, 0, step)).random((size, self.data.draws)) if self.data.draws else None
+            numbers = np.random.default_rng((0, 0, step)).random((size, self.data.num_draws)) if self.data.num_draws else None
             batch = {name: torch.as_tensor(v).to(self.device) for name, v in self.data.batch(chosen, numbers).items()}
             self.optimizer.zero_grad(set_to_none=True)
             loss = self.task.loss(self.model, batch, 0)

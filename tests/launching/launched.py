@@ -28,9 +28,9 @@ class Witnessed(Digits):
         self._write_down(indices)
         return super().batch(indices, numbers)
 
-    def drawn(self, indices, numbers=None):
+    def sample_parameters(self, indices, numbers=None):
         self._write_down(indices)
-        return super().drawn(indices, numbers)
+        return super().sample_parameters(indices, numbers)
 
     def _write_down(self, indices):
         if self.witness:

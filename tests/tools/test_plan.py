@@ -97,9 +97,9 @@ def test_with_a_dataset_its_pixels_lie_beside_the_program_and_the_test_set_count
         sizes[name] = path.stat().st_size
         beside[name] = int((tmp_path / name / "beside").read_text())
     train, test = MSHNet(dataset_dir=infrared).datasets()
-    assert beside == {"with": test.pixels_size(), "without": 0}
+    assert beside == {"with": test.device_nbytes(), "without": 0}
     # The augmentation is in the program, and the pixels are not: they are an argument of it.
-    assert sizes["without"] < sizes["with"] < sizes["without"] + train.pixels_size() / 4
+    assert sizes["without"] < sizes["with"] < sizes["without"] + train.device_nbytes() / 4
 
 
 def test_the_average_of_the_weights_is_counted_beside_the_step(needs_xla, tmp_path):

@@ -80,8 +80,8 @@ def test_an_epoch_sees_every_sample_once_and_drops_only_the_tail():
 
 
 def test_a_plan_started_in_the_middle_equals_the_rest_of_the_whole_one():
-    whole = list(training_plan(40, 4, seed=3, epoch=2, draws=6))
-    rest = list(training_plan(40, 4, seed=3, epoch=2, draws=6, start=7))
+    whole = list(training_plan(40, 4, seed=3, epoch=2, num_draws=6))
+    rest = list(training_plan(40, 4, seed=3, epoch=2, num_draws=6, start=7))
     for (a, b, _), (c, d, _) in itertools.zip_longest(whole[7:], rest):
         assert np.array_equal(a, c) and np.array_equal(b, d)
 
@@ -96,7 +96,7 @@ def test_an_evaluation_sees_every_sample_once_in_batches_of_one_shape(size, batc
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_batches_come_in_order_whatever_the_number_of_workers(workers, infrared, cpu):
     data, _ = MSHNet(dataset_dir=infrared, base_size=32, crop_size=32).datasets()
-    plan = lambda: training_plan(len(data), 2, seed=0, epoch=0, draws=data.draws)  # noqa: E731
+    plan = lambda: training_plan(len(data), 2, seed=0, epoch=0, num_draws=data.num_draws)  # noqa: E731
     wanted = [data.batch(indices, numbers)["image"] for indices, numbers, _ in plan()]
     got = [batch["image"].numpy() for batch in BatchLoader(data, cpu, workers=workers).batches(plan())]
     assert len(got) == 8 and all(np.array_equal(a, b) for a, b in zip(wanted, got))
@@ -107,7 +107,7 @@ def test_pixels_on_the_device_make_the_batches_of_the_host(kind, digits, infrare
     tasks = dict(mnist=MNIST(dataset_dir=digits), mshnet=MSHNet(dataset_dir=infrared, base_size=64, crop_size=64))
     task = tasks.get(kind) or CDEIT(dataset_dir=tank)
     for data, numbers in zip(task.datasets(), (np.random.default_rng(0).random((4, 6)), None)):
-        numbers = numbers if numbers is None else numbers[:, : data.draws]
+        numbers = numbers if numbers is None else numbers[:, : data.num_draws]
         plan = [(np.array([3, 0, 2, 2]), numbers, None if numbers is not None else np.array([True, True, True, False]))]
         there, here = BatchLoader(data, xla), BatchLoader(data, xla, on="host")
         assert there.resident and not here.resident
@@ -121,15 +121,19 @@ def test_pixels_on_the_device_make_the_batches_of_the_host(kind, digits, infrare
 
 def test_a_set_is_streamed_where_it_would_crowd_the_device_and_the_feed_says_so(digits, xla, cpu, monkeypatch):
     data = MNIST(dataset_dir=digits).datasets()[0]
-    size = data.pixels_size()
+    size = data.device_nbytes()
     assert "on the device, whole: a batch is an index" in BatchLoader(data, xla).description
     monkeypatch.setattr(type(xla), "memory_size", lambda self: 8 * size - 1)
     feed = BatchLoader(data, xla)
-    assert feed.resident is None and "would crowd the device" in feed.description and "2 threads make the batches" in feed.description
+    assert (
+        feed.resident is None
+        and "would crowd the device" in feed.description
+        and "2 threads make the batches" in feed.description
+    )
     assert BatchLoader(data, xla, on="device").resident
     assert BatchLoader(data, cpu).resident is None  # the host's memory is the device's
     plain = types.SimpleNamespace(batch=data.batch, __len__=data.__len__)
-    with pytest.raises(TpukitError, match="data_on='device'.*use 'auto' or 'host', or give it pixels, pixels_size, drawn"):
+    with pytest.raises(TpukitError, match="data_on='device'.*device_arrays, device_nbytes, sample_parameters and compose"):
         BatchLoader(plain, xla, on="device")
     with pytest.raises(TpukitError, match="data_on='gpu': choose one of auto, device, host"):
         BatchLoader(data, xla, on="gpu")
@@ -148,11 +152,11 @@ def test_a_set_lies_whole_on_each_core_or_in_parts_and_is_never_whole_where_only
         (0.1, "device", True, True),
         (1.0, "host", False, False),
     ):
-        monkeypatch.setattr(cpu, "memory_size", lambda room=room: 8 * int(room * data.pixels_size() + 1))
+        monkeypatch.setattr(cpu, "memory_size", lambda room=room: 8 * int(room * data.device_nbytes() + 1))
         feed = BatchLoader(data, cpu, on=on)
         assert (feed.resident is not None, feed.bytes_a_core) == (
             resident,
-            data.pixels_size() // (8 if parts else 1) * resident,
+            data.device_nbytes() // (8 if parts else 1) * resident,
         )
         assert not resident or asked.pop() == parts
         assert ("a part on each of 8 cores" in feed.description) == parts
@@ -595,7 +599,7 @@ def test_an_optimizer_whose_state_does_not_start_at_zero_is_left_alone(make, cpu
 
 def test_the_readme_way_of_writing_a_workload_trains(tmp_path, cpu):
     class Line:
-        draws = 0
+        num_draws = 0
 
         def __init__(self, n):
             self.x = np.linspace(-1, 1, n, dtype=np.float32)[:, None]
@@ -700,7 +704,7 @@ def test_a_workload_that_leaves_a_method_out_is_told_which(method):
         name, dataset, score = "empty", "none", "x"
 
     arguments = inspect.signature(getattr(Empty(), method)).parameters.values()
-    with pytest.raises(NotImplementedError, match=rf"Empty has to say {method}\(\)"):
+    with pytest.raises(NotImplementedError, match=rf"Empty must implement {method}\(\)"):
         getattr(Empty(), method)(*[None for a in arguments if a.default is a.empty])
 
 

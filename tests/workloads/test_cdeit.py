@@ -161,8 +161,8 @@ def test_statistics_are_taken_beside_the_split_then_from_data_then_computed_and_
         for path in (tank / split).glob("*.npz"):
             (root / split / path.name).write_bytes(path.read_bytes())
     data, test_data = task_of(root).datasets()
-    assert f"computed from the training set in {root}, and saved there" in data.said
-    assert f"mean.pth and std.pth of {root}" in test_data.said
+    assert f"computed from the training set in {root}, and saved there" in data.notes
+    assert f"mean.pth and std.pth of {root}" in test_data.notes
     volts = np.stack([np.load(path)["ys"].ravel() for path in sorted((root / "train").glob("*.npz"))]).reshape(-1, 16, 13)
     saved = torch.load(root / "mean.pth", weights_only=True)
     assert saved.shape == (1, 16, 13) and np.allclose(saved[0], volts.mean(0), rtol=1e-5)
@@ -171,13 +171,13 @@ def test_statistics_are_taken_beside_the_split_then_from_data_then_computed_and_
     for name in ("mean.pth", "std.pth"):
         torch.save(torch.full((1, 16, 13), 2.0), FALLBACK / name)
     data, _ = task_of(root).datasets()
-    assert not np.allclose(data.statistics[0], 2.0) and f"mean.pth and std.pth of {root}" in data.said
+    assert not np.allclose(data.statistics[0], 2.0) and f"mean.pth and std.pth of {root}" in data.notes
     (root / "mean.pth").unlink()
     data, _ = task_of(root).datasets()
-    assert np.allclose(data.statistics[0], 2.0) and f"mean.pth and std.pth of {FALLBACK}" in data.said
+    assert np.allclose(data.statistics[0], 2.0) and f"mean.pth and std.pth of {FALLBACK}" in data.notes
     (FALLBACK / "mean.pth").unlink()  # half of a pair is none
     data, _ = task_of(root).datasets()
-    assert np.allclose(data.statistics[0], volts.mean(0), rtol=1e-5) and "computed" in data.said
+    assert np.allclose(data.statistics[0], volts.mean(0), rtol=1e-5) and "computed" in data.notes
 
 
 def test_statistics_that_cannot_be_saved_are_used_all_the_same(tank, tmp_path, monkeypatch):
@@ -226,7 +226,7 @@ def test_ktc2023_has_its_own_folder_and_units_and_may_lack_the_classical_images(
     assert set(scores["beside"]) == {"all zero"} and scores["images"] == 2
     with np.load(run.path / "predictions/ktc2023.npz") as kept:
         assert np.isnan(kept["TR"]).all()
-    batch, images = task.kept(run.path / "predictions")
+    batch, images = task.load_predictions(run.path / "predictions")
     assert task.panels(batch, images)[0][1][1].shape == (128, 128, 3)  # Tikhonov's panel is grey
 
 
@@ -235,11 +235,11 @@ def test_damaged_predictions_are_named(tmp_path):
     path, task = tmp_path / "ktc2023.npz", CDEIT(data="ktc2023")
     np.savez_compressed(path, **{name: np.random.default_rng(0).random(shape, np.float32) for name, shape in names.items()})
     whole = path.read_bytes()
-    assert task.kept(tmp_path)[1].shape == (2, 1, 8, 8)
+    assert task.load_predictions(tmp_path)[1].shape == (2, 1, 8, 8)
     for place in (2, 100, len(whole) // 2, len(whole) - 10):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :])
         with pytest.raises(TpukitError, match="ktc2023.npz is damaged"):
-            task.kept(tmp_path)
+            task.load_predictions(tmp_path)
 
 
 def test_the_folder_of_a_test_set_is_no_training_set(uef2017):
@@ -350,7 +350,7 @@ def test_weights_carry_the_statistics_that_they_were_trained_with(tank, tmp_path
     for name in ("mean.pth", "std.pth"):
         torch.save(torch.full((1, 16, 13), 9.0), other / name)
     data = task_of(other, weights=run.path / "best.safetensors").test_set()
-    assert "those that" in data.said
+    assert "those that" in data.notes
     assert np.array_equal(data.statistics[0], task.datasets()[0].statistics[0])
 
 
@@ -379,7 +379,7 @@ def test_a_test_keeps_predictions_as_npz_and_mat_and_scores_of_every_image(tank,
     by_hand = [np.sqrt(np.mean((p[inside] / unit - t[inside]) ** 2)) for p, t in zip(prediction, truth)]
     assert by_hand == pytest.approx(ours, rel=1e-4)
     assert scores["beside"]["Tikhonov"]["cc"] == pytest.approx(0.695, abs=1e-3)
-    batch, images = task.kept(run.path / "predictions")
+    batch, images = task.load_predictions(run.path / "predictions")
     panels = task.panels({name: values[:2] for name, values in batch.items()}, images[:2])
     assert [title for title, _ in panels[0]] == ["conductivity", "Tikhonov", "Gauss-Newton", "CDEIT"]
     assert panels[0][0][1].shape == (128, 128, 3)
@@ -398,8 +398,8 @@ def test_a_prediction_that_is_no_number_is_counted_and_loses_no_run(tank):
 
 def test_ancestral_sampling_runs_all_its_steps(tank, cpu):
     task = task_of(tank, sampler="ancestral")
-    assert task.scored_on() == "simulated by ancestral in 1000 steps"
-    assert task_of(tank, sampling_steps=3, eta=0.5).scored_on() == "simulated by ddim in 3 steps with eta 0.5"
+    assert task.evaluation_signature() == "simulated by ancestral in 1000 steps"
+    assert task_of(tank, sampling_steps=3, eta=0.5).evaluation_signature() == "simulated by ddim in 3 steps with eta 0.5"
     with pytest.raises(TpukitError, match="sampling_steps=7: ancestral sampling takes all 1000; leave it out"):
         task_of(tank, sampler="ancestral", sampling_steps=7)
     seen = []

@@ -102,19 +102,19 @@ def test_a_set_of_many_sizes_and_modes_gives_what_pil_gives_on_the_host_and_on_a
     for name in ("trainval.txt", "test.txt"):
         (tmp_path / name).write_text("0\n1\n2\n3\n")
     data = InfraredSet(tmp_path, "train", base_size=64, crop_size=48)
-    assert data.pixels_size() == sum(a.nbytes for a in data.pixels().values()) == 4 * (3 + 1) * 200 * 200
+    assert data.device_nbytes() == sum(a.nbytes for a in data.device_arrays().values()) == 4 * (3 + 1) * 200 * 200
     indices = rng.integers(0, 4, 40)
     for numbers, size in ((rng.random((40, 6)), 48), (None, 64)):
-        host, rows = data.batch(indices, numbers), {k: torch.as_tensor(v[indices]) for k, v in data.pixels().items()}
-        device = data.compose(rows, {k: torch.as_tensor(v) for k, v in data.drawn(indices, numbers).items()})
+        host, rows = data.batch(indices, numbers), {k: torch.as_tensor(v[indices]) for k, v in data.device_arrays().items()}
+        device = data.compose(rows, {k: torch.as_tensor(v) for k, v in data.sample_parameters(indices, numbers).items()})
         assert host["image"].shape == device["image"].shape == (40, 3, size, size)
         assert np.abs(device["image"].numpy() - host["image"]).max() <= 0.5 + 1e-3  # the host rounds
         np.testing.assert_array_equal(device["mask"], host["mask"])
         for slot, index in enumerate(indices):
-            drawn = None if numbers is None else numbers[slot]
-            image, mask = by_pil(data.images[index], data.masks[index], drawn, 64, 48)
+            sample = None if numbers is None else numbers[slot]
+            image, mask = by_pil(data.images[index], data.masks[index], sample, 64, 48)
             difference = np.abs(host["image"][slot] - augment.planes(np.asarray(image)).astype(int))
-            blurs = drawn is not None and drawn[4] < 0.5
+            blurs = sample is not None and sample[4] < 0.5
             assert difference.max() <= (3 if blurs else 1) and difference.mean() < 0.8
             np.testing.assert_array_equal(host["mask"][slot, 0], mask)
             assert host["mask"][slot].max() == 255
@@ -133,11 +133,11 @@ def test_products_in_bfloat16_as_a_tpu_takes_them_move_no_grey_level(infrared):
     data = InfraredSet(infrared, "train", base_size=64, crop_size=64)
     rng = np.random.default_rng(0)
     indices, numbers = rng.integers(0, len(data), 8), rng.random((8, 6))
-    rows = {name: torch.as_tensor(pixels[indices]) for name, pixels in data.pixels().items()}
-    drawn = {name: torch.as_tensor(value) for name, value in data.drawn(indices, numbers).items()}
-    wanted = data.compose(rows, drawn)
+    rows = {name: torch.as_tensor(pixels[indices]) for name, pixels in data.device_arrays().items()}
+    parameters = {name: torch.as_tensor(value) for name, value in data.sample_parameters(indices, numbers).items()}
+    wanted = data.compose(rows, parameters)
     with BfloatProducts():
-        found = data.compose(rows, drawn)
+        found = data.compose(rows, parameters)
     assert 0 < (found["image"] - wanted["image"]).abs().max() < 0.05
     assert torch.equal(found["mask"], wanted["mask"])
 
@@ -298,7 +298,7 @@ def test_all_bad_pairs_are_listed_with_their_line_before_training(tmp_path):
         assert any(f"line {line}: {name}" in text and what in text for text in str(error.value).splitlines()), name
     assert "4 of 5 entries" in str(error.value) and "--skip-bad" in str(error.value)
     data, _ = MSHNet(dataset_dir=tmp_path, skip_bad=True).datasets()
-    assert data.names == ["good"] and "left out 4 of 5" in data.said
+    assert data.names == ["good"] and "left out 4 of 5" in data.notes
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")

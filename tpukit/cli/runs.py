@@ -52,7 +52,7 @@ def test(argv):
     scores = launch(run_test, task, run, **launch_settings(options))
     if scores and environment.rank() == 0:
         print(f"\n{findings.scores_table(scores)}")
-        if task.kept(run.path / "predictions"):
+        if task.load_predictions(run.path / "predictions"):
             figures.show_predictions(run, task, count=8)
             print(f"predictions: {run.path / 'predictions'}")
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from tpukit.devices.recompiles import UnexpectedRecompilation, new_operation
 
 CHECK_EVERY = 64  # replays of a graph, after which it is captured again
-MAX_KEPT = 4  # captured graphs: a step and its phases, for the epochs that differ in an argument
+MAX_KEPT = 4  # captured graphs: a step and its variants, for the epochs that differ in an argument
 MAX_COMPARED = 4096  # elements of a constant that is compared by its values
 
 

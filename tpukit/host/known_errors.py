@@ -246,7 +246,7 @@ TROUBLES = (
         "A program is made for given shapes and Python numbers. A ragged last batch, a padded length that varies, a number "
         "computed by Python in the step make another program, minutes each. tpukit stops instead, and names what changed.",
         "A batch or a Python number changed its shape or value between steps, so XLA would compile again. Keep every batch "
-        "the same shape; declare phases in the workload.",
+        "the same shape; declare loss_variants in the workload.",
         r"different graphs|maximum number of.*graphs",
         asked=r"recompil|compil\w* (again|every|each|anew)",
     ),

@@ -90,8 +90,8 @@ def show_samples(task, *, count=4):
     """Show samples of the training set as the model gets them, augmented, with their labels."""
     data, _ = task.datasets()
     chosen = _spread(len(data), count)
-    numbers = np.random.default_rng(task.seed).random((len(chosen), data.draws)) if data.draws else None
-    if said := getattr(data, "said", ""):
+    numbers = np.random.default_rng(task.seed).random((len(chosen), data.num_draws)) if data.num_draws else None
+    if said := getattr(data, "notes", ""):
         print(printable(said))
     _out(panels_figure(task.panels(data.batch(chosen, numbers)), "Training samples"))
 
@@ -104,7 +104,7 @@ def show_predictions(run, task, *, count=4):
     """
     best, folder = run.path / "best.safetensors", run.path / "predictions"
     fresh = folder.is_dir() and best.exists() and folder.stat().st_mtime >= best.stat().st_mtime
-    kept = task.kept(folder) if fresh else None
+    kept = task.load_predictions(folder) if fresh else None
     batch, prediction = _some(*kept, count) if kept else _predict(run, task, count)
     _out(panels_figure(task.panels(batch, prediction), "Test images"), run.path / "pictures" / "predictions.png")
 

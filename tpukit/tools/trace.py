@@ -92,7 +92,7 @@ def _look(task, run, *, steps, hlo, folder, epoch, runtime=None):
         training = Training(task, run, runtime, stop, False)
         runtime = training.runtime
         training.model.train()
-        size = dict(seed=task.seed, draws=training.data.draws)
+        size = dict(seed=task.seed, num_draws=training.data.num_draws)
         plans = (training_plan(len(training.data), task.batch_size, epoch=n, **size) for n in itertools.count(epoch))
         plan = itertools.islice(itertools.chain.from_iterable(plans), 1 + WARM_UP + steps)
         trouble = None

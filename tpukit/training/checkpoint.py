@@ -21,7 +21,7 @@ class TrainState:
     best: float | None = None
     """the best score so far"""
     best_on: str = ""
-    """what that score was taken on, see `Workload.scored_on`"""
+    """what that score was taken on, see `Workload.evaluation_signature`"""
     norm_was_odd: bool = False
 
 

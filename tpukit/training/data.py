@@ -11,16 +11,16 @@ DATA_ON = ("auto", "device", "host")
 SHARE = 8  # a set may take this part of a device's memory
 
 
-def training_plan(size, batch_size, *, seed, epoch, draws=0, start=0):
+def training_plan(size, batch_size, *, seed, epoch, num_draws=0, start=0):
     """Yield (indices, numbers, None) for every step of an epoch from step `start` on.
 
-    indices: (B,) samples, shuffled; the ragged tail is dropped. numbers: (B, draws) uniform in [0, 1) for the
+    indices: (B,) samples, shuffled; the ragged tail is dropped. numbers: (B, num_draws) uniform in [0, 1) for the
     augmentation. Both depend on (seed, epoch, step) alone, so a resumed run draws what a straight one draws.
     """
     order = np.random.default_rng(np.random.SeedSequence((seed, epoch))).permutation(size)
     for step in range(start, size // batch_size):
         rng = np.random.default_rng(np.random.SeedSequence((seed, epoch, step)))
-        yield order[step * batch_size : (step + 1) * batch_size], rng.random((batch_size, draws)), None
+        yield order[step * batch_size : (step + 1) * batch_size], rng.random((batch_size, num_draws)), None
 
 
 def evaluation_plan(size, batch_size):
@@ -36,28 +36,27 @@ class BatchLoader:
 
     data: as `Workload.datasets` says. on: "device" puts all its pixels there once, so that a batch is an index and a few
     numbers a sample; "host" makes every batch on `workers` threads, a few ahead; "auto" takes the device where it is an
-    accelerator and the pixels take at most an eighth of its memory, whole or in parts on the cores of this process. `description`:
-    which way, and the sizes. `bytes_a_core`: what lies on each of its devices.
+    accelerator and the pixels take at most an eighth of its memory, whole or in parts on the cores of this process.
+    `description`: which way, and the sizes. `bytes_a_core`: what lies on each of its devices.
     """
 
     def __init__(self, data, runtime, *, on="auto", workers=2):
         self.data, self.runtime, self.workers = data, runtime, workers
         self.resident = None
-        able = hasattr(data, "pixels")
+        able = hasattr(data, "device_arrays")
         if on not in DATA_ON:
             raise TpukitError(f"data_on={on!r}: choose one of {', '.join(DATA_ON)}")
         if on == "device" and not able:
             raise TpukitError(
-                f"data_on='device': {type(data).__name__} only makes batches on the host; use 'auto' or 'host', or give it "
-                f"pixels, "
-                "pixels_size, drawn and compose (tpukit/workloads/mnist.py has them)"
+                f"data_on='device': {type(data).__name__} only makes batches on the host; use 'auto' or 'host', or implement "
+                "device_arrays, device_nbytes, sample_parameters and compose (tpukit/workloads/mnist.py has them)"
             )
         room = runtime.memory_size() // SHARE if able else 0
-        size = data.pixels_size() if able else 0
+        size = data.device_nbytes() if able else 0
         sharded = size > room and runtime.shards > 1
         self.bytes_a_core = 0
         if on == "device" or able and on == "auto" and runtime.accelerator != "cpu" and size <= room * runtime.shards:
-            self.resident = runtime.put_whole(data.pixels(), sharded=sharded)
+            self.resident = runtime.put_whole(data.device_arrays(), sharded=sharded)
             self.bytes_a_core = size // runtime.shards if sharded else size
         how = f"{workers} threads make the batches" if workers else "batches are made between the steps"
         if self.resident is not None:
@@ -83,7 +82,7 @@ class BatchLoader:
             if self.resident is None:
                 batch = self.data.batch(indices, numbers)
             else:
-                batch = dict(self.data.drawn(indices, numbers), index=np.asarray(indices, np.int64))
+                batch = dict(self.data.sample_parameters(indices, numbers), index=np.asarray(indices, np.int64))
             return batch if valid is None else {**batch, "valid": valid[mine]}
 
         if self.workers == 0:
@@ -107,11 +106,11 @@ class BatchLoader:
         """What the workload gets, from what `batches` put on the device. To be called within a program."""
         if self.resident is None:
             return batch
-        drawn = dict(batch)
-        index = drawn.pop("index")
-        valid = {"valid": drawn.pop("valid")} if "valid" in drawn else {}
+        parameters = dict(batch)
+        index = parameters.pop("index")
+        valid = {"valid": parameters.pop("valid")} if "valid" in parameters else {}
         rows = {name: values.index_select(0, index) for name, values in self.resident.items()}
-        return self.data.compose(rows, drawn) | valid
+        return self.data.compose(rows, parameters) | valid
 
 
 def _mib(size):

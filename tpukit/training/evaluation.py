@@ -32,7 +32,7 @@ def test(task, run, *, runtime=None, progress=True):
         check_batch(task.batch_size, runtime.cores)
         run = run if runtime.world.rank == 0 else run.read_only()
         run.print(f"testing {path} on {runtime}: {len(data)} samples")
-        print_notes(run, data)
+        log_notes(run, data)
         name, total = f"testing {task.name}", -(-len(data) // task.batch_size)
         with progress_bar(name, total, shown=progress and runtime.world.rank == 0 and run.prints, unit="batch") as bar:
             done = itertools.count(1)
@@ -66,12 +66,12 @@ def evaluate(task, model, data, runtime, *, epoch=None, after_batch=None, folder
         return None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        task.keep(folder, found, data)
+        task.save_predictions(folder, found, data)
     return task.evaluate(found)
 
 
 def predict(task, model, loader, runtime, *, epoch, after_batch=None):
-    """list of (prediction, the arrays of the batch that `task.scored_with` names), on the CPU; on rank 0 those of all ranks."""
+    """list of (prediction, the arrays of the batch that `task.evaluation_keys` names), on the CPU; on rank 0 those of all ranks."""
     predictor = task.predictor(model, runtime, epoch)
     compose = loader.compose if loader.resident is None else runtime.inference(loader.compose)
     found, pending = [], None
@@ -80,7 +80,7 @@ def predict(task, model, loader, runtime, *, epoch, after_batch=None):
     with contextlib.closing(loader.batches(plan)) as batches:
         for batch in batches:
             batch = compose(batch)
-            names = batch if task.scored_with is None else (*task.scored_with, "valid")
+            names = batch if task.evaluation_keys is None else (*task.evaluation_keys, "valid")
             copied = runtime.host_later((predictor(batch), {name: batch[name] for name in names}))
             if pending is not None:  # one batch late, so that the device is busy meanwhile
                 found.extend(runtime.world.gather(pending()))
@@ -153,7 +153,7 @@ class Evaluator:
             state.epoch_loss = 0.0
 
     def _keep_best(self, finished, state):
-        task, score, on = self.task, self.scores[self.task.score], self.task.scored_on()
+        task, score, on = self.task, self.scores[self.task.score], self.task.evaluation_signature()
         if state.best is None or score > state.best or on != state.best_on:
             state.best, state.best_on = score, on
             metadata = {task.score: score, **task.metadata(self.train_data)}
@@ -169,9 +169,9 @@ def on_every_rank(scores, world):
     return json.loads(world.broadcast(json.dumps(scores))) if world.size > 1 else scores
 
 
-def print_notes(run, *datasets):
+def log_notes(run, *datasets):
     """Print the notes of the datasets, each once."""
-    for notes in dict.fromkeys(getattr(data, "said", "") for data in datasets):
+    for notes in dict.fromkeys(getattr(data, "notes", "") for data in datasets):
         if notes:
             run.print(notes)
 

@@ -15,7 +15,7 @@ from tpukit.training.checkpoint import Checkpointer
 from tpukit.training.compile_log import CompileLog
 from tpukit.training.data import BatchLoader, training_plan
 from tpukit.training.divergence import DivergenceMonitor
-from tpukit.training.evaluation import Evaluator, FinishedEpoch, on_every_rank, print_notes, progress_bar
+from tpukit.training.evaluation import Evaluator, FinishedEpoch, on_every_rank, log_notes, progress_bar
 from tpukit.training.step import train_step
 
 
@@ -89,9 +89,9 @@ class Trainer:
         self.train_step = functools.partial(train_step, task, parallel_model, self.optimizer, runtime, self.loader)
         if self.has_optimizer_state:
             changed = dict(model=self.model, optimizer=self.optimizer)
-            self.compiled_step = runtime.compile(self.train_step, name="step", max_graphs=task.phases, **changed)
+            self.compiled_step = runtime.compile(self.train_step, name="step", max_graphs=task.loss_variants, **changed)
         else:  # the second step, with the optimizer's new state, is one more graph
-            self.compiled_step = runtime.compile(self.train_step, name="step", max_graphs=task.phases + 1)
+            self.compiled_step = runtime.compile(self.train_step, name="step", max_graphs=task.loss_variants + 1)
 
     # The loop
 
@@ -118,7 +118,7 @@ class Trainer:
         """Train to the end of the epoch, from the step at which the run stands."""
         state, task = self.state, self.task
         epoch, first = divmod(state.step, self.steps_per_epoch)
-        plan = training_plan(len(self.data), task.batch_size, seed=task.seed, epoch=epoch, start=first, draws=self.data.draws)
+        plan = training_plan(len(self.data), task.batch_size, seed=task.seed, epoch=epoch, start=first, num_draws=self.data.num_draws)
         self.model.train()
         self.throughput.restart()  # an evaluation and a checkpoint came before
         with contextlib.closing(self.loader.batches(plan)) as batches:
@@ -228,7 +228,7 @@ class Trainer:
         task, run, runtime, step = self.task, self.run, self.runtime, self.state.step
         how = f"resuming at step {step} of {total}" if step else f"{total} steps"
         run.print(f"{task.name} on {runtime}: {len(self.data)} training samples, batch {task.batch_size}, {how}")
-        print_notes(run, self.data, self.test_data)
+        log_notes(run, self.data, self.test_data)
         run.print(f"training set: {self.loader.description}")
         run.print(f"test set: {self.evaluator.loader.description}")
         run.log(
@@ -237,7 +237,7 @@ class Trainer:
             device=str(runtime),
             accelerator=runtime.accelerator,
             versions=environment.detect().versions,
-            phases=task.phases,
+            phases=task.loss_variants,
             torch_compile=task.torch_compile,
             cores=runtime.cores,
             processes=runtime.world.size,

@@ -26,11 +26,11 @@ class Workload:
     """The name under which `find_dataset` looks for its data."""
     score: ClassVar[str]
     """The evaluation score that decides which weights are best; larger is better."""
-    phases: ClassVar[int] = 1
-    """How many variants `loss` has (a warm-up phase makes two). On XLA each costs one compilation, and no more are allowed."""
-    scored_with: ClassVar[tuple[str, ...] | None] = None
-    """The arrays of a batch that `evaluate` and `keep` need beside `valid`; None for all. Others are not read back from the
-    device."""
+    loss_variants: ClassVar[int] = 1
+    """Graphs that `loss` is compiled to on XLA (a warm-up with another loss makes two). Any further compilation is refused."""
+    evaluation_keys: ClassVar[tuple[str, ...] | None] = None
+    """Arrays of a batch that `evaluate` and `save_predictions` need beside `valid`; None for all. The others are not read
+    back from the device."""
     dataset_parts: ClassVar[tuple[str, ...]] = ()
     """Names of the folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
     synthetic_size: ClassVar[int] = 0
@@ -84,35 +84,36 @@ class Workload:
             if getattr(self, name) < bound:
                 raise TpukitError(f"{name}={getattr(self, name)}: it has to be {bound} or more")
 
-    def _left_out(self, method):
-        return NotImplementedError(f"{type(self).__name__} has to say {method}(): copy tpukit/workloads/mnist.py")
+    def _missing(self, method):
+        return NotImplementedError(f"{type(self).__name__} must implement {method}(): copy tpukit/workloads/mnist.py")
 
     def datasets(self):
-        """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`; the training
-        set says in `draws` how many uniform numbers a sample's augmentation uses (0 if none).
+        """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`, and may have
+        `notes`, a str for the log. `num_draws` of the training set: random numbers for each sample's augmentation (0 if none).
 
-        A set that may lie on the device has besides: `pixels() -> dict of arrays (N, ...)` and their `pixels_size()` in bytes;
-        `drawn(indices, numbers) -> dict of arrays (B, ...)`, the few numbers of each sample; and `compose(rows, drawn)`, which
-        makes the batch of the rows of the pixels, as tensors on the device."""
-        raise self._left_out("datasets")
+        A dataset that can be kept on the device implements four methods more:
+        `device_arrays()` -> dict of arrays (N, ...), uploaded once; `device_nbytes()`, their size in bytes;
+        `sample_parameters(indices, numbers)` -> dict of arrays (B, ...), the few numbers sent for each batch;
+        `compose(rows, parameters)` -> the batch, from rows of the arrays, as tensors on the device."""
+        raise self._missing("datasets")
 
     def model(self):
         """The torch.nn.Module, on the CPU."""
-        raise self._left_out("model")
+        raise self._missing("model")
 
     def optimizer(self, model):
         """The optimizer of a model that already lies on the device."""
-        raise self._left_out("optimizer")
+        raise self._missing("optimizer")
 
     def loss(self, model, batch, epoch):
         """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no `.item()` here."""
-        raise self._left_out("loss")
+        raise self._missing("loss")
 
     def predict(self, model, batch, epoch=None):
         """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One program on XLA.
 
         epoch: the epoch that the weights come from, for a model that has phases; None for finished weights."""
-        raise self._left_out("predict")
+        raise self._missing("predict")
 
     def predictor(self, model, runtime, epoch=None):
         """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps says so here."""
@@ -120,13 +121,13 @@ class Workload:
 
     def evaluate(self, predictions):
         """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,) bool."""
-        raise self._left_out("evaluate")
+        raise self._missing("evaluate")
 
     def panels(self, batch, prediction=None):
         """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3).
 
         batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the data alone."""
-        raise self._left_out("panels")
+        raise self._missing("panels")
 
     @staticmethod
     def synthesize(folder, size, rng):
@@ -135,7 +136,7 @@ class Workload:
 
     def example(self, count):
         """A synthetic training batch, dict of arrays, to try the model with where there is no data."""
-        raise self._left_out("example")
+        raise self._missing("example")
 
     # What a task may say besides
 
@@ -143,20 +144,19 @@ class Workload:
         """The test set alone, where the training set need not be there."""
         return self.datasets()[1]
 
-    def scored_on(self):
-        """What the scores depend on besides the weights. When a resumed run changes it, the best so far starts anew."""
+    def evaluation_signature(self):
+        """str: what the scores depend on besides the weights. If it changes on resuming, the best score so far is dropped."""
         return ""
 
     def metadata(self, data):
         """Strings to keep with the best weights, because they only make sense with these. data: the training set."""
         return {}
 
-    def keep(self, folder, predictions, data):
-        """Write what is worth keeping of a test into a folder. predictions: list of what `evaluate` gets. data: the test
-        set."""
+    def save_predictions(self, folder, predictions, data):
+        """Write the predictions on the test set to a folder. predictions: list of what `evaluate` gets. data: the test set."""
 
-    def kept(self, folder):
-        """(batch, predictions) that `keep` wrote there, for `panels`; None where there are none."""
+    def load_predictions(self, folder):
+        """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none."""
 
     # What is the same for all
 

@@ -24,7 +24,7 @@ class Digits:
 
     `batch` gives image (B, 1, 28, 28) uint8 and label (B,) int64."""
 
-    draws = 0  # no augmentation
+    num_draws = 0  # no augmentation
 
     def __init__(self, images, labels):
         self.images, self.labels = images, labels
@@ -37,16 +37,16 @@ class Digits:
 
     # The same with the pixels on the device (a dataset that leaves these four out is streamed)
 
-    def pixels_size(self):
+    def device_nbytes(self):
         return self.images.nbytes
 
-    def pixels(self):
+    def device_arrays(self):
         return dict(image=self.images[:, None], label=self.labels.astype(np.int64))
 
-    def drawn(self, indices, numbers=None):
+    def sample_parameters(self, indices, numbers=None):
         return {}  # nothing but the index
 
-    def compose(self, rows, drawn):
+    def compose(self, rows, parameters):
         return rows
 
 
@@ -59,7 +59,7 @@ class MNIST(Workload):
     dataset_parts: ClassVar[tuple[str, ...]] = ("raw",)
     synthetic_size: ClassVar[int] = 6000
     score: ClassVar[str] = "accuracy"
-    scored_with: ClassVar[tuple[str, ...]] = ("label",)
+    evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
 
     epochs: int = setting(4, free=True)
     """Passes over the training set."""

@@ -85,7 +85,7 @@ def _endless_plan(task, data):
     from tpukit.training.data import training_plan
 
     for epoch in itertools.count():
-        yield from training_plan(len(data), task.batch_size, seed=task.seed, epoch=epoch, draws=data.draws)
+        yield from training_plan(len(data), task.batch_size, seed=task.seed, epoch=epoch, num_draws=data.num_draws)
 
 
 def _timed(trainer, batches, steps):

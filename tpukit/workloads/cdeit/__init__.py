@@ -36,7 +36,7 @@ class CDEIT(Workload):
     dataset_parts: ClassVar[tuple[str, ...]] = PARTS
     synthetic_size: ClassVar[int] = 400
     score: ClassVar[str] = "cc"
-    scored_with: ClassVar[tuple[str, ...]] = ("image", *CLASSICAL.values())
+    evaluation_keys: ClassVar[tuple[str, ...]] = ("image", *CLASSICAL.values())
     fallback: ClassVar[Path] = FALLBACK
 
     data: Literal["simulated", "uef2017", "ktc2023"] = setting("simulated", free=True)
@@ -110,7 +110,7 @@ class CDEIT(Workload):
         statistics = tuple(np.array(values, np.float32) for values in json.loads(carried))
         return statistics, f"voltage statistics: those that {self.weights} was trained with"
 
-    def scored_on(self):
+    def evaluation_signature(self):
         if self.sampler == "ancestral":
             return f"{self.data} by ancestral in {diffusion.STEPS} steps"
         return f"{self.data} by {self.sampler} in {self.sampling_steps} steps with eta {self.eta}"
@@ -190,7 +190,7 @@ class CDEIT(Workload):
             ours.mean(), images=len(ours.rows), broken=broken, beside={name: mean for name, mean in beside.items() if mean}
         )
 
-    def keep(self, folder, predictions, data):
+    def save_predictions(self, folder, predictions, data):
         """Write NAME.npz and NAME.mat, where NAME is the set's: prediction, TR and xs in the unit of its files, xs_gn, names;
         and NAME.csv, the scores of every image and method and their means."""
         from scipy.io import savemat
@@ -217,7 +217,7 @@ class CDEIT(Workload):
             table.writerows((name, method, *row.values()) for name, row in zip([*names, "mean"], [*scores.rows, mean]))
         files.write_atomic(folder / f"{self.data}.csv", lines.getvalue())
 
-    def kept(self, folder):
+    def load_predictions(self, folder):
         path = folder / f"{self.data}.npz"
         if not path.is_file():
             return None

@@ -44,13 +44,13 @@ class Impedance:
 
     `batch(indices, numbers)` -> dict of image (B, 1, 128, 128) float32, voltages (B, 1, 16, 16) float32, key (B,) int64 for
     the noise; with numbers (B, 2) in [0, 1) also t (B,) int64, the timestep; without, TR and xs_gn (B, 128, 128) float32.
-    `said`: a sentence about where its statistics come from.
+    `notes`: a sentence about where its statistics come from.
     """
 
-    draws = 2
+    num_draws = 2
 
-    def __init__(self, folder, convention, statistics, said="", *, baselines):
-        self.convention, self.statistics, self.said = convention, statistics, said
+    def __init__(self, folder, convention, statistics, notes="", *, baselines):
+        self.convention, self.statistics, self.notes = convention, statistics, notes
         key = [baselines, arrays.content_key(folder, like=("*.npz",))]
         read = arrays.mapped(f"eit-{folder.name}", key, functools.partial(_read_split, folder, baselines))
         self.names, self.images, self.volts = read["names"], read["xs"], read["ys"]
@@ -63,7 +63,7 @@ class Impedance:
         rows = self._rows(indices)
         if numbers is not None:
             rows = {name: rows[name] for name in ("image", "voltages")}
-        return rows | self.drawn(indices, numbers)
+        return rows | self.sample_parameters(indices, numbers)
 
     def _rows(self, chosen):
         volts = self.volts[chosen] / np.float32(self.convention.volts)
@@ -73,20 +73,20 @@ class Impedance:
 
     # On the device
 
-    def pixels_size(self):
+    def device_nbytes(self):
         return self.images.nbytes * (1 + len(self.linear))
 
-    def pixels(self):
+    def device_arrays(self):
         return self._rows(slice(None))
 
-    def drawn(self, indices, numbers=None):
+    def sample_parameters(self, indices, numbers=None):
         if numbers is None:
             return dict(key=np.asarray(indices, np.int64))
         key = (numbers[:, KEY_DRAW] * 2**40).astype(np.int64)
         return dict(key=key, t=(numbers[:, TIME_DRAW] * STEPS).astype(np.int64))
 
-    def compose(self, rows, drawn):
-        return rows | drawn
+    def compose(self, rows, parameters):
+        return rows | parameters
 
 
 def voltage_map(volts, mean, deviation):
@@ -200,14 +200,14 @@ def _statistics_of(training):
 def _save_statistics(folder, statistics):
     import torch
 
-    said = f"voltage statistics: computed from the training set in {folder}"
+    notes = f"voltage statistics: computed from the training set in {folder}"
     try:
         for name, values in zip(("mean.pth", "std.pth"), statistics):
             with files.atomic_file(folder / name) as file:
                 torch.save(torch.from_numpy(values)[None], file)  # (1, 16, 13), as published
-        return f"{said}, and saved there as mean.pth and std.pth"
+        return f"{notes}, and saved there as mean.pth and std.pth"
     except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only
-        return f"{said}; not saved ({error})"
+        return f"{notes}; not saved ({error})"
 
 
 def _read_statistics(folder):

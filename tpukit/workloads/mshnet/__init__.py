@@ -29,8 +29,8 @@ class MSHNet(Workload):
     synthetic_size: ClassVar[int] = 40
     synthesize = staticmethod(infrared_set)
     score: ClassVar[str] = "iou"
-    scored_with: ClassVar[tuple[str, ...]] = ("mask",)
-    phases: ClassVar[int] = 2
+    evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
+    loss_variants: ClassVar[int] = 2
 
     epochs: int = setting(400, free=True)
     """Passes over the training set."""

@@ -29,7 +29,7 @@ IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
 FORMATS = ("PNG", "BMP", "JPEG", "TIFF")  # no others, whatever a file is called: Pillow hands an EPS to Ghostscript
 MOST_PIXELS = 1 << 26  # 8192 x 8192; a small file can claim any size, and several are decoded at once
 MASK_SUFFIXES = ("", "_pixels0")  # SIRST names its masks NAME_pixels0.png
-READ = 2  # another number where `read_image` makes other pixels of a file than before
+READ = 3  # increase it whenever `_read_split` gives something else for the same files
 
 
 class InfraredSet:
@@ -40,7 +40,7 @@ class InfraredSet:
     `compose` makes the same on a device, with the image in float32, not rounded to whole grey levels.
     """
 
-    draws = augment.DRAWS
+    num_draws = augment.DRAWS
 
     def __init__(self, folder, split, *, base_size=256, crop_size=256, skip_bad=False):
         self.base_size, self.crop_size = base_size, crop_size
@@ -49,7 +49,7 @@ class InfraredSet:
         inside = [place for place in (folder / "images", folder / "masks") if place.is_dir()]
         key = [READ, skip_bad, _text(listing), arrays.content_key(*inside)]
         read = arrays.mapped(f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, skip_bad))
-        self.said = f"{listing}: {read['said']}" if read["said"] else ""
+        self.notes = f"{listing}: {read['notes']}" if read["notes"] else ""
         self.names = read["names"].tolist()
         self.images, self.masks = (_unpack(read[kind], read[f"{kind}_shapes"]) for kind in ("images", "masks"))
         shapes = [image.shape for image in self.images]
@@ -79,10 +79,10 @@ class InfraredSet:
 
     # On the device
 
-    def pixels_size(self):
+    def device_nbytes(self):
         return len(self) * (self.colours + 1) * self.height * self.width
 
-    def pixels(self):
+    def device_arrays(self):
         made = [np.zeros((len(self), c, self.height, self.width), np.uint8) for c in (self.colours, 1)]
         for kind, into in zip((self.images, self.masks), made):
             for index, image in enumerate(kind):
@@ -90,12 +90,12 @@ class InfraredSet:
                 into[index, :, : array.shape[1], : array.shape[2]] = array
         return dict(zip(("image", "mask"), made))
 
-    def drawn(self, indices, numbers=None):
+    def sample_parameters(self, indices, numbers=None):
         samples = list(self._settings(indices, numbers))
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
-    def compose(self, rows, drawn):
-        return dict(zip(("image", "mask"), augment.on_device(rows["image"], rows["mask"], **drawn)))
+    def compose(self, rows, parameters):
+        return dict(zip(("image", "mask"), augment.on_device(rows["image"], rows["mask"], **parameters)))
 
 
 def find_list(folder, split):
@@ -133,13 +133,13 @@ def _unpack(pixels, shapes):
 
 
 def _read_split(folder, listing, skip_bad):
-    """Names and pixels of a split as a dict of arrays, and what has to be `said` of it. Decodes on all cores."""
+    """Names and pixels of a split as a dict of arrays, and `notes` about entries that were left out. Decodes on all cores."""
     from tqdm.auto import tqdm
 
     entries = [(number, line.strip()) for number, line in enumerate(_text(listing).splitlines(), 1) if line.strip()]
     if not entries:
         raise TpukitError(f"{listing} is empty: it should hold one image name a line")
-    names, images, masks, bad, said = [], [], [], [], ""
+    names, images, masks, bad, notes = [], [], [], [], ""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         read = pool.map(lambda e: _read_pair(folder, e[1]), entries)
         shown = tqdm(read, desc=f"decoding {listing.stem}", total=len(entries), unit="image", disable=len(entries) < 200)
@@ -155,10 +155,10 @@ def _read_split(folder, listing, skip_bad):
                 f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n{shown}\n"
                 "Fix them, or leave them out with skip_bad=True (--skip-bad)."
             )
-        said = f"left out {len(bad)} of {len(entries)} entries:\n{shown}"
+        notes = f"left out {len(bad)} of {len(entries)} entries:\n{shown}"
         if not names:
             raise TpukitError(f"{listing}: no entry is left")
-    return dict(names=np.array(names), said=np.array(said), **_pack("images", images), **_pack("masks", masks))
+    return dict(names=np.array(names), notes=np.array(notes), **_pack("images", images), **_pack("masks", masks))
 
 
 def _read_pair(folder, name):
