@@ -1,4 +1,7 @@
-"""CDEIT: a conditional diffusion transformer for electrical impedance tomography (Shi et al., IEEE TIM 2025)."""
+"""CDEIT: a conditional diffusion transformer for electrical impedance tomography (Shi et al., IEEE TIM 2025).
+
+torch is imported where it is used, so that the help of the command line need not wait for it.
+"""
 
 import csv
 import dataclasses
@@ -9,7 +12,6 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
-import torch
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, first_line
@@ -18,8 +20,6 @@ from tpukit.runs.run import setting
 from tpukit.training.task import Workload
 from tpukit.workloads.cdeit import diffusion
 from tpukit.workloads.cdeit.data import CONVENTIONS, FALLBACK, PARTS, SIZE, TRAINING, Impedance, find_split, find_statistics
-from tpukit.workloads.cdeit.model import CDEITModel
-from tpukit.workloads.cdeit.scores import NAMES, Scores
 from tpukit.workloads.cdeit.simulator import disk, simulate
 
 CLASSICAL = {"Tikhonov": "TR", "Gauss-Newton": "xs_gn"}  # name -> array of the files
@@ -136,6 +136,8 @@ class CDEIT(Workload):
     # Training
 
     def model(self):
+        from tpukit.workloads.cdeit.model import CDEITModel
+
         sizes = dict(patch=self.patch, width=self.width, heads=self.heads, window=self.window, levels=self.levels)
         try:
             return CDEITModel(image_size=SIZE, **sizes, checkpointing=self.checkpointing)
@@ -143,9 +145,11 @@ class CDEIT(Workload):
             raise TpukitError(str(error)) from error
 
     def optimizer(self, model):
+        from torch.optim import Adam
+
         parameters = [p for p in model.parameters() if p.requires_grad]
         # Steps counted on an XLA device: counted on the host, they would change the program's constants with every step.
-        return torch.optim.Adam(parameters, lr=self.lr, capturable=parameters[0].device.type == "xla")
+        return Adam(parameters, lr=self.lr, capturable=parameters[0].device.type == "xla")
 
     def loss(self, model, batch, epoch):
         image = batch["image"]
@@ -157,6 +161,8 @@ class CDEIT(Workload):
 
     def predictor(self, model, runtime, epoch=None):
         """One program draws the first noise, another makes one step, whatever the step."""
+        import torch
+
         first = runtime.inference(_first_noise)
         step = runtime.inference(functools.partial(_sampling_step, model))
         # One tensor a row: a slice of one tensor would be another program for every step.
@@ -174,6 +180,8 @@ class CDEIT(Workload):
     def evaluate(self, predictions):
         """dict: rmse, psnr, ssim, cc inside the disk, means over the images; beside them those of the classical methods; how
         many predictions were broken: those with a number that is not finite, which count as empty images."""
+        from tpukit.workloads.cdeit.scores import Scores
+
         ours, zero, classical = Scores(), Scores(), {name: Scores() for name in CLASSICAL}
         broken = 0
         for images, batch in predictions:
@@ -194,6 +202,8 @@ class CDEIT(Workload):
         """Write NAME.npz and NAME.mat, where NAME is the set's: prediction, TR and xs in the unit of its files, xs_gn, names;
         and NAME.csv, the scores of every image and method and their means."""
         from scipy.io import savemat
+
+        from tpukit.workloads.cdeit.scores import NAMES, Scores
 
         def column(pick):
             return np.concatenate([pick(images, b)[b["valid"]].view(-1, SIZE, SIZE).numpy() for images, b in predictions])
@@ -230,6 +240,8 @@ class CDEIT(Workload):
             raise TpukitError(f"{path} is damaged ({first_line(error)}); `tpukit test` makes it anew") from error
 
     def panels(self, batch, prediction=None):
+        import torch
+
         rows = []
         for i, image in enumerate(np.asarray(batch["image"])):
             row = [("conductivity", tint(image[0]))]

@@ -23,8 +23,6 @@ LISTS = {
     ),
     "test": ("test.txt", "img_idx/test*.txt", "50_50/test.txt", "idx_427/test.txt", "idx_320/test.txt"),
 }
-# The folders of those sets; an archive of one may hold nothing else at its top.
-PARTS = ("images", "masks", *sorted({path.split("/")[0] for paths in LISTS.values() for path in paths if "/" in path}))
 IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
 FORMATS = ("PNG", "BMP", "JPEG", "TIFF")  # no others, whatever a file is called: Pillow hands an EPS to Ghostscript
 MOST_PIXELS = 1 << 26  # 8192 x 8192; a small file can claim any size, and several are decoded at once
