@@ -33,7 +33,7 @@ def test(task, run, *, runtime=None, progress=True):
         say_of(run, data)
         epoch, total = weights.epoch_of(path), -(-len(data) // task.batch_size)
         with progress_bar(
-            f"testing {task.name}", total, shown=progress and runtime.world.rank == 0 and run.prints, unit="batch"
+            f"testing {task.name}", total, shown=progress and runtime.world.rank == 0 and run.echo, unit="batch"
         ) as bar:
             done = itertools.count(1)
 

@@ -15,7 +15,7 @@ from tpukit.devices.runtime import check_batch, open_runtime
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
-from tpukit.runs.run import WORTH_A_WORD_S
+from tpukit.runs.run import LONG_COMPILE_S
 from tpukit.runs.signals import StopSignal
 from tpukit.training.data import BatchLoader, training_plan
 from tpukit.training.evaluation import predictions, progress_bar, say_of
@@ -87,7 +87,7 @@ class Training:
         self.run = run if self.world.rank == 0 else run.read_only()
         how = dict(on=task.data_on, workers=task.num_workers)
         self.feed, self.test_feed = (BatchLoader(data, self.runtime, **how) for data in (self.data, self.test_data))
-        self.progress = progress and self.world.rank == 0 and run.prints
+        self.progress = progress and self.world.rank == 0 and run.echo
         torch.manual_seed(task.seed)
         model = task.model()
         if task.weights:
@@ -174,7 +174,7 @@ class Training:
         events = self.runtime.take_compile_events()
         for event in events:
             self.run.log("compile", step, **event)
-            if not event["refused"] and (event["what"] == "step" or event["seconds"] >= WORTH_A_WORD_S):
+            if not event["refused"] and (event["what"] == "step" or event["seconds"] >= LONG_COMPILE_S):
                 programs = f"{event['programs']} program{'s' * (event['programs'] > 1)} in {event['seconds']:.1f} s"
                 why = f", because {event['why'][0]}" if event["why"] else ""
                 what = "" if event["what"] == "step" else f" for {event['what']}"
@@ -269,7 +269,7 @@ class Training:
         """
         # Clipped gradients have lost their norm; the step kept it.
         norm = self.sums[-1:] if self.task.clip_norm is not None else self.runtime.gradient_norm(self.model)
-        launched = self.world.rank == 0 and not self.run.prints
+        launched = self.world.rank == 0 and not self.run.echo
         asked = self.stop.signal or (self.run.stop_requested() if launched else None)
         memory = [number for device in self.runtime.memory() for number in device]
         rows = self.runtime.totals(torch.cat([self.sums[:-1], norm]), *memory, asked or 0, self._save_is_due())
