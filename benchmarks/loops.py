@@ -63,7 +63,7 @@ class Ours:
     def run(self, steps):
         with tempfile.TemporaryDirectory() as folder:
             run = Run.open(folder, self.task)
-            run.prints = False
+            run.echo = False
             train(self.task, run, runtime=self.runtime, progress=False)
             return run.records("train")[0]["speed"]["seconds"]
 

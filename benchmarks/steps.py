@@ -104,7 +104,7 @@ def epochs(device, size, batch_size, folder):
         )
         with tempfile.TemporaryDirectory() as place:
             run = Run.open(place, dataclasses.replace(task, log_every=10**6))
-            run.prints = False
+            run.echo = False
             started = time.time()
             train(task, run, runtime=runtime, progress=False)
             last, evaluation = run.records("train")[-1]["speed"], run.records("evaluation")[-1]["speed"]

@@ -12,7 +12,7 @@ _HOMES = {
     "detect": "host.environment",
     "Environment": "host.environment",
     "find_dataset": "workloads.datasets",
-    "find_run": "host.datasets",
+    "find_run": "runs.backup",
     "mount_drive": "host.drive",
     "simulate": "workloads.cdeit.simulator",
     "Run": "runs.run",

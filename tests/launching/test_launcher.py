@@ -980,7 +980,7 @@ def test_what_rank_0_said_is_shown_without_the_time_and_otherwise_whole(tmp_path
     watch = Supervisor(job, None, 2, 2)
     watch.shown = 0
     said = ["two lines are damaged:", "  line 12: XDU7: no image in images/", "2026 is a year"]
-    job.run.prints = False
+    job.run.echo = False
     for text in ("\n".join(said[:2]), said[2]):
         job.run.print(text)
     watch._show_log()

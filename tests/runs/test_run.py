@@ -541,7 +541,7 @@ def test_a_lost_session_comes_back_from_its_backup(digits, tmp_path, cpu, capsys
     again = Run.open(tmp_path / "here", more, backup=tmp_path / "drive/run")
     train(more, again, runtime=cpu, progress=False)
     out = capsys.readouterr().out
-    assert "bringing it back from" in out and "resuming at step 50" in out
+    assert "restoring" in out and "resuming at step 50" in out
     assert Run.find(tmp_path / "drive/run").checkpoints() == again.checkpoints()
     names = {p.name for p in (tmp_path / "drive/run").rglob("*") if p.is_file()}
     assert len([n for n in names if n.endswith(".pt")]) == 2 and not any(n.endswith("partial") for n in names)

@@ -527,7 +527,7 @@ def on_cpu(monkeypatch):
 def test_a_step_time_holds_the_step_and_the_wait_for_its_batch(digits, cpu, tmp_path):
     task = Slow(dataset_dir=digits, batch_size=64, channels=4, num_workers=0)
     run = Run.open(tmp_path / "run", task)
-    run.prints = False
+    run.echo = False
     found = compare.measure(task, run, runtime=cpu, steps=7)
     r = found["row"]
     assert r["wait_ms"] >= 30 and r["step_ms_low"] >= 50 and r["step_ms_low"] <= r["step_ms"] <= r["step_ms_high"]
@@ -551,7 +551,7 @@ def test_what_is_timed_are_the_steps_of_a_training(digits, cpu, tmp_path, monkey
     task = MNIST(dataset_dir=digits, batch_size=16, channels=4, epochs=1)
     for now in ("train", "measure"):
         run = Run.open(tmp_path / now, task)
-        run.prints = False
+        run.echo = False
         train(task, run, runtime=cpu, progress=False) if now == "train" else compare.measure(task, run, runtime=cpu, steps=10)
     assert len(seen["train"]) == 12 and len(seen["measure"]) == 1 + measuring.WARM_UP + 10
     # The same batches on the same weights, in the order of an epoch; only the phase is the last.
@@ -562,7 +562,7 @@ def test_what_is_timed_are_the_steps_of_a_training(digits, cpu, tmp_path, monkey
 def test_one_program_is_compiled_and_none_after_the_first_steps(digits, xla, tmp_path):
     task = MNIST(dataset_dir=digits, batch_size=8, channels=4)
     run = Run.open(tmp_path / "run", task)
-    run.prints = False
+    run.echo = False
     found = compare.measure(task, run, runtime=xla, steps=5)
     assert found["row"]["compiled_late"] == 0 and len(run.records("compile")) == 1
 

@@ -25,8 +25,8 @@ from tpukit.devices.runtime import Runtime
 from tpukit.devices.xla import XLARuntime
 from tpukit.runs.run import setting
 from tpukit.training.data import BatchLoader, evaluation_plan, training_plan
-from tpukit.training.evaluation import evaluate
 from tpukit.training.divergence import Diverged
+from tpukit.training.evaluation import evaluate
 
 # Every workload
 

@@ -14,9 +14,9 @@ NOT_OF_THE_RUN = ("weights", "batch_size", "precision")
 
 def train(argv):
     from tpukit.host import environment
-    from tpukit.host.datasets import find_run
     from tpukit.launching.launcher import launch
     from tpukit.reporting import findings
+    from tpukit.runs.backup import find_run
     from tpukit.runs.run import Run
     from tpukit.training.loop import train as run_training
 

@@ -1,4 +1,4 @@
-"""Finding a dataset, or an earlier run, on this host. Touches no accelerator and imports no torch."""
+"""Finding a dataset on this host. Touches no accelerator and imports no torch."""
 
 import glob
 from pathlib import Path
@@ -38,23 +38,8 @@ def find(env, name, path=None, *, fallback=False, parts=()):
     return None
 
 
-def find_run(env, name):
-    """The folder of the run `name` below the Kaggle inputs, for `Run.open(..., earlier=...)`; None where there is none, or the
-    outputs hold the run already.
-
-    It lies there when the output of an earlier version of the notebook, or a copy of the run, was added as an input. Raises
-    TpukitError where several inputs hold one.
-    """
-    if env.inputs is None or not name or (env.outputs / name / "config.json").is_file():
-        return None
-    below = [f"{'*/' * depth}{glob.escape(name)}" for depth in range(5)]  # notebooks/OWNER/NOTEBOOK/outputs/NAME is the deepest
-    found = [place for pattern in below for place in sorted(env.inputs.glob(pattern)) if _is_run(place)]
-    if len(found) > 1:
-        raise TpukitError(f"{len(found)} inputs hold a run {name}: {', '.join(map(str, found))}. Remove all but one of them")
-    return found[0] if found else None
-
-
-def _is_run(folder):
+def is_run(folder):
+    """Whether a folder holds a run of tpukit."""
     return (folder / "config.json").is_file() and (folder / "checkpoints").is_dir()
 
 
@@ -66,7 +51,7 @@ def _places(env, name, instead):
         for depth in ("*", "*/*", "*/*/*", "*/*/*/*"):  # Kaggle nests a dataset below its owner and lower-cases names
             for place in sorted(env.inputs.glob(depth)):
                 # A run of this name (`tpukit train mnist` makes one) comes with an earlier version's output.
-                if (archives.stem(place) or place.name).lower() == name.lower() and not _is_run(place):
+                if (archives.stem(place) or place.name).lower() == name.lower() and not is_run(place):
                     yield place, "found in the Kaggle inputs"
     for ending in ("", *archives.ENDINGS):
         yield Path("datasets") / f"{name}{ending}", "found in ./datasets"

@@ -282,7 +282,7 @@ def _core(job, index, count):
         runtime = None
         try:
             run = copy.copy(job.run)  # which knows where Drive was mounted
-            run.prints = False  # the notebook's process shows log.txt
+            run.echo = False  # the notebook's process shows log.txt
             runtime = _open(job, run, functools.partial(_join, job, index, count), forked=True)
             run = run if runtime.world.rank == 0 else run.read_only()
             # The notebook's process shows the stacks, and ends us.

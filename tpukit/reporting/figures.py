@@ -10,7 +10,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Sentences, Table, printable
 from tpukit.reporting import findings
 from tpukit.runs import weights
-from tpukit.runs.run import Run, settings
+from tpukit.runs.run import Run, settings_dict
 
 LABEL = 60  # characters
 INK, ACCENT, SECOND, GREY = "#1f2933", "#0b6e99", "#c2410c", "#8a94a0"
@@ -83,7 +83,7 @@ def report_figure(records):
 
 def show_task(task):
     """Show every setting of a workload as a table."""
-    _out(findings.settings_table(dict(workload=task.name, settings=settings(task))))
+    _out(findings.settings_table(dict(workload=task.name, settings=settings_dict(task))))
 
 
 def show_samples(task, *, count=4):

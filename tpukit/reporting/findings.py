@@ -3,7 +3,7 @@
 import math
 
 from tpukit.host.tables import GIB, Table, format_duration
-from tpukit.runs.run import WORTH_A_WORD_S
+from tpukit.runs.run import LONG_COMPILE_S
 
 # What is read here of a record, by its kind: a type; a tuple of what it may be, None standing for what may be missing too;
 # [of every item, ...], or [of the first, of the second]; {name: of its value}, or {...: of every value}.
@@ -145,8 +145,8 @@ def _compilations(start, session):
     compiled = [r for r in session if r["kind"] == "compile"]
     of_step = [r for r in compiled if _what(r) == "step"]
     done = [r for r in of_step if not r.get("refused")]
-    large = [r for r in done if r["seconds"] >= WORTH_A_WORD_S] or done[:1]
-    others = [r for r in compiled if r not in of_step and r["seconds"] >= WORTH_A_WORD_S]
+    large = [r for r in done if r["seconds"] >= LONG_COMPILE_S] or done[:1]
+    others = [r for r in compiled if r not in of_step and r["seconds"] >= LONG_COMPILE_S]
     return large[: start["phases"]], large[start["phases"] :], [r for r in of_step if r.get("refused")], others
 
 

@@ -1,4 +1,4 @@
-"""Stopping a training where its state is whole."""
+"""Stopping a training at a point where its state is complete."""
 
 import signal
 import threading
@@ -15,28 +15,28 @@ class StopSignal:
         self.at_step = False
 
     def __enter__(self):
-        self.old = {}
+        self._previous = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self.old[number] = signal.signal(number, self._receive)
+                self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_):
-        for number, handler in self.old.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _receive(self, number, frame):
         if self.signal is not None:
-            self._raise(number)
+            _raise(number)
         self.signal = number
-        print("stopping: this step is finished and saved first; once more stops at once, without saving")
+        print("stopping after this step, which is saved first; a second signal stops at once, without saving")
 
     def check(self):
-        """Raise KeyboardInterrupt or SystemExit if a signal came. Called only where the state is whole."""
+        """Raise KeyboardInterrupt or SystemExit if a signal came. Called only where the state is complete."""
         if self.signal is not None:
             self.at_step = True
-            self._raise(self.signal)
+            _raise(self.signal)
 
-    @staticmethod
-    def _raise(number):
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+def _raise(number):
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -1,24 +1,24 @@
-"""A run's numbers as TensorBoard's events, where tensorboard is installed. TensorFlow is never imported, which would take a
-TPU."""
+"""A run's numbers as TensorBoard events, where tensorboard is installed. Imports no TensorFlow, which would take the TPU."""
 
 import contextlib
 import time
-from pathlib import Path
+
+from tpukit.host.tables import GIB
 
 
-class Events:
-    """The one event file of tpukit in `folder`. Those of earlier sessions go: a run writes its records anew, and may have
-    fewer. Anybody else's stay."""
+class EventFile:
+    """tpukit's one event file in a folder. Those of earlier sessions are removed, because a resumed run writes all its records
+    again, and may have fewer; files of others stay."""
 
     def __init__(self, folder):
-        folder, self._writer = Path(folder), None
+        self._writer = None
         try:
             from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.record_writer import RecordWriter
-        except Exception:  # not installed, or at odds with its protobuf, which raises many types: a run goes on without it
+        except Exception:  # not installed, or in conflict with its protobuf, which raises many types
             return
-        self._event, self._summary = Event, Summary
+        self._Event, self._Summary = Event, Summary
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for old in folder.glob("events.out.tfevents.*.tpukit"):
@@ -30,13 +30,11 @@ class Events:
         self._writer = RecordWriter(self._file)
         self._write(time.time(), file_version="brain.Event:2")
 
-    def scalars(self, step, at, values):
-        """Write numbers by name; None is left out. at: seconds since 1970."""
-        if self._writer:
-            value = [
-                self._summary.Value(tag=name, simple_value=number) for name, number in values.items() if number is not None
-            ]
-            self._write(at, step=step, summary=self._summary(value=value))
+    def write(self, record):
+        """Write the numbers of one record of the run, if it has any."""
+        values = [self._Summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(record)] if self._writer else []
+        if values:
+            self._write(record["time"], step=record["step"], summary=self._Summary(value=values))
 
     def close(self):
         if self._writer:
@@ -44,9 +42,25 @@ class Events:
             with contextlib.suppress(OSError):
                 self._file.close()
 
-    def _write(self, at, **values):
+    def _write(self, wall_time, **values):
         try:
-            self._writer.write(self._event(wall_time=at, **values).SerializeToString())
+            self._writer.write(self._Event(wall_time=wall_time, **values).SerializeToString())
             self._file.flush()
-        except OSError:  # a full disk says so where the checkpoints are written
+        except OSError:  # a full disk is reported where the checkpoints are written
             self.close()
+
+
+def _scalars(record):
+    """(tag, number) of a training interval or an evaluation."""
+    found = {}
+    with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):  # a damaged record gives what it has
+        if record["kind"] == "evaluation":
+            found = {f"scores/{name}": value for name, value in record["scores"].items()}
+        elif record["kind"] == "train":
+            speed = record["speed"]
+            found |= {"loss": record["loss"], "gradient norm": record["grad_norm"]}
+            found |= {"speed/samples a second": speed["images_per_s"]}
+            found |= {"speed/waiting for data": speed["wait_s"] / max(speed["seconds"], 1e-9)}
+            found |= {f"memory/device {n}, GiB": peak / GIB for n, (peak, _) in enumerate(speed["memory"])}
+    # float32 is what an event holds.
+    return [(tag, value) for tag, value in found.items() if isinstance(value, (int, float)) and abs(value) < 2**127]

@@ -1,5 +1,6 @@
-"""Reading weight files of any kind without running code from them."""
+"""Weight files of any kind, read without running code from them."""
 
+import contextlib
 import hashlib
 import pickle
 import re
@@ -19,22 +20,14 @@ def read(path):
     path = Path(path)
     if not path.is_file():
         raise TpukitError(f"weights {path}: no such file")
-    try:
+    with _explain_damage(path):
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            check_seal(path)
+            _check_embedded_sha256(path)
             content = load_file(path)
         else:
-            content = unpickle(path)
-    except TpukitError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise TpukitError(
-            f"weights {path}: {error}, so it was not opened. Ask its author for a plain state dict or a .safetensors file."
-        ) from error
-    except Exception as error:  # torch and safetensors raise many types for a damaged file
-        raise TpukitError(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
+            content = load_tensors(path)
     for key in ("state_dict", "model", "net"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -45,7 +38,7 @@ def read(path):
     return {name.removeprefix("module."): tensor for name, tensor in content.items()}
 
 
-def unpickle(path):
+def load_tensors(path):
     """What `torch.save` wrote: tensors, numbers, strings, and nests of them. Code is never run.
 
     Raises UnpicklingError for a file that asks for more, TpukitError for a torch that cannot refuse it, and what torch raises
@@ -55,19 +48,19 @@ def unpickle(path):
 
     if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 6):
         raise TpukitError(
-            f"torch {torch.__version__} can run code from a weight file even where it is told not to (CVE-2025-32434): "
+            f"torch {torch.__version__} can run code from a weight file even with weights_only=True (CVE-2025-32434): "
             "install torch 2.6 or newer"
         )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
-        what = str(error)
-        if "weights_only" not in what:
+        message = str(error)
+        if "weights_only" not in message:
             raise
-        # torch goes on to advise weights_only=False, which would run the code.
-        asked = re.search(r"Unsupported global: GLOBAL (\S+)", what) or re.search(r"(TorchScript archive|legacy \.tar)", what)
-        name = asked[1] if asked else "something that is not a tensor"
-        raise pickle.UnpicklingError(f"this pickle asks to load {name}, which could run code") from None
+        # torch goes on to recommend weights_only=False, which would run the code.
+        name = re.search(r"Unsupported global: GLOBAL (\S+)|(TorchScript archive|legacy \.tar)", message)
+        asked = name[1] or name[2] if name else "something that is not a tensor"
+        raise pickle.UnpicklingError(f"this pickle asks to load {asked}, which could run code") from None
 
 
 def load(model, path):
@@ -79,7 +72,8 @@ def load(model, path):
     shapes = [n for n in own if n in new and own[n].shape != new[n].shape]
     if missing or unknown or shapes:
         lines = [f"  {n}: shape {tuple(new[n].shape)} in the file, {tuple(own[n].shape)} in the model" for n in shapes[:3]]
-        lines += [f"  {n}: missing in the file" for n in missing[:3]] + [f"  {n}: not in the model" for n in unknown[:3]]
+        lines += [f"  {n}: missing in the file" for n in missing[:3]]
+        lines += [f"  {n}: not in the model" for n in unknown[:3]]
         raise TpukitError(
             f"weights {path} belong to another model ({len(shapes)} other shapes, {len(missing)} missing, "
             f"{len(unknown)} unknown of {len(own)}). First differences:\n" + "\n".join(lines)
@@ -88,56 +82,60 @@ def load(model, path):
 
 
 def metadata(path):
-    """dict of the strings that were kept with the weights in a .safetensors file; empty for a file from elsewhere."""
+    """dict of the strings kept with the weights in a .safetensors file; empty for any other file."""
     from safetensors import safe_open
 
     if Path(path).suffix != ".safetensors" or not Path(path).is_file():
         return {}
-    try:
-        check_seal(path)
+    with _explain_damage(path):
+        _check_embedded_sha256(path)
         with safe_open(path, "pt") as file:
             return file.metadata() or {}
-    except TpukitError:
-        raise
-    except Exception as error:  # safetensors raises many types for a damaged file
-        raise TpukitError(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
 
 
 def epoch_of(path):
     """The epoch (from 0) at which a run kept its best.safetensors, or None for a file from elsewhere."""
-    epoch = metadata(path).get("epoch")
-    return int(epoch) if epoch and re.fullmatch(r"[0-9]{1,9}", epoch) else None
+    epoch = metadata(path).get("epoch", "")
+    return int(epoch) if re.fullmatch(r"[0-9]{1,9}", epoch) else None
 
 
-# A .safetensors file that knows its own SHA-256: that of the file with zeros in its place
+@contextlib.contextmanager
+def _explain_damage(path):
+    """Within it, whatever reading a weight file raises is raised as a TpukitError."""
+    try:
+        yield
+    except TpukitError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise TpukitError(
+            f"weights {path}: {error}, so it was not opened. Ask its author for a plain state dict or a .safetensors file."
+        ) from error
+    except Exception as error:  # torch and safetensors raise many types for a damaged file
+        raise TpukitError(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
 
-BLANK = "0" * 64
+
+# The SHA-256 embedded in the metadata of a run's .safetensors: that of the file with zeros in the digest's place
+
+EMBEDDED = b'"tpukit.sha256":"%b"'
+ZEROS = b"0" * 64
 
 
 def serialize(tensors, metadata):
-    """The bytes of a .safetensors file with its SHA-256 in it. tensors: name -> CPU tensor. metadata: name -> str."""
+    """The bytes of a .safetensors file with its SHA-256 embedded. tensors: name -> CPU tensor. metadata: name -> str."""
     from safetensors.torch import save
 
-    data = save(tensors, metadata={**metadata, "tpukit.sha256": BLANK})
-    return data.replace(_seal(BLANK.encode()), _seal(hashlib.sha256(data).hexdigest().encode()), 1)
+    data = save(tensors, metadata={**metadata, "tpukit.sha256": ZEROS.decode()})
+    digest = hashlib.sha256(data).hexdigest().encode()
+    return data.replace(EMBEDDED % ZEROS, EMBEDDED % digest, 1)
 
 
-def seal(path):
-    """The SHA-256 that a .safetensors file holds of itself, as bytes, or None: then it is from elsewhere. Reads its header."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        found = re.search(_seal(rb"([0-9a-f]{64})"), file.read(min(size, 1 << 27)))
-    return found and found[1]
-
-
-def check_seal(path):
-    """Raise TpukitError where a .safetensors file has changed since its SHA-256 was put into it."""
-    if not (kept := seal(path)):
-        return
+def _check_embedded_sha256(path):
+    """Raise TpukitError where a .safetensors file has changed since its SHA-256 was embedded. Others have none."""
     data = Path(path).read_bytes()
-    if hashlib.sha256(data.replace(_seal(kept), _seal(BLANK.encode()), 1)).hexdigest().encode() != kept:
-        raise TpukitError(f"weights {path}: damaged (its {len(data)} bytes do not match the SHA-256 in it)")
-
-
-def _seal(digest):
-    return b'"tpukit.sha256":"' + digest + b'"'
+    header = data[: 8 + int.from_bytes(data[:8], "little")]
+    found = re.search(EMBEDDED % rb"([0-9a-f]{64})", header)
+    if not found:
+        return
+    original = data.replace(found[0], EMBEDDED % ZEROS, 1)
+    if hashlib.sha256(original).hexdigest().encode() != found[1]:
+        raise TpukitError(f"weights {path}: damaged (its {len(data)} bytes do not match the SHA-256 embedded in it)")

@@ -87,7 +87,7 @@ def look(task, run, *, steps=5, hlo=False, cores=None, parallel="processes"):
 
 
 def _look(task, run, *, steps, hlo, folder, epoch, runtime=None):
-    run.prints = False
+    run.echo = False
     with StopSignal() as stop, environment.explain_known_errors():
         training = Training(task, run, runtime, stop, False)
         runtime = training.runtime

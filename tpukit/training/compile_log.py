@@ -2,7 +2,7 @@
 
 import contextlib
 
-from tpukit.runs.run import WORTH_A_WORD_S
+from tpukit.runs.run import LONG_COMPILE_S
 
 
 class CompileLog:
@@ -37,7 +37,7 @@ class CompileLog:
         for event in events:
             self.run.log("compile", step, **event)
             is_step = event["what"] == "step"
-            if not event["refused"] and (is_step or event["seconds"] >= WORTH_A_WORD_S):
+            if not event["refused"] and (is_step or event["seconds"] >= LONG_COMPILE_S):
                 count = "1 graph" if event["programs"] == 1 else f"{event['programs']} graphs"
                 what = "" if is_step else f" for {event['what']}"
                 why = f", because {event['why'][0]}" if event["why"] else ""

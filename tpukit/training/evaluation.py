@@ -34,7 +34,7 @@ def test(task, run, *, runtime=None, progress=True):
         run.print(f"testing {path} on {runtime}: {len(data)} samples")
         log_notes(run, data)
         name, total = f"testing {task.name}", -(-len(data) // task.batch_size)
-        with progress_bar(name, total, shown=progress and runtime.world.rank == 0 and run.prints, unit="batch") as bar:
+        with progress_bar(name, total, shown=progress and runtime.world.rank == 0 and run.echo, unit="batch") as bar:
             done = itertools.count(1)
 
             def count_batch():

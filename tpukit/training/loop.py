@@ -15,7 +15,7 @@ from tpukit.training.checkpoint import Checkpointer
 from tpukit.training.compile_log import CompileLog
 from tpukit.training.data import BatchLoader, training_plan
 from tpukit.training.divergence import DivergenceMonitor
-from tpukit.training.evaluation import Evaluator, FinishedEpoch, on_every_rank, log_notes, progress_bar
+from tpukit.training.evaluation import Evaluator, FinishedEpoch, log_notes, on_every_rank, progress_bar
 from tpukit.training.step import train_step
 
 
@@ -51,7 +51,7 @@ class Trainer:
         self.runtime = runtime = runtime or open_runtime(environment.detect(), task.precision)
         check_batch(task.batch_size, runtime.cores)
         self.run = run if runtime.world.rank == 0 else run.read_only()
-        self.shows_progress = progress and runtime.world.rank == 0 and run.prints
+        self.shows_progress = progress and runtime.world.rank == 0 and run.echo
         self.loader, test_loader = (
             BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers) for data in (self.data, self.test_data)
         )
@@ -118,7 +118,9 @@ class Trainer:
         """Train to the end of the epoch, from the step at which the run stands."""
         state, task = self.state, self.task
         epoch, first = divmod(state.step, self.steps_per_epoch)
-        plan = training_plan(len(self.data), task.batch_size, seed=task.seed, epoch=epoch, start=first, num_draws=self.data.num_draws)
+        plan = training_plan(
+            len(self.data), task.batch_size, seed=task.seed, epoch=epoch, start=first, num_draws=self.data.num_draws
+        )
         self.model.train()
         self.throughput.restart()  # an evaluation and a checkpoint came before
         with contextlib.closing(self.loader.batches(plan)) as batches:
@@ -152,7 +154,7 @@ class Trainer:
 
     def sync(self):
         """The `metrics.Interval` since the last reset of the sums, on which all ranks agree. Raises Diverged."""
-        launched = self.runtime.world.rank == 0 and not self.run.prints  # the notebook's process passes its signals on
+        launched = self.runtime.world.rank == 0 and not self.run.echo  # the notebook's process passes its signals on
         interval = metrics.sync(
             self.sums,
             self.model,

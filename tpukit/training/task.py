@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from tpukit.host.errors import TpukitError
-from tpukit.runs.run import setting, settings
+from tpukit.runs.run import setting, settings_dict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,7 +170,7 @@ class Workload:
 
 
 def from_settings(kind, given):
-    """The task of a class with settings as `run.settings` gives them: paths and tuples, which JSON does not have, come back.
+    """The task of a class with settings as `settings_dict` gives them: paths and tuples, which JSON does not have, come back.
 
     Fields that are not given keep their defaults; what is given for no field of the class is left out."""
     types = get_type_hints(kind)
@@ -198,7 +198,7 @@ def to_request(task):
     places = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     module = sys.modules[kind.__module__]
     folder = Path(module.__file__).resolve().parents[module.__name__.count(".") + hasattr(module, "__path__")]
-    request = dict(module=kind.__module__, folder=str(folder), kind=kind.__qualname__, settings=settings(task))
+    request = dict(module=kind.__module__, folder=str(folder), kind=kind.__qualname__, settings=settings_dict(task))
     return request, {"PYTHONPATH": os.pathsep.join(filter(None, places))}  # an empty place is the current folder
 
 

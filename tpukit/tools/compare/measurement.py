@@ -12,7 +12,7 @@ from tpukit import __version__
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Table
-from tpukit.runs.run import settings
+from tpukit.runs.run import settings_dict
 from tpukit.workloads.datasets import SYNTHETIC_NOTE
 
 FORMAT = "tpukit comparison 1"
@@ -140,7 +140,7 @@ def _checked(where, found, name, kind):
 
 def measurement_of(task, env, about, rows):
     fields = {f.name: f for f in dataclasses.fields(task)}
-    recipe = {n: v for n, v in settings(task).items() if n not in NOT_THE_RECIPE and not fields[n].metadata.get("free")}
+    recipe = {n: v for n, v in settings_dict(task).items() if n not in NOT_THE_RECIPE and not fields[n].metadata.get("free")}
     return Measurement(
         tpukit=__version__,
         date=datetime.date.today().isoformat(),

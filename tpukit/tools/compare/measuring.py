@@ -256,7 +256,7 @@ def answer(folder):
     request = json.loads(sys.stdin.read())
     task = from_request(request)
     run = Run.open(folder / "run", task)
-    run.prints = False
+    run.echo = False
     function = functools.partial(measure, steps=request["steps"], started=request["started"])
     found = launch(function, task, run, cores=request["cores"], parallel=request["parallel"])
     files.write_atomic(folder / "result.json", json.dumps(found))

@@ -220,6 +220,6 @@ def _read_statistics(folder):
 
 def _read_statistic(path):
     try:
-        return weights.unpickle(path).float().numpy().reshape(ELECTRODES, ELECTRODES - 3)
+        return weights.load_tensors(path).float().numpy().reshape(ELECTRODES, ELECTRODES - 3)
     except Exception as error:  # torch raises many types for a damaged file
         raise TpukitError(f"{path} is not a tensor of {ELECTRODES} x {ELECTRODES - 3} numbers ({error})") from error

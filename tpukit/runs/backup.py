@@ -1,0 +1,138 @@
+"""The copy of a run on another disk, such as Drive: kept up to date, and restored from. Also runs in Kaggle's inputs."""
+
+import glob
+import os
+
+from tpukit.host import environment, files
+from tpukit.host.datasets import is_run
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import printable
+from tpukit.runs import checkpoints
+
+COPIED = ("config.json", "log.txt", "records.jsonl", "best.safetensors")  # and the checkpoints
+
+
+class Backup:
+    """A folder that gets a copy of the run at every checkpoint. copy: that folder as a Run, for reading."""
+
+    def __init__(self, copy):
+        self.copy, self.folder = copy, copy.path
+        # When Drive is lost, an empty folder stays where it was mounted.
+        self.mount_point = next(filter(os.path.ismount, (self.folder, *self.folder.parents)))
+        self.failed = False
+        self.copied = {}  # file name -> the version of the run's file that was copied last
+
+    def __str__(self):
+        return str(self.folder)
+
+    def update(self, run):
+        """Copy what changed. A failure is reported once and ends no training: Drive may be full or gone."""
+        try:
+            self._update(run)
+        except (OSError, TpukitError) as error:
+            self.copied.clear()
+            if not self.failed:
+                run.print(f"backup to {self} failed ({error}); the training continues, checkpoints stay in {run.path}")
+            self.failed = True
+        else:
+            if self.failed:
+                run.print(f"backup to {self} works again")
+            self.failed = False
+
+    def _update(self, run):
+        """Each file is copied whole or not at all, the list of checkpoints last."""
+        self.check_is_of(run, run.config.get("id"))
+        for name in COPIED:
+            if (run.path / name).exists():
+                about = (run.path / name).stat()
+                version = about.st_ino, about.st_mtime_ns, about.st_size
+                if self.copied.get(name) != version or not (self.folder / name).exists():
+                    self._copy(run, name)
+                    self.copied[name] = version
+        copied, kept = self.copy.checkpoints(), run.checkpoints()
+        for entry in kept:
+            name = f"checkpoints/{entry['file']}"
+            source, target = run.path / name, self.folder / name
+            # The list there has its SHA-256, so that Drive need not be read.
+            listed = entry["sha256"] is not None and entry in copied
+            if not (listed and target.exists() and target.stat().st_size == source.stat().st_size):
+                self._copy(run, name)
+        self._check_disk()
+        checkpoints.write_list(self.folder / "checkpoints", kept)
+        self._check_disk()
+
+    def _copy(self, run, name):
+        self._check_disk()
+        files.copy_atomic(run.path / name, self.folder / name)
+
+    def _check_disk(self):
+        """Raise TpukitError where the disk of the backup is gone: what is written then lands in the empty mount point."""
+        if not os.path.ismount(self.mount_point):
+            raise TpukitError(f"nothing is mounted at {self.mount_point} any more")
+
+    def check_drive_is_mounted(self):
+        """Raise TpukitError where the folder is on Colab's Drive, and that is not mounted."""
+        drive = environment.detect().drive
+        if drive is not None and self.folder.is_relative_to(drive.parent) and not drive.is_dir():
+            raise TpukitError(f"the backup {self} is on Drive, which is not mounted: mount it (tpukit.mount_drive) first")
+
+    def check_is_of(self, run, run_id):
+        """Raise TpukitError where a run of this id cannot be backed up here: the disk is gone, or the folder holds another run,
+        other files, or a later state of this run, which another session left."""
+        self._check_disk()
+        if not (self.folder / "config.json").exists():
+            self.copy.check_empty()
+            return
+        self.copy.check_links()
+        found = self.copy.config.get("id")
+        same = found == run_id
+        if same and found is None:  # runs of earlier versions have no id; the time of its first record tells one from another
+            same = len({records[0]["time"] for records in (run.records(), self.copy.records()) if records}) < 2
+        if not same:
+            raise TpukitError(
+                f"the backup {self} is of another run than {run.path} (id {found}, not {run_id}): choose another backup folder, "
+                "or, to resume the run that was backed up, a run folder that does not exist yet"
+            )
+        here, there = (max((entry["step"] for entry in one.checkpoints()), default=0) for one in (run, self.copy))
+        if there > here:
+            raise TpukitError(
+                f"the backup {self} has step {there} of this run, {run.path} only step {here}: choose another backup folder, "
+                "or, to resume from the backup, a run folder that does not exist yet"
+            )
+
+
+def restore_from_backup(run, copy, task):
+    """Restore a run of this task from its copy, and nothing else that lies there."""
+    unfinished = run.path / ".restoring"  # exists only if a kill cut this short
+    if not unfinished.exists():
+        run.check_empty()
+    copy.check_links()
+    run.check_links()
+    copy.check_settings(task)
+    print(printable(f"run: restoring {run.path} from {copy.path}"))
+    names = [f"checkpoints/{entry['file']}" for entry in copy.checkpoints()]
+    # config.json last: it is what makes the folder a run.
+    names += [f"checkpoints/{checkpoints.LIST}", *reversed(COPIED)]
+    with files.explain_unwritable(run.path):
+        run.path.mkdir(parents=True, exist_ok=True)
+        unfinished.touch()
+    for name in names:
+        if (copy.path / name).is_file():
+            files.copy_atomic(copy.path / name, run.path / name)
+    unfinished.unlink()
+
+
+def find_run(env, name):
+    """The folder of the run `name` below the Kaggle inputs, for `Run.open(..., earlier=...)`; None where there is none, or the
+    outputs already hold the run.
+
+    It is there when the output of an earlier version of the notebook, or a copy of the run, was added as an input. Raises
+    TpukitError where several inputs hold one.
+    """
+    if env.inputs is None or not name or (env.outputs / name / "config.json").is_file():
+        return None
+    patterns = [f"{'*/' * depth}{glob.escape(name)}" for depth in range(5)]  # the deepest: notebooks/OWNER/NOTEBOOK/outputs/
+    found = [place for pattern in patterns for place in sorted(env.inputs.glob(pattern)) if is_run(place)]
+    if len(found) > 1:
+        raise TpukitError(f"{len(found)} inputs hold a run {name}: {', '.join(map(str, found))}. Remove all but one of them")
+    return found[0] if found else None
