@@ -1,0 +1,122 @@
+"""The runtime of CPUs and GPUs (of which there is none here), and the state of optimizers."""
+
+import numpy as np
+import pytest
+import torch
+
+from tpukit import MNIST, Run, TpukitError, train
+from tpukit.devices.runtime import Runtime
+from tpukit.devices.xla import XLARuntime
+
+
+def gpu(monkeypatch, capability=(7, 5), built_for=("sm_75", "sm_80", "compute_90")):
+    """Let torch find a GPU, on which nothing can be computed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(built_for))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+
+
+def test_gpus_without_bf16_take_fp16_with_a_scaler_and_unknown_precisions_are_refused(monkeypatch):
+    from tpukit.devices.runtime import open_runtime
+    from tpukit.host.environment import detect
+
+    gpu(monkeypatch)
+    assert Runtime("cuda").precision == "fp16"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert Runtime("cuda").precision == "bf16"
+    with pytest.raises(TpukitError, match="choose one of"):
+        open_runtime(detect(), "fp8")
+
+
+@pytest.mark.parametrize("precision, allowed", [("fp32", False), ("bf16", True)])
+def test_fp32_on_a_gpu_rounds_no_factor_to_tf32(precision, allowed, monkeypatch):
+    gpu(monkeypatch, capability=(8, 0))
+    cudnn = torch.backends.cudnn
+    assert cudnn.allow_tf32  # torch's default
+    try:
+        Runtime("cuda", precision)
+        assert cudnn.allow_tf32 == allowed and not torch.backends.cuda.matmul.allow_tf32
+        if hasattr(cudnn, "conv"):  # the newer way to ask, which has to agree
+            assert (cudnn.conv.fp32_precision == "tf32") == allowed
+    finally:
+        cudnn.allow_tf32 = True
+
+
+@pytest.mark.parametrize("capability, fine", [((6, 0), False), ((7, 5), True), ((8, 9), True), ((12, 0), True)])
+def test_a_gpu_that_torch_was_not_built_for_is_refused_before_its_first_kernel(capability, fine, monkeypatch):
+    gpu(monkeypatch, capability)
+    if fine:
+        assert Runtime("cuda").device.type == "cuda"
+        return
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla P100-PCIE-16GB")
+    with pytest.raises(TpukitError, match=r"P100-PCIE-16GB has compute capability 6\.0, .* sm_75, sm_80, compute_90 alone"):
+        Runtime("cuda")
+
+
+def test_a_gpu_that_torch_cannot_use_at_all_is_refused_with_words(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TpukitError, match="built without CUDA, or the driver is too old"):
+        Runtime("cuda")
+
+
+def test_a_set_that_stays_on_a_gpu_is_not_pinned_on_its_way(monkeypatch, cpu):
+    pinned, moved = [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *more, **named: moved.append(self) or self)
+    cpu.device = torch.device("cuda")
+    cpu.put_whole({"image": np.zeros((3, 2), np.uint8)})
+    assert len(moved) == 1 and not pinned
+    cpu.put({"image": np.zeros((3, 2), np.uint8)})
+    assert len(moved) == 2 and len(pinned) == 1
+
+
+def test_the_peak_of_a_gpus_memory_starts_anew_with_each_training(digits, tmp_path, cpu, monkeypatch):
+    order = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: order.append("anew"))
+    monkeypatch.setattr(Runtime, "memory", lambda self: order.append("read") or [])
+    reset = Runtime.reset_statistics
+
+    def on_a_gpu(self):
+        self.device = torch.device("cuda")
+        reset(self)
+        self.device = torch.device("cpu")
+
+    monkeypatch.setattr(Runtime, "reset_statistics", on_a_gpu)
+    task = MNIST(dataset_dir=digits, epochs=1, batch_size=8, log_every=25)
+    train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+    assert order.count("anew") == 1 and order[-1] == "read"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        lambda p: torch.optim.Adam(p, lr=0.01),
+        lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+        lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+        lambda p: torch.optim.Adadelta(p),
+        lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
+    ],
+)
+def test_priming_an_optimizer_changes_no_step_of_it(make, cpu):
+    def trajectory(primed):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        optimizer = make(model.parameters())
+        if primed:
+            assert XLARuntime.init_optimizer_state(cpu, optimizer)
+            assert all(optimizer.state[p] for p in model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+        return model.weight.detach()
+
+    torch.testing.assert_close(trajectory(True), trajectory(False))
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5)])
+def test_an_optimizer_whose_state_does_not_start_at_zero_is_left_alone(make, cpu):
+    optimizer = make(torch.nn.Linear(2, 2).parameters())
+    assert XLARuntime.init_optimizer_state(cpu, optimizer) is False and not optimizer.state
