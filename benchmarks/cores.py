@@ -1,6 +1,7 @@
 """Total images a second of 1, 2 and 4 processes on this machine, and what the gradient sum takes of a step."""
 
 import contextlib
+import functools
 import json
 import statistics
 import sys
@@ -12,8 +13,14 @@ import torch
 
 from tpukit import MNIST, Run, launch
 from tpukit.training.data import BatchLoader
+from tpukit.training.metrics import new_sums
+from tpukit.training.step import train_step
 
 ROUNDS, STEPS = 7, 20
+
+
+def leave_gradients(optimizer):
+    """In place of `Runtime.all_reduce_gradients`."""
 
 
 def timed(task, run, *, runtime):
@@ -24,20 +31,21 @@ def timed(task, run, *, runtime):
     optimizer = task.optimizer(model)
     runtime.init_optimizer_state(optimizer)
     parallel = runtime.parallel(model)
-    step = runtime.compile(lambda batch: runtime.update(task.loss(parallel, batch, 0), optimizer))
-    feed = BatchLoader(data, runtime, on="host", workers=1)
+    loader = BatchLoader(data, runtime, on="host", workers=1)
+    step = runtime.compile(functools.partial(train_step, task, parallel, optimizer, runtime, loader.compose), name="step")
+    sums = new_sums(runtime)
     plan = [(np.arange(task.batch_size), None, None)] * STEPS
-    sum_gradients = runtime._sum_gradients
+    all_reduce = runtime.all_reduce_gradients
     seconds = {True: [], False: []}
     for round_number in range(2 * ROUNDS + 2):
         summed = round_number % 2 == 0
-        runtime._sum_gradients = sum_gradients if summed else lambda gradients: None
+        runtime.all_reduce_gradients = all_reduce if summed else leave_gradients
         silent = parallel.no_sync() if hasattr(parallel, "no_sync") and not summed else contextlib.nullcontext()
         runtime.world.all_gather([0.0])
         started = time.perf_counter()
         with silent:
-            for batch in feed.batches(plan):
-                step(batch)
+            for batch in loader.batches(plan):
+                sums = step(batch, 0, sums)
         runtime.sync()
         slowest = max(row[0] for row in runtime.world.all_gather([time.perf_counter() - started]))
         if round_number > 1:

@@ -15,7 +15,8 @@ from tpukit import MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.xla import XLARuntime
 from tpukit.host.tables import GIB
-from tpukit.training.step import fresh_sums, training_step
+from tpukit.training.metrics import new_sums
+from tpukit.training.step import train_step
 from tpukit.workloads.mshnet import strips
 
 ROUNDS, STEPS = 5, 4
@@ -53,6 +54,11 @@ def shaped(in_strips):
         yield
 
 
+def as_it_is(batch):
+    """In place of `BatchLoader.compose`, for a batch that is complete."""
+    return batch
+
+
 def seconds_a_step(device, task, in_strips, replayed):
     """Seconds: until the first step is done, of a later one (median), and of it what the host takes to hand it over."""
     runtime = open_runtime(device, "fp32" if task.precision == "auto" else task.precision)
@@ -61,10 +67,10 @@ def seconds_a_step(device, task, in_strips, replayed):
     optimizer = task.optimizer(model)
     runtime.init_optimizer_state(optimizer)
     faster = runtime.torch_compile(model, task.torch_compile)
-    batch, sums = runtime.put(task.example(task.batch_size)), fresh_sums(runtime)
+    batch, sums = runtime.put(task.example(task.batch_size)), new_sums(runtime)
 
     def step(batch, sums):
-        return training_step(task, faster, optimizer, runtime, batch, task.epochs, sums)
+        return train_step(task, faster, optimizer, runtime, as_it_is, batch, task.epochs, sums)
 
     program = runtime.compile(step, **(dict(model=model, optimizer=optimizer) if replayed else {}))
     with shaped(in_strips):

@@ -86,7 +86,7 @@ class Trainer:
         if self.ema:
             self.ema.follow(self.model)
         parallel_model = runtime.torch_compile(runtime.parallel(self.model), task.torch_compile)
-        self.train_step = functools.partial(train_step, task, parallel_model, self.optimizer, runtime, self.loader)
+        self.train_step = functools.partial(train_step, task, parallel_model, self.optimizer, runtime, self.loader.compose)
         if self.has_optimizer_state:
             changed = dict(model=self.model, optimizer=self.optimizer)
             self.compiled_step = runtime.compile(self.train_step, name="step", max_graphs=task.loss_variants, **changed)

@@ -6,13 +6,13 @@ docs/CONTRIBUTING.md draws what wraps it on each kind of device.
 from tpukit.training import metrics
 
 
-def train_step(task, model, optimizer, runtime, loader, batch, epoch, sums):
+def train_step(task, model, optimizer, runtime, compose, batch, epoch, sums):
     """Take one optimizer step and return the new sums, a tensor as `metrics.new_sums` makes it.
 
-    model: what `Runtime.parallel` returned. batch: dict of tensors on the device, as `BatchLoader.batches` yields them. epoch:
-    from 0. The gradients stay until the next step, so that their norm can be computed when the metrics are synced.
+    model: what `Runtime.parallel` returned. compose: `BatchLoader.compose`. batch: dict of tensors on the device, as
+    `BatchLoader.batches` yields them. epoch: from 0. The gradients stay until the next step, so that their norm can be computed when the metrics are synced.
     """
-    batch = loader.compose(batch)  # gathers and augments on the device
+    batch = compose(batch)  # gathers and augments on the device
     optimizer.zero_grad(set_to_none=True)
     with runtime.autocast():
         loss = task.loss(model, batch, epoch).float()
