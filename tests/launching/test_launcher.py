@@ -122,7 +122,7 @@ def shape(request, odd, tmp_path_factory):
         settings["memory_size"] = 8 * 100_000
     done, out = launched(kind, run=folder / "run", data=odd, cores=cores, launches=[settings])
     assert "result" in done[0], done[0]["message"]
-    assert ("on the device, a part on each of 8 cores" in out) == (request.param == IN_PARTS)
+    assert ("on the device, sharded over 8 cores" in out) == (request.param == IN_PARTS)
     return kind, cores, Run(folder / "run"), done[0]["result"], out, folder / "witness"
 
 

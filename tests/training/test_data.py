@@ -93,9 +93,9 @@ def test_a_set_lies_whole_on_each_core_or_in_parts_and_is_never_whole_where_only
     ):
         monkeypatch.setattr(cpu, "memory_size", lambda room=room: 8 * int(room * data.device_nbytes() + 1))
         feed = BatchLoader(data, cpu, on=on)
-        assert (feed.resident is not None, feed.bytes_a_core) == (
+        assert (feed.resident is not None, feed.bytes_per_core) == (
             resident,
             data.device_nbytes() // (8 if parts else 1) * resident,
         )
         assert not resident or asked.pop() == parts
-        assert ("a part on each of 8 cores" in feed.description) == parts
+        assert ("sharded over 8 cores" in feed.description) == parts

@@ -236,7 +236,7 @@ def write_programs(request, folder):
     if task.dataset_dir:
         sets = task.datasets() if training else (task.test_set(),)
         data, others = sets[0], sets[1:]
-        beside += sum(BatchLoader(other, runtime, on=task.data_on, workers=0).bytes_a_core for other in others)
+        beside += sum(BatchLoader(other, runtime, on=task.data_on, workers=0).bytes_per_core for other in others)
         feed = BatchLoader(data, runtime, on=task.data_on, workers=0)
         numbers = np.random.default_rng(0).random((request["size"], data.num_draws)) if training else None
         batch = next(feed.batches([(np.arange(request["size"]) % len(data), numbers, None)]))
