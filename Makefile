@@ -1,5 +1,6 @@
 # make run    executes the TPU notebook on this machine's CPU XLA device; make run DATA=path/to/IRSTD-1k on real images
-# make test   everything: unit tests, notebooks, browser; JOBS=4 on a machine with more than two cores
+# make check  lint and the fast tests, in two minutes; JOBS=4 on a machine with more than two cores
+# make test   everything: lint, unit tests, launches, notebooks, browser
 # make bench  how fast, in ratios; make bench PARTS="data loops" for some parts, DATA=path/to/IRSTD-1k for real images
 # make plan   asks the TPU compiler again about every workload's step (benchmarks/plan.json); half an hour or more
 
@@ -16,7 +17,7 @@ JOBS ?= 2
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run test bench plan clean
+.PHONY: run lint check test bench plan clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -37,8 +38,17 @@ run: .venv/installed
 	@echo "executed notebook, HTML copy and run directory: $(OUT)/"
 
 # One thread a worker: most of the time goes to compiling and to starting processes, which take one core.
-test: .venv/installed
-	$(XLA_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+PYTEST := $(XLA_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+lint: .venv/installed
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check .
+
+check: lint
+	$(PYTEST) -m "not slow"
+
+test: lint
+	$(PYTEST) --dist loadfile
 
 .venv/bench-installed: .venv/installed benchmarks/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt

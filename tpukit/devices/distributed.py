@@ -1,6 +1,6 @@
-"""The processes of one training and what they tell one another, through host memory (torch.distributed's gloo).
+"""Collectives over the processes of one training, through host memory (torch.distributed's gloo).
 
-What crosses the accelerator's own links (the gradients, on a TPU or with NCCL) is the runtime's business, not this file's.
+What crosses the accelerator's own links (gradients on a TPU, or by NCCL) is the runtime's business.
 """
 
 import io
@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 
 class World:
-    """This process among the `size` processes of a training. The default is a world of one, which talks to nobody.
+    """This process among the `size` processes of a training. The default is a world of one.
 
-    rank: 0 to size - 1, over all hosts; rank 0 records, saves and speaks.
+    rank: 0 to size - 1, over all hosts; rank 0 records, saves and prints.
     Every method is collective: all ranks call it, in the same order.
     """
 
@@ -49,7 +49,7 @@ class World:
         return [_unpack(row[:length]) for row, length in zip(rows or [], lengths)]
 
     def broadcast(self, tree):
-        """Rank 0's nest of CPU tensors, numbers and strings, on every rank. What the others pass is not looked at."""
+        """Rank 0's nest of CPU tensors, numbers and strings, on every rank. What the others pass is ignored."""
         if self.size == 1:
             return tree
         data = _pack(tree) if self.rank == 0 else None

@@ -1,6 +1,6 @@
-"""The seam between a training loop and its devices, and what lies behind it on a CPU or a GPU: plain PyTorch.
+"""What a training loop asks of a device: `Runtime`, which is plain PyTorch on a CPU or a GPU; `xla.XLARuntime` overrides it.
 
-A runtime is one process of a `World`: it takes its share of every global batch, and `update` sums the gradients over all ranks.
+A runtime is one process of a `World`: it takes its share of every global batch, and gradients are averaged over all ranks.
 """
 
 import contextlib
@@ -23,8 +23,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_batch(batch_size, cores, what="cores"):
-    """Raise TpukitError, naming the sizes that do, unless a global batch can be shared evenly by so many cores (what: of which
-    the message speaks)."""
+    """Raise TpukitError, naming sizes that work, unless a global batch can be shared evenly. what: the word for `cores`."""
     if batch_size < 1:
         raise TpukitError(f"batch_size={batch_size}: it has to be 1 or more")
     if batch_size % cores:
@@ -46,9 +45,9 @@ def check_cuda():
 class Runtime:
     """Plain PyTorch on one device.
 
-    device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become programs, as on XLA. world: this
-    process among those of the training. cores: how many devices share a global batch, over all processes. shards: how many of
-    them are this process's.
+    device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become compiled graphs, as on XLA. world:
+    this process among those of the training. cores: the number of devices that share a global batch, over all processes.
+    shards: the number of them that belong to this process.
     """
 
     compiles = False
@@ -125,8 +124,8 @@ class Runtime:
         return self.put(arrays)
 
     def put_whole(self, arrays, *, sharded=False):
-        """`put` for a whole set, (N, ...) each, that stays. sharded: a part on each of this process's `shards` devices."""
-        # Copies, because torch warns of mapped files, which cannot be written. Not pinned: torch keeps pinned memory for ever.
+        """`put` for a whole dataset, (N, ...) each, that stays. sharded: over this process's `shards` devices."""
+        # Copies, because torch warns of mapped files, which cannot be written. Not pinned: torch never frees pinned memory.
         return {name: torch.as_tensor(np.array(values)).to(self.device) for name, values in arrays.items()}
 
     def host(self, tree):
@@ -140,8 +139,8 @@ class Runtime:
         return tree
 
     def host_later(self, tree):
-        """`host`, begun now: a function that waits for the copy and returns it. What the device is asked for after this call,
-        it does not wait for, where the device allows it."""
+        """`host`, started now: a function that waits for the copy and returns it. On a GPU it does not wait for work that is
+        queued after this call."""
         if self.device.type != "cuda":
             return functools.partial(self.host, tree)
         pinned = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", non_blocking=True), tree)
@@ -171,7 +170,7 @@ class Runtime:
         return function
 
     def init_optimizer_state(self, optimizer):
-        """Make the optimizer's state before the first step where that matters. Returns whether it has its state now."""
+        """Make the optimizer's state before the first step where that matters. Returns whether it exists now."""
         return True
 
     def torch_compile(self, model, mode):
@@ -187,8 +186,8 @@ class Runtime:
 
     @contextlib.contextmanager
     def broadcast_buffers(self, model):
-        """Within it, the model of every rank has rank 0's buffers (the running statistics of batch norm): the ones that are
-        saved."""
+        """Within it, the model of every rank has rank 0's buffers (the running statistics of batch norm), which are the saved
+        ones."""
         own = [(module, name) for module in model.modules() for name, value in module._buffers.items() if value is not None]
         if self.world.size == 1 or not own:
             yield
@@ -228,7 +227,7 @@ class Runtime:
         """Turn each rank's gradients into their mean over all ranks. DistributedDataParallel has done so in backward."""
 
     def clip_gradients(self, optimizer, max_norm):
-        """Scale gradients of a larger norm down to it. Returns the norm that they had, a scalar on the device; None for None."""
+        """Scale gradients of a larger norm down to it. Returns the norm they had, a scalar on the device; None for None."""
         if max_norm is None:
             return None
         return torch.nn.utils.clip_grad_norm_(parameters_with_gradient(optimizer), max_norm)
@@ -252,7 +251,7 @@ class Runtime:
         return torch.linalg.vector_norm(torch.stack(norms)).reshape(1)
 
     def sync(self):
-        """Wait until the device has done what was asked of it."""
+        """Wait for all work that was queued on the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -276,16 +275,16 @@ class Runtime:
         if self.device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"])
 
-    # Looking
+    # Watchdog, and what the device reports
 
     def start_watchdog(self, timeout_s, stacks, *, ends, steps=None):
-        """From now on, when no `heartbeat` comes for so many seconds, write every thread's Python stack to the open file
-        `stacks`, and end this process if it `ends`. steps: an open file that always holds the number of the last beat."""
+        """From now on, after timeout_s seconds without a `heartbeat`, write every thread's Python stack to the open file
+        `stacks`, and end this process if `ends`. steps: an open file that always holds the step of the last heartbeat."""
         self._watch, self._steps = dict(timeout=timeout_s, file=stacks, exit=ends), steps
         self.heartbeat(0)
 
     def heartbeat(self, step):
-        """Say that this rank is alive, after so many steps."""
+        """Report that this rank is alive. step: the number of steps taken."""
         self.step = step
         if self._steps:
             os.pwrite(self._steps.fileno(), b"%20d" % step, 0)
@@ -296,32 +295,30 @@ class Runtime:
             faulthandler.dump_traceback_later(**self._watch)
 
     def compilations(self):
-        """(programs compiled, seconds that took) since the start."""
+        """(graphs compiled, seconds that took) since the process started."""
         return 0, 0.0
 
     def take_compile_events(self):
-        """Which functions given to `compile` were compiled since this was last asked: a list of dict(what, programs, seconds,
+        """What was compiled of the functions given to `compile` since the last call: a list of dict(what, programs, seconds,
         why, refused).
 
-        what: the function's name. why: sentences, see `causes`; none the first time. refused: whether it was one program too
-        many.
+        what: the function's name. programs: the number of graphs. why: sentences, see `recompiles`; none the first time.
+        refused: whether it raised UnexpectedRecompilation.
         """
         return []
 
     def reset_statistics(self):
-        """What this process compiled, called and had fall back before is no part of what is told from now on, nor is its peak
-        of memory, where the device can start that anew (a GPU)."""
+        """Forget compile events, signatures and fallbacks of this process so far, and on a GPU the peak of memory."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     def counters(self):
-        """What the accelerator's own counters say since the start; empty where there are none. See `XLARuntime.counters`."""
+        """The accelerator's own counters since the process started; empty where there are none. See `XLARuntime.counters`."""
         return {}
 
     @contextlib.contextmanager
     def traced(self, folder):
-        """Within it, the device's and this process's work is recorded, and left in `folder` in a form that TensorBoard
-        opens."""
+        """Within it, the profiler records the work of the device and of this process, for TensorBoard, in `folder`."""
         from torch.profiler import profile, tensorboard_trace_handler
 
         with profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True):
@@ -347,7 +344,7 @@ def parameters_with_gradient(optimizer):
 def open_runtime(env, precision="auto", *, world=None, spmd_cores=None):
     """The runtime of the accelerator that `environment.detect()` found. This is where a device is first touched.
 
-    world: this process among others, alone unless given. spmd_cores: run one program over so many XLA devices.
+    world: this process among others, alone unless given. spmd_cores: run one graph over that many XLA devices.
     """
     if precision not in PRECISIONS:
         raise TpukitError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")

@@ -76,8 +76,8 @@ class CompiledFunction:
         import torch_xla
 
         before, _ = self.runtime.compilations()
-        # full_graph: a hidden `.item()` raises instead of cutting the step. It also makes the host wait for the device before it
-        # traces the next step, so only the first calls are guarded.
+        # full_graph: a hidden `.item()` raises instead of cutting the step. It also makes the host wait for the device before
+        # it traces the next step, so only the first calls are guarded.
         if self.calls <= GUARDED_CALLS:
             result = torch_xla.compile(self.function, full_graph=True, name=self.name)(*arguments)
         else:

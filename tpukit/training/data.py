@@ -51,8 +51,8 @@ def evaluation_plan(size, batch_size):
 class BatchLoader:
     """Brings the batches of a dataset to a runtime's device.
 
-    data: as `Workload.datasets` returns it. on: "device" stores all its arrays there once, so that a batch is an index and a few
-    numbers a sample; "host" makes every batch on `workers` threads, a few ahead; "auto" stores them on an accelerator where
+    data: as `Workload.datasets` returns it. on: "device" stores all its arrays there once, so that a batch is an index and
+    a few numbers a sample; "host" makes every batch on `workers` threads, a few ahead; "auto" stores them on an accelerator where
     they take at most an eighth of its memory, whole or sharded over the devices of this process.
     """
 

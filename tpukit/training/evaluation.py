@@ -71,7 +71,7 @@ def evaluate(task, model, data, runtime, *, epoch=None, after_batch=None, folder
 
 
 def predict(task, model, loader, runtime, *, epoch, after_batch=None):
-    """list of (prediction, the arrays of the batch that `task.evaluation_keys` names), on the CPU; on rank 0 those of all ranks."""
+    """list of (prediction, batch), on the CPU; on rank 0 those of all ranks. batch: the arrays in `task.evaluation_keys`."""
     predictor = task.predictor(model, runtime, epoch)
     compose = loader.compose if loader.resident is None else runtime.inference(loader.compose)
     found, pending = [], None

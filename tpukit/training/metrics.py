@@ -8,8 +8,8 @@ import torch
 NORMAL_GRAD_NORM = (1e-7, 1e3)
 # What the steps of an interval add up on the device, and the values it starts with. bad_step is the first step whose loss was
 # not finite, odd_step the first whose gradient norm was outside NORMAL_GRAD_NORM, both counted from 0 at the start of the
-# interval, -1 for none; grad_norm is the last step's. A step knows its gradient norm only where gradients are clipped; elsewhere
-# `sync` computes the norm of the last gradient.
+# interval, -1 for none; grad_norm is the last step's. A step knows its gradient norm only where gradients are clipped;
+# elsewhere `sync` computes the norm of the last gradient.
 SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0, odd_step=-1.0, grad_norm=0.0)
 
 
