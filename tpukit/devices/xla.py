@@ -14,15 +14,13 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from tpukit.devices import recompiles
+from tpukit.devices.chips import HBM_BYTES
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.xla_replay import GraphReplay
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import GIB
 
 GUARDED_CALLS = 3
-# What a program may use of one TPU core's memory, by the beginning of TPU_ACCELERATOR_TYPE, where the runtime does not tell.
-HBM_BYTES = {"v5litepod": 15.75 * GIB, "v5e": 15.75 * GIB, "v6e": 31.25 * GIB}
 _STATE_STARTS_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
 
 
