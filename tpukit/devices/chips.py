@@ -16,6 +16,8 @@ class Chip:
     """as in the price table, prices.csv"""
     cloud_type: str
     """how the accelerator types of Google Cloud begin: v5litepod-8. Source: "TPU versions" in Google Cloud's documentation"""
+    image: str
+    """runtime version of a TPU VM for PyTorch. Source: "TPU software versions", read in November 2026"""
     cores_counted: int = 1
     """what the number in an accelerator type counts on one chip: v5litepod-8 has 8 chips, v4-8 has 4. Source: as above"""
     devices: int = 1
@@ -43,15 +45,29 @@ class Machine:
     """its name in the compiler (`jax.experimental.topologies`)"""
 
 
-V5E = Chip(name="TPU v5e", cloud_type="v5litepod", hbm_bytes=15.75 * GIB, flops=197e12, bandwidth=819e9)
-V6E = Chip(name="TPU v6e", cloud_type="v6e", hbm_bytes=31.25 * GIB, flops=918e12, bandwidth=1640e9)
+V5E = Chip(
+    name="TPU v5e",
+    cloud_type="v5litepod",
+    image="v2-alpha-tpuv5-lite",
+    hbm_bytes=15.75 * GIB,
+    flops=197e12,
+    bandwidth=819e9,
+)
+V6E = Chip(
+    name="TPU v6e",
+    cloud_type="v6e",
+    image="v2-alpha-tpuv6e",
+    hbm_bytes=31.25 * GIB,
+    flops=918e12,
+    bandwidth=1640e9,
+)
 CHIPS = (
     V5E,
     V6E,
-    Chip(name="TPU v5p", cloud_type="v5p", cores_counted=2),
-    Chip(name="TPU v4", cloud_type="v4", cores_counted=2),
-    Chip(name="TPU v3", cloud_type="v3", cores_counted=2, devices=2),
-    Chip(name="TPU v2", cloud_type="v2", cores_counted=2, devices=2),
+    Chip(name="TPU v5p", cloud_type="v5p", image="v2-alpha-tpuv5", cores_counted=2),
+    Chip(name="TPU v4", cloud_type="v4", image="tpu-ubuntu2204-base", cores_counted=2),
+    Chip(name="TPU v3", cloud_type="v3", image="tpu-ubuntu2204-base", cores_counted=2, devices=2),
+    Chip(name="TPU v2", cloud_type="v2", image="tpu-ubuntu2204-base", cores_counted=2, devices=2),
 )
 MACHINES = {
     "v5e-1": Machine(V5E, 1, "v5e:1x1"),

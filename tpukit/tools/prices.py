@@ -14,6 +14,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Table
 
 USD_PER_KWH = 0.30  # of electricity for a local card; an option wherever it is used
+HOST_BESIDES = "its host machine is billed besides"  # of a source whose figure is of the card alone
 SHIPPED = Path(__file__).with_name("prices.csv")
 PLACES = ("Google Cloud", "Colab", "Colab free", "Kaggle", "local")
 
@@ -43,7 +44,7 @@ class Price:
     @property
     def excludes_host(self):
         """Whether the price is of the card alone, without the machine around it."""
-        return "its host machine is billed besides" in self.source
+        return HOST_BESIDES in self.source
 
     def per_hour(self, *, chips=1, spot=False, usd_per_kwh=USD_PER_KWH):
         """USD per hour of the given number of chips or cards; None where it is not known."""
