@@ -29,10 +29,10 @@ CASES = {
 KEPT = ("batch_size", "fits", "peak_bytes", "flops", "bytes", "cycles")
 
 
-def measure(name, say=print):
+def measure(name, log=print):
     """The figures of one case, as plan.json keeps them."""
     task, part, chip = CASES[name]
-    (row,) = plan(task, part=part, chip=chip, say=say).rows
+    (row,) = plan(task, part=part, chip=chip, log=log).rows
     return dict(chip=chip, part=part, **{key: row[key] for key in KEPT if key in row})
 
 

@@ -15,6 +15,7 @@ from tpukit import MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.xla import XLARuntime
 from tpukit.host.tables import GIB
+from tpukit.training.data import already_composed
 from tpukit.training.metrics import new_sums
 from tpukit.training.step import train_step
 from tpukit.workloads.mshnet import strips
@@ -54,11 +55,6 @@ def shaped(in_strips):
         yield
 
 
-def as_it_is(batch):
-    """In place of `BatchLoader.compose`, for a batch that is complete."""
-    return batch
-
-
 def seconds_a_step(device, task, in_strips, replayed):
     """Seconds: until the first step is done, of a later one (median), and of it what the host takes to hand it over."""
     runtime = open_runtime(device, "fp32" if task.precision == "auto" else task.precision)
@@ -70,7 +66,7 @@ def seconds_a_step(device, task, in_strips, replayed):
     batch, sums = runtime.put(task.example(task.batch_size)), new_sums(runtime)
 
     def step(batch, sums):
-        return train_step(task, faster, optimizer, runtime, as_it_is, batch, task.epochs, sums)
+        return train_step(task, faster, optimizer, runtime, already_composed, batch, task.epochs, sums)
 
     program = runtime.compile(step, **(dict(model=model, optimizer=optimizer) if replayed else {}))
     with shaped(in_strips):

@@ -1,11 +1,14 @@
-"""What a workload must implement, and settings that are refused."""
+"""What a workload must implement, settings that are refused, and a task on its way to another process."""
 
 import dataclasses
 import inspect
+import json
+from pathlib import Path
 
 import pytest
 
 from tpukit import CDEIT, MNIST, MSHNet, TpukitError, Workload
+from tpukit.training.task import from_settings, to_request
 
 
 @pytest.mark.parametrize("method", ["datasets", "model", "optimizer", "loss", "predict", "evaluate", "panels"])
@@ -29,3 +32,20 @@ def test_settings_that_no_training_can_have_are_refused_by_their_name(workload, 
     ((name, value),) = wrong.items()
     with pytest.raises(TpukitError, match=rf"{name}={value}: it has to be [01] or more"):
         workload(**wrong)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Own(MNIST):
+    """A workload with settings of every type."""
+
+    notes: Path | None = Path("notes")
+    places: tuple[Path, ...] = (Path("a"), Path("b"))
+    sizes: tuple[int, ...] | None = (3, 4)
+
+
+def test_a_task_arrives_in_another_process_as_it_was_sent(digits):
+    task = Own(dataset_dir=digits, weights="w.pth", batch_size=4, places=(Path("c"),), sizes=None)
+    request = json.loads(json.dumps(to_request(task)[0]))
+    received = from_settings(Own, request["settings"] | dict(of_an_older_version=1))
+    assert received == dataclasses.replace(task, weights=Path("w.pth")) and isinstance(received.notes, Path)
+    assert from_settings(Own, {}) == Own()

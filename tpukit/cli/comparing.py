@@ -28,7 +28,7 @@ def _measure(argv):
     tool.check_writable(out)  # before a dataset is unpacked
     found = find_dataset(env, task.dataset, task.dataset_dir, fallback=task.fallback or False, size=size)
     how = {name: value for name, value in dataclasses.asdict(options).items() if name != "out"}
-    measured = tool.measure_here(dataclasses.replace(task, dataset_dir=found), out=out, say=to_stderr, **how)
+    measured = tool.measure_here(dataclasses.replace(task, dataset_dir=found), out=out, log=to_stderr, **how)
     print(f"{measured.table()}\n\nNext, with the files of other machines beside it: tpukit compare {out.parent}/*.json")
 
 
@@ -110,7 +110,7 @@ def _merge(argv):
     picture = options.picture or _place_of_picture(options.files, environment.detect().outputs / "comparison")
     tool.check_writable(picture)
     prices = price_table.read(options.prices)
-    plans = tool.plan_recipe(measurements, options.plan, batch_size=options.batch_size, say=to_stderr)
+    plans = tool.plan_recipe(measurements, options.plan, batch_size=options.batch_size, log=to_stderr)
     counted = {name: getattr(options, name) for name in ("epochs", "images", "batch_size")}
     asked = {name: getattr(options, name) for name in ("deadline_h", "budget_usd", "spot", "usd_per_kwh")}
     found = tool.compare(measurements, plans=plans, prices=prices, **counted, **asked)

@@ -120,16 +120,16 @@ def report(argv):
     )
     figures.show_report(run)
     if steps or hlo:
-        from tpukit.tools.trace import look
+        from tpukit.tools.trace import trace
         from tpukit.training.task import from_settings
 
         own = run.config["settings"] | dict(weights=None)  # those it started from, where it has no best ones, may be gone
         task = from_settings(workloads.find(run.config["workload"]), own)
         task = dataclasses.replace(task, dataset_dir=dataset_dir or task.dataset_dir or Path("."))
-        seen = look(with_dataset(task, environment.detect()), run, steps=steps or 1, hlo=hlo, **how)
-        print(f"\n{Sentences(seen.findings())}")
-        if seen.rows:
-            print(f"\n{seen.table()}")
+        traced = trace(with_dataset(task, environment.detect()), run, steps=steps or 1, hlo=hlo, **how)
+        print(f"\n{Sentences(traced.findings())}")
+        if traced.rows:
+            print(f"\n{traced.table()}")
 
 
 def watch(argv):

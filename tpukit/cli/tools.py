@@ -60,7 +60,7 @@ def plan(argv):
 
     task, options = parse("plan", argv, _plan_options)
     found = tool.plan(
-        task, **{name: value for name, value in dataclasses.asdict(options).items() if name != "json"}, say=to_stderr
+        task, **{name: value for name, value in dataclasses.asdict(options).items() if name != "json"}, log=to_stderr
     )
     if options.json:
         print(json.dumps(dataclasses.asdict(found), indent=1))
@@ -72,11 +72,12 @@ def plan(argv):
 def _plan_options():
     import tyro
 
-    from tpukit.tools.plan import CHIPS, PARTS
+    from tpukit.devices.chips import MACHINES
+    from tpukit.tools.plan import PARTS
 
     @dataclasses.dataclass(frozen=True)
     class PlanOptions:
-        chip: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(CHIPS) + "}")] = "v5e-1"
+        chip: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(MACHINES) + "}")] = "v5e-1"
         """The TPU: one v5e chip (Colab), eight (Kaggle; 8 replicas and their gradient sum), or one v6e chip."""
         batch_sizes: tuple[int, ...] = ()
         """Global batch sizes to ask about; --batch-size alone unless given."""

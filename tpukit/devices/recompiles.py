@@ -31,8 +31,8 @@ class UnexpectedRecompilation(TpukitError):
         if operation:
             lines.append(f"New in it: {operation}")
         lines.append(
-            "Keep every batch the same shape; declare variants of the loss in `loss_variants`; numbers that change from step to "
-            "step belong in tensors"
+            "Keep every batch the same shape; declare variants of the loss in `loss_variants`; numbers that change from step "
+            "to step belong in tensors"
         )
         return "\n".join(lines)
 

@@ -7,13 +7,11 @@ import os
 import numpy as np
 import torch
 
+from tpukit.devices.chips import HBM_BYTES
 from tpukit.devices.runtime import Runtime, parameters_with_gradient
 from tpukit.devices.xla_compile import CompiledFunction
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import GIB
 
-# What a graph may use of one TPU core's memory, by the beginning of TPU_ACCELERATOR_TYPE, where the runtime does not report it.
-HBM_BYTES = {"v5litepod": 15.75 * GIB, "v5e": 15.75 * GIB, "v6e": 31.25 * GIB}
 _STATE_STARTS_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
 
 

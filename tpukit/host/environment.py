@@ -24,7 +24,8 @@ PACKAGES = ("torch", "torchvision", "torch_xla", "libtpu", "tensorflow", "tensor
 NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
 GOOGLE_PCI_VENDOR, NVIDIA_PCI_VENDOR = "0x1ae0", "0x10de"
 PCI_DISPLAY = "0x03"  # how the class of a graphics processor begins
-# The PCI devices that are TPU chips, as torch_xla 2.9 lists them; Google's network cards have other ids.
+# The PCI devices that are TPU chips, as torch_xla 2.9 lists them; Google's network cards have other ids. All other facts of
+# chips are in devices/chips.py, a layer above, which this file cannot import.
 TPU_PCI_DEVICES = ("0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076")
 TPU_MENU = {
     "colab": "Colab menu: Runtime > Change runtime type > Hardware accelerator > v5e-1 TPU (or v6e-1)",

@@ -128,11 +128,13 @@ def comparison_figure(comparison):
     """A matplotlib figure: speed and memory over the batch size, and time and cost of the whole training by hardware."""
     from matplotlib.patches import Patch
 
-    looks = {"measured": dict(facecolor=ACCENT), "published": dict(facecolor=GREY, hatch="//")}
-    looks["bound"] = dict(facecolor=SECOND, hatch="..")
-    look = lambda kind: dict(looks[kind.partition(",")[0]], edgecolor="white")  # noqa: E731
-    ways, choices, epochs = comparison.ways, [c for c in comparison.choices if c.usd is not None], comparison.epochs
-    lines = max(len(ways), len(choices), 3)
+    measured = dict(facecolor=ACCENT, edgecolor="white")
+    published = dict(facecolor=GREY, hatch="//", edgecolor="white")
+    bound = dict(facecolor=SECOND, hatch="..", edgecolor="white")
+    styles = dict(zip(comparison.bases, (measured, published, bound)))
+    estimates, epochs = comparison.estimates, comparison.epochs
+    priced = [candidate for candidate in comparison.candidates if candidate.usd is not None]
+    lines = max(len(estimates), len(priced), 3)
     figure, ((speed, memory), (time, cost)) = _figure(
         2, 2, (9.6, 3.1 + 0.9 + 0.27 * lines), height_ratios=(10, 3 + 0.9 * lines)
     )
@@ -154,12 +156,13 @@ def comparison_figure(comparison):
             axis.legend(fontsize=7, frameon=False, loc="upper left")
         else:
             _empty(axis, "nothing measured yet")
-    _bars(time, [(way.label, way.hours(epochs), look(way.kind)) for way in ways], f"hours of {epochs} epochs", "{:.3g}")
-    bars = [(f"{c.way.label}, {c.place}", c.usd, look(c.way.kind)) for c in choices]
+    bars = [(one.label, one.hours(epochs), styles[one.basis]) for one in estimates]
+    _bars(time, bars, f"hours of {epochs} epochs", "{:.3g}")
+    bars = [(f"{c.estimate.label}, {c.place}", c.usd, styles[c.estimate.basis]) for c in priced]
     _bars(cost, bars, f"USD of {epochs} epochs", "{:.2f}")
-    present = {way.kind: look(way.kind) for way in ways}
+    present = {one.basis: styles[one.basis] for one in estimates}
     figure.legend(
-        handles=[Patch(label=_label(kind), **style) for kind, style in present.items()],
+        handles=[Patch(label=_label(basis), **style) for basis, style in present.items()],
         loc="outside lower center",
         ncols=3,
         fontsize=8,

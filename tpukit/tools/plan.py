@@ -1,11 +1,12 @@
-"""`tpukit plan`: whether a step fits a TPU, and what bounds its time, said by the TPU's own compiler on a machine without one.
+"""`tpukit plan`: whether a step fits a TPU, and what bounds its time, computed by the TPU's own compiler without a TPU.
 
-The programs are written down by torch_xla on its CPU device (in a process of their own), and compiled by libtpu in an
-environment of its own (`tpu_compiler.py`). No figure is a measurement of a TPU.
+torch_xla traces the step on its CPU device, in a process of its own, into compiled graphs (as StableHLO); libtpu compiles them
+in an environment of its own (`tpu_compiler.py`). No figure is a measurement of a TPU.
 """
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tpukit.devices.chips import MACHINES
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Table
@@ -24,51 +26,27 @@ from tpukit.training.task import from_request, to_request
 
 # libtpu as in the images with torch_xla 2.9, and the jax that belongs to it.
 COMPILER = ("jax==0.7.1", "jaxlib==0.7.1", "libtpu==0.0.21")
+COMPILER_SCRIPT = Path(__file__).with_name("tpu_compiler.py")
 PARTS = ("train", "evaluate")
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """A kind of TPU machine. Rates are of one chip, as Google Cloud's documentation of v5e and v6e gives them."""
-
-    topology: str
-    cores: int
-    hbm_bytes: float  # what a program may use of the 16 and 32 GiB
-    flops: float  # a second, in bf16
-    bandwidth: float  # bytes a second
-
-
-CHIPS = {
-    "v5e-1": Chip("v5e:1x1", 1, 15.75 * GIB, 197e12, 819e9),
-    "v5e-8": Chip("v5e:2x4", 8, 15.75 * GIB, 197e12, 819e9),
-    "v6e-1": Chip("v6e:1x1", 1, 31.25 * GIB, 918e12, 1640e9),
-}
-
-
-def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", find_batch=False, say=print):
+def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", find_batch=False, log=print):
     """What a workload's step needs on a TPU: a `Plan`.
 
     batch_sizes: global ones; the task's own unless given. part: "train", the whole training step (all 8 replicas of it and
-    their gradient sum on v5e-8), or "evaluate", the programs that predict a batch of the test set. find_batch: bisect the
-    largest batch that fits, too. With a dataset_dir, its sets lie on the chip as in training, where they do not crowd it.
-    Raises TpukitError where the compiler cannot be had, or refuses a program for another reason than memory.
+    their gradient sum on v5e-8), or "evaluate", the graphs that predict a batch of the test set. find_batch: also bisect the
+    largest batch that fits. With a dataset_dir, its sets lie on the chip as in training, where they are small enough.
+    Raises TpukitError where the compiler cannot be had, or refuses a graph for another reason than memory.
     """
-    from tpukit.devices.runtime import check_batch
-
-    if chip not in CHIPS:
-        raise TpukitError(f"no chip {chip!r}; there are: {', '.join(CHIPS)}")
-    if part not in PARTS:
-        raise TpukitError(f"no part {part!r}; there are: {', '.join(PARTS)}")
-    cores = CHIPS[chip].cores
     sizes = list(batch_sizes or [task.batch_size])
-    for size in sizes:
-        check_batch(size, cores, f"cores of {chip}")
+    check(chip, part, sizes)
+    cores = MACHINES[chip].chips
     rows = {}
 
     def fits(size):
         if size not in rows:
-            say(f"batch {size}: writing down the programs")
-            rows[size] = _one(task, chip, size, part, say)
+            log(f"batch {size}: tracing the step")
+            rows[size] = _plan_batch(task, MACHINES[chip], size, part, log)
         return rows[size]["fits"]
 
     for size in sizes:
@@ -78,8 +56,20 @@ def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", find_batch=False
     return Plan(task.name, part, chip, [rows[size] for size in sorted(rows)])
 
 
+def check(chip, part, batch_sizes):
+    """Raise TpukitError for a question that cannot be answered, before minutes of compilation."""
+    from tpukit.devices.runtime import check_batch
+
+    if chip not in MACHINES:
+        raise TpukitError(f"no chip {chip!r}; there are: {', '.join(MACHINES)}")
+    if part not in PARTS:
+        raise TpukitError(f"no part {part!r}; there are: {', '.join(PARTS)}")
+    for size in batch_sizes:
+        check_batch(size, MACHINES[chip].chips, f"cores of {chip}")
+
+
 def _bisect(fits, size, cores):
-    """Ask `fits` until the largest batch that fits is known to within a sixteenth."""
+    """Call `fits` until the largest batch that fits is known to within a sixteenth."""
     while not fits(size) and size > cores:
         size = max(cores, size // 2 // cores * cores)
     if not fits(size):
@@ -89,12 +79,15 @@ def _bisect(fits, size, cores):
         good, bad = bad, 2 * bad
     while bad - good > max(cores, good // 16):
         middle = (good + bad) // 2 // cores * cores
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
+        if fits(middle):
+            good = middle
+        else:
+            bad = middle
 
 
 @dataclasses.dataclass
 class Plan:
-    """What the compiler said. `rows`: a dict for each batch size; printed, a table with what it means."""
+    """What the compiler reports; printed, a table with its explanation. rows: a dict for each batch size."""
 
     workload: str
     part: str
@@ -103,262 +96,233 @@ class Plan:
 
     @property
     def largest_batch(self):
-        """The largest batch asked about that fits, or None."""
+        """The largest batch in `rows` that fits, or None."""
         return max((row["batch_size"] for row in self.rows if row["fits"]), default=None)
-
-    def table(self):
-        columns = (
-            "batch",
-            "fits",
-            "peak HBM, GiB",
-            "TFLOP",
-            "GB",
-            "FLOP a byte",
-            "at least, ms",
-            "bound by",
-            "Mcycles*",
-            "compiled in, s",
-        )
-        cells = []
-        for row in self.rows:
-            if not row["fits"]:
-                cells.append((row["batch_size"], "no", _needs(row), *[""] * 6, round(row["compile_s"])))
-                continue
-            cells.append(
-                (
-                    row["batch_size"],
-                    "yes",
-                    f"{row['peak_bytes'] / GIB:.2f}",
-                    f"{row['flops'] / 1e12:.3g}",
-                    f"{row['bytes'] / 1e9:.3g}",
-                    f"{row['flops'] / row['bytes']:.3g}",
-                    f"{1e3 * row['bound_s']:.3g}",
-                    row["bound_by"],
-                    f"{row['cycles'] / 1e6:.4g}",
-                    round(row["compile_s"]),
-                )
-            )
-        what = "training step" if self.part == "train" else "prediction of one batch"
-        return Table(f"{self.workload}: {what} on {self.chip}, per core", columns, cells)
 
     @property
     def hbm_gib(self):
-        """What a program may use of one core's memory."""
-        return CHIPS[self.chip].hbm_bytes / GIB
+        """What a compiled graph may use of one core's memory."""
+        return MACHINES[self.chip].chip.hbm_bytes / GIB
+
+    def table(self):
+        columns = ["batch", "fits", "peak HBM, GiB", "TFLOP", "GB", "FLOP a byte", "at least, ms", "bound by", "Mcycles*"]
+        rows = []
+        for row in self.rows:
+            if row["fits"]:
+                intensity = row["flops"] / row["bytes"]
+                figures = [f"{row['flops'] / 1e12:.3g}", f"{row['bytes'] / 1e9:.3g}", f"{intensity:.3g}"]
+                figures += [f"{1e3 * row['bound_s']:.3g}", row["bound_by"], f"{row['cycles'] / 1e6:.4g}"]
+                answer = ["yes", f"{row['peak_bytes'] / GIB:.2f}", *figures]
+            else:
+                used = re.search(r"[Uu]sed ([\d.]+[KMG]) of", row["why"])
+                answer = ["no", f"needs {used[1]}" if used else "more than there is", *[""] * 6]
+            rows.append([row["batch_size"], *answer, round(row["compile_s"])])
+        what = "training step" if self.part == "train" else "prediction of one batch"
+        return Table(f"{self.workload}: {what} on {self.chip}, per core", [*columns, "compiled in, s"], rows)
 
     @property
     def caption(self):
         """What the columns mean."""
-        chip = CHIPS[self.chip]
+        chip = MACHINES[self.chip].chip
         return (
             f"{self.hbm_gib:g} GiB of HBM a core. At least: the longer of FLOP / {chip.flops / 1e12:g} TFLOP/s and "
             f"bytes / {chip.bandwidth / 1e9:g} GB/s; a bound, not a forecast. *Cycles: the compiler's own estimate, added up. "
-            "Not calibrated: use it to compare one program with another, never as a time."
+            "Not calibrated: use it to compare one graph with another, never as a time."
         )
 
     def __str__(self):
         return f"{self.table()}\n\n{self.caption}"
 
 
-def _needs(row):
-    found = re.search(r"[Uu]sed ([\d.]+[KMG]) of", row["why"])
-    return f"needs {found[1]}" if found else "more than there is"
-
-
-def _one(task, chip, size, part, say):
-    """The row of one batch size: its programs, written down and compiled."""
-    machine = CHIPS[chip]
+def _plan_batch(task, machine, size, part, log):
+    """The row of one batch size: its graphs, traced and compiled."""
+    chip = machine.chip
     with tempfile.TemporaryDirectory() as folder:
-        programs = _write_down(task, part, size, machine, Path(folder))
+        graphs = _trace(task, part, size, machine, Path(folder))
         beside = int((Path(folder) / "beside").read_text())
-        found = [(count, _compile(path, machine, say)) for path, count in programs]
-    row = dict(batch_size=size, fits=all("error" not in one for _, one in found))
-    row["compile_s"] = sum(one["compile_s"] for _, one in found)
-    if not row["fits"]:
-        return dict(row, why=next(one["error"] for _, one in found if "error" in one))
-    row["peak_bytes"] = beside + max(one["peak_bytes"] for _, one in found)
-    if row["peak_bytes"] > machine.hbm_bytes:
-        return dict(row, fits=False, why=f"used {row['peak_bytes'] / GIB:.2f}G of {machine.hbm_bytes / GIB:g}G")
+        answers = [_compile(path, machine, log) | dict(times=count) for path, count in graphs]
+    row = dict(batch_size=size, fits=True, compile_s=sum(answer["compile_s"] for answer in answers))
+    for answer in answers:
+        if "error" in answer:
+            return row | dict(fits=False, why=answer["error"])
+    row["peak_bytes"] = beside + max(answer["peak_bytes"] for answer in answers)
+    if row["peak_bytes"] > chip.hbm_bytes:
+        why = f"used {row['peak_bytes'] / GIB:.2f}G of {chip.hbm_bytes / GIB:g}G"
+        return row | dict(fits=False, why=why)
     for name in ("flops", "bytes", "cycles"):
-        row[name] = sum(count * one[name] for count, one in found)
-    times = {"arithmetic": row["flops"] / machine.flops, "memory": row["bytes"] / machine.bandwidth}
-    row["bound_by"] = max(times, key=times.get)
-    row["bound_s"] = times[row["bound_by"]]
-    return dict(row, programs=[dict(one, times=count) for count, one in found])
+        row[name] = sum(answer["times"] * answer[name] for answer in answers)
+    seconds = {"arithmetic": row["flops"] / chip.flops, "memory": row["bytes"] / chip.bandwidth}
+    row["bound_by"] = max(seconds, key=seconds.get)
+    row["bound_s"] = seconds[row["bound_by"]]
+    return row | dict(programs=answers)
 
 
-# Writing programs down
+# Tracing the graphs
 
 
-def _write_down(task, part, size, machine, folder):
-    """[(path, how often a batch runs it)] of the part's programs, made in a fresh process, which opens torch_xla's CPU device.
+def _trace(task, part, size, machine, folder):
+    """[(path of a compiled graph, how often a batch runs it)], traced in a fresh process, which opens torch_xla's CPU device.
 
-    The file `beside` says how many bytes more a core holds meanwhile: the average of the weights, and the set that is not
+    The file `beside` holds how many bytes more a core keeps meanwhile: the average of the weights, and the set that is not
     used."""
     request, variables = to_request(task)
-    request |= dict(part=part, size=size, cores=machine.cores, memory_size=int(machine.hbm_bytes))
+    request |= dict(part=part, size=size, cores=machine.chips, memory_size=int(machine.chip.hbm_bytes))
     ran = _run([sys.executable, "-P", "-m", "tpukit.tools.plan", str(folder)], json.dumps(request), variables)
     if ran.returncode:
-        last = ran.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
-        if "No module named 'torch_xla'" in last[0] or "_XLAC" in last[0] and "undefined symbol" in last[0]:
+        last = _last_line(ran)
+        if "No module named 'torch_xla'" in last or "_XLAC" in last and "undefined symbol" in last:
             raise TpukitError(
-                f"a plan needs a torch_xla that matches torch, to write the programs down ({last[0]}). In an environment of "
-                "its own: pip install torch==2.9.0 torch-xla==2.9.0"
+                f"a plan needs a torch_xla that matches torch, to trace the step ({last}). In an environment of its own: "
+                "pip install torch==2.9.0 torch-xla==2.9.0"
             )
-        raise TpukitError(f"the {part} programs of {task.name} at batch {size} cannot be written down: {last[0]}")
-    counts = {}
+        raise TpukitError(f"the {part} step of {task.name} at batch {size} cannot be traced: {last}")
+    paths = {}
     for path in sorted(folder.glob("*.mlirbc")):
-        counts.setdefault(files.sha256(path), []).append(path)
-    return [(paths[0], len(paths)) for paths in counts.values()]
+        paths.setdefault(files.sha256(path), []).append(path)
+    return [(same[0], len(same)) for same in paths.values()]
 
 
-def write_programs(request, folder):
-    """In the fresh process: the programs of a request of `_write_down`, as numbered files."""
+def trace_step(request, folder):
+    """In the fresh process: the graphs of a request of `_trace`, as numbered files. All calls into training are here."""
     import numpy as np
 
-    from tpukit.devices.xla import RecordingRuntime
-    from tpukit.training.data import BatchLoader
-    from tpukit.training.step import freeze_batch_norm, fresh_sums, training_step
+    from tpukit.devices.xla_export import ExportRuntime
+    from tpukit.training import batch_norm
+    from tpukit.training.data import BatchLoader, Draw, already_composed
+    from tpukit.training.metrics import new_sums
+    from tpukit.training.step import train_step
 
-    task, per_core = from_request(request), request["size"] // request["cores"]
-    runtime = RecordingRuntime(task.precision, request["cores"], request["memory_size"])
-    training, beside = request["part"] == "train", 0
+    task, size, training = from_request(request), request["size"], request["part"] == "train"
+    runtime = ExportRuntime(task.precision, request["cores"], request["memory_size"])
+    beside = 0
     model = task.model().train(training)
     if task.batch_norm == "frozen":
-        freeze_batch_norm(model)
+        batch_norm.freeze(model)
     if training and task.ema_decay:
         beside += sum(value.nbytes for value in model.state_dict().values())
     model = runtime.place(model)
-    optimizer = task.optimizer(model) if training else None
     if training:
+        optimizer = task.optimizer(model)
         runtime.init_optimizer_state(optimizer)
-    compose = lambda batch: batch  # noqa: E731
+    compose = already_composed
     if task.dataset_dir:
-        sets = task.datasets() if training else (task.test_set(),)
-        data, others = sets[0], sets[1:]
+        data, *others = task.datasets() if training else [task.test_set()]
         beside += sum(BatchLoader(other, runtime, on=task.data_on, workers=0).bytes_per_core for other in others)
-        feed = BatchLoader(data, runtime, on=task.data_on, workers=0)
-        numbers = np.random.default_rng(0).random((request["size"], data.num_draws)) if training else None
-        batch = next(feed.batches([(np.arange(request["size"]) % len(data), numbers, None)]))
-        compose = feed.compose
+        loader = BatchLoader(data, runtime, on=task.data_on, workers=0)
+        numbers = np.random.default_rng(0).random((size, data.num_draws)) if training else None
+        batch = next(loader.batches([Draw(np.arange(size) % len(data), numbers)]))
+        compose = loader.compose
     else:
-        batch = runtime.put(task.example(per_core))
-    sums = fresh_sums(runtime)
+        batch = runtime.put(task.example(size // request["cores"]))
+    sums = new_sums(runtime)
     runtime.sync()
     if training:
-        step = lambda batch: training_step(task, model, optimizer, runtime, compose(batch), task.epochs, sums)  # noqa: E731
-        runtime.compile(step, model=model, optimizer=optimizer)(batch)
+        step = functools.partial(train_step, task, model, optimizer, runtime, compose)
+        runtime.compile(step, name="step", model=model, optimizer=optimizer)(batch, task.epochs, sums)
     else:
         if task.dataset_dir:
             batch = runtime.inference(compose)(batch)
         task.predictor(model, runtime)(batch)
     (folder / "beside").write_text(str(beside))
-    for number, program in enumerate(runtime.programs):
-        (folder / f"{number:04d}.mlirbc").write_bytes(program)
+    for number, graph in enumerate(runtime.graphs):
+        (folder / f"{number:04d}.mlirbc").write_bytes(graph)
 
 
 # Compiling them
 
 
-def _compile(path, machine, say):
-    """What the compiler says of a program, from the cache where it was asked before. One that needs too much memory has an
-    `error`."""
-    key = f"{files.sha256(path)} {machine.topology} {COMPILER} {files.sha256(_script())}"
+def _compile(path, machine, log):
+    """What the compiler answers to a graph, cached; with an `error` where it needs too much memory."""
+    key = f"{files.sha256(path)} {machine.topology} {COMPILER} {files.sha256(COMPILER_SCRIPT)}"
     cached = files.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     with contextlib.suppress(OSError, ValueError):
-        files.make_private(cached.parent)  # what another user put there is not believed
+        files.make_private(cached.parent)  # what another user put there is not trusted
         return json.loads(cached.read_text())
-    libraries = compiler_folder(say)
-    say(f"compiling {path.stat().st_size / 1000:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
+    libraries = install_compiler(log)
+    log(f"compiling {path.stat().st_size / 1000:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
     started = time.monotonic()
-    command = [sys.executable, "-P", "-s", str(_script()), str(path), machine.topology, str(machine.cores)]
-    ran = _run(command, "", {"PYTHONPATH": str(libraries)})
-    found = _understood(ran)
-    found["compile_s"] = time.monotonic() - started
-    with contextlib.suppress(OSError, TpukitError):  # then it is asked again next time
+    command = [sys.executable, "-P", "-s", str(COMPILER_SCRIPT), str(path), machine.topology, str(machine.chips)]
+    answer = _read_answer(_run(command, "", {"PYTHONPATH": str(libraries)}))
+    answer["compile_s"] = time.monotonic() - started
+    with contextlib.suppress(OSError, TpukitError):  # then it is compiled again next time
         files.make_private(cached.parent)
         with files.file_lock(cached):
-            files.write_atomic(cached, json.dumps(found))
-    return found
+            files.write_atomic(cached, json.dumps(answer))
+    return answer
 
 
-def _script():
-    return Path(__file__).with_name("tpu_compiler.py")
-
-
-def _understood(ran):
-    """The compiler's answer, or what went wrong as a TpukitError. Too little memory is an answer."""
+def _read_answer(ran):
+    """The compiler's answer. Too little memory is one; anything else that went wrong is a TpukitError."""
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-    found = json.loads(lines[-1]) if lines else {}
-    trouble = found.get("error") or ("" if found else ran.stderr)
-    if found and not trouble or "RESOURCE_EXHAUSTED" in trouble and "hbm" in trouble.lower():
-        return found or dict(error=trouble)
-    if "libtpu_lockfile" in trouble or "already in use" in trouble:
+    answer = json.loads(lines[-1]) if lines else {}
+    error = answer.get("error") if answer else ran.stderr
+    if answer and (not error or "RESOURCE_EXHAUSTED" in error and "hbm" in error.lower()):
+        return answer
+    if "libtpu_lockfile" in error or "already in use" in error:
         raise TpukitError(
             "libtpu is held by another process on this machine (/tmp/libtpu_lockfile). End that process, or, if there is none "
             "any more, delete the file, then plan again"
         )
-    if not found and ran.returncode == -signal.SIGKILL:
-        raise TpukitError(
-            "the TPU compiler was killed, most likely for want of memory here: a large network needs 8 GiB or more"
-        )
-    if not found:
-        last = trouble.strip().splitlines()[-1:] or [f"exit code {ran.returncode}"]
-        raise TpukitError(
-            f"the TPU compiler does not run here: {last[0]}. It needs Linux on x86-64; {compiler_home()} can be deleted to "
-            "install it anew"
-        )
-    operation = re.search(r'op_name="([^"]+)"|(%[\w.\-]+ = [^\n]{0,160})', trouble)
-    named = f" It names {(operation[1] or operation[2]).strip()}." if operation else ""
-    raise TpukitError(f"the TPU compiler refuses this program: {_first_sentence(trouble)}{named}")
+    if answer:
+        operation = re.search(r'op_name="([^"]+)"|(%[\w.\-]+ = [^\n]{0,160})', error)
+        named = f" It names {(operation[1] or operation[2]).strip()}." if operation else ""
+        reason = error.strip().partition("\n")[0][:500].rstrip(".")
+        raise TpukitError(f"the TPU compiler refuses this graph: {reason}.{named}")
+    if ran.returncode == -signal.SIGKILL:
+        raise TpukitError("the TPU compiler was killed, most likely for lack of memory: a large network needs 8 GiB or more")
+    raise TpukitError(
+        f"the TPU compiler does not run here: {_last_line(ran)}. It needs Linux on x86-64; delete {compiler_folder()} to "
+        "install it again"
+    )
 
 
-def _first_sentence(text):
-    return next((line.strip() for line in text.splitlines() if line.strip()), "without a reason")[:500].rstrip(".") + "."
-
-
-def compiler_home():
-    """Where the compiler's environment lies."""
+def compiler_folder():
+    """The folder of the compiler's packages."""
     tag = hashlib.sha256(" ".join(COMPILER).encode()).hexdigest()[:10]
     return files.cache_folder() / f"tpu-compiler-{sys.version_info[0]}.{sys.version_info[1]}-{tag}"
 
 
-def compiler_folder(say=print):
-    """The compiler's packages in a folder of their own, installed on first use (about 1 GB)."""
-    home = compiler_home()
+def install_compiler(log=print):
+    """Install the compiler's packages (about 1 GB) into `compiler_folder()` unless they are there. Returns it."""
+    folder = compiler_folder()
     try:
-        files.make_private(home.parent)
+        files.make_private(folder.parent)
     except OSError as error:
         raise TpukitError(
-            f"the TPU compiler cannot be kept in {home.parent} ({error}): name another folder in TPUKIT_CACHE"
+            f"the TPU compiler cannot be kept in {folder.parent} ({error}): set TPUKIT_CACHE to another"
         ) from error
-    with files.file_lock(home):
-        if home.is_dir():
-            return home
-        say(f"installing the TPU compiler ({', '.join(COMPILER)}; about 1 GB, once) into {home}")
-        with files.atomic_folder(home) as work:
+    with files.file_lock(folder):
+        if folder.is_dir():
+            return folder
+        log(f"installing the TPU compiler ({', '.join(COMPILER)}; about 1 GB, once) into {folder}")
+        with files.atomic_folder(folder) as work:
             # A folder and not a virtual environment, because Colab's and Debian's Python cannot make one.
             pip = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             ran = _run([*pip, "--target", str(work), *COMPILER], "", {})
             if ran.returncode:
-                last = [line for line in ran.stderr.splitlines() if "ERROR" in line or "No module" in line] or ["pip failed"]
+                errors = [line for line in ran.stderr.splitlines() if "ERROR" in line or "No module" in line]
                 raise TpukitError(
-                    f"the TPU compiler is not installed, and could not be: {last[-1].strip()}. It is on PyPI for Linux on "
-                    "x86-64; `pip install tpukit[plan]` brings pip where it is missing"
+                    f"the TPU compiler could not be installed: {errors[-1].strip() if errors else _last_line(ran)}. It is on "
+                    "PyPI for Linux on x86-64; `pip install tpukit[plan]` installs pip where it is missing"
                 )
-    return home
+    return folder
 
 
-def _run(command, text, more):
-    """A process with its output caught, without this one's settings of devices and flags."""
+def _run(command, text, variables):
+    """Run a process with its output captured, without this one's flags of devices."""
     environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
-    return subprocess.run(command, input=text, env={**environ, **more}, capture_output=True, text=True)
+    return subprocess.run(command, input=text, env={**environ, **variables}, capture_output=True, text=True)
+
+
+def _last_line(ran):
+    lines = ran.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit code {ran.returncode}, without a message"
 
 
 if __name__ == "__main__":
     try:
-        write_programs(json.loads(sys.stdin.read()), Path(sys.argv[1]))
+        trace_step(json.loads(sys.stdin.read()), Path(sys.argv[1]))
     except TpukitError as error:
         sys.exit(str(error))
     sys.stdout.flush()
-    os._exit(0)  # the programs hold the whole step unfinished; an orderly end would run it
+    os._exit(0)  # the graphs hold the whole step unfinished; an orderly exit would run it

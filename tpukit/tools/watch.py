@@ -15,58 +15,59 @@ QUERY = "index,name,utilization.gpu,memory.used,memory.total"
 def watch(run, *, interval_s=2.0, once=False):
     """Show a run until its last step is done, or until Ctrl-C; once where asked, or where the output is no terminal."""
     if once or not sys.stdout.isatty():
-        print(glimpse(run))
+        print(describe(run))
         return
     from rich.live import Live
     from rich.text import Text
 
-    with Live(Text(glimpse(run)), auto_refresh=False) as shown:
+    with Live(Text(describe(run)), auto_refresh=False) as shown:
         while not findings.is_over(run.read_progress(), run.checkpoints()):
             time.sleep(interval_s)
-            shown.update(Text(glimpse(run)), refresh=True)
+            shown.update(Text(describe(run)), refresh=True)
 
 
-def glimpse(run):
-    """What there is to see now, as text."""
+def describe(run):
+    """The run and the chips as they are now, as text."""
     try:
         age_s = time.time() - (run.path / "progress.json").stat().st_mtime
-    except FileNotFoundError:  # a launch takes that of the one before away
+    except FileNotFoundError:  # a launch removes that of the launch before
         age_s = None
-    table = findings.live_table(run.path.name, run.records(), run.read_progress(), run.checkpoints(), age_s)
-    return printable("\n".join([str(table), *(chips() or _why_not(run))]))
+    records = run.records()
+    table = findings.live_table(run.path.name, records, run.read_progress(), run.checkpoints(), age_s)
+    lines = describe_chips()
+    starts = [record for record in findings.whole(records) if record["kind"] == "start"]
+    if not lines and starts and starts[-1].get("accelerator") in ("cuda", "tpu"):
+        lines = ["  how busy the chip is, is unknown: neither nvidia-smi nor tpu-info is installed"]
+    return printable("\n".join([str(table), *lines]))
 
 
-def _why_not(run):
-    device = next((r.get("accelerator") for r in reversed(findings.whole(run.records())) if r["kind"] == "start"), None)
-    unseen = "  how busy the chip is cannot be seen: neither nvidia-smi nor tpu-info is here"
-    return [unseen] if device in ("cuda", "tpu") else []
-
-
-def chips():
-    """A line for each GPU, as nvidia-smi says, and what tpu-info prints; nothing where neither is there."""
+def describe_chips():
+    """A line for each GPU from nvidia-smi, and what tpu-info prints; empty where neither is installed."""
     lines = []
     if shutil.which("nvidia-smi"):
-        said, trouble = _asked("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
-        for line in said.splitlines():
+        output, error = _run("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
+        for line in output.splitlines():
             index, name, busy, used, total = (part.strip() for part in line.split(","))
             # A field that a card does not have reads [N/A].
-            memory = "memory unknown"
+            use, memory = f"{busy}% busy" if busy.isdigit() else "use unknown", "memory unknown"
             if used.isdigit() and total.isdigit():
                 memory = f"{int(used) / MIB_IN_GIB:.1f} of {int(total) / MIB_IN_GIB:.1f} GiB"
-            lines.append(f"  GPU {index} ({name}): {f'{busy}% busy' if busy.isdigit() else 'use unknown'}, {memory}")
-        lines += [f"  nvidia-smi does not answer: {trouble}"] if trouble else []
+            lines.append(f"  GPU {index} ({name}): {use}, {memory}")
+        lines += error
     if shutil.which("tpu-info"):
-        said, trouble = _asked("tpu-info")
-        lines += [f"  tpu-info does not answer: {trouble}"] if trouble else said.rstrip().splitlines()
+        output, error = _run("tpu-info")
+        lines += error or output.rstrip().splitlines()
     return lines
 
 
-def _asked(*command):
-    """(what a command printed, what went wrong)."""
+def _run(*command):
+    """(what a command printed, [a line about what went wrong])."""
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return "", "no answer within 10 s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
-    if ran.returncode:
-        return "", (ran.stderr.strip() or ran.stdout.strip() or f"exit code {ran.returncode}").splitlines()[-1]
-    return ran.stdout, ""
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except subprocess.CalledProcessError as failure:
+        error = (failure.stderr.strip() or failure.stdout.strip() or f"exit code {failure.returncode}").splitlines()[-1]
+    except (OSError, subprocess.TimeoutExpired) as failure:
+        error = str(failure)
+    else:
+        return ran.stdout, []
+    return "", [f"  {command[0]} does not answer: {error}"]

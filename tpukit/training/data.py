@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,12 @@ def training_plan(size, batch_size, *, seed, epoch, num_draws=0, start=0):
         yield Draw(order[step * batch_size : (step + 1) * batch_size], rng.random((batch_size, num_draws)))
 
 
+def endless_plan(size, batch_size, *, epoch=0, **how):
+    """`training_plan` of every epoch from this one on."""
+    for later in itertools.count(epoch):
+        yield from training_plan(size, batch_size, epoch=later, **how)
+
+
 def evaluation_plan(size, batch_size):
     """Yield a `Draw` for every batch of an evaluation: each sample once, the last batch padded with sample 0."""
     for first in range(0, size, batch_size):
@@ -52,8 +59,8 @@ class BatchLoader:
     """Brings the batches of a dataset to a runtime's device.
 
     data: as `Workload.datasets` returns it. on: "device" stores all its arrays there once, so that a batch is an index and
-    a few numbers a sample; "host" makes every batch on `workers` threads, a few ahead; "auto" stores them on an accelerator where
-    they take at most an eighth of its memory, whole or sharded over the devices of this process.
+    a few numbers a sample; "host" makes every batch on `workers` threads, a few ahead; "auto" stores them on an accelerator
+    where they take at most an eighth of its memory, whole or sharded over the devices of this process.
     """
 
     resident = None
@@ -130,6 +137,11 @@ class BatchLoader:
         valid = {"valid": parameters.pop("valid")} if "valid" in parameters else {}
         rows = {name: values.index_select(0, index) for name, values in self.resident.items()}
         return self.data.compose(rows, parameters) | valid
+
+
+def already_composed(batch):
+    """In place of `BatchLoader.compose`, for a batch that is complete."""
+    return batch
 
 
 def _mib(size):

@@ -13,7 +13,7 @@ from tpukit.runs.signals import StopSignal
 from tpukit.training import batch_norm, ema, metrics
 from tpukit.training.checkpoint import Checkpointer
 from tpukit.training.compile_log import CompileLog
-from tpukit.training.data import BatchLoader, training_plan
+from tpukit.training.data import BatchLoader, endless_plan, training_plan
 from tpukit.training.divergence import DivergenceMonitor
 from tpukit.training.evaluation import Evaluator, FinishedEpoch, log_notes, on_every_rank, progress_bar
 from tpukit.training.step import train_step
@@ -151,6 +151,11 @@ class Trainer:
             self.ema.step(step)
             self.compile_log.record(step)
         self.runtime.heartbeat(step)
+
+    def endless_batches(self, epoch=0):
+        """Generate the batches of a training without an end, for tools that time or trace `take_step`."""
+        how = dict(seed=self.task.seed, num_draws=self.data.num_draws)
+        return self.loader.batches(endless_plan(len(self.data), self.task.batch_size, epoch=epoch, **how))
 
     def sync(self):
         """The `metrics.Interval` since the last reset of the sums, on which all ranks agree. Raises Diverged."""

@@ -1,159 +1,150 @@
-"""The choice: which hardware finishes, in how many sessions, and what it costs. Pure functions of ways, prices and limits."""
+"""The choice: which hardware finishes a training, in how many sessions, and at what cost. Pure functions."""
 
 import dataclasses
 import math
 
-from tpukit.tools import prices as price_table
+from tpukit.devices.chips import session_chips
+from tpukit.tools.prices import USD_PER_KWH, Price
 
 WEEK_H = 168.0
-MOST_SESSIONS = 10_000
-SAVE_EVERY_S = 300.0  # between two checkpoints, as a workload has it unless told otherwise
-ROUNDING_H = 1e-9  # sums of hours are exact to this: a rest that is smaller makes no session
-AT_BEST, NOT_LISTED = "at best", "not in the table of prices"
+SAVE_EVERY_S = 300.0  # a workload's default time between two checkpoints
+ROUNDING_H = 1e-9  # sums of hours are exact to this
 MEASURED, PUBLISHED, BOUND = "measured", "published, not measured", "bound, by the compiler; not measured"
-KINDS = (MEASURED, PUBLISHED, BOUND)
-# How many chips a place lends at once; elsewhere as many as were measured.
-CHIPS_AT = {("TPU v5e", "Kaggle"): 8, ("T4", "Kaggle"): 2, "Colab": 1, "Colab free": 1}
+BASES = (MEASURED, PUBLISHED, BOUND)  # the most trustworthy first
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """One kind of hardware on which the recipe could be trained, at the batch size that counts there."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The time of one epoch on one kind of hardware, and what that figure is based on."""
 
     hardware: str
     chips: int
     label: str
-    kind: str
-    """one of KINDS"""
-    epoch_s: float
-    """training alone: evaluations and checkpoints come on top"""
+    basis: str  # one of BASES
+    epoch_s: float  # of training alone, without evaluations and checkpoints
     batch_size: int | None = None
-    start_s: float = 0.0
-    """until the first step is done, in every session; 0 where it is not known"""
+    start_s: float = 0.0  # from the start of a session to the end of its first step; 0 where it is not known
     memory_bytes: int | None = None
-    place: str | None = None
-    """where it was measured"""
+    place: str = ""  # where it was measured
 
     def hours(self, epochs):
         return epochs * self.epoch_s / 3600
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What one way costs at one place. sessions, machine_h and calendar_h are None where it never ends there, sessions alone
-    where the place's limits are not known."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """The whole training at one place. Figures are None where it never ends there or the price table does not know them."""
 
-    way: Way
+    estimate: Estimate
     place: str
-    sessions: int | None
-    machine_h: float | None
-    calendar_h: float | None
-    usd: float | None
-    finishes: bool | None
-    """None: nobody can say, because its cost or the place's limits are not known, or because a bound is at best reached"""
-    why_not: str = ""
+    sessions: int | None = None
+    machine_h: float | None = None
+    calendar_h: float | None = None
+    usd: float | None = None
+    finishes: bool | None = False  # within deadline and budget; None where that is not certain
+    why: str = ""  # it does not finish, or it is not certain
 
     @property
-    def elsewhere(self):
-        """The place where its way was measured, where that is another one; else ""."""
-        own = self.way.place
-        return own if self.way.kind == MEASURED and own and not _same_place(own, self.place) else ""
+    def measured_elsewhere(self):
+        """The place of the measurement where that is another one; else ""."""
+        own = self.estimate.place
+        return "" if _without_tier(own) == _without_tier(self.place) else own
+
+    @property
+    def cost_then_time(self):
+        return [math.inf if value is None else value for value in (self.usd, self.calendar_h)]
+
+    @property
+    def time_then_cost(self):
+        return self.cost_then_time[::-1]
 
 
 def sessions_needed(train_h, *, start_h=0.0, lost_h=0.0, session_h=None, week_h=None):
-    """(sessions, hours on the machine, hours on the calendar) that a training takes, or None where it never ends.
+    """(sessions, hours on the machine, hours on the calendar) of a training, or None where it never ends.
 
-    Every session first spends `start_h`; one that is cut off also loses `lost_h`, the work since the last checkpoint.
-    session_h: its longest; week_h: hours a week, of which the first week begins with the training. The next session starts at
-    once while the week has hours left.
+    A session starts up for s = `start_h`; one that is cut off also loses r = `lost_h`, the work since its last checkpoint.
+    With T = `train_h`, sessions of at most S = `session_h` hours, and W = `week_h` hours a week:
+
+        each cut session trains    u = S - s - r
+        a full week has            k = floor(W / S) sessions, and one of the remaining hours where they exceed s + r,
+                                   which last H hours and train U = H - k (s + r)
+        full weeks                 w = ceil((T - r) / U) - 1, or 0; they leave R = T - w U hours of training
+        the last week has          n = 1 + ceil((R - (S - s)) / u) sessions, since its last one loses nothing
+
+        sessions = w k + n,  machine = w H + R + n s + (n - 1) r,  calendar = machine with 168 for H
     """
-    session_h, week_h = session_h or math.inf, week_h if week_h and week_h < WEEK_H else math.inf
-    now = used = used_this_week = done = 0.0
-    sessions = weeks = 0
-    while train_h - done > ROUNDING_H:
-        length = min(session_h, week_h - used_this_week)
-        needed = start_h + train_h - done
-        too_short = needed > length + ROUNDING_H
-        if too_short and length <= start_h + lost_h + ROUNDING_H:  # it would bring nothing
-            if used_this_week == 0:
-                return None
-            weeks += 1
-            now, used_this_week = weeks * WEEK_H, 0.0
-            continue
-        if not too_short:
-            length, done = needed, train_h
-        else:
-            done += length - start_h - lost_h
-        sessions += 1
-        if sessions > MOST_SESSIONS:
-            return None
-        now, used, used_this_week = now + length, used + length, used_this_week + length
-    return sessions, used, now
+    week_h = math.inf if week_h is None or week_h >= WEEK_H else week_h
+    session_h = min(session_h or math.inf, week_h)
+    if start_h + train_h <= session_h + ROUNDING_H:
+        return 1, start_h + train_h, start_h + train_h
+    overhead_h = start_h + lost_h
+    trained_h = session_h - overhead_h
+    if trained_h <= ROUNDING_H:
+        return None
+    weeks = week_sessions = used_h = week_trained_h = 0
+    if week_h < math.inf:
+        week_sessions = math.floor(week_h / session_h + ROUNDING_H)
+        used_h = week_sessions * session_h
+        if week_h - used_h > overhead_h + ROUNDING_H:
+            week_sessions, used_h = week_sessions + 1, week_h
+        week_trained_h = used_h - week_sessions * overhead_h
+        weeks = max(0, math.ceil((train_h - lost_h) / week_trained_h - ROUNDING_H) - 1)
+    rest_h = train_h - weeks * week_trained_h
+    last_sessions = max(1, 1 + math.ceil((rest_h - (session_h - start_h)) / trained_h - ROUNDING_H))
+    last_h = rest_h + last_sessions * start_h + (last_sessions - 1) * lost_h
+    return weeks * week_sessions + last_sessions, weeks * used_h + last_h, weeks * WEEK_H + last_h
 
 
-def choose(ways, prices, *, epochs, deadline_h=None, budget_usd=None, usd_per_kwh=None, spot=False):
-    """A list of `Choice`, for every way and every place that has its hardware; those that finish first, cheapest first."""
-    usd_per_kwh = price_table.USD_PER_KWH if usd_per_kwh is None else usd_per_kwh
-    measured = [way for way in ways if way.kind == MEASURED]
-    choices = []
-    for way in ways:
-        for price in _places(way, prices):
-            if any(_speaks_for(other, way, price.place) for other in measured):
-                continue
-            lost_h = min(SAVE_EVERY_S, way.epoch_s) / 3600  # an epoch ends with a checkpoint
+def choose(estimates, prices, *, epochs, deadline_h=None, budget_usd=None, usd_per_kwh=USD_PER_KWH, spot=False):
+    """A `Candidate` for every estimate at every place that has its hardware; those that finish first, the cheapest first."""
+    found = []
+    for estimate in estimates:
+        for price in _places(estimate, estimates, prices):
+            lost_h = min(SAVE_EVERY_S, estimate.epoch_s) / 3600  # an epoch ends with a checkpoint
             limits = dict(session_h=price.session_h, week_h=price.week_h)
-            found = sessions_needed(way.hours(epochs), start_h=way.start_s / 3600, lost_h=lost_h, **limits)
-            if found is None:
-                choices.append(Choice(way, price.place, None, None, None, None, False, "never ends within its sessions"))
+            needed = sessions_needed(estimate.hours(epochs), start_h=estimate.start_s / 3600, lost_h=lost_h, **limits)
+            if needed is None:
+                found.append(Candidate(estimate=estimate, place=price.place, why="never ends within its sessions"))
                 continue
-            sessions, machine_h, calendar_h = found
-            per_hour = price.per_hour(chips=way.chips, spot=spot, usd_per_kwh=usd_per_kwh)
-            usd = None if per_hour is None else per_hour * machine_h
-            why = []
+            sessions, machine_h, calendar_h = needed
+            usd_per_hour = price.per_hour(chips=estimate.chips, spot=spot, usd_per_kwh=usd_per_kwh)
+            usd = None if usd_per_hour is None else usd_per_hour * machine_h
+            exceeded, unknown = [], []
             if deadline_h is not None and calendar_h > deadline_h:
-                why.append("too late")
+                exceeded.append("too late")
             if budget_usd is not None and usd is not None and usd > budget_usd:
-                why.append("too expensive")
-            finishes = not why
-            if price.source == NOT_LISTED and price.place != "local":
+                exceeded.append("too expensive")
+            if price not in prices and price.place != "local":
                 sessions = None
-                why.append("limits not known")
-            if finishes and budget_usd is not None and usd is None:
-                why.append("cost not known")
-            if finishes and not why and way.kind == BOUND:
-                why.append(AT_BEST)
-            if finishes and why:
-                finishes = None
-            choices.append(Choice(way, price.place, sessions, machine_h, calendar_h, usd, finishes, ", ".join(why)))
-    order = {True: 0, None: 1, False: 2}
-    return sorted(choices, key=lambda c: (order[c.finishes], KINDS.index(c.way.kind), *cost_then_time(c)))
+                unknown.append("limits not known")
+            if budget_usd is not None and usd is None:
+                unknown.append("cost not known")
+            finishes = None if unknown or estimate.basis == BOUND else True
+            figures = dict(sessions=sessions, machine_h=machine_h, calendar_h=calendar_h, usd=usd)
+            verdict = dict(finishes=False if exceeded else finishes, why=", ".join(exceeded + unknown))
+            found.append(Candidate(estimate=estimate, place=price.place, **figures, **verdict))
+    order = (True, None, False)
+    return sorted(found, key=lambda c: [order.index(c.finishes), BASES.index(c.estimate.basis), *c.cost_then_time])
 
 
-def _same_place(one, other):
-    return one.removesuffix(" free") == other.removesuffix(" free")
-
-
-def _speaks_for(other, way, place):
-    """Whether what another way measured at this place counts there, instead of what this one measured elsewhere."""
-    same = (other.hardware, other.chips) == (way.hardware, way.chips) and other is not way and way.kind == MEASURED
-    return same and _same_place(other.place or "local", place) and not _same_place(way.place or "local", place)
-
-
-def cost_then_time(choice):
-    return tuple(math.inf if value is None else value for value in (choice.usd, choice.calendar_h))
-
-
-def _places(way, prices):
-    """The rows of the price table that have this hardware in this number; the place where it was measured at any rate."""
-    own = way.place or "local"
+def _places(estimate, estimates, prices):
+    """The prices of the places that have this hardware in this number, and of the place where it was measured."""
+    hardware = estimate.hardware, estimate.chips
+    measured_at = {_without_tier(other.place) for other in estimates if (other.hardware, other.chips) == hardware}
     found = []
     for price in prices:
-        most = CHIPS_AT.get((price.hardware, price.place), CHIPS_AT.get(price.place, math.inf))
-        # One CPU is not like another: what was measured on one says nothing of those elsewhere, and what was published, of none
-        # here.
-        same_machine = way.hardware != "CPU" or way.kind == MEASURED and price.place in (own, f"{own} free")
-        if price.hardware == way.hardware and way.chips <= most and same_machine:
+        limit = session_chips(price.hardware, price.place)
+        if price.hardware != estimate.hardware or limit is not None and estimate.chips > limit:
+            continue
+        place = _without_tier(price.place)
+        # One CPU says nothing of another; and what was measured at a place counts there.
+        only_own = estimate.hardware == "CPU" or estimate.basis == MEASURED and place in measured_at
+        if place == _without_tier(estimate.place) or not only_own:
             found.append(price)
-    if way.kind == MEASURED and way.place and own not in [price.place for price in found]:
-        found.append(price_table.Price(way.hardware, own, None, None, None, None, None, "", NOT_LISTED))
+    if estimate.place and estimate.place not in [price.place for price in found]:
+        found.append(Price(estimate.hardware, estimate.place, None, None, None, None, None, "", "not in the price table"))
     return found
+
+
+def _without_tier(place):
+    return place.removesuffix(" free")

@@ -1,16 +1,16 @@
-"""Measurements, published figures and bounds side by side, in tables, series to draw, and words."""
+"""Measurements, published figures and bounds side by side: tables, series to draw, and sentences."""
 
 import dataclasses
 import math
 
+from tpukit.devices.chips import MACHINES
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Sentences, Table, format_duration
 from tpukit.tools import prices as price_table
-from tpukit.tools.compare.choosing import AT_BEST, BOUND, KINDS, MEASURED, PUBLISHED, Way, choose, cost_then_time
+from tpukit.tools.compare.choosing import BASES, BOUND, MEASURED, PUBLISHED, Estimate, choose
 from tpukit.tools.compare.measurement import epoch_seconds, rate
 
-# Seconds an epoch in published guides: hardware, chips, label, seconds. MSHNet on IRSTD-1k, 800 images at 256x256. Not measured
-# by us.
+# MSHNet on IRSTD-1k, 800 images of 256x256: hardware, chips, label, seconds per epoch in published guides. Not measured by us.
 PUBLISHED_EPOCHS = (
     ("TPU v2", 4, "TPU v2-8", 30.0),
     ("A100", 1, "A100", 60.0),
@@ -19,312 +19,264 @@ PUBLISHED_EPOCHS = (
     ("CPU", 1, "CPU", 600.0),
 )
 PUBLISHED_WORKLOAD, PUBLISHED_IMAGES, PUBLISHED_SIZE = "mshnet", 800, 256
+PLACE_NAMES = {"local": "here", "Colab free": "free Colab"}
 
 
 @dataclasses.dataclass
 class Comparison:
-    """Measurements, published figures and bounds side by side, and the choice. `show_comparison` shows it."""
+    """Estimates of every hardware, and the candidates for the whole training. `tpukit.show_comparison` shows it."""
 
     workload: str
     epochs: int
     images: int
+    deadline_h: float | None
+    budget_usd: float | None
     measurements: list
     plans: list
-    ways: list
-    choices: list
+    estimates: list
+    candidates: list
     notes: list
-    asked: dict
-    """deadline_h and budget_usd"""
+    bases = BASES
 
     def tables(self):
-        """Every measurement, all hardware side by side, and the choice."""
-        return [*(m.table() for m in self.measurements), self.ways_table(), self.choices_table()]
+        return [*(m.table() for m in self.measurements), self.estimates_table(), self.candidates_table()]
 
     def series(self):
         """[(hardware, "measured" or "bound", [(batch size, images a second, GiB)])] for drawing."""
-        found = [
-            (f"{m.label}, {m.place}", "measured", [(r["batch_size"], rate(r), r["memory_bytes"] / GIB) for r in m.fitting])
-            for m in self.measurements
-        ]
+        found = []
+        for m in self.measurements:
+            points = [(row["batch_size"], rate(row), row["memory_bytes"] / GIB) for row in m.fitting]
+            found.append((f"{m.label}, {m.place}", "measured", sorted(points)))
         for plan in self.plans:
             rows = [row for row in plan.rows if row["fits"]]
             points = [(row["batch_size"], row["batch_size"] / row["bound_s"], row["peak_bytes"] / GIB) for row in rows]
-            found.append((f"TPU {plan.chip}", "bound", points))
-        return [(name, kind, sorted(points)) for name, kind, points in found if points]
+            found.append((f"TPU {plan.chip}", "bound", sorted(points)))
+        return [line for line in found if line[2]]
 
-    def ways_table(self):
-        rows = [
-            (
-                f"{way.label}, {way.place}" if way.place else way.label,
-                way.kind,
-                way.batch_size,
-                f"{at_least(way)}{way.epoch_s:.4g}",
-                f"{at_least(way)}{_hours(way.hours(self.epochs))}",
-                f"{way.start_s:.0f}" if way.start_s else "not known",
-                f"{way.memory_bytes / GIB:.2f}" if way.memory_bytes else "",
+    def estimates_table(self):
+        rows = []
+        for one in sorted(self.estimates, key=lambda one: (BASES.index(one.basis), one.epoch_s)):
+            at_least = ">= " if one.basis == BOUND else ""
+            rows.append(
+                (
+                    f"{one.label}, {one.place}" if one.place else one.label,
+                    one.basis,
+                    one.batch_size,
+                    f"{at_least}{one.epoch_s:.4g}",
+                    f"{at_least}{_format_hours(one.hours(self.epochs))}",
+                    f"{one.start_s:.0f}" if one.start_s else "not known",
+                    f"{one.memory_bytes / GIB:.2f}" if one.memory_bytes else "",
+                )
             )
-            for way in sorted(self.ways, key=lambda way: (KINDS.index(way.kind), way.epoch_s))
-        ]
-        columns = ("hardware", "what", "batch", "s an epoch", f"{self.epochs} epochs", "start, s", "peak GiB")
+        columns = ("hardware", "basis", "batch", "s an epoch", f"{self.epochs} epochs", "start, s", "peak GiB")
         return Table(f"{self.workload}, epochs of {self.images} images", columns, rows)
 
-    def choices_table(self):
-        answer = {True: "yes", False: "no", None: "perhaps"}
-        rows = [
-            (
-                f"{choice.way.label}, {choice.place}",
-                choice.way.kind + (f" at {choice.elsewhere}" if choice.elsewhere else ""),
-                choice.sessions,
-                _hours(choice.machine_h),
-                _hours(choice.calendar_h),
-                _money(choice.usd),
-                f"{answer[choice.finishes]}{f': {choice.why_not}' if choice.why_not else ''}",
+    def candidates_table(self):
+        rows = []
+        for c in self.candidates:
+            answer = {True: "yes", False: "no", None: "perhaps"}[c.finishes]
+            rows.append(
+                (
+                    f"{c.estimate.label}, {c.place}",
+                    c.estimate.basis + (f" at {c.measured_elsewhere}" if c.measured_elsewhere else ""),
+                    c.sessions,
+                    _format_hours(c.machine_h),
+                    _format_hours(c.calendar_h),
+                    _format_usd(c.usd),
+                    f"{answer}: {c.why}" if c.why else answer,
+                )
             )
-            for choice in self.choices
-        ]
-        columns = ("hardware and place", "what", "sessions", "machine", "calendar", "cost", "finishes")
-        return Table(f"{self.epochs} epochs{_within(self.asked)}", columns, rows)
+        columns = ("hardware and place", "basis", "sessions", "machine", "calendar", "cost", "finishes")
+        return Table(f"{self.epochs} epochs{self._limits()}", columns, rows)
 
     def sentences(self):
-        """The choice in words, the most trustworthy first."""
-        said = []
-        for kind in KINDS:
-            own = [choice for choice in self.choices if choice.way.kind == kind]
-            if not own:
-                continue
-            bound = kind == BOUND
-            finishing = [c for c in own if c.finishes or bound and c.why_not == AT_BEST]
-            ends = "could finish" if bound else "finishes"
-            if not finishing:
-                perhaps = [choice for choice in own if choice.finishes is None]
-                ending = perhaps or [choice for choice in own if choice.calendar_h is not None]
-                closest = (
-                    f" {'It may be' if perhaps else 'The soonest is'} {self._spoken(min(ending, key=_soonest))}"
-                    if ending
-                    else ""
-                )
-                said.append(f"{_named(kind)}: nothing is known to finish{_within(self.asked)}.{closest}")
-                continue
-            cheapest, fastest = min(finishing, key=cost_then_time), min(finishing, key=_soonest)
-            said.append(f"{_named(kind)}, the cheapest that {ends}{_within(self.asked)}: {self._spoken(cheapest)}")
-            if fastest != cheapest:
-                said.append(f"{_named(kind)}, the fastest: {self._spoken(fastest)}")
-        return Sentences([*said, *self.notes])
+        """The choice in words, the most trustworthy basis first."""
+        found = []
+        for basis in BASES:
+            own = [c for c in self.candidates if c.estimate.basis == basis]
+            # A bound is never known to finish; what counts is that nothing speaks against it.
+            possible = [c for c in own if c.finishes or basis == BOUND and not c.why]
+            name, limits = basis.capitalize(), self._limits()
+            if possible:
+                cheapest = min(possible, key=lambda c: c.cost_then_time)
+                fastest = min(possible, key=lambda c: c.time_then_cost)
+                ends = "could finish" if basis == BOUND else "finishes"
+                found.append(f"{name}, the cheapest that {ends}{limits}: {self._describe(cheapest)}")
+                if fastest != cheapest:
+                    found.append(f"{name}, the fastest: {self._describe(fastest)}")
+            elif own:
+                ending = [c for c in own if c.calendar_h is not None]
+                closest = min(ending, key=lambda c: [c.finishes is False, *c.time_then_cost], default=None)
+                closest = f" The closest is {self._describe(closest)}" if closest else ""
+                found.append(f"{name}: nothing is known to finish{limits}.{closest}")
+        return Sentences([*found, *self.notes])
 
-    def _spoken(self, choice):
-        least = "at least " if choice.way.kind == BOUND else ""
-        times = f"{choice.sessions} session{'s' * (choice.sessions != 1)}"
-        times = "an unknown number of sessions" if choice.sessions is None else times
-        where = {"local": "here", "Colab free": "free Colab"}.get(choice.place, choice.place)
-        calendar = f", {_hours(choice.calendar_h)} by the calendar" if choice.calendar_h > 1.01 * choice.machine_h else ""
-        cost = {None: "at a cost that the price table does not know", 0: "free"}
-        cost = cost.get(choice.usd, f"for {least}{_money(choice.usd)}")
-        batch = f" at batch {choice.way.batch_size}" if choice.way.batch_size else ""
-        takes = f"{self.epochs} epochs take {least}{_hours(choice.machine_h)} in {times}{calendar}, {cost}"
-        return f"{choice.way.label}{batch}, {where}{_elsewhere(choice)}: {takes}."
+    def _limits(self):
+        limits = [] if self.deadline_h is None else [_format_hours(self.deadline_h)]
+        limits += [] if self.budget_usd is None else [_format_usd(self.budget_usd)]
+        return f" within {' and '.join(limits)}" if limits else ""
+
+    def _describe(self, candidate):
+        estimate, usd = candidate.estimate, candidate.usd
+        at_least = "at least " if estimate.basis == BOUND else ""
+        batch = f" at batch {estimate.batch_size}" if estimate.batch_size else ""
+        elsewhere = f" (measured at {candidate.measured_elsewhere})" if candidate.measured_elsewhere else ""
+        sessions = "an unknown number of sessions" if candidate.sessions is None else f"{candidate.sessions} sessions"
+        sessions = "1 session" if candidate.sessions == 1 else sessions
+        calendar = ""
+        if candidate.calendar_h > 1.01 * candidate.machine_h:
+            calendar = f", {_format_hours(candidate.calendar_h)} by the calendar"
+        if usd is None:
+            cost = "at a cost that the price table does not know"
+        else:
+            cost = f"for {at_least}{_format_usd(usd)}" if usd else "free"
+        where = PLACE_NAMES.get(candidate.place, candidate.place)
+        takes = f"{self.epochs} epochs take {at_least}{_format_hours(candidate.machine_h)} in {sessions}{calendar}, {cost}."
+        return f"{estimate.label}{batch}, {where}{elsewhere}: {takes}"
 
 
-def compare(measurements, *, epochs=400, images=None, batch_size=None, plans=(), prices=None, workload=None, **asked):
+def compare(
+    measurements,
+    *,
+    epochs=400,
+    images=None,
+    batch_size=None,
+    plans=(),
+    prices=None,
+    deadline_h=None,
+    budget_usd=None,
+    usd_per_kwh=price_table.USD_PER_KWH,
+    spot=False,
+):
     """Merge measurements of one recipe, the published figures and plans into a `Comparison`.
 
-    images: of an epoch; those of the largest real set that was measured unless given, or of the published figures.
+    images: per epoch; those of the largest real set that was measured unless given, or of the published figures.
     batch_size: count with this one alone; each hardware's fastest unless given. plans: of `tpukit.plan`. prices: of
-    `prices.read`. asked: what `choose` takes.
+    `prices.read`. Raises TpukitError for measurements of different recipes.
     """
-    _check(epochs, images, asked)
-    measurements = list(measurements)
-    _check_same_recipe(measurements)
-    workload = measurements[0].workload if measurements else workload or PUBLISHED_WORKLOAD
-    images = images or _images_of(measurements, workload)
-    notes = []
-    ways = [
-        *_measured_ways(measurements, images, batch_size, notes),
-        *_published_ways(workload, measurements, images, notes),
-        *_bounded_ways(plans, images, batch_size),
-    ]
-    prices = price_table.read() if prices is None else prices
-    choices = choose(ways, prices, epochs=epochs, **asked)
-    if measurements and all(m.synthetic for m in measurements):
-        notes.append(
-            f"The images were made up; an epoch is counted as {images} of them. Real ones cost a step the same, and reading "
-            "them first more."
-        )
-    if batch_size is None and len({way.batch_size for way in ways if way.batch_size}) > 1:
-        notes.append(
-            "Each hardware counts at its fastest batch size. Another batch size learns differently: --batch-size N holds it."
-        )
-    notes += _notes_on_hours_and_costs(choices, prices)
-    if unsaid := [way.label for way in ways if way.kind == PUBLISHED and way not in [c.way for c in choices]]:
-        notes.append(f"{', '.join(unsaid)} as published is left out of the choice: which one that was is not said.")
-    limits = {name: asked.get(name) for name in ("deadline_h", "budget_usd")}
-    return Comparison(workload, epochs, images, measurements, list(plans), ways, choices, notes, limits)
-
-
-def _check(epochs, images, asked):
     if epochs < 1 or images is not None and images < 1:
         raise TpukitError(f"epochs={epochs}, images={images}: each is at least 1")
-    for name in ("deadline_h", "budget_usd", "usd_per_kwh"):
-        if asked.get(name) is not None and not 0 <= asked[name] < math.inf:
-            raise TpukitError(f"{name}={asked[name]}: give a number of zero or more")
-
-
-def _images_of(measurements, workload):
-    """How many images an epoch has: as many as the largest real set, or as the published figures where all were made up."""
+    for name, limit in dict(deadline_h=deadline_h, budget_usd=budget_usd, usd_per_kwh=usd_per_kwh).items():
+        if limit is not None and not 0 <= limit < math.inf:
+            raise TpukitError(f"{name}={limit}: give a number of zero or more")
+    _check_same_recipe(measurements)
+    workload = measurements[0].workload if measurements else PUBLISHED_WORKLOAD
+    published = workload == PUBLISHED_WORKLOAD
     real = [m.samples for m in measurements if not m.synthetic]
-    if not real and workload == PUBLISHED_WORKLOAD:
-        return PUBLISHED_IMAGES
-    return max(real or [m.samples for m in measurements], default=PUBLISHED_IMAGES)
-
-
-def _notes_on_hours_and_costs(choices, prices):
-    yield (
-        "Hours are of training steps and starts; evaluations and checkpoints come on top. A bound is at least so long, not a "
-        "forecast."
-    )
-    offered = {(choice.way.hardware, choice.place) for choice in choices}
-    if any(place == "Colab free" for _, place in offered):
-        yield (
-            "Free Colab publishes no hours a week, and often ends a session before its 12 hours: count on more sessions there."
+    synthetic = [m.samples for m in measurements if not published]
+    images = images or max(real or synthetic, default=PUBLISHED_IMAGES)
+    estimates, notes = [], []
+    for m in measurements:
+        if fastest := _fastest(_measured(m, images), images, batch_size):
+            estimates.append(fastest)
+        else:
+            notes.append(f"{m.label} is left out: it was not measured at batch {batch_size or f'<= {images}'}.")
+    bounds = [_fastest(_bounds(plan, images), images, batch_size) for plan in plans]
+    estimates += [bound for bound in bounds if bound]
+    sizes = {m.recipe.get(name) for m in measurements for name in ("base_size", "crop_size")}
+    if published and sizes <= {PUBLISHED_SIZE}:
+        for hardware, chips, label, epoch_s in PUBLISHED_EPOCHS:
+            epoch_s *= images / PUBLISHED_IMAGES
+            estimates.append(Estimate(hardware=hardware, chips=chips, label=label, basis=PUBLISHED, epoch_s=epoch_s))
+    elif published:
+        notes.append(
+            "The published figures are left out, because they are of images of 256x256 and other sizes were measured: "
+            "`tpukit compare` without files shows them."
         )
-    cards = {(price.hardware, price.place) for price in prices if price_table.HOST_BESIDES in price.source}
-    if alone := sorted(offered & cards):
-        named = ", ".join(f"{hardware} at {place}" for hardware, place in alone)
-        yield f"{named}: the cost is of the card alone, without its host machine, which is billed besides."
+    prices = price_table.read() if prices is None else prices
+    limits = dict(deadline_h=deadline_h, budget_usd=budget_usd)
+    candidates = choose(estimates, prices, epochs=epochs, usd_per_kwh=usd_per_kwh, spot=spot, **limits)
+    if measurements and all(m.synthetic for m in measurements):
+        notes.append(
+            f"The images are synthetic; an epoch is counted as {images} of them. A step costs the same with real ones."
+        )
+    if len({one.batch_size for one in estimates if one.batch_size}) > 1:
+        notes.append(
+            "Each hardware counts at its fastest batch size. Another batch size learns differently: --batch-size N fixes it."
+        )
+    notes.append("Hours are of training steps and starts; evaluations and checkpoints come on top.")
+    if any(c.place == "Colab free" for c in candidates):
+        notes.append("Free Colab publishes no weekly hours and often ends a session early: expect more sessions there.")
+    cards = {(price.hardware, price.place) for price in prices if price.excludes_host}
+    if cards := sorted(cards & {(c.estimate.hardware, c.place) for c in candidates}):
+        names = ", ".join(f"{hardware} at {place}" for hardware, place in cards)
+        notes.append(f"{names}: the cost is of the card alone; its host machine is billed besides.")
+    return Comparison(workload, epochs, images, deadline_h, budget_usd, measurements, list(plans), estimates, candidates, notes)
 
 
 def _check_same_recipe(measurements):
     for other in measurements[1:]:
         first = measurements[0]
+        one, two = first.file or first.label, other.file or other.label
         if other.workload != first.workload:
-            raise TpukitError(
-                f"{first.label} measured {first.workload}, {other.label} {other.workload}: compare one workload at a time"
-            )
+            raise TpukitError(f"{one} measured {first.workload}, {two} {other.workload}: compare one workload at a time")
         names = sorted(first.recipe.keys() | other.recipe.keys())
-        differing = [n for n in names if first.recipe.get(n) != other.recipe.get(n)]
-        if differing:
-            lines = [
-                f"  {n}: {first.recipe.get(n)!r} in {first.file or first.label}, "
-                f"{other.recipe.get(n)!r} in {other.file or other.label}"
-                for n in differing
-            ]
+        settings = [(name, first.recipe.get(name), other.recipe.get(name)) for name in names]
+        if lines := [f"  {name}: {a!r} in {one}, {b!r} in {two}" for name, a, b in settings if a != b]:
             raise TpukitError("these files measured different recipes:\n" + "\n".join(lines) + "\nMeasure one of them again.")
 
 
-def _measured_ways(measurements, images, batch_size, notes):
-    for m in measurements:
-        rows = [row for row in m.fitting if batch_size in (None, row["batch_size"]) and row["batch_size"] <= images]
-        if not rows:
-            notes.append(f"{m.label} is left out of the choice: it was not measured at batch {batch_size or f'<= {images}'}.")
-            continue
-        epoch_s, row = _fastest(rows, images, lambda row: row["step_ms"] / 1e3)
-        more = (row["batch_size"], row["start_s"], row["memory_bytes"], m.place)
-        yield Way(m.hardware, m.chips, m.label, MEASURED, epoch_s, *more)
+def _measured(m, images):
+    """An Estimate for each batch size of a measurement."""
+    about = dict(hardware=m.hardware, chips=m.chips, label=m.label, basis=MEASURED, place=m.place)
+    for row in m.fitting:
+        figures = {name: row[name] for name in ("batch_size", "start_s", "memory_bytes")}
+        yield Estimate(epoch_s=epoch_seconds(row["step_ms"] / 1e3, row["batch_size"], images), **figures, **about)
 
 
-def _published_ways(workload, measurements, images, notes):
-    if workload != PUBLISHED_WORKLOAD:
-        return []
-    sizes = {(m.recipe.get("base_size"), m.recipe.get("crop_size")) for m in measurements}
-    if sizes - {(PUBLISHED_SIZE, PUBLISHED_SIZE)}:
-        notes.append(
-            "The published figures are left out, because they are of images of 256x256 and other sizes were measured: an epoch "
-            f"of 800 took {', '.join(f'{label} {seconds:g} s' for *_, label, seconds in PUBLISHED_EPOCHS)}. "
-            "`tpukit compare` without files compares them alone."
-        )
-        return []
-    return [
-        Way(hardware, chips, label, PUBLISHED, seconds * images / PUBLISHED_IMAGES)
-        for hardware, chips, label, seconds in PUBLISHED_EPOCHS
-    ]
+def _bounds(plan, images):
+    """An Estimate for each batch size of a plan."""
+    machine = MACHINES[plan.chip]
+    label = machine.chip.name + (f" x {machine.chips}" if machine.chips > 1 else "")
+    about = dict(hardware=machine.chip.name, chips=machine.chips, label=label, basis=BOUND)
+    for row in plan.rows:
+        if row["fits"]:
+            epoch_s = epoch_seconds(row["bound_s"], row["batch_size"], images)
+            yield Estimate(epoch_s=epoch_s, batch_size=row["batch_size"], memory_bytes=row["peak_bytes"], **about)
 
 
-def _bounded_ways(plans, images, batch_size):
-    from tpukit.tools.plan import CHIPS
-
-    for plan in plans:
-        rows = [
-            row for row in plan.rows if row["fits"] and batch_size in (None, row["batch_size"]) and row["batch_size"] <= images
-        ]
-        if rows:
-            epoch_s, row = _fastest(rows, images, lambda row: row["bound_s"])
-            generation, chips = plan.chip.split("-")[0], CHIPS[plan.chip].cores
-            label = f"TPU {generation}{f' x {chips}' if chips > 1 else ''}"
-            yield Way(f"TPU {generation}", chips, label, BOUND, epoch_s, row["batch_size"], 0.0, row["peak_bytes"])
+def _fastest(estimates, images, batch_size):
+    """The one with the shortest epoch, or of the given batch size; None where no batch is usable."""
+    usable = [one for one in estimates if one.batch_size <= images and batch_size in (None, one.batch_size)]
+    return min(usable, key=lambda one: one.epoch_s, default=None)
 
 
-def _fastest(rows, images, step_s):
-    """(seconds of an epoch, row) of the batch size with the shortest epoch. step_s: row -> seconds of a step."""
-    epochs = [(epoch_seconds(step_s(row), row["batch_size"], images), row) for row in rows]
-    return min(epochs, key=lambda epoch: epoch[0])
+def plan_recipe(measurements, chips, *, batch_size=None, log=print):
+    """Plans (see `tpukit.plan`) of the measured recipe, or MSHNet's own, on TPUs that are not here.
 
-
-def plan_recipe(measurements, chips, *, batch_size=None, say=print):
-    """Ask `tpukit plan` about the recipe of some measurements (MSHNet's own where there are none) on TPUs that are not here.
-
-    batch_size: ask about this one alone; those that were measured unless given. Takes minutes, and on first use downloads the
-    compiler. Returns a list of plans.
+    batch_size: plan this one alone; those that were measured unless given. Takes minutes, and on first use downloads the
+    compiler.
     """
     if not chips:  # and torch is not needed
         return []
     from tpukit import workloads
-    from tpukit.devices.runtime import check_batch
     from tpukit.tools import plan as planner
 
-    first = measurements[0] if measurements else None
-    kind = workloads.find(first.workload if first else PUBLISHED_WORKLOAD)
+    recipe = measurements[0].recipe if measurements else {}
+    workload = workloads.find(measurements[0].workload if measurements else PUBLISHED_WORKLOAD)
     try:
-        task = kind(**(first.recipe if first else {}))
+        task = workload(**recipe)
     except TypeError as error:
-        raise TpukitError(f"the recipe of {first.label} is of another version of tpukit ({error}): measure it again") from error
+        raise TpukitError(f"the measured recipe is of another version of tpukit ({error}): measure it again") from error
     sizes = {row["batch_size"] for m in measurements for row in m.fitting} or {task.batch_size, 32}
-    sizes = {batch_size} if batch_size else sizes
-    plans = []
+    asked = {}
     for chip in chips:
-        if chip not in planner.CHIPS:
-            raise TpukitError(f"no chip {chip!r}; there are: {', '.join(planner.CHIPS)}")
-        if batch_size is not None:
-            check_batch(batch_size, planner.CHIPS[chip].cores, f"cores of {chip}")  # before minutes of compilation
-    for chip in chips:
-        cores = planner.CHIPS[chip].cores
-        asked = sorted({math.ceil(size / cores) * cores for size in sizes})
-        plans.append(planner.plan(task, chip=chip, batch_sizes=asked, say=lambda text, chip=chip: say(f"{chip}: {text}")))
-    return plans
+        cores = MACHINES[chip].chips if chip in MACHINES else 1
+        rounded_up = {math.ceil(size / cores) * cores for size in sizes}  # so that the cores can share them
+        asked[chip] = [batch_size] if batch_size is not None else sorted(rounded_up)
+        planner.check(chip, "train", asked[chip])  # all of them before minutes of compilation
+    return [
+        planner.plan(task, chip=chip, batch_sizes=sizes, log=lambda text, chip=chip: log(f"{chip}: {text}"))
+        for chip, sizes in asked.items()
+    ]
 
 
-# Words
-
-
-def _soonest(choice):
-    return (choice.calendar_h, *cost_then_time(choice))
-
-
-def at_least(way):
-    return ">= " if way.kind == BOUND else ""
-
-
-def _named(kind):
-    return kind[0].upper() + kind[1:]
-
-
-def _hours(hours):
+def _format_hours(hours):
     return format_duration(None if hours is None else 3600 * hours)
 
 
-def _elsewhere(choice):
-    return f" (measured at {choice.elsewhere})" if choice.elsewhere else ""
-
-
-def _money(usd):
+def _format_usd(usd):
     if usd is None:
         return "not known"
     # No dollar sign: two of them are a formula in notebooks.
     return f"{usd:.2f} USD" if usd >= 0.01 or usd == 0 else f"{usd:.4f} USD"
-
-
-def _within(asked):
-    limits = []
-    if asked.get("deadline_h") is not None:
-        limits.append(_hours(asked["deadline_h"]))
-    if asked.get("budget_usd") is not None:
-        limits.append(_money(asked["budget_usd"]))
-    return f" within {' and '.join(limits)}" if limits else ""

@@ -1,0 +1,44 @@
+"""Measurements, estimates and prices for the tests of `tpukit compare`."""
+
+from tpukit.tools.compare import Estimate, Measurement
+from tpukit.tools.compare.choosing import MEASURED
+from tpukit.tools.prices import Price
+
+
+def row(batch_size=32, step_ms=100.0, **other):
+    times = dict(first_step_s=2.0, start_s=36.0, step_ms=step_ms, step_ms_low=step_ms, step_ms_high=step_ms, wait_ms=1.0)
+    counts = dict(timed_steps=20, compiled_late=0, memory_bytes=2**30, memory_of="a core's device")
+    return dict(batch_size=batch_size, fits=True, **counts) | times | other
+
+
+def measurement(**other):
+    fields = dict(
+        tpukit="0.1.0",
+        date="2026-11-22",
+        hardware="T4",
+        chips=1,
+        accelerator="cuda",
+        place="Kaggle",
+        device="Tesla T4",
+        cores=1,
+        processes=1,
+        precision="fp16",
+        python="3.12.0",
+        versions={"torch": "2.11"},
+        workload="mshnet",
+        recipe=dict(base_size=256, crop_size=256, lr=0.05),
+        samples=800,
+        synthetic=False,
+        rows=[row()],
+    )
+    return Measurement(**{**fields, **other})
+
+
+def estimate(hardware="T4", chips=1, epoch_s=90.0, basis=MEASURED, **other):
+    label = hardware if chips == 1 else f"{hardware} x {chips}"
+    return Estimate(hardware=hardware, chips=chips, label=label, basis=basis, epoch_s=epoch_s, **other)
+
+
+def price(hardware="T4", place="Google Cloud", usd=1.0, **other):
+    fields = dict(spot_usd_per_hour=None, session_h=None, week_h=None, watts=None, as_of="2026-11", source="test")
+    return Price(hardware=hardware, place=place, usd_per_hour=usd, **{**fields, **other})

@@ -1,0 +1,91 @@
+"""`tpukit compare` on the command line, and its notebook."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.tools.compare.samples import measurement
+from tpukit import cli
+from tpukit.tools.compare import Measurement
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+
+
+def test_the_command_measures_merges_and_chooses(digits, tmp_path, monkeypatch, capsys, on_cpu):
+    monkeypatch.chdir(tmp_path)
+    command = ["compare", "mnist", "--dataset-dir", str(digits), "--channels", "4", "--batch-sizes", "8", "--steps", "2"]
+    assert cli.main(command) == 0
+    assert "mnist on CPU, fp32: measured" in capsys.readouterr().out
+    assert cli.main(["compare", "--prices-out", "mine.csv"]) == 0
+    mine = Path("mine.csv")
+    mine.write_text(mine.read_text().replace("CPU,local,,,,,,", "CPU,local,,,,,100,"))
+    options = "--epochs 7 --deadline-h 5 --budget-usd 5 --usd-per-kwh 1 --prices mine.csv".split()
+    capsys.readouterr()
+    assert cli.main(["compare", "outputs/comparison/mnist-cpu.json", *options]) == 0
+    assert "within 5.0 h and 5.00 USD: CPU at batch 8, here: 7 epochs take" in capsys.readouterr().out
+    assert Path("outputs/comparison/comparison.png").stat().st_size > 10_000
+    assert cli.main("compare --deadline-h 24 --budget-usd 10".split()) == 0
+    assert "T4, Kaggle: 400 epochs take 20.1 h in 2 sessions, free." in capsys.readouterr().out  # as in the guide
+
+
+@pytest.mark.parametrize(
+    "argv, named",
+    [
+        (["nothing"], "'nothing' is neither a workload (mnist, mshnet, cdeit) nor a file"),
+        (["pyproject.toml"], "pyproject.toml"),
+        (["mnist", "--steps", "0"], "steps=0"),
+        (["mnist", "--batch-sizes", "0"], "batch sizes 0"),
+        (["--epochs", "0"], "epochs=0"),
+        (["--deadline-h", "nan"], "deadline_h=nan"),
+        (["--budget-usd", "-1"], "budget_usd=-1.0"),
+        (["--plan", "v3-8"], "no chip 'v3-8'; there are: v5e-1"),
+        (["--prices", "none.csv"], "none.csv"),
+        (["--picture", "a.xyz"], "--picture a.xyz"),
+        (["--picture", "."], "--picture ."),
+        (["--picture", "pyproject.toml/a.png"], "pyproject.toml/a.png"),
+        (["--prices-out", "pyproject.toml/mine.csv"], "pyproject.toml/mine.csv"),
+        (["mnist", "--dataset-dir", "none", "--out", "pyproject.toml/a.json"], "pyproject.toml/a.json"),
+    ],
+)
+def test_wrong_usage_is_explained(argv, named, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text("[project]")
+    assert cli.main(["compare", *argv]) == 1
+    assert named in capsys.readouterr().err
+
+
+def test_the_picture_of_files_that_lie_where_nothing_can_be_written_goes_to_the_outputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    measurement().write(tmp_path / "inputs/one.json")
+    (tmp_path / "inputs/comparison.png").mkdir()  # stands for a read-only folder, in which the superuser of a test may write
+    assert cli.main(["compare", "inputs/one.json"]) == 0
+    assert (tmp_path / "outputs/comparison/comparison.png").stat().st_size > 10_000
+
+
+def test_the_notebook_measures_merges_and_chooses(tmp_path):
+    pytest.importorskip("torch_xla")
+    from tests.test_notebooks import outputs, run_notebook, text
+
+    folder = tmp_path / "outputs/comparison"
+    recipe = dict(clip_norm=None, ema_decay=None, batch_norm="per-core", lr=0.05, base_size=32, crop_size=32)
+    recipe |= dict(warm_epoch=5, final_init="mask0", skip_bad=False)
+    measurement(recipe=recipe, chips=2, cores=2, synthetic=True).write(folder / "mshnet-t4-x2.json")
+    notebook = run_notebook("hardware_comparison.ipynb", tmp_path, IMAGE_SIZE=32, BATCH_SIZES="4", STEPS=2)
+    printed = text(notebook)
+    for words in (
+        "batch 4: ",
+        "CPU XLA device (local",
+        "T4 x 2 (Kaggle, 2026-11-22): batch 32",
+        "within 3.0 days and 10.00 USD: T4 x 2 at batch 32, Kaggle",
+        "256x256",  # the published figures, which are of that size
+        "200 epochs take",
+    ):
+        assert words in printed, words
+    assert len(outputs(notebook, "image/png")) == 2 and (folder / "comparison.png").exists()
+    shown = "".join(outputs(notebook, "text/html"))
+    assert "Prices of one chip or card" in shown and "CPU XLA device, local" in shown
+    here = Measurement.read(folder / "mshnet-cpu-xla.json")
+    assert [r["batch_size"] for r in here.fitting] == [4] and all(r["compiled_late"] == 0 for r in here.rows)

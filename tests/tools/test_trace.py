@@ -1,0 +1,100 @@
+"""`tpukit report --trace`: a few steps of a run under a profiler, and the lines that interrupt a step."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+
+from tests.conftest import exact
+from tpukit import MNIST, Run, TpukitError, train
+from tpukit.tools.trace import _copies_to_host, _Interruptions, trace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stepping(MNIST):
+    """Its optimizer counts its steps on the host."""
+
+    def optimizer(self, model):
+        return torch.optim.Adagrad(model.parameters(), lr=0.01)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peeking(MNIST):
+    """Reads the loss back in the middle of the step."""
+
+    def loss(self, model, batch, epoch):
+        loss = super().loss(model, batch, epoch)
+        return loss * 2 if loss.item() > 100 else loss  # this line
+
+
+LINE = next(n for n, text in enumerate(open(__file__), 1) if text.endswith("# this line\n"))
+
+
+@pytest.fixture
+def trained(digits, tmp_path, cpu):
+    task = MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=3)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    return task, run
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_what_an_optimizer_counts_on_the_host_is_no_wait_for_the_device(device, digits, tmp_path, request, monkeypatch):
+    request.getfixturevalue(device)
+    monkeypatch.setenv("PJRT_DEVICE", "CPU") if device == "xla" else monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    task = Stepping(dataset_dir=digits, epochs=1, batch_size=16)
+    assert trace(task, Run.open(tmp_path, task), steps=1).rows == []
+
+
+def test_a_trace_of_a_cpu_run_names_what_waits_and_leaves_the_run_as_it_was(trained, monkeypatch):
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    task, run = trained
+    before = {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
+    found = trace(dataclasses.replace(Peeking(**vars(task))), run, steps=2)
+    assert found.rows == [("aten::_local_scalar_dense", 1, f"{__file__}:{LINE}")] and found.error is None
+    events = json.loads(next((run.path / "trace").glob("*.pt.trace.json")).read_text())["traceEvents"]
+    assert sum(e.get("name") == "ProfilerStep#0" or "aten::conv2d" == e.get("name") for e in events) >= 2
+    assert {p: p.read_bytes() for p in before} == before and exact(run)
+    with pytest.raises(TpukitError, match="--hlo"):
+        trace(task, run, hlo=True)
+    with pytest.raises(TpukitError, match="--trace 0"):
+        trace(task, run, steps=0)
+
+
+def test_a_trace_of_an_xla_run_keeps_a_profile_and_the_steps_hlo_with_its_lines(trained, xla, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    task, run = trained
+    found = trace(task, run, steps=2, hlo=True)
+    assert found.rows == [] and found.hlo == str(run.path / "step.hlo") and found.hlo in " ".join(found.findings())
+    assert next((run.path / "trace").rglob("*.xplane.pb")).stat().st_size > 1000
+    text = (run.path / "step.hlo").read_text()
+    assert text.startswith("HloModule") and re.search(r'source_file="[^"]*mnist\.py" source_line=\d+', text)
+    assert "convolution(" in text and text.count("ROOT") > 1
+
+
+def test_of_a_step_that_is_not_one_graph_the_line_is_named_instead_of_a_trace(trained, xla, monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    task, run = trained
+    found = trace(Peeking(**vars(task)), run, steps=2)
+    assert ".item()" in found.error and ("aten::_local_scalar_dense", 1, f"{__file__}:{LINE}") in found.rows
+    assert found.error in found.findings()[0] and f"{__file__}:{LINE}" in " ".join(found.findings())
+
+
+def test_an_operation_without_an_xla_form_is_named_with_its_line(xla):
+    interruptions, values = _Interruptions(xla), xla.put({"x": torch.arange(6.0)})["x"]
+    with interruptions:
+        torch.histc(values, bins=3)
+    ((operation, line),) = interruptions.found
+    assert operation.startswith("aten::histc") and re.fullmatch(rf"{re.escape(__file__)}:\d+", line)
+
+
+def test_a_copy_to_the_host_waits_also_where_it_is_asked_not_to():
+    device, host = torch.empty(2, device="meta"), torch.empty(2)  # meta stands for what is no host
+    for arguments in ((host, device), (host, device, True)):
+        assert _copies_to_host("aten::copy_", arguments, host)
+    assert _copies_to_host("aten::_to_copy", (device,), host)
+    assert not _copies_to_host("aten::copy_", (device, host, True), device)
+    assert not _copies_to_host("aten::copy_", (host, 1.0), host)
+    assert not _copies_to_host("aten::add", (device, 1), host)

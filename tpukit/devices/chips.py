@@ -1,0 +1,93 @@
+"""Facts of TPU chips: the one table of memory sizes, rates and names. Imports no torch.
+
+The PCI ids by which a TPU is detected are in `host/environment.py`, which is a lower layer.
+"""
+
+import dataclasses
+
+from tpukit.host.tables import GIB
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One generation of TPU. Memory and rates are None where nothing in tpukit needs them."""
+
+    name: str
+    """as in the price table, prices.csv"""
+    cloud_type: str
+    """how the accelerator types of Google Cloud begin: v5litepod-8. Source: "TPU versions" in Google Cloud's documentation"""
+    image: str
+    """runtime version of a TPU VM for PyTorch. Source: "TPU software versions", read in November 2026"""
+    cores_counted: int = 1
+    """what the number in an accelerator type counts on one chip: v5litepod-8 has 8 chips, v4-8 has 4. Source: as above"""
+    devices: int = 1
+    """PyTorch devices on one chip. Source: "TPU architecture" in Google Cloud's documentation"""
+    hbm_bytes: float | None = None
+    """what a compiled graph may use of the memory of one chip. Source: libtpu's compiler, whose refusal of a larger graph names
+    the limit: 15.75G of hbm"""
+    flops: float | None = None
+    """bf16 FLOP/s of one chip. Source: the page of each version in Google Cloud's documentation"""
+    bandwidth: float | None = None
+    """HBM bytes per second of one chip. Source: as for flops"""
+
+    @property
+    def short_name(self):
+        return self.name.removeprefix("TPU ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A TPU machine for which libtpu's compiler compiles a step, whether or not the machine is here."""
+
+    chip: Chip
+    chips: int
+    topology: str
+    """its name in the compiler (`jax.experimental.topologies`)"""
+
+
+V5E = Chip(
+    name="TPU v5e",
+    cloud_type="v5litepod",
+    image="v2-alpha-tpuv5-lite",
+    hbm_bytes=15.75 * GIB,
+    flops=197e12,
+    bandwidth=819e9,
+)
+V6E = Chip(
+    name="TPU v6e",
+    cloud_type="v6e",
+    image="v2-alpha-tpuv6e",
+    hbm_bytes=31.25 * GIB,
+    flops=918e12,
+    bandwidth=1640e9,
+)
+CHIPS = (
+    V5E,
+    V6E,
+    Chip(name="TPU v5p", cloud_type="v5p", image="v2-alpha-tpuv5", cores_counted=2),
+    Chip(name="TPU v4", cloud_type="v4", image="tpu-ubuntu2204-base", cores_counted=2),
+    Chip(name="TPU v3", cloud_type="v3", image="tpu-ubuntu2204-base", cores_counted=2, devices=2),
+    Chip(name="TPU v2", cloud_type="v2", image="tpu-ubuntu2204-base", cores_counted=2, devices=2),
+)
+MACHINES = {
+    "v5e-1": Machine(V5E, 1, "v5e:1x1"),
+    "v5e-8": Machine(V5E, 8, "v5e:2x4"),
+    "v6e-1": Machine(V6E, 1, "v6e:1x1"),
+}
+
+# By the beginning of TPU_ACCELERATOR_TYPE, which some hosts set to v5litepod-8 and others to v5e-8.
+HBM_BYTES = {prefix: chip.hbm_bytes for chip in (V5E, V6E) for prefix in (chip.cloud_type, chip.short_name)}
+
+# How many chips or cards one session gets, from the accelerator menus of Kaggle and Colab; no limit is known elsewhere.
+_SESSION_CHIPS = {("TPU v5e", "Kaggle"): 8, ("T4", "Kaggle"): 2}
+
+
+def find_chip(accelerator_type):
+    """The Chip of an accelerator type such as v5litepod-8 or v5e-8; None for an unknown one."""
+    generation = accelerator_type.partition("-")[0]
+    return next((chip for chip in CHIPS if generation in (chip.cloud_type, chip.short_name)), None)
+
+
+def session_chips(hardware, place):
+    """How many chips or cards of this hardware one session at a place gets; None where no limit is known."""
+    return 1 if place.startswith("Colab") else _SESSION_CHIPS.get((hardware, place))
