@@ -67,25 +67,16 @@ RECORDED_VARIABLES = (*OTHER_VARIABLES, *TPU_VARIABLES, *OLD_VARIABLES)
 class Environment:
     """What `detect()` found. Printing it is a table."""
 
-    host: str
-    """colab, kaggle, tpu-vm or local"""
-    accelerator: str
-    """tpu, cuda, xla (the CPU XLA device, chosen by PJRT_DEVICE=CPU) or cpu"""
-    cores: int
-    """TPU chips or GPUs that are here; 1 for the CPU"""
-    device_name: str
-    """for instance v5litepod-8, or Tesla T4"""
+    host: str  # colab, kaggle, tpu-vm or local
+    accelerator: str  # tpu, cuda, xla (the CPU XLA device, chosen by PJRT_DEVICE=CPU) or cpu
+    cores: int  # TPU chips or GPUs; 1 for the CPU
+    device_name: str  # for instance v5litepod-8, or Tesla T4
     python: str
-    versions: dict
-    """package -> version, of those in PACKAGES that are installed"""
-    outputs: Path
-    """where results go"""
-    drive: Path | None
-    """MyDrive on Colab, mounted or not; None elsewhere"""
-    inputs: Path | None
-    """Kaggle's read-only inputs; None elsewhere"""
-    variables: dict
-    """the environment variables that an accelerator's runtime reads"""
+    versions: dict  # package -> version, of those in PACKAGES that are installed
+    outputs: Path  # where results go
+    drive: Path | None  # MyDrive on Colab, mounted or not; None elsewhere
+    inputs: Path | None  # Kaggle's read-only inputs; None elsewhere
+    variables: dict  # RECORDED_VARIABLES that are set
 
     def table(self):
         """The environment as a `Table`."""
@@ -127,7 +118,9 @@ class Environment:
             lines = [f"{NAMES[accelerator]} needed, but this {self.host} session has: {has}."]
         menus = {"tpu": TPU_MENU, "cuda": GPU_MENU}
         lines.append(menus[accelerator][self.host] if accelerator in menus else "set PJRT_DEVICE=CPU before Python starts")
-        if accelerator == "tpu" and "torch_xla" not in self.versions and _tpu_hinted(self.variables):
+        # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
+        tpu_machine = self.variables.get("TPU_ACCELERATOR_TYPE") or self.variables.get("COLAB_TPU_1VM")
+        if accelerator == "tpu" and "torch_xla" not in self.versions and tpu_machine:
             lines.append("A TPU seems to be here, but torch_xla is not installed; this image lost it: start a fresh session.")
         for name, (why, instead) in OLD_VARIABLES.items():
             if self.variables.get(name):
@@ -184,11 +177,6 @@ def version_of(package):
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _tpu_hinted(environ):
-    # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
-    return bool(environ.get("TPU_ACCELERATOR_TYPE") or environ.get("COLAB_TPU_1VM"))
 
 
 def _accelerator(environ, root, versions):

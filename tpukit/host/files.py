@@ -282,8 +282,13 @@ def _overwrite(file, data):
 
 def cache_folder():
     """The folder for what later sessions reuse: TPUKIT_CACHE, or one of this user below the system's temporary folder."""
-    chosen = os.environ.get("TPUKIT_CACHE")
-    return Path(chosen).resolve() if chosen else Path(tempfile.gettempdir()) / f"tpukit-{user()}"
+    if chosen := os.environ.get("TPUKIT_CACHE"):
+        return Path(chosen).resolve()
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in some containers; OSError from Python 3.13 on
+        user = os.getuid()
+    return Path(tempfile.gettempdir()) / f"tpukit-{user}"
 
 
 def make_private(folder):
@@ -298,11 +303,3 @@ def make_private(folder):
         raise OSError("it belongs to another user")
     if found.st_mode & 0o022:
         folder.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
-
-
-def user():
-    """This user's name, or the number of one without a name, as in some containers."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # OSError from Python 3.13 on
-        return str(os.getuid())
