@@ -48,8 +48,8 @@ def test_a_user_who_refuses_drive_is_asked_once_and_gets_a_synthetic_set(page, c
     page.user = "no"
     for _ in range(2):
         assert "synthetic" in find_dataset(page.env, "IRSTD-1k", size=4).name and page.asked == 1
-    said = capsys.readouterr().out
-    assert "credential propagation" in said and "Drive is not mounted" in said
+    printed = capsys.readouterr().out
+    assert "credential propagation" in printed and "Drive is not mounted" in printed
     assert mount_drive(page.env) is None and page.asked == 2  # who asks for it is asked again
 
 

@@ -1,4 +1,4 @@
-"""Where am I: told from environment variables and files that the tests lay out."""
+"""Where am I: read from environment variables and files that the tests lay out."""
 
 import dataclasses
 import sys

@@ -72,7 +72,7 @@ def test_of_two_sessions_of_one_run_the_one_behind_does_not_move_the_backup_back
     assert steps_in(tmp_path / "drive") == [3, 1] and "step 3" in capsys.readouterr().out
 
 
-def test_runs_of_earlier_versions_are_told_apart_by_their_first_record(tmp_path):
+def test_runs_of_earlier_versions_are_distinguished_by_their_first_record(tmp_path):
     for name, backup in (("mine", None), ("other", tmp_path / "drive")):
         run = Run.open(tmp_path / name, MNIST(), backup=backup)
         run.log("note", 1, value=name)
@@ -103,9 +103,9 @@ def test_a_drive_that_goes_within_a_backup_is_reported_and_gets_no_further_file(
     monkeypatch.setattr(files, "copy_atomic", lambda *paths: (done.append(paths), copy(*paths)))
     run = Run.open(tmp_path / "run", MNIST(), backup=drive / "runs/mnist")
     run.save({}, 1)  # config, records, log where there is one, the checkpoint
-    said = f"mounted at {drive}" in capsys.readouterr().out
-    assert (len(done), said) == ((copies + 1, True) if gone() else (len(done), False))
-    assert not said or not (drive / "runs/mnist/checkpoints/checkpoints.json").exists()
+    reported = f"mounted at {drive}" in capsys.readouterr().out
+    assert (len(done), reported) == ((copies + 1, True) if gone() else (len(done), False))
+    assert not reported or not (drive / "runs/mnist/checkpoints/checkpoints.json").exists()
 
 
 def test_a_backup_is_compared_by_content_and_not_by_clock(tmp_path):
@@ -332,7 +332,7 @@ def test_an_input_that_is_no_run_is_not_taken_for_one_and_two_runs_of_a_name_are
     with refuses(*kaggle.inputs.glob("datasets/*/set/mine")):
         find_run(kaggle, "mine")
     Run.open(kaggle.outputs / "mine", mnist.MNIST())
-    assert find_run(kaggle, "mine") is None  # there is no question where it lies in the outputs already
+    assert find_run(kaggle, "mine") is None  # the outputs already hold it
 
 
 def test_an_earlier_run_of_other_settings_is_refused_by_name_and_not_copied(kaggle):

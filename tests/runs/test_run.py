@@ -138,14 +138,16 @@ def test_a_flipped_bit_in_any_file_of_a_run_changes_nothing_or_is_named(trained,
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 try:
-                    found, said = read(), ""
+                    found, messages = read(), ""
                 except TpukitError as error:
-                    found, said = None, str(error)
-            said += capsys.readouterr().out + "".join(str(w.message) for w in warned)
+                    found, messages = None, str(error)
+            messages += capsys.readouterr().out + "".join(str(w.message) for w in warned)
             if not alike(found, wanted[what]):
-                words = said if name.name != "progress.json" else " ".join(found.split())  # the next step replaces it
+                words = messages if name.name != "progress.json" else " ".join(found.split())  # the next step replaces it
                 wanted_words = {"checkpoints.json": "is damaged", "progress.json": "has not started yet"}
-                assert wanted_words.get(name.name, name.name) in words, f"bit {at} of {name}: {what} is {found}, said: {said}"
+                assert wanted_words.get(name.name, name.name) in words, (
+                    f"bit {at} of {name}: {what} is {found}, messages: {messages}"
+                )
                 named += 1
         shutil.rmtree(copy)
     assert named > 50

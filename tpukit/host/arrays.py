@@ -39,7 +39,7 @@ def mapped(name, key, make):
 
 
 def content_key(*folders, like=("*",)):
-    """SHA-256 over the names and contents of the files in some folders, as a key for `mapped`: copies of a set share its arrays.
+    """SHA-256 over the names and contents of the files in some folders, as a key for `mapped`: copies share their arrays.
 
     like: patterns of the names. The files are read once; the digest is cached until a path, a size or a time changes.
     """

@@ -130,7 +130,7 @@ def explain_full_disk(path):
 
 @contextlib.contextmanager
 def explain_unwritable(folder):
-    """Within it, any OSError is raised as a TpukitError that names `folder`. Only for code that does nothing but write there."""
+    """Within it, any OSError is raised as a TpukitError that names `folder`. Only for code that just writes there."""
     try:
         yield
     except OSError as error:

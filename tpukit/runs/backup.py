@@ -90,8 +90,8 @@ class Backup:
             same = len({records[0]["time"] for records in (run.records(), self.copy.records()) if records}) < 2
         if not same:
             raise TpukitError(
-                f"the backup {self} is of another run than {run.path} (id {found}, not {run_id}): choose another backup folder, "
-                "or, to resume the run that was backed up, a run folder that does not exist yet"
+                f"the backup {self} is of another run than {run.path} (id {found}, not {run_id}): choose another backup "
+                "folder, or, to resume the run that was backed up, a run folder that does not exist yet"
             )
         here, there = (max((entry["step"] for entry in one.checkpoints()), default=0) for one in (run, self.copy))
         if there > here:
