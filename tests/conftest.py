@@ -1,5 +1,6 @@
 """Shared by all tests: small data, an environment that is not this machine's, and the reference folder."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -80,6 +81,23 @@ def colab(tmp_path):
 
 
 @pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A local environment whose current folder is tmp_path."""
+    monkeypatch.chdir(tmp_path)
+    from tpukit import detect
+
+    return detect({}, tmp_path)
+
+
+@pytest.fixture
+def kaggle(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    from tpukit import detect
+
+    return detect({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, tmp_path)
+
+
+@pytest.fixture
 def versions(monkeypatch):
     """Set what seems to be installed: versions(torch="2.9.0", ...)."""
     from tpukit.host import environment
@@ -120,6 +138,16 @@ def real_data():
 @pytest.fixture
 def uef2017(real_data):
     return real_data / "eit-uef2017"
+
+
+@contextlib.contextmanager
+def refuses(*data):
+    """Within it a TpukitError is raised, and its message holds all these data."""
+    from tpukit import TpukitError
+
+    with pytest.raises(TpukitError) as error:
+        yield
+    assert all(str(value) in str(error.value) for value in data), error.value
 
 
 # What tests ask of a finished run

@@ -1,4 +1,4 @@
-"""Archives (.zip, .tar.gz) unpacked whole or not at all, whoever packed them."""
+"""Unpacking of archives (.zip, .tar.gz) from anywhere: nothing is written outside the target, which is complete or absent."""
 
 import functools
 import math
@@ -14,36 +14,34 @@ from tpukit.host import files
 from tpukit.host.errors import TpukitError
 
 ENDINGS = (".zip", ".tar.gz", ".tgz")
-BLOCK = 4096  # bytes; what even an empty file takes on a disk, about
+BLOCK = 4096  # bytes; about what even an empty file takes on a disk
 LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
-DEEPEST = 100  # folders in one another; Python removes them by recursion
-LONGEST_NAME = 1 << 20  # bytes, with what else such a header holds
+MAX_DEPTH = 100  # nested folders; Python removes them by recursion
+MAX_NAME = 1 << 20  # bytes of a header that holds a long name
 
 
 def unpack(archive, target, *, parts=()):
     """Unpack a .zip or .tar.gz so that `target` appears complete or not at all. Returns `target`.
 
-    A single top folder is taken off, unless it is one of `parts`. Raises TpukitError, before anything is
-    unpacked, for an archive that holds more than regular files and folders (links, devices, sparse files), for a name that
-    leads outside the target, and for more than the disk can hold; also for an archive that is damaged or packed in a way that
-    is not known here, and where nothing can be written.
+    A single top folder is stripped, unless it is one of `parts`. Raises TpukitError, before anything is unpacked, for links,
+    devices and sparse files, for a name that leads outside the target, and for more than the disk can hold; also for a damaged
+    archive, an unknown format, and where nothing can be written.
     """
     archive, target = Path(archive), Path(target)
     with files.atomic_folder(target) as work:
-        packed = Path(tempfile.mkdtemp(dir=work))  # of a random name, which nothing in the archive has
+        packed = Path(tempfile.mkdtemp(dir=work))  # a random name, which no entry of the archive has
         try:
             _check(archive, work)
             _extract(archive, packed)
         except TpukitError:
             raise
-        except RuntimeError as error:  # a password is needed, or the way of compressing is not known
-            raise TpukitError(
-                f"{archive} cannot be unpacked ({error}): pack it again as a plain .zip or .tar.gz, without a password"
-            ) from error
-        except Exception as error:  # zipfile, tarfile and zlib raise many types for a damaged file
+        except Exception as error:  # zipfile, tarfile and zlib raise many types
             if getattr(error, "errno", None) in files.DISK_FULL:
                 raise
-            raise TpukitError(f"{archive} cannot be unpacked ({error}); copy or download it again.") from error
+            raise TpukitError(
+                f"{archive} cannot be unpacked ({error}): if it is damaged, copy or download it again; if it has a password or "
+                "an unknown compression, pack it again as a plain .zip or .tar.gz"
+            ) from error
         inside = list(packed.iterdir())
         alone = len(inside) == 1 and inside[0].is_dir() and inside[0].name.lower() not in parts
         for entry in (inside[0] if alone else packed).iterdir():
@@ -53,7 +51,7 @@ def unpack(archive, target, *, parts=()):
 
 
 def _check(archive, folder):
-    """Raise TpukitError where an archive holds what `unpack` does not allow, or more than the disk of `folder` can take."""
+    """Raise TpukitError where an archive holds what `unpack` does not allow, or more than the disk of `folder` has room for."""
     needed, free = 0, shutil.disk_usage(folder).free
     for name, size, _ in _entries(archive):
         _place(archive, name)
@@ -72,18 +70,18 @@ def _extract(archive, folder):
             place.mkdir(parents=True, exist_ok=True)
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
-        # The archive's own modes are left out. No more is read than `size`, whatever the packed data goes on to hold.
+        # The archive's own modes are ignored. No more than `size` is read, however much the packed data hold.
         with opened() as source, open(place, "wb") as file:
             shutil.copyfileobj(source, file, 1 << 20)
 
 
 def _place(archive, name):
     """Where an entry goes, relative to the target."""
-    path = PureWindowsPath(name)  # the stricter kind: it knows drives, and both ways of parting folders
+    path = PureWindowsPath(name)  # stricter than POSIX: it knows drives, and both separators
     if path.anchor or any(not part.strip(". ") for part in path.parts):  # Windows takes ".. " for ".."
         raise TpukitError(f"{archive} is not safe to unpack: {name!r} leads outside. Nothing was unpacked.")
-    if len(path.parts) > DEEPEST:
-        raise TpukitError(f"{archive} is not safe to unpack: it nests more than {DEEPEST} folders. Nothing was unpacked.")
+    if len(path.parts) > MAX_DEPTH:
+        raise TpukitError(f"{archive} is not safe to unpack: it nests more than {MAX_DEPTH} folders. Nothing was unpacked.")
     return Path(*path.parts)
 
 
@@ -99,11 +97,11 @@ def _entries(archive):
     else:
         with tarfile.open(archive, tarinfo=_TarHeader) as packed:
             for entry in packed:
-                packed.members = []  # else it keeps all that it has read
+                packed.members = []  # else it keeps every header in memory
                 plain = (entry.isreg() or entry.isdir()) and not entry.issparse() and entry.size >= 0
                 _refuse_unless(plain, archive, entry.name)
                 yield entry.name, None if entry.isdir() else entry.size, functools.partial(packed.extractfile, entry)
-            # tarfile takes a damaged header for the end. Reading on also compares gzip's checksum, which stands behind it all.
+            # tarfile takes a damaged header for the end. Reading on finds it, and gzip checks its checksum at the end.
             while rest := packed.fileobj.read(1 << 20):
                 if rest.strip(b"\0"):
                     raise tarfile.ReadError("a header in it is damaged")
@@ -113,15 +111,15 @@ def _refuse_unless(plain, archive, name):
     if not plain:
         raise TpukitError(
             f"{archive} is not safe to unpack: {name!r} is a link, a device or the like. Pack it again with regular files and "
-            "folders alone (tar: -h --hard-dereference). Nothing was unpacked."
+            "folders only (tar: -h --hard-dereference). Nothing was unpacked."
         )
 
 
 class _TarHeader(tarfile.TarInfo):
-    """A header of a .tar. tarfile reads those that hold a long name into memory whole, so they must be small."""
+    """A header of a .tar. tarfile reads one with a long name into memory whole, so its size is limited."""
 
-    def _proc_member(self, tar):  # which tarfile's source names as the method for subclasses to extend
-        if self.size < 0 or (self.type in LONG_NAMES and self.size > LONGEST_NAME):
+    def _proc_member(self, tar):  # the method that tarfile means subclasses to extend
+        if self.size < 0 or (self.type in LONG_NAMES and self.size > MAX_NAME):
             raise tarfile.ReadError(f"a header of {self.size} bytes")
         return super()._proc_member(tar)
 

@@ -13,14 +13,12 @@ from tpukit.host.tables import printable
 
 
 def mapped(name, key, make):
-    """Arrays that are made once and mapped from a file: all processes of a host hold them once, and later sessions find them.
+    """Arrays that are made once and memory-mapped from files, shared by all processes of a host and by later sessions.
 
-    name: of the file. key: what the arrays are made from (`content_key`, settings), for JSON; another key makes another file.
-    make: () -> dict of numpy arrays. Returns a dict of read-only arrays. Where the file cannot be written they stay in this
-    process's memory, and that is said.
+    key: what the arrays are made from (`content_key`, settings), for JSON; another key makes other files. make: () -> dict of
+    numpy arrays. Returns a dict of read-only arrays. Where the files cannot be written each process keeps its own copy.
     """
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
-    folder = files.cache_folder() / f"{name}-{digest}"
+    folder = files.cache_folder() / f"{name}-{_digest(key)[:20]}"
     arrays = None
     try:
         files.make_private(folder.parent)
@@ -41,22 +39,26 @@ def mapped(name, key, make):
 
 
 def content_key(*folders, like=("*",)):
-    """SHA-256 over the names and contents of the files in some folders, as (part of) a key of `mapped`.
+    """SHA-256 over the names and contents of the files in some folders, as a key for `mapped`: copies share their arrays.
 
-    Copies of a set so share its arrays. like: patterns of the names. The files are read once: what was found is kept until a
-    path, a size or a time is another.
+    like: patterns of the names. The files are read once; the digest is cached until a path, a size or a time changes.
     """
     paths = [path for folder in folders for pattern in like for path in sorted(folder.glob(pattern)) if path.is_file()]
-    seen = [(str(path.resolve()), about.st_size, about.st_mtime_ns) for path in paths for about in [path.stat()]]
-    memo = files.cache_folder() / f"contents-{hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:20]}"
-    with files.file_lock(memo):  # of several processes one reads
+    stats = [path.stat() for path in paths]
+    state = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats)]
+    cached = files.cache_folder() / f"contents-{_digest(state)[:20]}"
+    with files.file_lock(cached):  # one of several processes reads
         with contextlib.suppress(OSError):
-            files.make_private(memo.parent)  # what another user put there is not believed
-            return memo.read_text()
-        with concurrent.futures.ThreadPoolExecutor() as pool:  # most of the time the disk, or Drive, is waited for
-            found = [(path.name, digest) for path, digest in zip(paths, pool.map(files.sha256, paths))]
-        digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
+            files.make_private(cached.parent)  # what another user put there is not trusted
+            return cached.read_text()
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # most of the time goes to waiting for the disk, or Drive
+            contents = list(zip([path.name for path in paths], pool.map(files.sha256, paths)))
+        digest = _digest(contents)
         with contextlib.suppress(OSError, TpukitError):  # then they are read again next time
-            files.make_private(memo.parent)
-            files.write_atomic(memo, digest, durable=False)
+            files.make_private(cached.parent)
+            files.write_atomic(cached, digest, durable=False)
     return digest
+
+
+def _digest(values):
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()

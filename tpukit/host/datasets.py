@@ -9,13 +9,12 @@ from tpukit.host.tables import printable
 
 
 def find(env, name, path=None, *, fallback=False, parts=()):
-    """The folder of a dataset, or None where no place holds it; prints which place was taken and why.
+    """The folder of a dataset, or None where it is not found; prints which place was taken and why.
 
-    In this order: `path`; Drive (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; on Colab a Drive that is not mounted
-    yet, for which the user is asked once. Archives (.zip, .tar.gz) at these places are unpacked below `env.outputs`; parts:
-    folders of the dataset's own, see `archives.unpack`. A given `path` that does not exist raises TpukitError, unless
-    `fallback=True` allows the other places, or `fallback` is a folder, which is then taken instead (and, where no path is
-    given, before Drive is asked for).
+    In this order: `path`; Drive (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; `fallback`, if it is a folder; on
+    Colab a Drive that is not mounted yet, for which the user is asked once. Archives (.zip, .tar.gz) at these places are
+    unpacked below `env.outputs`; parts: see `archives.unpack`. A given `path` that does not exist raises TpukitError, unless
+    `fallback=True` allows the other places, or `fallback` is a folder, which is then taken.
     """
     instead = Path(fallback) if isinstance(fallback, (str, Path)) else None
     if path:
@@ -44,13 +43,13 @@ def is_run(folder):
 
 
 def _places(env, name, instead):
-    """(path, why) in the order of preference, archives beside folders. Who reads on to the end is asked for Drive."""
+    """Yield (path, why) in the order of preference, archives beside folders. The user is asked for Drive at the end."""
     on_drive = [env.drive / "datasets" / f"{name}{ending}" for ending in ("", *archives.ENDINGS)] if env.drive else []
     yield from ((place, "found on Drive") for place in on_drive)
     if env.host == "kaggle":
         for depth in ("*", "*/*", "*/*/*", "*/*/*/*"):  # Kaggle nests a dataset below its owner and lower-cases names
             for place in sorted(env.inputs.glob(depth)):
-                # A run of this name (`tpukit train mnist` makes one) comes with an earlier version's output.
+                # The output of an earlier version may hold a run of this name: `tpukit train mnist` creates one.
                 if (archives.stem(place) or place.name).lower() == name.lower() and not is_run(place):
                     yield place, "found in the Kaggle inputs"
     for ending in ("", *archives.ENDINGS):
@@ -70,18 +69,18 @@ def _take(env, name, parts, place, why):
 
 
 def _unpacked(folder, name, archive, parts):
-    """`folder` with what an archive holds, unpacked now or before; where another archive's is there, a folder beside it."""
+    """The folder with the content of an archive, unpacked now or before: `folder`, or one beside it if that is another's."""
     try:
         content = arrays.content_key(archive.parent, like=(glob.escape(archive.name),))
     except OSError as error:
         raise TpukitError(f"{archive} cannot be read ({error.strerror}); copy or download it again") from error
-    whose = folder.with_name(f".{folder.name}.archive")  # the content that `folder` was unpacked from
+    source = folder.with_name(f".{folder.name}.archive")  # holds the key of the content of `folder`
     with files.file_lock(folder):
         if not folder.exists():
             with files.explain_unwritable(folder.parent):
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                files.write_atomic(whose, content)
-        elif not whose.exists() or whose.read_text() != content:
+                files.write_atomic(source, content)
+        elif not source.exists() or source.read_text() != content:
             folder = folder.with_name(f"{folder.name}-{content[:8]}")
         if not folder.exists():
             print(printable(f"dataset {name}: unpacking {archive}"))

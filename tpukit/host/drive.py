@@ -6,9 +6,9 @@ _asked = set()  # the Drives that this process asked for: a refusal is an answer
 
 
 def mount_drive(env, mount=None):
-    """Mount Google Drive on Colab and return its MyDrive folder; elsewhere say so and return None.
+    """Mount Google Drive on Colab, which asks for the user's consent. Returns its MyDrive folder, or None where there is none.
 
-    mount: the function that mounts, `google.colab.drive.mount` unless given. It asks for the user's consent, and waits for it.
+    mount: the function that mounts, `google.colab.drive.mount` unless given.
     """
     if env.host != "colab":
         print(f"Drive: only Colab can mount it; this is {env.host}, results stay in {env.outputs}.")
@@ -22,14 +22,14 @@ def mount_drive(env, mount=None):
                 mount = drive.mount
             mount(str(env.drive.parent))
         except Exception as error:  # the user closed the consent window, or the account has no Drive
-            print(f"Drive: not mounted ({error}). Results stay in {env.outputs} and go with this session.")
+            print(f"Drive: not mounted ({error}). Results stay in {env.outputs} and are lost with this session.")
             return None
     print(f"Drive: {env.drive}")
     return env.drive
 
 
 def ask_for_drive(env):
-    """Mount a Drive that is not mounted, if its user was not asked before and can answer. Returns whether it is there now."""
+    """Mount a Drive that is not mounted, if the user was not asked before and can answer. Returns whether it was mounted."""
     if env.drive.is_dir() or env.drive in _asked or not _user_can_answer():
         return False
     print("Drive: the dataset may be there, so Colab asks whether to mount it")
@@ -37,6 +37,6 @@ def ask_for_drive(env):
 
 
 def _user_can_answer():
-    """Whether this is a notebook whose page can ask its user something. Without one Colab's mount waits for ever, or fails."""
+    """Whether this is a notebook whose page can ask its user something. Without one Colab's mount waits forever, or fails."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return getattr(getattr(shell, "kernel", None), "_allow_stdin", False)  # what the page said, sending the cell
+    return getattr(getattr(shell, "kernel", None), "_allow_stdin", False)  # as the page set it when it sent the cell

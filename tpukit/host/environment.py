@@ -1,7 +1,6 @@
-"""Where am I, which accelerator is here, what is wrong and how to fix it.
+"""Which host this is, and which accelerator it has, from environment variables, PCI folders and package metadata.
 
-Touches no device and imports no torch, so that it answers even where torch is broken. Host and accelerator are read from
-environment variables, PCI folders and package metadata.
+Touches no device and imports no torch, so that it works even where torch is broken.
 """
 
 import contextlib
@@ -39,11 +38,12 @@ GPU_MENU = {
     "tpu-vm": "a TPU VM has no GPU",
     "local": "nvidia-smi finds no NVIDIA GPU: check the driver, or open the notebook on Colab or Kaggle",
 }
-# What an old guide may have left in the environment -> (what it means today, what to do instead).
+AUTOCAST = "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itself (precision='auto')"
+# Variable that an old guide may have set -> (what it does today, what to do instead).
 OLD_VARIABLES = {
     "COLAB_TPU_ADDR": (
         "it belonged to Colab's TPU Node runtime, which no longer exists; nothing reads it today",
-        "tpukit.detect() says what is here",
+        "tpukit.detect() shows what is here",
     ),
     "XRT_TPU_CONFIG": (
         "it configured the XRT runtime, which torch_xla no longer has; nothing reads it today",
@@ -51,52 +51,33 @@ OLD_VARIABLES = {
     ),
     "XLA_USE_BF16": (
         "it silently turns every float32 tensor into bf16, the loss and the weights too; torch_xla will drop it",
-        "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itself (precision='auto')",
+        AUTOCAST,
     ),
     "XLA_DOWNCAST_BF16": (
         "it silently turns float32 tensors into bf16 and float64 into float32; torch_xla will drop it",
-        "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itself (precision='auto')",
+        AUTOCAST,
     ),
 }
-
-
-# The variables that are kept, by name: a host's others can hold secrets (Colab's COLAB_JUPYTER_TOKEN).
-WATCHED = (
-    "PJRT_DEVICE",
-    "CUDA_VISIBLE_DEVICES",
-    "XLA_FLAGS",
-    "COLAB_TPU_1VM",
-    "TPU_ACCELERATOR_TYPE",
-    "TPU_CHIPS_PER_HOST_BOUNDS",
-    "TPU_PROCESS_ADDRESSES",
-    "TPU_SKIP_MDS_QUERY",
-    *OLD_VARIABLES,
-)
+# Only these are recorded: a host's other variables can hold secrets (Colab's COLAB_JUPYTER_TOKEN).
+TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_PROCESS_ADDRESSES", "TPU_SKIP_MDS_QUERY")
+OTHER_VARIABLES = ("PJRT_DEVICE", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "COLAB_TPU_1VM")
+RECORDED_VARIABLES = (*OTHER_VARIABLES, *TPU_VARIABLES, *OLD_VARIABLES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Environment:
     """What `detect()` found. Printing it is a table."""
 
-    host: str
-    """colab, kaggle, tpu-vm or local"""
-    accelerator: str
-    """tpu, cuda, xla (the CPU XLA device, chosen by PJRT_DEVICE=CPU) or cpu"""
-    cores: int
-    """TPU chips or GPUs that are here; 1 for the CPU"""
-    device_name: str
-    """for instance v5litepod-8, or Tesla T4"""
+    host: str  # colab, kaggle, tpu-vm or local
+    accelerator: str  # tpu, cuda, xla (the CPU XLA device, chosen by PJRT_DEVICE=CPU) or cpu
+    cores: int  # TPU chips or GPUs; 1 for the CPU
+    device_name: str  # for instance v5litepod-8, or Tesla T4
     python: str
-    versions: dict
-    """package -> version, of those in PACKAGES that are installed"""
-    outputs: Path
-    """where results go"""
-    drive: Path | None
-    """MyDrive on Colab, mounted or not; None elsewhere"""
-    inputs: Path | None
-    """Kaggle's read-only inputs; None elsewhere"""
-    variables: dict
-    """the environment variables that an accelerator's runtime reads"""
+    versions: dict  # package -> version, of those in PACKAGES that are installed
+    outputs: Path  # where results go
+    drive: Path | None  # MyDrive on Colab, mounted or not; None elsewhere
+    inputs: Path | None  # Kaggle's read-only inputs; None elsewhere
+    variables: dict  # RECORDED_VARIABLES that are set
 
     def table(self):
         """The environment as a `Table`."""
@@ -119,27 +100,28 @@ class Environment:
         return self.table()._repr_html_()
 
     def require(self, accelerator, *, cores=1):
-        """Return self if this accelerator is here, with at least so many cores.
+        """Return self if this accelerator is here, with at least this many cores.
 
         accelerator: "tpu" (the CPU XLA device counts, so that a notebook can be tried without a TPU), "cuda" or "cpu". On a CPU
-        a core is a process, so any number is there.
+        a core is a process, so any number will do.
         Raises TpukitError that names the menu to open on this host.
         """
-        if accelerator not in ("tpu", "cuda", "xla", "cpu"):
+        accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "cpu": ("tpu", "cuda", "xla", "cpu")}
+        if accelerator not in accepted:
             raise TpukitError(f"require({accelerator!r}): choose 'tpu', 'cuda', 'xla' or 'cpu'")
-        enough = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "cpu": ("tpu", "cuda", "xla", "cpu")}
-        right = self.accelerator in enough[accelerator]
-        if right and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
+        found = self.accelerator in accepted[accelerator]
+        if found and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
             return self
-        lines = [
-            f"{NAMES[accelerator]} needed, but this {self.host} session has: {NAMES[self.accelerator]} ({self.device_name})."
-        ]
-        if right:
+        if found:
             lines = [f"asked for {cores} cores, found {self.cores} ({self.device_name})."]
-        lines.append(
-            {"tpu": TPU_MENU, "cuda": GPU_MENU}.get(accelerator, {}).get(self.host, "set PJRT_DEVICE=CPU before Python starts")
-        )
-        if accelerator == "tpu" and "torch_xla" not in self.versions and _tpu_hinted(self.variables):
+        else:
+            has = f"{NAMES[self.accelerator]} ({self.device_name})"
+            lines = [f"{NAMES[accelerator]} needed, but this {self.host} session has: {has}."]
+        menus = {"tpu": TPU_MENU, "cuda": GPU_MENU}
+        lines.append(menus[accelerator][self.host] if accelerator in menus else "set PJRT_DEVICE=CPU before Python starts")
+        # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
+        tpu_machine = self.variables.get("TPU_ACCELERATOR_TYPE") or self.variables.get("COLAB_TPU_1VM")
+        if accelerator == "tpu" and "torch_xla" not in self.versions and tpu_machine:
             lines.append("A TPU seems to be here, but torch_xla is not installed; this image lost it: start a fresh session.")
         for name, (why, instead) in OLD_VARIABLES.items():
             if self.variables.get(name):
@@ -168,7 +150,7 @@ def detect(environ=None, root="/"):
         outputs=base / "outputs",
         drive=root / "content/drive/MyDrive" if host == "colab" else None,
         inputs=root / "kaggle/input" if host == "kaggle" else None,
-        variables={name: environ[name] for name in WATCHED if name in environ},
+        variables={name: environ[name] for name in RECORDED_VARIABLES if name in environ},
     )
 
 
@@ -198,11 +180,6 @@ def version_of(package):
         return None
 
 
-def _tpu_hinted(environ):
-    # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
-    return bool(environ.get("TPU_ACCELERATOR_TYPE") or environ.get("COLAB_TPU_1VM"))
-
-
 def _accelerator(environ, root, versions):
     """(accelerator, cores, device name)."""
     chosen = environ.get("PJRT_DEVICE", "").upper()
@@ -218,8 +195,8 @@ def _accelerator(environ, root, versions):
 
 
 def chips_here(environ, root="/"):
-    """Number of TPU chips on the PCI bus. Where that is hidden, as in some containers, but PJRT_DEVICE=TPU says that there are
-    some: number of their device files."""
+    """Number of TPU chips on the PCI bus, or, where that is hidden (as in some containers) and PJRT_DEVICE=TPU, of their device
+    files."""
     on_bus = tpu_chips(root)
     if on_bus or environ.get("PJRT_DEVICE", "").upper() != "TPU":
         return on_bus
@@ -237,7 +214,7 @@ def tpu_chips(root="/"):
 
 
 def nvidia_cards_on_bus(root="/"):
-    """Number of NVIDIA's graphics processors on the PCI bus, whether a driver knows them or not."""
+    """Number of NVIDIA GPUs on the PCI bus, with a driver or without."""
     return sum(
         vendor == NVIDIA_PCI_VENDOR and (device / "class").read_text().startswith(PCI_DISPLAY)
         for device, vendor in _pci_devices(root)
@@ -245,18 +222,19 @@ def nvidia_cards_on_bus(root="/"):
 
 
 def _pci_devices(root):
+    """(folder, vendor) of each."""
     vendors = Path(root).glob("sys/bus/pci/devices/*/vendor")
     return [(vendor.parent, vendor.read_text().strip()) for vendor in vendors]
 
 
 def chips_by_bounds(environ):
-    """How many chips TPU_CHIPS_PER_HOST_BOUNDS speaks of ("2,4,1": 8), or None where it is not set."""
+    """Number of chips in TPU_CHIPS_PER_HOST_BOUNDS ("2,4,1": 8), or None where it is not set."""
     bounds = environ.get("TPU_CHIPS_PER_HOST_BOUNDS", "")
     return math.prod(int(part) for part in bounds.split(",")) if re.fullmatch(r"\d+(,\d+)*", bounds) else None
 
 
 def nvidia_smi(environ, *arguments):
-    """What nvidia-smi prints, or "" where it is missing or finds no driver."""
+    """The output of nvidia-smi, or "" where it is missing or finds no driver."""
     if not shutil.which("nvidia-smi", path=environ.get("PATH")):
         return ""
     try:
@@ -269,9 +247,8 @@ def nvidia_smi(environ, *arguments):
 def nvidia_gpus(environ):
     """Names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L`.
 
-    Of the instances of a divided GPU (MIG) a process sees one, and then no whole GPU (NVIDIA's MIG guide, "CUDA Device
-    Enumeration"). A number in CUDA_VISIBLE_DEVICES is taken as nvidia-smi counts; unless CUDA_DEVICE_ORDER=PCI_BUS_ID, CUDA
-    counts the fastest first, so that where the cards differ, the name can be another's: how many there are is right.
+    Of a divided GPU (MIG) a process sees one instance, and then no whole GPU (NVIDIA's MIG guide, "CUDA Device Enumeration").
+    nvidia-smi numbers the cards by their bus, CUDA the fastest first: where they differ, the count is right, a name may not be.
     """
     cards = []  # (name, UUID, [(name, UUID) of its instances])
     for line in nvidia_smi(environ, "-L").splitlines():
@@ -288,8 +265,8 @@ def nvidia_gpus(environ):
 
 
 def _chosen(cards, visible):
-    """Of the cards those that CUDA_VISIBLE_DEVICES names, by number or by the beginning of a UUID, as CUDA reads it: up to the
-    first that it does not know; none where one is named twice."""
+    """The cards that CUDA_VISIBLE_DEVICES names, by number or by the start of a UUID, as CUDA reads it: up to the first unknown
+    one; none where one is named twice."""
     chosen = []
     for part in visible.split(","):
         number = re.match(r"\s*\+?(\d+)", part)
@@ -304,20 +281,25 @@ def _chosen(cards, visible):
 
 
 def supports(capability, built_for):
-    """Whether a GPU runs what torch was built for.
+    """Whether a GPU can run a torch with these architectures (NVIDIA, CUDA C++ Programming Guide, 6.1).
 
-    capability: its compute capability, (major, minor). built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code for 8.0
-    and what is newer of 8.x; "compute_90" is compiled by the driver, for 9.0 and everything newer; an "a" at the end means that
-    very one, an "f" what is newer of the same major number. (NVIDIA, CUDA C++ Programming Guide, 6.1)"""
-    found = [re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name) for name in built_for]
-    built = [(m[1], (int(m[2]), int(m[3])), m[4]) for m in found if m]
-
-    def runs(kind, target, suffix):
+    capability: of the GPU, (major, minor). built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code for 8.0 and newer
+    8.x; "compute_90" is compiled by the driver, for 9.0 and newer; a suffix "a" restricts either to exactly that capability,
+    "f" to newer ones of the same major number.
+    """
+    architectures = [m for name in built_for if (m := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name))]
+    for kind, major, minor, suffix in (m.groups() for m in architectures):
+        target = int(major), int(minor)
+        same_major = capability[0] == target[0]
         if suffix == "a":
-            return capability == target
-        return capability >= target and (kind == "compute" and not suffix or capability[0] == target[0])
-
-    return not built or any(runs(*target) for target in built)
+            runs = capability == target
+        elif kind == "compute" and not suffix:
+            runs = capability >= target
+        else:
+            runs = same_major and capability >= target
+        if runs:
+            return True
+    return not architectures
 
 
 @contextlib.contextmanager
@@ -332,6 +314,6 @@ def explain_known_errors():
         if fix is None:
             raise
         traceback.clear_frames(error.__traceback__)  # a notebook keeps it, and with it a step's activations
-        # The runtime's first lines say what and, where a shape changed, which; the rest is its own stack.
-        said = [line.strip()[:300] for line in str(error).splitlines() if line.strip()][:3]
-        raise TpukitError("\n".join([*said, fix])) from error
+        # The runtime's first lines name the problem and, where a shape changed, the shape; the rest is its own stack.
+        lines = [line.strip()[:300] for line in str(error).splitlines() if line.strip()]
+        raise TpukitError("\n".join([*lines[:3], fix])) from error

@@ -2,9 +2,9 @@
 
 
 class TpukitError(ValueError):
-    """Says what was got, what is needed and what to do. The command line prints it without a traceback."""
+    """Names what was found, what is needed and what to do. The command line prints it without a traceback."""
 
 
 def first_line(error):
-    """The first line of what an error says, or its type where it says nothing."""
+    """The first line of an error's message, or its type where it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)

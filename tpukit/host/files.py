@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and what guards their writing."""
+"""Atomic files and folders, JSON with a checksum, locks, and the cache folder."""
 
 import contextlib
 import errno
@@ -24,22 +24,22 @@ except ImportError:  # Windows, where nothing here starts several processes
 from tpukit.host.errors import TpukitError
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-ALIVE_S = 120.0  # a holder on another host that gave no sign for so long is taken for dead
+ALIVE_S = 120.0  # a process on another host that gave no sign of life for so long counts as dead
 
 
 @contextlib.contextmanager
 def atomic_file(path, *, durable=True):
     """Open `path` for binary writing so that it appears complete or not at all.
 
-    The bytes go to a neighbour that takes the name only after it reached the disk, if it is to be `durable`. Raises
-    TpukitError when the disk is full or cannot be written; whatever stood at `path` before stays.
+    The bytes go to a temporary file beside it, which takes the name when it is complete and, if `durable`, on the disk. Raises
+    TpukitError where the disk is full or cannot be written; a file that was at `path` before stays.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may be at the same file
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same file
     try:
         with explain_full_disk(path):
             with explain_unwritable(path.parent):
-                partial.unlink(missing_ok=True)  # of a process that was killed and had our number
+                partial.unlink(missing_ok=True)  # of a killed process with the same pid
                 file = open(partial, "xb")  # never through a link
             with file:
                 yield file
@@ -51,7 +51,7 @@ def atomic_file(path, *, durable=True):
             if durable:
                 _sync_names(path.parent)
     finally:
-        with contextlib.suppress(OSError):  # where nothing can be written there is none
+        with contextlib.suppress(OSError):  # where the folder cannot be written there is none
             partial.unlink(missing_ok=True)
 
 
@@ -64,20 +64,20 @@ def remove_partials(folder):
 
 
 def _lives(pid):
-    """Whether a process of this host lives; where that cannot be asked (Windows), yes."""
-    if not fcntl:
+    """Whether a process of this host is alive."""
+    if not fcntl:  # Windows cannot tell
         return True
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # it is another user's
         pass
     return True
 
 
 def _sync_names(folder):
-    """Let a new name in a folder reach the disk, where the disk can do that."""
+    """Flush the entries of a folder to the disk, where the disk can do that."""
     with contextlib.suppress(OSError):  # Windows, and some network disks, cannot
         opened = os.open(folder, os.O_RDONLY)
         try:
@@ -88,21 +88,21 @@ def _sync_names(folder):
 
 @contextlib.contextmanager
 def atomic_folder(folder):
-    """Yield an empty folder that takes the name `folder` when what fills it is done; before that nothing is seen there.
+    """Yield an empty folder that takes the name `folder` when the block ends without an error.
 
-    Folders above it are made; what a process that was killed left half filled is removed. Raises TpukitError where it cannot be
-    written, or the disk is full.
+    Parent folders are created; what killed processes left is removed. Raises TpukitError where the disk is full or cannot be
+    written.
     """
     folder = Path(folder)
-    ours = f".{folder.name}.{socket.gethostname()}."  # a disk may be shared by hosts
+    prefix = f".{folder.name}.{socket.gethostname()}."  # hosts may share a disk
     with explain_unwritable(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         for left in folder.parent.iterdir():
-            made = re.fullmatch(re.escape(ours) + r"(\d+)\.\w{8}\.partial", left.name)
-            if made and left.is_dir() and not left.is_symlink() and not _lives(int(made[1])):
+            ours = re.fullmatch(re.escape(prefix) + r"(\d+)\.\w{8}\.partial", left.name)
+            if ours and left.is_dir() and not left.is_symlink() and not _lives(int(ours[1])):
                 shutil.rmtree(left, ignore_errors=True)
-        work = folder.with_name(f"{ours}{os.getpid()}.{secrets.token_hex(4)}.partial")
-        work.mkdir()  # with the mode that the user's umask gives
+        work = folder.with_name(f"{prefix}{os.getpid()}.{secrets.token_hex(4)}.partial")
+        work.mkdir()  # not tempfile.mkdtemp, which ignores the user's umask
     try:
         with explain_full_disk(folder):
             yield work
@@ -115,7 +115,7 @@ def atomic_folder(folder):
 
 @contextlib.contextmanager
 def explain_full_disk(path):
-    """Within it, a full disk met while writing `path` is raised as a TpukitError that says what to do."""
+    """Within it, a full disk is raised as a TpukitError that names `path` and the free space."""
     try:
         yield
     except OSError as error:
@@ -130,10 +130,7 @@ def explain_full_disk(path):
 
 @contextlib.contextmanager
 def explain_unwritable(folder):
-    """Within it, an OSError met while making or filling `folder` is raised as a TpukitError that says what to do.
-
-    Put only what writes there within it: it takes every OSError for one of writing.
-    """
+    """Within it, any OSError is raised as a TpukitError that names `folder`. Only for code that just writes there."""
     try:
         yield
     except OSError as error:
@@ -143,7 +140,7 @@ def explain_unwritable(folder):
 
 
 def append(path, text):
-    """Append lines to a file, below a last one that a kill cut short. Raises TpukitError where it cannot be written."""
+    """Append lines to a file, on a new line if a kill cut the last one short. Raises TpukitError where it cannot be written."""
     with explain_unwritable(path.parent), explain_full_disk(path), open(path, "a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -170,7 +167,7 @@ def sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# JSON in which a flipped bit is noticed
+# JSON with a checksum
 
 
 def with_crc32(values):
@@ -179,7 +176,7 @@ def with_crc32(values):
 
 
 def parse_with_crc32(text):
-    """The dict that JSON text holds. Raises ValueError where it is damaged; one without a CRC-32 is believed."""
+    """The dict that JSON text holds. Raises ValueError where it is damaged; one without a CRC-32 is accepted."""
     try:
         values = json.loads(text)
     except RecursionError as error:
@@ -204,9 +201,9 @@ def _crc32(values):
 
 @contextlib.contextmanager
 def file_lock(path):
-    """Within it, no other process of this user on this host is in a `file_lock` of the same path. Waits for the other.
+    """Within it, no other process of this user on this host holds a `file_lock` of the same path. Waits for its turn.
 
-    Where the cache folder cannot be used there is no lock: what is written appears whole all the same.
+    Where the cache folder cannot be used there is no lock; what is written is still atomic.
     """
     try:
         make_private(cache_folder())
@@ -216,17 +213,17 @@ def file_lock(path):
         file = contextlib.nullcontext()
     with file as opened:
         if opened:
-            fcntl.flock(opened, fcntl.LOCK_EX)  # the system takes it back when the process ends, however that happens
+            fcntl.flock(opened, fcntl.LOCK_EX)  # released by the system when the process ends, however it ends
         yield
 
 
 @contextlib.contextmanager
 def exclusive_lock(path, signs=()):
-    """Within it, the lock file `path` is this process's alone, and says its host and pid.
+    """Within it, the lock file `path` belongs to this process alone, and holds its host and pid.
 
-    Raises TpukitError with the host and pid of the process that has it. A lock goes with its process, so that one that was
-    killed is in nobody's way. On some shared disks (Drive) a lock is seen on its own host only. There the last holder's name
-    counts, as long as it gave a sign of life: the youngest of this file and of the files `signs`.
+    Raises TpukitError with the host and pid of the process that has it. A lock ends with its process, killed or not. On some
+    shared disks (Drive) a lock is seen on its own host only: there the last holder counts as long as it shows a sign of life,
+    a recent change of this file or of one of the files `signs`.
     """
     here = dict(host=socket.gethostname(), pid=os.getpid())
     with explain_unwritable(path.parent):
@@ -260,17 +257,17 @@ def exclusive_lock(path, signs=()):
                 _overwrite(file, b"")
             if fcntl:
                 with contextlib.suppress(OSError):
-                    fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile has the open file too
+                    fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
 
 
 def _open_lock(path):
-    """Open a lock file without emptying it. Raises OSError where something else has its name: a link of either kind, a pipe."""
+    """Open a lock file without emptying it. Raises OSError where it is a symbolic or hard link, or no regular file."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     file = os.open(path, flags, 0o644)
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
         os.close(file)
-        raise OSError(f"{path.name} is a link or no file: remove it")
+        raise OSError(f"{path.name} is a link or not a regular file: remove it")
     return os.fdopen(file, "r+b", buffering=0)
 
 
@@ -284,13 +281,18 @@ def _overwrite(file, data):
 
 
 def cache_folder():
-    """Where later sessions find what was made once: TPUKIT_CACHE, or a folder of this user in the system's temporary one."""
-    chosen = os.environ.get("TPUKIT_CACHE")
-    return Path(chosen).resolve() if chosen else Path(tempfile.gettempdir()) / f"tpukit-{user()}"
+    """The folder for what later sessions reuse: TPUKIT_CACHE, or one of this user below the system's temporary folder."""
+    if chosen := os.environ.get("TPUKIT_CACHE"):
+        return Path(chosen).resolve()
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in some containers; OSError from Python 3.13 on
+        user = os.getuid()
+    return Path(tempfile.gettempdir()) / f"tpukit-{user}"
 
 
 def make_private(folder):
-    """Make a folder that no other user can write in. Raises OSError where it is a link or another user's, or cannot be made."""
+    """Create a folder that no other user can write in. Raises OSError where it is a link or another user's."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not hasattr(os, "getuid"):
         return
@@ -301,11 +303,3 @@ def make_private(folder):
         raise OSError("it belongs to another user")
     if found.st_mode & 0o022:
         folder.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
-
-
-def user():
-    """This user's name, or number: in a container a user may have no name."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # OSError from Python 3.13 on
-        return str(os.getuid())

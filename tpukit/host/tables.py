@@ -1,23 +1,20 @@
-"""A small table, and sentences, that read the same in a shell and in a notebook; durations in words, and what a GiB is."""
+"""Tables and lists of sentences for shell and notebook, durations in words, and text that is safe to print."""
 
 import html
 import io
 import re
 
 GIB = 2**30
-# What a terminal obeys instead of showing it (ESC among them), what turns text around, and halves of characters; ends of lines
-# and tabs stay.
-UNSHOWN = re.compile(
+# Control characters, marks of text direction, and surrogates; newlines and tabs are allowed.
+UNPRINTABLE = re.compile(
     r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
-
-
-NO_FORMULAS = 'class="tex2jax_ignore mathjax_ignore"'  # for MathJax 2 and 3, which read $...$ in whatever a notebook shows
+NO_FORMULAS = 'class="tex2jax_ignore mathjax_ignore"'  # else MathJax 2 and 3 take $...$ in a notebook for formulas
 
 
 def printable(text):
-    """The text as a terminal may show it, whoever wrote it: control characters stand there by their names, as \\x1b."""
-    return UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+    """The text with its control characters escaped (\\x1b), so that a terminal shows them and does not obey them."""
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
 class Table:
@@ -33,7 +30,7 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        # As `Text`, in which rich sees no markup of its own.
+        # `Text`, because rich would interpret markup in a str.
         table = RichTable(title=Text(self.title), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
         for column in self.columns:
             table.add_column(Text(column), overflow="fold")
@@ -55,15 +52,15 @@ def _cell(tag, text):
 
 
 class Sentences(list):
-    """Sentences, one a line. `words` like these are shown as code; nothing else in them is taken for markup."""
+    """Sentences, one a line. Words in `backquotes` are shown as code; nothing else is taken for markup."""
 
     def __repr__(self):
         return "\n".join(f"- {sentence}" for sentence in self._lines())
 
     def _repr_html_(self):
-        # The text is escaped before the backquotes are looked at: an odd one changes how words look, never what they are.
-        said = (re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(line)) for line in self._lines())
-        return f"<ul {NO_FORMULAS}>{''.join(f'<li>{line}</li>' for line in said)}</ul>"
+        # Escaped first, so that backquotes can only change how text looks.
+        items = (re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(line)) for line in self._lines())
+        return f"<ul {NO_FORMULAS}>{''.join(f'<li>{line}</li>' for line in items)}</ul>"
 
     def _lines(self):
         return [" ".join(printable(sentence).splitlines()) for sentence in self]

@@ -41,7 +41,7 @@ class Backup:
 
     def _update(self, run):
         """Each file is copied whole or not at all, the list of checkpoints last."""
-        self.check_is_of(run, run.config.get("id"))
+        self.check_run(run, run.config.get("id"))
         for name in COPIED:
             if (run.path / name).exists():
                 about = (run.path / name).stat()
@@ -76,7 +76,7 @@ class Backup:
         if drive is not None and self.folder.is_relative_to(drive.parent) and not drive.is_dir():
             raise TpukitError(f"the backup {self} is on Drive, which is not mounted: mount it (tpukit.mount_drive) first")
 
-    def check_is_of(self, run, run_id):
+    def check_run(self, run, run_id):
         """Raise TpukitError where a run of this id cannot be backed up here: the disk is gone, or the folder holds another run,
         other files, or a later state of this run, which another session left."""
         self._check_disk()
@@ -90,8 +90,8 @@ class Backup:
             same = len({records[0]["time"] for records in (run.records(), self.copy.records()) if records}) < 2
         if not same:
             raise TpukitError(
-                f"the backup {self} is of another run than {run.path} (id {found}, not {run_id}): choose another backup folder, "
-                "or, to resume the run that was backed up, a run folder that does not exist yet"
+                f"the backup {self} is of another run than {run.path} (id {found}, not {run_id}): choose another backup "
+                "folder, or, to resume the run that was backed up, a run folder that does not exist yet"
             )
         here, there = (max((entry["step"] for entry in one.checkpoints()), default=0) for one in (run, self.copy))
         if there > here:

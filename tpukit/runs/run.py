@@ -99,7 +99,7 @@ class Run:
             run_id = secrets.token_hex(8)
         if backup:
             with files.explain_unwritable(run.backup.folder):
-                run.backup.check_is_of(run, run_id)
+                run.backup.check_run(run, run_id)
         values = dict(workload=task.name, settings=settings_dict(task), tpukit=__version__)
         if run_id:
             values["id"] = run_id

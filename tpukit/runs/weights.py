@@ -58,8 +58,8 @@ def load_tensors(path):
         if "weights_only" not in message:
             raise
         # torch goes on to recommend weights_only=False, which would run the code.
-        name = re.search(r"Unsupported global: GLOBAL (\S+)|(TorchScript archive|legacy \.tar)", message)
-        asked = name[1] or name[2] if name else "something that is not a tensor"
+        found = re.search(r"GLOBAL (\S+)|(TorchScript archive|legacy \.tar)", message)
+        asked = found[1] or found[2] if found else "something that is not a tensor"
         raise pickle.UnpicklingError(f"this pickle asks to load {asked}, which could run code") from None
 
 

@@ -1,0 +1,132 @@
+"""Files and folders that appear whole or not at all, locks, and the cache folder."""
+
+import getpass
+import os
+
+import pytest
+
+from tests.conftest import refuses
+from tests.host.test_archives import make_archive
+from tpukit.host import archives, files
+from tpukit.workloads.cdeit import simulator
+from tpukit.workloads.datasets import make_synthetic
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The name that the cache folder would have, and that every user of this machine can guess."""
+    monkeypatch.delenv("TPUKIT_CACHE")
+    monkeypatch.setattr(files.tempfile, "gettempdir", lambda: str(tmp_path))
+    return files.cache_folder()
+
+
+def test_a_lock_is_kept_where_no_other_user_writes_and_empties_nothing(cache, tmp_path):
+    with files.file_lock(tmp_path / "data"):
+        (lock,) = cache.iterdir()
+    assert cache.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "precious").write_text("mine")
+    lock.unlink()
+    lock.symlink_to(tmp_path / "precious")
+    with files.file_lock(tmp_path / "data"):
+        pass
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+@pytest.mark.parametrize("planted", ["link", "another user's", "open to all"])
+def test_a_cache_folder_that_another_could_write_in_is_not_used_as_it_is(planted, cache, tmp_path):
+    if planted == "link":
+        (tmp_path / "theirs").mkdir()
+        cache.symlink_to(tmp_path / "theirs")
+    else:
+        cache.mkdir()
+    if planted == "another user's":
+        if os.getuid() != 0:
+            pytest.skip("only root can give a folder away")
+        os.chown(cache, 12345, 12345)
+    if planted == "open to all":
+        cache.chmod(0o777)
+        files.make_private(cache)
+        assert cache.stat().st_mode & 0o022 == 0
+        return
+    with pytest.raises(OSError, match="link|another user"):
+        files.make_private(cache)
+    with files.file_lock(tmp_path / "data"):
+        assert not list(cache.iterdir())
+
+
+def test_a_folder_has_the_mode_that_the_umask_gives_and_its_name_reaches_the_disk(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda opened: (synced.append(os.fstat(opened).st_ino), fsync(opened)))
+    before = os.umask(0o077)
+    try:
+        with files.atomic_folder(tmp_path / "folder"):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o700
+    files.write_atomic(tmp_path / "file", "text")
+    assert synced == [place.stat().st_ino for place in (tmp_path, tmp_path / "file", tmp_path)]
+
+
+def test_a_planted_link_is_not_written_through(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    for name in ("file", f".file.{os.getpid()}.partial"):
+        (tmp_path / name).symlink_to(tmp_path / "precious")
+    files.write_atomic(tmp_path / "file", "new")
+    assert (tmp_path / "precious").read_text() == "mine" and (tmp_path / "file").read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder: make_synthetic("mnist", folder / "mnist", size=12),
+        lambda folder: simulator.simulate(folder / "eit", samples=1, test_samples=0, progress=False),
+        lambda folder: archives.unpack(make_archive(folder.parent / "a.zip", {"a.txt": "1"}), folder / "a"),
+    ],
+    ids=["synthetic", "simulator", "unpack"],
+)
+def test_a_folder_that_cannot_be_made_asks_for_another_one(tmp_path, write):
+    (tmp_path / "taken").write_text("a file, where a folder is needed")
+    with refuses(tmp_path / "taken"):
+        write(tmp_path / "taken")
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    with pytest.raises(RuntimeError), files.atomic_folder(tmp_path / "above/folder") as work:
+        (work / "half").touch()
+        assert not (tmp_path / "above/folder").exists()
+        raise RuntimeError("the process fell over")
+    assert os.listdir(tmp_path / "above") == []
+    with files.atomic_folder(tmp_path / "above/folder") as work:
+        (work / "all").touch()
+    assert os.listdir(tmp_path / "above") == ["folder"] and os.listdir(tmp_path / "above/folder") == ["all"]
+
+
+def test_two_processes_may_write_the_same_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    with files.atomic_file(path) as file:
+        file.write(b"one")
+        with monkeypatch.context() as other:
+            other.setattr(os, "getpid", lambda: 7)
+            files.write_atomic(path, "two")
+    assert path.read_text() == "one" and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_user_without_a_name_is_called_by_number(tmp_path, monkeypatch):
+    def nameless():
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    monkeypatch.delenv("TPUKIT_CACHE")
+    assert files.cache_folder().name == f"tpukit-{os.getuid()}"
+    with files.file_lock(tmp_path / "file"):
+        pass
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    files.write_atomic(path, "old")
+    with pytest.raises(RuntimeError), files.atomic_file(path) as file:
+        file.write(b"half of the ne")
+        raise RuntimeError("the process fell over")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]

@@ -1,0 +1,14 @@
+"""A trained run."""
+
+import pytest
+
+from tests.conftest import SMALL
+from tpukit import MNIST, Run, train
+
+
+@pytest.fixture
+def trained(digits, tmp_path, cpu):
+    task = MNIST(dataset_dir=digits, epochs=2, **SMALL)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    return task, run

@@ -1,0 +1,346 @@
+"""The backup of a run, runs in Kaggle's inputs, and what both refuse."""
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import SMALL, best_weights, exact, refuses, same
+from tpukit import MNIST, Run, cli, find_dataset, find_run, train
+from tpukit.host import files
+from tpukit.training import loop
+from tpukit.workloads import mnist
+
+
+def steps_in(folder):
+    return [c["step"] for c in Run(folder).checkpoints()]
+
+
+def test_a_backup_of_another_run_is_refused_before_the_training_and_left_as_it_is(digits, tmp_path, cpu):
+    task = MNIST(dataset_dir=digits, epochs=2, **SMALL)
+    first = Run.open(tmp_path / "first/mnist", task, backup=tmp_path / "drive")
+    train(task, first, runtime=cpu, progress=False)
+    kept = {p: p.read_bytes() for p in (tmp_path / "drive").rglob("*") if p.is_file()}
+    tried = dataclasses.replace(task, epochs=1)  # a second session on a fresh disk tries one epoch, without the backup
+    train(tried, Run.open(tmp_path / "second/mnist", tried), runtime=cpu, progress=False)
+    with refuses(first.config["id"], tmp_path / "drive", tmp_path / "second/mnist"):
+        Run.open(tmp_path / "second/mnist", tried, backup=tmp_path / "drive")
+    assert {p: p.read_bytes() for p in (tmp_path / "drive").rglob("*") if p.is_file()} == kept
+    back = Run.open(tmp_path / "third/mnist", task, backup=tmp_path / "drive")
+    assert back.config["id"] == first.config["id"] and steps_in(back.path) == steps_in(first.path)
+
+
+def test_a_backup_that_another_run_took_meanwhile_is_not_written_in(tmp_path, capsys):
+    one, two = (Run.open(tmp_path / name, MNIST(), backup=tmp_path / "drive") for name in ("one", "two"))
+    two.save({}, 7)
+    one.save({}, 3)
+    assert steps_in(tmp_path / "drive") == [7] and Run(tmp_path / "drive").config["id"] == two.config["id"]
+    assert f"id {two.config['id']}, not {one.config['id']}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("old", ["run", "drive"])
+def test_of_a_run_and_a_backup_one_without_an_id_is_refused(old, tmp_path):
+    run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
+    run.save({}, 1)
+    config = json.loads((tmp_path / old / "config.json").read_text())
+    del config["id"], config["crc32"]
+    (tmp_path / old / "config.json").write_text(json.dumps(config))
+    with refuses(run.config.get("id"), None, tmp_path / "drive"):
+        Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
+
+
+def test_a_backup_that_is_further_than_the_run_is_not_replaced(tmp_path):
+    run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
+    run.save({}, 1)
+    shutil.copytree(run.path, tmp_path / "left behind")
+    run.save({}, 2)
+    with refuses("step 2", "step 1", tmp_path / "drive"):
+        Run.open(tmp_path / "left behind", MNIST(), backup=tmp_path / "drive")
+    assert steps_in(tmp_path / "drive") == [2, 1]
+
+
+def test_of_two_sessions_of_one_run_the_one_behind_does_not_move_the_backup_back(tmp_path, capsys):
+    Run.open(tmp_path / "first", MNIST(), backup=tmp_path / "drive").save({}, 1)
+    ahead, behind = (Run.open(tmp_path / name, MNIST(), backup=tmp_path / "drive") for name in ("ahead", "behind"))
+    ahead.save({}, 3)
+    behind.save({}, 2)
+    assert steps_in(tmp_path / "drive") == [3, 1] and "step 3" in capsys.readouterr().out
+
+
+def test_runs_of_earlier_versions_are_distinguished_by_their_first_record(tmp_path):
+    for name, backup in (("mine", None), ("other", tmp_path / "drive")):
+        run = Run.open(tmp_path / name, MNIST(), backup=backup)
+        run.log("note", 1, value=name)
+        run.save({}, 1)
+        time.sleep(0.01)  # a record's time is in ms
+    for folder in ("mine", "other", "drive"):
+        without_id = json.loads((tmp_path / folder / "config.json").read_text())
+        del without_id["id"], without_id["crc32"]
+        (tmp_path / folder / "config.json").write_text(json.dumps(without_id))
+    with refuses(tmp_path / "drive", tmp_path / "mine"):
+        Run.open(tmp_path / "mine", MNIST(), backup=tmp_path / "drive")
+    Run.open(tmp_path / "other", MNIST(), backup=tmp_path / "drive").save({}, 2)
+    assert steps_in(tmp_path / "drive") == [2, 1]
+
+
+@pytest.mark.parametrize("copies", range(4))
+def test_a_drive_that_goes_within_a_backup_is_reported_and_gets_no_further_file(copies, tmp_path, monkeypatch, capsys):
+    drive, done = tmp_path / "drive", []
+    drive.mkdir()
+    ismount, copy = os.path.ismount, files.copy_atomic
+    run = Run.open(tmp_path / "run", MNIST())
+    run.log("note", 1)
+
+    def gone():
+        return len(done) > copies
+
+    monkeypatch.setattr(os.path, "ismount", lambda path: not gone() if Path(path) == drive else ismount(path))
+    monkeypatch.setattr(files, "copy_atomic", lambda *paths: (done.append(paths), copy(*paths)))
+    run = Run.open(tmp_path / "run", MNIST(), backup=drive / "runs/mnist")
+    run.save({}, 1)  # config, records, log where there is one, the checkpoint
+    reported = f"mounted at {drive}" in capsys.readouterr().out
+    assert (len(done), reported) == ((copies + 1, True) if gone() else (len(done), False))
+    assert not reported or not (drive / "runs/mnist/checkpoints/checkpoints.json").exists()
+
+
+def test_a_backup_is_compared_by_content_and_not_by_clock(tmp_path):
+    run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
+    for number in (1, 2):
+        run.save_best(dict(weight=torch.full((3,), float(number))), epoch=number)
+        run.save({}, 5)  # again, of the same name
+        for path in (tmp_path / "drive").rglob("*"):
+            os.utime(path, (4e9, 4e9))  # a clock that is ahead
+    assert same(best_weights(Run(tmp_path / "drive")), dict(weight=torch.full((3,), 2.0)))
+    newest = [folder / "checkpoints/step-00000005.pt" for folder in (run.path, tmp_path / "drive")]
+    assert newest[0].read_bytes() == newest[1].read_bytes()
+
+
+def test_what_a_backup_has_already_is_not_copied_again(tmp_path, monkeypatch):
+    run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
+    run.save_best(dict(weight=torch.ones(3)), epoch=1)
+    run.save({}, 5)
+    copied, copy = [], files.copy_atomic
+    monkeypatch.setattr(files, "copy_atomic", lambda source, target: (copied.append(source.name), copy(source, target)))
+    run.print("something")
+    run.save({}, 6)
+    assert copied == ["log.txt", "step-00000006.pt"]
+
+
+def test_a_drive_that_vanished_is_reported_and_nothing_goes_to_its_bare_folder(tmp_path, monkeypatch, capsys):
+    drive, mounted = tmp_path / "drive", [True]
+    drive.mkdir()
+    ismount = os.path.ismount
+    monkeypatch.setattr(os.path, "ismount", lambda path: mounted[0] if Path(path) == drive else ismount(path))
+    run = Run.open(tmp_path / "run", MNIST(), backup=drive / "runs/mnist")
+    run.save({}, 1)
+    drive.rename(tmp_path / "away")
+    drive.mkdir()
+    mounted[0] = False
+    run.save({}, 2)
+    assert not list(drive.iterdir()) and f"mounted at {drive}" in capsys.readouterr().out
+    drive.rmdir()
+    (tmp_path / "away").rename(drive)
+    mounted[0] = True
+    run.save({}, 3)
+    assert steps_in(drive / "runs/mnist") == [3, 2] and f"backup to {drive / 'runs/mnist'} works" in capsys.readouterr().out
+
+
+def test_a_backup_on_a_drive_that_was_not_mounted_is_refused_before_the_training(colab, tmp_path, monkeypatch):
+    monkeypatch.setattr("tpukit.host.environment.detect", lambda: colab)
+    with refuses(colab.drive / "runs/mnist", "mount_drive"):
+        Run.open(tmp_path / "run", MNIST(), backup=colab.drive / "runs/mnist")
+    assert not colab.drive.exists()
+
+
+def test_a_backup_restores_a_run_and_nothing_else(tmp_path):
+    run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
+    run.save(dict(a=1), 1)
+    run.save(dict(a=2), 2)
+    listed = tmp_path / "drive/checkpoints/checkpoints.json"
+    found = json.loads(listed.read_text())
+    listed.write_text(json.dumps([dict(found[0], file="../../../outside.pt"), *found]))  # not written by tpukit
+    (tmp_path / "outside.pt").write_text("mine")
+    for name in ("notes.txt", "run.py", "checkpoints/other.pt", "cores/stop"):
+        (tmp_path / "drive" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "drive" / name).write_text("0")
+    again = Run.open(tmp_path / "again", MNIST(), backup=tmp_path / "drive")
+    assert again.restore() == dict(a=2) and (tmp_path / "outside.pt").read_text() == "mine"
+    names = {str(p.relative_to(again.path)) for p in again.path.rglob("*") if p.is_file()}
+    steps = {"checkpoints/step-00000001.pt", "checkpoints/step-00000002.pt"}
+    assert names == steps | {"checkpoints/checkpoints.json", "config.json"}
+
+
+class Killed:
+    """Ends this process, as a kill would, before its n-th call of what names, removes or syncs files."""
+
+    def __init__(self, at):
+        self.left = at
+        for place, name in ((os, "replace"), (os, "fsync"), (os, "unlink"), (os, "mkdir"), (Path, "touch")):
+            setattr(place, name, self.counted(getattr(place, name)))
+
+    def counted(self, function):
+        def call(*arguments, **options):
+            self.left -= 1
+            if self.left == 0:
+                os._exit(9)
+            return function(*arguments, **options)
+
+        return call
+
+
+def forked(function):
+    """The exit code of a process that calls a function."""
+    if (pid := os.fork()) == 0:
+        try:
+            function()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def codes_of_kills(prepare, act, check):
+    """Kill `act` before its first, second, ... step until it comes to its end; prepare before and check after each."""
+    codes = []
+    while not codes or codes[-1] == 9:
+        prepare()
+        codes.append(forked(lambda: (Killed(len(codes) + 1), act())))
+        check()
+    assert codes[-1] == 0 and len(codes) > 10
+    return codes
+
+
+def test_a_kill_at_any_point_of_saving_and_backing_up_loses_no_checkpoint(tmp_path, capsys):
+    run, drive, kept = tmp_path / "run", tmp_path / "drive", tmp_path / "kept"
+    first = Run.open(run, MNIST(), backup=drive)
+    for step in (1, 2):
+        first.save(dict(a=torch.full((4,), float(step))), step)
+    shutil.copytree(run, kept / "run")
+    shutil.copytree(drive, kept / "drive")
+
+    def prepare():
+        for name in ("run", "drive", "back"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        for name in ("run", "drive"):
+            shutil.copytree(kept / name, tmp_path / name)
+
+    def act():
+        again = Run.open(run, MNIST(), backup=drive)
+        again.print("three")
+        again.save(dict(a=torch.full((4,), 3.0)), 3)
+
+    def check():
+        found = [opened.restore()["a"][0] for opened in (Run(run), Run.open(tmp_path / "back", MNIST(), backup=drive))]
+        assert found[0] in (2, 3) and 2 <= found[1] <= found[0]
+        Run.open(run, MNIST(), backup=drive).save(dict(a=torch.full((4,), 4.0)), 4)
+        assert steps_in(drive)[0] == 4 and not list(tmp_path.rglob("*.partial"))
+
+    codes_of_kills(prepare, act, check)
+    assert "is damaged" not in capsys.readouterr().out
+
+
+def test_a_kill_while_a_run_starts_or_is_restored_can_be_repeated(tmp_path):
+    Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive").save(dict(a=1), 1)
+
+    def prepare():
+        shutil.rmtree(tmp_path / "back", ignore_errors=True)
+
+    def restored():
+        return Run.open(tmp_path / "back", MNIST(), backup=tmp_path / "drive")
+
+    def check():
+        assert restored().restore() == dict(a=1)
+
+    codes_of_kills(prepare, restored, check)
+
+
+def test_a_lost_session_is_restored_from_its_backup(digits, tmp_path, cpu, capsys):
+    task = MNIST(dataset_dir=digits, epochs=2, **SMALL)
+    run = Run.open(tmp_path / "here", task, backup=tmp_path / "drive/run")
+    train(task, run, runtime=cpu, progress=False)
+    shutil.rmtree(tmp_path / "here")
+    more = dataclasses.replace(task, epochs=3)
+    again = Run.open(tmp_path / "here", more, backup=tmp_path / "drive/run")
+    train(more, again, runtime=cpu, progress=False)
+    out = capsys.readouterr().out
+    assert f"from {tmp_path / 'drive/run'}" in out and "resuming at step 50" in out
+    assert Run.find(tmp_path / "drive/run").checkpoints() == again.checkpoints()
+    names = {p.name for p in (tmp_path / "drive/run").rglob("*") if p.is_file()}
+    assert len([n for n in names if n.endswith(".pt")]) == 2 and not any(n.endswith("partial") for n in names)
+
+
+def test_a_backup_that_fails_is_reported_once_and_does_not_stop_the_training(digits, tmp_path, cpu, capsys):
+    (tmp_path / "drive").write_text("a file where the folder should be")
+    task = MNIST(dataset_dir=digits, epochs=3, **SMALL)
+    train(task, Run.open(tmp_path / "run", task, backup=tmp_path / "drive/run"), runtime=cpu, progress=False)
+    assert capsys.readouterr().out.count("backup to") == 1
+
+
+@pytest.mark.parametrize("place", ["notebooks/me/my-notebook/outputs", "my-notebook/outputs", "datasets/me/a-copy", "."])
+def test_a_run_is_found_in_kaggle_inputs_whatever_their_nesting(kaggle, place):
+    assert find_run(kaggle, "mine") is None
+    run = Run.open(kaggle.inputs / place / "mine", mnist.MNIST())
+    assert find_run(kaggle, "mine") == run.path and find_run(kaggle, "other") is None
+
+
+def test_a_run_is_resumed_from_an_earlier_versions_output_that_is_only_read(kaggle, digits, cpu):
+    first, second = (mnist.MNIST(dataset_dir=digits, epochs=n, channels=2, batch_size=50, log_every=2) for n in (1, 2))
+    run = Run.open(kaggle.outputs / "mine", first, earlier=find_run(kaggle, "mine"))
+    loop.train(first, run, runtime=cpu)
+    earlier = kaggle.inputs / "notebooks/me/my-notebook/outputs/mine"
+    earlier.parent.mkdir(parents=True)
+    run.path.rename(earlier)  # the session ends; its output becomes an input of the next one
+    before = {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()}
+
+    run = Run.open(kaggle.outputs / "mine", second, earlier=find_run(kaggle, "mine"))
+    loop.train(second, run, runtime=cpu)
+    assert {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()} == before
+
+    straight = Run.open(kaggle.outputs / "straight", second)
+    loop.train(second, straight, runtime=cpu)
+    assert exact(run) == exact(straight) and same(best_weights(run), best_weights(straight))
+    # What is in the working folder is newer than any input.
+    Run.open(run.path, second, earlier=find_run(kaggle, "mine"))
+    assert run.records("train")[-1]["step"] == 8
+
+
+def test_tpukit_train_resumes_from_an_earlier_versions_output(kaggle, digits, monkeypatch):
+    run = Run.open(kaggle.inputs / "my-notebook/outputs/mnist", mnist.MNIST(dataset_dir=digits))
+    run.log("note", 1)
+    monkeypatch.setattr("tpukit.host.environment.detect", lambda: kaggle)
+    monkeypatch.setattr("tpukit.launching.launcher.launch", lambda *_, **__: None)
+    assert cli.main(["train", "mnist", "--dataset-dir", str(digits)]) == 0
+    assert len(Run.find(kaggle.outputs / "mnist").records("note")) == 1
+
+
+def test_an_input_that_is_no_run_is_not_taken_for_one_and_two_runs_of_a_name_are_refused(kaggle):
+    (kaggle.inputs / "some-model/mine").mkdir(parents=True)
+    (kaggle.inputs / "some-model/mine/config.json").write_text("{}")  # as many published models have one
+    assert find_run(kaggle, "mine") is None and find_run(kaggle, "") is None
+    (kaggle.inputs / "notebook/outputs/mnist/checkpoints").mkdir(parents=True)  # a run has the name of its dataset here
+    (kaggle.inputs / "notebook/outputs/mnist/config.json").write_text("{}")
+    assert find_run(kaggle, "mnist") == kaggle.inputs / "notebook/outputs/mnist"
+    assert "synthetic" in find_dataset(kaggle, "mnist", size=12).name
+    for owner in ("a", "b"):
+        (kaggle.inputs / f"datasets/{owner}/set/mine/checkpoints").mkdir(parents=True)
+        (kaggle.inputs / f"datasets/{owner}/set/mine/config.json").write_text("{}")
+    with refuses(*kaggle.inputs.glob("datasets/*/set/mine")):
+        find_run(kaggle, "mine")
+    Run.open(kaggle.outputs / "mine", mnist.MNIST())
+    assert find_run(kaggle, "mine") is None  # the outputs already hold it
+
+
+def test_an_earlier_run_of_other_settings_is_refused_by_name_and_not_copied(kaggle):
+    earlier = Run.open(kaggle.inputs / "notebook/outputs/mine", mnist.MNIST(batch_size=50))
+    with refuses(earlier.path, "batch_size", 50, 20):
+        Run.open(kaggle.outputs / "mine", mnist.MNIST(batch_size=20), earlier=earlier.path)
+    Run.open(kaggle.outputs / "mine", mnist.MNIST(batch_size=20))
+
+
+def test_only_kaggle_has_inputs_to_find_a_run_in(colab, here):
+    assert find_run(colab, "mine") is None and find_run(here, "mine") is None

@@ -1,0 +1,121 @@
+"""Checkpoints: what survives damage and a full disk."""
+
+import dataclasses
+import errno
+import os
+import resource
+import signal
+
+import pytest
+import torch
+
+from tests.conftest import exact, refuses
+from tpukit import MNIST, Run, TpukitError, train
+from tpukit.host import files
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_resumed(trained, cpu, damage, capsys):
+    task, run = trained
+    wanted = exact(run)
+    newest, older = (run.path / "checkpoints" / c["file"] for c in run.checkpoints())
+    data = bytearray(newest.read_bytes())
+    if damage == "gone":
+        newest.unlink()
+    else:
+        data[len(data) // 2] ^= 255
+        newest.write_bytes(data if damage == "flipped" else data[: len(data) // 2])
+    train(task, Run.open(run.path, task), runtime=cpu, progress=False)
+    out = capsys.readouterr().out
+    assert f"{newest.name} is damaged" in out and f"resuming at step {int(older.stem.split('-')[1])}" in out
+    assert exact(run) == wanted
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_deletes_nothing(trained, cpu):
+    task, run = trained
+    for c in run.checkpoints():
+        (run.path / "checkpoints" / c["file"]).write_bytes(b"nothing")
+    before = run.records()
+    with refuses(run.path / "checkpoints"):
+        train(task, run, runtime=cpu, progress=False)
+    assert run.records() == before
+
+
+def test_the_list_of_checkpoints_can_be_lost(trained, cpu, capsys):
+    task, run = trained
+    (run.path / "checkpoints/checkpoints.json").unlink()
+    more = dataclasses.replace(task, epochs=3)
+    train(more, Run.open(run.path, more), runtime=cpu, progress=False)
+    assert "resuming at step 50" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "limit_bytes, file",
+    [(None, r"step-\d+\.pt"), (100_000, "best.safetensors"), (3_000, "records.jsonl"), (10, "config.json")],
+)
+def test_a_full_disk_stops_with_a_clear_error_and_keeps_the_last_checkpoint(limit_bytes, file, trained, cpu):
+    task, run = trained
+    before = run.checkpoints()
+    # A checkpoint is twice as large as the weights.
+    limit_bytes = limit_bytes or (run.path / "best.safetensors").stat().st_size * 5 // 4
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit[1]))  # a write beyond it fails, as on a full disk
+    try:
+        more = dataclasses.replace(task, epochs=3)
+        with pytest.raises(TpukitError, match=rf"{file}.*MiB"):
+            train(more, Run.open(run.path, more), runtime=cpu, progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, old)
+    assert run.checkpoints() == before and not list(run.path.rglob("*.partial"))
+    train(more, Run.open(run.path, more), runtime=cpu, progress=False)
+    assert run.records("evaluation")[-1]["epoch"] == 2
+
+
+def test_a_lost_list_does_not_let_a_flipped_bit_of_the_newest_checkpoint_through(trained, capsys):
+    _, run = trained
+    newest, older = run.checkpoints()
+    (run.path / "checkpoints/checkpoints.json").unlink()
+    path = run.path / "checkpoints" / newest["file"]
+    data = bytearray(path.read_bytes())
+    data[data.find(b"data/0") + 200] ^= 1  # within a tensor
+    path.write_bytes(data)
+    assert run.restore()["state"]["step"] == older["step"]
+    assert f"{newest['file']} is damaged" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_the_disk_cannot_read_is_skipped(trained, monkeypatch, capsys):
+    _, run = trained
+    newest, older = run.checkpoints()
+    read = files.sha256
+
+    def failing(path):
+        if path.name == newest["file"]:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read(path)
+
+    monkeypatch.setattr(files, "sha256", failing)
+    assert run.restore()["state"]["step"] == older["step"]
+    assert f"{newest['file']} is damaged" in capsys.readouterr().out
+
+
+def test_a_list_of_checkpoints_that_nests_deeper_than_python_reads_is_ignored(trained):
+    task, run = trained
+    (run.path / "checkpoints/checkpoints.json").write_text("[" * 100_000)
+    assert [c["step"] for c in run.checkpoints()] == [50, 25]
+
+
+class RunsCode:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+def test_a_checkpoint_that_would_run_code_is_skipped_without_advice_to_run_it(tmp_path, capsys):
+    run = Run.open(tmp_path / "run", MNIST())
+    run.save({}, 1)
+    torch.save(dict(records_size=0, state=RunsCode()), run.path / "checkpoints/step-00000001.pt")
+    (run.path / "checkpoints/checkpoints.json").unlink()
+    with refuses(run.path / "checkpoints"):
+        run.restore()
+    assert "could run code" in capsys.readouterr().out and "weights_only" not in (run.path / "log.txt").read_text()

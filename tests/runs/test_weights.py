@@ -1,0 +1,113 @@
+"""Weight files: every published form, damaged ones, and ones that would run code."""
+
+import contextlib
+import os
+import re
+import tarfile
+
+import pytest
+import torch
+
+from tests.conftest import refuses
+from tpukit import MNIST, Run, TpukitError
+from tpukit.runs import weights
+
+
+class RunsCode:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
+
+
+@pytest.mark.parametrize("ending", [".pkl", ".tar", ".pth", ".pt", ".safetensors"])
+@pytest.mark.parametrize("wrap", ["bare", "state_dict", "module."])
+def test_weights_load_from_every_form_that_is_published(tmp_path, model, ending, wrap):
+    state = {n: v + 1 for n, v in model.state_dict().items()}
+    path = tmp_path / f"weights{ending}"
+    named = {f"module.{n}": v for n, v in state.items()} if wrap == "module." else state
+    if ending == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file(named, path)
+    else:
+        torch.save({"state_dict": named, "epoch": 3} if wrap == "state_dict" else named, path)
+    weights.load(model, path)
+    assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items())
+
+
+def test_weights_of_another_model_are_refused_naming_the_first_differences(tmp_path, model):
+    other = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Linear(2, 2))
+    torch.save(other.state_dict(), tmp_path / "other.pth")
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    with pytest.raises(TpukitError) as error:
+        weights.load(model, tmp_path / "other.pth")
+    assert re.search(r"0\.weight: .*\(2, 3, 3, 3\).*\(2, 1, 3, 3\)", str(error.value)) and "2.weight" in str(error.value)
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("pwned",)
+
+
+def test_a_pickle_that_would_run_code_is_refused_and_never_run(tmp_path, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": Evil()}, tmp_path / "evil.pkl")
+    with refuses(tmp_path / "evil.pkl", "mkdir"):
+        weights.load(model, tmp_path / "evil.pkl")
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("name", ["missing.pth", "damaged.pth", "empty.pth", "damaged.safetensors", "list.pth"])
+def test_missing_and_damaged_weight_files_are_named(tmp_path, model, name):
+    (tmp_path / "damaged.pth").write_bytes(b"not a weight file")
+    (tmp_path / "empty.pth").touch()
+    (tmp_path / "damaged.safetensors").write_bytes(b"not a weight file")
+    torch.save([1, 2], tmp_path / "list.pth")
+    with refuses(tmp_path / name):
+        weights.load(model, tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "legacy", "script"])
+def test_weights_that_would_run_code_are_refused_without_advice_to_run_it(kind, tmp_path):
+
+    path = tmp_path / "weights.pt"
+    if kind == "pickle":
+        torch.save(dict(a=RunsCode()), path)
+    elif kind == "script":
+        torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), path)
+    else:
+        with tarfile.open(path, "w") as tar:
+            for name in ("sys_info", "storages", "tensors", "pickle"):
+                (tmp_path / name).write_bytes(b"")
+                tar.add(tmp_path / name, name)
+    with pytest.raises(TpukitError) as refused:
+        weights.read(path)
+    assert str(path) in str(refused.value) and "weights_only" not in str(refused.value)
+
+
+@pytest.mark.parametrize("version, refused", [("2.5.1+cu124", True), ("2.6.0", False), ("2.10.0", False)])
+def test_a_torch_that_runs_code_from_weights_is_refused(version, refused, tmp_path, monkeypatch):
+    run = Run.open(tmp_path / "run", MNIST())
+    run.save({}, 1)
+    torch.save(dict(a=torch.ones(1)), tmp_path / "weights.pt")
+    monkeypatch.setattr(torch, "__version__", version)
+    for read in (run.restore, lambda: weights.read(tmp_path / "weights.pt")):
+        with refuses(version, "2.6") if refused else contextlib.nullcontext():
+            read()
+
+
+def test_odd_weights_from_elsewhere_are_explained_or_taken(tmp_path):
+    from safetensors.torch import save_file
+
+    torch.save({0: torch.ones(1)}, tmp_path / "numbers.pt")
+    with refuses(tmp_path / "numbers.pt"):
+        weights.read(tmp_path / "numbers.pt")
+    for epoch in ("²", "٣", "9" * 5000):
+        save_file(dict(a=torch.ones(1)), tmp_path / "odd.safetensors", metadata=dict(epoch=epoch))
+        assert weights.epoch_of(tmp_path / "odd.safetensors") is None and weights.read(tmp_path / "odd.safetensors")
