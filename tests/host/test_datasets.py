@@ -23,9 +23,10 @@ from tpukit.host import archives, arrays, files
 from tpukit.host.environment import Environment
 from tpukit.runs import weights
 from tpukit.training import loop
-from tpukit.workloads import cdeit, mnist, mshnet
+from tpukit.workloads import cdeit, mnist
 from tpukit.workloads.cdeit import simulator
 from tpukit.workloads.datasets import make_synthetic
+from tpukit.workloads.mshnet.data import LISTS
 
 
 @pytest.fixture
@@ -293,7 +294,7 @@ def test_a_top_folder_may_hold_one_of_its_own_name(tmp_path):
 
 def test_every_folder_that_a_workload_looks_for_is_one_of_the_parts():
     names = {name for convention in (*cdeit.CONVENTIONS.values(), cdeit.TRAINING) for name in convention.folders}
-    names |= {pattern.split("/")[0] for patterns in mshnet.data.LISTS.values() for pattern in patterns if "/" in pattern}
+    names |= {pattern.split("/")[0] for patterns in LISTS.values() for pattern in patterns if "/" in pattern}
     parts = {name for key in workloads.WORKLOADS for name in workloads.find(key).dataset_parts}
     assert names | {"images", "masks", "raw"} == parts
 

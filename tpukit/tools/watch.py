@@ -21,7 +21,7 @@ def watch(run, *, interval_s=2.0, once=False):
     from rich.text import Text
 
     with Live(Text(glimpse(run)), auto_refresh=False) as shown:
-        while not findings.is_over(run.read_progress(), run.checkpoints()):
+        while not findings.is_finished(run.read_progress(), run.checkpoints()):
             time.sleep(interval_s)
             shown.update(Text(glimpse(run)), refresh=True)
 
@@ -37,7 +37,7 @@ def glimpse(run):
 
 
 def _why_not(run):
-    device = next((r.get("accelerator") for r in reversed(findings.whole(run.records())) if r["kind"] == "start"), None)
+    device = next((r.get("accelerator") for r in reversed(findings.valid_records(run.records())) if r["kind"] == "start"), None)
     unseen = "  how busy the chip is cannot be seen: neither nvidia-smi nor tpu-info is here"
     return [unseen] if device in ("cuda", "tpu") else []
 

@@ -1,6 +1,6 @@
 """MNIST digits with a small convolutional network: the smallest complete workload, the one to copy.
 
-Letters: B batch.
+torch is imported where it is used, so that `tpukit train mnist --help` need not wait for it. Letters: B batch.
 """
 
 import dataclasses
@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import nn
-from torch.nn import functional as F
 
 from tpukit.host import arrays
 from tpukit.host.errors import TpukitError
@@ -74,6 +71,8 @@ class MNIST(Workload):
         return read_split(Path(self.dataset_dir), "train"), read_split(Path(self.dataset_dir), "test")
 
     def model(self):
+        from torch import nn
+
         c = self.channels
         return nn.Sequential(
             nn.Conv2d(1, c, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),  # (B, c, 14, 14)
@@ -82,10 +81,14 @@ class MNIST(Workload):
         )  # fmt: skip
 
     def optimizer(self, model):
-        return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9)
+        from torch.optim import SGD
+
+        return SGD(model.parameters(), lr=self.lr, momentum=0.9)
 
     def loss(self, model, batch, epoch):
-        return F.cross_entropy(model(batch["image"].float() / 255).float(), batch["label"])
+        from torch.nn.functional import cross_entropy
+
+        return cross_entropy(model(batch["image"].float() / 255).float(), batch["label"])
 
     def predict(self, model, batch, epoch=None):
         return model(batch["image"].float() / 255).argmax(1)  # (B,)

@@ -1,4 +1,7 @@
-"""CDEIT: a conditional diffusion transformer for electrical impedance tomography (Shi et al., IEEE TIM 2025)."""
+"""CDEIT: a conditional diffusion transformer for electrical impedance tomography (Shi et al., IEEE TIM 2025).
+
+torch is imported where it is used, so that the help of the command line need not wait for it.
+"""
 
 import csv
 import dataclasses
@@ -9,7 +12,6 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
-import torch
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, first_line
@@ -28,8 +30,6 @@ from tpukit.workloads.cdeit.data import (
     find_split,
     find_statistics,
 )
-from tpukit.workloads.cdeit.model import CDEITModel
-from tpukit.workloads.cdeit.scores import NAMES, Scores
 from tpukit.workloads.cdeit.simulator import disk, simulate
 
 CLASSICAL = dict(zip(("Tikhonov", "Gauss-Newton"), BASELINES))  # name -> array of the files
@@ -136,6 +136,8 @@ class CDEIT(Workload):
     # Training
 
     def model(self):
+        from tpukit.workloads.cdeit.model import CDEITModel
+
         sizes = dict(patch=self.patch, width=self.width, heads=self.heads, window=self.window, levels=self.levels)
         try:
             return CDEITModel(image_size=SIZE, **sizes, checkpointing=self.checkpointing)
@@ -143,9 +145,11 @@ class CDEIT(Workload):
             raise TpukitError(str(error)) from error
 
     def optimizer(self, model):
+        from torch.optim import Adam
+
         parameters = [p for p in model.parameters() if p.requires_grad]
         # On XLA it counts its steps on the device: counted on the host, they would be other constants of the compiled graph at every step.
-        return torch.optim.Adam(parameters, lr=self.lr, capturable=parameters[0].device.type == "xla")
+        return Adam(parameters, lr=self.lr, capturable=parameters[0].device.type == "xla")
 
     def loss(self, model, batch, epoch):
         image = batch["image"]
@@ -157,6 +161,8 @@ class CDEIT(Workload):
 
     def predictor(self, model, runtime, epoch=None):
         """Two compiled graphs: one draws the initial noise, the other makes a step of DDIM, whichever it is."""
+        import torch
+
         initial_noise = runtime.inference(_initial_noise)
         step = runtime.inference(functools.partial(_sampling_step, model))
         # A tensor for each row: a slice of one tensor would be another graph at every step.
@@ -174,6 +180,8 @@ class CDEIT(Workload):
     def evaluate(self, predictions):
         """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same scores of the
         classical methods and of an empty image; `broken`, how many predictions hold NaN or infinity and count as empty."""
+        from tpukit.workloads.cdeit.scores import Scores
+
         ours, empty = Scores(), Scores()
         classical = {name: Scores() for name in CLASSICAL}
         broken = 0
@@ -194,6 +202,8 @@ class CDEIT(Workload):
         """NAME.npz and NAME.mat, where NAME is the test set's: prediction, TR and xs in the unit of its files, xs_gn, names;
         and NAME.csv, the scores of every image and method and their means."""
         from scipy.io import savemat
+
+        from tpukit.workloads.cdeit.scores import NAMES, Scores
 
         truth = _concatenate([batch["image"][batch["valid"], 0] for _, batch in predictions])  # (N, S, S)
         ours = _concatenate([images[batch["valid"], 0] for images, batch in predictions])
@@ -247,11 +257,15 @@ class CDEIT(Workload):
 
 
 def _concatenate(parts):
+    import torch
+
     return torch.cat(parts).numpy()
 
 
 def _noisy_panel(image, t, key):
     """What the network is trained on. image: (1, S, S)."""
+    import torch
+
     noise = diffusion.normal(torch.tensor([key]), image.shape)
     alphas = torch.tensor(diffusion.alphas_cumprod(), dtype=torch.float32)
     noisy = diffusion.add_noise(torch.as_tensor(image)[None], torch.tensor([t]), noise, alphas)

@@ -5,7 +5,6 @@ Models", ICLR 2021. Nothing is clipped. Letters: B batch, S side of the image.
 """
 
 import numpy as np
-import torch
 
 STEPS = 1000
 FIRST_BETA, LAST_BETA = 1e-4, 0.02
@@ -73,6 +72,8 @@ def normal(keys, shape):
     Every number is a hash of its key and its place (the integer hash "lowbias32" of Chris Wellons, twice, on two streams), and
     two of them make a normal one (Box and Muller, 1958).
     """
+    import torch
+
     count = int(np.prod(shape))
     place = torch.arange(count, dtype=torch.int64, device=keys.device)
     start = _hash(keys)[:, None]  # (B, 1)

@@ -1,18 +1,16 @@
-"""MSHNet: infrared small target detection (Liu et al., CVPR 2024)."""
+"""MSHNet: infrared small target detection (Liu et al., CVPR 2024).
+
+torch is imported where it is used, so that the help of the command line need not wait for it.
+"""
 
 import dataclasses
 from typing import ClassVar, Literal
 
 import numpy as np
-import torch
 
 from tpukit.host.errors import TpukitError
 from tpukit.runs.run import setting
 from tpukit.training.task import Workload
-from tpukit.workloads.mshnet.data import PARTS, InfraredSet
-from tpukit.workloads.mshnet.loss import multiscale_loss
-from tpukit.workloads.mshnet.model import MSHNetModel
-from tpukit.workloads.mshnet.scores import Scores
 from tpukit.workloads.mshnet.synthetic import infrared_set
 
 IMAGE_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as published
@@ -25,7 +23,7 @@ class MSHNet(Workload):
 
     name: ClassVar[str] = "mshnet"
     dataset: ClassVar[str] = "IRSTD-1k"
-    dataset_parts: ClassVar[tuple[str, ...]] = PARTS
+    dataset_parts: ClassVar[tuple[str, ...]] = ("images", "masks", "img_idx", "50_50", "idx_427", "idx_320")
     synthetic_size: ClassVar[int] = 40
     synthesize = staticmethod(infrared_set)
     score: ClassVar[str] = "iou"
@@ -57,10 +55,16 @@ class MSHNet(Workload):
                 raise TpukitError(f"{name}={getattr(self, name)}: the network halves it four times; use a multiple of 16")
 
     def datasets(self):
+        from tpukit.workloads.mshnet.data import InfraredSet
+
         options = dict(base_size=self.base_size, crop_size=self.crop_size, skip_bad=self.skip_bad)
         return InfraredSet(self.dataset_dir, "train", **options), InfraredSet(self.dataset_dir, "test", **options)
 
     def model(self):
+        import torch
+
+        from tpukit.workloads.mshnet.model import MSHNetModel
+
         model = MSHNetModel()
         if self.final_init == "mask0":
             with torch.no_grad():
@@ -70,9 +74,13 @@ class MSHNet(Workload):
         return model
 
     def optimizer(self, model):
-        return torch.optim.Adagrad(model.parameters(), lr=self.lr)
+        from torch.optim import Adagrad
+
+        return Adagrad(model.parameters(), lr=self.lr)
 
     def loss(self, model, batch, epoch):
+        from tpukit.workloads.mshnet.loss import multiscale_loss
+
         warm_up = epoch <= self.warm_epoch
         logits, masks = model(normalise(batch["image"]), warm_up)
         # Grey mask values stay as they are in the loss, as published.
@@ -84,6 +92,8 @@ class MSHNet(Workload):
 
     def evaluate(self, predictions):
         """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), roc."""
+        from tpukit.workloads.mshnet.scores import Scores
+
         scores = Scores()
         for logits, batch in predictions:
             scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
@@ -115,4 +125,6 @@ def normalise(image):
 
 def _constants(values, device):
     """(C, 1, 1), made in the compiled graph: a tensor from the host would be sent with every step."""
+    import torch
+
     return torch.stack([torch.full((1, 1), value, device=device) for value in values])

@@ -16,7 +16,6 @@ LISTS = dict(
     train=("trainval.txt", "train.txt", "img_idx/train*.txt", "50_50/train.txt", "idx_427/trainval.txt", "idx_320/train.txt"),
     test=("test.txt", "img_idx/test*.txt", "50_50/test.txt", "idx_427/test.txt", "idx_320/test.txt"),
 )
-PARTS = ("images", "masks", "50_50", "idx_320", "idx_427", "img_idx")  # the folders of those sets
 IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
 FORMATS = ("PNG", "BMP", "JPEG", "TIFF")  # no others, whatever a file is called: Pillow runs Ghostscript on an EPS
 MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are decoded at once
