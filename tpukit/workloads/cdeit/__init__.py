@@ -148,7 +148,7 @@ class CDEIT(Workload):
         from torch.optim import Adam
 
         parameters = [p for p in model.parameters() if p.requires_grad]
-        # On XLA it counts its steps on the device: counted on the host, they would be other constants of the compiled graph at every step.
+        # Steps counted on the host would be constants of the compiled graph, others at every step: on XLA the device counts.
         return Adam(parameters, lr=self.lr, capturable=parameters[0].device.type == "xla")
 
     def loss(self, model, batch, epoch):
@@ -189,7 +189,7 @@ class CDEIT(Workload):
             valid = batch["valid"]
             truth, image = batch["image"][valid, 0].numpy(), images[valid, 0].numpy()  # (B, S, S)
             finite = np.isfinite(image).all((1, 2), keepdims=True)
-            broken += np.count_nonzero(~finite)
+            broken += int((~finite).sum())
             ours.add(np.where(finite, image, 0), truth)
             empty.add(np.zeros_like(truth), truth)
             for name, key in CLASSICAL.items():

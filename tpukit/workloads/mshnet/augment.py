@@ -1,4 +1,4 @@
-"""The published augmentation (flip, scale, pad, crop, blur) and the resize of the evaluation, as linear maps of rows and columns.
+"""The published augmentation (flip, scale, pad, crop, blur) and the evaluation's resize, as linear maps of rows and columns.
 
 `rows @ image @ columns.T`: on the host a sample at a time, by the few weights of each row that are not zero; on a device a
 batch at a time, by dense matrices, so that no pixel is gathered and every shape is fixed. Both equal PIL's result, which

@@ -30,13 +30,13 @@ class Scores:
 
     def _add_image(self, logits, target):
         prediction, label = logits > 0, target >= 0.5  # (H, W) bool
-        intersection = np.count_nonzero(prediction & label)
-        union = np.count_nonzero(prediction | label)
+        intersection = int((prediction & label).sum())
+        union = int((prediction | label).sum())
         self.images += 1
         self.pixels += prediction.size
         self.intersection += intersection
-        self.predicted += np.count_nonzero(prediction)
-        self.labelled += np.count_nonzero(label)
+        self.predicted += int(prediction.sum())
+        self.labelled += int(label.sum())
         self.iou_per_image.append(intersection / union if union else 1.0)
         targets = regions(label)
         matched, unmatched = match(targets, regions(prediction))
