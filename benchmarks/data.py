@@ -28,7 +28,7 @@ def plain(folder, names, numbers, size):
     for name, drawn in zip(names, numbers):
         image = Image.open(folder / "images" / f"{name}.png").convert("RGB")
         mask = Image.open(folder / "masks" / f"{name}.png").convert("L")
-        how = augment.plan(drawn, image.size, size, size)
+        how = augment.random_crop(drawn, image.size, size, size)
         if how["flip"]:
             image, mask = ImageOps.mirror(image), ImageOps.mirror(mask)
         scaled = augment.scaled_size(image.size, how["long_size"])

@@ -18,7 +18,7 @@ from tpukit.host.tables import GIB
 from tpukit.training.data import already_composed
 from tpukit.training.metrics import new_sums
 from tpukit.training.step import train_step
-from tpukit.workloads.mshnet import strips
+from tpukit.workloads.mshnet import tiling
 
 ROUNDS, STEPS = 5, 4
 # The ways of a device: name -> settings. The first is what the others are compared with.
@@ -29,7 +29,7 @@ WAYS = {
         "channels last": dict(channels_last=True),
         "torch.compile": dict(torch_compile="default"),
     },
-    "xla": {"traced": {}, "in strips, traced": dict(strips=True), "in strips, replayed": dict(strips=True, replayed=True)},
+    "xla": {"traced": {}, "tiled, traced": dict(tiled=True), "tiled, replayed": dict(tiled=True, replayed=True)},
     "cuda": {
         "fp32": dict(precision="fp32"),
         "bf16": dict(precision="bf16"),
@@ -46,16 +46,16 @@ def open_runtime(device, precision):
 
 
 @contextlib.contextmanager
-def shaped(in_strips):
-    """Within it, MSHNet on XLA works in strips, or as it does elsewhere."""
+def tiling_as(tiled):
+    """Within it, MSHNet on XLA works on tiles, or on whole images as elsewhere."""
     with contextlib.ExitStack() as stack:
-        if not in_strips:
-            stack.enter_context(mock.patch.object(strips, "count", lambda image: 1))
-            stack.enter_context(mock.patch.object(strips, "attend", lambda layer, x, count: layer(x)))
+        if not tiled:
+            stack.enter_context(mock.patch.object(tiling, "num_tiles", lambda image: 1))
+            stack.enter_context(mock.patch.object(tiling, "conv2d_to_one_channel", lambda layer, x, tiles: layer(x)))
         yield
 
 
-def seconds_a_step(device, task, in_strips, replayed):
+def seconds_a_step(device, task, tiled, replayed):
     """Seconds: until the first step is done, of a later one (median), and of it what the host takes to hand it over."""
     runtime = open_runtime(device, "fp32" if task.precision == "auto" else task.precision)
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def seconds_a_step(device, task, in_strips, replayed):
         return train_step(task, faster, optimizer, runtime, already_composed, batch, task.epochs, sums)
 
     program = runtime.compile(step, **(dict(model=model, optimizer=optimizer) if replayed else {}))
-    with shaped(in_strips):
+    with tiling_as(tiled):
         started = time.perf_counter()
         sums = program(batch, sums)
         runtime.sync()
@@ -88,7 +88,7 @@ def steps(device, size, batch_size):
     base = None
     for name, settings in WAYS[device].items():
         settings = dict(settings)
-        how = [settings.pop(part, False) for part in ("strips", "replayed")]
+        how = [settings.pop(part, False) for part in ("tiled", "replayed")]
         task = MSHNet(base_size=size, crop_size=size, batch_size=batch_size, **settings)
         first, later, host = seconds_a_step(device, task, *how)
         base = base or later

@@ -159,7 +159,7 @@ def simulate(argv):
         raise TpukitError("`tpukit simulate` knows one thing to simulate: eit, a tank for electrical impedance tomography")
     options = tyro.cli(Simulate, args=argv[1:], prog="tpukit simulate eit")
     if options.check:
-        found = simulator.agreement(options.check)
+        found = simulator.compare_with_measurements(options.check)
         worst = min(found, key=found.get)
         print(
             f"correlation of simulated and measured voltages: {sum(found.values()) / len(found):.4f} on average over "

@@ -1,60 +1,57 @@
-"""Records of a run in -> tables and findings in words out. Pure functions: no files, no device, no drawing."""
+"""Records of a run in, sentences and tables out. Pure functions: no files, no device, no drawing."""
 
 import math
+from types import UnionType
+from typing import get_args, get_origin
 
 from tpukit.host.tables import GIB, Table, format_duration
 from tpukit.runs.run import LONG_COMPILE_S
 
-# What is read here of a record, by its kind: a type; a tuple of what it may be, None standing for what may be missing too;
-# [of every item, ...], or [of the first, of the second]; {name: of its value}, or {...: of every value}.
-_COUNTERS = dict.fromkeys(("compilations", "compile_s", "executions", "execute_s", "to_device_s", "from_device_s"), float)
-_SPEED = dict.fromkeys(("seconds", "images_per_s", "wait_s"), float)
-_SPEED |= dict.fromkeys(("to_device_s", "from_device_s"), (float, None))
-_SPEED |= dict(memory=[[float, float], ...], counters=({**_COUNTERS, "fallbacks": {...: int}}, {...: ()}))
-SHAPES = dict(
-    start=dict(device=str, phases=int, batch_size=(int, None)),
-    train=dict(loss=(float, None), grad_norm=(float, None), speed=_SPEED),
-    evaluation=dict(epoch=int, scores=dict(beside=({...: dict}, None), published=(dict, None)), speed=dict(seconds=float)),
-    compile=dict(seconds=float, what=(str, None), why=([str, ...], None)),
+# What is read here of a record, by its kind. What may be None may be missing, too.
+COUNTERS = dict.fromkeys(("compilations", "compile_s", "executions", "execute_s", "to_device_s", "from_device_s"), float)
+COUNTERS["fallbacks"] = dict[str, int]
+SPEED = dict(seconds=float, images_per_s=float, wait_s=float, to_device_s=float | None, from_device_s=float | None)
+SPEED |= dict(memory=list[tuple[float, float]], counters=dict)  # no counters on a device without any
+FIELDS = dict(
+    start=dict(device=str, phases=int, batch_size=int | None),
+    train=dict(loss=float | None, grad_norm=float | None, speed=SPEED),
+    evaluation=dict(epoch=int, scores=dict(beside=dict[str, dict] | None), speed=dict(seconds=float)),
+    compile=dict(seconds=float, what=str | None, why=list[str] | None),
 )
-_LIVE = dict(step=int, total=int, unit=str)
+PROGRESS = dict(step=int, total=int, unit=str)
 
 
-def whole(records):
-    """The records without the damaged ones: a bit that flipped on a disk can leave JSON, with a name or a value less."""
-    return [r for r in records if _fits(r, dict(kind=str, step=int)) and _fits(r, SHAPES.get(r["kind"], {}))]
+def valid_records(records):
+    """The records without the damaged ones: a bit that flipped on a disk can leave JSON with a name or a value less."""
+    return [record for record in records if _is_valid(record)]
 
 
-def _fits(value, shape):
-    if isinstance(shape, tuple):
-        return any(_fits(value, one) for one in shape)
-    if isinstance(shape, list):
-        of_each = [shape[0]] * len(value) if shape[-1] is ... and isinstance(value, list) else shape
-        return isinstance(value, list) and len(value) == len(of_each) and all(map(_fits, value, of_each))
-    if isinstance(shape, dict):
-        names = dict.fromkeys(value, shape[...]) if ... in shape and isinstance(value, dict) else shape
-        return isinstance(value, dict) and all(_fits(value.get(name), of_it) for name, of_it in names.items())
-    if shape is None or isinstance(value, bool):
-        return value is shape
-    if shape in (int, float):
-        return isinstance(value, (int, shape)) and abs(value) < 2**63  # neither NaN nor infinity is
-    return isinstance(value, shape)
+def _is_valid(record):
+    if not _fits(record, dict(kind=str, step=int)) or not _fits(record, FIELDS.get(record["kind"], {})):
+        return False
+    counters = record["speed"]["counters"] if record["kind"] == "train" else None
+    return not counters or _fits(counters, COUNTERS)
 
 
-def scores_table(scores, title="Scores"):
-    """The scores of an evaluation, and in columns beside them what the workload compares them with.
+def _fits(value, kind):
+    """Whether a value of JSON is of a kind: a type as in annotations, or a dict of the kinds of some of its values."""
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(_fits(value.get(name), of_it) for name, of_it in kind.items())
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(_fits(value, one) for one in inner)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    if origin is tuple:  # which JSON has not
+        return isinstance(value, list) and len(value) == len(inner) and all(map(_fits, value, inner))
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
+    if kind in (int, float):  # neither NaN nor infinity, nor an integer too large for a float
+        return isinstance(value, (int, kind)) and not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, kind)
 
-    scores: name -> number; `beside`: column -> scores of the same names; `published`: as the published code counts them.
-    """
-    beside = dict(scores.get("beside") or {})
-    if scores.get("published"):
-        beside["as the published code counts"] = scores["published"]
-    rows = [
-        (name, _number(value), *(_number(other.get(name, "")) for other in beside.values()))
-        for name, value in scores.items()
-        if isinstance(value, (int, float))
-    ]
-    return Table(title, ("score", "value", *beside), rows)
+
+# Settings, scores, curves
 
 
 def settings_table(config):
@@ -62,205 +59,174 @@ def settings_table(config):
     return Table(f"Settings of {config['workload']}", ("setting", "value"), config["settings"].items())
 
 
+def scores_table(scores, title="Scores"):
+    """The scores of an evaluation; `beside` holds a dict of the same scores for each column of a comparison."""
+    beside = scores.get("beside") or {}
+    rows = []
+    for name, value in scores.items():
+        if isinstance(value, (int, float)):
+            rows.append((name, _format_number(value), *(_format_number(other.get(name, "")) for other in beside.values())))
+    return Table(title, ("score", "value", *beside), rows)
+
+
+def _format_number(value):
+    if not isinstance(value, float):
+        return value
+    return f"{value:.3e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
+
+
 def curves(records):
-    """dict of series for drawing: name -> (steps, values). Names: loss, gradient norm, and every evaluation score."""
-    series = {"loss": ([], []), "gradient norm": ([], [])}
-    for record in whole(records):
+    """dict of series to draw, name -> (steps, values): loss, gradient norm, and every evaluation score."""
+    series = {}
+    for record in valid_records(records):
+        values = {}
         if record["kind"] == "train":
-            for name, key in (("loss", "loss"), ("gradient norm", "grad_norm")):
-                _append(series[name], record["step"], record.get(key))
+            values = {"loss": record.get("loss"), "gradient norm": record.get("grad_norm")}
         elif record["kind"] == "evaluation":
-            for name, value in record["scores"].items():
-                if isinstance(value, float):
-                    _append(series.setdefault(name, ([], [])), record["step"], value)
-    return {name: points for name, points in series.items() if points[0]}
+            values = {name: value for name, value in record["scores"].items() if isinstance(value, float)}
+        for name, value in values.items():
+            if value is not None and math.isfinite(value):
+                steps, points = series.setdefault(name, ([], []))
+                steps.append(record["step"])
+                points.append(value)
+    return series
 
 
-def _append(points, step, value):
-    if value is not None and math.isfinite(value):
-        points[0].append(step)
-        points[1].append(value)
+# What the accelerator did, in sentences
 
 
 def findings(records):
     """What the accelerator did in the last session of a run, as a list of sentences, the most important first."""
     session = _last_session(records)
-    damaged = len(records) - len(whole(records))
-    said = [f"Left out: {damaged} damaged record{'s' * (damaged > 1)}."] * bool(damaged)
+    sentences = []
+    if damaged := len(records) - len(valid_records(records)):
+        sentences.append(f"Left out: {damaged} damaged record{'s' if damaged > 1 else ''}.")
     if not session:
-        return said or ["This run has not started yet."]
-    start = session[0]
-    trained = [r for r in session if r["kind"] == "train"]
-    said += [f"It ran on {start['device']}."]
-    said += _said_of_end(session)
-    said += _said_of_compilations(start, session, trained)
-    return said + (_said_of_time(session, trained) if trained else ["No interval of training was recorded yet."])
+        return sentences or ["This run has not started yet."]
+    sentences.append(f"It ran on {session[0]['device']}.")
+    if diverged := _of_kind(session, "diverged"):
+        sentences.append(f"It stopped at step {diverged[-1]['step']}: loss or gradient was not a finite number.")
+    sentences += _describe_compilations(session)
+    if _of_kind(session, "train"):
+        sentences += _describe_time(session)
+    else:
+        sentences.append("No interval of training was recorded yet.")
+    return sentences
+
+
+def _of_kind(records, kind):
+    return [record for record in records if record["kind"] == kind]
 
 
 def _last_session(records):
-    """The whole records of the last session that did something; of the last one, where none did. A finished run that is started
-    again does nothing."""
-    records = whole(records)
-    starts = [i for i, r in enumerate(records) if r["kind"] == "start"]
-    sessions = [records[a:b] for a, b in zip(starts, [*starts[1:], None])]
-    worked = [session for session in sessions if any(r["kind"] in ("train", "compile") for r in session)]
+    """The valid records of the last session that trained or compiled; of the last one if none did.
+
+    A finished run that is started again does neither."""
+    sessions = _sessions(records)
+    worked = [session for session in sessions if _of_kind(session, "train") or _of_kind(session, "compile")]
     return (worked or sessions or [[]])[-1]
 
 
-def _said_of_end(session):
-    diverged = [r for r in session if r["kind"] == "diverged"]
-    return [f"It stopped at step {diverged[-1]['step']}: loss or gradient was not a finite number."] if diverged else []
+def _sessions(records):
+    """Lists of valid records, each beginning with that of a start."""
+    sessions = []
+    for record in valid_records(records):
+        if record["kind"] == "start":
+            sessions.append([])
+        if sessions:
+            sessions[-1].append(record)
+    return sessions
 
 
-def _said_of_compilations(start, session, trained):
+def _describe_compilations(session):
+    start, trained = session[0], _of_kind(session, "train")
     counters = trained[-1]["speed"]["counters"] if trained else None
     if trained and not counters:
-        if start.get("torch_compile", "no") != "no":
-            return [f"torch.compile made the model's programs ({start['torch_compile']}); it does not tell when."]
+        if (mode := start.get("torch_compile", "no")) != "no":
+            return [f"torch.compile compiled the model ({mode}); it does not report when."]
         return ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
-    expected, extra, refused, others = _compilations(start, session)
-    said = [f"The training step was compiled {_when(expected)}; every other step reused the program."]
-    if not expected:
-        said = ["The training step was not compiled: this session had compiled the same program before."] if trained else []
-    said += [
-        f"Step {r['step']} compiled again ({r['seconds']:.1f} s){_because(r) or ', though no argument changed'}." for r in extra
-    ]
-    said += [f"Step {r['step']} was one program too many{_because(r)}. It ended the run there." for r in refused]
-    for what in dict.fromkeys(map(_what, others)):
-        said.append(f"Besides, {what} was compiled {_when([r for r in others if _what(r) == what])}.")
-    fallbacks = counters["fallbacks"] if counters else None
-    if fallbacks:
-        worst = ", ".join(f"{name} ({count} times)" for name, count in sorted(fallbacks.items(), key=lambda f: -f[1])[:4])
-        said.append(
-            f"Some operations have no XLA form and ran on the CPU, each a round trip: {worst}. "
-            "`tpukit report RUN --trace 5` names their lines."
+    sentences = []
+    expected, unexpected = _step_compilations(session)
+    if expected:
+        steps = " and ".join(_describe_compilation(record) for record in expected)
+        sentences.append(f"The training step was compiled {steps}; every other step reused the compiled graph.")
+    elif trained:
+        sentences.append("The training step was not compiled: this session had compiled the same graph before.")
+    for record in unexpected:
+        reason = f" because {'; '.join(record['why'])}" if record.get("why") else ", though no argument changed"
+        sentences.append(f"Step {record['step']} compiled again ({record['seconds']:.1f} s){reason}.")
+    for record in _of_kind(session, "compile"):
+        if record.get("refused") and _function(record) == "step":
+            reason = f" because {'; '.join(record['why'])}" if record.get("why") else ""
+            sentences.append(f"Step {record['step']} needed an unexpected recompilation{reason}. It ended the run.")
+    others = {}
+    for record in _of_kind(session, "compile"):
+        if _function(record) != "step" and record["seconds"] >= LONG_COMPILE_S:
+            others.setdefault(_function(record), []).append(_describe_compilation(record))
+    sentences += [f"Also compiled: {function}, {' and '.join(steps)}." for function, steps in others.items()]
+    if counters and counters["fallbacks"]:
+        most = sorted(counters["fallbacks"].items(), key=lambda item: item[1], reverse=True)[:4]
+        sentences.append(
+            "Some operations have no XLA implementation and ran on the CPU, each a round trip: "
+            f"{', '.join(f'{name} ({count} times)' for name, count in most)}. `tpukit report RUN --trace 5` names their lines."
         )
     elif counters:
-        said.append("No operation fell back to the CPU.")
-    return said
+        sentences.append("No operation fell back to the CPU.")
+    return sentences
 
 
-def _compilations(start, session):
-    """Records of compilations: (of the step, as many as it has phases; more of it; those refused; of other functions)."""
-    compiled = [r for r in session if r["kind"] == "compile"]
-    of_step = [r for r in compiled if _what(r) == "step"]
-    done = [r for r in of_step if not r.get("refused")]
-    large = [r for r in done if r["seconds"] >= LONG_COMPILE_S] or done[:1]
-    others = [r for r in compiled if r not in of_step and r["seconds"] >= LONG_COMPILE_S]
-    return large[: start["phases"]], large[start["phases"] :], [r for r in of_step if r.get("refused")], others
+def _step_compilations(session):
+    """(expected, unexpected) compilations of the training step: records, expected as many as its loss has variants."""
+    done = [r for r in _of_kind(session, "compile") if _function(r) == "step" and not r.get("refused")]
+    slow = [r for r in done if r["seconds"] >= LONG_COMPILE_S] or done[:1]
+    variants = session[0]["phases"]
+    return slow[:variants], slow[variants:]
 
 
-def _what(compiled):
-    return compiled.get("what") or "step"
+def _function(compilation):
+    return compilation.get("what") or "step"
 
 
-def _when(compiled):
-    return " and ".join(f"at step {r['step']} ({r['seconds']:.1f} s{_because(r, ', ')})" for r in compiled)
+def _describe_compilation(record):
+    why = f", {'; '.join(record['why'])}" if record.get("why") else ""
+    return f"at step {record['step']} ({record['seconds']:.1f} s{why})"
 
 
-def _because(record, how=" because "):
-    return how + "; ".join(record["why"]) if record.get("why") else ""
-
-
-def _said_of_time(session, trained):
-    seconds = sum(r["speed"]["seconds"] for r in trained)
-    waited = sum(r["speed"]["wait_s"] for r in trained)
-    steady = [r["speed"]["images_per_s"] for r in trained]
-    share = waited / max(seconds, 1e-9)
-    said = [f"Fastest interval: {max(steady):.1f} samples a second."]
-    if share > 0.1:
-        said.append(f"The device waited for data {share:.0%} of the time: raise num_workers, or shrink the images once.")
+def _describe_time(session):
+    speeds = [record["speed"] for record in _of_kind(session, "train")]
+    seconds = sum(speed["seconds"] for speed in speeds)
+    waited = sum(speed["wait_s"] for speed in speeds) / max(seconds, 1e-9)
+    sentences = [f"Fastest interval: {max(speed['images_per_s'] for speed in speeds):.1f} samples a second."]
+    if waited > 0.1:
+        sentences.append(f"The device waited for data {waited:.0%} of the time: raise num_workers, or shrink the images once.")
     else:
-        said.append(f"Waiting for data took {share:.1%} of the training time.")
-    if not trained[-1]["speed"]["memory"]:
-        said.append("How much of its memory was used, this device does not tell.")
-    evaluating = sum(r["speed"]["seconds"] for r in session if r["kind"] == "evaluation")
-    if evaluating:
-        said.append(f"Training took {seconds:.0f} s, evaluation {evaluating:.0f} s.")
-    return said
+        sentences.append(f"Waiting for data took {waited:.1%} of the training time.")
+    if not speeds[-1]["memory"]:
+        sentences.append("This device does not report how much of its memory is used.")
+    if evaluating := sum(record["speed"]["seconds"] for record in _of_kind(session, "evaluation")):
+        sentences.append(f"Training took {seconds:.0f} s, evaluation {evaluating:.0f} s.")
+    return sentences
 
 
-def live_table(name, records, live, checkpoints, age_s):
-    """A run as it stands. live: of `Run.read_progress`. age_s: seconds since that was written, None where it never was."""
-    rows, records = [], whole(records)
-    starts = [i for i, r in enumerate(records) if r["kind"] == "start"]
-    session = records[starts[-1] :] if starts else []
-    if not session or age_s is None or not _fits(live, _LIVE):
-        return Table(f"{name}: has not started yet", ("what", "now"), rows)
-    rows.append(("device", session[0]["device"]))
-    share = live["step"] / max(live["total"], 1)
-    rows.append((live["unit"], f"{live['step']} of {live['total']} ({share:.1%}), {_ago(age_s)}"))
-    rows += [(what, live[what]) for what in ("epoch", "loss") if live.get(what)]
-    if trained := [r["speed"] for r in session if r["kind"] == "train"]:
-        rate, wait = trained[-1]["images_per_s"], trained[-1]["wait_s"] / max(trained[-1]["seconds"], 1e-9)
-        rows.append(("speed", f"{rate:.1f} samples a second, waiting for data {wait:.1%} of the time"))
-        left = (live["total"] - live["step"]) * _batch_size(session)
-        if left and live["unit"] == "step" and rate > 0:
-            rows.append(("left", f"about {format_duration(left / rate)} of training, evaluations besides"))
-    if evaluated := [r for r in session if r["kind"] == "evaluation"]:
-        scores = ", ".join(f"{n} {v:.4g}" for n, v in evaluated[-1]["scores"].items() if isinstance(v, float))
-        rows.append((f"scores of epoch {evaluated[-1]['epoch'] + 1}", scores))
-    _, late, _, _ = _compilations(session[0], session)
-    if late:
-        rows.append(("compiled again", "at step " + ", ".join(str(r["step"]) for r in late)))
-    steps = _steps_of(checkpoints)
-    rows.append(("last checkpoint", f"step {steps[0]}" if steps else "none yet"))
-    return Table(name, ("what", "now"), rows)
-
-
-def is_over(live, checkpoints):
-    """Whether nothing will follow: after its last step a training evaluates, and the checkpoint of that step comes last."""
-    if not _fits(live, _LIVE) or live["step"] < live["total"]:
-        return False
-    return live["unit"] != "step" or any(step >= live["total"] for step in _steps_of(checkpoints))
-
-
-def _steps_of(checkpoints):
-    return [c["step"] for c in checkpoints if _fits(c, dict(step=int))] if isinstance(checkpoints, list) else []
-
-
-def _ago(seconds):
-    if seconds < 10:
-        return "just now"
-    return f"{format_duration(seconds)} ago{': it waits, compiles, evaluates, or is gone' if seconds > 60 else ''}"
+# What the accelerator did, in tables
 
 
 def accelerator_tables(records):
-    """What the accelerator did in the last session, as tables: compilations with their causes, the time of a step, memory,
-    counters."""
+    """Tables of the last session: compilations with their causes, the time of a step, memory, counters."""
     session = _last_session(records)
-    trained = [r for r in session if r["kind"] == "train"]
-    tables, seen = [], set()
-    if compiled := [r for r in session if r["kind"] == "compile"]:
-        rows = []
-        for r in compiled:
-            what = _what(r)
-            why = "; ".join(r.get("why") or []) or ("no argument changed" if what in seen else "the first time")
-            rows.append((r["step"], what, "refused" if r.get("refused") else f"{r['seconds']:.1f}", why))
-            seen.add(what)
-        tables.append(Table("Compilations", ("step", "function", "seconds", "why"), rows))
+    tables, trained = [], _of_kind(session, "train")
+    if compilations := _of_kind(session, "compile"):
+        tables.append(_compilations_table(compilations))
     if not trained:
         return tables
-    rows = [
-        (
-            f"{i['from']} to {i['to']}",
-            *(f"{i[part]:.2f}" for part in ("step_ms", "wait_ms", "to_device_ms", "from_device_ms")),
-            f"{i['images_per_s']:.1f}",
-        )
-        for i in _some(intervals(records))
-    ]
-    columns = ("steps", "ms a step", "waiting for data", "sending", "reading", "samples a second")
-    tables.append(Table("Where a step's time went, ms a step", columns, rows))
+    tables.append(_intervals_table(intervals(records)))
     if memory := trained[-1]["speed"]["memory"]:
-        rows = [
-            (n, f"{peak / GIB:.2f}", f"{total / GIB:.2f}", f"{peak / max(total, 1):.0%}")
-            for n, (peak, total) in enumerate(memory)
-        ]
+        rows = [(n, f"{peak / GIB:.2f}", f"{of / GIB:.2f}", f"{peak / max(of, 1):.0%}") for n, (peak, of) in enumerate(memory)]
         tables.append(Table("Memory", ("device", "peak, GiB", "of GiB", ""), rows))
     if counters := trained[-1]["speed"]["counters"]:
         rows = [
-            ("programs compiled", counters["compilations"], f"{counters['compile_s']:.1f} s"),
-            ("programs run", counters["executions"], f"{counters['execute_s']:.1f} s"),
+            ("graphs compiled", counters["compilations"], f"{counters['compile_s']:.1f} s"),
+            ("graphs executed", counters["executions"], f"{counters['execute_s']:.1f} s"),
             ("sent to the device", "", f"{counters['to_device_s']:.2f} s"),
             ("read from the device", "", f"{counters['from_device_s']:.2f} s"),
             *((f"{name} on the CPU instead", count, "") for name, count in counters["fallbacks"].items()),
@@ -269,34 +235,44 @@ def accelerator_tables(records):
     return tables
 
 
-def _some(rows, most=12):
-    """Up to so many of the rows, evenly, the last among them."""
-    step = max(1, -(-len(rows) // most))
-    return rows[len(rows) - 1 :: -step][::-1] if rows else []
+def _compilations_table(compilations):
+    rows, seen = [], set()
+    for record in compilations:
+        function = _function(record)
+        reason = "; ".join(record.get("why") or [])
+        if not reason:
+            reason = "no argument changed" if function in seen else "the first time"
+        seconds = "refused" if record.get("refused") else f"{record['seconds']:.1f}"
+        rows.append((record["step"], function, seconds, reason))
+        seen.add(function)
+    return Table("Compilations", ("step", "function", "seconds", "why"), rows)
+
+
+def _intervals_table(found, most=12):
+    """At most 12 of the intervals, evenly spaced, the last among them."""
+    stride = math.ceil(len(found) / most)
+    rows = []
+    for interval in found[(len(found) - 1) % stride :: stride]:
+        times = [f"{interval[part]:.2f}" for part in ("step_ms", "wait_ms", "to_device_ms", "from_device_ms")]
+        rows.append((f"{interval['from']} to {interval['to']}", *times, f"{interval['images_per_s']:.1f}"))
+    columns = ("steps", "ms a step", "waiting for data", "sending", "reading", "samples a second")
+    return Table("Where a step's time went, ms a step", columns, rows)
 
 
 def intervals(records):
-    """The intervals between two readings of the last session, in milliseconds a step: a list of dict(from, to, step_ms,
-    wait_ms, to_device_ms, from_device_ms, images_per_s, memory). A wait is for data; sending and reading go on beside the
-    device's work."""
+    """The intervals between two metric syncs of the last session, in milliseconds a step.
+
+    A list of dict(from, to, step_ms, wait_ms, to_device_ms, from_device_ms, images_per_s, memory). The host waits for data;
+    sending and reading overlap with the device's work."""
     session = _last_session(records)
     found = []
-    for record in session:
-        if record["kind"] != "train":
-            continue
+    for record in _of_kind(session, "train"):
         speed = record["speed"]
         steps = max(1, round(speed["images_per_s"] * speed["seconds"] / _batch_size(session)))
-        part = {f"{way}_ms": 1e3 * (speed.get(f"{way}_s") or 0.0) / steps for way in ("wait", "to_device", "from_device")}
-        found.append(
-            {
-                "from": record["step"] - steps + 1,
-                "to": record["step"],
-                "step_ms": 1e3 * speed["seconds"] / steps,
-                **part,
-                "images_per_s": speed["images_per_s"],
-                "memory": speed["memory"],
-            }
-        )
+        interval = {"from": record["step"] - steps + 1, "to": record["step"], "step_ms": 1e3 * speed["seconds"] / steps}
+        for part in ("wait", "to_device", "from_device"):
+            interval[f"{part}_ms"] = 1e3 * (speed.get(f"{part}_s") or 0.0) / steps
+        found.append(dict(interval, images_per_s=speed["images_per_s"], memory=speed["memory"]))
     return found
 
 
@@ -304,14 +280,57 @@ def _batch_size(session):
     return max(session[0].get("batch_size") or 1, 1)
 
 
-def compiled_at(records):
+def compiled_steps(records):
     """Steps of the last session at which the training step was compiled."""
     session = _last_session(records)
-    expected, again, _, _ = _compilations(session[0], session) if session else ((), (), (), ())
-    return [r["step"] for r in (*expected, *again)]
+    expected, unexpected = _step_compilations(session) if session else ([], [])
+    return [record["step"] for record in expected + unexpected]
 
 
-def _number(value):
-    if not isinstance(value, float):
-        return value
-    return f"{value:.3e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
+# A run that is still training
+
+
+def live_table(name, records, progress, checkpoints, age_s):
+    """A run as it stands. progress: of `Run.read_progress`. age_s: seconds since it was written, None if it never was."""
+    sessions = _sessions(records)
+    if not sessions or age_s is None or not _fits(progress, PROGRESS):
+        return Table(f"{name}: has not started yet", ("what", "now"), [])
+    session, step, total = sessions[-1], progress["step"], progress["total"]
+    rows = [("device", session[0]["device"])]
+    rows.append((progress["unit"], f"{step} of {total} ({step / max(total, 1):.1%}), {_format_age(age_s)}"))
+    rows += [(what, progress[what]) for what in ("epoch", "loss") if progress.get(what)]
+    if trained := _of_kind(session, "train"):
+        speed = trained[-1]["speed"]
+        rate, waited = speed["images_per_s"], speed["wait_s"] / max(speed["seconds"], 1e-9)
+        rows.append(("speed", f"{rate:.1f} samples a second, waiting for data {waited:.1%} of the time"))
+        if progress["unit"] == "step" and step < total and rate > 0:
+            left = format_duration((total - step) * _batch_size(session) / rate)
+            rows.append(("left", f"about {left} of training, evaluations besides"))
+    if evaluations := _of_kind(session, "evaluation"):
+        last = evaluations[-1]
+        scores = ", ".join(f"{name} {value:.4g}" for name, value in last["scores"].items() if isinstance(value, float))
+        rows.append((f"scores of epoch {last['epoch'] + 1}", scores))
+    _, unexpected = _step_compilations(session)
+    if unexpected:
+        rows.append(("compiled again", "at step " + ", ".join(str(record["step"]) for record in unexpected)))
+    steps = _checkpoint_steps(checkpoints)
+    rows.append(("last checkpoint", f"step {steps[0]}" if steps else "none yet"))
+    return Table(name, ("what", "now"), rows)
+
+
+def is_finished(progress, checkpoints):
+    """Whether nothing will follow: after its last step a training evaluates, and the checkpoint of that step comes last."""
+    if not _fits(progress, PROGRESS) or progress["step"] < progress["total"]:
+        return False
+    return progress["unit"] != "step" or any(step >= progress["total"] for step in _checkpoint_steps(checkpoints))
+
+
+def _checkpoint_steps(checkpoints):
+    return [entry["step"] for entry in checkpoints if _fits(entry, dict(step=int))] if isinstance(checkpoints, list) else []
+
+
+def _format_age(seconds):
+    if seconds < 10:
+        return "just now"
+    age = f"{format_duration(seconds)} ago"
+    return f"{age}: it waits, compiles, evaluates, or has died" if seconds > 60 else age

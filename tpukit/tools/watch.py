@@ -21,7 +21,7 @@ def watch(run, *, interval_s=2.0, once=False):
     from rich.text import Text
 
     with Live(Text(describe(run)), auto_refresh=False) as shown:
-        while not findings.is_over(run.read_progress(), run.checkpoints()):
+        while not findings.is_finished(run.read_progress(), run.checkpoints()):
             time.sleep(interval_s)
             shown.update(Text(describe(run)), refresh=True)
 
@@ -35,7 +35,7 @@ def describe(run):
     records = run.records()
     table = findings.live_table(run.path.name, records, run.read_progress(), run.checkpoints(), age_s)
     lines = describe_chips()
-    starts = [record for record in findings.whole(records) if record["kind"] == "start"]
+    starts = [record for record in findings.valid_records(records) if record["kind"] == "start"]
     if not lines and starts and starts[-1].get("accelerator") in ("cuda", "tpu"):
         lines = ["  how busy the chip is, is unknown: neither nvidia-smi nor tpu-info is installed"]
     return printable("\n".join([str(table), *lines]))

@@ -19,10 +19,20 @@ from tpukit.runs import weights
 from tpukit.runs.run import setting
 from tpukit.training.task import Workload
 from tpukit.workloads.cdeit import diffusion
-from tpukit.workloads.cdeit.data import CONVENTIONS, FALLBACK, PARTS, SIZE, TRAINING, Impedance, find_split, find_statistics
+from tpukit.workloads.cdeit.data import (
+    BASELINES,
+    CONVENTIONS,
+    FALLBACK,
+    PARTS,
+    SIZE,
+    TRAINING,
+    Impedance,
+    find_split,
+    find_statistics,
+)
 from tpukit.workloads.cdeit.simulator import disk, simulate
 
-CLASSICAL = {"Tikhonov": "TR", "Gauss-Newton": "xs_gn"}  # name -> array of the files
+CLASSICAL = dict(zip(("Tikhonov", "Gauss-Newton"), BASELINES))  # name -> array of the files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,18 +59,16 @@ class CDEIT(Workload):
     lr: float = 1e-5
     """Learning rate of Adam."""
     objective: Literal["l1", "l2"] = "l1"
-    """Mean absolute or squared error of the predicted image. l1 is published; most of an image is background, and a short
-    training with it stays long at predicting nothing else (over 600 steps in our small model), which l2 leaves at once."""
+    """Mean absolute or squared error of the predicted image. l1 is published, but first learns an empty image, because most
+    of it is background: over 600 steps in our small model, which l2 does not need."""
     clip_norm: float | None = 1.0
     """Gradients of a larger norm are scaled down to it; None does not clip."""
     ema_decay: float | None = 0.995
-    """Decay of the moving average of the weights, which is what is scored and kept; None keeps no average."""
+    """Decay of the moving average of the weights, which is evaluated and saved; None averages nothing."""
     sampling_steps: int = setting(5, free=True)
     """Steps of DDIM from noise to an image, 1 to 1000."""
     eta: float = setting(1.0, free=True)
-    """Noise that DDIM adds on its way: 0 none, 1 as much as the training did."""
-    sampler: Literal["ddim", "ancestral"] = setting("ddim", free=True)
-    """ddim, or ancestral: all 1000 steps."""
+    """Noise that DDIM adds on its way: 0 none, 1 as much as the training did; with 1000 steps that is ancestral sampling."""
     patch: int = 2
     """Side of the patches that become tokens."""
     width: int = 512
@@ -72,19 +80,13 @@ class CDEIT(Workload):
     levels: int = 4
     """How often the token grid is halved on the way down."""
     checkpointing: bool = setting(False, free=True)
-    """Compute activations again in the backward pass instead of keeping them: less memory, a third more time."""
+    """Activation checkpointing: compute them again in the backward pass. Less memory, a third more time."""
 
     def __post_init__(self):
         super().__post_init__()
         self._schedule()
-        if self.sampler == "ancestral" and self.sampling_steps not in (type(self).sampling_steps, diffusion.STEPS):
-            raise TpukitError(
-                f"sampling_steps={self.sampling_steps}: ancestral sampling takes all {diffusion.STEPS}; leave it out"
-            )
 
     def _schedule(self):
-        if self.sampler == "ancestral":
-            return diffusion.ancestral_schedule()
         try:
             return diffusion.ddim_schedule(self.sampling_steps, self.eta)
         except ValueError as error:
@@ -103,7 +105,7 @@ class CDEIT(Workload):
         return Impedance(folder, convention, *self._statistics(folder), baselines=True)
 
     def _statistics(self, folder):
-        """The weights' own statistics where they carry them: others would make them see other voltages."""
+        """`find_statistics`, unless the weights carry their own: by others, they would see out-of-distribution input."""
         carried = weights.metadata(self.weights).get("voltages") if self.weights else None
         if carried is None:
             return find_statistics(folder, Path(self.dataset_dir))
@@ -111,9 +113,7 @@ class CDEIT(Workload):
         return statistics, f"voltage statistics: those that {self.weights} was trained with"
 
     def evaluation_signature(self):
-        if self.sampler == "ancestral":
-            return f"{self.data} by ancestral in {diffusion.STEPS} steps"
-        return f"{self.data} by {self.sampler} in {self.sampling_steps} steps with eta {self.eta}"
+        return f"{self.data} by ddim in {self.sampling_steps} steps with eta {self.eta}"
 
     def metadata(self, data):
         return dict(voltages=json.dumps([values.tolist() for values in data.statistics]))
@@ -148,29 +148,29 @@ class CDEIT(Workload):
         from torch.optim import Adam
 
         parameters = [p for p in model.parameters() if p.requires_grad]
-        # Steps counted on an XLA device: counted on the host, they would change the program's constants with every step.
+        # Steps counted on the host would be constants of the compiled graph, others at every step: on XLA the device counts.
         return Adam(parameters, lr=self.lr, capturable=parameters[0].device.type == "xla")
 
     def loss(self, model, batch, epoch):
         image = batch["image"]
         noise = diffusion.normal(batch["key"], image.shape[1:])
-        given = (image, batch["voltages"], batch["t"], noise, _bare(model).alphas_cumprod)
-        return diffusion.loss(model, *given, squared=self.objective == "l2")
+        alphas = getattr(model, "module", model).alphas_cumprod  # DistributedDataParallel has the model in `module`
+        return diffusion.loss(model, image, batch["voltages"], batch["t"], noise, alphas, squared=self.objective == "l2")
 
     # Sampling
 
     def predictor(self, model, runtime, epoch=None):
-        """One program draws the first noise, another makes one step, whatever the step."""
+        """Two compiled graphs: one draws the initial noise, the other makes a step of DDIM, whichever it is."""
         import torch
 
-        first = runtime.inference(_first_noise)
+        initial_noise = runtime.inference(_initial_noise)
         step = runtime.inference(functools.partial(_sampling_step, model))
-        # One tensor a row: a slice of one tensor would be another program for every step.
-        rows = [runtime.put({"row": torch.tensor(row, dtype=torch.float32)})["row"] for row in self._schedule()]
+        # A tensor for each row: a slice of one tensor would be another graph at every step.
+        schedule = [runtime.put({"row": torch.tensor(row, dtype=torch.float32)})["row"] for row in self._schedule()]
 
         def predict(batch):
-            x = first(batch["key"])
-            for row in rows:
+            x = initial_noise(batch["key"])
+            for row in schedule:
                 x = step(x, batch["voltages"], batch["key"], row)
                 runtime.heartbeat(runtime.step)
             return x
@@ -178,40 +178,41 @@ class CDEIT(Workload):
         return predict
 
     def evaluate(self, predictions):
-        """dict: rmse, psnr, ssim, cc inside the disk, means over the images; beside them those of the classical methods; how
-        many predictions were broken: those with a number that is not finite, which count as empty images."""
+        """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same scores of the
+        classical methods and of an empty image; `broken`, how many predictions hold NaN or infinity and count as empty."""
         from tpukit.workloads.cdeit.scores import Scores
 
-        ours, zero, classical = Scores(), Scores(), {name: Scores() for name in CLASSICAL}
+        ours, empty = Scores(), Scores()
+        classical = {name: Scores() for name in CLASSICAL}
         broken = 0
         for images, batch in predictions:
             valid = batch["valid"]
-            truth, made = batch["image"][valid, 0].numpy(), images[valid, 0].numpy()
-            whole = np.isfinite(made).all((1, 2), keepdims=True)
-            broken += int((~whole).sum())
-            ours.add(np.where(whole, made, 0), truth)
-            zero.add(np.zeros_like(truth), truth)
+            truth, image = batch["image"][valid, 0].numpy(), images[valid, 0].numpy()  # (B, S, S)
+            finite = np.isfinite(image).all((1, 2), keepdims=True)
+            broken += int((~finite).sum())
+            ours.add(np.where(finite, image, 0), truth)
+            empty.add(np.zeros_like(truth), truth)
             for name, key in CLASSICAL.items():
                 classical[name].add(batch[key][valid].numpy(), truth)
-        beside = {name: method.mean() for name, method in {**classical, "all zero": zero}.items()}
-        return dict(
-            ours.mean(), images=len(ours.rows), broken=broken, beside={name: mean for name, mean in beside.items() if mean}
-        )
+        means = {name: scores.mean() for name, scores in {**classical, "all zero": empty}.items()}
+        beside = {name: mean for name, mean in means.items() if mean}
+        return dict(ours.mean(), images=len(ours.rows), broken=broken, beside=beside)
 
     def save_predictions(self, folder, predictions, data):
-        """Write NAME.npz and NAME.mat, where NAME is the set's: prediction, TR and xs in the unit of its files, xs_gn, names;
+        """NAME.npz and NAME.mat, where NAME is the test set's: prediction, TR and xs in the unit of its files, xs_gn, names;
         and NAME.csv, the scores of every image and method and their means."""
         from scipy.io import savemat
 
         from tpukit.workloads.cdeit.scores import NAMES, Scores
 
-        def column(pick):
-            return np.concatenate([pick(images, b)[b["valid"]].view(-1, SIZE, SIZE).numpy() for images, b in predictions])
-
+        truth = _concatenate([batch["image"][batch["valid"], 0] for _, batch in predictions])  # (N, S, S)
+        ours = _concatenate([images[batch["valid"], 0] for images, batch in predictions])
+        classical = {
+            name: _concatenate([batch[key][batch["valid"]] for _, batch in predictions]) for name, key in CLASSICAL.items()
+        }
         unit, names = CONVENTIONS[self.data].unit, data.names.tolist()
-        ours, truth = column(lambda images, b: images), column(lambda images, b: b["image"])
-        classical = {key: column(lambda images, b: b[key]) for key in CLASSICAL.values()}
-        arrays = dict(prediction=ours * unit, TR=classical["TR"] * unit, xs_gn=classical["xs_gn"], xs=truth)
+        tikhonov, gauss_newton = classical.values()
+        arrays = dict(prediction=ours * unit, TR=tikhonov * unit, xs_gn=gauss_newton, xs=truth)
         with files.atomic_file(folder / f"{self.data}.npz") as file:
             np.savez_compressed(file, **arrays, names=names)
         with files.atomic_file(folder / f"{self.data}.mat") as file:
@@ -219,12 +220,13 @@ class CDEIT(Workload):
         lines = io.StringIO()
         table = csv.writer(lines)
         table.writerow(("image", "method", *NAMES))
-        methods = {"CDEIT": ours, **dict(zip(CLASSICAL, classical.values())), "all zero": np.zeros_like(truth)}
-        for method, made in methods.items():
+        for method, images in {"CDEIT": ours, **classical, "all zero": np.zeros_like(truth)}.items():
             scores = Scores()
-            scores.add(made, truth)
+            scores.add(images, truth)
+            for name, row in zip(names, scores.rows):
+                table.writerow((name, method, *row.values()))
             mean = scores.mean() or dict.fromkeys(NAMES)
-            table.writerows((name, method, *row.values()) for name, row in zip([*names, "mean"], [*scores.rows, mean]))
+            table.writerow(("mean", method, *mean.values()))
         files.write_atomic(folder / f"{self.data}.csv", lines.getvalue())
 
     def load_predictions(self, folder):
@@ -237,51 +239,60 @@ class CDEIT(Workload):
                 batch = dict(image=arrays["xs"][:, None], TR=arrays["TR"] / unit, xs_gn=arrays["xs_gn"])
                 return batch, arrays["prediction"][:, None] / unit
         except Exception as error:  # zipfile, zlib and numpy raise many types for a damaged file
-            raise TpukitError(f"{path} is damaged ({first_line(error)}); `tpukit test` makes it anew") from error
+            raise TpukitError(f"{path} is damaged ({first_line(error)}); `tpukit test` writes it again") from error
 
     def panels(self, batch, prediction=None):
-        import torch
-
         rows = []
-        for i, image in enumerate(np.asarray(batch["image"])):
-            row = [("conductivity", tint(image[0]))]
+        for index, image in enumerate(np.asarray(batch["image"])):
+            row = [("conductivity", colour(image[0]))]
             if prediction is not None:
-                row += [(name, tint(np.asarray(batch[key][i]))) for name, key in CLASSICAL.items()]
-                row += [("CDEIT", tint(np.asarray(prediction[i, 0])))]
+                row += [(name, colour(np.asarray(batch[key][index]))) for name, key in CLASSICAL.items()]
+                row.append(("CDEIT", colour(np.asarray(prediction[index, 0]))))
             else:
-                row += [("voltages, normalised", tint(np.asarray(batch["voltages"][i, 0]) / 3))]
+                row.append(("voltages, normalised", colour(np.asarray(batch["voltages"][index, 0]) / 3)))
                 if "t" in batch:
-                    given, t = torch.as_tensor(batch["image"][i : i + 1]), torch.as_tensor(batch["t"][i : i + 1])
-                    noise = diffusion.normal(torch.as_tensor(batch["key"][i : i + 1]), given.shape[1:])
-                    noisy = diffusion.noisy(given, t, noise, torch.tensor(diffusion.alphas_cumprod(), dtype=torch.float32))
-                    row += [(f"noisy at step {int(t)}", tint(noisy[0, 0].numpy()))]
+                    row.append(_noisy_panel(image, int(batch["t"][index]), int(batch["key"][index])))
             rows.append(row)
         return rows
 
 
-def _bare(model):
-    """The model inside of DistributedDataParallel."""
-    return getattr(model, "module", model)
+def _concatenate(parts):
+    import torch
+
+    return torch.cat(parts).numpy()
+
+
+def _noisy_panel(image, t, key):
+    """What the network is trained on. image: (1, S, S)."""
+    import torch
+
+    noise = diffusion.normal(torch.tensor([key]), image.shape)
+    alphas = torch.tensor(diffusion.alphas_cumprod(), dtype=torch.float32)
+    noisy = diffusion.add_noise(torch.as_tensor(image)[None], torch.tensor([t]), noise, alphas)
+    return f"noisy at step {t}", colour(noisy[0, 0].numpy())
 
 
 def _sampling_step(model, x, voltages, keys, row):
-    noise = diffusion.normal(_sampling_keys(keys, row[0].long()), x.shape[1:])
-    return diffusion.update(model, x, voltages, row, noise)
+    noise = diffusion.normal(_noise_keys(keys, row[0].long()), x.shape[1:])
+    return diffusion.sampling_step(model, x, voltages, row, noise)
 
 
-def _first_noise(keys):
-    return diffusion.normal(_sampling_keys(keys, -1), (1, SIZE, SIZE))
+def _initial_noise(keys):
+    return diffusion.normal(_noise_keys(keys, -1), (1, SIZE, SIZE))
 
 
-def _sampling_keys(keys, t):
+def _noise_keys(keys, t):
     """(B,) keys of the noise at a timestep, from those of the samples; -1 is the start."""
     return keys * (diffusion.STEPS + 1) + t + 1
 
 
-def tint(image):
-    """(S, S) in [-1, 1] -> (S, S, 3): blue is resistive, red conductive, white the background; grey is not a number, or not
-    the tank."""
+def colour(image):
+    """(S, S) in [-1, 1] -> (S, S, 3): blue is resistive, red conductive, white the background; grey is NaN, or outside the
+    tank."""
     level = np.clip(np.nan_to_num(image), -1, 1)[..., None]
-    ends = np.where(level < 0, (0.13, 0.35, 0.65), (0.75, 0.15, 0.15))
-    nothing = np.isnan(image) | (~disk() if image.shape == (SIZE, SIZE) else False)
-    return np.where(nothing[..., None], 0.9, 1 - abs(level) * (1 - ends))
+    blue_or_red = np.where(level < 0, (0.13, 0.35, 0.65), (0.75, 0.15, 0.15))
+    coloured = 1 - abs(level) * (1 - blue_or_red)
+    grey = np.isnan(image)
+    if image.shape == (SIZE, SIZE):
+        grey |= ~disk()
+    return np.where(grey[..., None], 0.9, coloured)

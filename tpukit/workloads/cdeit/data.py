@@ -1,9 +1,10 @@
-"""Sets for electrical impedance tomography on disk: a folder of npz files for every split, and the statistics of the voltages.
+"""Sets for electrical impedance tomography on disk: a folder of npz files for each split, and the statistics of the voltages.
 
 A file holds xs, a conductivity image (128, 128), and ys, 208 voltages; test files also xs_gn and TR, the images of two
 classical methods. One file may hold several samples, along a first axis. The conventions are those of the published code.
 """
 
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -17,23 +18,25 @@ from tpukit.workloads.cdeit.diffusion import STEPS
 ELECTRODES = 16
 SIZE = 128  # of the images
 FALLBACK = Path("data")
-KEY_DRAW, TIME_DRAW = 0, 1
+BASELINES = ("TR", "xs_gn")  # the images of the classical methods: Tikhonov, Gauss-Newton
 
 
+@dataclasses.dataclass(frozen=True)
 class Convention:
-    """How a set is written down: the names of its folders, and the constants V and I of its tank.
+    """How a set is stored: the names of its folders, and the constants V and I of its tank.
 
-    The network sees ys / V. A prediction is saved as prediction * I / V, the `unit`, and so TR stands in the files.
+    The network gets ys / V. A prediction is saved as prediction * I / V, the `unit`, which is also that of TR in the files.
     """
 
-    def __init__(self, folders, volts, current):
-        self.folders, self.volts, self.unit = folders, volts, current / volts
+    folders: tuple[str, ...]
+    volts: float
+    unit: float
 
 
 CONVENTIONS = dict(
     simulated=Convention(("test", "valid", "val"), 1.0, 1.0),
-    uef2017=Convention(("data2017", "test2017"), 1040.856, 2.0),
-    ktc2023=Convention(("data2023", "test2023"), 1978.0, 2.0),
+    uef2017=Convention(("data2017", "test2017"), 1040.856, 2.0 / 1040.856),
+    ktc2023=Convention(("data2023", "test2023"), 1978.0, 2.0 / 1978.0),
 )
 TRAINING = Convention(("train",), 1.0, 1.0)
 PARTS = tuple(name for convention in (TRAINING, *CONVENTIONS.values()) for name in convention.folders)
@@ -44,17 +47,16 @@ class Impedance:
 
     `batch(indices, numbers)` -> dict of image (B, 1, 128, 128) float32, voltages (B, 1, 16, 16) float32, key (B,) int64 for
     the noise; with numbers (B, 2) in [0, 1) also t (B,) int64, the timestep; without, TR and xs_gn (B, 128, 128) float32.
-    `notes`: a sentence about where its statistics come from.
     """
 
-    num_draws = 2
+    num_draws = 2  # for the noise and for the timestep
 
     def __init__(self, folder, convention, statistics, notes="", *, baselines):
         self.convention, self.statistics, self.notes = convention, statistics, notes
         key = [baselines, arrays.content_key(folder, like=("*.npz",))]
-        read = arrays.mapped(f"eit-{folder.name}", key, functools.partial(_read_split, folder, baselines))
-        self.names, self.images, self.volts = read["names"], read["xs"], read["ys"]
-        self.linear = {name: read[name] for name in ("TR", "xs_gn") if baselines}
+        stored = arrays.mapped(f"eit-{folder.name}", key, functools.partial(_read_split, folder, baselines))
+        self.names, self.images, self.volts = stored["names"], stored["xs"], stored["ys"]
+        self.baselines = {name: stored[name] for name in BASELINES} if baselines else {}
 
     def __len__(self):
         return len(self.images)
@@ -62,19 +64,21 @@ class Impedance:
     def batch(self, indices, numbers=None):
         rows = self._rows(indices)
         if numbers is not None:
-            rows = {name: rows[name] for name in ("image", "voltages")}
+            rows = dict(image=rows["image"], voltages=rows["voltages"])
         return rows | self.sample_parameters(indices, numbers)
 
     def _rows(self, chosen):
         volts = self.volts[chosen] / np.float32(self.convention.volts)
-        scale = dict(TR=1 / self.convention.unit, xs_gn=1.0)
-        linear = {name: values[chosen] * np.float32(scale[name]) for name, values in self.linear.items()}
-        return dict(image=self.images[chosen][:, None], voltages=voltage_map(volts, *self.statistics), **linear)
+        rows = dict(image=self.images[chosen][:, None], voltages=voltage_map(volts, *self.statistics))
+        if self.baselines:
+            rows["TR"] = self.baselines["TR"][chosen] * np.float32(1 / self.convention.unit)
+            rows["xs_gn"] = self.baselines["xs_gn"][chosen]
+        return rows
 
     # On the device
 
     def device_nbytes(self):
-        return self.images.nbytes * (1 + len(self.linear))
+        return self.images.nbytes * (1 + len(self.baselines))
 
     def device_arrays(self):
         return self._rows(slice(None))
@@ -82,8 +86,7 @@ class Impedance:
     def sample_parameters(self, indices, numbers=None):
         if numbers is None:
             return dict(key=np.asarray(indices, np.int64))
-        key = (numbers[:, KEY_DRAW] * 2**40).astype(np.int64)
-        return dict(key=key, t=(numbers[:, TIME_DRAW] * STEPS).astype(np.int64))
+        return dict(key=(numbers[:, 0] * 2**40).astype(np.int64), t=(numbers[:, 1] * STEPS).astype(np.int64))
 
     def compose(self, rows, parameters):
         return rows | parameters
@@ -94,36 +97,32 @@ def voltage_map(volts, mean, deviation):
 
     mean, deviation: (16, 13) each.
     """
-    normal = (volts.reshape(-1, ELECTRODES, ELECTRODES - 3) - mean) / deviation
+    normalised = (volts.reshape(-1, ELECTRODES, ELECTRODES - 3) - mean) / deviation
+    electrode = np.arange(ELECTRODES)
+    distance = (electrode[None, :] - electrode[:, None]) % ELECTRODES  # from the drive pattern
+    measured = (distance > 1) & (distance < ELECTRODES - 1)  # (16, 16), 208 true
     out = np.zeros((len(volts), ELECTRODES, ELECTRODES), np.float32)
-    out[:, _FILLED] = normal.reshape(len(volts), -1)
+    out[:, measured] = normalised.reshape(len(volts), -1)
     return out[:, None]
-
-
-_OFFSET = (np.arange(ELECTRODES)[None] - np.arange(ELECTRODES)[:, None]) % ELECTRODES
-_FILLED = (_OFFSET > 1) & (_OFFSET < ELECTRODES - 1)  # (16, 16), 208 true
 
 
 # Reading
 
 
 def find_split(root, convention, what):
-    """The folder of a split below root: under one of the convention's names, or root itself where that holds a test set's
-    files.
+    """The folder of a split below root: one of the convention's names, or root itself if it holds a test set's files.
 
-    Raises TpukitError naming the folders that were looked for.
-    """
+    Raises TpukitError with the folders that were searched for."""
     root = Path(root)
-    for folder in [root / name for name in convention.folders]:
-        if folder.is_dir():
-            return folder
+    for name in convention.folders:
+        if (root / name).is_dir():
+            return root / name
     if convention is not TRAINING and any(root.glob("*.npz")):
         return root
-    there = ", ".join(sorted(p.name for p in root.iterdir() if p.is_dir())) if root.is_dir() else ""
-    raise TpukitError(
-        f"no {what} in {root}: it needs a folder {' or '.join(f'{name}/' for name in convention.folders)} of npz files"
-        f"{f' (there are: {there})' if there else ''}. `tpukit simulate eit` makes train/ and test/"
-    )
+    message = f"no {what} in {root}: it needs a folder {' or '.join(f'{name}/' for name in convention.folders)} of npz files"
+    if folders := sorted(path.name for path in root.glob("*/")):
+        message += f" (there are: {', '.join(folders)})"
+    raise TpukitError(f"{message}. `tpukit simulate eit` makes train/ and test/")
 
 
 def _read_split(folder, baselines):
@@ -132,31 +131,32 @@ def _read_split(folder, baselines):
     paths = sorted(folder.glob("*.npz"))
     if not paths:
         raise TpukitError(f"no npz files in {folder}")
-    names = ["xs", "ys", *(("TR", "xs_gn") if baselines else ())]
-    samples = [_read_file(path, names) for path in tqdm(paths, desc=f"reading {folder.name}", disable=len(paths) < 1000)]
-    arrays = {name: np.concatenate([sample[name] for sample in samples]) for name in names}
-    count = [len(sample["xs"]) for sample in samples]
-    stems = [p.stem if n == 1 else f"{p.stem}-{i}" for p, n in zip(paths, count) for i in range(n)]
-    return dict(arrays, names=np.array(stems))
+    wanted = ("xs", "ys", *BASELINES) if baselines else ("xs", "ys")
+    names, samples = [], []
+    for path in tqdm(paths, desc=f"reading {folder.name}", disable=len(paths) < 1000):
+        sample = _read_file(path, wanted)
+        count = len(sample["xs"])
+        names += [path.stem] if count == 1 else [f"{path.stem}-{number}" for number in range(count)]
+        samples.append(sample)
+    return dict({name: np.concatenate([sample[name] for sample in samples]) for name in wanted}, names=np.array(names))
 
 
 def _read_file(path, names):
-    """dict of float32 arrays: xs, TR, xs_gn (N, 128, 128) and ys (N, 208). A classical image that is not there is not a
-    number."""
+    """dict of float32 arrays: xs, TR, xs_gn (N, 128, 128) and ys (N, 208); a baseline that the file lacks is all NaN."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            found = {name: np.asarray(arrays[name], np.float32) for name in names if name in arrays}
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: np.asarray(file[name], np.float32) for name in names if name in file}
     except Exception as error:  # numpy and zipfile raise many types for a damaged file
         raise TpukitError(f"{path} cannot be read ({error}): copy or make it again") from error
-    shapes = dict.fromkeys(names, (SIZE, SIZE)) | dict(ys=(ELECTRODES * (ELECTRODES - 3),))
     for name in names:
-        if name not in found and name in ("xs", "ys"):
-            raise TpukitError(f"{path} has no array {name!r}: a sample needs xs {shapes['xs']} and ys {shapes['ys']}")
+        shape = (ELECTRODES * (ELECTRODES - 3),) if name == "ys" else (SIZE, SIZE)
+        if name not in found and name not in BASELINES:
+            raise TpukitError(f"{path} has no array {name!r}: a sample needs xs, the image, and ys, the voltages")
         values = found[name] if name in found else np.full(found["xs"].shape, np.nan, np.float32)
-        bare = values.squeeze().shape
-        if values.size == 0 or shapes[name] not in (bare, bare[1:]):
-            raise TpukitError(f"{path}: {name} has shape {values.shape}, a sample needs {shapes[name]}")
-        found[name] = values.reshape(-1, *shapes[name])
+        squeezed = values.squeeze().shape
+        if values.size == 0 or shape not in (squeezed, squeezed[1:]):
+            raise TpukitError(f"{path}: {name} has shape {values.shape}, a sample needs {shape}")
+        found[name] = values.reshape(-1, *shape)
     if len({len(values) for values in found.values()}) > 1:
         raise TpukitError(f"{path}: its arrays hold {', '.join(f'{len(v)} {n}' for n, v in found.items())}")
     return found
@@ -166,10 +166,9 @@ def _read_file(path, names):
 
 
 def find_statistics(split_folder, root):
-    """(mean, deviation), (16, 13) float32 each, by which voltages are normalised, and a sentence that says where they come
-    from.
+    """((mean, deviation), note): what voltages are normalised by, (16, 13) float32 each, and where it comes from, a sentence.
 
-    In this order: mean.pth and std.pth beside the split's folder (or in it); in ./data; computed from root's training set, and
+    In this order: mean.pth and std.pth beside the split's folder, or in it; in ./data; computed from root's training set, and
     saved beside it.
     """
     for folder in (split_folder.parent, split_folder, FALLBACK):
@@ -185,11 +184,11 @@ def find_statistics(split_folder, root):
     with files.file_lock(training.parent / "mean.pth"):
         if found := _read_statistics(training.parent):  # another process was first
             return found
-        statistics = _statistics_of(training)
+        statistics = _compute_statistics(training)
         return statistics, _save_statistics(training.parent, statistics)
 
 
-def _statistics_of(training):
+def _compute_statistics(training):
     volts = Impedance(training, TRAINING, None, baselines=False).volts.reshape(-1, ELECTRODES, ELECTRODES - 3)
     deviation = volts.std(0, dtype=np.float64)
     if len(volts) < 2 or not deviation.all():
@@ -200,19 +199,19 @@ def _statistics_of(training):
 def _save_statistics(folder, statistics):
     import torch
 
-    notes = f"voltage statistics: computed from the training set in {folder}"
+    note = f"voltage statistics: computed from the training set in {folder}"
     try:
         for name, values in zip(("mean.pth", "std.pth"), statistics):
             with files.atomic_file(folder / name) as file:
                 torch.save(torch.from_numpy(values)[None], file)  # (1, 16, 13), as published
-        return f"{notes}, and saved there as mean.pth and std.pth"
     except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only
-        return f"{notes}; not saved ({error})"
+        return f"{note}; not saved ({error})"
+    return f"{note}, and saved there as mean.pth and std.pth"
 
 
 def _read_statistics(folder):
-    """The statistics of a folder and the sentence about them, or None where it has none."""
-    paths = [folder / name for name in ("mean.pth", "std.pth")]
+    """What `find_statistics` returns, from a folder; None if it has not both files."""
+    paths = [folder / "mean.pth", folder / "std.pth"]
     if not all(path.is_file() for path in paths):
         return None
     return tuple(_read_statistic(path) for path in paths), f"voltage statistics: mean.pth and std.pth of {folder}"

@@ -43,8 +43,8 @@ class MSHNet(Workload):
     warm_epoch: int = 5
     """Last epoch of the warm-up phase (counted from 0), which trains one output with a plain IoU loss."""
     final_init: Literal["mask0", "random"] = "mask0"
-    """How the last convolution starts. mask0: as the output that the warm-up trained. random, as published: by luck it can
-    start so far on the wrong side after the warm-up that its sigmoid is saturated and hardly learns."""
+    """Initial weights of the last convolution. mask0: those that copy the output that the warm-up trained. random: as
+    published, which after the warm-up can saturate the sigmoid on the wrong side, where it hardly learns."""
     skip_bad: bool = False
     """Leave out list entries whose image or mask is missing or unreadable, instead of stopping."""
 
@@ -57,8 +57,8 @@ class MSHNet(Workload):
     def datasets(self):
         from tpukit.workloads.mshnet.data import InfraredSet
 
-        sizes = dict(base_size=self.base_size, crop_size=self.crop_size, skip_bad=self.skip_bad)
-        return tuple(InfraredSet(self.dataset_dir, split, **sizes) for split in ("train", "test"))
+        options = dict(base_size=self.base_size, crop_size=self.crop_size, skip_bad=self.skip_bad)
+        return InfraredSet(self.dataset_dir, "train", **options), InfraredSet(self.dataset_dir, "test", **options)
 
     def model(self):
         import torch
@@ -91,13 +91,13 @@ class MSHNet(Workload):
         return model(normalise(batch["image"]), warm_up)[0].float()
 
     def evaluate(self, predictions):
-        """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), published (as the published code counts), roc."""
+        """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), roc."""
         from tpukit.workloads.mshnet.scores import Scores
 
         scores = Scores()
         for logits, batch in predictions:
             scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
-        return {**scores.result(), "published": scores.published(), "roc": scores.roc()}
+        return {**scores.result(), "roc": scores.roc()}
 
     def example(self, count):
         rng, size = np.random.default_rng(0), self.crop_size
@@ -117,11 +117,14 @@ class MSHNet(Workload):
 
 def normalise(image):
     """(B, 1 or 3, H, W) in [0, 255] -> (B, 3, H, W) float32 with ImageNet's mean and standard deviation."""
+    # (image / 255 - mean) / std, in fewer passes.
+    factor = _constants([1 / (255 * std) for std in IMAGE_STD], image.device)
+    offset = _constants([-mean / std for mean, std in zip(IMAGE_MEAN, IMAGE_STD)], image.device)
+    return (image.float() * factor).add_(offset)
+
+
+def _constants(values, device):
+    """(C, 1, 1), made in the compiled graph: a tensor from the host would be sent with every step."""
     import torch
 
-    # As (image / 255 - mean) / std, in fewer passes. The constants are made within the program: tensors would be sent with
-    # every step.
-    one = lambda value: torch.full((1, 1), value, device=image.device)  # noqa: E731
-    factor = torch.stack([one(1 / (255 * std)) for std in IMAGE_STD])
-    offset = torch.stack([one(-mean / std) for mean, std in zip(IMAGE_MEAN, IMAGE_STD)])
-    return (image.float() * factor).add_(offset)
+    return torch.stack([torch.full((1, 1), value, device=device) for value in values])

@@ -1,15 +1,15 @@
 """The multi-scale head network of Liu et al., "Infrared Small Target Detection with Scale and Location Sensitivity",
 CVPR 2024, with the published parameter names, so that published weights load.
 
-Letters: B batch, C channels, H and W the image size (multiples of 16), L the four scales, S strips.
+Letters: B batch, C channels, H and W the image size (multiples of 16), T tiles (see `tiling.py`; 1 but on XLA).
 """
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tpukit.workloads.mshnet import strips
-from tpukit.workloads.mshnet.strips import double
+from tpukit.workloads.mshnet import tiling
+from tpukit.workloads.mshnet.tiling import conv2d, upsample2x
 
 CHANNELS = (16, 32, 64, 128, 256)
 BLOCKS = (1, 2, 2, 2, 2)
@@ -21,7 +21,8 @@ def upsample(x, factor):
     x: (B, C, H, W) -> (B, C, factor*H, factor*W). Equal to `F.interpolate(..., align_corners=True)`; the gather form has
     no backward on XLA, which would cut the training step into several graphs.
     """
-    return strips.interpolation(x.shape[-2], factor, x) @ x @ strips.interpolation(x.shape[-1], factor, x).T
+    rows, columns = (tiling.interpolation_matrix(size, factor, x) for size in x.shape[-2:])
+    return rows @ x @ columns.T
 
 
 class ChannelAttention(nn.Module):
@@ -30,12 +31,10 @@ class ChannelAttention(nn.Module):
         self.fc1 = nn.Conv2d(channels, channels // reduction, 1, bias=False)
         self.fc2 = nn.Conv2d(channels // reduction, channels, 1, bias=False)
 
-    def forward(self, x, count=1):  # (S*B, C, H/S, W) -> (S*B, C, 1, 1) in (0, 1)
-        average = strips.over_all(x.mean((2, 3), keepdim=True), count, "mean")
-        # amax, because the backward of an adaptive max pool over a whole image does not compile for a TPU v5e.
-        largest = strips.over_all(x.amax((2, 3), keepdim=True), count, "amax")
-        weights = torch.sigmoid(self.fc2(F.relu(self.fc1(average))) + self.fc2(F.relu(self.fc1(largest))))
-        return weights.repeat(count, 1, 1, 1)
+    def forward(self, x, tiles=1):  # (T*B, C, H/T, W) -> (T*B, C, 1, 1) in (0, 1)
+        mean = self.fc2(F.relu(self.fc1(tiling.global_mean(x, tiles))))  # (B, C, 1, 1)
+        largest = self.fc2(F.relu(self.fc1(tiling.global_max(x, tiles))))
+        return torch.sigmoid(mean + largest).repeat(tiles, 1, 1, 1)
 
 
 class SpatialAttention(nn.Module):
@@ -43,8 +42,9 @@ class SpatialAttention(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(2, 1, 7, padding=3, bias=False)
 
-    def forward(self, x, count=1):  # (S*B, C, H/S, W) -> (S*B, 1, H/S, W) in (0, 1)
-        return torch.sigmoid(strips.attend(self.conv1, torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1), count))
+    def forward(self, x, tiles=1):  # (T*B, C, H/T, W) -> (T*B, 1, H/T, W) in (0, 1)
+        x = torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1)  # (T*B, 2, H/T, W)
+        return torch.sigmoid(tiling.conv2d_to_one_channel(self.conv1, x, tiles))
 
 
 class Block(nn.Module):
@@ -62,24 +62,24 @@ class Block(nn.Module):
         self.ca = ChannelAttention(channels)
         self.sa = SpatialAttention()
 
-    def forward(self, x, count=1):  # (S*B, channels_in, H/S, W) -> (S*B, channels, H/S, W)
+    def forward(self, x, tiles=1):  # (T*B, channels_in, H/T, W) -> (T*B, channels, H/T, W)
         residual = x
         if self.shortcut is not None:
             layer, norm = self.shortcut
-            residual = norm(strips.convolve(layer, x, count))
-        x = F.relu(self.bn1(strips.convolve(self.conv1, x, count)))
-        x = self.bn2(strips.convolve(self.conv2, x, count))
-        x = self.ca(x, count) * x
-        x = self.sa(x, count) * x
+            residual = norm(conv2d(layer, x, tiles))
+        x = F.relu(self.bn1(conv2d(self.conv1, x, tiles)))
+        x = self.bn2(conv2d(self.conv2, x, tiles))
+        x = self.ca(x, tiles) * x
+        x = self.sa(x, tiles) * x
         return F.relu(x + residual)
 
 
 class Stage(nn.Sequential):
     """Blocks one after another."""
 
-    def forward(self, x, count=1):
+    def forward(self, x, tiles=1):
         for block in self:
-            x = block(x, count)
+            x = block(x, tiles)
         return x
 
 
@@ -115,20 +115,24 @@ class MSHNetModel(nn.Module):
         logits: (B, 1, H, W), unbounded. masks: logits at full, half, quarter and eighth size, which the training loss
         supervises too. In the warm-up phase the logits are mask 0 alone and there are no masks.
         """
-        n = strips.count(image)  # 1 but on XLA; then a shape below is that of its strips, put together
-        e0 = self.encoder_0(self.conv_init(strips.cut(image, n)), n)  # (B, 16, H, W)
-        e1 = self.encoder_1(F.max_pool2d(e0, 2), n)  # (B, 32, H/2, W/2)
-        e2 = self.encoder_2(F.max_pool2d(e1, 2), n)  # (B, 64, H/4, W/4)
+        tiles = tiling.num_tiles(image)
+        # (B, C, H, W) below stands for (T*B, C, H/T, W) where the layer is given the tiles.
+        e0 = self.encoder_0(self.conv_init(tiling.split(image, tiles)), tiles)  # (B, 16, H, W)
+        e1 = self.encoder_1(F.max_pool2d(e0, 2), tiles)  # (B, 32, H/2, W/2)
+        e2 = self.encoder_2(F.max_pool2d(e1, 2), tiles)  # (B, 64, H/4, W/4)
         # From here on the channels are many and the rows few: whole images.
-        e3 = self.encoder_3(strips.join(F.max_pool2d(e2, 2), n))  # (B, 128, H/8, W/8)
+        e3 = self.encoder_3(tiling.merge(F.max_pool2d(e2, 2), tiles))  # (B, 128, H/8, W/8)
         middle = self.middle_layer(F.max_pool2d(e3, 2))  # (B, 256, H/16, W/16)
-        d3 = self.decoder_3(torch.cat([e3, double(middle)], 1))  # (B, 128, H/8, W/8)
-        d2 = self.decoder_2(strips.beside(e2, double(strips.cut(d3, n), n), count=n), n)  # (B, 64, H/4, W/4)
-        d1 = self.decoder_1(strips.beside(e1, double(d2, n), count=n), n)  # (B, 32, H/2, W/2)
-        d0 = self.decoder_0(strips.beside(e0, double(d1, n), count=n), n)  # (B, 16, H, W)
-        mask0 = strips.join(self.output_0(d0), n)
+        d3 = self.decoder_3(torch.cat([e3, upsample2x(middle)], 1))  # (B, 128, H/8, W/8)
+        up3 = upsample2x(tiling.split(d3, tiles), tiles)
+        d2 = self.decoder_2(tiling.concat_channels(e2, up3, tiles=tiles), tiles)  # (B, 64, H/4, W/4)
+        d1 = self.decoder_1(tiling.concat_channels(e1, upsample2x(d2, tiles), tiles=tiles), tiles)  # (B, 32, H/2, W/2)
+        d0 = self.decoder_0(tiling.concat_channels(e0, upsample2x(d1, tiles), tiles=tiles), tiles)  # (B, 16, H, W)
+        mask0 = tiling.merge(self.output_0(d0), tiles)
         if warm_up:
             return mask0, []
-        masks = [mask0, strips.join(self.output_1(d1), n), strips.join(self.output_2(d2), n), self.output_3(d3)]
-        whole = [mask0] + [upsample(mask, 2**scale) for scale, mask in enumerate(masks) if scale]
-        return strips.join(strips.convolve(self.final, strips.cut(torch.cat(whole, 1), n), n), n), masks
+        mask1, mask2 = tiling.merge(self.output_1(d1), tiles), tiling.merge(self.output_2(d2), tiles)
+        mask3 = self.output_3(d3)
+        full_size = torch.cat([mask0, upsample(mask1, 2), upsample(mask2, 4), upsample(mask3, 8)], 1)  # (B, 4, H, W)
+        logits = tiling.merge(conv2d(self.final, tiling.split(full_size, tiles), tiles), tiles)
+        return logits, [mask0, mask1, mask2, mask3]

@@ -17,7 +17,7 @@ def model_tank():
 
 
 def test_simulated_voltages_of_the_real_images_agree_with_the_measured_ones(uef2017):
-    found = simulator.agreement(uef2017 / "test")
+    found = simulator.compare_with_measurements(uef2017 / "test")
     assert len(found) == 22 and np.mean(list(found.values())) >= 0.94 and min(found.values()) > 0.85
 
 
@@ -61,7 +61,7 @@ def test_scenes_hold_one_to_four_inclusions_of_either_sign_apart_and_inside():
     assert seen == {1, 2, 3, 4} and signs == {-1, 0, 1}
 
 
-def test_a_simulation_goes_on_where_it_stopped_with_any_number_of_workers(tank, tmp_path):
+def test_a_simulation_continues_where_it_stopped_with_any_number_of_workers(tank, tmp_path):
     files = sorted((tank / "train").glob("*.npz"))
     assert len(files) == 21 and len(list((tank / "test").glob("*.npz"))) == 5
     again = tmp_path / "eit"
@@ -77,7 +77,7 @@ def test_a_simulation_goes_on_where_it_stopped_with_any_number_of_workers(tank, 
         assert sample["seed"].tolist() == [3, 0, 4] and sample["ys"].shape == (208, 1)
     about = json.loads((again / "simulation.json").read_text())
     assert about["seed"] == 3 and about["versions"]["pyeit"]
-    with pytest.raises(TpukitError, match=r"seed=3, not 4; snr_db=40.0, not 20"):
+    with pytest.raises(TpukitError, match="seed=3, not 4.*snr_db=40.0, not 20"):
         simulator.simulate(again, samples=30, seed=4, snr_db=20)
 
 
@@ -91,5 +91,5 @@ def test_noise_has_the_power_that_was_asked_for(model_tank):
 
 def test_without_pyeit_the_simulator_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyeit.mesh", None)
-    with pytest.raises(TpukitError, match="pip install 'pyeit>=1.2.4'"):
+    with pytest.raises(TpukitError, match="pyeit>=1.2.4"):
         simulator.Tank()

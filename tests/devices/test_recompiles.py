@@ -1,0 +1,42 @@
+"""What changed between two calls of a compiled function."""
+
+import torch
+
+from tpukit.devices import recompiles
+
+
+def test_what_changed_between_two_calls_is_said_by_name_with_old_and_new():
+    step = ("batch", "epoch", "sums")
+    image = torch.zeros(16, 3, 8, 8)
+    before = recompiles.described(step, (dict(image=image, mask=image.byte()), 5, torch.zeros(5)))
+    assert before["image"] == ((16, 3, 8, 8), "float32") and before["epoch"] == 5 and before["sums"] == ((5,), "float32")
+    same = recompiles.described(step, (dict(image=image + 1, mask=image.byte()), 5, torch.ones(5)))
+    assert recompiles.changes(before, same) == []
+    after = recompiles.described(step, (dict(image=image[:7], index=image.long()), 6, torch.zeros(5).double()))
+    assert recompiles.changes(before, after) == [
+        "index is new: (16, 3, 8, 8) int64",
+        "mask is gone",
+        "image went from (16, 3, 8, 8) to (7, 3, 8, 8): the last batch is ragged",
+        "epoch went from 5 to 6",
+        "sums went from (5,) float32 to (5,) float64",
+    ]
+    rates = dict(rates=(0.9, 0.99))  # a tuple of numbers is no tensor
+    assert recompiles.changes(rates, dict(rates=(0.9, 0.5))) == ["rates went from (0.9, 0.99) to (0.9, 0.5)"]
+    grown = recompiles.changes(recompiles.described(step, (image[:7],)), recompiles.described(step, (image,)))
+    assert grown == ["batch went from (7, 3, 8, 8) to (16, 3, 8, 8)"]
+
+
+def test_the_first_new_operation_of_a_trace_is_named_with_its_line_whatever_the_numbering():
+    old = [
+        "%0 = f32[] xla::device_data(), location=loss@mine.py:6",
+        "%1 = f32[8] aten::mul(%0), location=loss@mine.py:6, ROOT=0",
+    ]
+    new = [
+        "%0 = f32[] xla::device_data(), location=loss@mine.py:9",
+        "%1 = f32[] xla::device_data(), location=loss@mine.py:6",
+        "%2 = f32[8] aten::mul(%1), scope=aten::mul.2, location=loss@mine.py:6",
+        "%3 = f32[8] aten::relu(%2)",
+        "%4 = f32[8] aten::exp(%3), location=loss@mine.py:9, ROOT=0",
+    ]
+    assert recompiles.new_operation("\n".join(old), "\n".join(new)) == "aten::exp in loss, mine.py line 9"
+    assert recompiles.new_operation("\n".join(new), "\n".join(old)) is None
