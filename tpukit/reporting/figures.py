@@ -11,7 +11,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Sentences, printable
 from tpukit.reporting import findings
 from tpukit.runs import weights
-from tpukit.runs.run import Run, settings
+from tpukit.runs.run import Run, settings_dict
 
 MAX_LABEL = 60  # characters
 INK, ACCENT, SECOND, GREY = "#1f2933", "#0b6e99", "#c2410c", "#8a94a0"

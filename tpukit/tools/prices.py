@@ -23,22 +23,14 @@ PLACES = ("Google Cloud", "Colab", "Colab free", "Kaggle", "local")
 class Price:
     """One kind of hardware at one place: a row of the table."""
 
-    hardware: str
-    """one chip or card: "TPU v5e", "T4", "RTX 4090", "CPU" ..."""
-    place: str
-    """one of PLACES"""
-    usd_per_hour: float | None
-    """of one chip or card, on demand; 0 where it is free; None for a local card, which costs its electricity"""
-    spot_usd_per_hour: float | None
-    """of spot capacity, which can be taken away at any time"""
-    session_h: float | None
-    """hours of the longest session; None where there is no limit"""
-    week_h: float | None
-    """hours per week; None where there is no limit"""
-    watts: float | None
-    """board power of a local card"""
-    as_of: str
-    """year and month of the figures"""
+    hardware: str  # one chip or card: "TPU v5e", "T4", "RTX 4090", "CPU" ...
+    place: str  # one of PLACES
+    usd_per_hour: float | None  # of one chip or card, on demand; 0 where it is free; empty for a local card
+    spot_usd_per_hour: float | None  # of spot capacity, which can be taken away at any time
+    session_h: float | None  # hours of the longest session, where there is a limit
+    week_h: float | None  # hours per week, where there is a limit
+    watts: float | None  # board power of a local card, which costs its electricity
+    as_of: str  # year and month of the figures
     source: str
 
     @property

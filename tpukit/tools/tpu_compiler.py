@@ -1,8 +1,8 @@
-"""Compile one program for a TPU that is not there, with libtpu's own compiler. A script for the environment that `plan` makes.
+"""Compile one graph for a TPU that is not there, with libtpu's own compiler. A script for the environment that `plan` installs.
 
-    python tpu_compiler.py PROGRAM TOPOLOGY REPLICAS    # PROGRAM: a StableHLO portable artifact
+    python tpu_compiler.py GRAPH TOPOLOGY REPLICAS    # GRAPH: a StableHLO portable artifact
 
-Prints one line of JSON: what the compiler says of memory, arithmetic and cycles, or {"error": its reason}. Imports nothing of
+Prints one line of JSON: the memory, arithmetic and cycles that the compiler reports, or {"error": its reason}. Imports nothing of
 tpukit, because jaxlib must not meet torch_xla. (That libtpu compiles without a chip, and how jax asks it to, is from jax's own
 ahead-of-time tests.)
 """
@@ -16,7 +16,7 @@ os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LI
 os.environ.update(TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost", TPU_WORKER_ID="0")
 
 
-def main(program, topology, replicas):
+def main(graph, topology, replicas):
     import numpy
     from jax._src.interpreters import mlir
     from jax.experimental import topologies
@@ -33,13 +33,13 @@ def main(program, topology, replicas):
     options.num_replicas = options.executable_build_options.num_replicas = replicas
     grid = numpy.array([[device.id] for device in devices])
     options.device_assignment = xla_client.DeviceAssignment.create(grid)
-    with mlir.make_ir_context() as context, ir.Location.unknown(context), open(program, "rb") as file:
+    with mlir.make_ir_context() as context, ir.Location.unknown(context), open(graph, "rb") as file:
         module = stablehlo.deserialize_portable_artifact(context, file.read())
         for attribute in list(module.operation.attributes):
             name = attribute if isinstance(attribute, str) else attribute.name
-            if name.startswith("mhlo."):  # torch_xla's own, which this compiler does not know
+            if name.startswith("mhlo."):  # of torch_xla, which this compiler does not know
                 del module.operation.attributes[name]
-        donate_what_is_replaced(module, ir)
+        donate_replaced_arguments(module, ir)
         try:
             compiled = devices[0].client.compile(
                 mlir.module_to_bytecode(module), xla_client.DeviceList(tuple(devices)), options
@@ -49,9 +49,6 @@ def main(program, topology, replicas):
     memory, cost = compiled.get_compiled_memory_stats(), compiled.cost_analysis()
     cost = cost if isinstance(cost, dict) else cost[0]
     text = compiled.hlo_modules()[0].to_string()
-    if os.environ.get("TPUKIT_PLAN_HLO"):
-        with open(os.environ["TPUKIT_PLAN_HLO"], "w") as file:
-            file.write(text)
     return dict(
         peak_bytes=memory.peak_memory_in_bytes,
         flops=cost["flops"],
@@ -61,8 +58,8 @@ def main(program, topology, replicas):
     )
 
 
-def donate_what_is_replaced(module, ir):
-    """Let results take the memory of arguments of the same type, as torch_xla lets weights that a step writes anew."""
+def donate_replaced_arguments(module, ir):
+    """Let results take the memory of arguments of the same type, as torch_xla does with the weights that a step replaces."""
     body = {function.attributes["sym_name"].value: function for function in module.body.operations}
     function = body["main"]
     free = [str(result) for result in function.type.results]

@@ -25,7 +25,7 @@ def test_the_command_measures_merges_and_chooses(digits, tmp_path, monkeypatch, 
     options = "--epochs 7 --deadline-h 5 --budget-usd 5 --usd-per-kwh 1 --prices mine.csv".split()
     capsys.readouterr()
     assert cli.main(["compare", "outputs/comparison/mnist-cpu.json", *options]) == 0
-    assert "within 5.0 h and 5.00 USD: CPU at batch 8, here: 7 epochs take" in capsys.readouterr().out
+    assert "within 5.0 h and 5.00 USD: CPU at batch 8, local: 7 epochs take" in capsys.readouterr().out
     assert Path("outputs/comparison/comparison.png").stat().st_size > 10_000
     assert cli.main("compare --deadline-h 24 --budget-usd 10".split()) == 0
     assert "T4, Kaggle: 400 epochs take 20.1 h in 2 sessions, free." in capsys.readouterr().out  # as in the guide

@@ -19,7 +19,6 @@ PUBLISHED_EPOCHS = (
     ("CPU", 1, "CPU", 600.0),
 )
 PUBLISHED_WORKLOAD, PUBLISHED_IMAGES, PUBLISHED_SIZE = "mshnet", 800, 256
-PLACE_NAMES = {"local": "here", "Colab free": "free Colab"}
 
 
 @dataclasses.dataclass
@@ -121,8 +120,7 @@ class Comparison:
         at_least = "at least " if estimate.basis == BOUND else ""
         batch = f" at batch {estimate.batch_size}" if estimate.batch_size else ""
         elsewhere = f" (measured at {candidate.measured_elsewhere})" if candidate.measured_elsewhere else ""
-        sessions = "an unknown number of sessions" if candidate.sessions is None else f"{candidate.sessions} sessions"
-        sessions = "1 session" if candidate.sessions == 1 else sessions
+        sessions = f"{candidate.sessions or 'an unknown number of'} session{'' if candidate.sessions == 1 else 's'}"
         calendar = ""
         if candidate.calendar_h > 1.01 * candidate.machine_h:
             calendar = f", {_format_hours(candidate.calendar_h)} by the calendar"
@@ -130,9 +128,8 @@ class Comparison:
             cost = "at a cost that the price table does not know"
         else:
             cost = f"for {at_least}{_format_usd(usd)}" if usd else "free"
-        where = PLACE_NAMES.get(candidate.place, candidate.place)
         takes = f"{self.epochs} epochs take {at_least}{_format_hours(candidate.machine_h)} in {sessions}{calendar}, {cost}."
-        return f"{estimate.label}{batch}, {where}{elsewhere}: {takes}"
+        return f"{estimate.label}{batch}, {candidate.place}{elsewhere}: {takes}"
 
 
 def compare(
@@ -159,6 +156,7 @@ def compare(
     for name, limit in dict(deadline_h=deadline_h, budget_usd=budget_usd, usd_per_kwh=usd_per_kwh).items():
         if limit is not None and not 0 <= limit < math.inf:
             raise TpukitError(f"{name}={limit}: give a number of zero or more")
+    measurements = list(measurements)
     _check_same_recipe(measurements)
     workload = measurements[0].workload if measurements else PUBLISHED_WORKLOAD
     published = workload == PUBLISHED_WORKLOAD
@@ -186,22 +184,23 @@ def compare(
     prices = price_table.read() if prices is None else prices
     limits = dict(deadline_h=deadline_h, budget_usd=budget_usd)
     candidates = choose(estimates, prices, epochs=epochs, usd_per_kwh=usd_per_kwh, spot=spot, **limits)
+    notes += _notes(measurements, images, estimates, candidates, prices)
+    return Comparison(workload, epochs, images, deadline_h, budget_usd, measurements, list(plans), estimates, candidates, notes)
+
+
+def _notes(measurements, images, estimates, candidates, prices):
+    """What a reader of the figures has to know."""
     if measurements and all(m.synthetic for m in measurements):
-        notes.append(
-            f"The images are synthetic; an epoch is counted as {images} of them. A step costs the same with real ones."
-        )
+        yield f"The images are synthetic; an epoch is counted as {images} of them. A step costs the same with real ones."
     if len({one.batch_size for one in estimates if one.batch_size}) > 1:
-        notes.append(
-            "Each hardware counts at its fastest batch size. Another batch size learns differently: --batch-size N fixes it."
-        )
-    notes.append("Hours are of training steps and starts; evaluations and checkpoints come on top.")
+        yield "Each hardware counts at its fastest batch size. Another batch size learns differently: --batch-size N fixes it."
+    yield "Hours are of training steps and starts; evaluations and checkpoints come on top."
     if any(c.place == "Colab free" for c in candidates):
-        notes.append("Free Colab publishes no weekly hours and often ends a session early: expect more sessions there.")
+        yield "Free Colab publishes no weekly hours and often ends a session early: expect more sessions there."
     cards = {(price.hardware, price.place) for price in prices if price.excludes_host}
     if cards := sorted(cards & {(c.estimate.hardware, c.place) for c in candidates}):
         names = ", ".join(f"{hardware} at {place}" for hardware, place in cards)
-        notes.append(f"{names}: the cost is of the card alone; its host machine is billed besides.")
-    return Comparison(workload, epochs, images, deadline_h, budget_usd, measurements, list(plans), estimates, candidates, notes)
+        yield f"{names}: the cost is of the card alone; its host machine is billed besides."
 
 
 def _check_same_recipe(measurements):

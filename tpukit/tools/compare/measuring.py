@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -16,17 +15,17 @@ import tempfile
 import time
 from pathlib import Path
 
-from tpukit.host import environment, files
+from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB
 from tpukit.tools.compare.measurement import build_measurement, check_writable, default_cores, rate
-from tpukit.training.task import from_request, to_request
+from tpukit.training.task import to_request
 
 ROUNDS = 5  # of timed steps; each ends with a metric sync, as an interval of a training does
 WARM_UP = 4  # steps between the first and the timed ones: torch_xla checks them for recompilations, and they are slower
 MAX_BATCH = 1024  # where doubling ends; on a CPU, which gains little from a large batch, after one doubling
 SYNTHETIC_IMAGES = {"mshnet": 640}  # where there is no dataset: enough for large batches
-ERROR_PREFIX = "tpukit error: "
+ERROR_PREFIX = "tpukit error: "  # what `__main__` writes before a TpukitError
 TOO_LARGE = re.compile(
     r"does not fit into the device's memory|RESOURCE_EXHAUSTED|out of memory|can.t allocate memory|bad_alloc|MemoryError"
     r"|the host's memory was full",
@@ -205,19 +204,3 @@ def _run_process(task, steps, cores, parallel):
         why = ran.stderr.partition(ERROR_PREFIX)[2].strip() or lines[-1]
         raise TpukitError(f"batch {task.batch_size} of {task.name} could not be measured: {why}")
     return dict(batch_size=task.batch_size, fits=False, why=why)
-
-
-def answer(folder):
-    """In the fresh process: answer a request of `_run_process`, in a file of the folder."""
-    from tpukit.launching.launcher import launch
-    from tpukit.launching.supervisor import end_with_parent
-    from tpukit.runs.run import Run
-
-    end_with_parent(os.getppid())
-    request = json.loads(sys.stdin.read())
-    task = from_request(request)
-    run = Run.open(folder / "run", task)
-    run.echo = False
-    function = functools.partial(measure, steps=request["steps"], started=request["started"])
-    found = launch(function, task, run, cores=request["cores"], parallel=request["parallel"])
-    files.write_atomic(folder / "result.json", json.dumps(found))
