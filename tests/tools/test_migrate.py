@@ -13,7 +13,7 @@ import pytest
 
 from tpukit import TpukitError, cli
 from tpukit.tools import migrate as tool
-from tpukit.tools.migrate import apart
+from tpukit.tools.migrate import isolated
 
 ROOT = Path(__file__).parents[2]
 IMPORTS = """
@@ -659,7 +659,7 @@ def test_a_file_that_takes_too_long_is_named_and_the_next_one_is_read(tmp_path, 
 
 
 def test_a_file_that_takes_too_much_memory_is_named():
-    code = "from tpukit.tools.migrate import apart; apart.answers(lambda path: (bytearray(5 * 2**30), ''))"
+    code = "from tpukit.tools.migrate import isolated; isolated.answers(lambda path: (bytearray(5 * 2**30), ''))"
     ran = subprocess.run([sys.executable, "-c", code], input='[".", "a.py"]\n', capture_output=True, text=True)
     assert json.loads(ran.stdout) == {"unreadable": "needs more than 4 GiB of memory"}
 
@@ -670,10 +670,10 @@ def test_an_interrupt_ends_the_process_that_reads(tmp_path, monkeypatch):
 
     good = written(tmp_path, "model.cuda()\n")
     tool.examine(good)
-    process = tool._reader.process
+    process = tool._worker.process
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(apart.threading.Timer, "start", lambda timer: None)
-        patch.setattr(apart.os, "getcwd", interrupted)
+        patch.setattr(isolated.threading.Timer, "start", lambda timer: None)
+        patch.setattr(isolated.os, "getcwd", interrupted)
         tool.examine(good)
     assert process.returncode is not None and [f.rule for f in tool.examine(good)[0]] == ["cuda"]
 
@@ -686,13 +686,13 @@ def test_no_code_of_the_current_folder_runs_while_files_are_read(tmp_path, monke
         [sys.executable, "-P", "-m", "tpukit", "migrate", "torch.py"], env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
     assert ran.returncode == 0
-    monkeypatch.setattr(tool, "_reader", apart.Reader())
+    monkeypatch.setattr(tool, "_worker", isolated.Reader())
     assert tool.examine("torch.py")[0] == []
 
 
 def test_the_process_that_reads_ends_by_itself_where_nobody_is_left_to_end_it(tmp_path):
     program = (
-        "import time\nfrom tpukit.tools.migrate import apart\napart.LIMIT_S = -4\napart.answers(lambda path: time.sleep(600))"
+        "import time\nfrom tpukit.tools.migrate import isolated\nisolated.LIMIT_S = -4\nisolated.answers(lambda path: time.sleep(600))"
     )
     asked = json.dumps([str(tmp_path), "endless.py"]) + "\n"
     ran = subprocess.run([sys.executable, "-c", program], input=asked, text=True, cwd=ROOT, capture_output=True, timeout=60)
