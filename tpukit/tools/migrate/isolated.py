@@ -30,7 +30,7 @@ class Worker:
         process, answer = self.process, ""
         try:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps([os.getcwd(), os.fspath(path)]) + "\n")
+                process.stdin.write(json.dumps([os.getcwd(), os.fspath(path), TIME_LIMIT_S]) + "\n")
                 process.stdin.flush()
                 answer = process.stdout.readline()
         finally:
@@ -63,7 +63,7 @@ def _cause_of_death(code):
 
 
 def serve(check):
-    """The worker's loop: for each line [folder, path] of JSON on stdin, a line of JSON on stdout."""
+    """The worker's loop: for each line [folder, path, seconds] of JSON on stdin, a line of JSON on stdout."""
     has_limits = hasattr(signal, "alarm")  # not on Windows
     if has_limits:
         import resource
@@ -71,10 +71,10 @@ def serve(check):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     for line in sys.stdin:
+        folder, path, seconds = json.loads(line)
         if has_limits:
-            signal.alarm(TIME_LIMIT_S)  # ends this process, also where the one that asked is gone
+            signal.alarm(seconds)  # ends this process, also where the one that asked is gone
         try:
-            folder, path = json.loads(line)
             os.chdir(folder)
             findings, fixed = check(path)
             answer = dict(findings=findings, fixed=fixed)
