@@ -1,0 +1,82 @@
+"""`tpukit migrate` on the command line: formats, files that cannot be read or written, what is shown of them."""
+
+import json
+import re
+
+import pytest
+
+from tests.tools.migrate.helpers import written
+from tpukit import TpukitError, cli
+from tpukit.tools import migrate as tool
+
+
+def test_formats_are_what_editors_and_workflows_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "model = model.cuda()\nimport os\nos.environ['XLA_USE_BF16'] = '1'\n", "a.py")
+    written(tmp_path, "model.cuda()\n", "a b#%.py")
+    assert cli.main(["migrate", "a.py", "--format", "github"]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("::error file=a.py,line=1,col=9,title=tpukit cuda::`.cuda()` of `model`: ")
+    assert second.startswith("::warning file=a.py,line=3,")
+    cli.main(["migrate", "a.py", "--format", "json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [(f["rule"], f["level"], f["line"], f["fixable"]) for f in found] == [
+        ("cuda", "error", 1, True),
+        ("old-variable", "warning", 3, False),
+    ]
+    cli.main(["migrate", "a.py", "--format", "sarif"])
+    run = json.loads(capsys.readouterr().out)["runs"][0]
+    assert {rule["id"] for rule in run["tool"]["driver"]["rules"]} == set(tool.RULES)
+    assert run["results"][1]["locations"][0]["physicalLocation"]["region"] == dict(startLine=3, startColumn=12)
+    cli.main(["migrate", "a b#%.py", "--format", "sarif"])
+    place = json.loads(capsys.readouterr().out)["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "a%20b%23%25.py"
+
+
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        ("a.ipynb", "{}", r"a.ipynb:1:1: error \[unreadable\] .*KeyError"),
+        ("a.ipynb", "no json", r"\[unreadable\] .*JSONDecodeError"),
+        ("a.py", b"\xff\xfe\x00", r"\[unreadable\] .*UTF-8"),
+        ("a.txt", "words", r"a\.txt .*\.py or \.ipynb"),
+        ("missing.py", None, r"missing\.py .*No such file"),
+        ("folder", "", r"\.py or \.ipynb .*folder"),
+    ],
+)
+def test_what_cannot_be_read_is_said_and_nothing_is_written(name, text, words, tmp_path, capsys):
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+    elif text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert cli.main(["migrate", "--fix", str(path)]) == 1
+    shown = capsys.readouterr()
+    assert re.search(words, shown.out + shown.err)
+    assert text is None or path.is_dir() or path.read_bytes() in (text, str(text).encode())
+
+
+def test_a_missing_file_is_said_before_any_other_is_rewritten(tmp_path, capsys):
+    path = written(tmp_path, "model.cuda()\n")
+    assert cli.main(["migrate", "--fix", str(path), str(tmp_path / "missing.py")]) == 1
+    assert "missing.py" in capsys.readouterr().err and path.read_text() == "model.cuda()\n"
+
+
+def test_what_cannot_be_written_is_said(tmp_path, monkeypatch):
+    path = written(tmp_path, "model.cuda()\n")
+
+    def refuse(path, data):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(tool.files, "write_atomic", refuse)
+    with pytest.raises(TpukitError, match="script.py.*Read-only file system"):
+        tool.write(path, "x")
+
+
+def test_what_is_shown_of_a_file_holds_no_control_character(tmp_path, capsys):
+    path = tmp_path / "\x1b[2J.py"
+    path.write_text("model.cuda()  # \x1b]0;title\x07\nx = f'{loss.item()}\x9b'\n")
+    for form in tool.FORMATS:
+        cli.main(["migrate", str(path), "--format", form])
+    cli.main(["migrate", str(path), "--fix"])
+    assert "cuda" not in path.read_text() and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(capsys.readouterr()))

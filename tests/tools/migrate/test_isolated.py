@@ -1,0 +1,110 @@
+"""Files that crash a parser, or never end, cost their own finding and nothing else; no code of a file runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.tools.migrate.helpers import written
+from tpukit import cli
+from tpukit.tools import migrate as tool
+from tpukit.tools.migrate import isolated
+
+
+def nested(depth):
+    return "[" * depth + "]" * depth
+
+
+LINE = "    model.to(device).cuda(); x = x.cuda(); loss = f(model(x.to(device)), [1, 2, 3], key=(a + b) * c)\n"
+HOSTILE = {
+    "parentheses.py": b"x = " + b"(" * 5000 + b")" * 5000,
+    "brackets.py": b"x = " + nested(100_000).encode(),
+    "not.py": b"x = " + b"not " * 50_000 + b"y",
+    "sum.py": b"x = " + b"1+" * 2_000 + b"1",
+    "attributes.py": b"x = a" + b".b" * 2_000,
+    "rot13.py": b"# coding: rot13\nvzcbeg bf\n",
+    "zlib.py": b"# coding: zlib\nimport os\n",
+    "undefined.py": b"# coding: undefined\nimport os\n",
+    "surrogate.py": b"# coding: raw_unicode_escape\nx = '\\ud800'\n",
+    "utf7.py": b"# coding: utf-7\nx = '+2AA-'\n",
+    "zero.py": b"x = 1\0\nmodel.cuda()\n",
+    "bomb.ipynb": nested(100_000).encode(),
+    "objects.ipynb": b'{"cells":' * 50_000,
+    "cell.ipynb": json.dumps(dict(cells=[dict(cell_type="code", source=["x = " + nested(50_000)])])).encode(),
+    "number.ipynb": b'{"cells": ' + b"9" * 10_000 + b"}",
+    "sources.ipynb": b'{"cells": [{"cell_type": "code", "source": {"a": {}}}, {"cell_type": "code", "source": 1}]}',
+}
+
+
+def test_a_hostile_file_is_named_nothing_of_it_is_written_and_the_others_are_read(tmp_path, capsys):
+    for name, data in HOSTILE.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "a_first.py").write_text("model.cuda()\n")
+    (tmp_path / "z_last.py").write_text("model.cuda()\n")
+    assert cli.main(["migrate", "--fix", "--format", "json", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    found = {}
+    for finding in json.loads(shown.out):
+        found.setdefault(Path(finding["path"]).name, []).append((finding["rule"], finding["level"]))
+    assert "Traceback" not in shown.err and found.keys() <= {*HOSTILE, "a_first.py", "z_last.py"}
+    # Those that a parser of another version reads have nothing in them to be found.
+    assert {name: rules for name, rules in found.items() if rules != [("unreadable", "error")]} == {}
+    must = "parentheses brackets rot13 zlib undefined surrogate utf7 zero".split()
+    assert {f"{name}.py" for name in must} | {name for name in HOSTILE if name.endswith(".ipynb")} <= found.keys()
+    assert {name: (tmp_path / name).read_bytes() for name in HOSTILE} == HOSTILE
+    assert "cuda" not in (tmp_path / "a_first.py").read_text() + (tmp_path / "z_last.py").read_text()
+
+
+def test_a_file_that_takes_too_long_is_named_and_the_next_one_is_read(tmp_path, monkeypatch):
+    endless, good = tmp_path / "endless.py", written(tmp_path, "model.cuda()\n")
+    os.mkfifo(endless)  # nobody ever writes into it
+    tool.examine(good)  # so that the start of the process does not count
+    monkeypatch.setattr(isolated, "TIME_LIMIT_S", 1)
+    (found,), fixed = tool.examine(endless)
+    assert found.rule == "unreadable" and "within 1 s" in found.found and fixed == ""
+    monkeypatch.undo()
+    assert [f.rule for f in tool.examine(good)[0]] == ["cuda"]
+
+
+def serve(check, seconds):
+    """A worker whose parent asks one thing and waits without a limit of its own."""
+    program = f"import time\nfrom tpukit.tools.migrate import isolated\nisolated.serve(lambda path: {check})"
+    request = json.dumps([".", "a.py", seconds]) + "\n"
+    return subprocess.run([sys.executable, "-c", program], input=request, capture_output=True, text=True, timeout=60)
+
+
+def test_a_file_that_takes_too_much_memory_is_named():
+    answer = json.loads(serve("(bytearray(5 * 2**30), '')", 60).stdout)
+    assert answer.keys() == {"unreadable"} and "4 GiB" in answer["unreadable"]
+
+
+def test_the_worker_ends_by_itself_where_nobody_is_left_to_end_it():
+    assert serve("time.sleep(600)", 1).returncode == -signal.SIGALRM
+
+
+def test_an_interrupt_ends_the_worker(tmp_path, monkeypatch):
+    def interrupted(*words):
+        raise KeyboardInterrupt
+
+    good = written(tmp_path, "model.cuda()\n")
+    tool.examine(good)
+    process = tool._worker.process
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(isolated.os, "getcwd", interrupted)
+        tool.examine(good)
+    assert process.returncode is not None and [f.rule for f in tool.examine(good)[0]] == ["cuda"]
+
+
+def test_no_code_of_the_current_folder_runs_while_files_are_read(tmp_path, monkeypatch):
+    for name in ("libcst", "json", "tpukit", "torch", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text("import os\nos._exit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-P", "-m", "tpukit", "migrate", "torch.py"], env=environ).returncode == 0
+    monkeypatch.setattr(tool, "_worker", isolated.Worker())
+    assert tool.examine("torch.py")[0] == []
