@@ -28,7 +28,7 @@ USAGE = f"""tpukit {__version__}: PyTorch training that simply works on Colab, K
   tpukit migrate FILES [options]   what in PyTorch code will not work on a TPU, by line; --fix fixes what is safe
   tpukit simulate eit [options]    make a training set for impedance tomography
   tpukit rent ACCELERATOR [options] -- train WORKLOAD [options]
-                                   a training on a rented TPU or GPU: shows the cost, writes a SkyPilot task, starts it on request
+                                   train on a rented TPU or GPU: shows the cost, writes a SkyPilot task, starts it on request
 
 Workloads
 {chr(10).join(f"  {name:8} {entry.summary}" for name, entry in WORKLOADS.items())}

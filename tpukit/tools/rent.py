@@ -1,12 +1,11 @@
 """`tpukit rent`: a training on a rented TPU or GPU of Google Cloud, through SkyPilot. Guide: docs/RENTING.md.
 
-SkyPilot finds a zone with free capacity, creates the machine, runs the training there, recovers from preempted spot machines and
-deletes what it created. This module shows the cost first, writes SkyPilot's task file, starts it on request, and explains the
-errors of `sky`. Every task that it writes deletes its machine when idle.
+SkyPilot finds a zone with free capacity, creates the machine, runs the training, recovers from preempted spot machines and deletes
+what it created. This module shows the cost first, writes SkyPilot's task file, starts it on request, and explains the errors of
+`sky`. Every task that it writes deletes its machine when idle.
 """
 
 import collections
-import importlib.util
 import json
 import math
 import re
@@ -29,8 +28,8 @@ PYTHON = "~/tpukit-python"  # a virtual environment: the images' own Python is o
 INSTALL = "pip install 'skypilot[gcp]>=0.14,<0.15', in a virtual environment of its own"
 LOG_IN = "gcloud auth login && gcloud auth application-default login && gcloud config set project PROJECT && sky check gcp"
 
-# Code -> text in the output of `sky`, what to do. The first that matches is shown: a cause stands above what follows from it. The
-# texts are those of SkyPilot 0.14.1 and of the errors of Google Cloud that it passes on.
+# Code -> text in the output of `sky`, what to do. The first that matches is shown: causes stand above what follows from them.
+# The texts are those of SkyPilot 0.14.1 and of the errors of Google Cloud that it passes on.
 ERRORS = {
     "access": (
         r"NoCloudAccessError|access is disabled|To enable access|no cloud storage|RefreshError|Reauthentication|invalid_grant",
@@ -46,7 +45,7 @@ ERRORS = {
     ),
     "permission": (
         r"PERMISSION_DENIED|SERVICE_DISABLED|Policy update access denied|access is unauthorized",
-        "the account lacks a permission, or the zone or the API is closed to the project; `sky check gcp` names what is missing",
+        "the account lacks a permission, or the zone or API is closed to the project: `sky check gcp` names what is missing",
     ),
     "not-offered": (
         r"No resource satisfying|No launchable resource|invalid AcceleratorType|Catalog does not contain",
@@ -58,8 +57,8 @@ ERRORS = {
     ),
 }
 
-# Type -> name in the table of prices, runtime version for PyTorch (Google's page "TPU software versions", read November 2026), cores
-# per chip where the type counts cores.
+# Type -> name in the table of prices, runtime version for PyTorch (Google's page "TPU software versions", November 2026), and how
+# many of what the type counts make a chip: v5litepod-8 has 8 chips, v4-8 has 8 cores on 4.
 TPUS = {
     "v5litepod": ("TPU v5e", "v2-alpha-tpuv5-lite", 1),
     "v6e": ("TPU v6e", "v2-alpha-tpuv6e", 1),
@@ -112,8 +111,8 @@ def describe_cost(accelerator, *, spot=False, hours=1.0):
         return f"{title}. Its price is not in tpukit's table; `sky gpus list {machine.sky_name.partition(':')[0]}` shows it."
     host = f" {prices.HOST_BESIDES.capitalize()}." if prices.HOST_BESIDES in price.source else ""
     return (
-        f"{title}. About ${usd:.2f} an hour, ${usd * hours:.2f} for {hours:g} h (list price of {price.as_of}).{host} Installing, "
-        f"and {IDLE_MINUTES} idle minutes until the machine is deleted, are billed too."
+        f"{title}. About ${usd:.2f} an hour, ${usd * hours:.2f} for {hours:g} h (list price of {price.as_of}).{host} "
+        f"Installing, and {IDLE_MINUTES} idle minutes until the machine is deleted, are billed too."
     )
 
 
@@ -134,7 +133,7 @@ def rent(
     start: bool = False,
     yes: bool = False,
 ):
-    """Train on a rented TPU or GPU of Google Cloud, through SkyPilot: shows the cost, writes the task file, starts it on request.
+    """Train on a rented TPU or GPU of Google Cloud, through SkyPilot: shows the cost, writes the task, starts it on request.
 
     The machine is deleted 10 minutes after the training ended. Example: tpukit rent v5litepod-8 --spot --bucket gs://my-runs
     --start -- train mshnet --epochs 100
@@ -147,7 +146,7 @@ def rent(
         zone: use this zone alone (us-central1-a); SkyPilot chooses unless given.
         hours: the training is stopped after this time, counted from each start; it saves a checkpoint first.
         data: a bucket (gs://...) that is copied to /data on the machine.
-        bucket: a bucket (gs://...) that keeps a copy of the run; it is resumed from there. Without one it is lost with the machine.
+        bucket: a bucket (gs://...) that keeps a copy of the run; it resumes from there. Without one it is lost.
         jobs: a managed job (`sky jobs launch`), which is restarted when a spot machine is preempted. Needs --bucket.
         source: what pip installs tpukit from on the machine.
         out: the task file; NAME.yaml unless given.
@@ -183,8 +182,8 @@ def rent(
 def task_yaml(accelerator, command, *, name, spot, zone, hours, data, bucket, source):
     """SkyPilot's task file, as text. Raises TpukitError for values that cannot be used.
 
-    Scalars are JSON strings, which are YAML. The scripts are block scalars, in which YAML interprets nothing: each of their lines is
-    one line because every word from outside is printable, and `shlex` quotes it for the shell.
+    Scalars are JSON strings, which are YAML. The scripts are block scalars, in which YAML interprets nothing: a line stays one line
+    because every word from outside is printable, and `shlex` quotes it for the shell.
     """
     machine = parse_accelerator(accelerator)
     _check_words(command, source)
@@ -233,7 +232,7 @@ def _yaml(text):
 
 
 def _check_words(command, source):
-    """Raises TpukitError for what is no training, for words of several lines, and where pip cannot install tpukit from `source`."""
+    """Raises TpukitError for what is no training, for words of several lines, and for a source that pip cannot install."""
     if len(command) < 2 or command[0] != "train" or command[1] not in WORKLOADS:
         raise TpukitError(f"give the training after `--`: train WORKLOAD [options]. Workloads: {', '.join(WORKLOADS)}")
     for word in (*command, source):
@@ -242,20 +241,20 @@ def _check_words(command, source):
     unfilled = source.startswith(GITHUB) and "/" not in source.removeprefix(GITHUB)
     if unfilled or not source or source.startswith("-"):
         raise TpukitError(
-            f"source {source!r} names no repository: the rented machine installs tpukit from there; give --source {GITHUB}OWNER/NAME"
+            f"source {source!r} names no repository to install tpukit from on the machine: give --source {GITHUB}OWNER/NAME"
         )
 
 
 def _parsed_by_skypilot(path):
     """Let SkyPilot's own parser read the file. False where SkyPilot is not installed in this environment."""
-    if importlib.util.find_spec("sky") is None:
-        return False
-    import sky
-
     try:
-        sky.Task.from_yaml(str(path))
+        from sky import Task
+    except ImportError:
+        return False
+    try:
+        Task.from_yaml(str(path))
     except Exception as error:  # many types, none of them public
-        raise RentError("invalid-task", f"SkyPilot {sky.__version__} refuses {path}: {first_line(error)}") from error
+        raise RentError("invalid-task", f"SkyPilot's parser refuses {path}: {first_line(error)}") from error
     return True
 
 
@@ -269,7 +268,7 @@ def _start(words, question, yes, *, delete):
         if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
             raise TpukitError("nothing was started")
     last = collections.deque(maxlen=500)
-    find_and_delete = f"What it created costs money until it is deleted: sky status --refresh; {delete}"
+    find_and_delete = f"A machine that it created costs money until it is deleted: sky status --refresh; {delete}"
     try:
         with subprocess.Popen(
             ["sky", *words],
