@@ -52,7 +52,7 @@ def test_published_weights_as_a_pickled_state_dict_are_tested(infrared, tmp_path
     [
         (
             ["fly"],
-            "no command 'fly'; there are: doctor, train, test, show, report, watch, plan, compare, migrate, simulate, cloud",
+            "no command 'fly'; there are: doctor, train, test, show, report, watch, plan, compare, migrate, simulate, rent",
         ),
         (["train"], "needs a workload: mnist, mshnet"),
         (["train", "resnet"], "no workload 'resnet'; there are: mnist, mshnet"),

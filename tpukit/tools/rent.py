@@ -1,7 +1,7 @@
 """`tpukit rent`: a training on a rented TPU or GPU of Google Cloud, through SkyPilot. Guide: docs/RENTING.md.
 
-SkyPilot finds a zone with free capacity, creates the machine, runs the training, recovers from preempted spot machines and deletes
-what it created. This module shows the cost first, writes SkyPilot's task file, starts it on request, and explains the errors of
+SkyPilot finds a zone with free capacity, creates the machine, runs the training, recovers from preemption and deletes what it
+created. This module shows the cost first, writes SkyPilot's task file, starts it on request, and explains the errors of
 `sky`. Every task that it writes deletes its machine when idle.
 """
 
@@ -57,8 +57,8 @@ ERRORS = {
     ),
 }
 
-# Type -> name in the table of prices, runtime version for PyTorch (Google's page "TPU software versions", November 2026), and how
-# many of what the type counts make a chip: v5litepod-8 has 8 chips, v4-8 has 8 cores on 4.
+# Type -> name in the table of prices, runtime version for PyTorch (Google's page "TPU software versions", November 2026), and
+# how many of what the type counts make a chip: v5litepod-8 has 8 chips, v4-8 has 8 cores on 4.
 TPUS = {
     "v5litepod": ("TPU v5e", "v2-alpha-tpuv5-lite", 1),
     "v6e": ("TPU v6e", "v2-alpha-tpuv6e", 1),
@@ -182,8 +182,8 @@ def rent(
 def task_yaml(accelerator, command, *, name, spot, zone, hours, data, bucket, source):
     """SkyPilot's task file, as text. Raises TpukitError for values that cannot be used.
 
-    Scalars are JSON strings, which are YAML. The scripts are block scalars, in which YAML interprets nothing: a line stays one line
-    because every word from outside is printable, and `shlex` quotes it for the shell.
+    Scalars are JSON strings, which are YAML. The scripts are block scalars, in which YAML interprets nothing: a line stays one
+    line because every word from outside is printable, and `shlex` quotes it for the shell.
     """
     machine = parse_accelerator(accelerator)
     _check_words(command, source)
