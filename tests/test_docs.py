@@ -28,8 +28,8 @@ SMALL = {option: value for options in TINY.values() for option, value in options
 SMALL |= {"--epochs": "1", "--warm-epoch": "0", "--steps": "2", "--trace": "2", "--cores": "1", "--sampling-steps": "1"}
 SMALL |= {"--batch-size": "4", "--global-batch-size": "4", "--samples": "6", "--test-samples": "3"}
 # Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), what rents machines
-# (tests/cloud/ runs it against a recording gcloud), and a model of 110 million parameters (tests/test_cdeit.py: a smaller one).
-ELSEWHERE = ("tpukit plan", "tpukit cloud", "tpukit doctor --model cdeit")
+# (tests/tools/test_rent.py runs it against a recording sky), and a model of 110 million parameters (tests/test_cdeit.py).
+ELSEWHERE = ("tpukit plan", "tpukit rent", "tpukit cloud", "tpukit doctor --model cdeit")
 
 
 def name(path):

@@ -52,7 +52,7 @@ def test_published_weights_as_a_pickled_state_dict_are_tested(infrared, tmp_path
     [
         (
             ["fly"],
-            "no command 'fly'; there are: doctor, train, test, show, report, watch, plan, compare, migrate, simulate, cloud",
+            "no command 'fly'; there are: doctor, train, test, show, report, watch, plan, compare, migrate, simulate, rent",
         ),
         (["train"], "needs a workload: mnist, mshnet"),
         (["train", "resnet"], "no workload 'resnet'; there are: mnist, mshnet"),
@@ -103,15 +103,9 @@ def test_every_command_has_help(argv):
         assert "Learning rate of Adagrad" in ran.stdout
 
 
-def test_the_usage_names_every_command_and_every_verb_of_cloud():
-    from tpukit.tools import cloud
-
+def test_the_usage_names_every_command():
     for name in cli.COMMANDS:
         assert f"\n  tpukit {name} " in cli.USAGE, name
-    named = {
-        verb for line in cli.USAGE.splitlines() if line.startswith("  tpukit cloud ") for verb in line.split()[2].split("|")
-    }
-    assert named == cloud.VERBS.keys() | cloud.WRITERS.keys()
 
 
 def test_doctor_tells_machines_the_same_as_people(capsys, monkeypatch):

@@ -27,9 +27,8 @@ USAGE = f"""tpukit {__version__}: PyTorch training that simply works on Colab, K
   tpukit compare FILES [options]   merge such files of several machines: speed, cost, and which hardware finishes in time
   tpukit migrate FILES [options]   what in PyTorch code will not work on a TPU, by line; --fix fixes what is safe
   tpukit simulate eit [options]    make a training set for impedance tomography
-  tpukit cloud create|list|open|run|watch|fetch|delete [NAME] [options]
-                                   a rented TPU: says what it costs, asks, sets it to delete itself, finds what was forgotten
-  tpukit cloud skypilot [options]  a task file for SkyPilot, which rents TPUs and GPUs, and begins again where one is lost
+  tpukit rent ACCELERATOR [options] -- train WORKLOAD [options]
+                                   train on a rented TPU or GPU: shows the cost, writes a SkyPilot task, starts it on request
 
 Workloads
 {chr(10).join(f"  {name:8} {entry.summary}" for name, entry in WORKLOADS.items())}
@@ -48,7 +47,7 @@ COMMANDS = dict(
     compare=comparing.compare,
     migrate=tools.migrate,
     simulate=tools.simulate,
-    cloud=tools.cloud,
+    rent=tools.rent,
 )
 
 

@@ -1,8 +1,6 @@
-"""`tpukit doctor`, `plan`, `migrate`, `simulate` and `cloud`: tools that stand alone."""
+"""`tpukit doctor`, `plan`, `migrate`, `simulate` and `rent`: tools that stand alone."""
 
 import dataclasses
-import functools
-import inspect
 import json
 import os
 from pathlib import Path
@@ -171,39 +169,9 @@ def simulate(argv):
     print(f"{options.samples} training and {options.test_samples} test samples: {options.out}")
 
 
-def cloud(argv):
+def rent(argv):
     import tyro
 
-    from tpukit.tools import cloud as tool
+    from tpukit.tools import rent as tool
 
-    own, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    verb, *own = own or [""]
-    if verb in ("-h", "--help"):
-        for name, act in (tool.VERBS | tool.WRITERS).items():
-            print(f"  tpukit cloud {name:9}{act.__doc__.splitlines()[0]}")
-        return
-    if verb not in tool.VERBS | tool.WRITERS:
-        raise TpukitError(f"`tpukit cloud {verb}`: there are {', '.join(tool.VERBS | tool.WRITERS)}")
-    if command and verb not in ("run", "skypilot"):
-        raise TpukitError(f"`tpukit cloud {verb}` takes nothing after `--`; got: {' '.join(command)}. Options come before it")
-    prog, config = f"tpukit cloud {verb}", (tyro.conf.FlagCreatePairsOff,)
-    if verb == "skypilot":
-        machine = tyro.cli(tool.Task, args=own, prog=prog)
-        print(tool.skypilot_task(machine, command or ["train", "mshnet"]), end="")
-        return
-    act = tool.VERBS[verb]
-    if verb == "run":
-        act = _with_command(act, command)
-    tyro.cli(act, args=own, prog=prog, config=config)
-
-
-def _with_command(act, command):
-    """The same function without its parameter `command`, which gets these words."""
-
-    @functools.wraps(act)
-    def acting(*names, **options):
-        return act(*names, command, **options)
-
-    signature = inspect.signature(act)
-    acting.__signature__ = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "command"])
-    return acting
+    tyro.cli(tool.rent, args=argv, prog="tpukit rent", config=(tyro.conf.FlagCreatePairsOff,))

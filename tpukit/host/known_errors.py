@@ -201,7 +201,7 @@ TROUBLES = (
         "No module named torch_xla.distributed.xla_dist",
         "Old guides start a slice of several hosts by `python -m torch_xla.distributed.xla_dist`, which is gone.",
         "xla_dist is gone: start the same command on every host of the slice (gcloud compute tpus tpu-vm ssh NAME "
-        "--worker=all --command=...); the processes find one another. `tpukit cloud run` does.",
+        "--worker=all --command=...); the processes find one another. `tpukit rent` does.",
         r"xla_dist\b",
     ),
     # pytorch/xla #4987, googlecolab/colabtools #6081
