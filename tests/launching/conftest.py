@@ -33,12 +33,13 @@ def needs_torch_xla():
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; it has wheels for Linux x86_64 only")
 
 
-def started(kind, **options):
+def started(kind, environ={}, **options):
     """A process that launches; kind: cpu, xla or spmd."""
-    environ = dict(CPU, TPUKIT_CACHE=os.environ["TPUKIT_CACHE"])
-    if kind != "cpu":
+    if kind == "cpu":
+        environ = dict(CPU, TPUKIT_CACHE=os.environ["TPUKIT_CACHE"], **environ)
+    else:
         needs_torch_xla()
-        environ = dict(os.environ, CUDA_VISIBLE_DEVICES="", PJRT_DEVICE="CPU")
+        environ = dict(os.environ, CUDA_VISIBLE_DEVICES="", PJRT_DEVICE="CPU", **environ)
     if kind == "spmd":
         options["parallel"] = "spmd"
     command = [sys.executable, "-m", "tests.launching.launched", json.dumps(options, default=str)]

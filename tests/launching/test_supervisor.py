@@ -93,18 +93,22 @@ def open_chip(index, processes):
 def clear_variables(processes):
     if way == "refuse":
         raise RuntimeError("Expected 4 worker addresses, got 1")
-run_core = supervisor.run_core
-def first_line(job, index):
-    if index == 3 and where == "before its first line":
-        fail()
+run_core, enable = core.run_core, core.faulthandler.enable
+def numbered(job, index):
+    def first_line(file):
+        if index == 3 and where == "before its first line":
+            fail()
+        enable(file=file)
+    core.faulthandler.enable = first_line
     run_core(job, index)
 kaggle = machine("tpu", 8)
-environment.detect, supervisor.run_core = lambda: kaggle, first_line
+environment.detect, supervisor.run_core = lambda: kaggle, numbered
 tpu_chips.open_chip, tpu_chips.clear_variables = open_chip, clear_variables
 task = Watched(dataset_dir=Path(sys.argv[1]))
 found = []
 for way, where in json.loads(sys.argv[3]):
     supervisor.START_TIMEOUT_S = 3.0 if way == "hang" else 600.0
+    supervisor.GRACE_S = 3.0 if way == "hang" else 0.5
     try:
         launch(train, task, Run.open(sys.argv[2], task))
     except CoreFailed as error:
@@ -138,9 +142,9 @@ def test_an_error_before_any_core_came_up_is_shown_with_its_fix(failed_starts):
 # Interrupts, and parents that are killed
 
 
-def launched_in_step(step, odd, run, cores):
+def launched_in_step(step, odd, run, cores, **environ):
     """A process whose launch has come to a step of a training that would take hours."""
-    process = started("cpu", run=run, data=odd, cores=cores, launches=[dict(epochs=2000)])
+    process = started("cpu", run=run, data=odd, cores=cores, launches=[dict(epochs=2000)], environ=environ)
     wait_for(lambda: steps_logged(run) > step, process)
     return process
 
@@ -169,9 +173,13 @@ def test_an_interrupt_lets_all_cores_save_at_one_step_before_they_leave(number, 
 
 @pytest.fixture(scope="module")
 def killed(odd, tmp_path_factory):
-    """Of a launch of four cores whose kernel was killed: (addresses on which its processes listened, pids of its cores)."""
-    process = launched_in_step(5, odd, tmp_path_factory.mktemp("killed"), cores=4)
+    """Of a launch of four cores whose kernel was killed: (addresses on which its processes listened, pids of its cores, mode of
+    the folder in which they met)."""
+    temporary = tmp_path_factory.mktemp("temporary")
+    process = launched_in_step(5, odd, tmp_path_factory.mktemp("killed"), cores=4, TMPDIR=str(temporary))
     try:
+        [rendezvous] = temporary.glob("*/rendezvous")
+        mode = rendezvous.parent.stat().st_mode
         cores = children(process.pid)
         addresses = None
         if shutil.which("ss"):
@@ -181,11 +189,15 @@ def killed(odd, tmp_path_factory):
     finally:
         process.kill()
         process.communicate(timeout=60)
-    return addresses, cores
+    return addresses, cores, mode
+
+
+def test_no_other_user_can_open_the_folder_in_which_the_cores_meet(killed):
+    assert killed[2] & 0o777 == 0o700
 
 
 def test_no_socket_of_a_launch_on_one_host_listens_beyond_loopback(killed):
-    addresses, cores = killed
+    addresses, cores, _ = killed
     if addresses is None:
         pytest.skip("listing sockets needs ss, of iproute2")
     assert len(addresses) >= len(cores) == 4  # gloo's

@@ -52,8 +52,8 @@ class Job:
 def run_core(job, index):
     """Call the job's function as one rank, in a process of its own, which is number `index` on this host.
 
-    Leaves how that ended as JSON: dict(outcome="done"), with a `result` in one core of each host; dict(outcome="stopped") after
-    a signal; or dict(outcome="failed", time, rank, step, host, description).
+    Leaves how that ended as JSON: dict(outcome="done", rank), with the `result` of rank 0 and of the first core of a host;
+    dict(outcome="stopped") after a signal; or dict(outcome="failed", time, rank, step, host, description).
     """
     own, runtime = CoreFiles.of(job.folder, index), None
     try:
@@ -73,8 +73,10 @@ def run_core(job, index):
         # It does not end this process: the notebook's process does, once it has the stacks of all.
         runtime.start_watchdog(job.hang_timeout_s, hang, ends=False, steps=steps)
         result = job.function(job.task, run if world.rank == 0 else run.read_only(), runtime=runtime)
-        first = world.rank == 0 or (index == 0 and world.rank >= job.processes)  # of all, or of another host than rank 0's
-        end = json.dumps(dict(outcome="done", result=result) if first else dict(outcome="done"))
+        end = dict(outcome="done", rank=world.rank)
+        if world.rank == 0 or index == 0:  # each host returns one
+            end["result"] = result
+        end = json.dumps(end)
         leave_group()
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the end is written

@@ -27,9 +27,9 @@ class CoreFiles:
     step: Path
     """the number of the last completed step, written at each step; empty until the core has started"""
     stacks: Path
-    """the stack of every thread at a crash in native code, or when the notebook's process asked for it by SIGUSR1"""
+    """the stack of every thread at a crash in native code, or when the notebook's process requested it by SIGUSR1"""
     hang: Path
-    """the stack of every thread when no step had ended for hang_timeout_s"""
+    """the stack of every thread, written when no step has ended for hang_timeout_s; empty otherwise"""
     end: Path
     """JSON: how it ended, see `core.run_core`. Written last: a core that is gone without it was killed, or crashed."""
 

@@ -55,9 +55,8 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
         tpu_chips.wait_until_free(run)
     shape = dict(processes=1, spmd_cores=count) if parallel == "spmd" else dict(processes=count)
     lock = files.exclusive_lock(run.path / f".launch-{socket.gethostname()}.lock")
-    # Where the cores leave their addresses for each other: no other user can read or write there, nor over a network.
-    private = tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True)
-    with lock, private as folder:
+    # In the folder the cores leave their addresses for each other: no other user can read or write there, nor over a network.
+    with lock, tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True) as folder:
         # The hosts of a TPU slice launch one training in a folder that they share, where rank 0's lock is that of all.
         # Elsewhere another host that trains there keeps its files.
         if env.host != "tpu-vm":

@@ -38,7 +38,8 @@ class Supervisor:
         self.not_started = []  # those that had not started in time
         # The hosts of a TPU slice are started one by one.
         self.start_timeout_s = START_TIMEOUT_S * (2 if job.env.host == "tpu-vm" else 1)
-        self.log, self.log_shown, self.bar = self.run.path / "log.txt", 0, None
+        self.log_shown = 0  # bytes of log.txt
+        self.bar = None
         if job.folder.is_symlink():
             raise TpukitError(f"{job.folder} is a link to another place: remove it, or choose another run folder")
         with files.explain_unwritable(job.folder):
@@ -55,7 +56,7 @@ class Supervisor:
     def wait(self):
         """Start the cores and wait until all have ended. Returns the result of one; raises `CoreFailed`."""
         self.run.print(f"starting {self.job.spmd_cores or self.job.processes} cores")
-        self.log_shown = self.log.stat().st_size
+        self.log_shown = (self.run.path / "log.txt").stat().st_size
         sys.stdout.flush()
         sys.stderr.flush()
         with StopSignal() as stop:
@@ -87,11 +88,11 @@ class Supervisor:
                     return
             self.dead_cores = self.dead_cores or self._find_dead()
             if failed_at is None:
-                hung = self._find_hung()
                 self.not_started = starting if time.monotonic() > start_by else []
-                if hung or self.not_started:
-                    self._request_stacks([process for index, process in enumerate(self.processes) if index not in hung])
-                if self.dead_cores or hung or self.not_started or self._failures():
+                stuck = self.not_started or self._is_hung()
+                if stuck:
+                    self._request_stacks()
+                if stuck or self.dead_cores or self._failures():
                     failed_at = time.monotonic()
             elif time.monotonic() - failed_at > GRACE_S:
                 return
@@ -113,22 +114,21 @@ class Supervisor:
             raise CoreFailed(self._describe_deaths())
         if failures:
             raise CoreFailed(self._describe_failure(*failures[0]))
-        if self.not_started or self._find_hung():
+        if self.not_started or self._is_hung():
             raise CoreFailed(self._describe_hang())
         if stop.signal == signal.SIGTERM:
             raise SystemExit(128 + stop.signal)
         if stop.signal or any(end["outcome"] == "stopped" for end in ends.values()):
             raise KeyboardInterrupt
-        return next(end["result"] for end in ends.values() if "result" in end)
+        results = [end for end in ends.values() if "result" in end]
+        return min(results, key=lambda end: end["rank"])["result"]
 
     # Showing
 
     def _show_log(self):
         from tqdm import tqdm
 
-        if not self.log.exists():
-            return
-        with open(self.log, "rb") as file:
+        with open(self.run.path / "log.txt", "rb") as file:
             file.seek(self.log_shown)
             text = file.read()
         text = text[: text.rfind(b"\n") + 1]
@@ -167,11 +167,11 @@ class Supervisor:
     def _find_starting(self):
         return [index for index, core in enumerate(self.cores) if not _text(core.step)]
 
-    def _find_hung(self):
-        return [index for index, core in enumerate(self.cores) if _text(core.hang)]
+    def _is_hung(self):
+        return any(_text(core.hang) for core in self.cores)
 
-    def _request_stacks(self, processes):
-        for process in processes:
+    def _request_stacks(self):
+        for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
 
@@ -189,7 +189,7 @@ class Supervisor:
             if code == -signal.SIGKILL:
                 cause += ", often because the host's memory was full"
             where = self._describe_core(index, index, int(step) if step else None)
-            lines += [f"{where} ended without a Python error: {cause}", *_relevant_stack_lines(_text(core.stacks))]
+            lines += [f"{where} ended unexpectedly: {cause}", *_relevant_stack_lines(_text(core.stacks))]
             lines += _last_lines(core.log)
         return "\n".join([*lines, self._describe_checkpoint()])
 
@@ -199,9 +199,8 @@ class Supervisor:
             event = f"{len(self.not_started)} of {len(self.cores)} cores did not start within {self.start_timeout_s:g} s"
         lines = [f"{event}. What each was doing, the latest call first:"]
         for index, core in enumerate(self.cores):
-            path = core.hang if _text(core.hang) else core.stacks
-            stack = _relevant_stack_lines(_text(path))
-            lines += ["", f"core {index} (all of it: {path})", *stack] if stack else ["", f"core {index} left no stack"]
+            stack = _relevant_stack_lines(_text(core.stacks))
+            lines += ["", f"core {index} (all of it: {core.stacks})" if stack else f"core {index} left no stack", *stack]
             if index in self.not_started:
                 lines += _last_lines(core.log)
         return "\n".join([*lines, "", self._describe_checkpoint()])
@@ -243,7 +242,7 @@ def _relevant_stack_lines(stacks):
     """The lines of a faulthandler dump without idle threads, and without what called the core."""
     lines = []
     for thread in re.split(r"(?m)^(?=Thread 0x|Current thread 0x|Fatal )", stacks):
-        frames = [line for line in thread.splitlines() if line and not line.startswith("Timeout (")]
+        frames = thread.strip().splitlines()
         if any("tqdm/_monitor.py" in frame for frame in frames) or (len(frames) > 1 and frames[1].endswith("in _worker")):
             continue  # idle
         for frame in frames:
