@@ -33,13 +33,13 @@ def needs_torch_xla():
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; it has wheels for Linux x86_64 only")
 
 
-def started(kind, environ={}, **options):
+def started(kind, environ=None, **options):
     """A process that launches; kind: cpu, xla or spmd."""
     if kind == "cpu":
-        environ = dict(CPU, TPUKIT_CACHE=os.environ["TPUKIT_CACHE"], **environ)
+        environ = dict(CPU, TPUKIT_CACHE=os.environ["TPUKIT_CACHE"], **(environ or {}))
     else:
         needs_torch_xla()
-        environ = dict(os.environ, CUDA_VISIBLE_DEVICES="", PJRT_DEVICE="CPU", **environ)
+        environ = dict(os.environ, CUDA_VISIBLE_DEVICES="", PJRT_DEVICE="CPU", **(environ or {}))
     if kind == "spmd":
         options["parallel"] = "spmd"
     command = [sys.executable, "-m", "tests.launching.launched", json.dumps(options, default=str)]

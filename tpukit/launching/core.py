@@ -53,7 +53,7 @@ def run_core(job, index):
     """Call the job's function as one rank, in a process of its own, which is number `index` on this host.
 
     Leaves how that ended as JSON: dict(outcome="done", rank), with the `result` of rank 0 and of the first core of a host;
-    dict(outcome="stopped") after a signal; or dict(outcome="failed", time, rank, step, host, description).
+    dict(outcome="stopped") after a signal; or dict(outcome="failed", core, rank, step, host, time, description).
     """
     own, runtime = CoreFiles.of(job.folder, index), None
     try:
@@ -96,9 +96,15 @@ def _describe(error, index, runtime):
     description = str(error)
     if not isinstance(error, TpukitError):
         description = "\n".join([traceback.format_exc(), fix_for(str(error)) or ""]).strip()
-    rank, step = (runtime.world.rank, runtime.step) if runtime else (index, None)
-    host = socket.gethostname()
-    return dict(outcome="failed", time=time.time(), rank=rank, step=step, host=host, description=description)
+    return dict(
+        outcome="failed",
+        core=index,
+        rank=runtime.world.rank if runtime else index,
+        step=runtime.step if runtime else None,
+        host=socket.gethostname(),
+        time=time.time(),
+        description=description,
+    )
 
 
 def open_core(job, run, world, *, forked):

@@ -113,14 +113,14 @@ class Supervisor:
         if self.dead_cores and not self.not_started:  # first: the others failed because it is gone
             raise CoreFailed(self._describe_deaths())
         if failures:
-            raise CoreFailed(self._describe_failure(*failures[0]))
+            raise CoreFailed(self._describe_failure(failures[0]))
         if self.not_started or self._is_hung():
             raise CoreFailed(self._describe_hang())
         if stop.signal == signal.SIGTERM:
             raise SystemExit(128 + stop.signal)
-        if stop.signal or any(end["outcome"] == "stopped" for end in ends.values()):
+        if stop.signal or any(end["outcome"] == "stopped" for end in ends):
             raise KeyboardInterrupt
-        results = [end for end in ends.values() if "result" in end]
+        results = [end for end in ends if "result" in end]
         return min(results, key=lambda end: end["rank"])["result"]
 
     # Showing
@@ -148,17 +148,16 @@ class Supervisor:
         self.bar.set_postfix({name: now[name] for name in ("epoch", "loss") if name in now}, refresh=False)
         self.bar.update(now["step"] - self.bar.n)
 
-    # Reading what the cores left, by their index
+    # Reading what the cores left
 
     def _ends(self):
-        """index -> end, of the cores that left one."""
-        ends = {index: _text(core.end) for index, core in enumerate(self.cores)}
-        return {index: json.loads(end) for index, end in ends.items() if end}
+        """How the cores that have ended did, see `core.run_core`."""
+        ends = [_text(core.end) for core in self.cores]
+        return [json.loads(end) for end in ends if end]
 
     def _failures(self):
-        """[(index, end)] of the cores that raised, the first in time first: the others fail because it is gone."""
-        failed = [(index, end) for index, end in self._ends().items() if end["outcome"] == "failed"]
-        return sorted(failed, key=lambda failure: failure[1]["time"])
+        """The ends of the cores that raised, the first in time first: the others fail because it is gone."""
+        return sorted((end for end in self._ends() if end["outcome"] == "failed"), key=lambda end: end["time"])
 
     def _find_dead(self):
         gone = [index for index, process in enumerate(self.processes) if not process.is_alive()]
@@ -177,8 +176,8 @@ class Supervisor:
 
     # Explaining
 
-    def _describe_failure(self, index, end):
-        core = self._describe_core(index, end["rank"], end["step"])
+    def _describe_failure(self, end):
+        core = self._describe_core(end["core"], end["rank"], end["step"])
         return "\n".join([f"{core} failed on {end['host']}:", end["description"], self._describe_checkpoint()])
 
     def _describe_deaths(self):
