@@ -1,7 +1,8 @@
-"""The key of a folder's contents."""
+"""Arrays that processes share, and the key of a folder's contents."""
 
 import os
 
+import numpy as np
 import pytest
 
 from tpukit.host import arrays, files
@@ -31,3 +32,21 @@ def test_the_key_of_a_folder_is_that_of_its_contents(tmp_path, monkeypatch):
     before = key(first)
     (first / "a.npz").write_text("new")
     assert key(first) != before
+
+
+def test_mapped_arrays_are_made_once_and_again_when_what_they_are_made_from_changes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "cache"))
+    made = []
+
+    def make():
+        made.append(1)
+        return dict(a=np.arange(5))
+
+    for key in ("one", "one", "two"):
+        array = arrays.mapped("set", key, make)["a"]
+        assert array.tolist() == [0, 1, 2, 3, 4] and not array.flags.writeable
+    assert len(made) == 2
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "file"))
+    assert arrays.mapped("set", "one", make)["a"].tolist() == [0, 1, 2, 3, 4]
+    assert "every process keeps its own copy" in capsys.readouterr().out

@@ -15,24 +15,25 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tpukit import MNIST, Run, TpukitError, launch, train
+from tpukit import MNIST, MSHNet, Run, TpukitError, launch, train
 from tpukit.devices.runtime import Runtime
+from tpukit.host import environment
 from tpukit.runs.run import setting
 from tpukit.workloads.mnist import Digits
 
 
 class Witnessed(Digits):
-    """Digits that write down which samples were asked of them, and by which process."""
+    """Digits that record which samples were requested, and by which process."""
 
     def batch(self, indices, numbers=None):
-        self._write_down(indices)
+        self._record(indices)
         return super().batch(indices, numbers)
 
     def sample_parameters(self, indices, numbers=None):
-        self._write_down(indices)
+        self._record(indices)
         return super().sample_parameters(indices, numbers)
 
-    def _write_down(self, indices):
+    def _record(self, indices):
         if self.witness:
             with open(Path(self.witness) / f"{self.split}-{os.environ.get('RANK', 0)}.txt", "a") as file:
                 file.write("".join(f"{index}\n" for index in indices))
@@ -40,7 +41,7 @@ class Witnessed(Digits):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watched(MNIST):
-    """A small network with batch norm and, if asked for, dropout, devices with so many bytes of memory, or an accident in one
+    """A small network with batch norm and, if asked for, dropout, devices with the given bytes of memory, or an accident in one
     step of one rank."""
 
     epochs: int = setting(2, free=True)
@@ -51,6 +52,7 @@ class Watched(MNIST):
     memory_size: int | None = setting(None, free=True)
     accident: str = setting("", free=True)
     accident_at: int = setting(30, free=True)
+    """the number of the step, counted from where this launch started or resumed"""
 
     def datasets(self):
         if self.memory_size:
@@ -71,6 +73,14 @@ class Watched(MNIST):
         if self.accident and calls == self.accident_at and os.environ.get("RANK") == "1":
             cause(self.accident)
         return super().loss(model, batch, epoch)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Descending(MSHNet):
+    """MSHNet with plain gradient descent."""
+
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
 _calls = {}
@@ -94,35 +104,45 @@ def cause(accident):
         time.sleep(600)
 
 
+def machine(accelerator, cores, host="kaggle", **variables):
+    """An environment that is not this machine's."""
+    found = environment.detect(variables)
+    return dataclasses.replace(found, accelerator=accelerator, cores=cores, host=host, device_name="mock")
+
+
+def children(pid):
+    """The pids of the processes that a process started and that are not gone."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+# What a launch can run instead of a training: each returns a row of every rank
+
+
 def noise(task, run, *, runtime):
-    """Two random numbers of every rank, as rank 0's result."""
+    """Two random numbers."""
     runtime.seed(task.seed)
     return runtime.world.all_gather(torch.rand(2).tolist())
 
 
 def bad_fork(task, run, *, runtime):
-    """Whether CUDA would refuse to start, of every rank."""
+    """Whether CUDA would refuse to start."""
     return runtime.world.all_gather([float(torch._C._cuda_isInBadFork())])
 
 
 def mapped_memory(task, run, *, runtime):
-    """For every rank: what its part of the mapped dataset takes (proportional and whole), in bytes."""
+    """The sum of the mapped images; what they take of memory, in bytes: proportional, whole, and written."""
     data, _ = task.datasets()
     total = sum(int(image.sum()) for image in data.images)  # touches every page
     runtime.world.all_gather([0.0])  # all have it
-    shared = whole = private = 0
-    lines = Path("/proc/self/smaps").read_text().splitlines()
+    sizes = dict.fromkeys(("Pss:", "Rss:", "Private_Dirty:"), 0)
     inside = False
-    for line in lines:
-        if "-" in line.split()[0]:
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if "-" in name:
             inside = "images.npy" in line
-        elif inside and line.startswith("Pss:"):
-            shared += int(line.split()[1]) * 1024
-        elif inside and line.startswith("Rss:"):
-            whole += int(line.split()[1]) * 1024
-        elif inside and line.startswith("Private_Dirty:"):
-            private += int(line.split()[1]) * 1024
-    rows = runtime.world.all_gather([total, shared, whole, private])
+        elif inside and name in sizes:
+            sizes[name] += int(values[0]) * 1024
+    rows = runtime.world.all_gather([total, *sizes.values()])
     return [[int(value) for value in row] for row in rows]
 
 
@@ -130,16 +150,18 @@ FUNCTIONS = dict(train=train, noise=noise, bad_fork=bad_fork, mapped_memory=mapp
 
 
 def main(options):
-    how = {name: options[name] for name in ("cores", "parallel", "hang_timeout_s") if name in options}
+    how = {name: options[name] for name in ("cores", "parallel") if name in options}
     done = []
     for settings in options["launches"]:
+        function = FUNCTIONS[settings.pop("function", "train")]
+        run, hang_timeout_s = settings.pop("run", options["run"]), settings.pop("hang_timeout_s", 60)
         task = Watched(dataset_dir=Path(options["data"]), log_every=1, num_workers=1, **settings)
         started = time.monotonic()
         try:
-            result = launch(FUNCTIONS[options.get("function", "train")], task, Run.open(options["run"], task), **how)
-            done.append(dict(result=result, seconds=time.monotonic() - started))
+            outcome = dict(result=launch(function, task, Run.open(run, task), hang_timeout_s=hang_timeout_s, **how))
         except TpukitError as error:
-            done.append(dict(error=type(error).__name__, message=str(error), seconds=time.monotonic() - started))
+            outcome = dict(error=type(error).__name__, message=str(error))
+        done.append(dict(outcome, seconds=time.monotonic() - started, left=children(os.getpid())))
     print("DONE " + json.dumps(done))
 
 

@@ -63,7 +63,7 @@ def quiet(text):
 
 def opened(path, task):
     run = Run.open(path, task)
-    run.prints = False
+    run.echo = False
     return run
 
 

@@ -1,0 +1,308 @@
+"""A launch that is watched: cores that fail, hang, do not start, are interrupted; and that no process outlives its parent."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import checkpoint
+from tests.launching.conftest import CPU, launched, needs_torch_xla, python, started, steps_logged, wait_for
+from tests.launching.launched import children, machine
+from tpukit import Run, TpukitError, train
+from tpukit.launching.core import Job
+from tpukit.launching.supervisor import Supervisor
+
+# Failures. One kernel launches again and again in one run; in each launch but the last, rank 1 has an accident in step 30.
+
+ACCIDENTS = dict(cpu=("raise", "exit", "kill", "crash", "hang", None), xla=("raise", "hang", None))
+FIRST_CALL = ["in cause", "in all_reduce_gradients|in backward"]  # of the core that hangs, and of the one that waits for it
+FOUND = {  # what the message has to hold
+    "raise": ["core 1 (rank 1 of 2)", "step 30", "ValueError: sample 7 is broken", "launched.py"],
+    "exit": ["core 1 (rank 1 of 2)", "step 30", "SystemExit: 3"],
+    "kill": ["core 1 (rank 1 of 2)", "step 30", "SIGKILL", "memory"],
+    "crash": ["core 1 (rank 1 of 2)", "step 30", "SIGSEGV", "in cause"],
+    "hang": ["core 0", "core 1", "4 s", *FIRST_CALL],
+}
+
+
+@pytest.fixture(scope="session")
+def accidents(odd, tmp_path_factory):
+    """For a kind of device: (run, what the launches gave)."""
+    kept = {}
+
+    def of(kind):
+        if kind not in kept:
+            folder = tmp_path_factory.mktemp("accidents") / "run"
+            settings = [dict(accident=accident or "", accident_at=6) for accident in ACCIDENTS[kind]]
+            settings[0]["accident_at"] = 30  # the others resume at step 24
+            for options in settings:
+                options["hang_timeout_s"] = 4 if options["accident"] == "hang" else 60
+            kept[kind] = Run(folder), launched(kind, run=folder, data=odd, cores=2, launches=settings)[0]
+        return kept[kind]
+
+    return of
+
+
+@pytest.mark.parametrize("kind, accident", [(kind, name) for kind, names in ACCIDENTS.items() for name in names if name])
+def test_a_core_that_fails_ends_the_launch_with_its_rank_step_and_traceback(kind, accident, accidents):
+    failed = accidents(kind)[1][ACCIDENTS[kind].index(accident)]
+    assert failed["error"] == "CoreFailed" and failed["seconds"] < 30
+    for data in FOUND[accident]:
+        assert re.search(data if "|" in data else re.escape(data), failed["message"]), failed["message"]
+    assert "step-00000024.pt" in failed["message"]
+    assert failed["left"] == []
+
+
+@pytest.mark.parametrize("kind", ACCIDENTS)
+def test_after_a_failure_a_launch_resumes_from_the_checkpoint_that_was_left_whole(kind, accidents):
+    run, done = accidents(kind)
+    assert done[-1]["result"]["images"] == 37, done[-1]
+    assert [r["step"] for r in run.records("start")] == [0] + [24] * (len(done) - 1)
+    assert [r["step"] for r in run.records("train")] == list(range(1, 49))
+    assert done[-1]["left"] == []
+
+
+# Eight cores of a TPU, of which one does not start. The others wait for it, as libtpu does.
+
+WAYS = [(way, where) for way in ("kill", "hang", "raise") for where in ("before its first line", "while it opens its chip")]
+
+
+@pytest.fixture(scope="session")
+def failed_starts(odd, tmp_path_factory):
+    """(way, where) -> (message, pids left) of the launches of one kernel."""
+    needs_torch_xla()
+    program = """
+import signal
+from tests.launching.launched import children
+def fail():
+    if way == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "raise":
+        raise RuntimeError("TPU initialization failed: open(/dev/vfio/3)")
+    time.sleep(600)
+def open_chip(index, processes):
+    if index == 3 and where == "while it opens its chip":
+        print("chip 3 is being opened")
+        fail()
+    time.sleep(600)
+def clear_variables(processes):
+    if way == "refuse":
+        raise RuntimeError("Expected 4 worker addresses, got 1")
+run_core, enable = core.run_core, core.faulthandler.enable
+def numbered(job, index):
+    def first_line(file):
+        if index == 3 and where == "before its first line":
+            fail()
+        enable(file=file)
+    core.faulthandler.enable = first_line
+    run_core(job, index)
+kaggle = machine("tpu", 8)
+environment.detect, supervisor.run_core = lambda: kaggle, numbered
+tpu_chips.open_chip, tpu_chips.clear_variables = open_chip, clear_variables
+task = Watched(dataset_dir=Path(sys.argv[1]))
+found = []
+for way, where in json.loads(sys.argv[3]):
+    supervisor.START_TIMEOUT_S = 3.0 if way == "hang" else 600.0
+    supervisor.GRACE_S = 3.0 if way == "hang" else 0.5
+    try:
+        launch(train, task, Run.open(sys.argv[2], task))
+    except CoreFailed as error:
+        found.append([str(error), children(os.getpid())])
+print("FOUND " + json.dumps(found))
+"""
+    ways = [*WAYS, ("refuse", "before any core came up")]
+    ran = python(program, odd, tmp_path_factory.mktemp("starts") / "run", json.dumps(ways), timeout=200)
+    assert "FOUND " in ran.stdout, ran.stdout + ran.stderr
+    return dict(zip(ways, json.loads(ran.stdout.partition("FOUND ")[2]), strict=True))
+
+
+@pytest.mark.parametrize("way, where", WAYS)
+def test_one_of_eight_cores_that_fails_to_start_ends_the_launch_with_its_cause(way, where, failed_starts):
+    """Where it is gone the launch ends without waiting for the deadline."""
+    message, left = failed_starts[way, where]
+    assert "core 3" in message and left == []
+    expected = {"kill": "SIGKILL", "hang": "8 of 8 cores did not start within 3 s", "raise": "open(/dev/vfio/3)"}
+    assert [name for name, words in expected.items() if words in message] == [way]
+    if way == "hang":
+        inside = message.partition("core 3 (all of it")[2].partition("core 4 (")[0]
+        assert ("in fail" in inside and "chip 3 is being opened" in inside) or "core 3 left no stack" in message
+        assert message.count("in open_chip") >= 7
+
+
+def test_an_error_before_any_core_came_up_is_shown_with_its_fix(failed_starts):
+    message, left = failed_starts["refuse", "before any core came up"]
+    assert "Expected 4 worker addresses" in message and "os.environ.pop('TPU_PROCESS_ADDRESSES')" in message and left == []
+
+
+# Interrupts, and parents that are killed
+
+
+def launched_in_step(step, odd, run, cores, **environ):
+    """A process whose launch has come to a step of a training that would take hours."""
+    process = started("cpu", run=run, data=odd, cores=cores, launches=[dict(epochs=2000)], environ=environ)
+    wait_for(lambda: steps_logged(run) > step, process)
+    return process
+
+
+def is_gone(pids, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
+def test_an_interrupt_lets_all_cores_save_at_one_step_before_they_leave(number, code, odd, tmp_path):
+    process = launched_in_step(30, odd, tmp_path, cores=2)
+    cores = children(process.pid)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code or "KeyboardInterrupt" in err, err
+    run = Run(tmp_path)
+    saved = checkpoint(run)["state"]["step"]
+    assert f"saved at step {saved}" in out and saved == run.records("train")[-1]["step"]
+    assert len(cores) == 2 and is_gone(cores, timeout_s=0)
+
+
+@pytest.fixture(scope="module")
+def killed(odd, tmp_path_factory):
+    """Of a launch of four cores whose kernel was killed: (addresses on which its processes listened, pids of its cores, mode of
+    the folder in which they met)."""
+    temporary = tmp_path_factory.mktemp("temporary")
+    process = launched_in_step(5, odd, tmp_path_factory.mktemp("killed"), cores=4, TMPDIR=str(temporary))
+    try:
+        [rendezvous] = temporary.glob("*/rendezvous")
+        mode = rendezvous.parent.stat().st_mode
+        cores = children(process.pid)
+        addresses = None
+        if shutil.which("ss"):
+            sockets = subprocess.run(["ss", "-Hlntup"], capture_output=True, text=True, check=True).stdout.splitlines()
+            ours = [f"pid={pid}," for pid in (*cores, process.pid)]
+            addresses = [line.split()[4] for line in sockets if any(pid in line for pid in ours)]
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+    return addresses, cores, mode
+
+
+def test_no_other_user_can_open_the_folder_in_which_the_cores_meet(killed):
+    assert killed[2] & 0o777 == 0o700
+
+
+def test_no_socket_of_a_launch_on_one_host_listens_beyond_loopback(killed):
+    addresses, cores, _ = killed
+    if addresses is None:
+        pytest.skip("listing sockets needs ss, of iproute2")
+    assert len(addresses) >= len(cores) == 4  # gloo's
+    assert not [address for address in addresses if not address.startswith(("127.", "[::1]"))]
+
+
+def test_cores_end_when_the_process_that_launched_them_is_killed(killed):
+    assert len(killed[1]) == 4 and is_gone(killed[1])
+
+
+def test_no_process_is_left_wherever_in_a_launch_its_parent_is_killed(odd, tmp_path):
+    """20 kernels, each killed at a random moment of its launch. Everything that came from them carries their environment."""
+    program = """
+import random, signal
+data, folder = map(Path, sys.argv[1:])
+def kernel(number):
+    task = Watched(dataset_dir=data, epochs=2000)
+    launch(train, task, Run.open(folder / str(number), task), cores=4)
+    os._exit(0)
+def left():
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"TPUKIT_KILLED=" in (process / "environ").read_bytes() and int(process.name) != os.getpid():
+                found.append(process.name)
+        except OSError:
+            pass
+    return found
+def killed(number, now):
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        kernel(number)
+    while not now(time.monotonic() - started):
+        time.sleep(0.001)
+    seen, took = len(left()), time.monotonic() - started
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for _ in range(500):
+        if not left():
+            break
+        time.sleep(0.02)
+    return took, seen, len(left())
+log = folder / "whole/log.txt"
+forked, most, _ = killed("forked", lambda seconds: len(left()) == 5 or seconds > 120)
+whole, *_ = killed("whole", lambda seconds: log.exists() and "cores started" in log.read_text() or seconds > 120)
+random.seed(0)
+moments = [random.uniform(0, end) for end in [forked] * 10 + [whole] * 10]
+counts = [killed(number, lambda seconds: seconds > moment)[1:] for number, moment in enumerate(moments)]
+print("KILLED", most, [seen for seen, _ in counts], [orphans for _, orphans in counts])
+"""
+    ran = python(program, odd, tmp_path, env={**CPU, "TPUKIT_KILLED": "1", "TMPDIR": str(tmp_path)})
+    assert "KILLED" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
+    most, seen, orphans = re.search(r"KILLED (\d+) \[(.*)\] \[(.*)\]", ran.stdout).groups()
+    assert int(most) == 5 and len(set(seen.split(", "))) > 2  # a kernel and four cores; at several moments
+    assert orphans.split(", ") == ["0"] * 20
+
+
+# Without a launch
+
+
+def supervisor_of(run, processes=2):
+    return Supervisor(Job(train, None, run, machine("cpu", 1), None, 60.0, processes=processes))
+
+
+class Ended:
+    """A process that is found ended, after it left `end` where there is one."""
+
+    def __init__(self, end=None):
+        self.end = end
+
+    def is_alive(self):
+        if self.end:
+            self.end.write_text(json.dumps(dict(outcome="stopped")))
+        return False
+
+
+def test_a_core_that_ends_while_it_is_checked_is_not_taken_for_dead(tmp_path):
+    supervisor = supervisor_of(Run(tmp_path))
+    supervisor.processes = [Ended(supervisor.cores[0].end), Ended()]
+    assert supervisor._find_dead() == [1]
+
+
+def test_only_what_a_launch_wrote_is_deleted_by_the_next(tmp_path):
+    run, cores = Run(tmp_path / "run"), tmp_path / "run/cores"
+    cores.mkdir(parents=True)
+    own = ["rank-00.log", "rank-11.stacks", "rank-03.end", "stop"]
+    foreign = ["thesis.tex", "rank-00.txt", "log", ".hidden"]
+    for name in (*own, *foreign):
+        (cores / name).write_text(name)
+    (cores / "folder").mkdir()
+    supervisor_of(run)
+    assert sorted(p.name for p in cores.iterdir()) == sorted([*foreign, "folder"])
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/cores").symlink_to(cores)
+    with pytest.raises(TpukitError, match=re.escape(str(tmp_path / "linked/cores"))):
+        supervisor_of(Run(tmp_path / "linked"))
+
+
+def test_what_rank_0_printed_is_shown_without_the_time_and_otherwise_whole(tmp_path, capsys):
+    run = Run(tmp_path)
+    supervisor = supervisor_of(run)
+    lines = ["two lines are damaged:", "  line 12: XDU7: no image in images/", "2026 is a year"]
+    run.echo = False
+    for text in ("\n".join(lines[:2]), lines[2]):
+        run.print(text)
+    supervisor._show_log()
+    assert capsys.readouterr().out.splitlines() == lines

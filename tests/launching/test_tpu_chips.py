@@ -1,0 +1,116 @@
+"""TPU cores, with a mock where torch_xla meets the chips."""
+
+import errno
+import os
+
+import pytest
+import torch
+
+from tests.launching.conftest import needs_torch_xla, python
+from tpukit import Run, TpukitError
+from tpukit.devices.distributed import World
+from tpukit.devices.xla import XLARuntime
+from tpukit.launching import tpu_chips
+
+
+@pytest.mark.parametrize(
+    "hosts, processes, kept",
+    [
+        ("localhost", 8, ()),
+        ("localhost", 1, tpu_chips.ONE_PROCESS_VARIABLES),  # by SPMD one process stays
+        ("host-0,host-1", 4, tpu_chips.LEFTOVER_VARIABLES),  # which give each host its place
+    ],
+)
+def test_variables_that_would_send_cores_to_the_wrong_chip_or_peers_are_cleared(hosts, processes, kept, monkeypatch):
+    names = {*tpu_chips.ONE_PROCESS_VARIABLES, *tpu_chips.LEFTOVER_VARIABLES}
+    monkeypatch.setattr(os, "environ", {"TPU_WORKER_HOSTNAMES": hosts, "TPU_HOST_BOUNDS": "1,1,1", **dict.fromkeys(names, "0")})
+    tpu_chips.clear_variables(processes)
+    assert names & os.environ.keys() == set(kept) and os.environ["TPU_HOST_BOUNDS"] == "1,1,1"
+
+
+KAGGLE = dict(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_ID="0", TPU_PROCESS_ADDRESSES="local")
+OLDER = dict(TPU_HOST_BOUNDS="1,1,1", TPU_CHIPS_PER_HOST_BOUNDS="2,4,1")
+ONE_CHIP = dict(
+    TPU_PROCESS_BOUNDS="1,1,1", TPU_CHIPS_PER_PROCESS_BOUNDS="1,1,1", TPU_VISIBLE_CHIPS="0", TPU_PROCESS_PORT="8476"
+)
+NEWER = dict(TPU_PROCESS_BOUNDS="1,1,1", TPU_CHIPS_PER_PROCESS_BOUNDS="2,4,1")
+
+
+@pytest.mark.parametrize(
+    "left", [OLDER, OLDER | ONE_CHIP, NEWER], ids=["Kaggle's", "Kaggle's after one chip was used", "newer names alone"]
+)
+def test_torch_xla_gives_each_of_eight_processes_a_chip_and_a_port_of_its_own(left, monkeypatch, xla):
+    """By torch_xla's own function, which reads what `clear_variables` leaves."""
+    from torch_xla._internal import tpu
+
+    found = []
+    for index in range(8):
+        for name in list(os.environ):
+            if name.startswith(("TPU_", "CLOUD_TPU")):
+                monkeypatch.delenv(name)
+        for name, value in (KAGGLE | left).items():
+            monkeypatch.setenv(name, value)
+        tpu_chips.clear_variables(8)
+        tpu.configure_topology(index, 8)
+        found.append({name: value for name, value in os.environ.items() if name.startswith(("TPU_", "CLOUD_TPU"))})
+    for name in ("TPU_VISIBLE_CHIPS", "TPU_PROCESS_PORT", "CLOUD_TPU_TASK_ID"):
+        assert len({variables[name] for variables in found}) == 8, name
+    same = {(v["TPU_PROCESS_BOUNDS"], v["TPU_CHIPS_PER_PROCESS_BOUNDS"], v["TPU_PROCESS_ADDRESSES"]) for v in found}
+    assert same == {("2,4,1", "1,1,1", ",".join(f"localhost:{port}" for port in range(8476, 8484)))}
+
+
+def test_a_tpu_core_is_opened_by_torch_xlas_own_function(odd, tmp_path):
+    """PJRT's opening of one of several processes and the run directory for real, with the one core that PJRT_DEVICE=CPU has."""
+    needs_torch_xla()
+    program = """
+task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1, precision="fp32")
+folder = Path(sys.argv[2])
+job = core.Job(train, task, Run.open(folder, task), machine("tpu", 8), None, 60.0, rendezvous=folder / "rendezvous")
+print(supervisor.Supervisor(job).wait())
+"""
+    ran = python(program, odd, tmp_path)
+    assert ran.returncode == 0 and "'images': 37" in ran.stdout and "all 1 cores started" in ran.stdout, ran.stderr[-3000:]
+
+
+def test_a_launch_waits_for_chips_that_a_dying_process_still_holds(tmp_path, monkeypatch, capsys):
+    (tmp_path / "dev/vfio").mkdir(parents=True)
+    for name in ("0", "1", "vfio"):
+        (tmp_path / "dev/vfio" / name).touch()
+    answers = iter([True, False, False, False])  # chip 0, at the first check alone
+    monkeypatch.setattr(tpu_chips, "is_busy", lambda device: next(answers))
+    tpu_chips.wait_until_free(Run(tmp_path), tmp_path, timeout_s=1.0)
+    assert "dev/vfio/0; waiting" in capsys.readouterr().out and next(answers, None) is None
+    monkeypatch.setattr(tpu_chips, "is_busy", lambda device: True)
+    with pytest.raises(TpukitError, match="dev/vfio/0, .*dev/vfio/1 for 0.2 s"):
+        tpu_chips.wait_until_free(Run(tmp_path), tmp_path, timeout_s=0.2)
+
+
+def test_a_chip_is_busy_where_the_system_says_so(tmp_path, monkeypatch):
+    (tmp_path / "0").touch()
+    assert not tpu_chips.is_busy(tmp_path / "0") and not tpu_chips.is_busy(tmp_path / "none")
+
+    def refuse(*_):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert tpu_chips.is_busy(tmp_path / "0")
+
+
+def test_on_tpu_cores_the_gradients_are_summed_within_the_step_by_torch_xla(xla, monkeypatch):
+    import torch_xla.core.xla_model as xm
+
+    seen = []
+    monkeypatch.setattr(xm, "all_reduce", lambda kind, tensors, scale: seen.append((kind, len(tensors), scale)))
+    runtime = XLARuntime("tpu", "fp32", World(3, 8))
+    model = runtime.place(torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = runtime.host(model.weight)
+
+    def one_step(x):
+        runtime.backward(model(x).sum(), optimizer)
+        runtime.all_reduce_gradients(optimizer)
+        runtime.optimizer_step(optimizer)
+
+    runtime.compile(one_step)(torch.ones(4, 3, device=runtime.device))
+    assert seen == [(xm.REDUCE_SUM, 2, 1 / 8)]
+    assert not torch.equal(runtime.host(model.weight), before)

@@ -1,0 +1,184 @@
+"""What every core of a launch does: join the others, open its device, call the function, and leave how that ended."""
+
+import copy
+import dataclasses
+import datetime
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Callable
+
+from tpukit.devices.distributed import World
+from tpukit.devices.runtime import check_batch, check_cuda, open_runtime
+from tpukit.host import environment, files
+from tpukit.host.errors import TpukitError
+from tpukit.host.known_errors import fix_for
+from tpukit.host.tables import GIB
+from tpukit.launching import tpu_chips
+from tpukit.launching.core_files import CoreFiles
+from tpukit.runs.run import Run
+from tpukit.training.task import Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What every process of a launch knows."""
+
+    function: Callable
+    task: Workload
+    run: Run
+    env: environment.Environment
+    asked_cores: int | None
+    hang_timeout_s: float
+    processes: int = 1
+    """how many run on this host"""
+    spmd_cores: int | None = None
+    """how many cores the one process drives, with parallel="spmd" """
+    rendezvous: Path | None = None
+    """the file in which the processes of this host meet"""
+
+    @property
+    def folder(self):
+        """Where the cores of this host leave their files."""
+        return self.run.path / "cores" / (socket.gethostname() if self.env.host == "tpu-vm" else "")
+
+
+def run_core(job, index):
+    """Call the job's function as one rank, in a process of its own, which is number `index` on this host.
+
+    Leaves how that ended as JSON: dict(outcome="done", rank), with the `result` of rank 0 and of the first core of a host;
+    dict(outcome="stopped") after a signal; or dict(outcome="failed", core, rank, step, host, time, description).
+    """
+    own, runtime = CoreFiles.of(job.folder, index), None
+    try:
+        # All stay open until the process ends: faulthandler writes to its files at any moment.
+        log, stacks = open(own.log, "w", buffering=1), open(own.stacks, "w")
+        hang, steps = open(own.hang, "w"), open(own.step, "wb")
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = log  # a notebook's own would continue to write to the notebook
+        faulthandler.enable(file=stacks)
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        signal.signal(signal.SIGTERM, _exit_on_signal)
+        run = copy.copy(job.run)  # which knows where Drive was mounted
+        run.echo = False  # the notebook's process shows log.txt
+        world = join(job, index)
+        runtime = open_core(job, run, world, forked=True)
+        # It does not end this process: the notebook's process does, once it has the stacks of all.
+        runtime.start_watchdog(job.hang_timeout_s, hang, ends=False, steps=steps)
+        result = job.function(job.task, run if world.rank == 0 else run.read_only(), runtime=runtime)
+        end = dict(outcome="done", rank=world.rank)
+        if world.rank == 0 or index == 0:  # each host returns one
+            end["result"] = result
+        end = json.dumps(end)
+        leave_group()
+    except BaseException as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the end is written
+        stopped = isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) == 128 + signal.SIGTERM
+        end = json.dumps(dict(outcome="stopped") if stopped else _describe(error, index, runtime))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    files.write_atomic(own.end, end)
+
+
+def _exit_on_signal(number, frame):
+    raise SystemExit(128 + number)
+
+
+def _describe(error, index, runtime):
+    """The `end` of a core that failed."""
+    description = str(error)
+    if not isinstance(error, TpukitError):
+        description = "\n".join([traceback.format_exc(), fix_for(str(error)) or ""]).strip()
+    return dict(
+        outcome="failed",
+        core=index,
+        rank=runtime.world.rank if runtime else index,
+        step=runtime.step if runtime else None,
+        host=socket.gethostname(),
+        time=time.time(),
+        description=description,
+    )
+
+
+def open_core(job, run, world, *, forked):
+    """Open this core's device as one rank of `world`, and let rank 0 print which cores started."""
+    import torch
+
+    # OpenMP's threads do not survive a fork, and it waits for them forever: where the launching process may have computed with
+    # torch, as in a notebook, each core's host part takes one thread. Beside an accelerator that is enough.
+    one_thread = forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
+    torch.set_num_threads(1 if one_thread else max(1, (os.cpu_count() or 1) // world.size))
+    runtime = open_runtime(job.env, job.task.precision, world=world, spmd_cores=job.spmd_cores)
+    if job.asked_cores and runtime.cores != job.asked_cores:
+        raise TpukitError(f"asked for {job.asked_cores} cores, found {runtime.cores}: the log of each is in {job.folder}")
+    check_batch(job.task.batch_size, runtime.cores)
+    samples = job.task.batch_size // runtime.cores
+    memory = runtime.memory()
+    about = f"on {socket.gethostname()}, {samples} sample{'s' if samples > 1 else ''} a step"
+    about += f", {memory[0][1] / GIB:.2f} GiB" if memory else ""
+    of_all_ranks = world.gather([f"{device} {about}" for device in runtime.device_names()])  # [] but on rank 0
+    lines = [line for of_a_rank in of_all_ranks for line in of_a_rank]
+    for number, line in enumerate(lines):
+        run.print(f"core {number}: {line}")
+    if lines:
+        run.print(f"all {len(lines)} cores started")
+    return runtime
+
+
+# The process group
+
+
+def join(job, index):
+    """The `World` of one of this host's processes. Within one host they meet in a file and talk over the loopback device
+    alone."""
+    import torch.distributed as dist
+
+    if job.env.accelerator == "tpu":
+        tpu_chips.clear_variables(job.processes)
+    else:
+        os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(job.processes))
+    if job.spmd_cores:
+        return World()
+    rank, size = tpu_chips.open_chip(index, job.processes) if job.env.accelerator == "tpu" else (index, job.processes)
+    if size > job.processes:  # the hosts of a TPU slice find each other by PJRT
+        import torch_xla.distributed.xla_backend  # noqa: F401  registers xla://
+
+        return join_group(job, index, init_method="xla://")
+    if sys.platform == "linux":
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    store = dist.FileStore(str(job.rendezvous), size)
+    store.set_timeout(_group_timeout(job))
+    return join_group(job, index, rank=rank, world_size=size, store=store)
+
+
+def join_group(job, local_rank, **how):
+    """The `World` of this process, once it has met the others. how: arguments of torch.distributed.init_process_group."""
+    import torch
+    import torch.distributed as dist
+
+    backend = "gloo"
+    if job.env.accelerator == "cuda":
+        check_cuda()
+        torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=_group_timeout(job), **how)
+    return World(dist.get_rank(), dist.get_world_size())
+
+
+def _group_timeout(job):
+    return datetime.timedelta(seconds=max(600, 4 * job.hang_timeout_s))
+
+
+def leave_group():
+    """Leave the other ranks after all is done; after a failure they may be gone, and waiting for them would hang."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
