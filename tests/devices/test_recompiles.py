@@ -8,12 +8,12 @@ from tpukit.devices import recompiles
 def test_what_changed_between_two_calls_is_said_by_name_with_old_and_new():
     step = ("batch", "epoch", "sums")
     image = torch.zeros(16, 3, 8, 8)
-    before = recompiles.described(step, (dict(image=image, mask=image.byte()), 5, torch.zeros(5)))
+    before = recompiles.signature(step, (dict(image=image, mask=image.byte()), 5, torch.zeros(5)))
     assert before["image"] == ((16, 3, 8, 8), "float32") and before["epoch"] == 5 and before["sums"] == ((5,), "float32")
-    same = recompiles.described(step, (dict(image=image + 1, mask=image.byte()), 5, torch.ones(5)))
-    assert recompiles.changes(before, same) == []
-    after = recompiles.described(step, (dict(image=image[:7], index=image.long()), 6, torch.zeros(5).double()))
-    assert recompiles.changes(before, after) == [
+    same = recompiles.signature(step, (dict(image=image + 1, mask=image.byte()), 5, torch.ones(5)))
+    assert recompiles.differences(before, same) == []
+    after = recompiles.signature(step, (dict(image=image[:7], index=image.long()), 6, torch.zeros(5).double()))
+    assert recompiles.differences(before, after) == [
         "index is new: (16, 3, 8, 8) int64",
         "mask is gone",
         "image went from (16, 3, 8, 8) to (7, 3, 8, 8): the last batch is ragged",
@@ -21,8 +21,8 @@ def test_what_changed_between_two_calls_is_said_by_name_with_old_and_new():
         "sums went from (5,) float32 to (5,) float64",
     ]
     rates = dict(rates=(0.9, 0.99))  # a tuple of numbers is no tensor
-    assert recompiles.changes(rates, dict(rates=(0.9, 0.5))) == ["rates went from (0.9, 0.99) to (0.9, 0.5)"]
-    grown = recompiles.changes(recompiles.described(step, (image[:7],)), recompiles.described(step, (image,)))
+    assert recompiles.differences(rates, dict(rates=(0.9, 0.5))) == ["rates went from (0.9, 0.99) to (0.9, 0.5)"]
+    grown = recompiles.differences(recompiles.signature(step, (image[:7],)), recompiles.signature(step, (image,)))
     assert grown == ["batch went from (7, 3, 8, 8) to (16, 3, 8, 8)"]
 
 

@@ -1,21 +1,17 @@
-"""What a run's report says of the accelerator, and a look at a few steps."""
+"""What a run's report says of the accelerator."""
 
 import dataclasses
-import json
 import re
 
 import numpy as np
 import pytest
-import torch
 
-from tests.conftest import exact
 from tests.reporting.hostile import strange_run
-from tpukit import TpukitError, cli, train
+from tpukit import cli, train
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.reporting import figures, findings
 from tpukit.runs.run import Run
-from tpukit.tools.trace import _Lines, look
 from tpukit.workloads.mnist import MNIST
 
 
@@ -141,60 +137,6 @@ def test_memory_stands_in_the_report_device_by_device():
     assert len(figures.report_figure(records).axes) == 2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stepping(MNIST):
-    """Its optimizer counts its steps on the host."""
-
-    def optimizer(self, model):
-        return torch.optim.Adagrad(model.parameters(), lr=0.01)
-
-
-@pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_what_an_optimizer_counts_on_the_host_is_no_wait_for_the_device(device, digits, tmp_path, request, monkeypatch):
-    request.getfixturevalue(device)
-    monkeypatch.setenv("PJRT_DEVICE", "CPU") if device == "xla" else monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    task = Stepping(dataset_dir=digits, epochs=1, batch_size=16)
-    assert look(task, Run.open(tmp_path, task), steps=1).rows == []
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Peeking(MNIST):
-    """Reads the loss back in the middle of the step."""
-
-    def loss(self, model, batch, epoch):
-        loss = super().loss(model, batch, epoch)
-        return loss * 2 if loss.item() > 100 else loss  # this line
-
-
-LINE = next(n for n, text in enumerate(open(__file__), 1) if text.endswith("# this line\n"))
-
-
-def test_a_look_at_a_cpu_run_traces_its_steps_names_what_waits_and_leaves_the_run_as_it_was(trained, monkeypatch):
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    task, run = trained
-    before = {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
-    seen = look(dataclasses.replace(Peeking(**vars(task))), run, steps=2)
-    assert seen.rows == [("aten::_local_scalar_dense", 1, f"{__file__}:{LINE}")] and seen.trouble is None
-    events = json.loads(next((run.path / "trace").glob("*.pt.trace.json")).read_text())["traceEvents"]
-    assert sum(e.get("name") == "ProfilerStep#0" or "aten::conv2d" == e.get("name") for e in events) >= 2
-    assert {p: p.read_bytes() for p in before} == before and exact(run)
-    with pytest.raises(TpukitError, match="only XLA devices"):
-        look(task, run, hlo=True)
-    with pytest.raises(TpukitError, match="trace one step or more"):
-        look(task, run, steps=0)
-
-
-def test_a_look_at_an_xla_run_keeps_a_profile_and_the_steps_hlo_with_its_lines(trained, xla, monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    task, run = trained
-    seen = look(task, run, steps=2, hlo=True)
-    assert seen.rows == [] and "none waited for the device" in " ".join(seen.findings())
-    assert next((run.path / "trace").rglob("*.xplane.pb")).stat().st_size > 1000
-    text = (run.path / "step.hlo").read_text()
-    assert text.startswith("HloModule") and re.search(r'source_file="[^"]*mnist\.py" source_line=\d+', text)
-    assert "convolution(" in text and text.count("ROOT") > 1
-
-
 def test_a_record_holds_the_transfers_of_its_own_interval(digits, tmp_path, xla):
     run = Run.open(tmp_path, MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=2))
     before = xla.counters()
@@ -220,19 +162,3 @@ def test_an_evaluation_that_compiles_again_names_the_epoch_that_made_it(digits, 
     train(task, run, runtime=xla, progress=False)
     predicted = [(r["step"], r["why"]) for r in run.records("compile") if r["what"] == "predict"]
     assert predicted == [(5, []), (10, ["epoch went from 0 to 1"])]
-
-
-def test_a_look_at_a_step_that_is_not_one_program_names_the_line_instead_of_a_trace(trained, xla, monkeypatch):
-    monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    task, run = trained
-    seen = look(Peeking(**vars(task)), run, steps=2)
-    assert ".item()" in seen.trouble and ("aten::_local_scalar_dense", 1, f"{__file__}:{LINE}") in map(tuple, seen.rows)
-    assert "No trace, because the step fails" in seen.findings()[0]
-
-
-def test_an_operation_without_an_xla_form_is_named_with_its_line(xla):
-    lines, values = _Lines(xla), xla.put({"x": torch.arange(6.0)})["x"]
-    with lines:
-        torch.histc(values, bins=3)
-    ((operation, line),) = lines.found
-    assert operation.startswith("aten::histc") and re.fullmatch(rf"{re.escape(__file__)}:\d+", line)
