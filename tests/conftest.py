@@ -79,6 +79,25 @@ def colab(tmp_path):
     return environment.detect({"COLAB_RELEASE_TAG": "release-colab"}, tmp_path)
 
 
+@pytest.fixture
+def versions(monkeypatch):
+    """Set what seems to be installed: versions(torch="2.9.0", ...)."""
+    from tpukit.host import environment
+
+    def pretend(**installed):
+        wanted = {name.replace("_cpu", "-cpu"): version for name, version in installed.items()}
+        real = environment.version_of
+        monkeypatch.setattr(environment, "version_of", lambda p: wanted.get(p) if p in environment.PACKAGES else real(p))
+
+    return pretend
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that nvidia-smi lists these GPUs."""
+    return lambda *names: monkeypatch.setattr("tpukit.host.environment.nvidia_gpus", lambda environ: list(names))
+
+
 def _folder(variable, default):
     folder = Path(os.environ.get(variable, ROOT.parent / "shared" / default))
     if not folder.is_dir():

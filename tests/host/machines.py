@@ -1,0 +1,36 @@
+"""Machines that tests pretend to run on: their variables, chips, and GPUs."""
+
+import os
+
+KAGGLE_TPU = {
+    "KAGGLE_KERNEL_RUN_TYPE": "Interactive", "KAGGLE_URL_BASE": "https://www.kaggle.com", "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ISTPUVM": "1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,4,1", "TPU_PROCESS_ADDRESSES": "local",
+}  # fmt: skip
+COLAB_TPU = {
+    "COLAB_RELEASE_TAG": "release-colab_1", "COLAB_TPU_1VM": "1", "TPU_ACCELERATOR_TYPE": "v5e-1",
+    "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
+}  # fmt: skip
+
+
+def add_chips(root, count):
+    for index in range(count):
+        device = root / f"sys/bus/pci/devices/0000:00:{index:02x}.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text("0x1ae0\n")
+        (device / "device").write_text("0x0063\n")
+    other = root / "sys/bus/pci/devices/0000:01:00.0"
+    other.mkdir(parents=True)
+    (other / "vendor").write_text("0x1ae0\n")
+    (other / "device").write_text("0x0042\n")  # Google's network card, not a chip
+
+
+def nvidia_smi(folder, listed, capabilities=(), cuda="12.8"):
+    """Variables of a process for which nvidia-smi lists these GPUs, with these rows of (name, capability), by a driver of this
+    CUDA."""
+    said = {"-L": "\n".join(listed), "--query-gpu=name,compute_cap": "\n".join(f"{n}, {c}" for n, c in capabilities)}
+    said[""] = f"| NVIDIA-SMI 570.86  Driver Version: 570.86  CUDA Version: {cuda}  |"
+    cases = "".join(f"'{first}') echo '{text}';;\n" for first, text in said.items())
+    program = folder / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\n')
+    program.chmod(0o755)
+    return {**os.environ, "PATH": str(folder)}

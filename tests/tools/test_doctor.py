@@ -1,0 +1,358 @@
+"""What doctor finds wrong on a machine, and how to fix it."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.host.machines import COLAB_TPU, KAGGLE_TPU, add_chips, nvidia_smi
+from tpukit.host import environment
+from tpukit.tools import doctor
+
+
+def find(checks, what, level):
+    found = [c for c in checks if c.what == what and c.level == level]
+    assert found, f"no {level} about {what} in\n{doctor.table(checks)}"
+    return found[0]
+
+
+@pytest.fixture(autouse=True)
+def imports_work(monkeypatch, request):
+    if "real_imports" not in request.keywords:
+        monkeypatch.setattr(doctor, "import_problem", lambda package, environ: None)
+        cuda = dict(built="12.8", usable=True, arch_list=["sm_75", "sm_80"], reason="")
+        monkeypatch.setattr(doctor, "cuda_of_torch", lambda environ: cuda)
+
+
+def examine(environ, root):
+    return doctor.examine(environ=environ, root=root)
+
+
+def test_a_healthy_colab_tpu_blocks_nothing(tmp_path, versions):
+    add_chips(tmp_path, 1)
+    (tmp_path / "content/drive/MyDrive").mkdir(parents=True)
+    versions(torch="2.9.0+cpu", torch_xla="2.9.0", libtpu="0.0.21")
+    checks = examine(COLAB_TPU, tmp_path)
+    assert not doctor.blocked(checks)
+    find(checks, "accelerator", doctor.OK), find(checks, "drive", doctor.OK)
+    assert "means 4 chips, 1 here" in find(checks, "variable", doctor.NOTE).found
+
+
+@pytest.mark.parametrize("name", sorted(environment.OLD_VARIABLES))
+def test_doctor_and_migrate_say_the_same_of_what_an_old_guide_left_set(name, tmp_path, versions, gpu):
+    from tpukit.tools.migrate.rules import OLD_VARIABLES
+
+    versions(torch="2.9.0")
+    gpu()
+    check = find(examine({name: "1"}, tmp_path), "variable", doctor.WARNING if "BF16" in name else doctor.NOTE)
+    assert check.found.startswith(f"{name}=1: ") and check.fix.removeprefix("unset it. ") in OLD_VARIABLES[name]
+
+
+@pytest.mark.parametrize("files, level", [(["vfio/0", "vfio/1"], doctor.OK), (["accel0"], doctor.OK), ([], doctor.BLOCKS)])
+def test_where_the_pci_bus_is_hidden_the_accelerator_is_judged_by_device_files(files, level, tmp_path, versions, gpu):
+    versions(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21")
+    gpu()
+    for name in files:
+        (tmp_path / "dev" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "dev" / name).touch()
+    find(examine({"PJRT_DEVICE": "TPU"}, tmp_path), "accelerator", level)
+
+
+# The images by their own lists of August 2026: variables, chips, versions, the libtpu that torch_xla names, what is not there.
+COLAB_HAS_NO, KAGGLE_HAS_NO = {"tyro", "libcst", "pyeit"}, {"tyro", "libcst", "pyeit", "scikit-image"}
+COLAB_GPU, KAGGLE_GPU = {"COLAB_RELEASE_TAG": "x", "COLAB_TPU_1VM": ""}, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
+IMAGES = {
+    "colab tpu": (
+        COLAB_TPU,
+        1,
+        "3.13.15",
+        dict(torch="2.9.0+cpu", torch_xla="2.9.0", libtpu="0.0.21.1"),
+        "0.0.21",
+        COLAB_HAS_NO,
+    ),
+    "kaggle tpu": (
+        KAGGLE_TPU,
+        8,
+        "3.12.13",
+        dict(torch="2.8.0+cpu", torch_xla="2.8.0", libtpu="0.0.17"),
+        "0.0.17",
+        KAGGLE_HAS_NO,
+    ),
+    "colab gpu": (COLAB_GPU, 0, "3.13.15", dict(torch="2.11.0+cu128"), None, COLAB_HAS_NO),
+    "kaggle gpu": (KAGGLE_GPU, 0, "3.12.13", dict(torch="2.10.0+cu128"), None, {"tyro", "pyeit"}),
+}
+
+
+@pytest.fixture
+def image(tmp_path, monkeypatch, gpu):
+    """Make this process look like one of an image, and return the checks: image(name), image(name, libtpu=None)."""
+
+    def pretend(name, **other):
+        environ, chips, python, installed, wanted, missing = IMAGES[name]
+        packages = dict.fromkeys(set(doctor.NEEDED) - missing, "1.0") | installed | other
+        monkeypatch.setattr(environment, "version_of", packages.get)
+        monkeypatch.setattr(importlib.metadata, "requires", lambda name: [f"libtpu=={wanted}; extra == 'tpu'"])
+        monkeypatch.setattr(platform, "python_version", lambda: python)
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), dict(free=50 * 2**30)))
+        gpu(*(["Tesla T4"] if not chips else []))
+        if chips:
+            add_chips(tmp_path, chips)
+        for folder in ("content", "kaggle/working", "dev/shm", "proc"):
+            (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / "proc/meminfo").write_text("MemAvailable:   40000000 kB\n")
+        return examine(environ, tmp_path)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        (
+            "colab tpu",
+            ["packages note", "torch_xla ok", "variable note", "variable note", "drive note"],
+        ),  # 2,2,1 chips; no PJRT_DEVICE
+        (
+            "kaggle tpu",
+            ["packages warning", "torch_xla ok", "variable note", "variable note"],
+        ),  # TPU_PROCESS_ADDRESSES; no PJRT_DEVICE
+        ("colab gpu", ["packages note", "drive note"]),
+        ("kaggle gpu", ["packages note"]),
+    ],
+)
+def test_doctor_says_of_an_untouched_image_exactly_what_is_so(name, more, image):
+    checks = image(name)
+    common = ["python ok", "torch ok", "accelerator ok", "disk ok", "shared memory ok", "memory ok"]
+    assert sorted(f"{c.what} {c.level}" for c in checks) == sorted(common + more), f"{doctor.table(checks)}"
+    packages = next(c for c in checks if c.what == "packages")
+    assert all(package in packages.found and package in packages.fix for package in IMAGES[name][5])
+
+
+@pytest.mark.parametrize("name", ["colab tpu", "kaggle tpu"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        dict(torch=None),
+        dict(torch="2.5.1"),
+        dict(torch="2.12.0"),
+        dict(torch_xla=None),
+        dict(libtpu=None),
+        dict(libtpu="0.0.30"),
+    ],
+)
+def test_doctor_never_tells_to_install_over_an_image(name, broken, image):
+    checks = image(name, **broken)
+    worse = [c for c in checks if c.level in (doctor.BLOCKS, doctor.WARNING) and c.what != "packages"]
+    assert worse and all("fresh session" in c.fix for c in worse)
+    assert not [c.fix for c in checks if re.search(r"pip install.*\b(torch|torch_xla|libtpu)\b", c.fix)]
+
+
+def test_doctor_needs_no_torch_xla_to_be_installed_where_a_version_of_it_is_given(tmp_path, versions, monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    versions(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21")
+    find(examine({}, tmp_path), "torch_xla", doctor.OK)
+
+
+@pytest.mark.real_imports
+@pytest.mark.parametrize("given, level", [({}, doctor.OK), ({"TPU_SKIP_MDS_QUERY": "1"}, doctor.BLOCKS)])
+def test_torch_xla_is_imported_under_the_variables_that_a_training_would_have(given, level, tmp_path, versions):
+    add_chips(tmp_path, 4)
+    versions(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21")
+    # What torch_xla does when it is imported beside a chip: ask the metadata server, or else read this variable.
+    code = (
+        "import os, re\nif os.environ.get('TPU_SKIP_MDS_QUERY'):\n    re.match('v', os.environ.get('TPU_ACCELERATOR_TYPE'))\n"
+    )
+    for name, text in (("torch", ""), ("torch_xla", code)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "PJRT_"))}
+    check = find(examine({**kept, "PYTHONPATH": str(tmp_path), **given}, tmp_path), "torch_xla", level)
+    assert level == doctor.OK or "TPU_ACCELERATOR_TYPE" in check.fix
+
+
+@pytest.mark.parametrize(
+    "version, level", [("2.5.1", doctor.BLOCKS), ("2.6.0", doctor.WARNING), ("2.8.0", doctor.OK), ("2.11.0+cu128", doctor.OK)]
+)
+def test_a_torch_whose_checkpoints_can_run_code_blocks(version, level, tmp_path, versions, gpu):
+    versions(torch=version)
+    gpu()
+    check = find(examine({}, tmp_path), "torch", level)
+    assert ("CVE-2025-32434" in check.found) is (level == doctor.BLOCKS)
+
+
+def test_versions_that_do_not_match_block(tmp_path, versions):
+    versions(torch="2.11.0", torch_xla="2.9.0")
+    check = find(examine({}, tmp_path), "torch_xla", doctor.BLOCKS)
+    assert (
+        "2.9.0 does not match torch 2.11.0" in check.found and "torch~=2.9.0" in check.fix
+    )  # a torch_xla 2.11 is not to be had
+
+
+def test_tensorflow_beside_torch_xla_is_a_warning_and_tensorflow_cpu_is_not(tmp_path, versions):
+    versions(torch="2.9.0", torch_xla="2.9.0", tensorflow="2.19.0")
+    assert "tensorflow-cpu" in find(examine({}, tmp_path), "tensorflow", doctor.WARNING).fix
+    versions(torch="2.9.0", torch_xla="2.9.0", tensorflow="2.19.0", tensorflow_cpu="2.19.0")
+    assert not [c for c in examine({}, tmp_path) if c.what == "tensorflow"]
+
+
+def test_a_chip_held_by_another_process_names_it(tmp_path, versions):
+    add_chips(tmp_path, 1)
+    versions(torch="2.9.0", torch_xla="2.9.0")
+    process = tmp_path / "proc/4242"
+    (process / "fd").mkdir(parents=True)
+    (process / "cmdline").write_bytes(b"python\0train_old.py\0--name=caf\xe9\0--token=s3cret\0")  # no UTF-8
+    os.symlink("/dev/vfio/0", process / "fd/7")
+    check = find(examine(COLAB_TPU, tmp_path), "chip", doctor.BLOCKS)
+    assert "process 4242 (python train_old.py) holds /dev/vfio/0" in check.found and "kill 4242" in check.fix
+    assert "s3cret" not in check.found
+
+
+def test_a_lock_left_behind_is_named_only_where_a_chip_is(tmp_path, versions):
+    versions(torch="2.9.0", torch_xla="2.9.0")
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp/libtpu_lockfile").touch()
+    assert not [c for c in examine({}, tmp_path) if c.what == "chip"]
+    add_chips(tmp_path, 1)
+    assert "rm " in find(examine(COLAB_TPU, tmp_path), "chip", doctor.WARNING).fix
+
+
+def test_variables_of_kaggle_and_of_old_guides_are_explained(tmp_path, versions):
+    add_chips(tmp_path, 8)
+    versions(torch="2.8.0", torch_xla="2.8.0")
+    checks = examine({**KAGGLE_TPU, "XLA_USE_BF16": "1", "COLAB_TPU_ADDR": "10.0.0.2"}, tmp_path)
+    notes = " ".join(c.found + c.fix for c in checks if c.what == "variable")
+    for text in (
+        "TPU_PROCESS_ADDRESSES=local",
+        "os.environ.pop('TPU_PROCESS_ADDRESSES')",
+        "COLAB_TPU_ADDR",
+        "TPU Node runtime",
+    ):
+        assert text in notes
+    assert "autocast" in find(checks, "variable", doctor.WARNING).fix
+
+
+@pytest.mark.parametrize(
+    "environ, chips, installed, found",
+    [
+        ({"PJRT_DEVICE": "TPU"}, 0, dict(torch="2.9.0", torch_xla="2.9.0"), "no TPU chip is on the PCI bus or in /dev"),
+        ({"PJRT_DEVICE": "CUDA"}, 0, dict(torch="2.9.0", torch_xla="2.9.0"), "PJRT_DEVICE=CUDA"),
+        ({"TPU_NAME": "n"}, 4, dict(torch="2.9.0"), "4 TPU chips are here, but torch_xla is not installed"),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, 0, dict(torch="2.9.0"), "batch run got no accelerator"),
+    ],
+)
+def test_an_accelerator_that_cannot_be_used_blocks(environ, chips, installed, found, tmp_path, versions, gpu):
+    if chips:
+        add_chips(tmp_path, chips)
+    gpu()
+    versions(**installed)
+    checks = examine(environ, tmp_path)
+    assert found in find(checks, "accelerator", doctor.BLOCKS).found and doctor.blocked(checks)
+
+
+T4, P100 = ("Tesla T4", "7.5"), ("Tesla P100-PCIE-16GB", "6.0")
+CU128 = dict(cuda="12.8", arch_list=["sm_75", "sm_80", "sm_120"])
+
+
+@pytest.mark.real_imports
+@pytest.mark.parametrize(
+    "card, driver, torch, said",
+    [
+        (T4, "12.4", dict(CU128, usable=True), []),
+        (T4, "13.0", dict(CU128, usable=True), []),
+        (P100, "12.8", dict(CU128, usable=True), ["6.0", "sm_75"]),
+        (P100, "12.8", dict(cuda="12.6", arch_list=["sm_50", "sm_60"], usable=True), []),
+        (T4, "12.8", dict(cuda=None, arch_list=[]), ["without CUDA", "Tesla T4"]),
+        (T4, "11.4", CU128, ["11.4", "12.8"]),
+        (T4, "12.8", dict(CU128, reason="CUDA unknown error"), ["CUDA unknown error"]),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_told_with_its_cause(card, driver, torch, said, tmp_path, versions):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(
+        f"""
+class version:
+    cuda = {torch["cuda"]!r}
+
+class cuda:
+    is_available = staticmethod(lambda: {torch.get("usable", False)})
+    get_arch_list = staticmethod(lambda: {torch["arch_list"]})
+
+    @staticmethod
+    def init():
+        raise RuntimeError({torch.get("reason", "")!r} or "unlike")
+"""
+    )
+    versions(torch="2.11.0")
+    environ = nvidia_smi(tmp_path, [f"GPU 0: {card[0]} (UUID: GPU-1b7f2c11)"], [card], driver)
+    environ |= {"PYTHONPATH": str(tmp_path), **KAGGLE_GPU}
+    checks = examine({name: value for name, value in environ.items() if name != "PJRT_DEVICE"}, tmp_path)
+    if not said:
+        assert not [c for c in checks if c.what == "gpu"], doctor.table(checks)
+        return
+    check = find(checks, "gpu", doctor.BLOCKS)
+    assert all(text in check.found for text in said) and ("T4 x2" in check.fix) is (card == P100)
+
+
+def test_a_gpu_without_a_driver_is_warned_of(tmp_path, versions):
+    versions(torch="2.9.0+cu128")
+    card = tmp_path / "sys/bus/pci/devices/0000:00:04.0"
+    card.mkdir(parents=True)
+    for name, text in dict(vendor="0x10de", device="0x1eb8", **{"class": "0x030200"}).items():
+        (card / name).write_text(f"{text}\n")
+    find(examine({"PATH": str(tmp_path)}, tmp_path), "gpu", doctor.WARNING)
+    (card / "class").write_text("0x040300\n")  # its sound
+    assert not [c for c in examine({"PATH": str(tmp_path)}, tmp_path) if c.what == "gpu"]
+
+
+def test_missing_torch_missing_libtpu_full_disk_and_little_memory_are_told(tmp_path, versions, monkeypatch):
+    add_chips(tmp_path, 1)
+    versions(torch_xla="2.9.0")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 13000000 kB\nMemAvailable:    900000 kB\n")
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    usage = type("Usage", (), dict(free=100 * 2**20))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    checks = examine(COLAB_TPU, tmp_path)
+    for what in ("torch", "libtpu", "disk"):
+        find(checks, what, doctor.BLOCKS)
+    for what in ("shared memory", "memory"):
+        find(checks, what, doctor.WARNING)
+    assert "mount_drive" in find(checks, "drive", doctor.NOTE).fix
+
+
+@pytest.mark.real_imports
+def test_a_torch_that_cannot_be_imported_is_told_with_its_mend(tmp_path, versions, monkeypatch):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise ImportError('_XLAC.so: undefined symbol: _ZN5torch')")
+    versions(torch="2.9.0")
+    check = find(examine({**os.environ, "PYTHONPATH": str(tmp_path)}, tmp_path), "torch", doctor.BLOCKS)
+    assert "undefined symbol" in check.found and "do not match" in check.fix
+
+
+@pytest.mark.real_imports
+def test_doctor_answers_and_ends_with_1_where_torch_is_broken(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    command = [sys.executable, "-m", "tpukit", "doctor"]
+    broken = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    plain = subprocess.run(command, env=broken, capture_output=True, text=True)
+    assert plain.returncode == 1 and "libcudart" in plain.stdout and "Traceback" not in plain.stderr
+    machine = subprocess.run([*command, "--json"], env=broken, capture_output=True, text=True)
+    told = json.loads(machine.stdout)
+    assert machine.returncode == 1 and told["blocked"] and told["host"] in ("local", "colab", "kaggle", "tpu-vm")
+
+
+def test_doctor_answers_where_the_parser_of_the_command_line_is_missing(monkeypatch, capsys):
+    from tpukit import cli
+
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert cli.main(["doctor"]) in (0, 1)
+    assert "Checks" in capsys.readouterr().out

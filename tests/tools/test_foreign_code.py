@@ -1,0 +1,70 @@
+"""A folder with somebody else's code: what tpukit starts there runs none of it."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+MINE = "from tpukit import MNIST\n\nclass Mine(MNIST):\n    name = 'mine'\n"
+COMMAND_LINE = "import sys; from tpukit.cli import main; sys.exit(main())"  # as the installed command does
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """The current folder, where files with the names of packages leave a mark when they are imported; and a workload."""
+    folder = tmp_path / "hostile"
+    for name in ("torch", "numpy", "json", "pip", "tqdm", "tpukit/__init__"):
+        path = folder / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"open({str(folder / 'ran')!r}, 'a').write('{name} ')\nraise SystemExit('a stranger was run')\n")
+    (folder / "mine.py").write_text(MINE)
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}")  # an empty place is the current folder
+    return folder
+
+
+@pytest.fixture
+def mine(hostile, digits, monkeypatch):
+    """A task of a class that lies beside that code."""
+    spec = importlib.util.spec_from_file_location("mine", hostile / "mine.py")
+    monkeypatch.setitem(sys.modules, "mine", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(sys.modules["mine"])
+    return sys.modules["mine"].Mine(dataset_dir=digits, batch_size=8)
+
+
+def test_every_python_that_tpukit_starts_leaves_the_current_folder_out_of_its_path():
+    starts = [
+        (path.name, line.strip())
+        for path in (ROOT / "tpukit").rglob("*.py")
+        for line in path.read_text().splitlines()
+        if "[sys.executable" in line
+    ]
+    assert len(starts) >= 5 and not [start for start in starts if '[sys.executable, "-P"' not in start[1]]
+
+
+def test_doctor_runs_nothing_of_the_current_folder(hostile):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-c", COMMAND_LINE, "doctor", "--json"]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert json.loads(ran.stdout)["checks"] and not (hostile / "ran").exists()
+
+
+def test_compare_measures_a_workload_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile):
+    from tpukit.tools.compare import measuring
+
+    found = measuring._in_a_process(mine, steps=5, cores=1, parallel="processes")
+    assert "why" not in found and not (hostile / "ran").exists()
+
+
+def test_plan_writes_down_a_workload_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile, xla, tmp_path):
+    from tpukit.tools import plan
+
+    (tmp_path / "programs").mkdir()
+    assert plan._write_down(mine, "train", 8, plan.CHIPS["v5e-1"], tmp_path / "programs")
+    assert not (hostile / "ran").exists()
