@@ -428,7 +428,7 @@ def fix_for(message):
     return (trouble := known_error(message)) and trouble.fix
 
 
-def about(message):
+def explain(message):
     """What to do about a text that a user saw, or None."""
     return (trouble := known(message)) and trouble.fix
 
