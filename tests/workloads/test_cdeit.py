@@ -12,7 +12,7 @@ from skimage import metrics
 
 from tests.conftest import best_weights, checkpoint, exact, same
 from tpukit import CDEIT, Run, TpukitError, train
-from tpukit.tools import doctor
+from tpukit.tools.try_model import try_model
 from tpukit.training.evaluation import test as score_run  # under its own name pytest would run it
 from tpukit.workloads.cdeit import diffusion, simulator
 from tpukit.workloads.cdeit.data import FALLBACK, voltage_map
@@ -469,7 +469,7 @@ def test_scores_equal_their_definitions_inside_the_disk():
 
 def test_doctor_says_how_far_half_precision_moves_the_model(cpu):
     env = __import__("tpukit").environment.detect({}, "/nowhere")
-    checks = doctor.try_model(CDEIT(**SMALL), env)
+    checks = try_model(CDEIT(**SMALL), env)
     assert [c.what for c in checks] == ["cdeit in fp32", "cdeit in bf16"] and {c.level for c in checks} == {"ok"}
     moved = float(checks[1].found.split("moves by ")[1].split("%")[0])
     assert 0.01 < moved < 5

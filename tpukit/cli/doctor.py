@@ -18,6 +18,7 @@ def doctor(json: bool = False, model: str | None = None, weights: Path | None = 
     from tpukit import workloads
     from tpukit.host import environment
     from tpukit.tools import doctor as tool
+    from tpukit.tools.try_model import try_model
 
     if error is not None:
         return _explain(error)
@@ -25,7 +26,7 @@ def doctor(json: bool = False, model: str | None = None, weights: Path | None = 
     env = environment.detect()
     checks = tool.examine(env)
     if workload and not tool.blocked(checks):
-        checks += tool.try_model(workload(weights=weights), env)
+        checks += try_model(workload(weights=weights), env)
     if json:
         rows = [dataclasses.asdict(check) for check in checks]
         found = {**dataclasses.asdict(env), "checks": rows, "blocked": tool.blocked(checks)}
