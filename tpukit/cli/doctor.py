@@ -37,9 +37,10 @@ def doctor(json: bool = False, model: str | None = None, weights: Path | None = 
 
 
 def _explain(message):
-    from tpukit.host.known_errors import explain
+    from tpukit.host.known_errors import find
 
-    fix = explain(message)
-    unknown = "This message is not known here. `tpukit doctor` checks the machine; docs/TROUBLESHOOTING.md lists what is known."
-    print(fix or unknown)
-    return 0 if fix else 1
+    if known := find(message):
+        print(known.fix)
+        return 0
+    print("This message is not known here. `tpukit doctor` checks the machine; docs/TROUBLESHOOTING.md lists the known errors.")
+    return 1

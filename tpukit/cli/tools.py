@@ -40,8 +40,8 @@ def migrate(
     fix: bool = False,
     format: Literal["text", "json", "github", "sarif"] = "text",
 ):
-    """What in PyTorch code will not work, or will be slow, on a TPU: by line, each with its fix. Runs nothing of it. Exit code 1
-    where something that will not work is left.
+    """What in PyTorch code will not work, or will be slow, on a TPU: by line, each with its fix. Runs nothing of it. Exit
+    code 1 where something that will not work is left.
 
     Args:
         files: scripts, notebooks, or folders of them.
