@@ -87,10 +87,11 @@ def merge(
     measurements = [tool.Measurement.read(path) for path in files]
     picture = picture or _picture_path(files, environment.detect().outputs / "comparison")
     tool.check_writable(picture)
+    price_rows = price_table.read(prices)  # before minutes of planning
     comparison = tool.compare(
         measurements,
         plans=tool.plan_recipe(measurements, plan, batch_size=batch_size, say=to_stderr),
-        prices=price_table.read(prices),
+        prices=price_rows,
         epochs=epochs,
         images=images,
         batch_size=batch_size,
