@@ -108,13 +108,13 @@ def report(
     run = Run.find(run)
     figures.show_report(run)
     if trace or hlo:
-        from tpukit.tools.trace import look
+        from tpukit.tools import trace as tool
 
         task = with_dataset(_task_of(run, dataset_dir), environment.detect())
-        seen = look(task, run, steps=trace or 1, hlo=hlo, cores=on.cores, parallel=on.parallel)
-        print(f"\n{Sentences(seen.findings())}")
-        if seen.rows:
-            print(f"\n{seen.table()}")
+        traced = tool.look(task, run, steps=trace or 1, hlo=hlo, cores=on.cores, parallel=on.parallel)
+        print(f"\n{Sentences(traced.findings())}")
+        if traced.rows:
+            print(f"\n{traced.table()}")
 
 
 def _task_of(run, dataset_dir):
