@@ -11,7 +11,7 @@ from scipy import io, stats
 from skimage import metrics
 
 from tests.conftest import best_weights, checkpoint, exact, same
-from tpukit import CDEIT, Run, TpukitError, train
+from tpukit import CDEIT, Run, TpukitError, detect, train
 from tpukit.tools.try_model import try_model
 from tpukit.training.evaluation import test as score_run  # under its own name pytest would run it
 from tpukit.workloads.cdeit import diffusion, simulator
@@ -468,7 +468,7 @@ def test_scores_equal_their_definitions_inside_the_disk():
 
 
 def test_doctor_says_how_far_half_precision_moves_the_model(cpu):
-    env = __import__("tpukit").environment.detect({}, "/nowhere")
+    env = detect({}, "/nowhere")
     checks = try_model(CDEIT(**SMALL), env)
     assert [c.what for c in checks] == ["cdeit in fp32", "cdeit in bf16"] and {c.level for c in checks} == {"ok"}
     moved = float(checks[1].found.split("moves by ")[1].split("%")[0])
