@@ -12,7 +12,8 @@ import pytest
 
 from tests.host.machines import COLAB_TPU, KAGGLE_TPU, add_chips, nvidia_smi
 from tpukit.host import environment
-from tpukit.tools import doctor
+from tpukit.host.known_errors import fix_for
+from tpukit.tools import doctor, import_probe
 
 
 def find(checks, what, level):
@@ -24,9 +25,8 @@ def find(checks, what, level):
 @pytest.fixture(autouse=True)
 def imports_work(monkeypatch, request):
     if "real_imports" not in request.keywords:
-        monkeypatch.setattr(doctor, "import_problem", lambda package, environ: None)
         cuda = dict(built="12.8", usable=True, arch_list=["sm_75", "sm_80"], reason="")
-        monkeypatch.setattr(doctor, "cuda_of_torch", lambda environ: cuda)
+        monkeypatch.setattr(doctor, "import_packages", lambda packages, environ: (dict.fromkeys(packages), cuda))
 
 
 def examine(environ, root):
@@ -161,6 +161,23 @@ def test_doctor_needs_no_torch_xla_to_be_installed_where_a_version_of_it_is_give
     find(examine({}, tmp_path), "torch_xla", doctor.OK)
 
 
+# A torch without CUDA
+TORCH = """
+class version:
+    cuda = None
+
+class cuda:
+    is_available = staticmethod(lambda: False)
+    get_arch_list = staticmethod(lambda: [])
+"""
+
+
+def fake_packages(folder, **sources):
+    for name, source in sources.items():
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(source)
+
+
 @pytest.mark.real_imports
 @pytest.mark.parametrize("given, level", [({}, doctor.OK), ({"TPU_SKIP_MDS_QUERY": "1"}, doctor.BLOCKS)])
 def test_torch_xla_is_imported_under_the_variables_that_a_training_would_have(given, level, tmp_path, versions):
@@ -170,9 +187,7 @@ def test_torch_xla_is_imported_under_the_variables_that_a_training_would_have(gi
     code = (
         "import os, re\nif os.environ.get('TPU_SKIP_MDS_QUERY'):\n    re.match('v', os.environ.get('TPU_ACCELERATOR_TYPE'))\n"
     )
-    for name, text in (("torch", ""), ("torch_xla", code)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(text)
+    fake_packages(tmp_path, torch=TORCH, torch_xla=code)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "PJRT_"))}
     check = find(examine({**kept, "PYTHONPATH": str(tmp_path), **given}, tmp_path), "torch_xla", level)
     assert level == doctor.OK or "TPU_ACCELERATOR_TYPE" in check.fix
@@ -275,9 +290,7 @@ CU128 = dict(cuda="12.8", arch_list=["sm_75", "sm_80", "sm_120"])
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_told_with_its_cause(card, driver, torch, said, tmp_path, versions):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text(
-        f"""
+    source = f"""
 class version:
     cuda = {torch["cuda"]!r}
 
@@ -289,7 +302,7 @@ class cuda:
     def init():
         raise RuntimeError({torch.get("reason", "")!r} or "unlike")
 """
-    )
+    fake_packages(tmp_path, torch=source)
     versions(torch="2.11.0")
     environ = nvidia_smi(tmp_path, [f"GPU 0: {card[0]} (UUID: GPU-1b7f2c11)"], [card], driver)
     environ |= {"PYTHONPATH": str(tmp_path), **KAGGLE_GPU}
@@ -329,18 +342,42 @@ def test_missing_torch_missing_libtpu_full_disk_and_little_memory_are_told(tmp_p
 
 
 @pytest.mark.real_imports
-def test_a_torch_that_cannot_be_imported_is_told_with_its_mend(tmp_path, versions, monkeypatch):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text("raise ImportError('_XLAC.so: undefined symbol: _ZN5torch')")
+def test_a_torch_that_cannot_be_imported_blocks_with_its_error_and_fix(tmp_path, versions):
+    fake_packages(tmp_path, torch="raise ImportError('_XLAC.so: undefined symbol: _ZN5torch')")
     versions(torch="2.9.0")
     check = find(examine({**os.environ, "PYTHONPATH": str(tmp_path)}, tmp_path), "torch", doctor.BLOCKS)
-    assert "undefined symbol" in check.found and "do not match" in check.fix
+    assert "undefined symbol" in check.found
+    assert check.fix == fix_for("_XLAC.so: undefined symbol: _ZN5torch")
+
+
+@pytest.mark.real_imports
+@pytest.mark.parametrize(
+    "source, found",
+    [("import os; os._exit(7)", "code 7"), ("import time; time.sleep(99)", "3 s"), ("raise SystemExit(5)", "SystemExit")],
+)
+def test_an_import_that_ends_python_or_hangs_is_the_fault_of_its_package_alone(source, found, tmp_path, versions, monkeypatch):
+    monkeypatch.setattr(import_probe, "IMPORT_TIMEOUT_S", 3)
+    fake_packages(tmp_path, torch=f"print('{{ no JSON')\n{TORCH}", torch_xla=source)
+    versions(torch="2.9.0", torch_xla="2.9.0")
+    checks = examine({**os.environ, "PYTHONPATH": str(tmp_path)}, tmp_path)
+    find(checks, "torch", doctor.OK)
+    assert found in find(checks, "torch_xla", doctor.BLOCKS).found
+
+
+@pytest.mark.real_imports
+def test_torch_and_torch_xla_are_imported_by_one_process(tmp_path, versions):
+    note = f"import os\nopen({str(tmp_path / 'pids')!r}, 'a').write(str(os.getpid()) + ' ')\n"
+    fake_packages(tmp_path, torch=note + TORCH, torch_xla=note)
+    versions(torch="2.9.0", torch_xla="2.9.0")
+    checks = examine({**os.environ, "PYTHONPATH": str(tmp_path)}, tmp_path)
+    find(checks, "torch", doctor.OK), find(checks, "torch_xla", doctor.OK)
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2 and len(set(pids)) == 1
 
 
 @pytest.mark.real_imports
 def test_doctor_answers_and_ends_with_1_where_torch_is_broken(tmp_path):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    fake_packages(tmp_path, torch="raise ImportError('libcudart.so.12: cannot open shared object file')")
     command = [sys.executable, "-m", "tpukit", "doctor"]
     broken = {**os.environ, "PYTHONPATH": str(tmp_path)}
     plain = subprocess.run(command, env=broken, capture_output=True, text=True)

@@ -63,9 +63,8 @@ def test_compare_measures_a_workload_of_the_users_own_and_runs_nothing_else_besi
 
 
 def test_plan_writes_down_a_workload_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile, xla, tmp_path):
-    from tpukit.devices.chips import MACHINES
     from tpukit.tools import plan
 
     (tmp_path / "programs").mkdir()
-    assert plan._trace(mine, "train", 8, MACHINES["v5e-1"], tmp_path / "programs")
+    assert plan._write_down(mine, "train", 8, plan.CHIPS["v5e-1"], tmp_path / "programs")
     assert not (hostile / "ran").exists()

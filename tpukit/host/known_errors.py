@@ -1,7 +1,8 @@
-"""What goes wrong on accelerators, why, and what to do: the one source of `doctor`, of the fixes of error messages, and of
+"""Known errors of accelerators, their causes and fixes: used by `tpukit doctor`, by error messages and for
 docs/TROUBLESHOOTING.md.
 
-The errors are those that users of torch_xla, Colab and Kaggle report most; their texts are torch_xla's, libtpu's and PyTorch's.
+These are the errors that users of torch_xla, Colab and Kaggle report most often; the error texts are those of torch_xla, libtpu
+and PyTorch.
 """
 
 import dataclasses
@@ -9,448 +10,438 @@ import re
 import sys
 
 
-@dataclasses.dataclass(frozen=True)
-class Trouble:
-    """One thing that goes wrong. code: its name. said: what is to be seen, an error's text or, without a pattern, a symptom.
-    why and fix: for a reader; `fix` alone for an error message. pattern: how a message is recognised. asked: how somebody's
-    own words are."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KnownError:
+    """A known problem. cause and fix are for a reader; error messages show the fix alone."""
 
     code: str
-    said: str
-    why: str
+    title: str
+    """What the user sees: the text of an error, or a symptom."""
+    cause: str
     fix: str
     pattern: str | None = None
-    asked: str | None = None
+    """Matches error messages; None for what is not an error of its own."""
+    phrases: str | None = None
+    """Matches how users describe it, in lower case."""
 
 
-# The first whose pattern fits a message counts.
-TROUBLES = (
-    Trouble(
-        "runtime-open",
-        "RuntimeError: Runtime is already initialized. Do not use the XLA device before calling xmp.spawn.",
-        "Something in this kernel has opened the TPU already: a training on one core, `torch_xla.device()`, "
-        "`xr.world_size()`, `xm.master_print()`, a metrics report. Processes made from it cannot open it again.",
-        "This kernel already used the TPU once. Restart the session and touch no device before the launch.",
-        r"Runtime is already initialized",
+# The first entry whose pattern matches a message counts.
+KNOWN_ERRORS = (
+    KnownError(
+        code="runtime-open",
+        title="RuntimeError: Runtime is already initialized. Do not use the XLA device before calling xmp.spawn.",
+        cause="Something in this kernel has already opened the TPU: training on one core, `torch_xla.device()`, "
+        "`xr.world_size()`, `xm.master_print()` or a metrics report. Processes forked from it cannot open it again.",
+        fix="This kernel has already used the TPU. Restart the session and use no device before the launch.",
+        pattern=r"Runtime is already initialized",
     ),
     # huggingface/accelerate #3524, #940
-    Trouble(
-        "cuda-fork",
-        "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
-        "'spawn' start method",
-        "Something in this kernel, or in torchrun's agent, asked CUDA for its devices before the launch, and processes that "
-        "are forked from it cannot use CUDA any more. `torch.cuda.is_available()` is enough, though "
-        "`torch.cuda.is_initialized()` stays False.",
-        "This kernel touched CUDA before the launch. Restart the session and launch first: no tensor on a GPU, no "
-        "training on one GPU and no torch.cuda.is_available() before it.",
-        r"forked subprocess",
+    KnownError(
+        code="cuda-fork",
+        title="RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use "
+        "the 'spawn' start method",
+        cause="Something in this kernel, or in torchrun's agent, queried CUDA before the launch, so forked processes cannot "
+        "use it. `torch.cuda.is_available()` is enough, although `torch.cuda.is_initialized()` stays False.",
+        fix="This kernel used CUDA before the launch. Restart the session and launch first: before it no tensor on a GPU, no "
+        "training on one GPU and no torch.cuda.is_available().",
+        pattern=r"forked subprocess",
     ),
-    Trouble(
-        "autograd-before-xla",
-        "device_ready_queues_ INTERNAL ASSERT FAILED",
-        "Autograd sets up its threads with the first gradient, one for each kind of device that is open then.",
-        "A gradient was computed on the CPU before the XLA device was opened, which autograd does not allow. Restart the "
-        "session and train on the XLA device first.",
-        r"device_ready_queues_",
+    KnownError(
+        code="autograd-before-xla",
+        title="device_ready_queues_ INTERNAL ASSERT FAILED",
+        cause="Autograd starts its threads with the first gradient: one for each type of device that is open at that time.",
+        fix="A gradient was computed before the XLA device was opened. Restart the session and train on the XLA device first.",
+        pattern=r"device_ready_queues_",
     ),
-    Trouble(
-        "nprocs",
-        "ValueError: Unsupported nprocs (8). Please use nprocs=1 or None (default).",
-        "Old guides start eight processes by `xmp.spawn(fn, nprocs=8)`. PJRT knows itself how many there are.",
-        "Today's torch_xla starts all cores by itself: leave nprocs out.",
-        r"Unsupported nprocs",
+    KnownError(
+        code="nprocs",
+        title="ValueError: Unsupported nprocs (8). Please use nprocs=1 or None (default).",
+        cause="Old guides start eight processes with `xmp.spawn(fn, nprocs=8)`. PJRT determines the number itself.",
+        fix="Current torch_xla starts all cores by itself: leave nprocs out.",
+        pattern=r"Unsupported nprocs",
     ),
-    Trouble(
-        "spawn-from-notebook",
-        "AttributeError: Can't get attribute 'train' on <module '__main__' (built-in)>",
-        "A process that is started by spawn imports the program anew, and a notebook is no file to import.",
-        "Processes started by spawn cannot find functions of a notebook cell: start them by fork. tpukit.launch does.",
-        r"Can't get attribute .* on <module '__main__'",
+    KnownError(
+        code="spawn-from-notebook",
+        title="AttributeError: Can't get attribute 'train' on <module '__main__' (built-in)>",
+        cause="A spawned process imports the main module again, and a notebook cannot be imported.",
+        fix="Spawned processes cannot find functions of a notebook cell: use fork, as tpukit.launch does.",
+        pattern=r"Can't get attribute .* on <module '__main__'",
     ),
-    Trouble(
-        "worker-addresses",
-        "Expected 4 worker addresses, got 1",
-        "TPU_PROCESS_ADDRESSES=local, which Kaggle sets, is meant for one process; several read it and disagree.",
-        "Kaggle sets TPU_PROCESS_ADDRESSES for one process: os.environ.pop('TPU_PROCESS_ADDRESSES') first. tpukit.launch does.",
-        r"Expected \d+ worker addresses",
+    KnownError(
+        code="worker-addresses",
+        title="Expected 4 worker addresses, got 1",
+        cause="TPU_PROCESS_ADDRESSES=local, which Kaggle sets, is valid for a single process only.",
+        fix="Call os.environ.pop('TPU_PROCESS_ADDRESSES') before starting several processes; tpukit.launch does.",
+        pattern=r"Expected \d+ worker addresses",
     ),
-    Trouble(
-        "process-count",
-        "Expected 8 processes but got 1",
-        "The variables of this host speak of more chips than the processes that were started: TPU_CHIPS_PER_HOST_BOUNDS on "
-        "Colab's one chip, or eight cores of which one was asked for.",
-        "Start all cores or one: tpukit.launch(..., cores=1) for one chip, or leave cores out for all; in a fresh session.",
-        r"Expected \d+ processes,? but got",
+    KnownError(
+        code="process-count",
+        title="Expected 8 processes but got 1",
+        cause="The environment declares more chips than processes were started: TPU_CHIPS_PER_HOST_BOUNDS on Colab's single "
+        "chip, for example, or eight cores of which one was requested.",
+        fix="Start all cores or one: tpukit.launch(..., cores=1) for one chip, or omit cores for all; in a fresh session.",
+        pattern=r"Expected \d+ processes,? but got",
     ),
     # pytorch/xla #8591
-    Trouble(
-        "no-chip-on-bus",
-        "ValueError: max_workers must be greater than 0, from torch_xla.launch or xmp.spawn",
-        "torch_xla starts a process for each chip that it knows on the PCI bus, and found none: there is no TPU, the bus "
-        "is hidden (a container), or this torch_xla is older than the chip (2.4 does not know v6e).",
-        "torch_xla finds no TPU chip on the PCI bus: see `tpukit doctor`. Choose a TPU session, or use torch_xla 2.8 or "
-        "newer for a v6e; where a container hides the bus, run it privileged, or use one core (cores=1).",
-        r"max_workers must be greater than 0",
+    KnownError(
+        code="no-chip-on-bus",
+        title="ValueError: max_workers must be greater than 0, from torch_xla.launch or xmp.spawn",
+        cause="torch_xla starts one process for each chip that it recognizes on the PCI bus, and it found none: there is no "
+        "TPU, the bus is hidden (in a container), or this torch_xla is older than the chip (2.4 does not know v6e).",
+        fix="torch_xla finds no TPU chip on the PCI bus: run `tpukit doctor`. Choose a TPU session, or use torch_xla 2.8 or "
+        "newer for a v6e. If a container hides the bus, run it privileged, or use one core (cores=1).",
+        pattern=r"max_workers must be greater than 0",
     ),
-    Trouble(
-        "metadata",
-        "Failed to get TPU metadata",
-        "libtpu asks Google Cloud's metadata server what this host is, and there is none here.",
-        "This host has no metadata server: set TPU_SKIP_MDS_QUERY=1 and TPU_ACCELERATOR_TYPE (v5litepod-8, for instance) "
+    KnownError(
+        code="metadata",
+        title="Failed to get TPU metadata",
+        cause="libtpu asks Google Cloud's metadata server about this host, and there is no such server here.",
+        fix="This host has no metadata server: set TPU_SKIP_MDS_QUERY=1 and TPU_ACCELERATOR_TYPE (for example v5litepod-8) "
         "before Python starts. On Colab and Kaggle start a fresh session instead.",
-        r"Failed to get TPU metadata|metadata\.google\.internal.*tpu-env",
+        pattern=r"Failed to get TPU metadata|metadata\.google\.internal.*tpu-env",
     ),
-    Trouble(
-        "chip-busy",
-        "open(/dev/vfio/0): Device or resource busy: Couldn't open iommu group /dev/vfio/0",
-        "One process at a time holds a chip: often another notebook's kernel, or one that was not shut down.",
-        "Another process holds the chip; `tpukit doctor` names it. End it, or restart the session.",
-        r"/dev/(vfio|accel).*busy|Device or resource busy",
+    KnownError(
+        code="chip-busy",
+        title="open(/dev/vfio/0): Device or resource busy: Couldn't open iommu group /dev/vfio/0",
+        cause="Only one process at a time can use a chip. Often another notebook's kernel still holds it.",
+        fix="Another process holds the chip; `tpukit doctor` names it. End that process, or restart the session.",
+        pattern=r"/dev/(vfio|accel).*busy|Device or resource busy",
     ),
-    Trouble(
-        "lock-file",
-        "The TPU is already in use by process with pid 1234. libtpu_lockfile",
-        "libtpu keeps a lock while a process holds the chip; one that was killed can leave it behind.",
-        "Another process holds the chip, or left its lock: end it, then remove /tmp/libtpu_lockfile.",
-        r"lockfile|TPU is already in use",
+    KnownError(
+        code="lock-file",
+        title="The TPU is already in use by process with pid 1234. libtpu_lockfile",
+        cause="libtpu keeps a lock file while a process holds the chip; a process that was killed can leave it behind.",
+        fix="Another process holds the chip, or left its lock file: end that process, then remove /tmp/libtpu_lockfile.",
+        pattern=r"lockfile|TPU is already in use",
     ),
     # pytorch/xla #8960, #9753
-    Trouble(
-        "no-chip",
-        "RuntimeError: TPU initialization failed: No jellyfish device found.",
-        "libtpu was asked for a TPU and cannot find one: Kaggle can start a TPU session without one, a rented VM can run "
-        "software that is not for its chip, a container may not see the devices.",
-        "There is no TPU that libtpu can open: `tpukit doctor` says what is here. On Colab and Kaggle stop the session "
+    KnownError(
+        code="no-chip",
+        title="RuntimeError: TPU initialization failed: No jellyfish device found.",
+        cause="libtpu cannot find a TPU. Kaggle can start a TPU session without one, a rented VM can have the wrong software "
+        "version for its chip, and a container may not see the devices.",
+        fix="There is no TPU that libtpu can open: `tpukit doctor` shows what is here. On Colab and Kaggle stop the session "
         "and start a TPU session again; on a TPU VM choose the software version of its chip (v2-alpha-tpuv6e for v6e).",
-        r"No jellyfish device found|Failed to get global TPU topology|No TPU devices? (were |was )?found|TPU not found",
-        asked=r"(can.?t|cannot|not) find (a |the |my )?tpu",
+        pattern=r"No jellyfish device found|Failed to get global TPU topology|No TPU devices? (were |was )?found|TPU not found",
+        phrases=r"(can.?t|cannot|not) find (a |the |my )?tpu",
     ),
     # pytorch/xla #8626
-    Trouble(
-        "cpu-instead",
-        "WARNING:root:Defaulting to PJRT_DEVICE=CPU",
-        "torch_xla found no TPU library (libtpu) or no chip, and takes the CPU without an error.",
-        "torch_xla sees no TPU here: `tpukit doctor` says why. Set PJRT_DEVICE=TPU before Python starts to get an error "
+    KnownError(
+        code="cpu-instead",
+        title="WARNING:root:Defaulting to PJRT_DEVICE=CPU",
+        cause="torch_xla found no TPU library (libtpu) or no chip, and falls back to the CPU without an error.",
+        fix="torch_xla sees no TPU here: `tpukit doctor` shows why. Set PJRT_DEVICE=TPU before Python starts to get an error "
         "instead of the CPU; on Colab and Kaggle choose a TPU session, and do not reinstall torch_xla or libtpu.",
-        r"Defaulting to PJRT_DEVICE=CPU",
+        pattern=r"Defaulting to PJRT_DEVICE=CPU",
     ),
-    Trouble(
-        "broken-pool",
-        "concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly",
-        "torch_xla waits for its processes in a pool, which only says that one is gone. tpukit shows the failing rank's own "
-        "traceback.",
-        "One process died and took the others along; the cause is in the first traceback above.",
-        r"BrokenProcessPool",
+    KnownError(
+        code="broken-pool",
+        title="concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly",
+        cause="torch_xla's process pool reports only that a process died. tpukit shows the traceback of the failed rank.",
+        fix="One process died and took the others down; the cause is in the first traceback above.",
+        pattern=r"BrokenProcessPool",
     ),
-    Trouble(
-        "torch-tpu-symbol",
-        "ImportError: torch_tpu/_C.so: undefined symbol: _ZN3c10",
-        "torch_tpu (TorchTPU, the successor of torch_xla) is compiled against one version of torch, 2.11 or newer, and "
-        "another one is installed.",
-        "torch_tpu and torch do not match: install the torch that torch_tpu asks for (pip show torch_tpu), in an "
-        "environment of its own. tpukit does not support torch_tpu yet: it needs torch 2.8 or 2.9 with the torch_xla of "
-        "the same version.",
-        r"undefined symbol.*torch_tpu|torch_tpu.*undefined symbol",
+    KnownError(
+        code="torch-tpu-symbol",
+        title="ImportError: torch_tpu/_C.so: undefined symbol: _ZN3c10",
+        cause="torch_tpu (TorchTPU, the successor of torch_xla) is compiled for one version of torch, 2.11 or newer, and "
+        "another version is installed.",
+        fix="torch_tpu and torch do not match: install the torch that torch_tpu requires (pip show torch_tpu) in a separate "
+        "environment. tpukit does not support torch_tpu yet: it needs torch 2.8 or 2.9 with torch_xla of the same version.",
+        pattern=r"undefined symbol.*torch_tpu|torch_tpu.*undefined symbol",
     ),
-    Trouble(
-        "torch-tpu-launch",
-        "RuntimeError: missing required environment variables for distributed training: TORCH_TPU_SLICEBUILDER_ADDRESSES, "
-        "TORCH_TPU_TOPOLOGY",
-        "Several processes of torch_tpu need variables that torchrun does not set, whatever the message says.",
-        "tpukit does not support torch_tpu yet: its launch starts the cores through torch_xla, which needs no such "
-        "variable. With torch_tpu itself, use its own launcher, or one process.",
-        r"TORCH_TPU_(SLICEBUILDER|TOPOLOGY)",
+    KnownError(
+        code="torch-tpu-launch",
+        title="RuntimeError: missing required environment variables for distributed training: "
+        "TORCH_TPU_SLICEBUILDER_ADDRESSES, TORCH_TPU_TOPOLOGY",
+        cause="torch_tpu needs environment variables that torchrun does not set, although the message recommends torchrun.",
+        fix="tpukit does not support torch_tpu yet: its launch starts the cores through torch_xla, which needs none of these "
+        "variables. With torch_tpu itself, use its own launcher, or one process.",
+        pattern=r"TORCH_TPU_(SLICEBUILDER|TOPOLOGY)",
     ),
-    Trouble(
-        "torch-tpu-device",
-        "ValueError: Cannot set TPU device to index 1, current process is bound to device index 0.",
-        "With torch_tpu every process sees its own chip as tpu:0, so that the usual set_device(local_rank) fails in all "
-        "but the first.",
-        "With torch_tpu leave set_device out: a process has one chip, tpu:0. tpukit does not support torch_tpu yet; it "
-        "trains through torch_xla.",
-        r"Cannot set TPU device to index",
+    KnownError(
+        code="torch-tpu-device",
+        title="ValueError: Cannot set TPU device to index 1, current process is bound to device index 0.",
+        cause="With torch_tpu each process sees its own chip as tpu:0, so the usual set_device(local_rank) fails in all "
+        "processes but the first.",
+        fix="Do not call set_device: each process has one chip, tpu:0. tpukit does not support torch_tpu yet, only torch_xla.",
+        pattern=r"Cannot set TPU device to index",
     ),
-    Trouble(
-        "torch-tpu-internal",
-        "is internal to TorchTPU",
-        "torch_tpu keeps a part of its modules and operators for itself.",
-        "Call what torch_tpu documents: import torch_tpu, then torch.device('tpu'). tpukit does not support torch_tpu "
-        "yet; it trains through torch_xla.",
-        r"is internal to TorchTPU",
+    KnownError(
+        code="torch-tpu-internal",
+        title="is internal to TorchTPU",
+        cause="Some modules and operators of torch_tpu are private.",
+        fix="Use the documented interface of torch_tpu: import torch_tpu, then torch.device('tpu'). tpukit does not support "
+        "torch_tpu yet; it trains through torch_xla.",
+        pattern=r"is internal to TorchTPU",
     ),
-    Trouble(
-        "versions",
-        "ImportError: _XLAC.cpython-312-x86_64-linux-gnu.so: undefined symbol",
-        "torch_xla is compiled against one version of torch. Installing another torch over an image's breaks it, and so does "
-        "another libtpu, which torch_xla reports as `Unexpected PJRT_Client_Create_Args size`.",
-        "torch, torch_xla and libtpu do not match: start a fresh session and install nothing over the image's versions.",
-        r"undefined symbol.*(_XLAC|torch)|_XLAC.*undefined symbol|Unexpected PJRT_\w+ size",
+    KnownError(
+        code="versions",
+        title="ImportError: _XLAC.cpython-312-x86_64-linux-gnu.so: undefined symbol",
+        cause="torch_xla is compiled for one version of torch. Installing another torch over the image's version breaks it. So "
+        "does another libtpu, which torch_xla reports as `Unexpected PJRT_Client_Create_Args size`.",
+        fix="torch, torch_xla and libtpu do not match: start a fresh session and install nothing over the image's versions.",
+        pattern=r"undefined symbol.*(_XLAC|torch)|_XLAC.*undefined symbol|Unexpected PJRT_\w+ size",
     ),
     # pytorch/xla #9614
-    Trouble(
-        "mosaic",
-        "ValueError: Failed to deserialize the Mosaic module: INTERNAL: Unsupported version: expected <= 7 but got 8",
-        "A kernel (Pallas, flash attention) was written down by a newer jax or torch_xla than this libtpu reads.",
-        "jax, torch_xla and libtpu do not match: start a fresh session and install nothing over the image's versions; on "
-        "a machine of your own, reinstall torch_xla with its libtpu and jax together: pip install 'torch_xla[tpu,pallas]'.",
-        r"Failed to deserialize the Mosaic module|Unsupported Mosaic version|Mosaic.*expected <= \d+ but got \d+",
+    KnownError(
+        code="mosaic",
+        title="ValueError: Failed to deserialize the Mosaic module: INTERNAL: Unsupported version: expected <= 7 but got 8",
+        cause="A kernel (Pallas, flash attention) was serialized by a newer jax or torch_xla than this libtpu can read.",
+        fix="jax, torch_xla and libtpu do not match: start a fresh session and install nothing over the image's versions; on "
+        "your own machine, reinstall torch_xla together with its libtpu and jax: pip install 'torch_xla[tpu,pallas]'.",
+        pattern=r"Failed to deserialize the Mosaic module|Unsupported Mosaic version|Mosaic.*expected <= \d+ but got \d+",
     ),
     # pytorch/xla #5240
-    Trouble(
-        "xla-dist",
-        "No module named torch_xla.distributed.xla_dist",
-        "Old guides start a slice of several hosts by `python -m torch_xla.distributed.xla_dist`, which is gone.",
-        "xla_dist is gone: start the same command on every host of the slice (gcloud compute tpus tpu-vm ssh NAME "
-        "--worker=all --command=...); the processes find one another. `tpukit rent` does.",
-        r"xla_dist\b",
+    KnownError(
+        code="xla-dist",
+        title="No module named torch_xla.distributed.xla_dist",
+        cause="Old guides start a slice of several hosts with `python -m torch_xla.distributed.xla_dist`, which was removed.",
+        fix="xla_dist was removed: start the same command on every host of the slice (gcloud compute tpus tpu-vm ssh NAME "
+        "--worker=all --command=...); the processes find one another. `tpukit rent` does this.",
+        pattern=r"xla_dist\b",
     ),
     # pytorch/xla #4987, googlecolab/colabtools #6081
-    Trouble(
-        "old-wheel",
-        "ERROR: torch_xla-2.0-cp310-cp310-linux_x86_64.whl is not a supported wheel on this platform.",
-        "The wheel of an old guide is for another Python (cp310: 3.10). The TPU images of Colab and Kaggle bring a "
-        "torch_xla of their own.",
-        "Leave the installation out: a TPU session of Colab or Kaggle has torch_xla. Where code needs an older image, "
-        "Colab's command palette has *Change runtime version* (26.07 has Python 3.12), for one session at a time.",
-        r"is not a supported wheel on this platform",
+    KnownError(
+        code="old-wheel",
+        title="ERROR: torch_xla-2.0-cp310-cp310-linux_x86_64.whl is not a supported wheel on this platform.",
+        cause="The wheel of an old guide is for another Python version (cp310 is 3.10). The TPU images of Colab and Kaggle "
+        "include torch_xla.",
+        fix="Leave the installation out: a TPU session of Colab or Kaggle has torch_xla. For code that needs an older image, "
+        "use *Change runtime version* in Colab's command palette (26.07 has Python 3.12); it applies to one session.",
+        pattern=r"is not a supported wheel on this platform",
     ),
-    Trouble(
-        "no-torch-xla",
-        "ModuleNotFoundError: No module named 'torch_xla'",
-        "torch_xla is in the TPU images of Colab and Kaggle only; sessions without an accelerator or with a GPU have "
-        "none, and a newer image may have dropped it.",
-        "Choose a TPU session; do not install torch_xla into another one. If a new Colab image lacks it, take an earlier "
-        "one (command palette, *Change runtime version*). On a TPU VM: pip install 'torch_xla[tpu]' with the torch of the "
-        "same version.",
-        r"No module named '?torch_xla(?!\.?\w)",
+    KnownError(
+        code="no-torch-xla",
+        title="ModuleNotFoundError: No module named 'torch_xla'",
+        cause="Only the TPU images of Colab and Kaggle include torch_xla. Sessions with a GPU or without an accelerator do "
+        "not, and a newer image may have dropped it.",
+        fix="Choose a TPU session; do not install torch_xla into another one. If a new Colab image lacks it, choose an earlier "
+        "one (command palette, *Change runtime version*). On a TPU VM: pip install torch~=2.9.0 'torch_xla[tpu]~=2.9.0'.",
+        pattern=r"No module named '?torch_xla(?!\.?\w)",
     ),
-    Trouble(
-        "tensorflow",
-        "TensorFlow and torch_xla in one process: crashes, or no TPU for torch_xla",
-        "TensorFlow, once imported, takes the TPU; some libraries import it only because it is there.",
-        "pip uninstall -y tensorflow && pip install tensorflow-cpu, then restart the session; `tpukit doctor` sees it.",
-        asked=r"tensorflow.*(conflict|crash|tpu|torch)",
+    KnownError(
+        code="tensorflow",
+        title="TensorFlow and torch_xla in one process: crashes, or no TPU for torch_xla",
+        cause="TensorFlow claims the TPU when it is imported, and some libraries import it whenever it is installed.",
+        fix="pip uninstall -y tensorflow && pip install tensorflow-cpu, then restart the session; `tpukit doctor` detects it.",
+        phrases=r"tensorflow.*(conflict|crash|tpu|torch)",
     ),
-    Trouble(
-        "read-in-step",
-        "Unexpected execution happens inside the compiled function",
-        "The step has to be one program. `.item()`, `print(loss)`, `if loss > x`, `bool(tensor)` ask for a value in the "
-        "middle, so it would be cut.",
-        "The step reads a value back from the device in the middle (.item(), print(loss), if loss > x). Sum on the device and "
-        "read after the step. `tpukit report RUN --trace 1` names the line.",
-        r"Unexpected execution happens inside the compiled function",
+    KnownError(
+        code="read-in-step",
+        title="Unexpected execution happens inside the compiled function",
+        cause="The step must be one graph. `.item()`, `print(loss)`, `if loss > x` and `bool(tensor)` need a value in the "
+        "middle of it, which would split the graph.",
+        fix="The step reads a value back from the device in the middle (.item(), print(loss), if loss > x). Accumulate on the "
+        "device and read after the step. `tpukit report RUN --trace 1` shows the line.",
+        pattern=r"Unexpected execution happens inside the compiled function",
     ),
-    Trouble(
-        "recompiles",
-        "maximum number of different graphs exceeded: every step compiles again",
-        "A program is made for given shapes and Python numbers. A ragged last batch, a padded length that varies, a number "
-        "computed by Python in the step make another program, minutes each. tpukit stops instead, and names what changed.",
-        "A batch or a Python number changed its shape or value between steps, so XLA would compile again. Keep every batch "
-        "the same shape; declare loss_variants in the workload.",
-        r"different graphs|maximum number of.*graphs",
-        asked=r"recompil|compil\w* (again|every|each|anew)",
+    KnownError(
+        code="recompiles",
+        title="maximum number of different graphs exceeded: every step compiles again",
+        cause="A graph is compiled for given shapes and Python numbers. A ragged last batch, a varying padded length or a "
+        "number computed by Python requires another graph, for minutes. tpukit stops instead, and names what changed.",
+        fix="A batch changed its shape, or a Python number its value, between steps, so XLA would compile again. Keep all "
+        "batches the same shape; declare loss_variants in the workload.",
+        pattern=r"different graphs|maximum number of.*graphs",
+        phrases=r"recompil|compil\w* (again|every|each|anew)",
     ),
     # pytorch/xla #9524, #7942, #8429
-    Trouble(
-        "vmem",
-        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space vmem. Used 32.42M of "
+    KnownError(
+        code="vmem",
+        title="RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space vmem. Used 32.42M of "
         "16.00M vmem.",
-        "vmem is the small memory in which a core works on one operation at a time, 16 MiB unless it is told otherwise. One "
-        "operation needs more; how large the batch is hardly matters.",
-        "One operation does not fit into a core's vmem; the message names it. Use another formulation of it (int32 "
-        "instead of int64, no sort, cumsum or top-k over a long axis), smaller blocks in a Pallas kernel, or allow it "
-        "more: LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=32768 before Python starts.",
-        r"memory space vmem|vmem capacity|scoped vmem limit",
+        cause="vmem is the small on-chip memory in which a core processes one operation at a time, 16 MiB by default. One "
+        "operation needs more; the batch size hardly matters.",
+        fix="One operation does not fit into a core's vmem; the message names it. Use another formulation of it (int32 "
+        "instead of int64; no sort, cumsum or top-k over a long axis), use smaller blocks in a Pallas kernel, or raise the "
+        "limit: LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=32768 before Python starts.",
+        pattern=r"memory space vmem|vmem capacity|scoped vmem limit",
     ),
-    Trouble(
-        "device-memory",
-        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm",
-        "Weights, optimizer state, activations and the program's own buffers do not fit. `tpukit plan --find-batch` asks the "
-        "compiler which batch does.",
-        "The step does not fit into the device's memory: use a smaller batch_size, a smaller crop, or precision='bf16'.",
-        r"RESOURCE_EXHAUSTED|Ran out of memory in memory space|CUDA out of memory|out of memory",
+    KnownError(
+        code="device-memory",
+        title="RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm",
+        cause="Weights, optimizer state, activations and temporary buffers do not fit. `tpukit plan --find-batch` asks the "
+        "compiler for the largest batch that does.",
+        fix="The step does not fit into the device's memory: use a smaller batch_size, a smaller crop, or precision='bf16'.",
+        pattern=r"RESOURCE_EXHAUSTED|Ran out of memory in memory space|CUDA out of memory|out of memory",
     ),
-    Trouble(
-        "shared-memory",
-        "unable to open shared memory object: No space left on device (/dev/shm)",
-        "DataLoader's worker processes hand batches over in shared memory, which containers keep small. tpukit's batches are "
-        "made by threads.",
-        "Shared memory is full: use num_workers=0.",
-        r"No space left on device.*shm|/dev/shm|unable to open shared memory",
+    KnownError(
+        code="shared-memory",
+        title="unable to open shared memory object: No space left on device (/dev/shm)",
+        cause="Worker processes of a DataLoader pass batches through shared memory, which is small in containers.",
+        fix="Shared memory is full: use num_workers=0 in a DataLoader. tpukit's own workers are threads.",
+        pattern=r"No space left on device.*shm|/dev/shm|unable to open shared memory",
     ),
-    Trouble(
-        "gpu-expected",
-        "Launching training on 8 GPUs. nvidia-smi: not found",
-        "A library counts eight devices and takes them for GPUs, because nothing says that they are TPU cores.",
-        "A GPU was expected on a TPU host: set PJRT_DEVICE=TPU before Python starts. Where there is no TPU either, switch an "
-        "accelerator on.",
-        r"nvidia-smi.*not found|No such file or directory: '?nvidia-smi|Launching training on \d+ GPUs",
+    KnownError(
+        code="gpu-expected",
+        title="Launching training on 8 GPUs. nvidia-smi: not found",
+        cause="A library counts eight devices and assumes GPUs, because nothing declares them as TPU cores.",
+        fix="On a TPU host set PJRT_DEVICE=TPU before Python starts. If there is no TPU either, switch an accelerator on.",
+        pattern=r"nvidia-smi.*not found|No such file or directory: '?nvidia-smi|Launching training on \d+ GPUs",
     ),
     # huggingface/trl #4182, huggingface/transformers #29314
-    Trouble(
-        "checkpointing",
-        "AttributeError: module 'torch' has no attribute 'xla'",
-        "torch.utils.checkpoint, which gradient checkpointing uses, looks for a module torch.xla, which does not exist. "
-        "It was reported after an upgrade of trl from 0.21 to 0.22.",
-        "Switch gradient checkpointing off (gradient_checkpointing=False), or use torch_xla.utils.checkpoint.checkpoint "
-        "instead of torch.utils.checkpoint.",
-        r"module 'torch' has no attribute 'xla'",
+    KnownError(
+        code="checkpointing",
+        title="AttributeError: module 'torch' has no attribute 'xla'",
+        cause="torch.utils.checkpoint, which gradient checkpointing uses, looks for a module torch.xla, which does not exist. "
+        "This was reported after an upgrade of trl from 0.21 to 0.22.",
+        fix="Set gradient_checkpointing=False, or use torch_xla.utils.checkpoint instead of torch.utils.checkpoint.",
+        pattern=r"module 'torch' has no attribute 'xla'",
     ),
-    Trouble(
-        "half-on-xla",
-        "fp16, GradScaler: errors, or losses of nan, on a TPU",
-        "XLA devices train in bfloat16, whose range is that of float32, so that there is nothing to scale.",
-        "Use precision='bf16' (or 'auto'): torch.autocast('xla', dtype=torch.bfloat16), without a loss scaler.",
-        asked=r"fp16|float16|grad ?scaler",
+    KnownError(
+        code="half-on-xla",
+        title="fp16 or GradScaler on a TPU: errors, or a loss of NaN",
+        cause="XLA devices train in bfloat16. Its range is that of float32, so there is nothing to scale.",
+        fix="Use precision='bf16' (or 'auto'): torch.autocast('xla', dtype=torch.bfloat16), without a loss scaler.",
+        phrases=r"fp16|float16|grad ?scaler",
     ),
-    Trouble(
-        "old-call",
-        "AttributeError: module 'torch_xla.core.xla_model' has no attribute 'xrt_world_size'",
-        "The calls of old guides are gone: xrt_world_size, get_ordinal, ParallelLoader's old uses, COLAB_TPU_ADDR.",
-        "This call is gone from torch_xla: `tpukit migrate FILE` lists such calls with what replaced them; --fix rewrites the "
-        "safe ones.",
-        r"(has no attribute|cannot import name) '(xrt_world_size|get_ordinal|is_master_ordinal)'|KeyError: 'COLAB_TPU_ADDR'",
+    KnownError(
+        code="old-call",
+        title="AttributeError: module 'torch_xla.core.xla_model' has no attribute 'xrt_world_size'",
+        cause="The calls of old guides were removed: xrt_world_size, get_ordinal, old uses of ParallelLoader, COLAB_TPU_ADDR.",
+        fix="This call was removed: `tpukit migrate FILE` lists such calls and their replacements; --fix rewrites safe ones.",
+        pattern=r"(has no attribute|cannot import name) '(xrt_world_size|get_ordinal|is_master_ordinal)'"
+        r"|KeyError: 'COLAB_TPU_ADDR'",
     ),
-    Trouble(
-        "metric-port",
-        "Could not set metric server port",
-        "libtpu wants to serve its own metrics, and the port is taken or forbidden.",
-        "Harmless: nothing needs that server. Look further down for what really went wrong.",
+    KnownError(
+        code="metric-port",
+        title="Could not set metric server port",
+        cause="libtpu tries to serve its own metrics, and the port is in use or not permitted.",
+        fix="Harmless: nothing needs that server. The real error is further down.",
     ),
     # AI-Hypercomputer/cloud-accelerator-diagnostics #6, #9
-    Trouble(
-        "tpu-info",
-        "Libtpu metrics unavailable. Is there a framework using the TPU?",
-        "tpu-info asks the process that holds the chip for its metrics. Without a running training nobody answers; on "
-        "Kaggle it shows the chips, but no utilisation.",
-        "No fault of the training. `tpukit watch RUN` shows how fast it is, `tpukit report RUN --trace 5` where a step's "
-        "time goes.",
-        asked=r"tpu-info",
+    KnownError(
+        code="tpu-info",
+        title="Libtpu metrics unavailable. Is there a framework using the TPU?",
+        cause="tpu-info asks the process that holds the chip for its metrics. Without a running training nothing answers; on "
+        "Kaggle it shows the chips, but no utilization.",
+        fix="The training is not affected. `tpukit watch RUN` shows its speed; `tpukit report RUN --trace 5` profiles it.",
+        phrases=r"tpu-info",
     ),
-    Trouble(
-        "save-hangs",
-        "Saving hangs when only the first process saves",
-        "`xm.save` brings the tensors of every process to the host, so every process has to call it.",
-        "Call xm.save on all ranks, or save CPU copies by torch.save on rank 0, as tpukit does.",
-        asked=r"sav\w+.*hang|hang\w*.*\bsav",
+    KnownError(
+        code="save-hangs",
+        title="Saving hangs when only the first process saves",
+        cause="`xm.save` copies the tensors of every process to the host, so every process must call it.",
+        fix="Call xm.save on all ranks, or save CPU copies with torch.save on rank 0, as tpukit does.",
+        phrases=r"sav\w+.*hang|hang\w*.*\bsav",
     ),
-    Trouble(
-        "epoch-hangs",
-        "The training hangs at the end of an epoch",
-        "The ranks have different numbers of batches: one waits in a gradient sum for others that are done.",
-        "Give every rank the same number of steps: drop the ragged tail. tpukit's plan of an epoch is one for all ranks; a "
-        "hang is reported with every core's stack after `hang_timeout_s`.",
-        asked=r"hang\w*.*epoch|epoch.*hang",
+    KnownError(
+        code="epoch-hangs",
+        title="The training hangs at the end of an epoch",
+        cause="The ranks have different numbers of batches: one waits in an all-reduce for ranks that have finished.",
+        fix="Give every rank the same number of steps: drop the ragged last batch. In tpukit all ranks follow one plan; a hang "
+        "is reported with the stack of every core after `hang_timeout_s`.",
+        phrases=r"hang\w*.*epoch|epoch.*hang",
     ),
-    Trouble(
-        "workers-freeze",
-        "DataLoader workers freeze after a fork",
-        "A process that is forked from one with threads inherits their locks, but not the threads.",
-        "num_workers=0 in a DataLoader, or threads. tpukit's `num_workers` are threads.",
-        asked=r"(workers?|dataloader).*(freez|hang|stuck)",
+    KnownError(
+        code="workers-freeze",
+        title="DataLoader workers freeze after a fork",
+        cause="A process that is forked from one with threads inherits their locks, but not the threads.",
+        fix="Use num_workers=0 in a DataLoader, or threads. tpukit's `num_workers` are threads.",
+        phrases=r"(workers?|dataloader).*(freez|hang|stuck)",
     ),
-    Trouble(
-        "same-data",
-        "Every core sees the same data",
-        "MpDeviceLoader and ParallelLoader move batches; they do not share them out.",
-        "Use a DistributedSampler with the rank and world size, or tpukit.launch, where rank r takes its part of every global "
-        "batch.",
-        asked=r"same (data|samples|batch)",
+    KnownError(
+        code="same-data",
+        title="Every core sees the same data",
+        cause="MpDeviceLoader and ParallelLoader move batches to the device; they do not shard them.",
+        fix="Use a DistributedSampler with the rank and world size. In tpukit each rank takes its part of every global batch.",
+        phrases=r"same (data|samples|batch)",
     ),
-    Trouble(
-        "first-step",
-        "The first step takes minutes",
-        "The whole step is traced and compiled into one program. Later steps reuse it.",
-        "Wait for it: tpukit says when it starts and how long it took. Every session pays it once, because torch_xla cannot "
-        "read a kept TPU program back (pytorch/xla #9094).",
-        asked=r"first step.*(minute|long|slow|hang)|(minute|long|slow)\w*.*first step",
+    KnownError(
+        code="first-step",
+        title="The first step takes minutes",
+        cause="The whole step is traced and compiled into one graph, which later steps reuse.",
+        fix="Wait for it: tpukit prints when the compilation starts and how long it took. Every session compiles once, because "
+        "torch_xla cannot reload a TPU graph from a compilation cache (pytorch/xla #9094).",
+        phrases=r"first step.*(minute|long|slow|hang)|(minute|long|slow)\w*.*first step",
     ),
-    Trouble(
-        "slow",
-        "A TPU slower than the GPU before",
-        "Usually the host is waited for: values read in every step, small batches, a program that is compiled again, data "
-        "decoded in one thread.",
-        "`tpukit report RUN` says which. Read the loss once in many steps, use a larger batch, keep shapes fixed, keep the "
-        "pixels on the device.",
-        asked=r"slow\w*.*(gpu|tpu)|tpu.*slow",
+    KnownError(
+        code="slow",
+        title="The TPU is slower than a GPU",
+        cause="Usually it waits for the host: values read in every step, small batches, compilation, data from one thread.",
+        fix="`tpukit report RUN` shows which. Read the loss once in many steps, use larger batches and fixed shapes, and keep "
+        "the pixels on the device.",
+        phrases=r"slow\w*.*(gpu|tpu)|tpu.*slow",
     ),
-    Trouble(
-        "xla-tensors",
-        "Could not run 'aten::empty.memory_format' with arguments from the 'XLA' backend: a checkpoint of a TPU elsewhere",
-        "torch.save keeps tensors with their device, and `xla:0` exists only there.",
-        "Save CPU copies ({name: value.cpu()}). tpukit's checkpoints and best.safetensors hold CPU tensors.",
-        r"with arguments from the 'XLA' backend",
-        r"(checkpoint|weights).*(load|open)",
+    KnownError(
+        code="xla-tensors",
+        title="Could not run 'aten::empty.memory_format' with arguments from the 'XLA' backend: a checkpoint saved on a TPU",
+        cause="torch.save stores tensors with their device, and `xla:0` does not exist elsewhere.",
+        fix="Save CPU copies ({name: value.cpu()}). tpukit's checkpoints and best.safetensors hold CPU tensors.",
+        pattern=r"with arguments from the 'XLA' backend",
+        phrases=r"(checkpoint|weights).*(load|open)",
     ),
     # Kaggle/kaggle-cli #1197
-    Trouble(
-        "kaggle-push",
-        "kaggle kernels push for a TPU silently gets the standard image, without a TPU",
-        "`kaggle kernels pull` writes the image of the old session down, as docker_image in kernel-metadata.json and "
-        "dockerImageVersionId in the notebook. A pinned image wins over the TPU that is asked for.",
-        "Delete docker_image from kernel-metadata.json and dockerImageVersionId from the notebook's metadata, then push "
+    KnownError(
+        code="kaggle-push",
+        title="kaggle kernels push for a TPU silently gets the standard image, without a TPU",
+        cause="`kaggle kernels pull` records the image of the old session, as docker_image in kernel-metadata.json and "
+        "dockerImageVersionId in the notebook. A pinned image overrides the requested TPU.",
+        fix="Delete docker_image from kernel-metadata.json and dockerImageVersionId from the notebook's metadata, then push "
         "with machine_shape TpuV5E8. env.require('tpu') in the first cell stops a run without a TPU.",
-        r"kernels push\b.*(tpu|image)|dockerImageVersionId|docker_image.*kaggle",
+        pattern=r"kernels push\b.*(tpu|image)|dockerImageVersionId|docker_image.*kaggle",
     ),
-    Trouble(
-        "silent-cpu",
-        "A batch run on Kaggle is silently on the CPU",
-        "A saved version can get no accelerator when none is free, and the notebook runs anyway.",
-        "env.require('tpu') stops it in the first minute; `tpukit doctor` ends with exit code 1.",
-        asked=r"silent\w*.*cpu|batch run.*cpu",
+    KnownError(
+        code="silent-cpu",
+        title="A batch run on Kaggle silently uses the CPU",
+        cause="A saved version can get no accelerator when none is free, and the notebook runs anyway.",
+        fix="env.require('tpu') stops such a run in the first minute; `tpukit doctor` ends with exit code 1.",
+        phrases=r"silent\w*.*cpu|batch run.*cpu",
     ),
-    Trouble(
-        "learns-nothing",
-        "Nothing learns: the loss stays where it was on a TPU",
-        "Moving a model to an XLA device makes new parameters. An optimizer that was made before keeps the old ones.",
-        "Make the optimizer after model.to(device). tpukit does; `tpukit migrate` finds it in your code.",
-        asked=r"(nothing|not|n't|never) learn|loss.*(stays|constant|not (fall|change))",
+    KnownError(
+        code="learns-nothing",
+        title="The model does not learn on a TPU: the loss stays constant",
+        cause="Moving a model to an XLA device creates new parameters. An optimizer created before keeps the old ones.",
+        fix="Create the optimizer after model.to(device). tpukit does; `tpukit migrate` finds this in your code.",
+        phrases=r"(nothing|not|n't|never) learn|loss.*(stays|constant|not (fall|change))",
     ),
 )
 
 
-def known_error(message):
-    """The `Trouble` whose pattern an error message fits, or None."""
-    known = (t for t in TROUBLES if t.pattern)
-    return next((t for t in known if re.search(t.pattern, message, re.IGNORECASE | re.DOTALL)), None)
+def match(message):
+    """The `KnownError` whose pattern matches an error message, or None."""
+    with_pattern = (known for known in KNOWN_ERRORS if known.pattern)
+    return next((known for known in with_pattern if re.search(known.pattern, message, re.IGNORECASE | re.DOTALL)), None)
 
 
-def known(message):
-    """The `Trouble` of a text that a user saw, or None: also where it is no error of its own."""
-    words = message.lower()
-    asked = words if len(words) < 100 else ""  # a traceback has many words of others
-    named = (t for t in TROUBLES if t.said.lower() in words or (t.asked and re.search(t.asked, asked)))
-    return known_error(message) or next(named, None)
+def find(text):
+    """The `KnownError` of a text that a user saw or wrote, or None. Also finds symptoms that are no error of their own."""
+    if known := match(text):
+        return known
+    text = text.lower()
+    for known in KNOWN_ERRORS:
+        # A long text, such as a traceback, has many words that are not about the error.
+        described = known.phrases and len(text) < 100 and re.search(known.phrases, text)
+        if known.title.lower() in text or described:
+            return known
+    return None
 
 
 def fix_for(message):
-    """What to do about an error message of an accelerator's runtime, or None."""
-    return (trouble := known_error(message)) and trouble.fix
-
-
-def about(message):
-    """What to do about a text that a user saw, or None."""
-    return (trouble := known(message)) and trouble.fix
+    """How to fix an error of an accelerator's runtime, or None for an unknown message."""
+    known = match(message)
+    return known.fix if known else None
 
 
 HEAD = """# Troubleshooting
 
 [中文](TROUBLESHOOTING.zh-CN.md) · [README](../README.md)
 
-What users of TPUs and GPUs on Colab and Kaggle meet most, by the text that they see. tpukit says the same words when it meets
-an error, and knows them for a message from elsewhere too:
+The problems that users of TPUs and GPUs on Colab and Kaggle meet most often, by the text that they see. tpukit adds the same
+fix to an error of its own, and knows messages from elsewhere as well:
 
-    tpukit doctor                                # looks at this machine
+    tpukit doctor                                # checks this machine
     tpukit doctor --error "Unsupported nprocs (8)"
 
-(This page is written by `python -m tpukit.host.known_errors`, from the same list.)
+(This page is generated by `python -m tpukit.host.known_errors`.)
 """
 
 
 def page():
-    """docs/TROUBLESHOOTING.md."""
-    parts = [f"\n## {t.said}\n\n**Why.** {t.why}\n\n**What to do.** {t.fix}\n" for t in TROUBLES]
-    return HEAD + "".join(parts)
+    """The text of docs/TROUBLESHOOTING.md."""
+    sections = [f"\n## {e.title}\n\n**Cause.** {e.cause}\n\n**Fix.** {e.fix}\n" for e in KNOWN_ERRORS]
+    return HEAD + "".join(sections)
 
 
 if __name__ == "__main__":

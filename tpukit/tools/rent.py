@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from tpukit.devices.chips import CHIPS
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.tools import prices
@@ -57,17 +58,6 @@ ERRORS = {
     ),
 }
 
-# Type -> name in the table of prices, runtime version for PyTorch (Google's page "TPU software versions", November 2026), and
-# how many of what the type counts make a chip: v5litepod-8 has 8 chips, v4-8 has 8 cores on 4.
-TPUS = {
-    "v5litepod": ("TPU v5e", "v2-alpha-tpuv5-lite", 1),
-    "v6e": ("TPU v6e", "v2-alpha-tpuv6e", 1),
-    "v5p": ("TPU v5p", "v2-alpha-tpuv5", 2),
-    "v4": ("TPU v4", "tpu-ubuntu2204-base", 2),
-    "v3": ("TPU v3", "tpu-ubuntu2204-base", 2),
-    "v2": ("TPU v2", "tpu-ubuntu2204-base", 2),
-}
-
 
 class RentError(TpukitError):
     """SkyPilot is missing or refused. code: "not-installed", "invalid-task", one of ERRORS, or "unknown"."""
@@ -89,13 +79,13 @@ def parse_accelerator(name):
     if gpu := re.fullmatch(r"([A-Za-z][A-Za-z0-9-]{0,30}):([1-9][0-9]?)", name):
         return Accelerator(name, gpu[1], int(gpu[2]), None)
     tpu = re.fullmatch(r"([a-z0-9]+)-([1-9][0-9]{0,4})", name)
-    if not tpu or tpu[1] not in TPUS:
-        types = ", ".join(f"{known}-NUMBER" for known in TPUS)
+    chip = tpu and next((chip for chip in CHIPS if chip.cloud_type == tpu[1]), None)
+    if not chip:
+        types = ", ".join(f"{known.cloud_type}-NUMBER" for known in CHIPS)
         raise TpukitError(f"accelerator {name!r}: use a TPU ({types}; a v5e is called v5litepod) or a GPU with its count, T4:1")
-    hardware, image, cores_per_chip = TPUS[tpu[1]]
-    if int(tpu[2]) % cores_per_chip:
+    if int(tpu[2]) % chip.cores_counted:
         raise TpukitError(f"accelerator {name!r}: the number counts cores, two per chip; use an even one")
-    return Accelerator(f"tpu-{name}", hardware, int(tpu[2]) // cores_per_chip, image)
+    return Accelerator(f"tpu-{name}", chip.name, int(tpu[2]) // chip.cores_counted, chip.image)
 
 
 def describe_cost(accelerator, *, spot=False, hours=1.0):

@@ -3,8 +3,8 @@
     python tpu_compiler.py GRAPH TOPOLOGY REPLICAS    # GRAPH: a StableHLO portable artifact
 
 Prints one line of JSON: the memory, arithmetic and cycles that the compiler reports, or {"error": its reason}. Imports nothing
-of tpukit, because jaxlib must not meet torch_xla. (That libtpu compiles without a chip, and how jax asks it to, is from jax's own
-ahead-of-time tests.)
+of tpukit, because jaxlib must not meet torch_xla. (That libtpu compiles without a chip, and how jax asks it to, is from jax's
+own ahead-of-time tests.)
 """
 
 import json

@@ -1,0 +1,152 @@
+"""Known errors: recognized by their own text, by what users posted, and by how users describe them."""
+
+import pytest
+
+from tpukit import cli
+from tpukit.host import known_errors
+from tpukit.host.known_errors import KNOWN_ERRORS
+
+
+def of_code(code):
+    return next(error for error in KNOWN_ERRORS if error.code == code)
+
+
+@pytest.mark.parametrize("error", [e for e in KNOWN_ERRORS if e.pattern], ids=lambda e: e.code)
+def test_the_text_on_the_page_is_recognized_and_doctor_prints_its_fix(error, capsys):
+    assert known_errors.match(error.title) is error and known_errors.fix_for(error.title) == error.fix
+    assert cli.main(["doctor", "--error", f"Traceback\n{error.title}\n at line 3"]) == 0
+    assert capsys.readouterr().out.strip() == error.fix
+
+
+def test_a_symptom_is_found_by_its_text_but_is_no_cause_of_an_error(capsys):
+    message = "E1121 Could not set metric server port: 8431"
+    assert cli.main(["doctor", "--error", message]) == 0
+    assert capsys.readouterr().out.strip() == of_code("metric-port").fix
+    assert known_errors.fix_for(message) is None  # whatever raised it has another cause
+
+
+def test_an_unknown_text_is_no_known_error(capsys):
+    assert known_errors.find("the moon is full") is None
+    assert cli.main(["doctor", "--error", "the moon is full"]) == 1
+    assert "docs/TROUBLESHOOTING.md" in capsys.readouterr().out
+
+
+def test_every_known_error_has_a_code_of_its_own():
+    codes = [error.code for error in KNOWN_ERRORS]
+    assert len(set(codes)) == len(codes) and set(THREADS.values()) | set(DESCRIPTIONS.values()) <= set(codes)
+    assert all(error.pattern or error.phrases or error.code == "metric-port" for error in KNOWN_ERRORS)
+
+
+def test_torch_tpu_is_said_to_be_unsupported():
+    fixes = [error.fix for error in KNOWN_ERRORS if error.code.startswith("torch-tpu")]
+    assert len(fixes) == 4 and all("not support torch_tpu" in fix for fix in fixes)
+
+
+# What users posted -> the code of its entry.
+THREADS = {
+    # huggingface/accelerate #3358
+    "FileNotFoundError: [Errno 2] No such file or directory: 'nvidia-smi'": "gpu-expected",
+    # huggingface/trl #4182
+    "AttributeError: module 'torch' has no attribute 'xla'": "checkpointing",
+    # pytorch/xla #9614
+    "ValueError: Failed to deserialize the Mosaic module: INTERNAL: Unsupported version: expected <= 7 but got 8": "mosaic",
+    # pytorch/xla #8591
+    'File "/usr/lib/python3.10/concurrent/futures/process.py", line 611, in __init__\n'
+    'raise ValueError("max_workers must be greater than 0")\nValueError: max_workers must be greater than 0': "no-chip-on-bus",
+    # pytorch/xla #8960
+    "Everyting installs correct but execution can't find TPU?": "no-chip",
+    # pytorch/xla #8626
+    "WARNING:root:Defaulting to PJRT_DEVICE=CPU": "cpu-instead",
+    # pytorch/xla #9753
+    "RuntimeError: Bad StatusOr access: INTERNAL: Failed to get global TPU topology.": "no-chip",
+    "ModuleNotFoundError: No module named 'torch_xla'": "no-torch-xla",
+    # pytorch/xla #5010, #4974
+    "ERROR: torch_xla-2.0-cp39-cp39-linux_x86_64.whl is not a supported wheel on this platform.": "old-wheel",
+    # ronghanghu/vit_10b_fsdp_example #1
+    "python3: No module named torch_xla.distributed.xla_dist": "xla-dist",
+    # huggingface/accelerate #940
+    "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' "
+    "start method": "cuda-fork",
+    # Kaggle/kaggle-cli #1197
+    "`kaggle kernels push` accepts `enable_tpu`/`machine_shape` for TPU but silently provisions the standard (non-TPU) image": (
+        "kaggle-push"
+    ),
+    # AI-Hypercomputer/cloud-accelerator-diagnostics #9, #6
+    "The `!tpu-info` can only detect TPU chips on Kaggle and can't show utilization": "tpu-info",
+    "Libtpu metrics unavailable. Is there a framework using the TPU? See https://github.com/google/"
+    "cloud-accelerator-diagnostics/tree/main/tpu_info for more information": "tpu-info",
+    "Backend 'tpu' failed to initialize: UNKNOWN: TPU initialization failed: No jellyfish device found.": "no-chip",
+    "RuntimeError: missing required environment variables for distributed training: TORCH_TPU_SLICEBUILDER_ADDRESSES, "
+    "TORCH_TPU_TOPOLOGY; please run the program via torchrun or similar tools": "torch-tpu-launch",
+    "ValueError: Cannot set TPU device to index 1, current process is bound to device index 0. Changing the active TPU device "
+    "within a process is not supported.": "torch-tpu-device",
+    # of torch_tpu, where module and symbol differ from one report to the next
+    "torch_tpu._internal is internal to TorchTPU": "torch-tpu-internal",
+    "ImportError: /usr/local/lib/python3.12/site-packages/torch_tpu/_C.so: undefined symbol: _ZN3c105ErrorC1ENS_14Source": (
+        "torch-tpu-symbol"
+    ),
+    # pytorch/xla #9524, #6611
+    "RuntimeError: Bad StatusOr access: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space "
+    "vmem. Used 32.42M of 16.00M vmem. Exceeded vmem capacity by 16.42M": "vmem",
+    "EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack for %reduce-window.1": "vmem",
+    # Lightning-AI/pytorch-lightning #20244
+    "RuntimeError: Bad StatusOr access: UNKNOWN: TPU initialization failed: Invalid --2a886c8_slice_builder_worker_addresses "
+    "specified. Expected 4 worker addresses, got 1.": "worker-addresses",
+    # Kaggle/docker-python #1499
+    "pjrt_c_api_helpers.cc:258] Unexpected error status Unexpected PJRT_Plugin_Attributes_Args size: expected 32, got 24.": (
+        "versions"
+    ),
+    # pytorch/xla #2538
+    "ImportError: /opt/conda/lib/python3.7/site-packages/_XLAC.cpython-37m-x86_64-linux-gnu.so: undefined symbol: "
+    "_ZN5torch11CppFunctionC1EN3c1014KernelFunctionE": "versions",
+    # pytorch/xla #6568
+    "requests.exceptions.HTTPError: 404 Client Error: Not Found for url: "
+    "http://metadata.google.internal/computeMetadata/v1/instance/attributes/tpu-env": "metadata",
+    # pytorch/xla #8234
+    "BrokenProcessPool: A process in the process pool was terminated abruptly while the future was running or pending.": (
+        "broken-pool"
+    ),
+    # huggingface/accelerate #2893
+    "Launching training on 8 GPUs.": "gpu-expected",
+    "RuntimeError: Runtime is already initialized. Do not use the XLA device before calling xmp.spawn.": "runtime-open",
+    "ValueError: Unsupported nprocs (8). Please use nprocs=1 or None (default).": "nprocs",
+    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 18.10G of 15.75G hbm.": (
+        "device-memory"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", THREADS)
+def test_a_text_that_users_posted_gets_its_entry(text, capsys):
+    assert known_errors.find(text).code == THREADS[text]
+    assert cli.main(["doctor", "--error", text]) == 0 and capsys.readouterr().out.strip() == of_code(THREADS[text]).fix
+
+
+# How users describe a problem in forums and in the issue lists of the platforms -> the code of its entry.
+DESCRIPTIONS = {
+    "Unexpected PJRT_Client_Create_Args size: expected 64, got 56": "versions",
+    "NotImplementedError: Could not run 'aten::empty.memory_format' with arguments from the 'XLA' backend": "xla-tensors",
+    "ImportError: cannot import name 'xrt_world_size'": "old-call",
+    "KeyError: 'COLAB_TPU_ADDR'": "old-call",
+    "TensorFlow conflict": "tensorflow",
+    "save hangs on master only": "save-hangs",
+    "hang at epoch end": "epoch-hangs",
+    "DataLoader workers freeze after fork": "workers-freeze",
+    "every core sees the same data": "same-data",
+    "recompiles every step": "recompiles",
+    "minutes-long first step": "first-step",
+    "slower than a GPU": "slow",
+    "fp16 on XLA": "half-on-xla",
+    "checkpoint will not load off-TPU": "xla-tensors",
+    "batch run silently on CPU": "silent-cpu",
+}
+
+
+@pytest.mark.parametrize("text", DESCRIPTIONS)
+def test_a_users_own_description_gets_its_entry(text):
+    assert known_errors.find(text).code == DESCRIPTIONS[text]
+
+
+@pytest.mark.parametrize("text", ["loss 0.5 at step 3", "File tensorflow/python/x.py line 3", "how do I save the model?"])
+def test_an_unrelated_text_is_not_guessed_at(text):
+    assert known_errors.find(text) is None

@@ -1,0 +1,71 @@
+"""The table of commands. tyro reads their options from the parameters of functions and the fields of dataclasses."""
+
+import functools
+from typing import Annotated, Any, Union
+
+import tyro
+
+from tpukit import __version__, workloads
+from tpukit.cli import compare, runs, tools
+from tpukit.cli.doctor import doctor
+from tpukit.cli.options import LaunchOptions, current_options
+from tpukit.tools.rent import rent
+from tpukit.workloads import WORKLOADS
+
+COMMANDS = {
+    "doctor": doctor,
+    "train": runs.train,
+    "test": runs.test,
+    "show": runs.show,
+    "report": runs.report,
+    "watch": runs.watch,
+    "plan": tools.plan,
+    "compare": compare.measure,
+    "migrate": tools.migrate,
+    "simulate": tools.simulate,
+    "rent": rent,
+}
+# The commands with a subcommand for each workload, and their options beside the workload's settings.
+OPTIONS_WITH_WORKLOAD = {
+    "train": LaunchOptions,
+    "test": LaunchOptions,
+    "plan": tools.PlanOptions,
+    "compare": compare.MeasureOptions,
+}
+MERGE = "merge"  # the subcommand of `tpukit compare FILES`, which may be left out
+
+
+def run(argv):
+    """Parse a command line, run its command and return the exit code. Ends with SystemExit after a help text or wrong usage."""
+    argv = current_options(argv)
+    if argv[0] == "compare" and (len(argv) == 1 or argv[1] not in (*WORKLOADS, MERGE, "-h", "--help")):
+        argv.insert(1, MERGE)
+    return tyro.cli(
+        Union[tuple(_subcommand(name) for name in COMMANDS)],
+        args=argv,
+        prog="tpukit",
+        description=f"tpukit {__version__}: PyTorch training on TPU, GPU and CPU. `tpukit COMMAND --help` lists the options.",
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
+    )
+
+
+def _subcommand(name):
+    if name not in OPTIONS_WITH_WORKLOAD:
+        return Annotated[Any, tyro.conf.subcommand(name, constructor=COMMANDS[name])]
+    nested = []
+    for workload, entry in WORKLOADS.items():
+        factory = functools.partial(_with_workload, name, workload)  # imports the workload, so not before it is asked for
+        nested.append(Annotated[Any, tyro.conf.subcommand(workload, constructor_factory=factory, description=entry.summary)])
+    if name == "compare":
+        nested.append(Annotated[Any, tyro.conf.subcommand(MERGE, constructor=compare.merge)])
+    return Annotated[Any, tyro.conf.subcommand(name, constructor=Union[tuple(nested)], description=COMMANDS[name].__doc__)]
+
+
+def _with_workload(name, workload):
+    """The command as a function whose options are the settings of a workload and the command's own."""
+    settings, own_options = workloads.find(workload), OPTIONS_WITH_WORKLOAD[name]
+
+    def command(task: Annotated[settings, tyro.conf.arg(name="")], options: Annotated[own_options, tyro.conf.arg(name="")]):
+        return COMMANDS[name](task, options)
+
+    return command

@@ -1,0 +1,113 @@
+"""`tpukit compare`: measure a workload here, or merge what was measured here and elsewhere."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+import tyro
+
+from tpukit.cli.options import CoreOptions, to_stderr, with_dataset
+from tpukit.host.errors import TpukitError
+from tpukit.tools.prices import USD_PER_KWH
+from tpukit.workloads import WORKLOADS
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasureOptions(CoreOptions):
+    batch_sizes: tuple[int, ...] = ()
+    """Global batch sizes; unless given they double from --batch-size on, until a step does not fit."""
+    steps: int = 20
+    """Timed steps of each batch size, after the first ones."""
+    max_batch: int | None = None
+    """Where doubling ends; on a CPU after one doubling unless given."""
+    out: Path | None = None
+    """The JSON file; comparison/WORKLOAD-HARDWARE-PLACE.json in the output folder of this machine unless given."""
+
+
+def measure(task, options):
+    """Measure a workload here at several batch sizes (WORKLOAD), or compare such measurements of several machines (FILES)."""
+    from tpukit.host import environment
+    from tpukit.tools import compare as tool
+
+    env = environment.detect()
+    out = options.out or tool.file_for(env.outputs / "comparison", task, env, options.cores)
+    tool.check_writable(out)  # before a dataset is unpacked
+    task = with_dataset(task, env, size=tool.SYNTHETIC_IMAGES.get(task.name))
+    measured = tool.measure_here(task, log=to_stderr, **dataclasses.asdict(options) | dict(out=out))
+    print(f"{measured.table()}\n\nNext, with the files of other machines beside it: tpukit compare {out.parent}/*.json")
+
+
+def merge(
+    files: tyro.conf.Positional[tuple[Path, ...]] = (),
+    epochs: int = 400,
+    images: int | None = None,
+    batch_size: int | None = None,
+    deadline_h: float | None = None,
+    budget_usd: float | None = None,
+    spot: bool = False,
+    prices: Path | None = None,
+    prices_out: Path | None = None,
+    usd_per_kwh: float = USD_PER_KWH,
+    plan: tuple[str, ...] = (),
+    picture: Path | None = None,
+):
+    """Which hardware finishes a training in time, and at what cost: from FILES that `tpukit compare WORKLOAD` wrote. The word
+    merge may be left out.
+
+    Args:
+        files: files of one workload; without any, the published figures alone.
+        epochs: of the whole training.
+        images: of an epoch; those of the measured set unless given, or 800 as published where it was synthetic.
+        batch_size: count with this batch size alone; with each hardware's fastest unless given.
+        deadline_h: hours on the calendar until it has to be done.
+        budget_usd: US dollars that it may cost.
+        spot: count with Google Cloud's prices of spare capacity, which can be taken away at any time.
+        prices: an edited copy of the table of prices.
+        prices_out: write a copy of the table of prices there, to be edited, and do nothing else.
+        usd_per_kwh: price of electricity, for local cards.
+        plan: TPUs that are not here (v5e-1, v5e-8, v6e-1): ask their compiler for bounds. Takes minutes.
+        picture: the PNG file for the plots; beside the first file, or where that folder is read-only in the output folder,
+            unless given.
+    """
+    from tpukit.host import environment
+    from tpukit.reporting import figures
+    from tpukit.tools import compare as tool
+    from tpukit.tools import prices as price_table
+
+    if prices_out:
+        path = price_table.copy(prices_out)
+        print(f"prices: {path}. Edit it, then: tpukit compare FILES --prices {path}")
+        return
+    for path in files:
+        if not path.exists():
+            names = ", ".join(WORKLOADS)
+            raise TpukitError(f"'{path}' is neither a workload ({names}) nor a file of `tpukit compare WORKLOAD`")
+    if picture and picture.suffix.lower() != ".png":
+        raise TpukitError(f"--picture {picture}: the plots are a PNG file, whose name ends in .png")
+    measurements = [tool.Measurement.read(path) for path in files]
+    picture = picture or _picture_path(files, environment.detect().outputs / "comparison")
+    tool.check_writable(picture)
+    price_rows = price_table.read(prices)  # before minutes of planning
+    comparison = tool.compare(
+        measurements,
+        plans=tool.plan_recipe(measurements, plan, batch_size=batch_size, log=to_stderr),
+        prices=price_rows,
+        epochs=epochs,
+        images=images,
+        batch_size=batch_size,
+        deadline_h=deadline_h,
+        budget_usd=budget_usd,
+        spot=spot,
+        usd_per_kwh=usd_per_kwh,
+    )
+    figures.show_comparison(comparison, picture)
+
+
+def _picture_path(files, outputs):
+    from tpukit.tools import compare as tool
+
+    if files:
+        with contextlib.suppress(TpukitError):  # such as Kaggle's inputs, which are read-only
+            tool.check_writable(files[0].parent / "comparison.png")
+            return files[0].parent / "comparison.png"
+    return outputs / "comparison.png"

@@ -1,0 +1,46 @@
+"""`tpukit doctor`. Imports no tyro, so that it runs where that is missing."""
+
+import dataclasses
+import json as json_format
+from pathlib import Path
+
+
+def doctor(json: bool = False, model: str | None = None, weights: Path | None = None, error: str | None = None):
+    """Check this machine: what is here, what is wrong, and how to fix it. Exit code 1 if something blocks training.
+
+    Args:
+        json: print one JSON object, for machines.
+        model: also compute this workload's loss and gradients on the device, in fp32, bf16 and (GPUs) fp16, and how far the
+            model's output moves.
+        weights: weights for that model; fresh ones unless given.
+        error: check nothing; print how to fix this error message.
+    """
+    from tpukit import workloads
+    from tpukit.host import environment
+    from tpukit.tools import doctor as tool
+    from tpukit.tools.try_model import try_model
+
+    if error is not None:
+        return _explain(error)
+    workload = workloads.find(model) if model else None
+    env = environment.detect()
+    checks = tool.examine(env)
+    if workload and not tool.blocked(checks):
+        checks += try_model(workload(weights=weights), env)
+    if json:
+        rows = [dataclasses.asdict(check) for check in checks]
+        found = {**dataclasses.asdict(env), "checks": rows, "blocked": tool.blocked(checks)}
+        print(json_format.dumps(found, indent=1, default=str))
+    else:
+        print(f"{env}\n\n{tool.table(checks)}")
+    return 1 if tool.blocked(checks) else 0
+
+
+def _explain(message):
+    from tpukit.host.known_errors import find
+
+    if known := find(message):
+        print(known.fix)
+        return 0
+    print("This message is not known here. `tpukit doctor` checks the machine; docs/TROUBLESHOOTING.md lists the known errors.")
+    return 1
