@@ -72,18 +72,26 @@ def test_an_unknown_price_is_not_a_number(accelerator):
     assert "$" not in said and f"sky gpus list {accelerator[:-2]}" in said
 
 
-def test_the_cost_is_shown_before_the_question_and_a_no_starts_nothing(calls, monkeypatch, capsys):
-    shown = []
+class Terminal:
+    """Standard input of a terminal with one answer; `shown`: what was printed before it."""
 
-    def answer(question):
-        shown.append(capsys.readouterr().out)
-        return "n"
+    def __init__(self, answer, capsys):
+        self.answer, self.capsys = answer, capsys
 
-    monkeypatch.setattr("builtins.input", answer)
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    with pytest.raises(TpukitError):
-        tool.rent("v5litepod-8", TRAIN, spot=True, source=SOURCE, start=True)
-    assert "$7.84" in shown[0] and calls() == []
+    def isatty(self):
+        return True
+
+    def readline(self):
+        self.shown = self.capsys.readouterr().out
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", ["n\n", "\n", "", "yes\n"])  # "": Ctrl-D
+def test_the_cost_is_shown_before_the_question_and_only_a_yes_starts_it(answer, calls, monkeypatch, capsys):
+    terminal = Terminal(answer, capsys)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    started = cli.main(["rent", "v5litepod-8", "--spot", "--source", SOURCE, "--start", "--", *TRAIN]) == 0
+    assert "$7.84" in terminal.shown and started == (answer == "yes\n") == (len(calls()) == 1)
 
 
 def test_nothing_starts_where_nobody_can_be_asked(calls, capsys):
@@ -177,6 +185,9 @@ def test_an_edited_task_file_is_not_overwritten(calls, tmp_path):
     with pytest.raises(TpukitError, match="tpukit.yaml"):
         tool.rent("v5litepod-8", TRAIN, source=SOURCE)
     assert (tmp_path / "tpukit.yaml").read_text() == "mine"
+    for out in (tmp_path, tmp_path / "tpukit.yaml/below"):
+        with pytest.raises(TpukitError):
+            tool.rent("v5litepod-8", TRAIN, source=SOURCE, out=out)
 
 
 PARSE = """
@@ -208,18 +219,18 @@ def test_skypilots_own_parser_reads_the_tasks(tmp_path):
 
 
 @pytest.mark.parametrize("accepts", [True, False])
-def test_skypilots_parser_is_asked_where_it_is_installed(accepts, calls, tmp_path, monkeypatch, capsys):
-    verdict = "None" if accepts else "exec('raise KeyError(path)')"
-    (tmp_path / "sky.py").write_text(f"class Task:\n    from_yaml = lambda path: {verdict}\n")
+def test_skypilots_parser_is_asked_where_it_is_installed(accepts, calls, tmp_path, monkeypatch):
+    (tmp_path / "sky.py").write_text(f"class Task:\n    from_yaml = {{'{tmp_path}/{accepts}.yaml': None}}.__getitem__\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "sky", raising=False)
+    path = tmp_path / "True.yaml"  # the one that this parser knows
     if accepts:
-        tool.rent("v5litepod-8", TRAIN, source=SOURCE)
-        assert "parser accepts it" in capsys.readouterr().out
+        assert tool.rent("v5litepod-8", TRAIN, source=SOURCE, out=path) == path
     else:
         with pytest.raises(tool.RentError) as error:
-            tool.rent("v5litepod-8", TRAIN, source=SOURCE, start=True, yes=True)
+            tool.rent("v5litepod-8", TRAIN, source=SOURCE, out=path, start=True, yes=True)
         assert error.value.code == "invalid-task" and calls() == []
+    assert "sky" in sys.modules
     monkeypatch.delitem(sys.modules, "sky")
 
 

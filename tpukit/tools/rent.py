@@ -153,8 +153,8 @@ def rent(
     if jobs:
         print("A managed job also has a small controller machine: about $0.25 an hour while jobs run (SkyPilot's figure).")
     if not bucket:
-        print("Without --bucket the run is lost when the machine is deleted: copy it before.")
-    if path.exists() and path.read_text(errors="replace") != task:
+        print("Without --bucket the run is lost when the machine is deleted: copy it first.")
+    if path.exists() and not (path.is_file() and path.read_text(errors="replace") == task):
         raise TpukitError(f"{path} exists and differs: delete it, give another --out, or start it as it is with `sky`")
     files.write_atomic(path, task)
     checked = " (SkyPilot's parser accepts it)" if _parsed_by_skypilot(path) else ""
@@ -255,7 +255,8 @@ def _start(words, question, yes, *, delete):
     if not yes:
         if not sys.stdin or not sys.stdin.isatty():
             raise TpukitError("nobody can be asked here, so nothing was started: confirm with --yes")
-        if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+        print(f"{question} [y/N] ", end="", flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise TpukitError("nothing was started")
     last = collections.deque(maxlen=500)
     find_and_delete = f"A machine that it created costs money until it is deleted: sky status --refresh; {delete}"
