@@ -52,8 +52,9 @@ SHOWING_METHODS = {"debug", "info", "warning", "error", "set_postfix", "set_post
 NOT_ON_CUDA = {"cuda", "cuda-check", "fp16", "data-parallel", "torch-compile"}
 MODELS = re.compile(r"(^|_)(model|net|network|encoder|decoder|generator|discriminator|unet|backbone)\d*$", re.IGNORECASE)
 NO_MODELS = re.compile(r"optim|sched|scaler|sampler|loader", re.IGNORECASE)
+ENV_SETUP = "pytorch-xla-env-setup.py"  # of old guides; it installs both
 # A shell's command that installs packages, and those among them whose versions the image has matched to one another.
-INSTALL = re.compile(r"\b(pip[\d.]*|conda|mamba)\s(.*\s)?install\s+(?P<packages>.*)|\bpython\S*\s.*pytorch-xla-env-setup\.py")
+INSTALL = re.compile(r"\b(pip[\d.]*|conda|mamba)\s(.*\s)?install\s+(?P<packages>.*)|\bpython\S*\s.*" + ENV_SETUP)
 MATCHED = re.compile(r"(py)?torch([\[=<>~!@ ].*)?|(torch[-_]xla|libtpu)\b.*|.*/(torch|torch_xla|libtpu)-.*\.whl", re.IGNORECASE)
 ENVIRONMENT = re.compile(r"%(?:set_)?env\s+(\w+)")
 ALL_RULES = "all rules"
@@ -70,10 +71,14 @@ def check_magic(command):
 
 def installs_torch(line):
     """Whether a line of shell installs torch, torch_xla or libtpu."""
-    line = re.sub(r"(^|\s)#.*", "", line)
-    found = [INSTALL.search(command) for command in re.split(r"[;&|]+\s", line) if "echo " not in command]
-    packages = [match["packages"] for match in found if match]
-    return any(words is None or any(MATCHED.fullmatch(w.strip("'\"")) for w in words.split()) for words in packages)
+    without_comment = re.sub(r"(^|\s)#.*", "", line)
+    for command in re.split(r"[;&|]+\s", without_comment):
+        found = INSTALL.search(command)
+        if found and "echo " not in command:
+            packages = (found["packages"] or "").split()
+            if ENV_SETUP in command or any(MATCHED.fullmatch(package.strip("'\"")) for package in packages):
+                return True
+    return False
 
 
 class Checker(cst.CSTVisitor):
@@ -108,10 +113,13 @@ class Checker(cst.CSTVisitor):
         names = m.findall(self.source.tree, m.Attribute() | m.Name())
         barriers = [call for name, call in calls if name == f"{XM}.optimizer_step" and argument(call, "barrier")]
         self.syncs = bool(barriers) or any(self.source.name(name) in SYNCS for name in names)
-        assigned = self.source.assigned.items()
-        made = {name: [self.source.name(v.func) for v in values if isinstance(v, cst.Call)] for name, values in assigned}
-        self.optimizers = {"optimizer"} | {name for name, makers in made.items() if any(map(OPTIMIZER.match, makers))}
-        self.scalers = {name for name, makers in made.items() if SCALERS.intersection(makers)}
+        self.optimizers, self.scalers = {"optimizer"}, set()
+        for name, values in self.source.assigned.items():
+            makers = [self.source.name(value.func) for value in values if isinstance(value, cst.Call)]
+            if any(map(OPTIMIZER.match, makers)):
+                self.optimizers.add(name)
+            if SCALERS.intersection(makers):
+                self.scalers.add(name)
 
     def report(self, node, rule, found="", *, replace="", change=None, imports="", advice=""):
         """Add a finding. replace: the expression that fixes it, in the node's place; change: a function from the node to what
@@ -119,7 +127,8 @@ class Checker(cst.CSTVisitor):
         checks = self.cuda.checks_around(node)
         if checks is not None and (rule in NOT_ON_CUDA or not checks):
             if rule == "cuda":
-                self.skipped |= {check: self._short(node) for check in checks if check not in self.skipped}
+                for check in checks:
+                    self.skipped.setdefault(check, self._short(node))
             return
         if any(self.covered.get(outer) in (rule, ALL_RULES) for outer in self.source.ancestors(node)):
             return
@@ -253,11 +262,11 @@ class Checker(cst.CSTVisitor):
 
     def check_precision(self, call, name):
         """`torch.autocast("cuda")`, `GradScaler()`"""
-        is_autocast = name == "torch.cuda.amp.autocast"
-        is_autocast |= name in AUTOCASTS and self.source.is_cuda_device(argument(call, "device_type", 0))
+        has_cuda_in_name = name == "torch.cuda.amp.autocast"
+        is_autocast = has_cuda_in_name or (name in AUTOCASTS and self.source.is_cuda_device(argument(call, "device_type", 0)))
         if not is_autocast and name not in SCALERS:
             return
-        enabled = argument(call, "enabled", 0 if name == "torch.cuda.amp.autocast" else None)
+        enabled = argument(call, "enabled", 0 if has_cuda_in_name else None)
         if enabled is not None and self.cuda.checks_in(enabled) is not None:  # off where there is no CUDA
             self.covered[call] = ALL_RULES
         elif is_autocast:

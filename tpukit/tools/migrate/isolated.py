@@ -68,8 +68,9 @@ def serve(check):
     if has_limits:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+        with contextlib.suppress(OSError, ValueError):  # where a stricter limit holds already
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     for line in sys.stdin:
         folder, path, seconds = json.loads(line)
         if has_limits:

@@ -85,7 +85,8 @@ class Steps:
 
     def is_mask(self, node, known=None):
         """Whether an expression gives a tensor of booleans. known: (names of tensors, names of masks)."""
-        tensors, masks = known = self._tensors_at(node) if known is None else known
+        known = known or self._tensors_at(node)
+        tensors, masks = known
         match node:
             case cst.Name():
                 return node.value in masks
@@ -114,8 +115,10 @@ class Steps:
                 tensors |= {p.name.value for p in scope.params.params if self._may_be_tensor(p)} - {"self", "cls"}
         masks = {name for name in tensors if name.lower().endswith("mask")}
         for assignment in m.findall(scope, m.Assign()):
-            targets = [target.target for target in assignment.targets]
-            names = set().union(*(names_in(t) for t in targets if not m.findall(t, m.Attribute() | m.Subscript())))
+            names = set()
+            for target in assignment.targets:
+                if not m.findall(target, m.Attribute() | m.Subscript()):  # x.y = ... and x[i] = ... bind no name
+                    names |= names_in(target)
             masks = masks | names if self.is_mask(assignment.value, (tensors, masks)) else masks - names
             tensors = tensors | names if self.is_tensor(assignment.value, tensors) else tensors - (names - self.losses)
         return tensors, masks
