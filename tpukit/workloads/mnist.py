@@ -32,7 +32,7 @@ class Digits:
     def batch(self, indices, numbers=None):
         return dict(image=self.images[indices][:, None], label=self.labels[indices].astype(np.int64))
 
-    # The same with the pixels on the device (a dataset that leaves these four out is streamed)
+    # The same from arrays on the device; a dataset without these four methods is streamed
 
     def device_nbytes(self):
         return self.images.nbytes
@@ -41,7 +41,7 @@ class Digits:
         return dict(image=self.images[:, None], label=self.labels.astype(np.int64))
 
     def sample_parameters(self, indices, numbers=None):
-        return {}  # nothing but the index
+        return {}  # each sample needs its index only
 
     def compose(self, rows, parameters):
         return rows
@@ -112,9 +112,10 @@ class MNIST(Workload):
                 (y0, x0), (y1, x1) = SEGMENTS[segment]
                 image[top + y0 : top + y1 + thick, left + x0 : left + x1 + thick] = rng.uniform(150, 255)
         images = (images + rng.normal(0, 20, images.shape)).clip(0, 255).astype(np.uint8)
-        labels, cut = labels.astype(np.uint8), size * 5 // 6
-        train, test = dict(x_train=images[:cut], y_train=labels[:cut]), dict(x_test=images[cut:], y_test=labels[cut:])
-        np.savez_compressed(folder / "mnist.npz", **train, **test)
+        labels = labels.astype(np.uint8)
+        cut = size * 5 // 6
+        train = dict(x_train=images[:cut], y_train=labels[:cut])
+        np.savez_compressed(folder / "mnist.npz", **train, x_test=images[cut:], y_test=labels[cut:])
 
     def example(self, count):
         rng = np.random.default_rng(0)
@@ -129,8 +130,7 @@ class MNIST(Workload):
 
 def read_split(folder, split):
     """`Digits` from mnist.npz (x_train, y_train, x_test, y_test) or from the original IDX files, packed or not."""
-    places = [place for place in (folder, folder / "raw", folder / "MNIST/raw") if place.is_dir()]
-    key = [split, arrays.content_key(*places, like=("mnist.npz", "*-idx?-ubyte*"))]
+    key = [split, arrays.content_key(*_idx_folders(folder), like=("mnist.npz", "*-idx?-ubyte*"))]
     return Digits(**arrays.mapped(f"mnist-{split}", key, lambda: _read_arrays(folder, split)))
 
 
@@ -149,8 +149,12 @@ def _read_arrays(folder, split):
         raise TpukitError(f"{folder}: its MNIST files are damaged ({error}); copy or download them again") from error
 
 
+def _idx_folders(folder):
+    return [place for place in (folder, folder / "raw", folder / "MNIST/raw") if place.is_dir()]
+
+
 def _read_idx(folder, name, dimensions):
-    for place in (folder, folder / "raw", folder / "MNIST/raw"):
+    for place in _idx_folders(folder):
         for path, opener in ((place / name, open), (place / f"{name}.gz", gzip.open)):
             if path.is_file():
                 with opener(path, "rb") as file:
@@ -163,7 +167,7 @@ def _read_idx(folder, name, dimensions):
     )
 
 
-# The seven segments of a synthetic digit, from (y, x) to (y, x), and those of 0 to 9
+# The seven segments of a synthetic digit, each from (y, x) to (y, x), and which of them make the digits 0 to 9
 SEGMENTS = dict(a=((0, 0), (0, 8)), b=((0, 8), (8, 8)), c=((8, 8), (16, 8)), d=((16, 0), (16, 8)))
 SEGMENTS |= dict(e=((8, 0), (16, 0)), f=((0, 0), (8, 0)), g=((8, 0), (8, 8)))
 SEGMENTS_OF = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgcde", "abc", "abcdefg", "abcdfg")

@@ -12,7 +12,7 @@ from tpukit.workloads.cdeit.model import Attention, CDEITModel, RelativeAttentio
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_attention_by_some_queries_at_a_time_is_attention(trains, xla, monkeypatch):
-    for name in ("PAIRS", "PAIRS_WITHOUT_GRADIENT"):
+    for name in ("MAX_PAIRS", "MAX_PAIRS_INFERENCE"):
         monkeypatch.setattr(f"tpukit.workloads.cdeit.model.{name}", 6 * 3 * 2 * 16)  # 6 of the 16 queries
     torch.manual_seed(0)
     plain, x = Attention(16, 2), torch.randn(3, 16, 16)

@@ -17,7 +17,7 @@ from tpukit.workloads.cdeit.diffusion import alphas_cumprod
 
 TIME_FEATURES = 256
 MLP_RATIO = 4
-PAIRS, PAIRS_WITHOUT_GRADIENT = 2**29, 2**32  # of tokens at a time, over the batch and the heads; 4 bytes each
+MAX_PAIRS, MAX_PAIRS_INFERENCE = 2**29, 2**32  # pairs of tokens at a time, over the batch and the heads; 4 bytes each
 
 
 class Norm(nn.Module):
@@ -53,11 +53,11 @@ class Attention(nn.Module):
 
 
 def _attend(query, key, value):
-    """`F.scaled_dot_product_attention` on XLA, which holds a number for every pair of tokens: some queries at a time, and in
-    training again in the backward pass. (B, H, T, C / H) each."""
+    """`F.scaled_dot_product_attention` on XLA, which stores a number for every pair of tokens: some queries at a time, with
+    activation checkpointing in training. (B, H, T, C / H) each."""
     batch, heads, tokens, _ = query.shape
     trains = torch.is_grad_enabled()
-    count = max(1, (PAIRS if trains else PAIRS_WITHOUT_GRADIENT) // (batch * heads * tokens))
+    count = max(1, (MAX_PAIRS if trains else MAX_PAIRS_INFERENCE) // (batch * heads * tokens))
     if count >= tokens:
         return F.scaled_dot_product_attention(query, key, value)
     attend = functools.partial(checkpointed, F.scaled_dot_product_attention) if trains else F.scaled_dot_product_attention
@@ -149,7 +149,7 @@ class Merge(nn.Module):
         return self.reduction(self.norm(x.reshape(batch, half * half, 4 * width)))
 
 
-class Spread(nn.Sequential):
+class Split(nn.Sequential):
     """One token becomes four: nearest upsampling and a 1x1 convolution. (B, G * G, C) -> (B, 4 * G * G, C)."""
 
     def __init__(self, width):
@@ -158,7 +158,7 @@ class Spread(nn.Sequential):
     def forward(self, x):
         batch, tokens, width = x.shape
         grid = math.isqrt(tokens)
-        # The convolution sees one token at a time, so it comes before the copying, at a quarter of the work.
+        # A 1x1 convolution works on one token at a time, so it comes before the copies, at a quarter of the work.
         x = F.linear(x, self[2].weight[:, :, 0, 0], self[2].bias)
         x = x.view(batch, grid, 1, grid, 1, width).expand(batch, grid, 2, grid, 2, width)
         return x.reshape(batch, 4 * tokens, width)
@@ -229,22 +229,25 @@ class CDEITModel(nn.Module):
                 f"of 2^levels ({2**levels}), and the width one of the heads and of 4"
             )
         self.patch, self.grid, self.checkpointing = patch, grid, checkpointing
-        block = lambda window=None: Block(width, heads, window)  # noqa: E731
+
+        def block(window=None):
+            return Block(width, heads, window)
+
         self.pos_embed = nn.Parameter(positions(grid, width), requires_grad=False)
         self.x_embedder = PatchEmbedder(width, patch)
         self.t_embedder = TimeEmbedder(width)
-        # For the loss: with the model, because it moves to the device with it; not among its weights.
+        # A buffer, so that it moves to the device with the model; not one of the weights.
         self.register_buffer("alphas_cumprod", torch.tensor(alphas_cumprod(), dtype=torch.float32), persistent=False)
         self.blocks = nn.ModuleDict({name: block(window) for name in ("swinIn1", "swinIn2", "swinOut1", "swinOut2")})
         self.blocks["downs"] = nn.ModuleList(nn.ModuleList([Merge(width), block(), block()]) for _ in range(levels))
         self.blocks["ups"] = nn.ModuleList(
-            nn.ModuleList([Spread(width), nn.Linear(2 * width, width), block(), block()]) for _ in range(levels)
+            nn.ModuleList([Split(width), nn.Linear(2 * width, width), block(), block()]) for _ in range(levels)
         )
         self.blocks["mid"] = block()
         self.final_layer = Final(width, patch)
-        self._start()
+        self._init_weights()
 
-    def _start(self):
+    def _init_weights(self):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -279,8 +282,8 @@ class CDEITModel(nn.Module):
             skips.append(x)
             x = self._run(second, self._run(first, merge(x), time), time)
         x = self._run(b["mid"], x, time)
-        for spread, join, first, second in b["ups"]:
-            x = join(torch.cat([spread(x), skips.pop()], -1))
+        for split, join, first, second in b["ups"]:
+            x = join(torch.cat([split(x), skips.pop()], -1))
             x = self._run(second, self._run(first, x, time), time)
         x = self._run(b["swinOut2"], self._run(b["swinOut1"], x, time), time)
         x = self.final_layer(x, time)  # (B, T, P * P)
@@ -296,7 +299,7 @@ def _repeat(x, factor):
 
 
 def positions(grid, width):
-    """(1, grid * grid, width) fixed sine-cosine table: the first half tells the column, the second the row."""
+    """(1, grid * grid, width) fixed sine-cosine table: the first half encodes the column, the second the row."""
     frequency = 10_000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
     angle = torch.arange(grid, dtype=torch.float64)[:, None] * frequency  # (grid, C / 4)
     line = torch.cat([angle.sin(), angle.cos()], 1)  # (grid, C / 2)

@@ -37,12 +37,12 @@ class Scores:
         self.rows = []
 
     def add(self, images, truth):
-        """images, truth: (B, S, S) float. An image that is not a number somewhere (the method was not run) has no scores."""
+        """images, truth: (B, S, S) float. An image with NaN (its method was not run) has no scores."""
         inside = disk()
         for image, wanted in zip(images, truth):
-            image = np.where(inside, image, 0)  # what is drawn outside the tank is nobody's
-            known = np.isfinite(image).all()
-            self.rows.append(image_scores(image, wanted, inside) if known else dict.fromkeys(NAMES))
+            image = np.where(inside, image, 0)  # nothing outside the tank counts
+            finite = np.isfinite(image).all()
+            self.rows.append(image_scores(image, wanted, inside) if finite else dict.fromkeys(NAMES))
 
     def mean(self):
         """dict of the means over the images, or None where an image has no scores."""
