@@ -14,8 +14,8 @@ from tests.launching.launched import Watched
 from tpukit import Run, train
 from tpukit.devices.runtime import Runtime
 
-PLAIN = dict(os.environ, CUDA_VISIBLE_DEVICES="")
-CPU = {name: value for name, value in PLAIN.items() if name not in ("PJRT_DEVICE", "XLA_FLAGS")}
+CPU = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "XLA_FLAGS")}
+CPU["CUDA_VISIBLE_DEVICES"] = ""
 HEAD = """
 import json, os, sys, time
 from pathlib import Path
@@ -29,22 +29,26 @@ from tpukit.launching import core, launcher, supervisor, tpu_chips
 """
 
 
+def xla_environ():
+    """The variables of a process with the CPU XLA device, which pytest sets after this file is imported."""
+    return dict(os.environ, CUDA_VISIBLE_DEVICES="", PJRT_DEVICE="CPU")
+
+
 def needs_torch_xla():
     pytest.importorskip("torch_xla", reason="torch_xla is not installed; it has wheels for Linux x86_64 only")
 
 
 def started(kind, environ=None, **options):
     """A process that launches; kind: cpu, xla or spmd."""
-    if kind == "cpu":
-        environ = dict(CPU, TPUKIT_CACHE=os.environ["TPUKIT_CACHE"], **(environ or {}))
-    else:
+    own = dict(CPU, TPUKIT_CACHE=os.environ["TPUKIT_CACHE"])
+    if kind != "cpu":
         needs_torch_xla()
-        environ = dict(os.environ, CUDA_VISIBLE_DEVICES="", PJRT_DEVICE="CPU", **(environ or {}))
+        own = xla_environ()
     if kind == "spmd":
         options["parallel"] = "spmd"
     command = [sys.executable, "-m", "tests.launching.launched", json.dumps(options, default=str)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(command, cwd=ROOT, env=environ, start_new_session=True, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, env=own | (environ or {}), start_new_session=True, **pipes)
 
 
 def launched(kind, **options):
@@ -55,8 +59,9 @@ def launched(kind, **options):
     return json.loads(out.split("DONE ")[1]), out
 
 
-def python(program, *arguments, env=PLAIN, timeout=500):
+def python(program, *arguments, env=None, timeout=500):
     """A finished process that ran a program after HEAD, on the CPU XLA device unless `env` says otherwise."""
+    env = env or xla_environ()
     command = [sys.executable, "-c", HEAD + program, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 

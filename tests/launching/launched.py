@@ -20,6 +20,7 @@ from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
 from tpukit.runs.run import setting
 from tpukit.workloads.mnist import Digits
+from tpukit.workloads.mshnet.model import MSHNetModel
 
 
 class Witnessed(Digits):
@@ -77,7 +78,10 @@ class Watched(MNIST):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Descending(MSHNet):
-    """MSHNet with plain gradient descent."""
+    """MSHNet with plain gradient descent, and narrow, so that it compiles quickly."""
+
+    def model(self):
+        return MSHNetModel(channels=(16, 16, 16, 16, 16), blocks=(1, 1, 1, 1, 1))
 
     def optimizer(self, model):
         return torch.optim.SGD(model.parameters(), lr=0.01)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
-from tests.launching.conftest import CPU, HEAD, PLAIN, launched, needs_torch_xla, python
+from tests.launching.conftest import CPU, HEAD, launched, needs_torch_xla, python, xla_environ
 from tests.launching.launched import machine
 from tpukit import Run, train
 from tpukit.launching import core, tpu_chips
@@ -58,7 +58,7 @@ task = Watched(dataset_dir=Path(sys.argv[1]), precision="fp32")
 print("RESULT", launch(noise, task, Run.open(sys.argv[2], task)))
 """
     command = [sys.executable, "-c", HEAD + program, odd, tmp_path / "run"]
-    pipes = dict(cwd=ROOT, env=PLAIN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = dict(cwd=ROOT, env=xla_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     hosts = [subprocess.Popen([*map(str, command), str(n), str(tmp_path / "store")], **pipes) for n in (0, 1)]
     printed = [host.communicate(timeout=300) for host in hosts]
     results = [out.partition("RESULT ")[2].strip() for out, _ in printed]

@@ -124,7 +124,7 @@ def _refuse_an_opened_device(env):
 def _fork_can_compute():
     """Whether a process forked from this one could use CUDA and compute gradients: torch says so only in a forked process."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # "fork() of a multi-threaded process", as in `Supervisor.wait`
+        warnings.simplefilter("ignore", DeprecationWarning)  # as in `Supervisor.wait`
         child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -29,7 +29,7 @@ class CoreFailed(TpukitError):
 
 
 class Supervisor:
-    """Runs a `Job`."""
+    """Runs a `Job`: `wait` forks its cores, and returns or raises when none is left."""
 
     def __init__(self, job):
         self.job, self.run = job, job.run
@@ -62,7 +62,8 @@ class Supervisor:
         with StopSignal() as stop:
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)  # "fork() of a multi-threaded process": holds no lock
+                    # That a process of several threads should not fork: no lock of ours is held.
+                    warnings.simplefilter("ignore", DeprecationWarning)
                     for process in self.processes:
                         process.start()
                 self._watch(stop)
