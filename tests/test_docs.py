@@ -1,5 +1,6 @@
-"""The guides: every command runs, every link leads somewhere, both languages say the same, one source of what goes wrong."""
+"""The pages: commands and examples run, links lead somewhere, both languages agree, Chinese by the glossary, known errors."""
 
+import ast
 import glob
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tests.conftest import ROOT
@@ -16,8 +18,11 @@ from tpukit import CDEIT, MNIST, MSHNet, Run, cli, train
 from tpukit.devices.runtime import Runtime
 from tpukit.host import known_errors
 
-ENGLISH = sorted([ROOT / "README.md", *(p for p in (ROOT / "docs").glob("*.md") if ".zh-CN" not in p.name)])
+GLOSSARY = ROOT / "docs/GLOSSARY.md"  # one page for both languages
+ENGLISH = sorted([ROOT / "README.md", *(p for p in (ROOT / "docs").glob("*.md") if ".zh-CN" not in p.name and p != GLOSSARY)])
 PAGES = [page for path in ENGLISH for page in (path, path.with_name(path.name.replace(".md", ".zh-CN.md")))]
+CHINESE = [page for page in PAGES if ".zh-CN" in page.name]
+HAN = r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"  # characters between which a line break would render as a blank
 # What makes each workload small, and numbers that would make a command long -> what the test takes.
 TINY = {
     "mshnet": {"--base-size": "32", "--crop-size": "32", "--batch-size": "4"},
@@ -28,8 +33,8 @@ SMALL = {option: value for options in TINY.values() for option, value in options
 SMALL |= {"--epochs": "1", "--warm-epoch": "0", "--steps": "2", "--trace": "2", "--cores": "1", "--sampling-steps": "1"}
 SMALL |= {"--batch-size": "4", "--global-batch-size": "4", "--samples": "6", "--test-samples": "3"}
 # Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), what rents machines
-# (tests/tools/test_rent.py runs it against a recording sky), and a model of 110 million parameters (tests/test_cdeit.py).
-ELSEWHERE = ("tpukit plan", "tpukit rent", "tpukit cloud", "tpukit doctor --model cdeit")
+# (tests/tools/test_rent.py runs it against a recording sky), and a model of 110 million parameters (tests/workloads/cdeit).
+ELSEWHERE = ("tpukit plan", "tpukit rent", "tpukit doctor --model cdeit")
 
 
 def name(path):
@@ -67,8 +72,64 @@ def test_both_languages_have_the_same_headings_levels_and_commands(path):
     assert len(re.findall(r"[\u4e00-\u9fff]", other.read_text())) > 300
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name)
-def test_every_link_within_the_house_leads_to_a_file_and_a_heading(path):
+def figures(path):
+    """The numbers of a page outside its code, as floats; those below 100 without a fraction may be words in one language."""
+    code = r"```.*?```|^    .*?$|`[^`\n]*`|\]\([^)]*\)|^\[[\w-]+\]: .*?$"
+    text = re.sub(code, " ", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = set()
+    for number, unit in re.findall(r"(\d[\d,]*(?:\.\d+)*(?:e-?\d+)?)(?: ?(million|M\b|万|亿))?", text):
+        if number.count(".") > 1:  # a version
+            found.add(number)
+            continue
+        value = float(number.replace(",", "")) * {"million": 1e6, "M": 1e6, "万": 1e4, "亿": 1e8}.get(unit, 1)
+        if value >= 100 or value % 1:
+            found.add(float(f"{value:.9g}"))
+    return found
+
+
+@pytest.mark.parametrize("path", ENGLISH, ids=name)
+def test_both_languages_state_the_same_figures(path):
+    ours, theirs = figures(path), figures(path.with_name(path.name.replace(".md", ".zh-CN.md")))
+    assert ours == theirs, f"in English alone: {ours - theirs}; in Chinese alone: {theirs - ours}"
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "README.zh-CN.md"], ids=name)
+def test_a_readme_is_read_in_a_minute(path):
+    assert len(path.read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("path", CHINESE, ids=name)
+def test_no_line_breaks_between_chinese_characters(path):
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    broken = re.findall(rf"^(?![#|]|    ).*{HAN}\n *{HAN}.*$", text, flags=re.MULTILINE)
+    assert not broken
+
+
+def banned_words():
+    """(words that Chinese pages may not use, the term to use) of every row of the glossary."""
+    rows = [line.strip("|").split("|") for line in GLOSSARY.read_text().splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in row] for row in rows[2:]]
+    return {word: row[1] for row in rows for word in row[3].split("、") if word}
+
+
+@pytest.mark.parametrize("path", CHINESE, ids=name)
+def test_a_chinese_page_uses_the_words_of_the_glossary(path):
+    banned = banned_words()
+    assert len(banned) > 10
+    text = path.read_text()
+    assert not {word: f"use {term}" for word, term in banned.items() if word in text}
+
+
+@pytest.mark.parametrize("path", CHINESE, ids=name)
+def test_links_of_a_chinese_page_lead_to_chinese_pages(path):
+    own = path.name.replace(".zh-CN.md", ".md")
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+\.md[^)\s]*)\)", path.read_text())]
+    wrong = [t for t in targets if "://" not in t and not t.endswith((".zh-CN.md", "GLOSSARY.md")) and t != own]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", [*PAGES, GLOSSARY], ids=name)
+def test_every_link_within_the_repository_leads_to_a_file_and_a_heading(path):
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" in target:
@@ -174,6 +235,35 @@ def test_a_command_with_something_before_it_runs_as_it_stands(command, place, mo
     line = f"{before}{shlex.quote(sys.executable)} -m tpukit {shlex.join(words)}"
     ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert ran.returncode == 0 and "Scores" in ran.stdout, ran.stdout + ran.stderr
+
+
+def examples(path):
+    return re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("path", [p for p in ENGLISH if examples(p)], ids=name)
+def test_the_python_of_both_languages_is_the_same(path):
+    other = path.with_name(path.name.replace(".md", ".zh-CN.md"))
+    ours, theirs = ([ast.dump(ast.parse(re.sub('""".*?"""', "pass", code))) for code in examples(p)] for p in (path, other))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("path", [p for p in ENGLISH if examples(p)], ids=name)
+def test_the_python_of_a_page_runs(path, place, monkeypatch):
+    rng = np.random.default_rng(0)
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    shutil.rmtree("outputs/mine", ignore_errors=True)
+    shutil.rmtree("outputs/perceptron", ignore_errors=True)
+    shutil.rmtree("outputs/readme", ignore_errors=True)
+    for count, split in ((64, "train"), (40, "test")):  # what the example of one's own images reads
+        (place / "my-images").mkdir(exist_ok=True)
+        images = rng.integers(0, 256, (count, 28, 28), np.uint8)
+        np.savez(place / f"my-images/{split}.npz", images=images, labels=rng.integers(0, 10, count))
+    for code in examples(path):
+        code = code.replace('require("tpu")', 'require("cpu")').replace('/ "mshnet"', '/ "readme"')
+        code = code.replace("epochs=400", "epochs=1, base_size=32, crop_size=32, batch_size=4")
+        exec(compile(code, path.name, "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("command", alone())

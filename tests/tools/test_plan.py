@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 COMMITTED = json.loads(plans.PATH.read_text())
 TINY = MNIST(batch_size=32, channels=8)
 # MSHNet's training step at batch 32 and 256x256 in bf16 on a v5e. GOAL: the figures of which half was the goal, of a graph by
-# another front end. LITERALLY: the network taken literally by the front end of plan.json, as the README's row has it.
+# another front end. LITERALLY: the network taken literally by the front end of plan.json, as a row of docs/BENCHMARKS.md has it.
 GOAL = dict(peak_bytes=6.0 * GIB, bytes=1.01e11, cycles=3.46e8)
 LITERALLY = dict(peak_bytes=6.02 * GIB, bytes=82.1e9, cycles=352e6)
 
@@ -74,7 +74,7 @@ def test_a_batch_that_cannot_fit_is_an_answer_with_what_it_needs(needs_xla, monk
 
 def test_tiled_mshnet_needs_half_of_the_goals_figures_and_little_more_of_the_network_taken_literally():
     now = COMMITTED["plans"]["mshnet full"]
-    assert "| 82.1 GB | 6.02 GiB | 352 million |" in (ROOT / "README.md").read_text()  # as in LITERALLY
+    assert "| 82.1 GB | 6.02 GiB | 352 million |" in (ROOT / "docs/BENCHMARKS.md").read_text()  # as in LITERALLY
     for name in ("peak_bytes", "bytes", "cycles"):
         assert now[name] < GOAL[name] / 2 and now[name] < 0.55 * LITERALLY[name], name
 

@@ -40,13 +40,14 @@ def run(argv):
     argv = current_options(argv)
     if argv[0] == "compare" and (len(argv) == 1 or argv[1] not in (*WORKLOADS, MERGE, "-h", "--help")):
         argv.insert(1, MERGE)
-    return tyro.cli(
+    result = tyro.cli(
         Union[tuple(_subcommand(name) for name in COMMANDS)],
         args=argv,
         prog="tpukit",
         description=f"tpukit {__version__}: PyTorch training on TPU, GPU and CPU. `tpukit COMMAND --help` lists the options.",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
     )
+    return result if isinstance(result, int) else 0  # `rent` is also a function for notebooks, and returns a path
 
 
 def _subcommand(name):
