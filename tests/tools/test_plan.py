@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 COMMITTED = json.loads(plans.PATH.read_text())
 TINY = MNIST(batch_size=32, channels=8)
 # MSHNet's training step at batch 32 and 256x256 in bf16 on a v5e. GOAL: the figures of which half was the goal, of a graph by
-# another front end. LITERALLY: the network taken literally by the front end of plan.json, as a row of docs/BENCHMARKS.md has it.
+# another front end. LITERALLY: the network taken literally by the front end of plan.json, a row of docs/BENCHMARKS.md.
 GOAL = dict(peak_bytes=6.0 * GIB, bytes=1.01e11, cycles=3.46e8)
 LITERALLY = dict(peak_bytes=6.02 * GIB, bytes=82.1e9, cycles=352e6)
 
