@@ -28,8 +28,11 @@ def files_in(paths):
 
 
 def read(path):
-    """A file's text with the ends of its lines as they are. Raises TpukitError for a file that cannot be opened or is of
-    another kind, UnicodeError, LookupError or SyntaxError for one that is no text."""
+    """A file's text with its line ends as they are.
+
+    Raises TpukitError for a file that cannot be opened or is of another kind, UnicodeError, LookupError or SyntaxError for one
+    that is not text.
+    """
     path = Path(path)
     if path.suffix not in KINDS:
         raise TpukitError(f"{path} is neither a script nor a notebook: give .py or .ipynb files, or folders of them")

@@ -24,8 +24,10 @@ class Worker:
         self.process = None
 
     def check(self, path):
-        """The worker's answer about a file: dict(findings, fixed), or dict(unreadable) with the reason. Raises TpukitError for
-        a path that cannot be opened, or is no script or notebook."""
+        """The worker's answer about a file: dict(findings, fixed), or dict(unreadable) with the reason.
+
+        Raises TpukitError for a path that cannot be opened, or is no script or notebook.
+        """
         self.process = self.process or _start()
         process, answer = self.process, ""
         try:
