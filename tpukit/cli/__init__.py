@@ -14,7 +14,7 @@ def main(argv=None):
     try:
         code = _run(argv)
         sys.stdout.flush()
-        return code or 0
+        return code if isinstance(code, int) else 0  # functions that Python users call too return what they made
     except TpukitError as error:
         print(printable(f"tpukit: {error}"), file=sys.stderr)
         return 1
