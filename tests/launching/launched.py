@@ -1,7 +1,7 @@
 """What the tests of `launch` run in processes of their own: a workload that watches itself, and a program that launches it.
 
-`python -m tests.launching.launched '{"run": ..., "data": ..., ...}'` prints one JSON line: the result, or the error, of one or more
-launches.
+`python -m tests.launching.launched '{"run": ..., "data": ..., ...}'` prints one JSON line: the result, or the error, of one or
+more launches.
 """
 
 import dataclasses
