@@ -88,7 +88,7 @@ def new_operation(before, after):
             fresh.append((operation[1], re.search(r"location=([^,]+)@([^,]+):(\d+)", line)))
     if not fresh:
         return None
-    # What only brings an input says less than what is done with it, and the backward pass has no line of its own.
+    # An input by itself says little, and the backward pass has no line of its own.
     operation, place = min(fresh, key=lambda f: (f[0] == "xla::device_data", f[1] is None))
     return f"{operation} in {place[1]}, {place[2]} line {place[3]}" if place else operation
 

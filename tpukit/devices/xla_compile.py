@@ -23,7 +23,7 @@ class CompiledFunction:
         self.function, self.name, self.max_graphs, self.runtime = function, name, max_graphs, runtime
         self.optimizer = optimizer
         self.parameter_names = tuple(inspect.signature(function).parameters)
-        # The keywords of a partial, which is made anew where they change.
+        # The keywords of a partial: another value makes another partial, of the same name.
         self.bound = getattr(inspect.unwrap(function), "keywords", {})
         if not self.bound:
             runtime.last_signatures.pop(name, None)  # of another function of this name

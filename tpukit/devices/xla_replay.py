@@ -1,6 +1,6 @@
 """Graph capture and replay: a training step on an XLA device that is traced once and then run by its hash.
 
-torch_xla traces a step anew every time, operation by operation, to find that it has compiled the graph already. For a network
+torch_xla traces every step again, operation by operation, only to find that it has compiled the graph already. For a network
 of a thousand operations that can take the host longer than the device needs for the step. Here the traced graph is kept with
 the list of its inputs, and later steps hand it the current tensors. (The calls are those of torch_xla's own bridge to
 torch.compile, which takes no optimizer.)
@@ -28,8 +28,8 @@ class GraphReplay:
 
     function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and buffers of `model`
     and the state of `optimizer`. max_graphs: how many different graphs may be compiled. A new number among the arguments, a new
-    shape, or a new setting of the optimizer is captured anew. A graph that is another than before without any of these, or one
-    more than max_graphs, raises UnexpectedRecompilation.
+    shape, or a new setting of the optimizer is captured again. A graph that differs without any of these, or one more than
+    max_graphs, raises UnexpectedRecompilation.
     """
 
     works = None

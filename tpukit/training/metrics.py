@@ -93,7 +93,7 @@ class Throughput:
         self.counters = self.runtime.counters()
 
     def batches(self, batches):
-        """The same batches. Asking for the next one ends a step."""
+        """The same batches, one for each step, counted and timed."""
         while True:
             asked = time.monotonic()
             batch = next(batches, None)

@@ -1,4 +1,4 @@
-"""What a training task must say: `Workload`."""
+"""What a training task must implement: `Workload`; and tasks on their way to another process."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from tpukit.runs.run import setting, settings_dict
 class Workload:
     """A training task. Its fields are its whole configuration; copy `workloads/mnist.py` to write your own.
 
-    A subclass says `datasets`, `model`, `optimizer`, `loss`, `predict` and `evaluate`. Fields declared with
+    A subclass implements `datasets`, `model`, `optimizer`, `loss`, `predict` and `evaluate`. Fields declared with
     `setting(free=True)` may change when a run is resumed.
     """
 
@@ -110,13 +110,13 @@ class Workload:
         raise self._missing("loss")
 
     def predict(self, model, batch, epoch=None):
-        """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One program on XLA.
+        """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One compiled graph on XLA.
 
         epoch: the epoch that the weights come from, for a model that has phases; None for finished weights."""
         raise self._missing("predict")
 
     def predictor(self, model, runtime, epoch=None):
-        """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps says so here."""
+        """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps overrides it."""
         return runtime.inference(functools.partial(self.predict, model, epoch=epoch))
 
     def evaluate(self, predictions):
@@ -138,7 +138,7 @@ class Workload:
         """A synthetic training batch, dict of arrays, to try the model with where there is no data."""
         raise self._missing("example")
 
-    # What a task may say besides
+    # What a task may override
 
     def test_set(self):
         """The test set alone, where the training set need not be there."""
