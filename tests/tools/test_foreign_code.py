@@ -58,13 +58,14 @@ def test_doctor_runs_nothing_of_the_current_folder(hostile):
 def test_compare_measures_a_workload_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile):
     from tpukit.tools.compare import measuring
 
-    found = measuring._in_a_process(mine, steps=5, cores=1, parallel="processes")
+    found = measuring._run_process(mine, steps=5, cores=1, parallel="processes")
     assert "why" not in found and not (hostile / "ran").exists()
 
 
-def test_plan_writes_down_a_workload_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile, xla, tmp_path):
+def test_plan_traces_a_workload_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile, xla, tmp_path):
+    from tpukit.devices.chips import MACHINES
     from tpukit.tools import plan
 
-    (tmp_path / "programs").mkdir()
-    assert plan._write_down(mine, "train", 8, plan.CHIPS["v5e-1"], tmp_path / "programs")
+    (tmp_path / "graphs").mkdir()
+    assert plan._trace(mine, "train", 8, MACHINES["v5e-1"], tmp_path / "graphs")
     assert not (hostile / "ran").exists()

@@ -230,8 +230,7 @@ def test_skypilots_parser_is_asked_where_it_is_installed(accepts, calls, tmp_pat
         with pytest.raises(tool.RentError) as error:
             tool.rent("v5litepod-8", TRAIN, source=SOURCE, out=path, start=True, yes=True)
         assert error.value.code == "invalid-task" and calls() == []
-    assert "sky" in sys.modules
-    monkeypatch.delitem(sys.modules, "sky")
+    assert sys.modules.pop("sky")
 
 
 # Starting it

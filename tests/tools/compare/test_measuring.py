@@ -83,13 +83,13 @@ def test_what_is_timed_are_the_steps_of_a_training(digits, cpu, tmp_path, monkey
     from tpukit.training import loop
 
     seen = {"train": [], "measure": []}
-    plain = loop.training_step
+    plain = loop.train_step
 
-    def recorded(task, model, optimizer, runtime, batch, epoch, sums):
+    def recorded(task, model, optimizer, runtime, compose, batch, epoch, sums):
         seen[now].append((batch["label"].tolist(), epoch, float(next(model.parameters()).detach().sum())))
-        return plain(task, model, optimizer, runtime, batch, epoch, sums)
+        return plain(task, model, optimizer, runtime, compose, batch, epoch, sums)
 
-    monkeypatch.setattr(loop, "training_step", recorded)
+    monkeypatch.setattr(loop, "train_step", recorded)
     task = MNIST(dataset_dir=digits, batch_size=16, channels=4, epochs=1)
     now = "train"
     train(task, opened(tmp_path / now, task), runtime=cpu, progress=False)

@@ -10,7 +10,7 @@ from scipy import io
 from tests.conftest import best_weights, checkpoint, exact, same
 from tests.workloads.cdeit.small import SMALL, task_of
 from tpukit import CDEIT, Run, TpukitError, detect, train
-from tpukit.tools import doctor
+from tpukit.tools.try_model import try_model
 from tpukit.training.evaluation import test as score_run  # under its own name pytest would run it
 from tpukit.workloads.cdeit import simulator
 
@@ -196,7 +196,7 @@ def test_the_best_score_is_dropped_when_another_set_is_scored(tank, uef2017, tmp
 
 def test_doctor_says_how_far_half_precision_moves_the_model(cpu):
     env = detect({}, "/nowhere")
-    checks = doctor.try_model(CDEIT(**SMALL), env)
+    checks = try_model(CDEIT(**SMALL), env)
     assert [c.what for c in checks] == ["cdeit in fp32", "cdeit in bf16"] and {c.level for c in checks} == {"ok"}
     moved = float(checks[1].found.split("moves by ")[1].split("%")[0])
     assert 0.01 < moved < 5
