@@ -68,7 +68,7 @@ def seconds_a_step(device, task, tiled, replayed):
     def step(batch, sums):
         return train_step(task, faster, optimizer, runtime, already_composed, batch, task.epochs, sums)
 
-    program = runtime.compile(step, **(dict(model=model, optimizer=optimizer) if replayed else {}))
+    program = runtime.compile(step, changes=(model, optimizer) if replayed else None)
     with tiling_as(tiled):
         started = time.perf_counter()
         sums = program(batch, sums)

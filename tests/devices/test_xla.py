@@ -133,7 +133,7 @@ def outcome(xla, optimizer, dropout, replayed):
         take_step(xla, loss, made)
         return total + loss.detach().reshape(1)
 
-    program = xla.compile(step, max_graphs=2, **(dict(model=model, optimizer=made) if replayed else {}))
+    program = xla.compile(step, max_graphs=2, changes=(model, made) if replayed else None)
     total, losses = xla.put({"total": torch.zeros(1)})["total"], []
     for number in range(8):
         batch = MNIST().example(4)
@@ -180,7 +180,7 @@ def test_a_replayed_step_writes_the_new_weights_into_the_memory_of_the_old_ones(
         take_step(xla, loss, optimizer)
         return loss.detach()
 
-    program, x = xla.compile(step, model=model, optimizer=optimizer), xla.put({"x": torch.ones(4, 3)})["x"]
+    program, x = xla.compile(step, changes=(model, optimizer)), xla.put({"x": torch.ones(4, 3)})["x"]
     program(x)
     old = model.weight.data
     program(x)

@@ -95,7 +95,7 @@ def test_with_a_dataset_its_pixels_lie_beside_the_graph_and_the_test_set_counts_
         (tmp_path / name).mkdir()
         ((path, _),) = tool._trace(task, "train", 4, MACHINES["v5e-1"], tmp_path / name)
         sizes[name] = path.stat().st_size
-        beside[name] = int((tmp_path / name / "beside").read_text())
+        beside[name] = int((tmp_path / name / "resident_bytes").read_text())
     train, test = MSHNet(dataset_dir=infrared).datasets()
     assert beside == {"with": test.device_nbytes(), "without": 0}
     # The augmentation is in the graph, and the pixels are not: they are an argument of it.
@@ -105,7 +105,7 @@ def test_with_a_dataset_its_pixels_lie_beside_the_graph_and_the_test_set_counts_
 def test_the_average_of_the_weights_is_counted_beside_the_step(needs_xla, tmp_path):
     tool._trace(plans.SMALL_CDEIT, "train", 4, MACHINES["v5e-1"], tmp_path)
     weights = sum(value.nbytes for value in plans.SMALL_CDEIT.model().state_dict().values())
-    assert int((tmp_path / "beside").read_text()) == weights > 0
+    assert int((tmp_path / "resident_bytes").read_text()) == weights > 0
 
 
 def test_a_workload_of_a_notebook_cell_is_refused_by_name(tmp_path):

@@ -26,7 +26,7 @@ class UnexpectedRecompilation(TpukitError):
         function, call, max_graphs, operation = self.args
         lines = [
             *self.causes,
-            f"call {call} of {function} traced a graph that is new, and at most {max_graphs} may be compiled",
+            f"call {call} of {function} traced a new graph, but at most {max_graphs} may be compiled",
         ]
         if operation:
             lines.append(f"New in it: {operation}")

@@ -42,6 +42,25 @@ def check_cuda():
         )
 
 
+class Watchdog:
+    """Writes every thread's Python stack to the open file `stacks` after timeout_s seconds without a `heartbeat`.
+
+    kills_process: also end this process then. steps: an open file that always holds the step of the last heartbeat.
+    """
+
+    def __init__(self, timeout_s, stacks, *, kills_process, steps=None):
+        self.timer = dict(timeout=timeout_s, file=stacks, exit=kills_process)
+        self.steps, self.armed_at = steps, float("-inf")
+
+    def heartbeat(self, step):
+        if self.steps:
+            os.pwrite(self.steps.fileno(), b"%20d" % step, 0)
+        now = time.monotonic()
+        if now - self.armed_at > 1:  # arming starts a thread, so at most once a second
+            self.armed_at = now
+            faulthandler.dump_traceback_later(**self.timer)
+
+
 class Runtime:
     """Plain PyTorch on one device.
 
@@ -53,7 +72,7 @@ class Runtime:
     compiles = False
     shards = 1
     step = 0
-    _watch, _steps, _watched_at = None, None, float("-inf")
+    watchdog = None
 
     def __init__(self, accelerator, precision="auto", world=None):
         self.accelerator = accelerator
@@ -161,11 +180,12 @@ class Runtime:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=_DTYPES[self.precision])
 
-    def compile(self, function, *, name=None, max_graphs=1, model=None, optimizer=None):
+    def compile(self, function, *, name=None, max_graphs=1, changes=None):
         """`function`, as one compiled graph on devices that compile.
 
-        name: of the compilations in records, its own unless given. max_graphs: how many graphs it may have. model, optimizer:
-        what it changes, where it changes nothing else: then the graph can be captured and replayed, see `xla_replay`.
+        name: used for the compilation records; defaults to the function's. max_graphs: how many different graphs it may have.
+        changes: (model, optimizer), if it changes these and nothing else; on one XLA core its graph is then captured and
+        replayed instead of traced at every call, see `xla_replay`.
         """
         return function
 
@@ -227,7 +247,8 @@ class Runtime:
         """Turn each rank's gradients into their mean over all ranks. DistributedDataParallel has done so in backward."""
 
     def clip_gradients(self, optimizer, max_norm):
-        """Scale gradients of a larger norm down to it. Returns the norm they had, a scalar on the device; None for None."""
+        """Scale gradients of a larger norm down to it. Returns the norm they had, a scalar on the device, or None if
+        max_norm is None."""
         if max_norm is None:
             return None
         return torch.nn.utils.clip_grad_norm_(parameters_with_gradient(optimizer), max_norm)
@@ -277,22 +298,16 @@ class Runtime:
 
     # Watchdog, and what the device reports
 
-    def start_watchdog(self, timeout_s, stacks, *, ends, steps=None):
-        """From now on, after timeout_s seconds without a `heartbeat`, write every thread's Python stack to the open file
-        `stacks`, and end this process if `ends`. steps: an open file that always holds the step of the last heartbeat."""
-        self._watch, self._steps = dict(timeout=timeout_s, file=stacks, exit=ends), steps
+    def start_watchdog(self, timeout_s, stacks, *, kills_process, steps=None):
+        """Have `Watchdog` guard this process from now on."""
+        self.watchdog = Watchdog(timeout_s, stacks, kills_process=kills_process, steps=steps)
         self.heartbeat(0)
 
     def heartbeat(self, step):
         """Report that this rank is alive. step: the number of steps taken."""
         self.step = step
-        if self._steps:
-            os.pwrite(self._steps.fileno(), b"%20d" % step, 0)
-        now = time.monotonic()
-        # At most once a second: arming it starts a thread.
-        if self._watch and now - self._watched_at > 1:
-            self._watched_at = now
-            faulthandler.dump_traceback_later(**self._watch)
+        if self.watchdog:
+            self.watchdog.heartbeat(step)
 
     def compilations(self):
         """(graphs compiled, seconds that took) since the process started."""

@@ -156,8 +156,8 @@ class XLARuntime(Runtime):
         self.sync()
         return True
 
-    def compile(self, function, *, name=None, max_graphs=1, model=None, optimizer=None):
-        return CompiledFunction(function, name or function.__name__, max_graphs, self, model, optimizer)
+    def compile(self, function, *, name=None, max_graphs=1, changes=None):
+        return CompiledFunction(function, name or function.__name__, max_graphs, self, changes)
 
     def take_compile_events(self):
         taken, self.compile_events = self.compile_events, []
@@ -195,7 +195,8 @@ class XLARuntime(Runtime):
 
     def counters(self):
         """dict, since this process started: compilations, executions (counts); compile_s, execute_s, to_device_s, from_device_s
-        (seconds, summed); fallbacks, since `forget`: operation that XLA could not lower and the CPU ran instead -> count."""
+        (seconds, summed); and since `reset_statistics`: fallbacks, operation that XLA could not lower and the CPU ran instead
+        -> count."""
         compilations, compile_s = self.compilations()
         executions, execute_s = map(sum, zip(_timed("ExecuteTime"), _timed("ExecuteReplicatedTime")))  # the second: SPMD
         return dict(

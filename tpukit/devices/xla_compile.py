@@ -13,42 +13,49 @@ class CompiledFunction:
     """`function` as one compiled graph a call, with at most `max_graphs` different graphs.
 
     A call that needs one graph more raises UnexpectedRecompilation with its causes. What was compiled, and why, is added to the
-    runtime's compile events. With a model and an optimizer, on one core, the graph is captured and replayed: see `GraphReplay`.
+    runtime's compile events. changes: see `Runtime.compile`.
     """
 
     calls = 0
     graphs = 0  # compiled so far, the replay's apart
 
-    def __init__(self, function, name, max_graphs, runtime, model=None, optimizer=None):
+    def __init__(self, function, name, max_graphs, runtime, changes=None):
         self.function, self.name, self.max_graphs, self.runtime = function, name, max_graphs, runtime
-        self.optimizer = optimizer
+        self.optimizer = changes[1] if changes else None
         self.parameter_names = tuple(inspect.signature(function).parameters)
         # The keywords of a partial: another value makes another partial, of the same name.
         self.bound = getattr(inspect.unwrap(function), "keywords", {})
         if not self.bound:
             runtime.last_signatures.pop(name, None)  # of another function of this name
         self.replay = None
-        if model is not None and runtime.world.size == 1 and runtime.mesh is None:
-            self.replay = GraphReplay(function, name, max_graphs, model, optimizer, runtime.device)
+        if changes and runtime.world.size == 1 and runtime.mesh is None:
+            self.replay = GraphReplay(function, name, max_graphs, *changes, runtime.device)
 
     def __call__(self, *arguments):
-        last, signature = self.runtime.last_signatures.get(self.name), self._signature(arguments)
-        before, refused = self.runtime.compilations(), False
+        signature = self._signature(arguments)
+        before, refusal = self.runtime.compilations(), None
         try:
             return self._call(arguments)
         except UnexpectedRecompilation as error:
-            refused = True
-            error.causes = _causes(last, signature)
+            refusal = error
             raise
         finally:
-            graphs, seconds = (after - earlier for earlier, after in zip(before, self.runtime.compilations()))
-            if graphs or refused:
-                causes = _causes(last, signature)
-                if last and self.replay and self.replay.new_operation:
-                    causes.append(f"first new operation: {self.replay.new_operation}")
-                event = dict(what=self.name, programs=graphs, seconds=seconds, why=causes, refused=refused)
-                self.runtime.compile_events.append(event)
-            self.runtime.last_signatures[self.name] = signature
+            self._record(signature, before, refusal)
+
+    def _record(self, signature, before, refusal):
+        """Keep what this call was made with, and an event where it compiled, or was refused."""
+        last = self.runtime.last_signatures.get(self.name)
+        self.runtime.last_signatures[self.name] = signature
+        graphs, seconds = (after - earlier for earlier, after in zip(before, self.runtime.compilations()))
+        if not graphs and refusal is None:
+            return
+        causes = recompiles.differences(last, signature) if last else []
+        if refusal is not None:
+            refusal.causes = tuple(causes)
+        if last and self.replay and self.replay.new_operation:
+            causes.append(f"first new operation: {self.replay.new_operation}")
+        event = dict(what=self.name, programs=graphs, seconds=seconds, why=causes, refused=refusal is not None)
+        self.runtime.compile_events.append(event)
 
     def _signature(self, arguments):
         """What may change the graph: shapes, types and numbers of the arguments, and the optimizer's settings."""
@@ -67,7 +74,7 @@ class CompiledFunction:
             result = self.function(*arguments)
             torch_xla.sync()
             return result
-        if self.replay is not None and self.replay.works is not False:
+        if self.replay is not None and self.replay.may_replay:
             return self.replay(*arguments)
         return self._trace_and_run(arguments)
 
@@ -89,7 +96,3 @@ class CompiledFunction:
         if self.graphs > self.max_graphs:
             raise UnexpectedRecompilation(self.name, self.calls, self.max_graphs)
         return result
-
-
-def _causes(last, signature):
-    return recompiles.differences(last, signature) if last else []

@@ -24,7 +24,7 @@ class ExportRuntime(XLARuntime):
     def memory_size(self):
         return self._memory_size
 
-    def compile(self, function, *, name=None, max_graphs=1, model=None, optimizer=None):
+    def compile(self, function, *, name=None, max_graphs=1, changes=None):
         import torch_xla
 
         def export(*arguments):
@@ -33,8 +33,8 @@ class ExportRuntime(XLARuntime):
             if fallbacks := sorted(self.counters()["fallbacks"].keys() - before.keys()):
                 raise TpukitError(f"not one graph: torch_xla runs {', '.join(fallbacks)} on the host")
             outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-            if model is not None:
-                outputs += self.written_by_step(model, optimizer)
+            if changes:
+                outputs += self.written_by_step(*changes)
             self.graphs.append(torch_xla._XLAC._get_stablehlo(outputs, str(self.device), [], True))
             return tree_map_only(torch.Tensor, self._zeros_like, result)
 

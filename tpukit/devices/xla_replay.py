@@ -32,8 +32,8 @@ class GraphReplay:
     max_graphs, raises UnexpectedRecompilation.
     """
 
-    works = None
-    """None until the first call; False where the step cannot be replayed: two captures have other constants (Adam's bias
+    may_replay = True
+    """False once the first call has found that the step cannot be replayed: two captures have other constants (Adam's bias
     corrections on the host), or it draws random numbers on the device. Then every step has to be traced."""
     new_operation = None
     """the first operation of the last graph that the graph before does not have, see `recompiles.new_operation`"""
@@ -42,6 +42,7 @@ class GraphReplay:
         self.function, self.name, self.max_graphs = function, name, max_graphs
         self.model, self.optimizer, self.device = model, optimizer, str(device)
         self.calls = 0
+        self.was_tried = False  # whether `may_replay` is known
         self.captured = {}  # key -> CapturedGraph
         self.trace_of = {}  # hash of a compiled graph -> its trace as text, the last one compiled last
 
@@ -68,19 +69,19 @@ class GraphReplay:
 
     def _trace(self, arguments, key, tensors):
         """Capture the step, check it against what was captured before, and run it."""
-        if self.works is None:
+        if not self.was_tried:
             graph = self._capture_twice(arguments, tensors)
         else:
             graph = self._capture(arguments, tensors)
             known = self.captured.get(key)
             if known is not None and not (known.hash == graph.hash and known.is_equivalent(graph)):
                 raise self._unexpected(self.trace_of[known.hash], _trace_text(graph))
-        if not self.works:
+        if not self.may_replay:
             return self.function(*arguments)  # the end of torch_xla.compile runs it
         return self._compile(graph, key, tensors)
 
     def _capture_twice(self, arguments, tensors):
-        """Find out whether the step can be replayed (`works`), and capture it if so."""
+        """Find out whether the step can be replayed (`may_replay`), and capture it if so."""
         import torch_xla.core.xla_model as xm
 
         seed = xm.get_rng_state()
@@ -91,13 +92,13 @@ class GraphReplay:
         second = self._capture(arguments, tensors)
         if second.hash != first.hash and not first.draws_random_numbers:
             raise self._unexpected(first_text, _trace_text(second))
-        self.works = first.is_equivalent(second)
+        self.was_tried, self.may_replay = True, first.is_equivalent(second)
         self._discard(second)
         for value, before in zip(first.host_state, host_before):
             value.copy_(before)
         if first.draws_random_numbers:
             xm.set_rng_state(seed)
-        return self._capture(arguments, tensors) if self.works else None
+        return self._capture(arguments, tensors) if self.may_replay else None
 
     def _unexpected(self, expected_text, text):
         self.new_operation = new_operation(expected_text, text)

@@ -67,24 +67,23 @@ def run_core(job, index):
         faulthandler.register(signal.SIGUSR1, file=stacks)
         signal.signal(signal.SIGTERM, _exit_on_signal)
         run = copy.copy(job.run)  # which knows where Drive was mounted
-        run.echo = False  # the notebook's process shows log.txt
+        run.echo, run.is_launched = False, True  # the notebook's process shows log.txt, and passes signals on
         world = join(job, index)
         runtime = open_core(job, run, world, forked=True)
         # It does not end this process: the notebook's process does, once it has the stacks of all.
-        runtime.start_watchdog(job.hang_timeout_s, hang, ends=False, steps=steps)
+        runtime.start_watchdog(job.hang_timeout_s, hang, kills_process=False, steps=steps)
         result = job.function(job.task, run if world.rank == 0 else run.read_only(), runtime=runtime)
-        end = dict(outcome="done", rank=world.rank)
+        ending = dict(outcome="done", rank=world.rank)
         if world.rank == 0 or index == 0:  # each host returns one
-            end["result"] = result
-        end = json.dumps(end)
+            ending["result"] = json.loads(json.dumps(result))  # fails here for what JSON cannot hold
         leave_group()
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the end is written
         stopped = isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) == 128 + signal.SIGTERM
-        end = json.dumps(dict(outcome="stopped") if stopped else _describe(error, index, runtime))
+        ending = dict(outcome="stopped") if stopped else _describe(error, index, runtime)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    files.write_atomic(own.end, end)
+    files.write_atomic(own.end, json.dumps(ending))
 
 
 def _exit_on_signal(number, frame):

@@ -163,7 +163,7 @@ def _call_under_torchrun(job, parallel):
             try:
                 world = join_group(job, int(os.environ.get("LOCAL_RANK", 0)))
                 runtime = open_core(job, job.run, world, forked=False)
-                runtime.start_watchdog(job.hang_timeout_s, stacks, ends=True)
+                runtime.start_watchdog(job.hang_timeout_s, stacks, kills_process=True)
                 result = job.function(job.task, job.run, runtime=runtime)
                 leave_group()
                 return result

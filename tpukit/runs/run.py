@@ -50,6 +50,8 @@ class Run:
 
     echo = True
     """Whether `print` prints to the console too. Not in a launched core: the launching process prints what log.txt gets."""
+    is_launched = False
+    """Whether this is a core of a launch, whose launching process passes signals on through `stop_requested`."""
     _writes = True
     _events = None
 

@@ -139,13 +139,13 @@ def _plan_batch(task, machine, size, part, log):
     chip = machine.chip
     with tempfile.TemporaryDirectory() as folder:
         graphs = _trace(task, part, size, machine, Path(folder))
-        beside = int((Path(folder) / "beside").read_text())
+        resident_bytes = int((Path(folder) / "resident_bytes").read_text())
         answers = [_compile(path, machine, log) | dict(times=count) for path, count in graphs]
     row = dict(batch_size=size, fits=True, compile_s=sum(answer["compile_s"] for answer in answers))
     for answer in answers:
         if "error" in answer:
             return row | dict(fits=False, why=answer["error"])
-    row["peak_bytes"] = beside + max(answer["peak_bytes"] for answer in answers)
+    row["peak_bytes"] = resident_bytes + max(answer["peak_bytes"] for answer in answers)
     if row["peak_bytes"] > chip.hbm_bytes:
         why = f"used {row['peak_bytes'] / GIB:.2f}G of {chip.hbm_bytes / GIB:g}G"
         return row | dict(fits=False, why=why)
@@ -163,7 +163,7 @@ def _plan_batch(task, machine, size, part, log):
 def _trace(task, part, size, machine, folder):
     """[(path of a compiled graph, how often a batch runs it)], traced in a fresh process, which opens torch_xla's CPU device.
 
-    The file `beside` holds how many bytes more a core keeps meanwhile: the average of the weights, and the set that is not
+    The file `resident_bytes` holds how much more a core keeps meanwhile: the average of the weights, and the set that is not
     used."""
     request, variables = to_request(task)
     request |= dict(part=part, size=size, cores=machine.chips, memory_size=int(machine.chip.hbm_bytes))
@@ -194,12 +194,12 @@ def trace_step(request, folder):
 
     task, size, training = from_request(request), request["size"], request["part"] == "train"
     runtime = ExportRuntime(task.precision, request["cores"], request["memory_size"])
-    beside = 0
+    resident_bytes = 0
     model = task.model().train(training)
     if task.batch_norm == "frozen":
         batch_norm.freeze(model)
     if training and task.ema_decay:
-        beside += sum(value.nbytes for value in model.state_dict().values())
+        resident_bytes += sum(value.nbytes for value in model.state_dict().values())
     model = runtime.place(model)
     if training:
         optimizer = task.optimizer(model)
@@ -207,7 +207,7 @@ def trace_step(request, folder):
     compose = already_composed
     if task.dataset_dir:
         data, *others = task.datasets() if training else [task.test_set()]
-        beside += sum(BatchLoader(other, runtime, on=task.data_on, workers=0).bytes_per_core for other in others)
+        resident_bytes += sum(BatchLoader(other, runtime, on=task.data_on, workers=0).bytes_per_core for other in others)
         loader = BatchLoader(data, runtime, on=task.data_on, workers=0)
         numbers = np.random.default_rng(0).random((size, data.num_draws)) if training else None
         batch = next(loader.batches([Draw(np.arange(size) % len(data), numbers)]))
@@ -218,12 +218,12 @@ def trace_step(request, folder):
     runtime.sync()
     if training:
         step = functools.partial(train_step, task, model, optimizer, runtime, compose)
-        runtime.compile(step, name="step", model=model, optimizer=optimizer)(batch, task.epochs, sums)
+        runtime.compile(step, name="step", changes=(model, optimizer))(batch, task.epochs, sums)
     else:
         if task.dataset_dir:
             batch = runtime.inference(compose)(batch)
         task.predictor(model, runtime)(batch)
-    (folder / "beside").write_text(str(beside))
+    (folder / "resident_bytes").write_text(str(resident_bytes))
     for number, graph in enumerate(runtime.graphs):
         (folder / f"{number:04d}.mlirbc").write_bytes(graph)
 

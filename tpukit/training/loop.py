@@ -86,12 +86,11 @@ class Trainer:
         if self.ema:
             self.ema.follow(self.model)
         parallel_model = runtime.torch_compile(runtime.parallel(self.model), task.torch_compile)
-        self.train_step = functools.partial(train_step, task, parallel_model, self.optimizer, runtime, self.loader.compose)
-        if self.has_optimizer_state:
-            changed = dict(model=self.model, optimizer=self.optimizer)
-            self.compiled_step = runtime.compile(self.train_step, name="step", max_graphs=task.loss_variants, **changed)
-        else:  # the second step, with the optimizer's new state, is one more graph
-            self.compiled_step = runtime.compile(self.train_step, name="step", max_graphs=task.loss_variants + 1)
+        self.plain_step = functools.partial(train_step, task, parallel_model, self.optimizer, runtime, self.loader.compose)
+        max_graphs, changes = task.loss_variants, (self.model, self.optimizer)
+        if not self.has_optimizer_state:  # then the second step has other inputs than the first, which is one more graph
+            max_graphs, changes = max_graphs + 1, None
+        self.compiled_step = runtime.compile(self.plain_step, name="step", max_graphs=max_graphs, changes=changes)
 
     # The loop
 
@@ -102,7 +101,7 @@ class Trainer:
         self._log_start(total)
         with progress_bar(self.task.name, total, shown=self.shows_progress, initial=state.step) as bar:
             try:
-                self._end_epoch(bar, is_last=state.step >= total)  # which a session that was stopped there did not
+                self._end_epoch(bar, is_last=state.step >= total)  # an interrupted session may have left this undone
                 while state.step < total:
                     self._train_epoch(bar)
                     self._end_epoch(bar, is_last=state.step >= total)
@@ -129,17 +128,15 @@ class Trainer:
                 bar.update()
                 ends_epoch = state.step % self.steps_per_epoch == 0
                 syncs = ends_epoch or state.step % task.log_every == 0
-                save_due = self.checkpointer.is_due
-                if syncs:
-                    save_due = self._log_interval(epoch, bar)
+                save_due = self._log_interval(epoch, bar) if syncs else self.checkpointer.is_due
                 self.run.write_progress(
                     name=task.name, unit="step", step=state.step, total=bar.total, epoch=epoch + 1, loss=self.shown_loss
                 )
-                if self.runtime.world.size > 1 and not syncs:
-                    continue  # all ranks stop and save at the same step, so they decide where they sync anyway
-                self.stop.check()
-                if save_due and not ends_epoch:
-                    self._save()
+                # Several ranks have to stop and save at the same step: where they sync.
+                if syncs or self.runtime.world.size == 1:
+                    self.stop.check()
+                    if save_due and not ends_epoch:
+                        self._save()
 
     def take_step(self, batch, epoch):
         """Take one step of the training. batch: of `loader`; epoch: from 0."""
@@ -159,13 +156,12 @@ class Trainer:
 
     def sync(self):
         """The `metrics.Interval` since the last reset of the sums, on which all ranks agree. Raises Diverged."""
-        launched = self.runtime.world.rank == 0 and not self.run.echo  # the notebook's process passes its signals on
         interval = metrics.sync(
             self.sums,
             self.model,
             self.runtime,
             clipped=self.task.clip_norm is not None,
-            stop_signal=self.stop.signal or (self.run.stop_requested() if launched else None),
+            stop_signal=self.stop.signal or (self.run.stop_requested() if self.run.is_launched else None),
             save_due=self.checkpointer.is_due,
         )
         self.stop.signal = interval.stop_signal
@@ -190,7 +186,7 @@ class Trainer:
         return interval.save_due
 
     def _end_epoch(self, bar, *, is_last):
-        """At the end of an epoch that was not ended yet: predict the test set and save. The next epoch trains while the scores
+        """Finish an epoch, unless that was already done: predict the test set and save. The next epoch trains while the scores
         are computed."""
         state, task = self.state, self.task
         epochs, steps_into_epoch = divmod(state.step, self.steps_per_epoch)
@@ -227,7 +223,7 @@ class Trainer:
             self._save()
             self.run.print(f"{why}: saved at step {self.state.step}. Run the same again to resume.")
         else:  # a second interrupt broke into a step, whose state is half new
-            self.run.print(f"{why} within a step: the last checkpoint counts. Run the same again to resume from it.")
+            self.run.print(f"{why} during a step: this step is lost. Run the same again to resume from the last checkpoint.")
 
     # What is printed and recorded around the loop
 
@@ -257,6 +253,6 @@ class Trainer:
         if self.evaluator.scores is not None or self.runtime.world.rank != 0:
             return self.evaluator.scores
         epochs = self.state.step // self.steps_per_epoch
-        self.run.print(f"nothing left to do: the run is {epochs} epochs long, asked for {self.task.epochs}")
+        self.run.print(f"nothing left to do: the run already has {epochs} epochs; {self.task.epochs} were requested")
         evaluations = self.run.records("evaluation")
         return evaluations[-1]["scores"] if evaluations else {}
