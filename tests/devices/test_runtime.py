@@ -18,7 +18,7 @@ def gpu(monkeypatch, capability=(7, 5), built_for=("sm_75", "sm_80", "compute_90
 
 
 def test_gpus_without_bf16_take_fp16_with_a_scaler_and_unknown_precisions_are_refused(monkeypatch):
-    from tpukit.devices.runtime import open_runtime
+    from tpukit.devices import open_runtime
     from tpukit.host.environment import detect
 
     gpu(monkeypatch)

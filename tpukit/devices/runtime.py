@@ -354,17 +354,3 @@ class Runtime:
 
 def parameters_with_gradient(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def open_runtime(env, precision="auto", *, world=None, spmd_cores=None):
-    """The runtime of the accelerator that `environment.detect()` found. This is where a device is first touched.
-
-    world: this process among others, alone unless given. spmd_cores: run one graph over that many XLA devices.
-    """
-    if precision not in PRECISIONS:
-        raise TpukitError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
-    if env.accelerator in ("tpu", "xla"):
-        from tpukit.devices.xla import XLARuntime  # which stands on this file
-
-        return XLARuntime(env.accelerator, precision, world, spmd_cores)
-    return Runtime(env.accelerator, precision, world)

@@ -14,8 +14,9 @@ import traceback
 from pathlib import Path
 from typing import Callable
 
+from tpukit.devices import open_runtime
 from tpukit.devices.distributed import World
-from tpukit.devices.runtime import check_batch, check_cuda, open_runtime
+from tpukit.devices.runtime import check_batch, check_cuda
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import fix_for

@@ -14,7 +14,8 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from tpukit.devices.runtime import check_batch, open_runtime
+from tpukit.devices import open_runtime
+from tpukit.devices.runtime import check_batch
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.launching import tpu_chips

@@ -17,7 +17,7 @@ def try_model(task, env):
     """
     import torch
 
-    from tpukit.devices.runtime import open_runtime
+    from tpukit.devices import open_runtime
     from tpukit.runs import weights
 
     torch.manual_seed(0)

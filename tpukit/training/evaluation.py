@@ -7,7 +7,8 @@ import itertools
 import json
 import time
 
-from tpukit.devices.runtime import check_batch, open_runtime
+from tpukit.devices import open_runtime
+from tpukit.devices.runtime import check_batch
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights

@@ -5,7 +5,8 @@ import functools
 
 import torch
 
-from tpukit.devices.runtime import check_batch, open_runtime
+from tpukit.devices import open_runtime
+from tpukit.devices.runtime import check_batch
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
