@@ -229,23 +229,11 @@ def exclusive_lock(path, signs=()):
     with explain_unwritable(path.parent):
         file = _open_lock(path)
     with file:
-        try:
-            holder = parse_with_crc32(file.read())
-            holder = dict(host=str(holder["host"]), pid=int(holder["pid"]))
-        except (ValueError, KeyError, TypeError):  # nobody's, or not written yet
-            holder = dict(host="an unknown host", pid="unknown")
-        # Absolute: the clock of another host may be ahead.
-        signed = any(abs(time.time() - sign.stat().st_mtime) < ALIVE_S for sign in (path, *signs) if sign.exists())
-        taken = signed and holder["pid"] != "unknown" and holder["host"] != here["host"]
-        try:
-            if fcntl:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # a disk without locks, if it is no BlockingIOError
-            here_too = holder["host"] == here["host"] and holder["pid"] != here["pid"] and _lives(holder["pid"])
-            taken = taken or here_too or isinstance(error, BlockingIOError)
-        if taken:
+        holder, got = _read_holder(file), _try_flock(file)
+        if got is False or _lives_elsewhere(holder, (path, *signs)) or (got is None and _lives_here(holder)):
+            who = holder or dict(host="an unknown host", pid="unknown")
             raise TpukitError(
-                f"process {holder['pid']} on {holder['host']} is already training in {path.parent}: wait for it, end it, or "
+                f"process {who['pid']} on {who['host']} is already training in {path.parent}: wait for it, end it, or "
                 f"choose another folder. (A process lost on another host counts as dead after {ALIVE_S:.0f} s.)"
             )
         try:
@@ -258,6 +246,41 @@ def exclusive_lock(path, signs=()):
             if fcntl:
                 with contextlib.suppress(OSError):
                     fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
+
+
+def _read_holder(file):
+    """dict(host, pid) of the last holder of a lock file; None where that is unknown."""
+    try:
+        holder = parse_with_crc32(file.read())
+        return dict(host=str(holder["host"]), pid=int(holder["pid"]))
+    except (ValueError, KeyError, TypeError):  # nobody's, or not written yet
+        return None
+
+
+def _try_flock(file):
+    """True if the lock is this process's now, False if another process has it, None on a disk that has no locks."""
+    try:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+
+
+def _lives_elsewhere(holder, signs):
+    """Whether a holder on another host has shown a sign of life. The clock there may be ahead."""
+    if holder is None or holder["host"] == socket.gethostname():
+        return False
+    return any(abs(time.time() - sign.stat().st_mtime) < ALIVE_S for sign in signs if sign.exists())
+
+
+def _lives_here(holder):
+    """Whether a holder is another process of this host, and alive."""
+    if holder is None or holder["host"] != socket.gethostname():
+        return False
+    return holder["pid"] != os.getpid() and _lives(holder["pid"])
 
 
 def _open_lock(path):
