@@ -1,10 +1,10 @@
 """`python -m benchmarks [PART...]`: measure, print tables, and write one JSON. All figures are of one machine in one run.
 
-data    images a second of each way from a set on disk to a batch, beside a plain PIL pipeline; one core
+data    images per second of each way from a set on disk to a batch, next to a plain PIL pipeline; one core
 steps   MSHNet's training step with each way of making it faster, one by one
 epochs  an epoch around it: waiting for data, compilations after warm-up, evaluation, time to the first step, peak memory
-loops   the cost of tpukit's loop beside a bare loop, Lightning and accelerate: same model, same device
-cores   2 and 4 processes against one, and what the gradient sum takes of a step
+loops   the cost of tpukit's loop next to a bare loop, Lightning and accelerate: same model, same device
+cores   2 and 4 processes against one, and what share of a step the gradient all-reduce takes
 start   from the launch line to the end of the first step
 """
 
@@ -28,9 +28,9 @@ def main():
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all unless given")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; by default all")
     parser.add_argument(
-        "--data", type=Path, help="a real infrared set, for the parts that read one; synthetic images unless given"
+        "--data", type=Path, help="a real infrared set, for the parts that read one; by default synthetic images"
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/bench.json"))
     options = parser.parse_args()
@@ -79,8 +79,8 @@ def measure(part, digits, infrared):
         rows = [row for kind in ("cpu", "xla") for count in (1, 2, 4) for row in ask("cores", kind, count, digits)]
         alone = {row["device"]: row["images_per_s"] for row in rows if row["processes"] == 1}
         rows = [dict(row, times_one=round(row["images_per_s"] / alone[row["device"]], 2)) for row in rows]
-        columns = ("device", "processes", "images_per_s", "times_one", "gradient_sum_share", "rounds")
-        title = "Several processes on this machine's cores, global batch 128: gradient_sum_share is the part of a step"
+        columns = ("device", "processes", "images_per_s", "times_one", "gradient_all_reduce_share", "rounds")
+        title = "Several processes on this machine's cores, global batch 128: gradient_all_reduce_share is the part of a step"
     else:
         cases = (("cpu", 1), ("cpu", 2), ("cpu", 4), ("xla", 1), ("xla", 2), ("spmd", 8))
         rows = [row for kind, count in cases for row in ask("start", kind, count, digits)]

@@ -1,4 +1,4 @@
-"""Total images a second of 1, 2 and 4 processes on this machine, and what the gradient sum takes of a step."""
+"""Total images per second of 1, 2 and 4 processes on this machine, and what share of a step the gradient all-reduce takes."""
 
 import contextlib
 import functools
@@ -24,7 +24,7 @@ def leave_gradients(optimizer):
 
 
 def timed(task, run, *, runtime):
-    """Rounds of steps with the gradient sum and without it, in turn, on all ranks. Returns seconds a step of the slowest."""
+    """Rounds of steps with and without the gradient all-reduce, in turn. Returns seconds per step of the slowest rank."""
     torch.manual_seed(0)
     data, _ = task.datasets()
     model = runtime.place(task.model())
@@ -59,7 +59,7 @@ def main(kind, count, digits):
         summed, alone = launch(timed, task, Run.open(folder, task), cores=int(count))
     share = statistics.median(1 - b / a for a, b in zip(summed, alone)) if int(count) > 1 else 0.0
     row = dict(device=kind, processes=int(count), images_per_s=round(task.batch_size / statistics.median(summed)))
-    print("ROW " + json.dumps(dict(row, gradient_sum_share=round(share, 3), rounds=len(summed))))
+    print("ROW " + json.dumps(dict(row, gradient_all_reduce_share=round(share, 3), rounds=len(summed))))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Images a second of every way from a set on disk to a training batch, on one core: MSHNet's recipe at 256x256 from 512x512.
+"""Images per second of every way from a set on disk to a training batch, on one core: MSHNet's recipe at 256x256 from 512x512.
 
 plain: what published training code does for every image, every epoch: open, decode, augment with PIL, to a normalised tensor.
 host: tpukit's threads, from pixels decoded once. device: the pixels lie on the device, which augments by matrix products.
@@ -53,8 +53,8 @@ def main(device, folder):
         "plain": lambda steps: (plain(folder, [data.names[i] for i in indices], numbers, 256) for indices, numbers, _ in steps)
     }
     for on in ("host", "device"):
-        feed = BatchLoader(data, runtime, on=on, workers=0)
-        ways[on] = lambda steps, feed=feed: (normalise(feed.compose(batch)["image"]) for batch in feed.batches(steps))
+        loader = BatchLoader(data, runtime, on=on, workers=0)
+        ways[on] = lambda steps, loader=loader: (normalise(loader.compose(batch)["image"]) for batch in loader.batches(steps))
     seconds = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():

@@ -1,6 +1,6 @@
-"""`make plan`: what the TPU compiler says of every workload's step at a small and a full size, kept in plan.json beside this.
+"""`make plan`: what the TPU compiler says of every workload's step at a small and a full size, kept in plan.json next to this.
 
-The committed plan.json is a gate: a test compiles some of its small programs and compares. Renew it when a step has changed on
+The committed plan.json is a gate: a test compiles some of its small graphs and compares. Renew it when a step has changed on
 purpose.
 """
 

@@ -16,7 +16,7 @@ LAUNCHES = 5
 def main(kind, count, digits):
     how = dict(parallel="spmd") if kind == "spmd" else {}
     seconds = []
-    # On one core the process keeps its device and its compiled programs: only the first launch counts.
+    # On one core the process keeps its device and its compiled graphs: only the first launch counts.
     for _ in range(1 if count == "1" else LAUNCHES):
         with tempfile.TemporaryDirectory() as folder:
             task = MNIST(dataset_dir=digits, epochs=1, log_every=1, eval_every=9)

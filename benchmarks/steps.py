@@ -47,7 +47,7 @@ def open_runtime(device, precision):
 
 @contextlib.contextmanager
 def tiling_as(tiled):
-    """Within it, MSHNet on XLA works on tiles, or on whole images as elsewhere."""
+    """Context manager: let MSHNet on XLA work on tiles, or on whole images as elsewhere."""
     with contextlib.ExitStack() as stack:
         if not tiled:
             stack.enter_context(mock.patch.object(tiling, "num_tiles", lambda image: 1))
@@ -55,7 +55,7 @@ def tiling_as(tiled):
         yield
 
 
-def seconds_a_step(device, task, tiled, replayed):
+def seconds_per_step(device, task, tiled, replayed):
     """Seconds: until the first step is done, of a later one (median), and of it what the host takes to hand it over."""
     runtime = open_runtime(device, "fp32" if task.precision == "auto" else task.precision)
     torch.manual_seed(0)
@@ -68,15 +68,15 @@ def seconds_a_step(device, task, tiled, replayed):
     def step(batch, sums):
         return train_step(task, faster, optimizer, runtime, already_composed, batch, task.epochs, sums)
 
-    program = runtime.compile(step, changes=(model, optimizer) if replayed else None)
+    compiled_step = runtime.compile(step, changes=(model, optimizer) if replayed else None)
     with tiling_as(tiled):
         started = time.perf_counter()
-        sums = program(batch, sums)
+        sums = compiled_step(batch, sums)
         runtime.sync()
         first, times, host = time.perf_counter() - started, [], []
         for _ in range(4 + ROUNDS * STEPS):  # the first ones are watched, and slower
             started = time.perf_counter()
-            sums = program(batch, sums)
+            sums = compiled_step(batch, sums)
             host.append(time.perf_counter() - started)
             runtime.sync()
             float(sums[0])
@@ -90,7 +90,7 @@ def steps(device, size, batch_size):
         settings = dict(settings)
         how = [settings.pop(part, False) for part in ("tiled", "replayed")]
         task = MSHNet(base_size=size, crop_size=size, batch_size=batch_size, **settings)
-        first, later, host = seconds_a_step(device, task, *how)
+        first, later, host = seconds_per_step(device, task, *how)
         base = base or later
         row = dict(device=device, way=name, ms_per_step=round(1e3 * later, 1), times_first=round(later / base, 2))
         row |= dict(host_ms=round(1e3 * host, 1), first_step_s=round(first, 1), steps=ROUNDS * STEPS)

@@ -142,7 +142,7 @@ def uef2017(real_data):
 
 @contextlib.contextmanager
 def refuses(*data):
-    """Within it a TpukitError is raised, and its message holds all these data."""
+    """Context manager: expect a TpukitError whose message holds all these data."""
     from tpukit import TpukitError
 
     with pytest.raises(TpukitError) as error:

@@ -152,17 +152,17 @@ def test_troubleshooting_is_generated_from_the_known_errors_and_both_languages_h
 
 @pytest.mark.skipif(not shutil.which("make"), reason="no make here")
 @pytest.mark.parametrize(
-    "lacking, said",
+    "lacking, message",
     [("sys.version_info = (3, 10, 13)", "3.11 to 3.13"), ("sys.modules['ensurepip'] = None", "apt install python3-venv")],
 )
-def test_make_says_what_a_python_lacks_before_it_installs_anything(lacking, said, tmp_path):
+def test_make_says_what_a_python_lacks_before_it_installs_anything(lacking, message, tmp_path):
     for file in ("Makefile", "requirements.txt", "pyproject.toml"):
         shutil.copy(ROOT / file, tmp_path)
     python = tmp_path / "python"  # answers `-c PROGRAM` alone
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; {lacking}; exec(sys.argv[2])" "$@"\n')
     python.chmod(0o755)
     ran = subprocess.run(["make", "test", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
-    assert ran.returncode and said in ran.stdout and not (tmp_path / ".venv").exists()
+    assert ran.returncode and message in ran.stdout and not (tmp_path / ".venv").exists()
 
 
 # Running what the pages say
@@ -276,8 +276,8 @@ def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, c
         assert cli.main(smaller("tpukit compare mnist --dataset-dir datasets/mnist")) == 0
     words = [found for word in words for found in (sorted(glob.glob(word)) if "*" in word else [word])]
     code = cli.main(words)
-    said = capfd.readouterr()
-    assert "Traceback" not in said.err
+    output = capfd.readouterr()
+    assert "Traceback" not in output.err
     allowed = {0, 1} if words[0] in ("doctor", "migrate") else {0}  # which end with 1 where they found something
-    assert "tpukit: " not in said.err
-    assert code in allowed, f"{words}: {said.err[-2000:]}"
+    assert "tpukit: " not in output.err
+    assert code in allowed, f"{words}: {output.err[-2000:]}"

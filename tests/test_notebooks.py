@@ -40,7 +40,7 @@ def text(notebook):
 def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
     pytest.importorskip("torch_xla")
     notebook = run_notebook("colab_tpu_setup.ipynb", tmp_path, **SMALL)
-    said = text(notebook)
+    output = text(notebook)
     for words in (
         "because no real one was found",
         "compiling the training step",
@@ -48,7 +48,7 @@ def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
         "No operation fell back",
         "IoU ",
     ):
-        assert words in said, words
+        assert words in output, words
     assert len(outputs(notebook, "image/png")) == 4  # samples, curves, report, predictions
     assert "CPU XLA device" in "".join(outputs(notebook, "text/html"))
     assert (tmp_path / "outputs/run/best.safetensors").exists()
@@ -59,7 +59,7 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tm
     pytest.importorskip("torch_xla")
     small = dict(SMALL, EPOCHS=1, CORES=2, BATCH_SIZE=4, PARALLEL=parallel)
     notebook = run_notebook("kaggle_tpu_v5e.ipynb", tmp_path, **small)
-    said = text(notebook)
+    output = text(notebook)
     for words in (
         "core 0: ",
         f"core 1: CPU{':1' * (parallel == 'spmd')}",
@@ -68,9 +68,9 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tm
         "epoch 1: loss",
         "IoU ",
     ):
-        assert words in said, words
+        assert words in output, words
     assert len(outputs(notebook, "image/png")) == 4
-    assert "It ran on 2 x xla" in said
+    assert "It ran on 2 x xla" in output
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 1  # the bar of core 0, live
 
 
@@ -78,9 +78,9 @@ def test_the_cdeit_notebook_simulates_trains_on_two_devices_samples_and_shows_th
     pytest.importorskip("torch_xla")
     small = dict(SAMPLES=24, EPOCHS=1, BATCH_SIZE=8, CORES=2, RUN_NAME="run")
     notebook = run_notebook("kaggle_cdeit_tpu.ipynb", tmp_path, **small)
-    said = text(notebook)
+    output = text(notebook)
     for words in ("voltage statistics: computed", "all 2 cores started", "epoch 1: loss", "It ran on 2 x xla", "correlation "):
-        assert words in said, words
+        assert words in output, words
     assert len(outputs(notebook, "image/png")) == 4  # samples, curves, report, the grid
     shown = "".join(outputs(notebook, "text/html"))
     assert all(f">{column}<" in shown for column in ("Tikhonov", "Gauss-Newton", "all zero"))
@@ -121,10 +121,10 @@ def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until
         progress_bar=False,
         kernel_name="python3",
     )
-    said = text(nbformat.read(tmp_path / "done.ipynb", 4))
-    assert said.count("'cores': 2") == 2 and said.count("all 2 cores started") == 2
-    assert "from core 1" not in said and "from core 1" in (tmp_path / "two/cores/rank-01.log").read_text()
-    assert "REFUSED Runtime is already initialized" in said and "Restart the session" in said
+    output = text(nbformat.read(tmp_path / "done.ipynb", 4))
+    assert output.count("'cores': 2") == 2 and output.count("all 2 cores started") == 2
+    assert "from core 1" not in output and "from core 1" in (tmp_path / "two/cores/rank-01.log").read_text()
+    assert "REFUSED Runtime is already initialized" in output and "Restart the session" in output
 
 
 def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(tmp_path):
@@ -132,7 +132,7 @@ def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(tmp_pa
     own = tmp_path / "own.py"
     own.write_text("model = model.cuda()\n")
     notebook = run_notebook("gpu_to_tpu_migration.ipynb", tmp_path, SCRIPT=str(own))
-    said = text(notebook)
+    output = text(notebook)
     for words in (
         "scaler = GradScaler()",
         "+    model = Net().to(torch_xla.device())",
@@ -141,10 +141,10 @@ def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(tmp_pa
         "nothing found that will not work on a TPU",
         f"{own}:1:9: error [cuda]",
     ):
-        assert words in said, words
-    assert said.count("epoch 4: loss") == 2 and "did not run" not in said and own.read_text() == "model = model.cuda()\n"
+        assert words in output, words
+    assert output.count("epoch 4: loss") == 2 and "did not run" not in output and own.read_text() == "model = model.cuda()\n"
     assert any("7 that will not work on a TPU, 3 that will be slow" in shown for shown in outputs(notebook, "text/html"))
-    (table,) = [shown for shown in outputs(notebook, "text/html") if "images a second" in shown]
+    (table,) = [shown for shown in outputs(notebook, "text/html") if "images per second" in shown]
     assert "nan" not in table and "tpukit, 1 x " in table
 
 
@@ -169,8 +169,8 @@ def test_a_notebook_without_its_hardware_stops_with_the_menu_to_open(name, menu,
 
 def test_the_quickstart_trains_goes_on_and_shows(tmp_path):
     notebook = run_notebook("mnist_quickstart.ipynb", tmp_path, RUN_NAME="mnist")
-    said = text(notebook)
-    assert "resuming at step 78 of 156" in said and "class MNIST(Workload)" in said
+    output = text(notebook)
+    assert "resuming at step 78 of 156" in output and "class MNIST(Workload)" in output
     assert len(outputs(notebook, "image/png")) == 4
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 2  # a live bar for each training
 
@@ -187,9 +187,9 @@ def test_the_quickstart_passes_nbval(tmp_path):
 
 @pytest.fixture
 def first_cell(tmp_path):
-    """Runs the first cell in tmp_path/content, or in `folder`, with a Kaggle and a Drive below tmp_path. Returns what it said.
+    """Runs the first cell in tmp_path/content, or in `folder`, with a Kaggle and a Drive below tmp_path. Returns its output.
 
-    A stand-in answers for pip: it only says that it was asked.
+    A fake pip only prints that it was called.
     """
     cell = nbformat.read(ROOT / "notebooks/mnist_quickstart.ipynb", 4).cells[2].source
     for place in ("/kaggle/input", "/content/drive"):
@@ -220,9 +220,9 @@ ASKED = "asked: -m pip install -q git+https://github.com/TPUKIT_SOURCE"
 @pytest.mark.parametrize("notebook", ["repository/notebooks", "repository/notebooks/deep/er", "repository"])
 def test_the_first_cell_takes_the_tpukit_around_the_notebook(notebook, first_cell, tmp_path):
     assert first_cell(tmp_path / notebook) == ASKED
-    said = place_tpukit(tmp_path / "repository")
+    output = place_tpukit(tmp_path / "repository")
     place_tpukit(tmp_path / "kaggle/input/tpukit")
-    assert first_cell(tmp_path / notebook) == said
+    assert first_cell(tmp_path / notebook) == output
 
 
 def test_the_first_cell_takes_a_clone_in_the_current_folder_and_no_folder_without_code(first_cell, tmp_path):
@@ -232,14 +232,14 @@ def test_the_first_cell_takes_a_clone_in_the_current_folder_and_no_folder_withou
 
 
 def test_the_first_cell_takes_tpukit_from_a_drive_that_is_mounted(first_cell, tmp_path):
-    said = place_tpukit(tmp_path / "content/drive/MyDrive/tpukit")
-    assert first_cell() == said
+    output = place_tpukit(tmp_path / "content/drive/MyDrive/tpukit")
+    assert first_cell() == output
 
 
 @pytest.mark.parametrize("place", ["tpukit", "datasets/me/tpukit", "tpukit/tpukit-main", "datasets/me/tpukit/a/b"])
 def test_the_first_cell_takes_a_kaggle_input_of_that_name_whatever_its_nesting(place, first_cell, tmp_path):
-    said = place_tpukit(tmp_path / "kaggle/input" / place)
-    assert first_cell() == said
+    output = place_tpukit(tmp_path / "kaggle/input" / place)
+    assert first_cell() == output
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_kernel_knows_whether_somebody_could_answer_a_question():
     from jupyter_client.manager import start_new_kernel
 
     manager, client = start_new_kernel(env=dict(os.environ, PYTHONPATH=str(ROOT)))
-    said = []
+    output = []
     try:
         for answers in (True, False):  # a page; papermill
             client.execute_interactive(
@@ -262,12 +262,12 @@ def test_a_kernel_knows_whether_somebody_could_answer_a_question():
                 allow_stdin=answers,
                 stdin_hook=pytest.fail,
                 timeout=60,
-                output_hook=lambda message: said.append(message["content"].get("text", "").strip()),
+                output_hook=lambda message: output.append(message["content"].get("text", "").strip()),
             )
     finally:
         client.stop_channels()
         manager.shutdown_kernel()
-    assert [word for word in said if word] == ["True", "False"]
+    assert [word for word in output if word] == ["True", "False"]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ def test_what_changed_between_two_calls_is_said_by_name_with_old_and_new():
         "epoch went from 5 to 6",
         "sums went from (5,) float32 to (5,) float64",
     ]
-    rates = dict(rates=(0.9, 0.99))  # a tuple of numbers is no tensor
+    rates = dict(rates=(0.9, 0.99))  # a tuple of numbers is not a tensor
     assert recompiles.differences(rates, dict(rates=(0.9, 0.5))) == ["rates went from (0.9, 0.99) to (0.9, 0.5)"]
     grown = recompiles.differences(recompiles.signature(step, (image[:7],)), recompiles.signature(step, (image,)))
     assert grown == ["batch went from (7, 3, 8, 8) to (16, 3, 8, 8)"]

@@ -1,4 +1,4 @@
-"""One XLA device: one program a phase, no fallback, and the same numbers as eager PyTorch."""
+"""One XLA device: one compiled graph per loss variant, no fallback, and the same numbers as eager PyTorch."""
 
 import dataclasses
 import re
@@ -65,7 +65,7 @@ class Peeking(MNIST):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Growing(MNIST):
-    """Multiplies the loss by a Python number that XLA folds into the program at step 2 (1.0), so it compiles again."""
+    """Multiplies the loss by a Python number that XLA folds into the compiled graph at step 2 (1.0), so it compiles again."""
 
     def loss(self, model, batch, epoch):
         self.calls.append(1)
@@ -133,12 +133,12 @@ def outcome(xla, optimizer, dropout, replayed):
         take_step(xla, loss, made)
         return total + loss.detach().reshape(1)
 
-    program = xla.compile(step, max_graphs=2, changes=(model, made) if replayed else None)
+    compiled = xla.compile(step, max_graphs=2, changes=(model, made) if replayed else None)
     total, losses = xla.put({"total": torch.zeros(1)})["total"], []
     for number in range(8):
         batch = MNIST().example(4)
         batch["image"] = batch["image"] // (number + 1)
-        total = program(xla.put(batch), number // 4, total)
+        total = compiled(xla.put(batch), number // 4, total)
         losses.append(float(total.cpu()[0]))
     state = [v.cpu() for v in model.state_dict().values()] + [p.grad.cpu() for p in model.parameters()]
     kept = made.state_dict()["state"]
@@ -159,7 +159,7 @@ def outcome(xla, optimizer, dropout, replayed):
 def test_a_replayed_step_gives_what_a_traced_one_gives_but_for_rounding(optimizer, dropout, traces, xla):
     losses, state, calls = outcome(xla, optimizer, dropout, replayed=True)
     wanted_losses, wanted_state, all_calls = outcome(xla, optimizer, dropout, replayed=False)
-    # The two are different programs, and on some processors round differently: by 3e-8 in a gradient, where it was seen. These
+    # The two are different graphs, and on some processors round differently: by 3e-8 in a gradient, where it was seen. These
     # optimizers divide by eps=1e-3 or more, and so make little of it: noise of 2e-7 of the largest gradient, in every gradient
     # of every step, moved a loss by 1e-7 of it and a state by 1e-6; an lr that is 1 % off by 1e-3 and 9e-4.
     assert losses == pytest.approx(wanted_losses, rel=1e-5) and losses[-1] > losses[0] + 1
@@ -180,10 +180,10 @@ def test_a_replayed_step_writes_the_new_weights_into_the_memory_of_the_old_ones(
         take_step(xla, loss, optimizer)
         return loss.detach()
 
-    program, x = xla.compile(step, changes=(model, optimizer)), xla.put({"x": torch.ones(4, 3)})["x"]
-    program(x)
+    compiled, x = xla.compile(step, changes=(model, optimizer)), xla.put({"x": torch.ones(4, 3)})["x"]
+    compiled(x)
     old = model.weight.data
-    program(x)
+    compiled(x)
     with pytest.raises(RuntimeError, match="Trying to access XLA data"):
         old.cpu()
     assert torch.isfinite(model.weight.detach().cpu()).all()
@@ -214,10 +214,10 @@ def test_an_average_keeps_its_own_running_statistics_while_replayed_steps_write_
 def test_fp32_on_a_tpu_multiplies_in_fp32(accelerator, precision, wanted, monkeypatch, xla):
     from torch_xla import _XLAC
 
-    said = []
-    monkeypatch.setattr(_XLAC, "_xla_set_mat_mul_precision", said.append)
+    precisions = []
+    monkeypatch.setattr(_XLAC, "_xla_set_mat_mul_precision", precisions.append)
     type(xla)(accelerator, precision)
-    assert said == wanted
+    assert precisions == wanted
 
 
 SPMD = """
@@ -248,7 +248,7 @@ def test_an_spmd_training_looks_for_no_jax_and_counts_the_programs_it_runs(digit
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
-def test_every_common_optimizer_costs_one_program(optimizer, digits, tmp_path, xla):
+def test_every_common_optimizer_costs_one_compiled_graph(optimizer, digits, tmp_path, xla):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Other(MNIST):
         def optimizer(self, model):

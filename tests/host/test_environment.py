@@ -153,7 +153,7 @@ def test_where_the_pci_bus_is_hidden_chips_are_counted_by_their_device_files(fil
         (tmp_path / "dev" / name).touch()
     env = detect({"PJRT_DEVICE": "TPU"}, tmp_path)
     assert (env.accelerator, env.cores) == ("tpu", cores)
-    assert detect({}, tmp_path).accelerator == "cpu"  # vfio is no TPU's alone
+    assert detect({}, tmp_path).accelerator == "cpu"  # not only TPUs use vfio
 
 
 def test_chips_are_those_that_torch_xla_knows():

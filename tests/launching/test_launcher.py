@@ -94,7 +94,7 @@ def test_only_rank_0_writes_and_prints(shape, alone):
 
 
 def test_spmd_takes_batch_norm_over_the_whole_batch_in_one_compiled_graph_a_phase(infrared, tmp_path, xla):
-    """MSHNet, both phases, 20 steps, against one device. SGD: see the README on Adagrad's first step."""
+    """MSHNet, both phases, 20 steps, against one device. SGD: see docs/MSHNET.md on Adagrad's first step."""
     program = """
 task = Descending(dataset_dir=Path(sys.argv[1]), **json.loads(sys.argv[3]))
 launch(train, task, Run.open(sys.argv[2], task), cores=2, parallel="spmd")

@@ -32,17 +32,17 @@ class Page(HTMLParser):
 def test_the_report_says_words_first_then_numbers_then_a_picture(trained, capsys):
     _, run = trained
     assert cli.main(["report", str(run.path)]) == 0
-    said = capsys.readouterr().out
-    order = [said.index(part) for part in ("It ran on cpu", "Where a step's time went", "report.png")]
+    output = capsys.readouterr().out
+    order = [output.index(part) for part in ("It ran on cpu", "Where a step's time went", "report.png")]
     assert order == sorted(order)
     assert (run.path / "pictures" / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_sentences_are_the_same_in_a_notebook_as_in_a_shell_whatever_signs_they_hold():
-    said = Sentences(["<lambda> took 2*3*4 ms, `a*b*c` and `<lambda>`: snake_case_name", "between $1 and $2", "one ` alone"])
-    assert repr(said).splitlines() == [f"- {sentence}" for sentence in said]
-    page = Page(said._repr_html_())
-    assert page.words == "".join(said).replace("`a*b*c`", "a*b*c").replace("`<lambda>`", "<lambda>")
+    shown = Sentences(["<lambda> took 2*3*4 ms, `a*b*c` and `<lambda>`: snake_case_name", "between $1 and $2", "one ` alone"])
+    assert repr(shown).splitlines() == [f"- {sentence}" for sentence in shown]
+    page = Page(shown._repr_html_())
+    assert page.words == "".join(shown).replace("`a*b*c`", "a*b*c").replace("`<lambda>`", "<lambda>")
     assert page.elements == ["ul", "li", "code", "code", "li", "li"]
 
 
@@ -90,9 +90,9 @@ def test_a_terminal_gets_no_control_character_from_a_file(command, tmp_path, mon
     strange_run(tmp_path / "run", EVIL)
     strange_measurement(tmp_path / "m.json", EVIL)
     assert cli.main(command) == 0
-    said = "".join(capsys.readouterr())
-    assert said.isascii() or not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\ud800]", said)
-    assert r"\x1b[2J" in "".join(said.split()) and "<script>" in "".join(said.split())
+    output = "".join(capsys.readouterr())
+    assert output.isascii() or not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\ud800]", output)
+    assert r"\x1b[2J" in "".join(output.split()) and "<script>" in "".join(output.split())
 
 
 def test_an_error_shows_a_control_character_by_its_name(tmp_path, monkeypatch, capsys):

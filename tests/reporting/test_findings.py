@@ -111,8 +111,8 @@ def test_a_model_that_torch_compile_compiles_is_not_reported_as_run_by_operation
     trained = dict(kind="train", step=8, epoch=0, loss=1.0, grad_norm=1.0, speed=speed)
     for mode, words in (("no", "Nothing is compiled"), ("reduce-overhead", "torch.compile.*reduce-overhead")):
         start = dict(kind="start", step=0, device="cuda", phases=1, batch_size=1, torch_compile=mode)
-        said = " ".join(findings.findings([start, trained]))
-        assert re.search(words, said) and "does not report how much of its memory" in said
+        sentences = " ".join(findings.findings([start, trained]))
+        assert re.search(words, sentences) and "does not report how much of its memory" in sentences
 
 
 def test_memory_stands_in_the_report_device_by_device():
@@ -149,7 +149,7 @@ def test_a_record_holds_the_transfers_of_its_own_interval(digits, tmp_path, xla)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turning(MNIST):
-    """Predicts by another program from the second epoch on."""
+    """Predicts by another compiled graph from the second epoch on."""
 
     def predict(self, model, batch, epoch=None):
         digit = super().predict(model, batch)

@@ -47,7 +47,7 @@ def test_a_run_that_cannot_be_written_in_is_shown_all_the_same(trained, capsys):
     (run.path / "pictures").touch()  # no folder can be made there
     figures.show(run)
     shown = capsys.readouterr().out
-    assert "Scores after epoch" in shown and "picture not kept at" in shown and "picture:" not in shown
+    assert "Scores after epoch" in shown and "picture not saved at" in shown and "picture:" not in shown
 
 
 def test_a_training_leaves_no_file_open(digits, tmp_path, cpu):

@@ -45,7 +45,7 @@ def test_tensorboard_reads_what_the_records_say(trained):
     accuracy = [(r["step"], r["scores"]["accuracy"]) for r in run.records("evaluation")]
     assert [s for s, _ in found["scores/accuracy"]] == [s for s, _ in accuracy] == [12, 24]
     assert [v for _, v in found["scores/accuracy"]] == pytest.approx([v for _, v in accuracy], rel=1e-6)
-    assert {"gradient norm", "speed/samples a second", "speed/waiting for data"} < found.keys()
+    assert {"gradient norm", "speed/samples per second", "speed/waiting for data"} < found.keys()
 
 
 def test_tensorboard_shows_of_a_resumed_run_what_its_records_say_and_nothing_twice(trained, cpu):

@@ -40,7 +40,7 @@ def test_a_healthy_colab_tpu_blocks_nothing(tmp_path, versions):
     checks = examine(COLAB_TPU, tmp_path)
     assert not doctor.blocked(checks)
     find(checks, "accelerator", doctor.OK), find(checks, "drive", doctor.OK)
-    assert "means 4 chips, 1 here" in find(checks, "variable", doctor.NOTE).found
+    assert "2,2,1 declares 4 chips, 1 found" in find(checks, "variable", doctor.NOTE).found
 
 
 @pytest.mark.parametrize("name", sorted(environment.OLD_VARIABLES))
@@ -259,7 +259,7 @@ def test_variables_of_kaggle_and_of_old_guides_are_explained(tmp_path, versions)
     [
         ({"PJRT_DEVICE": "TPU"}, 0, dict(torch="2.9.0", torch_xla="2.9.0"), "no TPU chip is on the PCI bus or in /dev"),
         ({"PJRT_DEVICE": "CUDA"}, 0, dict(torch="2.9.0", torch_xla="2.9.0"), "PJRT_DEVICE=CUDA"),
-        ({"TPU_NAME": "n"}, 4, dict(torch="2.9.0"), "4 TPU chips are here, but torch_xla is not installed"),
+        ({"TPU_NAME": "n"}, 4, dict(torch="2.9.0"), "4 TPU chips found, but torch_xla is not installed"),
         ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, 0, dict(torch="2.9.0"), "batch run got no accelerator"),
     ],
 )
@@ -278,7 +278,7 @@ CU128 = dict(cuda="12.8", arch_list=["sm_75", "sm_80", "sm_120"])
 
 @pytest.mark.real_imports
 @pytest.mark.parametrize(
-    "card, driver, torch, said",
+    "card, driver, torch, reasons",
     [
         (T4, "12.4", dict(CU128, usable=True), []),
         (T4, "13.0", dict(CU128, usable=True), []),
@@ -289,7 +289,7 @@ CU128 = dict(cuda="12.8", arch_list=["sm_75", "sm_80", "sm_120"])
         (T4, "12.8", dict(CU128, reason="CUDA unknown error"), ["CUDA unknown error"]),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_is_told_with_its_cause(card, driver, torch, said, tmp_path, versions):
+def test_a_gpu_that_torch_cannot_use_is_reported_with_its_cause(card, driver, torch, reasons, tmp_path, versions):
     source = f"""
 class version:
     cuda = {torch["cuda"]!r}
@@ -307,11 +307,11 @@ class cuda:
     environ = nvidia_smi(tmp_path, [f"GPU 0: {card[0]} (UUID: GPU-1b7f2c11)"], [card], driver)
     environ |= {"PYTHONPATH": str(tmp_path), **KAGGLE_GPU}
     checks = examine({name: value for name, value in environ.items() if name != "PJRT_DEVICE"}, tmp_path)
-    if not said:
+    if not reasons:
         assert not [c for c in checks if c.what == "gpu"], doctor.table(checks)
         return
     check = find(checks, "gpu", doctor.BLOCKS)
-    assert all(text in check.found for text in said) and ("T4 x2" in check.fix) is (card == P100)
+    assert all(text in check.found for text in reasons) and ("T4 x2" in check.fix) is (card == P100)
 
 
 def test_a_gpu_without_a_driver_is_warned_of(tmp_path, versions):

@@ -63,13 +63,13 @@ def calls(tmp_path, monkeypatch):
 def test_the_cost_is_the_list_price_of_all_chips_for_all_hours(accelerator, hardware, count):
     price = prices.find(prices.read(), hardware, "Google Cloud")
     assert f"${count * price.usd_per_hour * 3:.2f} for 3 h" in tool.describe_cost(accelerator, hours=3)
-    assert f"${count * price.spot_usd_per_hour:.2f} an hour" in tool.describe_cost(accelerator, spot=True)
+    assert f"${count * price.spot_usd_per_hour:.2f} per hour" in tool.describe_cost(accelerator, spot=True)
 
 
 @pytest.mark.parametrize("accelerator", ["H100:8", "B200:1"])  # a row without a figure, and none
 def test_an_unknown_price_is_not_a_number(accelerator):
-    said = tool.describe_cost(accelerator, hours=3)
-    assert "$" not in said and f"sky gpus list {accelerator[:-2]}" in said
+    sentence = tool.describe_cost(accelerator, hours=3)
+    assert "$" not in sentence and f"sky gpus list {accelerator[:-2]}" in sentence
 
 
 class Terminal:
@@ -274,14 +274,14 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSALS)
-def test_a_refusal_of_sky_is_explained_with_how_to_delete_what_it_made(said, calls, monkeypatch, capsys):
-    monkeypatch.setenv("SKY_SAYS", said)
+@pytest.mark.parametrize("message", REFUSALS)
+def test_a_refusal_of_sky_is_explained_with_how_to_delete_what_it_made(message, calls, monkeypatch, capsys):
+    monkeypatch.setenv("SKY_SAYS", message)
     monkeypatch.setenv("SKY_THEN", "false")
     with pytest.raises(tool.RentError) as error:
         tool.rent("v5litepod-8", TRAIN, source=SOURCE, start=True, yes=True)
-    assert error.value.code == REFUSALS[said] and "sky down tpukit" in str(error.value)
-    assert said in capsys.readouterr().out
+    assert error.value.code == REFUSALS[message] and "sky down tpukit" in str(error.value)
+    assert message in capsys.readouterr().out
 
 
 def test_a_missing_sky_is_told_how_to_install_before_anything_is_asked(tmp_path, monkeypatch):
@@ -328,9 +328,9 @@ NOTEBOOK = "cloud_tpu_vm.ipynb"
 
 def test_the_notebook_shows_cost_and_task_and_starts_nothing_unless_told_to(calls, tmp_path):
     notebook = run_notebook(NOTEBOOK, tmp_path)
-    said = text(notebook)
+    output = text(notebook)
     for words in ("$2.40", "$19.20", "down: true", "tpu-v5litepod-1", "sky launch --cluster tpukit"):
-        assert words in said, words
+        assert words in output, words
     assert calls() == []
 
 

@@ -1,4 +1,4 @@
-"""`tpukit watch`: a run that another process trains, and how busy the chips are."""
+"""`tpukit watch`: a run that another process trains, and the chips' utilization."""
 
 import json
 import time
@@ -38,7 +38,7 @@ def test_a_run_is_shown_as_its_records_have_it(run, install, capsys):
     shown = capsys.readouterr().out
     assert "digits-run" in shown and "20 of 20 (100.0%), just now" in shown and "cpu (host processor)" in shown
     rate, accuracy = run.records("train")[-1]["speed"]["images_per_s"], run.records("evaluation")[-1]["scores"]["accuracy"]
-    assert f"{rate:.1f} samples a second" in shown and "scores of epoch 2" in shown and f"accuracy {accuracy:.4g}" in shown
+    assert f"{rate:.1f} samples per second" in shown and "scores of epoch 2" in shown and f"accuracy {accuracy:.4g}" in shown
     assert "step 20" in shown and "left" not in shown and "GPU" not in shown
     assert f"{run.records('train')[-1]['loss']:.4f}" in shown  # the last one
 
@@ -81,7 +81,7 @@ def test_chips_are_described_by_their_tools_or_by_what_is_wrong_with_these(insta
     install("nvidia-smi", "echo '0, Tesla T4, 83, 3277, 15360'; echo '1, Odd Card, [N/A], [N/A], [N/A]'")
     assert tool.describe_chips() == [
         "  GPU 0 (Tesla T4): 83% busy, 3.2 of 15.0 GiB",
-        "  GPU 1 (Odd Card): use unknown, memory unknown",
+        "  GPU 1 (Odd Card): utilization unknown, memory unknown",
     ]
     install("nvidia-smi", "echo 'driver mismatch' >&2; exit 9")
     install("tpu-info", "echo 'TPU v5 lite  12%'")

@@ -50,7 +50,7 @@ def test_pixels_on_the_device_make_the_batches_of_the_host(kind, digits, infrare
         plan = [(np.array([3, 0, 2, 2]), numbers, None if numbers is not None else np.array([True, True, True, False]))]
         there, here = BatchLoader(data, xla), BatchLoader(data, xla, on="host")
         assert there.resident and not here.resident
-        found, wanted = ({k: v.cpu() for k, v in feed.compose(next(feed.batches(plan))).items()} for feed in (there, here))
+        found, wanted = ({k: v.cpu() for k, v in one.compose(next(one.batches(plan))).items()} for one in (there, here))
         assert found.keys() == wanted.keys()
         for name in wanted:
             torch.testing.assert_close(
@@ -58,16 +58,16 @@ def test_pixels_on_the_device_make_the_batches_of_the_host(kind, digits, infrare
             )
 
 
-def test_a_set_is_streamed_where_it_would_crowd_the_device_and_the_feed_says_so(digits, xla, cpu, monkeypatch):
+def test_a_set_is_streamed_where_it_would_take_too_much_of_the_device_and_the_loader_says_so(digits, xla, cpu, monkeypatch):
     data = MNIST(dataset_dir=digits).datasets()[0]
     size = data.device_nbytes()
     assert "on the device, whole: a batch is an index" in BatchLoader(data, xla).description
     monkeypatch.setattr(type(xla), "memory_size", lambda self: 8 * size - 1)
-    feed = BatchLoader(data, xla)
+    loader = BatchLoader(data, xla)
     assert (
-        feed.resident is None
-        and "would crowd the device" in feed.description
-        and "2 threads make the batches" in feed.description
+        loader.resident is None
+        and "because more than" in loader.description
+        and "2 threads make the batches" in loader.description
     )
     assert BatchLoader(data, xla, on="device").resident
     assert BatchLoader(data, cpu).resident is None  # the host's memory is the device's
@@ -78,12 +78,12 @@ def test_a_set_is_streamed_where_it_would_crowd_the_device_and_the_feed_says_so(
         BatchLoader(data, xla, on="gpu")
 
 
-def test_a_set_lies_whole_on_each_core_or_in_parts_and_is_never_whole_where_only_parts_have_room(digits, cpu, monkeypatch):
+def test_a_set_lies_whole_on_each_core_or_in_parts_and_is_never_whole_where_only_parts_fit(digits, cpu, monkeypatch):
     data, asked = MNIST(dataset_dir=digits).datasets()[0], []
     put_whole = lambda arrays, sharded: asked.append(sharded) or arrays  # noqa: E731
     for name, value in dict(accelerator="xla", shards=8, put_whole=put_whole).items():
         monkeypatch.setattr(cpu, name, value, raising=False)
-    for room, on, resident, parts in (
+    for share, on, resident, parts in (
         (1.0, "auto", True, False),
         (0.5, "auto", True, True),
         (0.1, "auto", False, False),
@@ -91,11 +91,11 @@ def test_a_set_lies_whole_on_each_core_or_in_parts_and_is_never_whole_where_only
         (0.1, "device", True, True),
         (1.0, "host", False, False),
     ):
-        monkeypatch.setattr(cpu, "memory_size", lambda room=room: 8 * int(room * data.device_nbytes() + 1))
-        feed = BatchLoader(data, cpu, on=on)
-        assert (feed.resident is not None, feed.bytes_per_core) == (
+        monkeypatch.setattr(cpu, "memory_size", lambda share=share: 8 * int(share * data.device_nbytes() + 1))
+        loader = BatchLoader(data, cpu, on=on)
+        assert (loader.resident is not None, loader.bytes_per_core) == (
             resident,
             data.device_nbytes() // (8 if parts else 1) * resident,
         )
         assert not resident or asked.pop() == parts
-        assert ("sharded over 8 cores" in feed.description) == parts
+        assert ("sharded over 8 cores" in loader.description) == parts

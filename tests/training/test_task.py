@@ -30,7 +30,7 @@ def test_a_workload_that_leaves_a_method_out_is_told_which(method):
 @pytest.mark.parametrize("workload", [MNIST, MSHNet, CDEIT])
 def test_settings_that_no_training_can_have_are_refused_by_their_name(workload, wrong):
     ((name, value),) = wrong.items()
-    with pytest.raises(TpukitError, match=rf"{name}={value}: it has to be [01] or more"):
+    with pytest.raises(TpukitError, match=rf"{name}={value}: .* [01] or more"):
         workload(**wrong)
 
 

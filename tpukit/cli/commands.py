@@ -25,7 +25,7 @@ COMMANDS = {
     "simulate": tools.simulate,
     "rent": rent,
 }
-# The commands with a subcommand for each workload, and their options beside the workload's settings.
+# The commands with a subcommand for each workload, and their options besides the workload's settings.
 OPTIONS_WITH_WORKLOAD = {
     "train": LaunchOptions,
     "test": LaunchOptions,

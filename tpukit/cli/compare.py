@@ -15,13 +15,13 @@ from tpukit.workloads import WORKLOADS
 @dataclasses.dataclass(frozen=True)
 class MeasureOptions(CoreOptions):
     batch_sizes: tuple[int, ...] = ()
-    """Global batch sizes; unless given they double from --batch-size on, until a step does not fit."""
+    """Global batch sizes; by default they double from --batch-size on, until a step does not fit."""
     steps: int = 20
     """Timed steps of each batch size, after the first ones."""
     max_batch: int | None = None
-    """Where doubling ends; on a CPU after one doubling unless given."""
+    """Where doubling ends; on a CPU by default after one doubling."""
     out: Path | None = None
-    """The JSON file; comparison/WORKLOAD-HARDWARE-PLACE.json in the output folder of this machine unless given."""
+    """The JSON file; by default comparison/WORKLOAD-HARDWARE-PLACE.json in the output folder of this machine."""
 
 
 def measure(task, options):
@@ -34,7 +34,7 @@ def measure(task, options):
     tool.check_writable(out)  # before a dataset is unpacked
     task = with_dataset(task, env, size=tool.SYNTHETIC_IMAGES.get(task.name))
     measured = tool.measure_here(task, log=to_stderr, **dataclasses.asdict(options) | dict(out=out))
-    print(f"{measured.table()}\n\nNext, with the files of other machines beside it: tpukit compare {out.parent}/*.json")
+    print(f"{measured.table()}\n\nNext, with the files of other machines next to it: tpukit compare {out.parent}/*.json")
 
 
 def merge(
@@ -57,17 +57,17 @@ def merge(
     Args:
         files: files of one workload; without any, the published figures alone.
         epochs: of the whole training.
-        images: of an epoch; those of the measured set unless given, or 800 as published where it was synthetic.
-        batch_size: count with this batch size alone; with each hardware's fastest unless given.
-        deadline_h: hours on the calendar until it has to be done.
+        images: of an epoch; by default those of the measured set, or 800 as published where it was synthetic.
+        batch_size: count with this batch size alone; by default with each hardware's fastest.
+        deadline_h: hours of calendar time until it must be done.
         budget_usd: US dollars that it may cost.
         spot: count with Google Cloud's prices of spare capacity, which can be taken away at any time.
         prices: an edited copy of the table of prices.
         prices_out: write a copy of the table of prices there, to be edited, and do nothing else.
         usd_per_kwh: price of electricity, for local cards.
-        plan: TPUs that are not here (v5e-1, v5e-8, v6e-1): ask their compiler for bounds. Takes minutes.
-        picture: the PNG file for the plots; beside the first file, or where that folder is read-only in the output folder,
-            unless given.
+        plan: TPUs that you need not have (v5e-1, v5e-8, v6e-1): ask their compiler for bounds. Takes minutes.
+        picture: the PNG file for the plots; by default next to the first file, or where that folder is read-only, in the
+            output folder.
     """
     from tpukit.host import environment
     from tpukit.reporting import figures

@@ -10,9 +10,9 @@ def doctor(json: bool = False, model: str | None = None, weights: Path | None = 
 
     Args:
         json: print one JSON object, for machines.
-        model: also compute this workload's loss and gradients on the device, in fp32, bf16 and (GPUs) fp16, and how far the
-            model's output moves.
-        weights: weights for that model; fresh ones unless given.
+        model: also compute this workload's loss and gradients on the device, in fp32, bf16 and (GPUs) fp16, and how much
+            the model's output changes.
+        weights: weights for that model; by default fresh ones.
         error: check nothing; print how to fix this error message.
     """
     from tpukit import workloads
@@ -42,5 +42,6 @@ def _explain(message):
     if known := find(message):
         print(known.fix)
         return 0
-    print("This message is not known here. `tpukit doctor` checks the machine; docs/TROUBLESHOOTING.md lists the known errors.")
+    print("This error is not a known one. `tpukit doctor` checks the machine.")
+    print('The page "Troubleshooting" of the docs in tpukit\'s repository lists the known errors.')
     return 1

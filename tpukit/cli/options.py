@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from tpukit.host.errors import TpukitError
+from tpukit.launching.core_files import HANG_TIMEOUT_S
 
 # Options of older training scripts -> what replaced them.
 REMOVED = {
@@ -25,7 +26,7 @@ ALIASES = {"--data-path": "--dataset-dir", "--global-batch-size": "--batch-size"
 @dataclasses.dataclass(frozen=True)
 class CoreOptions:
     cores: int | None = None
-    """TPU cores or GPUs to use; all that are here unless given. On a CPU: processes, one unless given."""
+    """TPU cores or GPUs to use; by default all. On a CPU: processes; by default one."""
     parallel: Literal["processes", "spmd"] = "processes"
     """processes: one for each core. spmd: one process and one compiled graph over all TPU cores of this host."""
 
@@ -33,11 +34,11 @@ class CoreOptions:
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions(CoreOptions):
     run: Path | None = None
-    """Folder of the run; the output folder of this machine and the workload's name unless given."""
+    """Folder of the run; by default the output folder of this machine and the workload's name."""
     backup: Path | None = None
     """Folder that gets a copy of the run at every checkpoint, on Drive for instance."""
-    hang_timeout_s: float = 900.0
-    """When no step ends for this many seconds, show every core's Python stack and stop."""
+    hang_timeout_s: float = HANG_TIMEOUT_S
+    """When no step completes for this many seconds, show every core's Python stack and stop."""
 
 
 def current_options(argv):

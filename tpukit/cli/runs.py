@@ -44,7 +44,9 @@ def test(task, options):
     env = environment.detect()
     path = options.run or env.outputs / (f"{task.name}-test" if task.weights else task.name)
     if task.weights and (path / "best.safetensors").exists():
-        raise TpukitError(f"--weights {task.weights} or the best weights of the run {path}? Give one of --weights and --run")
+        raise TpukitError(
+            f"--weights {task.weights} and the run {path}, which has best weights: give only one of --weights and --run"
+        )
     if (path / "config.json").is_file():
         task = _as_trained(task, Run.find(path).config)
     task = with_dataset(task, env)
@@ -97,8 +99,8 @@ def report(
         run: the folder of a run.
         trace: also run this number of steps of its task again, here, and keep a profiler's trace of them for TensorBoard.
             Names the lines of operations that ran on the CPU instead or waited for the device. The run is not changed.
-        hlo: also keep the step's compiled graph as the XLA device gets it, with the line of each operation.
-        dataset_dir: the dataset for these steps, where it is not where the run found it.
+        hlo: also keep the step's compiled graph as the XLA device receives it, with the line of each operation.
+        dataset_dir: the dataset for these steps, if it has moved since the run.
         on: the cores for these steps.
     """
     from tpukit.host import environment
@@ -127,7 +129,7 @@ def _task_of(run, dataset_dir):
 
 
 def watch(run: tyro.conf.Positional[Path], interval_s: float = 2.0, once: bool = False):
-    """Follow a run that another process trains: progress, speed, scores, and how busy the chip is.
+    """Follow a run that another process trains: progress, speed, scores, and chip utilization.
 
     Args:
         run: the folder of a run.

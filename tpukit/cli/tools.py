@@ -14,13 +14,13 @@ from tpukit.cli.options import to_stderr
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
     chip: Literal["v5e-1", "v5e-8", "v6e-1"] = "v5e-1"
-    """The TPU: one v5e chip (Colab), eight (Kaggle; 8 replicas and their gradient sum), or one v6e chip."""
+    """The TPU: one v5e chip (Colab), eight (Kaggle; 8 replicas and their gradient all-reduce), or one v6e chip."""
     batch_sizes: tuple[int, ...] = ()
-    """Global batch sizes to ask about; --batch-size alone unless given."""
+    """Global batch sizes to try; by default --batch-size alone."""
     part: Literal["train", "evaluate"] = "train"
     """train: the whole training step. evaluate: the compiled graphs that predict a batch (of CDEIT: its sampler)."""
     find_batch: bool = False
-    """Bisect the largest batch that fits, to within a sixteenth. Every try is a compilation."""
+    """Bisect the largest batch that fits, to within a sixteenth. Each try compiles the step."""
     json: bool = False
     """Print one JSON object, for machines."""
 
@@ -40,8 +40,8 @@ def migrate(
     fix: bool = False,
     format: Literal["text", "json", "github", "sarif"] = "text",
 ):
-    """What in PyTorch code will not work, or will be slow, on a TPU: by line, each with its fix. Runs nothing of it. Exit
-    code 1 where something that will not work is left.
+    """List what in PyTorch code will not work, or will be slow, on a TPU: by line, each with its fix. Runs none of the code.
+    Exit code 1 if anything is left that will not work.
 
     Args:
         files: scripts, notebooks, or folders of them.
@@ -86,7 +86,7 @@ def simulate(
         seed: every sample depends on the seed and its number alone.
         snr_db: signal to noise of the voltages, in decibels.
         mismatch: how far a real tank is from the model: relative deviation of every voltage's gain, and of the gain of all.
-        check: make nothing; compare the model with real samples in this folder (UEF2017's data2017/, for instance).
+        check: create nothing; compare the model with real samples in this folder (UEF2017's data2017/, for instance).
     """
     from tpukit.workloads.cdeit import simulator
 

@@ -12,6 +12,7 @@ from pathlib import Path, PureWindowsPath
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
+from tpukit.host.tables import GIB
 
 ENDINGS = (".zip", ".tar.gz", ".tgz")
 BLOCK = 4096  # bytes; about what even an empty file takes on a disk
@@ -51,14 +52,14 @@ def unpack(archive, target, *, parts=()):
 
 
 def _check(archive, folder):
-    """Raise TpukitError where an archive holds what `unpack` does not allow, or more than the disk of `folder` has room for."""
+    """Raise TpukitError where an archive holds what `unpack` does not allow, or more than fits on the disk of `folder`."""
     needed, free = 0, shutil.disk_usage(folder).free
     for name, size, _ in _entries(archive):
         _place(archive, name)
         needed += BLOCK * math.ceil(max(size or 0, 1) / BLOCK)
         if needed > free:
             raise TpukitError(
-                f"{archive} does not fit: unpacked it takes more than the {free / 2**30:.2f} GiB that are free in "
+                f"{archive} does not fit: unpacked, it takes more than the {free / GIB:.2f} GiB that are free in "
                 f"{folder.parent}. Free some space, or choose another output folder. Nothing was unpacked."
             )
 
@@ -79,7 +80,7 @@ def _place(archive, name):
     """Where an entry goes, relative to the target."""
     path = PureWindowsPath(name)  # stricter than POSIX: it knows drives, and both separators
     if path.anchor or any(not part.strip(". ") for part in path.parts):  # Windows takes ".. " for ".."
-        raise TpukitError(f"{archive} is not safe to unpack: {name!r} leads outside. Nothing was unpacked.")
+        raise TpukitError(f"{archive} is not safe to unpack: {name!r} leads outside the target folder. Nothing was unpacked.")
     if len(path.parts) > MAX_DEPTH:
         raise TpukitError(f"{archive} is not safe to unpack: it nests more than {MAX_DEPTH} folders. Nothing was unpacked.")
     return Path(*path.parts)
@@ -125,7 +126,7 @@ class _TarHeader(tarfile.TarInfo):
 
 
 def stem(path):
-    """The name of an archive without its ending, or None for what is no archive."""
+    """The name of an archive without its ending, or None if it is not an archive."""
     for ending in ENDINGS:
         if path.name.lower().endswith(ending):
             return path.name[: -len(ending)]

@@ -22,7 +22,7 @@ def find(env, name, path=None, *, fallback=False, parts=()):
         if env.drive and env.drive.parent in path.parents:
             drive.ask_for_drive(env)
         if path.exists():
-            return _take(env, name, parts, path, "the path that was given")
+            return _take(env, name, parts, path, "the given path")
         if instead and instead.is_dir():
             return _take(env, name, parts, instead, f"because {path} does not exist")
         if fallback is not True:
@@ -69,7 +69,7 @@ def _take(env, name, parts, place, why):
 
 
 def _unpacked(folder, name, archive, parts):
-    """The folder with the content of an archive, unpacked now or before: `folder`, or one beside it if that is another's."""
+    """The folder with the unpacked content of an archive: `folder`, or one next to it where that has other content."""
     try:
         content = arrays.content_key(archive.parent, like=(glob.escape(archive.name),))
     except OSError as error:

@@ -8,7 +8,7 @@ _asked = set()  # the Drives that this process asked for: a refusal is an answer
 def mount_drive(env, mount=None):
     """Mount Google Drive on Colab, which asks for the user's consent. Returns its MyDrive folder, or None where there is none.
 
-    mount: the function that mounts, `google.colab.drive.mount` unless given.
+    mount: the function that mounts; by default `google.colab.drive.mount`.
     """
     if env.host != "colab":
         print(f"Drive: only Colab can mount it; this is {env.host}, results stay in {env.outputs}.")

@@ -122,7 +122,9 @@ class Environment:
         # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
         tpu_machine = self.variables.get("TPU_ACCELERATOR_TYPE") or self.variables.get("COLAB_TPU_1VM")
         if accelerator == "tpu" and "torch_xla" not in self.versions and tpu_machine:
-            lines.append("A TPU seems to be here, but torch_xla is not installed; this image lost it: start a fresh session.")
+            lines.append(
+                "There seems to be a TPU, but no torch_xla: something removed it from this image; start a fresh session."
+            )
         for name, (why, instead) in OLD_VARIABLES.items():
             if self.variables.get(name):
                 lines.append(f"{name} is set: {why}. Instead: {instead}.")
@@ -132,7 +134,7 @@ class Environment:
 def detect(environ=None, root="/"):
     """Find out where this Python runs, without touching a device.
 
-    environ: environment variables, those of this process unless given. root: the file system's root (for tests).
+    environ: environment variables; by default those of this process. root: the file system's root (for tests).
     """
     environ = os.environ if environ is None else environ
     root = Path(root)
@@ -304,7 +306,7 @@ def supports(capability, built_for):
 
 @contextlib.contextmanager
 def explain_known_errors():
-    """Within it, an error of an accelerator's runtime that has a known fix is raised as a TpukitError with the fix."""
+    """Context manager: raise an error of an accelerator's runtime that has a known fix as a TpukitError with the fix."""
     try:
         yield
     except TpukitError:

@@ -24,7 +24,7 @@ except ImportError:  # Windows, where nothing here starts several processes
 from tpukit.host.errors import TpukitError
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-ALIVE_S = 120.0  # a process on another host that gave no sign of life for so long counts as dead
+ALIVE_S = 120.0  # a process on another host that gave no sign of life for this long is considered dead
 
 
 @contextlib.contextmanager
@@ -115,7 +115,7 @@ def atomic_folder(folder):
 
 @contextlib.contextmanager
 def explain_full_disk(path):
-    """Within it, a full disk is raised as a TpukitError that names `path` and the free space."""
+    """Context manager: raise a full disk as a TpukitError that names `path` and the free space."""
     try:
         yield
     except OSError as error:
@@ -123,14 +123,14 @@ def explain_full_disk(path):
             raise
         free = shutil.disk_usage(path.parent).free
         raise TpukitError(
-            f"cannot write {path}: {error.strerror.lower()} ({free / 2**20:.0f} MiB are free there). "
+            f"cannot write {path}: {error.strerror.lower()} ({free / 2**20:.0f} MiB free there). "
             "Free some space, or choose another output folder; everything saved before is untouched."
         ) from error
 
 
 @contextlib.contextmanager
 def explain_unwritable(folder):
-    """Within it, any OSError is raised as a TpukitError that names `folder`. Only for code that just writes there."""
+    """Context manager: raise any OSError as a TpukitError that names `folder`. Only for code that just writes there."""
     try:
         yield
     except OSError as error:
@@ -201,7 +201,7 @@ def _crc32(values):
 
 @contextlib.contextmanager
 def file_lock(path):
-    """Within it, no other process of this user on this host holds a `file_lock` of the same path. Waits for its turn.
+    """Context manager: a lock that no other process of this user on this host holds at the same time. Waits for its turn.
 
     Where the cache folder cannot be used there is no lock; what is written is still atomic.
     """
@@ -219,7 +219,7 @@ def file_lock(path):
 
 @contextlib.contextmanager
 def exclusive_lock(path, signs=()):
-    """Within it, the lock file `path` belongs to this process alone, and holds its host and pid.
+    """Context manager: take the lock file `path` for this process alone, and write its host and pid into it.
 
     Raises TpukitError with the host and pid of the process that has it. A lock ends with its process, killed or not. On some
     shared disks (Drive) a lock is seen on its own host only: there the last holder counts as long as it shows a sign of life,
@@ -284,7 +284,7 @@ def _lives_here(holder):
 
 
 def _open_lock(path):
-    """Open a lock file without emptying it. Raises OSError where it is a symbolic or hard link, or no regular file."""
+    """Open a lock file without emptying it. Raises OSError where it is a symbolic or hard link, or not a regular file."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     file = os.open(path, flags, 0o644)
     found = os.fstat(file)

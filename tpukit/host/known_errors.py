@@ -20,7 +20,7 @@ class KnownError:
     cause: str
     fix: str
     pattern: str | None = None
-    """Matches error messages; None for what is not an error of its own."""
+    """Matches error messages; None for a symptom that is not an error message."""
     phrases: str | None = None
     """Matches how users describe it, in lower case."""
 
@@ -240,7 +240,7 @@ KNOWN_ERRORS = (
         code="recompiles",
         title="maximum number of different graphs exceeded: every step compiles again",
         cause="A graph is compiled for given shapes and Python numbers. A ragged last batch, a varying padded length or a "
-        "number computed by Python requires another graph, for minutes. tpukit stops instead, and names what changed.",
+        "number computed by Python requires another graph, which takes minutes. tpukit stops instead, and names what changed.",
         fix="A batch changed its shape, or a Python number its value, between steps, so XLA would compile again. Keep all "
         "batches the same shape; declare loss_variants in the workload.",
         pattern=r"different graphs|maximum number of.*graphs",
@@ -406,7 +406,7 @@ def match(message):
 
 
 def find(text):
-    """The `KnownError` of a text that a user saw or wrote, or None. Also finds symptoms that are no error of their own."""
+    """The `KnownError` of a text that a user saw or wrote, or None. Also finds symptoms that are not error messages."""
     if known := match(text):
         return known
     text = text.lower()

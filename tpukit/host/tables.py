@@ -52,7 +52,7 @@ def _cell(tag, text):
 
 
 class Sentences(list):
-    """Sentences, one a line. Words in `backquotes` are shown as code; nothing else is taken for markup."""
+    """Sentences, one per line. Words in `backquotes` are shown as code; nothing else is taken for markup."""
 
     def __repr__(self):
         return "\n".join(f"- {sentence}" for sentence in self._lines())
@@ -67,7 +67,7 @@ class Sentences(list):
 
 
 def format_duration(seconds):
-    """A duration in words: 90 s, 2.5 min, 30.0 h, 3.0 days. Nothing for None; 0 s for what is over."""
+    """A duration in words: 90 s, 2.5 min, 30.0 h, 3.0 days. Empty for None; 0 s for a negative one."""
     if seconds is None:
         return ""
     for size, name in ((86400, "days"), (3600, "h"), (60, "min")):

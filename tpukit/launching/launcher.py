@@ -20,19 +20,19 @@ from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.launching import tpu_chips
 from tpukit.launching.core import Job, join_group, leave_group, open_core
-from tpukit.launching.core_files import CoreFiles
+from tpukit.launching.core_files import HANG_TIMEOUT_S, CoreFiles
 from tpukit.launching.supervisor import Supervisor
 
 PARALLEL = ("processes", "spmd")
 
 
-def launch(function, task, run, *, cores=None, parallel="processes", hang_timeout_s=900.0):
+def launch(function, task, run, *, cores=None, parallel="processes", hang_timeout_s=HANG_TIMEOUT_S):
     """Call `function(task, run, runtime=...)` on every core and return what rank 0's call returned.
 
-    function: `tpukit.train`, or one like it; it may be defined in a notebook cell, as may the task. cores: all that are here
-    unless given (one on a CPU, where any number of processes can be tried). parallel: "processes", one for each core, or
-    "spmd", one process for all TPU cores of this host. hang_timeout_s: when no step ends for this long, every core's stack is
-    shown and the launch ends; it has to be longer than the first compilation and than rank 0's scoring of an evaluation.
+    function: `tpukit.train`, or one like it; it may be defined in a notebook cell, as may the task. cores: by default all
+    of this host (one on a CPU, where any number of processes can be tried). parallel: "processes", one for each core, or
+    "spmd", one process for all TPU cores of this host. hang_timeout_s: when no step completes for this long, every core's
+    stack is shown and the launch ends; it must be longer than the first compilation and than rank 0's scoring of an evaluation.
 
     On one core the function runs in this process. Under `torchrun` this process already is one of the cores. The result must be
     something that JSON can hold. Raises TpukitError when there are fewer cores than asked for, when batch_size does not divide,
@@ -42,7 +42,7 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     if parallel not in PARALLEL:
         raise TpukitError(f"parallel={parallel!r}: choose one of {', '.join(PARALLEL)}")
     if hang_timeout_s <= 0:
-        raise TpukitError(f"hang_timeout_s={hang_timeout_s:g}: it has to be more than 0 seconds")
+        raise TpukitError(f"hang_timeout_s={hang_timeout_s:g}: it must be more than 0 seconds")
     env = environment.detect()
     job = Job(function, task, run, env, cores, hang_timeout_s)
     if environment.under_torchrun():
@@ -72,17 +72,17 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
 def _count_cores(env, cores, parallel):
     """How many cores this host runs."""
     if cores is not None and cores < 1:
-        raise TpukitError(f"cores={cores}: ask for 1 or more, or leave it out to take all")
+        raise TpukitError(f"cores={cores}: give 1 or more, or leave it out to use all")
     if parallel == "spmd" and env.accelerator not in ("tpu", "xla"):
-        raise TpukitError(f"parallel='spmd' is for TPU cores; {environment.NAMES[env.accelerator]}s take 'processes'")
+        raise TpukitError(f"parallel='spmd' is for TPU cores; on a {environment.NAMES[env.accelerator]} use 'processes'")
     if env.accelerator in ("cpu", "xla"):
         return cores or 1
     found = env.cores
     expected = environment.chips_by_bounds(env.variables) or found
-    # Colab's one chip says 2,2,1 too, and works: on one core nobody waits for others.
+    # Colab's one chip reports 2,2,1 too, and works: on one core nobody waits for others.
     if env.accelerator == "tpu" and found > 1 and cores != 1 and expected != found:
         raise TpukitError(
-            f"{found} TPU chips are here, but TPU_CHIPS_PER_HOST_BOUNDS={env.variables['TPU_CHIPS_PER_HOST_BOUNDS']} means "
+            f"found {found} TPU chips, but TPU_CHIPS_PER_HOST_BOUNDS={env.variables['TPU_CHIPS_PER_HOST_BOUNDS']} declares "
             f"{expected}, and the cores would wait for the missing ones: start a fresh session, or use cores=1"
         )
     if cores is None or cores == found:
@@ -111,19 +111,19 @@ def _refuse_an_opened_device(env):
     if opened:
         raise TpukitError(
             f"Runtime is already initialized: this kernel has already used the {environment.NAMES[env.accelerator]}, and "
-            "processes forked from it cannot use it. Restart the session, and touch no device (a training on one core, "
+            "processes forked from it cannot use it. Restart the session, and use no device (a training on one core, "
             "`torch_xla.device()`, `.cuda()`) before the launch."
         )
     if env.accelerator == "cuda" and not _fork_can_compute():
         raise TpukitError(
-            "Cannot re-initialize CUDA in forked subprocess: this kernel has already asked CUDA something "
-            "(`torch.cuda.is_available()` is enough) or computed a gradient beside an accelerator, and processes forked from "
-            "it cannot compute. Restart the session, and launch before anything that asks for a GPU; `tpukit.detect()` is safe."
+            "Cannot re-initialize CUDA in forked subprocess: this kernel has already queried CUDA "
+            "(`torch.cuda.is_available()` is enough) or computed a gradient next to an accelerator, and processes forked from "
+            "it cannot compute. Restart the session, and launch before anything that uses a GPU; `tpukit.detect()` is safe."
         )
 
 
 def _fork_can_compute():
-    """Whether a process forked from this one could use CUDA and compute gradients: torch says so only in a forked process."""
+    """Whether a process forked from this one could use CUDA and compute gradients: torch tells only in a forked process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # as in `Supervisor.wait`
         child = os.fork()
@@ -139,7 +139,7 @@ def _compute_in_fork():
 
     try:
         torch.ones(1, requires_grad=True).backward()
-    except RuntimeError:  # autograd's threads did not come along
+    except RuntimeError:  # a fork has none of autograd's threads
         os._exit(1)
     os._exit(torch.cuda._is_in_bad_fork())
 
@@ -152,9 +152,7 @@ def _call_under_torchrun(job, parallel):
     from torch.distributed.elastic.multiprocessing.errors import record
 
     if job.env.accelerator == "tpu" or parallel == "spmd":
-        raise TpukitError(
-            "torchrun starts GPU processes. On TPUs run `tpukit train` itself on every host: the cores find their peers"
-        )
+        raise TpukitError("torchrun is for GPUs. On TPUs run `tpukit train` itself on every host: the cores find their peers")
 
     @record  # torchrun's report then shows the traceback of the rank that failed first
     def call():

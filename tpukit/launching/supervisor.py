@@ -41,7 +41,7 @@ class Supervisor:
         self.log_shown = 0  # bytes of log.txt
         self.bar = None
         if job.folder.is_symlink():
-            raise TpukitError(f"{job.folder} is a link to another place: remove it, or choose another run folder")
+            raise TpukitError(f"{job.folder} is a symbolic link: remove it, or choose another run folder")
         with files.explain_unwritable(job.folder):
             job.folder.mkdir(parents=True, exist_ok=True)
             for old in job.folder.iterdir():
@@ -194,19 +194,19 @@ class Supervisor:
         return "\n".join([*lines, self._describe_checkpoint()])
 
     def _describe_hang(self):
-        event = f"no core ended a step for {self.job.hang_timeout_s:g} s"
+        event = f"no core completed a step for {self.job.hang_timeout_s:g} s"
         if self.not_started:
             event = f"{len(self.not_started)} of {len(self.cores)} cores did not start within {self.start_timeout_s:g} s"
-        lines = [f"{event}. What each was doing, the latest call first:"]
+        lines = [f"{event}. What each was doing, most recent call first:"]
         for index, core in enumerate(self.cores):
             stack = _relevant_stack_lines(_text(core.stacks))
-            lines += ["", f"core {index} (all of it: {core.stacks})" if stack else f"core {index} left no stack", *stack]
+            lines += ["", f"core {index} (full stack: {core.stacks})" if stack else f"core {index} left no stack", *stack]
             if index in self.not_started:
                 lines += _last_lines(core.log)
         return "\n".join([*lines, "", self._describe_checkpoint()])
 
     def _describe_core(self, index, rank, step):
-        when = "while it started" if step is None else f"in step {step + 1}"
+        when = "while starting" if step is None else f"in step {step + 1}"
         return f"core {index} (rank {rank} of {self.job.processes}) {when}"
 
     def _describe_checkpoint(self):

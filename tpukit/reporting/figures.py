@@ -63,7 +63,7 @@ def show_samples(task, *, count=4):
 
 
 def show_predictions(run, task, *, count=4):
-    """Show what the run's best weights predict for test images, beside the truth.
+    """Show what the run's best weights predict for test images, next to the truth.
 
     The predictions are those that `test` saved, if the workload saves them; otherwise they are made here, on the CPU. Also
     saved as pictures/predictions.png in the run's folder.
@@ -109,7 +109,7 @@ def _predict(run, task, count):
 
     best = run.path / "best.safetensors"
     if not best.exists():
-        raise TpukitError(f"{run.path} has no best weights yet: they come with the first evaluation")
+        raise TpukitError(f"{run.path} has no best weights yet: the first evaluation saves them")
     model = task.model().eval()
     weights.load(model, best)
     data = dataclasses.replace(task, weights=best).test_set()
@@ -156,7 +156,7 @@ def report_figure(records):
     figure, axes = _subplots(1, 2, (9.6, 3.2)) if memory else _subplots(1, 1, (6.4, 3.2))
     axis, steps = axes[0, 0], [interval["to"] for interval in found]
     for part, label, colour, width, size in (
-        ("step_ms", "a step, in total", INK, 1.6, 3),
+        ("step_ms", "step, in total", INK, 1.6, 3),
         ("wait_ms", "waiting for data", SECOND, 1.2, 2),
         ("to_device_ms", "sending to the device", ACCENT, 1.2, 2),
         ("from_device_ms", "reading from the device", GREY, 1.2, 2),
@@ -164,7 +164,7 @@ def report_figure(records):
         axis.plot(steps, [interval[part] for interval in found], color=colour, lw=width, marker="o", ms=size, label=label)
     for number, step in enumerate(findings.compiled_steps(records)):
         axis.axvline(step, color=SECOND, ls=":", lw=1.2, label=None if number else "step compiled")
-    axis.set(xlabel="step", ylabel="ms a step", ylim=(0, None))
+    axis.set(xlabel="step", ylabel="ms per step", ylim=(0, None))
     _set_title(axis, "where a step's time went")
     axis.legend(fontsize=8, frameon=False)
     axis.grid(alpha=0.25)
@@ -179,7 +179,7 @@ def report_figure(records):
 
 def panels_figure(rows, title):
     """Rows of panels. rows: list of lists of (title, array (H, W) or (H, W, 3))."""
-    if len(rows[0]) == 1:  # one panel a sample: four of them side by side
+    if len(rows[0]) == 1:  # one panel per sample: four of them side by side
         rows = [[row[0] for row in rows[first : first + 4]] for first in range(0, len(rows), 4)]
     figure, axes = _subplots(len(rows), len(rows[0]), (2.3 * len(rows[0]), 2.45 * len(rows) + 0.3))
     for line, row in zip(axes, rows):
@@ -207,7 +207,7 @@ def plan_figure(plan):
     axis.axhline(plan.hbm_gib, color=INK, linestyle="--", linewidth=1)
     text = f"the chip's {plan.hbm_gib:g} GiB"
     axis.text(0.01, plan.hbm_gib, text, transform=axis.get_yaxis_transform(), va="bottom", fontsize=8)
-    axis.set(xlabel="global batch size", ylabel="peak HBM a core, GiB", ylim=(0, 1.3 * max([plan.hbm_gib, *heights])))
+    axis.set(xlabel="global batch size", ylabel="peak HBM per core, GiB", ylim=(0, 1.3 * max([plan.hbm_gib, *heights])))
     fits = any(row["fits"] for row in plan.rows)
     _set_title(axis, f"{plan.workload} on {plan.chip}{'' if fits else ': nothing fits'}")
     return figure
@@ -228,13 +228,13 @@ def comparison_figure(comparison):
         sizes, rates, peaks = zip(*points)
         for axis, values in ((speed, rates), (memory, peaks)):
             axis.plot(sizes, values, label=_label(f"{name}, {kind}"), lw=1.6, ms=4, **style)
-    for axis, label in ((speed, "images a second"), (memory, "peak memory, GiB")):
+    for axis, label in ((speed, "images per second"), (memory, "peak memory, GiB")):
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
         axis.set_xlabel("global batch size", fontsize=9)
         axis.set_ylabel(label, fontsize=9)
         tops = [max(line.get_ydata()) for line in axis.get_lines()]
-        axis.set_ylim(0, (1.15 + 0.1 * len(tops)) * max(tops, default=1))  # with room for the legend
+        axis.set_ylim(0, (1.15 + 0.1 * len(tops)) * max(tops, default=1))  # with space for the legend
         if tops:
             axis.legend(fontsize=7, frameon=False, loc="upper left")
         else:
@@ -325,7 +325,7 @@ def _display_figure(figure, path=None):
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=110)
         except OSError as error:  # Kaggle's inputs are read-only; the figure is shown all the same
-            print(printable(f"picture not kept at {path}: {error.strerror}"))
+            print(printable(f"picture not saved at {path}: {error.strerror}"))
             path = None
     if _in_notebook():
         from IPython.display import Image, display

@@ -42,7 +42,7 @@ def _fits(value, kind):
         return any(_fits(value, one) for one in inner)
     if origin is list:
         return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
-    if origin is tuple:  # which JSON has not
+    if origin is tuple:  # which JSON does not have
         return isinstance(value, list) and len(value) == len(inner) and all(map(_fits, value, inner))
     if origin is dict:
         return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
@@ -151,7 +151,7 @@ def _describe_compilations(session):
         steps = " and ".join(_describe_compilation(record) for record in expected)
         sentences.append(f"The training step was compiled {steps}; every other step reused the compiled graph.")
     elif trained:
-        sentences.append("The training step was not compiled: this session had compiled the same graph before.")
+        sentences.append("The training step was not compiled: this session had already compiled this graph.")
     for record in unexpected:
         reason = f" because {'; '.join(record['why'])}" if record.get("why") else ", though no argument changed"
         sentences.append(f"Step {record['step']} compiled again ({record['seconds']:.1f} s){reason}.")
@@ -196,9 +196,9 @@ def _describe_time(session):
     speeds = [record["speed"] for record in _of_kind(session, "train")]
     seconds = sum(speed["seconds"] for speed in speeds)
     waited = sum(speed["wait_s"] for speed in speeds) / max(seconds, 1e-9)
-    sentences = [f"Fastest interval: {max(speed['images_per_s'] for speed in speeds):.1f} samples a second."]
+    sentences = [f"Fastest interval: {max(speed['images_per_s'] for speed in speeds):.1f} samples per second."]
     if waited > 0.1:
-        sentences.append(f"The device waited for data {waited:.0%} of the time: raise num_workers, or shrink the images once.")
+        sentences.append(f"The device waited for data {waited:.0%} of the time: raise num_workers, or store smaller images.")
     else:
         sentences.append(f"Waiting for data took {waited:.1%} of the training time.")
     if not speeds[-1]["memory"]:
@@ -255,12 +255,12 @@ def _intervals_table(found, most=12):
     for interval in found[(len(found) - 1) % stride :: stride]:
         times = [f"{interval[part]:.2f}" for part in ("step_ms", "wait_ms", "to_device_ms", "from_device_ms")]
         rows.append((f"{interval['from']} to {interval['to']}", *times, f"{interval['images_per_s']:.1f}"))
-    columns = ("steps", "ms a step", "waiting for data", "sending", "reading", "samples a second")
-    return Table("Where a step's time went, ms a step", columns, rows)
+    columns = ("steps", "ms per step", "waiting for data", "sending", "reading", "samples per second")
+    return Table("Where a step's time went, ms per step", columns, rows)
 
 
 def intervals(records):
-    """The intervals between two metric syncs of the last session, in milliseconds a step.
+    """The intervals between two metric syncs of the last session, in milliseconds per step.
 
     A list of dict(from, to, step_ms, wait_ms, to_device_ms, from_device_ms, images_per_s, memory). The host waits for data;
     sending and reading overlap with the device's work."""
@@ -302,10 +302,10 @@ def live_table(name, records, progress, checkpoints, age_s):
     if trained := _of_kind(session, "train"):
         speed = trained[-1]["speed"]
         rate, waited = speed["images_per_s"], speed["wait_s"] / max(speed["seconds"], 1e-9)
-        rows.append(("speed", f"{rate:.1f} samples a second, waiting for data {waited:.1%} of the time"))
+        rows.append(("speed", f"{rate:.1f} samples per second, waiting for data {waited:.1%} of the time"))
         if progress["unit"] == "step" and step < total and rate > 0:
             left = format_duration((total - step) * _batch_size(session) / rate)
-            rows.append(("left", f"about {left} of training, evaluations besides"))
+            rows.append(("left", f"about {left} of training, plus evaluations"))
     if evaluations := _of_kind(session, "evaluation"):
         last = evaluations[-1]
         scores = ", ".join(f"{name} {value:.4g}" for name, value in last["scores"].items() if isinstance(value, float))

@@ -90,14 +90,14 @@ class Backup:
             same = len({records[0]["time"] for records in (run.records(), self.copy.records()) if records}) < 2
         if not same:
             raise TpukitError(
-                f"the backup {self} is of another run than {run.path} (id {found}, not {run_id}): choose another backup "
+                f"the backup {self} belongs to another run than {run.path} (id {found}, not {run_id}): choose another backup "
                 "folder, or, to resume the run that was backed up, a run folder that does not exist yet"
             )
         here, there = (max((entry["step"] for entry in one.checkpoints()), default=0) for one in (run, self.copy))
         if there > here:
             raise TpukitError(
-                f"the backup {self} has step {there} of this run, {run.path} only step {here}: choose another backup folder, "
-                "or, to resume from the backup, a run folder that does not exist yet"
+                f"the backup {self} has step {there} of this run, but {run.path} has only step {here}: choose another backup "
+                "folder, or, to resume from the backup, a run folder that does not exist yet"
             )
 
 
@@ -134,5 +134,5 @@ def find_run(env, name):
     patterns = [f"{'*/' * depth}{glob.escape(name)}" for depth in range(5)]  # the deepest: notebooks/OWNER/NOTEBOOK/outputs/
     found = [place for pattern in patterns for place in sorted(env.inputs.glob(pattern)) if is_run(place)]
     if len(found) > 1:
-        raise TpukitError(f"{len(found)} inputs hold a run {name}: {', '.join(map(str, found))}. Remove all but one of them")
+        raise TpukitError(f"{len(found)} inputs hold a run named {name}: {', '.join(map(str, found))}. Remove all but one")
     return found[0] if found else None

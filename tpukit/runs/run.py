@@ -1,7 +1,7 @@
 """A run directory: settings, records, checkpoints, best weights. The only channel between a training and its readers.
 
 config.json              workload, settings, and the run's id
-records.jsonl            one JSON object a line: kind, step, time, values, CRC-32
+records.jsonl            one JSON object per line: kind, step, time, values, CRC-32
 log.txt                  what was printed, as plain lines
 checkpoints/             step-N.pt (the newest two) and checkpoints.json, newest first, with SHA-256
 best.safetensors         the weights of the best evaluation, with their SHA-256 in the metadata
@@ -9,8 +9,11 @@ pictures/, predictions/  what `show` drew, and what a test keeps of its predicti
 trace/, step.hlo         written by `tpukit report --trace` and `--hlo`
 progress.json            where the training is now, for a progress bar
 tensorboard/             the records' numbers for TensorBoard, where it is installed
-cores/                   the output of each core of the last launch: rank-NN.log, and its error or stacks where it failed
+cores/                   the output of each core of the last launch: rank-NN.log, and its error or stacks where it failed;
+                         stop, while the notebook's process stops them
 .lock                    host and pid of the process that trains here
+.launch-HOST.lock        host and pid of the process that launched the cores of that host
+.restoring               only while the run is being restored from a backup
 """
 
 import contextlib
@@ -131,7 +134,7 @@ class Run:
         return run
 
     def lock(self):
-        """Within it, no other process trains in this folder. Raises TpukitError with the host and pid of one that does."""
+        """Context manager: keep other processes from training here. Raises TpukitError with host and pid of one that does."""
         if not self._writes:
             return contextlib.nullcontext()
         return files.exclusive_lock(self.path / ".lock", signs=[self.path / "progress.json"])
@@ -179,7 +182,7 @@ class Run:
         """Raise TpukitError where a symbolic link could lead what is written or deleted here to another place."""
         if link := next((path for path in self.path.rglob("*") if path.is_symlink()), None):
             raise TpukitError(
-                f"{link} is a symbolic link, and a run holds plain files only: remove it, or choose another folder"
+                f"{link} is a symbolic link, and a run may hold plain files only: remove it, or choose another folder"
             )
 
     # Printing and recording
@@ -281,7 +284,7 @@ class Run:
             except TpukitError:
                 raise
             except Exception as error:  # torch and zipfile raise many types for a damaged file
-                self.print(f"checkpoint {entry['file']} is damaged ({first_line(error)}); trying the one before")
+                self.print(f"checkpoint {entry['file']} is damaged ({first_line(error)}); trying the previous one")
                 continue
             self._truncate_records(saved["records_size"])
             return saved["state"]

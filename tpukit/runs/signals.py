@@ -29,7 +29,7 @@ class StopSignal:
         if self.signal is not None:
             _raise(number)
         self.signal = number
-        print("stopping after this step, which is saved first; a second signal stops at once, without saving")
+        print("stopping after this step, with a checkpoint; a second signal stops at once, without saving")
 
     def check(self):
         """Raise KeyboardInterrupt or SystemExit if a signal came. Called only where the state is complete."""

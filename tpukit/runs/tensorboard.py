@@ -59,7 +59,7 @@ def _scalars(record):
         elif record["kind"] == "train":
             speed = record["speed"]
             found |= {"loss": record["loss"], "gradient norm": record["grad_norm"]}
-            found |= {"speed/samples a second": speed["images_per_s"]}
+            found |= {"speed/samples per second": speed["images_per_s"]}
             found |= {"speed/waiting for data": speed["wait_s"] / max(speed["seconds"], 1e-9)}
             found |= {f"memory/device {n}, GiB": peak / GIB for n, (peak, _) in enumerate(speed["memory"])}
     # float32 is what an event holds.

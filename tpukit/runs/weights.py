@@ -101,7 +101,7 @@ def epoch_of(path):
 
 @contextlib.contextmanager
 def _explain_damage(path):
-    """Within it, whatever reading a weight file raises is raised as a TpukitError."""
+    """Context manager: raise whatever reading a weight file raises as a TpukitError."""
     try:
         yield
     except TpukitError:

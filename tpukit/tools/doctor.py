@@ -1,4 +1,4 @@
-"""`tpukit doctor`: checks what stands between this machine and a training, each with its fix. Opens no device."""
+"""`tpukit doctor`: checks for what would prevent a training on this machine, each with its fix. Opens no device."""
 
 import dataclasses
 import importlib.metadata
@@ -140,7 +140,7 @@ def _gpu(machine):
     torch = f"torch {env.versions['torch']}"
     if cuda["built"] is None:
         fix = FRESH if image else "install a CUDA build of torch (pytorch.org/get-started/locally)"
-        yield Check("gpu", BLOCKS, f"{torch} was built without CUDA, but a GPU is here: {env.device_name}", fix)
+        yield Check("gpu", BLOCKS, f"{torch} was built without CUDA, but this machine has a GPU: {env.device_name}", fix)
         return
     if cuda["usable"]:
         gpus = environment.nvidia_gpus(environ)
@@ -159,7 +159,7 @@ def _gpu(machine):
         found = f"the driver is for CUDA {driver[1]}, and {torch} was built with CUDA {cuda['built']}"
     else:
         fix = fix_for(cuda["reason"]) or "check NVIDIA's driver (nvidia-smi), then restart the session"
-        found = f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'it gives no reason'}"
+        found = f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'no reason given'}"
     yield Check("gpu", BLOCKS, found, fix)
 
 
@@ -208,7 +208,7 @@ def _tensorflow(machine):
     versions = machine.env.versions
     if "torch_xla" in versions and "tensorflow" in versions and "tensorflow-cpu" not in versions:
         fix = "it takes the TPU when imported: pip uninstall -y tensorflow && pip install tensorflow-cpu"
-        yield Check("tensorflow", WARNING, f"{versions['tensorflow']} beside torch_xla", fix)
+        yield Check("tensorflow", WARNING, f"{versions['tensorflow']} next to torch_xla", fix)
 
 
 def _accelerator(machine):
@@ -225,14 +225,14 @@ def _accelerator(machine):
         level, found = BLOCKS, "PJRT_DEVICE=TPU, but no TPU chip is on the PCI bus or in /dev"
         fix = f"unset PJRT_DEVICE. {menu}"
     elif chips and env.accelerator == "xla":
-        level, found, fix = WARNING, f"{chips} TPU chips are here, but PJRT_DEVICE=CPU hides them", "unset PJRT_DEVICE"
+        level, found, fix = WARNING, f"{chips} TPU chips found, but PJRT_DEVICE=CPU hides them", "unset PJRT_DEVICE"
     elif chips and env.accelerator != "tpu":
-        level, found = BLOCKS, f"{chips} TPU chips are here, but torch_xla is not installed"
+        level, found = BLOCKS, f"{chips} TPU chips found, but torch_xla is not installed"
         fix = _install(machine, "'torch_xla[tpu]'")
     elif env.accelerator == "cpu" and environ.get("KAGGLE_KERNEL_RUN_TYPE", "").lower() == "batch":
         level, found, fix = BLOCKS, "this Kaggle batch run got no accelerator", menu
     elif env.accelerator == "cpu" and env.host == "local":
-        level, fix = NOTE, "training works, slowly; Colab and Kaggle lend accelerators for free"
+        level, fix = NOTE, "training works, but slowly; Colab and Kaggle lend accelerators for free"
     elif env.accelerator == "cpu":
         level, found, fix = WARNING, f"{found}: no accelerator is switched on", menu
     yield Check("accelerator", level, found, fix)
@@ -267,12 +267,12 @@ def _variables(machine):
             level = WARNING if name.endswith("BF16") else NOTE  # these are still read
             yield Check("variable", level, f"{name}={environ[name]}: {why}", f"unset it. Instead: {instead}")
     if addresses := environ.get("TPU_PROCESS_ADDRESSES"):
-        fix = "`launch` removes it; before starting one process a core yourself: os.environ.pop('TPU_PROCESS_ADDRESSES')"
+        fix = "`launch` removes it; before starting one process per core yourself: os.environ.pop('TPU_PROCESS_ADDRESSES')"
         yield Check("variable", NOTE, f"TPU_PROCESS_ADDRESSES={addresses}", fix)
     chips, expected = environment.chips_here(environ, machine.root), environment.chips_by_bounds(environ)
     if chips and expected and expected != chips:
-        found = f"TPU_CHIPS_PER_HOST_BOUNDS={environ['TPU_CHIPS_PER_HOST_BOUNDS']} means {expected} chips, {chips} here"
-        fix = "one core works; a launch of one process a core would wait for the missing ones"
+        found = f"TPU_CHIPS_PER_HOST_BOUNDS={environ['TPU_CHIPS_PER_HOST_BOUNDS']} declares {expected} chips, {chips} found"
+        fix = "one core works; a launch of one process per core would wait for the missing ones"
         yield Check("variable", NOTE, found, fix)
     if flags := environ.get("XLA_FLAGS"):
         yield Check("variable", NOTE, f"XLA_FLAGS={flags}", "unset it unless you know why it is set")
@@ -281,7 +281,7 @@ def _variables(machine):
         yield Check("variable", NOTE, "PJRT_DEVICE is not set", fix)
     if env.accelerator == "tpu" and env.host == "local" and not environ.get("TPU_SKIP_MDS_QUERY"):
         fix = "fine on a VM of Google Cloud. Elsewhere torch_xla needs both TPU_SKIP_MDS_QUERY=1 and TPU_ACCELERATOR_TYPE"
-        yield Check("variable", NOTE, "no variable names this TPU's type: a metadata server is asked", fix)
+        yield Check("variable", NOTE, "no variable gives this TPU's type, so torch_xla asks a metadata server", fix)
 
 
 def _disk(machine):
@@ -300,11 +300,11 @@ def _memory(machine):
     shared = machine.root / "dev/shm"
     if shared.is_dir():
         free = shutil.disk_usage(shared).free / GIB
-        fix = "" if free >= 0.25 else "keep num_workers of a DataLoader small; tpukit's own are threads, which need none"
+        fix = "" if free >= 0.25 else "use a small num_workers in a DataLoader; tpukit's own are threads, which need none"
         yield Check("shared memory", WARNING if fix else OK, f"{free:.1f} GiB free at {shared}", fix)
     if available := re.search(r"MemAvailable:\s+(\d+) kB", _read(machine.root / "proc/meminfo")):
-        free = int(available[1]) / 2**20
-        fix = "" if free >= 2 else "restart other notebooks; the decoded IRSTD-1k takes 0.3 GiB, torch about 1 GiB"
+        free = 1024 * int(available[1]) / GIB
+        fix = "" if free >= 2 else "shut down other notebooks; the decoded IRSTD-1k takes 0.3 GiB, torch about 1 GiB"
         yield Check("memory", WARNING if fix else OK, f"{free:.1f} GiB available", fix)
 
 

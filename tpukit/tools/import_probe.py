@@ -48,9 +48,9 @@ def import_packages(packages, environ):
         ran = subprocess.run(command, env=dict(environ), capture_output=True, timeout=IMPORT_TIMEOUT_S)
         output = ran.stdout
         last_words = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        end = " ".join([f"Python ended with code {ran.returncode}", *last_words])
+        end = " ".join([f"Python exited with code {ran.returncode}", *last_words])
     except subprocess.TimeoutExpired as error:
-        output, end = error.stdout or b"", f"the import did not end within {IMPORT_TIMEOUT_S} s"
+        output, end = error.stdout or b"", f"the import did not finish within {IMPORT_TIMEOUT_S} s"
     reports = {}
     for line in output.decode(errors="replace").splitlines():
         with contextlib.suppress(ValueError, TypeError):  # packages may print, too

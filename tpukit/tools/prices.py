@@ -14,7 +14,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Table
 
 USD_PER_KWH = 0.30  # of electricity for a local card; an option wherever it is used
-HOST_BESIDES = "its host machine is billed besides"  # of a source whose figure is of the card alone
+HOST_BILLED_SEPARATELY = "its host machine is billed separately"  # of a source whose figure is of the card alone
 SHIPPED = Path(__file__).with_name("prices.csv")
 PLACES = ("Google Cloud", "Colab", "Colab free", "Kaggle", "local")
 
@@ -36,7 +36,7 @@ class Price:
     @property
     def excludes_host(self):
         """Whether the price is of the card alone, without the machine around it."""
-        return HOST_BESIDES in self.source
+        return HOST_BILLED_SEPARATELY in self.source
 
     def per_hour(self, *, chips=1, spot=False, usd_per_kwh=USD_PER_KWH):
         """USD per hour of the given number of chips or cards; None where it is not known."""
@@ -70,7 +70,7 @@ def read(path=None):
             continue
         if None in row or None in row.values():
             raise TpukitError(
-                f"{where}: line 1 has {len(header)} columns, this line has not; is a comma missing, or not quoted?"
+                f"{where}: line 1 has {len(header)} columns, this line does not; is a comma missing, or not quoted?"
             )
         price = Price(**{name: _parse_cell(f"{where}, column {name}", name, row[name].strip()) for name in COLUMNS})
         key = price.hardware, price.place
@@ -82,7 +82,7 @@ def read(path=None):
 
 def _parse_cell(where, name, cell):
     if name == "place" and cell not in PLACES:
-        raise TpukitError(f"{where}: {cell!r} is none of {', '.join(PLACES)}")
+        raise TpukitError(f"{where}: {cell!r} is not one of {', '.join(PLACES)}")
     if name not in NUMBERS:
         return cell
     if not cell:
@@ -100,7 +100,7 @@ def copy(path):
     """Write a copy of the shipped table to `path`, to be edited."""
     path = Path(path)
     if path.exists():
-        raise TpukitError(f"{path} exists already: choose another name, or read it with --prices {path}")
+        raise TpukitError(f"{path} already exists: choose another name, or read it with --prices {path}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(SHIPPED, path)
@@ -111,7 +111,7 @@ def copy(path):
 
 def table(prices):
     """The rows as a Table for people."""
-    columns = ("hardware", "place", "USD an hour", "spot", "session, h", "week, h", "watts", "as of", "source")
+    columns = ("hardware", "place", "USD per hour", "spot", "session, h", "week, h", "watts", "as of", "source")
     rows = [[f"{cell:g}" if isinstance(cell, float) else cell for cell in dataclasses.astuple(price)] for price in prices]
     return Table("Prices of one chip or card, and how long a session may be", columns, rows)
 
@@ -120,8 +120,8 @@ def find(prices, hardware, place):
     """The row of this hardware at this place, ignoring case. Raises TpukitError that names what there is."""
     at_place = [price for price in prices if price.place.lower() == place.lower()]
     if not at_place:
-        raise TpukitError(f"no prices at {place!r}; there are those of {', '.join(sorted({p.place for p in prices}))}")
+        raise TpukitError(f"no prices at {place!r}; the table has those of {', '.join(sorted({p.place for p in prices}))}")
     for price in at_place:
         if price.hardware.lower() == hardware.lower():
             return price
-    raise TpukitError(f"no price of {hardware!r} at {place}; there are: {', '.join(p.hardware for p in at_place)}")
+    raise TpukitError(f"no price for {hardware!r} at {place}; the table has those of {', '.join(p.hardware for p in at_place)}")

@@ -38,7 +38,7 @@ ERRORS = {
     ),
     "quota": (
         r"(?i)quota\w* .*(exceeded|exhausted)|quotaExceeded|quotaFailure|found no quota",
-        "the project's quota is too small: https://console.cloud.google.com/iam-admin/quotas (on demand and spot count apart)",
+        "the project's quota is too small: https://console.cloud.google.com/iam-admin/quotas (separate for spot)",
     ),
     "capacity": (
         r"no more capacity|RESOURCE_POOL_EXHAUSTED|insufficientCapacity|reserved capacity|while in state PREEMPTED",
@@ -54,7 +54,7 @@ ERRORS = {
     ),
     "name-taken": (
         r"do not match the existing cluster",
-        "a machine of this name and of another kind exists: choose another --name, or delete it with `sky down`",
+        "a machine with this name but of another type exists: choose another --name, or delete it with `sky down`",
     ),
 }
 
@@ -99,9 +99,9 @@ def describe_cost(accelerator, *, spot=False, hours=1.0):
         usd = None
     if usd is None:
         return f"{title}. Its price is not in tpukit's table; `sky gpus list {machine.sky_name.partition(':')[0]}` shows it."
-    host = f" {prices.HOST_BESIDES.capitalize()}." if prices.HOST_BESIDES in price.source else ""
+    host = f" {prices.HOST_BILLED_SEPARATELY.capitalize()}." if price.excludes_host else ""
     return (
-        f"{title}. About ${usd:.2f} an hour, ${usd * hours:.2f} for {hours:g} h (list price of {price.as_of}).{host} "
+        f"{title}. About ${usd:.2f} per hour, ${usd * hours:.2f} for {hours:g} h (list price of {price.as_of}).{host} "
         f"Installing, and {IDLE_MINUTES} idle minutes until the machine is deleted, are billed too."
     )
 
@@ -130,18 +130,18 @@ def rent(
 
     Args:
         accelerator: a TPU with its number of chips (v5litepod-8, v6e-4) or cores (v5p-8, v4-8), or a GPU with its count (T4:1).
-        command: after `--`, what tpukit is to run: train WORKLOAD [options].
+        command: after `--`, what tpukit should run: train WORKLOAD [options].
         name: name of the machine or job, and of the run's folder in the bucket.
         spot: spare capacity: cheaper, but can be taken away at any time.
-        zone: use this zone alone (us-central1-a); SkyPilot chooses unless given.
+        zone: use this zone alone (us-central1-a); by default SkyPilot chooses.
         hours: the training is stopped after this time, counted from each start; it saves a checkpoint first.
         data: a bucket (gs://...) that is copied to /data on the machine.
         bucket: a bucket (gs://...) that keeps a copy of the run; it resumes from there. Without one it is lost.
         jobs: a managed job (`sky jobs launch`), which is restarted when a spot machine is preempted. Needs --bucket.
         source: what pip installs tpukit from on the machine.
-        out: the task file; NAME.yaml unless given.
+        out: the task file; by default NAME.yaml.
         start: start it now.
-        yes: do not ask.
+        yes: do not ask for confirmation.
     """
     if jobs and not bucket:
         raise TpukitError("--jobs deletes the machine as soon as the training ends: give a --bucket, which keeps the run")
@@ -151,7 +151,7 @@ def rent(
     path = Path(out or f"{name}.yaml")
     print(describe_cost(accelerator, spot=spot, hours=hours))
     if jobs:
-        print("A managed job also has a small controller machine: about $0.25 an hour while jobs run (SkyPilot's figure).")
+        print("A managed job also has a small controller machine: about $0.25 per hour while jobs run (SkyPilot's figure).")
     if not bucket:
         print("Without --bucket the run is lost when the machine is deleted: copy it first.")
     if path.exists() and not (path.is_file() and path.read_text(errors="replace") == task):
@@ -185,7 +185,7 @@ def task_yaml(accelerator, command, *, name, spot, zone, hours, data, bucket, so
         raise TpukitError(f"hours {hours:g}: use more than 0 and at most {24 * 7}, a week")
     for address in filter(None, (data, bucket)):
         if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", address):
-            raise TpukitError(f"bucket {address!r}: use the address of a bucket of Google Cloud, gs://NAME")
+            raise TpukitError(f"bucket {address!r}: use the address of a Google Cloud bucket, gs://NAME")
     infra = f"gcp/{zone.rpartition('-')[0]}/{zone}" if zone else "gcp"
     arguments = f"\n  accelerator_args: {{runtime_version: {_yaml(machine.image)}}}" if machine.image else ""
     torch = "'torch==2.9.0' 'torch_xla[tpu]==2.9.0'" if machine.image else "torch"
@@ -222,7 +222,7 @@ def _yaml(text):
 
 
 def _check_words(command, source):
-    """Raises TpukitError for what is no training, for words of several lines, and for a source that pip cannot install."""
+    """Raises TpukitError for what is not a training, for words of several lines, and for a source that pip cannot install."""
     if len(command) < 2 or command[0] != "train" or command[1] not in WORKLOADS:
         raise TpukitError(f"give the training after `--`: train WORKLOAD [options]. Workloads: {', '.join(WORKLOADS)}")
     for word in (*command, source):
@@ -254,7 +254,7 @@ def _start(words, question, yes, *, delete):
         raise RentError("not-installed", f"SkyPilot is not installed (no `sky` on PATH): {INSTALL}. Then: {LOG_IN}")
     if not yes:
         if not sys.stdin or not sys.stdin.isatty():
-            raise TpukitError("nobody can be asked here, so nothing was started: confirm with --yes")
+            raise TpukitError("cannot ask for confirmation (no terminal), so nothing was started: confirm with --yes")
         print(f"{question} [y/N] ", end="", flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise TpukitError("nothing was started")
@@ -294,4 +294,5 @@ def _next_commands(name, jobs, bucket):
         commands = [f"sky jobs logs -n {name}", "sky jobs queue", f"sky jobs cancel -n {name}", "sky status -u --refresh", copy]
     else:
         commands = [f"sky logs {name}", "sky status --refresh", f"ssh {name}", copy, f"sky down {name}"]
-    return "\n".join(["What to type next (docs/RENTING.md explains each):", *(f"  {command}" for command in commands)])
+    title = "Next commands, explained in tpukit's repository on the page 'Renting a TPU or a GPU' of the docs:"
+    return "\n".join([title, *(f"  {command}" for command in commands)])

@@ -38,7 +38,7 @@ STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 @dataclasses.dataclass
 class StepTrace:
-    """What was found in the steps. rows: (operation, times a step, line) of what ran on the host instead or waited for the
+    """What was found in the steps. rows: (operation, times per step, line) of what ran on the host instead or waited for the
     device. folder: of the profiler's trace. error: why there is no trace, or None. hlo: the file of the step's HLO, or None."""
 
     device: str
@@ -58,13 +58,13 @@ class StepTrace:
                 "shows it (with the plugin of `pip install xprof` for XLA, of `torch-tb-profiler` or ui.perfetto.dev for GPUs "
                 "and CPUs)."
             ]
-        found += [f"{operation}, {count} times in a step, at {line}." for operation, count, line in self.rows[:5]]
+        found += [f"{operation}, {count} times per step, at {line}." for operation, count, line in self.rows[:5]]
         if not self.rows:
             found.append("No operation of the step ran on the host instead, and none waited for the device.")
         return found + ([f"The step's compiled graph as HLO: {self.hlo}"] if self.hlo else [])
 
     def table(self):
-        return Table("What interrupts a step", ("operation", "times a step", "line"), self.rows)
+        return Table("What interrupts a step", ("operation", "times per step", "line"), self.rows)
 
 
 def trace(task, run, *, steps=5, hlo=False, cores=None, parallel="processes"):

@@ -1,4 +1,4 @@
-"""`tpukit doctor --model`: whether a workload's model computes here, in which precisions, and how far its output moves."""
+"""`tpukit doctor --model`: whether a workload's model computes here, in which precisions, and how much its output changes."""
 
 import copy
 
@@ -6,7 +6,7 @@ from tpukit.host.errors import first_line
 from tpukit.host.known_errors import fix_for
 from tpukit.tools.doctor import BLOCKS, OK, WARNING, Check
 
-LARGEST_MOVE = 0.05  # of an output by half precision, relative to its norm
+LARGEST_CHANGE = 0.05  # of an output by half precision, relative to its norm
 
 
 def try_model(task, env):
@@ -45,10 +45,10 @@ def try_model(task, env):
         if exact is None:
             exact = output
         else:
-            moved = float((output - exact).norm() / exact.norm())
+            changed = float((output - exact).norm() / exact.norm())
             largest = float((output - exact).abs().max() / exact.abs().max())
-            found += f"; the output moves by {moved:.2%} (at most {largest:.2%} of its largest)"
-            if not moved < LARGEST_MOVE:  # NaN is not
+            found += f"; the output changes by {changed:.2%} (at most {largest:.2%} of its largest value)"
+            if not changed < LARGEST_CHANGE:  # NaN is not
                 level, fix = WARNING, "more than rounding: train in fp32, and look for sums over many numbers in half precision"
         checks.append(Check(f"{task.name} in {precision}", level, found, fix))
     return checks

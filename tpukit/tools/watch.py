@@ -13,7 +13,7 @@ QUERY = "index,name,utilization.gpu,memory.used,memory.total"
 
 
 def watch(run, *, interval_s=2.0, once=False):
-    """Show a run until its last step is done, or until Ctrl-C; once where asked, or where the output is no terminal."""
+    """Show a run until its last step is done, or until Ctrl-C; once where asked, or where the output is not a terminal."""
     if once or not sys.stdout.isatty():
         print(describe(run))
         return
@@ -37,7 +37,7 @@ def describe(run):
     lines = describe_chips()
     starts = [record for record in findings.valid_records(records) if record["kind"] == "start"]
     if not lines and starts and starts[-1].get("accelerator") in ("cuda", "tpu"):
-        lines = ["  how busy the chip is, is unknown: neither nvidia-smi nor tpu-info is installed"]
+        lines = ["  chip utilization unknown: neither nvidia-smi nor tpu-info is installed"]
     return printable("\n".join([str(table), *lines]))
 
 
@@ -49,7 +49,7 @@ def describe_chips():
         for line in output.splitlines():
             index, name, busy, used, total = (part.strip() for part in line.split(","))
             # A field that a card does not have reads [N/A].
-            use, memory = f"{busy}% busy" if busy.isdigit() else "use unknown", "memory unknown"
+            use, memory = f"{busy}% busy" if busy.isdigit() else "utilization unknown", "memory unknown"
             if used.isdigit() and total.isdigit():
                 memory = f"{int(used) / MIB_IN_GIB:.1f} of {int(total) / MIB_IN_GIB:.1f} GiB"
             lines.append(f"  GPU {index} ({name}): {use}, {memory}")

@@ -17,7 +17,7 @@ class TrainState:
     epoch_loss: float = 0.0
     """summed over the steps of this epoch that were synced so far"""
     evaluated: int = 0
-    """epochs evaluated, or passed over"""
+    """epochs evaluated, or skipped"""
     best: float | None = None
     """the best score so far"""
     best_on: str = ""
@@ -69,12 +69,13 @@ class Checkpointer:
             return TrainState(), metrics.new_sums(self.runtime)
         if saved["format"] != FORMAT:
             raise TpukitError(
-                f"{self.run.path} was written by another version of tpukit: start a new run; weights= takes its best"
+                f"{self.run.path} was written by another version of tpukit: start a new run, and pass this run's "
+                "best.safetensors as weights= to keep its result"
             )
         if saved["train_size"] != self.train_size:
             raise TpukitError(
                 f"{self.run.path} was trained on {saved['train_size']} samples, {self.task.dataset_dir} has "
-                f"{self.train_size}: give it the dataset it started with, or choose another run folder"
+                f"{self.train_size}: use the dataset that it started with, or choose another run folder"
             )
         state = TrainState(**saved["state"])
         self.model.load_state_dict(saved["model"])

@@ -14,7 +14,7 @@ class CompileLog:
 
     @contextlib.contextmanager
     def of_step(self, step):
-        """Around the training step of this number."""
+        """Context manager for the training step with this number."""
         if not self.runtime.compiles:
             yield
             return
@@ -28,7 +28,7 @@ class CompileLog:
         finally:
             compiled = self.record(step)
         if self.is_first_step and not compiled:
-            self.run.print(f"step {step}: this session had compiled the same graph before, so nothing was compiled")
+            self.run.print(f"step {step}: this session had already compiled this graph, so nothing was compiled")
         self.is_first_step = False
 
     def record(self, step):

@@ -59,7 +59,7 @@ class BatchLoader:
     """Brings the batches of a dataset to a runtime's device.
 
     data: as `Workload.datasets` returns it. on: "device" stores all its arrays there once, so that a batch is an index and
-    a few numbers a sample; "host" makes every batch on `workers` threads, a few ahead; "auto" stores them on an accelerator
+    a few numbers per sample; "host" makes every batch on `workers` threads, a few ahead; "auto" stores them on an accelerator
     where they take at most an eighth of its memory, whole or sharded over the devices of this process.
     """
 
@@ -92,9 +92,9 @@ class BatchLoader:
             where = f"sharded over {runtime.shards} cores" if is_sharded else "whole"
             self.description += f", on the device, {where}: a batch is an index"
             return
-        self.description += f", {workers} threads make the batches" if workers else ", batches are made between the steps"
+        self.description += f", {workers} threads make the batches" if workers else ", batches are prepared between steps"
         if on == "auto" and can_be_stored and runtime.accelerator != "cpu":
-            self.description += f", because more than {_mib(limit)} of pixels would crowd the device"
+            self.description += f", because more than {_mib(limit)} of pixels would take too much of its memory"
 
     def batches(self, plan):
         """Make this rank's share of the batches of a plan, a few ahead, and put them on the device in order.

@@ -13,7 +13,7 @@ class Diverged(TpukitError):
 
 
 class DivergenceMonitor:
-    """Looks at every `metrics.Interval` of a training."""
+    """Checks every `metrics.Interval` of a training."""
 
     def __init__(self, task, run, runtime):
         self.task, self.run, self.runtime = task, run, runtime
@@ -38,8 +38,8 @@ class DivergenceMonitor:
         self.run.log("diverged", step)
         message = (
             f"{what}; {good} in {self.run.path / 'checkpoints'}. "
-            f"Start another run with a lower lr (now {self.task.lr}; weights= takes this run's best.safetensors), "
-            f"or in fp32 (now {self.runtime.precision}), or check the data."
+            f"Start another run with a lower lr (now {self.task.lr}) or in fp32 (now {self.runtime.precision}), "
+            "from this run's best.safetensors if you pass it as weights=; or check the data."
         )
         self.run.print(message)
         raise Diverged(message)
@@ -58,7 +58,7 @@ class DivergenceMonitor:
             first = step - interval.steps + int(odd_step) + 1
             self.run.log("odd_norm", first)
             self.run.print(
-                f"step {first}: the gradient norm left {low:g} to {high:g} (last value {norm:.2g}): vanishing gradients learn "
-                "nothing, exploding ones end in nan; check the data, lr and precision"
+                f"step {first}: the gradient norm left the range {low:g} to {high:g} (last value {norm:.2g}): with "
+                "vanishing gradients the model does not learn, exploding ones lead to NaN; check the data, lr and precision"
             )
         return odd_step >= 0

@@ -24,7 +24,7 @@ class WeightEMA:
         count, rest = divmod(step, EVERY)
         if rest:
             return
-        # A shorter memory at first, so that the start does not weigh on a short training (as in Phil Wang's ema_pytorch).
+        # Forget faster at first, so that the initial weights do not dominate a short training (as in Phil Wang's ema_pytorch).
         decay = min(self.decay, 1 - (1 + count) ** (-2 / 3))
         # From the host as a vector: every value of a Python number would be another graph.
         self.update(self.runtime.put({"weight": torch.tensor([1 - decay])})["weight"])

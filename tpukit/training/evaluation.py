@@ -90,7 +90,7 @@ def predict(task, model, loader, runtime, *, epoch, after_batch=None):
             if after_batch is not None:
                 after_batch()
     if pending is None:
-        raise TpukitError(f"{task.dataset_dir}: its test set has no samples to score; give it some")
+        raise TpukitError(f"{task.dataset_dir}: the test set is empty; add samples to it")
     found.extend(runtime.world.gather(pending()))
     return found
 
@@ -123,7 +123,7 @@ class Evaluator:
         self.scores = None  # the last ones
 
     def predict(self, finished, model, *, after_batch):
-        """Predict the test set with these weights, and begin to score the predictions."""
+        """Predict the test set with these weights, and start scoring the predictions."""
         started = time.monotonic()
         with self.runtime.broadcast_buffers(model):
             found = predict(self.task, model, self.loader, self.runtime, epoch=finished.epoch, after_batch=after_batch)

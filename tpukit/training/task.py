@@ -29,12 +29,12 @@ class Workload:
     loss_variants: ClassVar[int] = 1
     """Graphs that `loss` is compiled to on XLA (a warm-up with another loss makes two). Any further compilation is refused."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
-    """Arrays of a batch that `evaluate` and `save_predictions` need beside `valid`; None for all. The others are not read
+    """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`; None for all. The others are not read
     back from the device."""
     dataset_parts: ClassVar[tuple[str, ...]] = ()
     """Names of the folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
     synthetic_size: ClassVar[int] = 0
-    """Samples of the synthetic dataset, train and test together, unless told otherwise."""
+    """Samples of the synthetic dataset, train and test together, by default."""
     fallback: ClassVar[Path | None] = None
     """A folder that is searched where `dataset_dir` does not exist."""
 
@@ -54,7 +54,7 @@ class Workload:
     weights: Path | None = None
     """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model."""
     clip_norm: float | None = None
-    """Scale gradients of a larger norm down to it; None does not."""
+    """Scale gradients of a larger norm down to it; None: do not clip."""
     ema_decay: float | None = None
     """Score and keep a moving average of the weights, with this decay every 10 steps; None keeps the weights themselves."""
     log_every: int = setting(20, free=True)
@@ -68,21 +68,22 @@ class Workload:
     synced: the whole global batch (GPUs, where each such layer makes the host wait for the device in every step;
     parallel="spmd" does so on TPU anyway). frozen: the running ones, not trained."""
     num_workers: int = setting(2, free=True)
-    """Threads that read and augment the batches; 0 does it between the steps."""
+    """Threads that read and augment the batches; 0 prepares them between steps."""
     channels_last: bool = setting(False, free=True)
-    """Keep images with their channels innermost in memory, which convolutions on newer GPUs like."""
+    """Keep images with their channels innermost in memory, which is faster for convolutions on newer GPUs."""
     torch_compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = setting("no", free=True)
     """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway); reduce-overhead replays CUDA
     graphs."""
     data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
     """Where the decoded samples lie. device: all of them on every core, so that a batch is an index, augmented there. host:
-    threads make the batches. auto: an accelerator that has eight times the room."""
+    threads make the batches. auto: the device, if it is an accelerator with at least eight times the memory; else
+    the host."""
 
     def __post_init__(self):
         least = dict(batch_size=1, log_every=1, eval_every=1, epochs=0, num_workers=0, seed=0)
         for name, bound in least.items():
             if getattr(self, name) < bound:
-                raise TpukitError(f"{name}={getattr(self, name)}: it has to be {bound} or more")
+                raise TpukitError(f"{name}={getattr(self, name)}: it must be {bound} or more")
 
     def _missing(self, method):
         return NotImplementedError(f"{type(self).__name__} must implement {method}(): copy tpukit/workloads/mnist.py")
@@ -112,7 +113,7 @@ class Workload:
     def predict(self, model, batch, epoch=None):
         """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One compiled graph on XLA.
 
-        epoch: the epoch that the weights come from, for a model that has phases; None for finished weights."""
+        epoch: the epoch that the weights come from, for a model that has a warm-up; None for finished weights."""
         raise self._missing("predict")
 
     def predictor(self, model, runtime, epoch=None):
@@ -189,11 +190,11 @@ def to_request(task):
     """(request, environment variables): what a fresh process needs to import the class and give it the same settings.
 
     request: dict(module, folder, kind, settings) for JSON, read by `from_request`. Raises TpukitError for the class of a
-    notebook cell. Start the process with -P, or the current folder stands in for installed packages."""
+    notebook cell. Start the process with -P, or files in the current folder shadow installed packages."""
     kind = type(task)
     if kind.__module__ == "__main__":
         raise TpukitError(
-            f"{kind.__name__} lives in a notebook cell, where a process of its own cannot import it: put it in a module"
+            f"{kind.__name__} is defined in a notebook cell, from which another process cannot import it: move it to a module"
         )
     places = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     module = sys.modules[kind.__module__]
@@ -204,6 +205,6 @@ def to_request(task):
 
 def from_request(request):
     """In the fresh process: the task of a request of `to_request`."""
-    sys.path.append(request["folder"])  # as the last: what lies beside the class is not to stand in for another package
+    sys.path.append(request["folder"])  # last, so that files next to the class cannot shadow installed packages
     kind = getattr(importlib.import_module(request["module"]), request["kind"])
     return from_settings(kind, request["settings"])

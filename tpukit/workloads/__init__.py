@@ -1,4 +1,4 @@
-"""The workloads by name. None is imported until it is asked for."""
+"""The workloads by name. None is imported until it is needed."""
 
 import importlib
 from typing import NamedTuple
@@ -23,6 +23,6 @@ WORKLOADS = {
 def find(name):
     """The Workload class of a name. Raises TpukitError listing the names there are."""
     if name not in WORKLOADS:
-        raise TpukitError(f"no workload {name!r}; there are: {', '.join(WORKLOADS)}")
+        raise TpukitError(f"no workload {name!r}; choose one of {', '.join(WORKLOADS)}")
     entry = WORKLOADS[name]
     return getattr(importlib.import_module(f"tpukit.workloads.{entry.module}"), entry.cls)

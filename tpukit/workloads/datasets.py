@@ -41,8 +41,8 @@ def make_synthetic(name, folder, *, size=None, seed=0):
     workload = _workload_of(name)
     if workload is None:
         raise TpukitError(
-            f"no dataset {name!r} was found, and a synthetic one is made for "
-            f"{', '.join(entry.dataset for entry in WORKLOADS.values())} only. Check the name; for a set of your own give its "
+            f"no dataset {name!r} was found, and tpukit can synthesize only "
+            f"{', '.join(entry.dataset for entry in WORKLOADS.values())}. Check the name; for a dataset of your own give its "
             "path, or put it into ./datasets"
         )
     size, folder = size or workload.synthetic_size, Path(folder)

@@ -126,7 +126,7 @@ def test_the_plots_name_their_units_and_what_was_not_measured():
 
     figure = figures.comparison_figure(compare.compare([measurement(), measurement(hardware="L4")]))
     labels = {axis.get_xlabel() for axis in figure.axes} | {axis.get_ylabel() for axis in figure.axes}
-    assert {"global batch size", "images a second", "peak memory, GiB", "hours of 400 epochs", "USD of 400 epochs"} <= labels
+    assert {"global batch size", "images per second", "peak memory, GiB", "hours of 400 epochs", "USD of 400 epochs"} <= labels
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == [MEASURED, PUBLISHED]
     styles = {(patch.get_facecolor(), patch.get_hatch()) for patch in legend.get_patches()}

@@ -265,7 +265,7 @@ SOUND = [
     STEP + "    xm.add_step_closure(lambda value: print(value.item()), args=(loss,))",
     STEP + "    kept = {name: value.cpu() for name, value in states.items()}",
     STEP + "    log.update(dict(loss=3))\n    print(dict(loss=3))",
-    # Indices that are no masks of tensors.
+    # Indices that are not masks of tensors.
     STEP + "    seen = names[step == 0]",
     STEP + "    y = np.asarray(answers)\n    rows = y[y > 0]",
     STEP + "    picked = table[x.shape[0] > 3]",

@@ -61,8 +61,8 @@ def test_statistics_that_cannot_be_saved_are_used_all_the_same(tank, tmp_path, m
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tpukit.workloads.cdeit.data.files.atomic_file", read_only)
     task = task_of(tmp_path)
-    statistics, said = task._statistics(tmp_path / "train")
-    assert "not saved" in said and "Read-only file system" in said and statistics[1].all()
+    statistics, note = task._statistics(tmp_path / "train")
+    assert "not saved" in note and "Read-only file system" in note and statistics[1].all()
 
 
 @pytest.mark.parametrize("spelling", ["data2017", "test2017"])

@@ -58,7 +58,7 @@ def test_a_set_of_many_sizes_and_modes_gives_what_pil_gives_on_the_host_and_on_a
 
 
 class BfloatProducts(TorchFunctionMode):
-    """Within it, matrices are multiplied as a TPU does it: factors rounded to bfloat16, sums in float32."""
+    """Context manager: multiply matrices as a TPU does: factors rounded to bfloat16, sums in float32."""
 
     def __torch_function__(self, function, types, arguments=(), settings=None):
         if function in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):

@@ -5,9 +5,10 @@ import math
 
 from tpukit.devices.chips import session_chips
 from tpukit.tools.prices import USD_PER_KWH, Price
+from tpukit.training.task import Workload
 
 WEEK_H = 168.0
-SAVE_EVERY_S = 300.0  # a workload's default time between two checkpoints
+SAVE_EVERY_S = Workload.save_every_s  # the default time between two checkpoints
 ROUNDING_H = 1e-9  # sums of hours are exact to this
 MEASURED, PUBLISHED, BOUND = "measured", "published, not measured", "bound, by the compiler; not measured"
 BASES = (MEASURED, PUBLISHED, BOUND)  # the most trustworthy first
@@ -63,7 +64,7 @@ def sessions_needed(train_h, *, start_h=0.0, lost_h=0.0, session_h=None, week_h=
     """(sessions, hours on the machine, hours on the calendar) of a training, or None where it never ends.
 
     A session starts up for s = `start_h`; one that is cut off also loses r = `lost_h`, the work since its last checkpoint.
-    With T = `train_h`, sessions of at most S = `session_h` hours, and W = `week_h` hours a week:
+    With T = `train_h`, sessions of at most S = `session_h` hours, and W = `week_h` hours per week:
 
         each cut session trains    u = S - s - r
         a full week has            k = floor(W / S) sessions, and one of the remaining hours where they exceed s + r,

@@ -35,13 +35,12 @@ class Comparison:
     estimates: list
     candidates: list
     notes: list
-    bases = BASES
 
     def tables(self):
         return [*(m.table() for m in self.measurements), self.estimates_table(), self.candidates_table()]
 
     def series(self):
-        """[(hardware, "measured" or "bound", [(batch size, images a second, GiB)])] for drawing."""
+        """[(hardware, "measured" or "bound", [(batch size, images per second, GiB)])] for drawing."""
         found = []
         for m in self.measurements:
             points = [(row["batch_size"], rate(row), row["memory_bytes"] / GIB) for row in m.fitting]
@@ -67,7 +66,7 @@ class Comparison:
                     f"{one.memory_bytes / GIB:.2f}" if one.memory_bytes else "",
                 )
             )
-        columns = ("hardware", "basis", "batch", "s an epoch", f"{self.epochs} epochs", "start, s", "peak GiB")
+        columns = ("hardware", "basis", "batch", "s per epoch", f"{self.epochs} epochs", "start, s", "peak GiB")
         return Table(f"{self.workload}, epochs of {self.images} images", columns, rows)
 
     def candidates_table(self):
@@ -123,9 +122,9 @@ class Comparison:
         sessions = f"{candidate.sessions or 'an unknown number of'} session{'' if candidate.sessions == 1 else 's'}"
         calendar = ""
         if candidate.calendar_h > 1.01 * candidate.machine_h:
-            calendar = f", {_format_hours(candidate.calendar_h)} by the calendar"
+            calendar = f", {_format_hours(candidate.calendar_h)} of calendar time"
         if usd is None:
-            cost = "at a cost that the price table does not know"
+            cost = "at an unknown cost, which is not in the price table"
         else:
             cost = f"for {at_least}{_format_usd(usd)}" if usd else "free"
         takes = f"{self.epochs} epochs take {at_least}{_format_hours(candidate.machine_h)} in {sessions}{calendar}, {cost}."
@@ -147,15 +146,15 @@ def compare(
 ):
     """Merge measurements of one recipe, the published figures and plans into a `Comparison`.
 
-    images: per epoch; those of the largest real set that was measured unless given, or of the published figures.
-    batch_size: count with this one alone; each hardware's fastest unless given. plans: of `tpukit.plan`. prices: of
+    images: per epoch; by default those of the largest real set that was measured, or of the published figures.
+    batch_size: count with this one alone; by default with each hardware's fastest. plans: of `tpukit.plan`. prices: of
     `prices.read`. Raises TpukitError for measurements of different recipes.
     """
     if epochs < 1 or images is not None and images < 1:
-        raise TpukitError(f"epochs={epochs}, images={images}: each is at least 1")
+        raise TpukitError(f"epochs={epochs}, images={images}: each must be 1 or more")
     for name, limit in dict(deadline_h=deadline_h, budget_usd=budget_usd, usd_per_kwh=usd_per_kwh).items():
         if limit is not None and not 0 <= limit < math.inf:
-            raise TpukitError(f"{name}={limit}: give a number of zero or more")
+            raise TpukitError(f"{name}={limit}: it must be zero or more")
     measurements = list(measurements)
     _check_same_recipe(measurements)
     workload = measurements[0].workload if measurements else PUBLISHED_WORKLOAD
@@ -193,14 +192,14 @@ def _notes(measurements, images, estimates, candidates, prices):
     if measurements and all(m.synthetic for m in measurements):
         yield f"The images are synthetic; an epoch is counted as {images} of them. A step costs the same with real ones."
     if len({one.batch_size for one in estimates if one.batch_size}) > 1:
-        yield "Each hardware counts at its fastest batch size. Another batch size learns differently: --batch-size N fixes it."
-    yield "Hours are of training steps and starts; evaluations and checkpoints come on top."
+        yield "Each hardware counts at its fastest batch size. Results depend on that: --batch-size N sets one for all."
+    yield "Hours count training steps and start-up; evaluations and checkpoints come on top."
     if any(c.place == "Colab free" for c in candidates):
         yield "Free Colab publishes no weekly hours and often ends a session early: expect more sessions there."
     cards = {(price.hardware, price.place) for price in prices if price.excludes_host}
     if cards := sorted(cards & {(c.estimate.hardware, c.place) for c in candidates}):
         names = ", ".join(f"{hardware} at {place}" for hardware, place in cards)
-        yield f"{names}: the cost is of the card alone; its host machine is billed besides."
+        yield f"{names}: the cost is of the card alone; its host machine is billed separately."
 
 
 def _check_same_recipe(measurements):
@@ -243,7 +242,7 @@ def _fastest(estimates, images, batch_size):
 def plan_recipe(measurements, chips, *, batch_size=None, log=print):
     """Plans (see `tpukit.plan`) of the measured recipe, or MSHNet's own, on TPUs that are not here.
 
-    batch_size: plan this one alone; those that were measured unless given. Takes minutes, and on first use downloads the
+    batch_size: plan this one alone; by default those that were measured. Takes minutes, and on first use downloads the
     compiler.
     """
     if not chips:  # and torch is not needed

@@ -82,7 +82,7 @@ class Measurement:
                     row["compiled_late"],
                 )
             )
-        columns = ["batch", "first step, s", "ms a step", "range", "steps/s", "data wait", "images/s"]
+        columns = ["batch", "first step, s", "ms per step", "range", "steps/s", "data wait", "images/s"]
         columns += [f"epoch of {self.samples}, s", "peak GiB", "compiled late"]
         title = f"{self.workload} on {self.label}, {self.precision}: measured {self.date}{conditions}"
         return Table(title, columns, rows)
@@ -103,15 +103,15 @@ class Measurement:
         except OSError as error:
             raise TpukitError(f"{path} cannot be read: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:
-            raise TpukitError(f"{path} is damaged, or no JSON: {error}") from error
+            raise TpukitError(f"{path} is damaged, or not JSON: {error}") from error
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-            raise TpukitError(f"{path} is no measurement of `tpukit compare`: its format is not {FORMAT!r}")
+            raise TpukitError(f"{path} is not a measurement by `tpukit compare`: its format is not {FORMAT!r}")
         types = {field.name: field.type for field in dataclasses.fields(cls) if field.name != "file"}
         content = _check(path, dict(engine={}) | content, types)
         for number, row in enumerate(content["rows"]):
             where = f"{path}, rows[{number}]"
             if not isinstance(row, dict):
-                raise TpukitError(f"{where} is damaged: it is no object")
+                raise TpukitError(f"{where} is damaged: it is not an object")
             _check(where, row, dict(fits=bool))
             _check(where, row, ROW if row["fits"] else dict(batch_size=int, why=str))
         return cls(**content, file=str(path))
@@ -194,7 +194,7 @@ def check_writable(path):
 
 
 def rate(row):
-    """Images a second."""
+    """Images per second."""
     return 1e3 * row["batch_size"] / row["step_ms"]
 
 

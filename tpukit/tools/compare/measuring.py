@@ -40,7 +40,7 @@ def measure(task, run, *, runtime=None, steps=20, started=None):
     """Time the training step of `task` on this core, among others: a function for `launch`, like `train`.
 
     What runs is a training without its evaluations and checkpoints. A phased loss is timed in its last phase. steps: timed
-    ones, in `ROUNDS` rounds. started: `time.time()` at which the session began, now unless given. Returns a dict on every rank.
+    ones, in `ROUNDS` rounds. started: `time.time()` at which the session began; by default now. Returns a dict on every rank.
     """
     started = started or time.time()
     with _open_training(task, run, runtime) as (runtime, samples, take_step, sync):
@@ -80,8 +80,8 @@ def measure(task, run, *, runtime=None, steps=20, started=None):
 def _open_training(task, run, runtime):
     """(runtime, training set, take_step, sync) of a training without an end: all calls into the training loop are here.
 
-    take_step() takes one step, and returns the seconds in which it waited for its batch. sync() waits for the device, and is
-    where a core leaves that was asked to stop.
+    take_step() takes one step, and returns the seconds in which it waited for its batch. sync() waits for the device; a core
+    that was asked to stop exits there.
     """
     from tpukit.runs.signals import StopSignal
     from tpukit.training.loop import Trainer
@@ -136,9 +136,9 @@ def measure_here(task, *, batch_sizes=None, steps=20, cores=None, parallel="proc
     Raises TpukitError where nothing could be measured, saying why.
     """
     if steps < 1:
-        raise TpukitError(f"steps={steps}: time at least 1")
+        raise TpukitError(f"steps={steps}: give 1 or more")
     if any(size < 1 for size in batch_sizes or ()):
-        raise TpukitError(f"batch sizes {', '.join(map(str, batch_sizes))}: each is at least 1")
+        raise TpukitError(f"batch sizes {', '.join(map(str, batch_sizes))}: each must be 1 or more")
     if environment.under_torchrun():
         raise TpukitError("start `tpukit compare` without torchrun: it takes all GPUs of this host by itself")
     if out:
@@ -162,8 +162,8 @@ def measure_here(task, *, batch_sizes=None, steps=20, cores=None, parallel="proc
         if row["fits"]:
             measured = found
             log(
-                f"batch {size}: {row['step_ms']:.4g} ms a step ({row['step_ms_low']:.4g} to {row['step_ms_high']:.4g}), "
-                f"{rate(row):.4g} images a second, first step {row['first_step_s']:.1f} s, {row['memory_bytes'] / GIB:.2f} GiB"
+                f"batch {size}: {row['step_ms']:.4g} ms per step ({row['step_ms_low']:.4g} to {row['step_ms_high']:.4g}), "
+                f"{rate(row):.4g} images/s, first step {row['first_step_s']:.1f} s, {row['memory_bytes'] / GIB:.2f} GiB"
             )
         else:
             log(f"batch {size}: does not fit: {row['why']}")

@@ -51,7 +51,7 @@ def main(data, out, epochs=4):
             total += loss.item()
         torch.cuda.synchronize()
         rate = len(loader) / (time.time() - started)
-        print(f"epoch {epoch + 1}: loss {total / len(loader):.3f} on {loss.device}, {rate:.1f} steps a second")
+        print(f"epoch {epoch + 1}: loss {total / len(loader):.3f} on {loss.device}, {rate:.1f} steps per second")
     torch.save(model.state_dict(), out)
 
 

@@ -26,7 +26,7 @@ class Worker:
     def check(self, path):
         """The worker's answer about a file: dict(findings, fixed), or dict(unreadable) with the reason.
 
-        Raises TpukitError for a path that cannot be opened, or is no script or notebook.
+        Raises TpukitError for a path that cannot be opened, or is not a script or notebook.
         """
         self.process = self.process or _start()
         process, answer = self.process, ""

@@ -154,9 +154,7 @@ class _Values(cst.CSTVisitor):
         node.value.visit(self)
         return False
 
-    def visit_Arg(self, node):
-        node.value.visit(self)
-        return False
+    visit_Arg = visit_Subscript
 
     def visit_Call(self, node):
         return not HOST_CALLS.match(self.source.name(node.func))

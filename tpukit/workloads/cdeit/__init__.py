@@ -60,15 +60,15 @@ class CDEIT(Workload):
     """Learning rate of Adam."""
     objective: Literal["l1", "l2"] = "l1"
     """Mean absolute or squared error of the predicted image. l1 is published, but first learns an empty image, because most
-    of it is background: over 600 steps in our small model, which l2 does not need."""
+    of it is background: for over 600 steps in our small model. l2 does not."""
     clip_norm: float | None = 1.0
     """Gradients of a larger norm are scaled down to it; None does not clip."""
     ema_decay: float | None = 0.995
-    """Decay of the moving average of the weights, which is evaluated and saved; None averages nothing."""
+    """Decay of the moving average of the weights, which is evaluated and saved; None: no average."""
     sampling_steps: int = setting(5, free=True)
     """Steps of DDIM from noise to an image, 1 to 1000."""
     eta: float = setting(1.0, free=True)
-    """Noise that DDIM adds on its way: 0 none, 1 as much as the training did; with 1000 steps that is ancestral sampling."""
+    """Noise that DDIM adds in each step: 0 none, 1 as much as in training; with 1000 steps that is ancestral sampling."""
     patch: int = 2
     """Side of the patches that become tokens."""
     width: int = 512
@@ -80,7 +80,7 @@ class CDEIT(Workload):
     levels: int = 4
     """How often the token grid is halved on the way down."""
     checkpointing: bool = setting(False, free=True)
-    """Activation checkpointing: compute them again in the backward pass. Less memory, a third more time."""
+    """Activation checkpointing: recompute activations in the backward pass. Less memory, a third more time."""
 
     def __post_init__(self):
         super().__post_init__()

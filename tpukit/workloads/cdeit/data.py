@@ -121,7 +121,7 @@ def find_split(root, convention, what):
         return root
     message = f"no {what} in {root}: it needs a folder {' or '.join(f'{name}/' for name in convention.folders)} of npz files"
     if folders := sorted(path.name for path in root.glob("*/")):
-        message += f" (there are: {', '.join(folders)})"
+        message += f" (found: {', '.join(folders)})"
     raise TpukitError(f"{message}. `tpukit simulate eit` makes train/ and test/")
 
 
@@ -147,7 +147,7 @@ def _read_file(path, names):
         with np.load(path, allow_pickle=False) as file:
             found = {name: np.asarray(file[name], np.float32) for name in names if name in file}
     except Exception as error:  # numpy and zipfile raise many types for a damaged file
-        raise TpukitError(f"{path} cannot be read ({error}): copy or make it again") from error
+        raise TpukitError(f"{path} cannot be read ({error}): copy or create it again") from error
     for name in names:
         shape = (ELECTRODES * (ELECTRODES - 3),) if name == "ys" else (SIZE, SIZE)
         if name not in found and name not in BASELINES:
@@ -179,7 +179,7 @@ def find_statistics(split_folder, root):
     except TpukitError as error:
         raise TpukitError(
             f"no mean.pth and std.pth beside {split_folder} or in {FALLBACK.resolve()}, and no training set in {root} to "
-            "compute them from: put the two files of the set that the network was trained on there"
+            "compute them from: copy the two files there from the set that the network was trained on"
         ) from error
     with files.file_lock(training.parent / "mean.pth"):
         if found := _read_statistics(training.parent):  # another process was first
@@ -192,7 +192,7 @@ def _compute_statistics(training):
     volts = Impedance(training, TRAINING, None, baselines=False).volts.reshape(-1, ELECTRODES, ELECTRODES - 3)
     deviation = volts.std(0, dtype=np.float64)
     if len(volts) < 2 or not deviation.all():
-        raise TpukitError(f"{training}: its {len(volts)} samples have no spread of voltages to normalise by; simulate more")
+        raise TpukitError(f"{training}: the voltages of its {len(volts)} samples do not vary; simulate more")
     return volts.mean(0, dtype=np.float64).astype(np.float32), deviation.astype(np.float32)
 
 
@@ -210,7 +210,7 @@ def _save_statistics(folder, statistics):
 
 
 def _read_statistics(folder):
-    """What `find_statistics` returns, from a folder; None if it has not both files."""
+    """What `find_statistics` returns, from a folder; None if one of the two files is missing."""
     paths = [folder / "mean.pth", folder / "std.pth"]
     if not all(path.is_file() for path in paths):
         return None

@@ -17,9 +17,8 @@ import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
+from tpukit.workloads.cdeit.data import ELECTRODES, SIZE
 
-SIZE = 128
-ELECTRODES = 16
 MESH_SPACING = 0.05  # 2821 elements
 # Metal and plastic in tap water. Anything far from 1 gives nearly the same voltages.
 CONDUCTIVE, RESISTIVE = 20.0, 0.01
@@ -193,12 +192,12 @@ def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_d
     folder = Path(folder)
     if min(samples, test_samples, seed) < 0 or workers < 1:
         counts = f"samples={samples}, test_samples={test_samples}, seed={seed}, workers={workers}"
-        raise TpukitError(f"{counts}: give nothing below 0, and 1 worker or more")
+        raise TpukitError(f"{counts}: none may be negative, and workers must be 1 or more")
     settings = dict(seed=seed, snr_db=snr_db, mismatch=mismatch)
     jobs = []
     with files.explain_unwritable(folder):
         if folder.exists() and not folder.is_dir():
-            raise TpukitError(f"{folder} is a file; a set needs a folder of its own")
+            raise TpukitError(f"{folder} is a file; give a folder")
         _check_settings(folder, settings)
         for split, count in zip(SPLITS, (samples, test_samples)):
             (folder / split).mkdir(exist_ok=True)
@@ -221,7 +220,7 @@ def _check_settings(folder, settings):
         return
     try:
         saved = json.loads(path.read_text())
-    except ValueError as error:  # no JSON, or no UTF-8
+    except ValueError as error:  # not JSON, or not UTF-8
         raise TpukitError(
             f"{path} is damaged ({error}): delete it if you know the settings, or choose another folder"
         ) from error
@@ -246,7 +245,7 @@ def _run_jobs(jobs, workers, total, progress):
                 bar.update(done.result())
         except concurrent.futures.process.BrokenProcessPool as error:
             raise TpukitError(
-                "a simulating process died (out of memory, or killed): start again to continue, with fewer workers. In a "
+                "a worker process died (out of memory, or killed): start again to continue, with fewer workers. In a "
                 "script, several workers need `if __name__ == '__main__':` around the call"
             ) from error
         finally:
@@ -289,7 +288,7 @@ def make_sample(tank, split, number, *, seed, snr_db, mismatch):
 def compare_with_measurements(folder, volts=1040.856):
     """dict(name -> correlation of simulated and measured voltages) of a folder of real samples with xs and ys, as UEF2017's.
 
-    volts: by what ys is divided."""
+    volts: what ys is divided by."""
     paths = sorted(Path(folder).glob("*.npz"))
     if not paths:
         raise TpukitError(f"no npz files in {folder}: give the folder of real samples, data2017/ for instance")
@@ -299,7 +298,7 @@ def compare_with_measurements(folder, volts=1040.856):
             with np.load(path, allow_pickle=False) as arrays:
                 image, measured = arrays["xs"].reshape(SIZE, SIZE), arrays["ys"].reshape(208) / volts
         except Exception as error:  # numpy and zipfile raise many types for a damaged file
-            raise TpukitError(f"{path} is no sample with xs and ys ({error})") from error
+            raise TpukitError(f"{path} is not a sample with xs and ys ({error})") from error
         correlations[path.stem] = float(np.corrcoef(_tank().simulate(image), measured)[0, 1])
     return correlations
 

@@ -97,7 +97,7 @@ def _pad(images, colours, height, width):
 
 
 def find_list(folder, split):
-    """The file that lists a split's names. Raises TpukitError naming the places that were looked at."""
+    """The file that lists a split's names. Raises TpukitError naming the places that were searched."""
     if not folder.is_dir():
         raise TpukitError(f"dataset folder {folder} does not exist")
     for pattern in LISTS[split]:
@@ -114,7 +114,7 @@ def _read_text(listing):
     try:
         return listing.read_text("utf-8-sig")  # editors on Windows write a byte order mark
     except UnicodeDecodeError as error:
-        raise TpukitError(f"{listing} is no text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from error
+        raise TpukitError(f"{listing} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from error
 
 
 def _pack(name, images):
@@ -140,7 +140,7 @@ def _read_split(folder, listing, skip_bad):
 
     entries = [(number, line.strip()) for number, line in enumerate(_read_text(listing).splitlines(), 1) if line.strip()]
     if not entries:
-        raise TpukitError(f"{listing} is empty: it should hold one image name a line")
+        raise TpukitError(f"{listing} is empty: it should hold one image name per line")
     names, images, masks, bad = [], [], [], []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         pairs = pool.map(lambda entry: _read_pair(folder, entry[1]), entries)
@@ -203,7 +203,7 @@ def read_image(path, *, grey=False):
     """An image file -> uint8, (H, W) for grey images and (H, W, 3) for colour.
 
     Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and 16-bit grey, whose whole range 0..65535 maps to 0..255.
-    Colours that differ by one level at most are a grey image that some program has converted and rounded (three of IRSTD-1k's
+    Colours that differ by one level at most are a grey image that some software has converted and rounded (three of IRSTD-1k's
     are such). Raises whatever Pillow does, and TpukitError for more than `MAX_PIXELS`, before anything is decoded.
     """
     with Image.open(path, formats=FORMATS) as image:
