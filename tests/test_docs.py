@@ -223,6 +223,7 @@ def place(tmp_path_factory, digits, infrared, tank):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", sorted(set(unique()) - set(alone())))
 def test_a_command_with_something_before_it_runs_as_it_stands(command, place, monkeypatch):
     before, _, rest = command.partition("tpukit ")
@@ -248,6 +249,7 @@ def test_the_python_of_both_languages_is_the_same(path):
     assert ours == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in ENGLISH if examples(p)], ids=name)
 def test_the_python_of_a_page_runs(path, place, monkeypatch):
     rng = np.random.default_rng(0)
@@ -266,6 +268,7 @@ def test_the_python_of_a_page_runs(path, place, monkeypatch):
         exec(compile(code, path.name, "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", alone())
 def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, capfd):
     monkeypatch.chdir(place)

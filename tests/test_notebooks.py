@@ -37,6 +37,7 @@ def text(notebook):
     return streams + "".join(outputs(notebook, "text/plain"))
 
 
+@pytest.mark.slow
 def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
     pytest.importorskip("torch_xla")
     notebook = run_notebook("colab_tpu_setup.ipynb", tmp_path, **SMALL)
@@ -54,6 +55,7 @@ def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
     assert (tmp_path / "outputs/run/best.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel, share", [("processes", "2 samples"), ("spmd", "2 samples")])
 def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tmp_path):
     pytest.importorskip("torch_xla")
@@ -74,6 +76,7 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tm
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 1  # the bar of core 0, live
 
 
+@pytest.mark.slow
 def test_the_cdeit_notebook_simulates_trains_on_two_devices_samples_and_shows_the_grid(tmp_path):
     pytest.importorskip("torch_xla")
     small = dict(SAMPLES=24, EPOCHS=1, BATCH_SIZE=8, CORES=2, RUN_NAME="run")
@@ -95,6 +98,7 @@ def test_the_cdeit_notebook_asks_for_a_gpu_by_its_metadata_alone():
     assert (tpu.metadata.kaggle.accelerator, gpu.metadata.kaggle.accelerator) == ("tpuV5e8", "nvidiaTeslaT4")
 
 
+@pytest.mark.slow
 def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until_the_kernel_uses_the_device(tmp_path, digits):
     pytest.importorskip("torch_xla")
     cells = [
@@ -127,6 +131,7 @@ def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until
     assert "REFUSED Runtime is already initialized" in said and "Restart the session" in said
 
 
+@pytest.mark.slow
 def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(tmp_path):
     pytest.importorskip("torch_xla")
     own = tmp_path / "own.py"
@@ -148,6 +153,7 @@ def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(tmp_pa
     assert "nan" not in table and "tpukit, 1 x " in table
 
 
+@pytest.mark.slow
 def test_the_gpu_notebook_runs_on_the_cpu_when_told_to(tmp_path, monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE")
     notebook = run_notebook("colab_setup.ipynb", tmp_path, ACCELERATOR="cpu", **SMALL)
@@ -155,6 +161,7 @@ def test_the_gpu_notebook_runs_on_the_cpu_when_told_to(tmp_path, monkeypatch):
     assert len(outputs(notebook, "image/png")) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, menu",
     [("colab_tpu_setup.ipynb", "TPU needed"), ("colab_setup.ipynb", "GPU needed"), ("kaggle_cdeit_gpu.ipynb", "GPU needed")],
@@ -167,14 +174,16 @@ def test_a_notebook_without_its_hardware_stops_with_the_menu_to_open(name, menu,
         run_notebook(name, tmp_path, **SMALL)
 
 
-def test_the_quickstart_trains_goes_on_and_shows(tmp_path):
-    notebook = run_notebook("mnist_quickstart.ipynb", tmp_path, RUN_NAME="mnist")
+@pytest.mark.slow
+def test_the_quickstart_trains_goes_on_and_shows(digits, tmp_path):
+    notebook = run_notebook("mnist_quickstart.ipynb", tmp_path, RUN_NAME="mnist", DATASET_DIR=str(digits), BATCH_SIZE=8)
     said = text(notebook)
-    assert "resuming at step 78 of 156" in said and "class MNIST(Workload)" in said
+    assert "resuming at step 25 of 50" in said and "class MNIST(Workload)" in said
     assert len(outputs(notebook, "image/png")) == 4
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 2  # a live bar for each training
 
 
+@pytest.mark.slow
 def test_the_quickstart_passes_nbval(tmp_path):
     shutil.copy(ROOT / "notebooks/mnist_quickstart.ipynb", tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "--nbval-cell-timeout", "300", "-p", "no:cacheprovider"]
@@ -250,6 +259,7 @@ def test_the_first_cell_runs_no_code_of_an_input_of_another_name(place, first_ce
     assert first_cell() == ASKED
 
 
+@pytest.mark.slow
 def test_a_kernel_knows_whether_somebody_could_answer_a_question():
     from jupyter_client.manager import start_new_kernel
 
@@ -312,6 +322,7 @@ def lab(tmp_path):
         log.close()
 
 
+@pytest.mark.slow
 def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
     browser = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
     if browser is None:

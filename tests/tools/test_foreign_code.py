@@ -48,6 +48,7 @@ def test_every_python_that_tpukit_starts_leaves_the_current_folder_out_of_its_pa
     assert len(starts) >= 5 and not [start for start in starts if '[sys.executable, "-P"' not in start[1]]
 
 
+@pytest.mark.slow
 def test_doctor_runs_nothing_of_the_current_folder(hostile):
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-c", COMMAND_LINE, "doctor", "--json"]

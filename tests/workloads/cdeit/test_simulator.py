@@ -61,6 +61,7 @@ def test_scenes_hold_one_to_four_inclusions_of_either_sign_apart_and_inside():
     assert seen == {1, 2, 3, 4} and signs == {-1, 0, 1}
 
 
+@pytest.mark.slow
 def test_a_simulation_continues_where_it_stopped_with_any_number_of_workers(tank, tmp_path):
     files = sorted((tank / "train").glob("*.npz"))
     assert len(files) == 21 and len(list((tank / "test").glob("*.npz"))) == 5
