@@ -18,11 +18,16 @@ from tests.conftest import ROOT
 SMALL = dict(EPOCHS=2, WARM_EPOCH=0, IMAGE_SIZE=32, RUN_NAME="run")
 
 
-def run_notebook(name, tmp_path, **parameters):
-    """Execute a notebook in tmp_path. Returns it."""
-    done = tmp_path / name
+def run_notebook(name, tmp_path, replace=None, **parameters):
+    """Execute a notebook in tmp_path, with one text of its cells replaced by another. Returns it."""
+    source, done = tmp_path / "source.ipynb", tmp_path / name
+    book = nbformat.read(ROOT / "notebooks" / name, 4)
+    if replace:
+        [cell] = [cell for cell in book.cells if replace[0] in cell.source]
+        cell.source = cell.source.replace(*replace)
+    nbformat.write(book, source)
     papermill.execute_notebook(
-        str(ROOT / "notebooks" / name), str(done), {**parameters, "OUTPUTS": str(tmp_path / "outputs")},
+        str(source), str(done), {**parameters, "OUTPUTS": str(tmp_path / "outputs")},
         cwd=str(tmp_path), progress_bar=False, kernel_name="python3",
     )  # fmt: skip
     return nbformat.read(done, 4)
@@ -79,8 +84,9 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tm
 @pytest.mark.slow
 def test_the_cdeit_notebook_simulates_trains_on_two_devices_samples_and_shows_the_grid(tmp_path):
     pytest.importorskip("torch_xla")
-    small = dict(SAMPLES=24, EPOCHS=1, BATCH_SIZE=8, CORES=2, RUN_NAME="run")
-    notebook = run_notebook("kaggle_cdeit_tpu.ipynb", tmp_path, **small)
+    small = dict(SAMPLES=8, EPOCHS=1, BATCH_SIZE=4, CORES=2, RUN_NAME="run")
+    tiny = ("patch=8, width=128, heads=4, window=8, levels=3", "patch=16, width=16, heads=2, window=4, levels=1")
+    notebook = run_notebook("kaggle_cdeit_tpu.ipynb", tmp_path, replace=tiny, **small)
     said = text(notebook)
     for words in ("voltage statistics: computed", "all 2 cores started", "epoch 1: loss", "It ran on 2 x xla", "correlation "):
         assert words in said, words

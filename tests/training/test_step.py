@@ -11,7 +11,7 @@ from tpukit import MNIST, MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_reduced_precision_trains_and_fp16_resumes_with_its_scaler(precision, digits, tmp_path):
     task = MNIST(dataset_dir=digits, epochs=8, precision=precision, channels=4, **SMALL)
     runtime = Runtime("cpu", precision)

@@ -40,6 +40,7 @@ def test_a_conductive_inclusion_beside_an_electrode_is_seen_there_and_its_sign_t
     assert not model_tank.simulate(np.zeros_like(image)).any()
 
 
+@pytest.mark.slow
 def test_the_classical_images_show_where_an_inclusion_is_and_its_sign(model_tank):
     x, y = simulator.pixel_places()
     for sign in (-1, 1):
