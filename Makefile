@@ -45,7 +45,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --quiet --check .
 
 check: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) --dist worksteal -m "not slow"
 
 test: lint
 	$(PYTEST) --dist loadfile

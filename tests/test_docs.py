@@ -31,7 +31,7 @@ TINY = {
 }
 SMALL = {option: value for options in TINY.values() for option, value in options.items() if option != "--batch-size"}
 SMALL |= {"--epochs": "1", "--warm-epoch": "0", "--steps": "2", "--trace": "2", "--cores": "1", "--sampling-steps": "1"}
-SMALL |= {"--batch-size": "4", "--global-batch-size": "4", "--samples": "6", "--test-samples": "3"}
+SMALL |= {"--batch-size": "4", "--global-batch-size": "4", "--samples": "6", "--test-samples": "3", "--workers": "1"}
 # Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), what rents machines
 # (tests/tools/test_rent.py runs it against a recording sky), and a model of 110 million parameters (tests/workloads/cdeit).
 ELSEWHERE = ("tpukit plan", "tpukit rent", "tpukit doctor --model cdeit")
@@ -176,7 +176,8 @@ def smaller(command):
     if words[0] == "compare" and "--plan" in words:  # which asks a compiler for minutes
         words = words[: words.index("--plan")]
     if words[0] in ("train", "compare") and words[1] in TINY:
-        wanted = TINY[words[1]] | ({"--epochs": "1", "--run": "outputs/new"} if words[0] == "train" else {})
+        less = {"--epochs": "1", "--run": "outputs/new"} if words[0] == "train" else {"--steps": "2"}
+        wanted = TINY[words[1]] | less
         given = {"--batch-size" if word in ("--global-batch-size", "--batch-sizes") else word for word in words}
         words += [part for option, value in wanted.items() if option not in given for part in (option, value)]
     return words
@@ -223,6 +224,7 @@ def place(tmp_path_factory, digits, infrared, tank):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", sorted(set(unique()) - set(alone())))
 def test_a_command_with_something_before_it_runs_as_it_stands(command, place, monkeypatch):
     before, _, rest = command.partition("tpukit ")
@@ -248,6 +250,7 @@ def test_the_python_of_both_languages_is_the_same(path):
     assert ours == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in ENGLISH if examples(p)], ids=name)
 def test_the_python_of_a_page_runs(path, place, monkeypatch):
     rng = np.random.default_rng(0)
@@ -266,6 +269,7 @@ def test_the_python_of_a_page_runs(path, place, monkeypatch):
         exec(compile(code, path.name, "exec"), {"__name__": "__main__"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", alone())
 def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, capfd):
     monkeypatch.chdir(place)

@@ -18,11 +18,16 @@ from tests.conftest import ROOT
 SMALL = dict(EPOCHS=2, WARM_EPOCH=0, IMAGE_SIZE=32, RUN_NAME="run")
 
 
-def run_notebook(name, tmp_path, **parameters):
-    """Execute a notebook in tmp_path. Returns it."""
-    done = tmp_path / name
+def run_notebook(name, tmp_path, replace=None, **parameters):
+    """Execute a notebook in tmp_path, with one text of its cells replaced by another. Returns it."""
+    source, done = tmp_path / "source.ipynb", tmp_path / name
+    book = nbformat.read(ROOT / "notebooks" / name, 4)
+    if replace:
+        [cell] = [cell for cell in book.cells if replace[0] in cell.source]
+        cell.source = cell.source.replace(*replace)
+    nbformat.write(book, source)
     papermill.execute_notebook(
-        str(ROOT / "notebooks" / name), str(done), {**parameters, "OUTPUTS": str(tmp_path / "outputs")},
+        str(source), str(done), {**parameters, "OUTPUTS": str(tmp_path / "outputs")},
         cwd=str(tmp_path), progress_bar=False, kernel_name="python3",
     )  # fmt: skip
     return nbformat.read(done, 4)
@@ -37,6 +42,7 @@ def text(notebook):
     return streams + "".join(outputs(notebook, "text/plain"))
 
 
+@pytest.mark.slow
 def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
     pytest.importorskip("torch_xla")
     notebook = run_notebook("colab_tpu_setup.ipynb", tmp_path, **SMALL)
@@ -54,6 +60,7 @@ def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
     assert (tmp_path / "outputs/run/best.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel, share", [("processes", "2 samples"), ("spmd", "2 samples")])
 def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tmp_path):
     pytest.importorskip("torch_xla")
@@ -74,10 +81,12 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tm
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 1  # the bar of core 0, live
 
 
+@pytest.mark.slow
 def test_the_cdeit_notebook_simulates_trains_on_two_devices_samples_and_shows_the_grid(tmp_path):
     pytest.importorskip("torch_xla")
-    small = dict(SAMPLES=24, EPOCHS=1, BATCH_SIZE=8, CORES=2, RUN_NAME="run")
-    notebook = run_notebook("kaggle_cdeit_tpu.ipynb", tmp_path, **small)
+    small = dict(SAMPLES=8, EPOCHS=1, BATCH_SIZE=4, CORES=2, RUN_NAME="run")
+    tiny = ("patch=8, width=128, heads=4, window=8, levels=3", "patch=16, width=16, heads=2, window=4, levels=1")
+    notebook = run_notebook("kaggle_cdeit_tpu.ipynb", tmp_path, replace=tiny, **small)
     output = text(notebook)
     for words in ("voltage statistics: computed", "all 2 cores started", "epoch 1: loss", "It ran on 2 x xla", "correlation "):
         assert words in output, words
@@ -95,6 +104,7 @@ def test_the_cdeit_notebook_asks_for_a_gpu_by_its_metadata_alone():
     assert (tpu.metadata.kaggle.accelerator, gpu.metadata.kaggle.accelerator) == ("tpuV5e8", "nvidiaTeslaT4")
 
 
+@pytest.mark.slow
 def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until_the_kernel_uses_the_device(tmp_path, digits):
     pytest.importorskip("torch_xla")
     cells = [
@@ -127,6 +137,7 @@ def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until
     assert "REFUSED Runtime is already initialized" in output and "Restart the session" in output
 
 
+@pytest.mark.slow
 def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(tmp_path):
     pytest.importorskip("torch_xla")
     own = tmp_path / "own.py"
@@ -148,6 +159,7 @@ def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(tmp_pa
     assert "nan" not in table and "tpukit, 1 x " in table
 
 
+@pytest.mark.slow
 def test_the_gpu_notebook_runs_on_the_cpu_when_told_to(tmp_path, monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE")
     notebook = run_notebook("colab_setup.ipynb", tmp_path, ACCELERATOR="cpu", **SMALL)
@@ -155,6 +167,7 @@ def test_the_gpu_notebook_runs_on_the_cpu_when_told_to(tmp_path, monkeypatch):
     assert len(outputs(notebook, "image/png")) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, menu",
     [("colab_tpu_setup.ipynb", "TPU needed"), ("colab_setup.ipynb", "GPU needed"), ("kaggle_cdeit_gpu.ipynb", "GPU needed")],
@@ -167,14 +180,16 @@ def test_a_notebook_without_its_hardware_stops_with_the_menu_to_open(name, menu,
         run_notebook(name, tmp_path, **SMALL)
 
 
-def test_the_quickstart_trains_goes_on_and_shows(tmp_path):
-    notebook = run_notebook("mnist_quickstart.ipynb", tmp_path, RUN_NAME="mnist")
+@pytest.mark.slow
+def test_the_quickstart_trains_goes_on_and_shows(digits, tmp_path):
+    notebook = run_notebook("mnist_quickstart.ipynb", tmp_path, RUN_NAME="mnist", DATASET_DIR=str(digits), BATCH_SIZE=8)
     output = text(notebook)
-    assert "resuming at step 78 of 156" in output and "class MNIST(Workload)" in output
+    assert "resuming at step 25 of 50" in output and "class MNIST(Workload)" in output
     assert len(outputs(notebook, "image/png")) == 4
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 2  # a live bar for each training
 
 
+@pytest.mark.slow
 def test_the_quickstart_passes_nbval(tmp_path):
     shutil.copy(ROOT / "notebooks/mnist_quickstart.ipynb", tmp_path)
     command = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "--nbval-cell-timeout", "300", "-p", "no:cacheprovider"]
@@ -250,6 +265,7 @@ def test_the_first_cell_runs_no_code_of_an_input_of_another_name(place, first_ce
     assert first_cell() == ASKED
 
 
+@pytest.mark.slow
 def test_a_kernel_knows_whether_somebody_could_answer_a_question():
     from jupyter_client.manager import start_new_kernel
 
@@ -312,6 +328,7 @@ def lab(tmp_path):
         log.close()
 
 
+@pytest.mark.slow
 def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
     browser = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
     if browser is None:

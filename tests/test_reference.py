@@ -156,6 +156,7 @@ def test_cdeit_has_the_published_names_shapes_and_count(cdeit):
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 107_621_956
 
 
+@pytest.mark.slow
 def test_cdeit_forward_equals_the_published_network(reference, cdeit):
     model, _ = cdeit
     wanted = tensors(reference / "cdeit_forward.npz")

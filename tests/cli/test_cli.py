@@ -27,6 +27,7 @@ def elsewhere(tmp_path, monkeypatch):
 TINY = ["--base-size", "32", "--crop-size", "32", "--batch-size", "4", "--warm-epoch", "0", "--eval-every", "1"]
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_and_test_and_show_agree_with_it(infrared, tmp_path, capsys):
     train = ["train", "mshnet", "--dataset-dir", str(infrared), "--run", "run", "--lr", "0.05", *TINY]
     assert cli.main([*train, "--epochs", "1"]) == 0
@@ -183,6 +184,7 @@ def test_the_installed_command_runs_without_torch(tmp_path):
     assert ran.returncode == 0 and ran.stdout.strip()
 
 
+@pytest.mark.slow
 def test_simulate_train_and_test_cdeit_as_the_readme_says(real_data, tmp_path, capsys):
     assert cli.main("simulate eit --samples 16 --test-samples 3 --workers 1 --out data --seed 5".split()) == 0
     assert len(list((tmp_path / "data/train").glob("*.npz"))) == 16
@@ -203,19 +205,24 @@ def test_simulate_train_and_test_cdeit_as_the_readme_says(real_data, tmp_path, c
     assert "on average over 22 samples" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_cdeit_on_two_processes_and_as_one_program_on_four_devices_equals_one(tank, tmp_path, xla):
     """The same timesteps and the same noise for every sample, the same scores: by the command line, each in a process."""
     both = "--batch-size 8 --sampling-steps 2".split()
     options = "--epochs 2 --log-every 1 --lr 1e-3 --objective l2 --eval-every 2".split()
     sizes = "--patch 16 --width 16 --heads 2 --window 4 --levels 1".split()
 
-    def ran(*command, **variables):
+    def ran(*commands, **variables):
+        """What the last of these commands printed, all run by one process."""
+        program = (
+            "import json, sys; from tpukit import cli\nfor c in json.loads(sys.argv[1]): print('NEXT'); assert cli.main(c) == 0"
+        )
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
         done = subprocess.run(
-            [sys.executable, "-m", "tpukit", *command], env=environ, capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", program, json.dumps(commands)], env=environ, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        return done.stdout
+        return done.stdout.split("NEXT")[-1]
 
     losses, scores = {}, {}
     for name, cores, variables in (
@@ -224,11 +231,11 @@ def test_cdeit_on_two_processes_and_as_one_program_on_four_devices_equals_one(ta
         ("spmd", ["--cores", "4", "--parallel", "spmd"], {"PJRT_DEVICE": "CPU"}),
     ):
         place = ["cdeit", "--data-path", str(tank), "--run", name, *cores, *both]
-        ran("train", *place, *options, *sizes, **variables)
+        tested = ran(["train", *place, *options, *sizes], ["test", *place], **variables)
         run = Run.find(name)
         losses[name] = [r["loss"] for r in run.records("train")]
         scores[name] = run.records("evaluation")[-1]["scores"]
-        assert f"{scores[name]['rmse']:.4f}" in ran("test", *place, **variables)
+        assert f"{scores[name]['rmse']:.4f}" in tested
     assert losses["two"] == pytest.approx(losses["one"], rel=1e-4) and losses["spmd"] == pytest.approx(losses["one"], rel=1e-3)
     assert scores["one"]["cc"] != 0
     assert all(s["images"] == 5 and s["rmse"] == pytest.approx(scores["one"]["rmse"], rel=1e-3) for s in scores.values())
@@ -243,6 +250,7 @@ def test_a_reader_that_goes_away_gives_no_traceback(words):
     assert ran.returncode == 1 and ran.stderr == ""
 
 
+@pytest.mark.slow
 def test_a_training_whose_reader_goes_away_is_trained_to_its_end(digits, tmp_path):
     words = f"train mnist --dataset-dir {digits} --run {tmp_path / 'run'} --epochs 1 --batch-size 16".split()
     ran = subprocess.Popen(

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.conftest import checkpoint
-from tpukit import MSHNet, Run, TpukitError, train
+from tests.workloads.mshnet.small import Narrow
+from tpukit import Run, TpukitError, train
 from tpukit.devices import xla_replay
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.host import environment, known_errors
@@ -19,8 +20,9 @@ from tpukit.workloads.mnist import MNIST
 RECIPE = dict(batch_size=4, base_size=64, crop_size=64, log_every=1, num_workers=1)
 
 
+@pytest.mark.slow
 def test_two_phases_cost_two_programs_and_no_later_step_compiles_or_falls_back(infrared, tmp_path, xla):
-    task = MSHNet(dataset_dir=infrared, epochs=4, warm_epoch=1, eval_every=9, **RECIPE)
+    task = Narrow(dataset_dir=infrared, epochs=4, warm_epoch=1, eval_every=9, **RECIPE)
     run = Run.open(tmp_path, task)
     before = xla.counters()
     train(task, run, runtime=xla, progress=False)
@@ -39,10 +41,11 @@ def test_two_phases_cost_two_programs_and_no_later_step_compiles_or_falls_back(i
     assert "No operation fell back" in words
 
 
+@pytest.mark.slow
 def test_twenty_steps_give_the_losses_of_eager_pytorch_but_for_rounding(infrared, tmp_path, xla, cpu):
     # Adagrad's first step moves every weight by lr times the sign of its gradient, so at the recipe's lr the rounding of
     # near-zero gradients is amplified without bound; with a small lr the two devices can be compared.
-    task = MSHNet(dataset_dir=infrared, epochs=5, warm_epoch=1, eval_every=9, lr=1e-4, **RECIPE)
+    task = Narrow(dataset_dir=infrared, epochs=5, warm_epoch=1, eval_every=9, lr=1e-4, **RECIPE)
     losses = {}
     for name, runtime in (("cpu", cpu), ("xla", xla)):
         run = Run.open(tmp_path / name, task)
@@ -242,6 +245,7 @@ print(Recorder.asked, runtime.counters()["executions"] - before > 25)
 """
 
 
+@pytest.mark.slow
 def test_an_spmd_training_looks_for_no_jax_and_counts_the_programs_it_runs(digits, tmp_path, xla):
     ran = subprocess.run([sys.executable, "-c", SPMD, str(digits)], capture_output=True, text=True, cwd=tmp_path)
     assert ran.stdout.splitlines()[-1:] == ["[] True"], ran.stdout + ran.stderr

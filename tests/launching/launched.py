@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tpukit import MNIST, MSHNet, Run, TpukitError, launch, train
+from tests.workloads.mshnet.small import Narrow
+from tpukit import MNIST, Run, TpukitError, launch, train
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
 from tpukit.runs.run import setting
 from tpukit.workloads.mnist import Digits
-from tpukit.workloads.mshnet.model import MSHNetModel
 
 
 class Witnessed(Digits):
@@ -77,11 +77,8 @@ class Watched(MNIST):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Descending(MSHNet):
-    """MSHNet with plain gradient descent, and narrow, so that it compiles quickly."""
-
-    def model(self):
-        return MSHNetModel(channels=(16, 16, 16, 16, 16), blocks=(1, 1, 1, 1, 1))
+class Descending(Narrow):
+    """MSHNet with plain gradient descent."""
 
     def optimizer(self, model):
         return torch.optim.SGD(model.parameters(), lr=0.01)

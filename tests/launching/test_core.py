@@ -37,6 +37,7 @@ def test_tpu_cores_of_one_host_meet_in_a_file_and_those_of_several_by_pjrt(size,
         assert how["init_method"] == "xla://" and "store" not in how
 
 
+@pytest.mark.slow
 def test_two_hosts_of_a_slice_that_share_a_disk_keep_their_cores_apart_and_each_get_the_result(odd, tmp_path):
     """Two launches of two cores each, as on two hosts: PJRT's ranks and rendezvous are mocked, all else is real."""
     needs_torch_xla()
@@ -66,6 +67,7 @@ print("RESULT", launch(noise, task, Run.open(sys.argv[2], task)))
     assert sorted(p.name for p in (tmp_path / "run/cores").iterdir()) == ["host-0", "host-1"]
 
 
+@pytest.mark.slow
 def test_a_drive_that_goes_after_the_run_was_opened_is_noticed_by_the_cores(odd, tmp_path):
     """The kernel's run knows where Drive was mounted; a folder of that name that stays behind is not Drive."""
     program = """
@@ -86,6 +88,7 @@ print("LEFT", list(drive.rglob("*")))
     assert str(tmp_path / "drive/runs/one") in (tmp_path / "run/log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_the_dataset_is_held_once_for_all_processes_of_a_host(tmp_path):
     """Four processes that have read every pixel: their shares of the map (Pss) add up to one dataset, not to four."""
     folder = tmp_path / "big"

@@ -25,7 +25,7 @@ SHAPES = {"2 processes": ("cpu", 2), "8 processes": ("cpu", 8), "8 XLA devices":
 SHAPES |= {IN_PARTS: ("spmd", 8)}
 
 
-@pytest.fixture(scope="session", params=SHAPES)
+@pytest.fixture(scope="session", params=[pytest.param(name, marks=pytest.mark.slow) for name in SHAPES])
 def shape(request, odd, tmp_path_factory):
     """The same training on several cores: kind, cores, run, scores, what was printed, and which samples were requested."""
     kind, cores = SHAPES[request.param]
@@ -93,6 +93,7 @@ def test_only_rank_0_writes_and_prints(shape, alone):
         assert "epoch 1" not in log.read_text()
 
 
+@pytest.mark.slow
 def test_spmd_takes_batch_norm_over_the_whole_batch_in_one_compiled_graph_a_phase(infrared, tmp_path, xla):
     """MSHNet, both phases, 20 steps, against one device. SGD: see docs/MSHNET.md on Adagrad's first step."""
     program = """
@@ -134,6 +135,7 @@ def launches(odd, tmp_path_factory):
     return {name: (Run(folder / name), outcome) for name, outcome in zip(asked, done)}
 
 
+@pytest.mark.slow
 def test_per_core_batch_norm_differs_from_one_core_and_every_rank_scores_with_rank_0s_statistics(launches, odd, tmp_path):
     run, done = launches["per_core"]
     task = Watched(dataset_dir=odd, log_every=1, num_workers=1, epochs=1)
@@ -148,6 +150,7 @@ def test_per_core_batch_norm_differs_from_one_core_and_every_rank_scores_with_ra
     assert evaluate(task, model, task.datasets()[1], Runtime("cpu")) == done["result"]
 
 
+@pytest.mark.slow
 def test_every_rank_resumes_with_its_own_random_numbers(launches):
     """With dropout, two and two epochs on two cores equal four; and the two cores do not drop the same."""
     straight, parted = launches["straight"][0], launches["parted"][0]
@@ -158,12 +161,14 @@ def test_every_rank_resumes_with_its_own_random_numbers(launches):
     assert noise[0] != noise[1]
 
 
+@pytest.mark.slow
 def test_a_launched_core_is_never_in_a_bad_fork_of_cuda(launches):
     if not torch.backends.cuda.is_built():
         pytest.skip("this torch was built without CUDA")
     assert launches["bad_fork"][1]["result"] == [[0.0], [0.0]]
 
 
+@pytest.mark.slow
 def test_synced_batch_norm_off_gpus_is_refused(launches):
     done = launches["synced"][1]
     assert done["error"] == "CoreFailed" and "parallel='spmd'" in done["message"]
@@ -176,6 +181,7 @@ def test_synced_batch_norm_on_gpus_is_torchs_own():
     assert [type(m) for m in model.modules() if "Norm" in type(m).__name__] == [torch.nn.SyncBatchNorm]
 
 
+@pytest.mark.slow
 def test_a_run_moves_between_numbers_and_kinds_of_cores_and_equals_a_straight_one(odd, tmp_path):
     """One epoch each on 8 XLA devices in one process, 1 CPU core, 8 processes, and 1 XLA device."""
     settings = dict(batch_norm="frozen")
@@ -248,6 +254,7 @@ def test_an_unknown_way_and_no_time_at_all_until_a_core_hangs_are_refused(option
         launcher.launch(train, task, Run.open(tmp_path, task), cores=2, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, well",
     [
@@ -274,6 +281,7 @@ except TpukitError:
     assert ran.stdout.split()[-1] == ("WELL" if well else "REFUSED"), ran.stderr
 
 
+@pytest.mark.slow
 def test_two_gpu_cores_start_outside_a_bad_fork_from_a_kernel_that_asked_cuda_nothing(odd, tmp_path):
     """All of a launch on GPUs but the GPUs: gloo and the CPU replace NCCL and the cards."""
     program = """

@@ -49,6 +49,7 @@ def accidents(odd, tmp_path_factory):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, accident", [(kind, name) for kind, names in ACCIDENTS.items() for name in names if name])
 def test_a_core_that_fails_ends_the_launch_with_its_rank_step_and_traceback(kind, accident, accidents):
     failed = accidents(kind)[1][ACCIDENTS[kind].index(accident)]
@@ -59,6 +60,7 @@ def test_a_core_that_fails_ends_the_launch_with_its_rank_step_and_traceback(kind
     assert failed["left"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ACCIDENTS)
 def test_after_a_failure_a_launch_resumes_from_the_checkpoint_that_was_left_whole(kind, accidents):
     run, done = accidents(kind)
@@ -122,6 +124,7 @@ print("FOUND " + json.dumps(found))
     return dict(zip(ways, json.loads(ran.stdout.partition("FOUND ")[2]), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way, where", WAYS)
 def test_one_of_eight_cores_that_fails_to_start_ends_the_launch_with_its_cause(way, where, failed_starts):
     """Where it is gone the launch ends without waiting for the deadline."""
@@ -135,6 +138,7 @@ def test_one_of_eight_cores_that_fails_to_start_ends_the_launch_with_its_cause(w
         assert message.count("in open_chip") >= 7
 
 
+@pytest.mark.slow
 def test_an_error_before_any_core_came_up_is_shown_with_its_fix(failed_starts):
     message, left = failed_starts["refuse", "before any core came up"]
     assert "Expected 4 worker addresses" in message and "os.environ.pop('TPU_PROCESS_ADDRESSES')" in message and left == []
@@ -159,6 +163,7 @@ def is_gone(pids, timeout_s=20):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
 def test_an_interrupt_lets_all_cores_save_at_one_step_before_they_leave(number, code, odd, tmp_path):
     process = launched_in_step(30, odd, tmp_path, cores=2)
@@ -193,10 +198,12 @@ def killed(odd, tmp_path_factory):
     return addresses, cores, mode
 
 
+@pytest.mark.slow
 def test_no_other_user_can_open_the_folder_in_which_the_cores_meet(killed):
     assert killed[2] & 0o777 == 0o700
 
 
+@pytest.mark.slow
 def test_no_socket_of_a_launch_on_one_host_listens_beyond_loopback(killed):
     addresses, cores, _ = killed
     if addresses is None:
@@ -205,10 +212,12 @@ def test_no_socket_of_a_launch_on_one_host_listens_beyond_loopback(killed):
     assert not [address for address in addresses if not address.startswith(("127.", "[::1]"))]
 
 
+@pytest.mark.slow
 def test_cores_end_when_the_process_that_launched_them_is_killed(killed):
     assert len(killed[1]) == 4 and is_gone(killed[1])
 
 
+@pytest.mark.slow
 def test_no_process_is_left_wherever_in_a_launch_its_parent_is_killed(odd, tmp_path):
     """20 kernels, each killed at a random moment of its launch. Everything that came from them carries their environment."""
     program = """

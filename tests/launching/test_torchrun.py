@@ -12,6 +12,7 @@ from tests.launching.conftest import CPU, difference, losses
 from tpukit import MNIST, Run, train
 from tpukit.devices.runtime import Runtime
 
+pytestmark = pytest.mark.slow
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 

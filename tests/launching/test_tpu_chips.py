@@ -59,6 +59,7 @@ def test_torch_xla_gives_each_of_eight_processes_a_chip_and_a_port_of_its_own(le
     assert same == {("2,4,1", "1,1,1", ",".join(f"localhost:{port}" for port in range(8476, 8484)))}
 
 
+@pytest.mark.slow
 def test_a_tpu_core_is_opened_by_torch_xlas_own_function(odd, tmp_path):
     """PJRT's opening of one of several processes and the run directory for real, with the one core that PJRT_DEVICE=CPU has."""
     needs_torch_xla()

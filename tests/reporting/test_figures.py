@@ -46,6 +46,7 @@ def test_sentences_are_the_same_in_a_notebook_as_in_a_shell_whatever_signs_they_
     assert page.elements == ["ul", "li", "code", "code", "li", "li"]
 
 
+@pytest.mark.slow
 def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monkeypatch):
     import nbformat
     from IPython.core.formatters import DisplayFormatter

@@ -41,7 +41,13 @@ def test_a_finished_run_that_is_started_again_is_still_reported_by_the_session_t
 
 
 @pytest.mark.parametrize(
-    "name, times", [("records.jsonl", 100), ("config.json", 10), ("progress.json", 30), ("checkpoints/checkpoints.json", 30)]
+    "name, times",
+    [
+        pytest.param("records.jsonl", 100, marks=pytest.mark.slow),
+        ("config.json", 10),
+        ("progress.json", 30),
+        ("checkpoints/checkpoints.json", 30),
+    ],
 )
 def test_one_flipped_bit_in_a_file_of_a_run_never_gives_a_traceback(name, times, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *a, **k: None)  # what is drawn shows when it is laid out
@@ -156,6 +162,7 @@ class Turning(MNIST):
         return 9 - digit if epoch >= 1 else digit
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_compiles_again_names_the_epoch_that_made_it(digits, tmp_path, xla):
     task = Turning(dataset_dir=digits, epochs=3, batch_size=40)
     run = Run.open(tmp_path, task)

@@ -215,6 +215,7 @@ def codes_of_kills(prepare, act, check):
     return codes
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_point_of_saving_and_backing_up_loses_no_checkpoint(tmp_path, capsys):
     run, drive, kept = tmp_path / "run", tmp_path / "drive", tmp_path / "kept"
     first = Run.open(run, MNIST(), backup=drive)
@@ -244,6 +245,7 @@ def test_a_kill_at_any_point_of_saving_and_backing_up_loses_no_checkpoint(tmp_pa
     assert "is damaged" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_kill_while_a_run_starts_or_is_restored_can_be_repeated(tmp_path):
     Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive").save(dict(a=1), 1)
 

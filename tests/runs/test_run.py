@@ -119,6 +119,7 @@ def alike(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_any_file_of_a_run_changes_nothing_or_is_named(trained, tmp_path, capsys):
     _, run = trained
     wanted = {name: read() for name, read in readings(shutil.copytree(run.path, tmp_path / "whole"))}

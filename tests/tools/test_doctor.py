@@ -353,7 +353,11 @@ def test_a_torch_that_cannot_be_imported_blocks_with_its_error_and_fix(tmp_path,
 @pytest.mark.real_imports
 @pytest.mark.parametrize(
     "source, found",
-    [("import os; os._exit(7)", "code 7"), ("import time; time.sleep(99)", "3 s"), ("raise SystemExit(5)", "SystemExit")],
+    [
+        ("import os; os._exit(7)", "code 7"),
+        pytest.param("import time; time.sleep(99)", "3 s", marks=pytest.mark.slow),
+        ("raise SystemExit(5)", "SystemExit"),
+    ],
 )
 def test_an_import_that_ends_python_or_hangs_is_the_fault_of_its_package_alone(source, found, tmp_path, versions, monkeypatch):
     monkeypatch.setattr(import_probe, "IMPORT_TIMEOUT_S", 3)

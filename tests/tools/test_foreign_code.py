@@ -48,6 +48,7 @@ def test_every_python_that_tpukit_starts_leaves_the_current_folder_out_of_its_pa
     assert len(starts) >= 5 and not [start for start in starts if '[sys.executable, "-P"' not in start[1]]
 
 
+@pytest.mark.slow
 def test_doctor_runs_nothing_of_the_current_folder(hostile):
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-c", COMMAND_LINE, "doctor", "--json"]
@@ -55,6 +56,7 @@ def test_doctor_runs_nothing_of_the_current_folder(hostile):
     assert json.loads(ran.stdout)["checks"] and not (hostile / "ran").exists()
 
 
+@pytest.mark.slow
 def test_compare_measures_a_workload_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile):
     from tpukit.tools.compare import measuring
 
@@ -62,6 +64,7 @@ def test_compare_measures_a_workload_of_the_users_own_and_runs_nothing_else_besi
     assert "why" not in found and not (hostile / "ran").exists()
 
 
+@pytest.mark.slow
 def test_plan_traces_a_workload_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile, xla, tmp_path):
     from tpukit.devices.chips import MACHINES
     from tpukit.tools import plan

@@ -37,6 +37,7 @@ def quiet():
 # With the compiler
 
 
+@pytest.mark.slow
 def test_small_graphs_have_the_figures_of_the_committed_plan(needs_xla, quiet, tmp_path, monkeypatch):
     compiler = tool.install_compiler(quiet)
     monkeypatch.setattr(tool, "install_compiler", lambda log: compiler)
@@ -53,6 +54,7 @@ def test_small_graphs_have_the_figures_of_the_committed_plan(needs_xla, quiet, t
     assert found["flops"] == pytest.approx(2 * 32 * (2 * first + 3 * rest), rel=0.2)
 
 
+@pytest.mark.slow
 def test_eight_cores_sum_their_gradients_in_the_graph_and_each_has_an_eighth_of_the_batch(needs_xla, quiet):
     (alone,) = plan(TINY, log=quiet).rows
     (shared,) = plan(TINY, chip="v5e-8", batch_sizes=[8 * 32], log=quiet).rows
@@ -60,6 +62,7 @@ def test_eight_cores_sum_their_gradients_in_the_graph_and_each_has_an_eighth_of_
     assert shared["flops"] == pytest.approx(alone["flops"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_fit_is_an_answer_with_what_it_needs(needs_xla, monkeypatch, capsys):
     why = (
         "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 21.52G of 15.75G hbm."
@@ -82,12 +85,14 @@ def test_tiled_mshnet_needs_half_of_the_goals_figures_and_little_more_of_the_net
 # Tracing
 
 
+@pytest.mark.slow
 def test_sampling_is_two_graphs_one_of_which_a_batch_runs_at_every_step(needs_xla, tmp_path):
     task = plans.SMALL_CDEIT
     graphs = tool._trace(task, "evaluate", 4, MACHINES["v5e-1"], tmp_path)
     assert [count for _, count in graphs] == [1, task.sampling_steps]
 
 
+@pytest.mark.slow
 def test_with_a_dataset_its_pixels_lie_beside_the_graph_and_the_test_set_counts_too(needs_xla, infrared, tmp_path):
     task = MSHNet(dataset_dir=infrared, base_size=32, crop_size=32)
     sizes, beside = {}, {}
@@ -102,6 +107,7 @@ def test_with_a_dataset_its_pixels_lie_beside_the_graph_and_the_test_set_counts_
     assert sizes["without"] < sizes["with"] < sizes["without"] + train.device_nbytes() / 4
 
 
+@pytest.mark.slow
 def test_the_average_of_the_weights_is_counted_beside_the_step(needs_xla, tmp_path):
     tool._trace(plans.SMALL_CDEIT, "train", 4, MACHINES["v5e-1"], tmp_path)
     weights = sum(value.nbytes for value in plans.SMALL_CDEIT.model().state_dict().values())
@@ -121,6 +127,7 @@ def test_without_torch_xla_the_error_says_what_to_install(tmp_path, monkeypatch)
         tool._trace(TINY, "train", 8, MACHINES["v5e-1"], tmp_path)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_built_says_why_and_no_traceback(needs_xla, tmp_path):
     with pytest.raises(TpukitError, match="cdeit.*heads") as caught:
         tool._trace(CDEIT(width=64, heads=7, patch=16, window=4, levels=1), "train", 8, MACHINES["v5e-1"], tmp_path)
@@ -245,6 +252,7 @@ def test_the_compilers_script_imports_nothing_of_tpukit():
     assert "import tpukit" not in text and "from tpukit" not in text and "torch" not in text.replace("torch_xla", "")
 
 
+@pytest.mark.slow
 def test_the_same_step_is_traced_into_the_same_graph_every_time(needs_xla, tmp_path):
     texts = []
     for name in ("a", "b"):

@@ -20,6 +20,7 @@ def test_a_test_set_without_samples_is_an_error_that_says_so(digits, cpu):
         evaluate(task, task.model(), empty, cpu)
 
 
+@pytest.mark.slow
 def test_scores_counted_while_the_next_epoch_trains_are_recorded_in_the_same_order(infrared, cpu, tmp_path, monkeypatch):
     task = MSHNet(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=4, epochs=3, log_every=2, data_on="host")
     order = []

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from tests.conftest import SMALL, best_weights, checkpoint, exact, same
+from tests.workloads.mshnet.small import Narrow
 from tpukit import CDEIT, MNIST, MSHNet, Run, TpukitError, Workload, train
 from tpukit.runs.run import setting
 
 
 @pytest.mark.parametrize("name", ["mnist", "mshnet", "cdeit"])
-@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_every_workload_moves_its_weights_scores_and_shows(name, device, digits, infrared, tank, tmp_path, request, capsys):
     from tpukit import show
     from tpukit.reporting import figures
@@ -29,7 +30,9 @@ def test_every_workload_moves_its_weights_scores_and_shows(name, device, digits,
     runtime = request.getfixturevalue(device)
     task = {
         "mnist": lambda: MNIST(dataset_dir=digits, epochs=2, **SMALL),
-        "mshnet": lambda: MSHNet(dataset_dir=infrared, epochs=2, warm_epoch=0, base_size=32, crop_size=32, **SMALL),
+        "mshnet": lambda: (MSHNet if device == "cpu" else Narrow)(
+            dataset_dir=infrared, epochs=2, warm_epoch=0, base_size=32, crop_size=32, **SMALL
+        ),
         "cdeit": lambda: CDEIT(dataset_dir=tank, epochs=2, patch=16, width=16, heads=2, window=4, levels=1, lr=1e-3, **SMALL),
     }[name]()
     run = Run.open(tmp_path / "run", task)
@@ -53,12 +56,13 @@ def test_every_workload_moves_its_weights_scores_and_shows(name, device, digits,
     assert f"It ran on {runtime}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_mnist_learns_made_up_digits(digits, tmp_path, cpu):
     task = MNIST(dataset_dir=digits, epochs=16, lr=0.03, **SMALL)
     assert train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["accuracy"] > 0.7  # 0.1 by guessing
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_two_and_two_epochs_equal_four(device, digits, tmp_path, request):
     runtime = request.getfixturevalue(device)
     task = MNIST(dataset_dir=digits, epochs=4, **SMALL)
@@ -72,6 +76,7 @@ def test_two_and_two_epochs_equal_four(device, digits, tmp_path, request):
     assert same(best_weights(parted), best_weights(straight))
 
 
+@pytest.mark.slow
 def test_mshnet_resumes_exactly_across_its_phases_with_augmentation(infrared, tmp_path, cpu):
     task = MSHNet(dataset_dir=infrared, epochs=4, warm_epoch=1, base_size=32, crop_size=32, batch_size=4, log_every=3)
     straight = Run.open(tmp_path / "straight", task)
@@ -106,6 +111,7 @@ train(task, Run.open(folder, task), runtime=Runtime("cpu"), progress=False)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_every_s, kills", [(0.0, (5, 23, 24)), (300.0, (11, 44, 18))])
 def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(save_every_s, kills, digits, tmp_path, cpu):
     """Each kill comes before that step of its session: with a checkpoint after every step, and with epochs' ends only."""
@@ -132,6 +138,7 @@ train(task, Run.open(sys.argv[1], task), runtime=Runtime("cpu"), progress=False)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, code, word", [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, None, "interrupted")])
 def test_sigterm_and_interrupt_save_before_leaving(number, code, word, digits, tmp_path):
     process = subprocess.Popen(
@@ -178,7 +185,7 @@ class Remembered(MNIST):
         return super().loss(model, batch, epoch)
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", [dict(ema_decay=0.9), dict(batch_norm="frozen")], ids=str)
 def test_the_model_of_a_training_is_freed_as_soon_as_it_ends(device, settings, digits, tmp_path, request):
     task = Remembered(dataset_dir=digits, epochs=1, **SMALL, **settings)

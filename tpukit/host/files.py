@@ -234,7 +234,7 @@ def exclusive_lock(path, signs=()):
             who = holder or dict(host="an unknown host", pid="unknown")
             raise TpukitError(
                 f"process {who['pid']} on {who['host']} is already training in {path.parent}: wait for it, end it, or "
-                f"choose another folder. (A process lost on another host counts as dead after {ALIVE_S:.0f} s.)"
+                f"choose another folder. (A lost process on another host is considered dead after {ALIVE_S:.0f} s.)"
             )
         try:
             with explain_full_disk(path):

@@ -14,6 +14,7 @@ def on_cpu(monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
 
 
+@pytest.mark.slow
 def test_the_command_measures_merges_and_chooses(digits, tmp_path, monkeypatch, capsys, on_cpu):
     monkeypatch.chdir(tmp_path)
     command = ["compare", "mnist", "--dataset-dir", str(digits), "--channels", "4", "--batch-sizes", "8", "--steps", "2"]
@@ -65,6 +66,7 @@ def test_the_picture_of_files_that_lie_where_nothing_can_be_written_goes_to_the_
     assert (tmp_path / "outputs/comparison/comparison.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_notebook_measures_merges_and_chooses(tmp_path):
     pytest.importorskip("torch_xla")
     from tests.test_notebooks import outputs, run_notebook, text

@@ -108,6 +108,7 @@ def test_one_graph_is_compiled_and_none_after_the_first_steps(digits, xla, tmp_p
     assert found["row"]["compiled_late"] == 0 and len(run.records("compile")) == 1
 
 
+@pytest.mark.slow
 def test_sizes_double_in_processes_of_their_own_until_a_step_does_not_fit(digits, tmp_path, on_cpu):
     messages, out = [], tmp_path / "found.json"
     task = Greedy(dataset_dir=digits, batch_size=8, channels=4)
@@ -145,6 +146,7 @@ def test_sizes_double_on_a_cpu_once_or_up_to_the_limit_and_the_training_set(
     assert found == tried and f"batch {2 * tried[-1]}: not tried" in messages[-1]
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_a_batch_that_does_not_fit_and_another_error_is_named(digits, tmp_path, on_cpu):
     task = Greedy(dataset_dir=digits, batch_size=8, channels=4, failure="killed")
     found = compare.measure_here(task, batch_sizes=[8, 32], steps=1, log=quiet)
@@ -156,6 +158,7 @@ def test_a_killed_process_is_a_batch_that_does_not_fit_and_another_error_is_name
         compare.measure_here(task, batch_sizes=[32], steps=1, log=quiet)
 
 
+@pytest.mark.slow
 def test_several_cores_are_measured_as_one(digits, on_cpu):
     task = MNIST(dataset_dir=digits, batch_size=8, channels=4)
     found = compare.measure_here(task, batch_sizes=[8], steps=2, cores=2, log=quiet)

@@ -13,6 +13,7 @@ from tpukit import cli
 from tpukit.tools import migrate as tool
 
 
+@pytest.mark.slow
 def test_the_fixed_example_trains_on_the_xla_device_and_saves_what_a_cpu_loads(xla, digits, tmp_path, capsys):
     import torch
 

@@ -96,6 +96,7 @@ def test_a_notebook_without_code_has_nothing_to_fix(tmp_path):
     assert tool.examine(path) == ([], path.read_text())
 
 
+@pytest.mark.slow
 def test_the_notebooks_and_workloads_of_tpukit_have_nothing_to_fix():
     paths = tool.files_in([ROOT / "notebooks", ROOT / "tpukit" / "workloads"])
     assert len(paths) > 10

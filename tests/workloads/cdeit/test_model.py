@@ -56,7 +56,7 @@ def test_sizes_that_do_not_fit_are_refused_with_all_of_them():
         CDEIT(eta=1.2)
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_checkpointing_changes_no_gradient(device, request):
     runtime, gradients = request.getfixturevalue(device), []
     inputs = (torch.randn(2, 1, 128, 128), torch.tensor([3, 900]), torch.randn(2, 1, 16, 16))

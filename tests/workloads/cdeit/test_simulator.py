@@ -40,6 +40,7 @@ def test_a_conductive_inclusion_beside_an_electrode_is_seen_there_and_its_sign_t
     assert not model_tank.simulate(np.zeros_like(image)).any()
 
 
+@pytest.mark.slow
 def test_the_classical_images_show_where_an_inclusion_is_and_its_sign(model_tank):
     x, y = simulator.pixel_places()
     for sign in (-1, 1):
@@ -61,6 +62,7 @@ def test_scenes_hold_one_to_four_inclusions_of_either_sign_apart_and_inside():
     assert seen == {1, 2, 3, 4} and signs == {-1, 0, 1}
 
 
+@pytest.mark.slow
 def test_a_simulation_continues_where_it_stopped_with_any_number_of_workers(tank, tmp_path):
     files = sorted((tank / "train").glob("*.npz"))
     assert len(files) == 21 and len(list((tank / "test").glob("*.npz"))) == 5

@@ -15,6 +15,7 @@ from tpukit.training.evaluation import test as score_run  # under its own name p
 from tpukit.workloads.cdeit import simulator
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_moves_the_weights_and_keeps_their_average(tank, tmp_path, cpu):
     task = task_of(tank, epochs=30, eval_every=30)
     run = Run.open(tmp_path / "run", task)
@@ -32,6 +33,7 @@ def test_training_lowers_the_loss_moves_the_weights_and_keeps_their_average(tank
     assert set(scores["beside"]) == {"Tikhonov", "Gauss-Newton", "all zero"}
 
 
+@pytest.mark.slow
 def test_training_is_one_graph_and_sampling_two_on_xla_and_both_equal_the_cpu(tank, tmp_path, cpu, xla):
     task = task_of(tank, epochs=13, eval_every=13, lr=1e-3, precision="fp32")  # 26 steps: two averages of the weights
     runs = []
@@ -52,6 +54,7 @@ def test_training_is_one_graph_and_sampling_two_on_xla_and_both_equal_the_cpu(ta
         assert xla.compilations()[0] - before == graphs
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_equals_straight(tank, tmp_path, cpu):
     task = task_of(tank, epochs=12, eval_every=4)  # 24 steps
     straight, stopped = Run.open(tmp_path / "straight", task), Run.open(tmp_path / "stopped", task)
@@ -156,6 +159,7 @@ def test_a_prediction_that_is_no_number_is_counted_and_loses_no_run(tank):
     )
 
 
+@pytest.mark.slow
 def test_sampling_visits_every_timestep_of_its_schedule_and_signs_the_scores_with_it(tank, cpu):
     task = task_of(tank, sampling_steps=1000)
     assert task.evaluation_signature() == "simulated by ddim in 1000 steps with eta 1.0"

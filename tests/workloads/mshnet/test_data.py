@@ -140,6 +140,7 @@ def test_a_list_with_the_mark_of_a_windows_editor_is_read(tmp_path):
     assert InfraredSet(tmp_path, "train").names == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_real_irstd1k_is_read_whole(real_data):
     data, test = MSHNet(dataset_dir=real_data / "IRSTD-1k", base_size=64, crop_size=64).datasets()
     assert (len(data), len(test)) == (800, 201)
