@@ -197,7 +197,7 @@ def test_the_quickstart_passes_nbval(tmp_path):
     assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout[-3000:]
 
 
-# The first cell. It is the same in all of them (test_house.py).
+# The first cell. It is the same in all of them (test_code.py).
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ def test_what_changed_between_two_calls_is_said_by_name_with_old_and_new():
     after = recompiles.signature(step, (dict(image=image[:7], index=image.long()), 6, torch.zeros(5).double()))
     assert recompiles.differences(before, after) == [
         "index is new: (16, 3, 8, 8) int64",
-        "mask is gone",
+        "mask is missing",
         "image went from (16, 3, 8, 8) to (7, 3, 8, 8): the last batch is ragged",
         "epoch went from 5 to 6",
         "sums went from (5,) float32 to (5,) float64",

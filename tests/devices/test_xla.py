@@ -102,7 +102,7 @@ def test_a_step_that_changes_its_program_later_is_an_error_too(digits, tmp_path,
     task = GrowingLate(dataset_dir=digits, epochs=1, batch_size=8, log_every=1)
     object.__setattr__(task, "calls", [])
     run = Run.open(tmp_path, task)
-    with pytest.raises(UnexpectedRecompilation, match="call 10 of step"):
+    with pytest.raises(UnexpectedRecompilation, match="call 10 of `step`"):
         train(task, run, runtime=xla, progress=False)
     assert len(run.records("train")) == 9
 

@@ -6,7 +6,7 @@ from tpukit.host.errors import TpukitError
 def open_runtime(env, precision="auto", *, world=None, spmd_cores=None):
     """The runtime of the accelerator that `environment.detect()` found. This is where a device is first touched.
 
-    world: this process among others, alone unless given. spmd_cores: run one graph over that many XLA devices.
+    world: this process among others; by default it is alone. spmd_cores: run one graph over that many XLA devices.
     """
     from tpukit.devices.runtime import PRECISIONS, Runtime
 

@@ -37,7 +37,7 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A TPU machine for which libtpu's compiler compiles a step, whether or not the machine is here."""
+    """A TPU machine for which libtpu's compiler compiles a step, whether or not the machine is present."""
 
     chip: Chip
     chips: int

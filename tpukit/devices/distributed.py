@@ -1,6 +1,6 @@
 """Collectives over the processes of one training, through host memory (torch.distributed's gloo).
 
-What crosses the accelerator's own links (gradients on a TPU, or by NCCL) is the runtime's business.
+What crosses the accelerator's own links (gradients on a TPU, or by NCCL) is up to the runtime.
 """
 
 import io

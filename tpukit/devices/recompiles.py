@@ -10,7 +10,7 @@ from tpukit.host.errors import TpukitError
 
 
 class UnexpectedRecompilation(TpukitError):
-    """A call of a compiled function traced another graph than those it is allowed.
+    """A call of a compiled function traced a graph beyond the number it is allowed.
 
     causes: sentences about arguments that differ from the call before. operation: the first operation that the expected graph
     does not have, as `new_operation` names it, or None.
@@ -26,7 +26,7 @@ class UnexpectedRecompilation(TpukitError):
         function, call, max_graphs, operation = self.args
         lines = [
             *self.causes,
-            f"call {call} of {function} traced a new graph, but at most {max_graphs} may be compiled",
+            f"call {call} of `{function}` traced a new graph, but at most {max_graphs} may be compiled",
         ]
         if operation:
             lines.append(f"New in it: {operation}")
@@ -51,7 +51,7 @@ def signature(names, arguments):
 def differences(before, after):
     """What differs between two signatures, as a list of sentences."""
     sentences = [f"{name} is new: {_describe(value)}" for name, value in after.items() if name not in before]
-    sentences += [f"{name} is gone" for name in before if name not in after]
+    sentences += [f"{name} is missing" for name in before if name not in after]
     sentences += [_change(name, before[name], after[name]) for name in after if before.get(name, after[name]) != after[name]]
     return sentences
 
@@ -74,10 +74,10 @@ def _describe(value):
 
 
 def new_operation(before, after):
-    """The first operation of a trace, as torch_xla prints it, that the trace before has not: "aten::mul in loss, mnist.py line
-    40"; or None.
+    """The first operation of a trace, as torch_xla prints it, that the previous trace does not have: "aten::mul in loss,
+    mnist.py line 40"; or None.
 
-    A trace names the innermost line of Python of each operation where torch_xla's debugging of traces was on.
+    A trace names the innermost line of Python of each operation if torch_xla's IR debugging was on.
     """
     known = collections.Counter(map(_without_numbers, before.splitlines()))
     fresh = []

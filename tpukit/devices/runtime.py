@@ -25,7 +25,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def check_batch(batch_size, cores, what="cores"):
     """Raise TpukitError, naming sizes that work, unless a global batch can be shared evenly. what: the word for `cores`."""
     if batch_size < 1:
-        raise TpukitError(f"batch_size={batch_size}: it has to be 1 or more")
+        raise TpukitError(f"batch_size={batch_size}: it must be 1 or more")
     if batch_size % cores:
         below = batch_size // cores * cores
         sizes = f"{below} or {below + cores}" if below else f"{cores}, or another multiple of it"
@@ -34,11 +34,11 @@ def check_batch(batch_size, cores, what="cores"):
 
 
 def check_cuda():
-    """Raise TpukitError where torch cannot use the GPU that is here."""
+    """Raise TpukitError where torch cannot use this machine's GPU."""
     if not torch.cuda.is_available():
         raise TpukitError(
-            f"a GPU is here, but torch {torch.__version__} cannot use it: "
-            "this torch was built without CUDA, or the driver is too old. `tpukit doctor` says which."
+            f"this machine has a GPU, but torch {torch.__version__} cannot use it: "
+            "it was built without CUDA, or the driver is too old. `tpukit doctor` shows which."
         )
 
 
@@ -91,7 +91,7 @@ class Runtime:
             if not supports(capability, built_for):
                 raise TpukitError(
                     f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))}, but torch "
-                    f"{torch.__version__} was built for {', '.join(built_for)} alone, and would fail at its first kernel: "
+                    f"{torch.__version__} was built for {', '.join(built_for)} only, and would fail at its first kernel: "
                     "choose another GPU, or a torch that was built for this one"
                 )
         return torch.device(self.accelerator)
@@ -194,19 +194,19 @@ class Runtime:
         return True
 
     def torch_compile(self, model, mode):
-        """The model to compute with, made faster by torch.compile in a mode of it, or "no"."""
+        """The model, compiled by torch.compile in this mode; unchanged for "no"."""
         return model if mode == "no" else torch.compile(model, mode=mode)
 
     def parallel(self, model):
         """The model to compute a loss with, so that its gradients are those of the global batch."""
         if self.world.size == 1:
             return model
-        # find_unused: a phase of the training may leave parameters out. Buffers: see `broadcast_buffers`.
+        # find_unused: a variant of the loss may leave parameters out. Buffers: see `broadcast_buffers`.
         return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
 
     @contextlib.contextmanager
     def broadcast_buffers(self, model):
-        """Within it, the model of every rank has rank 0's buffers (the running statistics of batch norm), which are the saved
+        """Context manager: every rank's model has rank 0's buffers (the running statistics of batch norm), which are the saved
         ones."""
         own = [(module, name) for module in model.modules() for name, value in module._buffers.items() if value is not None]
         if self.world.size == 1 or not own:
@@ -279,7 +279,7 @@ class Runtime:
     # Randomness
 
     def seed(self, number):
-        """Start the generators of this rank from a number or a tuple of them. Ranks differ, so that their dropout does."""
+        """Seed this rank's generators with a number or a tuple of them. Ranks get different seeds, so that dropout differs."""
         mixed = np.random.SeedSequence((*np.atleast_1d(number).tolist(), self.world.rank)).generate_state(1)
         torch.manual_seed(int(mixed[0]))
 
@@ -291,7 +291,7 @@ class Runtime:
         return state
 
     def set_random_state(self, state):
-        """Set what `random_state` gave; a state of another kind of device is left out."""
+        """Restore what `random_state` returned; the state of another kind of device is ignored."""
         torch.set_rng_state(state["cpu"])
         if self.device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"])
@@ -310,20 +310,20 @@ class Runtime:
             self.watchdog.heartbeat(step)
 
     def compilations(self):
-        """(graphs compiled, seconds that took) since the process started."""
+        """(number of graphs compiled, seconds it took) since the process started."""
         return 0, 0.0
 
     def take_compile_events(self):
         """What was compiled of the functions given to `compile` since the last call: a list of dict(what, programs, seconds,
         why, refused).
 
-        what: the function's name. programs: the number of graphs. why: sentences, see `recompiles`; none the first time.
-        refused: whether it raised UnexpectedRecompilation.
+        what: the function's name. programs: the number of compiled graphs. why: sentences, see `recompiles`; none the first
+        time. refused: whether it raised UnexpectedRecompilation.
         """
         return []
 
     def reset_statistics(self):
-        """Forget compile events, signatures and fallbacks of this process so far, and on a GPU the peak of memory."""
+        """Reset this process's compile events, signatures and fallback counts, and on a GPU the peak of memory."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
@@ -333,7 +333,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def traced(self, folder):
-        """Within it, the profiler records the work of the device and of this process, for TensorBoard, in `folder`."""
+        """Context manager: profile the device and this process, for TensorBoard, in `folder`."""
         from torch.profiler import profile, tensorboard_trace_handler
 
         with profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True):

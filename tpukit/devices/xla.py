@@ -19,7 +19,7 @@ class XLARuntime(Runtime):
     """One XLA device in this process, or, with spmd_cores, one graph over that many of them.
 
     Under SPMD the batch axis of every batch is sharded over the devices; the model is written as for one device, the compiler
-    adds the sums, and batch norm sees the whole global batch.
+    inserts the all-reduces, and batch norm sees the whole global batch.
     """
 
     compiles = True
@@ -44,7 +44,7 @@ class XLARuntime(Runtime):
             xr.use_spmd()
             found = xr.global_runtime_device_count()
             if found != self.spmd_cores:
-                raise TpukitError(f"asked for {self.spmd_cores} cores, found {found}: leave cores out to take all")
+                raise TpukitError(f"asked for {self.spmd_cores} cores, found {found}: leave cores out to use all")
             self.mesh = xs.Mesh(np.arange(found), (found,), ("data",))
         return torch_xla.device()
 
@@ -78,7 +78,8 @@ class XLARuntime(Runtime):
     def place(self, model, *, channels_last=False):
         model = model.to(self.device)  # whose compiler chooses its own layouts
         with torch.no_grad():
-            # What was never written in place is traced differently, once; and SPMD marks as replicated what a graph wrote.
+            # A tensor that was never written in place is traced differently the first time; and SPMD marks as replicated what
+            # a graph wrote.
             for value in (*model.parameters(), *model.buffers()):
                 value.copy_(value.clone())
         self.sync()
@@ -111,7 +112,7 @@ class XLARuntime(Runtime):
 
     @property
     def reduces_on_the_host(self):
-        """Whether gradients are summed through host memory: CPU XLA devices of different processes share no link."""
+        """Whether the gradient all-reduce goes through host memory: CPU XLA devices of different processes share no link."""
         return self.world.size > 1 and self.accelerator != "tpu"
 
     def all_reduce_gradients(self, optimizer):
@@ -129,7 +130,7 @@ class XLARuntime(Runtime):
             gradient.copy_(part.view_as(gradient))
 
     def init_optimizer_state(self, optimizer):
-        """Make the optimizer's state before the first step; made within it, it would cost a second compilation.
+        """Create the optimizer's state before the first step; created in it, it would cost a second compilation.
 
         One step with zero gradients and no weight decay creates it; then it is set to zero, which is where the optimizers
         of `_STATE_STARTS_AT_ZERO` start. For others it returns False: their second step compiles once more.
@@ -254,7 +255,7 @@ class XLARuntime(Runtime):
 
 
 def checkpointed(block, *inputs):
-    """block(*inputs), a module without randomness whose activations are computed again in the backward pass instead of being
+    """block(*inputs), a module without randomness whose activations are recomputed in the backward pass instead of being
     kept."""
     if inputs[0].device.type == "xla":
         # torch's own looks for a module torch.xla; this one also keeps XLA from merging the two computations.

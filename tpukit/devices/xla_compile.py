@@ -10,14 +10,14 @@ GUARDED_CALLS = 3
 
 
 class CompiledFunction:
-    """`function` as one compiled graph a call, with at most `max_graphs` different graphs.
+    """`function` as one compiled graph per call, with at most `max_graphs` different graphs.
 
     A call that needs one graph more raises UnexpectedRecompilation with its causes. What was compiled, and why, is added to the
     runtime's compile events. changes: see `Runtime.compile`.
     """
 
     calls = 0
-    graphs = 0  # compiled so far, the replay's apart
+    graphs = 0  # compiled so far, without those of the replay
 
     def __init__(self, function, name, max_graphs, runtime, changes=None):
         self.function, self.name, self.max_graphs, self.runtime = function, name, max_graphs, runtime
@@ -26,7 +26,7 @@ class CompiledFunction:
         # The keywords of a partial: another value makes another partial, of the same name.
         self.bound = getattr(inspect.unwrap(function), "keywords", {})
         if not self.bound:
-            runtime.last_signatures.pop(name, None)  # of another function of this name
+            runtime.last_signatures.pop(name, None)  # of another function with this name
         self.replay = None
         if changes and runtime.world.size == 1 and runtime.mesh is None:
             self.replay = GraphReplay(function, name, max_graphs, *changes, runtime.device)
@@ -91,7 +91,7 @@ class CompiledFunction:
             result = self.function(*arguments)
             torch_xla.sync()
         compiled = self.runtime.compilations()[0] - before
-        # The first call has one graph, whether this process had compiled it before, or compiled also what was pending.
+        # The first call has one graph, even if this process had compiled it before, or also compiled what was pending.
         self.graphs = self.graphs + compiled if self.graphs else 1
         if self.graphs > self.max_graphs:
             raise UnexpectedRecompilation(self.name, self.calls, self.max_graphs)

@@ -5,9 +5,9 @@ of a thousand operations that can take the host longer than the device needs for
 the list of its inputs, and later steps hand it the current tensors. (The calls are those of torch_xla's own bridge to
 torch.compile, which takes no optimizer.)
 
-    first call of a signature    capture: trace the step, twice for the very first one, to see that both traces agree
+    first call of a signature    capture: trace the step, twice for the very first one, to check that both traces agree
     later calls                  replay: run the compiled graph, move its outputs into the model, optimizer and gradients
-    every CHECK_EVERY replays    capture again, to see that the step still is that graph
+    every CHECK_EVERY replays    capture again, to check that the step is still that graph
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ MAX_COMPARED = 4096  # elements of a constant that is compared by its values
 
 
 class GraphReplay:
-    """`function` as a captured graph that is replayed, where that gives the same.
+    """`function` as a captured graph that is replayed, where that gives the same result.
 
     function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and buffers of `model`
     and the state of `optimizer`. max_graphs: how many different graphs may be compiled. A new number among the arguments, a new
@@ -33,7 +33,7 @@ class GraphReplay:
     """
 
     may_replay = True
-    """False once the first call has found that the step cannot be replayed: two captures have other constants (Adam's bias
+    """False once the first call has found that the step cannot be replayed: two captures have different constants (Adam's bias
     corrections on the host), or it draws random numbers on the device. Then every step has to be traced."""
     new_operation = None
     """the first operation of the last graph that the graph before does not have, see `recompiles.new_operation`"""
@@ -151,7 +151,7 @@ class GraphReplay:
         return [*self.model.parameters(), *self.model.buffers(), *on_device], on_host
 
     def _discard(self, graph):
-        """Undo the traced step, but for the optimizer's numbers on the host."""
+        """Undo the traced step, except for the optimizer's numbers on the host."""
         from torch_xla import _XLAC
 
         for source, value in graph.inputs:
@@ -225,7 +225,7 @@ class CapturedGraph:
     host_before: list | None
     """what they were before the step"""
     host_increments: list
-    """by how much a step moves them"""
+    """by how much each step increases them"""
     written: list
     """indices of those of `state` that the step writes; its first outputs"""
     parameters: list
@@ -237,7 +237,7 @@ class CapturedGraph:
     replays: int = 0
 
     def is_equivalent(self, other):
-        """Whether the two differ in nothing but the values of state and arguments, so that one can stand for the other."""
+        """Whether the two differ in nothing but the values of state and arguments, so that one can replace the other."""
         if self.draws_random_numbers or self.written != other.written:
             return False
         if [source for source, _ in self.inputs] != [source for source, _ in other.inputs]:
@@ -252,7 +252,7 @@ class CapturedGraph:
         )
 
     def release_values(self):
-        """Let go of everything that belongs to one step alone."""
+        """Release everything that belongs to a single step."""
         self.outputs = self.host_before = None
         self.inputs = [Input(source, None if source else value) for source, value in self.inputs]
 

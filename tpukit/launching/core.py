@@ -1,4 +1,4 @@
-"""What every core of a launch does: join the others, open its device, call the function, and leave how that ended."""
+"""What every core of a launch does: join the others, open its device, call the function, and write how that ended."""
 
 import copy
 import dataclasses
@@ -29,7 +29,7 @@ from tpukit.training.task import Workload
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What every process of a launch knows."""
+    """What every process of a launch is given."""
 
     function: Callable
     task: Workload
@@ -53,7 +53,7 @@ class Job:
 def run_core(job, index):
     """Call the job's function as one rank, in a process of its own, which is number `index` on this host.
 
-    Leaves how that ended as JSON: dict(outcome="done", rank), with the `result` of rank 0 and of the first core of a host;
+    Writes how that ended as JSON: dict(outcome="done", rank), with the `result` of rank 0 and of the first core of a host;
     dict(outcome="stopped") after a signal; or dict(outcome="failed", core, rank, step, host, time, description).
     """
     own, runtime = CoreFiles.of(job.folder, index), None
@@ -112,7 +112,7 @@ def open_core(job, run, world, *, forked):
     import torch
 
     # OpenMP's threads do not survive a fork, and it waits for them forever: where the launching process may have computed with
-    # torch, as in a notebook, each core's host part takes one thread. Beside an accelerator that is enough.
+    # torch, as in a notebook, each core's host part takes one thread. Next to an accelerator that is enough.
     one_thread = forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
     torch.set_num_threads(1 if one_thread else max(1, (os.cpu_count() or 1) // world.size))
     runtime = open_runtime(job.env, job.task.precision, world=world, spmd_cores=job.spmd_cores)
@@ -121,7 +121,7 @@ def open_core(job, run, world, *, forked):
     check_batch(job.task.batch_size, runtime.cores)
     samples = job.task.batch_size // runtime.cores
     memory = runtime.memory()
-    about = f"on {socket.gethostname()}, {samples} sample{'s' if samples > 1 else ''} a step"
+    about = f"on {socket.gethostname()}, {samples} sample{'s' if samples > 1 else ''} per step"
     about += f", {memory[0][1] / GIB:.2f} GiB" if memory else ""
     of_all_ranks = world.gather([f"{device} {about}" for device in runtime.device_names()])  # [] but on rank 0
     lines = [line for of_a_rank in of_all_ranks for line in of_a_rank]
@@ -136,8 +136,8 @@ def open_core(job, run, world, *, forked):
 
 
 def join(job, index):
-    """The `World` of one of this host's processes. Within one host they meet in a file and talk over the loopback device
-    alone."""
+    """The `World` of one of this host's processes. On one host they rendezvous through a file and communicate over the
+    loopback device only."""
     import torch.distributed as dist
 
     if job.env.accelerator == "tpu":
@@ -159,7 +159,7 @@ def join(job, index):
 
 
 def join_group(job, local_rank, **how):
-    """The `World` of this process, once it has met the others. how: arguments of torch.distributed.init_process_group."""
+    """The `World` of this process, after it has joined the others. how: arguments of torch.distributed.init_process_group."""
     import torch
     import torch.distributed as dist
 

@@ -33,8 +33,8 @@ PARTS = ("train", "evaluate")
 def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", find_batch=False, log=print):
     """What a workload's step needs on a TPU: a `Plan`.
 
-    batch_sizes: global ones; the task's own unless given. part: "train", the whole training step (all 8 replicas of it and
-    their gradient sum on v5e-8), or "evaluate", the graphs that predict a batch of the test set. find_batch: also bisect the
+    batch_sizes: global ones; by default the task's own. part: "train", the whole training step (on v5e-8 all 8 replicas and
+    their gradient all-reduce), or "evaluate", the graphs that predict a batch of the test set. find_batch: also bisect the
     largest batch that fits. With a dataset_dir, its sets lie on the chip as in training, where they are small enough.
     Raises TpukitError where the compiler cannot be had, or refuses a graph for another reason than memory.
     """
@@ -57,7 +57,7 @@ def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", find_batch=False
 
 
 def check(chip, part, batch_sizes):
-    """Raise TpukitError for a question that cannot be answered, before minutes of compilation."""
+    """Raise TpukitError for arguments that cannot be planned, before minutes of compilation."""
     from tpukit.devices.runtime import check_batch
 
     if chip not in MACHINES:
@@ -105,7 +105,7 @@ class Plan:
         return MACHINES[self.chip].chip.hbm_bytes / GIB
 
     def table(self):
-        columns = ["batch", "fits", "peak HBM, GiB", "TFLOP", "GB", "FLOP a byte", "at least, ms", "bound by", "Mcycles*"]
+        columns = ["batch", "fits", "peak HBM, GiB", "TFLOP", "GB", "FLOP per byte", "at least, ms", "bound by", "Mcycles*"]
         rows = []
         for row in self.rows:
             if row["fits"]:
@@ -115,7 +115,7 @@ class Plan:
                 answer = ["yes", f"{row['peak_bytes'] / GIB:.2f}", *figures]
             else:
                 used = re.search(r"[Uu]sed ([\d.]+[KMG]) of", row["why"])
-                answer = ["no", f"needs {used[1]}" if used else "more than there is", *[""] * 6]
+                answer = ["no", f"needs {used[1]}" if used else "more than available", *[""] * 6]
             rows.append([row["batch_size"], *answer, round(row["compile_s"])])
         what = "training step" if self.part == "train" else "prediction of one batch"
         return Table(f"{self.workload}: {what} on {self.chip}, per core", [*columns, "compiled in, s"], rows)
@@ -125,7 +125,7 @@ class Plan:
         """What the columns mean."""
         chip = MACHINES[self.chip].chip
         return (
-            f"{self.hbm_gib:g} GiB of HBM a core. At least: the longer of FLOP / {chip.flops / 1e12:g} TFLOP/s and "
+            f"{self.hbm_gib:g} GiB of HBM per core. At least: the longer of FLOP / {chip.flops / 1e12:g} TFLOP/s and "
             f"bytes / {chip.bandwidth / 1e9:g} GB/s; a bound, not a forecast. *Cycles: the compiler's own estimate, added up. "
             "Not calibrated: use it to compare one graph with another, never as a time."
         )
@@ -172,7 +172,7 @@ def _trace(task, part, size, machine, folder):
         last = _last_line(ran)
         if "No module named 'torch_xla'" in last or "_XLAC" in last and "undefined symbol" in last:
             raise TpukitError(
-                f"a plan needs a torch_xla that matches torch, to trace the step ({last}). In an environment of its own: "
+                f"a plan needs a torch_xla that matches torch, to trace the step ({last}). In a separate environment: "
                 "pip install torch==2.9.0 torch-xla==2.9.0"
             )
         raise TpukitError(f"the {part} step of {task.name} at batch {size} cannot be traced: {last}")
@@ -283,13 +283,13 @@ def compiler_folder():
 
 
 def install_compiler(log=print):
-    """Install the compiler's packages (about 1 GB) into `compiler_folder()` unless they are there. Returns it."""
+    """Install the compiler's packages (about 1 GB) into `compiler_folder()` unless they are already installed. Returns it."""
     folder = compiler_folder()
     try:
         files.make_private(folder.parent)
     except OSError as error:
         raise TpukitError(
-            f"the TPU compiler cannot be kept in {folder.parent} ({error}): set TPUKIT_CACHE to another"
+            f"the TPU compiler cannot be stored in {folder.parent} ({error}): set TPUKIT_CACHE to another"
         ) from error
     with files.file_lock(folder):
         if folder.is_dir():

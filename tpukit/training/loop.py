@@ -26,8 +26,9 @@ def train(task, run, *, runtime=None, progress=True):
     runtime: this core's, among others; `launch` gives it. On its own, train opens the one device of this process.
 
     A checkpoint is written at every epoch's end, every `task.save_every_s` seconds, and before leaving on an interrupt
-    or SIGTERM; a resumed run equals a straight one, on GPUs but for the rounding of their kernels. Raises `Diverged` (naming
-    the step and the last good checkpoint) when loss or gradient stop being finite, and TpukitError for what the user can fix.
+    or SIGTERM; a resumed run equals an uninterrupted one, on GPUs except for the rounding of their kernels. Raises `Diverged`
+    (naming the step and the last good checkpoint) when loss or gradient stop being finite, and TpukitError for what the user can
+    fix.
     """
     with StopSignal() as stop, environment.explain_known_errors(), run.lock():
         return Trainer(task, run, runtime, stop, progress=progress).fit()
@@ -151,7 +152,7 @@ class Trainer:
         self.runtime.heartbeat(step)
 
     def endless_batches(self, epoch=0):
-        """Generate the batches of a training without an end, for tools that time or trace `take_step`."""
+        """Generate the batches of an endless training, for tools that time or trace `take_step`."""
         how = dict(seed=self.task.seed, num_draws=self.data.num_draws)
         return self.loader.batches(endless_plan(len(self.data), self.task.batch_size, epoch=epoch, **how))
 
@@ -170,7 +171,7 @@ class Trainer:
         return interval
 
     def _log_interval(self, epoch, bar):
-        """Record the interval that ends here and begin another. Returns whether a checkpoint is due."""
+        """Record the interval that ends here and start another. Returns whether a checkpoint is due."""
         state = self.state
         self.evaluator.collect(state)
         interval = self.sync()
@@ -219,11 +220,11 @@ class Trainer:
         self.checkpointer.save(self.state, self.sync())
 
     def _save_before_leaving(self, reason):
-        why = "interrupted" if isinstance(reason, KeyboardInterrupt) else "asked to end (SIGTERM)"
+        why = "interrupted" if isinstance(reason, KeyboardInterrupt) else "terminated (SIGTERM)"
         if self.stop.at_step:  # on every rank at the same step
             self._save()
-            self.run.print(f"{why}: saved at step {self.state.step}. Run the same again to resume.")
-        else:  # a second interrupt broke into a step, whose state is half new
+            self.run.print(f"{why}: saved at step {self.state.step}. Start it again to resume.")
+        else:  # a second interrupt broke into a step, so the state is inconsistent
             self.run.print(f"{why} during a step: this step is lost. Run the same again to resume from the last checkpoint.")
 
     # What is printed and recorded around the loop

@@ -1,4 +1,4 @@
-"""Metrics of the training steps: sums on the device, read by the host once an interval."""
+"""Metrics of the training steps: sums on the device, read by the host once per interval."""
 
 import dataclasses
 import time
@@ -8,7 +8,7 @@ import torch
 NORMAL_GRAD_NORM = (1e-7, 1e3)
 # What the steps of an interval add up on the device, and the values it starts with. bad_step is the first step whose loss was
 # not finite, odd_step the first whose gradient norm was outside NORMAL_GRAD_NORM, both counted from 0 at the start of the
-# interval, -1 for none; grad_norm is the last step's. A step knows its gradient norm only where gradients are clipped;
+# interval, -1 for none; grad_norm is the last step's. A step computes its gradient norm only where gradients are clipped;
 # elsewhere `sync` computes the norm of the last gradient.
 SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0, odd_step=-1.0, grad_norm=0.0)
 
@@ -20,7 +20,7 @@ def new_sums(runtime, values=SUMS):
 
 
 def accumulate(sums, loss, grad_norm, *, overflow_is_skipped):
-    """Add one step to the sums, on the device. loss: scalar. grad_norm: scalar, or None where the step does not know it.
+    """Add one step to the sums, on the device. loss: scalar. grad_norm: scalar, or None where the step does not compute it.
 
     overflow_is_skipped: a loss scaler skips steps whose gradient overflows, so an infinite norm is not yet an error.
     """
@@ -31,7 +31,7 @@ def accumulate(sums, loss, grad_norm, *, overflow_is_skipped):
         if not overflow_is_skipped:
             is_bad = is_bad | ~is_finite
         low, high = NORMAL_GRAD_NORM
-        is_odd = is_finite & ((grad_norm < low) | (grad_norm > high))  # a norm that is not finite is a matter of bad_step
+        is_odd = is_finite & ((grad_norm < low) | (grad_norm > high))  # a norm that is not finite is handled by bad_step
         odd_step = torch.where((odd_step < 0) & is_odd, steps, odd_step)
         last_norm = grad_norm
     bad_step = torch.where((bad_step < 0) & is_bad, steps, bad_step)
@@ -49,7 +49,7 @@ class Interval:
     stop_signal: int | None
     """the signal that any rank received"""
     save_due: bool
-    """whether rank 0 wants a checkpoint"""
+    """whether rank 0 is due to save a checkpoint"""
 
     @property
     def steps(self):
@@ -63,7 +63,8 @@ class Interval:
 def sync(sums, model, runtime, *, clipped, stop_signal, save_due):
     """Read the sums of all ranks: an `Interval`. The only place in the training loop that waits for the device and the ranks.
 
-    clipped: whether the steps know their gradient norm. stop_signal, save_due: this rank's; afterwards all ranks agree on both.
+    clipped: whether the steps compute their gradient norm. stop_signal, save_due: this rank's; afterwards all ranks agree on
+    both.
     """
     grad_norm = sums[-1:] if clipped else runtime.gradient_norm(model)
     found = runtime.host(torch.cat([sums[:-1], grad_norm])).tolist()
