@@ -27,8 +27,8 @@ def train(task, run, *, runtime=None, progress=True):
 
     A checkpoint is written at every epoch's end, every `task.save_every_s` seconds, and before leaving on an interrupt
     or SIGTERM; a resumed run equals an uninterrupted one, on GPUs except for the rounding of their kernels. Raises `Diverged`
-    (naming the step and the last good checkpoint) when loss or gradient stop being finite, and TpukitError for what the user can
-    fix.
+    (naming the step and the last good checkpoint) when loss or gradient stop being finite, and TpukitError for what the user
+    can fix.
     """
     with StopSignal() as stop, environment.explain_known_errors(), run.lock():
         return Trainer(task, run, runtime, stop, progress=progress).fit()
