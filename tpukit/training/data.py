@@ -33,7 +33,7 @@ class Draw(NamedTuple):
 def training_plan(size, batch_size, *, seed, epoch, num_draws=0, start=0):
     """Yield a `Draw` for every step of an epoch from step `start` on: shuffled samples, without the ragged tail.
 
-    It depends on (seed, epoch, step) alone, so a resumed run draws what a straight one draws.
+    It depends on (seed, epoch, step) alone, so a resumed run draws what an uninterrupted one draws.
     """
     order = np.random.default_rng(np.random.SeedSequence((seed, epoch))).permutation(size)
     for step in range(start, size // batch_size):
