@@ -63,16 +63,14 @@ class Candidate:
 def sessions_needed(train_h, *, start_h=0.0, lost_h=0.0, session_h=None, week_h=None):
     """(sessions, hours on the machine, hours on the calendar) of a training, or None where it never ends.
 
-    A session starts up for s = `start_h`; one that is cut off also loses r = `lost_h`, the work since its last checkpoint.
-    With T = `train_h`, sessions of at most S = `session_h` hours, and W = `week_h` hours per week:
+    Every session starts up for `start_h`. One that is cut off also loses `lost_h`, the work since its last checkpoint. A session
+    lasts at most `session_h`, all sessions of a week at most `week_h`. In closed form, with overhead_h = start_h + lost_h:
 
-        each cut session trains    u = S - s - r
-        a full week has            k = floor(W / S) sessions, and one of the remaining hours where they exceed s + r,
-                                   which last H hours and train U = H - k (s + r)
-        full weeks                 w = ceil((T - r) / U) - 1, or 0; they leave R = T - w U hours of training
-        the last week has          n = 1 + ceil((R - (S - s)) / u) sessions, since its last one loses nothing
-
-        sessions = w k + n,  machine = w H + R + n s + (n - 1) r,  calendar = machine with 168 for H
+        a cut session   trains trained_h = session_h - overhead_h
+        a full week     has floor(week_h / session_h) such sessions, and a shorter one if the rest exceeds overhead_h; together
+                        they last used_h and train week_trained_h = used_h - week_sessions * overhead_h
+        full weeks      weeks = ceil((train_h - lost_h) / week_trained_h) - 1, or 0; what they do not train is rest_h
+        the last week   has 1 + ceil((rest_h - (session_h - start_h)) / trained_h) sessions, whose last one loses nothing
     """
     week_h = math.inf if week_h is None or week_h >= WEEK_H else week_h
     session_h = min(session_h or math.inf, week_h)
