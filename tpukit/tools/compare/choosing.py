@@ -63,8 +63,9 @@ class Candidate:
 def sessions_needed(train_h, *, start_h=0.0, lost_h=0.0, session_h=None, week_h=None):
     """(sessions, hours on the machine, hours on the calendar) of a training, or None where it never ends.
 
-    Every session starts up for `start_h`. One that is cut off also loses `lost_h`, the work since its last checkpoint. A session
-    lasts at most `session_h`, all sessions of a week at most `week_h`. In closed form, with overhead_h = start_h + lost_h:
+    Every session starts up for `start_h`. One that is cut off also loses `lost_h`, the work since its last checkpoint. A
+    session lasts at most `session_h`, all sessions of a week at most `week_h`. In closed form, with overhead_h = start_h +
+    lost_h:
 
         a cut session   trains trained_h = session_h - overhead_h
         a full week     has floor(week_h / session_h) such sessions, and a shorter one if the rest exceeds overhead_h; together
