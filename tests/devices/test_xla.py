@@ -10,7 +10,7 @@ import torch
 
 from tests.conftest import checkpoint
 from tests.workloads.mshnet.small import Narrow
-from tpukit import Run, TpukitError, train
+from tpukit import MSHNet, Run, TpukitError, train
 from tpukit.devices import xla_replay
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.host import environment, known_errors
@@ -45,7 +45,7 @@ def test_two_phases_cost_two_programs_and_no_later_step_compiles_or_falls_back(i
 def test_twenty_steps_give_the_losses_of_eager_pytorch_but_for_rounding(infrared, tmp_path, xla, cpu):
     # Adagrad's first step moves every weight by lr times the sign of its gradient, so at the recipe's lr the rounding of
     # near-zero gradients is amplified without bound; with a small lr the two devices can be compared.
-    task = Narrow(dataset_dir=infrared, epochs=5, warm_epoch=1, eval_every=9, lr=1e-4, **RECIPE)
+    task = MSHNet(dataset_dir=infrared, epochs=5, warm_epoch=1, eval_every=9, lr=1e-4, **RECIPE)
     losses = {}
     for name, runtime in (("cpu", cpu), ("xla", xla)):
         run = Run.open(tmp_path / name, task)
