@@ -133,7 +133,7 @@ def test_one_of_eight_cores_that_fails_to_start_ends_the_launch_with_its_cause(w
     expected = {"kill": "SIGKILL", "hang": "8 of 8 cores did not start within 3 s", "raise": "open(/dev/vfio/3)"}
     assert [name for name, words in expected.items() if words in message] == [way]
     if way == "hang":
-        inside = message.partition("core 3 (all of it")[2].partition("core 4 (")[0]
+        inside = message.partition("core 3 (full stack")[2].partition("core 4 (")[0]
         assert ("in fail" in inside and "chip 3 is being opened" in inside) or "core 3 left no stack" in message
         assert message.count("in open_chip") >= 7
 
