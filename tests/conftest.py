@@ -72,6 +72,17 @@ def tank(tmp_path_factory):
 
 
 @pytest.fixture
+def trained(digits, tmp_path, cpu):
+    """(task, run) of MNIST after two epochs of 12 steps."""
+    from tpukit import MNIST, Run, train
+
+    task = MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=3)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    return task, run
+
+
+@pytest.fixture
 def colab(tmp_path):
     """The environment of a Colab session whose Drive is not mounted, rooted in tmp_path."""
     from tpukit.host import environment

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import exact
-from tpukit import MNIST, Run, TpukitError, train
+from tpukit import MNIST, Run, TpukitError
 from tpukit.tools.trace import _copies_to_host, _Interruptions, trace
 
 
@@ -30,14 +30,6 @@ class Peeking(MNIST):
 
 
 LINE = next(n for n, text in enumerate(open(__file__), 1) if text.endswith("# this line\n"))
-
-
-@pytest.fixture
-def trained(digits, tmp_path, cpu):
-    task = MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=3)
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
-    return task, run
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])
