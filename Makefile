@@ -2,6 +2,8 @@
 # make check  lint and the fast tests, in two minutes; JOBS=4 on a machine with more than two cores
 # make test   everything: lint, unit tests, launches, notebooks, browser
 # make bench  how fast, in ratios; make bench PARTS="data loops" for some parts, DATA=path/to/IRSTD-1k for real images
+# make notebooks  builds dist/: every notebook with the library inside, so that one file is enough
+# make publish REPO=owner/name  the repository with its home filled in, and what to upload where, in dist/publish/
 # make plan   asks the TPU compiler again about every workload's step (benchmarks/plan.json); half an hour or more
 
 PYTHON ?= python3
@@ -17,7 +19,7 @@ JOBS ?= 2
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run lint check test bench plan clean
+.PHONY: run lint check test bench plan notebooks publish clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -60,5 +62,11 @@ bench: .venv/bench-installed
 plan: .venv/installed
 	$(BIN)/python -m benchmarks.plans
 
+notebooks: .venv/installed
+	$(BIN)/python -m release.notebooks
+
+publish: .venv/installed
+	$(BIN)/python -m release.publish "$(REPO)"
+
 clean:
-	rm -rf .venv $(OUT) build *.egg-info
+	rm -rf .venv $(OUT) build dist *.egg-info
