@@ -29,8 +29,8 @@ This folder is {repository} with every address filled in. It changes nothing onl
        git remote add origin https://github.com/{repository} && git push -u origin main
 
    The badges in README.md and docs/NOTEBOOKS.md then open the notebooks in dist/ on Colab and Kaggle.
-2. **Kaggle**, without GitHub: *Create > New Notebook > File > Import Notebook*, and choose a file of dist/ (Chinese: dist/zh-CN/).
-   The accelerator is preselected; the library is inside, so the internet may stay off.
+2. **Kaggle**, without GitHub: *Create > New Notebook > File > Import Notebook*, and choose a file
+   of dist/ (Chinese: dist/zh-CN/). The accelerator is preselected; the library is inside, so the internet may stay off.
 3. **Colab**, without GitHub: *File > Upload notebook*, and choose a file of dist/.
 
 The notebooks in dist/:
@@ -67,29 +67,17 @@ def publish(repository, out):
     out.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(dir=out.parent))
     for name in listed.stdout.split("\0")[:-1]:
-        _copy_filled(ROOT / name, new / name, repository)
-    with tempfile.TemporaryDirectory() as folder:
-        # Built from the copy: the library inside a notebook has its home filled in too.
-        subprocess.run(
-            [sys.executable, "-m", "release.notebooks", "--out", folder], cwd=new, check=True, stdout=subprocess.DEVNULL
-        )
-        built = sorted(Path(folder).glob("**/*.ipynb"))
-        for path in built:
-            _copy_filled(path, new / "dist" / path.relative_to(folder), repository)
-        names = "\n".join(f"- dist/{path.relative_to(folder).as_posix()}" for path in built)
+        (new / name).parent.mkdir(parents=True, exist_ok=True)
+        (new / name).write_bytes((ROOT / name).read_bytes().replace(PLACEHOLDER.encode(), repository.encode()))
+    # Built from the copy: the library inside a notebook has its home filled in too.
+    subprocess.run([sys.executable, "-m", "release.notebooks", "--out", "dist"], cwd=new, check=True, stdout=subprocess.DEVNULL)
+    names = "\n".join(f"- {path.relative_to(new).as_posix()}" for path in sorted(new.glob("dist/**/*.ipynb")))
     ignored = new / ".gitignore"
     ignored.write_text("".join(line for line in ignored.read_text().splitlines(keepends=True) if line.strip() != "dist/"))
     (new / "UPLOAD.md").write_text(UPLOAD.format(repository=repository, version=tpukit.__version__, notebooks=names))
     new.chmod(0o755)
     new.rename(out)
     return out
-
-
-def _copy_filled(source, target, repository):
-    content = source.read_bytes()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(content.replace(PLACEHOLDER.encode(), repository.encode()))
-    target.chmod(source.stat().st_mode & 0o755)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,99 @@
+"""The built notebooks: one file each, with the library inside."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+
+import nbformat
+import pytest
+
+from release import notebooks
+from tests.conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dist")
+    notebooks.build(folder)
+    return folder
+
+
+def archive_cell(path):
+    [cell] = [cell for cell in nbformat.read(path, 4).cells if "tpukit-archive" in cell.metadata.get("tags", [])]
+    return cell
+
+
+def unpack(cell, home):
+    """Run the archive's cell with another home folder. Returns (the folder it names, the folder's files)."""
+    program = f"{cell.source}\nprint(EMBEDDED)"
+    environ = dict(os.environ, HOME=str(home))
+    ran = subprocess.run([sys.executable, "-"], input=program, env=environ, capture_output=True, text=True)
+    if ran.returncode:
+        return None, ran.stderr
+    folder = home.__class__(ran.stdout.strip())
+    return folder, {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_notebook_is_built_with_the_library_of_this_tree_inside(dist, tmp_path):
+    sources = sorted(path.relative_to(ROOT / "notebooks") for path in (ROOT / "notebooks").glob("**/*.ipynb"))
+    assert sources == sorted(path.relative_to(dist) for path in dist.glob("**/*.ipynb"))
+    embedded = {hashlib.sha256(notebooks.library(others)).hexdigest() for others in (None, notebooks.pyeit_files())}
+    for path in dist.glob("**/*.ipynb"):
+        assert any(f'SHA256 = "{sha256}"' in archive_cell(path).source for sha256 in embedded), path
+    folder, files = unpack(archive_cell(dist / "mnist_quickstart.ipynb"), tmp_path)
+    code = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "tpukit").rglob("*") if path.suffix in (".py", ".csv")}
+    assert set(files) == {*code, "tpukit/LICENSE"}
+    assert all(files[name].read_bytes() == path.read_bytes() for name, path in code.items())
+    assert folder.name in embedded and folder.parent == tmp_path / ".cache/tpukit"
+
+
+def test_building_twice_gives_equal_bytes(dist, tmp_path):
+    for path in notebooks.build(tmp_path):
+        assert path.read_bytes() == (dist / path.relative_to(tmp_path)).read_bytes()
+
+
+def test_the_tomography_notebooks_bring_the_part_of_pyeit_that_simulates_and_its_licence(dist, tmp_path):
+    folder, files = unpack(archive_cell(dist / "kaggle_cdeit_tpu.ipynb"), tmp_path)
+    assert any("licenses" in name for name in files) and "pyeit/eit/fem.py" in files
+    program = "import sys, tpukit; sys.path.insert(0, sys.argv[1]); import pyeit; print(pyeit.__file__); tpukit.simulate"
+    command = [sys.executable, "-c", program, str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ, PYTHONPATH=str(folder)))
+    assert ran.stdout.strip() == str(folder / "pyeit/__init__.py")
+
+
+def test_an_unpacked_copy_is_used_again_and_one_with_other_files_is_left_as_it_is(dist, tmp_path):
+    cell = archive_cell(dist / "mnist_quickstart.ipynb")
+    folder, files = unpack(cell, tmp_path)
+    before = {name: path.stat().st_mtime_ns for name, path in files.items()}
+    again, files = unpack(cell, tmp_path)
+    assert again == folder and {name: path.stat().st_mtime_ns for name, path in files.items()} == before
+    (folder / "numpy.py").write_text("raise SystemExit('hostile')")
+    other, files = unpack(cell, tmp_path)
+    assert other != folder and "numpy.py" not in files and (folder / "numpy.py").exists()
+
+
+def test_a_damaged_copy_is_refused_before_it_is_unpacked(dist, tmp_path):
+    cell = archive_cell(dist / "mnist_quickstart.ipynb")
+    middle = cell.source.index('"""') + 5000
+    cell.source = cell.source[:middle] + ("0" if cell.source[middle] != "0" else "1") + cell.source[middle + 1 :]
+    folder, error = unpack(cell, tmp_path)
+    assert folder is None and "RuntimeError" in error and not (tmp_path / ".cache").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("unshare") or os.getuid() != 0, reason="needs unshare and root, to run without network")
+def test_one_built_notebook_runs_alone_in_an_empty_folder_without_network(dist, tmp_path):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    shutil.copy(dist / "mnist_quickstart.ipynb", folder)
+    run = f"ip link set lo up; {sys.executable} -m papermill mnist_quickstart.ipynb out.ipynb -k python3"
+    environ = dict(os.environ, HOME=str(tmp_path / "home"))
+    environ.pop("PYTHONPATH", None)
+    subprocess.run(["unshare", "-n", "bash", "-c", run], cwd=folder, env=environ, check=True, capture_output=True, timeout=500)
+    cells = nbformat.read(folder / "out.ipynb", 4).cells
+    [find] = [cell for cell in cells if cell.source.startswith(notebooks.FIND_CELL)]
+    assert str(tmp_path / "home/.cache/tpukit") in find.outputs[0].text
+    pictures = [cell for cell in cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
+    assert "tpukit.show_predictions" in pictures[-1].source
