@@ -26,6 +26,10 @@ class Workload:
     """The name under which `find_dataset` looks for its data."""
     score: ClassVar[str]
     """The evaluation score that decides which weights are best; larger is better."""
+    score_names: ClassVar[dict[str, str]] = {}
+    """The scores that get a curve, with the name and the unit that it shows; where empty, every score gets one."""
+    published: ClassVar[dict[str, float]] = {}
+    """The paper's scores on its own dataset, drawn as a line beside the curves."""
     loss_variants: ClassVar[int] = 1
     """Graphs that `loss` is compiled to on XLA (a warm-up with another loss makes two). Any further compilation is refused."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
@@ -129,6 +133,11 @@ class Workload:
 
         batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the data alone."""
         raise self._missing("panels")
+
+    @staticmethod
+    def milestones(settings):
+        """dict epoch -> what changes there, to explain a jump of the curves. settings: dict, as of `settings_dict`."""
+        return {}
 
     @staticmethod
     def synthesize(folder, size, rng):

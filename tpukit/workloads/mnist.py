@@ -56,6 +56,7 @@ class MNIST(Workload):
     dataset_parts: ClassVar[tuple[str, ...]] = ("raw",)
     synthetic_size: ClassVar[int] = 6000
     score: ClassVar[str] = "accuracy"
+    score_names: ClassVar[dict[str, str]] = dict(accuracy="accuracy, share of test images")
     evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
 
     epochs: int = setting(4, free=True)

@@ -46,6 +46,7 @@ class CDEIT(Workload):
     dataset_parts: ClassVar[tuple[str, ...]] = PARTS
     synthetic_size: ClassVar[int] = 400
     score: ClassVar[str] = "cc"
+    score_names: ClassVar[dict[str, str]] = dict(cc="correlation", rmse="RMSE per pixel", psnr="PSNR, dB", ssim="SSIM")
     evaluation_keys: ClassVar[tuple[str, ...]] = ("image", *CLASSICAL.values())
     fallback: ClassVar[Path] = FALLBACK
 

@@ -27,6 +27,8 @@ class MSHNet(Workload):
     synthetic_size: ClassVar[int] = 40
     synthesize = staticmethod(infrared_set)
     score: ClassVar[str] = "iou"
+    score_names: ClassVar[dict[str, str]] = dict(iou="IoU", pd="Pd, share of targets found", fa="Fa, false pixels per pixel")
+    published: ClassVar[dict[str, float]] = dict(iou=0.6716, pd=0.9388, fa=15.03e-6)
     evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
     loss_variants: ClassVar[int] = 2
 
@@ -99,20 +101,23 @@ class MSHNet(Workload):
             scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
         return {**scores.result(), "roc": scores.roc()}
 
+    @staticmethod
+    def milestones(settings):
+        return {settings["warm_epoch"] + 1: "warm-up ends"} if isinstance(settings.get("warm_epoch"), int) else {}
+
     def example(self, count):
         rng, size = np.random.default_rng(0), self.crop_size
         image = rng.integers(0, 256, (count, 1, size, size), np.uint8)
         return dict(image=image, mask=np.where(image > 250, 255, 0).astype(np.uint8))
 
     def panels(self, batch, prediction=None):
-        rows = []
-        for index, (image, mask) in enumerate(zip(batch["image"], batch["mask"])):
-            colours = np.broadcast_to(image, (3, *image.shape[1:])).transpose(1, 2, 0)
-            row = [("image", colours), ("labelled targets", np.asarray(mask[0]))]
-            if prediction is not None:
-                row.append(("predicted targets", np.asarray(prediction[index, 0] > 0)))
-            rows.append(row)
-        return rows
+        from tpukit.workloads.mshnet import overlay
+
+        images, masks = np.asarray(batch["image"]), np.asarray(batch["mask"])[:, 0]
+        if prediction is None:
+            return [overlay.sample_row(image, mask) for image, mask in zip(images, masks)]
+        predicted = np.asarray(prediction)[:, 0] > 0
+        return [overlay.prediction_row(*sample) for sample in zip(images, masks, predicted)]
 
 
 def normalise(image):
