@@ -23,6 +23,8 @@ _HOMES = {
     "test": "training.evaluation",
     "plan": "tools.plan",
     "Workload": "training.task",
+    "compare_runs": "reporting.widgets",
+    "explore": "reporting.widgets",
     "show": "reporting.display",
     "show_comparison": "reporting.display",
     "show_plan": "reporting.display",

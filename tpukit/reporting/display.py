@@ -75,7 +75,7 @@ def show_predictions(run, task, *, count=4):
         indices = _evenly_spaced(len(prediction), count)
         batch, prediction = {name: values[indices] for name, values in batch.items()}, prediction[indices]
     else:
-        batch, prediction = _predict(run, task, count)
+        batch, prediction = predict_test_images(run, task, count)
     figure = figures.panels_figure(task.panels(batch, prediction), "Test images")
     present_figure(figure, run.path / "pictures" / "predictions.png")
 
@@ -99,8 +99,11 @@ def _open(run):
     return run if isinstance(run, Run) else Run.find(run)
 
 
-def _predict(run, task, count):
-    """(batch, predictions) of test images by the run's best weights, on the CPU."""
+def predict_test_images(run, task, count, *, at_once=16):
+    """(batch, predictions) of up to `count` test images, evenly spaced, by the run's best weights, on the CPU, as tensors.
+
+    Raises TpukitError where the run has no best weights yet.
+    """
     import torch
 
     from tpukit.devices.runtime import Runtime
@@ -111,9 +114,15 @@ def _predict(run, task, count):
     model = task.model().eval()
     weights.load(model, best)
     data = dataclasses.replace(task, weights=best).test_set()
-    batch = data.batch(_evenly_spaced(len(data), count))
-    tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
-    return batch, task.predictor(model, Runtime("cpu"), weights.epoch_of(best))(tensors)
+    predictor = task.predictor(model, Runtime("cpu"), weights.epoch_of(best))
+    indices = _evenly_spaced(len(data), count)
+    batches, predictions = [], []
+    for first in range(0, len(indices), at_once):
+        batch = data.batch(indices[first : first + at_once])
+        batches.append({name: torch.as_tensor(value) for name, value in batch.items()})
+        predictions.append(predictor(batches[-1]))
+    joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    return dict(joined, valid=torch.ones(len(indices), dtype=bool)), torch.cat(predictions)
 
 
 def _evenly_spaced(size, count):

@@ -14,7 +14,7 @@ MAX_LABEL = 60  # characters
 
 def curves_figure(records, labels=findings.NO_LABELS):
     """Loss, gradient norm and scores over the epochs of a run; None without any. labels: of `findings.labels_of`."""
-    series = {name: points for name, points in findings.curves(records).items() if not labels.hides(name)}
+    series = {name: points for name, points in findings.epoch_curves(records).items() if not labels.hides(name)}
     if not series:
         return None
     columns = min(3, len(series))
@@ -22,9 +22,8 @@ def curves_figure(records, labels=findings.NO_LABELS):
     figure, axes = subplots(lines, columns, (4.2 * columns, 2.7 * lines))
     for axis in axes.flat[len(series) :]:
         axis.set_axis_off()
-    steps_per_epoch = findings.steps_per_epoch(records)
-    for axis, (name, (steps, values)) in zip(axes.flat, series.items()):
-        plot_curve(axis, name, [step / steps_per_epoch for step in steps], values, labels)
+    for axis, (name, (epochs, values)) in zip(axes.flat, series.items()):
+        plot_curve(axis, name, epochs, values, labels)
         if name == "gradient norm" and min(values) > 0:
             axis.set_yscale("log")
     return figure
@@ -60,10 +59,9 @@ def plot_curve(axis, name, epochs, values, labels):
 def live_figure(records, progress, labels):
     """A training as it stands: loss, the score that decides, and speed with the compilations of the step, over the epochs."""
     figure, ((loss, score, speed),) = subplots(1, 3, (12.6, 3.0))
-    steps_per_epoch, series = findings.steps_per_epoch(records), findings.curves(records)
+    steps_per_epoch, series = findings.steps_per_epoch(records), findings.epoch_curves(records)
     for axis, name in ((loss, "loss"), (score, labels.score or next(iter(series.keys() - {"loss", "gradient norm"}), "score"))):
-        steps, values = series.get(name, ((), ()))
-        plot_curve(axis, name, [step / steps_per_epoch for step in steps], values, labels)
+        plot_curve(axis, name, *series.get(name, ((), ())), labels)
     found = findings.intervals(records)
     speed.plot([interval["to"] / steps_per_epoch for interval in found], [one["images_per_s"] for one in found],
                color=GREEN, lw=1.6, marker="o", ms=3 if len(found) < 60 else 0)  # fmt: skip
@@ -145,15 +143,21 @@ def report_figure(records):
     return figure
 
 
-def threshold_figure(scores, labels, threshold):
-    """The scores over the threshold, one axis each, with a line at one threshold. scores: dict threshold -> dict of scores."""
+def threshold_figure(scores, labels, threshold, panels):
+    """Panels of an image, and below them the scores over the threshold with a line at the one that the panels show.
+
+    scores: dict threshold -> dict of scores. panels: list of (title, array)."""
     names = [name for name in labels.names if all(name in row for row in scores.values())]
-    figure, (axes,) = subplots(1, len(names), (3.4 * len(names), 2.4))
-    for axis, name in zip(axes, names):
+    columns = max(len(panels), len(names))
+    figure, axes = subplots(2, columns, (3.2 * columns, 5.6), height_ratios=(3.4, 2.2))
+    for axis in [*axes[0, len(panels) :], *axes[1, len(names) :]]:
+        axis.set_axis_off()
+    for axis, (name, array) in zip(axes[0], panels):
+        draw_panel(axis, name, array)
+    for axis, name in zip(axes[1], names):
         axis.plot(list(scores), [row[name] for row in scores.values()], color=BLUE, lw=1.6, marker="o", ms=3)
         axis.axvline(threshold, color=RED, lw=1.2)
-        nearest = min(scores, key=lambda other: abs(other - threshold))
-        set_title(axis, f"{labels.names[name]}: {scores[nearest][name]:.3g}")
+        set_title(axis, f"{labels.names[name]}: {scores[threshold][name]:.3g}")
         axis.set_xlabel("threshold", fontsize=9)
         axis.set_ylim(bottom=0)
         style(axis)
@@ -185,14 +189,19 @@ def panels_figure(rows, title):
         for axis in line[len(row) :]:
             axis.set_axis_off()
         for axis, (name, array) in zip(line, row):
-            axis.set(xticks=(), yticks=())
-            axis.spines[:].set_color(GREY)  # so that a white image has an edge
-            # The range of its type: scaled to its own values, a mask that is true everywhere would be black.
-            low, high = {"bool": (0, 1), "uint8": (0, 255)}.get(str(array.dtype), (None, None))
-            axis.imshow(array, cmap="gray", interpolation="nearest", vmin=low, vmax=high)
-            axis.set_title(label(name), fontsize=9)
+            draw_panel(axis, name, array)
     figure.suptitle(label(title), x=0.02, ha="left", fontsize=11)
     return figure
+
+
+def draw_panel(axis, name, array):
+    """An array (H, W) or (H, W, 3) as a picture with its title."""
+    axis.set(xticks=(), yticks=())
+    axis.spines[:].set_color(GREY)  # so that a white image has an edge
+    # The range of its type: scaled to its own values, a mask that is true everywhere would be black.
+    low, high = {"bool": (0, 1), "uint8": (0, 255)}.get(str(array.dtype), (None, None))
+    axis.imshow(array, cmap="gray", interpolation="nearest", vmin=low, vmax=high)
+    axis.set_title(label(name), fontsize=8)
 
 
 def plan_figure(plan):
@@ -293,6 +302,7 @@ def set_title(axis, text):
 
 def write_in_empty(axis, text):
     axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", fontsize=9, color=GREY)
+    axis.set(xticks=(), yticks=())
 
 
 def label(text, limit=MAX_LABEL):

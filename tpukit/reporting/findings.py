@@ -128,6 +128,12 @@ def steps_per_epoch(records):
     return max(starts[-1], 1) if starts else 1
 
 
+def epoch_curves(records):
+    """As `curves`, over the epochs: name -> (epochs, values)."""
+    per_epoch = steps_per_epoch(records)
+    return {name: ([step / per_epoch for step in steps], values) for name, (steps, values) in curves(records).items()}
+
+
 def roc(records):
     """dict of lists tpr, fpr, precision, threshold of the last evaluation that has them, or None."""
     for record in reversed(valid_records(records)):

@@ -92,11 +92,11 @@ class MSHNet(Workload):
         warm_up = epoch is not None and epoch <= self.warm_epoch
         return model(normalise(batch["image"]), warm_up)[0].float()
 
-    def evaluate(self, predictions):
-        """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), roc."""
+    def evaluate(self, predictions, threshold=0.5):
+        """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), roc. threshold: of the probability, in (0, 1)."""
         from tpukit.workloads.mshnet.scores import Scores
 
-        scores = Scores()
+        scores = Scores(threshold)
         for logits, batch in predictions:
             scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
         return {**scores.result(), "roc": scores.roc()}
@@ -110,13 +110,14 @@ class MSHNet(Workload):
         image = rng.integers(0, 256, (count, 1, size, size), np.uint8)
         return dict(image=image, mask=np.where(image > 250, 255, 0).astype(np.uint8))
 
-    def panels(self, batch, prediction=None):
+    def panels(self, batch, prediction=None, threshold=0.5):
         from tpukit.workloads.mshnet import overlay
+        from tpukit.workloads.mshnet.scores import logit
 
         images, masks = np.asarray(batch["image"]), np.asarray(batch["mask"])[:, 0]
         if prediction is None:
             return [overlay.sample_row(image, mask) for image, mask in zip(images, masks)]
-        predicted = np.asarray(prediction)[:, 0] > 0
+        predicted = np.asarray(prediction)[:, 0] > logit(threshold)
         return [overlay.prediction_row(*sample) for sample in zip(images, masks, predicted)]
 
 

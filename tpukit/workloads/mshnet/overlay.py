@@ -6,7 +6,7 @@ from tpukit.workloads.mshnet.scores import match, regions
 
 # Of Okabe and Ito: told apart with every common colour blindness, and on grey.
 HIT, MISSED, FALSE = (86, 180, 233), (240, 228, 66), (213, 94, 0)
-COLOURS = "hit blue, missed yellow, false red"
+COLOURS = "blue hit, yellow missed, red false"
 RING = 6  # pixels around a region
 WINDOW = 32  # pixels: side of the window, at least
 FRAME = (255, 255, 255)
@@ -20,7 +20,7 @@ def sample_row(image, mask):
     _frame(marked, window)
     for _, centre in regions(label):
         _ring(marked, centre, HIT)
-    return [("image, targets ringed", marked), ("the dotted window", picture[window]), ("its labelled pixels", label[window])]
+    return [("targets ringed", marked), ("the dotted window", picture[window]), ("its labelled pixels", label[window])]
 
 
 def prediction_row(image, mask, predicted):
@@ -42,7 +42,7 @@ def prediction_row(image, mask, predicted):
     union = np.count_nonzero(label | predicted)
     iou = np.count_nonzero(label & predicted) / union if union else 1.0
     return [
-        (f"IoU {iou:.2f}: {hit} hit, {len(targets) - hit} missed, {len(false)} false", marked),
+        (f"IoU {iou:.2f}: {hit} of {len(targets)} hit, {len(false)} false", marked),
         ("the dotted window", _rgb(image)[window]),
         (COLOURS, pixels[window]),
     ]
