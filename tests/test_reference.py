@@ -93,10 +93,12 @@ def test_scores_equal_the_published_ones_whatever_the_batch(reference, batch):
     for first in range(0, len(wanted["logits"]), batch):
         scores.add(wanted["logits"][first : first + batch], wanted["target"][first : first + batch])
     published = published_scores(wanted["logits"], wanted["target"])
-    for found in (published, {**scores.result(), "fa": published["fa"]}):
+    for found in (published, {**scores.result(), **scores.roc(), "fa": published["fa"]}):
         assert found["fa"] == wanted["false_alarm_rate"]  # the one score in which ours differs, as the labels are not grey
         assert found["iou"] == wanted["iou"] and found["pd"] == wanted["detection_probability"]
         assert abs(found["pixel_accuracy"] - wanted["pixel_accuracy"]) < 1e-7  # published in float32
+        for name in ("tpr", "fpr", "precision"):
+            np.testing.assert_array_equal(found[name], wanted[name])
 
 
 def on_host(image, mask, parameters):

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from tpukit.workloads.mshnet.scores import match, regions
+from tpukit.workloads.mshnet.scores import THRESHOLDS, match, predictions_at_thresholds, regions
 
 
 def published_scores(logits, target):
-    """dict: iou, pixel_accuracy, pd and fa of one epoch of the published code.
+    """dict: iou, pixel_accuracy, pd, fa, and tpr, fpr, precision over `THRESHOLDS`, of one epoch of the published code.
 
     logits: (N, 1, H, W). target: (N, 1, H, W) in [0, 1]. Two things differ from `Scores`:
     - False alarms: a predicted region counts only if its area differs from that of every matched region of the image.
@@ -14,6 +14,7 @@ def published_scores(logits, target):
       at exactly 1 in the intersection and in the regions.
     """
     intersection = predicted = labelled = above_zero = targets = detected = false_area = 0
+    roc = np.zeros((4, len(THRESHOLDS)), np.int64)  # true positives, false positives, positives, negatives
     for image, label in zip(np.asarray(logits, np.float32)[:, 0], np.asarray(target, np.float32)[:, 0]):
         prediction, exact = image > 0, label >= 1
         intersection += np.count_nonzero(prediction & exact)
@@ -26,9 +27,17 @@ def published_scores(logits, target):
         detected += len(matched)
         matched_areas = {area for area, _ in matched}
         false_area += sum(area for area, _ in found if area not in matched_areas)
+        for place, above in enumerate(predictions_at_thresholds(image)):
+            true, false = np.count_nonzero(above & exact), np.count_nonzero(above & ~exact)
+            missed, rejected = np.count_nonzero(~above & (label > 0)), np.count_nonzero(~above & (label == 0))
+            roc[:, place] += true, false, true + missed, false + rejected
+    true, false, positives, negatives = roc
     return dict(
         iou=intersection / (predicted + labelled - intersection),
         pixel_accuracy=intersection / above_zero,
         pd=detected / targets,
         fa=false_area / np.size(target),
+        tpr=true / (positives + 0.001),
+        fpr=false / (negatives + 0.001),
+        precision=true / (true + false + 0.001),
     )

@@ -38,13 +38,18 @@ def test_grey_labels_count_from_one_half_here_and_only_at_one_in_the_published_i
     assert scores.result()["iou"] == 3 / 4
     assert published["iou"] == 1 / (4 + 3 - 1)
     assert scores.result()["pixel_accuracy"] == 3 / 3 and published["pixel_accuracy"] == 1 / 4
+    # ROC at threshold 0.9, where nothing is predicted, and at 0.5, where all four grey pixels are.
+    ours = scores.roc()
+    assert ours["tpr"][9] == published["tpr"][9] == 0
+    assert ours["tpr"][5] == 3 / 3.001 and ours["fpr"][5] == 1 / 61.001
+    assert published["tpr"][5] == 1 / 1.001 and published["fpr"][5] == 3 / 63.001
 
 
 def test_each_evaluation_starts_its_counts_at_zero_and_leaves_padding_out():
     target = square(16, (4, 4), 3)[None, None].repeat(2, 0).astype(float)
     logits = np.where(target > 0, 5.0, -5.0)
     once, padded = scores_of(logits[:1], target[:1]), scores_of(logits, target, valid=np.array([True, False]))
-    assert once.result() == padded.result() and once.result()["targets"] == 1
+    assert once.result() == padded.result() and once.roc() == padded.roc() and once.result()["targets"] == 1
 
 
 def test_niou_is_the_mean_of_the_images_and_iou_their_sum():

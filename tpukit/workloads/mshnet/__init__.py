@@ -91,13 +91,13 @@ class MSHNet(Workload):
         return model(normalise(batch["image"]), warm_up)[0].float()
 
     def evaluate(self, predictions):
-        """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), images, targets."""
+        """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), roc."""
         from tpukit.workloads.mshnet.scores import Scores
 
         scores = Scores()
         for logits, batch in predictions:
             scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
-        return scores.result()
+        return {**scores.result(), "roc": scores.roc()}
 
     def example(self, count):
         rng, size = np.random.default_rng(0), self.crop_size

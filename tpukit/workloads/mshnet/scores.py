@@ -1,4 +1,4 @@
-"""Scores of infrared small target detection: IoU, nIoU, pixel accuracy, Pd and Fa.
+"""Scores of infrared small target detection: IoU, nIoU, pixel accuracy, Pd, Fa and ROC.
 
 All of them are counts until `result()`, so batches of any size give the same scores. Letters: B batch, H and W image size.
 """
@@ -6,6 +6,7 @@ All of them are counts until `result()`, so batches of any size give the same sc
 import numpy as np
 from scipy import ndimage
 
+THRESHOLDS = np.arange(11) / 10  # of the ROC, on the sigmoid of the logits
 MATCH_DISTANCE = 3  # pixels between centroids
 
 
@@ -14,23 +15,27 @@ class Scores:
 
     def __init__(self):
         self.images = self.pixels = 0
-        self.intersection = self.union = self.labelled = 0  # pixels
+        self.intersection = self.predicted = self.labelled = 0  # pixels
         self.iou_per_image = []
         self.targets = self.detected = 0  # regions
         self.false_area = 0  # pixels of predicted regions that match no target
+        self.true_positives = np.zeros(len(THRESHOLDS), np.int64)  # pixels, at each threshold
+        self.false_positives = np.zeros(len(THRESHOLDS), np.int64)
 
     def add(self, logits, target, valid=None):
         """logits: (B, 1, H, W), unbounded. target: (B, 1, H, W) in [0, 1]. valid: (B,) bool, False for padding."""
         for index in range(len(logits)):
             if valid is None or valid[index]:
-                self._add_image(logits[index, 0] > 0, target[index, 0] >= 0.5)
+                self._add_image(np.asarray(logits[index, 0], np.float32), np.asarray(target[index, 0], np.float32))
 
-    def _add_image(self, prediction, label):  # (H, W) bool each
-        intersection, union = int((prediction & label).sum()), int((prediction | label).sum())
+    def _add_image(self, logits, target):
+        prediction, label = logits > 0, target >= 0.5  # (H, W) bool
+        intersection = int((prediction & label).sum())
+        union = int((prediction | label).sum())
         self.images += 1
         self.pixels += prediction.size
         self.intersection += intersection
-        self.union += union
+        self.predicted += int(prediction.sum())
         self.labelled += int(label.sum())
         self.iou_per_image.append(intersection / union if union else 1.0)
         targets = regions(label)
@@ -38,11 +43,14 @@ class Scores:
         self.targets += len(targets)
         self.detected += len(matched)
         self.false_area += sum(area for area, _ in unmatched)
+        for place, above in enumerate(predictions_at_thresholds(logits)):
+            self.true_positives[place] += np.count_nonzero(above & label)
+            self.false_positives[place] += np.count_nonzero(above & ~label)
 
     def result(self):
         """dict of floats: iou, niou, pixel_accuracy, pd in [0, 1]; fa in false pixels per pixel; images, targets."""
         return dict(
-            iou=self.intersection / max(self.union, 1),
+            iou=self.intersection / max(self.predicted + self.labelled - self.intersection, 1),
             niou=float(np.mean(self.iou_per_image)) if self.iou_per_image else 0.0,
             pixel_accuracy=self.intersection / max(self.labelled, 1),
             pd=self.detected / max(self.targets, 1),
@@ -50,6 +58,22 @@ class Scores:
             images=self.images,
             targets=self.targets,
         )
+
+    def roc(self):
+        """dict of lists over `THRESHOLDS`: tpr (= recall), fpr, precision. The 0.001 is published."""
+        true, false = self.true_positives, self.false_positives
+        return dict(
+            tpr=(true / (self.labelled + 0.001)).tolist(),
+            fpr=(false / (self.pixels - self.labelled + 0.001)).tolist(),
+            precision=(true / (true + false + 0.001)).tolist(),
+        )
+
+
+def predictions_at_thresholds(logits):
+    """(H, W) logits -> (H, W) bool for each of `THRESHOLDS`."""
+    with np.errstate(over="ignore"):
+        probability = 1 / (1 + np.exp(-logits))
+    return [probability > threshold for threshold in THRESHOLDS.astype(np.float32)]
 
 
 def regions(mask):
