@@ -5,6 +5,7 @@ Letters: B batch, S side of the image, P side of a patch, G = S / P side of the 
 of a window.
 """
 
+import collections
 import functools
 import math
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tpukit.devices.xla import checkpointed
+from tpukit.host.errors import TpukitError
 from tpukit.workloads.cdeit.diffusion import alphas_cumprod
 
 TIME_FEATURES = 256
@@ -101,16 +103,6 @@ class WindowAttention(nn.Module):
         return x.reshape(batch, tokens, width)
 
 
-class MLP(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.fc1 = nn.Linear(width, MLP_RATIO * width)
-        self.fc2 = nn.Linear(MLP_RATIO * width, width)
-
-    def forward(self, x):
-        return self.fc2(F.silu(self.fc1(x)))
-
-
 class Block(nn.Module):
     """Attention and an MLP, each shifted, scaled and gated by the timestep (adaLN-zero: Peebles and Xie, ICCV 2023)."""
 
@@ -119,7 +111,8 @@ class Block(nn.Module):
         self.norm1 = Norm(width)
         self.attn = WindowAttention(width, heads, window) if window else Attention(width, heads)
         self.norm2 = Norm(width)
-        self.mlp = MLP(width)
+        wide, narrow = nn.Linear(width, MLP_RATIO * width), nn.Linear(MLP_RATIO * width, width)
+        self.mlp = nn.Sequential(collections.OrderedDict(fc1=wide, silu=nn.SiLU(), fc2=narrow))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x, time):  # (B, T, C), (B, C)
@@ -214,16 +207,9 @@ class CDEITModel(nn.Module):
     def __init__(self, *, image_size=128, patch=2, width=512, heads=16, window=16, levels=4, checkpointing=False):
         super().__init__()
         grid = image_size // max(patch, 1)
-        if (
-            min(patch, width, heads, window) < 1
-            or levels < 0
-            or image_size % patch
-            or grid % window
-            or grid % 2**levels
-            or width % heads
-            or width % 4
-        ):
-            raise ValueError(
+        positive = min(patch, width, heads, window) >= 1 and levels >= 0
+        if not positive or image_size % patch or grid % window or grid % 2**levels or width % heads or width % 4:
+            raise TpukitError(
                 f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width}, heads={heads} do "
                 f"not fit: all are at least 1, the token grid image_size / patch ({grid}) must be a multiple of the window and "
                 f"of 2^levels ({2**levels}), and the width one of the heads and of 4"
@@ -272,8 +258,10 @@ class CDEITModel(nn.Module):
         """The clean image. image: (B, 1, S, S), noisy. t: (B,) timesteps. voltages: (B, 1, N, N) map, N a divisor of S. ->
         (B, 1, S, S)"""
         b = self.blocks
-        factor = image.shape[-1] // voltages.shape[-1]
-        x = torch.cat([image, _repeat(voltages, factor)], 1)  # (B, 2, S, S)
+        batch, _, rows, columns = voltages.shape
+        factor = image.shape[-1] // columns
+        repeated = voltages.view(batch, 1, rows, 1, columns, 1).expand(batch, 1, rows, factor, columns, factor)
+        x = torch.cat([image, repeated.reshape(image.shape)], 1)  # (B, 2, S, S)
         x = self.x_embedder(x) + self.pos_embed  # (B, T, C)
         time = self.t_embedder(t)  # (B, C)
         x = self._run(b["swinIn2"], self._run(b["swinIn1"], x, time), time)
@@ -289,13 +277,6 @@ class CDEITModel(nn.Module):
         x = self.final_layer(x, time)  # (B, T, P * P)
         x = x.view(-1, self.grid, self.grid, self.patch, self.patch).transpose(2, 3)
         return x.reshape(image.shape)
-
-
-def _repeat(x, factor):
-    """Nearest upsampling, (B, 1, N, N) -> (B, 1, factor * N, factor * N)."""
-    batch, _, height, width = x.shape
-    x = x.view(batch, 1, height, 1, width, 1).expand(batch, 1, height, factor, width, factor)
-    return x.reshape(batch, 1, height * factor, width * factor)
 
 
 def positions(grid, width):
