@@ -106,15 +106,8 @@ def predict_test_images(run, task, count, *, at_once=16):
     """
     import torch
 
-    from tpukit.devices.runtime import Runtime
-
-    best = run.path / "best.safetensors"
-    if not best.exists():
-        raise TpukitError(f"{run.path} has no best weights yet: the first evaluation saves them")
-    model = task.model().eval()
-    weights.load(model, best)
-    data = dataclasses.replace(task, weights=best).test_set()
-    predictor = task.predictor(model, Runtime("cpu"), weights.epoch_of(best))
+    predictor = open_predictor(run, task)
+    data = dataclasses.replace(task, weights=run.path / "best.safetensors").test_set()
     indices = _evenly_spaced(len(data), count)
     batches, predictions = [], []
     for first in range(0, len(indices), at_once):
@@ -123,6 +116,22 @@ def predict_test_images(run, task, count, *, at_once=16):
         predictions.append(predictor(batches[-1]))
     joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
     return dict(joined, valid=torch.ones(len(indices), dtype=bool)), torch.cat(predictions)
+
+
+def open_predictor(run, task):
+    """A function batch of tensors -> predictions, with the run's best weights, on the CPU.
+
+    On a TPU the notebook's own process must not open the device: no cores could be launched from it afterwards. Raises
+    TpukitError where the run has no best weights yet.
+    """
+    from tpukit.devices.runtime import Runtime
+
+    best = run.path / "best.safetensors"
+    if not best.exists():
+        raise TpukitError(f"{run.path} has no best weights yet: the first evaluation saves them")
+    model = task.model().eval()
+    weights.load(model, best)
+    return task.predictor(model, Runtime("cpu"), weights.epoch_of(best))
 
 
 def _evenly_spaced(size, count):

@@ -144,6 +144,14 @@ class Workload:
         """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one. rng: numpy's Generator."""
         raise NotImplementedError
 
+    def read_files(self, paths, weights):
+        """A user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names).
+
+        weights: the file that the model was loaded from, for what its metadata says of the input. `panels` shows such a batch.
+        Raises TpukitError naming a file that cannot be read.
+        """
+        raise self._missing("read_files")
+
     def example(self, count):
         """A synthetic training batch, dict of arrays, to try the model with where there is no data."""
         raise self._missing("example")

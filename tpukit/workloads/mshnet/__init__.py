@@ -114,11 +114,29 @@ class MSHNet(Workload):
         from tpukit.workloads.mshnet import overlay
         from tpukit.workloads.mshnet.scores import logit
 
-        images, masks = np.asarray(batch["image"]), np.asarray(batch["mask"])[:, 0]
+        images = np.asarray(batch["image"])
+        masks = np.asarray(batch["mask"])[:, 0] if "mask" in batch else [None] * len(images)
         if prediction is None:
             return [overlay.sample_row(image, mask) for image, mask in zip(images, masks)]
         predicted = np.asarray(prediction)[:, 0] > logit(threshold)
         return [overlay.prediction_row(*sample) for sample in zip(images, masks, predicted)]
+
+    def read_files(self, paths, weights):
+        from tpukit.workloads.mshnet import augment
+        from tpukit.workloads.mshnet.data import read_image
+
+        images = []
+        for path in paths:
+            try:
+                image = read_image(path)
+            except Exception as error:  # Pillow raises many types for a damaged file
+                raise TpukitError(f"{path} is no image that can be read ({error}): PNG, JPEG, BMP and TIFF can") from error
+            height, width = image.shape[:2]
+            scaled, _ = augment.on_host(
+                image, np.zeros((height, width), np.uint8), **augment.resampling((width, height), self.base_size)
+            )
+            images.append(np.broadcast_to(scaled, (3, *scaled.shape[1:])))
+        return dict(image=np.stack(images)), [path.name for path in paths]
 
 
 def normalise(image):

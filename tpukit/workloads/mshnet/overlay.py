@@ -24,7 +24,9 @@ def sample_row(image, mask):
 
 
 def prediction_row(image, mask, predicted):
-    """Panels of an image, its mask, and the pixels (H, W) bool that were predicted to be targets."""
+    """Panels of an image, its mask (None where there are no labels), and the pixels (H, W) bool predicted to be targets."""
+    if mask is None:
+        return _unlabelled_row(image, predicted)
     label = mask >= 128
     targets, false = regions(label), regions(predicted)
     window = _window(label if targets else predicted)
@@ -46,6 +48,16 @@ def prediction_row(image, mask, predicted):
         ("the dotted window", _rgb(image)[window]),
         (COLOURS, pixels[window]),
     ]
+
+
+def _unlabelled_row(image, predicted):
+    found, window = regions(predicted), _window(predicted)
+    marked, pixels = _rgb(image), _rgb(image)
+    _frame(marked, window)
+    for _, centre in found:
+        _ring(marked, centre, HIT)
+    pixels[predicted] = HIT
+    return [(f"{len(found)} found", marked), ("the dotted window", _rgb(image)[window]), ("blue: found", pixels[window])]
 
 
 def _rgb(image):
