@@ -19,7 +19,7 @@ def predict_files(run, task, paths):
     """Predict a user's own files with the run's best weights, on the CPU.
 
     paths: files, or one folder of files, of a kind that the task reads. Returns (batch, predictions, names): dict of arrays
-    (N, ...), what `task.predictor` makes of it, and a name for each sample. Raises TpukitError naming a file that cannot be read.
+    (N, ...), what `task.predictor` makes of it, and a name for each sample. Raises TpukitError naming a file that is no input.
     """
     import torch
 

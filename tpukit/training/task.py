@@ -144,10 +144,10 @@ class Workload:
         """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one. rng: numpy's Generator."""
         raise NotImplementedError
 
-    def read_files(self, paths, weights):
+    def read_files(self, paths, best):
         """A user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names).
 
-        weights: the file that the model was loaded from, for what its metadata says of the input. `panels` shows such a batch.
+        best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows such a batch.
         Raises TpukitError naming a file that cannot be read.
         """
         raise self._missing("read_files")

@@ -130,7 +130,7 @@ class MNIST(Workload):
             titles = [f"{title}, predicted {int(digit)}" for title, digit in zip(titles, prediction)]
         return [[(title, image[0])] for title, image in zip(titles, images)]
 
-    def read_files(self, paths, weights):
+    def read_files(self, paths, best):
         images = []
         for path in paths:
             try:

@@ -237,11 +237,11 @@ class CDEIT(Workload):
             rows.append(row)
         return rows
 
-    def read_files(self, paths, weights_file):
-        """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers for a sample, in the order and unit of `data`'s files."""
-        carried = weights.metadata(weights_file).get("voltages")
+    def read_files(self, paths, best):
+        """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit of `data`'s files."""
+        carried = weights.metadata(best).get("voltages")
         if not carried:
-            raise TpukitError(f"{weights_file} does not say how its voltages were normalised: train the run again")
+            raise TpukitError(f"{best} does not say how its voltages were normalised: train the run again")
         statistics = [np.array(values, np.float32) for values in json.loads(carried)]
         read = [read_voltages(path) for path in paths]
         volts = np.concatenate(read) / np.float32(CONVENTIONS[self.data].volts)

@@ -158,7 +158,7 @@ def read_voltages(path):
             found = np.load(path, allow_pickle=False)
             values = found["ys"] if path.suffix.lower() == ".npz" else found
         else:
-            values = np.fromstring(path.read_text().replace(",", " ").replace(";", " "), sep=" ")
+            values = path.read_text().replace(",", " ").replace(";", " ").split()
         volts = np.asarray(values, np.float32).reshape(-1, ELECTRODES * (ELECTRODES - 3))
     except Exception as error:  # numpy and zipfile raise many types for a damaged file
         raise TpukitError(

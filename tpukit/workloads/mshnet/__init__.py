@@ -121,7 +121,7 @@ class MSHNet(Workload):
         predicted = np.asarray(prediction)[:, 0] > logit(threshold)
         return [overlay.prediction_row(*sample) for sample in zip(images, masks, predicted)]
 
-    def read_files(self, paths, weights):
+    def read_files(self, paths, best):
         from tpukit.workloads.mshnet import augment
         from tpukit.workloads.mshnet.data import read_image
 
