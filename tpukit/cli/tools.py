@@ -38,7 +38,7 @@ def plan(task, options):
 def migrate(
     files: tyro.conf.Positional[tuple[Path, ...]],
     fix: bool = False,
-    format: Literal["text", "json", "github", "sarif"] = "text",
+    format: Literal["text", "json"] = "text",
 ):
     """List what in PyTorch code will not work, or will be slow, on a TPU: by line, each with its fix. Runs none of the code.
     Exit code 1 if anything is left that will not work.
@@ -46,13 +46,14 @@ def migrate(
     Args:
         files: scripts, notebooks, or folders of them.
         fix: rewrite what is safe to rewrite, in place, and show the difference.
-        format: text, json, github (annotations of a workflow) or sarif (editors, code scanning).
+        format: text, or json, for machines.
     """
     from tpukit.tools import migrate as tool
 
     findings = []
-    examined = [(path, *tool.examine(path)) for path in tool.files_in(files)]  # all before any is rewritten
-    for path, found, fixed in examined:
+    paths = tool.files_in(files)
+    examined = list(tool.examine_all(paths))  # all before any is rewritten
+    for path, (found, fixed) in zip(paths, examined):
         if fix and any(f.fixable for f in found):
             print_difference = print if format == "text" else to_stderr
             print_difference(tool.difference(path, fixed))

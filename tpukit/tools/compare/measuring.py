@@ -5,12 +5,9 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import re
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +15,7 @@ from pathlib import Path
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB
+from tpukit.tools.child import last_line, run_python
 from tpukit.tools.compare.measurement import build_measurement, check_writable, default_cores, rate
 from tpukit.training.task import to_request
 
@@ -185,22 +183,18 @@ def _run_process(task, steps, cores, parallel):
 
     Fresh, because a memory error, the one opening of an XLA device and a peak of memory are the whole process's.
     """
-    request, variables = to_request(task)
-    request |= dict(steps=steps, cores=cores, parallel=parallel, started=time.time())
+    request = to_request(task) | dict(steps=steps, cores=cores, parallel=parallel, started=time.time())
     with tempfile.TemporaryDirectory(prefix="tpukit-compare-") as folder:
-        command = [sys.executable, "-P", "-m", "tpukit.tools.compare", folder]
-        environ = {**os.environ, **variables}
-        ran = subprocess.run(command, input=json.dumps(request), env=environ, capture_output=True, text=True)
+        ran = run_python("-m", "tpukit.tools.compare", folder, text=json.dumps(request))
         result = Path(folder) / "result.json"
         if ran.returncode == 0 and result.exists():
             return json.loads(result.read_text())
     if ran.returncode in (-signal.SIGINT, 128 + signal.SIGINT):
         raise KeyboardInterrupt
-    lines = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}, without a message"]
-    why = next((line.strip()[:300] for line in lines if TOO_LARGE.search(line)), None)
+    why = next((line.strip()[:300] for line in ran.stderr.splitlines() if TOO_LARGE.search(line)), None)
     if ran.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
         why = "the process was killed, most likely because this machine's memory was full"
     if why is None:
-        why = ran.stderr.partition(ERROR_PREFIX)[2].strip() or lines[-1]
+        why = ran.stderr.partition(ERROR_PREFIX)[2].strip() or last_line(ran)
         raise TpukitError(f"batch {task.batch_size} of {task.name} could not be measured: {why}")
     return dict(batch_size=task.batch_size, fits=False, why=why)
