@@ -13,7 +13,6 @@ from pathlib import Path
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Table
 
-USD_PER_KWH = 0.30  # of electricity for a local card; an option wherever it is used
 HOST_BILLED_SEPARATELY = "its host machine is billed separately"  # of a source whose figure is of the card alone
 SHIPPED = Path(__file__).with_name("prices.csv")
 PLACES = ("Google Cloud", "Colab", "Colab free", "Kaggle", "local")
@@ -25,11 +24,10 @@ class Price:
 
     hardware: str  # one chip or card: "TPU v5e", "T4", "RTX 4090", "CPU" ...
     place: str  # one of PLACES
-    usd_per_hour: float | None  # of one chip or card, on demand; 0 where it is free; empty for a local card
+    usd_per_hour: float | None  # of one chip or card, on demand; 0 where it is free
     spot_usd_per_hour: float | None  # of spot capacity, which can be taken away at any time
     session_h: float | None  # hours of the longest session, where there is a limit
     week_h: float | None  # hours per week, where there is a limit
-    watts: float | None  # board power of a local card, which costs its electricity
     as_of: str  # year and month of the figures
     source: str
 
@@ -38,10 +36,8 @@ class Price:
         """Whether the price is of the card alone, without the machine around it."""
         return HOST_BILLED_SEPARATELY in self.source
 
-    def per_hour(self, *, chips=1, spot=False, usd_per_kwh=USD_PER_KWH):
+    def per_hour(self, *, chips=1, spot=False):
         """USD per hour of the given number of chips or cards; None where it is not known."""
-        if self.place == "local" and self.usd_per_hour is None and self.watts is not None:
-            return chips * self.watts / 1000 * usd_per_kwh
         # Only Google Cloud sells spot capacity: elsewhere an empty spot price means that the usual price applies.
         spot = spot and (self.place == "Google Cloud" or self.spot_usd_per_hour is not None)
         usd = self.spot_usd_per_hour if spot else self.usd_per_hour
@@ -111,7 +107,7 @@ def copy(path):
 
 def table(prices):
     """The rows as a Table for people."""
-    columns = ("hardware", "place", "USD per hour", "spot", "session, h", "week, h", "watts", "as of", "source")
+    columns = ("hardware", "place", "USD per hour", "spot", "session, h", "week, h", "as of", "source")
     rows = [[f"{cell:g}" if isinstance(cell, float) else cell for cell in dataclasses.astuple(price)] for price in prices]
     return Table("Prices of one chip or card, and how long a session may be", columns, rows)
 

@@ -168,6 +168,7 @@ BROKEN = [
 SOUND = [
     "if torch.cuda.is_available():\n    torch.backends.cudnn.benchmark = True\n"
     "    torch.backends.cuda.matmul.allow_tf32 = True",
+    "used = f'{torch.cuda.memory_reserved() / 1e9 if torch.cuda.is_available() else 0:.3g}G'",
     "model = model.to(torch_xla.device())",
     "x = torch.zeros(3, device='cpu')",
     "model.half().float()",

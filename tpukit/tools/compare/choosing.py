@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from tpukit.devices.chips import session_chips
-from tpukit.tools.prices import USD_PER_KWH, Price
+from tpukit.tools.prices import Price
 from tpukit.training.task import Workload
 
 WEEK_H = 168.0
@@ -95,7 +95,7 @@ def sessions_needed(train_h, *, start_h=0.0, lost_h=0.0, session_h=None, week_h=
     return weeks * week_sessions + last_sessions, weeks * used_h + last_h, weeks * WEEK_H + last_h
 
 
-def choose(estimates, prices, *, epochs, deadline_h=None, budget_usd=None, usd_per_kwh=USD_PER_KWH, spot=False):
+def choose(estimates, prices, *, epochs, deadline_h=None, budget_usd=None, spot=False):
     """A `Candidate` for every estimate at every place that has its hardware; those that finish first, the cheapest first."""
     found = []
     for estimate in estimates:
@@ -107,7 +107,7 @@ def choose(estimates, prices, *, epochs, deadline_h=None, budget_usd=None, usd_p
                 found.append(Candidate(estimate=estimate, place=price.place, why="never ends within its sessions"))
                 continue
             sessions, machine_h, calendar_h = needed
-            usd_per_hour = price.per_hour(chips=estimate.chips, spot=spot, usd_per_kwh=usd_per_kwh)
+            usd_per_hour = price.per_hour(chips=estimate.chips, spot=spot)
             usd = None if usd_per_hour is None else usd_per_hour * machine_h
             exceeded, unknown = [], []
             if deadline_h is not None and calendar_h > deadline_h:
@@ -142,7 +142,7 @@ def _places(estimate, estimates, prices):
         if place == _without_tier(estimate.place) or not only_own:
             found.append(price)
     if estimate.place and estimate.place not in [price.place for price in found]:
-        found.append(Price(estimate.hardware, estimate.place, None, None, None, None, None, "", "not in the price table"))
+        found.append(Price(estimate.hardware, estimate.place, None, None, None, None, "", "not in the price table"))
     return found
 
 
