@@ -61,7 +61,7 @@ def calls(tmp_path, monkeypatch):
     ],
 )
 def test_the_cost_is_the_list_price_of_all_chips_for_all_hours(accelerator, hardware, count):
-    price = prices.find(prices.read(), hardware, "Google Cloud")
+    (price,) = [price for price in prices.read() if (price.hardware, price.place) == (hardware, "Google Cloud")]
     assert f"${count * price.usd_per_hour * 3:.2f} for 3 h" in tool.describe_cost(accelerator, hours=3)
     assert f"${count * price.spot_usd_per_hour:.2f} per hour" in tool.describe_cost(accelerator, spot=True)
 
@@ -218,21 +218,6 @@ def test_skypilots_own_parser_reads_the_tasks(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("accepts", [True, False])
-def test_skypilots_parser_is_asked_where_it_is_installed(accepts, calls, tmp_path, monkeypatch):
-    (tmp_path / "sky.py").write_text(f"class Task:\n    from_yaml = {{'{tmp_path}/{accepts}.yaml': None}}.__getitem__\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "sky", raising=False)
-    path = tmp_path / "True.yaml"  # the one that this parser knows
-    if accepts:
-        assert tool.rent("v5litepod-8", TRAIN, source=SOURCE, out=path) == path
-    else:
-        with pytest.raises(tool.RentError) as error:
-            tool.rent("v5litepod-8", TRAIN, source=SOURCE, out=path, start=True, yes=True)
-        assert error.value.code == "invalid-task" and calls() == []
-    assert sys.modules.pop("sky")
-
-
 # Starting it
 
 
@@ -254,42 +239,19 @@ def test_a_managed_job_without_a_bucket_is_refused(calls):
     assert calls() == []
 
 
-# What SkyPilot 0.14.1 printed here, without an account or network, or has in its source -> the code.
-REFUSALS = {
-    "sky.exceptions.NoCloudAccessError: Cloud access is not set up. Run: sky check": "access",
-    "ResourcesUnavailableError: Storage 'store: gcs' specified, but GCP access is disabled. To fix, enable": "access",
-    "NotSupportedError: Cloud-based file_mounts are specified, but no cloud storage is available. Please": "access",
-    "Task 'tpukit' requires GCP which is not enabled. To enable access, change the task cloud requirement": "access",
-    "google.auth.exceptions.RefreshError: ('invalid_grant: Bad Request', {'error': 'invalid_grant'})": "access",
-    "google.auth.exceptions.RefreshError: Reauthentication is needed. Please run `gcloud auth": "access",
-    "Found no quota for tpu-v6e-8 (Spot) in region us-east5. To request quotas, check the instruction": "quota",
-    "Quota 'TPUV2sPreemptiblePodPerProjectPerRegionForTPUAPI' exhausted. Limit 32 in region europe-west4": "quota",
-    "Quota limit 'TPUV5sLitepodPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in zone us-central1-a.": "quota",
-    'There is no more capacity in the zone "europe-west4-a"; you can try in another zone': "capacity",
-    "code ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS": "capacity",
-    "Location us-east1-d is not found or access is unauthorized.": "permission",
-    "No resource satisfying the request. Try a different zone": "not-offered",
-    "ResourcesMismatchError: Requested resources do not match the existing cluster.": "name-taken",
-    "a new kind of failure": "unknown",
-}
-
-
-@pytest.mark.parametrize("message", REFUSALS)
-def test_a_refusal_of_sky_is_explained_with_how_to_delete_what_it_made(message, calls, monkeypatch, capsys):
-    monkeypatch.setenv("SKY_SAYS", message)
+def test_a_refusal_of_sky_is_shown_with_how_to_delete_what_it_made(calls, monkeypatch, capsys):
+    monkeypatch.setenv("SKY_SAYS", "Found no quota for tpu-v6e-8")
     monkeypatch.setenv("SKY_THEN", "false")
-    with pytest.raises(tool.RentError) as error:
+    with pytest.raises(TpukitError, match="exit code 1.*sky down tpukit"):
         tool.rent("v5litepod-8", TRAIN, source=SOURCE, start=True, yes=True)
-    assert error.value.code == REFUSALS[message] and "sky down tpukit" in str(error.value)
-    assert message in capsys.readouterr().out
+    assert "Found no quota for tpu-v6e-8" in capsys.readouterr().out
 
 
 def test_a_missing_sky_is_told_how_to_install_before_anything_is_asked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(tool.RentError, match="pip install") as error:
+    with pytest.raises(TpukitError, match="pip install 'skypilot"):
         tool.rent("v5litepod-8", TRAIN, source=SOURCE, start=True)
-    assert error.value.code == "not-installed"
 
 
 def test_an_interrupt_tells_that_skypilot_continues_and_how_to_delete(calls, monkeypatch):

@@ -1,7 +1,6 @@
 """`tpukit plan`, `migrate` and `simulate`: tools that need no run."""
 
 import dataclasses
-import json as json_format
 import os
 from pathlib import Path
 from typing import Literal
@@ -21,17 +20,14 @@ class PlanOptions:
     """train: the whole training step. evaluate: the compiled graphs that predict a batch (of CDEIT: its sampler)."""
     find_batch: bool = False
     """Bisect the largest batch that fits, to within a sixteenth. Each try compiles the step."""
-    json: bool = False
-    """Print one JSON object, for machines."""
 
 
 def plan(task, options):
     """Whether a training step fits a TPU, and what bounds its speed. Needs no TPU."""
     from tpukit.tools import plan as tool
 
-    settings = {name: value for name, value in dataclasses.asdict(options).items() if name != "json"}
-    found = tool.plan(task, **settings, log=to_stderr)
-    print(json_format.dumps(dataclasses.asdict(found), indent=1) if options.json else found)
+    found = tool.plan(task, **dataclasses.asdict(options), log=to_stderr)
+    print(found)
     return 0 if found.largest_batch else 1
 
 

@@ -12,16 +12,15 @@ from tpukit.host.known_errors import fix_for
 from tpukit.host.tables import GIB, Table
 from tpukit.tools.import_probe import import_packages
 
-OK, NOTE, WARNING, BLOCKS = "ok", "note", "warning", "BLOCKS"
-NEEDED = ("numpy", "pillow", "safetensors", "scikit-image", "tqdm", "rich", "tyro", "matplotlib", "scipy", "pyeit", "libcst")
-# Packages that only a part of tpukit needs -> (level where they are missing, that part).
-NEEDED_FOR = {
-    "tyro": (NOTE, "the options of the command line"),
-    "matplotlib": (NOTE, "figures"),
-    "libcst": (NOTE, "`tpukit migrate`"),
-    "pyeit": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
-    "scipy": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
+LEVELS = BLOCKS, WARNING, NOTE, OK = "BLOCKS", "warning", "note", "ok"  # the worst first
+# Package -> level where it is missing, and the part of tpukit that needs it.
+NEEDED = dict.fromkeys(("numpy", "pillow", "safetensors", "tqdm", "rich"), (BLOCKS, "everything")) | {
     "scikit-image": (WARNING, "the workloads mshnet and cdeit"),
+    "scipy": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
+    "pyeit": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
+    "matplotlib": (NOTE, "figures"),
+    "tyro": (NOTE, "the options of the command line"),
+    "libcst": (NOTE, "`tpukit migrate`"),
 }
 IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu must stay as they are
 FRESH = "start a fresh session and install nothing over the image's versions"
@@ -66,8 +65,7 @@ def examine(env=None, *, environ=None, root="/"):
 
 def table(checks):
     """The checks as a `Table`, worst first."""
-    order = (BLOCKS, WARNING, NOTE, OK)
-    rows = [(c.what, c.level, c.found, c.fix) for c in sorted(checks, key=lambda c: order.index(c.level))]
+    rows = [(c.what, c.level, c.found, c.fix) for c in sorted(checks, key=lambda c: LEVELS.index(c.level))]
     return Table("Checks", ("what", "level", "found", "fix"), rows)
 
 
@@ -93,9 +91,8 @@ def _packages(machine):
     if not missing:
         yield Check("packages", OK, "all installed")
         return
-    levels = {NEEDED_FOR.get(name, (BLOCKS,))[0] for name in missing}
-    level = next(level for level in (BLOCKS, WARNING, NOTE) if level in levels)
-    names = [f"{name} (for {NEEDED_FOR[name][1]})" if name in NEEDED_FOR else name for name in missing]
+    level = min((NEEDED[name][0] for name in missing), key=LEVELS.index)
+    names = [f"{name} (for {NEEDED[name][1]})" for name in missing]
     yield Check("packages", level, f"missing: {', '.join(names)}", f"pip install {' '.join(missing)}")
 
 
@@ -153,14 +150,10 @@ def _gpu(machine):
                     "gpu", BLOCKS, f"{name} has compute capability {capability}; {torch} was built for {built_for}", fix
                 )
         return
-    driver = re.search(r"CUDA[\w ]* Version\s*:\s*([\d.]+)", environment.nvidia_smi(environ))
-    if driver and _release(driver[1], 1) < _release(cuda["built"], 1):  # within a major version they are compatible
-        fix = FRESH if image else "update NVIDIA's driver, or install a torch that was built with an older CUDA"
-        found = f"the driver is for CUDA {driver[1]}, and {torch} was built with CUDA {cuda['built']}"
-    else:
-        fix = fix_for(cuda["reason"]) or "check NVIDIA's driver (nvidia-smi), then restart the session"
-        found = f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'no reason given'}"
-    yield Check("gpu", BLOCKS, found, fix)
+    fix = fix_for(cuda["reason"]) or "update NVIDIA's driver (nvidia-smi), or install a torch for an older CUDA"
+    if image:
+        fix = FRESH
+    yield Check("gpu", BLOCKS, f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'no reason given'}", fix)
 
 
 def _compute_capabilities(environ):
@@ -261,27 +254,13 @@ def _open_files(process):
 
 
 def _variables(machine):
-    env, environ = machine.env, machine.environ
+    environ = machine.environ
     for name, (why, instead) in environment.OLD_VARIABLES.items():
         if environ.get(name):
             level = WARNING if name.endswith("BF16") else NOTE  # these are still read
             yield Check("variable", level, f"{name}={environ[name]}: {why}", f"unset it. Instead: {instead}")
-    if addresses := environ.get("TPU_PROCESS_ADDRESSES"):
-        fix = "`launch` removes it; before starting one process per core yourself: os.environ.pop('TPU_PROCESS_ADDRESSES')"
-        yield Check("variable", NOTE, f"TPU_PROCESS_ADDRESSES={addresses}", fix)
-    chips, expected = environment.chips_here(environ, machine.root), environment.chips_by_bounds(environ)
-    if chips and expected and expected != chips:
-        found = f"TPU_CHIPS_PER_HOST_BOUNDS={environ['TPU_CHIPS_PER_HOST_BOUNDS']} declares {expected} chips, {chips} found"
-        fix = "one core works; a launch of one process per core would wait for the missing ones"
-        yield Check("variable", NOTE, found, fix)
     if flags := environ.get("XLA_FLAGS"):
         yield Check("variable", NOTE, f"XLA_FLAGS={flags}", "unset it unless you know why it is set")
-    if env.accelerator == "tpu" and not environ.get("PJRT_DEVICE"):
-        fix = "tpukit does not need it; libraries that look for GPUs (accelerate) need PJRT_DEVICE=TPU before Python starts"
-        yield Check("variable", NOTE, "PJRT_DEVICE is not set", fix)
-    if env.accelerator == "tpu" and env.host == "local" and not environ.get("TPU_SKIP_MDS_QUERY"):
-        fix = "fine on a VM of Google Cloud. Elsewhere torch_xla needs both TPU_SKIP_MDS_QUERY=1 and TPU_ACCELERATOR_TYPE"
-        yield Check("variable", NOTE, "no variable gives this TPU's type, so torch_xla asks a metadata server", fix)
 
 
 def _disk(machine):

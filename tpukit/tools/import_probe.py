@@ -33,22 +33,18 @@ for package in sys.argv[1:]:
 
 
 def import_packages(packages, environ):
-    """Import packages one after the other in one process with these variables and no others, so that they fail where a training
-    would.
+    """Import packages one after the other in one process with these variables and no others, as a training would.
 
-    Returns (errors, cuda). errors: package -> the last line of its error, or None if it imports. cuda: dict of what torch
-    reports: built (the CUDA it was built with, or None), usable, arch_list, reason (why it is not usable); None if it reports
-    nothing. A package that ends the process, or hangs, has that as its error, and so have those after it.
+    Returns (errors, cuda). errors: package -> the last line of its error, or None if it imports; the end of the process, or
+    the time limit, is the error of the package that it happened in and of those after it. cuda: dict of what torch reports:
+    built (the CUDA it was built with, or None), usable, arch_list, reason (why it is not usable); None if it reports nothing.
     """
-    if not packages:
-        return {}, None
     # Without the current folder on its path: what lies there must not be run.
     command = [sys.executable, "-P", "-c", IMPORTS, *packages]
     try:
         ran = subprocess.run(command, env=dict(environ), capture_output=True, timeout=IMPORT_TIMEOUT_S)
-        output = ran.stdout
         last_words = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        end = " ".join([f"Python exited with code {ran.returncode}", *last_words])
+        output, end = ran.stdout, " ".join([f"Python exited with code {ran.returncode}", *last_words])
     except subprocess.TimeoutExpired as error:
         output, end = error.stdout or b"", f"the import did not finish within {IMPORT_TIMEOUT_S} s"
     reports = {}

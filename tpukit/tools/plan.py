@@ -264,10 +264,7 @@ def _read_answer(ran):
             "any more, delete the file, then plan again"
         )
     if answer:
-        operation = re.search(r'op_name="([^"]+)"|(%[\w.\-]+ = [^\n]{0,160})', error)
-        named = f" It names {(operation[1] or operation[2]).strip()}." if operation else ""
-        reason = error.strip().partition("\n")[0][:500].rstrip(".")
-        raise TpukitError(f"the TPU compiler refuses this graph: {reason}.{named}")
+        raise TpukitError(f"the TPU compiler refuses this graph: {' '.join(error.split())[:600]}")
     if ran.returncode == -signal.SIGKILL:
         raise TpukitError("the TPU compiler was killed, most likely for lack of memory: a large network needs 8 GiB or more")
     raise TpukitError(

@@ -110,14 +110,3 @@ def table(prices):
     columns = ("hardware", "place", "USD per hour", "spot", "session, h", "week, h", "as of", "source")
     rows = [[f"{cell:g}" if isinstance(cell, float) else cell for cell in dataclasses.astuple(price)] for price in prices]
     return Table("Prices of one chip or card, and how long a session may be", columns, rows)
-
-
-def find(prices, hardware, place):
-    """The row of this hardware at this place, ignoring case. Raises TpukitError that names what there is."""
-    at_place = [price for price in prices if price.place.lower() == place.lower()]
-    if not at_place:
-        raise TpukitError(f"no prices at {place!r}; the table has those of {', '.join(sorted({p.place for p in prices}))}")
-    for price in at_place:
-        if price.hardware.lower() == hardware.lower():
-            return price
-    raise TpukitError(f"no price for {hardware!r} at {place}; the table has those of {', '.join(p.hardware for p in at_place)}")

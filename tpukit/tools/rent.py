@@ -1,11 +1,10 @@
 """`tpukit rent`: a training on a rented TPU or GPU of Google Cloud, through SkyPilot. Guide: docs/RENTING.md.
 
 SkyPilot finds a zone with free capacity, creates the machine, runs the training, recovers from preemption and deletes what it
-created. This module shows the cost first, writes SkyPilot's task file, starts it on request, and explains the errors of
-`sky`. Every task that it writes deletes its machine when idle.
+created. This module shows the cost first, writes SkyPilot's task file, and starts it on request. Every task that it writes
+deletes its machine when idle.
 """
 
-import collections
 import json
 import math
 import re
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 from tpukit.devices.chips import CHIPS
 from tpukit.host import files
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import TpukitError
 from tpukit.tools import prices
 from tpukit.workloads import WORKLOADS
 
@@ -28,43 +27,6 @@ IDLE_MINUTES = 10
 PYTHON = "~/tpukit-python"  # a virtual environment: the images' own Python is older than tpukit needs
 INSTALL = "pip install 'skypilot[gcp]>=0.14,<0.15', in a virtual environment of its own"
 LOG_IN = "gcloud auth login && gcloud auth application-default login && gcloud config set project PROJECT && sky check gcp"
-
-# Code -> text in the output of `sky`, what to do. The first that matches is shown: causes stand above what follows from them.
-# The texts are those of SkyPilot 0.14.1 and of the errors of Google Cloud that it passes on.
-ERRORS = {
-    "access": (
-        r"NoCloudAccessError|access is disabled|To enable access|no cloud storage|RefreshError|Reauthentication|invalid_grant",
-        f"SkyPilot has no access to Google Cloud, or the login has expired: {LOG_IN}",
-    ),
-    "quota": (
-        r"(?i)quota\w* .*(exceeded|exhausted)|quotaExceeded|quotaFailure|found no quota",
-        "the project's quota is too small: https://console.cloud.google.com/iam-admin/quotas (separate for spot)",
-    ),
-    "capacity": (
-        r"no more capacity|RESOURCE_POOL_EXHAUSTED|insufficientCapacity|reserved capacity|while in state PREEMPTED",
-        "no free machine of this type: try later, without --zone, with or without --spot, or --jobs, which waits for one",
-    ),
-    "permission": (
-        r"PERMISSION_DENIED|SERVICE_DISABLED|Policy update access denied|access is unauthorized",
-        "the account lacks a permission, or the zone or API is closed to the project: `sky check gcp` names what is missing",
-    ),
-    "not-offered": (
-        r"No resource satisfying|No launchable resource|invalid AcceleratorType|Catalog does not contain",
-        "this type is not offered there: `sky gpus list TYPE --all-regions` lists where it is",
-    ),
-    "name-taken": (
-        r"do not match the existing cluster",
-        "a machine with this name but of another type exists: choose another --name, or delete it with `sky down`",
-    ),
-}
-
-
-class RentError(TpukitError):
-    """SkyPilot is missing or refused. code: "not-installed", "invalid-task", one of ERRORS, or "unknown"."""
-
-    def __init__(self, code, message):
-        super().__init__(message)
-        self.code = code
 
 
 class Accelerator(NamedTuple):
@@ -92,11 +54,9 @@ def describe_cost(accelerator, *, spot=False, hours=1.0):
     """What the machine costs, in a sentence, by the list prices of prices.csv."""
     machine = parse_accelerator(accelerator)
     title = f"{accelerator}: {machine.count} x {machine.hardware}, {'spot' if spot else 'on demand'}"
-    try:
-        price = prices.find(prices.read(), machine.hardware, "Google Cloud")
-        usd = price.per_hour(chips=machine.count, spot=spot)
-    except TpukitError:
-        usd = None
+    listed = [price for price in prices.read() if price.place == "Google Cloud"]
+    price = next((price for price in listed if price.hardware.lower() == machine.hardware.lower()), None)
+    usd = price and price.per_hour(chips=machine.count, spot=spot)
     if usd is None:
         return f"{title}. Its price is not in tpukit's table; `sky gpus list {machine.sky_name.partition(':')[0]}` shows it."
     host = f" {prices.HOST_BILLED_SEPARATELY.capitalize()}." if price.excludes_host else ""
@@ -157,8 +117,7 @@ def rent(
     if path.exists() and not (path.is_file() and path.read_text(errors="replace") == task):
         raise TpukitError(f"{path} exists and differs: delete it, give another --out, or start it as it is with `sky`")
     files.write_atomic(path, task)
-    checked = " (SkyPilot's parser accepts it)" if _parsed_by_skypilot(path) else ""
-    print(f"task file: {path}{checked}")
+    print(f"task file: {path}")
     kind = ["jobs", "launch", "--name"] if jobs else ["launch", "--cluster"]
     words = [*kind, name, "--detach-run", "--yes", str(path.resolve())]
     if not start:
@@ -235,30 +194,16 @@ def _check_words(command, source):
         )
 
 
-def _parsed_by_skypilot(path):
-    """Let SkyPilot's own parser read the file. False where SkyPilot is not installed in this environment."""
-    try:
-        from sky import Task
-    except ImportError:
-        return False
-    try:
-        Task.from_yaml(str(path))
-    except Exception as error:  # many types, none of them public
-        raise RentError("invalid-task", f"SkyPilot's parser refuses {path}: {first_line(error)}") from error
-    return True
-
-
 def _start(words, question, yes, *, delete):
-    """Ask, then run `sky`, whose output is shown as it comes. Raises RentError that explains it where it fails."""
+    """Ask, then run `sky`, whose output is shown as it comes. Raises TpukitError where it fails."""
     if not shutil.which("sky"):
-        raise RentError("not-installed", f"SkyPilot is not installed (no `sky` on PATH): {INSTALL}. Then: {LOG_IN}")
+        raise TpukitError(f"SkyPilot is not installed (no `sky` on PATH): {INSTALL}. Then: {LOG_IN}")
     if not yes:
         if not sys.stdin or not sys.stdin.isatty():
             raise TpukitError("cannot ask for confirmation (no terminal), so nothing was started: confirm with --yes")
         print(f"{question} [y/N] ", end="", flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise TpukitError("nothing was started")
-    last = collections.deque(maxlen=500)
     find_and_delete = f"A machine that it created costs money until it is deleted: sky status --refresh; {delete}"
     try:
         with subprocess.Popen(
@@ -271,21 +216,12 @@ def _start(words, question, yes, *, delete):
         ) as process:
             for line in process.stdout:
                 print(line, end="", flush=True)
-                last.append(line)
     except KeyboardInterrupt:
         print(f"\ninterrupted, but SkyPilot may continue in the background. {find_and_delete}", file=sys.stderr)
         raise
     if process.returncode:
-        code, advice = explain("".join(last))
-        raise RentError(code, f"sky ended with exit code {process.returncode}: {advice}. {find_and_delete}")
-
-
-def explain(output):
-    """Code and advice for the output of a `sky` that failed."""
-    for code, (pattern, advice) in ERRORS.items():
-        if re.search(pattern, output):
-            return code, advice
-    return "unknown", "its output above says why; `sky check gcp` examines the access to Google Cloud"
+        why = "its output above says why, and the page 'Renting a TPU or a GPU' of tpukit's docs what to do about it"
+        raise TpukitError(f"sky ended with exit code {process.returncode}: {why}. {find_and_delete}")
 
 
 def _next_commands(name, jobs, bucket):
@@ -294,5 +230,4 @@ def _next_commands(name, jobs, bucket):
         commands = [f"sky jobs logs -n {name}", "sky jobs queue", f"sky jobs cancel -n {name}", "sky status -u --refresh", copy]
     else:
         commands = [f"sky logs {name}", "sky status --refresh", f"ssh {name}", copy, f"sky down {name}"]
-    title = "Next commands, explained in tpukit's repository on the page 'Renting a TPU or a GPU' of the docs:"
-    return "\n".join([title, *(f"  {command}" for command in commands)])
+    return "\n".join(["Next commands:", *(f"  {command}" for command in commands)])

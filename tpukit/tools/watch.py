@@ -63,11 +63,10 @@ def describe_chips():
 def _run(*command):
     """(what a command printed, [a line about what went wrong])."""
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except subprocess.CalledProcessError as failure:
-        error = (failure.stderr.strip() or failure.stdout.strip() or f"exit code {failure.returncode}").splitlines()[-1]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        if ran.returncode == 0:
+            return ran.stdout, []
+        error = (ran.stderr.strip() or ran.stdout.strip() or f"exit code {ran.returncode}").splitlines()[-1]
     except (OSError, subprocess.TimeoutExpired) as failure:
         error = str(failure)
-    else:
-        return ran.stdout, []
     return "", [f"  {command[0]} does not answer: {error}"]

@@ -54,7 +54,6 @@ def test_cells_as_ipython_takes_them_are_read_and_stay_as_they_are(cell, tmp_pat
     [
         ("!python -m pip install torch_xla", 1),
         ("%pip install -q torch==2.1 torchvision", 1),
-        ("!curl x -o pytorch-xla-env-setup.py\n!python pytorch-xla-env-setup.py --version $VERSION", 2),
         ("!pip install 'torch'", 1),
         ('!pip install "torch>=2.0"', 1),
         ("!pip install torch[opt]", 1),
@@ -69,7 +68,6 @@ def test_cells_as_ipython_takes_them_are_read_and_stay_as_they_are(cell, tmp_pat
         ("!pip install accelerate; echo torch done", None),
         ("!pip install torchvision torchmetrics torch-geometric torch_optimizer", None),
         ("%%bash\n# pip install torch_xla is what old guides did\necho 'it''s", None),
-        ("!curl https://x/env-setup.py -o pytorch-xla-env-setup.py", None),
         ('text = """\n!pip install torch_xla\n"""', None),
         ("pip install timm\ncd folder\nx = 1", None),
     ],

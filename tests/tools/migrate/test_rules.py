@@ -137,7 +137,6 @@ BROKEN = [
     ("dynamic-shape", FORWARD + "        return x[keep]"),
     ("dynamic-shape", FORWARD + "        return x[~keep.view(-1)]"),
     ("dynamic-shape", FORWARD + "        return x[(y > 0) & (y < 5)]"),
-    ("dynamic-shape", FORWARD + "        return x[y.bool()]"),
     ("dynamic-shape", FORWARD + "        return x.unique()"),
     ("dynamic-shape", FORWARD + "        return y.argwhere()"),
     ("dynamic-shape", FORWARD.replace("y)", "mask=None)").replace("y > 0", "3") + "        return x[mask]"),

@@ -50,9 +50,8 @@ SHOWING_METHODS = {"debug", "info", "warning", "error", "set_postfix", "set_post
 # Rules that code which runs only on CUDA cannot break.
 NOT_ON_CUDA = {"cuda", "cuda-check", "fp16", "data-parallel", "torch-compile"}
 MODELS = re.compile(r"(^|_)(model|net|network|encoder|decoder|generator|discriminator|unet|backbone|module)\d*$", re.IGNORECASE)
-ENV_SETUP = "pytorch-xla-env-setup.py"  # of old guides; it installs both
 # A shell's command that installs packages, and those among them whose versions the image has matched to one another.
-INSTALL = re.compile(r"\b(pip[\d.]*|conda|mamba)\s(.*\s)?install\s+(?P<packages>.*)|\bpython\S*\s.*" + ENV_SETUP)
+INSTALL = re.compile(r"\b(pip[\d.]*|conda|mamba)\s(.*\s)?install\s+(?P<packages>.*)")
 MATCHED = re.compile(r"(py)?torch([\[=<>~!@ ].*)?|(torch[-_]xla|libtpu)\b.*|.*/(torch|torch_xla|libtpu)-.*\.whl", re.IGNORECASE)
 ENVIRONMENT = re.compile(r"%(?:set_)?env\s+(\w+)")
 ALL_RULES = "all rules"
@@ -73,8 +72,7 @@ def installs_torch(line):
     for command in re.split(r"[;&|]+\s", without_comment):
         found = INSTALL.search(command)
         if found and "echo " not in command:
-            packages = (found["packages"] or "").split()
-            if ENV_SETUP in command or any(MATCHED.fullmatch(package.strip("'\"")) for package in packages):
+            if any(MATCHED.fullmatch(package.strip("'\"")) for package in found["packages"].split()):
                 return True
     return False
 
