@@ -101,7 +101,7 @@ def image(tmp_path, monkeypatch, gpu):
         gpu(*(["Tesla T4"] if not chips else []))
         if chips:
             add_chips(tmp_path, chips)
-        for folder in ("content", "kaggle/working", "dev/shm", "proc"):
+        for folder in ("content", "kaggle/working", "proc"):
             (tmp_path / folder).mkdir(parents=True)
         (tmp_path / "proc/meminfo").write_text("MemAvailable:   40000000 kB\n")
         return examine(environ, tmp_path)
@@ -120,7 +120,7 @@ def image(tmp_path, monkeypatch, gpu):
 )
 def test_doctor_says_of_an_untouched_image_exactly_what_is_so(name, more, image):
     checks = image(name)
-    common = ["python ok", "torch ok", "accelerator ok", "disk ok", "shared memory ok", "memory ok"]
+    common = ["python ok", "torch ok", "accelerator ok", "disk ok", "memory ok"]
     assert sorted(f"{c.what} {c.level}" for c in checks) == sorted(common + more), f"{doctor.table(checks)}"
     packages = next(c for c in checks if c.what == "packages")
     assert all(package in packages.found and package in packages.fix for package in IMAGES[name][5])
@@ -316,14 +316,12 @@ def test_missing_torch_missing_libtpu_full_disk_and_little_memory_are_told(tmp_p
     versions(torch_xla="2.9.0")
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 13000000 kB\nMemAvailable:    900000 kB\n")
-    (tmp_path / "dev/shm").mkdir(parents=True)
     usage = type("Usage", (), dict(free=100 * 2**20))
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
     checks = examine(COLAB_TPU, tmp_path)
     for what in ("torch", "libtpu", "disk"):
         find(checks, what, doctor.BLOCKS)
-    for what in ("shared memory", "memory"):
-        find(checks, what, doctor.WARNING)
+    find(checks, "memory", doctor.WARNING)
     assert "mount_drive" in find(checks, "drive", doctor.NOTE).fix
 
 

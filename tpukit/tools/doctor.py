@@ -276,11 +276,6 @@ def _disk(machine):
 
 
 def _memory(machine):
-    shared = machine.root / "dev/shm"
-    if shared.is_dir():
-        free = shutil.disk_usage(shared).free / GIB
-        fix = "" if free >= 0.25 else "use a small num_workers in a DataLoader; tpukit's own are threads, which need none"
-        yield Check("shared memory", WARNING if fix else OK, f"{free:.1f} GiB free at {shared}", fix)
     if available := re.search(r"MemAvailable:\s+(\d+) kB", _read(machine.root / "proc/meminfo")):
         free = 1024 * int(available[1]) / GIB
         fix = "" if free >= 2 else "shut down other notebooks; the decoded IRSTD-1k takes 0.3 GiB, torch about 1 GiB"
