@@ -44,7 +44,6 @@ def merge(
     prices: Path | None = None,
     prices_out: Path | None = None,
     plan: tuple[str, ...] = (),
-    picture: Path | None = None,
 ):
     """Which hardware finishes a training in time, and at what cost: from FILES that `tpukit compare WORKLOAD` wrote. The word
     merge may be left out.
@@ -60,7 +59,6 @@ def merge(
         prices: an edited copy of the table of prices.
         prices_out: write a copy of the table of prices there, to be edited, and do nothing else.
         plan: TPUs that you need not have (v5e-1, v5e-8, v6e-1): ask their compiler for bounds. Takes minutes.
-        picture: the PNG file for the plots; by default comparison/comparison.png in the output folder of this machine.
     """
     from tpukit.host import environment
     from tpukit.reporting import figures
@@ -75,10 +73,8 @@ def merge(
         if not path.exists():
             names = ", ".join(WORKLOADS)
             raise TpukitError(f"'{path}' is neither a workload ({names}) nor a file of `tpukit compare WORKLOAD`")
-    if picture and picture.suffix.lower() != ".png":
-        raise TpukitError(f"--picture {picture}: the plots are a PNG file, whose name ends in .png")
     measurements = [tool.Measurement.read(path) for path in files]
-    picture = picture or environment.detect().outputs / "comparison/comparison.png"
+    picture = environment.detect().outputs / "comparison/comparison.png"
     tool.check_writable(picture)
     price_rows = price_table.read(prices)  # before minutes of planning
     comparison = tool.compare(

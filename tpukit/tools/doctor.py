@@ -24,9 +24,6 @@ NEEDED = dict.fromkeys(("numpy", "pillow", "safetensors", "tqdm", "rich"), (BLOC
 }
 IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu must stay as they are
 FRESH = "start a fresh session and install nothing over the image's versions"
-EARLIER_IMAGE = (
-    ". If a new image is at fault, use an earlier one: command palette > Change runtime version (26.07 has Python 3.12)"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +95,7 @@ def _packages(machine):
 
 def _install(machine, packages):
     """The fix that installs one of torch, torch_xla and libtpu, on hosts where that is allowed."""
-    if machine.env.host in IMAGES:
-        return FRESH + (EARLIER_IMAGE if machine.env.host == "colab" else "")
-    return f"pip install {packages}"
+    return FRESH if machine.env.host in IMAGES else f"pip install {packages}"
 
 
 def _release(version, parts=2):

@@ -53,26 +53,20 @@ def read(path=None):
     path = Path(path or SHIPPED)
     try:
         reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig")))  # spreadsheets write a byte order mark
-        rows = [(f"prices {path}, line {reader.line_num}", row) for row in reader]
-        header = reader.fieldnames or ()
+        rows = [(f"prices {path}, line {reader.line_num}", row) for row in reader if any(row.values())]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         advice = f"`tpukit compare --prices-out {path}` writes a table to edit"
         raise TpukitError(f"prices {path}: cannot be read ({error}); {advice}") from error
-    if missing := [name for name in COLUMNS if name not in header]:
+    if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
         raise TpukitError(f"prices {path}, line 1: no column {', '.join(missing)}; a table has {', '.join(COLUMNS)}")
     prices = {}
     for where, row in rows:
-        if not any(row.values()):
-            continue
         if None in row or None in row.values():
-            raise TpukitError(
-                f"{where}: line 1 has {len(header)} columns, this line does not; is a comma missing, or not quoted?"
-            )
+            raise TpukitError(f"{where}: it has not the {len(reader.fieldnames)} columns of line 1; quote a comma in a text")
         price = Price(**{name: _parse_cell(f"{where}, column {name}", name, row[name].strip()) for name in COLUMNS})
-        key = price.hardware, price.place
-        if key in prices:
+        if (price.hardware, price.place) in prices:
             raise TpukitError(f"{where}: {price.hardware} at {price.place} is listed twice; keep one")
-        prices[key] = price
+        prices[price.hardware, price.place] = price
     return list(prices.values())
 
 

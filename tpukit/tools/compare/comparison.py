@@ -275,5 +275,4 @@ def _format_hours(hours):
 def _format_usd(usd):
     if usd is None:
         return "not known"
-    # No dollar sign: two of them are a formula in notebooks.
-    return f"{usd:.2f} USD" if usd >= 0.01 or usd == 0 else f"{usd:.4f} USD"
+    return f"{usd:.2f} USD"  # no dollar sign: two of them are a formula in notebooks
