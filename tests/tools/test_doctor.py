@@ -13,7 +13,7 @@ import pytest
 from tests.host.machines import COLAB_TPU, KAGGLE_TPU, add_chips, nvidia_smi
 from tpukit.host import environment
 from tpukit.host.known_errors import fix_for
-from tpukit.tools import doctor, import_probe
+from tpukit.tools import doctor
 
 
 def find(checks, what, level):
@@ -344,7 +344,7 @@ def test_a_torch_that_cannot_be_imported_blocks_with_its_error_and_fix(tmp_path,
     ],
 )
 def test_an_import_that_ends_python_or_hangs_is_the_fault_of_its_package_alone(source, found, tmp_path, versions, monkeypatch):
-    monkeypatch.setattr(import_probe, "IMPORT_TIMEOUT_S", 3)
+    monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 3)
     fake_packages(tmp_path, torch=f"print('{{ no JSON')\n{TORCH}", torch_xla=source)
     versions(torch="2.9.0", torch_xla="2.9.0")
     checks = examine({**os.environ, "PYTHONPATH": str(tmp_path)}, tmp_path)

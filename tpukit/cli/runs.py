@@ -115,8 +115,6 @@ def report(
         task = with_dataset(_task_of(run, dataset_dir), environment.detect())
         traced = tool.trace(task, run, steps=trace or 1, hlo=hlo, cores=on.cores, parallel=on.parallel)
         print(f"\n{Sentences(traced.findings())}")
-        if traced.rows:
-            print(f"\n{traced.table()}")
 
 
 def _task_of(run, dataset_dir):
