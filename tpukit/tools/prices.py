@@ -24,12 +24,12 @@ class Price:
 
     hardware: str  # one chip or card: "TPU v5e", "T4", "RTX 4090", "CPU" ...
     place: str  # one of PLACES
-    usd_per_hour: float | None  # of one chip or card, on demand; 0 where it is free
-    spot_usd_per_hour: float | None  # of spot capacity, which can be taken away at any time
-    session_h: float | None  # hours of the longest session, where there is a limit
-    week_h: float | None  # hours per week, where there is a limit
-    as_of: str  # year and month of the figures
-    source: str
+    usd_per_hour: float | None = None  # of one chip or card, on demand; 0 where it is free
+    spot_usd_per_hour: float | None = None  # of spot capacity, which can be taken away at any time
+    session_h: float | None = None  # hours of the longest session, where there is a limit
+    week_h: float | None = None  # hours per week, where there is a limit
+    as_of: str = ""  # year and month of the figures
+    source: str = ""
 
     @property
     def excludes_host(self):

@@ -135,7 +135,7 @@ def _places(estimate, estimates, prices):
         if place == _without_tier(estimate.place) or not only_own:
             found.append(price)
     if estimate.place and estimate.place not in [price.place for price in found]:
-        found.append(Price(estimate.hardware, estimate.place, None, None, None, None, "", "not in the price table"))
+        found.append(Price(estimate.hardware, estimate.place, source="not in the price table"))
     return found
 
 
