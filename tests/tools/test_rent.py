@@ -61,7 +61,7 @@ def calls(tmp_path, monkeypatch):
     ],
 )
 def test_the_cost_is_the_list_price_of_all_chips_for_all_hours(accelerator, hardware, count):
-    price = prices.find(prices.read(), hardware, "Google Cloud")
+    (price,) = [price for price in prices.read() if (price.hardware, price.place) == (hardware, "Google Cloud")]
     assert f"${count * price.usd_per_hour * 3:.2f} for 3 h" in tool.describe_cost(accelerator, hours=3)
     assert f"${count * price.spot_usd_per_hour:.2f} per hour" in tool.describe_cost(accelerator, spot=True)
 

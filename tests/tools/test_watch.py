@@ -93,8 +93,8 @@ def test_watching_ends_with_the_run(run, install, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(Run, "read_progress", lambda self: dict(live, step=min(18 + len(pauses), 20)))
-    tool.watch(run, interval_s=0.5)
-    assert pauses == [0.5, 0.5] and "20 of 20" in capsys.readouterr().out
+    tool.watch(run)
+    assert pauses == [tool.UPDATE_S] * 2 and "20 of 20" in capsys.readouterr().out
 
 
 def test_a_launch_may_remove_the_progress_while_it_is_read(run, install, monkeypatch):

@@ -45,7 +45,7 @@ class Own(MNIST):
 
 def test_a_task_arrives_in_another_process_as_it_was_sent(digits):
     task = Own(dataset_dir=digits, weights="w.pth", batch_size=4, places=(Path("c"),), sizes=None)
-    request = json.loads(json.dumps(to_request(task)[0]))
+    request = json.loads(json.dumps(to_request(task)))
     received = from_settings(Own, request["settings"] | dict(of_an_older_version=1))
     assert received == dataclasses.replace(task, weights=Path("w.pth")) and isinstance(received.notes, Path)
     assert from_settings(Own, {}) == Own()

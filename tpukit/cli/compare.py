@@ -1,6 +1,5 @@
 """`tpukit compare`: measure a workload here, or merge what was measured here and elsewhere."""
 
-import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -8,18 +7,15 @@ import tyro
 
 from tpukit.cli.options import CoreOptions, to_stderr, with_dataset
 from tpukit.host.errors import TpukitError
-from tpukit.tools.prices import USD_PER_KWH
 from tpukit.workloads import WORKLOADS
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasureOptions(CoreOptions):
     batch_sizes: tuple[int, ...] = ()
-    """Global batch sizes; by default they double from --batch-size on, until a step does not fit."""
+    """Global batch sizes; by default they double from --batch-size on, until a step does not fit; on a CPU once."""
     steps: int = 20
     """Timed steps of each batch size, after the first ones."""
-    max_batch: int | None = None
-    """Where doubling ends; on a CPU by default after one doubling."""
     out: Path | None = None
     """The JSON file; by default comparison/WORKLOAD-HARDWARE-PLACE.json in the output folder of this machine."""
 
@@ -47,9 +43,7 @@ def merge(
     spot: bool = False,
     prices: Path | None = None,
     prices_out: Path | None = None,
-    usd_per_kwh: float = USD_PER_KWH,
     plan: tuple[str, ...] = (),
-    picture: Path | None = None,
 ):
     """Which hardware finishes a training in time, and at what cost: from FILES that `tpukit compare WORKLOAD` wrote. The word
     merge may be left out.
@@ -64,10 +58,7 @@ def merge(
         spot: count with Google Cloud's prices of spare capacity, which can be taken away at any time.
         prices: an edited copy of the table of prices.
         prices_out: write a copy of the table of prices there, to be edited, and do nothing else.
-        usd_per_kwh: price of electricity, for local cards.
         plan: TPUs that you need not have (v5e-1, v5e-8, v6e-1): ask their compiler for bounds. Takes minutes.
-        picture: the PNG file for the plots; by default next to the first file, or where that folder is read-only, in the
-            output folder.
     """
     from tpukit.host import environment
     from tpukit.reporting import display
@@ -82,10 +73,8 @@ def merge(
         if not path.exists():
             names = ", ".join(WORKLOADS)
             raise TpukitError(f"'{path}' is neither a workload ({names}) nor a file of `tpukit compare WORKLOAD`")
-    if picture and picture.suffix.lower() != ".png":
-        raise TpukitError(f"--picture {picture}: the plots are a PNG file, whose name ends in .png")
     measurements = [tool.Measurement.read(path) for path in files]
-    picture = picture or _picture_path(files, environment.detect().outputs / "comparison")
+    picture = environment.detect().outputs / "comparison/comparison.png"
     tool.check_writable(picture)
     price_rows = price_table.read(prices)  # before minutes of planning
     comparison = tool.compare(
@@ -98,16 +87,5 @@ def merge(
         deadline_h=deadline_h,
         budget_usd=budget_usd,
         spot=spot,
-        usd_per_kwh=usd_per_kwh,
     )
     display.show_comparison(comparison, picture)
-
-
-def _picture_path(files, outputs):
-    from tpukit.tools import compare as tool
-
-    if files:
-        with contextlib.suppress(TpukitError):  # such as Kaggle's inputs, which are read-only
-            tool.check_writable(files[0].parent / "comparison.png")
-            return files[0].parent / "comparison.png"
-    return outputs / "comparison.png"

@@ -7,18 +7,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from tpukit.host.errors import TpukitError
 from tpukit.launching.core_files import HANG_TIMEOUT_S
 
-# Options of older training scripts -> what replaced them.
-REMOVED = {
-    "--use-tpu": "tpukit uses the TPU when the session has one (`tpukit doctor` shows it); leave the option out",
-    "--num-cores": "all cores are used unless --cores gives their number; the batch size is global",
-    "--multi-gpus": "all GPUs are used unless --cores gives their number; the batch size is global",
-    "--mode": "`tpukit train` and `tpukit test` are two commands now",
-    "--weight-path": "give the weights file with --weights",
-    "--if-checkpoint": "a run is resumed when it is started again with the same --run",
-}
 # Other names of options, as published training scripts have them.
 ALIASES = {"--data-path": "--dataset-dir", "--global-batch-size": "--batch-size"}
 
@@ -42,16 +32,12 @@ class LaunchOptions(CoreOptions):
 
 
 def current_options(argv):
-    """The words of a command line, with older names of options replaced by today's; words after `--` stay as they are.
-
-    Raises TpukitError for an option that no longer exists."""
+    """The words of a command line, with older names of options replaced by today's; words after `--` stay as they are."""
     own = argv[: argv.index("--")] if "--" in argv else argv
     words = []
     for word in own:
         name, equals, value = word.partition("=")
         option = name.replace("_", "-")
-        if option in REMOVED:
-            raise TpukitError(f"{option} no longer exists: {REMOVED[option]}")
         words.append(f"{ALIASES[option]}{equals}{value}" if option in ALIASES else word)
     return words + argv[len(own) :]
 

@@ -115,8 +115,6 @@ def report(
         task = with_dataset(_task_of(run, dataset_dir), environment.detect())
         traced = tool.trace(task, run, steps=trace or 1, hlo=hlo, cores=on.cores, parallel=on.parallel)
         print(f"\n{Sentences(traced.findings())}")
-        if traced.rows:
-            print(f"\n{traced.table()}")
 
 
 def _task_of(run, dataset_dir):
@@ -128,15 +126,14 @@ def _task_of(run, dataset_dir):
     return dataclasses.replace(task, dataset_dir=dataset_dir or task.dataset_dir or Path("."))
 
 
-def watch(run: tyro.conf.Positional[Path], interval_s: float = 2.0, once: bool = False):
+def watch(run: tyro.conf.Positional[Path], once: bool = False):
     """Follow a run that another process trains: progress, speed, scores, and chip utilization.
 
     Args:
         run: the folder of a run.
-        interval_s: seconds between two updates.
         once: show it once.
     """
     from tpukit.runs.run import Run
     from tpukit.tools import watch as tool
 
-    tool.watch(Run.find(run), interval_s=interval_s, once=once)
+    tool.watch(Run.find(run), once=once)

@@ -1,7 +1,6 @@
 """`tpukit plan`, `migrate` and `simulate`: tools that need no run."""
 
 import dataclasses
-import json as json_format
 import os
 from pathlib import Path
 from typing import Literal
@@ -21,24 +20,21 @@ class PlanOptions:
     """train: the whole training step. evaluate: the compiled graphs that predict a batch (of CDEIT: its sampler)."""
     find_batch: bool = False
     """Bisect the largest batch that fits, to within a sixteenth. Each try compiles the step."""
-    json: bool = False
-    """Print one JSON object, for machines."""
 
 
 def plan(task, options):
     """Whether a training step fits a TPU, and what bounds its speed. Needs no TPU."""
     from tpukit.tools import plan as tool
 
-    settings = {name: value for name, value in dataclasses.asdict(options).items() if name != "json"}
-    found = tool.plan(task, **settings, log=to_stderr)
-    print(json_format.dumps(dataclasses.asdict(found), indent=1) if options.json else found)
+    found = tool.plan(task, **dataclasses.asdict(options), log=to_stderr)
+    print(found)
     return 0 if found.largest_batch else 1
 
 
 def migrate(
     files: tyro.conf.Positional[tuple[Path, ...]],
     fix: bool = False,
-    format: Literal["text", "json", "github", "sarif"] = "text",
+    format: Literal["text", "json"] = "text",
 ):
     """List what in PyTorch code will not work, or will be slow, on a TPU: by line, each with its fix. Runs none of the code.
     Exit code 1 if anything is left that will not work.
@@ -46,13 +42,14 @@ def migrate(
     Args:
         files: scripts, notebooks, or folders of them.
         fix: rewrite what is safe to rewrite, in place, and show the difference.
-        format: text, json, github (annotations of a workflow) or sarif (editors, code scanning).
+        format: text, or json, for machines.
     """
     from tpukit.tools import migrate as tool
 
     findings = []
-    examined = [(path, *tool.examine(path)) for path in tool.files_in(files)]  # all before any is rewritten
-    for path, found, fixed in examined:
+    paths = tool.files_in(files)
+    examined = list(tool.examine_all(paths))  # all before any is rewritten
+    for path, (found, fixed) in zip(paths, examined):
         if fix and any(f.fixable for f in found):
             print_difference = print if format == "text" else to_stderr
             print_difference(tool.difference(path, fixed))

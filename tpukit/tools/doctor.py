@@ -1,33 +1,57 @@
 """`tpukit doctor`: checks for what would prevent a training on this machine, each with its fix. Opens no device."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from tpukit.host import environment
 from tpukit.host.known_errors import fix_for
 from tpukit.host.tables import GIB, Table
-from tpukit.tools.import_probe import import_packages
 
-OK, NOTE, WARNING, BLOCKS = "ok", "note", "warning", "BLOCKS"
-NEEDED = ("numpy", "pillow", "safetensors", "scikit-image", "tqdm", "rich", "tyro", "matplotlib", "scipy", "pyeit", "libcst")
-# Packages that only a part of tpukit needs -> (level where they are missing, that part).
-NEEDED_FOR = {
-    "tyro": (NOTE, "the options of the command line"),
-    "matplotlib": (NOTE, "figures"),
-    "libcst": (NOTE, "`tpukit migrate`"),
-    "pyeit": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
-    "scipy": (WARNING, "the scores of mshnet and cdeit, and `tpukit simulate eit`"),
+LEVELS = BLOCKS, WARNING, NOTE, OK = "BLOCKS", "warning", "note", "ok"  # the worst first
+# Package -> level where it is missing, and the part of tpukit that needs it.
+NEEDED = dict.fromkeys(("numpy", "pillow", "safetensors", "tqdm", "rich"), (BLOCKS, "everything")) | {
     "scikit-image": (WARNING, "the scores of cdeit"),
+    "scipy": (WARNING, "the scores of mshnet and cdeit, and `tpukit simulate eit`"),
+    "pyeit": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
+    "matplotlib": (NOTE, "figures"),
+    "tyro": (NOTE, "the options of the command line"),
+    "libcst": (NOTE, "`tpukit migrate`"),
 }
 IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu must stay as they are
 FRESH = "start a fresh session and install nothing over the image's versions"
-EARLIER_IMAGE = (
-    ". If a new image is at fault, use an earlier one: command palette > Change runtime version (26.07 has Python 3.12)"
-)
+IMPORT_TIMEOUT_S = 120
+
+# Prints a JSON object after each import: {package: its error or null}, and for torch {"cuda": ...}. Opens no context on a GPU.
+IMPORTS = """
+import importlib, json, sys, traceback
+
+def describe_cuda(torch):
+    cuda = dict(built=torch.version.cuda, usable=torch.cuda.is_available(), arch_list=torch.cuda.get_arch_list(), reason="")
+    if cuda["built"] and not cuda["usable"]:
+        try:
+            torch.cuda.init()
+        except Exception as error:
+            cuda["reason"] = str(error).partition(chr(10))[0]
+    return cuda
+
+for package in sys.argv[1:]:
+    report = {package: None}
+    try:
+        module = importlib.import_module(package)
+        if package == "torch":
+            report["cuda"] = describe_cuda(module)
+    except BaseException as error:
+        report[package] = traceback.format_exception_only(error)[-1].strip().splitlines()[-1]
+    print(json.dumps(report), flush=True)
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +90,35 @@ def examine(env=None, *, environ=None, root="/"):
 
 def table(checks):
     """The checks as a `Table`, worst first."""
-    order = (BLOCKS, WARNING, NOTE, OK)
-    rows = [(c.what, c.level, c.found, c.fix) for c in sorted(checks, key=lambda c: order.index(c.level))]
+    rows = [(c.what, c.level, c.found, c.fix) for c in sorted(checks, key=lambda c: LEVELS.index(c.level))]
     return Table("Checks", ("what", "level", "found", "fix"), rows)
 
 
 def blocked(checks):
     """Whether something prevents training altogether."""
     return any(check.level == BLOCKS for check in checks)
+
+
+def import_packages(packages, environ):
+    """Import packages one after the other in one process with these variables and no others, as a training would.
+
+    Returns (errors, cuda). errors: package -> the last line of its error, or None if it imports; the end of the process, or
+    the time limit, is the error of the package that it happened in and of those after it. cuda: dict of what torch reports:
+    built (the CUDA it was built with, or None), usable, arch_list, reason (why it is not usable); None if it reports nothing.
+    """
+    # Without the current folder on its path: what lies there must not be run.
+    command = [sys.executable, "-P", "-c", IMPORTS, *packages]
+    try:
+        ran = subprocess.run(command, env=dict(environ), capture_output=True, timeout=IMPORT_TIMEOUT_S)
+        last_words = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        output, end = ran.stdout, " ".join([f"Python exited with code {ran.returncode}", *last_words])
+    except subprocess.TimeoutExpired as error:
+        output, end = error.stdout or b"", f"the import did not finish within {IMPORT_TIMEOUT_S} s"
+    reports = {}
+    for line in output.decode(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, TypeError):  # packages may print, too
+            reports |= json.loads(line)
+    return {package: reports.get(package, end) for package in packages}, reports.get("cuda")
 
 
 # Checks: each yields what it finds
@@ -93,17 +138,14 @@ def _packages(machine):
     if not missing:
         yield Check("packages", OK, "all installed")
         return
-    levels = {NEEDED_FOR.get(name, (BLOCKS,))[0] for name in missing}
-    level = next(level for level in (BLOCKS, WARNING, NOTE) if level in levels)
-    names = [f"{name} (for {NEEDED_FOR[name][1]})" if name in NEEDED_FOR else name for name in missing]
+    level = min((NEEDED[name][0] for name in missing), key=LEVELS.index)
+    names = [f"{name} (for {NEEDED[name][1]})" for name in missing]
     yield Check("packages", level, f"missing: {', '.join(names)}", f"pip install {' '.join(missing)}")
 
 
 def _install(machine, packages):
     """The fix that installs one of torch, torch_xla and libtpu, on hosts where that is allowed."""
-    if machine.env.host in IMAGES:
-        return FRESH + (EARLIER_IMAGE if machine.env.host == "colab" else "")
-    return f"pip install {packages}"
+    return FRESH if machine.env.host in IMAGES else f"pip install {packages}"
 
 
 def _release(version, parts=2):
@@ -153,14 +195,10 @@ def _gpu(machine):
                     "gpu", BLOCKS, f"{name} has compute capability {capability}; {torch} was built for {built_for}", fix
                 )
         return
-    driver = re.search(r"CUDA[\w ]* Version\s*:\s*([\d.]+)", environment.nvidia_smi(environ))
-    if driver and _release(driver[1], 1) < _release(cuda["built"], 1):  # within a major version they are compatible
-        fix = FRESH if image else "update NVIDIA's driver, or install a torch that was built with an older CUDA"
-        found = f"the driver is for CUDA {driver[1]}, and {torch} was built with CUDA {cuda['built']}"
-    else:
-        fix = fix_for(cuda["reason"]) or "check NVIDIA's driver (nvidia-smi), then restart the session"
-        found = f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'no reason given'}"
-    yield Check("gpu", BLOCKS, found, fix)
+    fix = fix_for(cuda["reason"]) or "update NVIDIA's driver (nvidia-smi), or install a torch for an older CUDA"
+    if image:
+        fix = FRESH
+    yield Check("gpu", BLOCKS, f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'no reason given'}", fix)
 
 
 def _compute_capabilities(environ):
@@ -261,27 +299,13 @@ def _open_files(process):
 
 
 def _variables(machine):
-    env, environ = machine.env, machine.environ
+    environ = machine.environ
     for name, (why, instead) in environment.OLD_VARIABLES.items():
         if environ.get(name):
             level = WARNING if name.endswith("BF16") else NOTE  # these are still read
             yield Check("variable", level, f"{name}={environ[name]}: {why}", f"unset it. Instead: {instead}")
-    if addresses := environ.get("TPU_PROCESS_ADDRESSES"):
-        fix = "`launch` removes it; before starting one process per core yourself: os.environ.pop('TPU_PROCESS_ADDRESSES')"
-        yield Check("variable", NOTE, f"TPU_PROCESS_ADDRESSES={addresses}", fix)
-    chips, expected = environment.chips_here(environ, machine.root), environment.chips_by_bounds(environ)
-    if chips and expected and expected != chips:
-        found = f"TPU_CHIPS_PER_HOST_BOUNDS={environ['TPU_CHIPS_PER_HOST_BOUNDS']} declares {expected} chips, {chips} found"
-        fix = "one core works; a launch of one process per core would wait for the missing ones"
-        yield Check("variable", NOTE, found, fix)
     if flags := environ.get("XLA_FLAGS"):
         yield Check("variable", NOTE, f"XLA_FLAGS={flags}", "unset it unless you know why it is set")
-    if env.accelerator == "tpu" and not environ.get("PJRT_DEVICE"):
-        fix = "tpukit does not need it; libraries that look for GPUs (accelerate) need PJRT_DEVICE=TPU before Python starts"
-        yield Check("variable", NOTE, "PJRT_DEVICE is not set", fix)
-    if env.accelerator == "tpu" and env.host == "local" and not environ.get("TPU_SKIP_MDS_QUERY"):
-        fix = "fine on a VM of Google Cloud. Elsewhere torch_xla needs both TPU_SKIP_MDS_QUERY=1 and TPU_ACCELERATOR_TYPE"
-        yield Check("variable", NOTE, "no variable gives this TPU's type, so torch_xla asks a metadata server", fix)
 
 
 def _disk(machine):
@@ -297,11 +321,6 @@ def _disk(machine):
 
 
 def _memory(machine):
-    shared = machine.root / "dev/shm"
-    if shared.is_dir():
-        free = shutil.disk_usage(shared).free / GIB
-        fix = "" if free >= 0.25 else "use a small num_workers in a DataLoader; tpukit's own are threads, which need none"
-        yield Check("shared memory", WARNING if fix else OK, f"{free:.1f} GiB free at {shared}", fix)
     if available := re.search(r"MemAvailable:\s+(\d+) kB", _read(machine.root / "proc/meminfo")):
         free = 1024 * int(available[1]) / GIB
         fix = "" if free >= 2 else "shut down other notebooks; the decoded IRSTD-1k takes 0.3 GiB, torch about 1 GiB"

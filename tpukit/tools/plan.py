@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,12 +21,14 @@ from tpukit.devices.chips import MACHINES
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Table
+from tpukit.tools.child import last_line, run_python
 from tpukit.training.task import from_request, to_request
 
 # libtpu as in the images with torch_xla 2.9, and the jax that belongs to it.
 COMPILER = ("jax==0.7.1", "jaxlib==0.7.1", "libtpu==0.0.21")
 COMPILER_SCRIPT = Path(__file__).with_name("tpu_compiler.py")
 PARTS = ("train", "evaluate")
+NO_FLAGS = dict(XLA_FLAGS=None, LIBTPU_INIT_ARGS=None)  # those of this process are for its own device
 
 
 def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", find_batch=False, log=print):
@@ -165,11 +166,10 @@ def _trace(task, part, size, machine, folder):
 
     The file `resident_bytes` holds how much more a core keeps meanwhile: the average of the weights, and the set that is not
     used."""
-    request, variables = to_request(task)
-    request |= dict(part=part, size=size, cores=machine.chips, memory_size=int(machine.chip.hbm_bytes))
-    ran = _run([sys.executable, "-P", "-m", "tpukit.tools.plan", str(folder)], json.dumps(request), variables)
+    request = to_request(task) | dict(part=part, size=size, cores=machine.chips, memory_size=int(machine.chip.hbm_bytes))
+    ran = run_python("-m", "tpukit.tools.plan", folder, text=json.dumps(request), variables=NO_FLAGS)
     if ran.returncode:
-        last = _last_line(ran)
+        last = last_line(ran)
         if "No module named 'torch_xla'" in last or "_XLAC" in last and "undefined symbol" in last:
             raise TpukitError(
                 f"a plan needs a torch_xla that matches torch, to trace the step ({last}). In a separate environment: "
@@ -241,8 +241,8 @@ def _compile(path, machine, log):
     libraries = install_compiler(log)
     log(f"compiling {path.stat().st_size / 1000:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
     started = time.monotonic()
-    command = [sys.executable, "-P", "-s", str(COMPILER_SCRIPT), str(path), machine.topology, str(machine.chips)]
-    answer = _read_answer(_run(command, "", {"PYTHONPATH": str(libraries)}))
+    variables = NO_FLAGS | {"PYTHONPATH": str(libraries)}
+    answer = _read_answer(run_python("-s", COMPILER_SCRIPT, path, machine.topology, machine.chips, variables=variables))
     answer["compile_s"] = time.monotonic() - started
     with contextlib.suppress(OSError, TpukitError):  # then it is compiled again next time
         files.make_private(cached.parent)
@@ -264,14 +264,11 @@ def _read_answer(ran):
             "any more, delete the file, then plan again"
         )
     if answer:
-        operation = re.search(r'op_name="([^"]+)"|(%[\w.\-]+ = [^\n]{0,160})', error)
-        named = f" It names {(operation[1] or operation[2]).strip()}." if operation else ""
-        reason = error.strip().partition("\n")[0][:500].rstrip(".")
-        raise TpukitError(f"the TPU compiler refuses this graph: {reason}.{named}")
+        raise TpukitError(f"the TPU compiler refuses this graph: {' '.join(error.split())[:600]}")
     if ran.returncode == -signal.SIGKILL:
         raise TpukitError("the TPU compiler was killed, most likely for lack of memory: a large network needs 8 GiB or more")
     raise TpukitError(
-        f"the TPU compiler does not run here: {_last_line(ran)}. It needs Linux on x86-64; delete {compiler_folder()} to "
+        f"the TPU compiler does not run here: {last_line(ran)}. It needs Linux on x86-64; delete {compiler_folder()} to "
         "install it again"
     )
 
@@ -297,26 +294,14 @@ def install_compiler(log=print):
         log(f"installing the TPU compiler ({', '.join(COMPILER)}; about 1 GB, once) into {folder}")
         with files.atomic_folder(folder) as work:
             # A folder and not a virtual environment, because Colab's and Debian's Python cannot make one.
-            pip = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            ran = _run([*pip, "--target", str(work), *COMPILER], "", {})
+            ran = run_python("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", work, *COMPILER)
             if ran.returncode:
                 errors = [line for line in ran.stderr.splitlines() if "ERROR" in line or "No module" in line]
                 raise TpukitError(
-                    f"the TPU compiler could not be installed: {errors[-1].strip() if errors else _last_line(ran)}. It is on "
+                    f"the TPU compiler could not be installed: {errors[-1].strip() if errors else last_line(ran)}. It is on "
                     "PyPI for Linux on x86-64; `pip install tpukit[plan]` installs pip where it is missing"
                 )
     return folder
-
-
-def _run(command, text, variables):
-    """Run a process with its output captured, without this one's flags of devices."""
-    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
-    return subprocess.run(command, input=text, env={**environ, **variables}, capture_output=True, text=True)
-
-
-def _last_line(ran):
-    lines = ran.stderr.strip().splitlines()
-    return lines[-1] if lines else f"exit code {ran.returncode}, without a message"
 
 
 if __name__ == "__main__":

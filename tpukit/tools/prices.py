@@ -13,7 +13,6 @@ from pathlib import Path
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Table
 
-USD_PER_KWH = 0.30  # of electricity for a local card; an option wherever it is used
 HOST_BILLED_SEPARATELY = "its host machine is billed separately"  # of a source whose figure is of the card alone
 SHIPPED = Path(__file__).with_name("prices.csv")
 PLACES = ("Google Cloud", "Colab", "Colab free", "Kaggle", "local")
@@ -25,23 +24,20 @@ class Price:
 
     hardware: str  # one chip or card: "TPU v5e", "T4", "RTX 4090", "CPU" ...
     place: str  # one of PLACES
-    usd_per_hour: float | None  # of one chip or card, on demand; 0 where it is free; empty for a local card
-    spot_usd_per_hour: float | None  # of spot capacity, which can be taken away at any time
-    session_h: float | None  # hours of the longest session, where there is a limit
-    week_h: float | None  # hours per week, where there is a limit
-    watts: float | None  # board power of a local card, which costs its electricity
-    as_of: str  # year and month of the figures
-    source: str
+    usd_per_hour: float | None = None  # of one chip or card, on demand; 0 where it is free
+    spot_usd_per_hour: float | None = None  # of spot capacity, which can be taken away at any time
+    session_h: float | None = None  # hours of the longest session, where there is a limit
+    week_h: float | None = None  # hours per week, where there is a limit
+    as_of: str = ""  # year and month of the figures
+    source: str = ""
 
     @property
     def excludes_host(self):
         """Whether the price is of the card alone, without the machine around it."""
         return HOST_BILLED_SEPARATELY in self.source
 
-    def per_hour(self, *, chips=1, spot=False, usd_per_kwh=USD_PER_KWH):
+    def per_hour(self, *, chips=1, spot=False):
         """USD per hour of the given number of chips or cards; None where it is not known."""
-        if self.place == "local" and self.usd_per_hour is None and self.watts is not None:
-            return chips * self.watts / 1000 * usd_per_kwh
         # Only Google Cloud sells spot capacity: elsewhere an empty spot price means that the usual price applies.
         spot = spot and (self.place == "Google Cloud" or self.spot_usd_per_hour is not None)
         usd = self.spot_usd_per_hour if spot else self.usd_per_hour
@@ -57,26 +53,20 @@ def read(path=None):
     path = Path(path or SHIPPED)
     try:
         reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8-sig")))  # spreadsheets write a byte order mark
-        rows = [(f"prices {path}, line {reader.line_num}", row) for row in reader]
-        header = reader.fieldnames or ()
+        rows = [(f"prices {path}, line {reader.line_num}", row) for row in reader if any(row.values())]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         advice = f"`tpukit compare --prices-out {path}` writes a table to edit"
         raise TpukitError(f"prices {path}: cannot be read ({error}); {advice}") from error
-    if missing := [name for name in COLUMNS if name not in header]:
+    if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
         raise TpukitError(f"prices {path}, line 1: no column {', '.join(missing)}; a table has {', '.join(COLUMNS)}")
     prices = {}
     for where, row in rows:
-        if not any(row.values()):
-            continue
         if None in row or None in row.values():
-            raise TpukitError(
-                f"{where}: line 1 has {len(header)} columns, this line does not; is a comma missing, or not quoted?"
-            )
+            raise TpukitError(f"{where}: it has not the {len(reader.fieldnames)} columns of line 1; quote a comma in a text")
         price = Price(**{name: _parse_cell(f"{where}, column {name}", name, row[name].strip()) for name in COLUMNS})
-        key = price.hardware, price.place
-        if key in prices:
+        if (price.hardware, price.place) in prices:
             raise TpukitError(f"{where}: {price.hardware} at {price.place} is listed twice; keep one")
-        prices[key] = price
+        prices[price.hardware, price.place] = price
     return list(prices.values())
 
 
@@ -111,17 +101,6 @@ def copy(path):
 
 def table(prices):
     """The rows as a Table for people."""
-    columns = ("hardware", "place", "USD per hour", "spot", "session, h", "week, h", "watts", "as of", "source")
+    columns = ("hardware", "place", "USD per hour", "spot", "session, h", "week, h", "as of", "source")
     rows = [[f"{cell:g}" if isinstance(cell, float) else cell for cell in dataclasses.astuple(price)] for price in prices]
     return Table("Prices of one chip or card, and how long a session may be", columns, rows)
-
-
-def find(prices, hardware, place):
-    """The row of this hardware at this place, ignoring case. Raises TpukitError that names what there is."""
-    at_place = [price for price in prices if price.place.lower() == place.lower()]
-    if not at_place:
-        raise TpukitError(f"no prices at {place!r}; the table has those of {', '.join(sorted({p.place for p in prices}))}")
-    for price in at_place:
-        if price.hardware.lower() == hardware.lower():
-            return price
-    raise TpukitError(f"no price for {hardware!r} at {place}; the table has those of {', '.join(p.hardware for p in at_place)}")

@@ -92,11 +92,9 @@ def describe_cost(accelerator, *, spot=False, hours=1.0):
     """What the machine costs, in a sentence, by the list prices of prices.csv."""
     machine = parse_accelerator(accelerator)
     title = f"{accelerator}: {machine.count} x {machine.hardware}, {'spot' if spot else 'on demand'}"
-    try:
-        price = prices.find(prices.read(), machine.hardware, "Google Cloud")
-        usd = price.per_hour(chips=machine.count, spot=spot)
-    except TpukitError:
-        usd = None
+    listed = [price for price in prices.read() if price.place == "Google Cloud"]
+    price = next((price for price in listed if price.hardware.lower() == machine.hardware.lower()), None)
+    usd = price and price.per_hour(chips=machine.count, spot=spot)
     if usd is None:
         return f"{title}. Its price is not in tpukit's table; `sky gpus list {machine.sky_name.partition(':')[0]}` shows it."
     host = f" {prices.HOST_BILLED_SEPARATELY.capitalize()}." if price.excludes_host else ""

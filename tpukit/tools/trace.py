@@ -21,7 +21,6 @@ from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import fix_for
-from tpukit.host.tables import Table
 from tpukit.launching.launcher import launch
 from tpukit.runs.run import Run
 from tpukit.runs.signals import StopSignal
@@ -58,13 +57,12 @@ class StepTrace:
                 "shows it (with the plugin of `pip install xprof` for XLA, of `torch-tb-profiler` or ui.perfetto.dev for GPUs "
                 "and CPUs)."
             ]
-        found += [f"{operation}, {count} times per step, at {line}." for operation, count, line in self.rows[:5]]
+        found += [f"{operation}, {count} times per step, at {line}." for operation, count, line in self.rows]
         if not self.rows:
             found.append("No operation of the step ran on the host instead, and none waited for the device.")
-        return found + ([f"The step's compiled graph as HLO: {self.hlo}"] if self.hlo else [])
-
-    def table(self):
-        return Table("What interrupts a step", ("operation", "times per step", "line"), self.rows)
+        if self.hlo:
+            found.append(f"The step's compiled graph as HLO: {self.hlo}")
+        return found
 
 
 def trace(task, run, *, steps=5, hlo=False, cores=None, parallel="processes"):

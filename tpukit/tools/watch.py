@@ -9,10 +9,11 @@ from tpukit.host.tables import printable
 from tpukit.reporting import findings
 
 MIB_IN_GIB = 1024  # nvidia-smi counts in MiB
+UPDATE_S = 2.0
 QUERY = "index,name,utilization.gpu,memory.used,memory.total"
 
 
-def watch(run, *, interval_s=2.0, once=False):
+def watch(run, *, once=False):
     """Show a run until its last step is done, or until Ctrl-C; once where asked, or where the output is not a terminal."""
     if once or not sys.stdout.isatty():
         print(describe(run))
@@ -22,7 +23,7 @@ def watch(run, *, interval_s=2.0, once=False):
 
     with Live(Text(describe(run)), auto_refresh=False) as shown:
         while not findings.is_finished(run.read_progress(), run.checkpoints()):
-            time.sleep(interval_s)
+            time.sleep(UPDATE_S)
             shown.update(Text(describe(run)), refresh=True)
 
 
@@ -63,11 +64,10 @@ def describe_chips():
 def _run(*command):
     """(what a command printed, [a line about what went wrong])."""
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except subprocess.CalledProcessError as failure:
-        error = (failure.stderr.strip() or failure.stdout.strip() or f"exit code {failure.returncode}").splitlines()[-1]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        if ran.returncode == 0:
+            return ran.stdout, []
+        error = (ran.stderr.strip() or ran.stdout.strip() or f"exit code {ran.returncode}").splitlines()[-1]
     except (OSError, subprocess.TimeoutExpired) as failure:
         error = str(failure)
-    else:
-        return ran.stdout, []
     return "", [f"  {command[0]} does not answer: {error}"]

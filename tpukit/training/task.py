@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import os
 import sys
 from pathlib import Path
 from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -204,20 +203,17 @@ def _as_declared(declared, value):
 
 
 def to_request(task):
-    """(request, environment variables): what a fresh process needs to import the class and give it the same settings.
+    """What a fresh process needs to import the class and give it the same settings, for JSON: read by `from_request`.
 
-    request: dict(module, folder, kind, settings) for JSON, read by `from_request`. Raises TpukitError for the class of a
-    notebook cell. Start the process with -P, or files in the current folder shadow installed packages."""
+    Raises TpukitError for the class of a notebook cell."""
     kind = type(task)
     if kind.__module__ == "__main__":
         raise TpukitError(
             f"{kind.__name__} is defined in a notebook cell, from which another process cannot import it: move it to a module"
         )
-    places = [str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     module = sys.modules[kind.__module__]
     folder = Path(module.__file__).resolve().parents[module.__name__.count(".") + hasattr(module, "__path__")]
-    request = dict(module=kind.__module__, folder=str(folder), kind=kind.__qualname__, settings=settings_dict(task))
-    return request, {"PYTHONPATH": os.pathsep.join(filter(None, places))}  # an empty place is the current folder
+    return dict(module=kind.__module__, folder=str(folder), kind=kind.__qualname__, settings=settings_dict(task))
 
 
 def from_request(request):

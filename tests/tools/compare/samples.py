@@ -40,5 +40,4 @@ def estimate(hardware="T4", chips=1, epoch_s=90.0, basis=MEASURED, **other):
 
 
 def price(hardware="T4", place="Google Cloud", usd=1.0, **other):
-    fields = dict(spot_usd_per_hour=None, session_h=None, week_h=None, watts=None, as_of="2026-11", source="test")
-    return Price(hardware=hardware, place=place, usd_per_hour=usd, **{**fields, **other})
+    return Price(hardware, place, usd, **dict(as_of="2026-11", source="test") | other)

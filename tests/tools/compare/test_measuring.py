@@ -12,6 +12,7 @@ import pytest
 
 from tests.tools.compare.samples import row
 from tpukit import MNIST, Run, TpukitError
+from tpukit.host.environment import detect
 from tpukit.runs.run import setting
 from tpukit.tools import compare
 from tpukit.tools.compare import Measurement, measuring
@@ -111,9 +112,9 @@ def test_one_graph_is_compiled_and_none_after_the_first_steps(digits, xla, tmp_p
 @pytest.mark.slow
 def test_sizes_double_in_processes_of_their_own_until_a_step_does_not_fit(digits, tmp_path, on_cpu):
     messages, out = [], tmp_path / "found.json"
-    task = Greedy(dataset_dir=digits, batch_size=8, channels=4)
-    found = compare.measure_here(task, steps=2, max_batch=64, out=out, log=messages.append)
-    assert [(r["batch_size"], r["fits"]) for r in found.rows] == [(8, True), (16, True), (32, False)]
+    task = Greedy(dataset_dir=digits, batch_size=16, channels=4)
+    found = compare.measure_here(task, steps=2, out=out, log=messages.append)
+    assert [(r["batch_size"], r["fits"]) for r in found.rows] == [(16, True), (32, False)]
     assert "RESOURCE_EXHAUSTED" in found.rows[-1]["why"] and Measurement.read(out) == found
     assert (found.hardware, found.place, found.workload, found.samples, found.synthetic) == ("CPU", "local", "mnist", 200, True)
     assert found.engine == dict(torch_compile="no", channels_last=False, data_on="auto")
@@ -123,17 +124,14 @@ def test_sizes_double_in_processes_of_their_own_until_a_step_does_not_fit(digits
 
 
 @pytest.mark.parametrize(
-    "batch_size, max_batch, tried",
+    "accelerator, batch_size, tried",
     [
-        (8, None, [8, 16]),  # a CPU gains little from a large batch
-        (9, None, [10, 20]),  # which the two cores can share
-        (64, 1024, [64, 128]),  # the training set has 200 samples
-        (8, 40, [8, 16, 32]),
+        ("cpu", 8, [8, 16]),  # which gains little from a large batch
+        ("cpu", 9, [10, 20]),  # which the two cores can share
+        ("cuda", 8, [8, 16, 32, 64, 128]),  # the training set has 200 samples
     ],
 )
-def test_sizes_double_on_a_cpu_once_or_up_to_the_limit_and_the_training_set(
-    batch_size, max_batch, tried, digits, on_cpu, monkeypatch
-):
+def test_sizes_double_on_a_cpu_once_and_elsewhere_up_to_the_training_set(accelerator, batch_size, tried, digits, monkeypatch):
     found, messages = [], []
 
     def run_process(task, steps, cores, parallel):
@@ -141,8 +139,10 @@ def test_sizes_double_on_a_cpu_once_or_up_to_the_limit_and_the_training_set(
         return dict(row=row(task.batch_size), cores=cores, processes=cores, precision="fp32", samples=200)
 
     monkeypatch.setattr(measuring, "_run_process", run_process)
+    env = dataclasses.replace(detect({}), accelerator=accelerator)
+    monkeypatch.setattr(measuring.environment, "detect", lambda: env)
     task = MNIST(dataset_dir=digits, batch_size=batch_size)
-    compare.measure_here(task, cores=2, max_batch=max_batch, log=messages.append)
+    compare.measure_here(task, cores=2, log=messages.append)
     assert found == tried and f"batch {2 * tried[-1]}: not tried" in messages[-1]
 
 

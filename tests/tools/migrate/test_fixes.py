@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.tools.migrate.helpers import written
+from tests.tools.migrate.helpers import examine, written
 from tpukit import cli
 from tpukit.tools import migrate as tool
 
@@ -33,7 +33,7 @@ def test_the_fixed_example_trains_on_the_xla_device_and_saves_what_a_cpu_loads(x
     state = torch.load(tmp_path / "digits.pt", weights_only=True)
     assert {value.device.type for value in state.values()} == {"cpu"}
     # Once fixed, nothing is left to fix.
-    assert tool.examine(path)[1] == path.read_text()
+    assert examine(path)[1] == path.read_text()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_fixed_example_trains_on_the_xla_device_and_saves_what_a_cpu_loads(x
     ],
 )
 def test_a_fixed_device_is_that_of_xla(code, xla, tmp_path):
-    _, fixed = tool.examine(written(tmp_path, f"import torch\n{code}\n"))
+    _, fixed = examine(written(tmp_path, f"import torch\n{code}\n"))
     names = {}
     exec(fixed, names)
     assert names["x"].device.type == "xla"
@@ -58,7 +58,7 @@ def test_a_fixed_device_is_that_of_xla(code, xla, tmp_path):
 @pytest.mark.parametrize("place", ["Trainer(accelerator={})", "parser.add_argument('--device', default={})"])
 def test_a_word_that_no_device_can_replace_is_found_and_left(place, tmp_path):
     code = "import torch\n" + place.format("'cuda' if torch.cuda.is_available() else 'cpu'") + "\n"
-    findings, fixed = tool.examine(written(tmp_path, code))
+    findings, fixed = examine(written(tmp_path, code))
     assert [f.rule for f in findings] == ["cuda"] and fixed == code
 
 
@@ -70,7 +70,7 @@ def test_a_launched_script_gets_the_gradient_sum_and_todays_names(tmp_path):
         "        lose(model(x), y).backward()\n        optimizer.step()\n        xm.mark_step()\n\n\n"
         "xmp.spawn(train, args=(), nprocs=8, start_method='fork')\n"
     )
-    _, fixed = tool.examine(written(tmp_path, code))
+    _, fixed = examine(written(tmp_path, code))
     assert "torch_xla.core.xla_model.optimizer_step(optimizer)\n        torch_xla.sync()" in fixed
     assert "device = torch_xla.device()" in fixed and "nprocs=None" in fixed
     assert "import torch_xla\n" in fixed
@@ -88,7 +88,7 @@ def test_a_launched_script_gets_the_gradient_sum_and_todays_names(tmp_path):
 )
 def test_an_import_that_a_fix_needs_stands_where_it_holds(above, tmp_path):
     above = above.replace("\\n", "\n")
-    _, fixed = tool.examine(written(tmp_path, above + "x = x.to('cuda')\n"))
+    _, fixed = examine(written(tmp_path, above + "x = x.to('cuda')\n"))
     tree = ast.parse(fixed)
     names = [[alias.name for alias in node.names] for node in tree.body if isinstance(node, ast.Import)]
     assert ["torch_xla"] in names and ast.get_docstring(tree) == ast.get_docstring(ast.parse(above))

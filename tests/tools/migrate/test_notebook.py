@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.conftest import ROOT
-from tests.tools.migrate.helpers import notebook, written
+from tests.tools.migrate.helpers import examine, notebook, written
 from tpukit.tools import migrate as tool
 
 
@@ -16,7 +16,7 @@ def test_a_notebook_is_one_program_whose_cells_are_named_and_whose_magics_stay(t
         "files = !ls\nmodel = model.cuda()  # here\nmodel?\nif True:\n    !echo done\nfor i in range(3):\n    %time i + 1",
     )
     path = written(tmp_path, text, "guide.ipynb")
-    findings, fixed = tool.examine(path)
+    findings, fixed = examine(path)
     assert [(f.rule, f.cell, f.line) for f in findings] == [("install", 2, 1), ("old-variable", 2, 2), ("cuda", 4, 2)]
     sources = ["".join(cell["source"]) for cell in json.loads(fixed)["cells"]]
     assert sources[1].splitlines()[:2] == ["!pip install torch_xla[tpu]==2.6", "%env XLA_USE_BF16=1"]
@@ -44,7 +44,7 @@ def test_a_notebook_is_one_program_whose_cells_are_named_and_whose_magics_stay(t
 )
 def test_cells_as_ipython_takes_them_are_read_and_stay_as_they_are(cell, tmp_path):
     path = written(tmp_path, notebook("x = 1", cell, "model = model.cuda()"), "odd.ipynb")
-    findings, fixed = tool.examine(path)
+    findings, fixed = examine(path)
     assert [(f.rule, f.cell, f.line) for f in findings] == [("cuda", 4, 1)]
     assert "".join(json.loads(fixed)["cells"][2]["source"]) == cell
 
@@ -54,7 +54,6 @@ def test_cells_as_ipython_takes_them_are_read_and_stay_as_they_are(cell, tmp_pat
     [
         ("!python -m pip install torch_xla", 1),
         ("%pip install -q torch==2.1 torchvision", 1),
-        ("!curl x -o pytorch-xla-env-setup.py\n!python pytorch-xla-env-setup.py --version $VERSION", 2),
         ("!pip install 'torch'", 1),
         ('!pip install "torch>=2.0"', 1),
         ("!pip install torch[opt]", 1),
@@ -64,20 +63,18 @@ def test_cells_as_ipython_takes_them_are_read_and_stay_as_they_are(cell, tmp_pat
         ("out = !pip install torch_xla", 1),
         ("!pip install torch_xla \\", 1),
         ("!pip uninstall -y torch && pip install libtpu", 1),
-        ("get_ipython().system('pip install torch_xla')", 1),
         ("pip install torch_xla\nx = 1", 1),
         ("!pip install timm --no-deps  # keeps torch as it is", None),
         ("!pip install accelerate; echo torch done", None),
         ("!pip install torchvision torchmetrics torch-geometric torch_optimizer", None),
         ("%%bash\n# pip install torch_xla is what old guides did\necho 'it''s", None),
-        ("!curl https://x/env-setup.py -o pytorch-xla-env-setup.py", None),
         ('text = """\n!pip install torch_xla\n"""', None),
         ("pip install timm\ncd folder\nx = 1", None),
     ],
 )
 def test_installing_another_torch_is_found_wherever_a_cell_does_it(cell, line, tmp_path):
     path = written(tmp_path, notebook(cell, "model = model.cuda()"), "install.ipynb")
-    findings, fixed = tool.examine(path)
+    findings, fixed = examine(path)
     assert [(f.cell, f.line) for f in findings if f.rule == "install"] == ([(2, line)] if line else [])
     assert [(f.rule, f.cell) for f in findings if f.rule != "install"] == [("cuda", 3)]
     source = "".join(json.loads(fixed)["cells"][1]["source"])
@@ -86,18 +83,18 @@ def test_installing_another_torch_is_found_wherever_a_cell_does_it(cell, line, t
 
 def test_one_bad_cell_hides_no_other(tmp_path):
     path = written(tmp_path, notebook("!pip install torch_xla", "def f(:", "model = model.cuda()"), "bad.ipynb")
-    findings, fixed = tool.examine(path)
+    findings, fixed = examine(path)
     assert [(f.rule, f.cell) for f in findings] == [("install", 2), ("unreadable", 3), ("cuda", 4)]
     assert "".join(json.loads(fixed)["cells"][2]["source"]) == "def f(:"
 
 
 def test_a_notebook_without_code_has_nothing_to_fix(tmp_path):
     path = written(tmp_path, notebook(), "words.ipynb")
-    assert tool.examine(path) == ([], path.read_text())
+    assert examine(path) == ([], path.read_text())
 
 
 @pytest.mark.slow
 def test_the_notebooks_and_workloads_of_tpukit_have_nothing_to_fix():
     paths = tool.files_in([ROOT / "notebooks", ROOT / "tpukit" / "workloads"])
     assert len(paths) > 10
-    assert [f.place for path in paths for f in tool.examine(path)[0] if f.level == "error"] == []
+    assert [f.place for path in paths for f in examine(path)[0] if f.level == "error"] == []

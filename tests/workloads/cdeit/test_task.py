@@ -6,8 +6,7 @@ import torch
 
 from tests.conftest import best_weights, checkpoint, exact, same
 from tests.workloads.cdeit.small import SMALL, task_of
-from tpukit import CDEIT, Run, TpukitError, detect, train
-from tpukit.tools.try_model import try_model
+from tpukit import CDEIT, Run, TpukitError, train
 from tpukit.training.evaluation import test as score_run  # under its own name pytest would run it
 from tpukit.workloads.cdeit import simulator
 
@@ -187,11 +186,3 @@ def test_the_best_score_is_dropped_when_another_set_is_scored(tank, uef2017, tmp
     scores = run.records("evaluation")[-1]["scores"]
     state = checkpoint(run)["state"]
     assert state["best"] == scores["cc"] and state["best_on"].startswith("uef2017")
-
-
-def test_doctor_says_how_far_half_precision_moves_the_model(cpu):
-    env = detect({}, "/nowhere")
-    checks = try_model(CDEIT(**SMALL), env)
-    assert [c.what for c in checks] == ["cdeit in fp32", "cdeit in bf16"] and {c.level for c in checks} == {"ok"}
-    moved = float(checks[1].found.split("changes by ")[1].split("%")[0])
-    assert 0.01 < moved < 5

@@ -12,7 +12,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.launching.launcher import launch
 from tpukit.launching.supervisor import end_with_parent
 from tpukit.runs.run import Run
-from tpukit.tools.compare.measuring import ERROR_PREFIX, measure
+from tpukit.tools.compare.measuring import measure
 from tpukit.training.task import from_request
 
 end_with_parent(os.getppid())
@@ -23,8 +23,8 @@ try:
     run.echo = False
     function = functools.partial(measure, steps=request["steps"], started=request["started"])
     result = launch(function, task, run, cores=request["cores"], parallel=request["parallel"])
-    files.write_atomic(folder / "result.json", json.dumps(result))
 except TpukitError as error:
-    sys.exit(f"{ERROR_PREFIX}{error}")
+    result = dict(error=str(error))
 except KeyboardInterrupt:
     sys.exit(128 + signal.SIGINT)
+files.write_atomic(folder / "result.json", json.dumps(result))

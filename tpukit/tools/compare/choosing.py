@@ -4,12 +4,13 @@ import dataclasses
 import math
 
 from tpukit.devices.chips import session_chips
-from tpukit.tools.prices import USD_PER_KWH, Price
+from tpukit.tools.prices import Price
 from tpukit.training.task import Workload
 
 WEEK_H = 168.0
 SAVE_EVERY_S = Workload.save_every_s  # the default time between two checkpoints
 ROUNDING_H = 1e-9  # sums of hours are exact to this
+MAX_SESSIONS = 10_000  # a training that needs more of them never ends
 MEASURED, PUBLISHED, BOUND = "measured", "published, not measured", "bound, by the compiler; not measured"
 BASES = (MEASURED, PUBLISHED, BOUND)  # the most trustworthy first
 
@@ -64,38 +65,30 @@ def sessions_needed(train_h, *, start_h=0.0, lost_h=0.0, session_h=None, week_h=
     """(sessions, hours on the machine, hours on the calendar) of a training, or None where it never ends.
 
     Every session starts up for `start_h`. One that is cut off also loses `lost_h`, the work since its last checkpoint. A
-    session lasts at most `session_h`, all sessions of a week at most `week_h`. In closed form, with overhead_h = start_h +
-    lost_h:
-
-        a cut session   trains trained_h = session_h - overhead_h
-        a full week     has floor(week_h / session_h) such sessions, and a shorter one if the rest exceeds overhead_h; together
-                        they last used_h and train week_trained_h = used_h - week_sessions * overhead_h
-        full weeks      weeks = ceil((train_h - lost_h) / week_trained_h) - 1, or 0; what they do not train is rest_h
-        the last week   has 1 + ceil((rest_h - (session_h - start_h)) / trained_h) sessions, whose last one loses nothing
+    session lasts at most `session_h`, all sessions of a week at most `week_h`; what a week has left is not used where it is too
+    short to train.
     """
-    week_h = math.inf if week_h is None or week_h >= WEEK_H else week_h
-    session_h = min(session_h or math.inf, week_h)
-    if start_h + train_h <= session_h + ROUNDING_H:
-        return 1, start_h + train_h, start_h + train_h
-    overhead_h = start_h + lost_h
-    trained_h = session_h - overhead_h
-    if trained_h <= ROUNDING_H:
-        return None
-    weeks = week_sessions = used_h = week_trained_h = 0
-    if week_h < math.inf:
-        week_sessions = math.floor(week_h / session_h + ROUNDING_H)
-        used_h = week_sessions * session_h
-        if week_h - used_h > overhead_h + ROUNDING_H:
-            week_sessions, used_h = week_sessions + 1, week_h
-        week_trained_h = used_h - week_sessions * overhead_h
-        weeks = max(0, math.ceil((train_h - lost_h) / week_trained_h - ROUNDING_H) - 1)
-    rest_h = train_h - weeks * week_trained_h
-    last_sessions = max(1, 1 + math.ceil((rest_h - (session_h - start_h)) / trained_h - ROUNDING_H))
-    last_h = rest_h + last_sessions * start_h + (last_sessions - 1) * lost_h
-    return weeks * week_sessions + last_sessions, weeks * used_h + last_h, weeks * WEEK_H + last_h
+    week_h = WEEK_H if week_h is None else min(week_h, WEEK_H)
+    if week_h == WEEK_H:
+        week_h = math.inf  # one week follows the other without a gap
+    sessions = weeks = 0
+    used_h = week_used_h = trained_h = 0.0
+    while sessions < MAX_SESSIONS:
+        length_h = min(session_h or math.inf, week_h - week_used_h)
+        needed_h = start_h + train_h - trained_h
+        if needed_h <= length_h + ROUNDING_H:
+            return sessions + 1, used_h + needed_h, weeks * WEEK_H + week_used_h + needed_h
+        if length_h > start_h + lost_h + ROUNDING_H:
+            sessions, used_h, week_used_h = sessions + 1, used_h + length_h, week_used_h + length_h
+            trained_h += length_h - start_h - lost_h
+        elif week_used_h:
+            weeks, week_used_h = weeks + 1, 0.0
+        else:
+            return None
+    return None
 
 
-def choose(estimates, prices, *, epochs, deadline_h=None, budget_usd=None, usd_per_kwh=USD_PER_KWH, spot=False):
+def choose(estimates, prices, *, epochs, deadline_h=None, budget_usd=None, spot=False):
     """A `Candidate` for every estimate at every place that has its hardware; those that finish first, the cheapest first."""
     found = []
     for estimate in estimates:
@@ -107,7 +100,7 @@ def choose(estimates, prices, *, epochs, deadline_h=None, budget_usd=None, usd_p
                 found.append(Candidate(estimate=estimate, place=price.place, why="never ends within its sessions"))
                 continue
             sessions, machine_h, calendar_h = needed
-            usd_per_hour = price.per_hour(chips=estimate.chips, spot=spot, usd_per_kwh=usd_per_kwh)
+            usd_per_hour = price.per_hour(chips=estimate.chips, spot=spot)
             usd = None if usd_per_hour is None else usd_per_hour * machine_h
             exceeded, unknown = [], []
             if deadline_h is not None and calendar_h > deadline_h:
@@ -142,7 +135,7 @@ def _places(estimate, estimates, prices):
         if place == _without_tier(estimate.place) or not only_own:
             found.append(price)
     if estimate.place and estimate.place not in [price.place for price in found]:
-        found.append(Price(estimate.hardware, estimate.place, None, None, None, None, None, "", "not in the price table"))
+        found.append(Price(estimate.hardware, estimate.place, source="not in the price table"))
     return found
 
 

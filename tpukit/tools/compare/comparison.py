@@ -141,7 +141,6 @@ def compare(
     prices=None,
     deadline_h=None,
     budget_usd=None,
-    usd_per_kwh=price_table.USD_PER_KWH,
     spot=False,
 ):
     """Merge measurements of one recipe, the published figures and plans into a `Comparison`.
@@ -152,7 +151,8 @@ def compare(
     """
     if epochs < 1 or images is not None and images < 1:
         raise TpukitError(f"epochs={epochs}, images={images}: each must be 1 or more")
-    for name, limit in dict(deadline_h=deadline_h, budget_usd=budget_usd, usd_per_kwh=usd_per_kwh).items():
+    limits = dict(deadline_h=deadline_h, budget_usd=budget_usd)
+    for name, limit in limits.items():
         if limit is not None and not 0 <= limit < math.inf:
             raise TpukitError(f"{name}={limit}: it must be zero or more")
     measurements = list(measurements)
@@ -181,8 +181,7 @@ def compare(
             "`tpukit compare` without files shows them."
         )
     prices = price_table.read() if prices is None else prices
-    limits = dict(deadline_h=deadline_h, budget_usd=budget_usd)
-    candidates = choose(estimates, prices, epochs=epochs, usd_per_kwh=usd_per_kwh, spot=spot, **limits)
+    candidates = choose(estimates, prices, epochs=epochs, spot=spot, **limits)
     notes += _notes(measurements, images, estimates, candidates, prices)
     return Comparison(workload, epochs, images, deadline_h, budget_usd, measurements, list(plans), estimates, candidates, notes)
 
@@ -276,5 +275,4 @@ def _format_hours(hours):
 def _format_usd(usd):
     if usd is None:
         return "not known"
-    # No dollar sign: two of them are a formula in notebooks.
-    return f"{usd:.2f} USD" if usd >= 0.01 or usd == 0 else f"{usd:.4f} USD"
+    return f"{usd:.2f} USD"  # no dollar sign: two of them are a formula in notebooks

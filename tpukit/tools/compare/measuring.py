@@ -5,12 +5,9 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import re
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,14 +15,14 @@ from pathlib import Path
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB
+from tpukit.tools.child import last_line, run_python
 from tpukit.tools.compare.measurement import build_measurement, check_writable, default_cores, rate
 from tpukit.training.task import to_request
 
 ROUNDS = 5  # of timed steps; each ends with a metric sync, as an interval of a training does
 WARM_UP = 4  # steps between the first and the timed ones: torch_xla checks them for recompilations, and they are slower
-MAX_BATCH = 1024  # where doubling ends; on a CPU, which gains little from a large batch, after one doubling
+MAX_BATCH = 1024  # where doubling ends; a CPU, which gains little from a large batch, doubles once
 SYNTHETIC_IMAGES = {"mshnet": 640}  # where there is no dataset: enough for large batches
-ERROR_PREFIX = "tpukit error: "  # what `__main__` writes before a TpukitError
 TOO_LARGE = re.compile(
     r"does not fit into the device's memory|RESOURCE_EXHAUSTED|out of memory|can.t allocate memory|bad_alloc|MemoryError"
     r"|the host's memory was full",
@@ -42,68 +39,51 @@ def measure(task, run, *, runtime=None, steps=20, started=None):
     What runs is a training without its evaluations and checkpoints. A phased loss is timed in its last phase. steps: timed
     ones, in `ROUNDS` rounds. started: `time.time()` at which the session began; by default now. Returns a dict on every rank.
     """
-    started = started or time.time()
-    with _open_training(task, run, runtime) as (runtime, samples, take_step, sync):
-
-        def timed(count):
-            """(seconds per step with the sync after them, seconds per step of waiting for the batch)."""
-            began = time.perf_counter()
-            waited = sum(take_step() for _ in range(count))
-            sync()
-            return (time.perf_counter() - began) / count, waited / count
-
-        first_step_s, _ = timed(1)
-        start_s = time.time() - started
-        timed(WARM_UP)
-        compiled, _ = runtime.compilations()
-        per_round = math.ceil(steps / ROUNDS)
-        rounds = [timed(per_round) for _ in range(math.ceil(steps / per_round))]
-        step_ms = [1e3 * step_s for step_s, _ in rounds]
-        row = dict(
-            batch_size=task.batch_size,
-            fits=True,
-            first_step_s=round(first_step_s, 3),
-            start_s=round(start_s, 3),
-            step_ms=round(statistics.median(step_ms), 3),
-            step_ms_low=round(min(step_ms), 3),
-            step_ms_high=round(max(step_ms), 3),
-            wait_ms=round(1e3 * statistics.mean(wait_s for _, wait_s in rounds), 3),
-            timed_steps=len(rounds) * per_round,
-            compiled_late=runtime.compilations()[0] - compiled,
-            **_peak_memory(runtime),
-        )
-        about = dict(device=str(runtime), cores=runtime.cores, processes=runtime.world.size, precision=runtime.precision)
-        return dict(row=row, **about, samples=len(samples))
-
-
-@contextlib.contextmanager
-def _open_training(task, run, runtime):
-    """(runtime, training set, take_step, sync) of a training without an end: all calls into the training loop are here.
-
-    take_step() takes one step, and returns the seconds in which it waited for its batch. sync() waits for the device; a core
-    that was asked to stop exits there.
-    """
     from tpukit.runs.signals import StopSignal
     from tpukit.training.loop import Trainer
 
+    started = started or time.time()
     with StopSignal() as stop, environment.explain_known_errors():
         trainer = Trainer(task, run, runtime, stop)
         trainer.model.train()
-        trainer.runtime.heartbeat(0)
+        runtime = trainer.runtime
+        runtime.heartbeat(0)
         with contextlib.closing(trainer.endless_batches()) as batches:
 
-            def take_step():
-                asked = time.perf_counter()
-                batch = next(batches)
-                waited_s = time.perf_counter() - asked
-                trainer.take_step(batch, task.epochs)
-                return waited_s
-
-            def sync():
+            def timed(count):
+                """(seconds per step with the sync after them, seconds per step of waiting for the batch)."""
+                began, waited_s = time.perf_counter(), 0.0
+                for _ in range(count):
+                    asked = time.perf_counter()
+                    batch = next(batches)
+                    waited_s += time.perf_counter() - asked
+                    trainer.take_step(batch, task.epochs)
                 trainer.sync()
                 stop.check()
+                return (time.perf_counter() - began) / count, waited_s / count
 
-            yield trainer.runtime, trainer.data, take_step, sync
+            first_step_s, _ = timed(1)
+            start_s = time.time() - started
+            timed(WARM_UP)
+            compiled, _ = runtime.compilations()
+            per_round = math.ceil(steps / ROUNDS)
+            rounds = [timed(per_round) for _ in range(math.ceil(steps / per_round))]
+            step_ms = [1e3 * step_s for step_s, _ in rounds]
+            row = dict(
+                batch_size=task.batch_size,
+                fits=True,
+                first_step_s=round(first_step_s, 3),
+                start_s=round(start_s, 3),
+                step_ms=round(statistics.median(step_ms), 3),
+                step_ms_low=round(min(step_ms), 3),
+                step_ms_high=round(max(step_ms), 3),
+                wait_ms=round(1e3 * statistics.mean(wait_s for _, wait_s in rounds), 3),
+                timed_steps=len(rounds) * per_round,
+                compiled_late=runtime.compilations()[0] - compiled,
+                **_peak_memory(runtime),
+            )
+    about = dict(device=str(runtime), cores=runtime.cores, processes=runtime.world.size, precision=runtime.precision)
+    return dict(row=row, **about, samples=len(trainer.data))
 
 
 def _peak_memory(runtime):
@@ -128,11 +108,11 @@ def peak_host_bytes():
 # From the notebook or the shell
 
 
-def measure_here(task, *, batch_sizes=None, steps=20, cores=None, parallel="processes", max_batch=None, out=None, log=print):
+def measure_here(task, *, batch_sizes=None, steps=20, cores=None, parallel="processes", out=None, log=print):
     """Measure a task on this machine, at several batch sizes, each in a process of its own. Returns a `Measurement`.
 
-    batch_sizes: global ones; otherwise they double from the task's own until a step does not fit, or `max_batch` or the
-    training set ends it. out: the JSON file, which is written after every size, so that an interrupt keeps what is there.
+    batch_sizes: global ones; otherwise they double from the task's own until a step does not fit, or MAX_BATCH or the training
+    set ends it. out: the JSON file, which is written after every size, so that an interrupt keeps what is there.
     Raises TpukitError where nothing could be measured, saying why.
     """
     if steps < 1:
@@ -147,13 +127,13 @@ def measure_here(task, *, batch_sizes=None, steps=20, cores=None, parallel="proc
     env = environment.detect()
     count = cores or default_cores(env)
     first = math.ceil(task.batch_size / count) * count
-    max_batch = max_batch or (2 * first if env.accelerator in ("cpu", "xla") else MAX_BATCH)
+    max_batch = 2 * first if env.accelerator in ("cpu", "xla") else MAX_BATCH
     sizes = dict.fromkeys(batch_sizes) if batch_sizes else (first * 2**n for n in itertools.count())
     rows, measured = [], None
     for size in sizes:
         limit = min(max_batch, measured["samples"]) if measured else size
         if size > limit and not batch_sizes:
-            log(f"batch {size}: not tried, because doubling ends at {limit}, the smaller of --max-batch and the training set")
+            log(f"batch {size}: not tried, because doubling ends at {limit}: --batch-sizes tries others")
             break
         log(f"batch {size}: measuring in a process of its own")
         found = _run_process(dataclasses.replace(task, batch_size=size), steps, cores, parallel)
@@ -185,22 +165,19 @@ def _run_process(task, steps, cores, parallel):
 
     Fresh, because a memory error, the one opening of an XLA device and a peak of memory are the whole process's.
     """
-    request, variables = to_request(task)
-    request |= dict(steps=steps, cores=cores, parallel=parallel, started=time.time())
+    request = to_request(task) | dict(steps=steps, cores=cores, parallel=parallel, started=time.time())
     with tempfile.TemporaryDirectory(prefix="tpukit-compare-") as folder:
-        command = [sys.executable, "-P", "-m", "tpukit.tools.compare", folder]
-        environ = {**os.environ, **variables}
-        ran = subprocess.run(command, input=json.dumps(request), env=environ, capture_output=True, text=True)
+        ran = run_python("-m", "tpukit.tools.compare", folder, text=json.dumps(request))
         result = Path(folder) / "result.json"
-        if ran.returncode == 0 and result.exists():
-            return json.loads(result.read_text())
+        answer = json.loads(result.read_text()) if result.exists() else {}
+    if "row" in answer:
+        return answer
     if ran.returncode in (-signal.SIGINT, 128 + signal.SIGINT):
         raise KeyboardInterrupt
-    lines = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}, without a message"]
-    why = next((line.strip()[:300] for line in lines if TOO_LARGE.search(line)), None)
+    error = answer.get("error") or last_line(ran)
+    why = next((line.strip()[:300] for line in (ran.stderr + error).splitlines() if TOO_LARGE.search(line)), None)
     if ran.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
         why = "the process was killed, most likely because this machine's memory was full"
     if why is None:
-        why = ran.stderr.partition(ERROR_PREFIX)[2].strip() or lines[-1]
-        raise TpukitError(f"batch {task.batch_size} of {task.name} could not be measured: {why}")
+        raise TpukitError(f"batch {task.batch_size} of {task.name} could not be measured: {error}")
     return dict(batch_size=task.batch_size, fits=False, why=why)

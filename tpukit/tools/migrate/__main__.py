@@ -1,29 +1,60 @@
-"""The process that checks files: see isolated.py."""
+"""The process that checks files, with limits of time and memory: a file that crashes the parser costs its own finding alone.
 
+The paths come on stdin as JSON; findings and fixed text go to stdout, a line of JSON for each file.
+"""
+
+import contextlib
 import dataclasses
+import json
+import signal
+import sys
 
 import libcst
 
-from tpukit.tools.migrate import isolated
+from tpukit.host.errors import first_line
+from tpukit.host.tables import GIB
 from tpukit.tools.migrate.checker import Checker, check_magic
 from tpukit.tools.migrate.files import read
 from tpukit.tools.migrate.notebook import Notebook
 from tpukit.tools.migrate.rules import Finding
 
+MEMORY_LIMIT = 4 * GIB
+
+
+def main(seconds):
+    with contextlib.suppress(ImportError, OSError, ValueError):  # on Windows; where a stricter limit holds already
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    alarm = getattr(signal, "alarm", lambda seconds: None)  # Windows has none
+    for path in json.load(sys.stdin):
+        alarm(seconds)  # it ends this process, also where the one that asked is gone
+        findings, fixed = check_safely(path)
+        alarm(0)
+        rows = [dataclasses.asdict(finding) for finding in sorted(set(findings))]
+        print(json.dumps(dict(findings=rows, fixed=fixed)), flush=True)
+
+
+def check_safely(path):
+    """(findings, fixed text) of a file; whatever it did to a parser is a finding."""
+    try:
+        return check(path)
+    except RecursionError:
+        reason = "nested too deeply"
+    except MemoryError:
+        reason = f"needs more than {MEMORY_LIMIT // GIB} GiB of memory"
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    return [unreadable(path, reason)], ""
+
 
 def check(path):
-    """(findings as dicts, fixed text) of a file."""
     try:
         text = read(path)
     except (UnicodeError, LookupError, SyntaxError):
-        findings, fixed = [unreadable(path, "not text in UTF-8, nor in the encoding that its first lines name")], ""
-    else:
-        findings, fixed = check_notebook(path, text) if path.endswith(".ipynb") else check_script(path, text)
-    return [dataclasses.asdict(finding) for finding in sorted(set(findings))], fixed
-
-
-def unreadable(path, reason, cell=0, line=1, column=1):
-    return Finding(path, cell, line, column, "unreadable", reason)
+        return [unreadable(path, "not text in UTF-8, nor in the encoding that its first lines name")], ""
+    return check_notebook(path, text) if path.endswith(".ipynb") else check_script(path, text)
 
 
 def check_script(path, text):
@@ -46,5 +77,9 @@ def check_notebook(path, text):
     return findings, notebook.with_code(checker.fixed())
 
 
+def unreadable(path, reason, cell=0, line=1, column=1):
+    return Finding(path, cell, line, column, "unreadable", reason)
+
+
 if __name__ == "__main__":
-    isolated.serve(check)
+    main(int(sys.argv[1]))

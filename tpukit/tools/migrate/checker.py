@@ -31,7 +31,6 @@ SCALERS = {"torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.cuda.amp.
 DATA_LOADERS = {"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"}
 OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler|swa_utils)")
 PARALLEL = re.compile(r"torch\.nn\.(parallel\.)?(DataParallel|DistributedDataParallel)")
-CUDA_TENSOR = re.compile(r"torch\.cuda\.\w+Tensor")
 HARMLESS_CUDA = re.compile(r"torch\.cuda\.(manual_seed|empty_cache|amp\.)")  # without CUDA they do nothing
 DYNAMIC = {"nonzero", "masked_select", "unique", "argwhere", "unique_consecutive"}
 OPENS_DEVICE = {
@@ -50,11 +49,9 @@ SHOWS = {f"builtins.{name}" for name in ("print", "float", "int", "bool", "str",
 SHOWING_METHODS = {"debug", "info", "warning", "error", "set_postfix", "set_postfix_str", "set_description", "add_scalar"}
 # Rules that code which runs only on CUDA cannot break.
 NOT_ON_CUDA = {"cuda", "cuda-check", "fp16", "data-parallel", "torch-compile"}
-MODELS = re.compile(r"(^|_)(model|net|network|encoder|decoder|generator|discriminator|unet|backbone)\d*$", re.IGNORECASE)
-NO_MODELS = re.compile(r"optim|sched|scaler|sampler|loader", re.IGNORECASE)
-ENV_SETUP = "pytorch-xla-env-setup.py"  # of old guides; it installs both
+MODELS = re.compile(r"(^|_)(model|net|network|encoder|decoder|generator|discriminator|unet|backbone|module)\d*$", re.IGNORECASE)
 # A shell's command that installs packages, and those among them whose versions the image has matched to one another.
-INSTALL = re.compile(r"\b(pip[\d.]*|conda|mamba)\s(.*\s)?install\s+(?P<packages>.*)|\bpython\S*\s.*" + ENV_SETUP)
+INSTALL = re.compile(r"\b(pip[\d.]*|conda|mamba)\s(.*\s)?install\s+(?P<packages>.*)")
 MATCHED = re.compile(r"(py)?torch([\[=<>~!@ ].*)?|(torch[-_]xla|libtpu)\b.*|.*/(torch|torch_xla|libtpu)-.*\.whl", re.IGNORECASE)
 ENVIRONMENT = re.compile(r"%(?:set_)?env\s+(\w+)")
 ALL_RULES = "all rules"
@@ -75,8 +72,7 @@ def installs_torch(line):
     for command in re.split(r"[;&|]+\s", without_comment):
         found = INSTALL.search(command)
         if found and "echo " not in command:
-            packages = (found["packages"] or "").split()
-            if ENV_SETUP in command or any(MATCHED.fullmatch(package.strip("'\"")) for package in packages):
+            if any(MATCHED.fullmatch(package.strip("'\"")) for package in found["packages"].split()):
                 return True
     return False
 
@@ -171,9 +167,7 @@ class Checker(cst.CSTVisitor):
 
     def visit_Attribute(self, node):
         name, parent = self.source.name(node), self.source.parents[node]
-        if CUDA_TENSOR.fullmatch(name) and not isinstance(parent, cst.Call):
-            self.report(node, "cuda")
-        elif name in ("torch.float16", "torch.half"):
+        if name in ("torch.float16", "torch.half"):
             if not isinstance(parent, (cst.DictElement, cst.Comparison, cst.ComparisonTarget)):  # only named there
                 self.report(node, "fp16", replace="torch.bfloat16", imports="torch")
         elif node.attr.value == "half" and m.matches(parent, m.Call(args=[])):
@@ -236,7 +230,6 @@ class Checker(cst.CSTVisitor):
         self.check_old_function(node, name)
         self.check_data_loader(node, name)
         self.check_save(node, name)
-        self.check_install(node, name)
         self.check_early_device(node, name)
         self.check_read(node, name)
         self.check_dynamic_function(node, name)
@@ -299,31 +292,17 @@ class Checker(cst.CSTVisitor):
             self.report(call, "ragged-batch")
 
     def check_save(self, call, name):
-        """`torch.save(model.state_dict(), path)`; `xm.save` under a test of the rank."""
-        if name == f"{XM}.save":
-            tests = [self.source.code(outer.test) for outer in self.source.ancestors(call) if isinstance(outer, cst.If)]
-            if re.search(r"ordinal|rank|master", " ".join(tests)):
-                self.report(call, "save-on-one", "xm.save on one core only")
-        elif name == "torch.save" and call.args:
-            saved = call.args[0].value
-            for value in self.source.assigned.get(saved.value, []) if isinstance(saved, cst.Name) else [saved]:
-                if not re.search(r"\.cpu\(\)|\.to\(['\"]cpu['\"]\)", self.source.code(value)):
-                    self._check_states(value, fixable=value is saved)
-
-    def _check_states(self, value, fixable):
-        for state in m.findall(value, m.Call(func=m.Attribute(attr=m.Name("state_dict")), args=[])):
-            owner = last_name(state.func.value)
-            copies = f"{{name: value.cpu() for name, value in {self.source.code(state)}.items()}}"
-            if not NO_MODELS.search(owner):
-                self.report(state, "save", replace=copies if fixable and MODELS.search(owner) else "")
-
-    def check_install(self, call, name):
-        """`os.system("pip install torch_xla")`"""
-        if name.startswith(("os.system", "subprocess.")) or method_of(call) == "system":
-            strings = m.findall(call, m.SimpleString() | m.FormattedStringText())
-            command = " ".join(str(s.evaluated_value if isinstance(s, cst.SimpleString) else s.value) for s in strings)
-            if installs_torch(command):
-                self.report(call, "install")
+        """`torch.save(model.state_dict(), path)`"""
+        if name != "torch.save" or not call.args:
+            return
+        saved = call.args[0].value
+        for value in self.source.assigned.get(saved.value, []) if isinstance(saved, cst.Name) else [saved]:
+            if re.search(r"\.cpu\(\)|\.to\(['\"]cpu['\"]\)", self.source.code(value)):
+                continue
+            for state in m.findall(value, m.Call(func=m.Attribute(attr=m.Name("state_dict")), args=[])):
+                copies = f"{{name: value.cpu() for name, value in {self.source.code(state)}.items()}}"
+                if MODELS.search(last_name(state.func.value)):
+                    self.report(state, "save", replace=copies if value is saved else "")
 
     def check_early_device(self, call, name):
         """A call that opens the device surely before a launch: at the top of the module, or in a block around the launch."""

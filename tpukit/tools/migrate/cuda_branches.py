@@ -62,11 +62,10 @@ class CudaBranches:
         return bool(MENTIONS_XLA.search(others))
 
     def is_harmless(self, check):
-        """Whether only flags, seeds or memory figures of CUDA depend on a check."""
+        """Whether a check decides about flags, seeds or memory figures of CUDA alone."""
         condition = self.source.parents[check]
-        if not isinstance(condition, (cst.If, cst.IfExp)) or condition.test is not check:
-            return False
-        if isinstance(condition, cst.If) and condition.orelse is not None:
+        has_else = isinstance(condition, cst.If) and condition.orelse is not None
+        if not isinstance(condition, (cst.If, cst.IfExp)) or condition.test is not check or has_else:
             return False
         lines = [line.strip() for line in self.source.code(condition.body).splitlines()]
         return all(HARMLESS.match(line) for line in lines if line)

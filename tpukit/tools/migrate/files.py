@@ -1,45 +1,65 @@
-"""The files that are checked: found, read and written in their own encodings."""
+"""The files that are checked: found, checked in a process of their own, and rewritten in their own encodings."""
 
 import difflib
 import io
+import json
 import os
+import signal
 import tokenize
 from pathlib import Path
 
 from tpukit.host.errors import TpukitError
 from tpukit.host.files import copy_atomic, write_atomic
 from tpukit.host.tables import printable
+from tpukit.tools.child import run_python
+from tpukit.tools.migrate.rules import Finding
 
 KINDS = (".py", ".ipynb")
+TIME_LIMIT_S = 60  # for one file; one of 3500 lines takes about 10
 
 
 def files_in(paths):
-    """The files that some paths name; of folders the .py and .ipynb files in them. Raises TpukitError where there are none."""
+    """The files that some paths name; of folders the .py and .ipynb files in them. Raises TpukitError for anything else."""
     found = []
     for path in map(Path, paths):
         if path.is_dir():
             inside = [p for p in sorted(path.rglob("*")) if p.suffix in KINDS and p.is_file()]
             found += [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-        else:
+        elif path.suffix in KINDS and path.is_file():
             found.append(path)
+        else:
+            raise TpukitError(f"{path} is not a .py or .ipynb file, nor a folder of them, that exists")
     if not found:
         raise TpukitError(f"no .py or .ipynb files in {', '.join(map(str, paths)) or 'nothing'}")
     return found
 
 
-def read(path):
-    """A file's text with its line ends as they are.
+def examine(path):
+    """(findings, fixed text) of a .py or .ipynb file; one that cannot be read gives a finding, too. Writes nothing."""
+    return next(examine_all([path]))
 
-    Raises TpukitError for a file that cannot be opened or is of another kind, UnicodeError, LookupError or SyntaxError for one
-    that is not text.
-    """
-    path = Path(path)
-    if path.suffix not in KINDS:
-        raise TpukitError(f"{path} is neither a script nor a notebook: give .py or .ipynb files, or folders of them")
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TpukitError(f"{path} cannot be read ({error.strerror}): give .py or .ipynb files, or folders of them") from error
+
+def examine_all(paths):
+    """Yield what `examine` returns of each file. One process checks them; where a file ends it, another checks the rest."""
+    rest = list(map(str, paths))
+    while rest:
+        ran = run_python("-m", "tpukit.tools.migrate", TIME_LIMIT_S, text=json.dumps(rest))
+        for line in ran.stdout.splitlines():
+            answer = json.loads(line)
+            yield [Finding(**finding) for finding in answer["findings"]], answer["fixed"]
+            rest.pop(0)
+        if rest:
+            yield [Finding(rest.pop(0), 0, 1, 1, "unreadable", _describe_end(ran.returncode))], ""
+
+
+def _describe_end(code):
+    cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"not read within {TIME_LIMIT_S} s" if cause == "SIGALRM" else f"it crashes the parser ({cause})"
+
+
+def read(path):
+    """A file's text with its line ends as they are. Raises UnicodeError, LookupError or SyntaxError where it is not text."""
+    data = Path(path).read_bytes()
     text = data.decode(_encoding(data))
     text.encode()  # some encodings give halves of characters
     return text

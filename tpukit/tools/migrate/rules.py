@@ -1,9 +1,11 @@
-"""The rules: code, level and message of each; and what a finding is."""
+"""The rules: code, level and message of each; what a finding is; and findings as text, as a table and as JSON."""
 
 import dataclasses
+import json
 import typing
 
 from tpukit.host import environment
+from tpukit.host.tables import Table, printable
 
 
 class Rule(typing.NamedTuple):
@@ -26,7 +28,6 @@ RULES = {
     "ragged-batch": Rule("warning", "a last batch of another size recompiles the step: pass drop_last=True"),
     "dynamic-shape": Rule("error", "the shape of the result depends on the data: use torch.where, or multiply by the mask"),
     "save": Rule("warning", "tensors on a TPU are saved as such and load only there: save CPU copies"),
-    "save-on-one": Rule("error", "hangs: every core must call xm.save, which writes on one of them"),
     "optimizer-first": Rule(
         "error", "moving a model to XLA creates new parameters, and this optimizer keeps the old ones: create it after the move"
     ),
@@ -70,3 +71,33 @@ class Finding:
     def place(self):
         cell = f" cell {self.cell}" if self.cell else ""
         return f"{self.path}{cell}:{self.line}:{self.column}"
+
+
+def as_text(findings):
+    """A line for each finding, and a summary."""
+    lines = [f"{f.place}: {f.level} [{f.rule}] {f.message}{' (--fix)' if f.fixable else ''}" for f in findings]
+    return printable("\n".join([*lines, _summary(findings)]))
+
+
+def as_table(findings):
+    """The findings as a table, for notebooks."""
+    rows = []
+    for f in findings:
+        fix, place = "yes" if f.fixable else "", f.place.rpartition("/")[2]
+        rows.append((place, f.level, f.rule, f.found.replace("`", ""), f.advice or RULES[f.rule].message, fix))
+    return Table(_summary(findings), ("place", "level", "rule", "found", "what to do", "--fix"), rows)
+
+
+def as_json(findings):
+    return json.dumps([dict(dataclasses.asdict(f), level=f.level, message=f.message) for f in findings], indent=1)
+
+
+def _summary(findings):
+    if not findings:
+        return "nothing found that will not work on a TPU"
+    errors, fixable = sum(f.level == "error" for f in findings), sum(f.fixable for f in findings)
+    slow = f"{len(findings) - errors} that will be slow or not what was meant"
+    return f"{errors} that will not work on a TPU, {slow}; --fix fixes {fixable} of them"
+
+
+FORMATS = dict(text=as_text, json=as_json)

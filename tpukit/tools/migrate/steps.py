@@ -18,8 +18,6 @@ HOST_CALLS = re.compile(
     r"(numpy|pandas|math|time|os|random|copy|logging)\.|builtins\.(?!(sum|abs|pow|min|max)$)"
     r"|torch\.(is_tensor|is_floating_point|numel)$"
 )
-BOOLEAN = set("bool eq ne lt le gt ge isnan isinf isfinite isclose logical_and logical_or logical_not logical_xor".split())
-RESHAPING = set("view reshape flatten squeeze unsqueeze to clone detach contiguous".split())
 # Libraries whose `backward(loss)` brings a step of its own.
 OTHER_TRAINERS = re.compile(r"accelerator|fabric|engine|strategy", re.IGNORECASE)
 SCHEDULE = re.compile(
@@ -80,48 +78,39 @@ class Steps:
 
     def is_tensor(self, node, tensors=None):
         """Whether an expression gives a tensor on the device."""
-        tensors = self._tensors_at(node)[0] if tensors is None else tensors
-        return bool(self.values(node) & tensors) or m.matches(node, m.Call(func=m.Name("next")))
+        return bool(self.values(node) & (self._tensors_at(node) if tensors is None else tensors))
 
-    def is_mask(self, node, known=None):
-        """Whether an expression gives a tensor of booleans. known: (names of tensors, names of masks)."""
-        known = known or self._tensors_at(node)
-        tensors, masks = known
+    def is_mask(self, node):
+        """Whether an expression is a comparison of a tensor, or a name of one or of a mask."""
         match node:
             case cst.Name():
-                return node.value in masks
+                compared = [value for value in self.source.assigned.get(node.value, []) if isinstance(value, cst.Comparison)]
+                return any(map(self.is_tensor, compared)) or self.is_tensor(node) and node.value.lower().endswith("mask")
             case cst.Comparison() | cst.UnaryOperation(operator=cst.BitInvert()):
-                return self.is_tensor(node, tensors)
+                return self.is_tensor(node)
             case cst.BinaryOperation(operator=cst.BitAnd() | cst.BitOr() | cst.BitXor()):
-                return self.is_mask(node.left, known) or self.is_mask(node.right, known)
-            case cst.Call(func=cst.Attribute(attr=cst.Name(method))) if method in RESHAPING:
-                return self.is_mask(node.func.value, known)
-            case cst.Call():
-                return last_name(node.func) in BOOLEAN and self.is_tensor(node, tensors)
+                return self.is_mask(node.left) or self.is_mask(node.right)
         return False
 
     def _tensors_at(self, node):
-        """(names of tensors, names of masks) known where a node is."""
-        known = [self.tensors[outer] for outer in self.source.ancestors(node) if outer in self.tensors]
-        return set().union(*(tensors for tensors, _ in known)), set().union(*(masks for _, masks in known))
+        """Names of tensors known where a node is."""
+        return set().union(*(self.tensors[outer] for outer in self.source.ancestors(node) if outer in self.tensors))
 
     def _find_tensors(self, scope):
-        """(names of tensors, names of masks) in a step or a forward method, its assignments followed in their order."""
+        """Names of tensors in a step or a forward method, its assignments followed in their order."""
         tensors = set(self.losses)
         match scope:
             case cst.For():
                 tensors |= self._batch_names(scope)
             case cst.FunctionDef():
                 tensors |= {p.name.value for p in scope.params.params if self._may_be_tensor(p)} - {"self", "cls"}
-        masks = {name for name in tensors if name.lower().endswith("mask")}
         for assignment in m.findall(scope, m.Assign()):
             names = set()
             for target in assignment.targets:
                 if not m.findall(target, m.Attribute() | m.Subscript()):  # x.y = ... and x[i] = ... bind no name
                     names |= names_in(target)
-            masks = masks | names if self.is_mask(assignment.value, (tensors, masks)) else masks - names
             tensors = tensors | names if self.is_tensor(assignment.value, tensors) else tensors - (names - self.losses)
-        return tensors, masks
+        return tensors
 
     def _batch_names(self, loop):
         """The names that a loop gives a batch's parts: not the counter of enumerate() or range()."""

@@ -7,13 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import ROOT
 from tests.tools.migrate.helpers import written
 from tpukit import cli
 from tpukit.tools import migrate as tool
-from tpukit.tools.migrate import isolated
+from tpukit.tools.migrate import files
 
 
 def nested(depth):
@@ -63,41 +61,34 @@ def test_a_hostile_file_is_named_nothing_of_it_is_written_and_the_others_are_rea
 def test_a_file_that_takes_too_long_is_named_and_the_next_one_is_read(tmp_path, monkeypatch):
     endless, good = tmp_path / "endless.py", written(tmp_path, "model.cuda()\n")
     os.mkfifo(endless)  # nobody ever writes into it
-    tool.examine(good)  # so that the start of the process does not count
-    monkeypatch.setattr(isolated, "TIME_LIMIT_S", 1)
-    (found,), fixed = tool.examine(endless)
-    assert found.rule == "unreadable" and "within 1 s" in found.found and fixed == ""
-    monkeypatch.undo()
-    assert [f.rule for f in tool.examine(good)[0]] == ["cuda"]
+    monkeypatch.setattr(files, "TIME_LIMIT_S", 1)
+    answers = tool.examine_all([good, endless, good])
+    assert [[f.rule for f in found] for found, _ in answers] == [["cuda"], ["unreadable"], ["cuda"]]
+    ((found,), fixed) = tool.examine(endless)
+    assert "within 1 s" in found.found and fixed == ""
 
 
-def serve(check, seconds):
-    """A worker whose parent asks one thing and waits without a limit of its own."""
-    program = f"import time\nfrom tpukit.tools.migrate import isolated\nisolated.serve(lambda path: {check})"
-    request = json.dumps([".", "a.py", seconds]) + "\n"
-    return subprocess.run([sys.executable, "-c", program], input=request, capture_output=True, text=True, timeout=60)
+CHECK_INSTEAD = """
+import time
+from tpukit.tools.migrate import __main__ as process
+process.check = lambda path: {check}
+process.main({seconds})
+"""
+
+
+def checked(check, seconds):
+    """What a process that has its own idea of a check answers to a request; nobody waits for it with a limit."""
+    program = CHECK_INSTEAD.format(check=check, seconds=seconds)
+    return subprocess.run([sys.executable, "-c", program], input='["a.py"]', capture_output=True, text=True, timeout=60)
 
 
 def test_a_file_that_takes_too_much_memory_is_named():
-    answer = json.loads(serve("(bytearray(5 * 2**30), '')", 60).stdout)
-    assert answer.keys() == {"unreadable"} and "4 GiB" in answer["unreadable"]
+    (found,) = json.loads(checked("(bytearray(5 * 2**30), '')", 60).stdout)["findings"]
+    assert found["rule"] == "unreadable" and "4 GiB" in found["found"]
 
 
-def test_the_worker_ends_by_itself_where_nobody_is_left_to_end_it():
-    assert serve("time.sleep(600)", 1).returncode == -signal.SIGALRM
-
-
-def test_an_interrupt_ends_the_worker(tmp_path, monkeypatch):
-    def interrupted(*words):
-        raise KeyboardInterrupt
-
-    good = written(tmp_path, "model.cuda()\n")
-    tool.examine(good)
-    process = tool._worker.process
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(isolated.os, "getcwd", interrupted)
-        tool.examine(good)
-    assert process.returncode is not None and [f.rule for f in tool.examine(good)[0]] == ["cuda"]
+def test_the_process_ends_by_itself_where_nobody_is_left_to_end_it():
+    assert checked("time.sleep(600)", 1).returncode == -signal.SIGALRM
 
 
 def test_no_code_of_the_current_folder_runs_while_files_are_read(tmp_path, monkeypatch):
@@ -106,5 +97,4 @@ def test_no_code_of_the_current_folder_runs_while_files_are_read(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-P", "-m", "tpukit", "migrate", "torch.py"], env=environ).returncode == 0
-    monkeypatch.setattr(tool, "_worker", isolated.Worker())
     assert tool.examine("torch.py")[0] == []

@@ -1,0 +1,26 @@
+"""Processes of this Python that the tools start, and the last words of one that failed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]  # the folder that tpukit is imported from
+
+
+def run_python(*arguments, text="", variables=None):
+    """Run this Python, with the same tpukit as here. Returns the finished process, with its output.
+
+    variables: changes of the environment; None removes one. -P: files in the current folder cannot shadow installed packages.
+    """
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # an empty one is the current folder
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(variables or {})}
+    environ = {name: value for name, value in environ.items() if value is not None}
+    command = [sys.executable, "-P", *map(str, arguments)]
+    return subprocess.run(command, input=text, env=environ, capture_output=True, text=True)
+
+
+def last_line(ran):
+    """The last line that a finished process wrote to stderr; where it wrote nothing, its exit code."""
+    lines = ran.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit code {ran.returncode}, without a message"
