@@ -16,7 +16,7 @@ def find(env, name, path=None, *, fallback=False, parts=()):
     unpacked below `env.outputs`; parts: see `archives.unpack`. A given `path` that does not exist raises TpukitError, unless
     `fallback=True` allows the other places, or `fallback` is a folder, which is then taken.
     """
-    instead = Path(fallback) if isinstance(fallback, (str, Path)) else None
+    instead = None if isinstance(fallback, bool) else Path(fallback)
     if path:
         path = Path(path).expanduser()
         if env.drive and env.drive.parent in path.parents:
