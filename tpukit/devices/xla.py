@@ -7,7 +7,7 @@ import os
 import numpy as np
 import torch
 
-from tpukit.devices.chips import HBM_BYTES
+from tpukit.devices.chips import V5E, find_chip
 from tpukit.devices.runtime import Runtime, parameters_with_gradient
 from tpukit.devices.xla_compile import CompiledFunction
 from tpukit.host.errors import TpukitError
@@ -28,9 +28,10 @@ class XLARuntime(Runtime):
     def __init__(self, accelerator, precision="auto", world=None, spmd_cores=None):
         if precision == "fp16":
             raise TpukitError("precision='fp16': XLA devices train in bf16, which needs no loss scaling; use 'bf16' or 'auto'")
-        self.spmd_cores = spmd_cores
+        self.spmd_cores, self.shards = spmd_cores, spmd_cores or 1
         self.reset_statistics()
         super().__init__(accelerator, precision, world)
+        self.cores = spmd_cores or self.world.size
 
     def _open_device(self):
         import torch_xla
@@ -54,13 +55,6 @@ class XLARuntime(Runtime):
 
             # Otherwise a TPU rounds them to bfloat16. (`torch_xla.backends` does the same, with a warning at the first time.)
             _XLAC._xla_set_mat_mul_precision("highest")
-
-    def _count_cores(self):
-        return self.spmd_cores or self.world.size
-
-    @property
-    def shards(self):
-        return self.spmd_cores or 1
 
     def _best_precision(self):
         return "bf16" if self.accelerator == "tpu" else "fp32"
@@ -87,22 +81,20 @@ class XLARuntime(Runtime):
 
     def put_batch(self, arrays):
         batch = self.put(arrays)
-        if self.mesh is not None:
-            self._shard(batch)
-        return batch
+        return self._shard(batch) if self.mesh is not None else batch
+
+    def put_whole(self, arrays, *, sharded=False):
+        whole = super().put_whole(arrays)
+        return self._shard(whole) if sharded else whole
 
     def _shard(self, tensors):
+        """Shard the first axis of each tensor over the mesh."""
         from torch_xla import _XLAC
 
         for value in tensors.values():
             # Not `xs.mark_sharding`, which tries to import torchax and jax at every call.
-            _XLAC._xla_mark_sharding(value, self.mesh.get_op_sharding(("data", *[None] * (value.dim() - 1))))
-
-    def put_whole(self, arrays, *, sharded=False):
-        whole = super().put_whole(arrays)
-        if sharded:
-            self._shard(whole)
-        return whole
+            _XLAC._xla_mark_sharding(value, self.mesh.get_op_sharding(("data",) + (None,) * (value.dim() - 1)))
+        return tensors
 
     def torch_compile(self, model, mode):
         return model
@@ -196,8 +188,8 @@ class XLARuntime(Runtime):
 
     def counters(self):
         """dict, since this process started: compilations, executions (counts); compile_s, execute_s, to_device_s, from_device_s
-        (seconds, summed); and since `reset_statistics`: fallbacks, operation that XLA could not lower and the CPU ran instead
-        -> count."""
+        (seconds); and since `reset_statistics`: fallbacks, operation that XLA could not lower and the CPU ran instead -> count.
+        """
         compilations, compile_s = self.compilations()
         executions, execute_s = map(sum, zip(_timed("ExecuteTime"), _timed("ExecuteReplicatedTime")))  # the second: SPMD
         return dict(
@@ -249,8 +241,8 @@ class XLARuntime(Runtime):
 
     def memory_size(self):
         if self.accelerator == "tpu" and not self.memory():
-            kind = os.environ.get("TPU_ACCELERATOR_TYPE", "")
-            return next((size for name, size in HBM_BYTES.items() if kind.startswith(name)), min(HBM_BYTES.values()))
+            chip = find_chip(os.environ.get("TPU_ACCELERATOR_TYPE", ""))
+            return chip.hbm_bytes if chip and chip.hbm_bytes else V5E.hbm_bytes  # the smallest
         return super().memory_size()
 
 

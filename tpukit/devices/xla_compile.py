@@ -94,5 +94,5 @@ class CompiledFunction:
         # The first call has one graph, even if this process had compiled it before, or also compiled what was pending.
         self.graphs = self.graphs + compiled if self.graphs else 1
         if self.graphs > self.max_graphs:
-            raise UnexpectedRecompilation(self.name, self.calls, self.max_graphs)
+            raise UnexpectedRecompilation(self.name, self.calls, self.max_graphs, None)
         return result

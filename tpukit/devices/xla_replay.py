@@ -1,9 +1,9 @@
 """Graph capture and replay: a training step on an XLA device that is traced once and then run by its hash.
 
-torch_xla traces every step again, operation by operation, only to find that it has compiled the graph already. For a network
-of a thousand operations that can take the host longer than the device needs for the step. Here the traced graph is kept with
-the list of its inputs, and later steps hand it the current tensors. (The calls are those of torch_xla's own bridge to
-torch.compile, which takes no optimizer.)
+torch_xla traces every step again, only to find that it has compiled the graph already. For a network of a thousand operations
+that can take the host longer than the device needs for the step. Here the traced graph is kept with the list of its inputs, and
+later steps hand it the current tensors. (The calls are those of torch_xla's own bridge to torch.compile, which takes no
+optimizer.)
 
     first call of a signature    capture: trace the step, twice for the very first one, to check that both traces agree
     later calls                  replay: run the compiled graph, move its outputs into the model, optimizer and gradients
@@ -30,13 +30,14 @@ class GraphReplay:
     and the state of `optimizer`. max_graphs: how many different graphs may be compiled. A new number among the arguments, a new
     shape, or a new setting of the optimizer is captured again. A graph that differs without any of these, or one more than
     max_graphs, raises UnexpectedRecompilation.
+
+    may_replay: False once the first call has found that every step has to be traced: two captures have different constants
+    (Adam's bias corrections on the host), or it draws random numbers on the device.
+    new_operation: the first operation of the last graph that the graph before does not have, see `recompiles.new_operation`.
     """
 
     may_replay = True
-    """False once the first call has found that the step cannot be replayed: two captures have different constants (Adam's bias
-    corrections on the host), or it draws random numbers on the device. Then every step has to be traced."""
     new_operation = None
-    """the first operation of the last graph that the graph before does not have, see `recompiles.new_operation`"""
 
     def __init__(self, function, name, max_graphs, model, optimizer, device):
         self.function, self.name, self.max_graphs = function, name, max_graphs
@@ -110,8 +111,8 @@ class GraphReplay:
         from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
         state, host_state = self._state()
-        source_of = {_XLAC._xla_get_tensor_id(t): Source("argument", i) for i, t in enumerate(tensors)}
-        source_of |= {_XLAC._xla_get_tensor_id(t): Source("state", i) for i, t in enumerate(state)}
+        source_of = {_XLAC._xla_get_tensor_id(t): ("argument", i) for i, t in enumerate(tensors)}
+        source_of |= {_XLAC._xla_get_tensor_id(t): ("state", i) for i, t in enumerate(state)}
         host_before = [value.clone() for value in host_state]
         debugs = _XLAC._get_ir_debug()
         _XLAC._set_ir_debug(True)  # the trace keeps the line of each operation; the graph is the same
@@ -124,9 +125,9 @@ class GraphReplay:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         outputs = [*(state[i] for i in written), *(p.grad for p in parameters), result]
         ids, values = _XLAC._get_tensors_xla_device_data_node(outputs)
-        inputs = [Input(source_of.get(i), value) for i, value in zip(ids, values)]
-        for source, value in inputs:  # what the step writes may take the memory of its old value
-            if source and source.kind == "state" and source.index in written:
+        inputs = [Input(*source_of.get(i, ("constant", None)), value) for i, value in zip(ids, values)]
+        for kind, index, value in inputs:  # what the step writes may take the memory of its old value
+            if kind == "state" and index in written:
                 _XLAC._set_buffer_donation(value, True)
         with alias_with_buffer_donor_config():
             graph_hash = _XLAC._get_graph_hash(outputs)
@@ -154,9 +155,9 @@ class GraphReplay:
         """Undo the traced step, except for the optimizer's numbers on the host."""
         from torch_xla import _XLAC
 
-        for source, value in graph.inputs:
-            if source and source.kind == "state":
-                graph.state[source.index].data = value
+        for kind, index, value in graph.inputs:
+            if kind == "state":
+                graph.state[index].data = value
         for p in graph.parameters:
             p.grad = None
         graph.outputs = None
@@ -189,7 +190,7 @@ class GraphReplay:
 
         graph.replays += 1
         current = dict(state=graph.state, argument=tensors)
-        inputs = [current[source.kind][source.index] if source else value for source, value in graph.inputs]
+        inputs = [value if kind == "constant" else current[kind][index] for kind, index, value in graph.inputs]
         *outputs, result = _XLAC._run_cached_graph(graph.hash, inputs)
         for index, value in zip(graph.written, outputs):
             graph.state[index].data = value
@@ -198,41 +199,27 @@ class GraphReplay:
         return result
 
 
-class Source(NamedTuple):
-    """Where an input of a graph comes from at each replay: the index-th of the "state" or of the "argument" tensors."""
+class Input(NamedTuple):
+    """An input of a graph: at each replay the index-th of the "state" or "argument" tensors, or a "constant"."""
 
     kind: str
-    index: int
-
-
-class Input(NamedTuple):
-    """An input of a graph, in the graph's order. source: None for a constant, whose value is always the same."""
-
-    source: Source | None
-    value: torch.Tensor | None
+    index: int | None
+    value: torch.Tensor | None  # as traced
 
 
 @dataclasses.dataclass(kw_only=True)
 class CapturedGraph:
     """A traced step: where its inputs come from, and where its outputs go."""
 
-    hash: str
-    """torch_xla's name of the graph"""
-    state: list
-    """tensors on the device that the step may write"""
-    host_state: list
-    """the optimizer's numbers on the host"""
-    host_before: list | None
-    """what they were before the step"""
-    host_increments: list
-    """by how much each step increases them"""
-    written: list
-    """indices of those of `state` that the step writes; its first outputs"""
-    parameters: list
-    """those that get a gradient; its next outputs"""
-    outputs: list | None
-    """the traced tensors, the function's result last"""
-    inputs: list
+    hash: str  # torch_xla's name of the graph
+    state: list  # tensors on the device that the step may write
+    host_state: list  # the optimizer's numbers on the host
+    host_before: list | None  # what they were before the step
+    host_increments: list  # by how much each step increases them
+    written: list  # indices of those of `state` that the step writes; its first outputs
+    parameters: list  # those that get a gradient; its next outputs
+    outputs: list | None  # the traced tensors, the function's result last
+    inputs: list  # of `Input`, in the graph's order
     draws_random_numbers: bool
     replays: int = 0
 
@@ -240,21 +227,18 @@ class CapturedGraph:
         """Whether the two differ in nothing but the values of state and arguments, so that one can replace the other."""
         if self.draws_random_numbers or self.written != other.written:
             return False
-        if [source for source, _ in self.inputs] != [source for source, _ in other.inputs]:
+        if [(x.kind, x.index) for x in self.inputs] != [(x.kind, x.index) for x in other.inputs]:
             return False
-        read = {source.index for source, _ in self.inputs if source and source.kind == "state"}
-        if not set(self.written) <= read:
+        if not set(self.written) <= {x.index for x in self.inputs if x.kind == "state"}:
             return False
         if not all(torch.equal(a, b) for a, b in zip(self.host_increments, other.host_increments)):
             return False
-        return all(
-            _same_constant(mine, others) for (source, mine), (_, others) in zip(self.inputs, other.inputs) if source is None
-        )
+        return all(_same_constant(a.value, b.value) for a, b in zip(self.inputs, other.inputs) if a.kind == "constant")
 
     def release_values(self):
         """Release everything that belongs to a single step."""
         self.outputs = self.host_before = None
-        self.inputs = [Input(source, None if source else value) for source, value in self.inputs]
+        self.inputs = [x if x.kind == "constant" else x._replace(value=None) for x in self.inputs]
 
 
 def _same_constant(a, b):

@@ -124,7 +124,8 @@ def serialize(tensors, metadata):
     """The bytes of a .safetensors file with its SHA-256 embedded. tensors: name -> CPU tensor. metadata: name -> str."""
     from safetensors.torch import save
 
-    data = save(tensors, metadata={**metadata, "tpukit.sha256": ZEROS.decode()})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    data = save(contiguous, metadata={**metadata, "tpukit.sha256": ZEROS.decode()})
     digest = hashlib.sha256(data).hexdigest().encode()
     return data.replace(EMBEDDED % ZEROS, EMBEDDED % digest, 1)
 
