@@ -147,8 +147,7 @@ class Runtime:
         return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
 
     def host_later(self, tree):
-        """`host`, started now: a function that waits for the copy and returns it. On a GPU it does not wait for work that is
-        queued after this call."""
+        """`host`, started now: a function that waits for the copy, but on a GPU not for later work, and returns it."""
         if self.device.type != "cuda":
             return functools.partial(self.host, tree)
         pinned = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", non_blocking=True), tree)
@@ -248,10 +247,8 @@ class Runtime:
             self.scaler.update()
 
     def gradient_norm(self, model):
-        """(1,) device tensor: the norm of the last step's gradient, 0 where there was none.
-
-        Not part of the step, because only the last one before a metric sync is used.
-        """
+        """(1,) device tensor: the norm of the last step's gradient, 0 where there was none. Not part of the step: only the last
+        one before a metric sync is used."""
         gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients).to(self.device).reshape(1)
 
@@ -269,10 +266,8 @@ class Runtime:
 
     def random_state(self):
         """The generators' state, as a dict of CPU tensors and integers."""
-        state = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state()
-        return state
+        on_gpu = {"cuda": torch.cuda.get_rng_state()} if self.device.type == "cuda" else {}
+        return {"cpu": torch.get_rng_state(), **on_gpu}
 
     def set_random_state(self, state):
         """Restore what `random_state` returned; the state of another kind of device is ignored."""

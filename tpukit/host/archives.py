@@ -28,7 +28,6 @@ def unpack(archive, target, *, parts=()):
     devices and sparse files, for a name that leads outside the target, and for more than the disk can hold; also for a damaged
     archive, an unknown format, and where nothing can be written.
     """
-    archive, target = Path(archive), Path(target)
     with files.atomic_folder(target) as work:
         packed = Path(tempfile.mkdtemp(dir=work))  # a random name, which no entry of the archive has
         try:

@@ -121,8 +121,7 @@ KNOWN_ERRORS = {
     ),
     "torch-tpu-symbol": KnownError(
         title="ImportError: torch_tpu/_C.so: undefined symbol: _ZN3c10",
-        cause="torch_tpu (TorchTPU, the successor of torch_xla) is compiled for one version of torch, 2.11 or newer, and "
-        "another version is installed.",
+        cause="torch_tpu (TorchTPU, the successor of torch_xla) is compiled for one torch, 2.11 or newer, not this one.",
         fix="torch_tpu and torch do not match: install the torch that torch_tpu requires (pip show torch_tpu) in a separate "
         "environment. tpukit does not support torch_tpu yet: it needs torch 2.8 or 2.9 with torch_xla of the same version.",
         pattern=r"undefined symbol.*torch_tpu|torch_tpu.*undefined symbol",
@@ -131,8 +130,7 @@ KNOWN_ERRORS = {
         title="RuntimeError: missing required environment variables for distributed training: "
         "TORCH_TPU_SLICEBUILDER_ADDRESSES, TORCH_TPU_TOPOLOGY",
         cause="torch_tpu needs environment variables that torchrun does not set, although the message recommends torchrun.",
-        fix="Use torch_tpu's own launcher, or one process. tpukit does not support torch_tpu yet: it starts the cores through "
-        "torch_xla, which needs none of these variables.",
+        fix="Use torch_tpu's own launcher, or one process. tpukit does not support torch_tpu yet: it trains through torch_xla.",
         pattern=r"TORCH_TPU_(SLICEBUILDER|TOPOLOGY)",
     ),
     "torch-tpu-device": KnownError(
@@ -144,8 +142,7 @@ KNOWN_ERRORS = {
     "torch-tpu-internal": KnownError(
         title="is internal to TorchTPU",
         cause="Some modules and operators of torch_tpu are private.",
-        fix="Use the documented interface of torch_tpu: import torch_tpu, then torch.device('tpu'). tpukit does not support "
-        "torch_tpu yet; it trains through torch_xla.",
+        fix="Use torch_tpu's documented interface: import torch_tpu, torch.device('tpu'). tpukit does not support torch_tpu.",
         pattern=r"is internal to TorchTPU",
     ),
     "versions": KnownError(
@@ -208,8 +205,7 @@ KNOWN_ERRORS = {
     "vmem": KnownError(  # pytorch/xla #9524, #7942, #8429
         title="RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space vmem. Used 32.42M of "
         "16.00M vmem.",
-        cause="vmem is the on-chip memory of a core, 16 MiB by default. One operation needs more; the batch size hardly "
-        "matters.",
+        cause="vmem is a core's on-chip memory, 16 MiB by default. One operation needs more, whatever the batch size.",
         fix="One operation does not fit into a core's vmem; the message names it. Use another formulation of it (int32 "
         "instead of int64; no sort, cumsum or top-k over a long axis), use smaller blocks in a Pallas kernel, or raise the "
         "limit: LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=32768 before Python starts.",
@@ -217,8 +213,7 @@ KNOWN_ERRORS = {
     ),
     "device-memory": KnownError(
         title="RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm",
-        cause="Weights, optimizer state, activations and temporary buffers do not fit. `tpukit plan --find-batch` asks the "
-        "compiler for the largest batch that does.",
+        cause="Weights, optimizer state and activations do not fit. `tpukit plan --find-batch` finds the largest batch.",
         fix="The step does not fit into the device's memory: use a smaller batch_size, a smaller crop, or precision='bf16'.",
         pattern=r"RESOURCE_EXHAUSTED|out of memory",
     ),
@@ -236,8 +231,7 @@ KNOWN_ERRORS = {
     ),
     "checkpointing": KnownError(  # huggingface/trl #4182, huggingface/transformers #29314
         title="AttributeError: module 'torch' has no attribute 'xla'",
-        cause="torch.utils.checkpoint, which gradient checkpointing uses, looks for a module torch.xla, which does not exist. "
-        "This was reported after an upgrade of trl from 0.21 to 0.22.",
+        cause="torch.utils.checkpoint, which gradient checkpointing uses, looks for a module torch.xla, which does not exist.",
         fix="Set gradient_checkpointing=False, or use torch_xla.utils.checkpoint instead of torch.utils.checkpoint.",
         pattern=r"module 'torch' has no attribute 'xla'",
     ),
@@ -260,8 +254,7 @@ KNOWN_ERRORS = {
     ),
     "tpu-info": KnownError(  # AI-Hypercomputer/cloud-accelerator-diagnostics #6, #9
         title="Libtpu metrics unavailable. Is there a framework using the TPU?",
-        cause="tpu-info asks the process that holds the chip for its metrics. Without a running training nothing answers; on "
-        "Kaggle it shows the chips, but no utilization.",
+        cause="tpu-info asks the process that holds the chip: without a training nothing answers, on Kaggle only in part.",
         fix="The training is not affected. `tpukit watch RUN` shows its speed; `tpukit report RUN --trace 5` profiles it.",
         phrases=r"tpu-info",
     ),
@@ -300,8 +293,7 @@ KNOWN_ERRORS = {
     "slow": KnownError(
         title="The TPU is slower than a GPU",
         cause="Usually it waits for the host: values read in every step, small batches, compilation, data from one thread.",
-        fix="`tpukit report RUN` shows which. Read the loss once in many steps, use larger batches and fixed shapes, and keep "
-        "the pixels on the device.",
+        fix="`tpukit report RUN` shows which. Read the loss rarely, use large batches of one shape, keep pixels on the device.",
         phrases=r"slow\w*.*(gpu|tpu)|tpu.*slow",
     ),
     "xla-tensors": KnownError(

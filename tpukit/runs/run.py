@@ -114,10 +114,8 @@ class Run:
 
     @classmethod
     def find(cls, path, *, trained=True):
-        """Open a run for reading. trained=False: also an empty folder, created if missing, in which foreign weights are tested.
-
-        Raises TpukitError if there is no such run.
-        """
+        """Open a run for reading; raises TpukitError if there is none. trained=False: also an empty folder, created if missing,
+        in which foreign weights are tested."""
         run = cls(path)
         if not (run.path / "config.json").is_file():
             if trained:
@@ -170,17 +168,13 @@ class Run:
         if "cores" in found and all(re.fullmatch(r"rank-\d+\.stacks", path.name) for path in self.path.glob("cores/*")):
             found.remove("cores")
         if found:
-            raise TpukitError(
-                f"{self.path} is not empty and holds no run (it has {', '.join(found[:3])}, but no config.json): choose a new or "
-                "an empty folder"
-            )
+            has = ", ".join(found[:3])
+            raise TpukitError(f"{self.path} is not empty and holds no run (it has {has}): choose a new or an empty folder")
 
     def check_links(self):
         """Raise TpukitError where a symbolic link could lead what is written or deleted here to another place."""
         if link := next((path for path in self.path.rglob("*") if path.is_symlink()), None):
-            raise TpukitError(
-                f"{link} is a symbolic link, and a run holds plain files only: remove it, or choose another folder"
-            )
+            raise TpukitError(f"{link} is a symbolic link, which a run may not hold: remove it, or choose another folder")
 
     # Printing and recording
 
@@ -208,7 +202,7 @@ class Run:
             self._events.write(record)
 
     def close(self):
-        """Close the files that stay open while a training writes."""
+        """Close the file that stays open while a training writes."""
         if self._events is not None:
             self._events.close()
             self._events = None
