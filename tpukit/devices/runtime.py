@@ -306,16 +306,14 @@ class Runtime:
             torch.cuda.reset_peak_memory_stats()
 
     def counters(self):
-        """The accelerator's own counters since the process started; empty where there are none. See `XLARuntime.counters`."""
+        """The accelerator's own counters; empty where there are none. See `XLARuntime.counters`."""
         return {}
 
-    @contextlib.contextmanager
     def traced(self, folder):
         """Context manager: profile the device and this process, for TensorBoard, in `folder`."""
         from torch.profiler import profile, tensorboard_trace_handler
 
-        with profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True):
-            yield
+        return profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True)
 
     def memory(self):
         """[(peak bytes, total bytes)] of each device of this process, or [] where that cannot be read."""
@@ -332,3 +330,24 @@ class Runtime:
 
 def parameters_with_gradient(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def checkpointed(block, *inputs):
+    """block(*inputs), a module without randomness whose activations are recomputed in the backward pass, not kept."""
+    if inputs[0].device.type == "xla":
+        # torch's own looks for a module torch.xla; this one also keeps XLA from merging the two computations.
+        from torch_xla.utils.checkpoint import checkpoint
+
+        return checkpoint(block, *inputs, preserve_rng_state=False)
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def on_one_xla_core(tensor):
+    """Whether a tensor lies on an XLA device that runs a graph of its own, not one over several (SPMD)."""
+    if tensor.device.type != "xla":
+        return False
+    import torch_xla.runtime as xr
+
+    return not xr.is_spmd()

@@ -2,6 +2,8 @@
 
 import inspect
 
+import torch_xla
+
 from tpukit.devices import recompiles
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.devices.xla_replay import GraphReplay
@@ -67,8 +69,6 @@ class CompiledFunction:
         return found
 
     def _call(self, arguments):
-        import torch_xla
-
         self.calls += 1
         if self.replay is not None and self.replay.may_replay:
             return self.replay(*arguments)

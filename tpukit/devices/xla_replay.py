@@ -14,7 +14,11 @@ import dataclasses
 from typing import NamedTuple
 
 import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
 from torch.utils._pytree import tree_flatten
+from torch_xla import _XLAC
+from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
 from tpukit.devices.recompiles import UnexpectedRecompilation, new_operation
 
@@ -48,8 +52,6 @@ class GraphReplay:
         self.trace_of = {}  # hash of a compiled graph -> its trace as text, the last one compiled last
 
     def __call__(self, *arguments):
-        import torch_xla
-
         key, tensors = self._key(arguments)
         self.calls += 1
         graph = self.captured.get(key)
@@ -76,23 +78,21 @@ class GraphReplay:
             graph = self._capture(arguments, tensors)
             known = self.captured.get(key)
             if known is not None and not (known.hash == graph.hash and known.is_equivalent(graph)):
-                raise self._unexpected(self.trace_of[known.hash], _trace_text(graph))
+                raise self._unexpected(self.trace_of[known.hash], graph.trace())
         if not self.may_replay:
             return self.function(*arguments)  # the end of torch_xla.compile runs it
         return self._compile(graph, key, tensors)
 
     def _capture_twice(self, arguments, tensors):
         """Find out whether the step can be replayed (`may_replay`), and capture it if so."""
-        import torch_xla.core.xla_model as xm
-
         seed = xm.get_rng_state()
         first = self._capture(arguments, tensors)
-        first_text, host_before = _trace_text(first), first.host_before
+        first_text, host_before = first.trace(), first.host_before
         self._discard(first)
         # The second capture finds the optimizer's numbers on the host one step further: what depends on them differs.
         second = self._capture(arguments, tensors)
         if second.hash != first.hash and not first.draws_random_numbers:
-            raise self._unexpected(first_text, _trace_text(second))
+            raise self._unexpected(first_text, second.trace())
         self.was_tried, self.may_replay = True, first.is_equivalent(second)
         self._discard(second)
         for value, before in zip(first.host_state, host_before):
@@ -107,9 +107,6 @@ class GraphReplay:
 
     def _capture(self, arguments, tensors):
         """Trace the function, which leaves its results uncomputed: a `CapturedGraph`."""
-        from torch_xla import _XLAC
-        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
-
         state, host_state = self._state()
         source_of = {_XLAC._xla_get_tensor_id(t): ("argument", i) for i, t in enumerate(tensors)}
         source_of |= {_XLAC._xla_get_tensor_id(t): ("state", i) for i, t in enumerate(state)}
@@ -153,8 +150,6 @@ class GraphReplay:
 
     def _discard(self, graph):
         """Undo the traced step, except for the optimizer's numbers on the host."""
-        from torch_xla import _XLAC
-
         for kind, index, value in graph.inputs:
             if kind == "state":
                 graph.state[index].data = value
@@ -165,12 +160,9 @@ class GraphReplay:
 
     def _compile(self, graph, key, tensors):
         """Compile a captured graph where it is new, and run it."""
-        from torch_xla import _XLAC
-        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
-
         _XLAC._set_allow_execution(True)
         if graph.hash not in self.trace_of:
-            text = _trace_text(graph)
+            text = graph.trace()
             last_text = next(reversed(self.trace_of.values()), None)
             self.new_operation = new_operation(last_text, text) if last_text else None
             if len(self.trace_of) == self.max_graphs:
@@ -186,8 +178,6 @@ class GraphReplay:
         return self._replay(graph, tensors)
 
     def _replay(self, graph, tensors):
-        from torch_xla import _XLAC
-
         graph.replays += 1
         current = dict(state=graph.state, argument=tensors)
         inputs = [value if kind == "constant" else current[kind][index] for kind, index, value in graph.inputs]
@@ -235,6 +225,10 @@ class CapturedGraph:
             return False
         return all(_same_constant(a.value, b.value) for a, b in zip(self.inputs, other.inputs) if a.kind == "constant")
 
+    def trace(self):
+        """The graph as text, see `recompiles.new_operation`."""
+        return _XLAC._get_xla_tensors_text(self.outputs)
+
     def release_values(self):
         """Release everything that belongs to a single step."""
         self.outputs = self.host_before = None
@@ -243,14 +237,6 @@ class CapturedGraph:
 
 def _same_constant(a, b):
     """Whether two constants are the same data on the device, or small and equal."""
-    from torch_xla import _XLAC
-
     if _XLAC._unique_id_for_ir_and_data(a) == _XLAC._unique_id_for_ir_and_data(b):
         return True
     return a.shape == b.shape and a.dtype == b.dtype and a.numel() <= MAX_COMPARED and torch.equal(a.cpu(), b.cpu())
-
-
-def _trace_text(graph):
-    from torch_xla import _XLAC
-
-    return _XLAC._get_xla_tensors_text(graph.outputs)

@@ -111,11 +111,8 @@ def restore_from_backup(run, copy, task):
 
 
 def find_run(env, name):
-    """The folder of the run `name` below the Kaggle inputs, for `Run.open(..., earlier=...)`; None where there is none, or the
-    outputs already hold the run.
-
-    It is there when the output of an earlier version of the notebook, or a copy of the run, was added as an input. Raises
-    TpukitError where several inputs hold one.
+    """The folder of the run `name` below the Kaggle inputs (the output of an earlier version of the notebook, or a copy), for
+    `Run.open(..., earlier=...)`; None where there is none, or the outputs already hold the run. Raises TpukitError for several.
     """
     if env.inputs is None or not name or (env.outputs / name / "config.json").is_file():
         return None
