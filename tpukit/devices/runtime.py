@@ -23,12 +23,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_batch(batch_size, cores, what="cores"):
-    """Raise TpukitError unless a global batch can be shared evenly. what: the word for `cores`."""
+    """Raise TpukitError, naming sizes that work, unless a global batch can be shared evenly. what: the word for `cores`."""
     if batch_size < 1:
         raise TpukitError(f"batch_size={batch_size}: it must be 1 or more")
     if batch_size % cores:
-        size = -(-batch_size // cores) * cores
-        shared = f"{cores} {what} cannot share it evenly: use {size}, or another multiple of {cores}"
+        below = batch_size // cores * cores
+        sizes = f"{below} or {below + cores}" if below else f"{cores}, or another multiple of it"
+        shared = f"{cores} {what} cannot share it evenly: use {sizes}"
         raise TpukitError(f"batch_size={batch_size} is the global batch, and {shared}")
 
 
