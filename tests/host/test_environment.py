@@ -84,16 +84,40 @@ def test_what_an_old_guide_left_set_is_explained_where_a_tpu_is_required(name, t
         ("5", []),
         ("0,5,1", ["Tesla T4"]),  # CUDA stops at what it does not know
         ("0,-1,1", ["Tesla T4"]),
+        ("1,1", []),  # and takes none where one is named twice
         ("GPU-8932f937", ["NVIDIA A100"]),
         ("GPU-8932f937,GPU-1b", ["NVIDIA A100", "Tesla T4"]),
         ("GPU-", []),  # which could be either
         ("GPU-7", []),
+        ("MIG-c6d4f1ef", []),
         ("", []),
         ("-1", []),
     ],
 )
 def test_the_gpus_are_those_that_cuda_shows_to_the_process(visible, names, tmp_path):
     listed = ["GPU 0: Tesla T4 (UUID: GPU-1b7f2c11-0a6e-4c6e)", "GPU 1: NVIDIA A100 (UUID: GPU-8932f937-d72c-4106)"]
+    environ = nvidia_smi(tmp_path, listed) | ({} if visible is None else dict(CUDA_VISIBLE_DEVICES=visible))
+    assert module.nvidia_gpus(environ) == names
+
+
+@pytest.mark.parametrize(
+    "visible, names",
+    [
+        (None, ["NVIDIA A100 MIG 3g.20gb"]),
+        ("1", ["NVIDIA A100 MIG 3g.20gb"]),
+        ("0", ["Tesla T4"]),
+        ("0,1", ["NVIDIA A100 MIG 3g.20gb"]),
+        ("MIG-c7384736", ["NVIDIA A100 MIG 1g.5gb"]),
+        ("MIG-c7384736,MIG-c6d4f1ef", ["NVIDIA A100 MIG 1g.5gb"]),
+        ("MIG-0", []),
+    ],
+)
+def test_of_a_divided_gpu_a_process_has_one_instance_and_no_whole_gpu_beside_it(visible, names, tmp_path):
+    listed = ["GPU 0: Tesla T4 (UUID: GPU-1b7f2c11-0a6e-4c6e)", "GPU 1: NVIDIA A100 (UUID: GPU-8932f937-d72c-4106)"]
+    listed += [
+        "  MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef-42e4)",
+        "  MIG 1g.5gb      Device  1: (UUID: MIG-c7384736-a75d)",
+    ]
     environ = nvidia_smi(tmp_path, listed) | ({} if visible is None else dict(CUDA_VISIBLE_DEVICES=visible))
     assert module.nvidia_gpus(environ) == names
 
@@ -108,7 +132,10 @@ def test_the_gpus_are_those_that_cuda_shows_to_the_process(visible, names, tmp_p
         ((8, 0), "sm_86", False),
         ((9, 0), "sm_80 sm_86", False),
         ((9, 0), "sm_80 compute_80", True),
-        ((12, 0), "sm_90 compute_90", True),
+        ((9, 0), "sm_90a", True),
+        ((12, 0), "sm_90 compute_90a", False),
+        ((12, 1), "sm_120f", True),
+        ((12, 0), "sm_100f", False),
         ((9, 0), "gfx90a", True),  # not NVIDIA's: nothing is known
     ],
 )

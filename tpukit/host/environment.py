@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import traceback
 from pathlib import Path
@@ -40,14 +41,27 @@ GPU_MENU = {
 AUTOCAST = "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itself (precision='auto')"
 # Variable that an old guide may have set -> (what it does today, what to do instead).
 OLD_VARIABLES = {
-    "COLAB_TPU_ADDR": ("nothing reads it since Colab's TPU Node runtime is gone", "tpukit.detect() shows what is here"),
-    "XRT_TPU_CONFIG": ("nothing reads it since torch_xla's XRT runtime is gone", "leave it out, nothing replaces it"),
-    "XLA_USE_BF16": ("it silently turns every float32 tensor into bf16, the loss and the weights too", AUTOCAST),
-    "XLA_DOWNCAST_BF16": ("it silently turns float32 tensors into bf16 and float64 into float32", AUTOCAST),
+    "COLAB_TPU_ADDR": (
+        "it belonged to Colab's TPU Node runtime, which no longer exists; nothing reads it today",
+        "tpukit.detect() shows what is here",
+    ),
+    "XRT_TPU_CONFIG": (
+        "it configured the XRT runtime, which torch_xla no longer has; nothing reads it today",
+        "leave it out, nothing replaces it",
+    ),
+    "XLA_USE_BF16": (
+        "it silently turns every float32 tensor into bf16, the loss and the weights too; torch_xla will drop it",
+        AUTOCAST,
+    ),
+    "XLA_DOWNCAST_BF16": (
+        "it silently turns float32 tensors into bf16 and float64 into float32; torch_xla will drop it",
+        AUTOCAST,
+    ),
 }
 # Only these are recorded: a host's other variables can hold secrets (Colab's COLAB_JUPYTER_TOKEN).
 TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_PROCESS_ADDRESSES", "TPU_SKIP_MDS_QUERY")
-RECORDED_VARIABLES = (*TPU_VARIABLES, *OLD_VARIABLES, "PJRT_DEVICE", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "COLAB_TPU_1VM")
+OTHER_VARIABLES = ("PJRT_DEVICE", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "COLAB_TPU_1VM")
+RECORDED_VARIABLES = (*OTHER_VARIABLES, *TPU_VARIABLES, *OLD_VARIABLES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -91,12 +105,13 @@ class Environment:
         accelerator: "tpu" (the CPU XLA device counts, so that a notebook can be tried without a TPU), "cuda" or "cpu". On a CPU
         a core is a process, so any number will do.
         """
-        accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "cpu": tuple(NAMES)}
+        accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "cpu": ("tpu", "cuda", "xla", "cpu")}
         if accelerator not in accepted:
             raise TpukitError(f"require({accelerator!r}): choose 'tpu', 'cuda', 'xla' or 'cpu'")
-        if self.accelerator in accepted[accelerator]:
-            if self.cores >= cores or self.accelerator in ("xla", "cpu"):
-                return self
+        found = self.accelerator in accepted[accelerator]
+        if found and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
+            return self
+        if found:
             lines = [f"asked for {cores} cores, found {self.cores} ({self.device_name})."]
         else:
             has = f"{NAMES[self.accelerator]} ({self.device_name})"
@@ -106,7 +121,9 @@ class Environment:
         # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
         tpu_machine = self.variables.get("TPU_ACCELERATOR_TYPE") or self.variables.get("COLAB_TPU_1VM")
         if accelerator == "tpu" and "torch_xla" not in self.versions and tpu_machine:
-            lines.append("There seems to be a TPU, but something removed torch_xla from this image: start a fresh session.")
+            lines.append(
+                "There seems to be a TPU, but no torch_xla: something removed it from this image; start a fresh session."
+            )
         for name, (why, instead) in OLD_VARIABLES.items():
             if self.variables.get(name):
                 lines.append(f"{name} is set: {why}. Instead: {instead}.")
@@ -217,6 +234,8 @@ def chips_by_bounds(environ):
 
 def nvidia_smi(environ, *arguments):
     """The output of nvidia-smi, or "" where it is missing or finds no driver."""
+    if not shutil.which("nvidia-smi", path=environ.get("PATH")):
+        return ""
     try:
         ran = subprocess.run(["nvidia-smi", *arguments], env=dict(environ), capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -225,32 +244,59 @@ def nvidia_smi(environ, *arguments):
 
 
 def nvidia_gpus(environ):
-    """Names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L` and CUDA_VISIBLE_DEVICES.
+    """Names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L`.
 
+    Of a divided GPU (MIG) a process sees one instance, and then no whole GPU (NVIDIA's MIG guide, "CUDA Device Enumeration").
     nvidia-smi numbers the cards by their bus, CUDA the fastest first: where they differ, the count is right, a name may not be.
     """
-    cards = re.findall(r"^GPU (\d+): (.+) \(UUID: (\S+)\)", nvidia_smi(environ, "-L"), re.MULTILINE)
+    cards = []  # (name, UUID, [(name, UUID) of its instances])
+    for line in nvidia_smi(environ, "-L").splitlines():
+        if card := re.match(r"GPU \d+: (.+) \(UUID: (\S+)\)", line):
+            cards.append((card[1], card[2], []))
+        elif cards and (instance := re.match(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (\S+)\)", line)):
+            cards[-1][2].append((f"{cards[-1][0]} MIG {instance[1]}", instance[2]))
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [name for _, name, _ in cards]
-    names = []
-    for part in map(str.strip, visible.split(",")):  # a number, or the start of a UUID
-        named = [name for number, name, uuid in cards if number == part or (part[:4] == "GPU-" and uuid.startswith(part))]
-        if len(named) != 1:  # CUDA stops at what it does not know
+    instances = [instance for card in cards for instance in card[2]]
+    if visible is not None and visible.startswith("MIG-"):
+        return [name for name, uuid in instances if uuid.startswith(visible.split(",")[0])][:1]
+    cards = cards if visible is None else _chosen(cards, visible)
+    return [name for card in cards for name, _ in card[2]][:1] or [card[0] for card in cards]
+
+
+def _chosen(cards, visible):
+    """The cards that CUDA_VISIBLE_DEVICES names, by number or by the start of a UUID, as CUDA reads it: up to the first unknown
+    one; none where one is named twice."""
+    chosen = []
+    for part in visible.split(","):
+        number = re.match(r"\s*\+?(\d+)", part)
+        named = [card for card in cards if card[1].startswith(part)] if part.startswith("GPU-") else []
+        named = cards[int(number[1]) : int(number[1]) + 1] if number else named
+        if len(named) != 1:
             break
-        names += named
-    return names
+        if named[0] in chosen:
+            return []
+        chosen += named
+    return chosen
 
 
 def supports(capability, built_for):
     """Whether a GPU can run a torch with these architectures (NVIDIA, CUDA C++ Programming Guide, 6.1).
 
     capability: of the GPU, (major, minor). built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code for 8.0 and newer
-    8.x; "compute_90" is compiled by the driver, for 9.0 and newer. Where none is of these forms (AMD) it is taken to run.
+    8.x; "compute_90" is compiled by the driver, for 9.0 and newer; a suffix "a" restricts either to exactly that capability,
+    "f" to newer ones of the same major number.
     """
-    architectures = [m.groups() for name in built_for if (m := re.fullmatch(r"(sm|compute)_(\d+)(\d)", name))]
-    for kind, major, minor in architectures:
-        if capability >= (int(major), int(minor)) and (kind == "compute" or capability[0] == int(major)):
+    architectures = [m for name in built_for if (m := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name))]
+    for kind, major, minor, suffix in (m.groups() for m in architectures):
+        target = int(major), int(minor)
+        same_major = capability[0] == target[0]
+        if suffix == "a":
+            runs = capability == target
+        elif kind == "compute" and not suffix:
+            runs = capability >= target
+        else:
+            runs = same_major and capability >= target
+        if runs:
             return True
     return not architectures
 
