@@ -3,6 +3,9 @@
 What crosses the accelerator's own links (gradients on a TPU, or by NCCL) is up to the runtime.
 """
 
+import io
+
+import torch
 import torch.distributed as dist
 
 
@@ -10,37 +13,63 @@ class World:
     """This process among the `size` processes of a training. The default is a world of one.
 
     rank: 0 to size - 1, over all hosts; rank 0 records, saves and prints.
-    Every method is collective: all ranks call it, in the same order. A tree is a nest of CPU tensors, numbers and strings.
+    Every method is collective: all ranks call it, in the same order.
     """
 
     def __init__(self, rank=0, size=1):
         self.rank, self.size = rank, size
 
-    def all_gather(self, tree):
-        """A tree from every rank -> list of them, rank by rank, on all ranks."""
+    def all_gather(self, values):
+        """A list of floats from every rank -> list of those lists, rank by rank, the same on all ranks."""
         if self.size == 1:
-            return [tree]
-        trees = [None] * self.size
-        dist.all_gather_object(trees, tree)
-        return trees
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine)
+        return [row.tolist() for row in rows]
+
+    def all_gather_dicts(self, values):
+        """A dict of lists of floats from every rank, of the same lengths -> list of those dicts, rank by rank."""
+        found = []
+        for row in self.all_gather([number for numbers in values.values() for number in numbers]):
+            numbers = iter(row)
+            found.append({name: [next(numbers) for _ in mine] for name, mine in values.items()})
+        return found
 
     def gather(self, tree):
-        """A tree from every rank -> on rank 0 the list of them, rank by rank, elsewhere []."""
+        """A nest of CPU tensors, numbers and strings from every rank -> on rank 0 the list of them, elsewhere []."""
         if self.size == 1:
             return [tree]
-        trees = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(tree, trees)
-        return trees or []
+        data = _pack(tree)
+        lengths = [int(row[0]) for row in self.all_gather([len(data)])]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = data
+        rows = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
+        dist.gather(padded, rows)
+        return [_unpack(row[:length]) for row, length in zip(rows or [], lengths)]
 
     def broadcast(self, tree):
-        """Rank 0's tree, on every rank. What the others pass is ignored."""
-        trees = [tree if self.rank == 0 else None]
-        if self.size > 1:
-            dist.broadcast_object_list(trees)
-        return trees[0]
+        """Rank 0's nest of CPU tensors, numbers and strings, on every rank. What the others pass is ignored."""
+        if self.size == 1:
+            return tree
+        data = _pack(tree) if self.rank == 0 else None
+        length = int(self.all_gather([0 if data is None else len(data)])[0][0])
+        data = torch.empty(length, dtype=torch.uint8) if data is None else data
+        dist.broadcast(data, 0)
+        return tree if self.rank == 0 else _unpack(data)
 
     def all_reduce(self, tensor):
         """Add up a CPU tensor over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+
+def _pack(tree):
+    buffer = io.BytesIO()
+    torch.save(tree, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _unpack(data):
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)

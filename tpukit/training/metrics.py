@@ -68,16 +68,17 @@ def sync(sums, model, runtime, *, clipped, stop_signal, save_due):
     """
     grad_norm = sums[-1:] if clipped else runtime.gradient_norm(model)
     found = runtime.host(torch.cat([sums[:-1], grad_norm])).tolist()
-    ranks = runtime.world.all_gather(dict(sums=found, memory=runtime.memory(), stop=stop_signal or 0, save=save_due))
+    memory = [number for device in runtime.memory() for number in device]
+    ranks = runtime.world.all_gather_dicts(dict(sums=found, memory=memory, stop=[stop_signal or 0], save=[save_due]))
     totals = dict(zip(SUMS, ranks[0]["sums"]))
     of_ranks = [dict(zip(SUMS, rank["sums"])) for rank in ranks]
     totals["loss"] = sum(of_rank["loss"] for of_rank in of_ranks) / len(ranks)
     totals["bad_step"] = min((of_rank["bad_step"] for of_rank in of_ranks if of_rank["bad_step"] >= 0), default=-1.0)
     return Interval(
         sums=totals,
-        memory=[device for rank in ranks for device in rank["memory"]],
-        stop_signal=max(rank["stop"] for rank in ranks) or None,
-        save_due=ranks[0]["save"],
+        memory=[(peak, total) for rank in ranks for peak, total in zip(rank["memory"][::2], rank["memory"][1::2])],
+        stop_signal=int(max(rank["stop"][0] for rank in ranks)) or None,
+        save_due=bool(ranks[0]["save"][0]),
     )
 
 
