@@ -18,7 +18,6 @@ import torch
 
 from tpukit import MNIST, MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
-from tpukit.devices.xla import XLARuntime
 
 ROUNDS = 11  # each is noisy on a shared machine
 
@@ -132,6 +131,9 @@ class Accelerate:
 
 def main(device, model, digits, infrared):
     warnings.simplefilter("ignore")
+    if device == "xla":
+        from tpukit.devices.xla import XLARuntime
+
     runtime = XLARuntime("xla") if device == "xla" else Runtime("cpu")
     if model == "mnist":
         task = MNIST(dataset_dir=digits, epochs=1, eval_every=9, log_every=50, num_workers=1)

@@ -13,7 +13,6 @@ import torch
 
 from tpukit import MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
-from tpukit.devices.xla import XLARuntime
 from tpukit.host.tables import GIB
 from tpukit.training.data import already_composed
 from tpukit.training.metrics import new_sums
@@ -42,7 +41,11 @@ WAYS = {
 
 
 def open_runtime(device, precision):
-    return XLARuntime("xla", precision) if device == "xla" else Runtime(device, precision)
+    if device == "xla":
+        from tpukit.devices.xla import XLARuntime
+
+        return XLARuntime("xla", precision)
+    return Runtime(device, precision)
 
 
 @contextlib.contextmanager

@@ -147,7 +147,7 @@ def test_troubleshooting_is_generated_from_the_known_errors_and_both_languages_h
         "python -m tpukit.host.known_errors > docs/TROUBLESHOOTING.md"
     )
     chinese = headings(ROOT / "docs/TROUBLESHOOTING.zh-CN.md")[1:]
-    assert chinese == [f"## {error.title}" for error in known_errors.KNOWN_ERRORS]
+    assert chinese == [f"## {error.title}" for error in known_errors.KNOWN_ERRORS.values()]
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="no make here")

@@ -30,7 +30,7 @@ def test_a_machine_has_the_chips_of_its_name_and_topology_and_the_memory_that_a_
         generation, count = name.split("-")
         rows, columns = map(int, re.fullmatch(rf"{generation}:(\d)x(\d)", machine.topology).groups())
         assert machine.chips == int(count) == rows * columns and machine.chip.short_name == generation
-        assert machine.chip.hbm_bytes == chips.HBM_BYTES[generation] == chips.HBM_BYTES[machine.chip.cloud_type]
+        assert machine.chip is chips.find_chip(generation) is chips.find_chip(machine.chip.cloud_type)
 
 
 def test_a_session_has_no_more_chips_than_its_place_lends():

@@ -1,4 +1,4 @@
-"""The runtime of CPUs and GPUs (of which there is none here), and the state of optimizers."""
+"""The runtime of CPUs and GPUs (of which there is none here)."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,6 @@ import torch
 
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.devices.runtime import Runtime
-from tpukit.devices.xla import XLARuntime
 
 
 def gpu(monkeypatch, capability=(7, 5), built_for=("sm_75", "sm_80", "compute_90")):
@@ -86,37 +85,3 @@ def test_the_peak_of_a_gpus_memory_starts_anew_with_each_training(digits, tmp_pa
     task = MNIST(dataset_dir=digits, epochs=1, batch_size=8, log_every=25)
     train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
     assert order.count("anew") == 1 and order[-1] == "read"
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-        lambda p: torch.optim.Adam(p, lr=0.01),
-        lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
-        lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
-        lambda p: torch.optim.Adadelta(p),
-        lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
-    ],
-)
-def test_priming_an_optimizer_changes_no_step_of_it(make, cpu):
-    def trajectory(primed):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 3)
-        optimizer = make(model.parameters())
-        if primed:
-            assert XLARuntime.init_optimizer_state(cpu, optimizer)
-            assert all(optimizer.state[p] for p in model.parameters())
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).square().sum().backward()
-            optimizer.step()
-        return model.weight.detach()
-
-    torch.testing.assert_close(trajectory(True), trajectory(False))
-
-
-@pytest.mark.parametrize("make", [torch.optim.NAdam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5)])
-def test_an_optimizer_whose_state_does_not_start_at_zero_is_left_alone(make, cpu):
-    optimizer = make(torch.nn.Linear(2, 2).parameters())
-    assert XLARuntime.init_optimizer_state(cpu, optimizer) is False and not optimizer.state

@@ -7,12 +7,9 @@ from tpukit.host import known_errors
 from tpukit.host.known_errors import KNOWN_ERRORS
 
 
-def of_code(code):
-    return next(error for error in KNOWN_ERRORS if error.code == code)
-
-
-@pytest.mark.parametrize("error", [e for e in KNOWN_ERRORS if e.pattern], ids=lambda e: e.code)
-def test_the_text_on_the_page_is_recognized_and_doctor_prints_its_fix(error, capsys):
+@pytest.mark.parametrize("code", [code for code, error in KNOWN_ERRORS.items() if error.pattern])
+def test_the_text_on_the_page_is_recognized_and_doctor_prints_its_fix(code, capsys):
+    error = KNOWN_ERRORS[code]
     assert known_errors.match(error.title) is error and known_errors.fix_for(error.title) == error.fix
     assert cli.main(["doctor", "--error", f"Traceback\n{error.title}\n at line 3"]) == 0
     assert capsys.readouterr().out.strip() == error.fix
@@ -21,7 +18,7 @@ def test_the_text_on_the_page_is_recognized_and_doctor_prints_its_fix(error, cap
 def test_a_symptom_is_found_by_its_text_but_is_no_cause_of_an_error(capsys):
     message = "E1121 Could not set metric server port: 8431"
     assert cli.main(["doctor", "--error", message]) == 0
-    assert capsys.readouterr().out.strip() == of_code("metric-port").fix
+    assert capsys.readouterr().out.strip() == KNOWN_ERRORS["metric-port"].fix
     assert known_errors.fix_for(message) is None  # whatever raised it has another cause
 
 
@@ -31,14 +28,12 @@ def test_an_unknown_text_is_no_known_error(capsys):
     assert "Troubleshooting" in capsys.readouterr().out
 
 
-def test_every_known_error_has_a_code_of_its_own():
-    codes = [error.code for error in KNOWN_ERRORS]
-    assert len(set(codes)) == len(codes) and set(THREADS.values()) | set(DESCRIPTIONS.values()) <= set(codes)
-    assert all(error.pattern or error.phrases or error.code == "metric-port" for error in KNOWN_ERRORS)
+def test_every_known_error_can_be_recognized():
+    assert [code for code, error in KNOWN_ERRORS.items() if not error.pattern and not error.phrases] == ["metric-port"]
 
 
 def test_torch_tpu_is_said_to_be_unsupported():
-    fixes = [error.fix for error in KNOWN_ERRORS if error.code.startswith("torch-tpu")]
+    fixes = [error.fix for code, error in KNOWN_ERRORS.items() if code.startswith("torch-tpu")]
     assert len(fixes) == 4 and all("not support torch_tpu" in fix for fix in fixes)
 
 
@@ -118,8 +113,9 @@ THREADS = {
 
 @pytest.mark.parametrize("text", THREADS)
 def test_a_text_that_users_posted_gets_its_entry(text, capsys):
-    assert known_errors.find(text).code == THREADS[text]
-    assert cli.main(["doctor", "--error", text]) == 0 and capsys.readouterr().out.strip() == of_code(THREADS[text]).fix
+    error = KNOWN_ERRORS[THREADS[text]]
+    assert known_errors.find(text) is error
+    assert cli.main(["doctor", "--error", text]) == 0 and capsys.readouterr().out.strip() == error.fix
 
 
 # How users describe a problem in forums and in the issue lists of the platforms -> the code of its entry.
@@ -144,7 +140,7 @@ DESCRIPTIONS = {
 
 @pytest.mark.parametrize("text", DESCRIPTIONS)
 def test_a_users_own_description_gets_its_entry(text):
-    assert known_errors.find(text).code == DESCRIPTIONS[text]
+    assert known_errors.find(text) is KNOWN_ERRORS[DESCRIPTIONS[text]]
 
 
 @pytest.mark.parametrize("text", ["loss 0.5 at step 3", "File tensorflow/python/x.py line 3", "how do I save the model?"])

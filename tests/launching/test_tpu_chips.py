@@ -9,7 +9,6 @@ import torch
 from tests.launching.conftest import needs_torch_xla, python
 from tpukit import Run, TpukitError
 from tpukit.devices.distributed import World
-from tpukit.devices.xla import XLARuntime
 from tpukit.launching import tpu_chips
 
 
@@ -99,6 +98,8 @@ def test_a_chip_is_busy_where_the_system_says_so(tmp_path, monkeypatch):
 
 def test_on_tpu_cores_the_gradients_are_summed_within_the_step_by_torch_xla(xla, monkeypatch):
     import torch_xla.core.xla_model as xm
+
+    from tpukit.devices.xla import XLARuntime
 
     seen = []
     monkeypatch.setattr(xm, "all_reduce", lambda kind, tensors, scale: seen.append((kind, len(tensors), scale)))

@@ -64,9 +64,8 @@ class Watchdog:
 class Runtime:
     """Plain PyTorch on one device.
 
-    device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become compiled graphs, as on XLA. world:
-    this process among those of the training. cores: the number of devices that share a global batch, over all processes.
-    shards: the number of them that belong to this process.
+    device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become compiled graphs, as on XLA.
+    cores: the number of devices that share a global batch, over all processes. shards: those of them in this process.
     """
 
     compiles = False
@@ -78,7 +77,7 @@ class Runtime:
         self.accelerator = accelerator
         self.world = world or World()
         self.device = self._open_device()
-        self.cores = self._count_cores()
+        self.cores = self.world.size
         self.precision = self._best_precision() if precision == "auto" else precision
         if self.precision == "fp32":
             self._multiply_in_fp32()
@@ -104,9 +103,6 @@ class Runtime:
             # From 2.9 on torch advises another interface. That leaves this one as it was, and torch fails where it asks both.
             warnings.simplefilter("ignore")
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-
-    def _count_cores(self):
-        return self.world.size
 
     def _best_precision(self):
         if self.accelerator != "cuda":
@@ -149,17 +145,10 @@ class Runtime:
 
     def host(self, tree):
         """The same nest of dicts, lists and tuples with every tensor copied to the CPU. Waits for the device."""
-        if isinstance(tree, torch.Tensor):
-            return tree.detach().cpu().clone() if tree.device.type == "cpu" else tree.detach().cpu()
-        if isinstance(tree, dict):
-            return {key: self.host(value) for key, value in tree.items()}
-        if isinstance(tree, (list, tuple)):
-            return type(tree)(self.host(value) for value in tree)
-        return tree
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
 
     def host_later(self, tree):
-        """`host`, started now: a function that waits for the copy and returns it. On a GPU it does not wait for work that is
-        queued after this call."""
+        """`host`, started now: a function that waits for the copy, but on a GPU not for later work, and returns it."""
         if self.device.type != "cuda":
             return functools.partial(self.host, tree)
         pinned = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", non_blocking=True), tree)
@@ -183,9 +172,9 @@ class Runtime:
     def compile(self, function, *, name=None, max_graphs=1, changes=None):
         """`function`, as one compiled graph on devices that compile.
 
-        name: used for the compilation records; defaults to the function's. max_graphs: how many different graphs it may have.
-        changes: (model, optimizer), if it changes these and nothing else; on one XLA core its graph is then captured and
-        replayed instead of traced at every call, see `xla_replay`.
+        name: for the compilation records; defaults to the function's. max_graphs: how many different graphs it may have.
+        changes: (model, optimizer), if it changes these and nothing else: on one XLA core its graph is then captured and
+        replayed, see `xla_replay`.
         """
         return function
 
@@ -206,22 +195,20 @@ class Runtime:
 
     @contextlib.contextmanager
     def broadcast_buffers(self, model):
-        """Context manager: every rank's model has rank 0's buffers (the running statistics of batch norm), which are the saved
-        ones."""
-        own = [(module, name) for module in model.modules() for name, value in module._buffers.items() if value is not None]
-        if self.world.size == 1 or not own:
+        """Context manager: every rank's model has rank 0's buffers (the running statistics of batch norm): those are saved."""
+        if self.world.size == 1:
             yield
             return
         # Exchanged, not overwritten: XLA would compile the next training step once more.
-        kept = [module._buffers[name] for module, name in own]
-        shared = self.world.broadcast(self.host(kept))
-        for (module, name), value in zip(own, shared):
-            module._buffers[name] = value.to(self.device)
+        kept = [dict(module._buffers) for module in model.modules()]
+        shared = tree_map_only(torch.Tensor, lambda value: value.to(self.device), self.world.broadcast(self.host(kept)))
+        for module, buffers in zip(model.modules(), shared):
+            module._buffers.update(buffers)
         try:
             yield
         finally:
-            for (module, name), value in zip(own, kept):
-                module._buffers[name] = value
+            for module, buffers in zip(model.modules(), kept):
+                module._buffers.update(buffers)
 
     def inference(self, function):
         """`compile` for a function that needs no gradient, in this runtime's precision."""
@@ -247,8 +234,7 @@ class Runtime:
         """Turn each rank's gradients into their mean over all ranks. DistributedDataParallel has done so in backward."""
 
     def clip_gradients(self, optimizer, max_norm):
-        """Scale gradients of a larger norm down to it. Returns the norm they had, a scalar on the device, or None if
-        max_norm is None."""
+        """Scale gradients of a larger norm down to it. Returns the norm they had, a scalar on the device."""
         if max_norm is None:
             return None
         return torch.nn.utils.clip_grad_norm_(parameters_with_gradient(optimizer), max_norm)
@@ -262,14 +248,10 @@ class Runtime:
             self.scaler.update()
 
     def gradient_norm(self, model):
-        """(1,) device tensor: the norm of the last step's gradient, 0 where there was none.
-
-        Not part of the step, because only the last one before a metric sync is used.
-        """
-        norms = [torch.linalg.vector_norm(p.grad.float()) for p in model.parameters() if p.grad is not None]
-        if not norms:
-            return self.put({"zero": torch.zeros(1)})["zero"]
-        return torch.linalg.vector_norm(torch.stack(norms)).reshape(1)
+        """(1,) device tensor: the norm of the last step's gradient, 0 where there was none. Not part of the step: only the last
+        one before a metric sync is used."""
+        gradients = [p.grad.float() for p in model.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients).to(self.device).reshape(1)
 
     def sync(self):
         """Wait for all work that was queued on the device."""
@@ -285,10 +267,8 @@ class Runtime:
 
     def random_state(self):
         """The generators' state, as a dict of CPU tensors and integers."""
-        state = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state()
-        return state
+        on_gpu = {"cuda": torch.cuda.get_rng_state()} if self.device.type == "cuda" else {}
+        return {"cpu": torch.get_rng_state(), **on_gpu}
 
     def set_random_state(self, state):
         """Restore what `random_state` returned; the state of another kind of device is ignored."""
@@ -314,11 +294,10 @@ class Runtime:
         return 0, 0.0
 
     def take_compile_events(self):
-        """What was compiled of the functions given to `compile` since the last call: a list of dict(what, programs, seconds,
-        why, refused).
+        """What was compiled of the functions given to `compile` since the last call, as a list of dicts.
 
-        what: the function's name. programs: the number of compiled graphs. why: sentences, see `recompiles`; none the first
-        time. refused: whether it raised UnexpectedRecompilation.
+        what: the function's name. programs: the number of compiled graphs. seconds: the time that took. why: sentences, see
+        `recompiles`; none the first time. refused: whether it raised UnexpectedRecompilation.
         """
         return []
 
@@ -328,16 +307,14 @@ class Runtime:
             torch.cuda.reset_peak_memory_stats()
 
     def counters(self):
-        """The accelerator's own counters since the process started; empty where there are none. See `XLARuntime.counters`."""
+        """The accelerator's own counters; empty where there are none. See `XLARuntime.counters`."""
         return {}
 
-    @contextlib.contextmanager
     def traced(self, folder):
         """Context manager: profile the device and this process, for TensorBoard, in `folder`."""
         from torch.profiler import profile, tensorboard_trace_handler
 
-        with profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True):
-            yield
+        return profile(on_trace_ready=tensorboard_trace_handler(str(folder)), record_shapes=True)
 
     def memory(self):
         """[(peak bytes, total bytes)] of each device of this process, or [] where that cannot be read."""
@@ -354,3 +331,24 @@ class Runtime:
 
 def parameters_with_gradient(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def checkpointed(block, *inputs):
+    """block(*inputs), a module without randomness whose activations are recomputed in the backward pass, not kept."""
+    if inputs[0].device.type == "xla":
+        # torch's own looks for a module torch.xla; this one also keeps XLA from merging the two computations.
+        from torch_xla.utils.checkpoint import checkpoint
+
+        return checkpoint(block, *inputs, preserve_rng_state=False)
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def on_one_xla_core(tensor):
+    """Whether a tensor lies on an XLA device that runs a graph of its own, not one over several (SPMD)."""
+    if tensor.device.type != "xla":
+        return False
+    import torch_xla.runtime as xr
+
+    return not xr.is_spmd()

@@ -6,8 +6,15 @@ import os
 
 import numpy as np
 import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.debug.profiler as xp
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch_xla import _XLAC
 
-from tpukit.devices.chips import HBM_BYTES
+from tpukit.devices.chips import V5E, find_chip
 from tpukit.devices.runtime import Runtime, parameters_with_gradient
 from tpukit.devices.xla_compile import CompiledFunction
 from tpukit.host.errors import TpukitError
@@ -28,17 +35,13 @@ class XLARuntime(Runtime):
     def __init__(self, accelerator, precision="auto", world=None, spmd_cores=None):
         if precision == "fp16":
             raise TpukitError("precision='fp16': XLA devices train in bf16, which needs no loss scaling; use 'bf16' or 'auto'")
-        self.spmd_cores = spmd_cores
+        self.spmd_cores, self.shards = spmd_cores, spmd_cores or 1
         self.reset_statistics()
         super().__init__(accelerator, precision, world)
+        self.cores = spmd_cores or self.world.size
 
     def _open_device(self):
-        import torch_xla
-        import torch_xla.runtime as xr
-
         if self.spmd_cores:
-            import torch_xla.distributed.spmd as xs
-
             if self.accelerator == "xla":
                 os.environ["CPU_NUM_DEVICES"] = str(self.spmd_cores)
             xr.use_spmd()
@@ -50,29 +53,16 @@ class XLARuntime(Runtime):
 
     def _multiply_in_fp32(self):
         if self.accelerator == "tpu":
-            from torch_xla import _XLAC
-
             # Otherwise a TPU rounds them to bfloat16. (`torch_xla.backends` does the same, with a warning at the first time.)
             _XLAC._xla_set_mat_mul_precision("highest")
-
-    def _count_cores(self):
-        return self.spmd_cores or self.world.size
-
-    @property
-    def shards(self):
-        return self.spmd_cores or 1
 
     def _best_precision(self):
         return "bf16" if self.accelerator == "tpu" else "fp32"
 
     def device_name(self):
-        import torch_xla.core.xla_model as xm
-
         return xm.xla_device_hw(self.device) + " through torch_xla"
 
     def device_names(self):
-        import torch_xla
-
         return torch_xla.real_devices() if self.mesh is not None else super().device_names()
 
     def place(self, model, *, channels_last=False):
@@ -87,22 +77,18 @@ class XLARuntime(Runtime):
 
     def put_batch(self, arrays):
         batch = self.put(arrays)
-        if self.mesh is not None:
-            self._shard(batch)
-        return batch
-
-    def _shard(self, tensors):
-        from torch_xla import _XLAC
-
-        for value in tensors.values():
-            # Not `xs.mark_sharding`, which tries to import torchax and jax at every call.
-            _XLAC._xla_mark_sharding(value, self.mesh.get_op_sharding(("data", *[None] * (value.dim() - 1))))
+        return self._shard(batch) if self.mesh is not None else batch
 
     def put_whole(self, arrays, *, sharded=False):
         whole = super().put_whole(arrays)
-        if sharded:
-            self._shard(whole)
-        return whole
+        return self._shard(whole) if sharded else whole
+
+    def _shard(self, tensors):
+        """Shard the first axis of each tensor over the mesh."""
+        for value in tensors.values():
+            # Not `xs.mark_sharding`, which tries to import torchax and jax at every call.
+            _XLAC._xla_mark_sharding(value, self.mesh.get_op_sharding(("data",) + (None,) * (value.dim() - 1)))
+        return tensors
 
     def torch_compile(self, model, mode):
         return model
@@ -120,8 +106,6 @@ class XLARuntime(Runtime):
             return
         gradients = [p.grad for p in parameters_with_gradient(optimizer)]
         if not self.reduces_on_the_host:
-            import torch_xla.core.xla_model as xm
-
             xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / self.world.size)
             return
         flat = torch.cat([g.reshape(-1) for g in gradients]).cpu()  # as one vector
@@ -169,24 +153,16 @@ class XLARuntime(Runtime):
         self.last_signatures = {}  # by function: what it was last called with
 
     def sync(self):
-        import torch_xla
-
         torch_xla.sync(wait=True)
 
     def seed(self, number):
-        import torch_xla.core.xla_model as xm
-
         super().seed(number)
         xm.set_rng_state(torch.initial_seed())
 
     def random_state(self):
-        import torch_xla.core.xla_model as xm
-
         return {**super().random_state(), "xla": xm.get_rng_state()}
 
     def set_random_state(self, state):
-        import torch_xla.core.xla_model as xm
-
         super().set_random_state(state)
         if "xla" in state:
             xm.set_rng_state(state["xla"])
@@ -196,8 +172,8 @@ class XLARuntime(Runtime):
 
     def counters(self):
         """dict, since this process started: compilations, executions (counts); compile_s, execute_s, to_device_s, from_device_s
-        (seconds, summed); and since `reset_statistics`: fallbacks, operation that XLA could not lower and the CPU ran instead
-        -> count."""
+        (seconds); and since `reset_statistics`: fallbacks, operation that XLA could not lower and the CPU ran instead -> count.
+        """
         compilations, compile_s = self.compilations()
         executions, execute_s = map(sum, zip(_timed("ExecuteTime"), _timed("ExecuteReplicatedTime")))  # the second: SPMD
         return dict(
@@ -212,8 +188,6 @@ class XLARuntime(Runtime):
 
     @contextlib.contextmanager
     def traced(self, folder):
-        import torch_xla.debug.profiler as xp
-
         xp.start_trace(str(folder))
         try:
             yield
@@ -223,24 +197,18 @@ class XLARuntime(Runtime):
     def hlo_of(self, step, model, optimizer):
         """The graph of a step as HLO, with the line of each operation. The step is traced and not run, which leaves its model
         and optimizer unusable."""
-        from torch_xla import _XLAC
-
         _XLAC._set_ir_debug(True)
         outputs = [step(), *self.written_by_step(model, optimizer)]
         return _XLAC._get_xla_tensors_hlo(outputs)
 
     def written_by_step(self, model, optimizer):
         """What a traced step leaves behind: what it changed of the model and the optimizer, and the gradients."""
-        from torch_xla import _XLAC
-
         kept = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
         state = [v for v in (*model.parameters(), *model.buffers(), *kept) if v.device.type == "xla"]
         changed = _XLAC._check_tensor_need_materialization(state)
         return [v for v, yes in zip(state, changed) if yes] + [p.grad for p in model.parameters() if p.grad is not None]
 
     def memory(self):
-        import torch_xla.core.xla_model as xm
-
         try:
             info = xm.get_memory_info(self.device)
         except RuntimeError:  # neither the CPU XLA device nor the one device of SPMD implements it
@@ -249,42 +217,16 @@ class XLARuntime(Runtime):
 
     def memory_size(self):
         if self.accelerator == "tpu" and not self.memory():
-            kind = os.environ.get("TPU_ACCELERATOR_TYPE", "")
-            return next((size for name, size in HBM_BYTES.items() if kind.startswith(name)), min(HBM_BYTES.values()))
+            chip = find_chip(os.environ.get("TPU_ACCELERATOR_TYPE", ""))
+            return chip.hbm_bytes if chip and chip.hbm_bytes else V5E.hbm_bytes  # the smallest
         return super().memory_size()
 
 
-def checkpointed(block, *inputs):
-    """block(*inputs), a module without randomness whose activations are recomputed in the backward pass instead of being
-    kept."""
-    if inputs[0].device.type == "xla":
-        # torch's own looks for a module torch.xla; this one also keeps XLA from merging the two computations.
-        from torch_xla.utils.checkpoint import checkpoint
-
-        return checkpoint(block, *inputs, preserve_rng_state=False)
-    from torch.utils.checkpoint import checkpoint
-
-    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-
-def on_one_xla_core(tensor):
-    """Whether a tensor lies on an XLA device that runs a graph of its own, as opposed to one graph over several (SPMD)."""
-    if tensor.device.type != "xla":
-        return False
-    import torch_xla.runtime as xr
-
-    return not xr.is_spmd()
-
-
 def _fallbacks():
-    import torch_xla.debug.metrics as met
-
     return {n: met.counter_value(n) for n in met.counter_names() if n.startswith("aten::")}
 
 
 def _timed(name):
     """(count, seconds) of one of torch_xla's timers."""
-    import torch_xla.debug.metrics as met
-
     data = met.metric_data(name)
     return (data[0], data[1] / 1e9) if data else (0, 0.0)

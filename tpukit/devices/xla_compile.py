@@ -2,6 +2,8 @@
 
 import inspect
 
+import torch_xla
+
 from tpukit.devices import recompiles
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.devices.xla_replay import GraphReplay
@@ -19,7 +21,7 @@ class CompiledFunction:
     calls = 0
     graphs = 0  # compiled so far, without those of the replay
 
-    def __init__(self, function, name, max_graphs, runtime, changes=None):
+    def __init__(self, function, name, max_graphs, runtime, changes):
         self.function, self.name, self.max_graphs, self.runtime = function, name, max_graphs, runtime
         self.optimizer = changes[1] if changes else None
         self.parameter_names = tuple(inspect.signature(function).parameters)
@@ -67,25 +69,13 @@ class CompiledFunction:
         return found
 
     def _call(self, arguments):
-        import torch_xla
-
         self.calls += 1
-        if self.runtime.reduces_on_the_host:  # the all-reduce cuts the step into two graphs
-            result = self.function(*arguments)
-            torch_xla.sync()
-            return result
         if self.replay is not None and self.replay.may_replay:
             return self.replay(*arguments)
-        return self._trace_and_run(arguments)
-
-    def _trace_and_run(self, arguments):
-        """Call the function, which traces it, and run its graph."""
-        import torch_xla
-
         before, _ = self.runtime.compilations()
         # full_graph: a hidden `.item()` raises instead of cutting the step. It also makes the host wait for the device before
         # it traces the next step, so only the first calls are guarded.
-        if self.calls <= GUARDED_CALLS:
+        if self.calls <= GUARDED_CALLS and not self.runtime.reduces_on_the_host:
             result = torch_xla.compile(self.function, full_graph=True, name=self.name)(*arguments)
         else:
             result = self.function(*arguments)
@@ -93,6 +83,7 @@ class CompiledFunction:
         compiled = self.runtime.compilations()[0] - before
         # The first call has one graph, even if this process had compiled it before, or also compiled what was pending.
         self.graphs = self.graphs + compiled if self.graphs else 1
-        if self.graphs > self.max_graphs:
-            raise UnexpectedRecompilation(self.name, self.calls, self.max_graphs)
+        # An all-reduce on the host cuts the step into two graphs.
+        if self.graphs > self.max_graphs and not self.runtime.reduces_on_the_host:
+            raise UnexpectedRecompilation(self.name, self.calls, self.max_graphs, None)
         return result

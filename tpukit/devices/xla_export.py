@@ -2,8 +2,11 @@
 
 import os
 
+os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")  # else an all-reduce over one visible core is left out
+
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
+from torch_xla import _XLAC
 
 from tpukit.devices.distributed import World
 from tpukit.devices.xla import XLARuntime
@@ -17,7 +20,6 @@ class ExportRuntime(XLARuntime):
     """
 
     def __init__(self, precision="auto", cores=1, memory_size=0):
-        os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")  # else an all-reduce over one visible core is left out
         self.graphs, self._memory_size = [], memory_size
         super().__init__("tpu", precision, World(0, cores))
 
@@ -25,8 +27,6 @@ class ExportRuntime(XLARuntime):
         return self._memory_size
 
     def compile(self, function, *, name=None, max_graphs=1, changes=None):
-        import torch_xla
-
         def export(*arguments):
             before = self.counters()["fallbacks"]
             result = function(*arguments)
@@ -35,7 +35,7 @@ class ExportRuntime(XLARuntime):
             outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
             if changes:
                 outputs += self.written_by_step(*changes)
-            self.graphs.append(torch_xla._XLAC._get_stablehlo(outputs, str(self.device), [], True))
+            self.graphs.append(_XLAC._get_stablehlo(outputs, str(self.device), [], True))
             return tree_map_only(torch.Tensor, self._zeros_like, result)
 
         return export

@@ -1,9 +1,9 @@
 """Graph capture and replay: a training step on an XLA device that is traced once and then run by its hash.
 
-torch_xla traces every step again, operation by operation, only to find that it has compiled the graph already. For a network
-of a thousand operations that can take the host longer than the device needs for the step. Here the traced graph is kept with
-the list of its inputs, and later steps hand it the current tensors. (The calls are those of torch_xla's own bridge to
-torch.compile, which takes no optimizer.)
+torch_xla traces every step again, only to find that it has compiled the graph already. For a network of a thousand operations
+that can take the host longer than the device needs for the step. Here the traced graph is kept with the list of its inputs, and
+later steps hand it the current tensors. (The calls are those of torch_xla's own bridge to torch.compile, which takes no
+optimizer.)
 
     first call of a signature    capture: trace the step, twice for the very first one, to check that both traces agree
     later calls                  replay: run the compiled graph, move its outputs into the model, optimizer and gradients
@@ -14,7 +14,11 @@ import dataclasses
 from typing import NamedTuple
 
 import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
 from torch.utils._pytree import tree_flatten
+from torch_xla import _XLAC
+from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
 from tpukit.devices.recompiles import UnexpectedRecompilation, new_operation
 
@@ -30,13 +34,14 @@ class GraphReplay:
     and the state of `optimizer`. max_graphs: how many different graphs may be compiled. A new number among the arguments, a new
     shape, or a new setting of the optimizer is captured again. A graph that differs without any of these, or one more than
     max_graphs, raises UnexpectedRecompilation.
+
+    may_replay: False once the first call has found that every step has to be traced: two captures have different constants
+    (Adam's bias corrections on the host), or it draws random numbers on the device.
+    new_operation: the first operation of the last graph that the graph before does not have, see `recompiles.new_operation`.
     """
 
     may_replay = True
-    """False once the first call has found that the step cannot be replayed: two captures have different constants (Adam's bias
-    corrections on the host), or it draws random numbers on the device. Then every step has to be traced."""
     new_operation = None
-    """the first operation of the last graph that the graph before does not have, see `recompiles.new_operation`"""
 
     def __init__(self, function, name, max_graphs, model, optimizer, device):
         self.function, self.name, self.max_graphs = function, name, max_graphs
@@ -47,8 +52,6 @@ class GraphReplay:
         self.trace_of = {}  # hash of a compiled graph -> its trace as text, the last one compiled last
 
     def __call__(self, *arguments):
-        import torch_xla
-
         key, tensors = self._key(arguments)
         self.calls += 1
         graph = self.captured.get(key)
@@ -75,23 +78,21 @@ class GraphReplay:
             graph = self._capture(arguments, tensors)
             known = self.captured.get(key)
             if known is not None and not (known.hash == graph.hash and known.is_equivalent(graph)):
-                raise self._unexpected(self.trace_of[known.hash], _trace_text(graph))
+                raise self._unexpected(self.trace_of[known.hash], graph.trace())
         if not self.may_replay:
             return self.function(*arguments)  # the end of torch_xla.compile runs it
         return self._compile(graph, key, tensors)
 
     def _capture_twice(self, arguments, tensors):
         """Find out whether the step can be replayed (`may_replay`), and capture it if so."""
-        import torch_xla.core.xla_model as xm
-
         seed = xm.get_rng_state()
         first = self._capture(arguments, tensors)
-        first_text, host_before = _trace_text(first), first.host_before
+        first_text, host_before = first.trace(), first.host_before
         self._discard(first)
         # The second capture finds the optimizer's numbers on the host one step further: what depends on them differs.
         second = self._capture(arguments, tensors)
         if second.hash != first.hash and not first.draws_random_numbers:
-            raise self._unexpected(first_text, _trace_text(second))
+            raise self._unexpected(first_text, second.trace())
         self.was_tried, self.may_replay = True, first.is_equivalent(second)
         self._discard(second)
         for value, before in zip(first.host_state, host_before):
@@ -106,12 +107,9 @@ class GraphReplay:
 
     def _capture(self, arguments, tensors):
         """Trace the function, which leaves its results uncomputed: a `CapturedGraph`."""
-        from torch_xla import _XLAC
-        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
-
         state, host_state = self._state()
-        source_of = {_XLAC._xla_get_tensor_id(t): Source("argument", i) for i, t in enumerate(tensors)}
-        source_of |= {_XLAC._xla_get_tensor_id(t): Source("state", i) for i, t in enumerate(state)}
+        source_of = {_XLAC._xla_get_tensor_id(t): ("argument", i) for i, t in enumerate(tensors)}
+        source_of |= {_XLAC._xla_get_tensor_id(t): ("state", i) for i, t in enumerate(state)}
         host_before = [value.clone() for value in host_state]
         debugs = _XLAC._get_ir_debug()
         _XLAC._set_ir_debug(True)  # the trace keeps the line of each operation; the graph is the same
@@ -124,9 +122,9 @@ class GraphReplay:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         outputs = [*(state[i] for i in written), *(p.grad for p in parameters), result]
         ids, values = _XLAC._get_tensors_xla_device_data_node(outputs)
-        inputs = [Input(source_of.get(i), value) for i, value in zip(ids, values)]
-        for source, value in inputs:  # what the step writes may take the memory of its old value
-            if source and source.kind == "state" and source.index in written:
+        inputs = [Input(*source_of.get(i, ("constant", None)), value) for i, value in zip(ids, values)]
+        for kind, index, value in inputs:  # what the step writes may take the memory of its old value
+            if kind == "state" and index in written:
                 _XLAC._set_buffer_donation(value, True)
         with alias_with_buffer_donor_config():
             graph_hash = _XLAC._get_graph_hash(outputs)
@@ -152,11 +150,9 @@ class GraphReplay:
 
     def _discard(self, graph):
         """Undo the traced step, except for the optimizer's numbers on the host."""
-        from torch_xla import _XLAC
-
-        for source, value in graph.inputs:
-            if source and source.kind == "state":
-                graph.state[source.index].data = value
+        for kind, index, value in graph.inputs:
+            if kind == "state":
+                graph.state[index].data = value
         for p in graph.parameters:
             p.grad = None
         graph.outputs = None
@@ -164,12 +160,9 @@ class GraphReplay:
 
     def _compile(self, graph, key, tensors):
         """Compile a captured graph where it is new, and run it."""
-        from torch_xla import _XLAC
-        from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
-
         _XLAC._set_allow_execution(True)
         if graph.hash not in self.trace_of:
-            text = _trace_text(graph)
+            text = graph.trace()
             last_text = next(reversed(self.trace_of.values()), None)
             self.new_operation = new_operation(last_text, text) if last_text else None
             if len(self.trace_of) == self.max_graphs:
@@ -185,11 +178,9 @@ class GraphReplay:
         return self._replay(graph, tensors)
 
     def _replay(self, graph, tensors):
-        from torch_xla import _XLAC
-
         graph.replays += 1
         current = dict(state=graph.state, argument=tensors)
-        inputs = [current[source.kind][source.index] if source else value for source, value in graph.inputs]
+        inputs = [value if kind == "constant" else current[kind][index] for kind, index, value in graph.inputs]
         *outputs, result = _XLAC._run_cached_graph(graph.hash, inputs)
         for index, value in zip(graph.written, outputs):
             graph.state[index].data = value
@@ -198,41 +189,27 @@ class GraphReplay:
         return result
 
 
-class Source(NamedTuple):
-    """Where an input of a graph comes from at each replay: the index-th of the "state" or of the "argument" tensors."""
+class Input(NamedTuple):
+    """An input of a graph: at each replay the index-th of the "state" or "argument" tensors, or a "constant"."""
 
     kind: str
-    index: int
-
-
-class Input(NamedTuple):
-    """An input of a graph, in the graph's order. source: None for a constant, whose value is always the same."""
-
-    source: Source | None
-    value: torch.Tensor | None
+    index: int | None
+    value: torch.Tensor | None  # as traced
 
 
 @dataclasses.dataclass(kw_only=True)
 class CapturedGraph:
     """A traced step: where its inputs come from, and where its outputs go."""
 
-    hash: str
-    """torch_xla's name of the graph"""
-    state: list
-    """tensors on the device that the step may write"""
-    host_state: list
-    """the optimizer's numbers on the host"""
-    host_before: list | None
-    """what they were before the step"""
-    host_increments: list
-    """by how much each step increases them"""
-    written: list
-    """indices of those of `state` that the step writes; its first outputs"""
-    parameters: list
-    """those that get a gradient; its next outputs"""
-    outputs: list | None
-    """the traced tensors, the function's result last"""
-    inputs: list
+    hash: str  # torch_xla's name of the graph
+    state: list  # tensors on the device that the step may write
+    host_state: list  # the optimizer's numbers on the host
+    host_before: list | None  # what they were before the step
+    host_increments: list  # by how much each step increases them
+    written: list  # indices of those of `state` that the step writes; its first outputs
+    parameters: list  # those that get a gradient; its next outputs
+    outputs: list | None  # the traced tensors, the function's result last
+    inputs: list  # of `Input`, in the graph's order
     draws_random_numbers: bool
     replays: int = 0
 
@@ -240,33 +217,26 @@ class CapturedGraph:
         """Whether the two differ in nothing but the values of state and arguments, so that one can replace the other."""
         if self.draws_random_numbers or self.written != other.written:
             return False
-        if [source for source, _ in self.inputs] != [source for source, _ in other.inputs]:
+        if [(x.kind, x.index) for x in self.inputs] != [(x.kind, x.index) for x in other.inputs]:
             return False
-        read = {source.index for source, _ in self.inputs if source and source.kind == "state"}
-        if not set(self.written) <= read:
+        if not set(self.written) <= {x.index for x in self.inputs if x.kind == "state"}:
             return False
         if not all(torch.equal(a, b) for a, b in zip(self.host_increments, other.host_increments)):
             return False
-        return all(
-            _same_constant(mine, others) for (source, mine), (_, others) in zip(self.inputs, other.inputs) if source is None
-        )
+        return all(_same_constant(a.value, b.value) for a, b in zip(self.inputs, other.inputs) if a.kind == "constant")
+
+    def trace(self):
+        """The graph as text, see `recompiles.new_operation`."""
+        return _XLAC._get_xla_tensors_text(self.outputs)
 
     def release_values(self):
         """Release everything that belongs to a single step."""
         self.outputs = self.host_before = None
-        self.inputs = [Input(source, None if source else value) for source, value in self.inputs]
+        self.inputs = [x if x.kind == "constant" else x._replace(value=None) for x in self.inputs]
 
 
 def _same_constant(a, b):
     """Whether two constants are the same data on the device, or small and equal."""
-    from torch_xla import _XLAC
-
     if _XLAC._unique_id_for_ir_and_data(a) == _XLAC._unique_id_for_ir_and_data(b):
         return True
     return a.shape == b.shape and a.dtype == b.dtype and a.numel() <= MAX_COMPARED and torch.equal(a.cpu(), b.cpu())
-
-
-def _trace_text(graph):
-    from torch_xla import _XLAC
-
-    return _XLAC._get_xla_tensors_text(graph.outputs)

@@ -28,7 +28,6 @@ def unpack(archive, target, *, parts=()):
     devices and sparse files, for a name that leads outside the target, and for more than the disk can hold; also for a damaged
     archive, an unknown format, and where nothing can be written.
     """
-    archive, target = Path(archive), Path(target)
     with files.atomic_folder(target) as work:
         packed = Path(tempfile.mkdtemp(dir=work))  # a random name, which no entry of the archive has
         try:
@@ -54,7 +53,12 @@ def unpack(archive, target, *, parts=()):
 def _check(archive, folder):
     """Raise TpukitError where an archive holds what `unpack` does not allow, or more than fits on the disk of `folder`."""
     needed, free = 0, shutil.disk_usage(folder).free
-    for name, size, _ in _entries(archive):
+    for name, size, opened in _entries(archive):
+        if opened is None:
+            raise TpukitError(
+                f"{archive} is not safe to unpack: {name!r} is a link, a device or the like. Pack it again with regular files "
+                "and folders only (tar: -h --hard-dereference). Nothing was unpacked."
+            )
         _place(archive, name)
         needed += BLOCK * math.ceil(max(size or 0, 1) / BLOCK)
         if needed > free:
@@ -77,7 +81,7 @@ def _extract(archive, folder):
 
 
 def _place(archive, name):
-    """Where an entry goes, relative to the target."""
+    """Where an entry goes, relative to the target. Raises TpukitError for a name that leads outside it."""
     path = PureWindowsPath(name)  # stricter than POSIX: it knows drives, and both separators
     if path.anchor or any(not part.strip(". ") for part in path.parts):  # Windows takes ".. " for ".."
         raise TpukitError(f"{archive} is not safe to unpack: {name!r} leads outside the target folder. Nothing was unpacked.")
@@ -87,33 +91,25 @@ def _place(archive, name):
 
 
 def _entries(archive):
-    """Yield (name, size or None for a folder, function that opens the file) for what an archive holds."""
+    """Yield (name, size or None for a folder, function that opens the file or None for what is neither) of all in it."""
     if archive.name.lower().endswith(".zip"):
         with zipfile.ZipFile(archive) as packed:
             for entry in packed.infolist():
                 kind = stat.S_IFMT(entry.external_attr >> 16)  # 0 where the archive was made on Windows
-                _refuse_unless(kind in (0, stat.S_IFREG, stat.S_IFDIR), archive, entry.filename)
+                opened = functools.partial(packed.open, entry) if kind in (0, stat.S_IFREG, stat.S_IFDIR) else None
                 is_folder = kind == stat.S_IFDIR or entry.filename.endswith(("/", "\\"))
-                yield entry.filename, None if is_folder else entry.file_size, functools.partial(packed.open, entry)
+                yield entry.filename, None if is_folder else entry.file_size, opened
     else:
         with tarfile.open(archive, tarinfo=_TarHeader) as packed:
             for entry in packed:
                 packed.members = []  # else it keeps every header in memory
                 plain = (entry.isreg() or entry.isdir()) and not entry.issparse() and entry.size >= 0
-                _refuse_unless(plain, archive, entry.name)
-                yield entry.name, None if entry.isdir() else entry.size, functools.partial(packed.extractfile, entry)
+                opened = functools.partial(packed.extractfile, entry) if plain else None
+                yield entry.name, None if entry.isdir() else entry.size, opened
             # tarfile takes a damaged header for the end. Reading on finds it, and gzip checks its checksum at the end.
             while rest := packed.fileobj.read(1 << 20):
                 if rest.strip(b"\0"):
                     raise tarfile.ReadError("a header in it is damaged")
-
-
-def _refuse_unless(plain, archive, name):
-    if not plain:
-        raise TpukitError(
-            f"{archive} is not safe to unpack: {name!r} is a link, a device or the like. Pack it again with regular files and "
-            "folders only (tar: -h --hard-dereference). Nothing was unpacked."
-        )
 
 
 class _TarHeader(tarfile.TarInfo):

@@ -16,7 +16,7 @@ def find(env, name, path=None, *, fallback=False, parts=()):
     unpacked below `env.outputs`; parts: see `archives.unpack`. A given `path` that does not exist raises TpukitError, unless
     `fallback=True` allows the other places, or `fallback` is a folder, which is then taken.
     """
-    instead = Path(fallback) if isinstance(fallback, (str, Path)) else None
+    instead = None if isinstance(fallback, bool) else Path(fallback)
     if path:
         path = Path(path).expanduser()
         if env.drive and env.drive.parent in path.parents:
@@ -26,10 +26,8 @@ def find(env, name, path=None, *, fallback=False, parts=()):
         if instead and instead.is_dir():
             return _take(env, name, parts, instead, f"because {path} does not exist")
         if fallback is not True:
-            raise TpukitError(
-                f"dataset path {path} does not exist{f', nor does {instead}' if instead else ''}. Check its spelling (is Drive "
-                "mounted?), leave the path empty to search the usual places, or allow a fallback."
-            )
+            what = f"dataset path {path} does not exist{f', nor does {instead}' if instead else ''}"
+            raise TpukitError(f"{what}. Check its spelling (is Drive mounted?), or leave it empty to search the usual places")
         print(printable(f"dataset {name}: {path} does not exist, looking elsewhere as allowed"))
     for place, why in _places(env, name, instead):
         if place.exists():

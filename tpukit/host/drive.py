@@ -5,22 +5,17 @@ from tpukit.host import environment
 _asked = set()  # the Drives that this process asked for: a refusal is an answer
 
 
-def mount_drive(env, mount=None):
-    """Mount Google Drive on Colab, which asks for the user's consent. Returns its MyDrive folder, or None where there is none.
-
-    mount: the function that mounts; by default `google.colab.drive.mount`.
-    """
+def mount_drive(env):
+    """Mount Google Drive on Colab, which asks for the user's consent. Returns its MyDrive folder, or None."""
     if env.host != "colab":
         print(f"Drive: only Colab can mount it; this is {env.host}, results stay in {env.outputs}.")
         return None
     if not env.drive.is_dir():
         _asked.add(env.drive)
         try:
-            if mount is None:
-                from google.colab import drive
+            from google.colab import drive
 
-                mount = drive.mount
-            mount(str(env.drive.parent))
+            drive.mount(str(env.drive.parent))
         except Exception as error:  # the user closed the consent window, or the account has no Drive
             print(f"Drive: not mounted ({error}). Results stay in {env.outputs} and are lost with this session.")
             return None

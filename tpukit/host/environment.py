@@ -101,11 +101,10 @@ class Environment:
         return self.table()._repr_html_()
 
     def require(self, accelerator, *, cores=1):
-        """Return self if this accelerator is here, with at least this many cores.
+        """Return self if this accelerator is here, with at least this many cores; else a TpukitError names the menu to open.
 
         accelerator: "tpu" (the CPU XLA device counts, so that a notebook can be tried without a TPU), "cuda" or "cpu". On a CPU
         a core is a process, so any number will do.
-        Raises TpukitError that names the menu to open on this host.
         """
         accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "cpu": ("tpu", "cuda", "xla", "cpu")}
         if accelerator not in accepted:
@@ -198,8 +197,7 @@ def _accelerator(environ, root, versions):
 
 
 def chips_here(environ, root="/"):
-    """Number of TPU chips on the PCI bus, or, where that is hidden (as in some containers) and PJRT_DEVICE=TPU, of their device
-    files."""
+    """Number of TPU chips on the PCI bus, or where a container hides it and PJRT_DEVICE=TPU, of their device files."""
     on_bus = tpu_chips(root)
     if on_bus or environ.get("PJRT_DEVICE", "").upper() != "TPU":
         return on_bus
@@ -225,7 +223,6 @@ def nvidia_cards_on_bus(root="/"):
 
 
 def _pci_devices(root):
-    """(folder, vendor) of each."""
     vendors = Path(root).glob("sys/bus/pci/devices/*/vendor")
     return [(vendor.parent, vendor.read_text().strip()) for vendor in vendors]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows, where nothing here starts several processes
+except ImportError:  # Windows, where the commands work that take no lock
     fcntl = None
 
 from tpukit.host.errors import TpukitError
@@ -34,7 +34,6 @@ def atomic_file(path, *, durable=True):
     The bytes go to a temporary file beside it, which takes the name when it is complete and, if `durable`, on the disk. Raises
     TpukitError where the disk is full or cannot be written; a file that was at `path` before stays.
     """
-    path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same file
     try:
         with explain_full_disk(path):
@@ -65,8 +64,6 @@ def remove_partials(folder):
 
 def _lives(pid):
     """Whether a process of this host is alive."""
-    if not fcntl:  # Windows cannot tell
-        return True
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -78,7 +75,7 @@ def _lives(pid):
 
 def _sync_names(folder):
     """Flush the entries of a folder to the disk, where the disk can do that."""
-    with contextlib.suppress(OSError):  # Windows, and some network disks, cannot
+    with contextlib.suppress(OSError):  # some network disks cannot
         opened = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(opened)
@@ -99,8 +96,8 @@ def atomic_folder(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         for left in folder.parent.iterdir():
             ours = re.fullmatch(re.escape(prefix) + r"(\d+)\.\w{8}\.partial", left.name)
-            if ours and left.is_dir() and not left.is_symlink() and not _lives(int(ours[1])):
-                shutil.rmtree(left, ignore_errors=True)
+            if ours and not _lives(int(ours[1])):
+                shutil.rmtree(left, ignore_errors=True)  # which removes neither a file nor a link
         work = folder.with_name(f"{prefix}{os.getpid()}.{secrets.token_hex(4)}.partial")
         work.mkdir()  # not tempfile.mkdtemp, which ignores the user's umask
     try:
@@ -208,7 +205,7 @@ def file_lock(path):
     try:
         make_private(cache_folder())
         digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:20]
-        file = _open_lock(cache_folder() / f"{digest}.lock") if fcntl else contextlib.nullcontext()
+        file = _open_lock(cache_folder() / f"{digest}.lock")
     except OSError:
         file = contextlib.nullcontext()
     with file as opened:
@@ -225,12 +222,11 @@ def exclusive_lock(path, signs=()):
     shared disks (Drive) a lock is seen on its own host only: there the last holder counts as long as it shows a sign of life,
     a recent change of this file or of one of the files `signs`.
     """
-    here = dict(host=socket.gethostname(), pid=os.getpid())
     with explain_unwritable(path.parent):
         file = _open_lock(path)
     with file:
         holder, got = _read_holder(file), _try_flock(file)
-        if got is False or _lives_elsewhere(holder, (path, *signs)) or (got is None and _lives_here(holder)):
+        if got is False or _may_be_alive(holder, (path, *signs), got):
             who = holder or dict(host="an unknown host", pid="unknown")
             raise TpukitError(
                 f"process {who['pid']} on {who['host']} is already training in {path.parent}: wait for it, end it, or "
@@ -238,14 +234,12 @@ def exclusive_lock(path, signs=()):
             )
         try:
             with explain_full_disk(path):
-                _overwrite(file, json.dumps(with_crc32(here)).encode())
+                _overwrite(file, json.dumps(with_crc32(dict(host=socket.gethostname(), pid=os.getpid()))).encode())
             yield
         finally:
-            with contextlib.suppress(OSError):  # the disk may be full or gone; the lock goes with the file
+            with contextlib.suppress(OSError):  # the disk may be gone, or have no locks; the lock goes with the file
                 _overwrite(file, b"")
-            if fcntl:
-                with contextlib.suppress(OSError):
-                    fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
+                fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
 
 
 def _read_holder(file):
@@ -260,8 +254,7 @@ def _read_holder(file):
 def _try_flock(file):
     """True if the lock is this process's now, False if another process has it, None on a disk that has no locks."""
     try:
-        if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except BlockingIOError:
         return False
@@ -269,24 +262,18 @@ def _try_flock(file):
         return None
 
 
-def _lives_elsewhere(holder, signs):
-    """Whether a holder on another host has shown a sign of life. The clock there may be ahead."""
-    if holder is None or holder["host"] == socket.gethostname():
+def _may_be_alive(holder, signs, got):
+    """Whether the last holder of a lock file may still train, although its lock was not seen here. got: see `_try_flock`."""
+    if holder is None:
         return False
-    return any(abs(time.time() - sign.stat().st_mtime) < ALIVE_S for sign in signs if sign.exists())
-
-
-def _lives_here(holder):
-    """Whether a holder is another process of this host, and alive."""
-    if holder is None or holder["host"] != socket.gethostname():
-        return False
-    return holder["pid"] != os.getpid() and _lives(holder["pid"])
+    if holder["host"] != socket.gethostname():  # whose clock may be ahead
+        return any(abs(time.time() - sign.stat().st_mtime) < ALIVE_S for sign in signs if sign.exists())
+    return got is None and holder["pid"] != os.getpid() and _lives(holder["pid"])
 
 
 def _open_lock(path):
     """Open a lock file without emptying it. Raises OSError where it is a symbolic or hard link, or not a regular file."""
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    file = os.open(path, flags, 0o644)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
         os.close(file)
@@ -317,8 +304,6 @@ def cache_folder():
 def make_private(folder):
     """Create a folder that no other user can write in. Raises OSError where it is a link or another user's."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not hasattr(os, "getuid"):
-        return
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise OSError("it is a link")

@@ -41,29 +41,20 @@ class Backup:
 
     def _update(self, run):
         """Each file is copied whole or not at all, the list of checkpoints last."""
-        self.check_run(run, run.config.get("id"))
-        for name in COPIED:
-            if (run.path / name).exists():
-                about = (run.path / name).stat()
-                version = about.st_ino, about.st_mtime_ns, about.st_size
-                if self.copied.get(name) != version or not (self.folder / name).exists():
-                    self._copy(run, name)
-                    self.copied[name] = version
-        copied, kept = self.copy.checkpoints(), run.checkpoints()
-        for entry in kept:
-            name = f"checkpoints/{entry['file']}"
-            source, target = run.path / name, self.folder / name
-            # The list there has its SHA-256, so that Drive need not be read.
-            listed = entry["sha256"] is not None and entry in copied
-            if not (listed and target.exists() and target.stat().st_size == source.stat().st_size):
-                self._copy(run, name)
+        self.check_run(run, run.config["id"])
+        kept = run.checkpoints()
+        for name in (*COPIED, *(f"checkpoints/{entry['file']}" for entry in kept)):
+            if not (run.path / name).exists():
+                continue
+            about = (run.path / name).stat()
+            version = about.st_ino, about.st_mtime_ns, about.st_size
+            if self.copied.get(name) != version or not (self.folder / name).exists():
+                self._check_disk()
+                files.copy_atomic(run.path / name, self.folder / name)
+                self.copied[name] = version
         self._check_disk()
         checkpoints.write_list(self.folder / "checkpoints", kept)
         self._check_disk()
-
-    def _copy(self, run, name):
-        self._check_disk()
-        files.copy_atomic(run.path / name, self.folder / name)
 
     def _check_disk(self):
         """Raise TpukitError where the disk of the backup is gone: what is written then lands in the empty mount point."""
@@ -85,10 +76,7 @@ class Backup:
             return
         self.copy.check_links()
         found = self.copy.config.get("id")
-        same = found == run_id
-        if same and found is None:  # runs of earlier versions have no id; the time of its first record tells one from another
-            same = len({records[0]["time"] for records in (run.records(), self.copy.records()) if records}) < 2
-        if not same:
+        if found != run_id:
             raise TpukitError(
                 f"the backup {self} belongs to another run than {run.path} (id {found}, not {run_id}): choose another backup "
                 "folder, or, to resume the run that was backed up, a run folder that does not exist yet"
@@ -123,11 +111,8 @@ def restore_from_backup(run, copy, task):
 
 
 def find_run(env, name):
-    """The folder of the run `name` below the Kaggle inputs, for `Run.open(..., earlier=...)`; None where there is none, or the
-    outputs already hold the run.
-
-    It is there when the output of an earlier version of the notebook, or a copy of the run, was added as an input. Raises
-    TpukitError where several inputs hold one.
+    """The folder of the run `name` below the Kaggle inputs (the output of an earlier version of the notebook, or a copy), for
+    `Run.open(..., earlier=...)`; None where there is none, or the outputs already hold the run. Raises TpukitError for several.
     """
     if env.inputs is None or not name or (env.outputs / name / "config.json").is_file():
         return None

@@ -96,18 +96,16 @@ class Run:
         if earlier and not config.exists():
             restore_from_backup(run, cls(earlier), task)
         run.check_links()
+        run_id = secrets.token_hex(8)
         if config.exists():
             run.check_settings(task)
-            run_id = run.config.get("id")  # runs of earlier versions have none
+            run_id = run.config.get("id", run_id)  # runs of earlier versions have none
         else:
             run.check_empty()
-            run_id = secrets.token_hex(8)
         if backup:
             with files.explain_unwritable(run.backup.folder):
                 run.backup.check_run(run, run_id)
-        values = dict(workload=task.name, settings=settings_dict(task), tpukit=__version__)
-        if run_id:
-            values["id"] = run_id
+        values = dict(workload=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
         with files.explain_unwritable(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
             files.write_atomic(config, json.dumps(files.with_crc32(values), indent=1))
@@ -116,10 +114,8 @@ class Run:
 
     @classmethod
     def find(cls, path, *, trained=True):
-        """Open a run for reading. trained=False: also an empty folder, created if missing, in which foreign weights are tested.
-
-        Raises TpukitError if there is no such run.
-        """
+        """Open a run for reading; raises TpukitError if there is none. trained=False: also an empty folder, created if missing,
+        in which foreign weights are tested."""
         run = cls(path)
         if not (run.path / "config.json").is_file():
             if trained:
@@ -157,10 +153,9 @@ class Run:
             raise TpukitError(f"{self.path} holds a run of {config['workload']}, not of {task.name}: choose another run folder")
         old = config["settings"]
         fixed = [field.name for field in dataclasses.fields(task) if not field.metadata.get("free")]
-        lines = [
-            f"  {name}: the run has {old.get(name)!r}, the task {new[name]!r}" for name in fixed if old.get(name) != new[name]
-        ]
-        if lines:
+        changed = [n for n in fixed if old.get(n) != new[n]]
+        if changed:
+            lines = [f"  {name}: the run has {old.get(name)!r}, the task {new[name]!r}" for name in changed]
             raise TpukitError(
                 f"{self.path} holds a run with other settings:\n" + "\n".join(lines) + "\n"
                 "Set them back to resume it, or choose another run folder."
@@ -173,17 +168,13 @@ class Run:
         if "cores" in found and all(re.fullmatch(r"rank-\d+\.stacks", path.name) for path in self.path.glob("cores/*")):
             found.remove("cores")
         if found:
-            raise TpukitError(
-                f"{self.path} is not empty and holds no run (it has {', '.join(found[:3])}{', ...' if found[3:] else ''}, but "
-                "no config.json): choose a new or an empty folder"
-            )
+            has = ", ".join(found[:3])
+            raise TpukitError(f"{self.path} is not empty and holds no run (it has {has}): choose a new or an empty folder")
 
     def check_links(self):
         """Raise TpukitError where a symbolic link could lead what is written or deleted here to another place."""
         if link := next((path for path in self.path.rglob("*") if path.is_symlink()), None):
-            raise TpukitError(
-                f"{link} is a symbolic link, and a run may hold plain files only: remove it, or choose another folder"
-            )
+            raise TpukitError(f"{link} is a symbolic link, which a run may not hold: remove it, or choose another folder")
 
     # Printing and recording
 
@@ -211,15 +202,14 @@ class Run:
             self._events.write(record)
 
     def close(self):
-        """Close the files that stay open while a training writes."""
+        """Close the file that stays open while a training writes."""
         if self._events is not None:
             self._events.close()
             self._events = None
 
     def records(self, kind=None):
         """The records, oldest first. A damaged line, or a last one cut short by a kill, is left out with a warning."""
-        path = self.path / "records.jsonl"
-        records = []
+        path, records = self.path / "records.jsonl", []
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
             try:
                 record = files.parse_with_crc32(line)
@@ -298,8 +288,7 @@ class Run:
 
     def save_best(self, tensors, **values):
         """Write the best weights as best.safetensors. tensors: name -> CPU tensor. values: kept as its metadata."""
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        data = weights.serialize(contiguous, {name: str(value) for name, value in values.items()})
+        data = weights.serialize(tensors, {name: str(value) for name, value in values.items()})
         files.write_atomic(self.path / "best.safetensors", data)
 
 

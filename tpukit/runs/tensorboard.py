@@ -10,30 +10,27 @@ class EventFile:
     """tpukit's one event file in a folder. Those of earlier sessions are removed, because a resumed run writes all its records
     again, and may have fewer; files of others stay."""
 
+    _writer = None
+
     def __init__(self, folder):
-        self._writer = None
         try:
             from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.record_writer import RecordWriter
-        except Exception:  # not installed, or in conflict with its protobuf, which raises many types
-            return
-        self._Event, self._Summary = Event, Summary
-        try:
+
             folder.mkdir(parents=True, exist_ok=True)
             for old in folder.glob("events.out.tfevents.*.tpukit"):
                 old.unlink()
-            now = time.time_ns()
-            self._file = open(folder / f"events.out.tfevents.{now // 10**9}.{now % 10**9}.tpukit", "xb")
-        except OSError:
+            self._file = open(folder / f"events.out.tfevents.{time.time_ns()}.tpukit", "xb", buffering=0)
+        except Exception:  # not installed, or in conflict with its protobuf, which raises many types; or no file can be made
             return
-        self._writer = RecordWriter(self._file)
+        self._Event, self._Summary, self._writer = Event, Summary, RecordWriter(self._file)
         self._write(time.time(), file_version="brain.Event:2")
 
     def write(self, record):
         """Write the numbers of one record of the run, if it has any."""
-        values = [self._Summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(record)] if self._writer else []
-        if values:
+        if self._writer and (scalars := _scalars(record)):
+            values = [self._Summary.Value(tag=tag, simple_value=value) for tag, value in scalars]
             self._write(record["time"], step=record["step"], summary=self._Summary(value=values))
 
     def close(self):
@@ -45,7 +42,6 @@ class EventFile:
     def _write(self, wall_time, **values):
         try:
             self._writer.write(self._Event(wall_time=wall_time, **values).SerializeToString())
-            self._file.flush()
         except OSError:  # a full disk is reported where the checkpoints are written
             self.close()
 
@@ -58,9 +54,9 @@ def _scalars(record):
             found = {f"scores/{name}": value for name, value in record["scores"].items()}
         elif record["kind"] == "train":
             speed = record["speed"]
-            found |= {"loss": record["loss"], "gradient norm": record["grad_norm"]}
-            found |= {"speed/samples per second": speed["images_per_s"]}
-            found |= {"speed/waiting for data": speed["wait_s"] / max(speed["seconds"], 1e-9)}
+            found = {"loss": record["loss"], "gradient norm": record["grad_norm"]}
+            found["speed/samples per second"] = speed["images_per_s"]
+            found["speed/waiting for data"] = speed["wait_s"] / max(speed["seconds"], 1e-9)
             found |= {f"memory/device {n}, GiB": peak / GIB for n, (peak, _) in enumerate(speed["memory"])}
     # float32 is what an event holds.
     return [(tag, value) for tag, value in found.items() if isinstance(value, (int, float)) and abs(value) < 2**127]

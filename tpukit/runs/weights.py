@@ -39,11 +39,8 @@ def read(path):
 
 
 def load_tensors(path):
-    """What `torch.save` wrote: tensors, numbers, strings, and nests of them. Code is never run.
-
-    Raises UnpicklingError for a file that asks for more, TpukitError for a torch that cannot refuse it, and what torch raises
-    for a damaged one.
-    """
+    """What `torch.save` wrote: tensors, numbers, strings, and nests of them. Code is never run: raises UnpicklingError where a
+    file asks for more, and TpukitError for a torch that cannot refuse it."""
     import torch
 
     if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 6):
@@ -124,7 +121,8 @@ def serialize(tensors, metadata):
     """The bytes of a .safetensors file with its SHA-256 embedded. tensors: name -> CPU tensor. metadata: name -> str."""
     from safetensors.torch import save
 
-    data = save(tensors, metadata={**metadata, "tpukit.sha256": ZEROS.decode()})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    data = save(contiguous, metadata={**metadata, "tpukit.sha256": ZEROS.decode()})
     digest = hashlib.sha256(data).hexdigest().encode()
     return data.replace(EMBEDDED % ZEROS, EMBEDDED % digest, 1)
 

@@ -10,7 +10,7 @@ Letters: B batch, C channels, H and W the size of the image, T tiles, K the size
 import torch
 from torch.nn import functional as F
 
-from tpukit.devices.xla import on_one_xla_core
+from tpukit.devices.runtime import on_one_xla_core
 
 LANES = 128
 MIN_ROWS = 16  # of a tile of the image; the network halves them twice

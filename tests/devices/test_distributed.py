@@ -1,0 +1,44 @@
+"""Collectives of trees over the processes of a training."""
+
+import subprocess
+import sys
+
+import torch
+
+from tests.conftest import ROOT
+from tpukit.devices.distributed import World
+
+RANK = """
+import sys
+import torch, torch.distributed as dist
+from tpukit.devices.distributed import World
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+world = World(rank, 3)
+mine = dict(weight=torch.full((rank + 1,), float(rank)), notes=[rank, f"rank {rank}"])
+print([tree["notes"] for tree in world.all_gather(mine)])
+gathered = world.gather(mine)
+print([tree["weight"].tolist() for tree in gathered])
+print(world.broadcast(mine)["notes"], world.broadcast(mine)["weight"].tolist())
+print(world.all_reduce(torch.tensor([1.0, rank])).tolist())
+"""
+
+
+def test_every_rank_gets_what_a_collective_promises(tmp_path):
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), tmp_path / "store"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    printed = [rank.communicate(timeout=120)[0].splitlines()[-4:] for rank in ranks]  # after what gloo prints
+    for number, lines in enumerate(printed):
+        assert lines[0] == str([[0, "rank 0"], [1, "rank 1"], [2, "rank 2"]])
+        assert lines[1] == (str([[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]]) if number == 0 else "[]")
+        assert lines[2:] == ["[0, 'rank 0'] [0.0]", "[3.0, 3.0]"]
+
+
+def test_a_world_of_one_needs_no_process_group():
+    world, tree = World(), dict(a=torch.ones(2))
+    assert world.all_gather(tree) == world.gather(tree) == [tree] and world.broadcast(tree) is tree
+    assert world.all_reduce(tree["a"]).tolist() == [1.0, 1.0]
