@@ -9,15 +9,12 @@ EVERY = 10  # steps
 
 
 class WeightEMA:
-    """The average of a model's weights, updated every 10 steps. model: on the CPU, before it is placed on the device."""
+    """The average of the weights of `model`, which lies on the device; updated every 10 steps."""
 
     def __init__(self, model, decay, runtime):
         self.decay, self.runtime = decay, runtime
         self.model = runtime.place(copy.deepcopy(model).requires_grad_(False))
-
-    def follow(self, model):
-        """Average this model, which lies on the device, from now on."""
-        self.update = self.runtime.inference(functools.partial(update_average, self.model, model))
+        self.update = runtime.inference(functools.partial(update_average, self.model, model))
 
     def step(self, step):
         """Update the average where it is due. step: the number of steps taken."""

@@ -35,23 +35,16 @@ def test(task, run, *, runtime=None, progress=True):
         run.print(f"testing {path} on {runtime}: {len(data)} samples")
         log_notes(run, data)
         name, total = f"testing {task.name}", -(-len(data) // task.batch_size)
-        with progress_bar(name, total, shown=progress and runtime.world.rank == 0 and run.echo, unit="batch") as bar:
-            done = itertools.count(1)
+        done = itertools.count(1)
 
-            def count_batch():
-                bar.update()
-                run.write_progress(name=name, unit="batch", step=next(done), total=total)
+        def count_batch():
+            bar.update()
+            run.write_progress(name=name, unit="batch", step=next(done), total=total)
 
-            scores = evaluate(
-                task,
-                runtime.place(model),
-                data,
-                runtime,
-                epoch=weights.epoch_of(path),
-                after_batch=count_batch,
-                folder=run.path / "predictions",
-            )
-        return on_every_rank(scores, runtime.world)
+        with progress_bar(name, total, shown=progress and run.echo, unit="batch") as bar:
+            how = dict(epoch=weights.epoch_of(path), after_batch=count_batch, folder=run.path / "predictions")
+            scores = evaluate(task, runtime.place(model), data, runtime, **how)
+        return broadcast_scores(scores, runtime.world)
 
 
 def evaluate(task, model, data, runtime, *, epoch=None, after_batch=None, folder=None):
@@ -110,16 +103,13 @@ class FinishedEpoch:
 
 
 class Evaluator:
-    """Evaluates the epochs of a training: predicts at once, and computes the scores while the next epoch trains.
-
-    state: the training's `TrainState`, in which the best score is kept.
-    """
+    """Evaluates the epochs of a training: predicts at once, and computes the scores while the next epoch trains."""
 
     def __init__(self, task, run, runtime, loader, train_data):
         self.task, self.run, self.runtime = task, run, runtime
         self.loader, self.train_data = loader, train_data
         self.executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scores")
-        self.pending = None  # the epoch whose scores are being computed
+        self.pending = None  # the `FinishedEpoch` whose scores are being computed
         self.scores = None  # the last ones
 
     def predict(self, finished, model, *, after_batch):
@@ -130,44 +120,42 @@ class Evaluator:
         finished.predict_s = time.monotonic() - started
         if self.runtime.world.rank == 0:
             finished.weights = self.runtime.host(model.state_dict())
-            finished.scores = self.executor.submit(_timed, self.task.evaluate, found)
+            finished.scores = self.executor.submit(self._score, found)
+
+    def _score(self, found):
+        started = time.monotonic()
+        return self.task.evaluate(found), time.monotonic() - started
 
     def collect(self, state):
-        """Record the epoch whose scores are being computed, if there is one.
+        """Record the epoch whose scores are being computed, if there is one, and keep its weights if they are the best.
 
-        Called at the next sync or save, so that the records have the same order however long the scoring takes.
+        Called at the next sync or save, so that the records have the same order however long the scoring takes. state: the
+        training's `TrainState`, which is updated.
         """
         if self.pending is None:
             return
-        finished, self.pending = self.pending, None
+        task, finished, self.pending = self.task, self.pending, None
         self.run.log("epoch", finished.step, epoch=finished.epoch, loss=finished.loss)
         shown = ""
         if finished.scores is not None:
             self.scores, scoring_s = finished.scores.result()
             speed = dict(seconds=finished.predict_s, scoring_s=scoring_s)
             self.run.log("evaluation", finished.step, epoch=finished.epoch, scores=self.scores, speed=speed)
-            self._keep_best(finished, state)
             shown = "".join(f", {name} {value:.4g}" for name, value in self.scores.items() if isinstance(value, float))
+            score, on = self.scores[task.score], task.evaluation_signature()
+            if state.best is None or score > state.best or on != state.best_on:
+                state.best, state.best_on = score, on
+                about = dict(workload=task.name, step=finished.step, epoch=finished.epoch)
+                self.run.save_best(finished.weights, **about, **{task.score: score}, **task.metadata(self.train_data))
         self.run.print(f"epoch {finished.epoch + 1}: loss {finished.loss:.4f}{shown}")
         state.evaluated = finished.epoch + 1
         if state.step == finished.step:
             state.epoch_loss = 0.0
 
-    def _keep_best(self, finished, state):
-        task, score, on = self.task, self.scores[self.task.score], self.task.evaluation_signature()
-        if state.best is None or score > state.best or on != state.best_on:
-            state.best, state.best_on = score, on
-            metadata = {task.score: score, **task.metadata(self.train_data)}
-            self.run.save_best(finished.weights, workload=task.name, step=finished.step, epoch=finished.epoch, **metadata)
 
-    def close(self):
-        """Do not wait for scores that are still being computed."""
-        self.executor.shutdown(wait=False, cancel_futures=True)
-
-
-def on_every_rank(scores, world):
-    """Rank 0's scores, on every rank. Collective."""
-    return json.loads(world.broadcast(json.dumps(scores))) if world.size > 1 else scores
+def broadcast_scores(scores, world):
+    """Rank 0's scores, on every rank."""
+    return json.loads(world.broadcast(json.dumps(scores)))  # as text: `broadcast` takes no floats of numpy
 
 
 def log_notes(run, *datasets):
@@ -181,9 +169,3 @@ def progress_bar(name, total, *, shown, initial=0, unit="step"):
     from tqdm.auto import tqdm
 
     return tqdm(total=total, initial=initial, desc=name, unit=unit, disable=not shown, mininterval=0.5)
-
-
-def _timed(function, *arguments):
-    """(result, seconds)."""
-    started = time.monotonic()
-    return function(*arguments), time.monotonic() - started

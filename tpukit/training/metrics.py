@@ -1,11 +1,15 @@
-"""Metrics of the training steps: sums on the device, read by the host once per interval."""
+"""Metrics of the training steps: sums on the device, read by the host once per interval and checked for divergence."""
 
 import dataclasses
+import math
 import time
 
 import torch
 
+from tpukit.host.errors import TpukitError
+
 NORMAL_GRAD_NORM = (1e-7, 1e3)
+MIN_LOSS_SCALE = 2.0**-14  # of fp16, which starts at 2 ** 16: a gradient that overflows even here is above 1e9
 # What the steps of an interval add up on the device, and the values it starts with. bad_step is the first step whose loss was
 # not finite, odd_step the first whose gradient norm was outside NORMAL_GRAD_NORM, both counted from 0 at the start of the
 # interval, -1 for none; grad_norm is the last step's. A step computes its gradient norm only where gradients are clipped;
@@ -52,10 +56,6 @@ class Interval:
     """whether rank 0 is due to save a checkpoint"""
 
     @property
-    def steps(self):
-        return int(self.sums["steps"])
-
-    @property
     def mean_loss(self):
         return self.sums["loss"] / self.sums["steps"]
 
@@ -63,23 +63,72 @@ class Interval:
 def sync(sums, model, runtime, *, clipped, stop_signal, save_due):
     """Read the sums of all ranks: an `Interval`. The only place in the training loop that waits for the device and the ranks.
 
-    clipped: whether the steps compute their gradient norm. stop_signal, save_due: this rank's; afterwards all ranks agree on
-    both.
+    clipped: whether the steps compute their gradient norm. stop_signal, save_due: this rank's.
     """
     grad_norm = sums[-1:] if clipped else runtime.gradient_norm(model)
     found = runtime.host(torch.cat([sums[:-1], grad_norm])).tolist()
     memory = [number for device in runtime.memory() for number in device]
     ranks = runtime.world.all_gather_dicts(dict(sums=found, memory=memory, stop=[stop_signal or 0], save=[save_due]))
-    totals = dict(zip(SUMS, ranks[0]["sums"]))
     of_ranks = [dict(zip(SUMS, rank["sums"])) for rank in ranks]
-    totals["loss"] = sum(of_rank["loss"] for of_rank in of_ranks) / len(ranks)
-    totals["bad_step"] = min((of_rank["bad_step"] for of_rank in of_ranks if of_rank["bad_step"] >= 0), default=-1.0)
+    mean_loss = sum(of_rank["loss"] for of_rank in of_ranks) / len(ranks)
+    bad_step = min((of_rank["bad_step"] for of_rank in of_ranks if of_rank["bad_step"] >= 0), default=-1.0)
     return Interval(
-        sums=totals,
+        sums=dict(of_ranks[0], loss=mean_loss, bad_step=bad_step),
         memory=[(peak, total) for rank in ranks for peak, total in zip(rank["memory"][::2], rank["memory"][1::2])],
         stop_signal=int(max(rank["stop"][0] for rank in ranks)) or None,
         save_due=bool(ranks[0]["save"][0]),
     )
+
+
+# Divergence
+
+
+class Diverged(TpukitError):
+    """The loss or the gradient stopped being a finite number."""
+
+
+def check_finite(interval, step, task, run, runtime):
+    """Raise Diverged, naming the first step whose loss or gradient was not finite. step: the last one of the interval."""
+    steps, bad_step, scaler = interval.sums["steps"], interval.sums["bad_step"], runtime.scaler
+    # A loss scaler skips a step whose gradient overflows; without a scaler such a step is the end.
+    if bad_step < 0 and scaler is None and not math.isfinite(interval.sums["grad_norm"]):
+        bad_step = steps - 1
+    scale = scaler.get_scale() if scaler else 1.0  # halved at every step whose gradient overflows
+    if bad_step >= 0:
+        step += int(bad_step + 1 - steps)
+        what = f"loss or gradient is not a finite number at step {step}"
+    elif scale < MIN_LOSS_SCALE:
+        what = f"the gradient is not finite at step {step} even with the loss scaled down to {scale:.2g}"
+    else:
+        return
+    checkpoints = run.checkpoints()
+    good = f"the last good checkpoint is {checkpoints[0]['file']}" if checkpoints else "there is no checkpoint yet"
+    message = (
+        f"{what}; {good} in {run.path / 'checkpoints'}. Start another run with a lower lr (now {task.lr}) or in fp32 "
+        f"(now {runtime.precision}), from this run's best.safetensors if you pass it as weights=; or check the data."
+    )
+    run.log("diverged", step)
+    run.print(message)
+    raise Diverged(message)
+
+
+def check_norm(interval, step, run, *, was_odd):
+    """Log when the gradient norm leaves the normal range. step: the last one of the interval.
+
+    Returns whether it is out of range; logged once until it has come back. was_odd: what the call before returned.
+    """
+    low, high = NORMAL_GRAD_NORM
+    steps, odd_step, norm = interval.sums["steps"], interval.sums["odd_step"], interval.sums["grad_norm"]
+    if odd_step < 0 and math.isfinite(norm) and not low <= norm <= high:  # no step computed one
+        odd_step = steps - 1
+    if odd_step >= 0 and not was_odd:
+        first = step + int(odd_step + 1 - steps)
+        run.log("odd_norm", first)
+        run.print(
+            f"step {first}: the gradient norm left the range {low:g} to {high:g} (last value {norm:.2g}): with "
+            "vanishing gradients the model does not learn, exploding ones lead to NaN; check the data, lr and precision"
+        )
+    return odd_step >= 0
 
 
 class Throughput:

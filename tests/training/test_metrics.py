@@ -8,7 +8,7 @@ import torch
 from tests.conftest import SMALL
 from tpukit import MNIST, Run, train
 from tpukit.devices.runtime import Runtime
-from tpukit.training.divergence import Diverged
+from tpukit.training.metrics import Diverged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
