@@ -44,7 +44,7 @@ KNOWN_ERRORS = (
         "use it. `torch.cuda.is_available()` is enough, although `torch.cuda.is_initialized()` stays False.",
         fix="This kernel used CUDA before the launch. Restart the session and launch first: before it no tensor on a GPU, no "
         "training on one GPU and no torch.cuda.is_available().",
-        pattern=r"forked subprocess",
+        pattern=r"forked subprocess|fork-based multiprocessing",  # the second: of autograd
     ),
     KnownError(
         code="autograd-before-xla",
