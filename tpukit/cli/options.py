@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from tpukit.host.errors import TpukitError
-from tpukit.launching.core_files import HANG_TIMEOUT_S
+from tpukit.launching import HANG_TIMEOUT_S
 
 # Options of older training scripts -> what replaced them.
 REMOVED = {
