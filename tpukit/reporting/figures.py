@@ -148,32 +148,25 @@ def curves_figure(records):
 
 
 def report_figure(records):
-    """Where a step's time went over the last session, and each device's memory; None without any interval."""
+    """Where a step's time went over the last session; None without any interval."""
     found = findings.intervals(records)
     if not found:
         return None
-    memory = found[-1]["memory"]
-    figure, axes = _subplots(1, 2, (9.6, 3.2)) if memory else _subplots(1, 1, (6.4, 3.2))
-    axis, steps = axes[0, 0], [interval["to"] for interval in found]
-    for part, label, colour, width, size in (
-        ("step_ms", "step, in total", INK, 1.6, 3),
-        ("wait_ms", "waiting for data", SECOND, 1.2, 2),
-        ("to_device_ms", "sending to the device", ACCENT, 1.2, 2),
-        ("from_device_ms", "reading from the device", GREY, 1.2, 2),
+    figure, ((axis,),) = _subplots(1, 1, (6.4, 3.2))
+    steps = [interval["to"] for interval in found]
+    for part, label, colour in (
+        ("step_ms", "step, in total", INK),
+        ("wait_ms", "waiting for data", SECOND),
+        ("to_device_ms", "sending to the device", ACCENT),
+        ("from_device_ms", "reading from the device", GREY),
     ):
-        axis.plot(steps, [interval[part] for interval in found], color=colour, lw=width, marker="o", ms=size, label=label)
+        axis.plot(steps, [interval[part] for interval in found], color=colour, lw=1.4, marker="o", ms=2.5, label=label)
     for number, step in enumerate(findings.compiled_steps(records)):
         axis.axvline(step, color=SECOND, ls=":", lw=1.2, label=None if number else "step compiled")
     axis.set(xlabel="step", ylabel="ms per step", ylim=(0, None))
     _set_title(axis, "where a step's time went")
     axis.legend(fontsize=8, frameon=False)
     axis.grid(alpha=0.25)
-    if memory:
-        axis, peaks, totals = axes[0, 1], [peak / GIB for peak, _ in memory], [total / GIB for _, total in memory]
-        axis.bar([str(device) for device in range(len(memory))], peaks, color=ACCENT, width=0.6)
-        axis.axhline(totals[0], color=INK, ls="--", lw=1)
-        axis.set(xlabel="device", ylabel="peak memory, GiB", ylim=(0, 1.15 * max(totals)))
-        _set_title(axis, f"of {totals[0]:.1f} GiB each")
     return figure
 
 

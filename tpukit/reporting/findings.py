@@ -65,7 +65,8 @@ def scores_table(scores, title="Scores"):
     rows = []
     for name, value in scores.items():
         if isinstance(value, (int, float)):
-            rows.append((name, _format_number(value), *(_format_number(other.get(name, "")) for other in beside.values())))
+            values = [value, *(other.get(name, "") for other in beside.values())]
+            rows.append((name, *map(_format_number, values)))
     return Table(title, ("score", "value", *beside), rows)
 
 
@@ -106,9 +107,10 @@ def findings(records):
     sentences.append(f"It ran on {session[0]['device']}.")
     if diverged := _of_kind(session, "diverged"):
         sentences.append(f"It stopped at step {diverged[-1]['step']}: loss or gradient was not a finite number.")
-    sentences += _describe_compilations(session)
-    if _of_kind(session, "train"):
-        sentences += _describe_time(session)
+    trained = _of_kind(session, "train")
+    sentences += _describe_compilations(session, trained)
+    if trained:
+        sentences += _describe_time(session, [record["speed"] for record in trained])
     else:
         sentences.append("No interval of training was recorded yet.")
     return sentences
@@ -123,7 +125,7 @@ def _last_session(records):
 
     A finished run that is started again does neither."""
     sessions = _sessions(records)
-    worked = [session for session in sessions if _of_kind(session, "train") or _of_kind(session, "compile")]
+    worked = [session for session in sessions if any(record["kind"] in ("train", "compile") for record in session)]
     return (worked or sessions or [[]])[-1]
 
 
@@ -138,32 +140,25 @@ def _sessions(records):
     return sessions
 
 
-def _describe_compilations(session):
-    start, trained = session[0], _of_kind(session, "train")
+def _describe_compilations(session, trained):
     counters = trained[-1]["speed"]["counters"] if trained else None
     if trained and not counters:
-        if (mode := start.get("torch_compile", "no")) != "no":
+        if (mode := session[0].get("torch_compile", "no")) != "no":
             return [f"torch.compile compiled the model ({mode}); it does not report when."]
         return ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
     sentences = []
-    expected, unexpected = _step_compilations(session)
+    expected, unexpected, refused = _step_compilations(session)
     if expected:
-        steps = " and ".join(_describe_compilation(record) for record in expected)
+        steps = " and ".join(f"at step {r['step']} ({r['seconds']:.1f} s{_why(r, ', ')})" for r in expected)
         sentences.append(f"The training step was compiled {steps}; every other step reused the compiled graph.")
     elif trained:
         sentences.append("The training step was not compiled: this session had already compiled this graph.")
     for record in unexpected:
-        reason = f" because {'; '.join(record['why'])}" if record.get("why") else ", though no argument changed"
+        reason = _why(record, " because ") or ", though no argument changed"
         sentences.append(f"Step {record['step']} compiled again ({record['seconds']:.1f} s){reason}.")
-    for record in _of_kind(session, "compile"):
-        if record.get("refused") and _function(record) == "step":
-            reason = f" because {'; '.join(record['why'])}" if record.get("why") else ""
-            sentences.append(f"Step {record['step']} needed an unexpected recompilation{reason}. It ended the run.")
-    others = {}
-    for record in _of_kind(session, "compile"):
-        if _function(record) != "step" and record["seconds"] >= LONG_COMPILE_S:
-            others.setdefault(_function(record), []).append(_describe_compilation(record))
-    sentences += [f"Also compiled: {function}, {' and '.join(steps)}." for function, steps in others.items()]
+    for record in refused:
+        reason = _why(record, " because ")
+        sentences.append(f"Step {record['step']} needed an unexpected recompilation{reason}. It ended the run.")
     if counters and counters["fallbacks"]:
         most = sorted(counters["fallbacks"].items(), key=lambda item: item[1], reverse=True)[:4]
         sentences.append(
@@ -176,24 +171,25 @@ def _describe_compilations(session):
 
 
 def _step_compilations(session):
-    """(expected, unexpected) compilations of the training step: records, expected as many as its loss has variants."""
-    done = [r for r in _of_kind(session, "compile") if _function(r) == "step" and not r.get("refused")]
-    slow = [r for r in done if r["seconds"] >= LONG_COMPILE_S] or done[:1]
+    """(expected, unexpected, refused) compilations of the training step: records, expected as many as its loss has variants."""
+    of_step = [record for record in _of_kind(session, "compile") if _function(record) == "step"]
+    done = [record for record in of_step if not record.get("refused")]
+    slow = [record for record in done if record["seconds"] >= LONG_COMPILE_S] or done[:1]
     variants = session[0]["phases"]
-    return slow[:variants], slow[variants:]
+    return slow[:variants], slow[variants:], [record for record in of_step if record.get("refused")]
 
 
 def _function(compilation):
     return compilation.get("what") or "step"
 
 
-def _describe_compilation(record):
-    why = f", {'; '.join(record['why'])}" if record.get("why") else ""
-    return f"at step {record['step']} ({record['seconds']:.1f} s{why})"
+def _why(compilation, before=""):
+    """The causes of a compilation, with a text before them; nothing where it has none."""
+    causes = "; ".join(compilation.get("why") or [])
+    return f"{before}{causes}" if causes else ""
 
 
-def _describe_time(session):
-    speeds = [record["speed"] for record in _of_kind(session, "train")]
+def _describe_time(session, speeds):
     seconds = sum(speed["seconds"] for speed in speeds)
     waited = sum(speed["wait_s"] for speed in speeds) / max(seconds, 1e-9)
     sentences = [f"Fastest interval: {max(speed['images_per_s'] for speed in speeds):.1f} samples per second."]
@@ -239,18 +235,16 @@ def _compilations_table(compilations):
     rows, seen = [], set()
     for record in compilations:
         function = _function(record)
-        reason = "; ".join(record.get("why") or [])
-        if not reason:
-            reason = "no argument changed" if function in seen else "the first time"
+        reason = _why(record) or ("no argument changed" if function in seen else "the first time")
         seconds = "refused" if record.get("refused") else f"{record['seconds']:.1f}"
         rows.append((record["step"], function, seconds, reason))
         seen.add(function)
     return Table("Compilations", ("step", "function", "seconds", "why"), rows)
 
 
-def _intervals_table(found, most=12):
+def _intervals_table(found):
     """At most 12 of the intervals, evenly spaced, the last among them."""
-    stride = math.ceil(len(found) / most)
+    stride = math.ceil(len(found) / 12)
     rows = []
     for interval in found[(len(found) - 1) % stride :: stride]:
         times = [f"{interval[part]:.2f}" for part in ("step_ms", "wait_ms", "to_device_ms", "from_device_ms")]
@@ -262,17 +256,16 @@ def _intervals_table(found, most=12):
 def intervals(records):
     """The intervals between two metric syncs of the last session, in milliseconds per step.
 
-    A list of dict(from, to, step_ms, wait_ms, to_device_ms, from_device_ms, images_per_s, memory). The host waits for data;
-    sending and reading overlap with the device's work."""
+    A list of dict(from, to, step_ms, wait_ms, to_device_ms, from_device_ms, images_per_s). The host waits for data; sending
+    and reading overlap with the device's work."""
     session = _last_session(records)
     found = []
     for record in _of_kind(session, "train"):
         speed = record["speed"]
         steps = max(1, round(speed["images_per_s"] * speed["seconds"] / _batch_size(session)))
-        interval = {"from": record["step"] - steps + 1, "to": record["step"], "step_ms": 1e3 * speed["seconds"] / steps}
-        for part in ("wait", "to_device", "from_device"):
-            interval[f"{part}_ms"] = 1e3 * (speed.get(f"{part}_s") or 0.0) / steps
-        found.append(dict(interval, images_per_s=speed["images_per_s"], memory=speed["memory"]))
+        interval = {"from": record["step"] - steps + 1, "to": record["step"], "images_per_s": speed["images_per_s"]}
+        parts = dict(step_ms="seconds", wait_ms="wait_s", to_device_ms="to_device_s", from_device_ms="from_device_s")
+        found.append(interval | {name: 1e3 * (speed.get(part) or 0.0) / steps for name, part in parts.items()})
     return found
 
 
@@ -283,7 +276,7 @@ def _batch_size(session):
 def compiled_steps(records):
     """Steps of the last session at which the training step was compiled."""
     session = _last_session(records)
-    expected, unexpected = _step_compilations(session) if session else ([], [])
+    expected, unexpected, _ = _step_compilations(session) if session else ([], [], [])
     return [record["step"] for record in expected + unexpected]
 
 
@@ -310,7 +303,7 @@ def live_table(name, records, progress, checkpoints, age_s):
         last = evaluations[-1]
         scores = ", ".join(f"{name} {value:.4g}" for name, value in last["scores"].items() if isinstance(value, float))
         rows.append((f"scores of epoch {last['epoch'] + 1}", scores))
-    _, unexpected = _step_compilations(session)
+    _, unexpected, _ = _step_compilations(session)
     if unexpected:
         rows.append(("compiled again", "at step " + ", ".join(str(record["step"]) for record in unexpected)))
     steps = _checkpoint_steps(checkpoints)

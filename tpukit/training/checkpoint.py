@@ -5,7 +5,7 @@ import dataclasses
 from tpukit.host.errors import TpukitError
 from tpukit.training import metrics
 
-FORMAT = 3  # of a checkpoint's state
+FORMAT = 4  # of a checkpoint's state
 
 
 @dataclasses.dataclass
@@ -21,7 +21,6 @@ class TrainState:
     """the best score so far"""
     best_on: str = ""
     """what that score was taken on, see `Workload.evaluation_signature`"""
-    norm_was_odd: bool = False
 
 
 def save(trainer, interval):

@@ -13,7 +13,8 @@ class WeightEMA:
 
     def __init__(self, model, decay, runtime):
         self.decay, self.runtime = decay, runtime
-        self.model = runtime.place(copy.deepcopy(model).requires_grad_(False))
+        # By way of the host: on XLA a copy of a tensor shares its memory, which a step donates.
+        self.model = runtime.place(copy.deepcopy(model).cpu().requires_grad_(False))
         self.update = runtime.inference(functools.partial(update_average, self.model, model))
 
     def step(self, step):
@@ -32,4 +33,4 @@ def update_average(average, model, weight):
     for mean, value in zip(average.parameters(), model.parameters()):
         mean.lerp_(value, weight)
     for mean, value in zip(average.buffers(), model.buffers()):
-        mean.copy_(value + 0)  # a plain copy shares its memory on XLA, where the next step donates it
+        mean.copy_(value + 0)  # as a plain copy it would share its memory

@@ -179,7 +179,6 @@ class Trainer:
         state = self.state
         self.evaluator.collect(state)
         interval = self.sync()
-        state.norm_was_odd = metrics.check_norm(interval, state.step, self.run, was_odd=state.norm_was_odd)
         state.epoch_loss += interval.sums["loss"]
         self.sums = metrics.new_sums(self.runtime)
         # What a resumed run cannot repeat is in `speed`; all else in the records is exact.
