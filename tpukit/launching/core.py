@@ -73,7 +73,6 @@ def run_core(job, index):
         sys.stdout = sys.stderr = log  # a notebook's own would continue to write to the notebook
         faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks)
-        signal.signal(signal.SIGTERM, _exit_on_signal)
         run = copy.copy(job.run)  # which knows where Drive was mounted
         run.echo, run.is_launched = False, True  # the notebook's process shows log.txt, and passes signals on
         world = join(job, index)
@@ -94,24 +93,14 @@ def run_core(job, index):
     files.write_atomic(job.file(index, "end"), json.dumps(ending))
 
 
-def _exit_on_signal(number, frame):
-    raise SystemExit(128 + number)
-
-
 def _describe(error, index, runtime):
     """The `end` of a core that failed."""
     description = str(error)
     if not isinstance(error, TpukitError):
         description = "\n".join([traceback.format_exc(), fix_for(str(error)) or ""]).strip()
-    return dict(
-        outcome="failed",
-        core=index,
-        rank=runtime.world.rank if runtime else index,
-        step=runtime.step if runtime else None,
-        host=socket.gethostname(),
-        time=time.time(),
-        description=description,
-    )
+    rank, step = (runtime.world.rank, runtime.step) if runtime else (index, None)
+    about = dict(outcome="failed", core=index, rank=rank, step=step, host=socket.gethostname(), time=time.time())
+    return dict(about, description=description)
 
 
 def open_core(job, run, world):
@@ -120,18 +109,18 @@ def open_core(job, run, world):
     # torch, as in a notebook, each core's host part takes one thread. Next to an accelerator that is enough.
     is_forked = job.rendezvous is not None  # torchrun's processes are not
     one_thread = is_forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
-    torch.set_num_threads(1 if one_thread else max(1, (os.cpu_count() or 1) // world.size))
+    torch.set_num_threads(1 if one_thread else max(1, os.cpu_count() // world.size))
     runtime = open_runtime(job.env, job.task.precision, world=world, spmd_cores=job.spmd_cores)
     if job.asked_cores and runtime.cores != job.asked_cores:
         raise TpukitError(f"asked for {job.asked_cores} cores, found {runtime.cores}: the log of each is in {job.folder}")
     memory = runtime.memory()
     about = f"on {socket.gethostname()}, {job.task.batch_size // runtime.cores} samples per step"
     about += f", {memory[0][1] / GIB:.2f} GiB" if memory else ""
-    of_all_ranks = world.gather([f"{device} {about}" for device in runtime.device_names()])  # [] but on rank 0
-    lines = [line for of_a_rank in of_all_ranks for line in of_a_rank]
-    for number, line in enumerate(lines):
-        run.print(f"core {number}: {line}")
-    if lines:
+    of_all_ranks = world.gather([f"{device} {about}" for device in runtime.device_names()])
+    if world.rank == 0:
+        lines = [line for of_a_rank in of_all_ranks for line in of_a_rank]
+        for number, line in enumerate(lines):
+            run.print(f"core {number}: {line}")
         run.print(f"all {len(lines)} cores started")
     return runtime
 

@@ -31,10 +31,9 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     "spmd", one process for all TPU cores of this host. hang_timeout_s: when no step completes for this long, every core's
     stack is shown and the launch ends; it must be longer than the first compilation and than rank 0's scoring of an evaluation.
 
-    On one core the function runs in this process. Under `torchrun` this process already is one of the cores. The result must be
-    something that JSON can hold. Raises TpukitError when there are fewer cores than asked for, when batch_size does not divide,
-    or when this process has already opened the device; `CoreFailed`, leaving no process behind, within seconds when a core
-    fails, and when one hangs or has not started after `supervisor.START_TIMEOUT_S`.
+    On one core the function runs in this process. Under `torchrun` this process already is one of the cores. JSON must be able
+    to hold the result. Raises TpukitError before anything starts; `CoreFailed`, leaving no process behind, when a core fails,
+    hangs, or has not started after `supervisor.START_TIMEOUT_S`.
     """
     if parallel not in PARALLEL:
         raise TpukitError(f"parallel={parallel!r}: choose one of {', '.join(PARALLEL)}")
@@ -51,7 +50,7 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     _refuse_an_opened_device(env)
     if env.accelerator == "tpu":
         tpu_chips.wait_until_free(run)
-    shape = dict(processes=1, spmd_cores=count) if parallel == "spmd" else dict(processes=count)
+    shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
     lock = files.exclusive_lock(run.path / f".launch-{socket.gethostname()}.lock")
     # In the folder the cores leave their addresses for each other: no other user can read or write there, nor over a network.
     with lock, tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True) as folder:

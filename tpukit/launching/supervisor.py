@@ -39,11 +39,10 @@ class Supervisor:
         self.start_timeout_s = START_TIMEOUT_S * (2 if job.env.host == "tpu-vm" else 1)
         self.log_shown = 0  # bytes of log.txt
         self.bar = None
-        with files.explain_unwritable(job.folder):
-            job.folder.mkdir(parents=True, exist_ok=True)
-            for old in job.folder.iterdir():
-                if LEFT_BY_A_LAUNCH.fullmatch(old.name):
-                    old.unlink()
+        job.folder.mkdir(parents=True, exist_ok=True)
+        for old in job.folder.iterdir():
+            if LEFT_BY_A_LAUNCH.fullmatch(old.name):
+                old.unlink()
         self.stop_file = self.run.path / "cores/stop"
         self.stop_file.unlink(missing_ok=True)
         (self.run.path / "progress.json").unlink(missing_ok=True)
@@ -79,7 +78,7 @@ class Supervisor:
             time.sleep(POLL_S)
             self._show_log()
             self._show_progress()
-            starting = self._find_starting()
+            starting = [index for index in range(self.job.processes) if not self._read(index, "step")]
             if stop.signal and not self.stop_file.exists():
                 files.write_atomic(self.stop_file, str(int(stop.signal)))
                 if starting:  # there is nothing to save
@@ -88,9 +87,10 @@ class Supervisor:
             if failed_at is None:
                 self.not_started = starting if time.monotonic() > start_by else []
                 stuck = self.not_started or self._is_hung()
-                if stuck:
-                    self._request_stacks()
-                if stuck or self.dead_cores or self._failures():
+                for process in self.processes if stuck else ():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGUSR1)  # which makes it write its stacks
+                if stuck or self.dead_cores or self._ends("failed"):
                     failed_at = time.monotonic()
             elif time.monotonic() - failed_at > GRACE_S:
                 return
@@ -107,18 +107,18 @@ class Supervisor:
             process.join()
 
     def _result(self, stop):
-        ends, failures = self._ends(), self._failures()
         if self.dead_cores and not self.not_started:  # first: the others failed because it is gone
             raise CoreFailed(self._describe(self._deaths()))
-        if failures:
-            raise CoreFailed(self._describe(self._failure(failures[0])))
+        if failures := self._ends("failed"):
+            first = min(failures, key=lambda end: end["time"])  # the others failed because it was gone
+            raise CoreFailed(self._describe(self._failure(first)))
         if self.not_started or self._is_hung():
             raise CoreFailed(self._describe(self._hang()))
         if stop.signal == signal.SIGTERM:
             raise SystemExit(128 + stop.signal)
-        if stop.signal or any(end["outcome"] == "stopped" for end in ends):
+        if stop.signal or self._ends("stopped"):
             raise KeyboardInterrupt
-        results = [end for end in ends if "result" in end]
+        results = [end for end in self._ends("done") if "result" in end]
         return min(results, key=lambda end: end["rank"])["result"]
 
     # Showing
@@ -153,29 +153,17 @@ class Supervisor:
         path = self.job.file(index, name)
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def _ends(self):
-        """How the cores that have ended did, see `core.run_core`."""
+    def _ends(self, outcome):
+        """What the cores that ended in this way left, see `core.run_core`."""
         ends = [self._read(index, "end") for index in range(self.job.processes)]
-        return [json.loads(end) for end in ends if end]
-
-    def _failures(self):
-        """The ends of the cores that raised, the first in time first: the others fail because it is gone."""
-        return sorted((end for end in self._ends() if end["outcome"] == "failed"), key=lambda end: end["time"])
+        return [found for found in map(json.loads, filter(None, ends)) if found["outcome"] == outcome]
 
     def _find_dead(self):
         gone = [index for index, process in enumerate(self.processes) if not process.is_alive()]
         return [index for index in gone if not self._read(index, "end")]  # looked for second: it is written before
 
-    def _find_starting(self):
-        return [index for index in range(self.job.processes) if not self._read(index, "step")]
-
     def _is_hung(self):
         return any(self._read(index, "hang") for index in range(self.job.processes))
-
-    def _request_stacks(self):
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)
 
     # Explaining, in lines
 

@@ -18,10 +18,8 @@ INK, ACCENT, SECOND, GREY = "#1f2933", "#0b6e99", "#c2410c", "#8a94a0"
 
 
 def show(run):
-    """Show a run: its scores and its curves. `show_report` shows what the accelerator did.
-
-    run: a `Run`, or the path of one. The curves are also saved as pictures/curves.png in its folder.
-    """
+    """Show the scores and the curves of a run: a `Run`, or the path of one. The curves are also saved as pictures/curves.png
+    in its folder."""
     run = _open(run)
     records = run.records()
     evaluations = [record for record in findings.valid_records(records) if record["kind"] == "evaluation"]
@@ -34,11 +32,8 @@ def show(run):
 
 
 def show_report(run):
-    """Show what the accelerator did in the last session of a run: in sentences, then numbers, then a picture.
-
-    Compilations with their causes, where a step's time went, memory of every device. run: a `Run`, or the path of one. The
-    picture is also saved as pictures/report.png in its folder.
-    """
+    """Show what the accelerator did in the last session of a run (a `Run`, or the path of one): in sentences, then numbers,
+    then a picture, which is also saved as pictures/report.png in its folder."""
     run = _open(run)
     records = run.records()
     _display(Sentences(findings.findings(records)))
@@ -63,11 +58,9 @@ def show_samples(task, *, count=4):
 
 
 def show_predictions(run, task, *, count=4):
-    """Show what the run's best weights predict for test images, next to the truth.
+    """Show what the run's best weights predict for test images, next to the truth. Also saved as pictures/predictions.png.
 
-    The predictions are those that `test` saved, if the workload saves them; otherwise they are made here, on the CPU. Also
-    saved as pictures/predictions.png in the run's folder.
-    """
+    The predictions are those that `test` saved, if the workload saves them; otherwise they are made here, on the CPU."""
     best, folder = run.path / "best.safetensors", run.path / "predictions"
     saved = None
     if folder.is_dir() and best.exists() and folder.stat().st_mtime >= best.stat().st_mtime:
@@ -119,7 +112,6 @@ def _predict(run, task, count):
 
 
 def _evenly_spaced(size, count):
-    """Up to `count` indices of `size`."""
     return np.linspace(0, size - 1, min(count, size)).astype(int)
 
 
@@ -244,10 +236,9 @@ def comparison_figure(comparison):
 
 
 def _bar_style(kind):
-    """Of a figure that was measured, published, or is a bound."""
-    styles = dict(measured=dict(facecolor=ACCENT), published=dict(facecolor=GREY, hatch="//"))
-    styles["bound"] = dict(facecolor=SECOND, hatch="..")
-    return dict(styles[kind.partition(",")[0]], edgecolor="white")
+    styles = dict(measured=(ACCENT, None), published=(GREY, "//"), bound=(SECOND, ".."))
+    colour, hatch = styles[kind.partition(",")[0]]
+    return dict(facecolor=colour, hatch=hatch, edgecolor="white")
 
 
 def _plot_bars(axis, bars, label, number):
@@ -300,7 +291,6 @@ def _label(text):
 
 
 def _display(thing):
-    """Display a table or sentences in a notebook, print them in a shell."""
     if _in_notebook():
         from IPython.display import display
 

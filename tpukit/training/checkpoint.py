@@ -50,7 +50,7 @@ def restore(trainer):
 
     Raises TpukitError for a checkpoint of another version or dataset.
     """
-    run, runtime, task, train_size = trainer.run, trainer.runtime, trainer.task, len(trainer.data)
+    run, runtime, task, size = trainer.run, trainer.runtime, trainer.task, len(trainer.data)
     _check_newest_is_on_rank_0(run, runtime.world)
     # Rank 0 reads for all: other hosts need not see its disk.
     saved = runtime.world.broadcast(run.restore() if runtime.world.rank == 0 else None)
@@ -61,10 +61,10 @@ def restore(trainer):
             f"{run.path} was written by another version of tpukit: start a new run, and pass this run's best.safetensors as "
             "weights= to keep its result"
         )
-    if saved["train_size"] != train_size:
+    if saved["train_size"] != size:
         raise TpukitError(
-            f"{run.path} was trained on {saved['train_size']} samples, {task.dataset_dir} has {train_size}: use the dataset "
-            "that it started with, or choose another run folder"
+            f"{run.path} was trained on {saved['train_size']} samples, {task.dataset_dir} has {size}: use the dataset that it "
+            "started with, or choose another run folder"
         )
     trainer.model.load_state_dict(saved["model"])
     if trainer.ema:
@@ -86,11 +86,11 @@ def restore(trainer):
 
 
 def _check_newest_is_on_rank_0(run, world):
-    mine = max((checkpoint["step"] for checkpoint in run.checkpoints()), default=-1)
+    mine = max((checkpoint["step"] for checkpoint in run.checkpoints()), default=0)
     newest = [int(row[0]) for row in world.all_gather([mine])]
     if max(newest) > newest[0]:
-        what = f"only one of step {newest[0]}" if newest[0] >= 0 else "no checkpoint"
         raise TpukitError(
-            f"{run.path}: rank 0 has {what} there, but rank {newest.index(max(newest))} has one of step {max(newest)}. Start "
-            "the host that has the run with --node-rank 0, or put the run on a disk that all hosts share."
+            f"{run.path}: rank 0's newest checkpoint there is of step {newest[0]} (0: none), but rank "
+            f"{newest.index(max(newest))} has one of step {max(newest)}. Start the host that has the run with --node-rank 0, "
+            "or put the run on a disk that all hosts share."
         )

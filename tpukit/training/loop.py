@@ -27,8 +27,7 @@ def train(task, run, *, runtime=None, progress=True):
 
     A checkpoint is written at every epoch's end, every `task.save_every_s` seconds, and before leaving on an interrupt
     or SIGTERM; a resumed run equals an uninterrupted one, on GPUs except for the rounding of their kernels. Raises `Diverged`
-    (naming the step and the last good checkpoint) when loss or gradient stop being finite, and TpukitError for what the user
-    can fix.
+    when loss or gradient stop being finite, and TpukitError for what the user can fix.
     """
     with StopSignal() as stop, environment.explain_known_errors(), run.lock():
         return Trainer(task, run, runtime, stop, progress=progress).fit()
@@ -46,10 +45,8 @@ class Trainer:
         self.data, self.test_data = task.datasets()
         self.steps_per_epoch = len(self.data) // task.batch_size
         if self.steps_per_epoch == 0:
-            raise TpukitError(
-                f"batch_size={task.batch_size} is larger than the training set of {len(self.data)} samples; "
-                f"use batch_size <= {len(self.data)}"
-            )
+            size = len(self.data)
+            raise TpukitError(f"batch_size={task.batch_size} is larger than the training set: use batch_size <= {size}")
         self.runtime = runtime = runtime or open_runtime(environment.detect(), task.precision)
         check_batch(task.batch_size, runtime.cores)
         self.run = run if runtime.world.rank == 0 else run.read_only()
@@ -138,9 +135,7 @@ class Trainer:
         """Take one step of the training. batch: of `loader`; epoch: from 0."""
         step = self.state.step + 1
         if self.announces_compilation:
-            self.run.print(
-                f"step {step}: compiling the training step, which can take minutes; later steps reuse the compiled graph"
-            )
+            self.run.print(f"step {step}: compiling the training step, which can take minutes; later steps reuse it")
             self.announces_compilation = False
         try:
             self.sums = self.compiled_step(batch, epoch, self.sums)
@@ -157,19 +152,13 @@ class Trainer:
 
     def endless_batches(self, epoch=0):
         """Generate the batches of an endless training, for tools that time or trace `take_step`."""
-        plans = map(self._plan, itertools.count(epoch))
-        return self.loader.batches(itertools.chain.from_iterable(plans))
+        return self.loader.batches(draw for later in itertools.count(epoch) for draw in self._plan(later))
 
     def sync(self):
         """The `metrics.Interval` since the last reset of the sums, on which all ranks agree. Raises Diverged."""
-        interval = metrics.sync(
-            self.sums,
-            self.model,
-            self.runtime,
-            clipped=self.task.clip_norm is not None,
-            stop_signal=self.stop.signal or (self.run.stop_requested() if self.run.is_launched else None),
-            save_due=self._save_is_due(),
-        )
+        how = dict(clipped=self.task.clip_norm is not None, save_due=self._save_is_due())
+        how["stop_signal"] = self.stop.signal or (self.run.stop_requested() if self.run.is_launched else None)
+        interval = metrics.sync(self.sums, self.model, self.runtime, **how)
         self.stop.signal = interval.stop_signal
         metrics.check_finite(interval, self.state.step, self.task, self.run, self.runtime)
         return interval
@@ -243,18 +232,9 @@ class Trainer:
         log_notes(run, self.data, self.test_data)
         run.print(f"training set: {self.loader.description}")
         run.print(f"test set: {self.evaluator.loader.description}")
-        run.log(
-            "start",
-            step,
-            device=str(runtime),
-            accelerator=runtime.accelerator,
-            versions=environment.detect().versions,
-            phases=task.loss_variants,
-            torch_compile=task.torch_compile,
-            cores=runtime.cores,
-            processes=runtime.world.size,
-            batch_size=task.batch_size,
-        )
+        about = dict(device=str(runtime), accelerator=runtime.accelerator, versions=environment.detect().versions)
+        about |= dict(phases=task.loss_variants, torch_compile=task.torch_compile, batch_size=task.batch_size)
+        run.log("start", step, cores=runtime.cores, processes=runtime.world.size, **about)
         runtime.heartbeat(step)
 
     def _log_compilations(self, step):
