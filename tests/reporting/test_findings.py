@@ -49,7 +49,7 @@ DAMAGES = [
     lambda r: r["speed"].update(seconds=float("inf")),
     lambda r: r["speed"].update(images_per_s=10**400),
     lambda r: r["speed"].update(memory=[[1]]),
-    lambda r: r["speed"]["counters"].pop("fallbacks"),
+    lambda r: r["speed"].pop("counters"),
     lambda r: r["speed"]["counters"]["fallbacks"].update(a="b"),
     lambda r: r.update(loss=True),
 ]

@@ -129,8 +129,7 @@ def open_core(job, run, world):
 
 
 def join(job, index):
-    """The `World` of one of this host's processes. On one host they rendezvous through a file and communicate over the
-    loopback device only."""
+    """The `World` of one of this host's processes. On one host they meet in a file and use the loopback device only."""
     if job.env.accelerator == "tpu":
         tpu_chips.clear_variables(job.processes)
     else:

@@ -95,9 +95,9 @@ def _count_cores(env, cores, parallel):
 
 
 def _refuse_an_opened_device(env):
-    """Raise TpukitError where this process has opened the XLA device. Of CUDA only a core can tell, see `core.join_group`."""
+    """Raise TpukitError where this process has opened the XLA device."""
     if env.accelerator not in ("tpu", "xla"):
-        return
+        return  # a core checks CUDA, see `core.join_group`: only a forked process can tell
     import torch_xla
 
     if torch_xla._XLAC._xla_runtime_is_initialized():

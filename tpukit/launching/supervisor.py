@@ -11,6 +11,8 @@ import sys
 import time
 import warnings
 
+from tqdm.auto import tqdm
+
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
@@ -111,7 +113,8 @@ class Supervisor:
             raise CoreFailed(self._describe(self._deaths()))
         if failures := self._ends("failed"):
             first = min(failures, key=lambda end: end["time"])  # the others failed because it was gone
-            raise CoreFailed(self._describe(self._failure(first)))
+            what = f"{self._core(first['core'], first['rank'], first['step'])} failed on {first['host']}:"
+            raise CoreFailed(self._describe([what, first["description"]]))
         if self.not_started or self._is_hung():
             raise CoreFailed(self._describe(self._hang()))
         if stop.signal == signal.SIGTERM:
@@ -124,8 +127,6 @@ class Supervisor:
     # Showing
 
     def _show_log(self):
-        from tqdm import tqdm
-
         with open(self.run.path / "log.txt", "rb") as file:
             file.seek(self.log_shown)
             text = file.read()
@@ -136,8 +137,6 @@ class Supervisor:
                 tqdm.write(re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", line))
 
     def _show_progress(self):
-        from tqdm.auto import tqdm
-
         now = self.run.read_progress()
         if not now:
             return
@@ -174,9 +173,6 @@ class Supervisor:
         if checkpoints:
             saved = f"The last checkpoint is {checkpoints[0]['file']}; launch again to resume from it."
         return "\n".join([*lines, f"{saved} What each core printed: {self.job.folder}/rank-NN.log"])
-
-    def _failure(self, end):
-        return [f"{self._core(end['core'], end['rank'], end['step'])} failed on {end['host']}:", end["description"]]
 
     def _deaths(self):
         lines = []

@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import GIB, Sentences, printable
+from tpukit.host.tables import Sentences, printable
 from tpukit.reporting import findings
 from tpukit.runs import weights
 from tpukit.runs.run import Run, settings_dict
@@ -76,9 +76,8 @@ def show_predictions(run, task, *, count=4):
 
 
 def show_plan(plan):
-    """Show what `plan` found: the table, and the peak of each batch size beside the chip's memory."""
+    """Show what `plan` found: the table, and what its columns mean."""
     _display(plan.table())
-    _display_figure(plan_figure(plan))
     _display(Sentences([plan.caption]))
 
 
@@ -178,23 +177,6 @@ def panels_figure(rows, title):
             axis.imshow(array, cmap="gray", interpolation="nearest", vmin=low, vmax=high)
             axis.set_title(_label(name), fontsize=9, color=INK)
     figure.suptitle(_label(title), x=0.02, ha="left", fontsize=11, color=INK)
-    return figure
-
-
-def plan_figure(plan):
-    """A bar chart of peak HBM over the batch sizes of a plan, with a line at the chip's."""
-    figure, ((axis,),) = _subplots(1, 1, (6.4, 3.2))
-    sizes = [f"{row['batch_size']:,}" for row in plan.rows]
-    heights = [row["peak_bytes"] / GIB if row["fits"] else 1.15 * plan.hbm_gib for row in plan.rows]
-    bars = axis.bar(sizes, heights, color=[ACCENT if row["fits"] else SECOND for row in plan.rows], width=0.6)
-    labels = [f"{height:.2f}" if row["fits"] else "does not fit" for height, row in zip(heights, plan.rows)]
-    axis.bar_label(bars, labels, fontsize=8)
-    axis.axhline(plan.hbm_gib, color=INK, linestyle="--", linewidth=1)
-    text = f"the chip's {plan.hbm_gib:g} GiB"
-    axis.text(0.01, plan.hbm_gib, text, transform=axis.get_yaxis_transform(), va="bottom", fontsize=8)
-    axis.set(xlabel="global batch size", ylabel="peak HBM per core, GiB", ylim=(0, 1.3 * max([plan.hbm_gib, *heights])))
-    fits = any(row["fits"] for row in plan.rows)
-    _set_title(axis, f"{plan.workload} on {plan.chip}{'' if fits else ': nothing fits'}")
     return figure
 
 

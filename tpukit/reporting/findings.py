@@ -8,10 +8,8 @@ from tpukit.host.tables import GIB, Table, format_duration
 from tpukit.runs.run import LONG_COMPILE_S
 
 # What is read here of a record, by its kind. What may be None may be missing, too.
-COUNTERS = dict.fromkeys(("compilations", "compile_s", "executions", "execute_s", "to_device_s", "from_device_s"), float)
-COUNTERS["fallbacks"] = dict[str, int]
 SPEED = dict(seconds=float, images_per_s=float, wait_s=float, to_device_s=float | None, from_device_s=float | None)
-SPEED |= dict(memory=list[tuple[float, float]], counters=dict)  # no counters on a device without any
+SPEED |= dict(memory=list[tuple[float, float]], counters=dict(fallbacks=dict[str, int] | None))  # {} where nothing compiles
 FIELDS = dict(
     start=dict(device=str, phases=int, batch_size=int | None),
     train=dict(loss=float | None, grad_norm=float | None, speed=SPEED),
@@ -23,14 +21,8 @@ PROGRESS = dict(step=int, total=int, unit=str)
 
 def valid_records(records):
     """The records without the damaged ones: a bit that flipped on a disk can leave JSON with a name or a value less."""
-    return [record for record in records if _is_valid(record)]
-
-
-def _is_valid(record):
-    if not _fits(record, dict(kind=str, step=int)) or not _fits(record, FIELDS.get(record["kind"], {})):
-        return False
-    counters = record["speed"]["counters"] if record["kind"] == "train" else None
-    return not counters or _fits(counters, COUNTERS)
+    found = [record for record in records if _fits(record, dict(kind=str, step=int))]
+    return [record for record in found if _fits(record, FIELDS.get(record["kind"], {}))]
 
 
 def _fits(value, kind):
@@ -147,7 +139,7 @@ def _describe_compilations(session, trained):
             return [f"torch.compile compiled the model ({mode}); it does not report when."]
         return ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
     sentences = []
-    expected, unexpected, refused = _step_compilations(session)
+    expected, unexpected = _step_compilations(session)
     if expected:
         steps = " and ".join(f"at step {r['step']} ({r['seconds']:.1f} s{_why(r, ', ')})" for r in expected)
         sentences.append(f"The training step was compiled {steps}; every other step reused the compiled graph.")
@@ -155,28 +147,24 @@ def _describe_compilations(session, trained):
         sentences.append("The training step was not compiled: this session had already compiled this graph.")
     for record in unexpected:
         reason = _why(record, " because ") or ", though no argument changed"
-        sentences.append(f"Step {record['step']} compiled again ({record['seconds']:.1f} s){reason}.")
-    for record in refused:
-        reason = _why(record, " because ")
-        sentences.append(f"Step {record['step']} needed an unexpected recompilation{reason}. It ended the run.")
-    if counters and counters["fallbacks"]:
-        most = sorted(counters["fallbacks"].items(), key=lambda item: item[1], reverse=True)[:4]
-        sentences.append(
-            "Some operations have no XLA implementation and ran on the CPU, each a round trip: "
-            f"{', '.join(f'{name} ({count} times)' for name, count in most)}. `tpukit report RUN --trace 5` names their lines."
-        )
+        end = ", which ended the run" if record.get("refused") else ""
+        sentences.append(f"Step {record['step']} compiled again ({record['seconds']:.1f} s){reason}{end}.")
+    if fallbacks := (counters or {}).get("fallbacks"):
+        names = ", ".join(f"{name} ({count} times)" for name, count in fallbacks.items())
+        sentences.append(f"Ran on the CPU, a round trip each: {names}. `tpukit report RUN --trace 5` names their lines.")
     elif counters:
         sentences.append("No operation fell back to the CPU.")
     return sentences
 
 
 def _step_compilations(session):
-    """(expected, unexpected, refused) compilations of the training step: records, expected as many as its loss has variants."""
+    """(expected, unexpected) compilations of the training step: records, expected as many as its loss has variants. The last
+    may be one that was refused."""
     of_step = [record for record in _of_kind(session, "compile") if _function(record) == "step"]
     done = [record for record in of_step if not record.get("refused")]
     slow = [record for record in done if record["seconds"] >= LONG_COMPILE_S] or done[:1]
     variants = session[0]["phases"]
-    return slow[:variants], slow[variants:], [record for record in of_step if record.get("refused")]
+    return slow[:variants], slow[variants:] + [record for record in of_step if record.get("refused")]
 
 
 def _function(compilation):
@@ -193,10 +181,8 @@ def _describe_time(session, speeds):
     seconds = sum(speed["seconds"] for speed in speeds)
     waited = sum(speed["wait_s"] for speed in speeds) / max(seconds, 1e-9)
     sentences = [f"Fastest interval: {max(speed['images_per_s'] for speed in speeds):.1f} samples per second."]
-    if waited > 0.1:
-        sentences.append(f"The device waited for data {waited:.0%} of the time: raise num_workers, or store smaller images.")
-    else:
-        sentences.append(f"Waiting for data took {waited:.1%} of the training time.")
+    advice = ": raise num_workers, or store smaller images" if waited > 0.1 else ""
+    sentences.append(f"Waiting for data took {waited:.1%} of the training time{advice}.")
     if not speeds[-1]["memory"]:
         sentences.append("This device does not report how much of its memory is used.")
     if evaluating := sum(record["speed"]["seconds"] for record in _of_kind(session, "evaluation")):
@@ -208,7 +194,7 @@ def _describe_time(session, speeds):
 
 
 def accelerator_tables(records):
-    """Tables of the last session: compilations with their causes, the time of a step, memory, counters."""
+    """Tables of the last session: compilations with their causes, the time of a step, memory."""
     session = _last_session(records)
     tables, trained = [], _of_kind(session, "train")
     if compilations := _of_kind(session, "compile"):
@@ -219,15 +205,6 @@ def accelerator_tables(records):
     if memory := trained[-1]["speed"]["memory"]:
         rows = [(n, f"{peak / GIB:.2f}", f"{of / GIB:.2f}", f"{peak / max(of, 1):.0%}") for n, (peak, of) in enumerate(memory)]
         tables.append(Table("Memory", ("device", "peak, GiB", "of GiB", ""), rows))
-    if counters := trained[-1]["speed"]["counters"]:
-        rows = [
-            ("graphs compiled", counters["compilations"], f"{counters['compile_s']:.1f} s"),
-            ("graphs executed", counters["executions"], f"{counters['execute_s']:.1f} s"),
-            ("sent to the device", "", f"{counters['to_device_s']:.2f} s"),
-            ("read from the device", "", f"{counters['from_device_s']:.2f} s"),
-            *((f"{name} on the CPU instead", count, "") for name, count in counters["fallbacks"].items()),
-        ]
-        tables.append(Table("The accelerator's counters", ("what", "count", "time"), rows))
     return tables
 
 
@@ -276,7 +253,7 @@ def _batch_size(session):
 def compiled_steps(records):
     """Steps of the last session at which the training step was compiled."""
     session = _last_session(records)
-    expected, unexpected, _ = _step_compilations(session) if session else ([], [], [])
+    expected, unexpected = _step_compilations(session) if session else ([], [])
     return [record["step"] for record in expected + unexpected]
 
 
@@ -303,7 +280,7 @@ def live_table(name, records, progress, checkpoints, age_s):
         last = evaluations[-1]
         scores = ", ".join(f"{name} {value:.4g}" for name, value in last["scores"].items() if isinstance(value, float))
         rows.append((f"scores of epoch {last['epoch'] + 1}", scores))
-    _, unexpected, _ = _step_compilations(session)
+    _, unexpected = _step_compilations(session)
     if unexpected:
         rows.append(("compiled again", "at step " + ", ".join(str(record["step"]) for record in unexpected)))
     steps = _checkpoint_steps(checkpoints)

@@ -7,6 +7,8 @@ import itertools
 import json
 import time
 
+from tqdm.auto import tqdm
+
 from tpukit.devices import open_runtime
 from tpukit.devices.runtime import check_batch
 from tpukit.host import environment
@@ -16,11 +18,9 @@ from tpukit.training.data import BatchLoader, evaluation_plan
 
 
 def test(task, run, *, runtime=None, progress=True):
-    """Score the run's best weights, or `task.weights` where the run has none, on the test set. Returns the scores, on every
-    rank.
+    """Score the run's best weights, or `task.weights` where it has none, on the test set. Returns the scores, on every rank.
 
-    What the task keeps of its predictions is written to the run's folder predictions/. runtime: as for `train`.
-    """
+    What the task keeps of its predictions is written to the run's folder predictions/. runtime: as for `train`."""
     with environment.explain_known_errors():
         best = run.path / "best.safetensors"
         path = task.weights if task.weights and not best.exists() else best
@@ -41,19 +41,18 @@ def test(task, run, *, runtime=None, progress=True):
             bar.update()
             run.write_progress(name=name, unit="batch", step=next(done), total=total)
 
-        with progress_bar(name, total, shown=progress and run.echo, unit="batch") as bar:
+        with tqdm(total=total, desc=name, unit="batch", disable=not (progress and run.echo)) as bar:
             how = dict(epoch=weights.epoch_of(path), after_batch=count_batch, folder=run.path / "predictions")
             scores = evaluate(task, runtime.place(model), data, runtime, **how)
         return broadcast_scores(scores, runtime.world)
 
 
 def evaluate(task, model, data, runtime, *, epoch=None, after_batch=None, folder=None):
-    """Scores of a model on a device over a test set: `task.evaluate` on the predictions of every batch.
+    """Scores of a model on a device over a test set. With several ranks each predicts its share, and rank 0 scores them all, in
+    the order that one device would give; the other ranks return None.
 
-    Every sample counts once; the padding of the last batch is marked in `valid`. With several ranks each predicts its share,
-    and rank 0 scores them all, in the order that one device would give; the other ranks return None. epoch: see
-    `Workload.predict`. after_batch: called without arguments. folder: where the task keeps what it wants of the predictions.
-    """
+    epoch: see `Workload.predict`. after_batch: called without arguments. folder: where the task keeps what it wants of the
+    predictions."""
     loader = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
     found = predict(task, model, loader, runtime, epoch=epoch, after_batch=after_batch)
     if runtime.world.rank != 0:
@@ -163,9 +162,3 @@ def log_notes(run, *datasets):
     for notes in dict.fromkeys(getattr(data, "notes", "") for data in datasets):
         if notes:
             run.print(notes)
-
-
-def progress_bar(name, total, *, shown, initial=0, unit="step"):
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, initial=initial, desc=name, unit=unit, disable=not shown, mininterval=0.5)

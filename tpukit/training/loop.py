@@ -6,6 +6,7 @@ import itertools
 import time
 
 import torch
+from tqdm.auto import tqdm
 
 from tpukit.devices import open_runtime
 from tpukit.devices.runtime import check_batch
@@ -16,7 +17,7 @@ from tpukit.runs.run import LONG_COMPILE_S
 from tpukit.runs.signals import StopSignal
 from tpukit.training import batch_norm, checkpoint, ema, metrics
 from tpukit.training.data import BatchLoader, training_plan
-from tpukit.training.evaluation import Evaluator, FinishedEpoch, broadcast_scores, log_notes, progress_bar
+from tpukit.training.evaluation import Evaluator, FinishedEpoch, broadcast_scores, log_notes
 from tpukit.training.step import train_step
 
 
@@ -30,7 +31,7 @@ def train(task, run, *, runtime=None, progress=True):
     when loss or gradient stop being finite, and TpukitError for what the user can fix.
     """
     with StopSignal() as stop, environment.explain_known_errors(), run.lock():
-        return Trainer(task, run, runtime, stop, progress=progress).fit()
+        return Trainer(task, run, runtime, stop).fit(progress)
 
 
 class Trainer:
@@ -39,7 +40,7 @@ class Trainer:
     Nothing in it refers back to it, so that the model is freed as soon as the training ends.
     """
 
-    def __init__(self, task, run, runtime, stop, *, progress=False):
+    def __init__(self, task, run, runtime, stop):
         task.check_dataset_dir()
         self.task, self.stop = task, stop
         self.data, self.test_data = task.datasets()
@@ -50,7 +51,6 @@ class Trainer:
         self.runtime = runtime = runtime or open_runtime(environment.detect(), task.precision)
         check_batch(task.batch_size, runtime.cores)
         self.run = run if runtime.world.rank == 0 else run.read_only()
-        self.shows_progress = progress and self.run.echo
         self.loader, test_loader = (
             BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers) for data in (self.data, self.test_data)
         )
@@ -90,12 +90,13 @@ class Trainer:
 
     # The loop
 
-    def fit(self):
+    def fit(self, progress):
         """Train from where the run stands to `task.epochs`. Returns the last scores, on every rank."""
         state = self.state
         total = max(self.task.epochs * self.steps_per_epoch, state.step)
         self._log_start(total)
-        with progress_bar(self.task.name, total, shown=self.shows_progress, initial=state.step) as bar:
+        shown = progress and self.run.echo
+        with tqdm(total=total, initial=state.step, desc=self.task.name, unit="step", disable=not shown, mininterval=0.5) as bar:
             try:
                 self._end_epoch(bar)  # an interrupted session may have left this undone
                 while state.step < total:
@@ -172,10 +173,10 @@ class Trainer:
         self.sums = metrics.new_sums(self.runtime)
         # What a resumed run cannot repeat is in `speed`; all else in the records is exact.
         speed = self.throughput.measure(self.task.batch_size) | dict(memory=interval.memory)
-        grad_norm = interval.sums["grad_norm"]
-        self.run.log("train", state.step, epoch=epoch, loss=interval.mean_loss, grad_norm=grad_norm, speed=speed)
+        loss, grad_norm = interval.sums["loss"] / interval.sums["steps"], interval.sums["grad_norm"]
+        self.run.log("train", state.step, epoch=epoch, loss=loss, grad_norm=grad_norm, speed=speed)
         self.throughput.restart()
-        self.shown_loss = f"{interval.mean_loss:.4f}"
+        self.shown_loss = f"{loss:.4f}"
         bar.set_postfix(epoch=epoch + 1, loss=self.shown_loss, refresh=False)
         return interval.save_due
 
@@ -191,7 +192,8 @@ class Trainer:
             bar.set_description("evaluating")
             # Ranks stop together, after the evaluation.
             after_batch = self.stop.check if self.runtime.world.size == 1 else None
-            self.evaluator.predict(finished, self.evaluated_model, after_batch=after_batch)
+            model = self.ema.model if self.ema and state.step >= ema.EVERY else self.model  # the average, once there is one
+            self.evaluator.predict(finished, model, after_batch=after_batch)
             self._log_compilations(state.step)
             bar.set_description(task.name)
         self.evaluator.pending = finished  # not before: a stop within the evaluation repeats all of it
@@ -200,11 +202,6 @@ class Trainer:
         else:  # this checkpoint knows nothing of the evaluation: a run that resumes from it repeats it
             self._save(collect_scores=False)
             state.epoch_loss = 0.0
-
-    @property
-    def evaluated_model(self):
-        """The model that is evaluated and kept: the average, once there is one."""
-        return self.ema.model if self.ema and self.state.step >= ema.EVERY else self.model
 
     def _save_is_due(self):
         return time.monotonic() - self.saved_at > self.task.save_every_s

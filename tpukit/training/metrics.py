@@ -49,10 +49,6 @@ class Interval:
     save_due: bool
     """whether rank 0 is due to save a checkpoint"""
 
-    @property
-    def mean_loss(self):
-        return self.sums["loss"] / self.sums["steps"]
-
 
 def sync(sums, model, runtime, *, clipped, stop_signal, save_due):
     """Read the sums of all ranks: an `Interval`. The only place in the training loop that waits for the device and the ranks.
