@@ -52,11 +52,9 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
         tpu_chips.wait_until_free(run)
     shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
     lock = files.exclusive_lock(run.path / f".launch-{socket.gethostname()}.lock")
-    # In the folder the cores leave their addresses for each other: no other user can read or write there, nor over a network.
+    # In the folder, which is this user's alone, the cores leave their addresses for each other.
     with lock, tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True) as folder:
-        # The hosts of a TPU slice launch one training in a folder that they share, where rank 0's lock is that of all.
-        # Elsewhere another host that trains there keeps its files.
-        if env.host != "tpu-vm":
+        if env.host != "tpu-vm":  # whose hosts share a run's folder; elsewhere another host that trains there keeps its files
             with run.lock():
                 pass
         return Supervisor(dataclasses.replace(job, rendezvous=Path(folder) / "rendezvous", **shape)).wait()

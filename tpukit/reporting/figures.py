@@ -20,7 +20,7 @@ INK, ACCENT, SECOND, GREY = "#1f2933", "#0b6e99", "#c2410c", "#8a94a0"
 def show(run):
     """Show the scores and the curves of a run: a `Run`, or the path of one. The curves are also saved as pictures/curves.png
     in its folder."""
-    run = _open(run)
+    run = run if isinstance(run, Run) else Run.find(run)
     records = run.records()
     evaluations = [record for record in findings.valid_records(records) if record["kind"] == "evaluation"]
     if evaluations:
@@ -34,7 +34,7 @@ def show(run):
 def show_report(run):
     """Show what the accelerator did in the last session of a run (a `Run`, or the path of one): in sentences, then numbers,
     then a picture, which is also saved as pictures/report.png in its folder."""
-    run = _open(run)
+    run = run if isinstance(run, Run) else Run.find(run)
     records = run.records()
     _display(Sentences(findings.findings(records)))
     for table in findings.accelerator_tables(records):
@@ -87,10 +87,6 @@ def show_comparison(comparison, picture=None):
         _display(table)
     _display_figure(comparison_figure(comparison), picture)
     _display(comparison.sentences())
-
-
-def _open(run):
-    return run if isinstance(run, Run) else Run.find(run)
 
 
 def _predict(run, task, count):

@@ -238,16 +238,12 @@ def intervals(records):
     session = _last_session(records)
     found = []
     for record in _of_kind(session, "train"):
-        speed = record["speed"]
-        steps = max(1, round(speed["images_per_s"] * speed["seconds"] / _batch_size(session)))
+        speed, batch_size = record["speed"], session[0].get("batch_size") or 1
+        steps = max(1, round(speed["images_per_s"] * speed["seconds"] / batch_size))
         interval = {"from": record["step"] - steps + 1, "to": record["step"], "images_per_s": speed["images_per_s"]}
         parts = dict(step_ms="seconds", wait_ms="wait_s", to_device_ms="to_device_s", from_device_ms="from_device_s")
         found.append(interval | {name: 1e3 * (speed.get(part) or 0.0) / steps for name, part in parts.items()})
     return found
-
-
-def _batch_size(session):
-    return max(session[0].get("batch_size") or 1, 1)
 
 
 def compiled_steps(records):
@@ -274,7 +270,7 @@ def live_table(name, records, progress, checkpoints, age_s):
         rate, waited = speed["images_per_s"], speed["wait_s"] / max(speed["seconds"], 1e-9)
         rows.append(("speed", f"{rate:.1f} samples per second, waiting for data {waited:.1%} of the time"))
         if progress["unit"] == "step" and step < total and rate > 0:
-            left = format_duration((total - step) * _batch_size(session) / rate)
+            left = format_duration((total - step) * (session[0].get("batch_size") or 1) / rate)
             rows.append(("left", f"about {left} of training, plus evaluations"))
     if evaluations := _of_kind(session, "evaluation"):
         last = evaluations[-1]

@@ -87,8 +87,7 @@ class BatchLoader:
     def batches(self, plan):
         """Make this rank's share of the batches of a plan, a few ahead, and put them on the device in order.
 
-        Yields dicts of tensors, to be given to `compose` in a compiled function; evaluation batches carry `valid`: (B,) bool.
-        All ranks together see what one device would see, and take the same number of steps.
+        Yields dicts of tensors, to be given to `compose` in a compiled function. All ranks together see what one device would.
         """
         pending = collections.deque()
         with concurrent.futures.ThreadPoolExecutor(max(self.workers, 1), thread_name_prefix="batches") as pool:

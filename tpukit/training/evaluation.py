@@ -126,11 +126,9 @@ class Evaluator:
         return self.task.evaluate(found), time.monotonic() - started
 
     def collect(self, state):
-        """Record the epoch whose scores are being computed, if there is one, and keep its weights if they are the best.
+        """Record the epoch whose scores are being computed, if there is one, in the `TrainState` too; keep the best weights.
 
-        Called at the next sync or save, so that the records have the same order however long the scoring takes. state: the
-        training's `TrainState`, which is updated.
-        """
+        Called at the next sync or save, so that the records have the same order however long the scoring takes."""
         if self.pending is None:
             return
         task, finished, self.pending = self.task, self.pending, None
@@ -158,7 +156,6 @@ def broadcast_scores(scores, world):
 
 
 def log_notes(run, *datasets):
-    """Print the notes of the datasets, each once."""
     for notes in dict.fromkeys(getattr(data, "notes", "") for data in datasets):
         if notes:
             run.print(notes)
