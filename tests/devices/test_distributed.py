@@ -17,7 +17,7 @@ rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
 world = World(rank, 3)
 mine = dict(weight=torch.full((rank + 1,), float(rank)), notes=[rank, f"rank {rank}"])
-print([tree["notes"] for tree in world.all_gather(mine)])
+print([row for row in world.all_gather([rank, 0.5])])
 gathered = world.gather(mine)
 print([tree["weight"].tolist() for tree in gathered])
 print(world.broadcast(mine)["notes"], world.broadcast(mine)["weight"].tolist())
@@ -33,12 +33,12 @@ def test_every_rank_gets_what_a_collective_promises(tmp_path):
     ]
     printed = [rank.communicate(timeout=120)[0].splitlines()[-4:] for rank in ranks]  # after what gloo prints
     for number, lines in enumerate(printed):
-        assert lines[0] == str([[0, "rank 0"], [1, "rank 1"], [2, "rank 2"]])
+        assert lines[0] == str([[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]])
         assert lines[1] == (str([[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]]) if number == 0 else "[]")
         assert lines[2:] == ["[0, 'rank 0'] [0.0]", "[3.0, 3.0]"]
 
 
 def test_a_world_of_one_needs_no_process_group():
     world, tree = World(), dict(a=torch.ones(2))
-    assert world.all_gather(tree) == world.gather(tree) == [tree] and world.broadcast(tree) is tree
+    assert world.all_gather([1.0]) == [[1.0]] and world.gather(tree) == [tree] and world.broadcast(tree) is tree
     assert world.all_reduce(tree["a"]).tolist() == [1.0, 1.0]

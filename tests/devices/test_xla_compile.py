@@ -121,4 +121,4 @@ def test_the_report_names_a_step_that_compiled_again_and_what_fell_back():
     words = " ".join(findings.findings(records))
     assert "Step 412 compiled again (18.0 s)" in words
     assert "aten::nonzero (7 times)" in words
-    assert "waited for data 60% of the time" in words
+    assert "Waiting for data took 60.0% of the training time: raise num_workers" in words

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import checkpoint
 from tests.launching.conftest import CPU, launched, needs_torch_xla, python, started, steps_logged, wait_for
 from tests.launching.launched import children, machine
-from tpukit import Run, TpukitError, train
+from tpukit import Run, train
 from tpukit.launching.core import Job
 from tpukit.launching.supervisor import Supervisor
 
@@ -134,7 +134,7 @@ def test_one_of_eight_cores_that_fails_to_start_ends_the_launch_with_its_cause(w
     assert [name for name, words in expected.items() if words in message] == [way]
     if way == "hang":
         inside = message.partition("core 3 (full stack")[2].partition("core 4 (")[0]
-        assert ("in fail" in inside and "chip 3 is being opened" in inside) or "core 3 left no stack" in message
+        assert ("in fail" in inside and "chip 3 is being opened" in inside) or "no stack" in inside
         assert message.count("in open_chip") >= 7
 
 
@@ -287,7 +287,7 @@ class Ended:
 
 def test_a_core_that_ends_while_it_is_checked_is_not_taken_for_dead(tmp_path):
     supervisor = supervisor_of(Run(tmp_path))
-    supervisor.processes = [Ended(supervisor.cores[0].end), Ended()]
+    supervisor.processes = [Ended(supervisor.job.file(0, "end")), Ended()]
     assert supervisor._find_dead() == [1]
 
 
@@ -301,10 +301,6 @@ def test_only_what_a_launch_wrote_is_deleted_by_the_next(tmp_path):
     (cores / "folder").mkdir()
     supervisor_of(run)
     assert sorted(p.name for p in cores.iterdir()) == sorted([*foreign, "folder"])
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "linked/cores").symlink_to(cores)
-    with pytest.raises(TpukitError, match=re.escape(str(tmp_path / "linked/cores"))):
-        supervisor_of(Run(tmp_path / "linked"))
 
 
 def test_what_rank_0_printed_is_shown_without_the_time_and_otherwise_whole(tmp_path, capsys):

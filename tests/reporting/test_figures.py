@@ -75,7 +75,7 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
             data, metadata = formatter.format(thing)
             data.pop("image/png", None)  # hundreds of kilobytes that hold no words
             cell.outputs.append(nbformat.v4.new_output("display_data", data=data, metadata=metadata))
-        assert len(shown) >= 14
+        assert len(shown) >= 13
         whole, _ = HTMLExporter().from_notebook_node(nbformat.v4.new_notebook(cells=[cell]))
         return Page(whole)
 
@@ -120,3 +120,10 @@ def test_a_table_of_prices_that_is_no_csv_is_named(text, tmp_path, capsys):
 
 def test_what_a_terminal_shows_anyway_stays_as_it_is():
     assert printable("né 行 \t a\r\n~") == "né 行 \t a\r\n~"
+
+
+def test_a_mask_is_drawn_by_what_it_could_hold_so_that_all_true_is_white_and_all_false_black():
+    full, half = np.ones((4, 4), bool), np.full((4, 4), 51, np.uint8)
+    figure = figures.panels_figure([[("all", full), ("none", ~full), ("grey", half)]], "masks")
+    drawn = [axis.images[0].to_rgba(axis.images[0].get_array())[0, 0, 0] for axis in figure.axes]
+    assert np.allclose(drawn, [1.0, 0.0, 0.2], atol=0.01)

@@ -1,6 +1,5 @@
 """What a run's report says of the accelerator."""
 
-import dataclasses
 import re
 
 import numpy as np
@@ -8,28 +7,8 @@ import pytest
 
 from tests.reporting.hostile import strange_run
 from tpukit import cli, train
-from tpukit.devices.distributed import World
-from tpukit.devices.runtime import Runtime
 from tpukit.reporting import figures, findings
 from tpukit.runs.run import Run
-from tpukit.workloads.mnist import MNIST
-
-
-def test_memory_of_every_device_of_every_rank_is_recorded(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr(Runtime, "memory", lambda self: [(self.world.rank + 1.0, 16.0), (self.world.rank + 5.0, 16.0)])
-
-    class Two(World):
-        def all_gather(self, values):  # the other rank says the same of its own devices
-            other = [v + 10 if n >= 5 and n % 2 and n < len(values) - 2 else v for n, v in enumerate(values)]
-            return [list(values), other]
-
-    task = MNIST(dataset_dir=digits, epochs=1, batch_size=16, log_every=99)
-    runtime = Runtime("cpu")
-    runtime.world = Two(0, 1)
-    run = Run.open(tmp_path, task)
-    train(task, run, runtime=runtime, progress=False)
-    memory = run.records("train")[-1]["speed"]["memory"]
-    assert memory == [[1.0, 16.0], [5.0, 16.0], [11.0, 16.0], [15.0, 16.0]]
 
 
 def test_a_finished_run_that_is_started_again_is_still_reported_by_the_session_that_trained(trained, cpu):
@@ -70,7 +49,7 @@ DAMAGES = [
     lambda r: r["speed"].update(seconds=float("inf")),
     lambda r: r["speed"].update(images_per_s=10**400),
     lambda r: r["speed"].update(memory=[[1]]),
-    lambda r: r["speed"]["counters"].pop("fallbacks"),
+    lambda r: r["speed"].pop("counters"),
     lambda r: r["speed"]["counters"]["fallbacks"].update(a="b"),
     lambda r: r.update(loss=True),
 ]
@@ -139,33 +118,5 @@ def test_memory_stands_in_the_report_device_by_device():
     assert [row[3] for row in tables["Compilations"].rows] == ["the first time", "the first time", "lr went from 0.1 to 0.0"]
     words = findings.findings(records)
     assert "Step 12 compiled again (20.0 s) because lr went from 0.1 to 0.0." in words
-    assert "Also compiled: predict, at step 9 (4.0 s)." in words
-    assert len(figures.report_figure(records).axes) == 2
-
-
-def test_a_record_holds_the_transfers_of_its_own_interval(digits, tmp_path, xla):
-    run = Run.open(tmp_path, MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=2))
-    before = xla.counters()
-    train(MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=2), run, runtime=xla, progress=False)
-    speeds = [r["speed"] for r in run.records("train")]
-    for way in ("to_device_s", "from_device_s"):
-        whole = speeds[-1]["counters"][way] - before[way]
-        assert len(speeds) == 12 and 0 < sum(speed[way] for speed in speeds) <= whole
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Turning(MNIST):
-    """Predicts by another compiled graph from the second epoch on."""
-
-    def predict(self, model, batch, epoch=None):
-        digit = super().predict(model, batch)
-        return 9 - digit if epoch >= 1 else digit
-
-
-@pytest.mark.slow
-def test_an_evaluation_that_compiles_again_names_the_epoch_that_made_it(digits, tmp_path, xla):
-    task = Turning(dataset_dir=digits, epochs=3, batch_size=40)
-    run = Run.open(tmp_path, task)
-    train(task, run, runtime=xla, progress=False)
-    predicted = [(r["step"], r["why"]) for r in run.records("compile") if r["what"] == "predict"]
-    assert predicted == [(5, []), (10, ["epoch went from 0 to 1"])]
+    assert tables["Compilations"].rows[1] == ("9", "predict", "4.0", "the first time")
+    assert len(figures.report_figure(records).axes) == 1

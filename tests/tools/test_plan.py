@@ -11,7 +11,7 @@ from benchmarks import plans
 from tpukit import CDEIT, MNIST, MSHNet, TpukitError, cli
 from tpukit.devices.chips import MACHINES
 from tpukit.host.tables import GIB
-from tpukit.reporting import display, figures
+from tpukit.reporting import display
 from tpukit.tools import plan as tool
 from tpukit.tools.plan import Plan, plan
 
@@ -178,16 +178,13 @@ def test_nothing_fits_is_an_answer_too(monkeypatch, quiet):
     assert "needs 31.25G" in str(found)
 
 
-def test_a_plan_is_shown_as_a_table_and_as_bars_beside_the_chips_memory(capsys):
+def test_a_plan_is_shown_as_a_table_with_the_chips_memory(capsys):
     found = Plan("mshnet", "train", "v5e-1", [row(32), row(128, False)])
     display.show_plan(found)
     shown = capsys.readouterr().out
     for words in ("4.00", "memory", "15.75 GiB", "needs 31.25G"):
         assert words.lower() in shown.lower(), words
-    (axis,) = figures.plan_figure(found).axes
-    heights = [bar.get_height() for bar in axis.patches]
-    assert heights[0] == 4.0 and heights[1] > 15.75 and axis.lines[0].get_ydata()[0] == 15.75
-    assert "GiB" in axis.get_ylabel() and MACHINES["v5e-1"].chip.hbm_bytes == 15.75 * GIB
+    assert MACHINES["v5e-1"].chip.hbm_bytes == 15.75 * GIB
 
 
 # What the compiler's process can say

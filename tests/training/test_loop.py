@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import SMALL, best_weights, checkpoint, exact, same
+from tests.conftest import SMALL, checkpoint
 from tests.workloads.mshnet.small import Narrow
 from tpukit import CDEIT, MNIST, MSHNet, Run, TpukitError, Workload, train
 from tpukit.runs.run import setting
@@ -60,70 +59,6 @@ def test_every_workload_moves_its_weights_scores_and_shows(name, device, digits,
 def test_mnist_learns_made_up_digits(digits, tmp_path, cpu):
     task = MNIST(dataset_dir=digits, epochs=16, lr=0.03, **SMALL)
     assert train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["accuracy"] > 0.7  # 0.1 by guessing
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
-def test_two_and_two_epochs_equal_four(device, digits, tmp_path, request):
-    runtime = request.getfixturevalue(device)
-    task = MNIST(dataset_dir=digits, epochs=4, **SMALL)
-    straight = Run.open(tmp_path / "straight", task)
-    train(task, straight, runtime=runtime, progress=False)
-    for epochs in (2, 4):
-        part = dataclasses.replace(task, epochs=epochs)
-        parted = Run.open(tmp_path / "parted", part)
-        train(part, parted, runtime=runtime, progress=False)
-    assert exact(parted) == exact(straight) and len(exact(straight)) > 30
-    assert same(best_weights(parted), best_weights(straight))
-
-
-@pytest.mark.slow
-def test_mshnet_resumes_exactly_across_its_phases_with_augmentation(infrared, tmp_path, cpu):
-    task = MSHNet(dataset_dir=infrared, epochs=4, warm_epoch=1, base_size=32, crop_size=32, batch_size=4, log_every=3)
-    straight = Run.open(tmp_path / "straight", task)
-    train(task, straight, runtime=cpu, progress=False)
-    for epochs in (1, 3, 4):
-        part = dataclasses.replace(task, epochs=epochs)
-        train(part, Run.open(tmp_path / "parted", part), runtime=cpu, progress=False)
-    assert exact(Run.find(tmp_path / "parted")) == exact(straight)
-
-
-KILLED = """
-import os, sys
-from pathlib import Path
-from tpukit import MNIST, Run, train
-from tpukit.training.loop import Trainer
-from tpukit.devices.runtime import Runtime
-
-folder, data, kill_at, save_every_s = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-task = MNIST(dataset_dir=data, epochs=3, batch_size=8, log_every=3, save_every_s=save_every_s, seed=5)
-steps = 0
-whole_step = Trainer.take_step
-
-def step(self, *args):
-    global steps
-    steps += 1
-    if steps == kill_at:
-        os.kill(os.getpid(), 9)
-    whole_step(self, *args)
-
-Trainer.take_step = step
-train(task, Run.open(folder, task), runtime=Runtime("cpu"), progress=False)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("save_every_s, kills", [(0.0, (5, 23, 24)), (300.0, (11, 44, 18))])
-def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(save_every_s, kills, digits, tmp_path, cpu):
-    """Each kill comes before that step of its session: with a checkpoint after every step, and with epochs' ends only."""
-    task = MNIST(dataset_dir=digits, epochs=3, batch_size=8, log_every=3, seed=5)
-    straight = Run.open(tmp_path / "straight", task)
-    train(task, straight, runtime=cpu, progress=False)
-    codes = []
-    for kill_at in (*kills, 999):
-        command = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), str(digits), str(kill_at), str(save_every_s)]
-        codes.append(subprocess.run(command, capture_output=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}).returncode)
-    assert codes == [-9, -9, -9, 0]
-    assert exact(Run.find(tmp_path / "killed")) == exact(straight)
 
 
 STOPPED = """
@@ -254,3 +189,21 @@ def test_the_readme_way_of_writing_a_workload_trains(tmp_path, cpu):
     task = Fit(dataset_dir=Path("."))
     assert train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["fit"] > 0.9
     assert json.loads((tmp_path / "config.json").read_text())["settings"]["lr"] == 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turning(MNIST):
+    """Predicts by another compiled graph from the second epoch on."""
+
+    def predict(self, model, batch, epoch=None):
+        digit = super().predict(model, batch)
+        return 9 - digit if epoch >= 1 else digit
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_compiles_again_names_the_epoch_that_made_it(digits, tmp_path, xla):
+    task = Turning(dataset_dir=digits, epochs=3, batch_size=40)
+    run = Run.open(tmp_path, task)
+    train(task, run, runtime=xla, progress=False)
+    predicted = [(r["step"], r["why"]) for r in run.records("compile") if r["what"] == "predict"]
+    assert predicted == [(5, []), (10, ["epoch went from 0 to 1"])]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from tpukit.launching.core_files import HANG_TIMEOUT_S
+from tpukit.launching import HANG_TIMEOUT_S
 
 # Other names of options, as published training scripts have them.
 ALIASES = {"--data-path": "--dataset-dir", "--global-batch-size": "--batch-size"}

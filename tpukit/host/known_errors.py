@@ -37,7 +37,7 @@ KNOWN_ERRORS = {
         "is enough, although `torch.cuda.is_initialized()` stays False.",
         fix="This kernel used CUDA before the launch. Restart the session and launch first: before it no tensor on a GPU, no "
         "training on one GPU and no torch.cuda.is_available().",
-        pattern=r"forked subprocess",
+        pattern=r"forked subprocess|fork-based multiprocessing",  # the second: of autograd
     ),
     "autograd-before-xla": KnownError(
         title="device_ready_queues_ INTERNAL ASSERT FAILED",

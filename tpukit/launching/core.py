@@ -14,15 +14,17 @@ import traceback
 from pathlib import Path
 from typing import Callable
 
+import torch
+import torch.distributed as dist
+
 from tpukit.devices import open_runtime
 from tpukit.devices.distributed import World
-from tpukit.devices.runtime import check_batch, check_cuda
+from tpukit.devices.runtime import check_cuda
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import fix_for
 from tpukit.host.tables import GIB
 from tpukit.launching import tpu_chips
-from tpukit.launching.core_files import CoreFiles
 from tpukit.runs.run import Run
 from tpukit.training.task import Workload
 
@@ -46,31 +48,35 @@ class Job:
 
     @property
     def folder(self):
-        """Where the cores of this host leave their files."""
+        """Where the cores of this host leave their files. The hosts of a slice may share a disk."""
         return self.run.path / "cores" / (socket.gethostname() if self.env.host == "tpu-vm" else "")
+
+    def file(self, index, name):
+        """The path of what core number `index` of this host writes: its log, step, stacks, hang or end."""
+        return self.folder / f"rank-{index:02d}.{name}"
 
 
 def run_core(job, index):
     """Call the job's function as one rank, in a process of its own, which is number `index` on this host.
 
-    Writes how that ended as JSON: dict(outcome="done", rank), with the `result` of rank 0 and of the first core of a host;
-    dict(outcome="stopped") after a signal; or dict(outcome="failed", core, rank, step, host, time, description).
+    Writes how that ended to its file `end`, as JSON: dict(outcome="done", rank), with the `result` of rank 0 and of the first
+    core of a host; dict(outcome="stopped") after a signal; or dict(outcome="failed", core, rank, step, host, time,
+    description).
     """
-    own, runtime = CoreFiles.of(job.folder, index), None
+    runtime = None
     try:
         # All stay open until the process ends: faulthandler writes to its files at any moment.
-        log, stacks = open(own.log, "w", buffering=1), open(own.stacks, "w")
-        hang, steps = open(own.hang, "w"), open(own.step, "wb")
+        names = ("log", "step", "stacks", "hang")
+        log, steps, stacks, hang = (open(job.file(index, name), "w", buffering=1) for name in names)
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log  # a notebook's own would continue to write to the notebook
         faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks)
-        signal.signal(signal.SIGTERM, _exit_on_signal)
         run = copy.copy(job.run)  # which knows where Drive was mounted
         run.echo, run.is_launched = False, True  # the notebook's process shows log.txt, and passes signals on
         world = join(job, index)
-        runtime = open_core(job, run, world, forked=True)
+        runtime = open_core(job, run, world)
         # It does not end this process: the notebook's process does, once it has the stacks of all.
         runtime.start_watchdog(job.hang_timeout_s, hang, kills_process=False, steps=steps)
         result = job.function(job.task, run if world.rank == 0 else run.read_only(), runtime=runtime)
@@ -84,11 +90,7 @@ def run_core(job, index):
         ending = dict(outcome="stopped") if stopped else _describe(error, index, runtime)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    files.write_atomic(own.end, json.dumps(ending))
-
-
-def _exit_on_signal(number, frame):
-    raise SystemExit(128 + number)
+    files.write_atomic(job.file(index, "end"), json.dumps(ending))
 
 
 def _describe(error, index, runtime):
@@ -96,38 +98,29 @@ def _describe(error, index, runtime):
     description = str(error)
     if not isinstance(error, TpukitError):
         description = "\n".join([traceback.format_exc(), fix_for(str(error)) or ""]).strip()
-    return dict(
-        outcome="failed",
-        core=index,
-        rank=runtime.world.rank if runtime else index,
-        step=runtime.step if runtime else None,
-        host=socket.gethostname(),
-        time=time.time(),
-        description=description,
-    )
+    rank, step = (runtime.world.rank, runtime.step) if runtime else (index, None)
+    about = dict(outcome="failed", core=index, rank=rank, step=step, host=socket.gethostname(), time=time.time())
+    return dict(about, description=description)
 
 
-def open_core(job, run, world, *, forked):
+def open_core(job, run, world):
     """Open this core's device as one rank of `world`, and let rank 0 print which cores started."""
-    import torch
-
     # OpenMP's threads do not survive a fork, and it waits for them forever: where the launching process may have computed with
     # torch, as in a notebook, each core's host part takes one thread. Next to an accelerator that is enough.
-    one_thread = forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
-    torch.set_num_threads(1 if one_thread else max(1, (os.cpu_count() or 1) // world.size))
+    is_forked = job.rendezvous is not None  # torchrun's processes are not
+    one_thread = is_forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
+    torch.set_num_threads(1 if one_thread else max(1, os.cpu_count() // world.size))
     runtime = open_runtime(job.env, job.task.precision, world=world, spmd_cores=job.spmd_cores)
     if job.asked_cores and runtime.cores != job.asked_cores:
         raise TpukitError(f"asked for {job.asked_cores} cores, found {runtime.cores}: the log of each is in {job.folder}")
-    check_batch(job.task.batch_size, runtime.cores)
-    samples = job.task.batch_size // runtime.cores
     memory = runtime.memory()
-    about = f"on {socket.gethostname()}, {samples} sample{'s' if samples > 1 else ''} per step"
+    about = f"on {socket.gethostname()}, {job.task.batch_size // runtime.cores} samples per step"
     about += f", {memory[0][1] / GIB:.2f} GiB" if memory else ""
-    of_all_ranks = world.gather([f"{device} {about}" for device in runtime.device_names()])  # [] but on rank 0
-    lines = [line for of_a_rank in of_all_ranks for line in of_a_rank]
-    for number, line in enumerate(lines):
-        run.print(f"core {number}: {line}")
-    if lines:
+    of_all_ranks = world.gather([f"{device} {about}" for device in runtime.device_names()])
+    if world.rank == 0:
+        lines = [line for of_a_rank in of_all_ranks for line in of_a_rank]
+        for number, line in enumerate(lines):
+            run.print(f"core {number}: {line}")
         run.print(f"all {len(lines)} cores started")
     return runtime
 
@@ -136,10 +129,7 @@ def open_core(job, run, world, *, forked):
 
 
 def join(job, index):
-    """The `World` of one of this host's processes. On one host they rendezvous through a file and communicate over the
-    loopback device only."""
-    import torch.distributed as dist
-
+    """The `World` of one of this host's processes. On one host they meet in a file and use the loopback device only."""
     if job.env.accelerator == "tpu":
         tpu_chips.clear_variables(job.processes)
     else:
@@ -160,11 +150,14 @@ def join(job, index):
 
 def join_group(job, local_rank, **how):
     """The `World` of this process, after it has joined the others. how: arguments of torch.distributed.init_process_group."""
-    import torch
-    import torch.distributed as dist
-
     backend = "gloo"
     if job.env.accelerator == "cuda":
+        if torch.cuda._is_in_bad_fork():
+            raise TpukitError(
+                "Cannot re-initialize CUDA in forked subprocess: the kernel that launched this core has already used or "
+                "queried CUDA (`torch.cuda.is_available()` is enough). Restart the session, and launch before anything that "
+                "uses a GPU; `tpukit.detect()` is safe."
+            )
         check_cuda()
         torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
         backend = "cpu:gloo,cuda:nccl"
@@ -178,7 +171,5 @@ def _group_timeout(job):
 
 def leave_group():
     """Leave the other ranks after all is done; after a failure they may be gone, and waiting for them would hang."""
-    import torch.distributed as dist
-
     if dist.is_initialized():
         dist.destroy_process_group()

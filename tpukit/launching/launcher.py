@@ -1,26 +1,23 @@
 """One function on one core, on all cores of a machine, on many hosts: `launch(train, task, run)`.
 
 The notebook's process forks one process for each core (a single one for SPMD) and watches them (supervisor.py). It opens no
-device itself, so that it can launch again. What a core does is in core.py, which files it leaves in core_files.py.
+device itself, so that it can launch again. What a core does is in core.py; docs/CONTRIBUTING.md lists the files of a launch.
 """
 
 import dataclasses
 import faulthandler
 import os
-import signal
 import socket
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 from tpukit.devices import open_runtime
 from tpukit.devices.runtime import check_batch
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
-from tpukit.launching import tpu_chips
+from tpukit.launching import HANG_TIMEOUT_S, tpu_chips
 from tpukit.launching.core import Job, join_group, leave_group, open_core
-from tpukit.launching.core_files import HANG_TIMEOUT_S, CoreFiles
 from tpukit.launching.supervisor import Supervisor
 
 PARALLEL = ("processes", "spmd")
@@ -34,10 +31,9 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     "spmd", one process for all TPU cores of this host. hang_timeout_s: when no step completes for this long, every core's
     stack is shown and the launch ends; it must be longer than the first compilation and than rank 0's scoring of an evaluation.
 
-    On one core the function runs in this process. Under `torchrun` this process already is one of the cores. The result must be
-    something that JSON can hold. Raises TpukitError when there are fewer cores than asked for, when batch_size does not divide,
-    or when this process has already opened the device; `CoreFailed`, leaving no process behind, within seconds when a core
-    fails, and when one hangs or has not started after `supervisor.START_TIMEOUT_S`.
+    On one core the function runs in this process. Under `torchrun` this process already is one of the cores. JSON must be able
+    to hold the result. Raises TpukitError before anything starts; `CoreFailed`, leaving no process behind, when a core fails,
+    hangs, or has not started after `supervisor.START_TIMEOUT_S`.
     """
     if parallel not in PARALLEL:
         raise TpukitError(f"parallel={parallel!r}: choose one of {', '.join(PARALLEL)}")
@@ -54,13 +50,11 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     _refuse_an_opened_device(env)
     if env.accelerator == "tpu":
         tpu_chips.wait_until_free(run)
-    shape = dict(processes=1, spmd_cores=count) if parallel == "spmd" else dict(processes=count)
+    shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
     lock = files.exclusive_lock(run.path / f".launch-{socket.gethostname()}.lock")
-    # In the folder the cores leave their addresses for each other: no other user can read or write there, nor over a network.
+    # In the folder, which is this user's alone, the cores leave their addresses for each other.
     with lock, tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True) as folder:
-        # The hosts of a TPU slice launch one training in a folder that they share, where rank 0's lock is that of all.
-        # Elsewhere another host that trains there keeps its files.
-        if env.host != "tpu-vm":
+        if env.host != "tpu-vm":  # whose hosts share a run's folder; elsewhere another host that trains there keeps its files
             with run.lock():
                 pass
         return Supervisor(dataclasses.replace(job, rendezvous=Path(folder) / "rendezvous", **shape)).wait()
@@ -99,49 +93,17 @@ def _count_cores(env, cores, parallel):
 
 
 def _refuse_an_opened_device(env):
-    import torch
+    """Raise TpukitError where this process has opened the XLA device."""
+    if env.accelerator not in ("tpu", "xla"):
+        return  # a core checks CUDA, see `core.join_group`: only a forked process can tell
+    import torch_xla
 
-    opened = False
-    if env.accelerator == "cuda":
-        opened = torch.cuda.is_initialized()
-    if env.accelerator in ("tpu", "xla"):
-        import torch_xla
-
-        opened = torch_xla._XLAC._xla_runtime_is_initialized()
-    if opened:
+    if torch_xla._XLAC._xla_runtime_is_initialized():
         raise TpukitError(
             f"Runtime is already initialized: this kernel has already used the {environment.NAMES[env.accelerator]}, and "
             "processes forked from it cannot use it. Restart the session, and use no device (a training on one core, "
-            "`torch_xla.device()`, `.cuda()`) before the launch."
+            "`torch_xla.device()`) before the launch."
         )
-    if env.accelerator == "cuda" and not _fork_can_compute():
-        raise TpukitError(
-            "Cannot re-initialize CUDA in forked subprocess: this kernel has already queried CUDA "
-            "(`torch.cuda.is_available()` is enough) or computed a gradient next to an accelerator, and processes forked from "
-            "it cannot compute. Restart the session, and launch before anything that uses a GPU; `tpukit.detect()` is safe."
-        )
-
-
-def _fork_can_compute():
-    """Whether a process forked from this one could use CUDA and compute gradients: torch tells only in a forked process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # as in `Supervisor.wait`
-        child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)  # ends it where it hangs
-        _compute_in_fork()
-    return os.waitpid(child, 0)[1] == 0
-
-
-def _compute_in_fork():
-    import torch
-
-    try:
-        torch.ones(1, requires_grad=True).backward()
-    except RuntimeError:  # a fork has none of autograd's threads
-        os._exit(1)
-    os._exit(torch.cuda._is_in_bad_fork())
 
 
 # Under torchrun
@@ -156,21 +118,19 @@ def _call_under_torchrun(job, parallel):
 
     @record  # torchrun's report then shows the traceback of the rank that failed first
     def call():
-        rank, runtime = environment.rank(), None
-        job.folder.mkdir(parents=True, exist_ok=True)
-        with open(CoreFiles.of(job.folder, rank).stacks, "w") as stacks:
-            try:
-                world = join_group(job, int(os.environ.get("LOCAL_RANK", 0)))
-                runtime = open_core(job, job.run, world, forked=False)
-                runtime.start_watchdog(job.hang_timeout_s, stacks, kills_process=True)
-                result = job.function(job.task, job.run, runtime=runtime)
-                leave_group()
-                return result
-            except Exception as error:
-                step = f" in step {runtime.step + 1}" if runtime else ""
-                print(f"rank {rank} on {socket.gethostname()} failed{step}: {error}", file=sys.stderr)
-                raise
-            finally:
-                faulthandler.cancel_dump_traceback_later()
+        runtime = None
+        try:
+            world = join_group(job, int(os.environ.get("LOCAL_RANK", 0)))
+            runtime = open_core(job, job.run, world)
+            runtime.start_watchdog(job.hang_timeout_s, sys.stderr, kills_process=True)
+            result = job.function(job.task, job.run, runtime=runtime)
+            leave_group()
+            return result
+        except Exception as error:
+            step = f" in step {runtime.step + 1}" if runtime else ""
+            print(f"rank {environment.rank()} on {socket.gethostname()} failed{step}: {error}", file=sys.stderr)
+            raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     return call()

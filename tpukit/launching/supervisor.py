@@ -11,17 +11,19 @@ import sys
 import time
 import warnings
 
+from tqdm.auto import tqdm
+
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.launching.core import run_core
-from tpukit.launching.core_files import LEFT_BY_A_LAUNCH, CoreFiles
 from tpukit.runs.signals import StopSignal
 
 POLL_S = 0.1
 GRACE_S = 3.0  # from the first core's failure to the end of all
 START_TIMEOUT_S = 300.0
 PR_SET_PDEATHSIG = 1
+LEFT_BY_A_LAUNCH = re.compile(r"rank-\d+\.(log|step|stacks|hang|end)")  # what the next launch deletes
 
 
 class CoreFailed(TpukitError):
@@ -33,20 +35,16 @@ class Supervisor:
 
     def __init__(self, job):
         self.job, self.run = job, job.run
-        self.cores = [CoreFiles.of(job.folder, index) for index in range(job.processes)]
         self.dead_cores = []  # those that went first, without leaving how they ended
         self.not_started = []  # those that had not started in time
         # The hosts of a TPU slice are started one by one.
         self.start_timeout_s = START_TIMEOUT_S * (2 if job.env.host == "tpu-vm" else 1)
         self.log_shown = 0  # bytes of log.txt
         self.bar = None
-        if job.folder.is_symlink():
-            raise TpukitError(f"{job.folder} is a symbolic link: remove it, or choose another run folder")
-        with files.explain_unwritable(job.folder):
-            job.folder.mkdir(parents=True, exist_ok=True)
-            for old in job.folder.iterdir():
-                if LEFT_BY_A_LAUNCH.fullmatch(old.name):
-                    old.unlink()
+        job.folder.mkdir(parents=True, exist_ok=True)
+        for old in job.folder.iterdir():
+            if LEFT_BY_A_LAUNCH.fullmatch(old.name):
+                old.unlink()
         self.stop_file = self.run.path / "cores/stop"
         self.stop_file.unlink(missing_ok=True)
         (self.run.path / "progress.json").unlink(missing_ok=True)
@@ -82,7 +80,7 @@ class Supervisor:
             time.sleep(POLL_S)
             self._show_log()
             self._show_progress()
-            starting = self._find_starting()
+            starting = [index for index in range(self.job.processes) if not self._read(index, "step")]
             if stop.signal and not self.stop_file.exists():
                 files.write_atomic(self.stop_file, str(int(stop.signal)))
                 if starting:  # there is nothing to save
@@ -91,9 +89,10 @@ class Supervisor:
             if failed_at is None:
                 self.not_started = starting if time.monotonic() > start_by else []
                 stuck = self.not_started or self._is_hung()
-                if stuck:
-                    self._request_stacks()
-                if stuck or self.dead_cores or self._failures():
+                for process in self.processes if stuck else ():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGUSR1)  # which makes it write its stacks
+                if stuck or self.dead_cores or self._ends("failed"):
                     failed_at = time.monotonic()
             elif time.monotonic() - failed_at > GRACE_S:
                 return
@@ -110,25 +109,24 @@ class Supervisor:
             process.join()
 
     def _result(self, stop):
-        ends, failures = self._ends(), self._failures()
         if self.dead_cores and not self.not_started:  # first: the others failed because it is gone
-            raise CoreFailed(self._describe_deaths())
-        if failures:
-            raise CoreFailed(self._describe_failure(failures[0]))
+            raise CoreFailed(self._describe(self._deaths()))
+        if failures := self._ends("failed"):
+            first = min(failures, key=lambda end: end["time"])  # the others failed because it was gone
+            what = f"{self._core(first['core'], first['rank'], first['step'])} failed on {first['host']}:"
+            raise CoreFailed(self._describe([what, first["description"]]))
         if self.not_started or self._is_hung():
-            raise CoreFailed(self._describe_hang())
+            raise CoreFailed(self._describe(self._hang()))
         if stop.signal == signal.SIGTERM:
             raise SystemExit(128 + stop.signal)
-        if stop.signal or any(end["outcome"] == "stopped" for end in ends):
+        if stop.signal or self._ends("stopped"):
             raise KeyboardInterrupt
-        results = [end for end in ends if "result" in end]
+        results = [end for end in self._ends("done") if "result" in end]
         return min(results, key=lambda end: end["rank"])["result"]
 
     # Showing
 
     def _show_log(self):
-        from tqdm import tqdm
-
         with open(self.run.path / "log.txt", "rb") as file:
             file.seek(self.log_shown)
             text = file.read()
@@ -139,8 +137,6 @@ class Supervisor:
                 tqdm.write(re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", line))
 
     def _show_progress(self):
-        from tqdm.auto import tqdm
-
         now = self.run.read_progress()
         if not now:
             return
@@ -151,68 +147,62 @@ class Supervisor:
 
     # Reading what the cores left
 
-    def _ends(self):
-        """How the cores that have ended did, see `core.run_core`."""
-        ends = [_text(core.end) for core in self.cores]
-        return [json.loads(end) for end in ends if end]
+    def _read(self, index, name):
+        """What a core wrote to one of its files; nothing where it is not there yet."""
+        path = self.job.file(index, name)
+        return path.read_text(errors="replace") if path.exists() else ""
 
-    def _failures(self):
-        """The ends of the cores that raised, the first in time first: the others fail because it is gone."""
-        return sorted((end for end in self._ends() if end["outcome"] == "failed"), key=lambda end: end["time"])
+    def _ends(self, outcome):
+        """What the cores that ended in this way left, see `core.run_core`."""
+        ends = [self._read(index, "end") for index in range(self.job.processes)]
+        return [found for found in map(json.loads, filter(None, ends)) if found["outcome"] == outcome]
 
     def _find_dead(self):
         gone = [index for index, process in enumerate(self.processes) if not process.is_alive()]
-        return [index for index in gone if not self.cores[index].end.exists()]  # looked for second: it is written before
-
-    def _find_starting(self):
-        return [index for index, core in enumerate(self.cores) if not _text(core.step)]
+        return [index for index in gone if not self._read(index, "end")]  # looked for second: it is written before
 
     def _is_hung(self):
-        return any(_text(core.hang) for core in self.cores)
+        return any(self._read(index, "hang") for index in range(self.job.processes))
 
-    def _request_stacks(self):
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)
+    # Explaining, in lines
 
-    # Explaining
+    def _describe(self, lines):
+        """The message of a `CoreFailed`."""
+        checkpoints = self.run.checkpoints()
+        saved = "There is no checkpoint yet."
+        if checkpoints:
+            saved = f"The last checkpoint is {checkpoints[0]['file']}; launch again to resume from it."
+        return "\n".join([*lines, f"{saved} What each core printed: {self.job.folder}/rank-NN.log"])
 
-    def _describe_failure(self, end):
-        core = self._describe_core(end["core"], end["rank"], end["step"])
-        return "\n".join([f"{core} failed on {end['host']}:", end["description"], self._describe_checkpoint()])
-
-    def _describe_deaths(self):
+    def _deaths(self):
         lines = []
         for index in self.dead_cores:
-            core, step, code = self.cores[index], _text(self.cores[index].step), self.processes[index].exitcode
+            step, code = self._read(index, "step"), self.processes[index].exitcode
             cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
             if code == -signal.SIGKILL:
                 cause += ", often because the host's memory was full"
-            where = self._describe_core(index, index, int(step) if step else None)
-            lines += [f"{where} ended unexpectedly: {cause}", *_relevant_stack_lines(_text(core.stacks))]
-            lines += _last_lines(core.log)
-        return "\n".join([*lines, self._describe_checkpoint()])
+            lines.append(f"{self._core(index, index, int(step) if step else None)} ended unexpectedly: {cause}")
+            lines += _relevant_stack_lines(self._read(index, "stacks")) + self._last_lines(index)
+        return lines
 
-    def _describe_hang(self):
+    def _hang(self):
         event = f"no core completed a step for {self.job.hang_timeout_s:g} s"
         if self.not_started:
-            event = f"{len(self.not_started)} of {len(self.cores)} cores did not start within {self.start_timeout_s:g} s"
+            event = f"{len(self.not_started)} of {self.job.processes} cores did not start within {self.start_timeout_s:g} s"
         lines = [f"{event}. What each was doing, most recent call first:"]
-        for index, core in enumerate(self.cores):
-            stack = _relevant_stack_lines(_text(core.stacks))
-            lines += ["", f"core {index} (full stack: {core.stacks})" if stack else f"core {index} left no stack", *stack]
+        for index in range(self.job.processes):
+            lines += ["", f"core {index} (full stack: {self.job.file(index, 'stacks')})"]
+            lines += _relevant_stack_lines(self._read(index, "stacks")) or ["no stack"]
             if index in self.not_started:
-                lines += _last_lines(core.log)
-        return "\n".join([*lines, "", self._describe_checkpoint()])
+                lines += self._last_lines(index)
+        return [*lines, ""]
 
-    def _describe_core(self, index, rank, step):
+    def _core(self, index, rank, step):
         when = "while starting" if step is None else f"in step {step + 1}"
         return f"core {index} (rank {rank} of {self.job.processes}) {when}"
 
-    def _describe_checkpoint(self):
-        newest = next((checkpoint["file"] for checkpoint in self.run.checkpoints()), None)
-        saved = f"The last checkpoint is {newest}; launch again to resume from it." if newest else "There is no checkpoint yet."
-        return f"{saved} What each core printed: {self.job.folder}/rank-NN.log"
+    def _last_lines(self, index):
+        return self._read(index, "log").strip().splitlines()[-15:]
 
 
 def _run_forked(job, index, parent):
@@ -227,15 +217,6 @@ def end_with_parent(parent):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before that was asked
         os._exit(1)
-
-
-def _text(path):
-    """What a file holds; nothing where it is not there yet."""
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def _last_lines(path):
-    return _text(path).strip().splitlines()[-15:]
 
 
 def _relevant_stack_lines(stacks):

@@ -9,15 +9,8 @@ from tpukit.host.errors import TpukitError
 
 # What an earlier training on one chip, or a guide, leaves behind. torch_xla keeps what it finds, and all processes would open
 # the same chip.
-LEFTOVER_VARIABLES = (
-    "TPU_VISIBLE_CHIPS",
-    "TPU_VISIBLE_DEVICES",
-    "TPU_PROCESS_BOUNDS",
-    "TPU_CHIPS_PER_PROCESS_BOUNDS",
-    "TPU_PROCESS_PORT",
-    "PJRT_LOCAL_PROCESS_RANK",
-    "PJRT_LOCAL_PROCESS_COUNT",
-)
+LEFTOVER_VARIABLES = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS")
+LEFTOVER_VARIABLES += ("TPU_PROCESS_PORT", "PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT")
 # Kaggle sets these for one process; several would each wait for the wrong peers.
 ONE_PROCESS_VARIABLES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
 # Both name the same bounds; torch_xla takes the second where the first is not set.

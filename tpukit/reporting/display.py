@@ -17,7 +17,7 @@ def show(run):
 
     run: a `Run`, or the path of one. The curves are also saved as pictures/curves.png in its folder.
     """
-    run = _open(run)
+    run = run if isinstance(run, Run) else Run.find(run)
     records = run.records()
     evaluations = [record for record in findings.valid_records(records) if record["kind"] == "evaluation"]
     if evaluations:
@@ -37,7 +37,7 @@ def show_report(run):
     Compilations with their causes, where a step's time went, memory of every device. run: a `Run`, or the path of one. The
     picture is also saved as pictures/report.png in its folder.
     """
-    run = _open(run)
+    run = run if isinstance(run, Run) else Run.find(run)
     records = run.records()
     present(Sentences(findings.findings(records)))
     for table in findings.accelerator_tables(records):
@@ -93,10 +93,6 @@ def show_comparison(comparison, picture=None):
         present(table)
     present_figure(figures.comparison_figure(comparison), picture)
     present(comparison.sentences())
-
-
-def _open(run):
-    return run if isinstance(run, Run) else Run.find(run)
 
 
 def predict_test_images(run, task, count, *, at_once=16):

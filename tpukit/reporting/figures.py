@@ -109,13 +109,12 @@ def roc_figure(roc):
 
 
 def report_figure(records):
-    """Where a step's time went over the last session, and each device's memory; None without any interval."""
+    """Where a step's time went over the last session; None without any interval."""
     found = findings.intervals(records)
     if not found:
         return None
-    memory = found[-1]["memory"]
-    figure, axes = subplots(1, 2, (9.6, 3.2)) if memory else subplots(1, 1, (6.4, 3.2))
-    axis, steps = axes[0, 0], [interval["to"] for interval in found]
+    figure, ((axis,),) = subplots(1, 1, (8.4, 3.2))
+    steps = [interval["to"] for interval in found]
     largest = max(interval["step_ms"] for interval in found)
     for part, name, (colour, marker) in zip(
         ("step_ms", "wait_ms", "to_device_ms", "from_device_ms"),
@@ -134,12 +133,6 @@ def report_figure(records):
     axis.legend(fontsize=8, frameon=False)
     mark_compilations(axis, findings.compiled_steps(records))
     style(axis)
-    if memory:
-        axis, peaks, totals = axes[0, 1], [peak / GIB for peak, _ in memory], [total / GIB for _, total in memory]
-        axis.bar([str(device) for device in range(len(memory))], peaks, color=BLUE, width=0.6)
-        axis.axhline(totals[0], color=GREY, ls="--", lw=1)
-        axis.set(xlabel="device", ylabel="peak memory, GiB", ylim=(0, 1.15 * max(totals)))
-        set_title(axis, f"of {totals[0]:.1f} GiB each")
     return figure
 
 
@@ -263,9 +256,9 @@ def comparison_figure(comparison):
 
 def _bar_style(kind):
     """Of a figure that was measured, published, or is a bound."""
-    styles = dict(measured=dict(facecolor=BLUE), published=dict(facecolor=GREY, hatch="//"))
-    styles["bound"] = dict(facecolor=RED, hatch="..")
-    return dict(styles[kind.partition(",")[0]], edgecolor="white")
+    styles = dict(measured=(BLUE, None), published=(GREY, "//"), bound=(RED, ".."))
+    colour, hatch = styles[kind.partition(",")[0]]
+    return dict(facecolor=colour, hatch=hatch, edgecolor="white")
 
 
 def _plot_bars(axis, bars, what, number):

@@ -9,10 +9,8 @@ from tpukit.runs.run import LONG_COMPILE_S
 from tpukit.workloads import WORKLOADS, find
 
 # What is read here of a record, by its kind. What may be None may be missing, too.
-COUNTERS = dict.fromkeys(("compilations", "compile_s", "executions", "execute_s", "to_device_s", "from_device_s"), float)
-COUNTERS["fallbacks"] = dict[str, int]
 SPEED = dict(seconds=float, images_per_s=float, wait_s=float, to_device_s=float | None, from_device_s=float | None)
-SPEED |= dict(memory=list[tuple[float, float]], counters=dict)  # no counters on a device without any
+SPEED |= dict(memory=list[tuple[float, float]], counters=dict(fallbacks=dict[str, int] | None))  # {} where nothing compiles
 FIELDS = dict(
     start=dict(device=str, phases=int, batch_size=int | None),
     train=dict(loss=float | None, grad_norm=float | None, speed=SPEED),
@@ -24,14 +22,8 @@ PROGRESS = dict(step=int, total=int, unit=str)
 
 def valid_records(records):
     """The records without the damaged ones: a bit that flipped on a disk can leave JSON with a name or a value less."""
-    return [record for record in records if _is_valid(record)]
-
-
-def _is_valid(record):
-    if not _fits(record, dict(kind=str, step=int)) or not _fits(record, FIELDS.get(record["kind"], {})):
-        return False
-    counters = record["speed"]["counters"] if record["kind"] == "train" else None
-    return not counters or _fits(counters, COUNTERS)
+    found = [record for record in records if _fits(record, dict(kind=str, step=int))]
+    return [record for record in found if _fits(record, FIELDS.get(record["kind"], {}))]
 
 
 def _fits(value, kind):
@@ -66,7 +58,8 @@ def scores_table(scores, title="Scores"):
     rows = []
     for name, value in scores.items():
         if isinstance(value, (int, float)):
-            rows.append((name, _format_number(value), *(_format_number(other.get(name, "")) for other in beside.values())))
+            values = [value, *(other.get(name, "") for other in beside.values())]
+            rows.append((name, *map(_format_number, values)))
     return Table(title, ("score", "value", *beside), rows)
 
 
@@ -159,9 +152,10 @@ def findings(records):
     sentences.append(f"It ran on {session[0]['device']}.")
     if diverged := _of_kind(session, "diverged"):
         sentences.append(f"It stopped at step {diverged[-1]['step']}: loss or gradient was not a finite number.")
-    sentences += _describe_compilations(session)
-    if _of_kind(session, "train"):
-        sentences += _describe_time(session)
+    trained = _of_kind(session, "train")
+    sentences += _describe_compilations(session, trained)
+    if trained:
+        sentences += _describe_time(session, [record["speed"] for record in trained])
     else:
         sentences.append("No interval of training was recorded yet.")
     return sentences
@@ -176,7 +170,7 @@ def _last_session(records):
 
     A finished run that is started again does neither."""
     sessions = _sessions(records)
-    worked = [session for session in sessions if _of_kind(session, "train") or _of_kind(session, "compile")]
+    worked = [session for session in sessions if any(record["kind"] in ("train", "compile") for record in session)]
     return (worked or sessions or [[]])[-1]
 
 
@@ -191,69 +185,57 @@ def _sessions(records):
     return sessions
 
 
-def _describe_compilations(session):
-    start, trained = session[0], _of_kind(session, "train")
+def _describe_compilations(session, trained):
     counters = trained[-1]["speed"]["counters"] if trained else None
     if trained and not counters:
-        if (mode := start.get("torch_compile", "no")) != "no":
+        if (mode := session[0].get("torch_compile", "no")) != "no":
             return [f"torch.compile compiled the model ({mode}); it does not report when."]
         return ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
     sentences = []
     expected, unexpected = _step_compilations(session)
     if expected:
-        steps = " and ".join(_describe_compilation(record) for record in expected)
+        steps = " and ".join(f"at step {r['step']} ({r['seconds']:.1f} s{_why(r, ', ')})" for r in expected)
         sentences.append(f"The training step was compiled {steps}; every other step reused the compiled graph.")
     elif trained:
         sentences.append("The training step was not compiled: this session had already compiled this graph.")
     for record in unexpected:
-        reason = f" because {'; '.join(record['why'])}" if record.get("why") else ", though no argument changed"
-        sentences.append(f"Step {record['step']} compiled again ({record['seconds']:.1f} s){reason}.")
-    for record in _of_kind(session, "compile"):
-        if record.get("refused") and _function(record) == "step":
-            reason = f" because {'; '.join(record['why'])}" if record.get("why") else ""
-            sentences.append(f"Step {record['step']} needed an unexpected recompilation{reason}. It ended the run.")
-    others = {}
-    for record in _of_kind(session, "compile"):
-        if _function(record) != "step" and record["seconds"] >= LONG_COMPILE_S:
-            others.setdefault(_function(record), []).append(_describe_compilation(record))
-    sentences += [f"Also compiled: {function}, {' and '.join(steps)}." for function, steps in others.items()]
-    if counters and counters["fallbacks"]:
-        most = sorted(counters["fallbacks"].items(), key=lambda item: item[1], reverse=True)[:4]
-        sentences.append(
-            "Some operations have no XLA implementation and ran on the CPU, each a round trip: "
-            f"{', '.join(f'{name} ({count} times)' for name, count in most)}. `tpukit report RUN --trace 5` names their lines."
-        )
+        reason = _why(record, " because ") or ", though no argument changed"
+        end = ", which ended the run" if record.get("refused") else ""
+        sentences.append(f"Step {record['step']} compiled again ({record['seconds']:.1f} s){reason}{end}.")
+    if fallbacks := (counters or {}).get("fallbacks"):
+        names = ", ".join(f"{name} ({count} times)" for name, count in fallbacks.items())
+        sentences.append(f"Ran on the CPU, a round trip each: {names}. `tpukit report RUN --trace 5` names their lines.")
     elif counters:
         sentences.append("No operation fell back to the CPU.")
     return sentences
 
 
 def _step_compilations(session):
-    """(expected, unexpected) compilations of the training step: records, expected as many as its loss has variants."""
-    done = [r for r in _of_kind(session, "compile") if _function(r) == "step" and not r.get("refused")]
-    slow = [r for r in done if r["seconds"] >= LONG_COMPILE_S] or done[:1]
+    """(expected, unexpected) compilations of the training step: records, expected as many as its loss has variants. The last
+    may be one that was refused."""
+    of_step = [record for record in _of_kind(session, "compile") if _function(record) == "step"]
+    done = [record for record in of_step if not record.get("refused")]
+    slow = [record for record in done if record["seconds"] >= LONG_COMPILE_S] or done[:1]
     variants = session[0]["phases"]
-    return slow[:variants], slow[variants:]
+    return slow[:variants], slow[variants:] + [record for record in of_step if record.get("refused")]
 
 
 def _function(compilation):
     return compilation.get("what") or "step"
 
 
-def _describe_compilation(record):
-    why = f", {'; '.join(record['why'])}" if record.get("why") else ""
-    return f"at step {record['step']} ({record['seconds']:.1f} s{why})"
+def _why(compilation, before=""):
+    """The causes of a compilation, with a text before them; nothing where it has none."""
+    causes = "; ".join(compilation.get("why") or [])
+    return f"{before}{causes}" if causes else ""
 
 
-def _describe_time(session):
-    speeds = [record["speed"] for record in _of_kind(session, "train")]
+def _describe_time(session, speeds):
     seconds = sum(speed["seconds"] for speed in speeds)
     waited = sum(speed["wait_s"] for speed in speeds) / max(seconds, 1e-9)
     sentences = [f"Fastest interval: {max(speed['images_per_s'] for speed in speeds):.1f} samples per second."]
-    if waited > 0.1:
-        sentences.append(f"The device waited for data {waited:.0%} of the time: raise num_workers, or store smaller images.")
-    else:
-        sentences.append(f"Waiting for data took {waited:.1%} of the training time.")
+    advice = ": raise num_workers, or store smaller images" if waited > 0.1 else ""
+    sentences.append(f"Waiting for data took {waited:.1%} of the training time{advice}.")
     if not speeds[-1]["memory"]:
         sentences.append("This device does not report how much of its memory is used.")
     if evaluating := sum(record["speed"]["seconds"] for record in _of_kind(session, "evaluation")):
@@ -265,7 +247,7 @@ def _describe_time(session):
 
 
 def accelerator_tables(records):
-    """Tables of the last session: compilations with their causes, the time of a step, memory, counters."""
+    """Tables of the last session: compilations with their causes, the time of a step, memory."""
     session = _last_session(records)
     tables, trained = [], _of_kind(session, "train")
     if compilations := _of_kind(session, "compile"):
@@ -276,15 +258,6 @@ def accelerator_tables(records):
     if memory := trained[-1]["speed"]["memory"]:
         rows = [(n, f"{peak / GIB:.2f}", f"{of / GIB:.2f}", f"{peak / max(of, 1):.0%}") for n, (peak, of) in enumerate(memory)]
         tables.append(Table("Memory", ("device", "peak, GiB", "of GiB", ""), rows))
-    if counters := trained[-1]["speed"]["counters"]:
-        rows = [
-            ("graphs compiled", counters["compilations"], f"{counters['compile_s']:.1f} s"),
-            ("graphs executed", counters["executions"], f"{counters['execute_s']:.1f} s"),
-            ("sent to the device", "", f"{counters['to_device_s']:.2f} s"),
-            ("read from the device", "", f"{counters['from_device_s']:.2f} s"),
-            *((f"{name} on the CPU instead", count, "") for name, count in counters["fallbacks"].items()),
-        ]
-        tables.append(Table("The accelerator's counters", ("what", "count", "time"), rows))
     return tables
 
 
@@ -292,18 +265,16 @@ def _compilations_table(compilations):
     rows, seen = [], set()
     for record in compilations:
         function = _function(record)
-        reason = "; ".join(record.get("why") or [])
-        if not reason:
-            reason = "no argument changed" if function in seen else "the first time"
+        reason = _why(record) or ("no argument changed" if function in seen else "the first time")
         seconds = "refused" if record.get("refused") else f"{record['seconds']:.1f}"
         rows.append((record["step"], function, seconds, reason))
         seen.add(function)
     return Table("Compilations", ("step", "function", "seconds", "why"), rows)
 
 
-def _intervals_table(found, most=12):
+def _intervals_table(found):
     """At most 12 of the intervals, evenly spaced, the last among them."""
-    stride = math.ceil(len(found) / most)
+    stride = math.ceil(len(found) / 12)
     rows = []
     for interval in found[(len(found) - 1) % stride :: stride]:
         times = [f"{interval[part]:.2f}" for part in ("step_ms", "wait_ms", "to_device_ms", "from_device_ms")]
@@ -315,22 +286,17 @@ def _intervals_table(found, most=12):
 def intervals(records):
     """The intervals between two metric syncs of the last session, in milliseconds per step.
 
-    A list of dict(from, to, step_ms, wait_ms, to_device_ms, from_device_ms, images_per_s, memory). The host waits for data;
-    sending and reading overlap with the device's work."""
+    A list of dict(from, to, step_ms, wait_ms, to_device_ms, from_device_ms, images_per_s). The host waits for data; sending
+    and reading overlap with the device's work."""
     session = _last_session(records)
     found = []
     for record in _of_kind(session, "train"):
-        speed = record["speed"]
-        steps = max(1, round(speed["images_per_s"] * speed["seconds"] / _batch_size(session)))
-        interval = {"from": record["step"] - steps + 1, "to": record["step"], "step_ms": 1e3 * speed["seconds"] / steps}
-        for part in ("wait", "to_device", "from_device"):
-            interval[f"{part}_ms"] = 1e3 * (speed.get(f"{part}_s") or 0.0) / steps
-        found.append(dict(interval, images_per_s=speed["images_per_s"], memory=speed["memory"]))
+        speed, batch_size = record["speed"], session[0].get("batch_size") or 1
+        steps = max(1, round(speed["images_per_s"] * speed["seconds"] / batch_size))
+        interval = {"from": record["step"] - steps + 1, "to": record["step"], "images_per_s": speed["images_per_s"]}
+        parts = dict(step_ms="seconds", wait_ms="wait_s", to_device_ms="to_device_s", from_device_ms="from_device_s")
+        found.append(interval | {name: 1e3 * (speed.get(part) or 0.0) / steps for name, part in parts.items()})
     return found
-
-
-def _batch_size(session):
-    return max(session[0].get("batch_size") or 1, 1)
 
 
 def compiled_steps(records):
@@ -357,7 +323,7 @@ def live_table(name, records, progress, checkpoints, age_s):
         rate, waited = speed["images_per_s"], speed["wait_s"] / max(speed["seconds"], 1e-9)
         rows.append(("speed", f"{rate:.1f} samples per second, waiting for data {waited:.1%} of the time"))
         if progress["unit"] == "step" and step < total and rate > 0:
-            left = format_duration((total - step) * _batch_size(session) / rate)
+            left = format_duration((total - step) * (session[0].get("batch_size") or 1) / rate)
             rows.append(("left", f"about {left} of training, plus evaluations"))
     if evaluations := _of_kind(session, "evaluation"):
         last = evaluations[-1]
@@ -383,7 +349,8 @@ def headline(records, progress):
     if trained := _of_kind(session, "train"):
         rate = trained[-1]["speed"]["images_per_s"]
         if progress["unit"] == "step" and step < total and rate > 0:
-            parts.append(f"about {format_duration((total - step) * _batch_size(session) / rate)} left")
+            left_s = (total - step) * (session[0].get("batch_size") or 1) / rate
+            parts.append(f"about {format_duration(left_s)} left")
     if compiled := [record for record in _of_kind(session, "compile") if not record.get("refused")]:
         seconds = format_duration(sum(record["seconds"] for record in compiled))
         parts.append(f"{len(compiled)} compilation{'s' if len(compiled) > 1 else ''}, {seconds}")

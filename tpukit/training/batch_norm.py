@@ -21,7 +21,7 @@ def apply(model, variant, runtime):
 
 
 def freeze(model):
-    """Let every batch norm use its running statistics in training too. Its scale and offset still learn."""
+    """Make every batch norm a `FrozenBatchNorm`. Its scale and offset still learn."""
     for module in model.modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             module.__class__ = FrozenBatchNorm

@@ -2,7 +2,6 @@
 
 import collections
 import concurrent.futures
-import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -41,12 +40,6 @@ def training_plan(size, batch_size, *, seed, epoch, num_draws=0, start=0):
         yield Draw(order[step * batch_size : (step + 1) * batch_size], rng.random((batch_size, num_draws)))
 
 
-def endless_plan(size, batch_size, *, epoch=0, **how):
-    """`training_plan` of every epoch from this one on."""
-    for later in itertools.count(epoch):
-        yield from training_plan(size, batch_size, epoch=later, **how)
-
-
 def evaluation_plan(size, batch_size):
     """Yield a `Draw` for every batch of an evaluation: each sample once, the last batch padded with sample 0."""
     for first in range(0, size, batch_size):
@@ -63,13 +56,10 @@ class BatchLoader:
     where they take at most an eighth of its memory, whole or sharded over the devices of this process.
     """
 
-    resident = None
-    """the dataset's arrays on the device, where they are stored there"""
-    bytes_per_core = 0
-    """what they take of each device"""
-
     def __init__(self, data, runtime, *, on="auto", workers=2):
         self.data, self.runtime, self.workers = data, runtime, workers
+        self.resident = None  # the dataset's arrays on the device, where they are stored there
+        self.bytes_per_core = 0  # what they take of each device
         if on not in DATA_ON:
             raise TpukitError(f"data_on={on!r}: choose one of {', '.join(DATA_ON)}")
         can_be_stored = hasattr(data, "device_arrays")
@@ -80,34 +70,27 @@ class BatchLoader:
             )
         size = data.device_nbytes() if can_be_stored else 0
         limit = runtime.memory_size() // MEMORY_SHARE
-        is_sharded = size > limit and runtime.shards > 1
         fits = size <= limit * runtime.shards
-        if on == "device" or (on == "auto" and can_be_stored and fits and runtime.accelerator != "cpu"):
+        is_wanted = on == "device" or (on == "auto" and runtime.accelerator != "cpu")
+        if can_be_stored and is_wanted and (fits or on == "device"):
+            is_sharded = size > limit and runtime.shards > 1
             self.resident = runtime.put_whole(data.device_arrays(), sharded=is_sharded)
             self.bytes_per_core = size // runtime.shards if is_sharded else size
-        self.description = f"{len(data)} samples"
-        if can_be_stored:
-            self.description += f", {_mib(size)} of pixels"
-        if self.resident is not None:
-            where = f"sharded over {runtime.shards} cores" if is_sharded else "whole"
-            self.description += f", on the device, {where}: a batch is an index"
-            return
-        self.description += f", {workers} threads make the batches" if workers else ", batches are prepared between steps"
-        if on == "auto" and can_be_stored and runtime.accelerator != "cpu":
-            self.description += f", because more than {_mib(limit)} of pixels would take too much of its memory"
+            how = f"sharded over {runtime.shards} cores" if is_sharded else "whole"
+            where = f"{size / 2**20:.0f} MiB on the device, {how}: a batch is an index"
+        else:
+            where = f"{workers} threads make the batches ahead"
+            if can_be_stored and is_wanted:
+                where += f", because more than {limit * runtime.shards / 2**20:.0f} MiB would take too much of the device"
+        self.description = f"{len(data)} samples, {where}"
 
     def batches(self, plan):
         """Make this rank's share of the batches of a plan, a few ahead, and put them on the device in order.
 
-        Yields dicts of tensors, to be given to `compose` in a compiled function; evaluation batches carry `valid`: (B,) bool.
-        All ranks together see what one device would see, and take the same number of steps.
+        Yields dicts of tensors, to be given to `compose` in a compiled function. All ranks together see what one device would.
         """
-        if self.workers == 0:
-            for draw in plan:
-                yield self.runtime.put_batch(self._make(draw))
-            return
         pending = collections.deque()
-        with concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix="batches") as pool:
+        with concurrent.futures.ThreadPoolExecutor(max(self.workers, 1), thread_name_prefix="batches") as pool:
             try:
                 for draw in plan:
                     pending.append(pool.submit(self._make, draw))
@@ -132,17 +115,12 @@ class BatchLoader:
         """The workload's batch from what `batches` put on the device. To be called in a compiled function."""
         if self.resident is None:
             return batch
-        parameters = dict(batch)
-        index = parameters.pop("index")
-        valid = {"valid": parameters.pop("valid")} if "valid" in parameters else {}
-        rows = {name: values.index_select(0, index) for name, values in self.resident.items()}
+        rows = {name: values.index_select(0, batch["index"]) for name, values in self.resident.items()}
+        parameters = {name: values for name, values in batch.items() if name not in ("index", "valid")}
+        valid = {"valid": batch["valid"]} if "valid" in batch else {}
         return self.data.compose(rows, parameters) | valid
 
 
 def already_composed(batch):
     """In place of `BatchLoader.compose`, for a batch that is complete."""
     return batch
-
-
-def _mib(size):
-    return f"{size / 2**20:.0f} MiB"

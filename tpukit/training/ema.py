@@ -9,15 +9,13 @@ EVERY = 10  # steps
 
 
 class WeightEMA:
-    """The average of a model's weights, updated every 10 steps. model: on the CPU, before it is placed on the device."""
+    """The average of the weights of `model`, which lies on the device; updated every 10 steps."""
 
     def __init__(self, model, decay, runtime):
         self.decay, self.runtime = decay, runtime
-        self.model = runtime.place(copy.deepcopy(model).requires_grad_(False))
-
-    def follow(self, model):
-        """Average this model, which lies on the device, from now on."""
-        self.update = self.runtime.inference(functools.partial(update_average, self.model, model))
+        # By way of the host: on XLA a copy of a tensor shares its memory, which a step donates.
+        self.model = runtime.place(copy.deepcopy(model).cpu().requires_grad_(False))
+        self.update = runtime.inference(functools.partial(update_average, self.model, model))
 
     def step(self, step):
         """Update the average where it is due. step: the number of steps taken."""
@@ -35,4 +33,4 @@ def update_average(average, model, weight):
     for mean, value in zip(average.parameters(), model.parameters()):
         mean.lerp_(value, weight)
     for mean, value in zip(average.buffers(), model.buffers()):
-        mean.copy_(value + 0)  # a plain copy shares its memory on XLA, where the next step donates it
+        mean.copy_(value + 0)  # as a plain copy it would share its memory

@@ -7,6 +7,8 @@ import itertools
 import json
 import time
 
+from tqdm.auto import tqdm
+
 from tpukit.devices import open_runtime
 from tpukit.devices.runtime import check_batch
 from tpukit.host import environment
@@ -16,11 +18,9 @@ from tpukit.training.data import BatchLoader, evaluation_plan
 
 
 def test(task, run, *, runtime=None, progress=True):
-    """Score the run's best weights, or `task.weights` where the run has none, on the test set. Returns the scores, on every
-    rank.
+    """Score the run's best weights, or `task.weights` where it has none, on the test set. Returns the scores, on every rank.
 
-    What the task keeps of its predictions is written to the run's folder predictions/. runtime: as for `train`.
-    """
+    What the task keeps of its predictions is written to the run's folder predictions/. runtime: as for `train`."""
     with environment.explain_known_errors():
         best = run.path / "best.safetensors"
         path = task.weights if task.weights and not best.exists() else best
@@ -35,32 +35,24 @@ def test(task, run, *, runtime=None, progress=True):
         run.print(f"testing {path} on {runtime}: {len(data)} samples")
         log_notes(run, data)
         name, total = f"testing {task.name}", -(-len(data) // task.batch_size)
-        with progress_bar(name, total, shown=progress and runtime.world.rank == 0 and run.echo, unit="batch") as bar:
-            done = itertools.count(1)
+        done = itertools.count(1)
 
-            def count_batch():
-                bar.update()
-                run.write_progress(name=name, unit="batch", step=next(done), total=total)
+        def count_batch():
+            bar.update()
+            run.write_progress(name=name, unit="batch", step=next(done), total=total)
 
-            scores = evaluate(
-                task,
-                runtime.place(model),
-                data,
-                runtime,
-                epoch=weights.epoch_of(path),
-                after_batch=count_batch,
-                folder=run.path / "predictions",
-            )
-        return on_every_rank(scores, runtime.world)
+        with tqdm(total=total, desc=name, unit="batch", disable=not (progress and run.echo)) as bar:
+            how = dict(epoch=weights.epoch_of(path), after_batch=count_batch, folder=run.path / "predictions")
+            scores = evaluate(task, runtime.place(model), data, runtime, **how)
+        return broadcast_scores(scores, runtime.world)
 
 
 def evaluate(task, model, data, runtime, *, epoch=None, after_batch=None, folder=None):
-    """Scores of a model on a device over a test set: `task.evaluate` on the predictions of every batch.
+    """Scores of a model on a device over a test set. With several ranks each predicts its share, and rank 0 scores them all, in
+    the order that one device would give; the other ranks return None.
 
-    Every sample counts once; the padding of the last batch is marked in `valid`. With several ranks each predicts its share,
-    and rank 0 scores them all, in the order that one device would give; the other ranks return None. epoch: see
-    `Workload.predict`. after_batch: called without arguments. folder: where the task keeps what it wants of the predictions.
-    """
+    epoch: see `Workload.predict`. after_batch: called without arguments. folder: where the task keeps what it wants of the
+    predictions."""
     loader = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
     found = predict(task, model, loader, runtime, epoch=epoch, after_batch=after_batch)
     if runtime.world.rank != 0:
@@ -110,16 +102,13 @@ class FinishedEpoch:
 
 
 class Evaluator:
-    """Evaluates the epochs of a training: predicts at once, and computes the scores while the next epoch trains.
-
-    state: the training's `TrainState`, in which the best score is kept.
-    """
+    """Evaluates the epochs of a training: predicts at once, and computes the scores while the next epoch trains."""
 
     def __init__(self, task, run, runtime, loader, train_data):
         self.task, self.run, self.runtime = task, run, runtime
         self.loader, self.train_data = loader, train_data
         self.executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scores")
-        self.pending = None  # the epoch whose scores are being computed
+        self.pending = None  # the `FinishedEpoch` whose scores are being computed
         self.scores = None  # the last ones
 
     def predict(self, finished, model, *, after_batch):
@@ -130,60 +119,43 @@ class Evaluator:
         finished.predict_s = time.monotonic() - started
         if self.runtime.world.rank == 0:
             finished.weights = self.runtime.host(model.state_dict())
-            finished.scores = self.executor.submit(_timed, self.task.evaluate, found)
+            finished.scores = self.executor.submit(self._score, found)
+
+    def _score(self, found):
+        started = time.monotonic()
+        return self.task.evaluate(found), time.monotonic() - started
 
     def collect(self, state):
-        """Record the epoch whose scores are being computed, if there is one.
+        """Record the epoch whose scores are being computed, if there is one, in the `TrainState` too; keep the best weights.
 
-        Called at the next sync or save, so that the records have the same order however long the scoring takes.
-        """
+        Called at the next sync or save, so that the records have the same order however long the scoring takes."""
         if self.pending is None:
             return
-        finished, self.pending = self.pending, None
+        task, finished, self.pending = self.task, self.pending, None
         self.run.log("epoch", finished.step, epoch=finished.epoch, loss=finished.loss)
         shown = ""
         if finished.scores is not None:
             self.scores, scoring_s = finished.scores.result()
             speed = dict(seconds=finished.predict_s, scoring_s=scoring_s)
             self.run.log("evaluation", finished.step, epoch=finished.epoch, scores=self.scores, speed=speed)
-            self._keep_best(finished, state)
             shown = "".join(f", {name} {value:.4g}" for name, value in self.scores.items() if isinstance(value, float))
+            score, on = self.scores[task.score], task.evaluation_signature()
+            if state.best is None or score > state.best or on != state.best_on:
+                state.best, state.best_on = score, on
+                about = dict(workload=task.name, step=finished.step, epoch=finished.epoch)
+                self.run.save_best(finished.weights, **about, **{task.score: score}, **task.metadata(self.train_data))
         self.run.print(f"epoch {finished.epoch + 1}: loss {finished.loss:.4f}{shown}")
         state.evaluated = finished.epoch + 1
         if state.step == finished.step:
             state.epoch_loss = 0.0
 
-    def _keep_best(self, finished, state):
-        task, score, on = self.task, self.scores[self.task.score], self.task.evaluation_signature()
-        if state.best is None or score > state.best or on != state.best_on:
-            state.best, state.best_on = score, on
-            metadata = {task.score: score, **task.metadata(self.train_data)}
-            self.run.save_best(finished.weights, workload=task.name, step=finished.step, epoch=finished.epoch, **metadata)
 
-    def close(self):
-        """Do not wait for scores that are still being computed."""
-        self.executor.shutdown(wait=False, cancel_futures=True)
-
-
-def on_every_rank(scores, world):
-    """Rank 0's scores, on every rank. Collective."""
-    return json.loads(world.broadcast(json.dumps(scores))) if world.size > 1 else scores
+def broadcast_scores(scores, world):
+    """Rank 0's scores, on every rank."""
+    return json.loads(world.broadcast(json.dumps(scores)))  # as text: `broadcast` takes no floats of numpy
 
 
 def log_notes(run, *datasets):
-    """Print the notes of the datasets, each once."""
     for notes in dict.fromkeys(getattr(data, "notes", "") for data in datasets):
         if notes:
             run.print(notes)
-
-
-def progress_bar(name, total, *, shown, initial=0, unit="step"):
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, initial=initial, desc=name, unit=unit, disable=not shown, mininterval=0.5)
-
-
-def _timed(function, *arguments):
-    """(result, seconds)."""
-    started = time.monotonic()
-    return function(*arguments), time.monotonic() - started

@@ -2,21 +2,22 @@
 
 import contextlib
 import functools
+import itertools
+import time
 
 import torch
+from tqdm.auto import tqdm
 
 from tpukit.devices import open_runtime
 from tpukit.devices.runtime import check_batch
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
+from tpukit.runs.run import LONG_COMPILE_S
 from tpukit.runs.signals import StopSignal
-from tpukit.training import batch_norm, ema, metrics
-from tpukit.training.checkpoint import Checkpointer
-from tpukit.training.compile_log import CompileLog
-from tpukit.training.data import BatchLoader, endless_plan, training_plan
-from tpukit.training.divergence import DivergenceMonitor
-from tpukit.training.evaluation import Evaluator, FinishedEpoch, log_notes, on_every_rank, progress_bar
+from tpukit.training import batch_norm, checkpoint, ema, metrics
+from tpukit.training.data import BatchLoader, training_plan
+from tpukit.training.evaluation import Evaluator, FinishedEpoch, broadcast_scores, log_notes
 from tpukit.training.step import train_step
 
 
@@ -27,11 +28,10 @@ def train(task, run, *, runtime=None, progress=True):
 
     A checkpoint is written at every epoch's end, every `task.save_every_s` seconds, and before leaving on an interrupt
     or SIGTERM; a resumed run equals an uninterrupted one, on GPUs except for the rounding of their kernels. Raises `Diverged`
-    (naming the step and the last good checkpoint) when loss or gradient stop being finite, and TpukitError for what the user
-    can fix.
+    when loss or gradient stop being finite, and TpukitError for what the user can fix.
     """
     with StopSignal() as stop, environment.explain_known_errors(), run.lock():
-        return Trainer(task, run, runtime, stop, progress=progress).fit()
+        return Trainer(task, run, runtime, stop).fit(progress)
 
 
 class Trainer:
@@ -40,31 +40,29 @@ class Trainer:
     Nothing in it refers back to it, so that the model is freed as soon as the training ends.
     """
 
-    def __init__(self, task, run, runtime, stop, *, progress=False):
+    def __init__(self, task, run, runtime, stop):
         task.check_dataset_dir()
         self.task, self.stop = task, stop
         self.data, self.test_data = task.datasets()
         self.steps_per_epoch = len(self.data) // task.batch_size
         if self.steps_per_epoch == 0:
-            raise TpukitError(
-                f"batch_size={task.batch_size} is larger than the training set of {len(self.data)} samples; "
-                f"use batch_size <= {len(self.data)}"
-            )
+            size = len(self.data)
+            raise TpukitError(f"batch_size={task.batch_size} is larger than the training set: use batch_size <= {size}")
         self.runtime = runtime = runtime or open_runtime(environment.detect(), task.precision)
         check_batch(task.batch_size, runtime.cores)
         self.run = run if runtime.world.rank == 0 else run.read_only()
-        self.shows_progress = progress and runtime.world.rank == 0 and run.echo
         self.loader, test_loader = (
             BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers) for data in (self.data, self.test_data)
         )
         self.evaluator = Evaluator(task, self.run, runtime, test_loader, self.data)
-        self.divergence = DivergenceMonitor(task, self.run, runtime)
         self.throughput = metrics.Throughput(runtime)
-        self.compile_log = CompileLog(runtime, self.run)
         self._build_model()
-        self.checkpointer = Checkpointer(self)
-        self.state, self.sums = self.checkpointer.restore()
-        self._compile_step()
+        has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
+        runtime.seed(task.seed)
+        self.state, self.sums = checkpoint.restore(self)
+        self.saved_at = time.monotonic()
+        self._compile_step(has_optimizer_state)
+        self.announces_compilation = runtime.compiles  # until the first step
         runtime.reset_statistics()  # what others compiled in this process before is not part of this training
         self.shown_loss = ""
 
@@ -77,60 +75,54 @@ class Trainer:
         model = batch_norm.apply(model, task.batch_norm, runtime)
         if runtime.world.size > 1:  # a model that does not start from the seed alone would differ between ranks
             model.load_state_dict(runtime.world.broadcast(model.state_dict()))
-        self.ema = ema.WeightEMA(model, task.ema_decay, runtime) if task.ema_decay else None
         self.model = runtime.place(model, channels_last=task.channels_last)
+        self.ema = ema.WeightEMA(self.model, task.ema_decay, runtime) if task.ema_decay else None
         self.optimizer = task.optimizer(self.model)
-        self.has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
-        runtime.seed(task.seed)
 
-    def _compile_step(self):
+    def _compile_step(self, has_optimizer_state):
         task, runtime = self.task, self.runtime
-        if self.ema:
-            self.ema.follow(self.model)
         parallel_model = runtime.torch_compile(runtime.parallel(self.model), task.torch_compile)
         self.plain_step = functools.partial(train_step, task, parallel_model, self.optimizer, runtime, self.loader.compose)
         max_graphs, changes = task.loss_variants, (self.model, self.optimizer)
-        if not self.has_optimizer_state:  # then the second step has other inputs than the first, which is one more graph
+        if not has_optimizer_state:  # then the second step has other inputs than the first, which is one more graph
             max_graphs, changes = max_graphs + 1, None
         self.compiled_step = runtime.compile(self.plain_step, name="step", max_graphs=max_graphs, changes=changes)
 
     # The loop
 
-    def fit(self):
+    def fit(self, progress):
         """Train from where the run stands to `task.epochs`. Returns the last scores, on every rank."""
         state = self.state
         total = max(self.task.epochs * self.steps_per_epoch, state.step)
         self._log_start(total)
-        with progress_bar(self.task.name, total, shown=self.shows_progress, initial=state.step) as bar:
+        shown = progress and self.run.echo
+        with tqdm(total=total, initial=state.step, desc=self.task.name, unit="step", disable=not shown, mininterval=0.5) as bar:
             try:
-                self._end_epoch(bar, is_last=state.step >= total)  # an interrupted session may have left this undone
+                self._end_epoch(bar)  # an interrupted session may have left this undone
                 while state.step < total:
                     self._train_epoch(bar)
-                    self._end_epoch(bar, is_last=state.step >= total)
+                    self._end_epoch(bar)
             except (KeyboardInterrupt, SystemExit) as reason:
                 self._save_before_leaving(reason)
                 raise
             finally:
-                self.evaluator.close()
+                self.evaluator.executor.shutdown(wait=False, cancel_futures=True)
                 self.run.close()
-        return on_every_rank(self._last_scores(), self.runtime.world)
+        return broadcast_scores(self._last_scores(), self.runtime.world)
 
     def _train_epoch(self, bar):
         """Train to the end of the epoch, from the step at which the run stands."""
         state, task = self.state, self.task
         epoch, first = divmod(state.step, self.steps_per_epoch)
-        plan = training_plan(
-            len(self.data), task.batch_size, seed=task.seed, epoch=epoch, start=first, num_draws=self.data.num_draws
-        )
         self.model.train()
         self.throughput.restart()  # an evaluation and a checkpoint came before
-        with contextlib.closing(self.loader.batches(plan)) as batches:
+        with contextlib.closing(self.loader.batches(self._plan(epoch, first))) as batches:
             for batch in self.throughput.batches(batches):
                 self.take_step(batch, epoch)
                 bar.update()
                 ends_epoch = state.step % self.steps_per_epoch == 0
                 syncs = ends_epoch or state.step % task.log_every == 0
-                save_due = self._log_interval(epoch, bar) if syncs else self.checkpointer.is_due
+                save_due = self._log_interval(epoch, bar) if syncs else self._save_is_due()
                 self.run.write_progress(
                     name=task.name, unit="step", step=state.step, total=bar.total, epoch=epoch + 1, loss=self.shown_loss
                 )
@@ -143,31 +135,33 @@ class Trainer:
     def take_step(self, batch, epoch):
         """Take one step of the training. batch: of `loader`; epoch: from 0."""
         step = self.state.step + 1
-        with self.compile_log.of_step(step):
+        if self.announces_compilation:
+            self.run.print(f"step {step}: compiling the training step, which can take minutes; later steps reuse it")
+            self.announces_compilation = False
+        try:
             self.sums = self.compiled_step(batch, epoch, self.sums)
+            if self.ema:
+                self.ema.step(step)
+        finally:
+            self._log_compilations(step)
         self.state.step = step
-        if self.ema:
-            self.ema.step(step)
-            self.compile_log.record(step)
         self.runtime.heartbeat(step)
+
+    def _plan(self, epoch, start=0):
+        how = dict(seed=self.task.seed, epoch=epoch, start=start, num_draws=self.data.num_draws)
+        return training_plan(len(self.data), self.task.batch_size, **how)
 
     def endless_batches(self, epoch=0):
         """Generate the batches of an endless training, for tools that time or trace `take_step`."""
-        how = dict(seed=self.task.seed, num_draws=self.data.num_draws)
-        return self.loader.batches(endless_plan(len(self.data), self.task.batch_size, epoch=epoch, **how))
+        return self.loader.batches(draw for later in itertools.count(epoch) for draw in self._plan(later))
 
     def sync(self):
         """The `metrics.Interval` since the last reset of the sums, on which all ranks agree. Raises Diverged."""
-        interval = metrics.sync(
-            self.sums,
-            self.model,
-            self.runtime,
-            clipped=self.task.clip_norm is not None,
-            stop_signal=self.stop.signal or (self.run.stop_requested() if self.run.is_launched else None),
-            save_due=self.checkpointer.is_due,
-        )
+        how = dict(clipped=self.task.clip_norm is not None, save_due=self._save_is_due())
+        how["stop_signal"] = self.stop.signal or (self.run.stop_requested() if self.run.is_launched else None)
+        interval = metrics.sync(self.sums, self.model, self.runtime, **how)
         self.stop.signal = interval.stop_signal
-        self.divergence.check(interval, self.state.step)
+        metrics.check_finite(interval, self.state.step, self.task, self.run, self.runtime)
         return interval
 
     def _log_interval(self, epoch, bar):
@@ -175,49 +169,48 @@ class Trainer:
         state = self.state
         self.evaluator.collect(state)
         interval = self.sync()
-        state.norm_was_odd = self.divergence.check_norm(interval, state.step, was_odd=state.norm_was_odd)
         state.epoch_loss += interval.sums["loss"]
         self.sums = metrics.new_sums(self.runtime)
         # What a resumed run cannot repeat is in `speed`; all else in the records is exact.
         speed = self.throughput.measure(self.task.batch_size) | dict(memory=interval.memory)
-        grad_norm = interval.sums["grad_norm"]
-        self.run.log("train", state.step, epoch=epoch, loss=interval.mean_loss, grad_norm=grad_norm, speed=speed)
+        loss, grad_norm = interval.sums["loss"] / interval.sums["steps"], interval.sums["grad_norm"]
+        self.run.log("train", state.step, epoch=epoch, loss=loss, grad_norm=grad_norm, speed=speed)
         self.throughput.restart()
-        self.shown_loss = f"{interval.mean_loss:.4f}"
+        self.shown_loss = f"{loss:.4f}"
         bar.set_postfix(epoch=epoch + 1, loss=self.shown_loss, refresh=False)
         return interval.save_due
 
-    def _end_epoch(self, bar, *, is_last):
+    def _end_epoch(self, bar):
         """Finish an epoch, unless that was already done: predict the test set and save. The next epoch trains while the scores
         are computed."""
         state, task = self.state, self.task
         epochs, steps_into_epoch = divmod(state.step, self.steps_per_epoch)
-        if steps_into_epoch or epochs == 0 or state.evaluated >= epochs:
+        if steps_into_epoch or state.evaluated >= epochs:
             return
         finished = FinishedEpoch(state.step, epochs - 1, state.epoch_loss / self.steps_per_epoch)
         if epochs % task.eval_every == 0 or epochs >= task.epochs:
             bar.set_description("evaluating")
             # Ranks stop together, after the evaluation.
             after_batch = self.stop.check if self.runtime.world.size == 1 else None
-            self.evaluator.predict(finished, self.evaluated_model, after_batch=after_batch)
-            self.compile_log.record(state.step)
+            model = self.ema.model if self.ema and state.step >= ema.EVERY else self.model  # the average, once there is one
+            self.evaluator.predict(finished, model, after_batch=after_batch)
+            self._log_compilations(state.step)
             bar.set_description(task.name)
         self.evaluator.pending = finished  # not before: a stop within the evaluation repeats all of it
-        if is_last or finished.predict_s is None:
+        if state.step >= bar.total or finished.predict_s is None:
             self._save()
         else:  # this checkpoint knows nothing of the evaluation: a run that resumes from it repeats it
             self._save(collect_scores=False)
             state.epoch_loss = 0.0
 
-    @property
-    def evaluated_model(self):
-        """The model that is evaluated and kept: the average, once there is one."""
-        return self.ema.model if self.ema and self.state.step >= ema.EVERY else self.model
+    def _save_is_due(self):
+        return time.monotonic() - self.saved_at > self.task.save_every_s
 
     def _save(self, *, collect_scores=True):
         if collect_scores:
             self.evaluator.collect(self.state)
-        self.checkpointer.save(self.state, self.sync())
+        checkpoint.save(self, self.sync())
+        self.saved_at = time.monotonic()
 
     def _save_before_leaving(self, reason):
         why = "interrupted" if isinstance(reason, KeyboardInterrupt) else "terminated (SIGTERM)"
@@ -236,20 +229,19 @@ class Trainer:
         log_notes(run, self.data, self.test_data)
         run.print(f"training set: {self.loader.description}")
         run.print(f"test set: {self.evaluator.loader.description}")
-        run.log(
-            "start",
-            step,
-            device=str(runtime),
-            accelerator=runtime.accelerator,
-            versions=environment.detect().versions,
-            phases=task.loss_variants,
-            torch_compile=task.torch_compile,
-            cores=runtime.cores,
-            processes=runtime.world.size,
-            steps_per_epoch=self.steps_per_epoch,
-            batch_size=task.batch_size,
-        )
+        about = dict(device=str(runtime), accelerator=runtime.accelerator, versions=environment.detect().versions)
+        about |= dict(phases=task.loss_variants, torch_compile=task.torch_compile, batch_size=task.batch_size)
+        about |= dict(steps_per_epoch=self.steps_per_epoch)
+        run.log("start", step, cores=runtime.cores, processes=runtime.world.size, **about)
         runtime.heartbeat(step)
+
+    def _log_compilations(self, step):
+        """Record what was compiled since the last call, and print what took long."""
+        for event in self.runtime.take_compile_events():
+            self.run.log("compile", step, **event)
+            if not event["refused"] and (event["what"] == "step" or event["seconds"] >= LONG_COMPILE_S):
+                why = f", because {event['why'][0]}" if event["why"] else ""
+                self.run.print(f"step {step}: compiled `{event['what']}` in {event['seconds']:.1f} s{why}")
 
     def _last_scores(self):
         if self.evaluator.scores is not None or self.runtime.world.rank != 0:

@@ -1,20 +1,22 @@
-"""Metrics of the training steps: sums on the device, read by the host once per interval."""
+"""Metrics of the training steps: sums on the device, read by the host once per interval and checked for divergence."""
 
 import dataclasses
+import math
 import time
 
 import torch
 
-NORMAL_GRAD_NORM = (1e-7, 1e3)
+from tpukit.host.errors import TpukitError
+
+MIN_LOSS_SCALE = 2.0**-14  # of fp16, which starts at 2 ** 16: a gradient that overflows even here is above 1e9
 # What the steps of an interval add up on the device, and the values it starts with. bad_step is the first step whose loss was
-# not finite, odd_step the first whose gradient norm was outside NORMAL_GRAD_NORM, both counted from 0 at the start of the
-# interval, -1 for none; grad_norm is the last step's. A step computes its gradient norm only where gradients are clipped;
-# elsewhere `sync` computes the norm of the last gradient.
-SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0, odd_step=-1.0, grad_norm=0.0)
+# not finite, counted from 0 at the start of the interval, -1 for none; grad_norm is the last step's. A step computes its
+# gradient norm only where gradients are clipped; elsewhere `sync` computes the norm of the last gradient.
+SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0, grad_norm=0.0)
 
 
 def new_sums(runtime, values=SUMS):
-    """(5,) float32 tensor on the device, in the order of SUMS."""
+    """(4,) float32 tensor on the device, in the order of SUMS."""
     # One vector, because XLA would fold single numbers into the graph as constants.
     return runtime.put({"sums": torch.tensor([values[name] for name in SUMS], dtype=torch.float32)})["sums"]
 
@@ -24,18 +26,14 @@ def accumulate(sums, loss, grad_norm, *, overflow_is_skipped):
 
     overflow_is_skipped: a loss scaler skips steps whose gradient overflows, so an infinite norm is not yet an error.
     """
-    loss_sum, steps, bad_step, odd_step, last_norm = sums.unbind()
+    loss_sum, steps, bad_step, last_norm = sums.unbind()
     is_bad = ~torch.isfinite(loss)
     if grad_norm is not None:
-        is_finite = torch.isfinite(grad_norm)
-        if not overflow_is_skipped:
-            is_bad = is_bad | ~is_finite
-        low, high = NORMAL_GRAD_NORM
-        is_odd = is_finite & ((grad_norm < low) | (grad_norm > high))  # a norm that is not finite is handled by bad_step
-        odd_step = torch.where((odd_step < 0) & is_odd, steps, odd_step)
         last_norm = grad_norm
+        if not overflow_is_skipped:
+            is_bad = is_bad | ~torch.isfinite(grad_norm)
     bad_step = torch.where((bad_step < 0) & is_bad, steps, bad_step)
-    return torch.stack([loss_sum + loss, steps + 1, bad_step, odd_step, last_norm])
+    return torch.stack([loss_sum + loss, steps + 1, bad_step, last_norm])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,31 +49,21 @@ class Interval:
     save_due: bool
     """whether rank 0 is due to save a checkpoint"""
 
-    @property
-    def steps(self):
-        return int(self.sums["steps"])
-
-    @property
-    def mean_loss(self):
-        return self.sums["loss"] / self.sums["steps"]
-
 
 def sync(sums, model, runtime, *, clipped, stop_signal, save_due):
     """Read the sums of all ranks: an `Interval`. The only place in the training loop that waits for the device and the ranks.
 
-    clipped: whether the steps compute their gradient norm. stop_signal, save_due: this rank's; afterwards all ranks agree on
-    both.
+    clipped: whether the steps compute their gradient norm. stop_signal, save_due: this rank's.
     """
     grad_norm = sums[-1:] if clipped else runtime.gradient_norm(model)
     found = runtime.host(torch.cat([sums[:-1], grad_norm])).tolist()
     memory = [number for device in runtime.memory() for number in device]
     ranks = runtime.world.all_gather_dicts(dict(sums=found, memory=memory, stop=[stop_signal or 0], save=[save_due]))
-    totals = dict(zip(SUMS, ranks[0]["sums"]))
     of_ranks = [dict(zip(SUMS, rank["sums"])) for rank in ranks]
-    totals["loss"] = sum(of_rank["loss"] for of_rank in of_ranks) / len(ranks)
-    totals["bad_step"] = min((of_rank["bad_step"] for of_rank in of_ranks if of_rank["bad_step"] >= 0), default=-1.0)
+    mean_loss = sum(of_rank["loss"] for of_rank in of_ranks) / len(ranks)
+    bad_step = min((of_rank["bad_step"] for of_rank in of_ranks if of_rank["bad_step"] >= 0), default=-1.0)
     return Interval(
-        sums=totals,
+        sums=dict(of_ranks[0], loss=mean_loss, bad_step=bad_step),
         memory=[(peak, total) for rank in ranks for peak, total in zip(rank["memory"][::2], rank["memory"][1::2])],
         stop_signal=int(max(rank["stop"][0] for rank in ranks)) or None,
         save_due=bool(ranks[0]["save"][0]),
@@ -113,3 +101,35 @@ class Throughput:
             for name in ("to_device_s", "from_device_s"):
                 found[name] = counters[name] - self.counters[name]
         return found
+
+
+# Divergence
+
+
+class Diverged(TpukitError):
+    """The loss or the gradient stopped being a finite number."""
+
+
+def check_finite(interval, step, task, run, runtime):
+    """Raise Diverged, naming the first step whose loss or gradient was not finite. step: the last one of the interval."""
+    steps, bad_step, scaler = interval.sums["steps"], interval.sums["bad_step"], runtime.scaler
+    # A loss scaler skips a step whose gradient overflows; without a scaler such a step is the end.
+    if bad_step < 0 and scaler is None and not math.isfinite(interval.sums["grad_norm"]):
+        bad_step = steps - 1
+    scale = scaler.get_scale() if scaler else 1.0  # halved at every step whose gradient overflows
+    if bad_step >= 0:
+        step += int(bad_step + 1 - steps)
+        what = f"loss or gradient is not a finite number at step {step}"
+    elif scale < MIN_LOSS_SCALE:
+        what = f"the gradient is not finite at step {step} even with the loss scaled down to {scale:.2g}"
+    else:
+        return
+    checkpoints = run.checkpoints()
+    good = f"the last good checkpoint is {checkpoints[0]['file']}" if checkpoints else "there is no checkpoint yet"
+    message = (
+        f"{what}; {good} in {run.path / 'checkpoints'}. Start another run with a lower lr (now {task.lr}) or in fp32 "
+        f"(now {runtime.precision}), from this run's best.safetensors if you pass it as weights=; or check the data."
+    )
+    run.log("diverged", step)
+    run.print(message)
+    raise Diverged(message)

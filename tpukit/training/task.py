@@ -175,8 +175,6 @@ class Workload:
     def load_predictions(self, folder):
         """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none."""
 
-    # What is the same for all
-
     def check_dataset_dir(self):
         """Raise TpukitError where no dataset was given."""
         if self.dataset_dir is None:
@@ -187,9 +185,8 @@ class Workload:
 
 
 def from_settings(kind, given):
-    """The task of a class with settings as `settings_dict` gives them: paths and tuples, which JSON does not have, come back.
-
-    Fields that are not given keep their defaults; what is given for no field of the class is left out."""
+    """The task of a class with settings as `settings_dict` gives them; paths and tuples, which JSON does not have, come back.
+    What is given for no field of the class is left out."""
     types = get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind) if field.name in given]
     return kind(**{name: _as_declared(types[name], given[name]) for name in names})

@@ -1,14 +1,14 @@
-"""Losses and gradients that are not finite, and gradient norms out of range."""
+"""What is recorded of an interval, and losses and gradients that are not finite."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from tests.conftest import SMALL
 from tpukit import MNIST, Run, train
+from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
-from tpukit.training.divergence import Diverged
+from tpukit.training.metrics import Diverged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,18 +54,28 @@ def test_an_fp16_training_whose_every_gradient_overflows_ends_and_names_the_scal
     assert all(r["loss"] < 9 for r in run.records("train"))
 
 
-class Loud(MNIST):
-    """MNIST whose loss, and so its gradient, is out of all proportion from the second epoch on."""
+def test_memory_of_every_device_of_every_rank_is_recorded(digits, tmp_path, monkeypatch):
+    monkeypatch.setattr(Runtime, "memory", lambda self: [(self.world.rank + 1.0, 16.0), (self.world.rank + 5.0, 16.0)])
 
-    def loss(self, model, batch, epoch):
-        return super().loss(model, batch, epoch) * (1e9 if epoch >= 1 else 1.0)
+    class Two(World):
+        def all_gather(self, values):  # the other rank says the same of its own devices
+            other = [v + 10 if n >= 4 and n % 2 == 0 and n < len(values) - 2 else v for n, v in enumerate(values)]
+            return [list(values), other]
+
+    task = MNIST(dataset_dir=digits, epochs=1, batch_size=16, log_every=99)
+    runtime = Runtime("cpu")
+    runtime.world = Two(0, 1)
+    run = Run.open(tmp_path, task)
+    train(task, run, runtime=runtime, progress=False)
+    memory = run.records("train")[-1]["speed"]["memory"]
+    assert memory == [[1.0, 16.0], [5.0, 16.0], [11.0, 16.0], [15.0, 16.0]]
 
 
-@pytest.mark.parametrize("clip_norm, step", [(1e-3, 26), (None, 27)])
-def test_an_unusual_gradient_norm_is_said_once_with_its_step(digits, tmp_path, cpu, capsys, clip_norm, step):
-    task = Loud(dataset_dir=digits, epochs=3, lr=1e-12, clip_norm=clip_norm, **SMALL)  # read every 3 steps
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
-    assert [r["step"] for r in run.records("odd_norm")] == [step]  # once, though it stays so over two epochs
-    assert capsys.readouterr().out.count(f"step {step}: the gradient norm left the range 1e-07 to 1000") == 1
-    assert run.records("train")[-1]["grad_norm"] > 1e3  # as it was before it was clipped
+def test_a_record_holds_the_transfers_of_its_own_interval(digits, tmp_path, xla):
+    run = Run.open(tmp_path, MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=2))
+    before = xla.counters()
+    train(MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=2), run, runtime=xla, progress=False)
+    speeds = [r["speed"] for r in run.records("train")]
+    for way in ("to_device_s", "from_device_s"):
+        whole = speeds[-1]["counters"][way] - before[way]
+        assert len(speeds) == 12 and 0 < sum(speed[way] for speed in speeds) <= whole
