@@ -94,7 +94,7 @@ def test_the_cdeit_notebook_simulates_trains_on_two_devices_samples_and_shows_th
     assert len(outputs(notebook, "image/png")) == 4  # samples, curves, report, the grid
     shown = "".join(outputs(notebook, "text/html"))
     assert all(f">{column}<" in shown for column in ("Tikhonov", "Gauss-Newton", "all zero"))
-    for name in ("best.safetensors", "predictions/simulated.npz", "predictions/simulated.mat", "pictures/predictions.png"):
+    for name in ("best.safetensors", "predictions/simulated.npz", "pictures/predictions.png"):
         assert (tmp_path / "outputs/run" / name).exists(), name
 
 

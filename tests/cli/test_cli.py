@@ -62,7 +62,6 @@ EXPLAINED = [
     ("train mshnet --dataset-dir /nowhere", ["/nowhere"]),
     ("train mshnet --batch-size 0", ["batch_size=0"]),
     ("simulate eit --workers 0", ["workers=0"]),
-    ("simulate eit --check .", ["npz"]),
     ("simulate eit --seed -1", ["seed=-1"]),
     ("plan mshnet --chip v5e-8 --batch-sizes 12", ["v5e-8", "12"]),
     ("doctor --model resnet", ["'resnet'", "mnist, mshnet, cdeit"]),
@@ -199,10 +198,8 @@ def test_simulate_train_and_test_cdeit_as_the_readme_says(real_data, tmp_path, c
     assert cli.main("test cdeit --data uef2017 --sampling-steps 2 --run run".split()) == 0
     out = capsys.readouterr().out
     assert ": 22 samples" in out and "all zero" in out
-    for name in ("predictions/uef2017.npz", "predictions/uef2017.mat", "predictions/uef2017.csv", "pictures/predictions.png"):
+    for name in ("predictions/uef2017.npz", "pictures/predictions.png"):
         assert (tmp_path / "run" / name).stat().st_size > 500, name
-    assert cli.main("simulate eit --check data/data2017".split()) == 0
-    assert "on average over 22 samples" in capsys.readouterr().out
 
 
 @pytest.mark.slow

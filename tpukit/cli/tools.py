@@ -72,7 +72,6 @@ def simulate(
     seed: int = 0,
     snr_db: float = 40.0,
     mismatch: float = 0.15,
-    check: Path | None = None,
 ):
     """Make a set for electrical impedance tomography: train/ and test/ with an npz file for every sample. A
     simulation that was stopped is resumed: files that are there already are kept.
@@ -86,19 +85,9 @@ def simulate(
         seed: every sample depends on the seed and its number alone.
         snr_db: signal to noise of the voltages, in decibels.
         mismatch: how far a real tank is from the model: relative deviation of every voltage's gain, and of the gain of all.
-        check: create nothing; compare the model with real samples in this folder (UEF2017's data2017/, for instance).
     """
     from tpukit.workloads.cdeit import simulator
 
-    if check:
-        correlations = simulator.compare_with_measurements(check)
-        worst = min(correlations, key=correlations.get)
-        mean = sum(correlations.values()) / len(correlations)
-        print(
-            f"correlation of simulated and measured voltages: {mean:.4f} on average over {len(correlations)} samples, "
-            f"{correlations[worst]:.4f} for the worst ({worst})"
-        )
-        return
     settings = dict(workers=workers, seed=seed, snr_db=snr_db, mismatch=mismatch)
     simulator.simulate(out, samples=samples, test_samples=test_samples, **settings)
     print(f"{samples} training and {test_samples} test samples: {out}")

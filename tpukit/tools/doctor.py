@@ -20,8 +20,8 @@ NEEDED_FOR = {
     "matplotlib": (NOTE, "figures"),
     "libcst": (NOTE, "`tpukit migrate`"),
     "pyeit": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
-    "scipy": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
-    "scikit-image": (WARNING, "the workloads mshnet and cdeit"),
+    "scipy": (WARNING, "the scores of mshnet and cdeit, and `tpukit simulate eit`"),
+    "scikit-image": (WARNING, "the scores of cdeit"),
 }
 IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu must stay as they are
 FRESH = "start a fresh session and install nothing over the image's versions"

@@ -1,14 +1,27 @@
 """Scores against their definitions."""
 
+import sys
+
 import numpy as np
 import pytest
-from skimage import metrics
 
+from tests.workloads.cdeit.small import task_of
+from tpukit import TpukitError
 from tpukit.workloads.cdeit import simulator
-from tpukit.workloads.cdeit.scores import image_scores
+
+
+def test_without_scikit_image_a_training_is_refused_before_it_starts(tank, monkeypatch):
+    monkeypatch.delitem(sys.modules, "tpukit.workloads.cdeit.scores", raising=False)
+    monkeypatch.delattr("tpukit.workloads.cdeit.scores", raising=False)
+    monkeypatch.setitem(sys.modules, "skimage", None)
+    with pytest.raises(TpukitError, match="scikit-image"):
+        task_of(tank).datasets()
 
 
 def test_scores_equal_their_definitions_inside_the_disk():
+    metrics = pytest.importorskip("skimage.metrics")
+    from tpukit.workloads.cdeit.scores import image_scores
+
     rng = np.random.default_rng(0)
     truth, inside = simulator.scene(rng), simulator.disk()
     image = (truth + rng.normal(0, 0.2, truth.shape)).astype(np.float32) * inside

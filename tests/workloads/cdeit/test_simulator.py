@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from skimage import measure
+from scipy import ndimage
 
 from tpukit import TpukitError
 from tpukit.workloads.cdeit import simulator
@@ -16,9 +16,13 @@ def model_tank():
     return simulator.Tank()
 
 
-def test_simulated_voltages_of_the_real_images_agree_with_the_measured_ones(uef2017):
-    found = simulator.compare_with_measurements(uef2017 / "test")
-    assert len(found) == 22 and np.mean(list(found.values())) >= 0.94 and min(found.values()) > 0.85
+def test_simulated_voltages_of_the_real_images_agree_with_the_measured_ones(model_tank, uef2017):
+    correlations = []
+    for path in (uef2017 / "test").glob("*.npz"):
+        with np.load(path) as sample:
+            simulated = model_tank.simulate(sample["xs"].reshape(128, 128))
+            correlations.append(np.corrcoef(simulated, sample["ys"].ravel())[0, 1])
+    assert len(correlations) == 22 and np.mean(correlations) >= 0.96 and min(correlations) > 0.91  # as docs/CDEIT.md has it
 
 
 def test_the_tank_solves_what_pyeit_solves(model_tank):
@@ -56,8 +60,9 @@ def test_scenes_hold_one_to_four_inclusions_of_either_sign_apart_and_inside():
     for seed in range(60):
         image = simulator.scene(np.random.default_rng(seed))
         assert set(np.unique(image)) <= {-1, 0, 1} and not image[~simulator.disk()].any()
-        count = measure.label(image != 0, connectivity=2).max()
-        assert count == measure.label(image.astype(int), background=0, connectivity=2).max()  # none of two signs
+        neighbours = np.ones((3, 3))  # diagonal ones too
+        _, count = ndimage.label(image != 0, neighbours)
+        assert count == sum(ndimage.label(image == sign, neighbours)[1] for sign in (-1, 1))  # none of two signs
         seen.add(count), signs.update(np.unique(image))
     assert seen == {1, 2, 3, 4} and signs == {-1, 0, 1}
 
@@ -77,8 +82,7 @@ def test_a_simulation_continues_where_it_stopped_with_any_number_of_workers(tank
             assert all(np.array_equal(one[name], other[name]) for name in ("xs", "ys", "xs_gn", "TR", "seed")), path
     with np.load(files[4]) as sample:
         assert sample["seed"].tolist() == [3, 0, 4] and sample["ys"].shape == (208, 1)
-    about = json.loads((again / "simulation.json").read_text())
-    assert about["seed"] == 3 and about["versions"]["pyeit"]
+    assert json.loads((again / "simulation.json").read_text())["seed"] == 3
     with pytest.raises(TpukitError, match="seed=3, not 4.*snr_db=40.0, not 20"):
         simulator.simulate(again, samples=30, seed=4, snr_db=20)
 

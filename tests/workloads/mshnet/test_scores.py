@@ -1,9 +1,11 @@
 """Scores against counts by hand, and where they differ from the published ones."""
 
 import numpy as np
+import pytest
 
 from tests.workloads.mshnet.published import published_scores
-from tpukit.workloads.mshnet.scores import Scores
+from tpukit.workloads.mshnet.data import InfraredSet
+from tpukit.workloads.mshnet.scores import Scores, regions
 
 
 def square(size, corner, side):
@@ -56,3 +58,26 @@ def test_niou_is_the_mean_of_the_images_and_iou_their_sum():
     scores = scores_of(np.where(prediction, 1.0, -1.0), target)
     assert scores.result()["niou"] == (1 + 4 / 16) / 2
     assert scores.result()["iou"] == (16 + 4) / (16 + 16)
+
+
+def count_regions_equal_to_skimages(masks):
+    """How many regions there are; each has skimage's area and centroid, in the same order."""
+    measure = pytest.importorskip("skimage.measure")
+    count = 0
+    for mask in masks:
+        found, wanted = regions(mask), measure.regionprops(measure.label(mask, connectivity=2))
+        for (area, centroid), region in zip(found, wanted, strict=True):
+            assert area == region.area and centroid == pytest.approx(region.centroid, rel=1e-12)
+        count += len(found)
+    return count
+
+
+def test_regions_equal_those_of_skimage_on_random_masks():
+    rng = np.random.default_rng(0)
+    masks = [rng.random((40, 56)) < density for density in (0, 0.02, 0.1, 0.3, 0.5, 0.9, 1) for _ in range(8)]
+    assert count_regions_equal_to_skimages(masks) > 2000
+
+
+def test_regions_equal_those_of_skimage_on_real_masks(real_data):
+    data = InfraredSet(real_data / "IRSTD-1k", "test")
+    assert count_regions_equal_to_skimages([mask >= 128 for mask in data.masks]) > 250

@@ -1,11 +1,10 @@
 """Sets for electrical impedance tomography on disk: a folder of npz files for each split, and the statistics of the voltages.
 
 A file holds xs, a conductivity image (128, 128), and ys, 208 voltages; test files also xs_gn and TR, the images of two
-classical methods. One file may hold several samples, along a first axis. The conventions are those of the published code.
+classical methods. The conventions are those of the published code.
 """
 
 import dataclasses
-import functools
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from tpukit.workloads.cdeit.diffusion import STEPS
 ELECTRODES = 16
 SIZE = 128  # of the images
 FALLBACK = Path("data")
+STATISTICS = ("mean.pth", "std.pth")  # of the voltages
 BASELINES = ("TR", "xs_gn")  # the images of the classical methods: Tikhonov, Gauss-Newton
 
 
@@ -51,12 +51,13 @@ class Impedance:
 
     num_draws = 2  # for the noise and for the timestep
 
-    def __init__(self, folder, convention, statistics, notes="", *, baselines):
+    def __init__(self, folder, convention, statistics, notes=""):
         self.convention, self.statistics, self.notes = convention, statistics, notes
-        key = [baselines, arrays.content_key(folder, like=("*.npz",))]
-        stored = arrays.mapped(f"eit-{folder.name}", key, functools.partial(_read_split, folder, baselines))
+        wanted = ("xs", "ys") if convention is TRAINING else ("xs", "ys", *BASELINES)
+        key = [wanted, arrays.content_key(folder, like=("*.npz",))]
+        stored = arrays.mapped(f"eit-{folder.name}", key, lambda: _read_split(folder, wanted))
         self.names, self.images, self.volts = stored["names"], stored["xs"], stored["ys"]
-        self.baselines = {name: stored[name] for name in BASELINES} if baselines else {}
+        self.baselines = {name: stored[name] for name in BASELINES if name in stored}
 
     def __len__(self):
         return len(self.images)
@@ -109,57 +110,48 @@ def voltage_map(volts, mean, deviation):
 # Reading
 
 
-def find_split(root, convention, what):
+def find_split(root, convention):
     """The folder of a split below root: one of the convention's names, or root itself if it holds a test set's files.
 
     Raises TpukitError with the folders that were searched for."""
-    root = Path(root)
     for name in convention.folders:
         if (root / name).is_dir():
             return root / name
     if convention is not TRAINING and any(root.glob("*.npz")):
         return root
-    message = f"no {what} in {root}: it needs a folder {' or '.join(f'{name}/' for name in convention.folders)} of npz files"
-    if folders := sorted(path.name for path in root.glob("*/")):
-        message += f" (found: {', '.join(folders)})"
-    raise TpukitError(f"{message}. `tpukit simulate eit` makes train/ and test/")
+    wanted = " or ".join(f"{name}/" for name in convention.folders)
+    here = ", ".join(sorted(path.name for path in root.glob("*/"))) or "no folder"
+    raise TpukitError(f"no {wanted} with npz files in {root} (found: {here}). `tpukit simulate eit` makes train/ and test/")
 
 
-def _read_split(folder, baselines):
+def _read_split(folder, names):
     from tqdm.auto import tqdm
 
     paths = sorted(folder.glob("*.npz"))
     if not paths:
         raise TpukitError(f"no npz files in {folder}")
-    wanted = ("xs", "ys", *BASELINES) if baselines else ("xs", "ys")
-    names, samples = [], []
-    for path in tqdm(paths, desc=f"reading {folder.name}", disable=len(paths) < 1000):
-        sample = _read_file(path, wanted)
-        count = len(sample["xs"])
-        names += [path.stem] if count == 1 else [f"{path.stem}-{number}" for number in range(count)]
-        samples.append(sample)
-    return dict({name: np.concatenate([sample[name] for sample in samples]) for name in wanted}, names=np.array(names))
+    samples = [_read_file(path, names) for path in tqdm(paths, desc=f"reading {folder.name}", disable=len(paths) < 1000)]
+    split = {name: np.stack([sample[name] for sample in samples]) for name in names}
+    return dict(split, names=np.array([path.stem for path in paths]))
 
 
 def _read_file(path, names):
-    """dict of float32 arrays: xs, TR, xs_gn (N, 128, 128) and ys (N, 208); a baseline that the file lacks is all NaN."""
+    """dict of float32 arrays: ys (208,), the others (128, 128); a baseline that the file lacks is all NaN."""
     try:
         with np.load(path, allow_pickle=False) as file:
             found = {name: np.asarray(file[name], np.float32) for name in names if name in file}
     except Exception as error:  # numpy and zipfile raise many types for a damaged file
         raise TpukitError(f"{path} cannot be read ({error}): copy or create it again") from error
+    sample = {}
     for name in names:
         shape = (ELECTRODES * (ELECTRODES - 3),) if name == "ys" else (SIZE, SIZE)
         if name not in found and name not in BASELINES:
             raise TpukitError(f"{path} has no array {name!r}: a sample needs xs, the image, and ys, the voltages")
-        values = found[name] if name in found else np.full(found["xs"].shape, np.nan, np.float32)
-        squeezed = values.squeeze().shape
-        if values.size == 0 or shape not in (squeezed, squeezed[1:]):
+        values = found.get(name, np.full(shape, np.nan, np.float32))
+        if values.squeeze().shape != shape:
             raise TpukitError(f"{path}: {name} has shape {values.shape}, a sample needs {shape}")
-        found[name] = values.reshape(-1, *shape)
-    if len({len(values) for values in found.values()}) > 1:
-        raise TpukitError(f"{path}: its arrays hold {', '.join(f'{len(v)} {n}' for n, v in found.items())}")
-    return found
+        sample[name] = values.reshape(shape)
+    return sample
 
 
 # Statistics of the voltages
@@ -172,24 +164,29 @@ def find_statistics(split_folder, root):
     saved beside it.
     """
     for folder in (split_folder.parent, split_folder, FALLBACK):
-        if found := _read_statistics(folder):
-            return found
+        paths = [folder / name for name in STATISTICS]
+        if all(path.is_file() for path in paths):
+            return tuple(map(_read_statistic, paths)), f"voltage statistics: {' and '.join(STATISTICS)} of {folder}"
     try:
-        training = find_split(root, TRAINING, "training set")
+        training = find_split(root, TRAINING)
     except TpukitError as error:
         raise TpukitError(
-            f"no mean.pth and std.pth beside {split_folder} or in {FALLBACK.resolve()}, and no training set in {root} to "
+            f"no {' and '.join(STATISTICS)} beside {split_folder} or in {FALLBACK.resolve()}, and no training set in {root} to "
             "compute them from: copy the two files there from the set that the network was trained on"
         ) from error
-    with files.file_lock(training.parent / "mean.pth"):
-        if found := _read_statistics(training.parent):  # another process was first
-            return found
-        statistics = _compute_statistics(training)
-        return statistics, _save_statistics(training.parent, statistics)
+    statistics = _compute_statistics(training)
+    return statistics, _save_statistics(training.parent, statistics)
+
+
+def _read_statistic(path):
+    try:
+        return weights.load_tensors(path).float().numpy().reshape(ELECTRODES, ELECTRODES - 3)
+    except Exception as error:  # torch raises many types for a damaged file
+        raise TpukitError(f"{path} is not a tensor of {ELECTRODES} x {ELECTRODES - 3} numbers ({error})") from error
 
 
 def _compute_statistics(training):
-    volts = Impedance(training, TRAINING, None, baselines=False).volts.reshape(-1, ELECTRODES, ELECTRODES - 3)
+    volts = Impedance(training, TRAINING, None).volts.reshape(-1, ELECTRODES, ELECTRODES - 3)
     deviation = volts.std(0, dtype=np.float64)
     if len(volts) < 2 or not deviation.all():
         raise TpukitError(f"{training}: the voltages of its {len(volts)} samples do not vary; simulate more")
@@ -201,24 +198,9 @@ def _save_statistics(folder, statistics):
 
     note = f"voltage statistics: computed from the training set in {folder}"
     try:
-        for name, values in zip(("mean.pth", "std.pth"), statistics):
+        for name, values in zip(STATISTICS, statistics):
             with files.atomic_file(folder / name) as file:
                 torch.save(torch.from_numpy(values)[None], file)  # (1, 16, 13), as published
     except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only
         return f"{note}; not saved ({error})"
-    return f"{note}, and saved there as mean.pth and std.pth"
-
-
-def _read_statistics(folder):
-    """What `find_statistics` returns, from a folder; None if one of the two files is missing."""
-    paths = [folder / "mean.pth", folder / "std.pth"]
-    if not all(path.is_file() for path in paths):
-        return None
-    return tuple(_read_statistic(path) for path in paths), f"voltage statistics: mean.pth and std.pth of {folder}"
-
-
-def _read_statistic(path):
-    try:
-        return weights.load_tensors(path).float().numpy().reshape(ELECTRODES, ELECTRODES - 3)
-    except Exception as error:  # torch raises many types for a damaged file
-        raise TpukitError(f"{path} is not a tensor of {ELECTRODES} x {ELECTRODES - 3} numbers ({error})") from error
+    return f"{note}, and saved there as {' and '.join(STATISTICS)}"

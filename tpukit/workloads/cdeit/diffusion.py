@@ -6,6 +6,8 @@ Models", ICLR 2021. Nothing is clipped. Letters: B batch, S side of the image.
 
 import numpy as np
 
+from tpukit.host.errors import TpukitError
+
 STEPS = 1000
 FIRST_BETA, LAST_BETA = 1e-4, 0.02
 
@@ -36,12 +38,12 @@ def ddim_schedule(steps, eta=1.0):
     """The steps of DDIM, (steps, 4) float64 numpy: for each its time t and the weights a, b, c of `sampling_step`.
 
     eta: the noise added on the way, 0 to 1; 1000 steps with eta 1 are ancestral sampling (Ho et al., eq. 7). The last step
-    returns the model's image. Source: Song et al., eq. 12 and 16. Raises ValueError for other values.
+    returns the model's image. Source: Song et al., eq. 12 and 16. Raises TpukitError for other values.
     """
     if not 1 <= steps <= STEPS:
-        raise ValueError(f"sampling_steps={steps}: choose 1 to {STEPS}")
+        raise TpukitError(f"sampling_steps={steps}: choose 1 to {STEPS}")
     if not 0 <= eta <= 1:
-        raise ValueError(f"eta={eta}: choose 0, no noise, to 1, as much as the training added")
+        raise TpukitError(f"eta={eta}: choose 0, no noise, to 1, as much as the training added")
     times = np.linspace(-1, STEPS - 1, steps + 1).astype(int)[::-1]
     left = alphas_cumprod()
     schedule = []

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tpukit.devices.xla import checkpointed
+from tpukit.host.errors import TpukitError
 from tpukit.workloads.cdeit.diffusion import alphas_cumprod
 
 TIME_FEATURES = 256
@@ -223,7 +224,7 @@ class CDEITModel(nn.Module):
             or width % heads
             or width % 4
         ):
-            raise ValueError(
+            raise TpukitError(
                 f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width}, heads={heads} do "
                 f"not fit: all are at least 1, the token grid image_size / patch ({grid}) must be a multiple of the window and "
                 f"of 2^levels ({2**levels}), and the width one of the heads and of 4"

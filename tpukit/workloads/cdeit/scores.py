@@ -1,12 +1,15 @@
 """Scores of reconstructed conductivity images, each taken inside the disk of the tank."""
 
 import numpy as np
-from skimage import metrics
 
-from tpukit.workloads.cdeit.simulator import disk
+from tpukit.host.errors import TpukitError
+
+try:
+    from skimage import metrics
+except ImportError as error:
+    raise TpukitError("the SSIM of CDEIT's images needs scikit-image: pip install scikit-image") from error
 
 RANGE = 2.0  # of the images: -1 to 1
-NAMES = ("rmse", "psnr", "ssim", "cc")
 
 
 def image_scores(image, truth, inside):
@@ -30,22 +33,7 @@ def image_scores(image, truth, inside):
     )
 
 
-class Scores:
-    """The scores of one method, image by image, in `rows`."""
-
-    def __init__(self):
-        self.rows = []
-
-    def add(self, images, truth):
-        """images, truth: (B, S, S) float. An image with NaN (its method was not run) has no scores."""
-        inside = disk()
-        for image, wanted in zip(images, truth):
-            image = np.where(inside, image, 0)  # nothing outside the tank counts
-            finite = np.isfinite(image).all()
-            self.rows.append(image_scores(image, wanted, inside) if finite else dict.fromkeys(NAMES))
-
-    def mean(self):
-        """dict of the means over the images, or None where an image has no scores."""
-        if not self.rows or any(row["rmse"] is None for row in self.rows):
-            return None
-        return {name: float(np.mean([row[name] for row in self.rows])) for name in NAMES}
+def mean_scores(rows):
+    """dict of the means over rows of `image_scores`; None where an image holds NaN, because its method was not run."""
+    means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+    return means if np.isfinite(means["rmse"]) else None

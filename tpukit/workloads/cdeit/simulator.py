@@ -5,9 +5,7 @@ Images are 128 x 128 with the disk inscribed: 0 is the background, +1 a conducti
 """
 
 import concurrent.futures
-import contextlib
 import functools
-import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -27,7 +25,7 @@ VOLTS = 0.87e-3
 # Regularisation of the two linear images, about the best for synthetic scenes.
 TIKHONOV, GAUSS_NEWTON = 1e-6, 3e-3
 SPLITS = ("train", "test")
-CHUNK = 25  # samples of a job
+CHUNK = 25  # samples that a worker gets at a time
 
 
 # Scenes
@@ -84,62 +82,45 @@ def disk():
 
 
 class Tank:
-    """The finite element model of the tank; all that does not depend on the inclusions is computed once."""
+    """The finite element model of the tank; all that does not depend on the inclusions is computed once.
+
+    Raises TpukitError where pyEIT is not installed.
+    """
 
     def __init__(self):
-        with _explain_missing_pyeit():
+        try:
             from pyeit.eit import fem, protocol
             from pyeit.mesh import create
-
+        except ImportError as error:
+            raise TpukitError("the simulator of impedance tomography needs pyEIT: pip install 'pyeit>=1.2.4'") from error
         self.mesh = create(ELECTRODES, h0=MESH_SPACING)
         self.protocol = protocol.create(ELECTRODES, dist_exc=1, step_meas=1, parser_meas="std")
         self.elements = len(self.mesh.element)
-        node = self._prepare_matrix(fem.calculate_ke(self.mesh.node, self.mesh.element))
-        self._electrode = node[self.mesh.el_pos]
-        self._currents = np.zeros((self.mesh.n_nodes, ELECTRODES))
-        for pattern, (source, sink) in enumerate(self.protocol.ex_mat):
-            self._currents[self._electrode[source], pattern] += 1
-            self._currents[self._electrode[sink], pattern] -= 1
+        self._stiffness = fem.calculate_ke(self.mesh.node, self.mesh.element)  # (elements, 3, 3)
+        self._currents = np.zeros((self.mesh.n_nodes, ELECTRODES))  # into every node, for each drive pattern
+        for pattern, (source, sink) in enumerate(self.mesh.el_pos[self.protocol.ex_mat]):
+            self._currents[source, pattern] = 1
+            self._currents[sink, pattern] = -1
         self.centres = self.mesh.node[self.mesh.element][:, :, :2].mean(1)  # (elements, 2)
         x, y = self.centres.T
         row, column = (1 - x) * SIZE / 2, (1 + y) * SIZE / 2
         self._pixel = row.astype(int).clip(0, SIZE - 1), column.astype(int).clip(0, SIZE - 1)  # of each element
         self.empty = self.volts(np.ones(self.elements))
 
-    def _prepare_matrix(self, stiffness):
-        """The sparsity pattern of the matrix of nodes, and how conductivities fill it. stiffness: (elements, 3, 3).
-
-        Nodes are ordered once for a narrow band, so that no factorisation has to find an order. Returns each one's place."""
-        from scipy import sparse
-        from scipy.sparse import csgraph
-
-        corners, nodes = self.mesh.element, self.mesh.n_nodes  # (elements, 3)
-        rows, columns = np.repeat(corners, 3, 1).ravel(), np.tile(corners, (1, 3)).ravel()  # (elements * 9,)
-        pattern = sparse.csr_matrix((np.ones(len(rows)), (rows, columns)), (nodes, nodes))
-        place = np.empty(nodes, int)
-        place[csgraph.reverse_cuthill_mckee(pattern, True)] = np.arange(nodes)
-        # Entries of the matrix column by column, as the CSC format stores them.
-        entries, slot = np.unique(place[columns] * nodes + place[rows], return_inverse=True)
-        entry_column, self._entry_row = np.divmod(entries, nodes)
-        self._column_start = np.searchsorted(entry_column, np.arange(nodes + 1))
-        element = np.repeat(np.arange(self.elements), 9)
-        # (entries, elements): conductivities in, entries of the matrix out
-        self._assemble = sparse.csr_matrix((stiffness.ravel(), (slot, element)), (len(entries), self.elements))
-        ground = place[self.mesh.ref_node]
-        self._ground = np.flatnonzero((entry_column == ground) & (self._entry_row == ground))
-        return place
-
     def volts(self, conductivity):
         """(208,) voltages of the 16 drive patterns for (elements,) conductivities, the background being 1."""
         from scipy import sparse
         from scipy.sparse.linalg import splu
 
-        nodes = len(self._currents)
-        values = self._assemble @ conductivity
-        values[self._ground] += 1.0  # fixes the potential, of which only differences are read
-        matrix = sparse.csc_matrix((values, self._entry_row, self._column_start), (nodes, nodes))
-        factors = splu(matrix, permc_spec="NATURAL", diag_pivot_thresh=0, options=dict(SymmetricMode=True))
-        at_electrodes = factors.solve(self._currents)[self._electrode]  # (electrode, pattern)
+        corners = self.mesh.element  # (elements, 3)
+        rows, columns = np.repeat(corners, 3, 1).ravel(), np.tile(corners, (1, 3)).ravel()  # (elements * 9,)
+        values = (self._stiffness * conductivity[:, None, None]).ravel()
+        # One more conductance fixes the potential, of which only differences are read.
+        ground = self.mesh.ref_node
+        rows, columns, values = np.append(rows, ground), np.append(columns, ground), np.append(values, 1.0)
+        matrix = sparse.csc_matrix((values, (rows, columns)))  # (nodes, nodes), entries of the same place added
+        factors = splu(matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0, options=dict(SymmetricMode=True))
+        at_electrodes = factors.solve(self._currents)[self.mesh.el_pos]  # (electrode, pattern)
         pairs = self.protocol.meas_mat  # (pattern, 13, 2)
         pattern = np.arange(ELECTRODES)[:, None]
         return (at_electrodes[pairs[..., 0], pattern] - at_electrodes[pairs[..., 1], pattern]).ravel()
@@ -189,67 +170,60 @@ def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_d
     as the relative deviation of every voltage's gain and of the gain of all. Every sample depends on (seed, split, its number)
     alone. Raises TpukitError if the folder holds a set of other settings, or cannot be written.
     """
+    from tqdm.auto import tqdm
+
     folder = Path(folder)
     if min(samples, test_samples, seed) < 0 or workers < 1:
         counts = f"samples={samples}, test_samples={test_samples}, seed={seed}, workers={workers}"
         raise TpukitError(f"{counts}: none may be negative, and workers must be 1 or more")
     settings = dict(seed=seed, snr_db=snr_db, mismatch=mismatch)
-    jobs = []
+    missing = []
     with files.explain_unwritable(folder):
-        if folder.exists() and not folder.is_dir():
-            raise TpukitError(f"{folder} is a file; give a folder")
-        _check_settings(folder, settings)
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_settings(folder / "simulation.json", settings)
         for split, count in zip(SPLITS, (samples, test_samples)):
             (folder / split).mkdir(exist_ok=True)
             existing = {entry.name for entry in os.scandir(folder / split)}
-            missing = [number for number in range(count) if _file_name(number) not in existing]
-            jobs += [(folder, split, missing[i : i + CHUNK], settings) for i in range(0, len(missing), CHUNK)]
-    _run_jobs(jobs, min(workers, len(jobs)), samples + test_samples, progress)
+            missing += [(split, number) for number in range(count) if _file_name(number) not in existing]
+    total = samples + test_samples
+    make = functools.partial(_make_file, folder, settings)
+    workers = min(workers, len(missing) // CHUNK + 1)
+    with tqdm(total=total, initial=total - len(missing), desc="simulating", unit="sample", disable=not progress) as bar:
+        if workers <= 1:
+            for sample in missing:
+                make(sample)
+                bar.update()
+            return folder
+        # Fresh processes: a fork of a notebook's kernel would take its threads' locks along.
+        spawn = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+            try:
+                for _ in pool.map(make, missing, chunksize=CHUNK):
+                    bar.update()
+            except concurrent.futures.process.BrokenProcessPool as error:
+                raise TpukitError(
+                    "a worker process died (out of memory, or killed): start again to continue, with fewer workers. In a "
+                    "script, several workers need `if __name__ == '__main__':` around the call"
+                ) from error
     return folder
 
 
-def _check_settings(folder, settings):
+def _check_settings(path, settings):
     """Write the settings of a new set, or compare them with those of an existing one."""
-    path = folder / "simulation.json"
     if not path.exists():
-        with _explain_missing_pyeit():
-            versions = {name: importlib.metadata.version(name) for name in ("pyeit", "numpy", "scipy")}
-        folder.mkdir(parents=True, exist_ok=True)
-        about = dict(settings, versions=versions, conductive=CONDUCTIVE, resistive=RESISTIVE)
-        files.write_atomic(path, json.dumps(about, indent=1))
+        files.write_atomic(path, json.dumps(settings, indent=1))
         return
     try:
         saved = json.loads(path.read_text())
     except ValueError as error:  # not JSON, or not UTF-8
-        raise TpukitError(
-            f"{path} is damaged ({error}): delete it if you know the settings, or choose another folder"
-        ) from error
+        raise TpukitError(f"{path} is damaged ({error}): delete it, or choose another folder") from error
     different = [f"{name}={saved.get(name)}, not {value}" for name, value in settings.items() if saved.get(name) != value]
     if different:
-        raise TpukitError(f"{folder} holds a simulation with {'; '.join(different)}: give the same settings, or another folder")
+        raise TpukitError(f"{path.parent} was simulated with {'; '.join(different)}: give the same, or another folder")
 
 
-def _run_jobs(jobs, workers, total, progress):
-    from tqdm.auto import tqdm
-
-    left = sum(len(numbers) for _, _, numbers, _ in jobs)
-    with tqdm(total=total, initial=total - left, desc="simulating", unit="sample", disable=not progress) as bar:
-        if workers <= 1:
-            for job in jobs:
-                bar.update(_make_samples(*job))
-            return
-        # Fresh processes: a fork of a notebook's kernel would take its threads' locks along.
-        pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-        try:
-            for done in concurrent.futures.as_completed([pool.submit(_make_samples, *job) for job in jobs]):
-                bar.update(done.result())
-        except concurrent.futures.process.BrokenProcessPool as error:
-            raise TpukitError(
-                "a worker process died (out of memory, or killed): start again to continue, with fewer workers. In a "
-                "script, several workers need `if __name__ == '__main__':` around the call"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+def _file_name(number):
+    return f"{number:06d}.npz"
 
 
 @functools.cache
@@ -257,19 +231,13 @@ def _tank():
     return Tank()
 
 
-def _make_samples(folder, split, numbers, settings):
-    """Make the samples of a split with these numbers; returns how many."""
-    for number in numbers:
-        sample = make_sample(_tank(), split, number, **settings)
-        # Not durable: there are thousands, and each would wait for the disk.
-        path = folder / split / _file_name(number)
-        with files.explain_unwritable(folder), files.atomic_file(path, durable=False) as file:
-            np.savez_compressed(file, **sample)
-    return len(numbers)
-
-
-def _file_name(number):
-    return f"{number:06d}.npz"
+def _make_file(folder, settings, sample):
+    """Make the file of one sample, given as (split, number)."""
+    split, number = sample
+    path = folder / split / _file_name(number)
+    # Not durable: there are thousands, and each would wait for the disk.
+    with files.explain_unwritable(folder), files.atomic_file(path, durable=False) as file:
+        np.savez_compressed(file, **make_sample(_tank(), split, number, **settings))
 
 
 def make_sample(tank, split, number, *, seed, snr_db, mismatch):
@@ -283,31 +251,3 @@ def make_sample(tank, split, number, *, seed, snr_db, mismatch):
     volts = volts.astype(np.float32)
     baselines = {name: (matrix @ volts).reshape(SIZE, SIZE).astype(np.float16) for name, matrix in tank.baselines.items()}
     return dict(xs=image, ys=volts[:, None], **baselines, seed=np.array(origin))
-
-
-def compare_with_measurements(folder, volts=1040.856):
-    """dict(name -> correlation of simulated and measured voltages) of a folder of real samples with xs and ys, as UEF2017's.
-
-    volts: what ys is divided by."""
-    paths = sorted(Path(folder).glob("*.npz"))
-    if not paths:
-        raise TpukitError(f"no npz files in {folder}: give the folder of real samples, data2017/ for instance")
-    correlations = {}
-    for path in paths:
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                image, measured = arrays["xs"].reshape(SIZE, SIZE), arrays["ys"].reshape(208) / volts
-        except Exception as error:  # numpy and zipfile raise many types for a damaged file
-            raise TpukitError(f"{path} is not a sample with xs and ys ({error})") from error
-        correlations[path.stem] = float(np.corrcoef(_tank().simulate(image), measured)[0, 1])
-    return correlations
-
-
-@contextlib.contextmanager
-def _explain_missing_pyeit():
-    try:
-        yield
-    except ImportError as error:
-        raise TpukitError(
-            "the simulator of electrical impedance tomography needs pyEIT 1.2.4 or newer: pip install 'pyeit>=1.2.4'"
-        ) from error

@@ -105,8 +105,8 @@ def find_list(folder, split):
             return found[0]
     here = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
     raise TpukitError(
-        f"no {split} list in {folder}: looked for {', '.join(LISTS[split])}. The folder holds {here}. "
-        "It should hold images/, masks/, trainval.txt and test.txt."
+        f"no {split} list in {folder}, which should hold images/, masks/, trainval.txt and test.txt: looked for "
+        f"{', '.join(LISTS[split])}; found {here}"
     )
 
 
@@ -143,11 +143,13 @@ def _read_split(folder, listing, skip_bad):
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
     names, images, masks, bad = [], [], [], []
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        pairs = pool.map(lambda entry: _read_pair(folder, entry[1]), entries)
-        pairs = tqdm(pairs, desc=f"decoding {listing.stem}", total=len(entries), unit="image", disable=len(entries) < 200)
-        for (number, name), (image, mask, problem) in zip(entries, pairs):
-            if problem:
-                bad.append(f"  line {number}: {name}: {problem}")
+        pairs = [pool.submit(_read_pair, folder, name) for _, name in entries]
+        progress = tqdm(pairs, desc=f"decoding {listing.stem}", unit="image", disable=len(pairs) < 200)
+        for (number, name), pair in zip(entries, progress):
+            try:
+                image, mask = pair.result()
+            except TpukitError as error:
+                bad.append(f"  line {number}: {name}: {error}")
             else:
                 names.append(name)
                 images.append(image)
@@ -157,46 +159,36 @@ def _read_split(folder, listing, skip_bad):
         problems = "\n".join(bad[:20])
         if len(bad) > 20:
             problems += f"\n  ... and {len(bad) - 20} more"
-        if not skip_bad:
+        notes = f"left out {len(bad)} of {len(entries)} entries:\n{problems}"
+        if not skip_bad or not names:
             raise TpukitError(
                 f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n{problems}\n"
                 "Fix them, or leave them out with skip_bad=True (--skip-bad)."
             )
-        if not names:
-            raise TpukitError(f"{listing}: no entry is left")
-        notes = f"left out {len(bad)} of {len(entries)} entries:\n{problems}"
     return dict(names=np.array(names), notes=np.array(notes), **_pack("images", images), **_pack("masks", masks))
 
 
 def _read_pair(folder, name):
-    """(image, mask, None), or (None, None, what is wrong)."""
+    """(image, mask) of a name in a list. Raises TpukitError with what is wrong."""
     stem = name.rsplit(".", 1)[0] if Path(name).suffix.lower() in IMAGE_ENDINGS else name
-    image_path = _first_file(folder / "images", stem, ("",))
-    mask_path = _first_file(folder / "masks", stem, MASK_SUFFIXES)
-    if image_path is None:
-        return None, None, "no image in images/"
-    if mask_path is None:
-        return None, None, "no mask in masks/"
-    try:
-        path = image_path
-        image = read_image(path)
-        path = mask_path
-        mask = read_image(path, grey=True)
-    except Exception as error:  # Pillow raises many types for a damaged file
-        return None, None, f"{path.relative_to(folder)} is unreadable ({error})"
+    image = _read_first(folder, [f"images/{stem}"])
+    mask = _read_first(folder, [f"masks/{stem}{suffix}" for suffix in MASK_SUFFIXES], grey=True)
     if image.shape[:2] != mask.shape[:2]:
         (height, width), (mask_height, mask_width) = image.shape[:2], mask.shape[:2]
-        return None, None, f"image is {width}x{height}, mask is {mask_width}x{mask_height}"
-    return image, mask, None
+        raise TpukitError(f"image is {width}x{height}, mask is {mask_width}x{mask_height}")
+    return image, mask
 
 
-def _first_file(folder, stem, suffixes):
-    for suffix in suffixes:
+def _read_first(folder, stems, grey=False):
+    """The pixels of the first image file with one of these names, without ending, that is there."""
+    for stem in stems:
         for ending in IMAGE_ENDINGS:
-            path = folder / f"{stem}{suffix}{ending}"
-            if path.is_file():
-                return path
-    return None
+            if (folder / f"{stem}{ending}").is_file():
+                try:
+                    return read_image(folder / f"{stem}{ending}", grey=grey)
+                except Exception as error:  # Pillow raises many types for a damaged file
+                    raise TpukitError(f"{stem}{ending} is unreadable ({error})") from error
+    raise TpukitError(f"no image {stems[0]}")
 
 
 def read_image(path, *, grey=False):
