@@ -7,6 +7,17 @@ from torch.nn import functional as F
 from tpukit.workloads.mshnet import MSHNet, tiling
 
 
+@pytest.mark.parametrize("factor", [2, 4, 8])
+def test_upsampling_equals_bilinear_interpolation_with_aligned_corners(factor):
+    x = torch.randn(2, 3, 12, 20, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    wanted = F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=True)
+    torch.testing.assert_close(tiling.upsample(x, factor), wanted, atol=1e-5, rtol=0)
+    weight = torch.randn_like(wanted)
+    ours = torch.autograd.grad((tiling.upsample(x, factor) * weight).sum(), x)[0]
+    theirs = torch.autograd.grad((wanted * weight).sum(), x)[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
 def test_doubling_by_blending_equals_bilinear_interpolation_and_its_gradient_is_exact():
     x = torch.randn(2, 3, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     wanted = F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True)

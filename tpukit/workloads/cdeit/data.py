@@ -43,46 +43,36 @@ PARTS = tuple(name for convention in (TRAINING, *CONVENTIONS.values()) for name 
 
 
 class Impedance:
-    """One split, read once into arrays that all processes of a host share.
+    """One split, whose images all processes of a host share.
 
-    `batch(indices, numbers)` -> dict of image (B, 1, 128, 128) float32, voltages (B, 1, 16, 16) float32, key (B,) int64 for
-    the noise; with numbers (B, 2) in [0, 1) also t (B,) int64, the timestep; without, TR and xs_gn (B, 128, 128) float32.
+    `batch(indices, numbers)` -> dict of image (B, 1, 128, 128) float32, voltages (B, 1, 16, 16) float32, of a test set TR and
+    xs_gn (B, 128, 128) float32, key (B,) int64 for the noise; with numbers (B, 2) in [0, 1) also t (B,) int64, the timestep.
     """
 
     num_draws = 2  # for the noise and for the timestep
 
     def __init__(self, folder, convention, statistics, notes=""):
-        self.convention, self.statistics, self.notes = convention, statistics, notes
-        wanted = ("xs", "ys") if convention is TRAINING else ("xs", "ys", *BASELINES)
-        key = [wanted, arrays.content_key(folder, like=("*.npz",))]
-        stored = arrays.mapped(f"eit-{folder.name}", key, lambda: _read_split(folder, wanted))
-        self.names, self.images, self.volts = stored["names"], stored["xs"], stored["ys"]
-        self.baselines = {name: stored[name] for name in BASELINES if name in stored}
+        self.statistics, self.notes = statistics, notes
+        stored = _read_split(folder, ("xs", "ys") if convention is TRAINING else ("xs", "ys", *BASELINES))
+        self.names = stored["names"]
+        volts = stored["ys"] / np.float32(convention.volts)
+        self.arrays = dict(image=stored["xs"][:, None], voltages=voltage_map(volts, *statistics))
+        if convention is not TRAINING:
+            self.arrays |= dict(TR=stored["TR"] * np.float32(1 / convention.unit), xs_gn=stored["xs_gn"])
 
     def __len__(self):
-        return len(self.images)
+        return len(self.names)
 
     def batch(self, indices, numbers=None):
-        rows = self._rows(indices)
-        if numbers is not None:
-            rows = dict(image=rows["image"], voltages=rows["voltages"])
-        return rows | self.sample_parameters(indices, numbers)
-
-    def _rows(self, chosen):
-        volts = self.volts[chosen] / np.float32(self.convention.volts)
-        rows = dict(image=self.images[chosen][:, None], voltages=voltage_map(volts, *self.statistics))
-        if self.baselines:
-            rows["TR"] = self.baselines["TR"][chosen] * np.float32(1 / self.convention.unit)
-            rows["xs_gn"] = self.baselines["xs_gn"][chosen]
-        return rows
+        return {name: values[indices] for name, values in self.arrays.items()} | self.sample_parameters(indices, numbers)
 
     # On the device
 
     def device_nbytes(self):
-        return self.images.nbytes * (1 + len(self.baselines))
+        return sum(values.nbytes for values in self.arrays.values())
 
     def device_arrays(self):
-        return self._rows(slice(None))
+        return self.arrays
 
     def sample_parameters(self, indices, numbers=None):
         if numbers is None:
@@ -125,14 +115,18 @@ def find_split(root, convention):
 
 
 def _read_split(folder, names):
+    """dict of the arrays of a folder's files, (N, ...) each, and `names` of the files; mapped into memory."""
     from tqdm.auto import tqdm
 
-    paths = sorted(folder.glob("*.npz"))
-    if not paths:
-        raise TpukitError(f"no npz files in {folder}")
-    samples = [_read_file(path, names) for path in tqdm(paths, desc=f"reading {folder.name}", disable=len(paths) < 1000)]
-    split = {name: np.stack([sample[name] for sample in samples]) for name in names}
-    return dict(split, names=np.array([path.stem for path in paths]))
+    def read():
+        paths = sorted(folder.glob("*.npz"))
+        if not paths:
+            raise TpukitError(f"no npz files in {folder}")
+        samples = [_read_file(path, names) for path in tqdm(paths, desc=f"reading {folder.name}", disable=len(paths) < 1000)]
+        split = {name: np.stack([sample[name] for sample in samples]) for name in names}
+        return dict(split, names=np.array([path.stem for path in paths]))
+
+    return arrays.mapped(f"eit-{folder.name}", [names, arrays.content_key(folder, like=("*.npz",))], read)
 
 
 def _read_file(path, names):
@@ -186,7 +180,7 @@ def _read_statistic(path):
 
 
 def _compute_statistics(training):
-    volts = Impedance(training, TRAINING, None).volts.reshape(-1, ELECTRODES, ELECTRODES - 3)
+    volts = _read_split(training, ("xs", "ys"))["ys"].reshape(-1, ELECTRODES, ELECTRODES - 3)
     deviation = volts.std(0, dtype=np.float64)
     if len(volts) < 2 or not deviation.all():
         raise TpukitError(f"{training}: the voltages of its {len(volts)} samples do not vary; simulate more")

@@ -5,6 +5,7 @@ Letters: B batch, S side of the image, P side of a patch, G = S / P side of the 
 of a window.
 """
 
+import collections
 import functools
 import math
 
@@ -102,16 +103,6 @@ class WindowAttention(nn.Module):
         return x.reshape(batch, tokens, width)
 
 
-class MLP(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.fc1 = nn.Linear(width, MLP_RATIO * width)
-        self.fc2 = nn.Linear(MLP_RATIO * width, width)
-
-    def forward(self, x):
-        return self.fc2(F.silu(self.fc1(x)))
-
-
 class Block(nn.Module):
     """Attention and an MLP, each shifted, scaled and gated by the timestep (adaLN-zero: Peebles and Xie, ICCV 2023)."""
 
@@ -120,7 +111,8 @@ class Block(nn.Module):
         self.norm1 = Norm(width)
         self.attn = WindowAttention(width, heads, window) if window else Attention(width, heads)
         self.norm2 = Norm(width)
-        self.mlp = MLP(width)
+        wide, narrow = nn.Linear(width, MLP_RATIO * width), nn.Linear(MLP_RATIO * width, width)
+        self.mlp = nn.Sequential(collections.OrderedDict(fc1=wide, silu=nn.SiLU(), fc2=narrow))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x, time):  # (B, T, C), (B, C)
@@ -215,15 +207,8 @@ class CDEITModel(nn.Module):
     def __init__(self, *, image_size=128, patch=2, width=512, heads=16, window=16, levels=4, checkpointing=False):
         super().__init__()
         grid = image_size // max(patch, 1)
-        if (
-            min(patch, width, heads, window) < 1
-            or levels < 0
-            or image_size % patch
-            or grid % window
-            or grid % 2**levels
-            or width % heads
-            or width % 4
-        ):
+        positive = min(patch, width, heads, window) >= 1 and levels >= 0
+        if not positive or image_size % patch or grid % window or grid % 2**levels or width % heads or width % 4:
             raise TpukitError(
                 f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width}, heads={heads} do "
                 f"not fit: all are at least 1, the token grid image_size / patch ({grid}) must be a multiple of the window and "

@@ -9,20 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from tpukit.workloads.mshnet import tiling
-from tpukit.workloads.mshnet.tiling import conv2d, upsample2x
+from tpukit.workloads.mshnet.tiling import conv2d, upsample, upsample2x
 
 CHANNELS = (16, 32, 64, 128, 256)
 BLOCKS = (1, 2, 2, 2, 2)
-
-
-def upsample(x, factor):
-    """Bilinear upsampling with aligned corners, as two matrix products.
-
-    x: (B, C, H, W) -> (B, C, factor*H, factor*W). Equal to `F.interpolate(..., align_corners=True)`; the gather form has
-    no backward on XLA, which would cut the training step into several graphs.
-    """
-    rows, columns = (tiling.interpolation_matrix(size, factor, x) for size in x.shape[-2:])
-    return rows @ x @ columns.T
 
 
 class ChannelAttention(nn.Module):

@@ -117,8 +117,16 @@ def _blend_weights(position, size, dtype):
     return (position / (2 * size - 1)).to(dtype), ((size - 1 - position) / (2 * size - 1)).to(dtype)
 
 
-def interpolation_matrix(size, factor, like):
-    """(factor * size, size) matrix of linear interpolation with aligned corners, built on the device of `like`."""
+def upsample(x, factor):
+    """Bilinear upsampling with aligned corners, by two matrix products: (B, C, H, W) -> (B, C, factor * H, factor * W).
+
+    `F.interpolate` gathers, which has no backward on XLA and would cut the training step into several graphs."""
+    rows, columns = (_interpolation_matrix(size, factor, x) for size in x.shape[-2:])
+    return rows @ x @ columns.T
+
+
+def _interpolation_matrix(size, factor, like):
+    """(factor * size, size), built on the device of `like`."""
     out = size * factor
     # Float64 on the host would be exact; float32 positions are within 1e-5 of a pixel at the sizes used here.
     position = torch.arange(out, dtype=torch.float32, device=like.device) * ((size - 1) / (out - 1))
