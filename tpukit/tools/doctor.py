@@ -13,7 +13,7 @@ from tpukit.host.tables import GIB, Table
 from tpukit.tools.import_probe import import_packages
 
 OK, NOTE, WARNING, BLOCKS = "ok", "note", "warning", "BLOCKS"
-NEEDED = ("numpy", "pillow", "safetensors", "scikit-image", "tqdm", "rich", "tyro", "matplotlib", "scipy", "pyeit", "libcst")
+NEEDED = ("numpy", "pillow", "safetensors", "tqdm", "rich", "tyro", "matplotlib", "scipy", "pyeit", "libcst")
 # Packages that only a part of tpukit needs -> (level where they are missing, that part).
 NEEDED_FOR = {
     "tyro": (NOTE, "the options of the command line"),
@@ -21,7 +21,6 @@ NEEDED_FOR = {
     "libcst": (NOTE, "`tpukit migrate`"),
     "pyeit": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
     "scipy": (WARNING, "the scores of mshnet and cdeit, and `tpukit simulate eit`"),
-    "scikit-image": (WARNING, "the scores of cdeit"),
 }
 IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu must stay as they are
 FRESH = "start a fresh session and install nothing over the image's versions"
