@@ -298,7 +298,7 @@ def test_a_kernel_knows_whether_somebody_could_answer_a_question():
     try:
         for answers in (True, False):  # a page; papermill
             client.execute_interactive(
-                "from tpukit.host import drive; print(drive._user_can_answer())",
+                "from tpukit.host import environment; print(environment.has_open_page())",
                 allow_stdin=answers,
                 stdin_hook=pytest.fail,
                 timeout=60,

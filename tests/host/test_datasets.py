@@ -2,15 +2,11 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.conftest import refuses
 from tests.host.test_archives import make_archive
-from tpukit import TpukitError, find_dataset, workloads
-from tpukit.workloads import cdeit, mnist
-from tpukit.workloads.datasets import make_synthetic
-from tpukit.workloads.mshnet.data import LISTS
+from tpukit import find_dataset
 
 
 def touch(folder):
@@ -43,17 +39,6 @@ def test_the_places_come_in_order_drive_then_folder_then_synthetic(colab, tmp_pa
     drive = touch(colab.drive / "datasets/IRSTD-1k")
     assert find_dataset(colab, "IRSTD-1k") == drive
     assert "on Drive" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["cifar10", "IRSTD1k", "NUDT-SIRST", ""])
-def test_a_name_that_no_workload_knows_is_an_error_that_lists_the_names(here, tmp_path, name):
-    known = {workloads.find(workload).dataset for workload in workloads.WORKLOADS}
-    assert len(known) == 3
-    for ask in (lambda: find_dataset(here, name), lambda: make_synthetic(name, tmp_path / "made")):
-        with pytest.raises(TpukitError) as error:
-            ask()
-        assert all(other in str(error.value) for other in known)
-    assert not list(tmp_path.glob("**/*.png"))
 
 
 def test_a_name_of_the_users_own_is_fine_where_there_is_data(here, tmp_path):
@@ -94,27 +79,6 @@ def test_another_archive_for_the_same_name_is_unpacked_beside_the_first(here, tm
     make_archive(tmp_path / "IRSTD.zip", {"trainval.txt": "a newer one"})
     newer = find_dataset(here, "IRSTD-1k", tmp_path / "IRSTD.zip")
     assert (newer / "trainval.txt").read_text() == "a newer one"
-
-
-def test_every_folder_that_a_workload_looks_for_is_one_of_the_parts():
-    names = {name for convention in (*cdeit.CONVENTIONS.values(), cdeit.TRAINING) for name in convention.folders}
-    names |= {pattern.split("/")[0] for patterns in LISTS.values() for pattern in patterns if "/" in pattern}
-    parts = {name for key in workloads.WORKLOADS for name in workloads.find(key).dataset_parts}
-    assert names | {"images", "masks", "raw"} == parts
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [lambda data: data[:3000], lambda data: b"", lambda data: data[:200] + b"x" * 300 + data[500:]],
-    ids=["cut short", "empty", "changed"],
-)
-def test_a_damaged_mnist_is_named(tmp_path, damage):
-    values = dict.fromkeys(("x_train", "x_test"), np.random.default_rng(0).integers(0, 256, (5, 28, 28), np.uint8))
-    np.savez_compressed(tmp_path / "mnist.npz", **values, y_train=np.arange(5), y_test=np.arange(5))
-    path = tmp_path / "mnist.npz"
-    path.write_bytes(damage(path.read_bytes()))
-    with refuses(tmp_path):
-        mnist.read_split(tmp_path, "train")
 
 
 def test_a_workloads_own_fallback_folder_is_taken_for_a_missing_path_and_named(here, capsys):

@@ -9,7 +9,7 @@ import pytest
 from tests.reporting.hostile import EVIL, strange_measurement, strange_run
 from tpukit import cli
 from tpukit.host.tables import Sentences, printable
-from tpukit.reporting import figures, findings
+from tpukit.reporting import display, figures, findings
 
 
 class Page(HTMLParser):
@@ -57,17 +57,17 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
     def page(word, folder):
         folder.mkdir()
         shown = []
-        monkeypatch.setattr(figures, "_in_notebook", lambda: True)
+        monkeypatch.setattr(display, "in_notebook", lambda: True)
         monkeypatch.setattr("IPython.display.display", shown.append)
         run = strange_run(folder / "run", word)
-        figures.show(run)
-        figures.show_report(run)
+        display.show(run)
+        display.show_report(run)
         measurement = compare.Measurement.read(strange_measurement(folder / "m.json", word))
-        figures.show_comparison(compare.compare([measurement], prices=prices.read()))
-        figures._display(measurement.table())
-        figures._display(findings.settings_table(run.config))
-        figures._display_figure(figures.panels_figure([[(word, np.eye(4)), (word, np.eye(4))]], word))
-        figures._display(findings.live_table(word, run.records(), run.read_progress(), run.checkpoints(), 1.0))
+        display.show_comparison(compare.compare([measurement], prices=prices.read()))
+        display.present(measurement.table())
+        display.present(findings.settings_table(run.config))
+        display.present_figure(figures.panels_figure([[(word, np.eye(4)), (word, np.eye(4))]], word))
+        display.present(findings.live_table(word, run.records(), run.read_progress(), run.checkpoints(), 1.0))
         formatter = DisplayFormatter()
         formatter.active_types = formatter.format_types
         cell = nbformat.v4.new_code_cell("show()", id="shown")

@@ -20,7 +20,7 @@ import torch
 from tests.conftest import SMALL, best_weights, exact, refuses, same
 from tpukit import MNIST, MSHNet, Run, TpukitError, launch, train
 from tpukit.host import files
-from tpukit.reporting import figures, findings
+from tpukit.reporting import display, findings
 from tpukit.runs import weights
 from tpukit.workloads.datasets import make_synthetic
 
@@ -45,7 +45,7 @@ def test_a_run_that_cannot_be_written_in_is_shown_all_the_same(trained, capsys):
     _, run = trained
     shutil.rmtree(run.path / "pictures", ignore_errors=True)
     (run.path / "pictures").touch()  # no folder can be made there
-    figures.show(run)
+    display.show(run)
     shown = capsys.readouterr().out
     assert "Scores after epoch" in shown and "picture not saved at" in shown and "picture:" not in shown
 

@@ -11,7 +11,7 @@ from benchmarks import plans
 from tpukit import CDEIT, MNIST, MSHNet, TpukitError, cli
 from tpukit.devices.chips import MACHINES
 from tpukit.host.tables import GIB
-from tpukit.reporting import figures
+from tpukit.reporting import display, figures
 from tpukit.tools import plan as tool
 from tpukit.tools.plan import Plan, plan
 
@@ -180,7 +180,7 @@ def test_nothing_fits_is_an_answer_too(monkeypatch, quiet):
 
 def test_a_plan_is_shown_as_a_table_and_as_bars_beside_the_chips_memory(capsys):
     found = Plan("mshnet", "train", "v5e-1", [row(32), row(128, False)])
-    figures.show_plan(found)
+    display.show_plan(found)
     shown = capsys.readouterr().out
     for words in ("4.00", "memory", "15.75 GiB", "needs 31.25G"):
         assert words.lower() in shown.lower(), words

@@ -25,7 +25,7 @@ from tpukit.runs.run import setting
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_every_workload_moves_its_weights_scores_and_shows(name, device, digits, infrared, tank, tmp_path, request, capsys):
     from tpukit import show
-    from tpukit.reporting import figures
+    from tpukit.reporting import display
 
     runtime = request.getfixturevalue(device)
     task = {
@@ -45,11 +45,11 @@ def test_every_workload_moves_its_weights_scores_and_shows(name, device, digits,
     assert all(v.device.type == "cpu" for v in after.values())
     assert run.records("train")[-1]["grad_norm"] > 0
     (
-        figures.show_task(task),
-        figures.show_samples(task),
+        display.show_task(task),
+        display.show_samples(task),
         show(run),
-        figures.show_report(run),
-        figures.show_predictions(run, task),
+        display.show_report(run),
+        display.show_predictions(run, task),
     )
     assert (run.path / "pictures/curves.png").stat().st_size > 5000
     assert (run.path / "pictures/predictions.png").stat().st_size > 3000

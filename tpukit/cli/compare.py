@@ -70,7 +70,7 @@ def merge(
             output folder.
     """
     from tpukit.host import environment
-    from tpukit.reporting import figures
+    from tpukit.reporting import display
     from tpukit.tools import compare as tool
     from tpukit.tools import prices as price_table
 
@@ -100,7 +100,7 @@ def merge(
         spot=spot,
         usd_per_kwh=usd_per_kwh,
     )
-    figures.show_comparison(comparison, picture)
+    display.show_comparison(comparison, picture)
 
 
 def _picture_path(files, outputs):

@@ -37,7 +37,7 @@ def test(task, options):
     """Score a weights file, or the best weights of a run."""
     from tpukit.host import environment
     from tpukit.launching.launcher import launch
-    from tpukit.reporting import figures, findings
+    from tpukit.reporting import display, findings
     from tpukit.runs.run import Run
     from tpukit.training.evaluation import test as run_test
 
@@ -55,7 +55,7 @@ def test(task, options):
     if scores and environment.rank() == 0:
         print(f"\n{findings.scores_table(scores)}")
         if task.load_predictions(run.path / "predictions"):
-            figures.show_predictions(run, task, count=8)
+            display.show_predictions(run, task, count=8)
             print(f"predictions: {run.path / 'predictions'}")
 
 
@@ -81,9 +81,9 @@ def show(run: tyro.conf.Positional[Path]):
     Args:
         run: the folder of a run.
     """
-    from tpukit.reporting import figures
+    from tpukit.reporting import display
 
-    figures.show(run)
+    display.show(run)
 
 
 def report(
@@ -104,11 +104,11 @@ def report(
         on: the cores for these steps.
     """
     from tpukit.host import environment
-    from tpukit.reporting import figures
+    from tpukit.reporting import display
     from tpukit.runs.run import Run
 
     run = Run.find(run)
-    figures.show_report(run)
+    display.show_report(run)
     if trace or hlo:
         from tpukit.tools import trace as tool
 

@@ -1,6 +1,6 @@
 """Google Drive on Colab: mounted after asking the user, once."""
 
-import sys
+from tpukit.host import environment
 
 _asked = set()  # the Drives that this process asked for: a refusal is an answer
 
@@ -30,13 +30,7 @@ def mount_drive(env, mount=None):
 
 def ask_for_drive(env):
     """Mount a Drive that is not mounted, if the user was not asked before and can answer. Returns whether it was mounted."""
-    if env.drive.is_dir() or env.drive in _asked or not _user_can_answer():
+    if env.drive.is_dir() or env.drive in _asked or not environment.has_open_page():
         return False
     print("Drive: the dataset may be there, so Colab asks whether to mount it")
     return mount_drive(env) is not None
-
-
-def _user_can_answer():
-    """Whether this is a notebook whose page can ask its user something. Without one Colab's mount waits forever, or fails."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return getattr(getattr(shell, "kernel", None), "_allow_stdin", False)  # as the page set it when it sent the cell

@@ -12,6 +12,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import traceback
 from pathlib import Path
 
@@ -319,3 +320,9 @@ def explain_known_errors():
         # The runtime's first lines name the problem and, where a shape changed, the shape; the rest is its own stack.
         lines = [line.strip()[:300] for line in str(error).splitlines() if line.strip()]
         raise TpukitError("\n".join([*lines[:3], fix])) from error
+
+
+def has_open_page():
+    """Whether this is a notebook on a page, whose user sees what changes and can answer; not papermill, not a shell."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return getattr(getattr(shell, "kernel", None), "_allow_stdin", False)  # as the page set it when it sent the cell

@@ -1,149 +1,110 @@
-"""Showing things: figures, tables and sentences, in a notebook or a shell. The only importer of matplotlib and IPython."""
+"""Figures from records, panels, plans and comparisons. The only importer of matplotlib; nothing here displays or saves."""
 
-import dataclasses
-import io
 import itertools
 import math
 
-import numpy as np
-
-from tpukit.host.errors import TpukitError
-from tpukit.host.tables import GIB, Sentences, printable
+from tpukit.host.tables import GIB, printable
 from tpukit.reporting import findings
-from tpukit.runs import weights
-from tpukit.runs.run import Run, settings_dict
 
+# Of Okabe and Ito: told apart with every common colour blindness. Black is left to matplotlib, for dark backgrounds.
+BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8a94a0"
+SERIES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"), ("#CC79A7", "D"))  # colour and marker of one of several curves
 MAX_LABEL = 60  # characters
-INK, ACCENT, SECOND, GREY = "#1f2933", "#0b6e99", "#c2410c", "#8a94a0"
 
 
-def show(run):
-    """Show a run: its scores and its curves. `show_report` shows what the accelerator did.
-
-    run: a `Run`, or the path of one. The curves are also saved as pictures/curves.png in its folder.
-    """
-    run = _open(run)
-    records = run.records()
-    evaluations = [record for record in findings.valid_records(records) if record["kind"] == "evaluation"]
-    if evaluations:
-        last = evaluations[-1]
-        _display(findings.scores_table(last["scores"], f"Scores after epoch {last['epoch'] + 1}"))
-    _display_figure(curves_figure(records), run.path / "pictures" / "curves.png")
-    if not records:
-        _display(Sentences(["This run has not started yet."]))
-
-
-def show_report(run):
-    """Show what the accelerator did in the last session of a run: in sentences, then numbers, then a picture.
-
-    Compilations with their causes, where a step's time went, memory of every device. run: a `Run`, or the path of one. The
-    picture is also saved as pictures/report.png in its folder.
-    """
-    run = _open(run)
-    records = run.records()
-    _display(Sentences(findings.findings(records)))
-    for table in findings.accelerator_tables(records):
-        _display(table)
-    _display_figure(report_figure(records), run.path / "pictures" / "report.png")
-
-
-def show_task(task):
-    """Show every setting of a workload as a table."""
-    _display(findings.settings_table(dict(workload=task.name, settings=settings_dict(task))))
-
-
-def show_samples(task, *, count=4):
-    """Show samples of the training set as the model gets them, augmented, with their labels."""
-    data, _ = task.datasets()
-    indices = _evenly_spaced(len(data), count)
-    numbers = np.random.default_rng(task.seed).random((len(indices), data.num_draws)) if data.num_draws else None
-    if notes := getattr(data, "notes", ""):
-        print(printable(notes))
-    _display_figure(panels_figure(task.panels(data.batch(indices, numbers)), "Training samples"))
-
-
-def show_predictions(run, task, *, count=4):
-    """Show what the run's best weights predict for test images, next to the truth.
-
-    The predictions are those that `test` saved, if the workload saves them; otherwise they are made here, on the CPU. Also
-    saved as pictures/predictions.png in the run's folder.
-    """
-    best, folder = run.path / "best.safetensors", run.path / "predictions"
-    saved = None
-    if folder.is_dir() and best.exists() and folder.stat().st_mtime >= best.stat().st_mtime:
-        saved = task.load_predictions(folder)
-    if saved:
-        batch, prediction = saved
-        indices = _evenly_spaced(len(prediction), count)
-        batch, prediction = {name: values[indices] for name, values in batch.items()}, prediction[indices]
-    else:
-        batch, prediction = _predict(run, task, count)
-    figure = panels_figure(task.panels(batch, prediction), "Test images")
-    _display_figure(figure, run.path / "pictures" / "predictions.png")
-
-
-def show_plan(plan):
-    """Show what `plan` found: the table, and the peak of each batch size beside the chip's memory."""
-    _display(plan.table())
-    _display_figure(plan_figure(plan))
-    _display(Sentences([plan.caption]))
-
-
-def show_comparison(comparison, picture=None):
-    """Show what `compare` found: tables, plots, and the choice in words. picture: also save the plots there, as a PNG file."""
-    for table in comparison.tables():
-        _display(table)
-    _display_figure(comparison_figure(comparison), picture)
-    _display(comparison.sentences())
-
-
-def _open(run):
-    return run if isinstance(run, Run) else Run.find(run)
-
-
-def _predict(run, task, count):
-    """(batch, predictions) of test images by the run's best weights, on the CPU."""
-    import torch
-
-    from tpukit.devices.runtime import Runtime
-
-    best = run.path / "best.safetensors"
-    if not best.exists():
-        raise TpukitError(f"{run.path} has no best weights yet: the first evaluation saves them")
-    model = task.model().eval()
-    weights.load(model, best)
-    data = dataclasses.replace(task, weights=best).test_set()
-    batch = data.batch(_evenly_spaced(len(data), count))
-    tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
-    return batch, task.predictor(model, Runtime("cpu"), weights.epoch_of(best))(tensors)
-
-
-def _evenly_spaced(size, count):
-    """Up to `count` indices of `size`."""
-    return np.linspace(0, size - 1, min(count, size)).astype(int)
-
-
-# Figures
-
-
-def curves_figure(records):
-    """Loss, gradient norm and scores over the steps; None without any."""
-    series = findings.curves(records)
+def curves_figure(records, labels=findings.NO_LABELS):
+    """Loss, gradient norm and scores over the epochs of a run; None without any. labels: of `findings.labels_of`."""
+    series = {name: points for name, points in findings.epoch_curves(records).items() if not labels.hides(name)}
     if not series:
         return None
     columns = min(3, len(series))
     lines = math.ceil(len(series) / columns)
-    figure, axes = _subplots(lines, columns, (4.2 * columns, 2.7 * lines))
+    figure, axes = subplots(lines, columns, (4.2 * columns, 2.7 * lines))
     for axis in axes.flat[len(series) :]:
         axis.set_axis_off()
-    for axis, (name, (steps, values)) in zip(axes.flat, series.items()):
-        axis.plot(steps, values, color=ACCENT if name in ("loss", "gradient norm") else SECOND, lw=1.6, marker="o", ms=2.5)
-        _set_title(axis, name)
-        axis.set_xlabel("step", fontsize=8)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        _style(axis)
+    for axis, (name, (epochs, values)) in zip(axes.flat, series.items()):
+        plot_curve(axis, name, epochs, values, labels)
         if name == "gradient norm" and min(values) > 0:
             axis.set_yscale("log")
+    return figure
+
+
+def plot_curve(axis, name, epochs, values, labels):
+    """One series of a run over the epochs, with what its workload says of it: unit, best value, the paper's, milestones."""
+    is_score = name not in ("loss", "gradient norm")
+    axis.plot(epochs, values, color=RED if is_score else BLUE, lw=1.6, marker="o", ms=3 if len(values) < 60 else 0)
+    set_title(axis, labels.names.get(name, name))
+    axis.set_xlabel("epoch", fontsize=9)
+    style(axis)
+    if not values:
+        write_in_empty(axis, "nothing yet")
+        return
+    if is_score and min(values) >= 0:
+        axis.set_ylim(0, 1.25 * max(values) or 1)
+    if name == labels.score:
+        best = max(range(len(values)), key=values.__getitem__)
+        axis.plot(epochs[best], values[best], marker="*", ms=12, color=RED, mec="white")
+        axis.annotate(f"best {values[best]:.3g}", (epochs[best], values[best]), (0, 9), textcoords="offset points",
+                      ha="right" if epochs[best] > max(epochs) / 2 else "left", fontsize=8)  # fmt: skip
+    if name in labels.published:
+        axis.axhline(labels.published[name], color=GREY, ls="--", lw=1.2)
+        axis.text(0.01, labels.published[name], "the paper", transform=axis.get_yaxis_transform(), va="bottom", fontsize=8)
+        axis.set_ylim(0, 1.25 * max(*values, labels.published[name]))
+    for epoch, what in labels.milestones.items():
+        if min(epochs) < epoch < max(epochs) and not is_score:
+            axis.axvline(epoch, color=GREY, ls=":", lw=1.2)
+            axis.text(epoch, 0.98, f" {what}", transform=axis.get_xaxis_transform(), va="top", fontsize=8)
+
+
+def live_figure(records, progress, labels):
+    """A training as it stands: loss, the score that decides, and speed with the compilations of the step, over the epochs."""
+    figure, ((loss, score, speed),) = subplots(1, 3, (12.6, 3.0))
+    steps_per_epoch, series = findings.steps_per_epoch(records), findings.epoch_curves(records)
+    for axis, name in ((loss, "loss"), (score, labels.score or next(iter(series.keys() - {"loss", "gradient norm"}), "score"))):
+        plot_curve(axis, name, *series.get(name, ((), ())), labels)
+    found = findings.intervals(records)
+    speed.plot([interval["to"] / steps_per_epoch for interval in found], [one["images_per_s"] for one in found],
+               color=GREEN, lw=1.6, marker="o", ms=3 if len(found) < 60 else 0)  # fmt: skip
+    mark_compilations(speed, [step / steps_per_epoch for step in findings.compiled_steps(records)])
+    set_title(speed, "samples per second")
+    speed.set_xlabel("epoch", fontsize=9)
+    speed.set_ylim(bottom=0)
+    style(speed)
+    if not found:
+        write_in_empty(speed, "nothing yet")
+    figure.suptitle(label(findings.headline(records, progress), limit=150), x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def mark_compilations(axis, places):
+    """A dotted line at each place on the x axis where the training step was compiled, and a legend where there are any."""
+    for number, place in enumerate(places):
+        axis.axvline(place, color=RED, ls=":", lw=1.4, label=None if number else "step compiled")
+    if places:
+        axis.legend(fontsize=8, frameon=False)
+
+
+def roc_figure(roc):
+    """Recall over the false pixels per pixel, and precision over recall. roc: dict of lists tpr, fpr, precision, threshold."""
+    figure, ((axis, other),) = subplots(1, 2, (9.6, 3.2))
+    least = min([rate for rate in roc["fpr"] if rate > 0], default=1e-6) / 2
+    rates = [max(rate, least) for rate in roc["fpr"]]
+    axis.plot(rates, roc["tpr"], color=BLUE, lw=1.6, marker="o", ms=4)
+    axis.set(xscale="log", ylim=(0, 1.08))
+    set_title(axis, "ROC, pixels of the test set")
+    axis.set_xlabel("false pixels per background pixel", fontsize=9)
+    axis.set_ylabel("recall", fontsize=9)
+    other.plot(roc["tpr"], roc["precision"], color=RED, lw=1.6, marker="s", ms=4)
+    other.set(xlim=(0, 1.08), ylim=(0, 1.08))
+    set_title(other, "precision and recall")
+    other.set_xlabel("recall", fontsize=9)
+    other.set_ylabel("precision", fontsize=9)
+    for x, y, drawn in ((rates, roc["tpr"], axis), (roc["tpr"], roc["precision"], other)):
+        for place, threshold in enumerate(roc["threshold"]):
+            if threshold in (0.1, 0.5, 0.9):
+                offset = dict(textcoords="offset points", xytext=(5, -11), fontsize=8)
+                drawn.annotate(f"{threshold:g}", (x[place], y[place]), **offset)
+        style(drawn)
     return figure
 
 
@@ -153,63 +114,110 @@ def report_figure(records):
     if not found:
         return None
     memory = found[-1]["memory"]
-    figure, axes = _subplots(1, 2, (9.6, 3.2)) if memory else _subplots(1, 1, (6.4, 3.2))
+    figure, axes = subplots(1, 2, (9.6, 3.2)) if memory else subplots(1, 1, (6.4, 3.2))
     axis, steps = axes[0, 0], [interval["to"] for interval in found]
-    for part, label, colour, width, size in (
-        ("step_ms", "step, in total", INK, 1.6, 3),
-        ("wait_ms", "waiting for data", SECOND, 1.2, 2),
-        ("to_device_ms", "sending to the device", ACCENT, 1.2, 2),
-        ("from_device_ms", "reading from the device", GREY, 1.2, 2),
+    largest = max(interval["step_ms"] for interval in found)
+    for part, name, (colour, marker) in zip(
+        ("step_ms", "wait_ms", "to_device_ms", "from_device_ms"),
+        ("step, in total", "waiting for data", "sending to the device", "reading from the device"),
+        SERIES,
     ):
-        axis.plot(steps, [interval[part] for interval in found], color=colour, lw=width, marker="o", ms=size, label=label)
-    for number, step in enumerate(findings.compiled_steps(records)):
-        axis.axvline(step, color=SECOND, ls=":", lw=1.2, label=None if number else "step compiled")
-    axis.set(xlabel="step", ylabel="ms per step", ylim=(0, None))
-    _set_title(axis, "where a step's time went")
+        values = [interval[part] for interval in found]
+        if part == "step_ms" or max(values) > largest / 50:  # flat lines at zero say nothing
+            axis.plot(steps, values, color=colour, marker=marker, lw=1.5, ms=3, label=name)
+        else:
+            axis.plot([], [], color=colour, marker=marker, ms=3, label=f"{name}: below 2%")
+    axis.set_xlabel("step", fontsize=9)
+    axis.set_ylabel("ms per step", fontsize=9)
+    axis.set_ylim(0, None)
+    set_title(axis, "where a step's time went")
     axis.legend(fontsize=8, frameon=False)
-    axis.grid(alpha=0.25)
+    mark_compilations(axis, findings.compiled_steps(records))
+    style(axis)
     if memory:
         axis, peaks, totals = axes[0, 1], [peak / GIB for peak, _ in memory], [total / GIB for _, total in memory]
-        axis.bar([str(device) for device in range(len(memory))], peaks, color=ACCENT, width=0.6)
-        axis.axhline(totals[0], color=INK, ls="--", lw=1)
+        axis.bar([str(device) for device in range(len(memory))], peaks, color=BLUE, width=0.6)
+        axis.axhline(totals[0], color=GREY, ls="--", lw=1)
         axis.set(xlabel="device", ylabel="peak memory, GiB", ylim=(0, 1.15 * max(totals)))
-        _set_title(axis, f"of {totals[0]:.1f} GiB each")
+        set_title(axis, f"of {totals[0]:.1f} GiB each")
+    return figure
+
+
+def threshold_figure(scores, labels, threshold, panels):
+    """Panels of an image, and below them the scores over the threshold with a line at the one that the panels show.
+
+    scores: dict threshold -> dict of scores. panels: list of (title, array)."""
+    names = [name for name in labels.names if all(name in row for row in scores.values())]
+    columns = max(len(panels), len(names))
+    figure, axes = subplots(2, columns, (3.2 * columns, 5.6), height_ratios=(3.4, 2.2))
+    for axis in [*axes[0, len(panels) :], *axes[1, len(names) :]]:
+        axis.set_axis_off()
+    for axis, (name, array) in zip(axes[0], panels):
+        draw_panel(axis, name, array)
+    for axis, name in zip(axes[1], names):
+        axis.plot(list(scores), [row[name] for row in scores.values()], color=BLUE, lw=1.6, marker="o", ms=3)
+        axis.axvline(threshold, color=RED, lw=1.2)
+        set_title(axis, f"{labels.names[name]}: {scores[threshold][name]:.3g}")
+        axis.set_xlabel("threshold", fontsize=9)
+        axis.set_ylim(bottom=0)
+        style(axis)
+    return figure
+
+
+def runs_figure(series, name):
+    """One series of several runs over the epochs. series: dict run -> (epochs, values)."""
+    figure, ((axis,),) = subplots(1, 1, (7.2, 3.4))
+    for (run, (epochs, values)), (colour, marker) in zip(series.items(), itertools.cycle(SERIES)):
+        axis.plot(epochs, values, color=colour, marker=marker, lw=1.6, ms=4, label=label(run))
+    set_title(axis, name)
+    axis.set_xlabel("epoch", fontsize=9)
+    style(axis)
+    if series:
+        axis.legend(fontsize=8, frameon=False)
+    else:
+        write_in_empty(axis, "no run has this score")
     return figure
 
 
 def panels_figure(rows, title):
     """Rows of panels. rows: list of lists of (title, array (H, W) or (H, W, 3))."""
-    if len(rows[0]) == 1:  # one panel per sample: four of them side by side
-        rows = [[row[0] for row in rows[first : first + 4]] for first in range(0, len(rows), 4)]
-    figure, axes = _subplots(len(rows), len(rows[0]), (2.3 * len(rows[0]), 2.45 * len(rows) + 0.3))
+    beside = {1: 4, 2: 2, 3: 2}.get(len(rows[0]), 1)  # samples side by side
+    rows = [sum(rows[first : first + beside], []) for first in range(0, len(rows), beside)]
+    side = 2.3 if len(rows[0]) < 6 else 2.0  # inches
+    figure, axes = subplots(len(rows), len(rows[0]), (side * len(rows[0]), (side + 0.15) * len(rows) + 0.3))
     for line, row in zip(axes, rows):
         for axis in line[len(row) :]:
             axis.set_axis_off()
         for axis, (name, array) in zip(line, row):
-            axis.set(xticks=(), yticks=())
-            axis.spines[:].set_color(GREY)  # so that a white image has an edge
-            # The range of its type: scaled to its own values, a mask that is true everywhere would be black.
-            low, high = {"bool": (0, 1), "uint8": (0, 255)}.get(str(array.dtype), (None, None))
-            axis.imshow(array, cmap="gray", interpolation="nearest", vmin=low, vmax=high)
-            axis.set_title(_label(name), fontsize=9, color=INK)
-    figure.suptitle(_label(title), x=0.02, ha="left", fontsize=11, color=INK)
+            draw_panel(axis, name, array)
+    figure.suptitle(label(title), x=0.02, ha="left", fontsize=11)
     return figure
+
+
+def draw_panel(axis, name, array):
+    """An array (H, W) or (H, W, 3) as a picture with its title."""
+    axis.set(xticks=(), yticks=())
+    axis.spines[:].set_color(GREY)  # so that a white image has an edge
+    # The range of its type: scaled to its own values, a mask that is true everywhere would be black.
+    low, high = {"bool": (0, 1), "uint8": (0, 255)}.get(str(array.dtype), (None, None))
+    axis.imshow(array, cmap="gray", interpolation="nearest", vmin=low, vmax=high)
+    axis.set_title(label(name), fontsize=8)
 
 
 def plan_figure(plan):
     """A bar chart of peak HBM over the batch sizes of a plan, with a line at the chip's."""
-    figure, ((axis,),) = _subplots(1, 1, (6.4, 3.2))
+    figure, ((axis,),) = subplots(1, 1, (6.4, 3.2))
     sizes = [f"{row['batch_size']:,}" for row in plan.rows]
     heights = [row["peak_bytes"] / GIB if row["fits"] else 1.15 * plan.hbm_gib for row in plan.rows]
-    bars = axis.bar(sizes, heights, color=[ACCENT if row["fits"] else SECOND for row in plan.rows], width=0.6)
+    bars = axis.bar(sizes, heights, color=[BLUE if row["fits"] else RED for row in plan.rows], width=0.6)
     labels = [f"{height:.2f}" if row["fits"] else "does not fit" for height, row in zip(heights, plan.rows)]
     axis.bar_label(bars, labels, fontsize=8)
-    axis.axhline(plan.hbm_gib, color=INK, linestyle="--", linewidth=1)
+    axis.axhline(plan.hbm_gib, color=GREY, linestyle="--", linewidth=1)
     text = f"the chip's {plan.hbm_gib:g} GiB"
     axis.text(0.01, plan.hbm_gib, text, transform=axis.get_yaxis_transform(), va="bottom", fontsize=8)
     axis.set(xlabel="global batch size", ylabel="peak HBM per core, GiB", ylim=(0, 1.3 * max([plan.hbm_gib, *heights])))
     fits = any(row["fits"] for row in plan.rows)
-    _set_title(axis, f"{plan.workload} on {plan.chip}{'' if fits else ': nothing fits'}")
+    set_title(axis, f"{plan.workload} on {plan.chip}{'' if fits else ': nothing fits'}")
     return figure
 
 
@@ -219,128 +227,87 @@ def comparison_figure(comparison):
 
     estimates, epochs = comparison.estimates, comparison.epochs
     priced = [candidate for candidate in comparison.candidates if candidate.usd is not None]
+    series = comparison.series()
     lines = max(len(estimates), len(priced), 3)
-    heights = (10, 3 + 0.9 * lines)
-    figure, ((speed, memory), (time, cost)) = _subplots(2, 2, (9.6, 4 + 0.27 * lines), height_ratios=heights)
-    colours = itertools.cycle((ACCENT, "#5b8c2a", "#7a4fa3", "#b8860b"))
-    for name, kind, points in comparison.series():
-        style = dict(color=next(colours), marker="o") if kind == "measured" else dict(color=SECOND, marker="s", ls="--")
+    heights = [3 + 0.27 * lines] if not series else [3, 1 + 0.27 * lines]  # inches
+    figure, axes = subplots(len(heights), 2, (9.6, sum(heights)), height_ratios=heights)
+    time, cost = axes[-1]
+    colours = itertools.cycle(SERIES)
+    for name, kind, points in series:
+        colour, marker = next(colours)
+        look = dict(color=colour, marker=marker) if kind == "measured" else dict(color=RED, marker="x", ls="--")
         sizes, rates, peaks = zip(*points)
-        for axis, values in ((speed, rates), (memory, peaks)):
-            axis.plot(sizes, values, label=_label(f"{name}, {kind}"), lw=1.6, ms=4, **style)
-    for axis, label in ((speed, "images per second"), (memory, "peak memory, GiB")):
+        for axis, values in zip(axes[0], (rates, peaks)):
+            axis.plot(sizes, values, label=label(f"{name}, {kind}"), lw=1.6, ms=4, **look)
+    for axis, what in zip(axes[0] if series else (), ("images per second", "peak memory, GiB")):
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter("{x:g}")
         axis.set_xlabel("global batch size", fontsize=9)
-        axis.set_ylabel(label, fontsize=9)
+        axis.set_ylabel(what, fontsize=9)
         tops = [max(line.get_ydata()) for line in axis.get_lines()]
-        axis.set_ylim(0, (1.15 + 0.1 * len(tops)) * max(tops, default=1))  # with space for the legend
-        if tops:
-            axis.legend(fontsize=7, frameon=False, loc="upper left")
-        else:
-            _write_in_empty(axis, "nothing measured yet")
+        axis.set_ylim(0, (1.15 + 0.1 * len(tops)) * max(tops))  # with space for the legend
+        axis.legend(fontsize=7, frameon=False, loc="upper left")
     bars = [(estimate.label, estimate.hours(epochs), estimate.basis) for estimate in estimates]
     _plot_bars(time, bars, f"hours of {epochs} epochs", "{:.3g}")
     bars = [(f"{one.estimate.label}, {one.place}", one.usd, one.estimate.basis) for one in priced]
-    _plot_bars(cost, bars, f"USD of {epochs} epochs", "{:.2f}")
-    patches = [Patch(label=_label(kind), **_bar_style(kind)) for kind in dict.fromkeys(one.basis for one in estimates)]
+    if bars:
+        _plot_bars(cost, bars, f"USD of {epochs} epochs", "{:.2f}")
+    else:
+        cost.set_axis_off()
+    patches = [Patch(label=label(kind), **_bar_style(kind)) for kind in dict.fromkeys(one.basis for one in estimates)]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=8)
-    for axis in (speed, memory, time, cost):
-        _style(axis)
+    for axis in axes.flat:
+        style(axis)
     return figure
 
 
 def _bar_style(kind):
     """Of a figure that was measured, published, or is a bound."""
-    styles = dict(measured=dict(facecolor=ACCENT), published=dict(facecolor=GREY, hatch="//"))
-    styles["bound"] = dict(facecolor=SECOND, hatch="..")
+    styles = dict(measured=dict(facecolor=BLUE), published=dict(facecolor=GREY, hatch="//"))
+    styles["bound"] = dict(facecolor=RED, hatch="..")
     return dict(styles[kind.partition(",")[0]], edgecolor="white")
 
 
-def _plot_bars(axis, bars, label, number):
+def _plot_bars(axis, bars, what, number):
     """Horizontal bars, the smallest on top, each with its number. bars: (name, value, kind)."""
     bars = sorted(bars, key=lambda bar: bar[1], reverse=True)
-    if not bars:
-        _write_in_empty(axis, "no price known")
     for place, (_, value, kind) in enumerate(bars):
         style = _bar_style(kind)
         axis.barh(place, value, height=0.65, **style)
         # In the bar's colour, because the bar of a small number is hardly visible.
         text = f" {'≥ ' if kind.startswith('bound') else ''}{number.format(value)}"
         axis.text(value, place, text, va="center", fontsize=7, fontweight="bold", color=style["facecolor"])
-    axis.set_yticks(range(len(bars)), [_label(name) for name, *_ in bars])
-    axis.set_xlabel(label, fontsize=9)
+    axis.set_yticks(range(len(bars)), [label(name) for name, *_ in bars])
+    axis.set_xlabel(what, fontsize=9)
     largest = max([value for _, value, _ in bars], default=0) or 1
     axis.set(xlim=(0, 1.2 * largest), ylim=(-0.6, max(len(bars), 3) - 0.4))
 
 
-def _subplots(lines, columns, size, **grid):
+def subplots(lines, columns, size, **grid):
     from matplotlib.figure import Figure  # without pyplot: nothing global, no window, no leak
 
     figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(lines, columns, squeeze=False, gridspec_kw=grid)
 
 
-def _style(axis):
+def style(axis):
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _set_title(axis, text):
-    axis.set_title(_label(text), loc="left", fontsize=10, color=INK)
+def set_title(axis, text):
+    axis.set_title(label(text), loc="left", fontsize=10)
 
 
-def _write_in_empty(axis, text):
+def write_in_empty(axis, text):
     axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", fontsize=9, color=GREY)
+    axis.set(xticks=(), yticks=())
 
 
-def _label(text):
+def label(text, limit=MAX_LABEL):
     """Text for a figure: on one line, too short to push the axes out of it, and without formulas for matplotlib."""
     words = " ".join(printable(text).split())
-    if len(words) > MAX_LABEL:
-        words = f"{words[: MAX_LABEL - 1]}…"
+    if len(words) > limit:
+        words = f"{words[: limit - 1]}…"
     return words.replace("$", r"\$")
-
-
-# Where it is shown
-
-
-def _display(thing):
-    """Display a table or sentences in a notebook, print them in a shell."""
-    if _in_notebook():
-        from IPython.display import display
-
-        display(thing)
-    else:
-        print(f"\n{thing}")
-
-
-def _display_figure(figure, path=None):
-    """Display a figure, if there is one, in a notebook; save it at `path`, and name that in a shell."""
-    if figure is None:
-        return
-    if path is not None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=110)
-        except OSError as error:  # Kaggle's inputs are read-only; the figure is shown all the same
-            print(printable(f"picture not saved at {path}: {error.strerror}"))
-            path = None
-    if _in_notebook():
-        from IPython.display import Image, display
-
-        png = io.BytesIO()
-        figure.savefig(png, dpi=110, format="png")
-        display(Image(png.getvalue()))
-    elif path is not None:
-        print(printable(f"\npicture: {path}"))
-
-
-def _in_notebook():
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return False
-    shell = get_ipython()
-    return shell is not None and hasattr(shell, "kernel")

@@ -2,10 +2,11 @@
 
 import math
 from types import UnionType
-from typing import get_args, get_origin
+from typing import NamedTuple, get_args, get_origin
 
 from tpukit.host.tables import GIB, Table, format_duration
 from tpukit.runs.run import LONG_COMPILE_S
+from tpukit.workloads import WORKLOADS, find
 
 # What is read here of a record, by its kind. What may be None may be missing, too.
 COUNTERS = dict.fromkeys(("compilations", "compile_s", "executions", "execute_s", "to_device_s", "from_device_s"), float)
@@ -90,6 +91,58 @@ def curves(records):
                 steps.append(record["step"])
                 points.append(value)
     return series
+
+
+class Labels(NamedTuple):
+    """What a workload says of its scores. Empty for a workload that tpukit does not know."""
+
+    score: str | None
+    """The one that decides which weights are best."""
+    names: dict[str, str]
+    """The scores worth a curve, with unit; where there are none, all are."""
+    published: dict[str, float]
+    """The paper's scores, where the run's dataset is the paper's."""
+    milestones: dict[int, str]
+    """Epoch -> what changes there."""
+
+    def hides(self, name):
+        """Whether a series needs no curve of its own."""
+        return bool(self.names) and name not in self.names and name not in ("loss", "gradient norm")
+
+
+NO_LABELS = Labels(None, {}, {}, {})
+
+
+def labels_of(config):
+    """The `Labels` of a run. config: `Run.config`."""
+    if config["workload"] not in WORKLOADS:
+        return NO_LABELS
+    kind, settings = find(config["workload"]), config["settings"]
+    published = {} if "synthetic" in str(settings.get("dataset_dir")) else kind.published
+    return Labels(kind.score, kind.score_names, published, kind.milestones(settings))
+
+
+def steps_per_epoch(records):
+    """Of the last session; 1 where there is none, so that the x axis counts steps."""
+    starts = [record["steps_per_epoch"] for record in valid_records(records) if _fits(record.get("steps_per_epoch"), int)]
+    return max(starts[-1], 1) if starts else 1
+
+
+def epoch_curves(records):
+    """As `curves`, over the epochs: name -> (epochs, values)."""
+    per_epoch = steps_per_epoch(records)
+    return {name: ([step / per_epoch for step in steps], values) for name, (steps, values) in curves(records).items()}
+
+
+def roc(records):
+    """dict of lists tpr, fpr, precision, threshold of the last evaluation that has them, or None."""
+    for record in reversed(valid_records(records)):
+        found = record["scores"].get("roc") if record["kind"] == "evaluation" else None
+        if _fits(found, dict.fromkeys(("tpr", "fpr", "precision"), list[float])):
+            count = len(found["tpr"])
+            if count > 1 and len(found["fpr"]) == len(found["precision"]) == count:
+                return dict(found, threshold=[place / (count - 1) for place in range(count)])
+    return None
 
 
 # What the accelerator did, in sentences
@@ -316,6 +369,25 @@ def live_table(name, records, progress, checkpoints, age_s):
     steps = _checkpoint_steps(checkpoints)
     rows.append(("last checkpoint", f"step {steps[0]}" if steps else "none yet"))
     return Table(name, ("what", "now"), rows)
+
+
+def headline(records, progress):
+    """How far a training is, in one line: device, step, epoch, speed, time left, compilations of the step."""
+    sessions = _sessions(records)
+    if not sessions or not _fits(progress, PROGRESS):
+        return "The training starts: the first step is compiled or prepared"
+    session, step, total = sessions[-1], progress["step"], progress["total"]
+    parts = [session[0]["device"], f"{progress['unit']} {step} of {total}"]
+    if progress.get("epoch"):
+        parts.append(f"epoch {progress['epoch']}")
+    if trained := _of_kind(session, "train"):
+        rate = trained[-1]["speed"]["images_per_s"]
+        if progress["unit"] == "step" and step < total and rate > 0:
+            parts.append(f"about {format_duration((total - step) * _batch_size(session) / rate)} left")
+    if compiled := [record for record in _of_kind(session, "compile") if not record.get("refused")]:
+        seconds = format_duration(sum(record["seconds"] for record in compiled))
+        parts.append(f"{len(compiled)} compilation{'s' if len(compiled) > 1 else ''}, {seconds}")
+    return " · ".join(parts)
 
 
 def is_finished(progress, checkpoints):

@@ -26,6 +26,10 @@ class Workload:
     """The name under which `find_dataset` looks for its data."""
     score: ClassVar[str]
     """The evaluation score that decides which weights are best; larger is better."""
+    score_names: ClassVar[dict[str, str]] = {}
+    """The scores that get a curve, with the name and the unit that it shows; where empty, every score gets one."""
+    published: ClassVar[dict[str, float]] = {}
+    """The paper's scores on its own dataset, drawn as a line beside the curves."""
     loss_variants: ClassVar[int] = 1
     """Graphs that `loss` is compiled to on XLA (a warm-up with another loss makes two). Any further compilation is refused."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
@@ -131,9 +135,22 @@ class Workload:
         raise self._missing("panels")
 
     @staticmethod
+    def milestones(settings):
+        """dict epoch -> what changes there, to explain a jump of the curves. settings: dict, as of `settings_dict`."""
+        return {}
+
+    @staticmethod
     def synthesize(folder, size, rng):
         """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one. rng: numpy's Generator."""
         raise NotImplementedError
+
+    def read_files(self, paths, weights):
+        """A user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names).
+
+        weights: the file that the model was loaded from, for what its metadata says of the input. `panels` shows such a batch.
+        Raises TpukitError naming a file that cannot be read.
+        """
+        raise self._missing("read_files")
 
     def example(self, count):
         """A synthetic training batch, dict of arrays, to try the model with where there is no data."""

@@ -40,10 +40,9 @@ def make_synthetic(name, folder, *, size=None, seed=0):
     """
     workload = _workload_of(name)
     if workload is None:
+        names = ", ".join(entry.dataset for entry in WORKLOADS.values())
         raise TpukitError(
-            f"no dataset {name!r} was found, and tpukit can synthesize only "
-            f"{', '.join(entry.dataset for entry in WORKLOADS.values())}. Check the name; for a dataset of your own give its "
-            "path, or put it into ./datasets"
+            f"no dataset {name!r} was found; tpukit can synthesize {names}. Give a path, or put yours into ./datasets"
         )
     size, folder = size or workload.synthetic_size, Path(folder)
     folder = folder.with_name(f"{folder.name}-{size}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+from PIL import Image
 
 from tpukit.host import arrays
 from tpukit.host.errors import TpukitError
@@ -56,6 +57,7 @@ class MNIST(Workload):
     dataset_parts: ClassVar[tuple[str, ...]] = ("raw",)
     synthetic_size: ClassVar[int] = 6000
     score: ClassVar[str] = "accuracy"
+    score_names: ClassVar[dict[str, str]] = dict(accuracy="accuracy, share of test images")
     evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
 
     epochs: int = setting(4, free=True)
@@ -122,10 +124,22 @@ class MNIST(Workload):
         return dict(image=rng.integers(0, 256, (count, 1, 28, 28), np.uint8), label=rng.integers(0, 10, count))
 
     def panels(self, batch, prediction=None):
-        labels = [str(int(label)) for label in batch["label"]]
+        images = np.asarray(batch["image"])
+        titles = [str(int(label)) for label in batch["label"]] if "label" in batch else ["your own"] * len(images)
         if prediction is not None:
-            labels = [f"{label}, predicted {int(digit)}" for label, digit in zip(labels, prediction)]
-        return [[(label, image[0])] for label, image in zip(labels, np.asarray(batch["image"]))]
+            titles = [f"{title}, predicted {int(digit)}" for title, digit in zip(titles, prediction)]
+        return [[(title, image[0])] for title, image in zip(titles, images)]
+
+    def read_files(self, paths, weights):
+        images = []
+        for path in paths:
+            try:
+                with Image.open(path, formats=("PNG", "JPEG", "BMP")) as image:
+                    digit = np.asarray(image.convert("L").resize((28, 28)))
+            except Exception as error:  # Pillow raises many types for a damaged file
+                raise TpukitError(f"{path} is no image that can be read ({error}): PNG, JPEG and BMP can") from error
+            images.append(255 - digit if digit.mean() > 127 else digit)  # MNIST is white on black
+        return dict(image=np.stack(images)[:, None]), [path.name for path in paths]
 
 
 def read_split(folder, split):

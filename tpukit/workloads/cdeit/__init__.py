@@ -26,6 +26,8 @@ from tpukit.workloads.cdeit.data import (
     Impedance,
     find_split,
     find_statistics,
+    read_voltages,
+    voltage_map,
 )
 from tpukit.workloads.cdeit.simulator import disk, simulate
 
@@ -43,6 +45,7 @@ class CDEIT(Workload):
     dataset_parts: ClassVar[tuple[str, ...]] = PARTS
     synthetic_size: ClassVar[int] = 400
     score: ClassVar[str] = "cc"
+    score_names: ClassVar[dict[str, str]] = dict(cc="correlation", rmse="RMSE per pixel", psnr="PSNR, dB", ssim="SSIM")
     evaluation_keys: ClassVar[tuple[str, ...]] = ("image", *CLASSICAL.values())
     fallback: ClassVar[Path] = FALLBACK
 
@@ -218,6 +221,9 @@ class CDEIT(Workload):
             raise TpukitError(f"{path} is damaged ({first_line(error)}); `tpukit test` writes it again") from error
 
     def panels(self, batch, prediction=None):
+        if "image" not in batch:  # a user's own voltages
+            pairs = zip(batch["voltages"], np.asarray(prediction))
+            return [[voltages_panel(voltages), ("CDEIT", colour(image[0]))] for voltages, image in pairs]
         rows = []
         for index, image in enumerate(np.asarray(batch["image"])):
             row = [("conductivity", colour(image[0]))]
@@ -225,11 +231,27 @@ class CDEIT(Workload):
                 row += [(name, colour(np.asarray(batch[key][index]))) for name, key in CLASSICAL.items()]
                 row.append(("CDEIT", colour(np.asarray(prediction[index, 0]))))
             else:
-                row.append(("voltages, normalised", colour(np.asarray(batch["voltages"][index, 0]) / 3)))
+                row.append(voltages_panel(batch["voltages"][index]))
                 if "t" in batch:
                     row.append(_noisy_panel(image, int(batch["t"][index]), int(batch["key"][index])))
             rows.append(row)
         return rows
+
+    def read_files(self, paths, weights_file):
+        """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers for a sample, in the order and unit of `data`'s files."""
+        carried = weights.metadata(weights_file).get("voltages")
+        if not carried:
+            raise TpukitError(f"{weights_file} does not say how its voltages were normalised: train the run again")
+        statistics = [np.array(values, np.float32) for values in json.loads(carried)]
+        read = [read_voltages(path) for path in paths]
+        volts = np.concatenate(read) / np.float32(CONVENTIONS[self.data].volts)
+        names = [f"{path.name}, {row + 1}" for path, rows in zip(paths, read) for row in range(len(rows))]
+        return dict(voltages=voltage_map(volts, *statistics), key=np.arange(len(volts))), names
+
+
+def voltages_panel(voltages):
+    """(1, 16, 16) normalised voltages as a panel."""
+    return "voltages, normalised", colour(np.asarray(voltages[0]) / 3)
 
 
 def _noisy_panel(image, t, key):

@@ -148,6 +148,27 @@ def _read_file(path, names):
     return sample
 
 
+def read_voltages(path):
+    """(N, 208) float32 voltages of a file: .npz (its array ys), .npy, or numbers as text (.csv, .txt), 208 to a sample.
+
+    Raises TpukitError for a file that cannot be read, has another count, or holds a number that is not finite.
+    """
+    try:
+        if path.suffix.lower() in (".npz", ".npy"):
+            found = np.load(path, allow_pickle=False)
+            values = found["ys"] if path.suffix.lower() == ".npz" else found
+        else:
+            values = np.fromstring(path.read_text().replace(",", " ").replace(";", " "), sep=" ")
+        volts = np.asarray(values, np.float32).reshape(-1, ELECTRODES * (ELECTRODES - 3))
+    except Exception as error:  # numpy and zipfile raise many types for a damaged file
+        raise TpukitError(
+            f"{path} holds no voltages that can be read ({error}): a sample is 208 numbers, in .npz (ys), .npy, .csv or .txt"
+        ) from error
+    if not np.isfinite(volts).all() or not len(volts):
+        raise TpukitError(f"{path}: {len(volts)} samples, of which some hold NaN or infinity; a sample is 208 finite voltages")
+    return volts
+
+
 # Statistics of the voltages
 
 

@@ -258,8 +258,10 @@ class CDEITModel(nn.Module):
         """The clean image. image: (B, 1, S, S), noisy. t: (B,) timesteps. voltages: (B, 1, N, N) map, N a divisor of S. ->
         (B, 1, S, S)"""
         b = self.blocks
-        factor = image.shape[-1] // voltages.shape[-1]
-        x = torch.cat([image, _repeat(voltages, factor)], 1)  # (B, 2, S, S)
+        batch, _, rows, columns = voltages.shape
+        factor = image.shape[-1] // columns
+        repeated = voltages.view(batch, 1, rows, 1, columns, 1).expand(batch, 1, rows, factor, columns, factor)
+        x = torch.cat([image, repeated.reshape(image.shape)], 1)  # (B, 2, S, S)
         x = self.x_embedder(x) + self.pos_embed  # (B, T, C)
         time = self.t_embedder(t)  # (B, C)
         x = self._run(b["swinIn2"], self._run(b["swinIn1"], x, time), time)
@@ -275,13 +277,6 @@ class CDEITModel(nn.Module):
         x = self.final_layer(x, time)  # (B, T, P * P)
         x = x.view(-1, self.grid, self.grid, self.patch, self.patch).transpose(2, 3)
         return x.reshape(image.shape)
-
-
-def _repeat(x, factor):
-    """Nearest upsampling, (B, 1, N, N) -> (B, 1, factor * N, factor * N)."""
-    batch, _, height, width = x.shape
-    x = x.view(batch, 1, height, 1, width, 1).expand(batch, 1, height, factor, width, factor)
-    return x.reshape(batch, 1, height * factor, width * factor)
 
 
 def positions(grid, width):

@@ -27,6 +27,8 @@ class MSHNet(Workload):
     synthetic_size: ClassVar[int] = 40
     synthesize = staticmethod(infrared_set)
     score: ClassVar[str] = "iou"
+    score_names: ClassVar[dict[str, str]] = dict(iou="IoU", pd="Pd, share of targets found", fa="Fa, false pixels per pixel")
+    published: ClassVar[dict[str, float]] = dict(iou=0.6716, pd=0.9388, fa=15.03e-6)
     evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
     loss_variants: ClassVar[int] = 2
 
@@ -90,29 +92,51 @@ class MSHNet(Workload):
         warm_up = epoch is not None and epoch <= self.warm_epoch
         return model(normalise(batch["image"]), warm_up)[0].float()
 
-    def evaluate(self, predictions):
-        """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), roc."""
+    def evaluate(self, predictions, threshold=0.5):
+        """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), roc. threshold: of the probability, in (0, 1)."""
         from tpukit.workloads.mshnet.scores import Scores
 
-        scores = Scores()
+        scores = Scores(threshold)
         for logits, batch in predictions:
             scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
         return {**scores.result(), "roc": scores.roc()}
+
+    @staticmethod
+    def milestones(settings):
+        return {settings["warm_epoch"] + 1: "warm-up ends"} if isinstance(settings.get("warm_epoch"), int) else {}
 
     def example(self, count):
         rng, size = np.random.default_rng(0), self.crop_size
         image = rng.integers(0, 256, (count, 1, size, size), np.uint8)
         return dict(image=image, mask=np.where(image > 250, 255, 0).astype(np.uint8))
 
-    def panels(self, batch, prediction=None):
-        rows = []
-        for index, (image, mask) in enumerate(zip(batch["image"], batch["mask"])):
-            colours = np.broadcast_to(image, (3, *image.shape[1:])).transpose(1, 2, 0)
-            row = [("image", colours), ("labelled targets", np.asarray(mask[0]))]
-            if prediction is not None:
-                row.append(("predicted targets", np.asarray(prediction[index, 0] > 0)))
-            rows.append(row)
-        return rows
+    def panels(self, batch, prediction=None, threshold=0.5):
+        from tpukit.workloads.mshnet import overlay
+        from tpukit.workloads.mshnet.scores import logit
+
+        images = np.asarray(batch["image"])
+        masks = np.asarray(batch["mask"])[:, 0] if "mask" in batch else [None] * len(images)
+        if prediction is None:
+            return [overlay.sample_row(image, mask) for image, mask in zip(images, masks)]
+        predicted = np.asarray(prediction)[:, 0] > logit(threshold)
+        return [overlay.prediction_row(*sample) for sample in zip(images, masks, predicted)]
+
+    def read_files(self, paths, weights):
+        from tpukit.workloads.mshnet import augment
+        from tpukit.workloads.mshnet.data import read_image
+
+        images = []
+        for path in paths:
+            try:
+                image = read_image(path)
+            except Exception as error:  # Pillow raises many types for a damaged file
+                raise TpukitError(f"{path} is no image that can be read ({error}): PNG, JPEG, BMP and TIFF can") from error
+            height, width = image.shape[:2]
+            scaled, _ = augment.on_host(
+                image, np.zeros((height, width), np.uint8), **augment.resampling((width, height), self.base_size)
+            )
+            images.append(np.broadcast_to(scaled, (3, *scaled.shape[1:])))
+        return dict(image=np.stack(images)), [path.name for path in paths]
 
 
 def normalise(image):

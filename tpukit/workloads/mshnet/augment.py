@@ -9,6 +9,7 @@ Letters: B batch, C colours, H and W the size of the originals, S the size of th
 
 import numpy as np
 import torch
+from scipy import ndimage
 
 NUM_DRAWS = 6  # uniform numbers for each sample
 
@@ -84,24 +85,26 @@ def on_host(image, mask, axes, blur, mask_rows, mask_columns):
     size = len(mask_rows)
     height, rows = _sparse_weights(*axes[0].tolist(), size)
     width, columns = _sparse_weights(*axes[1].tolist(), size)
-    blurs = [_sparse_blur(float(blur), size)] if blur > 0 else []
+    box = np.array([blur, 1, blur]) / (1 + 2 * blur)
+    thrice = np.convolve(np.convolve(box, box), box)  # (7,)
     resampled = []
     for plane in planes(image[height, width]):
         plane = torch.from_numpy(plane.astype(np.float32))  # (h, w), the part of the original that is needed
-        for pixel, weight in [rows, *blurs]:
-            plane = _sparse_matmul(pixel, weight, plane)  # (S, w)
-        plane = plane.T.contiguous()
-        for pixel, weight in [columns, *blurs]:
-            plane = _sparse_matmul(pixel, weight, plane)  # (S, S), columns first
-        resampled.append(plane.T.round().to(torch.uint8))
+        plane = _sparse_matmul(rows, plane)  # (S, w)
+        plane = _sparse_matmul(columns, plane.T.contiguous()).T.numpy()  # (S, S)
+        if blur > 0:
+            for axis in (0, 1):  # three passes that repeat the edge are one that mirrors three pixels
+                plane = ndimage.convolve1d(plane, thrice, axis, mode="reflect")
+        resampled.append(plane.round().astype(np.uint8))
     mask = mask.take(mask_rows, 0).take(mask_columns, 1)
     mask[mask_rows < 0] = 0
     mask[:, mask_columns < 0] = 0
-    return torch.stack(resampled).numpy(), mask[None]
+    return np.stack(resampled), mask[None]
 
 
-def _sparse_matmul(pixel, weight, image):
+def _sparse_matmul(matrix, image):
     """A matrix of K weights in each row, (S, K) each with its pixel, times an image (H, W) -> (S, W)."""
+    pixel, weight = matrix
     # An embedding bag is just that, and fast on a CPU.
     return torch.nn.functional.embedding_bag(pixel, image, mode="sum", per_sample_weights=weight)
 
@@ -125,17 +128,6 @@ def _sparse_weights(source, target, start, flip, size):
     pixel = pixel.clip(0, int(source) - 1)
     lowest, end = int(pixel.min()), int(pixel.max()) + 1
     return slice(lowest, end), (torch.from_numpy(pixel - lowest), torch.from_numpy(weights))
-
-
-def _sparse_blur(neighbour, size):
-    """The (S, 7) pixels and weights of what `_blur` does in three passes."""
-    once = np.array([neighbour, 1, neighbour]) / (1 + 2 * neighbour)
-    weights = np.convolve(np.convolve(once, once), once).astype(np.float32)  # (7,)
-    pixel = np.arange(size, dtype=np.int32)[:, None] + np.arange(-3, 4, dtype=np.int32)
-    # Three passes that repeat the edge are one that mirrors three pixels.
-    pixel = np.where(pixel < 0, -1 - pixel, pixel)
-    pixel = np.minimum(pixel, 2 * size - 1 - pixel)
-    return torch.from_numpy(pixel), torch.from_numpy(np.tile(weights, (size, 1)))
 
 
 # On a device

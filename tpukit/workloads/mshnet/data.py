@@ -125,13 +125,9 @@ def _pack(name, images):
 
 def _unpack(pixels, shapes):
     """The images that `_pack` packed, as views."""
-    images, start = [], 0
-    for height, width, colours in np.asarray(shapes).tolist():
-        shape = (height, width, colours) if colours else (height, width)
-        end = start + math.prod(shape)
-        images.append(np.asarray(pixels)[start:end].reshape(shape))
-        start = end
-    return images
+    shapes = [(height, width, colours) if colours else (height, width) for height, width, colours in shapes.tolist()]
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(np.split(np.asarray(pixels), ends[:-1]), shapes)]
 
 
 def _read_split(folder, listing, skip_bad):

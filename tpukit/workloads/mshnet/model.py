@@ -67,14 +67,13 @@ class Block(nn.Module):
 class Stage(nn.Sequential):
     """Blocks one after another."""
 
+    def __init__(self, channels_in, channels, blocks):
+        super().__init__(Block(channels_in, channels), *(Block(channels, channels) for _ in range(blocks - 1)))
+
     def forward(self, x, tiles=1):
         for block in self:
             x = block(x, tiles)
         return x
-
-
-def _stage(channels_in, channels, blocks):
-    return Stage(Block(channels_in, channels), *(Block(channels, channels) for _ in range(blocks - 1)))
 
 
 class MSHNetModel(nn.Module):
@@ -84,15 +83,15 @@ class MSHNetModel(nn.Module):
         super().__init__()
         c0, c1, c2, c3, c4 = channels
         self.conv_init = nn.Conv2d(3, c0, 1)
-        self.encoder_0 = _stage(c0, c0, blocks[0])
-        self.encoder_1 = _stage(c0, c1, blocks[1])
-        self.encoder_2 = _stage(c1, c2, blocks[2])
-        self.encoder_3 = _stage(c2, c3, blocks[3])
-        self.middle_layer = _stage(c3, c4, blocks[4])
-        self.decoder_3 = _stage(c3 + c4, c3, blocks[3])
-        self.decoder_2 = _stage(c2 + c3, c2, blocks[2])
-        self.decoder_1 = _stage(c1 + c2, c1, blocks[1])
-        self.decoder_0 = _stage(c0 + c1, c0, blocks[0])
+        self.encoder_0 = Stage(c0, c0, blocks[0])
+        self.encoder_1 = Stage(c0, c1, blocks[1])
+        self.encoder_2 = Stage(c1, c2, blocks[2])
+        self.encoder_3 = Stage(c2, c3, blocks[3])
+        self.middle_layer = Stage(c3, c4, blocks[4])
+        self.decoder_3 = Stage(c3 + c4, c3, blocks[3])
+        self.decoder_2 = Stage(c2 + c3, c2, blocks[2])
+        self.decoder_1 = Stage(c1 + c2, c1, blocks[1])
+        self.decoder_0 = Stage(c0 + c1, c0, blocks[0])
         self.output_0 = nn.Conv2d(c0, 1, 1)
         self.output_1 = nn.Conv2d(c1, 1, 1)
         self.output_2 = nn.Conv2d(c2, 1, 1)

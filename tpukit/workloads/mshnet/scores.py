@@ -11,9 +11,10 @@ MATCH_DISTANCE = 3  # pixels between centroids
 
 
 class Scores:
-    """Counts over a set of images. A pixel is a target from a label of 0.5 on, and is predicted from a logit above 0."""
+    """Counts over a set of images. A pixel is a target from a label of 0.5 on, and is predicted above a probability."""
 
-    def __init__(self):
+    def __init__(self, threshold=0.5):
+        self.least = logit(threshold)
         self.images = self.pixels = 0
         self.intersection = self.predicted = self.labelled = 0  # pixels
         self.iou_per_image = []
@@ -29,7 +30,7 @@ class Scores:
                 self._add_image(np.asarray(logits[index, 0], np.float32), np.asarray(target[index, 0], np.float32))
 
     def _add_image(self, logits, target):
-        prediction, label = logits > 0, target >= 0.5  # (H, W) bool
+        prediction, label = logits > self.least, target >= 0.5  # (H, W) bool
         intersection = int((prediction & label).sum())
         union = int((prediction | label).sum())
         self.images += 1
@@ -67,6 +68,11 @@ class Scores:
             fpr=(false / (self.pixels - self.labelled + 0.001)).tolist(),
             precision=(true / (true + false + 0.001)).tolist(),
         )
+
+
+def logit(probability):
+    """The number whose sigmoid is a probability in (0, 1)."""
+    return float(np.log(probability / (1 - probability)))
 
 
 def predictions_at_thresholds(logits):

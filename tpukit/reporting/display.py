@@ -1,0 +1,190 @@
+"""Showing a task, a run, a plan or a comparison, in a notebook or a shell: `show` and its kin. The importer of IPython."""
+
+import dataclasses
+import io
+
+import numpy as np
+
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import Sentences, printable
+from tpukit.reporting import figures, findings
+from tpukit.runs import weights
+from tpukit.runs.run import Run, settings_dict
+
+
+def show(run):
+    """Show a run: its scores and its curves. `show_report` shows what the accelerator did.
+
+    run: a `Run`, or the path of one. The curves are also saved as pictures/curves.png in its folder.
+    """
+    run = _open(run)
+    records = run.records()
+    evaluations = [record for record in findings.valid_records(records) if record["kind"] == "evaluation"]
+    if evaluations:
+        last = evaluations[-1]
+        present(findings.scores_table(last["scores"], f"Scores after epoch {last['epoch'] + 1}"))
+    labels = findings.labels_of(run.config)
+    present_figure(figures.curves_figure(records, labels), run.path / "pictures" / "curves.png")
+    if roc := findings.roc(records):
+        present_figure(figures.roc_figure(roc), run.path / "pictures" / "roc.png")
+    if not records:
+        present(Sentences(["This run has not started yet."]))
+
+
+def show_report(run):
+    """Show what the accelerator did in the last session of a run: in sentences, then numbers, then a picture.
+
+    Compilations with their causes, where a step's time went, memory of every device. run: a `Run`, or the path of one. The
+    picture is also saved as pictures/report.png in its folder.
+    """
+    run = _open(run)
+    records = run.records()
+    present(Sentences(findings.findings(records)))
+    for table in findings.accelerator_tables(records):
+        present(table)
+    present_figure(figures.report_figure(records), run.path / "pictures" / "report.png")
+
+
+def show_task(task):
+    """Show every setting of a workload as a table."""
+    present(findings.settings_table(dict(workload=task.name, settings=settings_dict(task))))
+
+
+def show_samples(task, *, count=4):
+    """Show samples of the training set as the model gets them, augmented, with their labels."""
+    data, _ = task.datasets()
+    indices = _evenly_spaced(len(data), count)
+    numbers = np.random.default_rng(task.seed).random((len(indices), data.num_draws)) if data.num_draws else None
+    if notes := getattr(data, "notes", ""):
+        print(printable(notes))
+    present_figure(figures.panels_figure(task.panels(data.batch(indices, numbers)), "Training samples"))
+
+
+def show_predictions(run, task, *, count=4):
+    """Show what the run's best weights predict for test images, next to the truth.
+
+    The predictions are those that `test` saved, if the workload saves them; otherwise they are made here, on the CPU. Also
+    saved as pictures/predictions.png in the run's folder.
+    """
+    best, folder = run.path / "best.safetensors", run.path / "predictions"
+    saved = None
+    if folder.is_dir() and best.exists() and folder.stat().st_mtime >= best.stat().st_mtime:
+        saved = task.load_predictions(folder)
+    if saved:
+        batch, prediction = saved
+        indices = _evenly_spaced(len(prediction), count)
+        batch, prediction = {name: values[indices] for name, values in batch.items()}, prediction[indices]
+    else:
+        batch, prediction = predict_test_images(run, task, count)
+    figure = figures.panels_figure(task.panels(batch, prediction), "Test images")
+    present_figure(figure, run.path / "pictures" / "predictions.png")
+
+
+def show_plan(plan):
+    """Show what `plan` found: the table, and the peak of each batch size beside the chip's memory."""
+    present(plan.table())
+    present_figure(figures.plan_figure(plan))
+    present(Sentences([plan.caption]))
+
+
+def show_comparison(comparison, picture=None):
+    """Show what `compare` found: tables, plots, and the choice in words. picture: also save the plots there, as a PNG file."""
+    for table in comparison.tables():
+        present(table)
+    present_figure(figures.comparison_figure(comparison), picture)
+    present(comparison.sentences())
+
+
+def _open(run):
+    return run if isinstance(run, Run) else Run.find(run)
+
+
+def predict_test_images(run, task, count, *, at_once=16):
+    """(batch, predictions) of up to `count` test images, evenly spaced, by the run's best weights, on the CPU, as tensors.
+
+    Raises TpukitError where the run has no best weights yet.
+    """
+    import torch
+
+    predictor = open_predictor(run, task)
+    data = dataclasses.replace(task, weights=run.path / "best.safetensors").test_set()
+    indices = _evenly_spaced(len(data), count)
+    batches, predictions = [], []
+    for first in range(0, len(indices), at_once):
+        batch = data.batch(indices[first : first + at_once])
+        batches.append({name: torch.as_tensor(value) for name, value in batch.items()})
+        predictions.append(predictor(batches[-1]))
+    joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    return dict(joined, valid=torch.ones(len(indices), dtype=bool)), torch.cat(predictions)
+
+
+def open_predictor(run, task):
+    """A function batch of tensors -> predictions, with the run's best weights, on the CPU.
+
+    On a TPU the notebook's own process must not open the device: no cores could be launched from it afterwards. Raises
+    TpukitError where the run has no best weights yet.
+    """
+    from tpukit.devices.runtime import Runtime
+
+    best = run.path / "best.safetensors"
+    if not best.exists():
+        raise TpukitError(f"{run.path} has no best weights yet: the first evaluation saves them")
+    model = task.model().eval()
+    weights.load(model, best)
+    return task.predictor(model, Runtime("cpu"), weights.epoch_of(best))
+
+
+def _evenly_spaced(size, count):
+    """Up to `count` indices of `size`."""
+    return np.linspace(0, size - 1, min(count, size)).astype(int)
+
+
+# Where it is shown
+
+
+def present(thing):
+    """Display a table or sentences in a notebook, print them in a shell."""
+    if in_notebook():
+        from IPython.display import display
+
+        display(thing)
+    else:
+        print(f"\n{thing}")
+
+
+def present_figure(figure, path=None):
+    """Display a figure, if there is one, in a notebook; save it at `path`, and name that in a shell."""
+    if figure is None:
+        return
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=110)
+        except OSError as error:  # Kaggle's inputs are read-only; the figure is shown all the same
+            print(printable(f"picture not saved at {path}: {error.strerror}"))
+            path = None
+    if in_notebook():
+        from IPython.display import display
+
+        display(as_image(figure))
+    elif path is not None:
+        print(printable(f"\npicture: {path}"))
+
+
+def as_image(figure):
+    """A figure as a PNG image that a notebook shows."""
+    from IPython.display import Image
+
+    png = io.BytesIO()
+    figure.savefig(png, dpi=110, format="png")
+    return Image(png.getvalue())
+
+
+def in_notebook():
+    """Whether this is a kernel: what is displayed becomes part of a notebook."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    shell = get_ipython()
+    return shell is not None and hasattr(shell, "kernel")

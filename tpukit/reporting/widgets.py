@@ -1,0 +1,151 @@
+"""What moves in a notebook: a chart redrawn while a training runs, and controls to look at a finished one.
+
+Where a page cannot move (papermill, an exported notebook, no ipywidgets), a picture takes the place of the controls.
+"""
+
+import contextlib
+import inspect
+import threading
+import time
+from pathlib import Path
+
+from tpukit.host import environment
+from tpukit.host.errors import TpukitError
+from tpukit.reporting import figures, findings
+from tpukit.reporting.display import as_image, predict_test_images, present_figure
+from tpukit.runs.run import Run
+
+THRESHOLDS = tuple(step / 20 for step in range(1, 20))
+MOST_OF_THE_TIME = 0.02  # that drawing may take: with one core it shares the process with the training
+
+
+@contextlib.contextmanager
+def live(run, *, every_s=5.0):
+    """Context manager: show a training that runs inside as one chart, redrawn in place; the last one stays in the notebook.
+
+    Loss, score, speed, compilations and time left are read from the run directory, for one core and for many. Where nobody
+    looks at the page (papermill, a shell) nothing is shown: the printed lines tell the same. run: a `Run`.
+    """
+    if not environment.has_open_page():
+        yield
+        return
+    chart = LiveChart(run)
+    done = threading.Event()
+    thread = threading.Thread(target=chart.follow, args=(done, every_s), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        chart.update()
+
+
+class LiveChart:
+    """The chart in the output of a cell. It reads the run directory and writes nothing."""
+
+    def __init__(self, run):
+        from IPython.display import display
+
+        self.run = run
+        self._seen = self._state()
+        self._labels = findings.labels_of(run.config)
+        self._handle = display(self._draw(), display_id=True)
+
+    def follow(self, done, every_s):
+        """Redraw what changed until the event `done` is set. Runs in a thread of its own."""
+        wait_s = every_s
+        while not done.wait(wait_s):
+            # Cores are forked before any of them writes. Until then this thread draws nothing, so that no lock of
+            # matplotlib's is held in a fork.
+            if self._state() != self._seen:
+                self._seen, start = self._state(), time.monotonic()
+                self.update()
+                wait_s = max(every_s, (time.monotonic() - start) / MOST_OF_THE_TIME)
+
+    def update(self):
+        """Draw the run as it is now."""
+        self._handle.update(self._draw())
+
+    def _draw(self):
+        return as_image(figures.live_figure(self.run.records(), self.run.read_progress(), self._labels))
+
+    def _state(self):
+        """What changes whenever the training has written something."""
+        paths = [self.run.path / name for name in ("records.jsonl", "progress.json")]
+        stats = [path.stat() for path in paths if path.exists()]
+        return [(stat.st_mtime_ns, stat.st_size) for stat in stats]
+
+
+def explore(run, task, *, count=32):
+    """Show scores and predictions of test images at a threshold, with sliders for the threshold and the image.
+
+    The best weights predict `count` test images here, on the CPU; the scores are those of these images. Without an open page,
+    or without ipywidgets, the picture is that of threshold 0.5. Raises TpukitError for a task whose predictions have no
+    threshold (`evaluate` and `panels` must take one).
+    """
+    if "threshold" not in inspect.signature(task.panels).parameters:
+        raise TpukitError(f"the predictions of {task.name} have no threshold to explore: use show_predictions")
+    batch, prediction = predict_test_images(run, task, count)
+    labels, scores = findings.labels_of(run.config), {}
+    for threshold in THRESHOLDS:
+        scores[threshold] = task.evaluate([(prediction, batch)], threshold=threshold)
+
+    def draw(threshold, image):
+        one = {name: values[image - 1 : image] for name, values in batch.items()}
+        panels = task.panels(one, prediction[image - 1 : image], threshold=threshold)
+        return figures.threshold_figure(scores, labels, threshold, panels[0])
+
+    show_with_controls(
+        draw,
+        threshold=("SelectionSlider", dict(options=THRESHOLDS, value=0.5)),
+        image=("IntSlider", dict(min=1, max=len(prediction), value=1)),
+    )
+
+
+def compare_runs(folder):
+    """Show the curves of the runs in a folder, with a list to choose from: which runs, and which score. Returns nothing.
+
+    folder: of run directories, such as `env.outputs`. Raises TpukitError where there is no run with a curve.
+    """
+    runs = [Run(config.parent) for config in sorted(Path(folder).glob("*/config.json"))]
+    curves = {run.path.name: findings.epoch_curves(run.records()) for run in runs}
+    curves = {name: found for name, found in curves.items() if found}
+    if not curves:
+        raise TpukitError(f"no run below {folder} has a curve yet: train first, or name the folder that holds the run folders")
+    names = sorted({score for found in curves.values() for score in found})
+
+    def draw(runs, score):
+        return figures.runs_figure({run: curves[run][score] for run in runs if score in curves[run]}, score)
+
+    show_with_controls(
+        draw,
+        runs=("SelectMultiple", dict(options=tuple(curves), value=tuple(curves)[-4:])),
+        score=("Dropdown", dict(options=names, value="loss")),
+    )
+
+
+def show_with_controls(draw, **controls):
+    """Show the figure `draw(**values)`, and above it a control for each value. The picture stays in a saved notebook.
+
+    controls: name of a value -> (class of ipywidgets, its options), of which `value` is the one to start with.
+    """
+    figure = draw(**{name: options["value"] for name, (_, options) in controls.items()})
+    try:
+        import ipywidgets
+    except ImportError:
+        ipywidgets = None
+    if ipywidgets is None or not environment.has_open_page():
+        present_figure(figure)
+        return
+    from IPython.display import display
+
+    widgets = {name: getattr(ipywidgets, kind)(description=name, **options) for name, (kind, options) in controls.items()}
+    display(ipywidgets.HBox(list(widgets.values())))
+    handle = display(as_image(figure), display_id=True)
+
+    def redraw(_):
+        handle.update(as_image(draw(**{name: widget.value for name, widget in widgets.items()})))
+
+    for widget in widgets.values():
+        widget.observe(redraw, names="value")
