@@ -3,6 +3,7 @@
 # make test   everything: lint, unit tests, launches, notebooks, browser
 # make bench  how fast, in ratios; make bench PARTS="data loops" for some parts, DATA=path/to/IRSTD-1k for real images
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough
+# make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 15 GB, half an hour
 # make publish REPO=owner/name  the repository with its home filled in, and what to upload where, in dist/publish/
 # make plan   asks the TPU compiler again about every workload's step (benchmarks/plan.json); half an hour or more
 
@@ -19,7 +20,7 @@ JOBS ?= 2
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run lint check test bench plan notebooks publish clean
+.PHONY: run lint check test bench plan notebooks twins publish clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -65,8 +66,11 @@ plan: .venv/installed
 notebooks: .venv/installed
 	$(BIN)/python -m release.notebooks
 
+twins: .venv/installed
+	$(BIN)/python -m release.twins
+
 publish: .venv/installed
 	$(BIN)/python -m release.publish "$(REPO)"
 
 clean:
-	rm -rf .venv $(OUT) build dist *.egg-info
+	rm -rf .venv .twins $(OUT) build dist *.egg-info

@@ -18,7 +18,6 @@ from tpukit.host.tables import GIB, Table
 LEVELS = BLOCKS, WARNING, NOTE, OK = "BLOCKS", "warning", "note", "ok"  # the worst first
 # Package -> level where it is missing, and the part of tpukit that needs it.
 NEEDED = dict.fromkeys(("numpy", "pillow", "safetensors", "tqdm", "rich"), (BLOCKS, "everything")) | {
-    "scikit-image": (WARNING, "the scores of cdeit"),
     "scipy": (WARNING, "the scores of mshnet and cdeit, and `tpukit simulate eit`"),
     "pyeit": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
     "matplotlib": (NOTE, "figures"),

@@ -1,27 +1,14 @@
 """Scores against their definitions."""
 
-import sys
-
 import numpy as np
 import pytest
 
-from tests.workloads.cdeit.small import task_of
-from tpukit import TpukitError
 from tpukit.workloads.cdeit import simulator
-
-
-def test_without_scikit_image_a_training_is_refused_before_it_starts(tank, monkeypatch):
-    monkeypatch.delitem(sys.modules, "tpukit.workloads.cdeit.scores", raising=False)
-    monkeypatch.delattr("tpukit.workloads.cdeit.scores", raising=False)
-    monkeypatch.setitem(sys.modules, "skimage", None)
-    with pytest.raises(TpukitError, match="scikit-image"):
-        task_of(tank).datasets()
+from tpukit.workloads.cdeit.scores import image_scores, similarity
 
 
 def test_scores_equal_their_definitions_inside_the_disk():
     metrics = pytest.importorskip("skimage.metrics")
-    from tpukit.workloads.cdeit.scores import image_scores
-
     rng = np.random.default_rng(0)
     truth, inside = simulator.scene(rng), simulator.disk()
     image = (truth + rng.normal(0, 0.2, truth.shape)).astype(np.float32) * inside
@@ -43,3 +30,15 @@ def test_scores_equal_their_definitions_inside_the_disk():
     one = np.zeros_like(inside)
     one[y, x] = True
     assert image_scores(image, truth, one)["ssim"] == pytest.approx(similarity, abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_similarity_of_every_pixel_equals_that_of_scikit_image(seed):
+    metrics = pytest.importorskip("skimage.metrics")
+    rng = np.random.default_rng(seed)
+    truth = simulator.scene(rng)
+    image = (truth + rng.normal(0, 0.3, truth.shape)).astype(np.float32)
+    _, wanted = metrics.structural_similarity(
+        truth.astype(float), image.astype(float), data_range=2, gaussian_weights=True, use_sample_covariance=False, full=True
+    )
+    assert np.abs(similarity(image, truth) - wanted).max() < 1e-7

@@ -5,10 +5,14 @@ Images are 128 x 128 with the disk inscribed: 0 is the background, +1 a conducti
 """
 
 import concurrent.futures
+import contextlib
 import functools
+import importlib.util
 import json
 import multiprocessing
 import os
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -89,8 +93,9 @@ class Tank:
 
     def __init__(self):
         try:
-            from pyeit.eit import fem, protocol
-            from pyeit.mesh import create
+            with _shapely_or_placeholder():
+                from pyeit.eit import fem, protocol
+                from pyeit.mesh import create
         except ImportError as error:
             raise TpukitError("the simulator of impedance tomography needs pyEIT: pip install 'pyeit>=1.2.4'") from error
         self.mesh = create(ELECTRODES, h0=MESH_SPACING)
@@ -154,6 +159,28 @@ class Tank:
             matrices[name] = np.zeros((SIZE * SIZE, len(self.empty)), np.float32)
             matrices[name][inside.ravel()] = -(solver.H * np.sign(self.empty) / VOLTS)[nearest]
         return matrices
+
+
+@contextlib.contextmanager
+def _shapely_or_placeholder():
+    """While pyEIT is imported, an empty shapely where there is none.
+
+    pyEIT's meshes import shapely's Point and Polygon, and use them for outlines given by corners alone. The tank is a circle,
+    and Kaggle's TPU image and Colab's have no shapely.
+    """
+    if importlib.util.find_spec("shapely") is not None:
+        yield
+        return
+    names = "shapely", "shapely.geometry", "shapely.geometry.polygon"
+    for name in names:
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules["shapely.geometry"].Point = None
+    sys.modules["shapely.geometry.polygon"].Polygon = None
+    try:
+        yield
+    finally:  # other code finds no shapely, as before
+        for name in names:
+            del sys.modules[name]
 
 
 # Sets

@@ -1,0 +1,120 @@
+"""The twins of Colab's and Kaggle's images: their lists, the settings of a run, what a result says. No environment is built."""
+
+import datetime
+import subprocess
+import tomllib
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from release import twins
+from tests.conftest import ROOT
+
+BOOKS = sorted((ROOT / "notebooks").glob("**/*.ipynb"))
+DATE = datetime.date(2026, 2, 1)
+
+
+def executed(*cells):
+    """A notebook with cells that printed a text, or failed with an error."""
+    notebook = nbformat.v4.new_notebook()
+    for outcome in cells:
+        cell = nbformat.v4.new_code_cell()
+        if isinstance(outcome, Exception):
+            name, text = type(outcome).__name__, str(outcome)
+            cell.outputs.append(nbformat.v4.new_output("error", ename=name, evalue=text, traceback=[]))
+        else:
+            cell.outputs.append(nbformat.v4.new_output("stream", text=outcome))
+        notebook.cells.append(cell)
+    return notebook
+
+
+@pytest.mark.parametrize("image", twins.IMAGES)
+def test_an_image_has_torch_of_one_release_and_what_the_library_needs_but_what_it_lacks(image):
+    listed = {package.partition("==")[0]: package.partition("==")[2] for package in twins.IMAGES[image]["packages"]}
+    lacks = set(twins.IMAGES[image]["lacks"])
+    assert not lacks & {name.replace("_", "-") for name in listed}
+    assert listed["torch"].startswith("2.") and listed.get("torch_xla", listed["torch"]) == listed["torch"]
+    assert ("torch-xla" in lacks) == ("torch_xla" not in listed) == ("GPU" in image)
+    assert {"tyro", "libcst", "pyeit"} <= lacks
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    brought = {"numpy": "torchvision", "pillow": "torchvision", "scipy": "scikit-learn", "safetensors": "timm", "tqdm": "timm"}
+    for name in {name.partition(">=")[0] for name in needed} - lacks:
+        assert name in listed or brought[name] in listed, name
+
+
+@pytest.mark.parametrize("path", BOOKS, ids=[path.stem for path in BOOKS])
+def test_every_notebook_with_an_accelerator_is_run_on_the_cpu_and_shortly(path):
+    notebook = nbformat.read(path, 4)
+    found = twins.settings(notebook, path.stem)
+    source = "".join(cell.source for cell in notebook.cells)
+    assert ("env.require(" in source) == (found.get("ACCELERATOR") == "cpu")
+    assert found.get("EPOCHS", 2) == 2
+
+
+def test_a_missing_interpreter_is_named(tmp_path):
+    with pytest.raises(LookupError, match="3.99"):
+        twins.interpreter("3.99", dict(PYENV_ROOT=str(tmp_path), PATH=str(tmp_path)))
+
+
+def test_an_interpreter_of_pyenv_is_found_and_one_of_another_version_is_not(tmp_path):
+    for folder, version in (("3.98.1", "3.97.0"), ("3.98.2", "3.98.2")):
+        python = tmp_path / "versions" / folder / "bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f"#!/bin/sh\necho Python {version}\n")
+        python.chmod(0o755)
+    assert twins.interpreter("3.98", dict(PYENV_ROOT=str(tmp_path), PATH="/nowhere")) == python
+
+
+def test_a_result_names_the_copy_of_tpukit_or_the_failing_cell(tmp_path):
+    own = f"tpukit 1 from {tmp_path}/.cache/tpukit/0a/tpukit\n"
+    assert twins.result(executed("", own), "one", 5, tmp_path)["state"] == "ok"
+    assert twins.result(executed("", "tpukit 1 from /elsewhere"), "one", 5, tmp_path)["copy"] == "/elsewhere"
+    failed = twins.result(executed(own, ValueError("first\nlast | line")), "one", 5, tmp_path)
+    assert (failed["state"], failed["cell"], failed["error"]) == ("failed", 2, "last | line")
+    words = twins.PAGES["docs/STATUS.md"]
+    assert "last \\| line" in twins.table({"An image": "Python 3"}, {("one", "An image"): failed}, words, DATE)
+
+
+def test_only_the_package_that_needs_the_internet_excuses_a_notebook(tmp_path):
+    name = "gpu_to_tpu_migration"
+    excused = executed(ImportError("libcst is missing: switch the internet on"))
+    assert twins.result(excused, name, 5, tmp_path)["state"] == "internet"
+    assert twins.result(excused, "mnist_quickstart", 5, tmp_path)["state"] == "failed"
+    assert twins.result(executed(ImportError("no internet")), name, 5, tmp_path)["state"] == "failed"
+
+
+@pytest.mark.parametrize("page", twins.PAGES)
+def test_a_page_has_the_section_and_every_state_has_its_sentence(page):
+    text = (ROOT / page).read_text()
+    assert text.count(twins.BEGIN) == text.count(twins.END) == 1 and text.index(twins.BEGIN) < text.index(twins.END)
+    states = [
+        dict(state="ok", seconds=5, copy="x"),
+        dict(state="other", seconds=5, copy="/elsewhere"),
+        dict(state="internet", cell=3, package="libcst"),
+        dict(state="failed", cell=4, error="E: f"),
+    ]
+    results = {(state["state"], "An image"): state for state in states}
+    heads = {"An image": "Python 3", "Another": "no Python 3.99"}
+    lines = twins.table(heads, results, twins.PAGES[page], DATE).splitlines()
+    assert "2026-02-01" in lines[0] and "no Python 3.99" in lines[4] and {line.count("|") for line in lines[2:]} == {4}
+    for line, datum in zip(lines[5:], ("5", "/elsewhere", "libcst", "E: f"), strict=True):
+        assert datum in line
+
+
+def test_a_run_writes_to_no_folder_of_this_machine(tmp_path):
+    if subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("namespaces are not allowed here")
+    root, work = tmp_path / "root", tmp_path / "work"
+    root.mkdir()
+    work.mkdir()
+    command = ["unshare", "--net", "--mount", "bash", "-c", twins.SANDBOX, "bash", root, "/no/such/folder", work]
+    ran = subprocess.run(
+        [*command, "sh", "-c", "pwd; echo out > here; cat /etc/passwd | wc -l; ls /sys/class/net"],
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[0] == "/no/such/folder" and int(ran.stdout.splitlines()[1]) > 0
+    assert (work / "here").read_text() == "out\n" and not (root / "no").exists()
+    assert not Path("/no").exists()
