@@ -5,6 +5,7 @@
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough
 # make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 15 GB, half an hour
 # make publish REPO=owner/name  the repository with its home filled in, and what to upload where, in dist/publish/
+# make gallery DATA=folder  the small pictures of docs/gallery/, from notebooks run on this machine
 # make plan   asks the TPU compiler again about every workload's step (benchmarks/plan.json); half an hour or more
 
 PYTHON ?= python3
@@ -68,6 +69,9 @@ notebooks: .venv/installed
 
 twins: .venv/installed
 	$(BIN)/python -m release.twins
+
+gallery: .venv/installed
+	$(XLA_CPU) $(BIN)/python -m release.gallery $(if $(DATA),--data "$(DATA)")
 
 publish: .venv/installed
 	$(BIN)/python -m release.publish "$(REPO)"
