@@ -56,7 +56,7 @@ def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
         "IoU ",
     ):
         assert words in output, words
-    assert len(outputs(notebook, "image/png")) == 4  # samples, curves, report, predictions
+    assert len(outputs(notebook, "image/png")) == 8  # samples, curves, ROC, report, predictions, threshold, own, runs
     assert "CPU XLA device" in "".join(outputs(notebook, "text/html"))
     assert (tmp_path / "outputs/run/best.safetensors").exists()
 
@@ -77,7 +77,7 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tm
         "IoU ",
     ):
         assert words in output, words
-    assert len(outputs(notebook, "image/png")) == 4
+    assert len(outputs(notebook, "image/png")) == 8
     assert "It ran on 2 x xla" in output
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 1  # the bar of core 0, live
 
@@ -91,7 +91,7 @@ def test_the_cdeit_notebook_simulates_trains_on_two_devices_samples_and_shows_th
     output = text(notebook)
     for words in ("voltage statistics: computed", "all 2 cores started", "epoch 1: loss", "It ran on 2 x xla", "correlation "):
         assert words in output, words
-    assert len(outputs(notebook, "image/png")) == 4  # samples, curves, report, the grid
+    assert len(outputs(notebook, "image/png")) == 6  # samples, curves, report, the grid, own, runs
     shown = "".join(outputs(notebook, "text/html"))
     assert all(f">{column}<" in shown for column in ("Tikhonov", "Gauss-Newton", "all zero"))
     for name in ("best.safetensors", "predictions/simulated.npz", "pictures/predictions.png"):
@@ -166,7 +166,7 @@ def test_the_gpu_notebook_runs_on_the_cpu_when_told_to(tmp_path, monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE")
     notebook = run_notebook("colab_setup.ipynb", tmp_path, ACCELERATOR="cpu", **SMALL)
     assert "Nothing is compiled on this device" in text(notebook)
-    assert len(outputs(notebook, "image/png")) == 4
+    assert len(outputs(notebook, "image/png")) == 8
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_the_quickstart_trains_goes_on_and_shows(digits, tmp_path):
     notebook = run_notebook("mnist_quickstart.ipynb", tmp_path, RUN_NAME="mnist", DATASET_DIR=str(digits), BATCH_SIZE=8)
     output = text(notebook)
     assert "resuming at step 25 of 50" in output and "class MNIST(Workload)" in output
-    assert len(outputs(notebook, "image/png")) == 4
+    assert len(outputs(notebook, "image/png")) == 5  # samples, curves, report, predictions, own
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 2  # a live bar for each training
 
 
@@ -391,8 +391,8 @@ def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
         bars = page.locator(".jupyter-widgets .widget-hprogress, .widget-hprogress")
         expect(bars).to_have_count(2)
         pictures = page.locator(".jp-OutputArea-output img")
-        expect(pictures).to_have_count(4)
-        for index in range(4):
+        expect(pictures).to_have_count(7)  # two live charts, samples, curves, report, predictions, own
+        for index in range(7):
             assert pictures.nth(index).evaluate("image => image.complete && image.naturalWidth") > 300
         expect(page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")).to_have_count(0)
         page.locator(".jp-CodeCell").nth(5).scroll_into_view_if_needed()
