@@ -3,7 +3,7 @@
 A twin is a virtual environment in .twins/ with the Python, the torch and the packages of an image (images.toml), and the
 image's variables and folder. It has no accelerator: the notebooks run on the CPU, with small settings. This machine's own
 folders stay as they are: /content exists for the run alone, in a namespace. The table of results goes into docs/STATUS.md and
-its Chinese page. Needs Linux with unshare, about 15 GB, and half an hour. `python -m release.twins kaggle-tpu mnist` runs what
+its Chinese page. Needs Linux with unshare, about 16 GB, and half an hour. `python -m release.twins kaggle-tpu mnist` runs what
 has these words in its name, and changes no page.
 """
 
