@@ -119,8 +119,10 @@ def embed(notebook, archive, folder):
     text = base64.b85encode(archive).decode()
     lines = "\n".join(text[start : start + LINE] for start in range(0, len(text), LINE))
     source = CELL.format(sha256=hashlib.sha256(archive).hexdigest(), text=lines).rstrip()
-    hidden = {"cellView": "form", "_kg_hide-input": True, "jupyter": {"source_hidden": True}, "tags": ["tpukit-archive"]}
-    notebook.cells.insert(number, nbformat.v4.new_code_cell(source, id="tpukit-archive", metadata=hidden))
+    hidden = {"cellView": "form", "_kg_hide-input": True, "jupyter": {"source_hidden": True}}  # Colab, Kaggle, JupyterLab
+    notebook.cells[number].metadata |= hidden
+    metadata = dict(hidden, tags=["tpukit-archive"])
+    notebook.cells.insert(number, nbformat.v4.new_code_cell(source, id="tpukit-archive", metadata=metadata))
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = re.sub(r"(?<=\]\()[^):]+\.png(?=\))", lambda found: _as_data(folder / found[0]), cell.source)

@@ -21,7 +21,10 @@ def main(argv=None):
     except ImportError as error:
         if (error.name or "").startswith("tpukit"):
             raise
-        message = f"tpukit: {first_line(error)}. `tpukit doctor` lists what is missing or broken, and how to fix it"
+        name = f" Install it with: {sys.executable} -m pip install {error.name}." if error.name in ("tyro", "libcst") else ""
+        message = (
+            f"tpukit: {first_line(error)}.{name} `python -m tpukit doctor` lists what is missing or broken, and how to fix it"
+        )
         print(printable(message), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
