@@ -1,6 +1,6 @@
 """`make gallery DATA=folder`: runs notebooks on this machine's CPU and keeps a small picture of what each shows.
 
-    docs/gallery/NAME.png    the output of one cell, as a browser shows it, at most 800 pixels wide and some 64 colours
+    docs/gallery/NAME.png    the output of one cell, as a browser shows it, at most 800 pixels wide
 
 DATA holds IRSTD-1k/ and mnist/; without it the synthetic sets are taken. It needs Chromium. Training takes minutes; the
 pictures say what was trained in docs/gallery/README.md.
@@ -15,12 +15,13 @@ import tempfile
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import papermill
 from nbconvert import HTMLExporter
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 800  # pixels
-COLOURS = 64
+COLOURS = 64  # and as many greys
 
 # Name of the picture -> (notebook, the cell whose output it shows, parameters, name of the dataset below DATA, caption).
 PICTURES = {
@@ -93,13 +94,19 @@ def photograph(notebook, text):
 
 
 def shrink(png):
-    """A PNG of at most WIDTH pixels and COLOURS colours, of a few tens of kilobytes."""
+    """A PNG of at most WIDTH pixels, with COLOURS greys and as many colours, of a few tens of kilobytes."""
     from PIL import Image
 
     picture = Image.open(io.BytesIO(png)).convert("RGB")
     picture.thumbnail((WIDTH, WIDTH))
+    # Greys and colours apart: else the few coloured pixels of a picture that is mostly grey lose their colour.
+    found = sorted(picture.getcolors(picture.width * picture.height), reverse=True)
+    coloured = [colour for _, colour in found if max(colour) - min(colour) > 48][:COLOURS]
+    greys = [(level, level, level) for level in np.linspace(0, 255, COLOURS).astype(int).tolist()]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([part for colour in greys + coloured for part in colour])
     out = io.BytesIO()
-    picture.quantize(COLOURS, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+    picture.quantize(palette=palette, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
     return out.getvalue()
 
 
