@@ -36,7 +36,8 @@ PICTURES = {
     ),
     "migration": ("gpu_to_tpu_migration", "migrate.as_table", {}, "mnist", "the example script of the notebook"),
     "comparison": (
-        "hardware_comparison", "tpukit.show_comparison(found", dict(IMAGE_SIZE=64, STEPS=5), None, "MSHNet at 64 pixels",
+        "hardware_comparison", "compare.compare([]", dict(IMAGE_SIZE=64, STEPS=5, BATCH_SIZES="4"), None,
+        "what guides on the web publish of MSHNet, by hardware",
     ),
     "cloud": ("cloud_tpu_vm", "describe_cost", dict(ACCELERATOR="v5litepod-1"), None, "list prices"),
 }  # fmt: skip
@@ -86,9 +87,8 @@ def photograph(notebook, text):
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport=dict(width=1100, height=1400), device_scale_factor=1)
         page.set_content(page_html)
-        output = page.locator(".jp-OutputArea-child").last
-        picture = output.locator("img").last if output.locator("img").count() else output
-        shot = picture.screenshot()
+        images, outputs = page.locator(".jp-OutputArea-child img"), page.locator(".jp-OutputArea-child")
+        shot = (images if images.count() else outputs).last.screenshot()
         browser.close()
     return shot
 
