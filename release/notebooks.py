@@ -21,7 +21,7 @@ from pathlib import Path
 import nbformat
 
 ROOT = Path(__file__).parent.parent
-FIND_CELL = "# tpukit: "  # how the cell that finds tpukit begins
+FIND_CELL = "# @title tpukit: "  # how the cell that finds tpukit begins
 LINE = 120  # columns of the archive's text
 PYEIT_PARTS = ("pyeit/__init__.py", "pyeit/eit/", "pyeit/mesh/", ".dist-info/METADATA", ".dist-info/licenses/")
 

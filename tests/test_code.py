@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 
@@ -96,7 +97,7 @@ def test_notebooks_are_thin_have_no_outputs_and_preselect_their_hardware(path):
     for cell in cells:
         assert not cell["outputs"] and cell["execution_count"] is None
         lines = "".join(cell["source"]).splitlines()
-        assert len(lines) <= (22 if lines[0].startswith("# tpukit:") else 13), "".join(cell["source"])
+        assert len(lines) <= (22 if lines[0].startswith("# @title tpukit:") else 13), "".join(cell["source"])
         assert max(map(len, lines)) <= 100, max(lines, key=len)  # more is cut at the width of a laptop
     parameters = [c for c in cells if "parameters" in c["metadata"].get("tags", [])]
     assert len(parameters) == 1 and "# @param" in "".join(parameters[0]["source"])
@@ -105,6 +106,51 @@ def test_notebooks_are_thin_have_no_outputs_and_preselect_their_hardware(path):
     else:
         assert notebook["metadata"]["accelerator"] in ("TPU", "GPU") and "accelerator" in notebook["metadata"]["kaggle"]
     assert notebook["cells"][0]["cell_type"] == "markdown"
+
+
+CHINESE = sorted((ROOT / "notebooks/zh-CN").glob("*.ipynb"))
+HOME = "https://github.com/TPUKIT_SOURCE/blob/main"
+HAN = r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"  # characters between which a line break renders as a blank
+
+
+def texts(notebook):
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"]
+
+
+def chinese_link(link):
+    """What a link of an English notebook is in the Chinese one, which lies one folder deeper."""
+    if link.startswith(f"{HOME}/dist/zh-CN/"):
+        return link.replace("/zh-CN/", "/")  # the way to the other language
+    page = link.removeprefix(f"{HOME}/").replace(".md", ".zh-CN.md")
+    if (ROOT / page).is_file():
+        return f"{HOME}/{page}"
+    return link.replace("/main/dist/", "/main/dist/zh-CN/").replace("../docs/", "../../docs/")
+
+
+def test_every_notebook_has_a_chinese_twin():
+    assert [path.name for path in CHINESE] == [path.name for path in notebooks()]
+
+
+@pytest.mark.parametrize("path", CHINESE, ids=lambda p: p.name)
+def test_a_chinese_notebook_has_the_code_of_the_english_one_and_its_texts_in_chinese(path):
+    english, chinese = (json.loads((ROOT / "notebooks" / name).read_text()) for name in (path.name, f"zh-CN/{path.name}"))
+    assert path.read_text() == json.dumps(chinese, indent=1, ensure_ascii=False) + "\n"
+    for ours, theirs in zip(texts(english), texts(chinese), strict=True):
+        assert re.search(r"[\u4e00-\u9fff]", theirs), theirs
+        assert re.findall(r"^#+ ", ours, flags=re.M) == re.findall(r"^#+ ", theirs, flags=re.M), theirs
+        links, translated = (sorted(re.findall(r"\]\(([^)\s]+)\)", text)) for text in (ours, theirs))
+        assert sorted(map(chinese_link, links)) == translated
+        assert not re.search(rf"{HAN}\n *{HAN}", theirs), theirs
+    for notebook in (english, chinese):  # all the rest is equal: code, ids, metadata, the cells' order and types
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "markdown":
+                cell["source"] = []
+    assert json.dumps(chinese) == json.dumps(english)
+
+
+def test_the_cell_of_the_library_has_one_text_in_each_language():
+    for paths in (notebooks(), CHINESE):
+        assert len({texts(json.loads(path.read_text()))[1] for path in paths}) == 1
 
 
 def test_every_notebook_finds_tpukit_in_the_same_way_and_names_its_source_once():
@@ -128,8 +174,6 @@ def test_the_library_list_of_requirements_and_of_pyproject_is_the_same_and_has_n
 
 
 def test_every_file_and_setting_that_a_page_names_exists():
-    import re
-
     from tpukit import CDEIT, MSHNet
     from tpukit.cli.options import ALIASES
 
@@ -148,8 +192,6 @@ def test_every_file_and_setting_that_a_page_names_exists():
 
 
 def test_nothing_in_the_tree_names_a_machine_or_a_registry():
-    import re
-
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     for name in files or pytest.skip("not a git checkout"):
         text = (ROOT / name).read_text(errors="ignore")

@@ -112,7 +112,7 @@ def banned_words():
     return {word: row[1] for row in rows for word in row[3].split("、") if word}
 
 
-@pytest.mark.parametrize("path", CHINESE, ids=name)
+@pytest.mark.parametrize("path", [*CHINESE, *sorted((ROOT / "notebooks/zh-CN").glob("*.ipynb"))], ids=name)
 def test_a_chinese_page_uses_the_words_of_the_glossary(path):
     banned = banned_words()
     assert len(banned) > 10
