@@ -71,7 +71,7 @@ twins: .venv/installed
 	$(BIN)/python -m release.twins
 
 gallery: .venv/installed
-	$(XLA_CPU) $(BIN)/python -m release.gallery $(if $(DATA),--data "$(DATA)")
+	$(BIN)/python -m release.gallery $(if $(DATA),--data "$(DATA)")
 
 publish: .venv/installed
 	$(BIN)/python -m release.publish "$(REPO)"
