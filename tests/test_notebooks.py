@@ -192,6 +192,26 @@ def test_the_quickstart_trains_goes_on_and_shows(digits, tmp_path):
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 2  # a live bar for each training
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["colab", "kaggle"])
+def test_a_session_that_ended_is_resumed_from_drive_or_from_the_output_of_an_earlier_version(platform, digits, tmp_path):
+    drive, inputs = tmp_path / "drive/MyDrive", tmp_path / "input"
+    drive.mkdir(parents=True)
+    where = f"host={platform!r}, drive=Path({str(drive)!r}) if {platform == 'colab'} else None, inputs=Path({str(inputs)!r})"
+    fake = ("env = tpukit.detect()", f"import dataclasses\nenv = dataclasses.replace(tpukit.detect(), {where})")
+    small = dict(DATASET_DIR=str(digits), BATCH_SIZE=8, RUN_NAME="mnist", SAVE_TO_DRIVE=platform == "colab")
+    for session in ("first", "second"):
+        (tmp_path / session).mkdir()
+    run_notebook("mnist_quickstart.ipynb", tmp_path / "first", replace=fake, EPOCHS=2, **small)
+    if platform == "kaggle":  # a saved version, added as an input
+        shutil.copytree(tmp_path / "first/outputs", inputs / "my-notebook/outputs")
+    again = text(run_notebook("mnist_quickstart.ipynb", tmp_path / "second", replace=fake, EPOCHS=3, **small))
+    assert "resuming at step 50 of 75" in again
+    records = [json.loads(line) for line in (tmp_path / "second/outputs/mnist/records.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in records if record["kind"] == "evaluation"] == [0, 1, 2]
+    assert (drive / "tpukit/mnist/best.safetensors").exists() == (platform == "colab")
+
+
 OUTPUTS = json.loads((ROOT / "tests/notebook_outputs.json").read_text())  # what no machine changes: notebook -> cell -> text
 SANITIZE = "[folders]\nregex: (/[^\\s/]+)+/(?=tpukit.yaml|outputs/)\nreplace: /folder/\n"
 
