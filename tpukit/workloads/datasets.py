@@ -42,7 +42,7 @@ def find_dataset(env, name, path=None, *, fallback=False, size=None):
         count = f"{size} synthetic samples, the default on a {NAMES[env.accelerator]}"
     folder = make_synthetic(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)
     unseen = "; Drive is not mounted" if env.drive and not env.drive.is_dir() else ""
-    why = f"no real ones were found on Drive, in Kaggle inputs or in ./datasets{unseen}; {not_downloaded}"
+    why = f"no real ones were found on Drive, in Kaggle inputs or in ./datasets{unseen}; no download: {not_downloaded}"
     print(printable(f"dataset {name}: {folder} ({count}; {why})"))
     return folder
 

@@ -117,11 +117,11 @@ class MNIST(Workload):
 
     @staticmethod
     def download(folder):
-        """The four original files, by torchvision, which also knows where they are today."""
+        """The four original files, by torchvision."""
         try:
             from torchvision.datasets import MNIST as Published
         except Exception as error:  # not installed, or made for another torch
-            raise TpukitError(f"torchvision, which downloads it, cannot be imported ({error})") from error
+            raise TpukitError(f"torchvision, which knows where it is, cannot be imported ({error})") from error
         url = f"{Published.mirrors[0]}{Published.resources[0][0]}"
         downloads.check_answer(url)
         print(printable(f"dataset mnist: downloading 11 MB ({url} and three more)"))
@@ -131,9 +131,9 @@ class MNIST(Workload):
             files = {name: folder / "MNIST" / "raw" / name for name in SHA256}
             found = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
         except Exception as error:  # urllib, http, gzip and torchvision raise many types
-            raise TpukitError(f"the download failed: {' '.join(str(error).split())[:300]}") from error
+            raise TpukitError(f"{url}: {' '.join(str(error).split())[:300]}") from error
         if damaged := [name for name in SHA256 if found[name] != SHA256[name]]:
-            raise TpukitError(f"the download is damaged: SHA-256 of {', '.join(damaged)}")
+            raise TpukitError(f"{url}: not the original files, by the SHA-256 of {', '.join(damaged)}")
         for path in files.values():
             path.with_name(f"{path.name}.gz").unlink(missing_ok=True)
 
