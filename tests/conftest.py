@@ -15,6 +15,7 @@ def pytest_configure(config):
     # Before torch_xla is imported anywhere: the CPU XLA device, compiled quickly.
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
+    os.environ["TPUKIT_OFFLINE"] = "1"  # for the processes that tests start, too: no dataset is downloaded
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -50,7 +50,7 @@ def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
     notebook = run_notebook("colab_tpu_setup.ipynb", tmp_path, **SMALL)
     output = text(notebook)
     for words in (
-        "because no real one was found",
+        "no real ones were found",
         "compiling the training step",
         "epoch 2: loss",
         "No operation fell back",

@@ -1,8 +1,32 @@
-"""Durations in words."""
+"""Tables with rows that a notebook folds away; durations in words."""
 
 import pytest
 
-from tpukit.host.tables import format_duration
+from tpukit.host.tables import Table, format_duration
+
+
+def test_folded_rows_are_behind_a_click_in_a_notebook_and_printed_in_a_terminal():
+    table = Table("Prices", ("what", "USD"), [("T4", 1)], folded=[("A100", None), ("H100", 9)], summary="2 more")
+    page, printed = table._repr_html_(), repr(table)
+    before, after = page.split("<details><summary>2 more</summary>")
+    assert "T4" in before and "A100" not in before and "T4" not in after
+    assert "A100" in after and "H100" in after and "</details>" in after and page.count(">USD<") == 2
+    assert printed.index("T4") < printed.index("A100") < printed.index("H100") and "2 more" not in printed
+
+
+@pytest.mark.parametrize(
+    "rows, folded, tables", [([("a", 1)], [], 1), ([], [], 1), ([], [("a", 1)], 1), ([("a", 1)], [("b", 2)], 2)]
+)
+def test_there_is_nothing_to_click_without_folded_rows_and_no_empty_table_beside_them(rows, folded, tables):
+    page = Table("title", ("what", "value"), rows, folded=folded, summary="more")._repr_html_()
+    assert page.count("<table>") == tables and ("<details>" in page) == ("more" in page) == bool(folded)
+
+
+def test_nothing_in_folded_rows_or_their_summary_is_markup_or_a_control_character():
+    evil = "<script>\x1b[2J$x$"
+    table = Table("title", ("what",), [], folded=[(evil,)], summary=evil)
+    page = table._repr_html_()
+    assert page.count("&lt;script&gt;\\x1b[2J$x$") == 2 and "<script>" not in page and "\x1b" not in page + repr(table)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.reporting.hostile import EVIL, strange_measurement, strange_run
-from tpukit import cli
+from tpukit import MSHNet, cli
 from tpukit.host.tables import Sentences, printable
 from tpukit.reporting import display, figures, findings
 
@@ -46,6 +46,16 @@ def test_sentences_are_the_same_in_a_notebook_as_in_a_shell_whatever_signs_they_
     assert page.elements == ["ul", "li", "code", "code", "li", "li"]
 
 
+def test_settings_at_their_defaults_are_folded_and_those_that_differ_are_seen(monkeypatch, capsys):
+    shown = []
+    monkeypatch.setattr(display, "present", shown.append)
+    display.show_task(MSHNet(dataset_dir="here", epochs=3, clip_norm=None, skip_bad=True))
+    (table,) = shown
+    assert dict(table.rows) == dict(dataset_dir="here", epochs="3", skip_bad="True")
+    assert ("lr", "0.05") in table.folded and ("clip_norm", "") in table.folded
+    assert table.summary == f"{len(table.folded)} settings at their defaults"
+
+
 @pytest.mark.slow
 def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monkeypatch):
     import nbformat
@@ -66,6 +76,7 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
         display.show_comparison(compare.compare([measurement], prices=prices.read()))
         display.present(measurement.table())
         display.present(findings.settings_table(run.config))
+        display.present(findings.settings_table(run.config, run.config["settings"]))  # folded
         display.present_figure(figures.panels_figure([[(word, np.eye(4)), (word, np.eye(4))]], word))
         display.present(findings.live_table(word, run.records(), run.read_progress(), run.checkpoints(), 1.0))
         formatter = DisplayFormatter()

@@ -85,6 +85,20 @@ def test_spot_is_google_clouds_and_what_is_free_elsewhere_stays_free():
     assert price(place="Colab", usd=0.2).per_hour(spot=True) == 0.2
 
 
+def test_a_table_of_prices_leads_with_what_is_free_and_what_the_user_changed_and_folds_the_rest():
+    shipped = prices.read()
+    mine = [price("T4", "Colab", 0.5), price("RTX 3090", "local", 0.14), price(usd=None)]
+    shown = prices.table([*shipped, *mine])
+    assert {row[1] for row in shown.rows[:-3]} == {"Kaggle", "Colab free"} and {row[2] for row in shown.rows[:-3]} == {"0"}
+    assert [row[:3] for row in shown.rows[-3:]] == [
+        ("T4", "Colab", "0.5"),
+        ("RTX 3090", "local", "0.14"),
+        ("T4", "Google Cloud", ""),
+    ]
+    assert len(shown.rows) + len(shown.folded) == len(shipped) + 3 and str(len(shown.folded)) in shown.summary
+    assert not {"0"} & {row[2] for row in shown.folded}
+
+
 def test_the_table_for_people_has_a_row_for_each_price_with_empty_cells_for_what_is_unknown():
     shown = prices.table([price(usd=None, session_h=9.0)])
     assert shown.rows == [("T4", "Google Cloud", "", "", "9", "", "2026-11", "test")]

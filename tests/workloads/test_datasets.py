@@ -1,5 +1,7 @@
 """Datasets by their names: those of the workloads, their folders, and their synthetic sets."""
 
+import dataclasses
+
 import pytest
 
 from tpukit import TpukitError, find_dataset, workloads
@@ -24,3 +26,34 @@ def test_every_folder_that_a_workload_looks_for_is_one_of_the_parts():
     names |= {pattern.split("/")[0] for patterns in LISTS.values() for pattern in patterns if "/" in pattern}
     parts = {name for key in workloads.WORKLOADS for name in workloads.find(key).dataset_parts}
     assert names | {"images", "masks", "raw"} == parts
+
+
+@pytest.mark.parametrize(
+    "accelerator, name, size", [("tpu", "TPU", 9), ("cuda", "GPU", 9), ("xla", "CPU XLA device", 6), ("cpu", "CPU", 6)]
+)
+def test_an_accelerator_gets_a_larger_synthetic_set_and_the_number_is_printed(
+    here, accelerator, name, size, monkeypatch, capsys
+):
+    monkeypatch.setattr(workloads.find("mshnet"), "synthetic_size", 6)
+    monkeypatch.setattr(workloads.find("mshnet"), "synthetic_size_accelerator", 9)
+    found = find_dataset(dataclasses.replace(here, accelerator=accelerator), "IRSTD-1k")
+    assert found.name == f"IRSTD-1k-synthetic-{size}" and len(list((found / "images").iterdir())) == size
+    printed = capsys.readouterr().out
+    assert f"{size} synthetic samples, the default on a {name};" in printed and "RuiZhang97/ISNet" in printed
+
+
+def test_a_given_size_and_a_workload_of_one_size_hold_on_an_accelerator_too(here, monkeypatch):
+    monkeypatch.setattr(workloads.find("mnist"), "synthetic_size_accelerator", 0)
+    monkeypatch.setattr(workloads.find("mnist"), "synthetic_size", 18)
+    tpu = dataclasses.replace(here, accelerator="tpu")
+    assert find_dataset(tpu, "IRSTD-1k", size=5).name == "IRSTD-1k-synthetic-5"
+    assert find_dataset(tpu, "mnist").name == "mnist-synthetic-18"
+
+
+def test_the_sets_for_an_accelerator_are_large_and_those_for_a_cpu_small():
+    sizes = {
+        name: (task.synthetic_size, task.synthetic_size_accelerator)
+        for name in workloads.WORKLOADS
+        if (task := workloads.find(name))
+    }
+    assert sizes["mshnet"] == (40, 400) and sizes["mnist"] == (6000, 12_000)

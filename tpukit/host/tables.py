@@ -18,11 +18,14 @@ def printable(text):
 
 
 class Table:
-    """title, column names, rows of values. Printed, it is drawn for a terminal, a notebook shows it as HTML."""
+    """title, column names, rows of values. Printed, it is drawn for a terminal, a notebook shows it as HTML.
 
-    def __init__(self, title, columns, rows):
-        self.title, self.columns = printable(title), tuple(map(printable, columns))
-        self.rows = [tuple("" if v is None else printable(v) for v in row) for row in rows]
+    folded: further rows, which a notebook shows after a click on `summary`, and a terminal below the others.
+    """
+
+    def __init__(self, title, columns, rows, *, folded=(), summary=""):
+        self.title, self.columns, self.summary = printable(title), tuple(map(printable, columns)), printable(summary)
+        self.rows, self.folded = _texts(rows), _texts(folded)
 
     def __repr__(self):
         from rich import box
@@ -34,16 +37,26 @@ class Table:
         table = RichTable(title=Text(self.title), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
         for column in self.columns:
             table.add_column(Text(column), overflow="fold")
-        for row in self.rows:
+        for row in self.rows + self.folded:
             table.add_row(*(Text(value) for value in row))
         out = io.StringIO()
         Console(file=out, width=118, force_jupyter=False).print(table)  # in Jupyter it would display, not write
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()
 
     def _repr_html_(self):
+        shown = self._html_of(self.rows) if self.rows or not self.folded else ""
+        if self.folded:
+            shown += f"<details><summary>{html.escape(self.summary)}</summary>{self._html_of(self.folded)}</details>"
+        return f"<div {NO_FORMULAS}><b>{html.escape(self.title)}</b>{shown}</div>"
+
+    def _html_of(self, rows):
         head = "".join(_cell("th", name) for name in self.columns)
-        rows = "".join(f"<tr>{''.join(_cell('td', value) for value in row)}</tr>" for row in self.rows)
-        return f"<div {NO_FORMULAS}><b>{html.escape(self.title)}</b><table><tr>{head}</tr>{rows}</table></div>"
+        body = "".join(f"<tr>{''.join(_cell('td', value) for value in row)}</tr>" for row in rows)
+        return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _texts(rows):
+    return [tuple("" if value is None else printable(value) for value in row) for row in rows]
 
 
 def _cell(tag, text):

@@ -46,8 +46,9 @@ def show_report(run):
 
 
 def show_task(task):
-    """Show every setting of a workload as a table."""
-    present(findings.settings_table(dict(workload=task.name, settings=settings_dict(task))))
+    """Show every setting of a workload as a table; in a notebook those at their defaults are folded away."""
+    defaults = [field.name for field in dataclasses.fields(task) if getattr(task, field.name) == field.default]
+    present(findings.settings_table(dict(workload=task.name, settings=settings_dict(task)), defaults))
 
 
 def show_samples(task, *, count=4):

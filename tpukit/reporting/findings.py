@@ -47,9 +47,13 @@ def _fits(value, kind):
 # Settings, scores, curves
 
 
-def settings_table(config):
-    """A workload's settings. config: dict(workload, settings)."""
-    return Table(f"Settings of {config['workload']}", ("setting", "value"), config["settings"].items())
+def settings_table(config, defaults=()):
+    """A workload's settings. config: dict(workload, settings). defaults: names of those to fold, because they are defaults."""
+    settings = config["settings"].items()
+    rows = [row for row in settings if row[0] not in defaults]
+    folded = [row for row in settings if row[0] in defaults]
+    title, summary = f"Settings of {config['workload']}", f"{len(folded)} settings at their defaults"
+    return Table(title, ("setting", "value"), rows, folded=folded, summary=summary)
 
 
 def scores_table(scores, title="Scores"):

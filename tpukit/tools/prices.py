@@ -100,7 +100,19 @@ def copy(path):
 
 
 def table(prices):
-    """The rows as a Table for people."""
+    """The rows as a Table for people. What is free, and what the user added or changed, comes first; the rest is folded."""
+    shipped = read()
+    folded = [price for price in prices if price in shipped and price.usd_per_hour != 0]
+    rows = [price for price in prices if price not in folded]
     columns = ("hardware", "place", "USD per hour", "spot", "session, h", "week, h", "as of", "source")
-    rows = [[f"{cell:g}" if isinstance(cell, float) else cell for cell in dataclasses.astuple(price)] for price in prices]
-    return Table("Prices of one chip or card, and how long a session may be", columns, rows)
+    return Table(
+        "Prices of one chip or card, and how long a session may be",
+        columns,
+        map(_cells, rows),
+        folded=map(_cells, folded),
+        summary=f"{len(folded)} more rows, not free or of unknown price",
+    )
+
+
+def _cells(price):
+    return [f"{cell:g}" if isinstance(cell, float) else cell for cell in dataclasses.astuple(price)]

@@ -38,6 +38,8 @@ class Workload:
     """Names of the folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
     synthetic_size: ClassVar[int] = 0
     """Samples of the synthetic dataset, train and test together, by default."""
+    synthetic_size_accelerator: ClassVar[int] = 0
+    """The same where there is a TPU or a GPU; 0: as many as without."""
     fallback: ClassVar[Path | None] = None
     """A folder that is searched where `dataset_dir` does not exist."""
 
@@ -137,6 +139,11 @@ class Workload:
     def milestones(settings):
         """dict epoch -> what changes there, to explain a jump of the curves. settings: dict, as of `settings_dict`."""
         return {}
+
+    @staticmethod
+    def download(folder):
+        """Download the real dataset into an empty folder and verify its checksums. Raises TpukitError where that fails."""
+        raise TpukitError("tpukit does not download it")
 
     @staticmethod
     def synthesize(folder, size, rng):

@@ -3,18 +3,29 @@
 torch is imported where it is used, so that `tpukit train mnist --help` need not wait for it. Letters: B batch.
 """
 
+import contextlib
 import dataclasses
 import gzip
+import hashlib
+import io
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 from PIL import Image
 
-from tpukit.host import arrays
+from tpukit.host import arrays, downloads
 from tpukit.host.errors import TpukitError
+from tpukit.host.tables import printable
 from tpukit.runs.run import setting
 from tpukit.training.task import Workload
+
+SHA256 = {  # of the original files, unpacked
+    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+}
 
 
 class Digits:
@@ -56,6 +67,7 @@ class MNIST(Workload):
     dataset: ClassVar[str] = "mnist"
     dataset_parts: ClassVar[tuple[str, ...]] = ("raw",)
     synthetic_size: ClassVar[int] = 6000
+    synthetic_size_accelerator: ClassVar[int] = 12_000
     score: ClassVar[str] = "accuracy"
     score_names: ClassVar[dict[str, str]] = dict(accuracy="accuracy, share of test images")
     evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
@@ -102,6 +114,28 @@ class MNIST(Workload):
             correct += int(((digit == batch["label"]) & batch["valid"]).sum())
             images += int(batch["valid"].sum())
         return dict(accuracy=correct / max(images, 1), images=images)
+
+    @staticmethod
+    def download(folder):
+        """The four original files, by torchvision."""
+        try:
+            from torchvision.datasets import MNIST as Published
+        except Exception as error:  # not installed, or made for another torch
+            raise TpukitError(f"torchvision, which knows where it is, cannot be imported ({error})") from error
+        url = f"{Published.mirrors[0]}{Published.resources[0][0]}"
+        downloads.check_answer(url)
+        print(printable(f"dataset mnist: downloading 11 MB ({url} and three more)"))
+        try:
+            with downloads.stalls_refused(), contextlib.redirect_stderr(io.StringIO()):  # four progress bars
+                Published(folder, download=True)
+            files = {name: folder / "MNIST" / "raw" / name for name in SHA256}
+            found = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+        except Exception as error:  # urllib, http, gzip and torchvision raise many types
+            raise TpukitError(f"{url}: {' '.join(str(error).split())[:300]}") from error
+        if damaged := [name for name in SHA256 if found[name] != SHA256[name]]:
+            raise TpukitError(f"{url}: not the original files, by the SHA-256 of {', '.join(damaged)}")
+        for path in files.values():
+            path.with_name(f"{path.name}.gz").unlink(missing_ok=True)
 
     @staticmethod
     def synthesize(folder, size, rng):

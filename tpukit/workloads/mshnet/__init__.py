@@ -25,6 +25,7 @@ class MSHNet(Workload):
     dataset: ClassVar[str] = "IRSTD-1k"
     dataset_parts: ClassVar[tuple[str, ...]] = ("images", "masks", "img_idx", "50_50", "idx_427", "idx_320")
     synthetic_size: ClassVar[int] = 40
+    synthetic_size_accelerator: ClassVar[int] = 400
     synthesize = staticmethod(infrared_set)
     score: ClassVar[str] = "iou"
     score_names: ClassVar[dict[str, str]] = dict(iou="IoU", pd="Pd, share of targets found", fa="Fa, false pixels per pixel")
@@ -100,6 +101,10 @@ class MSHNet(Workload):
         for logits, batch in predictions:
             scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
         return {**scores.result(), "roc": scores.roc()}
+
+    @staticmethod
+    def download(folder):
+        raise TpukitError("its authors share it on Google Drive and Baidu, see github.com/RuiZhang97/ISNet")
 
     @staticmethod
     def milestones(settings):

@@ -1,0 +1,47 @@
+"""Downloads that do not hang: a server is asked first, and one that stalls is given up. Nothing else here uses the internet."""
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import urllib.request
+
+from tpukit.host.errors import TpukitError, first_line
+
+ANSWER_S = 2.5  # for a first answer, the look-up of the server's name included
+STALL_S = 20.0  # without a byte
+
+
+def check_answer(url):
+    """Raise TpukitError with the reason where no server answers for `url` within ANSWER_S seconds, or TPUKIT_OFFLINE is set."""
+    if os.environ.get("TPUKIT_OFFLINE"):
+        raise TpukitError("TPUKIT_OFFLINE forbids downloads")
+    answers = queue.SimpleQueue()
+
+    def ask():
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=ANSWER_S):
+                answers.put("")
+        except Exception as error:  # urllib, http and ssl raise many types
+            answers.put(first_line(error))
+
+    # In a thread, because a look-up of a name and a server of many addresses take longer than urlopen's timeout.
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        reason = answers.get(timeout=ANSWER_S)
+    except queue.Empty:
+        reason = f"no answer within {ANSWER_S:g} s"
+    if reason:
+        raise TpukitError(f"{url}: {reason}")
+
+
+@contextlib.contextmanager
+def stalls_refused():
+    """Context manager: a connection opened here that gets no byte for STALL_S seconds raises TimeoutError."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(STALL_S)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
