@@ -1,13 +1,25 @@
 """A user's own files predicted by a run, and the run as one zip."""
 
+import dataclasses
+import datetime
+import os
+import pickle
+import struct
+import types
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.conftest import refuses
+from tests.workloads.cdeit.small import task_of
+from tests.workloads.mshnet.small import Narrow
+from tpukit import Run
+from tpukit.host import environment
 from tpukit.host.errors import TpukitError
-from tpukit.reporting import own
+from tpukit.reporting import display, own
 
 
 @pytest.fixture
@@ -75,3 +87,265 @@ def test_a_run_without_anything_to_pack_says_so(tmp_path):
     with pytest.raises(TpukitError, match=str(tmp_path)):
         own.save_zip(Run(tmp_path / "empty"))
     assert not list(tmp_path.iterdir())
+
+
+def test_hidden_files_of_a_folder_are_left_out_and_two_of_one_name_are_refused(pictures, tmp_path):
+    (pictures / ".DS_Store").write_bytes(b"\0")
+    assert [path.name for path in own.list_files(str(pictures))] == ["a.png", "b.jpg"]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.png").write_bytes(b"")
+    with refuses("2 files", "a.png"):
+        own.list_files([pictures, other])
+
+
+def test_files_are_asked_for_after_the_weights_are_known_to_be_there(pictures, tmp_path):
+    with refuses("no best weights"):
+        own.predict_files(Run(tmp_path), Narrow(), pictures / "a.png")
+
+
+# On an open page
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """An open page; yields what is displayed, and what takes its place."""
+    shown, updates = [], []
+
+    def show(thing, **_):
+        shown.append(thing)
+        return types.SimpleNamespace(update=updates.append)
+
+    monkeypatch.setattr(environment, "has_open_page", lambda: True)
+    monkeypatch.setattr("IPython.display.display", show)
+    return types.SimpleNamespace(shown=shown, updates=updates)
+
+
+def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_is_named_beside_the_button(trained, pictures, page):
+    task, run = trained
+    own.show_own(run, task)
+    (button, note), before = page.shown[0].children, len(page.shown)
+    upload = dict(name="a.png", type="", size=1, last_modified=datetime.datetime(2025, 1, 1), content=memoryview(b"no image"))
+    button.set_trait("value", (upload,))
+    assert "upload-a.png" in note.value and not page.updates
+    button.set_trait("value", (dict(upload, content=memoryview((pictures / "a.png").read_bytes())),))
+    assert "predicted" in note.value and len(page.updates) == 1 and page.updates[0].data.startswith(b"\x89PNG")
+    assert len(page.shown) == before and (run.path / "own/upload-a.png").exists()
+
+
+def test_the_link_to_the_zip_leads_there_from_the_notebooks_folder(trained, page, tmp_path, monkeypatch):
+    _, run = trained
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    own.save_zip(Run("../run"))
+    assert [link.path for link in page.shown] == ["../run.zip"]
+
+
+# Of MSHNet
+
+
+@pytest.fixture
+def infrared_run(tmp_path):
+    """(task, run) of an MSHNet that takes every pixel above a grey of about 128 for a target."""
+    import torch
+
+    task, run = Narrow(base_size=32, crop_size=32), Run(tmp_path / "run")
+    run.path.mkdir()
+    torch.manual_seed(0)
+    run.save_best(task.model().state_dict())
+    return task, run
+
+
+@pytest.fixture
+def bright(monkeypatch):
+    def predictor(task, model, runtime, epoch=None):
+        return lambda batch: batch["image"][:, :1].float() - 128
+
+    monkeypatch.setattr(Narrow, "predictor", predictor)
+
+
+def test_masks_are_saved_in_the_size_of_each_image_and_packed(infrared_run, bright, tmp_path):
+    task, run = infrared_run
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    grey = np.zeros((48, 96), np.uint8)
+    grey[12:24, 48:72] = 255
+    Image.fromarray(grey).save(mine / "a.png")
+    Image.fromarray(255 - grey).convert("RGB").save(mine / "a.bmp")
+    Image.new("L", (20, 300), 200).save(mine / "b.PNG")
+    own.show_own(run, task, mine)
+    found = {path.name: np.asarray(Image.open(path)) for path in (run.path / "own/masks").iterdir()}
+    np.testing.assert_array_equal(found["a.png"], grey)  # a third of the columns, and a half more rows, than 32 x 32
+    np.testing.assert_array_equal(found["a.bmp.png"], 255 - grey)
+    assert found["b.PNG"].shape == (300, 20) and (found["b.PNG"] == 255).all() and len(found) == 3
+    with zipfile.ZipFile(own.save_zip(run)) as archive:
+        assert {f"run/own/masks/{name}" for name in found} | {"run/own/predictions.npz"} <= set(archive.namelist())
+
+
+def test_images_of_any_kind_and_size_become_what_the_network_takes(infrared_run, tmp_path):
+    task, run = infrared_run
+    grey = np.full((40, 70), 102, np.uint8)
+    images = dict(
+        grey=Image.fromarray(grey), wide=Image.fromarray(grey.astype(np.uint16) * 257), dot=Image.new("L", (1, 1), 102)
+    )
+    images |= dict(palette=Image.fromarray(grey).convert("P"), rgba=Image.fromarray(grey).convert("RGBA"))
+    for name, image in images.items():
+        image.save(tmp_path / f"{name}.png")
+    paths = [tmp_path / f"{name}.png" for name in images]
+    batch, predictions, names = own.predict_files(run, task, paths)
+    assert batch["image"].shape == (5, 3, 32, 32) and (batch["image"] == 102).all()
+    assert predictions.shape == (5, 1, 32, 32) and names == [path.name for path in paths]
+
+
+def test_an_own_image_is_predicted_as_the_same_image_in_the_test_set(infrared_run, infrared):
+    task, run = infrared_run
+    data = dataclasses.replace(task, dataset_dir=infrared).test_set()
+    [path] = (infrared / "images").glob(f"{data.names[0]}.*")
+    batch, predictions, _ = own.predict_files(run, task, path)
+    tested, expected = display.predict_test_images(run, dataclasses.replace(task, dataset_dir=infrared), 1)
+    np.testing.assert_array_equal(batch["image"], np.broadcast_to(tested["image"], (1, 3, 32, 32)))
+    np.testing.assert_allclose(predictions, expected.numpy(), atol=1e-5)
+
+
+def png_of(size):
+    """An image file that claims a size."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", *size, 8, 0, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    return b"\x89PNG\r\n\x1a\n" + chunk + b"\0\0\0\0IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        png_of((100_000, 100_000)),
+        png_of((8193, 8192)),
+        png_of((64, 64)),
+        b"",
+        b"\x89PNG\r\n\x1a\n",
+        b"%!PS-Adobe-3.0 EPSF-3.0\n",
+    ],
+    ids=["bomb", "large", "cut short", "empty", "header", "EPS"],
+)
+def test_an_image_that_is_damaged_or_claims_a_huge_size_is_named_and_nothing_is_saved(content, infrared_run, tmp_path):
+    task, run = infrared_run
+    (tmp_path / "bad.png").write_bytes(content)
+    with refuses(tmp_path / "bad.png"):
+        own.show_own(run, task, tmp_path / "bad.png")
+    assert not (run.path / "own").exists()
+
+
+# Of CDEIT
+
+
+@pytest.fixture
+def tank_run(tank, tmp_path):
+    """(task, run) of a CDEIT with random weights."""
+    import torch
+
+    task, run = task_of(tank), Run(tmp_path / "run")
+    run.path.mkdir()
+    torch.manual_seed(0)
+    weights = {n: v + 0.02 * torch.randn_like(v) if v.is_floating_point() else v for n, v in task.model().state_dict().items()}
+    run.save_best(weights, **task.metadata(task.datasets()[0]))
+    return task, run
+
+
+def voltages_of(path):
+    with np.load(path) as found:
+        return found["ys"].reshape(-1)
+
+
+@pytest.mark.parametrize("data", ["simulated", "uef2017"])
+def test_a_file_of_the_test_set_is_predicted_as_the_test_set_is(data, tank_run, tank):
+    task, run = tank_run
+    task = dataclasses.replace(task, dataset_dir=tank / "test", data=data)  # in the units of that set
+    batch, predictions, names = own.predict_files(run, task, sorted((tank / "test").glob("*.npz"))[0])
+    tested, expected = display.predict_test_images(run, task, 1)
+    np.testing.assert_array_equal(batch["voltages"], tested["voltages"])
+    np.testing.assert_array_equal(predictions, expected.numpy())
+    assert predictions.std() > 0.01 and names[0].endswith(".npz, 1")
+
+
+def test_voltages_are_read_from_every_kind_of_file(tank_run, tank, tmp_path):
+    task, run = tank_run
+    volts = np.stack([voltages_of(path) for path in sorted((tank / "test").glob("*.npz"))[:2]])
+    rows = [[f"{value:.9g}" for value in row] for row in volts]
+    np.savez(tmp_path / "a.npz", ys=volts)
+    np.save(tmp_path / "b.npy", volts.reshape(2, 16, 13).astype(np.float64))
+    (tmp_path / "c.csv").write_text("\ufeff" + "\n".join(",".join(row) for row in rows), encoding="utf-8")
+    (tmp_path / "d.csv").write_text("\r\n".join(";".join(row) for row in rows).replace(".", ","))  # of a German spreadsheet
+    (tmp_path / "e.txt").write_text("\n".join(" ".join(row) for row in rows))
+    np.savetxt(tmp_path / "f.txt", volts[0])  # a column
+    np.savetxt(tmp_path / "g.txt", volts[1].reshape(16, 13), delimiter="\t")
+    batch, names = task.read_files([tmp_path / name for name in ("a.npz", "b.npy", "c.csv", "d.csv")], best(run))
+    more, more_names = task.read_files([tmp_path / name for name in ("e.txt", "f.txt", "g.txt")], best(run))
+    expected = task.test_set().batch(np.arange(2))["voltages"]
+    np.testing.assert_allclose(batch["voltages"], np.concatenate([expected] * 4), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(more["voltages"], np.concatenate([expected, expected]), rtol=1e-5, atol=1e-5)
+    assert names[:2] == ["a.npz, 1", "a.npz, 2"] and more_names[2:] == ["f.txt, 1", "g.txt, 1"]
+    assert batch["key"].tolist() == list(range(8))
+
+
+def best(run):
+    return run.path / "best.safetensors"
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def write(path, values):
+    if path.suffix == ".npz":
+        np.savez(path, **values)
+    elif path.suffix == ".npy":
+        np.save(path, values, allow_pickle=True)
+    elif isinstance(values, bytes):
+        path.write_bytes(values)
+    else:
+        np.savetxt(path, values)
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    [
+        ("count.txt", np.ones(207)),
+        ("columns.csv", np.ones((208, 3))),  # a sample in each column: read by rows, all would be mixed
+        ("square.npy", np.ones((13, 16, 16))),  # 208 times 16 numbers
+        ("transposed.npy", np.ones((13, 16))),
+        ("nan.npy", np.full(208, np.nan)),
+        ("large.npy", np.full(208, 1e300)),
+        ("text.csv", b"one,two,three"),
+        ("empty.txt", b""),
+        ("empty.npy", np.ones((0, 208))),
+        ("other.npz", dict(xs=np.ones(208))),
+        ("pickle.npy", np.array([Evil()] * 208, object)),
+        ("pickle.npz", dict(ys=np.array([Evil()] * 208, object))),
+        ("renamed.npy", pickle.dumps(Evil())),
+        ("binary.csv", b"\xff\xfe\x00" * 99),
+        ("zip.npz", b"PK\x03\x04"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_are_no_voltages_is_refused_by_name_and_no_code_of_it_runs(name, values, tank_run, tmp_path, monkeypatch):
+    task, run = tank_run
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / name, values)
+    with refuses(tmp_path / name), np.errstate(over="ignore"):
+        own.predict_files(run, task, tmp_path / name)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_more_samples_than_it_takes_are_refused_before_they_are_predicted(tank_run, tmp_path, monkeypatch):
+    task, run = tank_run
+    np.save(tmp_path / "many.npy", np.ones((65, 208)))
+    monkeypatch.setattr(own, "predict_in_parts", pytest.fail)
+    with refuses("65 samples", "64"):
+        own.predict_files(run, task, tmp_path / "many.npy")
+
+
+def test_weights_that_do_not_say_how_voltages_were_normalised_are_refused(tank_run, tank, tmp_path):
+    task, run = tank_run
+    run.save_best(task.model().state_dict())
+    with refuses("best.safetensors"):
+        own.predict_files(run, task, sorted((tank / "test").glob("*.npz"))[0])

@@ -96,7 +96,7 @@ def show_comparison(comparison, picture=None):
     present(comparison.sentences())
 
 
-def predict_test_images(run, task, count, *, at_once=16):
+def predict_test_images(run, task, count):
     """(batch, predictions) of up to `count` test images, evenly spaced, by the run's best weights, on the CPU, as tensors.
 
     Raises TpukitError where the run has no best weights yet.
@@ -106,13 +106,16 @@ def predict_test_images(run, task, count, *, at_once=16):
     predictor = open_predictor(run, task)
     data = dataclasses.replace(task, weights=run.path / "best.safetensors").test_set()
     indices = _evenly_spaced(len(data), count)
-    batches, predictions = [], []
-    for first in range(0, len(indices), at_once):
-        batch = data.batch(indices[first : first + at_once])
-        batches.append({name: torch.as_tensor(value) for name, value in batch.items()})
-        predictions.append(predictor(batches[-1]))
-    joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-    return dict(joined, valid=torch.ones(len(indices), dtype=bool)), torch.cat(predictions)
+    batch = {name: torch.as_tensor(values) for name, values in data.batch(indices).items()}
+    return dict(batch, valid=torch.ones(len(indices), dtype=bool)), predict_in_parts(predictor, batch)
+
+
+def predict_in_parts(predictor, batch, *, at_once=16):
+    """The predictions of a batch of any size (dict of tensors), at most `at_once` samples at a time."""
+    import torch
+
+    parts = zip(*(values.split(at_once) for values in batch.values()))
+    return torch.cat([predictor(dict(zip(batch, part))) for part in parts])
 
 
 def open_predictor(run, task):

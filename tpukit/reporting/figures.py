@@ -60,7 +60,8 @@ def live_figure(records, progress, labels):
     """A training as it stands: loss, the score that decides, and speed with the compilations of the step, over the epochs."""
     figure, ((loss, score, speed),) = subplots(1, 3, (12.6, 3.0))
     steps_per_epoch, series = findings.steps_per_epoch(records), findings.epoch_curves(records)
-    for axis, name in ((loss, "loss"), (score, labels.score or next(iter(series.keys() - {"loss", "gradient norm"}), "score"))):
+    scores = [name for name in series if name not in ("loss", "gradient norm")]
+    for axis, name in ((loss, "loss"), (score, labels.score or next(iter(scores), "score"))):
         plot_curve(axis, name, *series.get(name, ((), ())), labels)
     found = findings.intervals(records)
     speed.plot([interval["to"] / steps_per_epoch for interval in found], [one["images_per_s"] for one in found],
@@ -136,11 +137,11 @@ def report_figure(records):
     return figure
 
 
-def threshold_figure(scores, labels, threshold, panels):
+def threshold_figure(scores, score_names, threshold, panels):
     """Panels of an image, and below them the scores over the threshold with a line at the one that the panels show.
 
-    scores: dict threshold -> dict of scores. panels: list of (title, array)."""
-    names = [name for name in labels.names if all(name in row for row in scores.values())]
+    scores: dict threshold -> dict of scores. score_names: of the workload. panels: list of (title, array)."""
+    names = list(score_names) or [name for name, value in scores[threshold].items() if isinstance(value, float)]
     columns = max(len(panels), len(names))
     figure, axes = subplots(2, columns, (3.2 * columns, 5.6), height_ratios=(3.4, 2.2))
     for axis in [*axes[0, len(panels) :], *axes[1, len(names) :]]:
@@ -150,7 +151,7 @@ def threshold_figure(scores, labels, threshold, panels):
     for axis, name in zip(axes[1], names):
         axis.plot(list(scores), [row[name] for row in scores.values()], color=BLUE, lw=1.6, marker="o", ms=3)
         axis.axvline(threshold, color=RED, lw=1.2)
-        set_title(axis, f"{labels.names[name]}: {scores[threshold][name]:.3g}")
+        set_title(axis, f"{score_names.get(name, name)}: {scores[threshold][name]:.3g}")
         axis.set_xlabel("threshold", fontsize=9)
         axis.set_ylim(bottom=0)
         style(axis)
@@ -160,8 +161,10 @@ def threshold_figure(scores, labels, threshold, panels):
 def runs_figure(series, name):
     """One series of several runs over the epochs. series: dict run -> (epochs, values)."""
     figure, ((axis,),) = subplots(1, 1, (7.2, 3.4))
-    for (run, (epochs, values)), (colour, marker) in zip(series.items(), itertools.cycle(SERIES)):
-        axis.plot(epochs, values, color=colour, marker=marker, lw=1.6, ms=4, label=label(run))
+    looks = itertools.cycle(itertools.product(("-", "--", ":"), SERIES))
+    for (run, (epochs, values)), (dashes, (colour, marker)) in zip(series.items(), looks):
+        name_of_run = f" {label(run)}"  # matplotlib leaves a label that begins with _ out of the legend
+        axis.plot(epochs, values, ls=dashes, color=colour, marker=marker, lw=1.6, ms=4, label=name_of_run)
     set_title(axis, name)
     axis.set_xlabel("epoch", fontsize=9)
     style(axis)

@@ -1,6 +1,7 @@
 """Records of a run in, sentences and tables out. Pure functions: no files, no device, no drawing."""
 
 import math
+from pathlib import Path
 from types import UnionType
 from typing import NamedTuple, get_args, get_origin
 
@@ -83,7 +84,7 @@ def curves(records):
         elif record["kind"] == "evaluation":
             values = {name: value for name, value in record["scores"].items() if isinstance(value, float)}
         for name, value in values.items():
-            if value is not None and math.isfinite(value):
+            if _fits(value, float):
                 steps, points = series.setdefault(name, ([], []))
                 steps.append(record["step"])
                 points.append(value)
@@ -112,17 +113,20 @@ NO_LABELS = Labels(None, {}, {}, {})
 
 def labels_of(config):
     """The `Labels` of a run. config: `Run.config`."""
-    if config["workload"] not in WORKLOADS:
+    if config["workload"] not in list(WORKLOADS):  # a list, because a damaged config may hold what has no hash
         return NO_LABELS
     kind, settings = find(config["workload"]), config["settings"]
-    published = {} if "synthetic" in str(settings.get("dataset_dir")) else kind.published
+    folders = Path(str(settings.get("dataset_dir")).lower()).parts
+    published = kind.published if kind.dataset.lower() in folders else {}
     return Labels(kind.score, kind.score_names, published, kind.milestones(settings))
 
 
 def steps_per_epoch(records):
-    """Of the last session; 1 where there is none, so that the x axis counts steps."""
-    starts = [record["steps_per_epoch"] for record in valid_records(records) if _fits(record.get("steps_per_epoch"), int)]
-    return max(starts[-1], 1) if starts else 1
+    """Of the last session; in runs of earlier versions, which do not record it, by the evaluations; 1 where nothing tells."""
+    records = valid_records(records)
+    found = [record["step"] // max(record["epoch"] + 1, 1) for record in _of_kind(records, "evaluation")]
+    found += [record["steps_per_epoch"] for record in records if _fits(record.get("steps_per_epoch"), int)]
+    return max(found[-1], 1) if found else 1
 
 
 def epoch_curves(records):

@@ -1,5 +1,6 @@
 """A user's own files predicted by a run, and the run as one file to take along: `show_own` and `save_zip`."""
 
+import os
 import zipfile
 from pathlib import Path
 
@@ -9,10 +10,10 @@ from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.reporting import figures
-from tpukit.reporting.display import as_image, open_predictor, present_figure, show_predictions
+from tpukit.reporting.display import as_image, open_predictor, predict_in_parts, present_figure, show_predictions
 
-MOST_FILES = 64  # predicted at once, on the CPU
-ZIPPED = ("best.safetensors", "config.json", "records.jsonl", "log.txt", "pictures/*", "predictions/*", "own/*")
+MOST = 64  # files, and samples in them, that are predicted at once, on the CPU
+ZIPPED = ("best.safetensors", "config.json", "records.jsonl", "log.txt", "pictures/*", "predictions/*", "own/*", "own/masks/*")
 
 
 def predict_files(run, task, paths):
@@ -23,21 +24,35 @@ def predict_files(run, task, paths):
     """
     import torch
 
-    batch, names = task.read_files(list_files(paths), run.path / "best.safetensors")
+    paths, predictor = list_files(paths), open_predictor(run, task)
+    batch, names = task.read_files(paths, run.path / "best.safetensors")
+    if len(names) > MOST:
+        raise TpukitError(f"the files hold {len(names)} samples; it takes {MOST} at once")
     tensors = {name: torch.as_tensor(values) for name, values in batch.items()}
-    return batch, open_predictor(run, task)(tensors).numpy(), names
+    return batch, predict_in_parts(predictor, tensors).numpy(), names
 
 
 def list_files(paths):
-    """The files that were named, those of a folder sorted by name. Raises TpukitError where there is none, or too many."""
+    """The files that were named, those of a folder sorted by name, without hidden ones.
+
+    Raises TpukitError where there is none, or too many, or two of one name, which could not be told apart in the results.
+    """
     paths = [Path(path).expanduser() for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
     found = []
     for path in paths:
         if not path.exists():
             raise TpukitError(f"{path} does not exist: name a file of yours, or a folder that holds some")
-        found += sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
-    if not 0 < len(found) <= MOST_FILES:
-        raise TpukitError(f"{len(found)} files were named; it takes 1 to {MOST_FILES} at once")
+        if path.is_dir():  # in which macOS leaves hidden files
+            found += sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+        else:
+            found.append(path)
+    if not 0 < len(found) <= MOST:
+        raise TpukitError(f"{len(found)} files were named; it takes 1 to {MOST} at once")
+    names = [path.name for path in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise TpukitError(
+            f"{names.count(twice)} files are called {twice}: rename them, so that their predictions can be told apart"
+        )
     return found
 
 
@@ -62,7 +77,8 @@ def show_own(run, task, paths=""):
     button = ipywidgets.FileUpload(multiple=True, description="your own files")
     note = ipywidgets.Label("what is uploaded here stays on this machine")
     display(ipywidgets.HBox([button, note]))
-    handles = []
+    # A place in this cell for the picture: what is displayed later, when a button calls, belongs to no cell in JupyterLab.
+    handle = display({"text/plain": ""}, raw=True, display_id=True)
 
     def predict(_):
         try:
@@ -71,10 +87,7 @@ def show_own(run, task, paths=""):
             note.value = printable(error)
             return
         note.value = "predicted; saved in the run's folder own/"
-        if handles:
-            handles[0].update(shown)
-        else:
-            handles.append(display(shown, display_id=True))
+        handle.update(shown)
 
     button.observe(predict, names="value")
 
@@ -87,6 +100,7 @@ def _predict_and_save(run, task, paths):
         folder.mkdir(exist_ok=True)
         with files.atomic_file(folder / "predictions.npz") as file:
             np.savez_compressed(file, names=np.array(names), predictions=predictions)
+        task.save_own(folder, list_files(paths), predictions)
         figure = figures.panels_figure(task.panels(batch, predictions), "Your own files")
         figure.savefig(folder / "predictions.png", dpi=110)
     return figure
@@ -110,13 +124,14 @@ def save_zip(run):
 
     On Colab an open page then downloads it; on Kaggle it is under Output; JupyterLab shows a link.
     """
-    path = run.path.with_name(f"{run.path.name}.zip")
-    members = [member for pattern in ZIPPED for member in sorted(run.path.glob(pattern)) if member.is_file()]
+    folder = run.path.resolve()
+    path = folder.with_name(f"{folder.name}.zip")
+    members = [member for pattern in ZIPPED for member in sorted(folder.glob(pattern)) if member.is_file()]
     if not members:
         raise TpukitError(f"{run.path} has nothing to pack yet: train first")
     with files.explain_unwritable(path), files.atomic_file(path) as file, zipfile.ZipFile(file, "w") as archive:
         for member in members:
-            archive.write(member, Path(run.path.name) / member.relative_to(run.path))
+            archive.write(member, member.relative_to(folder.parent))
     print(printable(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(members)} files"))
     if environment.has_open_page():
         _offer(path)
@@ -130,7 +145,7 @@ def _offer(path):
     except ImportError:
         from IPython.display import FileLink, display
 
-        display(FileLink(str(path)))
+        display(FileLink(os.path.relpath(path)))  # which the page resolves from the notebook's folder
         return
     try:
         colab.download(str(path))

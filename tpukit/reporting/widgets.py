@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from tpukit.host import environment
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.tables import printable
 from tpukit.reporting import figures, findings
 from tpukit.reporting.display import as_image, predict_test_images, present_figure
 from tpukit.runs.run import Run
@@ -29,8 +30,8 @@ def live(run, *, every_s=5.0):
     if not environment.has_open_page():
         yield
         return
-    chart = LiveChart(run)
-    done = threading.Event()
+    chart, done = LiveChart(run), threading.Event()
+    chart.update()
     thread = threading.Thread(target=chart.follow, args=(done, every_s), daemon=True)
     thread.start()
     try:
@@ -42,15 +43,13 @@ def live(run, *, every_s=5.0):
 
 
 class LiveChart:
-    """The chart in the output of a cell. It reads the run directory and writes nothing."""
+    """The chart in the output of a cell. It reads the run directory and writes nothing, and no error of it ends a training."""
 
     def __init__(self, run):
-        from IPython.display import display
-
         self.run = run
-        self._seen = self._state()
-        self._labels = findings.labels_of(run.config)
-        self._handle = display(self._draw(), display_id=True)
+        self._seen = self._written_at()
+        self._handle = None
+        self._failed = False
 
     def follow(self, done, every_s):
         """Redraw what changed until the event `done` is set. Runs in a thread of its own."""
@@ -58,23 +57,34 @@ class LiveChart:
         while not done.wait(wait_s):
             # Cores are forked before any of them writes. Until then this thread draws nothing, so that no lock of
             # matplotlib's is held in a fork.
-            if self._state() != self._seen:
-                self._seen, start = self._state(), time.monotonic()
+            if (written_at := self._written_at()) > self._seen:
+                self._seen, start = written_at, time.monotonic()
                 self.update()
                 wait_s = max(every_s, (time.monotonic() - start) / MOST_OF_THE_TIME)
 
     def update(self):
-        """Draw the run as it is now."""
-        self._handle.update(self._draw())
+        """Draw the run as it is now, the first time into a new output. What goes wrong is printed once."""
+        from IPython.display import display
 
-    def _draw(self):
-        return as_image(figures.live_figure(self.run.records(), self.run.read_progress(), self._labels))
+        try:
+            labels = findings.labels_of(self.run.config)
+            image = as_image(figures.live_figure(self.run.records(), self.run.read_progress(), labels))
+            if self._handle is None:
+                self._handle = display(image, display_id=True)
+            else:
+                self._handle.update(image)
+        except Exception as error:  # a file of the run may hold anything
+            if not self._failed:
+                print(printable(f"the live chart could not be drawn ({first_line(error)}); the training continues"))
+            self._failed = True
 
-    def _state(self):
-        """What changes whenever the training has written something."""
-        paths = [self.run.path / name for name in ("records.jsonl", "progress.json")]
-        stats = [path.stat() for path in paths if path.exists()]
-        return [(stat.st_mtime_ns, stat.st_size) for stat in stats]
+    def _written_at(self):
+        """When the training last wrote, in ns. That a launch deletes progress.json, before it forks, does not count."""
+        times = [0]
+        for name in ("records.jsonl", "progress.json"):
+            with contextlib.suppress(OSError):
+                times.append((self.run.path / name).stat().st_mtime_ns)
+        return max(times)
 
 
 def explore(run, task, *, count=32):
@@ -84,17 +94,15 @@ def explore(run, task, *, count=32):
     or without ipywidgets, the picture is that of threshold 0.5. Raises TpukitError for a task whose predictions have no
     threshold (`evaluate` and `panels` must take one).
     """
-    if "threshold" not in inspect.signature(task.panels).parameters:
+    if not all("threshold" in inspect.signature(method).parameters for method in (task.evaluate, task.panels)):
         raise TpukitError(f"the predictions of {task.name} have no threshold to explore: use show_predictions")
     batch, prediction = predict_test_images(run, task, count)
-    labels, scores = findings.labels_of(run.config), {}
-    for threshold in THRESHOLDS:
-        scores[threshold] = task.evaluate([(prediction, batch)], threshold=threshold)
+    scores = {threshold: task.evaluate([(prediction, batch)], threshold=threshold) for threshold in THRESHOLDS}
 
     def draw(threshold, image):
         one = {name: values[image - 1 : image] for name, values in batch.items()}
         panels = task.panels(one, prediction[image - 1 : image], threshold=threshold)
-        return figures.threshold_figure(scores, labels, threshold, panels[0])
+        return figures.threshold_figure(scores, task.score_names, threshold, panels[0])
 
     show_with_controls(
         draw,
@@ -109,8 +117,10 @@ def compare_runs(folder):
     folder: of run directories, such as `env.outputs`. Raises TpukitError where there is no run with a curve.
     """
     runs = [Run(config.parent) for config in sorted(Path(folder).glob("*/config.json"))]
-    curves = {run.path.name: findings.epoch_curves(run.records()) for run in runs}
-    curves = {name: found for name, found in curves.items() if found}
+    curves = {}
+    for run in runs:
+        if found := findings.epoch_curves(run.records()):
+            curves[printable(run.path.name)] = {printable(score): points for score, points in found.items()}
     if not curves:
         raise TpukitError(f"no run below {folder} has a curve yet: train first, or name the folder that holds the run folders")
     names = sorted({score for found in curves.values() for score in found})
@@ -121,7 +131,7 @@ def compare_runs(folder):
     show_with_controls(
         draw,
         runs=("SelectMultiple", dict(options=tuple(curves), value=tuple(curves)[-4:])),
-        score=("Dropdown", dict(options=names, value="loss")),
+        score=("Dropdown", dict(options=names, value="loss" if "loss" in names else names[0])),
     )
 
 

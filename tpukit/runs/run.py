@@ -8,6 +8,7 @@ best.safetensors         the weights of the best evaluation, with their SHA-256 
 pictures/, predictions/  what `show` drew, and what a test keeps of its predictions
 trace/, step.hlo         written by `tpukit report --trace` and `--hlo`
 progress.json            where the training is now, for a progress bar
+own/                     a user's own files, and what was predicted for them
 tensorboard/             the records' numbers for TensorBoard, where it is installed
 cores/                   the output of each core of the last launch: rank-NN.log, and its error or stacks where it failed;
                          stop, while the notebook's process stops them

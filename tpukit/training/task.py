@@ -179,6 +179,11 @@ class Workload:
     def save_predictions(self, folder, predictions, data):
         """Write the predictions on the test set to a folder. predictions: list of what `evaluate` gets. data: the test set."""
 
+    def save_own(self, folder, paths, predictions):
+        """Write the predictions for a user's own files, one of each, to a folder in a form of use to him, besides the arrays.
+
+        paths: as `read_files` got them. predictions: array (N, ...)."""
+
     def load_predictions(self, folder):
         """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none."""
 

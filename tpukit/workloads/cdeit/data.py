@@ -149,17 +149,25 @@ def _read_file(path, names):
 
 
 def read_voltages(path):
-    """(N, 208) float32 voltages of a file: .npz (its array ys), .npy, or numbers as text (.csv, .txt), 208 to a sample.
+    """(N, 208) float32 voltages of a file: .npz (its array ys), .npy, or rows of numbers as text (.csv, .txt).
 
-    Raises TpukitError for a file that cannot be read, has another count, or holds a number that is not finite.
+    A sample is a row of 208, or 16 rows of 13; one alone may be a column. Raises TpukitError for a file that cannot be read,
+    has another shape, or holds a number that is not finite.
     """
     try:
         if path.suffix.lower() in (".npz", ".npy"):
             found = np.load(path, allow_pickle=False)
             values = found["ys"] if path.suffix.lower() == ".npz" else found
         else:
-            values = path.read_text().replace(",", " ").replace(";", " ").split()
-        volts = np.asarray(values, np.float32).reshape(-1, ELECTRODES * (ELECTRODES - 3))
+            text = path.read_text("utf-8-sig")  # spreadsheets write a byte order mark
+            # Where semicolons separate the numbers, a comma is a decimal point.
+            text = text.replace(",", ".").replace(";", " ") if ";" in text else text.replace(",", " ")
+            values = [line.split() for line in text.splitlines() if line.strip()]
+        volts = np.asarray(values, np.float32)
+        count, shape = ELECTRODES * (ELECTRODES - 3), volts.squeeze().shape
+        if shape[-1:] != (count,) and shape[-2:] != (ELECTRODES, ELECTRODES - 3):  # of another, samples would be mixed
+            raise ValueError(f"shape {volts.shape}")
+        volts = volts.reshape(-1, count)
     except Exception as error:  # numpy and zipfile raise many types for a damaged file
         raise TpukitError(
             f"{path} holds no voltages that can be read ({error}): a sample is 208 numbers, in .npz (ys), .npy, .csv or .txt"

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from tpukit.host.errors import TpukitError
+from tpukit.host.tables import printable
 from tpukit.runs.run import setting
 from tpukit.training.task import Workload
 from tpukit.workloads.mshnet.synthetic import infrared_set
@@ -142,6 +143,20 @@ class MSHNet(Workload):
             )
             images.append(np.broadcast_to(scaled, (3, *scaled.shape[1:])))
         return dict(image=np.stack(images)), [path.name for path in paths]
+
+    def save_own(self, folder, paths, predictions):
+        """masks/NAME.png: white where a target is predicted, in the size of each image."""
+        from PIL import Image
+
+        from tpukit.workloads.mshnet.data import FORMATS
+
+        (folder / "masks").mkdir(exist_ok=True)
+        for path, logits in zip(paths, predictions):
+            with Image.open(path, formats=FORMATS) as image:
+                size = image.size
+            mask = Image.fromarray(np.where(logits[0] > 0, 255, 0).astype(np.uint8)).resize(size, Image.Resampling.NEAREST)
+            name = path.name if path.suffix.lower() == ".png" else f"{path.name}.png"  # a.png and a.jpg stay apart
+            mask.save(folder / "masks" / printable(name), "PNG")
 
 
 def normalise(image):
