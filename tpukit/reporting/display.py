@@ -67,6 +67,11 @@ def show_predictions(run, task, *, count=4):
     The predictions are those that `test` saved, if the workload saves them; otherwise they are made here, on the CPU. Also
     saved as pictures/predictions.png in the run's folder.
     """
+    present_figure(predictions_figure(run, task, count), run.path / "pictures" / "predictions.png")
+
+
+def predictions_figure(run, task, count):
+    """The figure of `show_predictions`."""
     best, folder = run.path / "best.safetensors", run.path / "predictions"
     saved = None
     if folder.is_dir() and best.exists() and folder.stat().st_mtime >= best.stat().st_mtime:
@@ -77,8 +82,7 @@ def show_predictions(run, task, *, count=4):
         batch, prediction = {name: values[indices] for name, values in batch.items()}, prediction[indices]
     else:
         batch, prediction = predict_test_images(run, task, count)
-    figure = figures.panels_figure(task.panels(batch, prediction), "Test images")
-    present_figure(figure, run.path / "pictures" / "predictions.png")
+    return figures.panels_figure(task.panels(batch, prediction), "Test images")
 
 
 def show_plan(plan):

@@ -10,7 +10,7 @@ from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.reporting import figures
-from tpukit.reporting.display import as_image, open_predictor, predict_in_parts, present_figure, show_predictions
+from tpukit.reporting.display import as_image, open_predictor, predict_in_parts, predictions_figure, present_figure
 
 MOST = 64  # files, and samples in them, that are predicted at once, on the CPU
 ZIPPED = ("best.safetensors", "config.json", "records.jsonl", "log.txt", "pictures/*", "predictions/*", "own/*", "own/masks/*")
@@ -65,7 +65,7 @@ def show_own(run, task, paths=""):
         present_figure(_predict_and_save(run, task, paths))
         return
     print("no file named: test images stand in for your own")
-    show_predictions(run, task, count=2)
+    present_figure(predictions_figure(run, task, 2))
     try:
         import ipywidgets
     except ImportError:
