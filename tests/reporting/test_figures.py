@@ -1,5 +1,6 @@
-"""What is shown, in a notebook and in a shell: nothing that a file holds is obeyed."""
+"""Figures, and what a notebook and a shell show: nothing that a file holds is obeyed."""
 
+import io
 import re
 from html.parser import HTMLParser
 
@@ -138,3 +139,118 @@ def test_a_mask_is_drawn_by_what_it_could_hold_so_that_all_true_is_white_and_all
     figure = figures.panels_figure([[("all", full), ("none", ~full), ("grey", half)]], "masks")
     drawn = [axis.images[0].to_rgba(axis.images[0].get_array())[0, 0, 0] for axis in figure.axes]
     assert np.allclose(drawn, [1.0, 0.0, 0.2], atol=0.01)
+
+
+# Curves, from a run of three epochs of four steps
+
+LABELS = findings.Labels("iou", dict(iou="IoU", fa="Fa"), dict(iou=0.9), {2: "warm-up ends", 9: "later"})
+
+
+def records_of(ious, **start):
+    speed = dict(seconds=2.0, images_per_s=8.0, wait_s=0.5, memory=[], counters={})
+    records = [dict(kind="start", step=0, device="cpu", phases=1, batch_size=4, steps_per_epoch=4) | start]
+    records.append(dict(kind="compile", step=1, seconds=9.0, what="step"))
+    for epoch, iou in enumerate(ious):
+        step = 4 * epoch + 4
+        records.append(dict(kind="train", step=step, loss=1.0 / step, grad_norm=2.0, speed=speed))
+        scores = dict(iou=iou, fa=0.5, hidden=0.25, images=4)
+        records.append(dict(kind="evaluation", step=step, epoch=epoch, scores=scores, speed=dict(seconds=1.0)))
+    return records
+
+
+def axes_of(figure):
+    figure.savefig(io.BytesIO())  # all of it can be drawn
+    return {axis.get_title("left"): axis for axis in figure.axes if axis.get_title("left")}
+
+
+def words(axis):
+    return [text.get_text().strip() for text in axis.texts]
+
+
+def lines(axis):
+    return [(list(line.get_xdata()), list(line.get_ydata())) for line in axis.get_lines()]
+
+
+def test_curves_stand_over_epochs_with_the_best_mark_the_papers_line_and_where_the_recipe_changes():
+    axes = axes_of(figures.curves_figure(records_of([0.25, 0.75, 0.5]), LABELS))
+    assert list(axes) == ["loss", "gradient norm", "IoU", "Fa"]  # of the scores those that have a name
+    iou, loss, fa = axes["IoU"], axes["loss"], axes["Fa"]
+    curve, star, paper = lines(iou)
+    assert curve == ([1, 2, 3], [0.25, 0.75, 0.5]) and star == ([2], [0.75]) and paper[1] == [0.9, 0.9]
+    assert words(iou) == ["best 0.75", "the paper"] and iou.get_ylim()[1] > 0.9 and iou.get_xlabel() == "epoch"
+    assert lines(loss)[1][0] == [2, 2] and words(loss) == ["warm-up ends"] and len(lines(loss)) == 2  # 9 has not come
+    assert words(fa) == [] and len(lines(fa)) == 1 and axes["gradient norm"].get_yscale() == "log"
+    assert list(axes_of(figures.curves_figure(records_of([0.5])))) == ["loss", "gradient norm", "iou", "fa", "hidden"]
+    assert figures.curves_figure([]) is None
+
+
+def test_a_live_chart_shows_loss_the_deciding_score_and_speed_with_compilations_from_the_first_moment_on():
+    for given in ([], [None, 3], records_of([])[:1]):
+        axes = axes_of(figures.live_figure(given, {}, LABELS))
+        assert list(axes) == ["loss", "IoU", "samples per second"]
+        assert all(words(axis) == ["nothing yet"] for axis in axes.values())
+    figure = figures.live_figure(records_of([0.25, 0.75]), dict(step=8, total=12, unit="step", epoch="3 of 3"), LABELS)
+    axes = axes_of(figure)
+    assert lines(axes["loss"])[0] == ([1, 2], [0.25, 0.125]) and lines(axes["IoU"])[0][1] == [0.25, 0.75]
+    speed, compiled = lines(axes["samples per second"])
+    assert speed == ([1, 2], [8.0, 8.0]) and compiled[0] == [0.25, 0.25]
+    assert figure.get_suptitle() == "cpu · step 8 of 12 · epoch 3 of 3 · about 2 s left · 1 compilation, 9 s"
+    assert list(axes_of(figures.live_figure(records_of([0.5]), {}, findings.NO_LABELS))) == [
+        "loss",
+        "iou",
+        "samples per second",
+    ]
+
+
+def test_an_roc_marks_the_thresholds_on_both_curves_and_draws_a_rate_of_zero_on_its_logarithmic_axis():
+    count = 11
+    roc = dict(tpr=np.linspace(1, 0, count).tolist(), fpr=[1.0, *np.geomspace(0.1, 1e-5, count - 2), 0.0])
+    roc |= dict(precision=np.linspace(0, 1, count).tolist(), threshold=[place / 10 for place in range(count)])
+    left, right = axes_of(figures.roc_figure(roc)).values()
+    (x, y), (recall, precision) = lines(left)[0], lines(right)[0]
+    assert y == roc["tpr"] and x[:-1] == roc["fpr"][:-1] and 0 < x[-1] < 1e-5 and left.get_xscale() == "log"
+    assert (recall, precision) == (roc["tpr"], roc["precision"])
+    for axis, places in ((left, zip(x, y)), (right, zip(recall, precision))):
+        at = list(places)
+        assert [(note.get_text(), note.xy) for note in axis.texts] == [(f"{t / 10:g}", at[t]) for t in (1, 5, 9)]
+    roc = dict.fromkeys(("tpr", "fpr", "precision"), [0.0, 0.0]) | dict(threshold=[0.0, 1.0])
+    axes_of(figures.roc_figure(roc))  # nothing was predicted at all
+
+
+def test_a_threshold_is_a_line_through_the_scores_below_the_panels():
+    scores = {0.25: dict(iou=0.5, fa=1e-5, images=4), 0.5: dict(iou=0.75, fa=0.0, images=4)}
+    panels = [("one", np.eye(4)), ("two", np.eye(4)), ("three", np.eye(4))]
+    figure = figures.threshold_figure(scores, dict(iou="IoU", fa="Fa"), 0.25, panels)
+    axes = axes_of(figure)
+    assert list(axes) == ["IoU: 0.5", "Fa: 1e-05"]
+    assert lines(axes["IoU: 0.5"]) == [([0.25, 0.5], [0.5, 0.75]), ([0.25, 0.25], [0, 1])]
+    assert [axis.get_title() for axis in figure.axes[:3]] == ["one", "two", "three"]
+
+
+def test_runs_have_a_look_and_a_place_in_the_legend_each_whatever_they_are_called():
+    names = ["_first", "$\\frac$", "\x1b[2J", "", "x" * 200, *map(str, range(7))]
+    figure = figures.runs_figure({name: ([1.0, 2.0], [0.5, 0.25]) for name in names}, "iou")
+    [axis] = axes_of(figure).values()
+    assert len({(line.get_color(), line.get_linestyle()) for line in axis.get_lines()}) == len(names) == 12
+    shown = [text.get_text().strip() for text in axis.get_legend().get_texts()]
+    assert shown[:3] == ["_first", r"\$\frac\$", r"\x1b[2J"] and len(shown) == 12 and len(shown[4]) == 60
+    assert words(*axes_of(figures.runs_figure({}, "iou")).values()) == ["no run has this score"]
+
+
+def test_no_text_of_a_file_is_a_formula_or_breaks_a_figure():
+    records = records_of([0.25, 0.5], device=EVIL)
+    for record in records[3::2]:
+        record["scores"] |= {EVIL: 0.5, "$\\frac{": 0.5, "_": -0.5}
+    progress = dict(step=4, total=9, unit=EVIL, epoch=[EVIL])
+    axes = axes_of(figures.curves_figure(records))
+    axes |= axes_of(figures.live_figure(records, progress, findings.NO_LABELS))
+    axes |= axes_of(figures.threshold_figure({0.5: {EVIL: 0.5}}, {}, 0.5, [(EVIL, np.eye(4))]))
+    axes |= axes_of(figures.runs_figure({EVIL: ([1.0], [0.5])}, EVIL))
+    assert len(axes) > 8 and not [title for title in axes if re.search(r"(?<!\\)\$|[\x00-\x1f\x7f-\x9f\ud800]", title)]
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 1e18, -1e18, 5e-324, 0.0])
+def test_no_score_is_too_large_or_too_small_to_be_drawn(value):
+    records = records_of([value, -value, 0.5])
+    axes_of(figures.curves_figure(records, LABELS))
+    axes_of(figures.live_figure(records, {}, LABELS))

@@ -135,9 +135,8 @@ def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_is_nam
 
 def test_the_link_to_the_zip_leads_there_from_the_notebooks_folder(trained, page, tmp_path, monkeypatch):
     _, run = trained
-    (tmp_path / "notebooks").mkdir()
-    monkeypatch.chdir(tmp_path / "notebooks")
-    own.save_zip(Run("../run"))
+    monkeypatch.chdir(run.path)
+    own.save_zip(Run("."))
     assert [link.path for link in page.shown] == ["../run.zip"]
 
 
@@ -168,15 +167,15 @@ def test_masks_are_saved_in_the_size_of_each_image_and_packed(infrared_run, brig
     task, run = infrared_run
     mine = tmp_path / "mine"
     mine.mkdir()
-    grey = np.zeros((48, 96), np.uint8)
-    grey[12:24, 48:72] = 255
-    Image.fromarray(grey).save(mine / "a.png")
-    Image.fromarray(255 - grey).convert("RGB").save(mine / "a.bmp")
+    mask = np.zeros((48, 96), np.uint8)
+    mask[12:24, 48:72] = 255
+    Image.fromarray(np.where(mask, 132, 124).astype(np.uint8)).save(mine / "a.png")
+    Image.fromarray(np.where(mask, 0, 255).astype(np.uint8)).convert("RGB").save(mine / "a.bmp")
     Image.new("L", (20, 300), 200).save(mine / "b.PNG")
     own.show_own(run, task, mine)
     found = {path.name: np.asarray(Image.open(path)) for path in (run.path / "own/masks").iterdir()}
-    np.testing.assert_array_equal(found["a.png"], grey)  # a third of the columns, and a half more rows, than 32 x 32
-    np.testing.assert_array_equal(found["a.bmp.png"], 255 - grey)
+    np.testing.assert_array_equal(found["a.png"], mask)  # a third of the columns, and a half more rows, than 32 x 32
+    np.testing.assert_array_equal(found["a.bmp.png"], 255 - mask)
     assert found["b.PNG"].shape == (300, 20) and (found["b.PNG"] == 255).all() and len(found) == 3
     with zipfile.ZipFile(own.save_zip(run)) as archive:
         assert {f"run/own/masks/{name}" for name in found} | {"run/own/predictions.npz"} <= set(archive.namelist())
@@ -296,12 +295,12 @@ class Evil:
 
 
 def write(path, values):
-    if path.suffix == ".npz":
+    if isinstance(values, bytes):
+        path.write_bytes(values)
+    elif path.suffix == ".npz":
         np.savez(path, **values)
     elif path.suffix == ".npy":
         np.save(path, values, allow_pickle=True)
-    elif isinstance(values, bytes):
-        path.write_bytes(values)
     else:
         np.savetxt(path, values)
 

@@ -1,0 +1,90 @@
+"""Showing a run in a notebook or a shell: what is shown, where it is saved, what is predicted for it."""
+
+import numpy as np
+import pytest
+
+from tests.conftest import refuses
+from tests.reporting.hostile import strange_run
+from tpukit import MNIST, Run
+from tpukit.reporting import display, figures
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """What a notebook shows."""
+    things = []
+    monkeypatch.setattr(display, "in_notebook", lambda: True)
+    monkeypatch.setattr("IPython.display.display", things.append)
+    return things
+
+
+def test_a_run_is_shown_by_its_last_scores_and_its_curves(trained, shown):
+    _, run = trained
+    display.show(str(run.path))
+    table, curves = shown
+    last = run.records("evaluation")[-1]["scores"]
+    assert "epoch 2" in table.title and ("accuracy", f"{last['accuracy']:.4f}") in table.rows
+    assert curves.data.startswith(b"\x89PNG") and (run.path / "pictures/curves.png").read_bytes() == curves.data
+
+
+def test_a_run_with_an_roc_shows_it_too_and_one_without_a_record_says_so(tmp_path, shown):
+    run = Run.open(tmp_path / "run", MNIST())
+    display.show(run)
+    assert shown == [["This run has not started yet."]] and not (run.path / "pictures").exists()
+    roc = dict(tpr=[1.0, 0.5], fpr=[1.0, 0.1], precision=[0.1, 0.9])
+    run.log("evaluation", 2, epoch=0, scores=dict(accuracy=0.5, roc=roc), speed=dict(seconds=1.0))
+    display.show(run)
+    assert len(shown) == 4 and sorted(path.name for path in (run.path / "pictures").iterdir()) == ["curves.png", "roc.png"]
+
+
+def test_in_a_shell_a_picture_is_named_and_where_it_cannot_be_saved_the_rest_is_shown(tmp_path, capsys):
+    run = strange_run(tmp_path / "run", "word")
+    display.show(run)
+    assert str(run.path / "pictures/curves.png") in capsys.readouterr().out
+    for file in (run.path / "pictures").iterdir():
+        file.unlink()
+    (run.path / "pictures").rmdir()
+    (run.path / "pictures").write_text("no folder")
+    display.show(run)
+    output = capsys.readouterr().out
+    assert "not saved" in output and "iou" in output
+
+
+def test_a_damaged_config_is_named(tmp_path):
+    run = strange_run(tmp_path / "run", "word")
+    (run.path / "config.json").write_text("[")
+    with refuses(run.path / "config.json"):
+        display.show(run)
+
+
+def test_test_images_are_predicted_by_the_best_weights_evenly_over_the_set_and_the_same_in_parts(trained):
+    import torch
+
+    from tpukit.runs import weights
+
+    task, run = trained
+    batch, predicted = display.predict_test_images(run, task, 20)
+    indices = np.linspace(0, 39, 20).astype(int)
+    whole = task.test_set().batch(indices)
+    np.testing.assert_array_equal(batch["image"], whole["image"])
+    assert batch["valid"].all() and len(batch["valid"]) == 20
+    model = task.model().eval()
+    weights.load(model, run.path / "best.safetensors")
+    with torch.no_grad():
+        expected = model(torch.as_tensor(whole["image"]).float() / 255).argmax(1)
+    assert torch.equal(predicted, expected)
+    sizes, predictor = [], display.open_predictor(run, task)
+    display.predict_in_parts(lambda part: sizes.append(len(part["image"])) or predictor(part), batch)
+    assert sizes == [16, 4]
+
+
+def test_a_run_without_best_weights_predicts_nothing(tmp_path):
+    with refuses(tmp_path, "no best weights"):
+        display.predict_test_images(Run(tmp_path), MNIST(), 4)
+
+
+def test_a_figure_becomes_an_image_and_no_figure_nothing(shown):
+    display.present_figure(None)
+    assert not shown
+    display.present_figure(figures.panels_figure([[("one", np.eye(4))]], "one"))
+    assert len(shown) == 1 and shown[0].data.startswith(b"\x89PNG")
