@@ -21,7 +21,7 @@ from nbconvert import HTMLExporter
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 800  # pixels
-COLOURS = 64  # and as many greys
+GREYS, COLOURS = 64, 192
 
 # Name of the picture -> (notebook, the cell whose output it shows, parameters, name of the dataset below DATA, caption).
 PICTURES = {
@@ -94,15 +94,15 @@ def photograph(notebook, text):
 
 
 def shrink(png):
-    """A PNG of at most WIDTH pixels, with COLOURS greys and as many colours, of a few tens of kilobytes."""
+    """A PNG of at most WIDTH pixels, with GREYS greys and COLOURS colours, of a few tens of kilobytes."""
     from PIL import Image
 
     picture = Image.open(io.BytesIO(png)).convert("RGB")
     picture.thumbnail((WIDTH, WIDTH))
     # Greys and colours apart: else the few coloured pixels of a picture that is mostly grey lose their colour.
     found = sorted(picture.getcolors(picture.width * picture.height), reverse=True)
-    coloured = [colour for _, colour in found if max(colour) - min(colour) > 48][:COLOURS]
-    greys = [(level, level, level) for level in np.linspace(0, 255, COLOURS).astype(int).tolist()]
+    coloured = [colour for _, colour in found if max(colour) - min(colour) > 12][:COLOURS]
+    greys = [(level, level, level) for level in np.linspace(0, 255, GREYS).astype(int).tolist()]
     palette = Image.new("P", (1, 1))
     palette.putpalette([part for colour in greys + coloured for part in colour])
     out = io.BytesIO()
