@@ -23,7 +23,10 @@ def show(run):
     if evaluations:
         last = evaluations[-1]
         present(findings.scores_table(last["scores"], f"Scores after epoch {last['epoch'] + 1}"))
-    labels = findings.labels_of(run.config)
+    try:
+        labels = findings.labels_of(run.config)
+    except TpukitError:  # a damaged config.json: the curves are worth showing without their names
+        labels = findings.NO_LABELS
     present_figure(figures.curves_figure(records, labels), run.path / "pictures" / "curves.png")
     if roc := findings.roc(records):
         present_figure(figures.roc_figure(roc), run.path / "pictures" / "roc.png")
