@@ -21,7 +21,7 @@ from nbconvert import HTMLExporter
 
 ROOT = Path(__file__).parent.parent
 WIDTH = 800  # pixels
-GREYS, COLOURS = 64, 192
+COLOURS = 128  # and as many greys
 
 # Name of the picture -> (notebook, the cell whose output it shows, parameters, name of the dataset below DATA, caption).
 PICTURES = {
@@ -94,17 +94,18 @@ def photograph(notebook, text):
 
 
 def shrink(png):
-    """A PNG of at most WIDTH pixels, with GREYS greys and COLOURS colours, of a few tens of kilobytes."""
+    """A PNG of at most WIDTH pixels, with as many greys as colours, of some tens of kilobytes."""
     from PIL import Image
 
     picture = Image.open(io.BytesIO(png)).convert("RGB")
     picture.thumbnail((WIDTH, WIDTH))
     # Greys and colours apart: else the few coloured pixels of a picture that is mostly grey lose their colour.
-    found = sorted(picture.getcolors(picture.width * picture.height), reverse=True)
-    coloured = [colour for _, colour in found if max(colour) - min(colour) > 12][:COLOURS]
-    greys = [(level, level, level) for level in np.linspace(0, 255, GREYS).astype(int).tolist()]
+    pixels = np.asarray(picture).reshape(-1, 3)
+    coloured = pixels[np.ptp(pixels, axis=1) > 12]
+    greys = np.repeat(np.linspace(0, 255, 256 - COLOURS).astype(np.uint8), 3).tolist()
+    colours = Image.fromarray(coloured[None]).quantize(COLOURS).getpalette()[: 3 * COLOURS] if len(coloured) else []
     palette = Image.new("P", (1, 1))
-    palette.putpalette([part for colour in greys + coloured for part in colour])
+    palette.putpalette(greys + colours)
     out = io.BytesIO()
     picture.quantize(palette=palette, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
     return out.getvalue()
