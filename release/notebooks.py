@@ -23,7 +23,7 @@ import nbformat
 ROOT = Path(__file__).parent.parent
 FIND_CELL = "# @title tpukit: "  # how the cell that finds tpukit begins
 LINE = 120  # columns of the archive's text
-PYEIT_PARTS = ("pyeit/__init__.py", "pyeit/eit/", "pyeit/mesh/", ".dist-info/METADATA", ".dist-info/licenses/")
+PYEIT_PARTS = ("pyeit/__init__.py", "pyeit/eit/", "pyeit/mesh/")
 
 # The cell of a built notebook. It runs before tpukit can be imported: nothing but the standard library.
 CELL = '''\
@@ -103,14 +103,12 @@ def library(others=None):
 
 
 def pyeit_files():
-    """The part of the installed pyEIT that the simulator imports, its metadata and its licence (BSD): name -> content."""
-    distribution = importlib.metadata.distribution("pyeit")
-    named = {path.as_posix(): path for path in distribution.files}
-    return {
-        name: path.locate().read_bytes()
-        for name, path in named.items()
-        if any(part in name for part in PYEIT_PARTS) and not name.endswith(".pyc")
-    }
+    """The part of the installed pyEIT that the simulator imports, with its licence (BSD): name -> content."""
+    found = {path.as_posix(): path for path in importlib.metadata.distribution("pyeit").files}
+    code = {name: path.locate().read_bytes() for name, path in found.items() if name.startswith(PYEIT_PARTS)}
+    code = {name: content for name, content in code.items() if name.endswith(".py")}
+    # Not every installation has the file, so a copy of it lies here.
+    return code | {"pyeit/LICENSE.txt": Path(__file__).with_name("pyeit-LICENSE.txt").read_bytes()}
 
 
 def embed(notebook, archive, folder):

@@ -21,12 +21,13 @@ def check_answer(url):
 
     def ask():
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=ANSWER_S):
+            with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=2 * ANSWER_S):
                 answers.put("")
         except Exception as error:  # urllib, http and ssl raise many types
             answers.put(first_line(error))
 
-    # In a thread, because a look-up of a name and a server of many addresses take longer than urlopen's timeout.
+    # In a thread, because a look-up of a name and a server of many addresses take longer than urlopen's timeout. The shorter
+    # one, below, decides.
     threading.Thread(target=ask, daemon=True).start()
     try:
         reason = answers.get(timeout=ANSWER_S)
