@@ -20,6 +20,10 @@ def dist(tmp_path_factory):
     return folder
 
 
+def can_unshare():
+    return bool(shutil.which("unshare")) and not subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode
+
+
 def archive_cell(path):
     [cell] = [cell for cell in nbformat.read(path, 4).cells if "tpukit-archive" in cell.metadata.get("tags", [])]
     return cell
@@ -83,7 +87,7 @@ def test_a_damaged_copy_is_refused_before_it_is_unpacked(dist, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("unshare") or os.getuid() != 0, reason="needs unshare and root, to run without network")
+@pytest.mark.skipif(not can_unshare(), reason="no network namespace can be made here, to run without network")
 def test_one_built_notebook_runs_alone_in_an_empty_folder_without_network(dist, tmp_path):
     folder = tmp_path / "empty"
     folder.mkdir()
