@@ -22,7 +22,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import secrets
 import time
 import warnings
@@ -165,9 +164,6 @@ class Run:
     def check_empty(self):
         """Raise TpukitError where a folder without a run holds anything else, which could be taken for a part of the run."""
         found = sorted(path.name for path in self.path.glob("*") if not path.name.startswith("."))
-        # Under torchrun the other processes of the same training may have come first.
-        if "cores" in found and all(re.fullmatch(r"rank-\d+\.stacks", path.name) for path in self.path.glob("cores/*")):
-            found.remove("cores")
         if found:
             has = ", ".join(found[:3])
             raise TpukitError(f"{self.path} is not empty and holds no run (it has {has}): choose a new or an empty folder")
