@@ -26,7 +26,7 @@ CASES = {
     "cdeit full": (CDEIT(), "train", "v5e-1"),
     "cdeit sampling": (CDEIT(), "evaluate", "v5e-1"),
 }
-KEPT = ("batch_size", "fits", "peak_bytes", "flops", "bytes", "cycles")
+KEPT = ("batch_size", "fits", "peak_bytes", "flops", "hbm_bytes", "vmem_bytes", "cycles")
 
 
 def measure(name, log=print):

@@ -46,7 +46,7 @@ def test_small_graphs_have_the_figures_of_the_committed_plan(needs_xla, quiet, t
     for case in ("mshnet small", "mnist small"):
         found, wanted = plans.measure(case, quiet), COMMITTED["plans"][case]
         assert found.keys() == wanted.keys() and found["fits"]
-        for name in ("peak_bytes", "flops", "bytes", "cycles"):
+        for name in ("peak_bytes", "flops", "hbm_bytes", "vmem_bytes", "cycles"):
             assert found[name] == pytest.approx(wanted[name], rel=0.02), (case, name)
     # The network's arithmetic by hand: forward, and twice that backward, less the gradient of the images.
     c, pixels = TINY.channels, 28 * 28
@@ -152,7 +152,8 @@ def test_a_question_that_makes_no_sense_is_refused(how, words):
 
 
 def row(size, fits=True, **more):
-    numbers = dict(peak_bytes=size * 2**27, flops=1e12, bytes=1e10, cycles=10**8, bound_s=0.012, bound_by="memory")
+    numbers = dict(peak_bytes=size * 2**27, flops=1e12, hbm_bytes=1e10, vmem_bytes=2e10, cycles=10**8)
+    numbers |= dict(flop_s=0.005, hbm_s=0.0122, programs=[])
     why = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 31.25G of 15.75G hbm."
     return dict(batch_size=size, fits=fits, compile_s=1.0, **(numbers if fits else dict(why=why)), **more)
 
@@ -182,7 +183,7 @@ def test_a_plan_is_shown_as_a_table_with_the_chips_memory(capsys):
     found = Plan("mshnet", "train", "v5e-1", [row(32), row(128, False)])
     display.show_plan(found)
     shown = capsys.readouterr().out
-    for words in ("4.00", "memory", "15.75 GiB", "needs 31.25G"):
+    for words in ("4.00", "12.2", "15.75 GiB", "needs 31.25G"):
         assert words.lower() in shown.lower(), words
     assert MACHINES["v5e-1"].chip.hbm_bytes == 15.75 * GIB
 
@@ -231,7 +232,7 @@ def test_an_answer_is_cached(tmp_path, monkeypatch, quiet):
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path))
     monkeypatch.setattr(tool, "install_compiler", lambda log: tmp_path)
     calls = []
-    answer = dict(peak_bytes=1, flops=1.0, bytes=1.0, cycles=1, all_reduces=0)
+    answer = dict(peak_bytes=1, flops=1.0, hlo="HloModule x")
     monkeypatch.setattr(tool, "run_python", lambda *a, **_: calls.append(a) or ran(json.dumps(answer), code=0))
     graph = tmp_path / "0000.mlirbc"
     graph.write_bytes(b"one")

@@ -20,14 +20,20 @@ class PlanOptions:
     """train: the whole training step. evaluate: the compiled graphs that predict a batch (of CDEIT: its sampler)."""
     find_batch: bool = False
     """Bisect the largest batch that fits, to within a sixteenth. Each try compiles the step."""
+    top: int = 0
+    """Also list this many of the heaviest operations, by their share of the HBM bytes or of the cycles."""
 
 
 def plan(task, options):
-    """Whether a training step fits a TPU, and what bounds its speed. Needs no TPU."""
+    """Whether a training step fits a TPU, what it computes, and what it moves. Needs no TPU."""
     from tpukit.tools import plan as tool
 
-    found = tool.plan(task, **dataclasses.asdict(options), log=to_stderr)
+    settings = dataclasses.asdict(options)
+    top = settings.pop("top")
+    found = tool.plan(task, **settings, log=to_stderr)
     print(found)
+    if top:
+        print(f"\n{found.heaviest(top)}")
     return 0 if found.largest_batch else 1
 
 

@@ -28,6 +28,7 @@ class ExportRuntime(XLARuntime):
 
     def compile(self, function, *, name=None, max_graphs=1, changes=None):
         def export(*arguments):
+            _XLAC._set_ir_debug(True)  # so that the graph names the line of each operation
             before = self.counters()["fallbacks"]
             result = function(*arguments)
             if fallbacks := sorted(self.counters()["fallbacks"].keys() - before.keys()):

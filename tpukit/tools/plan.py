@@ -7,6 +7,7 @@ in an environment of its own (`tpu_compiler.py`). No figure is a measurement of 
 import contextlib
 import dataclasses
 import functools
+import gzip
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from tpukit.devices.chips import MACHINES
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Table
+from tpukit.tools import hlo
 from tpukit.tools.child import last_line, run_python
 from tpukit.training.task import from_request, to_request
 
@@ -106,13 +108,13 @@ class Plan:
         return MACHINES[self.chip].chip.hbm_bytes / GIB
 
     def table(self):
-        columns = ["batch", "fits", "peak HBM, GiB", "TFLOP", "GB", "FLOP per byte", "at least, ms", "bound by", "Mcycles*"]
+        columns = ["batch", "fits", "peak HBM, GiB", "TFLOP", "FLOP time, ms", "HBM GB", "HBM time, ms", "VMEM GB", "Mcycles*"]
         rows = []
         for row in self.rows:
             if row["fits"]:
-                intensity = row["flops"] / row["bytes"]
-                figures = [f"{row['flops'] / 1e12:.3g}", f"{row['bytes'] / 1e9:.3g}", f"{intensity:.3g}"]
-                figures += [f"{1e3 * row['bound_s']:.3g}", row["bound_by"], f"{row['cycles'] / 1e6:.4g}"]
+                figures = [f"{row['flops'] / 1e12:.3g}", f"{1e3 * row['flop_s']:.3g}"]
+                figures += [f"{row['hbm_bytes'] / 1e9:.3g}", f"{1e3 * row['hbm_s']:.3g}"]
+                figures += [f"{row['vmem_bytes'] / 1e9:.3g}", f"{row['cycles'] / 1e6:.4g}"]
                 answer = ["yes", f"{row['peak_bytes'] / GIB:.2f}", *figures]
             else:
                 used = re.search(r"[Uu]sed ([\d.]+[KMG]) of", row["why"])
@@ -126,10 +128,24 @@ class Plan:
         """What the columns mean."""
         chip = MACHINES[self.chip].chip
         return (
-            f"{self.hbm_gib:g} GiB of HBM per core. At least: the longer of FLOP / {chip.flops / 1e12:g} TFLOP/s and "
-            f"bytes / {chip.bandwidth / 1e9:g} GB/s; a bound, not a forecast. *Cycles: the compiler's own estimate, added up. "
-            "Not calibrated: use it to compare one graph with another, never as a time."
+            f"{self.hbm_gib:g} GiB of HBM per core. FLOP time: at {chip.flops / 1e12:g} TFLOP/s. HBM time: of this graph, at "
+            f"the full {chip.bandwidth / 1e9:g} GB/s, for what its operations read and write in HBM, padded, each operand once. "
+            "Neither is a forecast. *Cycles: the compiler's own estimates, added up. Not calibrated: use them to compare "
+            "one graph with another, never as a time."
         )
+
+    def heaviest(self, count):
+        """A Table of the operations with the largest share of HBM bytes or cycles, at the largest batch that fits."""
+        row = next((row for row in self.rows if row["fits"] and row["batch_size"] == self.largest_batch), dict(programs=[]))
+        found = [(one, program["times"]) for program in row["programs"] for one in program["operations"]]
+        hbm_bytes, cycles = (max(row.get(name, 0), 1) for name in ("hbm_bytes", "cycles"))
+        found.sort(key=lambda item: -item[1] * max(item[0].hbm_bytes / hbm_bytes, item[0].cycles / cycles))
+        columns = ("operation", "result", "traced from", "HBM MB", "VMEM MB", "Mcycles*")
+        rows = []
+        for one, times in found[:count]:
+            figures = [f"{times * value / 1e6:.3g}" for value in (one.hbm_bytes, one.vmem_bytes, one.cycles)]
+            rows.append([f"{one.opcode} {one.name}", one.result, one.source, *figures])
+        return Table(f"{self.workload}: the heaviest operations of {len(found)}, at batch {self.largest_batch}", columns, rows)
 
     def __str__(self):
         return f"{self.table()}\n\n{self.caption}"
@@ -150,11 +166,14 @@ def _plan_batch(task, machine, size, part, log):
     if row["peak_bytes"] > chip.hbm_bytes:
         why = f"used {row['peak_bytes'] / GIB:.2f}G of {chip.hbm_bytes / GIB:g}G"
         return row | dict(fits=False, why=why)
-    for name in ("flops", "bytes", "cycles"):
+    for answer in answers:
+        answer["operations"] = hlo.operations(answer.pop("hlo"))
+        answer["all_reduces"] = sum(one.opcode in ("all-reduce", "all-reduce-start") for one in answer["operations"])
+        for name in ("hbm_bytes", "vmem_bytes", "cycles"):
+            answer[name] = sum(getattr(one, name) for one in answer["operations"])
+    for name in ("flops", "hbm_bytes", "vmem_bytes", "cycles"):
         row[name] = sum(answer["times"] * answer[name] for answer in answers)
-    seconds = {"arithmetic": row["flops"] / chip.flops, "memory": row["bytes"] / chip.bandwidth}
-    row["bound_by"] = max(seconds, key=seconds.get)
-    row["bound_s"] = seconds[row["bound_by"]]
+    row["flop_s"], row["hbm_s"] = row["flops"] / chip.flops, row["hbm_bytes"] / chip.bandwidth
     return row | dict(programs=answers)
 
 
@@ -234,10 +253,10 @@ def trace_step(request, folder):
 def _compile(path, machine, log):
     """What the compiler answers to a graph, cached; with an `error` where it needs too much memory."""
     key = f"{files.sha256(path)} {machine.topology} {COMPILER} {files.sha256(COMPILER_SCRIPT)}"
-    cached = files.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    with contextlib.suppress(OSError, ValueError):
+    cached = files.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json.gz"
+    with contextlib.suppress(OSError, EOFError, ValueError):
         files.make_private(cached.parent)  # what another user put there is not trusted
-        return json.loads(cached.read_text())
+        return json.loads(gzip.decompress(cached.read_bytes()))
     libraries = install_compiler(log)
     log(f"compiling {path.stat().st_size / 1000:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
     started = time.monotonic()
@@ -247,7 +266,7 @@ def _compile(path, machine, log):
     with contextlib.suppress(OSError, TpukitError):  # then it is compiled again next time
         files.make_private(cached.parent)
         with files.file_lock(cached):
-            files.write_atomic(cached, json.dumps(answer))
+            files.write_atomic(cached, gzip.compress(json.dumps(answer).encode()))
     return answer
 
 

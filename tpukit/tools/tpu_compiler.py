@@ -2,14 +2,13 @@
 
     python tpu_compiler.py GRAPH TOPOLOGY REPLICAS    # GRAPH: a StableHLO portable artifact
 
-Prints one line of JSON: the memory, arithmetic and cycles that the compiler reports, or {"error": its reason}. Imports nothing
-of tpukit, because jaxlib must not meet torch_xla. (That libtpu compiles without a chip, and how jax asks it to, is from jax's
-own ahead-of-time tests.)
+Prints one line of JSON: the memory and arithmetic that the compiler reports and the text of the compiled graph, which `hlo.py`
+reads, or {"error": its reason}. Imports nothing of tpukit, because jaxlib must not meet torch_xla. (That libtpu compiles
+without a chip, and how jax asks it to, is from jax's own ahead-of-time tests.)
 """
 
 import json
 import os
-import re
 import sys
 
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
@@ -48,13 +47,10 @@ def main(graph, topology, replicas):
             return dict(error=str(error))
     memory, cost = compiled.get_compiled_memory_stats(), compiled.cost_analysis()
     cost = cost if isinstance(cost, dict) else cost[0]
-    text = compiled.hlo_modules()[0].to_string()
     return dict(
         peak_bytes=memory.peak_memory_in_bytes,
         flops=cost["flops"],
-        bytes=cost["bytes accessed"],
-        cycles=cycles(text),
-        all_reduces=len(re.findall(r" all-reduce(?:-start)?\(", text)),
+        hlo=compiled.hlo_modules()[0].to_string(),
     )
 
 
@@ -70,12 +66,6 @@ def donate_replaced_arguments(module, ir):
             free.remove(str(argument))
         attributes.append(ir.DictAttr.get({"jax.buffer_donor": ir.BoolAttr.get(True)} if replaced else {}))
     function.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
-
-
-def cycles(text):
-    """The compiler's cycle estimates of the entry computation, added up. Not a time: several kinds of operation have none."""
-    entry = text[text.index("\nENTRY ") :]
-    return sum(int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', entry))
 
 
 if __name__ == "__main__":
