@@ -58,7 +58,7 @@ def test_small_graphs_have_the_figures_of_the_committed_plan(needs_xla, quiet, t
 def test_eight_cores_sum_their_gradients_in_the_graph_and_each_has_an_eighth_of_the_batch(needs_xla, quiet):
     (alone,) = plan(TINY, log=quiet).rows
     (shared,) = plan(TINY, chip="v5e-8", batch_sizes=[8 * 32], log=quiet).rows
-    assert alone["programs"][0]["all_reduces"] == 0 < shared["programs"][0]["all_reduces"]
+    assert alone["graphs"][0]["all_reduces"] == 0 < shared["graphs"][0]["all_reduces"]
     assert shared["flops"] == pytest.approx(alone["flops"], rel=0.05)
 
 
@@ -68,7 +68,9 @@ def test_a_batch_that_cannot_fit_is_an_answer_with_what_it_needs(needs_xla, monk
         "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 21.52G of 15.75G hbm."
     )
     monkeypatch.setattr(
-        tool, "_compile", lambda path, machine, log: tool._read_answer(ran(json.dumps(dict(error=why)))) | dict(compile_s=9)
+        tool,
+        "_compile",
+        lambda path, machine, parallel, log: tool._read_answer(ran(json.dumps(dict(error=why)))) | dict(compile_s=9),
     )
     assert cli.main(["plan", "mnist", "--channels", "8", "--batch-sizes", "32"]) == 1
     shown = capsys.readouterr()
@@ -88,8 +90,8 @@ def test_tiled_mshnet_needs_half_of_the_goals_figures_and_little_more_of_the_net
 @pytest.mark.slow
 def test_sampling_is_two_graphs_one_of_which_a_batch_runs_at_every_step(needs_xla, tmp_path):
     task = plans.SMALL_CDEIT
-    graphs = tool._trace(task, "evaluate", 4, MACHINES["v5e-1"], tmp_path)
-    assert [count for _, count in graphs] == [1, task.sampling_steps]
+    graphs, _ = tool._trace(task, "evaluate", 4, MACHINES["v5e-1"], tmp_path)
+    assert [graph["times"] for graph in graphs] == [1, task.sampling_steps]
 
 
 @pytest.mark.slow
@@ -98,9 +100,8 @@ def test_with_a_dataset_its_pixels_lie_beside_the_graph_and_the_test_set_counts_
     sizes, beside = {}, {}
     for name, task in (("with", task), ("without", MSHNet(base_size=32, crop_size=32))):
         (tmp_path / name).mkdir()
-        ((path, _),) = tool._trace(task, "train", 4, MACHINES["v5e-1"], tmp_path / name)
-        sizes[name] = path.stat().st_size
-        beside[name] = int((tmp_path / name / "resident_bytes").read_text())
+        (graph,), beside[name] = tool._trace(task, "train", 4, MACHINES["v5e-1"], tmp_path / name)
+        sizes[name] = graph["path"].stat().st_size
     train, test = MSHNet(dataset_dir=infrared).datasets()
     assert beside == {"with": test.device_nbytes(), "without": 0}
     # The augmentation is in the graph, and the pixels are not: they are an argument of it.
@@ -109,9 +110,9 @@ def test_with_a_dataset_its_pixels_lie_beside_the_graph_and_the_test_set_counts_
 
 @pytest.mark.slow
 def test_the_average_of_the_weights_is_counted_beside_the_step(needs_xla, tmp_path):
-    tool._trace(plans.SMALL_CDEIT, "train", 4, MACHINES["v5e-1"], tmp_path)
+    _, resident_bytes = tool._trace(plans.SMALL_CDEIT, "train", 4, MACHINES["v5e-1"], tmp_path)
     weights = sum(value.nbytes for value in plans.SMALL_CDEIT.model().state_dict().values())
-    assert int((tmp_path / "resident_bytes").read_text()) == weights > 0
+    assert resident_bytes == weights > 0
 
 
 def test_a_workload_of_a_notebook_cell_is_refused_by_name(tmp_path):
@@ -141,9 +142,10 @@ def test_a_model_that_cannot_be_built_says_why_and_no_traceback(needs_xla, tmp_p
     "how, words",
     [
         (dict(chip="v2-8"), "'v2-8'.* v5e-1, v5e-8, v6e-1"),
-        (dict(part="test"), "'test'.* train, evaluate"),
+        (dict(part="test"), "'test'.* train, evaluate, session"),
         (dict(chip="v5e-8", batch_sizes=[12]), "batch_size=12 .*8 cores of v5e-8.* 8 or 16$"),
         (dict(batch_sizes=[0]), "batch_size=0"),
+        (dict(parallel="threads"), "'threads'.* processes, spmd"),
     ],
 )
 def test_a_question_that_makes_no_sense_is_refused(how, words):
@@ -153,7 +155,7 @@ def test_a_question_that_makes_no_sense_is_refused(how, words):
 
 def row(size, fits=True, **more):
     numbers = dict(peak_bytes=size * 2**27, flops=1e12, hbm_bytes=1e10, vmem_bytes=2e10, cycles=10**8)
-    numbers |= dict(flop_s=0.005, hbm_s=0.0122, programs=[])
+    numbers |= dict(flop_s=0.005, hbm_s=0.0122, graphs=[])
     why = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 31.25G of 15.75G hbm."
     return dict(batch_size=size, fits=fits, compile_s=1.0, **(numbers if fits else dict(why=why)), **more)
 
@@ -164,7 +166,7 @@ def row(size, fits=True, **more):
 def test_the_largest_batch_is_found_to_within_a_sixteenth(chip, limit, start, monkeypatch, quiet):
     asked = []
     monkeypatch.setattr(
-        tool, "_plan_batch", lambda task, machine, size, part, log: asked.append(size) or row(size, size <= limit)
+        tool, "_plan_batch", lambda task, machine, size, part, parallel, log: asked.append(size) or row(size, size <= limit)
     )
     found = plan(TINY, chip=chip, batch_sizes=[start], find_batch=True, log=quiet)
     step = max(MACHINES[chip].chips, limit // 16)
@@ -173,7 +175,7 @@ def test_the_largest_batch_is_found_to_within_a_sixteenth(chip, limit, start, mo
 
 
 def test_nothing_fits_is_an_answer_too(monkeypatch, quiet):
-    monkeypatch.setattr(tool, "_plan_batch", lambda task, machine, size, part, log: row(size, False))
+    monkeypatch.setattr(tool, "_plan_batch", lambda task, machine, size, part, parallel, log: row(size, False))
     found = plan(TINY, batch_sizes=[8], find_batch=True, log=quiet)
     assert found.largest_batch is None and [r["batch_size"] for r in found.rows] == [1, 2, 4, 8]
     assert "needs 31.25G" in str(found)
@@ -236,12 +238,13 @@ def test_an_answer_is_cached(tmp_path, monkeypatch, quiet):
     monkeypatch.setattr(tool, "run_python", lambda *a, **_: calls.append(a) or ran(json.dumps(answer), code=0))
     graph = tmp_path / "0000.mlirbc"
     graph.write_bytes(b"one")
-    first = tool._compile(graph, MACHINES["v5e-1"], quiet)
-    assert tool._compile(graph, MACHINES["v5e-1"], quiet) == first and len(calls) == 1
+    first = tool._compile(graph, MACHINES["v5e-1"], "processes", quiet)
+    assert tool._compile(graph, MACHINES["v5e-1"], "processes", quiet) == first and len(calls) == 1
     graph.write_bytes(b"another")
-    tool._compile(graph, MACHINES["v5e-1"], quiet)
-    tool._compile(graph, MACHINES["v6e-1"], quiet)
-    assert len(calls) == 3
+    tool._compile(graph, MACHINES["v5e-1"], "processes", quiet)
+    tool._compile(graph, MACHINES["v6e-1"], "processes", quiet)
+    tool._compile(graph, MACHINES["v6e-1"], "spmd", quiet)
+    assert len(calls) == 4
 
 
 def test_the_compilers_script_imports_nothing_of_tpukit():
@@ -254,11 +257,11 @@ def test_the_same_step_is_traced_into_the_same_graph_every_time(needs_xla, tmp_p
     texts = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        ((path, _),) = tool._trace(TINY, "train", 32, MACHINES["v5e-1"], tmp_path / name)
-        texts.append(path.read_bytes())
+        ((graph,), _) = tool._trace(TINY, "train", 32, MACHINES["v5e-1"], tmp_path / name)
+        texts.append(graph["path"].read_bytes())
     assert texts[0] == texts[1]
 
 
 def test_help_names_the_chips_and_the_parts():
     shown = subprocess.run([sys.executable, "-m", "tpukit", "plan", "mshnet", "--help"], capture_output=True, text=True).stdout
-    assert "{v5e-1,v5e-8,v6e-1}" in shown and "{train,evaluate}" in shown and "--find-batch" in shown
+    assert "{v5e-1,v5e-8,v6e-1}" in shown and "{train,evaluate,session}" in shown and "--find-batch" in shown

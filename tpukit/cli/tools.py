@@ -13,11 +13,14 @@ from tpukit.cli.options import to_stderr
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
     chip: Literal["v5e-1", "v5e-8", "v6e-1"] = "v5e-1"
-    """The TPU: one v5e chip (Colab), eight (Kaggle; 8 replicas and their gradient all-reduce), or one v6e chip."""
+    """The TPU: one v5e chip (Colab), eight (Kaggle), or one v6e chip."""
+    parallel: Literal["processes", "spmd"] = "processes"
+    """How eight chips share a step: 8 replicas and their gradient all-reduce, or one graph over all of them (SPMD)."""
     batch_sizes: tuple[int, ...] = ()
     """Global batch sizes to try; by default --batch-size alone."""
-    part: Literal["train", "evaluate"] = "train"
-    """train: the whole training step. evaluate: the compiled graphs that predict a batch (of CDEIT: its sampler)."""
+    part: Literal["train", "evaluate", "session"] = "train"
+    """train: the whole training step. evaluate: the compiled graphs that predict a batch (of CDEIT: its sampler). session:
+    every graph that a training compiles, and how long that takes here."""
     find_batch: bool = False
     """Bisect the largest batch that fits, to within a sixteenth. Each try compiles the step."""
     top: int = 0

@@ -1,5 +1,6 @@
 """Graphs of a TPU core as StableHLO, traced on a machine without one: what `tpukit plan` compiles."""
 
+import gc
 import os
 
 os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")  # else an all-reduce over one visible core is left out
@@ -8,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch_xla import _XLAC
 
+from tpukit.devices import kernel_counts
 from tpukit.devices.distributed import World
 from tpukit.devices.xla import XLARuntime
 from tpukit.host.errors import TpukitError
@@ -16,31 +18,69 @@ from tpukit.host.errors import TpukitError
 class ExportRuntime(XLARuntime):
     """A TPU core, alone or one of several, whose graphs are exported instead of run. Needs no TPU, but a fresh process.
 
-    memory_size: of the core, in bytes. `graphs`: each as a StableHLO portable artifact, in the order of the calls.
+    cores: of the machine; one graph over all of them if `spmd`. memory_size: of a core, in bytes. `graphs`, in the order of the
+    calls: dicts of `name`, `stablehlo` (a portable artifact) and `kernels` (see `kernel_counts`). exports_pending: whether what
+    the runtime runs outside `compile` is exported too.
     """
 
-    def __init__(self, precision="auto", cores=1, memory_size=0):
+    exports_pending = False
+
+    def __init__(self, precision="auto", cores=1, memory_size=0, *, spmd=False):
         self.graphs, self._memory_size = [], memory_size
-        super().__init__("tpu", precision, World(0, cores))
+        if spmd:
+            os.environ["CPU_NUM_DEVICES"] = str(cores)
+        super().__init__("tpu", precision, None if spmd else _OneOf(0, cores), cores if spmd else None)
 
     def memory_size(self):
         return self._memory_size
 
     def compile(self, function, *, name=None, max_graphs=1, changes=None):
         def export(*arguments):
+            self.sync()
             _XLAC._set_ir_debug(True)  # so that the graph names the line of each operation
             before = self.counters()["fallbacks"]
-            result = function(*arguments)
+            with kernel_counts.recorded() as kernels:
+                result = function(*arguments)
             if fallbacks := sorted(self.counters()["fallbacks"].keys() - before.keys()):
                 raise TpukitError(f"not one graph: torch_xla runs {', '.join(fallbacks)} on the host")
             outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
             if changes:
                 outputs += self.written_by_step(*changes)
-            self.graphs.append(_XLAC._get_stablehlo(outputs, str(self.device), [], True))
+            self._export(name or function.__name__, outputs or _pending_tensors(), kernels)
+            if changes:
+                _XLAC._clear_pending_irs(str(self.device))  # else the next `sync` would run the step
+            elif not outputs:
+                XLARuntime.sync(self)  # what it changed in place may be read
             return tree_map_only(torch.Tensor, self._zeros_like, result)
 
         return export
 
+    def sync(self):
+        if self.exports_pending and (pending := _pending_tensors()):
+            self._export("between steps", pending)
+        super().sync()
+
+    def host(self, tree):
+        self.sync()
+        return super().host(tree)
+
+    def _export(self, name, outputs, kernels=()):
+        stablehlo = _XLAC._get_stablehlo(outputs, str(self.device), [], True)
+        self.graphs.append(dict(name=name, stablehlo=stablehlo, kernels=list(kernels)))
+
     def _zeros_like(self, tensor):
         """A constant in the shape of a graph's result, so that the next graph does not contain this one."""
         return torch.zeros(tensor.shape, dtype=tensor.dtype).to(self.device)
+
+
+def _pending_tensors():
+    """The tensors of this process whose values are still to be computed."""
+    found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "xla"]
+    return [one for one, is_pending in zip(found, _XLAC._check_tensor_need_materialization(found)) if is_pending]
+
+
+class _OneOf(World):
+    """One process of several, the others of which are imagined."""
+
+    def all_gather(self, values):
+        return [list(values)] * self.size

@@ -22,6 +22,7 @@ from tpukit.devices.chips import MACHINES
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Table
+from tpukit.runs.run import settings_dict
 from tpukit.tools import hlo
 from tpukit.tools.child import last_line, run_python
 from tpukit.training.task import from_request, to_request
@@ -29,27 +30,29 @@ from tpukit.training.task import from_request, to_request
 # libtpu as in the images with torch_xla 2.9, and the jax that belongs to it.
 COMPILER = ("jax==0.7.1", "jaxlib==0.7.1", "libtpu==0.0.21")
 COMPILER_SCRIPT = Path(__file__).with_name("tpu_compiler.py")
-PARTS = ("train", "evaluate")
+PARTS = ("train", "evaluate", "session")
+PARALLEL = ("processes", "spmd")
 NO_FLAGS = dict(XLA_FLAGS=None, LIBTPU_INIT_ARGS=None)  # those of this process are for its own device
 
 
-def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", find_batch=False, log=print):
+def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", parallel="processes", find_batch=False, log=print):
     """What a workload's step needs on a TPU: a `Plan`.
 
-    batch_sizes: global ones; by default the task's own. part: "train", the whole training step (on v5e-8 all 8 replicas and
-    their gradient all-reduce), or "evaluate", the graphs that predict a batch of the test set. find_batch: also bisect the
-    largest batch that fits. With a dataset_dir, its sets lie on the chip as in training, where they are small enough.
+    batch_sizes: global ones; by default the task's own. part: "train", the whole training step; "evaluate", the graphs that
+    predict a batch of the test set; "session", every graph that a training compiles. parallel: how eight cores share the step,
+    as for `launch`: "processes", with a gradient all-reduce, or "spmd". find_batch: also bisect the largest batch that fits.
+    With a dataset_dir, its sets lie on the chip as in training, where they are small enough.
     Raises TpukitError where the compiler cannot be had, or refuses a graph for another reason than memory.
     """
     sizes = list(batch_sizes or [task.batch_size])
-    check(chip, part, sizes)
+    check(chip, part, sizes, parallel)
     cores = MACHINES[chip].chips
     rows = {}
 
     def fits(size):
         if size not in rows:
             log(f"batch {size}: tracing the step")
-            rows[size] = _plan_batch(task, MACHINES[chip], size, part, log)
+            rows[size] = _plan_batch(task, MACHINES[chip], size, part, parallel, log)
         return rows[size]["fits"]
 
     for size in sizes:
@@ -59,7 +62,7 @@ def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", find_batch=False
     return Plan(task.name, part, chip, [rows[size] for size in sorted(rows)])
 
 
-def check(chip, part, batch_sizes):
+def check(chip, part, batch_sizes, parallel="processes"):
     """Raise TpukitError for arguments that cannot be planned, before minutes of compilation."""
     from tpukit.devices.runtime import check_batch
 
@@ -67,6 +70,8 @@ def check(chip, part, batch_sizes):
         raise TpukitError(f"no chip {chip!r}; there are: {', '.join(MACHINES)}")
     if part not in PARTS:
         raise TpukitError(f"no part {part!r}; there are: {', '.join(PARTS)}")
+    if parallel not in PARALLEL:
+        raise TpukitError(f"parallel={parallel!r}: choose one of {', '.join(PARALLEL)}")
     for size in batch_sizes:
         check_batch(size, MACHINES[chip].chips, f"cores of {chip}")
 
@@ -120,44 +125,68 @@ class Plan:
                 used = re.search(r"[Uu]sed ([\d.]+[KMG]) of", row["why"])
                 answer = ["no", f"needs {used[1]}" if used else "more than available", *[""] * 6]
             rows.append([row["batch_size"], *answer, round(row["compile_s"])])
-        what = "training step" if self.part == "train" else "prediction of one batch"
-        return Table(f"{self.workload}: {what} on {self.chip}, per core", [*columns, "compiled in, s"], rows)
+        what = dict(train="training step", evaluate="prediction of one batch", session="all graphs of a training, once each")
+        return Table(f"{self.workload}: {what[self.part]} on {self.chip}, per core", [*columns, "compiled in, s"], rows)
+
+    def graphs_table(self):
+        """A Table of the compiled graphs at the largest batch that fits."""
+        rows = []
+        for graph in self._largest_row.get("graphs", []):
+            figures = [f"{graph['peak_bytes'] / GIB:.2f}", f"{graph['hbm_bytes'] / 1e9:.3g}", f"{graph['cycles'] / 1e6:.4g}"]
+            rows.append([graph["name"], graph["times"], *figures, f"{graph['compile_s']:.0f}"])
+        columns = ("graph", "times", "peak HBM, GiB", "HBM GB", "Mcycles*", "compiled in, s")
+        return Table(f"{self.workload}: its {len(rows)} graphs at batch {self.largest_batch}", columns, rows)
 
     @property
     def caption(self):
         """What the columns mean."""
         chip = MACHINES[self.chip].chip
-        return (
+        text = (
             f"{self.hbm_gib:g} GiB of HBM per core. FLOP time: at {chip.flops / 1e12:g} TFLOP/s. HBM time: of this graph, at "
-            f"the full {chip.bandwidth / 1e9:g} GB/s, for what its operations read and write in HBM, padded, each operand once. "
+            f"{chip.bandwidth / 1e9:g} GB/s, for what its operations read and write in HBM, padded, each operand once. "
             "Neither is a forecast. *Cycles: the compiler's own estimates, added up. Not calibrated: use them to compare "
             "one graph with another, never as a time."
         )
+        graphs = self._largest_row.get("graphs", [])
+        if calls := sum(call["calls"] for graph in graphs for call in graph["custom_calls"].values()):
+            text += f" Of {calls} custom calls only operands and results are counted, once each."
+        if kernels := [kernel for graph in graphs for kernel in graph["kernels"]]:
+            names = ", ".join(sorted({kernel["name"] for kernel in kernels}))
+            text += (
+                f" What the {len(kernels)} kernels among them ({names}) read again and compute is counted by hand: "
+                f"{sum(kernel['hbm_bytes'] for kernel in kernels) / 1e9:.3g} GB and "
+                f"{sum(kernel['flops'] for kernel in kernels) / 1e12:.3g} TFLOP are added."
+            )
+        return text
 
     def heaviest(self, count):
         """A Table of the operations with the largest share of HBM bytes or cycles, at the largest batch that fits."""
-        row = next((row for row in self.rows if row["fits"] and row["batch_size"] == self.largest_batch), dict(programs=[]))
-        found = [(one, program["times"]) for program in row["programs"] for one in program["operations"]]
+        row = self._largest_row
+        found = [(one, graph["times"]) for graph in row.get("graphs", []) for one in graph["operations"]]
         hbm_bytes, cycles = (max(row.get(name, 0), 1) for name in ("hbm_bytes", "cycles"))
         found.sort(key=lambda item: -item[1] * max(item[0].hbm_bytes / hbm_bytes, item[0].cycles / cycles))
-        columns = ("operation", "result", "traced from", "HBM MB", "VMEM MB", "Mcycles*")
         rows = []
         for one, times in found[:count]:
             figures = [f"{times * value / 1e6:.3g}" for value in (one.hbm_bytes, one.vmem_bytes, one.cycles)]
             rows.append([f"{one.opcode} {one.name}", one.result, one.source, *figures])
+        columns = ("operation", "result", "traced from", "HBM MB", "VMEM MB", "Mcycles*")
         return Table(f"{self.workload}: the heaviest operations of {len(found)}, at batch {self.largest_batch}", columns, rows)
 
+    @property
+    def _largest_row(self):
+        return next((row for row in self.rows if row["batch_size"] == self.largest_batch), {})
+
     def __str__(self):
-        return f"{self.table()}\n\n{self.caption}"
+        tables = [self.table(), self.graphs_table()] if self.part == "session" else [self.table()]
+        return "\n\n".join(map(str, [*tables, self.caption]))
 
 
-def _plan_batch(task, machine, size, part, log):
+def _plan_batch(task, machine, size, part, parallel, log):
     """The row of one batch size: its graphs, traced and compiled."""
     chip = machine.chip
     with tempfile.TemporaryDirectory() as folder:
-        graphs = _trace(task, part, size, machine, Path(folder))
-        resident_bytes = int((Path(folder) / "resident_bytes").read_text())
-        answers = [_compile(path, machine, log) | dict(times=count) for path, count in graphs]
+        graphs, resident_bytes = _trace(task, part, size, machine, Path(folder), parallel)
+        answers = [_compile(graph["path"], machine, parallel, log) | graph for graph in graphs]
     row = dict(batch_size=size, fits=True, compile_s=sum(answer["compile_s"] for answer in answers))
     for answer in answers:
         if "error" in answer:
@@ -166,26 +195,43 @@ def _plan_batch(task, machine, size, part, log):
     if row["peak_bytes"] > chip.hbm_bytes:
         why = f"used {row['peak_bytes'] / GIB:.2f}G of {chip.hbm_bytes / GIB:g}G"
         return row | dict(fits=False, why=why)
-    for answer in answers:
-        answer["operations"] = hlo.operations(answer.pop("hlo"))
-        answer["all_reduces"] = sum(one.opcode in ("all-reduce", "all-reduce-start") for one in answer["operations"])
-        for name in ("hbm_bytes", "vmem_bytes", "cycles"):
-            answer[name] = sum(getattr(one, name) for one in answer["operations"])
+    row["graphs"] = [_count(answer) for answer in answers]
     for name in ("flops", "hbm_bytes", "vmem_bytes", "cycles"):
-        row[name] = sum(answer["times"] * answer[name] for answer in answers)
+        row[name] = sum(graph["times"] * graph[name] for graph in row["graphs"])
     row["flop_s"], row["hbm_s"] = row["flops"] / chip.flops, row["hbm_bytes"] / chip.bandwidth
-    return row | dict(programs=answers)
+    return row
+
+
+def _count(answer):
+    """What a compiled graph computes and moves in one run, with the hand-written kernels in it. answer: see `_compile`."""
+    found = {name: answer[name] for name in ("name", "times", "compile_s", "peak_bytes", "flops", "kernels")}
+    operations = found["operations"] = hlo.operations(answer["hlo"])
+    for name in ("hbm_bytes", "vmem_bytes", "cycles"):
+        found[name] = sum(getattr(one, name) for one in operations)
+    found["all_reduces"] = sum(one.times for one in operations if one.opcode in ("all-reduce", "all-reduce-start"))
+    found["custom_calls"] = {}  # target -> how many, and the bytes of their operands and results, each once
+    for one in operations:
+        if one.custom_call:
+            calls = found["custom_calls"].setdefault(one.custom_call, dict(calls=0, hbm_bytes=0.0))
+            calls["calls"] += one.times
+            calls["hbm_bytes"] += one.hbm_bytes
+    for kernel in found["kernels"]:
+        found["hbm_bytes"] += kernel["hbm_bytes"]
+        found["flops"] += kernel["flops"]
+    return found
 
 
 # Tracing the graphs
 
 
-def _trace(task, part, size, machine, folder):
-    """[(path of a compiled graph, how often a batch runs it)], traced in a fresh process, which opens torch_xla's CPU device.
+def _trace(task, part, size, machine, folder, parallel="processes"):
+    """(list of graphs, resident bytes), traced in a fresh process, which opens torch_xla's CPU device.
 
-    The file `resident_bytes` holds how much more a core keeps meanwhile: the average of the weights, and the set that is not
-    used."""
-    request = to_request(task) | dict(part=part, size=size, cores=machine.chips, memory_size=int(machine.chip.hbm_bytes))
+    A graph is a dict: path, name, times (how often a batch runs it; in a session 1), kernels (the calls of hand-written ones,
+    see `devices/kernel_counts.py`). Resident bytes: how much more a core keeps meanwhile, which is the average of the weights,
+    and the set that is not used."""
+    request = to_request(task) | dict(part=part, size=size, cores=machine.chips, spmd=parallel == "spmd")
+    request |= dict(memory_size=int(machine.chip.hbm_bytes))
     ran = run_python("-m", "tpukit.tools.plan", folder, text=json.dumps(request), variables=NO_FLAGS)
     if ran.returncode:
         last = last_line(ran)
@@ -195,64 +241,113 @@ def _trace(task, part, size, machine, folder):
                 "pip install torch==2.9.0 torch-xla==2.9.0"
             )
         raise TpukitError(f"the {part} step of {task.name} at batch {size} cannot be traced: {last}")
-    paths = {}
-    for path in sorted(folder.glob("*.mlirbc")):
-        paths.setdefault(files.sha256(path), []).append(path)
-    return [(same[0], len(same)) for same in paths.values()]
+    traced = json.loads((folder / "traced.json").read_text())
+    different = {}
+    for number, graph in enumerate(traced["graphs"]):
+        graph["path"] = folder / f"{number}.mlirbc"
+        same = different.setdefault(files.sha256(graph["path"]), graph | dict(times=0))
+        same["times"] = 1 if part == "session" else same["times"] + 1
+    return list(different.values()), traced["resident_bytes"]
 
 
-def trace_step(request, folder):
-    """In the fresh process: the graphs of a request of `_trace`, as numbered files. All calls into training are here."""
-    import numpy as np
-
+def trace_graphs(request, folder):
+    """In the fresh process: the graphs of a request of `_trace`, as numbered files, and traced.json about them. All calls into
+    training are here."""
     from tpukit.devices.xla_export import ExportRuntime
-    from tpukit.training import batch_norm
-    from tpukit.training.data import BatchLoader, Draw, already_composed
+
+    task, part, size = from_request(request), request["part"], request["size"]
+    runtime = ExportRuntime(task.precision, request["cores"], request["memory_size"], spmd=request["spmd"])
+    if part == "train":
+        resident_bytes = _trace_step(task, runtime, size, task.epochs)
+    elif part == "evaluate":
+        resident_bytes = _trace_prediction(task, runtime, size)
+    else:
+        resident_bytes = _trace_session(task, runtime, size)
+    for number, graph in enumerate(runtime.graphs):
+        (folder / f"{number}.mlirbc").write_bytes(graph.pop("stablehlo"))
+    (folder / "traced.json").write_text(json.dumps(dict(graphs=runtime.graphs, resident_bytes=resident_bytes)))
+
+
+def _trace_step(task, runtime, size, epoch):
+    """Trace the training step of an epoch. Returns how many bytes a core keeps besides."""
     from tpukit.training.metrics import new_sums
     from tpukit.training.step import train_step
 
-    task, size, training = from_request(request), request["size"], request["part"] == "train"
-    runtime = ExportRuntime(task.precision, request["cores"], request["memory_size"])
-    resident_bytes = 0
+    model = _place_model(task, runtime, training=True)
+    averaged_bytes = sum(value.nbytes for value in model.state_dict().values()) if task.ema_decay else 0
+    optimizer = task.optimizer(model)
+    runtime.init_optimizer_state(optimizer)
+    batch, compose, resident_bytes = _first_batch(task, runtime, size, training=True)
+    sums = new_sums(runtime)
+    runtime.sync()
+    step = functools.partial(train_step, task, model, optimizer, runtime, compose)
+    runtime.compile(step, name="step", changes=(model, optimizer))(batch, epoch, sums)
+    return averaged_bytes + resident_bytes
+
+
+def _trace_prediction(task, runtime, size, epoch=None):
+    """Trace what predicts a batch with the weights of an epoch. Returns how many bytes a core keeps besides."""
+    model = _place_model(task, runtime, training=False)
+    batch, compose, resident_bytes = _first_batch(task, runtime, size, training=False)
+    runtime.sync()
+    if task.dataset_dir:
+        batch = runtime.inference(compose)(batch)
+    task.predictor(model, runtime, epoch)(batch)
+    return resident_bytes
+
+
+def _trace_session(task, runtime, size):
+    """Trace every graph that `train` compiles, in all phases of the task. Returns as `_trace_step`."""
+    import torch
+
+    from tpukit.training import ema, metrics
+
+    runtime.exports_pending = True
+    epochs = sorted({0, *task.milestones(settings_dict(task)), task.epochs})
+    resident_bytes = max(_trace_step(task, runtime, size, epoch) for epoch in epochs)
+    model = _place_model(task, runtime, training=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros(parameter.shape).to(runtime.device)
+    clipped = task.clip_norm is not None
+    metrics.sync(metrics.new_sums(runtime), model, runtime, clipped=clipped, stop_signal=None, save_due=False)
+    if task.ema_decay:
+        ema.WeightEMA(model, task.ema_decay, runtime).step(ema.EVERY)
+    for epoch in epochs:
+        _trace_prediction(task, runtime, size, epoch)
+    return resident_bytes
+
+
+def _place_model(task, runtime, *, training):
+    from tpukit.training import batch_norm
+
     model = task.model().train(training)
     if task.batch_norm == "frozen":
         batch_norm.freeze(model)
-    if training and task.ema_decay:
-        resident_bytes += sum(value.nbytes for value in model.state_dict().values())
-    model = runtime.place(model)
-    if training:
-        optimizer = task.optimizer(model)
-        runtime.init_optimizer_state(optimizer)
-    compose = already_composed
-    if task.dataset_dir:
-        data, *others = task.datasets() if training else [task.test_set()]
-        resident_bytes += sum(BatchLoader(other, runtime, on=task.data_on, workers=0).bytes_per_core for other in others)
-        loader = BatchLoader(data, runtime, on=task.data_on, workers=0)
-        numbers = np.random.default_rng(0).random((size, data.num_draws)) if training else None
-        batch = next(loader.batches([Draw(np.arange(size) % len(data), numbers)]))
-        compose = loader.compose
-    else:
-        batch = runtime.put(task.example(size // request["cores"]))
-    sums = new_sums(runtime)
-    runtime.sync()
-    if training:
-        step = functools.partial(train_step, task, model, optimizer, runtime, compose)
-        runtime.compile(step, name="step", changes=(model, optimizer))(batch, task.epochs, sums)
-    else:
-        if task.dataset_dir:
-            batch = runtime.inference(compose)(batch)
-        task.predictor(model, runtime)(batch)
-    (folder / "resident_bytes").write_text(str(resident_bytes))
-    for number, graph in enumerate(runtime.graphs):
-        (folder / f"{number:04d}.mlirbc").write_bytes(graph)
+    return runtime.place(model)
+
+
+def _first_batch(task, runtime, size, *, training):
+    """(a core's batch on the device, the function that composes it there, bytes of the sets that it does not use)."""
+    import numpy as np
+
+    from tpukit.training.data import BatchLoader, Draw, already_composed
+
+    if not task.dataset_dir:
+        return runtime.put_batch(task.example(size // runtime.world.size)), already_composed, 0
+    data, *others = task.datasets() if training else [task.test_set()]
+    others_bytes = sum(BatchLoader(other, runtime, on=task.data_on, workers=0).bytes_per_core for other in others)
+    loader = BatchLoader(data, runtime, on=task.data_on, workers=0)
+    numbers = np.random.default_rng(0).random((size, data.num_draws)) if training else None
+    batch = next(loader.batches([Draw(np.arange(size) % len(data), numbers)]))
+    return batch, loader.compose, others_bytes
 
 
 # Compiling them
 
 
-def _compile(path, machine, log):
+def _compile(path, machine, parallel, log):
     """What the compiler answers to a graph, cached; with an `error` where it needs too much memory."""
-    key = f"{files.sha256(path)} {machine.topology} {COMPILER} {files.sha256(COMPILER_SCRIPT)}"
+    key = f"{files.sha256(path)} {machine.topology} {parallel} {COMPILER} {files.sha256(COMPILER_SCRIPT)}"
     cached = files.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json.gz"
     with contextlib.suppress(OSError, EOFError, ValueError):
         files.make_private(cached.parent)  # what another user put there is not trusted
@@ -261,7 +356,8 @@ def _compile(path, machine, log):
     log(f"compiling {path.stat().st_size / 1000:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
     started = time.monotonic()
     variables = NO_FLAGS | {"PYTHONPATH": str(libraries)}
-    answer = _read_answer(run_python("-s", COMPILER_SCRIPT, path, machine.topology, machine.chips, variables=variables))
+    arguments = (path, machine.topology, machine.chips, parallel)
+    answer = _read_answer(run_python("-s", COMPILER_SCRIPT, *arguments, variables=variables))
     answer["compile_s"] = time.monotonic() - started
     with contextlib.suppress(OSError, TpukitError):  # then it is compiled again next time
         files.make_private(cached.parent)
@@ -325,7 +421,7 @@ def install_compiler(log=print):
 
 if __name__ == "__main__":
     try:
-        trace_step(json.loads(sys.stdin.read()), Path(sys.argv[1]))
+        trace_graphs(json.loads(sys.stdin.read()), Path(sys.argv[1]))
     except TpukitError as error:
         sys.exit(str(error))
     sys.stdout.flush()

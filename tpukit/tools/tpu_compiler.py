@@ -1,6 +1,8 @@
 """Compile one graph for a TPU that is not there, with libtpu's own compiler. A script for the environment that `plan` installs.
 
-    python tpu_compiler.py GRAPH TOPOLOGY REPLICAS    # GRAPH: a StableHLO portable artifact
+    python tpu_compiler.py GRAPH TOPOLOGY CORES processes|spmd    # GRAPH: a StableHLO portable artifact
+
+processes: a replica of the graph on each core. spmd: one graph, partitioned by the shardings of its arguments.
 
 Prints one line of JSON: the memory and arithmetic that the compiler reports and the text of the compiled graph, which `hlo.py`
 reads, or {"error": its reason}. Imports nothing of tpukit, because jaxlib must not meet torch_xla. (That libtpu compiles
@@ -15,7 +17,7 @@ os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LI
 os.environ.update(TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="localhost", TPU_WORKER_ID="0")
 
 
-def main(graph, topology, replicas):
+def main(graph, topology, cores, parallel):
     import numpy
     from jax._src.interpreters import mlir
     from jax.experimental import topologies
@@ -27,11 +29,17 @@ def main(graph, topology, replicas):
     description = topologies.get_topology_desc(
         platform="tpu", topology_name=topology, chips_per_host_bounds=(*bounds, *[1] * (3 - len(bounds)))
     )
-    devices = description.devices[:replicas]
+    devices = description.devices[:cores]
+    ids = numpy.array([[device.id] for device in devices])  # (replicas, partitions)
+    ids = ids.T if parallel == "spmd" else ids
     options = xla_client.CompileOptions()
-    options.num_replicas = options.executable_build_options.num_replicas = replicas
-    grid = numpy.array([[device.id] for device in devices])
-    options.device_assignment = xla_client.DeviceAssignment.create(grid)
+    build = options.executable_build_options
+    options.num_replicas = build.num_replicas = ids.shape[0]
+    options.num_partitions = build.num_partitions = ids.shape[1]
+    if parallel == "spmd":  # as torch_xla sets them
+        build.use_spmd_partitioning = True
+        build.allow_spmd_sharding_propagation_to_output = [True]
+    options.device_assignment = xla_client.DeviceAssignment.create(ids)
     with mlir.make_ir_context() as context, ir.Location.unknown(context), open(graph, "rb") as file:
         module = stablehlo.deserialize_portable_artifact(context, file.read())
         for attribute in list(module.operation.attributes):
@@ -49,7 +57,7 @@ def main(graph, topology, replicas):
     cost = cost if isinstance(cost, dict) else cost[0]
     return dict(
         peak_bytes=memory.peak_memory_in_bytes,
-        flops=cost["flops"],
+        flops=cost.get("flops", 0.0),  # of a graph that only copies there are none
         hlo=compiled.hlo_modules()[0].to_string(),
     )
 
@@ -60,13 +68,16 @@ def donate_replaced_arguments(module, ir):
     function = body["main"]
     free = [str(result) for result in function.type.results]
     attributes = []
-    for argument in function.type.inputs:
-        replaced = str(argument) in free
-        if replaced:
+    for number, argument in enumerate(function.type.inputs):
+        of_argument = {}
+        if "arg_attrs" in function.attributes:  # its sharding
+            of_argument = {entry.name: entry.attr for entry in ir.DictAttr(function.attributes["arg_attrs"][number])}
+        if str(argument) in free:
             free.remove(str(argument))
-        attributes.append(ir.DictAttr.get({"jax.buffer_donor": ir.BoolAttr.get(True)} if replaced else {}))
+            of_argument["jax.buffer_donor"] = ir.BoolAttr.get(True)
+        attributes.append(ir.DictAttr.get(of_argument))
     function.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
+    print(json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])))
