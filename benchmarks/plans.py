@@ -1,39 +1,53 @@
 """`make plan`: what the TPU compiler says of every workload's step at a small and a full size, kept in plan.json next to this.
 
 The committed plan.json is a gate: a test compiles some of its small graphs and compares. Renew it when a step has changed on
-purpose.
+purpose. The seconds of compilation are of the machine that renewed it.
 """
 
 import json
 import sys
 from pathlib import Path
 
+from benchmarks.literal import LiteralMSHNet
 from tpukit import CDEIT, MNIST, MSHNet
 from tpukit.tools.plan import COMPILER, plan
 
 PATH = Path(__file__).with_name("plan.json")
 SMALL_CDEIT = CDEIT(batch_size=8, patch=16, width=64, heads=2, window=4, levels=1)
 
-# name -> task, part, chip
+
+# name -> task, part, chip, and how its cores share the step
 CASES = {
     "mnist small": (MNIST(batch_size=32, channels=8), "train", "v5e-1"),
     "mnist full": (MNIST(), "train", "v5e-1"),
     "mnist on 8 cores": (MNIST(batch_size=1024), "train", "v5e-8"),
     "mshnet small": (MSHNet(batch_size=4, base_size=64, crop_size=64), "train", "v5e-1"),
     "mshnet full": (MSHNet(batch_size=32), "train", "v5e-1"),
+    "mshnet literal": (LiteralMSHNet(batch_size=32), "train", "v5e-1"),
     "mshnet evaluation": (MSHNet(batch_size=32), "evaluate", "v5e-1"),
+    "mshnet session": (MSHNet(batch_size=32), "session", "v5e-1"),
+    "mshnet on 8 cores, 4 images each": (MSHNet(batch_size=32), "train", "v5e-8"),
+    "mshnet on 8 cores, 32 images each": (MSHNet(batch_size=256), "train", "v5e-8"),
+    "mshnet on 8 cores by SPMD, 4 images each": (MSHNet(batch_size=32), "train", "v5e-8", "spmd"),
+    "mshnet on 8 cores by SPMD, 32 images each": (MSHNet(batch_size=256), "train", "v5e-8", "spmd"),
     "cdeit small": (SMALL_CDEIT, "train", "v5e-1"),
     "cdeit full": (CDEIT(), "train", "v5e-1"),
     "cdeit sampling": (CDEIT(), "evaluate", "v5e-1"),
+    "cdeit session": (CDEIT(), "session", "v5e-1"),
+    "cdeit on 8 cores": (CDEIT(), "train", "v5e-8"),
+    "cdeit on 8 cores by SPMD": (CDEIT(), "train", "v5e-8", "spmd"),
 }
-KEPT = ("batch_size", "fits", "peak_bytes", "flops", "hbm_bytes", "vmem_bytes", "cycles")
+KEPT = ("batch_size", "fits", "peak_bytes", "flops", "hbm_bytes", "vmem_bytes", "cycles", "compile_s")
+KEPT_OF_GRAPHS = ("name", "times", "peak_bytes", "hbm_bytes", "custom_calls", "kernels", "compile_s")
 
 
 def measure(name, log=print):
     """The figures of one case, as plan.json keeps them."""
-    task, part, chip = CASES[name]
-    (row,) = plan(task, part=part, chip=chip, log=log).rows
-    return dict(chip=chip, part=part, **{key: row[key] for key in KEPT if key in row})
+    task, part, chip, *parallel = CASES[name]
+    parallel = parallel[0] if parallel else "processes"
+    (row,) = plan(task, part=part, chip=chip, parallel=parallel, log=log).rows
+    found = dict(chip=chip, part=part, parallel=parallel, **{key: row[key] for key in KEPT if key in row})
+    return found | dict(graphs=[{key: graph[key] for key in KEPT_OF_GRAPHS} for graph in row.get("graphs", [])])
 
 
 def main(names):

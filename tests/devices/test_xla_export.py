@@ -27,7 +27,8 @@ try:
     nonzero(x)
 except ValueError as error:
     print(error)
-print(runtime.memory_size(), loss.item(), len(runtime.graphs), b"all_reduce" in runtime.graphs[0], runtime.graphs[0][:4])
+(graph,) = runtime.graphs
+print(runtime.memory_size(), loss.item(), graph["name"], b"all_reduce" in graph["stablehlo"], graph["stablehlo"][:4])
 """
 
 
@@ -35,4 +36,21 @@ def test_a_step_of_several_cores_is_exported_and_not_run_and_a_fallback_is_refus
     ran = subprocess.run([sys.executable, "-c", EXPORT], cwd=ROOT, capture_output=True, text=True)
     refused, printed = ran.stdout.splitlines()[-2:]
     assert "aten::nonzero" in refused, ran.stderr
-    assert printed == "123 0.0 1 True b'ML\\xefR'", ran.stderr  # the first bytes of a portable artifact
+    assert printed == "123 0.0 step True b'ML\\xefR'", ran.stderr  # the first bytes of a portable artifact
+
+
+EXPORT_SPMD = """
+import numpy as np
+from tpukit.devices.xla_export import ExportRuntime
+
+runtime = ExportRuntime("fp32", cores=4, spmd=True)
+x = runtime.put_batch({"x": np.ones((8, 3), np.float32)})["x"]
+runtime.compile(lambda x: x.sum(), name="sum")(x)
+(graph,) = runtime.graphs
+print(b"devices=[4,1]0,1,2,3" in graph["stablehlo"])
+"""
+
+
+def test_a_graph_over_several_cores_has_the_sharding_of_its_batch(xla):
+    ran = subprocess.run([sys.executable, "-c", EXPORT_SPMD], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1:] == ["True"], ran.stderr

@@ -58,7 +58,8 @@ def merge(
         spot: count with Google Cloud's prices of spare capacity, which can be taken away at any time.
         prices: an edited copy of the table of prices.
         prices_out: write a copy of the table of prices there, to be edited, and do nothing else.
-        plan: TPUs that you need not have (v5e-1, v5e-8, v6e-1): ask their compiler for bounds. Takes minutes.
+        plan: TPUs that you need not have (v5e-1, v5e-8, v6e-1): ask their compiler what they could do at full rate.
+            Takes minutes.
     """
     from tpukit.host import environment
     from tpukit.reporting import display

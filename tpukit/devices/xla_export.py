@@ -19,10 +19,9 @@ from tpukit.host.errors import TpukitError
 class ExportRuntime(XLARuntime):
     """A TPU core, alone or one of several, whose graphs are exported instead of run. Needs no TPU, but a fresh process.
 
-    cores: of the machine; one graph over all of them if `spmd`. memory_size: of a core, in bytes. `graphs`, in the order of the
-    calls: dicts of `name`, `stablehlo` (a portable artifact), `digest` (of the graph without source lines) and `kernels` (see
-    `kernel_counts`). exports_pending: whether what
-    the runtime runs outside `compile` is exported too.
+    cores: of the machine; one graph over all of them if `spmd`. memory_size: of a core, in bytes. exports_pending: whether what
+    runs outside `compile` is exported too. `graphs`, in the order of the calls: dicts of `name`, `stablehlo` (a portable
+    artifact), `digest` (of the graph without source lines), and `kernels` (see `kernel_counts`).
     """
 
     exports_pending = False

@@ -258,8 +258,8 @@ def comparison_figure(comparison):
 
 
 def _bar_style(kind):
-    """Of a figure that was measured, published, or is a bound."""
-    styles = dict(measured=(BLUE, None), published=(GREY, "//"), bound=(RED, ".."))
+    """Of a figure that was measured, published, or counted by the compiler."""
+    styles = {"measured": (BLUE, None), "published": (GREY, "//"), "full rate": (RED, "..")}
     colour, hatch = styles[kind.partition(",")[0]]
     return dict(facecolor=colour, hatch=hatch, edgecolor="white")
 
@@ -271,7 +271,7 @@ def _plot_bars(axis, bars, what, number):
         style = _bar_style(kind)
         axis.barh(place, value, height=0.65, **style)
         # In the bar's colour, because the bar of a small number is hardly visible.
-        text = f" {'≥ ' if kind.startswith('bound') else ''}{number.format(value)}"
+        text = f" {number.format(value)}"
         axis.text(value, place, text, va="center", fontsize=7, fontweight="bold", color=style["facecolor"])
     axis.set_yticks(range(len(bars)), [label(name) for name, *_ in bars])
     axis.set_xlabel(what, fontsize=9)

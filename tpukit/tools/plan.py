@@ -1,4 +1,4 @@
-"""`tpukit plan`: whether a step fits a TPU, and what bounds its time, computed by the TPU's own compiler without a TPU.
+"""`tpukit plan`: whether a step fits a TPU, what it computes, and what it moves, by the TPU's own compiler without a TPU.
 
 torch_xla traces the step on its CPU device, in a process of its own, into compiled graphs (as StableHLO); libtpu compiles them
 in an environment of its own (`tpu_compiler.py`). No figure is a measurement of a TPU.
@@ -148,12 +148,12 @@ class Plan:
             "one graph with another, never as a time."
         )
         graphs = self._largest_row.get("graphs", [])
-        if calls := sum(call["calls"] for graph in graphs for call in graph["custom_calls"].values()):
+        if calls := sum(graph["times"] * call["calls"] for graph in graphs for call in graph["custom_calls"].values()):
             text += f" Of {calls} custom calls only operands and results are counted, once each."
-        if kernels := [kernel for graph in graphs for kernel in graph["kernels"]]:
+        if kernels := [kernel for graph in graphs for kernel in graph["times"] * graph["kernels"]]:
             names = ", ".join(sorted({kernel["name"] for kernel in kernels}))
             text += (
-                f" What the {len(kernels)} kernels among them ({names}) read again and compute is counted by hand: "
+                f" What the kernels among them ({names}) read again and compute is counted by hand: "
                 f"{sum(kernel['hbm_bytes'] for kernel in kernels) / 1e9:.3g} GB and "
                 f"{sum(kernel['flops'] for kernel in kernels) / 1e12:.3g} TFLOP are added."
             )

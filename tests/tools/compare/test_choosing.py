@@ -4,7 +4,7 @@ import pytest
 
 from tests.tools.compare.samples import estimate, price
 from tpukit.tools import compare
-from tpukit.tools.compare.choosing import BOUND, MEASURED, PUBLISHED
+from tpukit.tools.compare.choosing import FULL_RATE, MEASURED, PUBLISHED
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def test_a_candidate_keeps_the_deadline_and_the_budget_or_says_why_not():
 
 
 def test_candidates_come_in_the_order_finishing_measured_cheap():
-    published, bound = estimate("V100", basis=PUBLISHED, epoch_s=1), estimate("TPU v5e", basis=BOUND, epoch_s=1)
-    estimates = [estimate("A100", epoch_s=9), estimate("T4"), published, bound]
+    published, full_rate = estimate("V100", basis=PUBLISHED, epoch_s=1), estimate("TPU v5e", basis=FULL_RATE, epoch_s=1)
+    estimates = [estimate("A100", epoch_s=9), estimate("T4"), published, full_rate]
     table = [price("A100", usd=3), price("T4", usd=1), price("V100", usd=0.1), price("TPU v5e", usd=0.1)]
     found = compare.choose(estimates, table, epochs=400, budget_usd=5)
     assert [c.estimate.hardware for c in found] == ["A100", "V100", "TPU v5e", "T4"]  # the T4's 10 h cost 10 USD
-    assert [c.finishes for c in found] == [True, True, None, False]  # of a bound nobody knows
+    assert [c.finishes for c in found] == [True, True, None, False]  # at full rate nobody knows
 
 
 def test_what_was_measured_at_a_place_counts_there_and_what_comes_from_elsewhere_is_marked():
@@ -73,7 +73,7 @@ def test_hardware_is_offered_where_there_is_enough_of_it():
     table = [price("TPU v5e", place, 0.0) for place in ("Colab free", "Kaggle", "Google Cloud")]
 
     def places(chips):
-        return [c.place for c in compare.choose([estimate("TPU v5e", chips, basis=BOUND)], table, epochs=1)]
+        return [c.place for c in compare.choose([estimate("TPU v5e", chips, basis=FULL_RATE)], table, epochs=1)]
 
     assert places(8) == ["Kaggle", "Google Cloud"]
     assert places(1) == ["Colab free", "Kaggle", "Google Cloud"]

@@ -1,11 +1,11 @@
-"""Merging what machines measured with published figures and bounds; the tables, sentences and plots of it."""
+"""Merging what machines measured with published figures and full-rate times; the tables, sentences and plots of it."""
 
 import pytest
 
 from tests.tools.compare.samples import measurement, price, row
 from tpukit import TpukitError
 from tpukit.tools import compare, prices
-from tpukit.tools.compare.choosing import BOUND, MEASURED, PUBLISHED
+from tpukit.tools.compare.choosing import FULL_RATE, MEASURED, PUBLISHED
 from tpukit.tools.plan import Plan
 
 
@@ -37,26 +37,27 @@ def test_published_figures_are_for_their_images_alone_and_never_pass_for_measure
     assert not of_basis(compare.compare([measurement(workload="mnist", recipe={})]), PUBLISHED)
 
 
-def test_a_bound_of_the_compiler_is_marked_everywhere():
-    rows = [dict(batch_size=b, fits=True, bound_s=s, peak_bytes=2**30) for b, s in ((32, 0.064), (64, 0.2))]
+def test_a_full_rate_time_of_the_compiler_is_marked_everywhere_and_is_the_longer_of_the_two():
+    seconds = ((32, 0.064, 0.01), (64, 0.01, 0.2))
+    rows = [dict(batch_size=b, fits=True, flop_s=f, hbm_s=h, peak_bytes=2**30) for b, f, h in seconds]
     plan = Plan("mshnet", "train", "v5e-8", [*rows, dict(batch_size=512, fits=False, why="")])
     found = compare.compare([measurement()], plans=[plan], epochs=100)
-    (bound,) = of_basis(found, BOUND)
-    assert (bound.hardware, bound.chips, bound.batch_size) == ("TPU v5e", 8, 32) and bound.epoch_s == pytest.approx(25 * 0.064)
-    (line,) = [r for r in found.estimates_table().rows if r[1] == BOUND]
-    assert line[0] == "TPU v5e x 8" and line[3] == ">= 1.6" and "not measured" in line[1]
-    offers = [c for c in found.candidates if c.estimate is bound]
+    (one,) = of_basis(found, FULL_RATE)
+    assert (one.hardware, one.chips, one.batch_size) == ("TPU v5e", 8, 32) and one.epoch_s == pytest.approx(25 * 0.064)
+    (line,) = [r for r in found.estimates_table().rows if r[1] == FULL_RATE]
+    assert line[0] == "TPU v5e x 8" and line[3] == "1.6" and "not measured" in line[1]
+    offers = [c for c in found.candidates if c.estimate is one]
     assert {c.place for c in offers} == {"Kaggle", "Google Cloud"} and {c.finishes for c in offers} == {None}
-    assert any(s.startswith(BOUND.capitalize()) and "take at least" in s for s in found.sentences())
+    assert any(s.startswith(FULL_RATE.capitalize()) and "would take" in s for s in found.sentences())
 
 
-def test_a_bound_at_an_unknown_cost_is_not_what_could_finish_within_a_budget():
-    plan = Plan("mshnet", "train", "v6e-1", [dict(batch_size=32, fits=True, bound_s=0.064, peak_bytes=2**30)])
+def test_a_full_rate_time_at_an_unknown_cost_is_not_what_could_finish_within_a_budget():
+    plan = Plan("mshnet", "train", "v6e-1", [dict(batch_size=32, fits=True, flop_s=0.064, hbm_s=0, peak_bytes=2**30)])
     table = [price("TPU v6e", "Colab", None), price("TPU v6e", usd=2.7)]
 
     def sentence(table):
         found = compare.compare([], plans=[plan], prices=table, budget_usd=10)
-        return next(s for s in found.sentences() if s.startswith("Bound"))
+        return next(s for s in found.sentences() if s.startswith("Full rate"))
 
     assert "cheapest" in sentence(table) and "within 10.00 USD: TPU v6e at batch 32, Google Cloud" in sentence(table)
     assert "cheapest" not in sentence(table[:1]) and "TPU v6e at batch 32, Colab" in sentence(table[:1])

@@ -1,7 +1,7 @@
 """`tpukit compare`: a recipe measured here, merged with measurements of other machines, and the choice that follows.
 
 `measuring` times the training step; `measurement` is the small file of the result; `comparison` puts many of them beside the
-published figures and the bounds of `tpukit plan`; `choosing` says which hardware finishes, in how many sessions, at what cost.
+published figures and what `tpukit plan` counts; `choosing` says which hardware finishes, in how many sessions, at what cost.
 """
 
 from tpukit.tools.compare.choosing import Candidate, Estimate, choose, sessions_needed

@@ -11,8 +11,9 @@ WEEK_H = 168.0
 SAVE_EVERY_S = Workload.save_every_s  # the default time between two checkpoints
 ROUNDING_H = 1e-9  # sums of hours are exact to this
 MAX_SESSIONS = 10_000  # a training that needs more of them never ends
-MEASURED, PUBLISHED, BOUND = "measured", "published, not measured", "bound, by the compiler; not measured"
-BASES = (MEASURED, PUBLISHED, BOUND)  # the most trustworthy first
+# Full rate: the longer of the times that the compiler's FLOP and HBM bytes take at the full rates of the chip.
+MEASURED, PUBLISHED, FULL_RATE = "measured", "published, not measured", "full rate, by the compiler; not measured"
+BASES = (MEASURED, PUBLISHED, FULL_RATE)  # the most trustworthy first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ def choose(estimates, prices, *, epochs, deadline_h=None, budget_usd=None, spot=
                 unknown.append("limits not known")
             if budget_usd is not None and usd is None:
                 unknown.append("cost not known")
-            finishes = None if unknown or estimate.basis == BOUND else True
+            finishes = None if unknown or estimate.basis == FULL_RATE else True
             figures = dict(sessions=sessions, machine_h=machine_h, calendar_h=calendar_h, usd=usd)
             verdict = dict(finishes=False if exceeded else finishes, why=", ".join(exceeded + unknown))
             found.append(Candidate(estimate=estimate, place=price.place, **figures, **verdict))

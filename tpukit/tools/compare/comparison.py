@@ -1,4 +1,4 @@
-"""Measurements, published figures and bounds side by side: tables, series to draw, and sentences."""
+"""Measurements, published figures and full-rate times side by side: tables, series to draw, and sentences."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from tpukit.devices.chips import MACHINES
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Sentences, Table, format_duration
 from tpukit.tools import prices as price_table
-from tpukit.tools.compare.choosing import BASES, BOUND, MEASURED, PUBLISHED, Estimate, choose
+from tpukit.tools.compare.choosing import BASES, FULL_RATE, MEASURED, PUBLISHED, Estimate, choose
 from tpukit.tools.compare.measurement import epoch_seconds, rate
 
 # MSHNet on IRSTD-1k, 800 images of 256x256: hardware, chips, label, seconds per epoch in published guides. Not measured by us.
@@ -40,28 +40,27 @@ class Comparison:
         return [*(m.table() for m in self.measurements), self.estimates_table(), self.candidates_table()]
 
     def series(self):
-        """[(hardware, "measured" or "bound", [(batch size, images per second, GiB)])] for drawing."""
+        """[(hardware, "measured" or "full rate", [(batch size, images per second, GiB)])] for drawing."""
         found = []
         for m in self.measurements:
             points = [(row["batch_size"], rate(row), row["memory_bytes"] / GIB) for row in m.fitting]
             found.append((f"{m.label}, {m.place}", "measured", sorted(points)))
         for plan in self.plans:
             rows = [row for row in plan.rows if row["fits"]]
-            points = [(row["batch_size"], row["batch_size"] / row["bound_s"], row["peak_bytes"] / GIB) for row in rows]
-            found.append((f"TPU {plan.chip}", "bound", sorted(points)))
+            points = [(row["batch_size"], row["batch_size"] / full_rate_s(row), row["peak_bytes"] / GIB) for row in rows]
+            found.append((f"TPU {plan.chip}", "full rate", sorted(points)))
         return [line for line in found if line[2]]
 
     def estimates_table(self):
         rows = []
         for one in sorted(self.estimates, key=lambda one: (BASES.index(one.basis), one.epoch_s)):
-            at_least = ">= " if one.basis == BOUND else ""
             rows.append(
                 (
                     f"{one.label}, {one.place}" if one.place else one.label,
                     one.basis,
                     one.batch_size,
-                    f"{at_least}{one.epoch_s:.4g}",
-                    f"{at_least}{_format_hours(one.hours(self.epochs))}",
+                    f"{one.epoch_s:.4g}",
+                    _format_hours(one.hours(self.epochs)),
                     f"{one.start_s:.0f}" if one.start_s else "not known",
                     f"{one.memory_bytes / GIB:.2f}" if one.memory_bytes else "",
                 )
@@ -92,13 +91,13 @@ class Comparison:
         found = []
         for basis in BASES:
             own = [c for c in self.candidates if c.estimate.basis == basis]
-            # A bound is never known to finish; what counts is that nothing speaks against it.
-            possible = [c for c in own if c.finishes or basis == BOUND and not c.why]
+            # At full rate nothing is known to finish; what counts is that nothing speaks against it.
+            possible = [c for c in own if c.finishes or basis == FULL_RATE and not c.why]
             name, limits = basis.capitalize(), self._limits()
             if possible:
                 cheapest = min(possible, key=lambda c: c.cost_then_time)
                 fastest = min(possible, key=lambda c: c.time_then_cost)
-                ends = "could finish" if basis == BOUND else "finishes"
+                ends = "could finish" if basis == FULL_RATE else "finishes"
                 found.append(f"{name}, the cheapest that {ends}{limits}: {self._describe(cheapest)}")
                 if fastest != cheapest:
                     found.append(f"{name}, the fastest: {self._describe(fastest)}")
@@ -116,7 +115,7 @@ class Comparison:
 
     def _describe(self, candidate):
         estimate, usd = candidate.estimate, candidate.usd
-        at_least = "at least " if estimate.basis == BOUND else ""
+        take = "would take" if estimate.basis == FULL_RATE else "take"
         batch = f" at batch {estimate.batch_size}" if estimate.batch_size else ""
         elsewhere = f" (measured at {candidate.measured_elsewhere})" if candidate.measured_elsewhere else ""
         sessions = f"{candidate.sessions or 'an unknown number of'} session{'' if candidate.sessions == 1 else 's'}"
@@ -126,8 +125,8 @@ class Comparison:
         if usd is None:
             cost = "at an unknown cost, which is not in the price table"
         else:
-            cost = f"for {at_least}{_format_usd(usd)}" if usd else "free"
-        takes = f"{self.epochs} epochs take {at_least}{_format_hours(candidate.machine_h)} in {sessions}{calendar}, {cost}."
+            cost = f"for {_format_usd(usd)}" if usd else "free"
+        takes = f"{self.epochs} epochs {take} {_format_hours(candidate.machine_h)} in {sessions}{calendar}, {cost}."
         return f"{estimate.label}{batch}, {candidate.place}{elsewhere}: {takes}"
 
 
@@ -168,8 +167,8 @@ def compare(
             estimates.append(fastest)
         else:
             notes.append(f"{m.label} is left out: it was not measured at batch {batch_size or f'<= {images}'}.")
-    bounds = [_fastest(_bounds(plan, images), images, batch_size) for plan in plans]
-    estimates += [bound for bound in bounds if bound]
+    planned = [_fastest(_at_full_rate(plan, images), images, batch_size) for plan in plans]
+    estimates += [one for one in planned if one]
     sizes = {m.recipe.get(name) for m in measurements for name in ("base_size", "crop_size")}
     if published and sizes <= {PUBLISHED_SIZE}:
         for hardware, chips, label, epoch_s in PUBLISHED_EPOCHS:
@@ -221,14 +220,19 @@ def _measured(m, images):
         yield Estimate(epoch_s=epoch_seconds(row["step_ms"] / 1e3, row["batch_size"], images), **figures, **about)
 
 
-def _bounds(plan, images):
+def full_rate_s(row):
+    """Seconds of a plan's row with nothing else in the way: the longer of its FLOP time and its HBM time."""
+    return max(row["flop_s"], row["hbm_s"])
+
+
+def _at_full_rate(plan, images):
     """An Estimate for each batch size of a plan."""
     machine = MACHINES[plan.chip]
     label = machine.chip.name + (f" x {machine.chips}" if machine.chips > 1 else "")
-    about = dict(hardware=machine.chip.name, chips=machine.chips, label=label, basis=BOUND)
+    about = dict(hardware=machine.chip.name, chips=machine.chips, label=label, basis=FULL_RATE)
     for row in plan.rows:
         if row["fits"]:
-            epoch_s = epoch_seconds(row["bound_s"], row["batch_size"], images)
+            epoch_s = epoch_seconds(full_rate_s(row), row["batch_size"], images)
             yield Estimate(epoch_s=epoch_s, batch_size=row["batch_size"], memory_bytes=row["peak_bytes"], **about)
 
 
