@@ -23,7 +23,7 @@ MLP_RATIO = 4
 class Norm(nn.Module):
     """Scales every token to length sqrt(C), then channel by channel by g * (1 + scale), and adds shift.
 
-    Under autocast all but the sum of squares is in half precision, where that of a wide token loses what distinguishes it.
+    Under autocast all of it is in half precision but the sum of squares, which in that loses what distinguishes a wide token.
     """
 
     def __init__(self, width):
@@ -33,11 +33,8 @@ class Norm(nn.Module):
     def forward(self, x, shift, scale):  # (B, T, C), (B, 1, C), (B, 1, C)
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        length = x.shape[-1] ** 0.5
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(dtype, torch.float32))
-        # Of an empty token too, the factor is a number: fp16 ends at 65504.
-        factor = length / norm.clamp_min(max(1e-12, length / torch.finfo(dtype).max))
-        return torch.addcmul(shift.to(dtype), x.to(dtype) * factor.to(dtype), (self.g * (1 + scale)).to(dtype))
+        x = F.rms_norm(x.to(dtype), x.shape[-1:], eps=1e-24)  # whose sums torch takes in float32
+        return torch.addcmul(shift.to(dtype), x, (self.g * (1 + scale)).to(dtype))
 
 
 class Attention(nn.Module):
