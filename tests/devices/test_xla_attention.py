@@ -13,9 +13,10 @@ import torch
 from torch.nn import functional as F
 
 pytest.importorskip("torch_xla")
+from tpukit import CDEIT
 from tpukit.devices import kernel_counts, xla_attention
 from tpukit.devices.xla_attention import SlicedAttention, attention, kernel_flops
-from tpukit.tools.plan import install_compiler
+from tpukit.tools.plan import install_compiler, plan
 
 INTERPRETER = Path(__file__).with_name("kernel_interpreter.py")
 
@@ -112,6 +113,21 @@ def test_a_kernel_is_written_in_the_mosaic_that_the_oldest_libtpu_reads_and_is_t
     lower = xla_attention.kernel_payload.__wrapped__
     assert lower("forward", (2, 128, 384), 4, False) == lower("forward", (2, 128, 384), 4, False)
     assert str(xla_attention.KERNEL_SCRIPT.parent) not in lower("forward", (2, 128, 384), 4, False)
+
+
+@pytest.mark.slow
+def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_and_counts_their_traffic(jax):
+    batch, width, heads = 2, 128, 4
+    task = CDEIT(batch_size=batch, patch=4, width=width, heads=heads, window=16, levels=1)
+    (row,) = plan(task, log=lambda text: None).rows
+    (graph,) = row["graphs"]
+    # Four blocks attend in 4 windows of 16 x 16 tokens, with a bias; three to all 256 tokens, and two to all 1024.
+    attending = [(4 * batch, 256, True)] * 4 + [(batch, 256, False)] * 3 + [(batch, 1024, False)] * 2
+    moved = sum(11 * b * t * width * 2 + biased * 3 * heads * t**2 * 4 for b, t, biased in attending)
+    found = [one for one in graph["operations"] if one.custom_call == "tpu_custom_call"]
+    assert row["fits"] and sum(one.times for one in found) == len(graph["kernels"]) == 2 * len(attending)
+    assert sum(one.hbm_bytes + one.vmem_bytes for one in found) == moved
+    assert sum(call["flops"] for call in graph["kernels"]) == sum(14 * b * t**2 * width for b, t, _ in attending)
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])

@@ -29,9 +29,7 @@ def test_under_autocast_a_norm_is_in_half_precision_but_its_sum_of_squares(dtype
     torch.manual_seed(0)
     norm = Norm(512)
     torch.nn.init.normal_(norm.g)
-    x = 100 * torch.randn(
-        2, 64, 512
-    )  # whose squares add up to 5e6: fp16 ends at 65504
+    x = 100 * torch.randn(2, 64, 512)  # whose squares add up to 5e6: fp16 ends at 65504
     x[0, 0] = 0
     x = x.to(dtype if residual == "half" else residual)
     shift, scale = (torch.randn(2, 1, 512).to(dtype) for _ in range(2))
