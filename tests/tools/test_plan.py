@@ -1,5 +1,6 @@
 """`tpukit plan`: traced graphs, the TPU compiler's answers, and every way in which it can fail."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from tpukit.devices.chips import MACHINES
 from tpukit.host.tables import GIB
 from tpukit.reporting import display
 from tpukit.tools import plan as tool
+from tpukit.tools.child import run_python
 from tpukit.tools.plan import Plan, plan
+from tpukit.training.task import to_request
+from tpukit.workloads.datasets import make_synthetic
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = json.loads(plans.PATH.read_text())
@@ -85,6 +89,34 @@ def test_tiled_mshnet_needs_half_of_the_goals_figures_and_little_more_of_the_net
 
 
 # Tracing
+
+
+TRAIN = """
+import sys, json
+from tpukit import Run, train
+from tpukit.devices.xla import XLARuntime
+from tpukit.training.task import from_request
+task, runtime = from_request(json.load(sys.stdin)), XLARuntime("xla")
+train(task, Run.open(sys.argv[1], task), runtime=runtime, progress=False)
+print(runtime.compilations()[0])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "task",
+    [
+        MNIST(batch_size=16, channels=8, epochs=3, ema_decay=0.9, data_on="device"),
+        MSHNet(batch_size=4, base_size=32, crop_size=32, epochs=2, warm_epoch=0, data_on="device"),
+    ],
+    ids=["an average of the weights", "a warm-up"],
+)
+def test_a_session_has_as_many_graphs_as_a_training_compiles(task, needs_xla, tmp_path):
+    task = dataclasses.replace(task, dataset_dir=make_synthetic(task.dataset, tmp_path / "set", size=80))
+    trained = run_python("-c", TRAIN, tmp_path / "run", text=json.dumps(to_request(task)), variables=dict(PJRT_DEVICE="CPU"))
+    graphs, _ = tool._trace(task, "session", task.batch_size, MACHINES["v5e-1"], tmp_path)
+    assert len(graphs) == int(trained.stdout.splitlines()[-1]), trained.stderr
+    assert [graph["name"] for graph in graphs].count("step") == task.loss_variants
 
 
 @pytest.mark.slow
@@ -236,11 +268,12 @@ def test_an_answer_is_cached(tmp_path, monkeypatch, quiet):
     calls = []
     answer = dict(peak_bytes=1, flops=1.0, hlo="HloModule x")
     monkeypatch.setattr(tool, "run_python", lambda *a, **_: calls.append(a) or ran(json.dumps(answer), code=0))
-    graph = tmp_path / "0000.mlirbc"
-    graph.write_bytes(b"one")
+    path = tmp_path / "0.mlirbc"
+    path.write_bytes(b"a graph")
+    graph = dict(path=path, digest="one")
     first = tool._compile(graph, MACHINES["v5e-1"], "processes", quiet)
     assert tool._compile(graph, MACHINES["v5e-1"], "processes", quiet) == first and len(calls) == 1
-    graph.write_bytes(b"another")
+    graph["digest"] = "another"
     tool._compile(graph, MACHINES["v5e-1"], "processes", quiet)
     tool._compile(graph, MACHINES["v6e-1"], "processes", quiet)
     tool._compile(graph, MACHINES["v6e-1"], "spmd", quiet)

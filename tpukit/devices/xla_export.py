@@ -1,6 +1,7 @@
 """Graphs of a TPU core as StableHLO, traced on a machine without one: what `tpukit plan` compiles."""
 
 import gc
+import hashlib
 import os
 
 os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")  # else an all-reduce over one visible core is left out
@@ -19,7 +20,8 @@ class ExportRuntime(XLARuntime):
     """A TPU core, alone or one of several, whose graphs are exported instead of run. Needs no TPU, but a fresh process.
 
     cores: of the machine; one graph over all of them if `spmd`. memory_size: of a core, in bytes. `graphs`, in the order of the
-    calls: dicts of `name`, `stablehlo` (a portable artifact) and `kernels` (see `kernel_counts`). exports_pending: whether what
+    calls: dicts of `name`, `stablehlo` (a portable artifact), `digest` (of the graph without source lines) and `kernels` (see
+    `kernel_counts`). exports_pending: whether what
     the runtime runs outside `compile` is exported too.
     """
 
@@ -52,6 +54,8 @@ class ExportRuntime(XLARuntime):
             self._export(name or function.__name__, outputs or _pending_tensors(), kernels)
             if changes:
                 _XLAC._clear_pending_irs(str(self.device))  # else the next `sync` would run the step
+                for parameter in changes[0].parameters():
+                    parameter.grad = None if parameter.grad is None else self._zeros_like(parameter.grad)
             elif not outputs:
                 XLARuntime.sync(self)  # what it changed in place may be read
             return tree_map_only(torch.Tensor, self._zeros_like, result)
@@ -59,17 +63,21 @@ class ExportRuntime(XLARuntime):
         return export
 
     def sync(self):
-        if self.exports_pending and (pending := _pending_tensors()):
-            self._export("between steps", pending)
+        self._export_pending("setup")
         super().sync()
 
     def host(self, tree):
-        self.sync()
+        self._export_pending("read by the host")
         return super().host(tree)
 
+    def _export_pending(self, name):
+        if self.exports_pending and (pending := _pending_tensors()):
+            self._export(name, pending)
+
     def _export(self, name, outputs, kernels=()):
-        stablehlo = _XLAC._get_stablehlo(outputs, str(self.device), [], True)
-        self.graphs.append(dict(name=name, stablehlo=stablehlo, kernels=list(kernels)))
+        text, stablehlo = (_XLAC._get_stablehlo(outputs, str(self.device), [], is_binary) for is_binary in (False, True))
+        digest = hashlib.sha256(text).hexdigest()
+        self.graphs.append(dict(name=name, stablehlo=stablehlo, digest=digest, kernels=list(kernels)))
 
     def _zeros_like(self, tensor):
         """A constant in the shape of a graph's result, so that the next graph does not contain this one."""
@@ -77,8 +85,9 @@ class ExportRuntime(XLARuntime):
 
 
 def _pending_tensors():
-    """The tensors of this process whose values are still to be computed."""
+    """The tensors of this process whose values are still to be computed, in the order of their creation."""
     found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "xla"]
+    found.sort(key=_XLAC._xla_get_tensor_id)
     return [one for one, is_pending in zip(found, _XLAC._check_tensor_need_materialization(found)) if is_pending]
 
 

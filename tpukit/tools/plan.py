@@ -187,7 +187,7 @@ def _plan_batch(task, machine, size, part, parallel, log):
     install_compiler(log)  # which has the jax that lowers kernels, too
     with tempfile.TemporaryDirectory() as folder:
         graphs, resident_bytes = _trace(task, part, size, machine, Path(folder), parallel)
-        answers = [_compile(graph["path"], machine, parallel, log) | graph for graph in graphs]
+        answers = [_compile(graph, machine, parallel, log) | graph for graph in graphs]
     row = dict(batch_size=size, fits=True, compile_s=sum(answer["compile_s"] for answer in answers))
     for answer in answers:
         if "error" in answer:
@@ -228,9 +228,8 @@ def _count(answer):
 def _trace(task, part, size, machine, folder, parallel="processes"):
     """(list of graphs, resident bytes), traced in a fresh process, which opens torch_xla's CPU device.
 
-    A graph is a dict: path, name, times (how often a batch runs it; in a session 1), kernels (the calls of hand-written ones,
-    see `devices/kernel_counts.py`). Resident bytes: how much more a core keeps meanwhile, which is the average of the weights,
-    and the set that is not used."""
+    A graph is a dict as of `ExportRuntime.graphs`, with path and times (how often a batch runs it; 1 in a session). Resident
+    bytes: how much more a core keeps meanwhile, which is the average of the weights, and the set that is not used."""
     request = to_request(task) | dict(part=part, size=size, cores=machine.chips, spmd=parallel == "spmd")
     request |= dict(memory_size=int(machine.chip.hbm_bytes), compiler=str(compiler_folder()))
     ran = run_python("-m", "tpukit.tools.plan", folder, text=json.dumps(request), variables=NO_FLAGS)
@@ -246,7 +245,7 @@ def _trace(task, part, size, machine, folder, parallel="processes"):
     different = {}
     for number, graph in enumerate(traced["graphs"]):
         graph["path"] = folder / f"{number}.mlirbc"
-        same = different.setdefault(files.sha256(graph["path"]), graph | dict(times=0))
+        same = different.setdefault(graph["digest"], graph | dict(times=0))
         same["times"] = 1 if part == "session" else same["times"] + 1
     return list(different.values()), traced["resident_bytes"]
 
@@ -260,7 +259,7 @@ def trace_graphs(request, folder):
     task, part, size = from_request(request), request["part"], request["size"]
     runtime = ExportRuntime(task.precision, request["cores"], request["memory_size"], spmd=request["spmd"])
     if part == "train":
-        resident_bytes = _trace_step(task, runtime, size, task.epochs)
+        _, resident_bytes = _trace_step(task, runtime, size, task.epochs)
     elif part == "evaluate":
         resident_bytes = _trace_prediction(task, runtime, size)
     else:
@@ -271,7 +270,7 @@ def trace_graphs(request, folder):
 
 
 def _trace_step(task, runtime, size, epoch):
-    """Trace the training step of an epoch. Returns how many bytes a core keeps besides."""
+    """Trace the training step of an epoch. Returns (the model with its gradients, how many bytes a core keeps besides)."""
     from tpukit.training.metrics import new_sums
     from tpukit.training.step import train_step
 
@@ -284,7 +283,7 @@ def _trace_step(task, runtime, size, epoch):
     runtime.sync()
     step = functools.partial(train_step, task, model, optimizer, runtime, compose)
     runtime.compile(step, name="step", changes=(model, optimizer))(batch, epoch, sums)
-    return averaged_bytes + resident_bytes
+    return model, averaged_bytes + resident_bytes
 
 
 def _trace_prediction(task, runtime, size, epoch=None):
@@ -299,21 +298,17 @@ def _trace_prediction(task, runtime, size, epoch=None):
 
 
 def _trace_session(task, runtime, size):
-    """Trace every graph that `train` compiles, in all phases of the task. Returns as `_trace_step`."""
-    import torch
-
+    """Trace every graph that `train` compiles, in all phases of the task. Returns how many bytes a core keeps besides."""
     from tpukit.training import ema, metrics
 
     runtime.exports_pending = True
     epochs = sorted({0, *task.milestones(settings_dict(task)), task.epochs})
-    resident_bytes = max(_trace_step(task, runtime, size, epoch) for epoch in epochs)
-    model = _place_model(task, runtime, training=True)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros(parameter.shape).to(runtime.device)
-    clipped = task.clip_norm is not None
-    metrics.sync(metrics.new_sums(runtime), model, runtime, clipped=clipped, stop_signal=None, save_due=False)
+    for epoch in epochs:
+        model, resident_bytes = _trace_step(task, runtime, size, epoch)
+        clipped = task.clip_norm is not None
+        metrics.sync(metrics.new_sums(runtime), model, runtime, clipped=clipped, stop_signal=None, save_due=False)
     if task.ema_decay:
-        ema.WeightEMA(model, task.ema_decay, runtime).step(ema.EVERY)
+        ema.WeightEMA(_place_model(task, runtime, training=True), task.ema_decay, runtime).step(ema.EVERY)
     for epoch in epochs:
         _trace_prediction(task, runtime, size, epoch)
     return resident_bytes
@@ -347,14 +342,15 @@ def _first_batch(task, runtime, size, *, training):
 # Compiling them
 
 
-def _compile(path, machine, parallel, log):
-    """What the compiler answers to a graph, cached; with an `error` where it needs too much memory."""
-    key = f"{files.sha256(path)} {machine.topology} {parallel} {COMPILER} {files.sha256(COMPILER_SCRIPT)}"
+def _compile(graph, machine, parallel, log):
+    """What the compiler answers to a graph of `_trace`, cached; with an `error` where it needs too much memory."""
+    key = f"{graph['digest']} {machine.topology} {parallel} {COMPILER} {files.sha256(COMPILER_SCRIPT)}"
     cached = files.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json.gz"
     with contextlib.suppress(OSError, EOFError, ValueError):
         files.make_private(cached.parent)  # what another user put there is not trusted
         return json.loads(gzip.decompress(cached.read_bytes()))
     libraries = install_compiler(log)
+    path = graph["path"]
     log(f"compiling {path.stat().st_size / 1000:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
     started = time.monotonic()
     variables = NO_FLAGS | {"PYTHONPATH": str(libraries)}
