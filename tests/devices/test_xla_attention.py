@@ -177,20 +177,22 @@ def kernels_without_jax(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "shape, heads, dtype, uses_kernel",
+    "shape, heads, dtype, biased, uses_kernel",
     [
-        ((1, 256, 384), 4, torch.bfloat16, True),
-        ((1, 256, 384), 4, torch.float32, False),
-        ((1, 64, 384), 4, torch.bfloat16, False),  # fewer tokens than lanes
-        ((1, 384, 384), 4, torch.bfloat16, False),
-        ((1, 8192, 384), 1, torch.bfloat16, False),  # more than fast memory holds
-        ((1, 256, 3 * 64), 2, torch.bfloat16, False),  # heads do not fill the lanes
-        ((1, 256, 3 * 384), 8, torch.bfloat16, False),  # a head of 48 channels lies across two registers
+        ((1, 256, 384), 4, torch.bfloat16, True, True),
+        ((1, 512, 384), 4, torch.bfloat16, False, True),
+        ((1, 512, 384), 4, torch.bfloat16, True, False),  # with a bias more than fast memory holds
+        ((1, 256, 384), 4, torch.float32, False, False),
+        ((1, 64, 384), 4, torch.bfloat16, False, False),  # fewer tokens than lanes
+        ((1, 384, 384), 4, torch.bfloat16, False, False),
+        ((1, 8192, 384), 1, torch.bfloat16, False, False),  # more than fast memory holds
+        ((1, 256, 3 * 64), 2, torch.bfloat16, False, False),  # heads do not fill the lanes
+        ((1, 256, 3 * 384), 8, torch.bfloat16, False, False),  # a head of 48 channels lies across two registers
     ],
 )
-def test_what_a_kernel_cannot_take_is_computed_in_slices(shape, heads, dtype, uses_kernel, kernels_without_jax, xla):
+def test_what_a_kernel_cannot_take_is_computed_in_slices(shape, heads, dtype, biased, uses_kernel, kernels_without_jax, xla):
     qkv = torch.zeros(shape, dtype=dtype, device=xla.device)
-    assert xla_attention._kernel_takes(qkv, shape[2] // 3 // heads) == uses_kernel
+    assert xla_attention._kernel_takes(qkv, shape[2] // 3 // heads, biased) == uses_kernel
 
 
 def runtime_of(accelerator="tpu", precision="bf16", mesh=None, attempt=lambda: None):

@@ -80,6 +80,7 @@ class Shape:
         self.batch, self.tokens, width = qkv.shape
         self.width = width // 3
         self.dim = self.width // heads
+        self.scale = self.dim**-0.5
         self.heads, self.groups = LANES // self.dim, self.width // LANES  # of a group; of them
         self.queries = min(self.tokens, LOGITS // self.tokens // self.heads)
         last = self.tokens // self.queries - 1
@@ -111,7 +112,7 @@ class Shape:
 
     def softmax(self, keys, queries, bias):
         """(numerators, denominators) of the weights, (T, g * Q) and (1, g * Q) float32: keys are rows, queries columns."""
-        logits = _dot(keys, queries, 1, 1) * self.dim**-0.5
+        logits = _dot(keys, queries, 1, 1) * self.scale
         if bias is not None:
             logits += bias[0]
         weights = jnp.exp(logits - jnp.max(logits, 0, keepdims=True))
@@ -144,21 +145,21 @@ def _backward(shape, steps, biased, queries, keys, values, gradient, *refs):
     def _():
         q, d = shape.spread(queries[0]), shape.spread(gradient[0])
         weights, total = shape.softmax(keys[0], q, bias)
-        weights /= total
+        weights *= 1 / total  # one division for a whole column
         of_weights = _dot(values[0], d, 1, 1)
         of_logits = weights * (of_weights - jnp.sum(weights * of_weights, 0, keepdims=True))
         if biased:
             of_bias[0] += of_logits
-        of_logits = (of_logits * shape.dim**-0.5).astype(q.dtype)
+        of_logits = of_logits.astype(q.dtype)  # `scale` follows, in its two products
         of_values[...] += _dot(weights.astype(d.dtype), d, 1, 0)
         of_keys[...] += _dot(of_logits, q, 1, 0)
-        of_queries = shape.gather(_dot(keys[0], of_logits, 0, 0).T)
+        of_queries = shape.gather(_dot(keys[0], of_logits, 0, 0).T) * shape.scale
         rows = pallas.ds(pallas.multiple_of(step * shape.queries, shape.queries), shape.queries)
         result[0, rows] = of_queries.astype(result.dtype)
 
     @pallas.when(step == steps)
     def _():
-        result[0] = of_keys[...].astype(result.dtype)
+        result[0] = (of_keys[...] * shape.scale).astype(result.dtype)
 
     @pallas.when(step == steps + 1)
     def _():

@@ -21,7 +21,9 @@ from tpukit.devices.kernel_counts import count_kernel
 from tpukit.host.errors import first_line
 
 LANES = 128
+KERNEL_DIMS = (32, 64, 128)  # of a head
 KERNEL_TOKENS = (128, 256, 512, 1024, 2048, 4096)  # those whose keys and logits fit the TPU's fast memory
+KERNEL_TOKENS_BIASED = (128, 256)  # and the bias with its gradient
 KERNEL_SCRIPT = Path(__file__).with_name("pallas_attention.py")
 TOLERANCE = 0.02  # of `try_kernel`, relative: a few roundings to bf16, of 0.4% at most each
 MAX_PAIRS = 2**29  # of tokens at a time, over batch and heads, without the kernels; 2 bytes each in bf16
@@ -35,7 +37,7 @@ def attention(qkv, heads, bias=None):
     qkv: (B, T, 3 C) queries, keys and values. bias: (1, H, T, T), added to the logits."""
     batch, tokens, width = qkv.shape
     dim = width // 3 // heads
-    if _kernel_takes(qkv, dim):
+    if _kernel_takes(qkv, dim, bias is not None):
         return KernelAttention.apply(qkv, None if bias is None else _kernel_bias(bias, LANES // dim), heads)
     query, key, value = qkv.view(batch, tokens, 3, heads, dim).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
     if bias is None:
@@ -66,7 +68,7 @@ def choose(runtime):
         except Exception as error:  # jax, its lowering and libtpu raise many types for what they do not support
             _unavailable = f"it does not work here ({first_line(error)})"
     if _unavailable:
-        return f"attention: in slices, which move several times the memory of the TPU kernel; that is not used: {_unavailable}"
+        return f"attention: in slices, not by the TPU kernel, which needs a fraction of the memory traffic: {_unavailable}"
     return "attention: by a TPU kernel (Pallas)"
 
 
@@ -91,8 +93,9 @@ def _output_and_gradients(inputs):
     return [value.detach() for value in (out, *torch.autograd.grad(out.square().sum(), inputs))]
 
 
-def _kernel_takes(qkv, dim):
-    fits = qkv.shape[1] in KERNEL_TOKENS and LANES % dim == 0 and qkv.shape[2] % (3 * LANES) == 0
+def _kernel_takes(qkv, dim, biased):
+    _, tokens, width = qkv.shape
+    fits = tokens in (KERNEL_TOKENS_BIASED if biased else KERNEL_TOKENS) and dim in KERNEL_DIMS and width % (3 * LANES) == 0
     return fits and not _unavailable and qkv.dtype == torch.bfloat16 and qkv.device.type == "xla"
 
 
