@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
 from torch_xla import _XLAC
 
 from tpukit.devices.kernel_counts import count_kernel
@@ -23,7 +22,7 @@ from tpukit.host.errors import first_line
 LANES = 128
 KERNEL_DIMS = (32, 64, 128)  # of a head
 KERNEL_TOKENS = (128, 256, 512, 1024, 2048, 4096)  # those whose keys and logits fit the TPU's fast memory
-KERNEL_TOKENS_BIASED = (128, 256)  # and the bias with its gradient
+KERNEL_TOKENS_BIASED = (128, 256)  # and the bias with its gradient, all queries at a time
 KERNEL_SCRIPT = Path(__file__).with_name("pallas_attention.py")
 TOLERANCE = 0.02  # of `try_kernel`, relative: a few roundings to bf16, of 0.4% at most each
 MAX_PAIRS = 2**29  # of tokens at a time, over batch and heads, without the kernels; 2 bytes each in bf16
@@ -40,10 +39,7 @@ def attention(qkv, heads, bias=None):
     if _kernel_takes(qkv, dim, bias is not None):
         return KernelAttention.apply(qkv, None if bias is None else _kernel_bias(bias, LANES // dim), heads)
     query, key, value = qkv.view(batch, tokens, 3, heads, dim).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
-    if bias is None:
-        out = SlicedAttention.apply(*(part.flatten(0, 1) for part in (query, key, value))).view(query.shape)
-    else:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias.to(query.dtype))
+    out = SlicedAttention.apply(query, key, value, None if bias is None else bias.to(query.dtype))
     return out.transpose(1, 2).reshape(batch, tokens, width // 3)
 
 
@@ -162,40 +158,44 @@ def kernel_payload(kind, shape, heads, biased):
 
 
 class SlicedAttention(torch.autograd.Function):
-    """softmax(query key^T / sqrt(D)) value, (N, T, D) each, for some of the N at a time.
+    """softmax(query key^T / sqrt(D) + bias) value, (B, H, T, D) each and (1, H, T, T) or None, for some of the B at a time.
 
     Kept for the backward pass is the logarithm of the softmax's denominator, from which a weight is one exponential:
     p = exp(s - lse). (As in FlashAttention, Dao et al., NeurIPS 2022.)
     """
 
     @staticmethod
-    def forward(ctx, query, key, value):
+    def forward(ctx, query, key, value, bias):
         outs, lses = [], []
         for q, k, v in _slices(query, key, value):
-            s = _logits(_after(q, outs[-1:]), k)
+            s = _logits(_after(q, outs[-1:]), k, bias)
             lses.append(s.to(torch.promote_types(s.dtype, torch.float32)).logsumexp(-1, keepdim=True))
             outs.append(_weights(s, lses[-1]) @ v)
         out, lse = torch.cat(outs), torch.cat(lses)
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, bias, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, gradient):
-        query, key, value, out, lse = ctx.saved_tensors
-        # (N, T, 1): of the gradients of a row's weights their mean, by these weights.
+        query, key, value, bias, out, lse = ctx.saved_tensors
+        # (B, H, T, 1): of the gradients of a row's weights their mean, by these weights.
         mean = (out.to(lse.dtype) * gradient.to(lse.dtype)).sum(-1, keepdim=True)
-        parts, last = [], ()
+        parts, last, of_bias = [], (), 0
         for q, k, v, d, lse, mean in _slices(query, key, value, gradient, lse, mean):
             q = _after(q, last)
-            p = _weights(_logits(q, k), lse)
-            ds = (p * (d @ v.mT - mean)).to(q.dtype) * q.shape[-1] ** -0.5
-            last = ds @ k, ds.mT @ q, p.mT @ d
+            p = _weights(_logits(q, k, bias), lse)
+            ds = (p * (d @ v.mT - mean)).to(q.dtype)
+            if bias is not None:
+                of_bias = of_bias + ds.sum(0, keepdim=True, dtype=lse.dtype)
+            last = ds @ k * q.shape[-1] ** -0.5, ds.mT @ q * q.shape[-1] ** -0.5, p.mT @ d
             parts.append(last)
-        return tuple(torch.cat(part) for part in zip(*parts))
+        of_query, of_key, of_value = (torch.cat(part) for part in zip(*parts))
+        return of_query, of_key, of_value, None if bias is None else of_bias.to(bias.dtype)
 
 
 def _slices(*tensors):
-    count = max(1, MAX_PAIRS // tensors[0].shape[1] ** 2)
+    _, heads, tokens, _ = tensors[0].shape
+    count = max(1, MAX_PAIRS // (heads * tokens**2))
     return zip(*(tensor.split(count) for tensor in tensors))
 
 
@@ -208,8 +208,9 @@ def _after(tensor, results):
     return tensor
 
 
-def _logits(q, k):
-    return q @ k.mT * q.shape[-1] ** -0.5
+def _logits(q, k, bias):
+    logits = q @ k.mT * q.shape[-1] ** -0.5
+    return logits if bias is None else logits + bias
 
 
 def _weights(s, lse):
