@@ -66,9 +66,11 @@ class Runtime:
 
     device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become compiled graphs, as on XLA.
     cores: the number of devices that share a global batch, over all processes. shards: those of them in this process.
+    notes: sentences for the run's log about how the placed model is computed, or "".
     """
 
     compiles = False
+    notes = ""
     shards = 1
     step = 0
     watchdog = None

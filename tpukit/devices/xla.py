@@ -14,6 +14,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch_xla import _XLAC
 
+from tpukit.devices import xla_attention
 from tpukit.devices.chips import V5E, find_chip
 from tpukit.devices.runtime import Runtime, parameters_with_gradient
 from tpukit.devices.xla_compile import CompiledFunction
@@ -66,6 +67,8 @@ class XLARuntime(Runtime):
         return torch_xla.real_devices() if self.mesh is not None else super().device_names()
 
     def place(self, model, *, channels_last=False):
+        if not self.notes and any(getattr(module, "uses_xla_attention", False) for module in model.modules()):
+            self.notes = xla_attention.choose(self)
         model = model.to(self.device)  # whose compiler chooses its own layouts
         with torch.no_grad():
             # A tensor that was never written in place is traced differently the first time; and SPMD marks as replicated what
@@ -74,6 +77,10 @@ class XLARuntime(Runtime):
                 value.copy_(value.clone())
         self.sync()
         return model
+
+    def try_attention_kernel(self):
+        """Raise where `xla_attention`'s kernels do not work on this device."""
+        xla_attention.try_kernel(self.device)
 
     def put_batch(self, arrays):
         batch = self.put(arrays)

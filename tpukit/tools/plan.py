@@ -184,6 +184,7 @@ class Plan:
 def _plan_batch(task, machine, size, part, parallel, log):
     """The row of one batch size: its graphs, traced and compiled."""
     chip = machine.chip
+    install_compiler(log)  # which has the jax that lowers kernels, too
     with tempfile.TemporaryDirectory() as folder:
         graphs, resident_bytes = _trace(task, part, size, machine, Path(folder), parallel)
         answers = [_compile(graph, machine, parallel, log) | graph for graph in graphs]
@@ -230,7 +231,7 @@ def _trace(task, part, size, machine, folder, parallel="processes"):
     A graph is a dict as of `ExportRuntime.graphs`, with path and times (how often a batch runs it; 1 in a session). Resident
     bytes: how much more a core keeps meanwhile, which is the average of the weights, and the set that is not used."""
     request = to_request(task) | dict(part=part, size=size, cores=machine.chips, spmd=parallel == "spmd")
-    request |= dict(memory_size=int(machine.chip.hbm_bytes))
+    request |= dict(memory_size=int(machine.chip.hbm_bytes), compiler=str(compiler_folder()))
     ran = run_python("-m", "tpukit.tools.plan", folder, text=json.dumps(request), variables=NO_FLAGS)
     if ran.returncode:
         last = last_line(ran)
@@ -254,6 +255,7 @@ def trace_graphs(request, folder):
     training are here."""
     from tpukit.devices.xla_export import ExportRuntime
 
+    os.environ["PYTHONPATH"] = request["compiler"]  # jax, for the processes that lower kernels, and not for this one
     task, part, size = from_request(request), request["part"], request["size"]
     runtime = ExportRuntime(task.precision, request["cores"], request["memory_size"], spmd=request["spmd"])
     if part == "train":

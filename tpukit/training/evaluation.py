@@ -33,7 +33,8 @@ def test(task, run, *, runtime=None, progress=True):
         check_batch(task.batch_size, runtime.cores)
         run = run if runtime.world.rank == 0 else run.read_only()
         run.print(f"testing {path} on {runtime}: {len(data)} samples")
-        log_notes(run, data)
+        model = runtime.place(model)
+        log_notes(run, data, runtime)
         name, total = f"testing {task.name}", -(-len(data) // task.batch_size)
         done = itertools.count(1)
 
@@ -43,7 +44,7 @@ def test(task, run, *, runtime=None, progress=True):
 
         with tqdm(total=total, desc=name, unit="batch", disable=not (progress and run.echo)) as bar:
             how = dict(epoch=weights.epoch_of(path), after_batch=count_batch, folder=run.path / "predictions")
-            scores = evaluate(task, runtime.place(model), data, runtime, **how)
+            scores = evaluate(task, model, data, runtime, **how)
         return broadcast_scores(scores, runtime.world)
 
 
@@ -155,7 +156,8 @@ def broadcast_scores(scores, world):
     return json.loads(world.broadcast(json.dumps(scores)))  # as text: `broadcast` takes no floats of numpy
 
 
-def log_notes(run, *datasets):
-    for notes in dict.fromkeys(getattr(data, "notes", "") for data in datasets):
+def log_notes(run, *sources):
+    """Print the `notes` of datasets and runtimes."""
+    for notes in dict.fromkeys(getattr(source, "notes", "") for source in sources):
         if notes:
             run.print(notes)

@@ -226,7 +226,7 @@ class Trainer:
         task, run, runtime, step = self.task, self.run, self.runtime, self.state.step
         how = f"resuming at step {step} of {total}" if step else f"{total} steps"
         run.print(f"{task.name} on {runtime}: {len(self.data)} training samples, batch {task.batch_size}, {how}")
-        log_notes(run, self.data, self.test_data)
+        log_notes(run, self.data, self.test_data, runtime)
         run.print(f"training set: {self.loader.description}")
         run.print(f"test set: {self.evaluator.loader.description}")
         about = dict(device=str(runtime), accelerator=runtime.accelerator, versions=environment.detect().versions)

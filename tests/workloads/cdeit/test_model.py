@@ -1,31 +1,45 @@
 """The network of CDEIT: attention, checkpointing, sizes."""
 
-import copy
-
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.workloads.cdeit.small import TINY
 from tpukit import CDEIT, TpukitError
-from tpukit.workloads.cdeit.model import Attention, CDEITModel, RelativeAttention
+from tpukit.workloads.cdeit.model import CDEITModel, Norm, RelativeAttention
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_attention_by_some_queries_at_a_time_is_attention(trains, xla, monkeypatch):
-    for name in ("MAX_PAIRS", "MAX_PAIRS_INFERENCE"):
-        monkeypatch.setattr(f"tpukit.workloads.cdeit.model.{name}", 6 * 3 * 2 * 16)  # 6 of the 16 queries
+def modulated(x, shift, scale, g):
+    """The published norm and modulation in float64."""
+    x, shift, scale, g = (value.double() for value in (x, shift, scale, g))
+    return (1 + scale) * F.normalize(x, dim=-1) * g * x.shape[-1] ** 0.5 + shift
+
+
+def test_norm_and_modulation_are_the_published_ones():
     torch.manual_seed(0)
-    plain, x = Attention(16, 2), torch.randn(3, 16, 16)
-    wanted = plain(x)
-    wanted.square().sum().backward()
-    ours = xla.place(copy.deepcopy(plain))
-    with torch.set_grad_enabled(trains):
-        found = ours(x.to(xla.device))
-    torch.testing.assert_close(found.detach().cpu(), wanted.detach(), atol=1e-6, rtol=1e-5)
-    if trains:
-        found.square().sum().backward()
-        for a, b in zip(ours.parameters(), plain.parameters()):
-            torch.testing.assert_close(a.grad.cpu(), b.grad, atol=1e-5, rtol=1e-5)
+    norm = Norm(16).double()
+    torch.nn.init.normal_(norm.g)
+    x, shift, scale = (torch.randn(2, n, 16, dtype=torch.float64) for n in (5, 1, 1))
+    torch.testing.assert_close(norm(x, shift, scale), modulated(x, shift, scale, norm.g), atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("residual", [torch.float32, "half"])
+def test_under_autocast_a_norm_is_in_half_precision_but_its_sum_of_squares(dtype, residual):
+    torch.manual_seed(0)
+    norm = Norm(512)
+    torch.nn.init.normal_(norm.g)
+    x = 100 * torch.randn(2, 64, 512)  # whose squares add up to 5e6: fp16 ends at 65504
+    x[0, 0] = 0
+    x = x.to(dtype if residual == "half" else residual)
+    shift, scale = (torch.randn(2, 1, 512).to(dtype) for _ in range(2))
+    with torch.autocast("cpu", dtype=dtype):
+        found = norm(x, shift, scale)
+    assert found.dtype == dtype and torch.equal(found[0, 0], shift[0, 0])
+    # Rounded are the token, its normalised value, g * (1 + scale), and the sum: four times half a unit in the last place each.
+    wanted = modulated(x, shift, scale, norm.g)
+    parts = wanted.abs() + 2 * (wanted - shift.double()).abs()
+    assert ((found.double() - wanted).abs() <= 2 * torch.finfo(dtype).eps * parts).all()
 
 
 def test_window_attention_adds_the_bias_of_every_offset():

@@ -6,7 +6,6 @@ of a window.
 """
 
 import collections
-import functools
 import math
 
 import torch
@@ -19,23 +18,29 @@ from tpukit.workloads.cdeit.diffusion import alphas_cumprod
 
 TIME_FEATURES = 256
 MLP_RATIO = 4
-MAX_PAIRS, MAX_PAIRS_INFERENCE = 2**29, 2**32  # pairs of tokens at a time, over the batch and the heads; 4 bytes each
 
 
 class Norm(nn.Module):
-    """Scales every token to length sqrt(C), then channel by channel."""
+    """Scales every token to length sqrt(C), then channel by channel by g * (1 + scale), and adds shift.
+
+    Under autocast all of it is in half precision but the sum of squares, which in that loses what distinguishes a wide token.
+    """
 
     def __init__(self, width):
         super().__init__()
         self.g = nn.Parameter(torch.ones(1, 1, width))
 
-    def forward(self, x):  # (B, T, C)
-        # In float32: in half precision the sum of squares of a wide token loses what distinguishes it.
-        return F.normalize(x.float(), dim=-1).to(x.dtype) * self.g * x.shape[-1] ** 0.5
+    def forward(self, x, shift, scale):  # (B, T, C), (B, 1, C), (B, 1, C)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        x = F.rms_norm(x.to(dtype), x.shape[-1:], eps=1e-24)  # whose sums torch takes in float32
+        return torch.addcmul(shift.to(dtype), x, (self.g * (1 + scale)).to(dtype))
 
 
 class Attention(nn.Module):
     """Attention of all tokens with all, plus a bias (H, T, T) where one is given."""
+
+    uses_xla_attention = True  # see `XLARuntime.place`
 
     def __init__(self, width, heads):
         super().__init__()
@@ -45,25 +50,14 @@ class Attention(nn.Module):
 
     def forward(self, x, bias=None):  # (B, T, C)
         batch, tokens, width = x.shape
-        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, C / H) each
-        if bias is None and query.device.type == "xla":
-            x = _attend(query, key, value)
-        else:
-            x = F.scaled_dot_product_attention(query, key, value, attn_mask=None if bias is None else bias.to(query.dtype))
+        qkv = self.qkv(x)
+        if qkv.device.type == "xla":
+            from tpukit.devices.xla_attention import attention
+
+            return self.proj(attention(qkv, self.heads, bias))
+        query, key, value = qkv.view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        x = F.scaled_dot_product_attention(query, key, value, attn_mask=None if bias is None else bias.to(query.dtype))
         return self.proj(x.transpose(1, 2).reshape(batch, tokens, width))
-
-
-def _attend(query, key, value):
-    """`F.scaled_dot_product_attention` on XLA, which stores a number for every pair of tokens: some queries at a time, with
-    activation checkpointing in training. (B, H, T, C / H) each."""
-    batch, heads, tokens, _ = query.shape
-    trains = torch.is_grad_enabled()
-    count = max(1, (MAX_PAIRS if trains else MAX_PAIRS_INFERENCE) // (batch * heads * tokens))
-    if count >= tokens:
-        return F.scaled_dot_product_attention(query, key, value)
-    attend = functools.partial(checkpointed, F.scaled_dot_product_attention) if trains else F.scaled_dot_product_attention
-    return torch.cat([attend(part, key, value) for part in query.split(count, 2)], 2)
 
 
 class RelativeAttention(Attention):
@@ -117,12 +111,8 @@ class Block(nn.Module):
 
     def forward(self, x, time):  # (B, T, C), (B, C)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(time)[:, None].chunk(6, -1)  # (B, 1, C) each
-        x = x + gate1 * self.attn(_modulate(self.norm1(x), shift1, scale1))
-        return x + gate2 * self.mlp(_modulate(self.norm2(x), shift2, scale2))
-
-
-def _modulate(x, shift, scale):
-    return (1 + scale) * x + shift
+        x = torch.addcmul(x, gate1, self.attn(self.norm1(x, shift1, scale1)))
+        return torch.addcmul(x, gate2, self.mlp(self.norm2(x, shift2, scale2)))
 
 
 class Merge(nn.Module):
@@ -168,7 +158,7 @@ class Final(nn.Module):
 
     def forward(self, x, time):
         shift, scale = self.adaLN_modulation(time)[:, None].chunk(2, -1)
-        return self.linear(_modulate(self.norm_final(x), shift, scale))
+        return self.linear(self.norm_final(x, shift, scale))
 
 
 class TimeEmbedder(nn.Module):

@@ -1,0 +1,73 @@
+"""A script for a Python with jax: `pallas_attention`'s kernels, interpreted on the CPU or counted.
+
+python kernel_interpreter.py run KIND HEADS ARRAYS.npz RESULTS.npz    # arrays a, b, ... in the order of the arguments
+python kernel_interpreter.py count KIND B T C HEADS BIASED            # prints the bytes that its blocks move
+python kernel_interpreter.py version KIND B T C HEADS BIASED          # prints the Mosaic version of its payload
+"""
+
+import base64
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tpukit" / "devices"))
+import pallas_attention as kernels
+
+
+def run(kind, heads, path, results):
+    arrays = [jnp.asarray(value) for _, value in sorted(np.load(path).items())]
+    if arrays[0].dtype == jnp.uint16:  # bfloat16 has no type in numpy
+        arrays = [jax.lax.bitcast_convert_type(a, jnp.bfloat16) if a.dtype == jnp.uint16 else a for a in arrays]
+    found = getattr(kernels, kind)(*arrays, heads=int(heads), interpret=True)
+    np.savez(results, *[np.asarray(value.astype(jnp.float32)) for value in found])
+
+
+def count(kind, *sizes):
+    """Go through the grid with the kernel's own blocks, and add up those that differ from the step before."""
+    arguments, heads = _arguments(kind, *sizes)
+    with mock.patch.object(kernels.pallas, "pallas_call") as call:
+        getattr(kernels, kind)(*arguments, heads=heads)
+    how, operands = call.call_args.kwargs, call.return_value.call_args.args
+    specs, arrays = [*how["in_specs"], *how["out_specs"]], [*operands, *how["out_shape"]]
+    total = 0
+    for spec, array in zip(specs, arrays):
+        last = None
+        for step in itertools.product(*map(range, how["grid"])):
+            block = tuple(int(index) for index in spec.index_map(*step))
+            total += (block != last) * math.prod(spec.block_shape) * array.dtype.itemsize
+            last = block
+    print(total)
+
+
+def version(kind, *sizes):
+    from jaxlib.mlir import ir
+
+    batch, tokens, width, heads, biased = map(int, sizes)
+    config = json.loads(kernels.payload(kind, (batch, tokens, 3 * width), heads, bool(biased)))["custom_call_config"]
+    context = ir.Context()
+    context.allow_unregistered_dialects = True
+    with context:
+        module = ir.Module.parse(base64.b64decode(config["body"]))
+        print(ir.IntegerAttr(module.operation.attributes["stable_mosaic.version"]).value)
+
+
+def _arguments(kind, *sizes):
+    batch, tokens, width, heads, biased = map(int, sizes)
+    shapes = [((batch, tokens, 3 * width), jnp.bfloat16)]
+    if kind == "backward":
+        shapes.append(((batch, tokens, width), jnp.bfloat16))
+    if biased:
+        groups = width // 128
+        shapes.append(((groups, tokens, heads // groups * tokens), jnp.float32))
+    return [jax.ShapeDtypeStruct(*shape) for shape in shapes], heads
+
+
+if __name__ == "__main__":
+    dict(run=run, count=count, version=version)[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,264 @@
+"""Attention on XLA: its kernels, interpreted on the CPU; attention in slices; which of the two is used, and what is said."""
+
+import functools
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("torch_xla")
+from tpukit import CDEIT
+from tpukit.devices import kernel_counts, xla_attention
+from tpukit.devices.xla_attention import attention, kernel_flops
+from tpukit.tools.plan import install_compiler, plan
+
+INTERPRETER = Path(__file__).with_name("kernel_interpreter.py")
+
+
+@pytest.fixture(scope="session")
+def jax():
+    """Run the interpreter's script, where jax is: jax(*arguments) -> what it prints."""
+    compiler = install_compiler(lambda text: None)
+
+    def run(*arguments):
+        command = [sys.executable, "-s", INTERPRETER, *map(str, arguments)]
+        environ = {**os.environ, "PYTHONPATH": str(compiler), "JAX_PLATFORMS": "cpu"}
+        ran = subprocess.run(command, env=environ, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout.strip()
+
+    return run
+
+
+@pytest.fixture
+def kernels(jax, monkeypatch, tmp_path):
+    """The kernels in use on the CPU XLA device: interpreted, with the operands and for the results of the real call."""
+    calls = []
+
+    def payload(kind, shape, heads, biased):
+        return kind, heads, biased
+
+    def custom_call(operands, payload, shapes, dtypes):
+        kind, heads, biased = payload
+        calls.append(kind)
+        query, key, value, *others = operands
+        assert query is key is value and len(others) == biased + (kind == "backward")
+        arrays = [x.cpu().view(torch.uint16) if x.dtype == torch.bfloat16 else x.cpu() for x in (query, *others)]
+        np.savez(tmp_path / "in.npz", **{chr(97 + i): x.detach().numpy() for i, x in enumerate(arrays)})
+        jax("run", kind, heads, tmp_path / "in.npz", tmp_path / "out.npz")
+        found = np.load(tmp_path / "out.npz")
+        results = [torch.tensor(found[name]).to(dtype).to(query.device) for name, dtype in zip(found, dtypes)]
+        assert [x.shape for x in results] == [torch.Size(shape) for shape in shapes]
+        return results
+
+    fake = types.SimpleNamespace(_xla_tpu_custom_call=custom_call)
+    monkeypatch.setattr(xla_attention, "_XLAC", fake)
+    monkeypatch.setattr(xla_attention, "kernel_payload", payload)
+    monkeypatch.setattr(xla_attention, "_unavailable", "")
+    return calls
+
+
+def wanted(qkv, heads, bias=None):
+    """Attention in float64, and its gradients for a fixed gradient of the result."""
+    inputs = [x.double().requires_grad_() for x in (qkv, bias) if x is not None]
+    batch, tokens, width = qkv.shape
+    query, key, value = inputs[0].view(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=inputs[1] if bias is not None else None)
+    return with_gradients(out.transpose(1, 2).reshape(batch, tokens, width // 3), inputs)
+
+
+def with_gradients(out, inputs):
+    torch.manual_seed(1)
+    direction = torch.randn(out.shape).to(out)
+    return [out.detach(), *torch.autograd.grad(out, inputs, direction)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads, tokens, biased", [(8, 256, True), (4, 128, False), (2, 1024, False), (1, 4096, False)])
+def test_the_kernels_are_attention_forward_and_backward_to_the_rounding_of_bf16(heads, tokens, biased, kernels, xla):
+    torch.manual_seed(0)
+    batch, width = (2 if tokens < 4096 else 1), (256 if heads == 8 else 128)
+    qkv = torch.randn(batch, tokens, 3 * width).bfloat16()
+    inputs = [qkv, torch.randn(1, heads, tokens, tokens)][: 1 + biased]
+    on_xla = [x.to(xla.device).requires_grad_() for x in inputs]
+    found = with_gradients(attention(on_xla[0], heads, *on_xla[1:]), on_xla)
+    assert kernels == ["forward", "backward"]
+    # Weights, the gradients of the logits and every result are rounded to bf16 once, to 8 bits: each number is wrong by 2^-9
+    # at most. Along a chain of three roundings a whole array can be wrong by three times that.
+    for a, b in zip(found, wanted(qkv, heads, *inputs[1:])):
+        assert a.shape == b.shape and (a.cpu().double() - b).norm() < 3 * 2**-9 * b.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, arrays", [("forward", 4), ("backward", 7)])
+@pytest.mark.parametrize("biased", [0, 1])
+def test_every_array_of_a_kernel_crosses_the_memory_bus_once(kind, arrays, biased, jax):
+    # By hand: bf16 arrays of B T C, and a float32 table of H T T, which the backward kernel also writes.
+    batch, tokens, width, heads = 3, 512, 256, 8
+    tables = biased * (arrays // 4 + (kind == "backward"))
+    by_hand = arrays * batch * tokens * width * 2 + tables * heads * tokens**2 * 4
+    assert int(jax("count", kind, batch, tokens, width, heads, biased)) == by_hand
+
+
+@pytest.mark.slow
+def test_a_kernel_is_written_in_the_mosaic_that_the_oldest_libtpu_reads_and_is_the_same_everywhere(jax, monkeypatch):
+    assert jax("version", "backward", 4, 256, 128, 4, 1) == "4"  # libtpu 0.0.17: "expected <= 4 but got 7"
+    monkeypatch.setenv("PYTHONPATH", str(install_compiler(lambda text: None)))
+    lower = xla_attention.kernel_payload.__wrapped__
+    assert lower("forward", (2, 128, 384), 4, False) == lower("forward", (2, 128, 384), 4, False)
+    assert str(xla_attention.KERNEL_SCRIPT.parent) not in lower("forward", (2, 128, 384), 4, False)
+
+
+@pytest.mark.slow
+def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_and_counts_their_traffic(jax):
+    batch, width, heads = 2, 128, 4
+    task = CDEIT(batch_size=batch, patch=4, width=width, heads=heads, window=16, levels=1)
+    (row,) = plan(task, log=lambda text: None).rows
+    (graph,) = row["graphs"]
+    # Four blocks attend in 4 windows of 16 x 16 tokens, with a bias; three to all 256 tokens, and two to all 1024.
+    attending = [(4 * batch, 256, True)] * 4 + [(batch, 256, False)] * 3 + [(batch, 1024, False)] * 2
+    moved = sum(11 * b * t * width * 2 + biased * 3 * heads * t**2 * 4 for b, t, biased in attending)
+    found = [one for one in graph["operations"] if one.custom_call == "tpu_custom_call"]
+    assert row["fits"] and sum(one.times for one in found) == len(graph["kernels"]) == 2 * len(attending)
+    assert sum(one.hbm_bytes + one.vmem_bytes for one in found) == moved
+    assert sum(call["flops"] for call in graph["kernels"]) == sum(14 * b * t**2 * width for b, t, _ in attending)
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_attention_in_slices_is_attention_forward_and_backward(device, biased, request, monkeypatch):
+    monkeypatch.setattr(xla_attention, "MAX_PAIRS", 2 * 4 * 24**2)  # 2 of the 3 images
+    torch.manual_seed(0)
+    place = request.getfixturevalue(device).device
+    qkv, bias = torch.randn(3, 24, 3 * 32, dtype=torch.float64), torch.randn(1, 4, 24, 24, dtype=torch.float64)
+    inputs = [x.to(place).requires_grad_() for x in (qkv, bias)][: 1 + biased]
+    found = with_gradients(attention(inputs[0], 4, *inputs[1:]), inputs)
+    for a, b in zip(found, wanted(qkv, 4, bias if biased else None)):
+        torch.testing.assert_close(a.cpu(), b, atol=1e-11, rtol=1e-11)
+
+
+def test_what_a_plan_adds_for_a_kernel_is_its_arithmetic(kernels_without_jax, xla):
+    # By hand: 2 images, 4 heads, 128 x 128 pairs, 32 channels: 2 products forward, 5 backward, of 2 FLOP a channel.
+    product = 2 * 4 * 128 * 128 * 32 * 2
+    assert [kernel_flops(kind, 2, 128, 3 * 128) for kind in ("forward", "backward")] == [2 * product, 5 * product]
+    qkv = torch.zeros(2, 128, 3 * 128, dtype=torch.bfloat16, device=xla.device, requires_grad=True)
+    with kernel_counts.recorded() as found:
+        attention(qkv, 4).sum().backward()
+    assert [(call["hbm_bytes"], call["flops"]) for call in found] == [(0, 2 * product), (0, 5 * product)]
+
+
+@pytest.fixture
+def kernels_without_jax(monkeypatch):
+    """A custom call that returns zeros."""
+
+    def zeros(operands, payload, shapes, dtypes):
+        return [torch.zeros(shape, dtype=dtype, device=operands[0].device) for shape, dtype in zip(shapes, dtypes)]
+
+    monkeypatch.setattr(xla_attention, "_XLAC", types.SimpleNamespace(_xla_tpu_custom_call=zeros))
+    monkeypatch.setattr(xla_attention, "kernel_payload", lambda *arguments: "")
+    monkeypatch.setattr(xla_attention, "_unavailable", "")
+
+
+@pytest.mark.parametrize(
+    "shape, heads, dtype, biased, uses_kernel",
+    [
+        ((1, 256, 384), 4, torch.bfloat16, True, True),
+        ((1, 512, 384), 4, torch.bfloat16, False, True),
+        ((1, 512, 384), 4, torch.bfloat16, True, False),  # with a bias more than fast memory holds
+        ((1, 256, 384), 4, torch.float32, False, False),
+        ((1, 64, 384), 4, torch.bfloat16, False, False),  # fewer tokens than lanes
+        ((1, 384, 384), 4, torch.bfloat16, False, False),
+        ((1, 8192, 384), 1, torch.bfloat16, False, False),  # more than fast memory holds
+        ((1, 256, 3 * 64), 2, torch.bfloat16, False, False),  # heads do not fill the lanes
+        ((1, 256, 3 * 384), 8, torch.bfloat16, False, False),  # a head of 48 channels lies across two registers
+    ],
+)
+def test_what_a_kernel_cannot_take_is_computed_in_slices(shape, heads, dtype, biased, uses_kernel, kernels_without_jax, xla):
+    qkv = torch.zeros(shape, dtype=dtype, device=xla.device)
+    assert xla_attention._kernel_takes(qkv, shape[2] // 3 // heads, biased) == uses_kernel
+
+
+def runtime_of(accelerator="tpu", precision="bf16", mesh=None, attempt=lambda: None):
+    return types.SimpleNamespace(accelerator=accelerator, precision=precision, mesh=mesh, try_attention_kernel=attempt)
+
+
+def failing(error):
+    def attempt():
+        raise error
+
+    return attempt
+
+
+@pytest.mark.parametrize(
+    "runtime, datum",
+    [
+        (runtime_of(), None),
+        (runtime_of("xla"), "for TPUs"),
+        (runtime_of(mesh="mesh"), "SPMD"),
+        (runtime_of(precision="fp32"), "fp32"),
+        (runtime_of(attempt=failing(RuntimeError("ModuleNotFoundError: No module named 'jax'"))), "No module named 'jax'"),
+        (runtime_of(attempt=failing(RuntimeError("Unsupported version: expected <= 3 but got 4\nmore"))), "expected <= 3"),
+        (runtime_of(attempt=failing(ArithmeticError("it is wrong by 7.0% for 256 tokens"))), "7.0%"),
+    ],
+)
+def test_the_kernels_are_used_where_they_work_and_else_the_log_says_why_not(runtime, datum, monkeypatch):
+    monkeypatch.setattr(xla_attention, "_unavailable", "not asked yet")
+    sentence = xla_attention.choose(runtime)
+    assert bool(xla_attention._unavailable) == (datum is not None) == ("slices" in sentence)
+    assert (datum or "Pallas") in sentence and "\n" not in sentence
+
+
+@pytest.mark.slow
+def test_a_device_whose_kernels_compute_something_else_is_found_out(kernels, xla, monkeypatch):
+    monkeypatch.setattr(xla_attention, "KERNEL_TOKENS", (128, 256, 1024))
+    xla_attention.try_kernel(xla.device)
+    assert kernels == 2 * ["forward", "backward"]
+    right = xla_attention._XLAC._xla_tpu_custom_call
+
+    def wrong(operands, payload, shapes, dtypes):
+        return [1.05 * x if payload[0] == "backward" else x for x in right(operands, payload, shapes, dtypes)]
+
+    monkeypatch.setattr(xla_attention._XLAC, "_xla_tpu_custom_call", wrong)
+    with pytest.raises(ArithmeticError, match="5.0%.*1024"):
+        xla_attention.try_kernel(xla.device)
+
+
+def test_a_script_that_fails_gives_its_last_words(monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import nothing_of_this_name\n")
+    monkeypatch.setattr(xla_attention, "KERNEL_SCRIPT", script)
+    with pytest.raises(RuntimeError, match="nothing_of_this_name"):
+        xla_attention.kernel_payload.__wrapped__("forward", (1, 128, 384), 4, False)
+
+
+def test_slices_are_captured_once_and_replayed_with_the_result_of_a_traced_step(xla, monkeypatch):
+    monkeypatch.setattr(xla_attention, "MAX_PAIRS", 2 * 16**2)  # an image
+    results = []
+    for changes in (True, False):
+        torch.manual_seed(0)
+        model = xla.place(torch.nn.Linear(8, 24))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = functools.partial(one_step, model, optimizer)
+        compiled = xla.compile(step, name=f"step {changes}", changes=(model, optimizer)) if changes else step
+        for seed in range(4):
+            torch.manual_seed(seed)
+            loss = compiled(torch.randn(2, 16, 8).to(xla.device))
+        if changes:
+            assert compiled.replay.may_replay and compiled.replay.calls == 4 and len(compiled.replay.captured) == 1
+        results.append([float(loss), model.weight.detach().cpu()])
+    (loss, weight), (traced_loss, traced_weight) = results
+    assert loss == traced_loss and torch.equal(weight, traced_weight)
+
+
+def one_step(model, optimizer, x):
+    optimizer.zero_grad(set_to_none=True)
+    loss = attention(model(x), 2).square().sum()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()

@@ -1,0 +1,200 @@
+"""Attention as TPU kernels in Pallas: what `xla_attention` hands to the compiler. A script, run where jax is installed.
+
+    python pallas_attention.py '{"kind": "forward", "shape": [16, 4096, 1536], "heads": 16, "biased": false}'
+
+Prints one line of JSON, {"payload": what a `tpu_custom_call` carries}. Imports nothing of tpukit: jax stays out of the process
+in which torch_xla holds the TPU.
+
+Letters: B batch, T tokens, H heads, D channels of a head, C = H * D; g = 128 / D heads fill the 128 lanes of a register,
+G = H / g is the number of such groups; Q queries at a time.
+
+A kernel reads (B, T, 3 C), as the linear layer before it wrote it, in blocks of one group, and writes (B, T, C): in the TPU's
+memory no head is padded to 128 lanes or transposed. The g heads of a block are told apart by zeros: g copies of its queries,
+each with the lanes of one head only, are multiplied with the keys of the whole group at once. All keys of an image are in fast
+memory together, and so are whole columns of the logits (T, g * Q): a softmax needs no second pass, and nothing has to be kept
+for the backward pass, which computes it again.
+
+Traffic: the grid is (group, image, queries), and a block moves only when it changes from one step to the next. Queries, result
+and its gradient change with every step, keys and values with group and image, the bias and its gradient with the group. So in
+each kernel every array crosses the memory bus exactly once:
+
+    forward   queries, keys, values -> result                     4 B T C * 2 bytes, with a bias H T T * 4 bytes more
+    backward  queries, keys, values, gradient -> three gradients  7 B T C * 2 bytes, with a bias 2 H T T * 4 bytes more
+"""
+
+import functools
+import json
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas
+from jax.experimental.pallas import tpu
+
+LANES = 128
+LOGITS = 2**19  # of a block, 4 bytes each; the backward kernel has five such arrays, and 16 MiB of fast memory
+MOSAIC_VERSION = 4  # of the kernel's code: read by the libtpu of torch_xla 2.8 (0.0.17) and by newer ones
+
+
+def forward(qkv, bias=None, *, heads, interpret=False):
+    """qkv: (B, T, 3 C) queries, keys and values. bias: (G, T keys, g * T queries) float32, for the logits. -> [(B, T, C)]"""
+    shape = Shape(qkv, heads)
+    operands, specs = shape.inputs(qkv, bias)
+    return pallas.pallas_call(
+        functools.partial(_forward, shape),
+        grid=(shape.groups, shape.batch, shape.tokens // shape.queries),
+        in_specs=specs,
+        out_specs=[shape.rows],
+        out_shape=[jax.ShapeDtypeStruct((shape.batch, shape.tokens, shape.width), qkv.dtype)],
+        interpret=interpret,
+    )(*operands)
+
+
+def backward(qkv, gradient, bias=None, *, heads, interpret=False):
+    """gradient: (B, T, C). -> [the gradient of qkv], and that of the bias (float32) where there is one."""
+    shape = Shape(qkv, heads)
+    steps = shape.tokens // shape.queries
+    operands, specs = shape.inputs(qkv, bias, gradient)
+    # The gradients of queries, keys and values are three blocks of one result. Two more steps write the last two.
+    part = pallas.BlockSpec((1, shape.tokens, LANES), lambda h, b, i: (b, 0, jnp.clip(i - steps + 1, 0, 2) * shape.groups + h))
+    outputs, output_specs = [jax.ShapeDtypeStruct(qkv.shape, qkv.dtype)], [part]
+    if bias is not None:
+        outputs.append(jax.ShapeDtypeStruct(bias.shape, bias.dtype))
+        output_specs.append(shape.table)
+    return pallas.pallas_call(
+        functools.partial(_backward, shape, steps, bias is not None),
+        grid=(shape.groups, shape.batch, steps + 2),
+        in_specs=specs,
+        out_specs=output_specs,
+        out_shape=outputs,
+        scratch_shapes=[tpu.VMEM((shape.tokens, LANES), jnp.float32)] * 2,
+        interpret=interpret,
+    )(*operands)
+
+
+class Shape:
+    """The sizes of a call, and the blocks that its grid (group of heads, image, queries) goes through."""
+
+    def __init__(self, qkv, heads):
+        self.batch, self.tokens, width = qkv.shape
+        self.width = width // 3
+        self.dim = self.width // heads
+        self.scale = self.dim**-0.5
+        self.heads, self.groups = LANES // self.dim, self.width // LANES  # of a group; of them
+        self.queries = min(self.tokens, LOGITS // self.tokens // self.heads)
+        last = self.tokens // self.queries - 1
+        self.rows = pallas.BlockSpec((1, self.queries, LANES), lambda h, b, i: (b, jnp.minimum(i, last), h))
+        self.table = pallas.BlockSpec((1, self.tokens, self.heads * self.tokens), lambda h, b, i: (h, 0, 0))
+
+    def inputs(self, qkv, bias, *more):
+        """(operands, their blocks): queries, keys, values, more blocks of rows, and the bias where there is one."""
+        groups, columns = self.groups, (1, self.tokens, LANES)
+        keys = pallas.BlockSpec(columns, lambda h, b, i: (b, 0, groups + h))
+        values = pallas.BlockSpec(columns, lambda h, b, i: (b, 0, 2 * groups + h))
+        operands, specs = [qkv, qkv, qkv, *more], [self.rows, keys, values, *[self.rows] * len(more)]
+        if bias is not None:
+            operands.append(bias)
+            specs.append(self.table)
+        return operands, specs
+
+    def spread(self, x):
+        """(Q, 128) -> (g * Q, 128): for each head of the group the rows with zeros in the lanes of the others."""
+        lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) // self.dim
+        return jnp.concatenate([jnp.where(lane == head, x, jnp.zeros_like(x)) for head in range(self.heads)], 0)
+
+    def gather(self, x):
+        """(g * Q, 128) -> (Q, 128): from the rows of each head its own lanes."""
+        rows = x.shape[0] // self.heads
+        lane = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) // self.dim
+        parts = [jnp.where(lane == head, x[head * rows : (head + 1) * rows], 0) for head in range(self.heads)]
+        return sum(parts[1:], parts[0])
+
+    def softmax(self, keys, queries, bias):
+        """(numerators, denominators) of the weights, (T, g * Q) and (1, g * Q) float32: keys are rows, queries columns."""
+        logits = _dot(keys, queries, 1, 1) * self.scale
+        if bias is not None:
+            logits += bias[0]
+        weights = jnp.exp(logits - jnp.max(logits, 0, keepdims=True))
+        return weights, jnp.sum(weights, 0, keepdims=True)
+
+
+def _forward(shape, queries, keys, values, *refs):
+    *bias, out = refs
+    weights, total = shape.softmax(keys[0], shape.spread(queries[0]), *(bias or [None]))
+    mixed = _dot(values[0], weights.astype(values.dtype), 0, 0) / total  # (128, g * Q)
+    out[0] = shape.gather(mixed.T).astype(out.dtype)
+
+
+def _backward(shape, steps, biased, queries, keys, values, gradient, *refs):
+    bias, result, of_bias, of_keys, of_values = refs if biased else (None, refs[0], None, *refs[1:])
+    image, step = pallas.program_id(1), pallas.program_id(2)
+
+    @pallas.when(step == 0)
+    def _():
+        of_keys[...] = jnp.zeros_like(of_keys)
+        of_values[...] = jnp.zeros_like(of_values)
+
+    if biased:
+
+        @pallas.when((image == 0) & (step == 0))
+        def _():
+            of_bias[...] = jnp.zeros_like(of_bias)
+
+    @pallas.when(step < steps)
+    def _():
+        q, d = shape.spread(queries[0]), shape.spread(gradient[0])
+        weights, total = shape.softmax(keys[0], q, bias)
+        weights *= 1 / total  # one division for a whole column
+        of_weights = _dot(values[0], d, 1, 1)
+        of_logits = weights * (of_weights - jnp.sum(weights * of_weights, 0, keepdims=True))
+        if biased:
+            of_bias[0] += of_logits
+        of_logits = of_logits.astype(q.dtype)  # `scale` follows, in its two products
+        of_values[...] += _dot(weights.astype(d.dtype), d, 1, 0)
+        of_keys[...] += _dot(of_logits, q, 1, 0)
+        of_queries = shape.gather(_dot(keys[0], of_logits, 0, 0).T) * shape.scale
+        rows = pallas.ds(pallas.multiple_of(step * shape.queries, shape.queries), shape.queries)
+        result[0, rows] = of_queries.astype(result.dtype)
+
+    @pallas.when(step == steps)
+    def _():
+        result[0] = (of_keys[...] * shape.scale).astype(result.dtype)
+
+    @pallas.when(step == steps + 1)
+    def _():
+        result[0] = of_values[...].astype(result.dtype)
+
+
+def _dot(a, b, axis_of_a, axis_of_b):
+    """The product of two matrices, summed in float32 over an axis of each."""
+    return jax.lax.dot_general(a, b, (((axis_of_a,), (axis_of_b,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def payload(kind, shape, heads, biased):
+    """The JSON that a `tpu_custom_call` of the kernel carries."""
+    from jax._src import tpu_custom_call
+
+    tpu_custom_call.get_ir_version = lambda context: MOSAIC_VERSION
+    # Without the lines of this file, so that the same kernel is the same graph wherever tpukit is installed.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    batch, tokens, width = shape
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)]
+    if kind == "backward":
+        arguments.append(jax.ShapeDtypeStruct((batch, tokens, width // 3), jnp.bfloat16))
+    if biased:
+        columns = Shape(arguments[0], heads).heads * tokens
+        arguments.append(jax.ShapeDtypeStruct((width // 3 // LANES, tokens, columns), jnp.float32))
+    kernel = jax.jit(functools.partial(dict(forward=forward, backward=backward)[kind], heads=heads))
+    module = kernel.trace(*arguments).lower(lowering_platforms=("tpu",)).compiler_ir()
+    for function in module.body.operations:
+        for operation in function.body.blocks[0].operations:
+            if operation.name == "stablehlo.custom_call":
+                return operation.attributes["backend_config"].value
+    raise LookupError("jax lowered no kernel")
+
+
+if __name__ == "__main__":
+    print(json.dumps(dict(payload=payload(**json.loads(sys.argv[1])))))
+    sys.stdout.flush()
+    os._exit(0)
