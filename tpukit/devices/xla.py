@@ -90,7 +90,7 @@ class XLARuntime(Runtime):
             _XLAC._xla_mark_sharding(value, self.mesh.get_op_sharding(("data",) + (None,) * (value.dim() - 1)))
         return tensors
 
-    def torch_compile(self, model, mode):
+    def torch_compile(self, model, mode, *, is_captured=False):
         return model
 
     def parallel(self, model):
@@ -143,10 +143,6 @@ class XLARuntime(Runtime):
 
     def compile(self, function, *, name=None, max_graphs=1, changes=None):
         return CompiledFunction(function, name or function.__name__, max_graphs, self, changes)
-
-    def take_compile_events(self):
-        taken, self.compile_events = self.compile_events, []
-        return taken
 
     def reset_statistics(self):
         self.compile_events, self._fallbacks_before = [], _fallbacks()

@@ -196,9 +196,10 @@ def _sessions(records):
 def _describe_compilations(session, trained):
     counters = trained[-1]["speed"]["counters"] if trained else None
     if trained and not counters:
+        sentences = [_describe_capture(record) for record in _of_kind(session, "compile") if _function(record) == "step"]
         if (mode := session[0].get("torch_compile", "no")) != "no":
-            return [f"torch.compile compiled the model ({mode}); it does not report when."]
-        return ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
+            sentences.append(f"torch.compile compiled the model ({mode}); it does not report when.")
+        return sentences or ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
     sentences = []
     expected, unexpected = _step_compilations(session)
     if expected:
@@ -216,6 +217,12 @@ def _describe_compilations(session, trained):
     elif counters:
         sentences.append("No operation fell back to the CPU.")
     return sentences
+
+
+def _describe_capture(record):
+    if not record.get("programs"):
+        return f"The training step is not captured as a CUDA graph{_why(record, ', because ')}."
+    return f"The training step was captured as a CUDA graph at step {record['step']} ({record['seconds']:.1f} s)."
 
 
 def _step_compilations(session):

@@ -81,11 +81,13 @@ class Trainer:
 
     def _compile_step(self, has_optimizer_state):
         task, runtime = self.task, self.runtime
-        parallel_model = runtime.torch_compile(runtime.parallel(self.model), task.torch_compile)
+        parallel_model = runtime.torch_compile(runtime.parallel(self.model), task.torch_compile, is_captured=task.cuda_graph)
         self.plain_step = functools.partial(train_step, task, parallel_model, self.optimizer, runtime, self.loader.compose)
         max_graphs, changes = task.loss_variants, (self.model, self.optimizer)
         if not has_optimizer_state:  # then the second step has other inputs than the first, which is one more graph
             max_graphs, changes = max_graphs + 1, None
+        if not (runtime.compiles or task.cuda_graph):
+            changes = None
         self.compiled_step = runtime.compile(self.plain_step, name="step", max_graphs=max_graphs, changes=changes)
 
     # The loop
@@ -239,7 +241,9 @@ class Trainer:
         """Record what was compiled since the last call, and print what took long."""
         for event in self.runtime.take_compile_events():
             self.run.log("compile", step, **event)
-            if not event["refused"] and (event["what"] == "step" or event["seconds"] >= LONG_COMPILE_S):
+            if not event["programs"] and not event["refused"]:
+                self.run.print(f"step {step}: `{event['what']}` is not captured as a CUDA graph, because {event['why'][0]}")
+            elif not event["refused"] and (event["what"] == "step" or event["seconds"] >= LONG_COMPILE_S):
                 why = f", because {event['why'][0]}" if event["why"] else ""
                 self.run.print(f"step {step}: compiled `{event['what']}` in {event['seconds']:.1f} s{why}")
 

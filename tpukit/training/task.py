@@ -77,8 +77,10 @@ class Workload:
     channels_last: bool = setting(False, free=True)
     """Keep images with their channels innermost in memory, which is faster for convolutions on newer GPUs."""
     torch_compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = setting("no", free=True)
-    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway); reduce-overhead replays CUDA
-    graphs."""
+    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway). Within a
+    `cuda_graph` it makes no graphs of its own."""
+    cuda_graph: bool = setting(True, free=True)
+    """On one GPU, capture the whole step as a CUDA graph and replay it, where that is possible; the log says why not."""
     data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
     """Where the decoded samples lie. device: all of them on every core, so that a batch is an index, augmented there. host:
     threads make the batches. auto: the device, if it is an accelerator with at least eight times the memory; else
