@@ -26,6 +26,7 @@ from tpukit.devices import recompiles
 from tpukit.host.tables import GIB
 
 WARM_UP = 3  # calls: cuDNN measures its algorithms, optimizers and libraries make their state
+MAX_KEPT = 4  # graphs: a step and its variants, for the epochs that differ in an argument
 MEMORY_SHARE = 2  # a step may take 1 / MEMORY_SHARE of the memory, because its graph keeps that from all else
 SYNC_WARNING = "called a synchronizing CUDA operation"  # torch's only way to say so
 
@@ -67,6 +68,8 @@ class CapturedStep:
             if self.warm_ups[key] < WARM_UP:
                 self.warm_ups[key] += 1
                 return self._warm_up(arguments, is_last=self.warm_ups[key] == WARM_UP)
+            while len(self.captured) >= MAX_KEPT:
+                del self.captured[next(iter(self.captured))]
             self.captured[key] = self._capture(arguments, tensors)
             if not self.may_capture:
                 self.captured.clear()
