@@ -128,9 +128,22 @@ class Runtime:
 
     # Moving
 
-    def place(self, model, *, channels_last=False):
-        """Move a model to the device. Build the optimizer from what this returns: on XLA its parameters are new objects."""
-        return model.to(self.device, memory_format=torch.channels_last if channels_last else torch.preserve_format)
+    def place(self, model, *, channels_last="no"):
+        """Move a model to the device. Build the optimizer from what this returns: on XLA its parameters are new objects.
+
+        channels_last: the layout of images, "yes", "no", or "auto" for what is faster here, see `Workload.channels_last`.
+        """
+        if channels_last == "auto":
+            channels_last = "yes" if self._computes_faster_channels_last(model) else "no"
+        return model.to(self.device, memory_format=torch.channels_last if channels_last == "yes" else torch.preserve_format)
+
+    def _computes_faster_channels_last(self, model):
+        # A choice by rule, not by timing: a resumed run has to make the same one, to give the same numbers.
+        sizes = [(p.numel(), p.dim() == 4) for p in model.parameters()]
+        is_convolutional = 2 * sum(size for size, of_convolution in sizes if of_convolution) > sum(size for size, _ in sizes)
+        if self.accelerator == "cuda":  # tensor cores take channels last, and would transpose all else
+            return is_convolutional and self.precision != "fp32" and torch.cuda.get_device_capability() >= (7, 0)
+        return is_convolutional
 
     def put(self, arrays):
         """dict of numpy arrays or CPU tensors -> dict of tensors on the device."""

@@ -65,7 +65,7 @@ class XLARuntime(Runtime):
     def device_names(self):
         return torch_xla.real_devices() if self.mesh is not None else super().device_names()
 
-    def place(self, model, *, channels_last=False):
+    def place(self, model, *, channels_last="no"):
         model = model.to(self.device)  # whose compiler chooses its own layouts
         with torch.no_grad():
             # A tensor that was never written in place is traced differently the first time; and SPMD marks as replicated what

@@ -74,8 +74,9 @@ class Workload:
     parallel="spmd" does so on TPU anyway). frozen: the running ones, not trained."""
     num_workers: int = setting(2, free=True)
     """Threads that read and augment the batches; 0 prepares them between steps."""
-    channels_last: bool = setting(False, free=True)
-    """Keep images with their channels innermost in memory, which is faster for convolutions on newer GPUs."""
+    channels_last: Literal["auto", "yes", "no"] = setting("auto", free=True)
+    """Keep images with their channels innermost in memory. auto: for networks whose weights are mostly of convolutions, on
+    CPUs, and in bf16 or fp16 on GPUs with tensor cores. XLA chooses its own layouts."""
     torch_compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = setting("no", free=True)
     """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway). Within a
     `cuda_graph` it makes no graphs of its own."""
