@@ -45,7 +45,8 @@ class CapturedStep:
 
     function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and buffers of `model`
     and the state of `optimizer`, in place, and the gradients. A new number among the arguments, a new shape or a new setting of
-    the optimizer is captured again. Gradients stay valid until the next call.
+    the optimizer is captured again. It sets the gradients to None first, so that they are made in the graph's memory; they stay
+    valid until the next call.
     """
 
     def __init__(self, function, name, model, optimizer, runtime):
@@ -113,7 +114,6 @@ class CapturedStep:
         remaining = iter(inputs)
         arguments = tree_map_only(torch.Tensor, lambda _: next(remaining), arguments)
         host = HostState(self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)  # so that the gradients are made in the graph's memory
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # Only this thread: others make batches and compute scores meanwhile.
