@@ -137,6 +137,23 @@ def test_a_captured_training_equals_an_eager_one_over_both_phases_and_resumes_in
     assert [r for r in exact(parted) if r["kind"] == "train"] == [r for r in exact(eager) if r["kind"] == "train"]
 
 
+class WithAdam(MNIST):
+    def optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4)
+
+
+def test_a_run_moves_from_a_cpu_to_a_gpu_and_back_with_its_optimizer(digits, tmp_path, gpu, cpu, emulated):
+    task = WithAdam(dataset_dir=digits, epochs=3, **SMALL)
+    wanted = checkpoint(trained(task, tmp_path / "straight", cpu))
+    for epochs, runtime in ((1, cpu), (2, gpu), (3, cpu)):
+        found = checkpoint(trained(dataclasses.replace(task, epochs=epochs), tmp_path / "moved", runtime))
+        assert {float(state["step"]) for state in found["optimizer"]["state"].values()} == {25.0 * epochs}
+        assert bool(found["optimizer"]["param_groups"][0]["fused"]) == (runtime is gpu)
+    assert emulated.launches == 25 - cuda_graph.WARM_UP
+    for name, value in wanted["model"].items():  # torch's fused update rounds differently
+        torch.testing.assert_close(found["model"][name], value, atol=1e-4, rtol=1e-3)
+
+
 class Growing(MNIST):
     """Its weights grow a hundredfold at each step."""
 
