@@ -57,6 +57,7 @@ class EmulatedGpu:
         monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", self.default_stream)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate_to_pool, raising=False)
         monkeypatch.setattr(Runtime, "_open_device", lambda self: torch.device("cpu"))
+        monkeypatch.setattr(Runtime, "_multiply_in_fp32", lambda self: None)
         monkeypatch.setattr(Runtime, "device_name", lambda self: "emulated")
 
     def _note_counters(self, optimizer, arguments, settings):

@@ -28,17 +28,16 @@ def emulated(monkeypatch):
 @pytest.fixture
 def gpu(emulated):
     """An emulated GPU's runtime, in fp32."""
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    kept = cudnn.allow_tf32, matmul.allow_tf32
-    yield Runtime("cuda", "fp32")
-    cudnn.allow_tf32, matmul.allow_tf32 = kept
+    return Runtime("cuda", "fp32")
 
 
 # One step function
 
 
-def outcome(runtime, optimizer, captured, dropout=False, batches=(4,) * 12):
-    """(losses, final state, random numbers that come next) of steps of a small model, the last third with another loss."""
+def outcome(runtime, optimizer, captured, dropout=False, batches=(4,) * 12, as_epoch=int):
+    """(losses, final state, random numbers that come next) of steps of a small model, the last third with another loss.
+
+    as_epoch: makes the argument by which the loss differs."""
     torch.manual_seed(0)
     layers = [torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten()]
     model = torch.nn.Sequential(*layers, torch.nn.Dropout(0.5 if dropout else 0.0), torch.nn.Linear(4 * 26 * 26, 10)).train()
@@ -59,7 +58,7 @@ def outcome(runtime, optimizer, captured, dropout=False, batches=(4,) * 12):
     for number, size in enumerate(batches):
         batch = MNIST().example(size)
         batch["image"] = batch["image"] // (number + 1)
-        totals.append(compiled(runtime.put(batch), int(number >= 2 * len(batches) // 3), totals[-1]))
+        totals.append(compiled(runtime.put(batch), as_epoch(number >= 2 * len(batches) // 3), totals[-1]))
     gradients = [p.grad for p in model.parameters()]
     kept = [value for state in made.state.values() for value in state.values()]
     return totals, [*model.state_dict().values(), *gradients, *kept], torch.rand(3)
@@ -88,6 +87,14 @@ def test_captured_steps_equal_eager_ones_bit_for_bit(optimizer, dropout, batches
     for a, b in zip(found, wanted, strict=True):
         assert len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
     assert [event["programs"] for event in gpu.take_compile_events()] == [1] * graphs
+
+
+def test_a_number_that_changes_in_a_tensor_needs_no_other_graph(gpu, emulated):
+    found = outcome(gpu, lambda p: torch.optim.Adagrad(p, 0.01), True, as_epoch=torch.tensor)
+    assert len(emulated.graphs) == 1 and emulated.launches == 12 - cuda_graph.WARM_UP
+    wanted = outcome(gpu, lambda p: torch.optim.Adagrad(p, 0.01), False)
+    for a, b in zip(found, wanted, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b))
 
 
 def test_warm_ups_run_on_the_stream_of_the_capture_and_each_stream_waits_for_the_other(gpu, emulated):
