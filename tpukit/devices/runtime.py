@@ -161,6 +161,11 @@ class Runtime:
         # Copies, because torch warns of mapped files, which cannot be written. Not pinned: torch never frees pinned memory.
         return {name: torch.as_tensor(np.array(values)).to(self.device) for name, values in arrays.items()}
 
+    def scalar(self, number):
+        """A number that changes, or None, as an argument of a compiled function: on XLA a 0-d tensor, so that every value runs
+        the same graph."""
+        return number
+
     def host(self, tree):
         """The same nest of dicts, lists and tuples with every tensor copied to the CPU. Waits for the device."""
         return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)

@@ -31,6 +31,7 @@ class XLARuntime(Runtime):
 
     compiles = True
     mesh = None
+    _last_scalar = None, None
 
     def __init__(self, accelerator, precision="auto", world=None, spmd_cores=None):
         if precision == "fp16":
@@ -82,6 +83,15 @@ class XLARuntime(Runtime):
     def put_whole(self, arrays, *, sharded=False):
         whole = super().put_whole(arrays)
         return self._shard(whole) if sharded else whole
+
+    def scalar(self, number):
+        if number is None:
+            return None
+        if self._last_scalar[0] != number:  # else the same one, as every step of an epoch asks for it
+            # Not `to`, which makes a constant of the graph of 0 and 1.
+            (tensor,) = xm.send_cpu_data_to_device([torch.tensor(number)], self.device)
+            self._last_scalar = number, tensor
+        return self._last_scalar[1]
 
     def _shard(self, tensors):
         """Shard the first axis of each tensor over the mesh."""

@@ -218,7 +218,7 @@ def trace_step(request, folder):
     runtime.sync()
     if training:
         step = functools.partial(train_step, task, model, optimizer, runtime, compose)
-        runtime.compile(step, name="step", changes=(model, optimizer))(batch, task.epochs, sums)
+        runtime.compile(step, name="step", changes=(model, optimizer))(batch, runtime.scalar(task.epochs), sums)
     else:
         if task.dataset_dir:
             batch = runtime.inference(compose)(batch)

@@ -12,8 +12,8 @@ def train_step(task, model, optimizer, runtime, compose, batch, epoch, sums):
     """Take one optimizer step and return the new sums, a tensor as `metrics.new_sums` makes it.
 
     model: what `Runtime.parallel` returned. compose: `BatchLoader.compose`. batch: dict of tensors on the device, as
-    `BatchLoader.batches` yields them. epoch: from 0. The gradients stay until the next step, so that their norm can be computed
-    when the metrics are synced.
+    `BatchLoader.batches` yields them. epoch: from 0, as `Runtime.scalar` gives it. The gradients stay until the next step, so
+    that their norm can be computed when the metrics are synced.
     """
     batch = compose(batch)  # gathers and augments on the device
     optimizer.zero_grad(set_to_none=True)

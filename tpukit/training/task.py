@@ -30,7 +30,7 @@ class Workload:
     published: ClassVar[dict[str, float]] = {}
     """The paper's scores on its own dataset, drawn as a line beside the curves."""
     loss_variants: ClassVar[int] = 1
-    """Graphs that `loss` is compiled to on XLA (a warm-up with another loss makes two). Any further compilation is refused."""
+    """Kinds of steps that `loss` makes with an epoch that is a number, off XLA (a warm-up with another loss makes two)."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
     """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`; None for all. The others are not read
     back from the device."""
@@ -115,18 +115,26 @@ class Workload:
         raise self._missing("optimizer")
 
     def loss(self, model, batch, epoch):
-        """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no `.item()` here."""
+        """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no `.item()` here.
+
+        epoch: from 0. On XLA a 0-d tensor, so that all epochs are one compiled graph: choose by `torch.where`, not by `if`."""
         raise self._missing("loss")
 
     def predict(self, model, batch, epoch=None):
         """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One compiled graph on XLA.
 
-        epoch: the epoch that the weights come from, for a model that has a warm-up; None for finished weights."""
+        epoch: as for `loss`, the one that the weights come from, for a model that has a warm-up; None for finished weights."""
         raise self._missing("predict")
 
     def predictor(self, model, runtime, epoch=None):
         """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps overrides it."""
-        return runtime.inference(functools.partial(self.predict, model, epoch=epoch))
+        compiled = runtime.inference(functools.partial(self.predict, model))
+        epoch = runtime.scalar(epoch)
+
+        def predict(batch):
+            return compiled(batch, epoch)
+
+        return predict
 
     def evaluate(self, predictions):
         """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,) bool."""
