@@ -162,9 +162,11 @@ class Runtime:
         return {name: torch.as_tensor(np.array(values)).to(self.device) for name, values in arrays.items()}
 
     def scalar(self, number):
-        """A number that changes, or None, as an argument of a compiled function: on XLA a 0-d tensor, so that every value runs
-        the same graph."""
-        return number
+        """A number that changes, or None, as an argument of a compiled function: on XLA, and on a GPU that can capture steps, a
+        0-d tensor, so that every value runs the same graph."""
+        if number is None or self.accelerator != "cuda" or cuda_graph.obstacle(self):
+            return number
+        return self.put({"number": torch.tensor(number)})["number"]
 
     def host(self, tree):
         """The same nest of dicts, lists and tuples with every tensor copied to the CPU. Waits for the device."""

@@ -117,7 +117,8 @@ class Workload:
     def loss(self, model, batch, epoch):
         """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no `.item()` here.
 
-        epoch: from 0. On XLA a 0-d tensor, so that all epochs are one compiled graph: choose by `torch.where`, not by `if`."""
+        epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by `torch.where`, not by
+        `if`."""
         raise self._missing("loss")
 
     def predict(self, model, batch, epoch=None):

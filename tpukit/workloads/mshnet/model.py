@@ -23,7 +23,7 @@ class ChannelAttention(nn.Module):
         self.fc2 = nn.Conv2d(channels // reduction, channels, 1, bias=False)
 
     def forward(self, x):  # (B, C, H, W) -> (B, C, 1, 1) in (0, 1)
-        return self.from_pooled(x.mean((2, 3), keepdim=True), x.amax((2, 3), keepdim=True))
+        return self.from_pooled(x.mean((2, 3), keepdim=True), F.adaptive_max_pool2d(x, 1))
 
     def from_pooled(self, mean, largest):  # (B, C, 1, 1) each
         mean, largest = (self.fc2(F.relu(self.fc1(pooled))) for pooled in (mean, largest))
@@ -36,7 +36,7 @@ class SpatialAttention(nn.Module):
         self.conv1 = nn.Conv2d(2, 1, 7, padding=3, bias=False)
 
     def forward(self, x):  # (B, C, H, W) -> (B, 1, H, W) in (0, 1)
-        x = torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1)  # (B, 2, H, W)
+        x = torch.cat([x.mean(1, keepdim=True), x.max(1, keepdim=True).values], 1)  # (B, 2, H, W)
         return torch.sigmoid(self.conv1(x))
 
 
