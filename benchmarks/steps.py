@@ -25,17 +25,20 @@ WAYS = {
     "cpu": {
         "fp32": {},
         "bf16": dict(precision="bf16"),
-        "channels last": dict(channels_last=True),
+        "channels last": dict(channels_last="yes"),
         "torch.compile": dict(torch_compile="default"),
     },
     "xla": {"traced": {}, "tiled, traced": dict(tiled=True), "tiled, replayed": dict(tiled=True, replayed=True)},
     "cuda": {
         "fp32": dict(precision="fp32"),
         "bf16": dict(precision="bf16"),
-        "bf16, channels last": dict(precision="bf16", channels_last=True),
-        "bf16, torch.compile": dict(precision="bf16", torch_compile="default"),
-        "bf16, CUDA graphs": dict(precision="bf16", torch_compile="reduce-overhead"),
-        "bf16, channels last, CUDA graphs": dict(precision="bf16", channels_last=True, torch_compile="reduce-overhead"),
+        "bf16, channels last": dict(precision="bf16", channels_last="yes"),
+        "bf16, CUDA graphs of the model": dict(precision="bf16", torch_compile="reduce-overhead"),
+        "bf16, captured": dict(precision="bf16", replayed=True),
+        "bf16, channels last, captured": dict(precision="bf16", channels_last="yes", replayed=True),
+        "bf16, channels last, torch.compile, captured": dict(
+            precision="bf16", channels_last="yes", torch_compile="default", replayed=True
+        ),
     },
 }
 
@@ -65,25 +68,28 @@ def seconds_per_step(device, task, tiled, replayed):
     model = runtime.place(task.model().train(), channels_last=task.channels_last)
     optimizer = task.optimizer(model)
     runtime.init_optimizer_state(optimizer)
-    faster = runtime.torch_compile(model, task.torch_compile)
+    faster = runtime.torch_compile(model, task.torch_compile, is_captured=replayed)
     batch, sums = runtime.put(task.example(task.batch_size)), new_sums(runtime)
 
     def step(batch, sums):
         return train_step(task, faster, optimizer, runtime, already_composed, batch, task.epochs, sums)
 
-    compiled_step = runtime.compile(step, changes=(model, optimizer) if replayed else None)
+    compiled_step = runtime.compile(step, name="step", changes=(model, optimizer) if replayed else None)
     with tiling_as(tiled):
         started = time.perf_counter()
         sums = compiled_step(batch, sums)
         runtime.sync()
         first, times, host = time.perf_counter() - started, [], []
-        for _ in range(4 + ROUNDS * STEPS):  # the first ones are watched, and slower
+        for _ in range(4 + ROUNDS * STEPS):  # the first ones are watched or captured, and slower
             started = time.perf_counter()
             sums = compiled_step(batch, sums)
             host.append(time.perf_counter() - started)
             runtime.sync()
             float(sums[0])
             times.append(time.perf_counter() - started)
+    refusals = [event["why"][0] for event in runtime.take_compile_events() if replayed and not event["programs"]]
+    if refusals:
+        sys.exit(f"the step is not captured, because {refusals[0]}")
     return first, statistics.median(times[4:]), statistics.median(host[4:])
 
 

@@ -29,13 +29,14 @@ def test_gpus_without_bf16_take_fp16_with_a_scaler_and_unknown_precisions_are_re
 
 
 @pytest.mark.parametrize("precision, allowed", [("fp32", False), ("bf16", True)])
-def test_fp32_on_a_gpu_rounds_no_factor_to_tf32(precision, allowed, monkeypatch):
+def test_fp32_on_a_gpu_rounds_no_factor_to_tf32_and_cudnn_measures_its_algorithms(precision, allowed, monkeypatch):
     gpu(monkeypatch, capability=(8, 0))
     cudnn = torch.backends.cudnn
+    monkeypatch.setattr(cudnn, "benchmark", False)
     assert cudnn.allow_tf32  # torch's default
     try:
         Runtime("cuda", precision)
-        assert cudnn.allow_tf32 == allowed and not torch.backends.cuda.matmul.allow_tf32
+        assert cudnn.benchmark and cudnn.allow_tf32 == allowed and not torch.backends.cuda.matmul.allow_tf32
         if hasattr(cudnn, "conv"):  # the newer way to ask, which has to agree
             assert (cudnn.conv.fp32_precision == "tf32") == allowed
     finally:
@@ -57,6 +58,65 @@ def test_a_gpu_that_torch_cannot_use_at_all_is_refused_with_words(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(TpukitError, match="built without CUDA, or the driver is too old"):
         Runtime("cuda")
+
+
+def test_a_gpu_updates_by_fused_kernels_and_counts_steps_itself_unless_asked_otherwise(monkeypatch):
+    gpu(monkeypatch, capability=(8, 0))
+    weights = [torch.nn.Parameter(torch.ones(3))]
+    expected = {
+        torch.optim.Adam(weights): dict(fused=True, capturable=True),
+        torch.optim.SGD(weights, 0.1): dict(fused=True),
+        torch.optim.AdamW(weights, foreach=True): dict(fused=None, foreach=True, capturable=True),
+        torch.optim.Adagrad(weights): dict(fused=None),  # torch has its fused kernel for CPUs only
+        torch.optim.RMSprop(weights): dict(capturable=True),
+    }
+    for optimizer, wanted in expected.items():
+        assert Runtime("cuda", "bf16").init_optimizer_state(optimizer)
+        assert {name: optimizer.param_groups[0][name] for name in wanted} == wanted
+    adam = torch.optim.Adam(weights)
+    Runtime("cuda", "fp16").init_optimizer_state(adam)  # with whose scaler nothing is captured
+    Runtime("cpu").init_optimizer_state(sgd := torch.optim.SGD(weights, 0.1))
+    assert not adam.param_groups[0]["capturable"] and sgd.param_groups[0]["fused"] is None
+
+
+def test_torch_compile_makes_no_cuda_graphs_within_one(monkeypatch):
+    gpu(monkeypatch, capability=(8, 0))
+    modes = []
+    monkeypatch.setattr(torch, "compile", lambda model, mode: modes.append(mode))
+    for precision, is_captured in (("bf16", True), ("bf16", False), ("fp16", True)):
+        for mode in ("default", "reduce-overhead", "max-autotune"):
+            Runtime("cuda", precision).torch_compile(None, mode, is_captured=is_captured)
+    asked = ["default", "reduce-overhead", "max-autotune"]
+    assert modes == ["default", "default", "max-autotune-no-cudagraphs", *asked, *asked]
+
+
+@pytest.mark.parametrize(
+    "accelerator, precision, capability, is_last",
+    [
+        ("cpu", "fp32", None, True),
+        ("cuda", "bf16", (8, 0), True),
+        ("cuda", "fp16", (7, 5), True),
+        ("cuda", "fp32", (8, 0), False),
+        ("cuda", "fp16", (6, 1), False),  # without tensor cores
+    ],
+)
+def test_convolutional_networks_lie_channels_last_where_that_is_faster(
+    accelerator, precision, capability, is_last, monkeypatch, cpu
+):
+    gpu(monkeypatch, capability, built_for=("sm_61", "sm_75", "sm_80"))
+    runtime = Runtime(accelerator, precision)
+    runtime.device = torch.device("cpu")
+    layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(36, 2)]
+    for channels_last, model, expected in (
+        ("auto", layers, is_last),
+        ("auto", [*layers, torch.nn.Linear(2, 500)], False),  # most weights are of no convolution
+        ("yes", layers, True),
+        ("no", layers, False),
+    ):
+        kernel = runtime.place(
+            torch.nn.Sequential(*model).to(memory_format=torch.contiguous_format), channels_last=channels_last
+        )
+        assert kernel[0].weight.is_contiguous(memory_format=torch.channels_last) == expected
 
 
 def test_a_set_that_stays_on_a_gpu_is_not_pinned_on_its_way(monkeypatch, cpu):

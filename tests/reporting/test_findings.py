@@ -100,6 +100,18 @@ def test_a_model_that_torch_compile_compiles_is_not_reported_as_run_by_operation
         assert re.search(words, sentences) and "does not report how much of its memory" in sentences
 
 
+def test_a_step_that_was_captured_on_a_gpu_is_reported_and_one_that_could_not_be_with_the_reason():
+    speed = dict(seconds=1.0, images_per_s=8.0, wait_s=0.0, memory=[], counters={})
+    trained = dict(kind="train", step=8, epoch=0, loss=1.0, grad_norm=1.0, speed=speed)
+    start = dict(kind="start", step=0, device="cuda", phases=1, batch_size=1, torch_compile="no")
+    event = dict(kind="compile", step=4, what="step", seconds=0.5, refused=False)
+    for programs, why, words, marked in ((1, [], "at step 4 (0.5 s)", [4]), (0, ["in fp16 so"], "because in fp16 so.", [])):
+        records = [start, event | dict(programs=programs, why=why), trained]
+        sentences = " ".join(findings.findings(records))
+        assert words in sentences and "Nothing is compiled" not in sentences
+        assert findings.compiled_steps(records) == marked
+
+
 def test_memory_stands_in_the_report_device_by_device():
     counters = dict(
         compilations=1, compile_s=1.0, executions=9, execute_s=1.0, to_device_s=0.0, from_device_s=0.0, fallbacks={}

@@ -5,7 +5,7 @@ import re
 from typing import NamedTuple
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from tpukit.host.errors import TpukitError
 
@@ -47,6 +47,15 @@ def signature(names, arguments):
                 leaf = TensorType(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
             found[label] = leaf
     return found
+
+
+def call_key(arguments, model, optimizer):
+    """(what a captured graph of a training step depends on besides the values of tensors, those tensors)."""
+    leaves, nest = tree_flatten(arguments)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    values = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves]
+    settings = [(n, v) for group in optimizer.param_groups for n, v in group.items() if n != "params"]
+    return repr((nest, values, settings, model.training)), tensors
 
 
 def differences(before, after):

@@ -14,12 +14,15 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
+from tpukit.devices import cuda_graph
 from tpukit.devices.distributed import World
 from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_FUSED_ON_GPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}  # modes of torch.compile
 
 
 def check_batch(batch_size, cores, what="cores"):
@@ -78,6 +81,7 @@ class Runtime:
     def __init__(self, accelerator, precision="auto", world=None):
         self.accelerator = accelerator
         self.world = world or World()
+        self.compile_events = []
         self.device = self._open_device()
         self.cores = self.world.size
         self.precision = self._best_precision() if precision == "auto" else precision
@@ -88,6 +92,7 @@ class Runtime:
     def _open_device(self):
         if self.accelerator == "cuda":
             check_cuda()
+            torch.backends.cudnn.benchmark = True  # shapes are fixed; the choice may differ from run to run by rounding
             capability, built_for = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
             if not supports(capability, built_for):
                 raise TpukitError(
@@ -125,9 +130,22 @@ class Runtime:
 
     # Moving
 
-    def place(self, model, *, channels_last=False):
-        """Move a model to the device. Build the optimizer from what this returns: on XLA its parameters are new objects."""
-        return model.to(self.device, memory_format=torch.channels_last if channels_last else torch.preserve_format)
+    def place(self, model, *, channels_last="no"):
+        """Move a model to the device. Build the optimizer from what this returns: on XLA its parameters are new objects.
+
+        channels_last: the layout of images, "yes", "no", or "auto" for what is faster here, see `Workload.channels_last`.
+        """
+        if channels_last == "auto":
+            channels_last = "yes" if self._computes_faster_channels_last(model) else "no"
+        return model.to(self.device, memory_format=torch.channels_last if channels_last == "yes" else torch.preserve_format)
+
+    def _computes_faster_channels_last(self, model):
+        # A choice by rule, not by timing: a resumed run has to make the same one, to give the same numbers.
+        sizes = [(p.numel(), p.dim() == 4) for p in model.parameters()]
+        is_convolutional = 2 * sum(size for size, of_convolution in sizes if of_convolution) > sum(size for size, _ in sizes)
+        if self.accelerator == "cuda":  # tensor cores take channels last, and would transpose all else
+            return is_convolutional and self.precision != "fp32" and torch.cuda.get_device_capability() >= (7, 0)
+        return is_convolutional
 
     def put(self, arrays):
         """dict of numpy arrays or CPU tensors -> dict of tensors on the device."""
@@ -144,6 +162,13 @@ class Runtime:
         """`put` for a whole dataset, (N, ...) each, that stays. sharded: over this process's `shards` devices."""
         # Copies, because torch warns of mapped files, which cannot be written. Not pinned: torch never frees pinned memory.
         return {name: torch.as_tensor(np.array(values)).to(self.device) for name, values in arrays.items()}
+
+    def scalar(self, number):
+        """A number that changes, or None, as an argument of a compiled function: on XLA, and on a GPU that can capture steps, a
+        0-d tensor, so that every value runs the same graph."""
+        if number is None or self.accelerator != "cuda" or cuda_graph.obstacle(self):
+            return number
+        return self.put({"number": torch.tensor(number)})["number"]
 
     def host(self, tree):
         """The same nest of dicts, lists and tuples with every tensor copied to the CPU. Waits for the device."""
@@ -175,17 +200,34 @@ class Runtime:
         """`function`, as one compiled graph on devices that compile.
 
         name: for the compilation records; defaults to the function's. max_graphs: how many different graphs it may have.
-        changes: (model, optimizer), if it changes these and nothing else: on one XLA core its graph is then captured and
-        replayed, see `xla_replay`.
+        changes: (model, optimizer), if it changes these and nothing else: its graph is then captured and replayed, on one XLA
+        core (see `xla_replay`) and on one GPU (see `cuda_graph`).
         """
-        return function
+        if changes is None or self.accelerator != "cuda":
+            return function
+        return cuda_graph.CapturedStep(function, name, *changes, self)
 
     def init_optimizer_state(self, optimizer):
-        """Make the optimizer's state before the first step where that matters. Returns whether it exists now."""
+        """Make the optimizer's state before the first step where that matters. Returns whether it exists now.
+
+        On a GPU, let the optimizer update all weights by one kernel where torch has one, and count its steps on the device.
+        """
+        if self.accelerator == "cuda":
+            for group in optimizer.param_groups:
+                if "capturable" in group and cuda_graph.obstacle(self) is None:
+                    group["capturable"] = True
+                if type(optimizer) in _FUSED_ON_GPU and group["fused"] is None and not group["foreach"]:
+                    group["fused"] = True
+            optimizer._warned_capturable_if_run_uncaptured = True  # the first steps do run so
         return True
 
-    def torch_compile(self, model, mode):
-        """The model, compiled by torch.compile in this mode; unchanged for "no"."""
+    def torch_compile(self, model, mode, *, is_captured=False):
+        """The model, compiled by torch.compile in this mode; unchanged for "no".
+
+        is_captured: the step around it is to become a CUDA graph, which cannot hold those that some modes make of the model.
+        """
+        if is_captured and self.accelerator == "cuda" and cuda_graph.obstacle(self) is None:
+            mode = _WITHOUT_GRAPHS.get(mode, mode)
         return model if mode == "no" else torch.compile(model, mode=mode)
 
     def parallel(self, model):
@@ -299,12 +341,15 @@ class Runtime:
         """What was compiled of the functions given to `compile` since the last call, as a list of dicts.
 
         what: the function's name. programs: the number of compiled graphs. seconds: the time that took. why: sentences, see
-        `recompiles`; none the first time. refused: whether it raised UnexpectedRecompilation.
+        `recompiles`; none the first time. refused: whether it raised UnexpectedRecompilation. On a GPU `programs` counts
+        captured graphs: 0 where the function cannot be captured, for the reason in `why`.
         """
-        return []
+        taken, self.compile_events = self.compile_events, []
+        return taken
 
     def reset_statistics(self):
         """Reset this process's compile events, signatures and fallback counts, and on a GPU the peak of memory."""
+        self.compile_events = []
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 

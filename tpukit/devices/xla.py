@@ -32,6 +32,7 @@ class XLARuntime(Runtime):
 
     compiles = True
     mesh = None
+    _last_scalar = None, None
 
     def __init__(self, accelerator, precision="auto", world=None, spmd_cores=None):
         if precision == "fp16":
@@ -66,7 +67,7 @@ class XLARuntime(Runtime):
     def device_names(self):
         return torch_xla.real_devices() if self.mesh is not None else super().device_names()
 
-    def place(self, model, *, channels_last=False):
+    def place(self, model, *, channels_last="no"):
         if not self.notes and any(getattr(module, "uses_xla_attention", False) for module in model.modules()):
             self.notes = xla_attention.choose(self)
         model = model.to(self.device)  # whose compiler chooses its own layouts
@@ -90,6 +91,15 @@ class XLARuntime(Runtime):
         whole = super().put_whole(arrays)
         return self._shard(whole) if sharded else whole
 
+    def scalar(self, number):
+        if number is None:
+            return None
+        if self._last_scalar[0] != number:  # else the same one, as every step of an epoch asks for it
+            # Not `to`, which makes a constant of the graph of 0 and 1.
+            (tensor,) = xm.send_cpu_data_to_device([torch.tensor(number)], self.device)
+            self._last_scalar = number, tensor
+        return self._last_scalar[1]
+
     def _shard(self, tensors):
         """Shard the first axis of each tensor over the mesh."""
         for value in tensors.values():
@@ -97,7 +107,7 @@ class XLARuntime(Runtime):
             _XLAC._xla_mark_sharding(value, self.mesh.get_op_sharding(("data",) + (None,) * (value.dim() - 1)))
         return tensors
 
-    def torch_compile(self, model, mode):
+    def torch_compile(self, model, mode, *, is_captured=False):
         return model
 
     def parallel(self, model):
@@ -150,10 +160,6 @@ class XLARuntime(Runtime):
 
     def compile(self, function, *, name=None, max_graphs=1, changes=None):
         return CompiledFunction(function, name or function.__name__, max_graphs, self, changes)
-
-    def take_compile_events(self):
-        taken, self.compile_events = self.compile_events, []
-        return taken
 
     def reset_statistics(self):
         self.compile_events, self._fallbacks_before = [], _fallbacks()

@@ -16,11 +16,10 @@ from typing import NamedTuple
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from torch.utils._pytree import tree_flatten
 from torch_xla import _XLAC
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
-from tpukit.devices.recompiles import UnexpectedRecompilation, new_operation
+from tpukit.devices.recompiles import UnexpectedRecompilation, call_key, new_operation
 
 CHECK_EVERY = 64  # replays of a graph, after which it is captured again
 MAX_KEPT = 4  # captured graphs: a step and its variants, for the epochs that differ in an argument
@@ -52,7 +51,7 @@ class GraphReplay:
         self.trace_of = {}  # hash of a compiled graph -> its trace as text, the last one compiled last
 
     def __call__(self, *arguments):
-        key, tensors = self._key(arguments)
+        key, tensors = call_key(arguments, self.model, self.optimizer)
         self.calls += 1
         graph = self.captured.get(key)
         if graph is None or graph.replays == CHECK_EVERY:
@@ -61,14 +60,6 @@ class GraphReplay:
         if graph.host_state:
             torch._foreach_add_(graph.host_state, graph.host_increments)
         return self._replay(graph, tensors)
-
-    def _key(self, arguments):
-        """(what a graph depends on besides the values of tensors, those tensors)."""
-        leaves, nest = tree_flatten(arguments)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        values = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves]
-        settings = [(n, v) for group in self.optimizer.param_groups for n, v in group.items() if n != "params"]
-        return repr((nest, values, settings, self.model.training)), tensors
 
     def _trace(self, arguments, key, tensors):
         """Capture the step, check it against what was captured before, and run it."""

@@ -296,6 +296,15 @@ KNOWN_ERRORS = {
         fix="`tpukit report RUN` shows which. Read the loss rarely, use large batches of one shape, keep pixels on the device.",
         phrases=r"slow\w*.*(gpu|tpu)|tpu.*slow",
     ),
+    "cuda-graph": KnownError(
+        title="`step` is not captured as a CUDA graph, because the host waits for the GPU in loss.py line 12",
+        cause="Something in the step cannot be replayed: a value is read on the host (`.item()`, `if tensor:`, a mask that "
+        "makes a shape), fp16 reads whether a gradient overflowed, several GPUs share the batch, the optimizer computes on the "
+        "host, or the step takes over half of the memory. PyTorch says: operation not permitted when stream is capturing.",
+        fix="The training is right, only slower. Keep values in tensors on the GPU (torch.where instead of if), use bf16 where "
+        "the GPU has it, a smaller batch, or an optimizer with capturable=True. `--no-cuda-graph` captures nothing.",
+        pattern=r"not captured as a CUDA graph|when stream is capturing",
+    ),
     "xla-tensors": KnownError(
         title="Could not run 'aten::empty.memory_format' with arguments from the 'XLA' backend: a checkpoint saved on a TPU",
         cause="torch.save stores tensors with their device, and `xla:0` does not exist elsewhere.",

@@ -196,9 +196,10 @@ def _sessions(records):
 def _describe_compilations(session, trained):
     counters = trained[-1]["speed"]["counters"] if trained else None
     if trained and not counters:
+        sentences = [_describe_capture(record) for record in _of_kind(session, "compile") if _function(record) == "step"]
         if (mode := session[0].get("torch_compile", "no")) != "no":
-            return [f"torch.compile compiled the model ({mode}); it does not report when."]
-        return ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
+            sentences.append(f"torch.compile compiled the model ({mode}); it does not report when.")
+        return sentences or ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
     sentences = []
     expected, unexpected = _step_compilations(session)
     if expected:
@@ -218,11 +219,21 @@ def _describe_compilations(session, trained):
     return sentences
 
 
+def _made_graphs(compilation):
+    return not compilation.get("refused") and bool(compilation.get("programs", 1))
+
+
+def _describe_capture(record):
+    if not _made_graphs(record):
+        return f"The training step is not captured as a CUDA graph{_why(record, ', because ')}."
+    return f"The training step was captured as a CUDA graph at step {record['step']} ({record['seconds']:.1f} s)."
+
+
 def _step_compilations(session):
     """(expected, unexpected) compilations of the training step: records, expected as many as its loss has variants. The last
     may be one that was refused."""
     of_step = [record for record in _of_kind(session, "compile") if _function(record) == "step"]
-    done = [record for record in of_step if not record.get("refused")]
+    done = [record for record in of_step if _made_graphs(record)]
     slow = [record for record in done if record["seconds"] >= LONG_COMPILE_S] or done[:1]
     variants = session[0]["phases"]
     return slow[:variants], slow[variants:] + [record for record in of_step if record.get("refused")]
@@ -359,7 +370,7 @@ def headline(records, progress):
         if progress["unit"] == "step" and step < total and rate > 0:
             left_s = (total - step) * (session[0].get("batch_size") or 1) / rate
             parts.append(f"about {format_duration(left_s)} left")
-    if compiled := [record for record in _of_kind(session, "compile") if not record.get("refused")]:
+    if compiled := [record for record in _of_kind(session, "compile") if _made_graphs(record)]:
         seconds = format_duration(sum(record["seconds"] for record in compiled))
         parts.append(f"{len(compiled)} compilation{'s' if len(compiled) > 1 else ''}, {seconds}")
     return " · ".join(parts)

@@ -70,8 +70,9 @@ def restore(trainer):
     if trainer.ema:
         trainer.ema.model.load_state_dict(saved["averaged"])
     for group, own in zip(saved["optimizer"]["param_groups"], trainer.optimizer.param_groups):
-        if "capturable" in own:  # where this device wants the count of steps, not where the other one had it
-            group["capturable"] = own["capturable"]
+        for name in ("capturable", "fused"):  # as this device counts the steps and updates, not as the other one did
+            if name in own:
+                group[name] = own[name]
     trainer.optimizer.load_state_dict(saved["optimizer"])
     if runtime.scaler and saved["scaler"]:
         runtime.scaler.load_state_dict(saved["scaler"])

@@ -81,12 +81,19 @@ class Trainer:
 
     def _compile_step(self, has_optimizer_state):
         task, runtime = self.task, self.runtime
-        parallel_model = runtime.torch_compile(runtime.parallel(self.model), task.torch_compile)
+        parallel_model = runtime.torch_compile(runtime.parallel(self.model), task.torch_compile, is_captured=task.cuda_graph)
         self.plain_step = functools.partial(train_step, task, parallel_model, self.optimizer, runtime, self.loader.compose)
-        max_graphs, changes = task.loss_variants, (self.model, self.optimizer)
+        max_graphs, changes = self._phases, (self.model, self.optimizer)
         if not has_optimizer_state:  # then the second step has other inputs than the first, which is one more graph
             max_graphs, changes = max_graphs + 1, None
+        if not (runtime.compiles or task.cuda_graph):
+            changes = None
         self.compiled_step = runtime.compile(self.plain_step, name="step", max_graphs=max_graphs, changes=changes)
+
+    @property
+    def _phases(self):
+        """Graphs of the step: one where the epoch is a tensor, see `Runtime.scalar`."""
+        return 1 if self.runtime.compiles else self.task.loss_variants
 
     # The loop
 
@@ -139,7 +146,7 @@ class Trainer:
             self.run.print(f"step {step}: compiling the training step, which can take minutes; later steps reuse it")
             self.announces_compilation = False
         try:
-            self.sums = self.compiled_step(batch, epoch, self.sums)
+            self.sums = self.compiled_step(batch, self.runtime.scalar(epoch), self.sums)
             if self.ema:
                 self.ema.step(step)
         finally:
@@ -230,7 +237,7 @@ class Trainer:
         run.print(f"training set: {self.loader.description}")
         run.print(f"test set: {self.evaluator.loader.description}")
         about = dict(device=str(runtime), accelerator=runtime.accelerator, versions=environment.detect().versions)
-        about |= dict(phases=task.loss_variants, torch_compile=task.torch_compile, batch_size=task.batch_size)
+        about |= dict(phases=self._phases, torch_compile=task.torch_compile, batch_size=task.batch_size)
         about |= dict(steps_per_epoch=self.steps_per_epoch)
         run.log("start", step, cores=runtime.cores, processes=runtime.world.size, **about)
         runtime.heartbeat(step)
@@ -239,7 +246,9 @@ class Trainer:
         """Record what was compiled since the last call, and print what took long."""
         for event in self.runtime.take_compile_events():
             self.run.log("compile", step, **event)
-            if not event["refused"] and (event["what"] == "step" or event["seconds"] >= LONG_COMPILE_S):
+            if not event["programs"] and not event["refused"]:
+                self.run.print(f"step {step}: `{event['what']}` is not captured as a CUDA graph, because {event['why'][0]}")
+            elif not event["refused"] and (event["what"] == "step" or event["seconds"] >= LONG_COMPILE_S):
                 why = f", because {event['why'][0]}" if event["why"] else ""
                 self.run.print(f"step {step}: compiled `{event['what']}` in {event['seconds']:.1f} s{why}")
 

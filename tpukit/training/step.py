@@ -1,8 +1,8 @@
 """One optimizer step, from a batch to the new metric sums. On XLA all of it is one compiled graph.
 
 Each part is the device's: clipping, the loss scaler and the all-reduce are in `devices/runtime.py` and `devices/xla.py`. On
-one XLA core the function is only traced, once; `devices/xla_replay.py` writes the new weights. docs/CONTRIBUTING.md shows what
-wraps it on each kind of device.
+one XLA core the function is only traced, once; `devices/xla_replay.py` writes the new weights. On one GPU it is captured, by
+`devices/cuda_graph.py`, and then no longer called. docs/CONTRIBUTING.md shows what wraps it on each kind of device.
 """
 
 from tpukit.training import metrics
@@ -12,8 +12,8 @@ def train_step(task, model, optimizer, runtime, compose, batch, epoch, sums):
     """Take one optimizer step and return the new sums, a tensor as `metrics.new_sums` makes it.
 
     model: what `Runtime.parallel` returned. compose: `BatchLoader.compose`. batch: dict of tensors on the device, as
-    `BatchLoader.batches` yields them. epoch: from 0. The gradients stay until the next step, so that their norm can be computed
-    when the metrics are synced.
+    `BatchLoader.batches` yields them. epoch: from 0, as `Runtime.scalar` gives it. The gradients stay until the next step, so
+    that their norm can be computed when the metrics are synced.
     """
     batch = compose(batch)  # gathers and augments on the device
     optimizer.zero_grad(set_to_none=True)

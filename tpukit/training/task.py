@@ -30,7 +30,7 @@ class Workload:
     published: ClassVar[dict[str, float]] = {}
     """The paper's scores on its own dataset, drawn as a line beside the curves."""
     loss_variants: ClassVar[int] = 1
-    """Graphs that `loss` is compiled to on XLA (a warm-up with another loss makes two). Any further compilation is refused."""
+    """Kinds of steps that `loss` makes with an epoch that is a number, off XLA (a warm-up with another loss makes two)."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
     """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`; None for all. The others are not read
     back from the device."""
@@ -74,11 +74,14 @@ class Workload:
     parallel="spmd" does so on TPU anyway). frozen: the running ones, not trained."""
     num_workers: int = setting(2, free=True)
     """Threads that read and augment the batches; 0 prepares them between steps."""
-    channels_last: bool = setting(False, free=True)
-    """Keep images with their channels innermost in memory, which is faster for convolutions on newer GPUs."""
+    channels_last: Literal["auto", "yes", "no"] = setting("auto", free=True)
+    """Keep images with their channels innermost in memory. auto: for networks whose weights are mostly of convolutions, on
+    CPUs, and in bf16 or fp16 on GPUs with tensor cores. XLA chooses its own layouts."""
     torch_compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = setting("no", free=True)
-    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway); reduce-overhead replays CUDA
-    graphs."""
+    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway). Within a
+    `cuda_graph` it makes no graphs of its own."""
+    cuda_graph: bool = setting(True, free=True)
+    """On one GPU, capture the whole step as a CUDA graph and replay it, where that is possible; the log says why not."""
     data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
     """Where the decoded samples lie. device: all of them on every core, so that a batch is an index, augmented there. host:
     threads make the batches. auto: the device, if it is an accelerator with at least eight times the memory; else
@@ -112,18 +115,27 @@ class Workload:
         raise self._missing("optimizer")
 
     def loss(self, model, batch, epoch):
-        """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no `.item()` here."""
+        """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no `.item()` here.
+
+        epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by `torch.where`, not by
+        `if`."""
         raise self._missing("loss")
 
     def predict(self, model, batch, epoch=None):
         """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One compiled graph on XLA.
 
-        epoch: the epoch that the weights come from, for a model that has a warm-up; None for finished weights."""
+        epoch: as for `loss`, the one that the weights come from, for a model that has a warm-up; None for finished weights."""
         raise self._missing("predict")
 
     def predictor(self, model, runtime, epoch=None):
         """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps overrides it."""
-        return runtime.inference(functools.partial(self.predict, model, epoch=epoch))
+        compiled = runtime.inference(functools.partial(self.predict, model))
+        epoch = runtime.scalar(epoch)
+
+        def predict(batch):
+            return compiled(batch, epoch)
+
+        return predict
 
     def evaluate(self, predictions):
         """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,) bool."""

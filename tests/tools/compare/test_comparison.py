@@ -116,10 +116,10 @@ def test_a_price_without_its_host_machine_is_noted():
 
 
 def test_two_engines_on_one_card_have_labels_of_their_own():
-    engine = dict(torch_compile="reduce-overhead", channels_last=True, data_on="host")
+    engine = dict(torch_compile="reduce-overhead", channels_last="yes", data_on="host")
     found = compare.compare([measurement(), measurement(engine=engine, rows=[row(32, 50.0)])])
     plain, fast = [one.label for one in of_basis(found, MEASURED)]
-    assert plain == "T4" and fast == "T4, torch_compile=reduce-overhead, channels_last=True, data_on=host"
+    assert plain == "T4" and fast == "T4, torch_compile=reduce-overhead, channels_last=yes, data_on=host"
 
 
 def test_the_plots_name_their_units_and_what_was_not_measured():

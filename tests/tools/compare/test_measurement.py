@@ -123,9 +123,9 @@ def test_a_file_names_the_place_and_counts_the_chips_as_the_price_table_does(
 
 def test_another_engine_has_a_file_of_its_own(tmp_path):
     env = dataclasses.replace(detect({}), host="local", accelerator="cpu")
-    engine = dict(torch_compile="reduce-overhead", channels_last=True)
+    engine = dict(torch_compile="reduce-overhead", channels_last="yes")
     found = compare.file_for(tmp_path, MNIST(**engine), env)
-    assert found.parent == tmp_path and found.name == "mnist-cpu-torch-compile-reduce-overhead-channels-last-true.json"
+    assert found.parent == tmp_path and found.name == "mnist-cpu-torch-compile-reduce-overhead-channels-last-yes.json"
 
 
 def test_a_dataset_is_synthetic_where_its_note_says_so_and_real_where_its_note_is_in_any_other_writing(digits, tmp_path):

@@ -1,8 +1,9 @@
 """The SLS loss against a plain loop, and where it could be NaN."""
 
+import pytest
 import torch
 
-from tpukit.workloads.mshnet.loss import sls_loss
+from tpukit.workloads.mshnet.loss import multiscale_loss, sls_loss
 
 
 def test_loss_is_the_mean_over_samples_of_a_plain_loop():
@@ -20,3 +21,25 @@ def test_loss_of_an_image_without_target_is_finite_and_so_is_its_gradient():
         loss = sls_loss(logits, torch.zeros(2, 1, 16, 16), warm_up=warm_up)
         loss.backward()
         assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_a_phase_that_is_a_tensor_gives_the_loss_and_the_gradient_of_one_that_is_a_bool(warm_up):
+    generator = torch.Generator().manual_seed(4)
+    sizes = (32, 32, 16, 8, 4)  # of the output and the masks
+    target = (torch.rand(2, 1, 32, 32, generator=generator) > 0.9).float()
+    target[0] = 0  # an image without a target, whose prediction below underflows
+    outputs = [
+        torch.randn(2, 1, size, size, generator=generator) - 200 * (torch.arange(2) == 0)[:, None, None, None] for size in sizes
+    ]
+    for output in outputs:
+        output.requires_grad_()
+
+    def loss_and_gradients(phase):
+        masks = [] if phase is True else outputs[1:]
+        loss = multiscale_loss(outputs[0], masks, target, warm_up=phase)
+        gradients = torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)
+        return [loss, *gradients]
+
+    for found, wanted in zip(loss_and_gradients(torch.tensor(warm_up)), loss_and_gradients(warm_up), strict=True):
+        assert torch.isfinite(found).all() and torch.equal(found, wanted)

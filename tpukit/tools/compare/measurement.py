@@ -19,7 +19,7 @@ from tpukit.workloads.datasets import SYNTHETIC_NOTE
 FORMAT = "tpukit comparison 1"
 PLACE_OF_HOST = {"colab": "Colab", "kaggle": "Kaggle", "tpu-vm": "Google Cloud", "local": "local"}
 NOT_THE_RECIPE = ("batch_size", "precision", "seed", "weights")
-ENGINE = dict(torch_compile="no", channels_last=False, data_on="auto")  # with the defaults
+ENGINE = dict(torch_compile="no", channels_last="auto", cuda_graph=True, data_on="auto")  # with the defaults
 ROW = dict.fromkeys(("first_step_s", "start_s", "step_ms", "step_ms_low", "step_ms_high", "wait_ms"), float)
 ROW |= dict.fromkeys(("batch_size", "timed_steps", "compiled_late", "memory_bytes"), int) | dict(memory_of=str)
 POSITIVE = ("batch_size", "step_ms", "timed_steps", "chips", "cores", "processes", "samples")

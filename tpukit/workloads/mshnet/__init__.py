@@ -83,16 +83,23 @@ class MSHNet(Workload):
         return Adagrad(model.parameters(), lr=self.lr)
 
     def loss(self, model, batch, epoch):
+        from tpukit.workloads.mshnet import tiling
         from tpukit.workloads.mshnet.loss import multiscale_loss
 
         warm_up = epoch <= self.warm_epoch
-        logits, masks = model(normalise(batch["image"]), warm_up)
+        tiles = tiling.num_tiles(batch["image"])
+        image, mask = tiling.split(batch["image"], tiles), tiling.split(batch["mask"], tiles)
+        logits, masks = model(normalise(image), warm_up, tiles)
         # Grey mask values stay as they are in the loss, as published.
-        return multiscale_loss(logits, masks, batch["mask"].float() / 255, warm_up=warm_up)
+        return multiscale_loss(logits, masks, mask.float() / 255, warm_up=warm_up, tiles=tiles)
 
     def predict(self, model, batch, epoch=None):
+        from tpukit.workloads.mshnet import tiling
+
         warm_up = epoch is not None and epoch <= self.warm_epoch
-        return model(normalise(batch["image"]), warm_up)[0].float()
+        tiles = tiling.num_tiles(batch["image"])
+        logits, _ = model(normalise(tiling.split(batch["image"], tiles)), warm_up, tiles)
+        return tiling.merge(logits, tiles).float()
 
     def evaluate(self, predictions, threshold=0.5):
         """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), roc. threshold: of the probability, in (0, 1)."""

@@ -1,15 +1,16 @@
 """The multi-scale head network of Liu et al., "Infrared Small Target Detection with Scale and Location Sensitivity",
 CVPR 2024, with the published parameter names, so that published weights load.
 
-Letters: B batch, C channels, H and W the image size (multiples of 16), T tiles (see `tiling.py`; 1 but on XLA).
+Letters: B batch, C channels, H and W the image size (multiples of 16). On XLA the layers work on tiles of the images, see
+`tiling.py`, and a block in fewer passes, see `fused.py`; tiles=None, elsewhere, is the plain network.
 """
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tpukit.workloads.mshnet import tiling
-from tpukit.workloads.mshnet.tiling import conv2d, upsample, upsample2x
+from tpukit.workloads.mshnet import fused, tiling
+from tpukit.workloads.mshnet.tiling import concat_channels, conv2d, upsample
 
 CHANNELS = (16, 32, 64, 128, 256)
 BLOCKS = (1, 2, 2, 2, 2)
@@ -21,10 +22,12 @@ class ChannelAttention(nn.Module):
         self.fc1 = nn.Conv2d(channels, channels // reduction, 1, bias=False)
         self.fc2 = nn.Conv2d(channels // reduction, channels, 1, bias=False)
 
-    def forward(self, x, tiles=1):  # (T*B, C, H/T, W) -> (T*B, C, 1, 1) in (0, 1)
-        mean = self.fc2(F.relu(self.fc1(tiling.global_mean(x, tiles))))  # (B, C, 1, 1)
-        largest = self.fc2(F.relu(self.fc1(tiling.global_max(x, tiles))))
-        return torch.sigmoid(mean + largest).repeat(tiles, 1, 1, 1)
+    def forward(self, x):  # (B, C, H, W) -> (B, C, 1, 1) in (0, 1)
+        return self.from_pooled(x.mean((2, 3), keepdim=True), F.adaptive_max_pool2d(x, 1))
+
+    def from_pooled(self, mean, largest):  # (B, C, 1, 1) each
+        mean, largest = (self.fc2(F.relu(self.fc1(pooled))) for pooled in (mean, largest))
+        return torch.sigmoid(mean + largest)
 
 
 class SpatialAttention(nn.Module):
@@ -32,9 +35,9 @@ class SpatialAttention(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(2, 1, 7, padding=3, bias=False)
 
-    def forward(self, x, tiles=1):  # (T*B, C, H/T, W) -> (T*B, 1, H/T, W) in (0, 1)
-        x = torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1)  # (T*B, 2, H/T, W)
-        return torch.sigmoid(tiling.conv2d_to_one_channel(self.conv1, x, tiles))
+    def forward(self, x):  # (B, C, H, W) -> (B, 1, H, W) in (0, 1)
+        x = torch.cat([x.mean(1, keepdim=True), x.max(1, keepdim=True).values], 1)  # (B, 2, H, W)
+        return torch.sigmoid(self.conv1(x))
 
 
 class Block(nn.Module):
@@ -52,15 +55,14 @@ class Block(nn.Module):
         self.ca = ChannelAttention(channels)
         self.sa = SpatialAttention()
 
-    def forward(self, x, tiles=1):  # (T*B, channels_in, H/T, W) -> (T*B, channels, H/T, W)
-        residual = x
-        if self.shortcut is not None:
-            layer, norm = self.shortcut
-            residual = norm(conv2d(layer, x, tiles))
-        x = F.relu(self.bn1(conv2d(self.conv1, x, tiles)))
-        x = self.bn2(conv2d(self.conv2, x, tiles))
-        x = self.ca(x, tiles) * x
-        x = self.sa(x, tiles) * x
+    def forward(self, x, tiles=None):  # (B, channels_in, H, W) -> (B, channels, H, W)
+        if tiles is not None:
+            return fused.block(self, x, tiles)
+        residual = x if self.shortcut is None else self.shortcut(x)
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = self.bn2(self.conv2(x))
+        x = self.ca(x) * x
+        x = self.sa(x) * x
         return F.relu(x + residual)
 
 
@@ -70,7 +72,7 @@ class Stage(nn.Sequential):
     def __init__(self, channels_in, channels, blocks):
         super().__init__(Block(channels_in, channels), *(Block(channels, channels) for _ in range(blocks - 1)))
 
-    def forward(self, x, tiles=1):
+    def forward(self, x, tiles=None):
         for block in self:
             x = block(x, tiles)
         return x
@@ -98,30 +100,32 @@ class MSHNetModel(nn.Module):
         self.output_3 = nn.Conv2d(c3, 1, 1)
         self.final = nn.Conv2d(4, 1, 3, padding=1)
 
-    def forward(self, image, warm_up=False):
+    def forward(self, image, warm_up=False, tiles=None):
         """image: (B, 3, H, W), normalised. Returns (logits, masks).
 
         logits: (B, 1, H, W), unbounded. masks: logits at full, half, quarter and eighth size, which the training loss
-        supervises too. In the warm-up phase the logits are mask 0 alone and there are no masks.
+        supervises too. In the warm-up phase the logits are mask 0 alone and there are no masks. warm_up: a bool, or a 0-d bool
+        tensor that chooses the logits and leaves the masks. tiles: image and results are tiles, (T*B, C, H/T, W).
         """
-        tiles = tiling.num_tiles(image)
-        # (B, C, H, W) below stands for (T*B, C, H/T, W) where the layer is given the tiles.
-        e0 = self.encoder_0(self.conv_init(tiling.split(image, tiles)), tiles)  # (B, 16, H, W)
+        e0 = self.encoder_0(conv2d(self.conv_init, image, tiles), tiles)  # (B, 16, H, W)
         e1 = self.encoder_1(F.max_pool2d(e0, 2), tiles)  # (B, 32, H/2, W/2)
         e2 = self.encoder_2(F.max_pool2d(e1, 2), tiles)  # (B, 64, H/4, W/4)
         # From here on the channels are many and the rows few: whole images.
-        e3 = self.encoder_3(tiling.merge(F.max_pool2d(e2, 2), tiles))  # (B, 128, H/8, W/8)
-        middle = self.middle_layer(F.max_pool2d(e3, 2))  # (B, 256, H/16, W/16)
-        d3 = self.decoder_3(torch.cat([e3, upsample2x(middle)], 1))  # (B, 128, H/8, W/8)
-        up3 = upsample2x(tiling.split(d3, tiles), tiles)
-        d2 = self.decoder_2(tiling.concat_channels(e2, up3, tiles=tiles), tiles)  # (B, 64, H/4, W/4)
-        d1 = self.decoder_1(tiling.concat_channels(e1, upsample2x(d2, tiles), tiles=tiles), tiles)  # (B, 32, H/2, W/2)
-        d0 = self.decoder_0(tiling.concat_channels(e0, upsample2x(d1, tiles), tiles=tiles), tiles)  # (B, 16, H, W)
-        mask0 = tiling.merge(self.output_0(d0), tiles)
-        if warm_up:
+        whole = tiles and 1
+        e3 = self.encoder_3(tiling.merge(F.max_pool2d(e2, 2), tiles), whole)  # (B, 128, H/8, W/8)
+        middle = self.middle_layer(F.max_pool2d(e3, 2), whole)  # (B, 256, H/16, W/16)
+        d3 = self.decoder_3(concat_channels(e3, upsample(middle, 2, whole), tiles=whole), whole)  # (B, 128, H/8, W/8)
+        up3 = upsample(tiling.split(d3, tiles), 2, tiles)
+        d2 = self.decoder_2(concat_channels(e2, up3, tiles=tiles), tiles)  # (B, 64, H/4, W/4)
+        d1 = self.decoder_1(concat_channels(e1, upsample(d2, 2, tiles), tiles=tiles), tiles)  # (B, 32, H/2, W/2)
+        d0 = self.decoder_0(concat_channels(e0, upsample(d1, 2, tiles), tiles=tiles), tiles)  # (B, 16, H, W)
+        mask0 = conv2d(self.output_0, d0, tiles)
+        if not torch.is_tensor(warm_up) and warm_up:
             return mask0, []
-        mask1, mask2 = tiling.merge(self.output_1(d1), tiles), tiling.merge(self.output_2(d2), tiles)
-        mask3 = self.output_3(d3)
-        full_size = torch.cat([mask0, upsample(mask1, 2), upsample(mask2, 4), upsample(mask3, 8)], 1)  # (B, 4, H, W)
-        logits = tiling.merge(conv2d(self.final, tiling.split(full_size, tiles), tiles), tiles)
+        mask1, mask2 = conv2d(self.output_1, d1, tiles), conv2d(self.output_2, d2, tiles)
+        mask3 = tiling.split(conv2d(self.output_3, d3, whole), tiles)
+        full_size = [mask0, *(upsample(mask, 2**scale, tiles) for scale, mask in enumerate((mask1, mask2, mask3), 1))]
+        logits = conv2d(self.final, torch.cat(full_size, 1), tiles)
+        if torch.is_tensor(warm_up):
+            logits = torch.where(warm_up, mask0, logits)
         return logits, [mask0, mask1, mask2, mask3]

@@ -4,7 +4,8 @@ A TPU works on 128 numbers side by side, its lanes. Where channels are few, its 
 32 leaves three quarters of every load, store and product empty. So images are split into T tiles of whole rows that lie side
 by side in the batch: tile t of image b is sample t * B + b. Only layers that read neighbouring rows or whole images differ.
 
-Letters: B batch, C channels, H and W the size of the image, T tiles, K the size of a kernel.
+Letters: B batch, C channels, H and W the size of the image, h = H/T the rows of a tile, K the size of a kernel. Everywhere
+tiles=None means torch's own layers, for other devices, which are faster with them.
 """
 
 import torch
@@ -17,7 +18,9 @@ MIN_ROWS = 16  # of a tile of the image; the network halves them twice
 
 
 def num_tiles(image):
-    """How many tiles fill the lanes with a batch (B, C, H, W); 1 on devices without lanes, or if cores share the batch."""
+    """How many tiles fill the lanes with a batch (B, C, H, W); 1 if cores share the batch; None on devices without lanes."""
+    if image.device.type != "xla":
+        return None
     if not on_one_xla_core(image):
         return 1
     batch, _, height, _ = image.shape
@@ -28,60 +31,99 @@ def num_tiles(image):
 
 
 def split(x, tiles):
-    """(B, C, H, W) -> (T*B, C, H/T, W)."""
-    return x if tiles == 1 else torch.cat(x.chunk(tiles, 2), 0)
+    """(B, C, H, W) -> (T*B, C, h, W)."""
+    return torch.cat(x.chunk(tiles, 2), 0) if tiles and tiles > 1 else x
 
 
 def merge(x, tiles):
-    """(T*B, C, H/T, W) -> (B, C, H, W)."""
-    return x if tiles == 1 else torch.cat(x.chunk(tiles, 0), 2)
+    """(T*B, C, h, W) -> (B, C, H, W)."""
+    return torch.cat(x.chunk(tiles, 0), 2) if tiles and tiles > 1 else x
 
 
-def global_mean(x, tiles):
-    """(T*B, C, H/T, W) -> (B, C, 1, 1), over whole images."""
-    x = x.mean((2, 3), keepdim=True)  # (T*B, C, 1, 1)
-    return x if tiles == 1 else x.view(tiles, -1, *x.shape[1:]).mean(0)
+def by_image(x, tiles):
+    """(T*B, ...) -> (T, B, ...)."""
+    return x.view(tiles or 1, -1, *x.shape[1:])
 
 
-def global_max(x, tiles):
-    """(T*B, C, H/T, W) -> (B, C, 1, 1), over whole images."""
-    # amax, because the backward of an adaptive max pool over a whole image does not compile for a TPU v5e.
-    x = x.amax((2, 3), keepdim=True)  # (T*B, C, 1, 1)
-    return x if tiles == 1 else x.view(tiles, -1, *x.shape[1:]).amax(0)
+def rows(x, tiles):
+    """(T*B, 1, h, 1): which row of the image, from 0, each row of the tiles (T*B, C, h, W) is."""
+    tiles, height = tiles or 1, x.shape[2]
+    row = torch.arange(tiles * height, dtype=compute_dtype(x), device=x.device).view(tiles, 1, 1, height, 1)
+    return row.expand(-1, x.shape[0] // tiles, -1, -1, -1).flatten(0, 1)
+
+
+def compute_dtype(x):
+    """The type of sums and weights: float32, or that of x if it has more bits."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def exchange_halo(x, tiles, halo):
+    """(T*B, C, h, W) -> (T*B, C, h + 2 * halo, W): each tile with the nearest rows of the tiles above and below, or zeros."""
+    last, first = x[:, :, -halo:], x[:, :, :halo]
+    batch = x.shape[0] // tiles
+    zeros = torch.zeros_like(last[:batch])
+    return torch.cat([torch.cat([zeros, last[:-batch]], 0), x, torch.cat([first[batch:], zeros], 0)], 2)
 
 
 def concat_channels(*maps, tiles):
     """Maps one after another in the channels, as `conv2d` takes them: of tiles the tuple of them, which nothing copies."""
-    return torch.cat(maps, 1) if tiles == 1 else maps
+    return maps if tiles and tiles > 1 else torch.cat(maps, 1)
 
 
-def conv2d(layer, x, tiles):
-    """A convolution of tiled images. x: (T*B, C, H/T, W), or several of them from `concat_channels`."""
-    if tiles == 1:
+def conv2d(layer, x, tiles, *, bias=True):
+    """A convolution of tiled images. x: (T*B, C, h, W), or several of them from `concat_channels`. bias: whether to add it."""
+    if tiles is None:
         return layer(x)
     maps = x if isinstance(x, tuple) else (x,)
-    halo = layer.kernel_size[0] // 2
-    weights = layer.weight.split([part.shape[1] for part in maps], 1)
+    kind = maps[0].device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layer.weight.dtype
+    weights = layer.weight.to(dtype).split([part.shape[1] for part in maps], 1)
     # Map by map, because concatenating them would write and read all of them again.
-    padded = [_ExchangeHalo.apply(part, tiles, halo) if halo else part for part in maps]
-    out, *others = [F.conv2d(part, weight, padding=(0, halo)) for part, weight in zip(padded, weights)]
+    out, *others = [_Convolution.apply(part.to(dtype), weight, tiles) for part, weight in zip(maps, weights)]
     for other in others:
         out = out + other
-    return out + layer.bias.view(1, -1, 1, 1).to(out.dtype)
+    return out + layer.bias.view(1, -1, 1, 1).to(dtype) if bias else out
 
 
-def conv2d_to_one_channel(layer, x, tiles):
-    """A convolution of a few channels to one: (T*B, C, h, W) -> (T*B, 1, h, W)."""
-    if x.device.type != "xla":
-        return layer(x)
-    # Two channels would leave the lanes empty; whole rows of pixels fill them.
-    return split(conv2d_rows_as_channels(layer, merge(x, tiles)), tiles)
+class _Convolution(torch.autograd.Function):
+    """A convolution of tiles whose backward is one too, of the gradient's tiles with their halo. Autograd's would compute the
+    gradient of the halo as well, and add it to the neighbours in one more pass over the map."""
+
+    @staticmethod
+    def forward(ctx, x, weight, tiles):
+        ctx.save_for_backward(x, weight)
+        ctx.tiles = tiles
+        return _convolve(x, weight, tiles)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        to_x = to_weight = None
+        if ctx.needs_input_grad[0]:
+            to_x = _convolve(gradient, weight.flip(2, 3).transpose(0, 1), ctx.tiles)
+        if ctx.needs_input_grad[1]:
+            x, padding = _padded(x, weight.shape[2] // 2, ctx.tiles)
+            _, to_weight, _ = torch.ops.aten.convolution_backward(
+                gradient, x, weight, None, [1, 1], padding, [1, 1], False, [0, 0], 1, [False, True, False]
+            )
+        return to_x, to_weight, None
+
+
+def _convolve(x, weight, tiles):
+    x, padding = _padded(x, weight.shape[2] // 2, tiles)
+    return F.conv2d(x, weight, padding=padding)
+
+
+def _padded(x, halo, tiles):
+    """(x with its halo, what is left of the padding by rows and columns)."""
+    return (exchange_halo(x, tiles, halo), [0, halo]) if halo and tiles > 1 else (x, [halo, halo])
 
 
 def conv2d_rows_as_channels(layer, x):
     """A convolution to one channel that treats each pixel of a row as a channel: (B, C, H, W) -> (B, 1, H, W).
 
-    Along a row the kernel becomes a banded matrix: input column i reaches output column o by tap i - o + K // 2."""
+    A few channels would leave the lanes empty; whole rows fill them. Along a row the kernel becomes a banded matrix: input
+    column i reaches output column o by tap i - o + K // 2."""
     batch, channels, height, width = x.shape
     size = layer.kernel_size[0]
     with torch.autocast(x.device.type, enabled=False):
@@ -97,95 +139,85 @@ def conv2d_rows_as_channels(layer, x):
     return out.permute(0, 3, 2, 1)
 
 
-def upsample2x(x, tiles=1):
-    """Bilinear upsampling by 2 with aligned corners: (T*B, C, h, w) -> (T*B, C, 2h, 2w), where T*h is the image's height.
-
-    Every new pixel lies between two old ones, so this blends each pixel with its neighbours, first by row, then by column.
-    """
-    height, width = tiles * x.shape[2], x.shape[3]
-    row = torch.arange(height, dtype=torch.float32, device=x.device).view(tiles, 1, 1, -1, 1)
-    row = row.expand(-1, x.shape[0] // tiles, -1, -1, -1).flatten(0, 1)  # (T*B, 1, h, 1), in the image
-    x = _ExchangeHalo.apply(x, tiles, 1)  # (T*B, C, h + 2, w)
-    x = _Upsample2xAlong.apply(x, *_blend_weights(row, height, x.dtype), 2)
-    column = torch.arange(width, dtype=torch.float32, device=x.device)
-    x = F.pad(x, (1, 1))  # (T*B, C, 2h, w + 2)
-    return _Upsample2xAlong.apply(x, *_blend_weights(column, width, x.dtype), 3)
-
-
-def _blend_weights(position, size, dtype):
-    """Weight of the pixel before in the first of the two new pixels, and of the pixel after in the second one."""
-    return (position / (2 * size - 1)).to(dtype), ((size - 1 - position) / (2 * size - 1)).to(dtype)
-
-
-def upsample(x, factor):
-    """Bilinear upsampling with aligned corners, by two matrix products: (B, C, H, W) -> (B, C, factor * H, factor * W).
-
-    `F.interpolate` gathers, which has no backward on XLA and would cut the training step into several graphs."""
-    rows, columns = (_interpolation_matrix(size, factor, x) for size in x.shape[-2:])
-    return rows @ x @ columns.T
+def upsample(x, factor, tiles):
+    """Bilinear upsampling with aligned corners: (T*B, C, h, W) -> (T*B, C, factor * h, factor * W)."""
+    if tiles is None:
+        return F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=True)
+    # Not so on XLA: it gathers, which has no backward there and would cut the training step into several graphs.
+    if factor == 2:
+        return upsample2x(x, tiles)
+    x = merge(x, tiles)
+    by_rows, by_columns = (_interpolation_matrix(size, factor, x) for size in x.shape[-2:])
+    return split(by_rows @ x @ by_columns.T, tiles)
 
 
 def _interpolation_matrix(size, factor, like):
     """(factor * size, size), built on the device of `like`."""
-    out = size * factor
-    # Float64 on the host would be exact; float32 positions are within 1e-5 of a pixel at the sizes used here.
-    position = torch.arange(out, dtype=torch.float32, device=like.device) * ((size - 1) / (out - 1))
-    source = torch.arange(size, dtype=torch.float32, device=like.device)
+    out, dtype = size * factor, compute_dtype(like)
+    position = torch.arange(out, dtype=dtype, device=like.device) * ((size - 1) / (out - 1))
+    source = torch.arange(size, dtype=dtype, device=like.device)
     return (1 - (position[:, None] - source[None, :]).abs()).clamp(min=0).to(like.dtype)
 
 
-# Two linear maps with a backward of their own: XLA would go over the whole map once for every slice that autograd undoes.
-
-
-class _ExchangeHalo(torch.autograd.Function):
-    """(T*B, C, h, W) -> (T*B, C, h + 2 * halo, W): each tile with the nearest rows of the tiles above and below, or zeros."""
-
-    @staticmethod
-    def forward(ctx, x, tiles, halo):
-        ctx.tiles, ctx.halo = tiles, halo
-        above, below = _rows_of_neighbours(x[:, :, -halo:], x[:, :, :halo], tiles)
-        return torch.cat([above, x, below], 2)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        halo, height = ctx.halo, gradient.shape[2] - 2 * ctx.halo
-        # A row's copy below its tile is the halo above the next one, and the other way round.
-        top, bottom = _rows_of_neighbours(gradient[:, :, -halo:], gradient[:, :, :halo], ctx.tiles)
-        inside = gradient[:, :, halo:-halo]
-        to_first_rows, to_last_rows = (0, 0, 0, height - halo), (0, 0, height - halo, 0)
-        return F.pad(top, to_first_rows) + inside + F.pad(bottom, to_last_rows), None, None
-
-
-def _rows_of_neighbours(last, first, tiles):
-    """(rows from the tile above, rows from the tile below) of every tile, given the last and the first rows of each."""
-    batch = last.shape[0] // tiles
-    zeros = torch.zeros_like(last[:batch])
-    if tiles == 1:
-        return zeros, zeros
-    return torch.cat([zeros, last[:-batch]], 0), torch.cat([first[batch:], zeros], 0)
+def upsample2x(x, tiles):
+    """`upsample` by 2. Every new pixel lies between two old ones, so this blends each pixel with its neighbours, first by row,
+    then by column."""
+    x = _Upsample2xAlong.apply(x, rows(x, tiles), 2, tiles)
+    column = torch.arange(x.shape[3], dtype=compute_dtype(x), device=x.device)
+    return _Upsample2xAlong.apply(x, column, 3, tiles)
 
 
 class _Upsample2xAlong(torch.autograd.Function):
-    """Along one axis, n + 2 pixels, of which the outer two are halo, -> 2n pixels.
+    """Twice as many pixels along one axis: for each pixel one blended with the pixel before it, and one with the pixel after.
 
-    Each of the n gives two: one blended with the pixel before it, one with the pixel after it."""
+    position: of the pixels in the image, from 0."""
 
     @staticmethod
-    def forward(ctx, x, before, after, axis):
-        ctx.axis = axis
-        ctx.save_for_backward(before, after)
-        size = x.shape[axis] - 2
-        inside = x.narrow(axis, 1, size)
-        first = inside + before * (x.narrow(axis, 0, size) - inside)
-        second = inside + after * (x.narrow(axis, 2, size) - inside)
-        return torch.stack([first, second], axis + 1).flatten(axis, axis + 1)
+    def forward(ctx, x, position, axis, tiles):
+        ctx.axis, ctx.tiles = axis, tiles
+        ctx.save_for_backward(position)
+        size, last = x.shape[axis], _size(x, axis, tiles) - 1
+        padded = _with_neighbours(x, axis, tiles)
+        previous, here, following = (padded.narrow(axis, start, size) for start in (0, 1, 2))
+        first = here + position / (2 * last + 1) * (previous - here)
+        second = here + (last - position) / (2 * last + 1) * (following - here)
+        return _interleave(first.to(x.dtype), second.to(x.dtype), axis)
 
     @staticmethod
     def backward(ctx, gradient):
-        before, after = ctx.saved_tensors
-        first, second = gradient.unflatten(ctx.axis, (-1, 2)).unbind(ctx.axis + 1)
-        to_before, to_after = before * first, after * second
-        inside = first - to_before + second - to_after
-        trailing = [0, 0] * (3 - ctx.axis)  # F.pad counts from the last axis
-        gradient = F.pad(to_before, [*trailing, 0, 2]) + F.pad(inside, [*trailing, 1, 1]) + F.pad(to_after, [*trailing, 2, 0])
-        return gradient, None, None, None
+        (position,) = ctx.saved_tensors
+        axis, tiles = ctx.axis, ctx.tiles
+        size, last = gradient.shape[axis] // 2, _size(gradient, axis, tiles) // 2 - 1
+        padded = _with_neighbours(gradient, axis, tiles)
+        # A pixel has part in four new ones: the second of the pixel before, its own two, and the first of the pixel after.
+        second_before, first, second, first_after = (_every_other(padded, axis, start, size) for start in range(4))
+        to_x = (last + 1 - position) * second_before + (2 * last + 1 - position) * first
+        to_x = to_x + (last + 1 + position) * second + (position + 1) * first_after
+        return (to_x / (2 * last + 1)).to(gradient.dtype), None, None, None
+
+
+def _interleave(first, second, axis):
+    """(N, C, h, W) each -> (N, C, 2h, W) or, by columns, (N, C, h, 2W).
+
+    In a TPU's memory h, W, C and N follow one another, and the two are put side by side along the axis that comes next there,
+    so that nothing has to move; what `stack` gives is copied to another layout and back."""
+    if axis == 2:
+        return torch.cat([first, second], 3).view(*first.shape[:2], -1, first.shape[3])
+    both = torch.cat([first, second], 1).unflatten(1, (2, -1))  # (N, 2, C, h, W)
+    return both.permute(0, 2, 3, 4, 1).flatten(3)
+
+
+def _size(x, axis, tiles):
+    """Of the image along the axis."""
+    return x.shape[axis] * (tiles if axis == 2 else 1)
+
+
+def _with_neighbours(x, axis, tiles):
+    """x with one pixel more on either side along the axis, zero outside the image."""
+    return exchange_halo(x, tiles, 1) if axis == 2 else F.pad(x, (1, 1))
+
+
+def _every_other(x, axis, start, size):
+    """`size` pixels along the axis from `start`, leaving out every other one."""
+    slices = [slice(None)] * axis + [slice(start, start + 2 * size - 1, 2)]
+    return x[tuple(slices)]

@@ -1,0 +1,222 @@
+"""A training step on a GPU as one CUDA graph: captured once, then launched as a whole.
+
+PyTorch hands each operation of a step to the GPU on its own. For a network of a thousand operations that can take the host
+longer than the GPU needs for the step. A CUDA graph holds all of them with the addresses of their tensors, so that later steps
+copy their arguments to where the captured ones lay, and launch it.
+
+    first calls of a signature    warm-up: run as ever, on the stream of the capture; the last one is searched for waits
+    the next call                 capture: the operations are recorded and none runs; then the first replay
+    later calls                   replay: copy the arguments, launch, copy the result
+
+All of these are steps of the training: a warm-up changes what a step changes, and a capture changes nothing on the GPU, so
+there is nothing to undo. Where a step cannot be captured, all later ones run as ever.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from tpukit.devices import recompiles
+from tpukit.host.tables import GIB
+
+WARM_UP = 3  # calls: cuDNN measures its algorithms, optimizers and libraries make their state
+MAX_KEPT = 4  # graphs: a step and its variants, for the epochs that differ in an argument
+MEMORY_SHARE = 2  # a step may take 1 / MEMORY_SHARE of the memory, because its graph keeps that from all else
+SYNC_WARNING = "called a synchronizing CUDA operation"  # torch's only way to say so
+
+
+def obstacle(runtime):
+    """Why no step can be captured on this runtime, or None."""
+    if runtime.scaler is not None:
+        return "in fp16 the host reads after each backward pass whether a gradient overflowed"
+    if runtime.world.size > 1:
+        return "DistributedDataParallel reads from the GPU which parameters had no gradient"
+    return None
+
+
+class CapturedStep:
+    """`function` as a CUDA graph for each signature of its arguments, where it can be captured.
+
+    function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and buffers of `model`
+    and the state of `optimizer`, in place, and the gradients. A new number among the arguments, a new shape or a new setting of
+    the optimizer is captured again. It sets the gradients to None first, so that they are made in the graph's memory; they stay
+    valid until the next call.
+    """
+
+    def __init__(self, function, name, model, optimizer, runtime):
+        self.function, self.name, self.runtime = function, name, runtime
+        self.model, self.optimizer = model, optimizer
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()  # of memory, which the graphs share
+        self.warm_ups = collections.Counter()  # signature -> calls
+        self.captured = {}  # signature -> CapturedGraph
+        self.replayed = None  # the graph of the last call, whose gradients the parameters have
+        self.may_capture = True
+
+    def __call__(self, *arguments):
+        if self.may_capture and (reason := obstacle(self.runtime)):
+            self._refuse(reason)
+        if not self.may_capture:
+            return self.function(*arguments)
+        key, tensors = recompiles.call_key(arguments, self.model, self.optimizer)
+        if key not in self.captured:
+            if self.warm_ups[key] < WARM_UP:
+                self.warm_ups[key] += 1
+                return self._warm_up(arguments, is_last=self.warm_ups[key] == WARM_UP)
+            while len(self.captured) >= MAX_KEPT:
+                del self.captured[next(iter(self.captured))]
+            self.captured[key] = self._capture(arguments, tensors)
+            if not self.may_capture:
+                self.captured.clear()
+                return self.function(*arguments)
+        return self._replay(self.captured[key], tensors)
+
+    def _refuse(self, reason):
+        self.may_capture = False
+        self._record(0, 0.0, [reason])
+
+    def _record(self, graphs, seconds, why):
+        event = dict(what=self.name, programs=graphs, seconds=seconds, why=why, refused=False)
+        self.runtime.compile_events.append(event)
+
+    def _warm_up(self, arguments, *, is_last):
+        """Run the step on the stream of the capture; the last time, look for what could not be replayed."""
+        self.replayed = None
+        addresses, current = self._addresses(), torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.cuda.stream(self.stream))
+            waits = stack.enter_context(_waits_recorded()) if is_last else []
+            result = self.function(*arguments)
+        current.wait_stream(self.stream)
+        if waits:
+            self._refuse(f"the host waits for the GPU in {waits[0]}")
+        elif is_last and self._addresses() != addresses:
+            self._refuse("it replaces parameters or buffers of the model instead of changing them")
+        return result
+
+    def _addresses(self):
+        return [value.data_ptr() for value in (*self.model.parameters(), *self.model.buffers())]
+
+    def _capture(self, arguments, tensors):
+        """Record the step: a `CapturedGraph`, or None where that fails."""
+        started = time.monotonic()
+        for peak, total in self.runtime.memory():
+            if peak > total / MEMORY_SHARE:
+                return self._refuse(f"it takes {peak / GIB:.1f} of {total / GIB:.1f} GiB, which a graph would keep")
+        inputs = [tensor.clone() for tensor in tensors]
+        remaining = iter(inputs)
+        arguments = tree_map_only(torch.Tensor, lambda _: next(remaining), arguments)
+        host = HostState(self.optimizer)
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # Only this thread: others make batches and compute scores meanwhile.
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                result = self.function(*arguments)
+        except Exception as error:  # whatever it is: the step that is not captured raises it again, if it is one
+            torch.cuda.set_stream(current)
+            _end_capture(self.pool)
+            host.restore()
+            return self._refuse(_first_cause(error))
+        if host.decides_the_update():
+            host.restore()
+            return self._refuse(f"{type(self.optimizer).__name__} computes with numbers on the host that change at each step")
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        captured = CapturedGraph(
+            graph=graph,
+            inputs=inputs,
+            result=result,
+            gradients=[(p, p.grad) for p in parameters],
+            host_numbers=host.numbers,
+            host_increments=host.increments(),
+        )
+        host.restore()
+        self._record(1, time.monotonic() - started, [])
+        return captured
+
+    def _replay(self, captured, tensors):
+        torch._foreach_copy_(captured.inputs, tensors)
+        captured.graph.replay()
+        if captured.host_numbers:
+            torch._foreach_add_(captured.host_numbers, captured.host_increments)
+        if self.replayed is not captured:
+            for parameter, gradient in captured.gradients:
+                parameter.grad = gradient
+            self.replayed = captured
+        return captured.result.clone()  # because the next replay of any graph may write over it
+
+
+@dataclasses.dataclass(kw_only=True)
+class CapturedGraph:
+    """A captured step, and the tensors that it reads and writes at each replay."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list  # tensors
+    result: torch.Tensor
+    gradients: list  # of (parameter, gradient)
+    host_numbers: list  # the optimizer's tensors on the host, which the graph does not change
+    host_increments: list
+
+
+class HostState:
+    """What an optimizer keeps on the host, as it was when this was made: counters, mostly."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.states = [(state, dict(state)) for state in optimizer.state.values()]
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        self.numbers = [value for value in values if isinstance(value, torch.Tensor) and value.device.type == "cpu"]
+        self.before = [value.clone() for value in self.numbers]
+
+    def increments(self):
+        return [value - before for value, before in zip(self.numbers, self.before)]
+
+    def decides_the_update(self):
+        """Whether the optimizer has changed its numbers, and so may compute with others at each step."""
+        if any(state[name] is not value for state, saved in self.states for name, value in saved.items()):
+            return True
+        if isinstance(self.optimizer, torch.optim.Adagrad) and not any(g["lr_decay"] for g in self.optimizer.param_groups):
+            return False  # it counts its steps for the decay alone
+        return any(increment.any() for increment in self.increments())
+
+    def restore(self):
+        for state, saved in self.states:
+            state.update(saved)
+        for value, before in zip(self.numbers, self.before):
+            value.copy_(before)
+
+
+@contextlib.contextmanager
+def _waits_recorded():
+    """Context manager: a list that afterwards holds the lines, "file.py line 3", at which the host waited for the GPU."""
+    waits, mode = [], torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    waits += [f"{Path(w.filename).name} line {w.lineno}" for w in caught if SYNC_WARNING in str(w.message)]
+
+
+def _end_capture(pool):
+    """Tell torch that a capture is over. Before 2.12 its allocator and generator believe in one that CUDA ended by an error."""
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # the capture was still sound, and torch has ended it
+        torch._C._cuda_endAllocateToPool(device, pool)
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
+def _first_cause(error):
+    """The first line of the error that others followed."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}".splitlines()[0]
