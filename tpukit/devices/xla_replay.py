@@ -3,8 +3,8 @@
 torch_xla traces every step again, only to find that it has compiled the graph already. For a network of a thousand operations
 that can take the host longer than the device needs for the step. Here the traced graph is kept with the list of its inputs, and
 later steps hand it the current tensors. (The calls are those of torch_xla's own bridge to torch.compile, which takes no
-optimizer.) On several cores every process does so, and an all-reduce is part of the graph; under SPMD the one graph of all cores
-is kept.
+optimizer.) With several cores every process does so, and the all-reduce is part of the graph; under SPMD it is the one graph of
+all cores.
 
     first call of a signature    capture: trace the step, twice for the very first one, to check that both traces agree
     later calls                  replay: run the compiled graph, move its outputs into the model, optimizer and gradients
