@@ -78,7 +78,7 @@ class XLARuntime(Runtime):
         return {name: self._put(torch.as_tensor(value)) for name, value in arrays.items()}
 
     def _put(self, tensor):
-        # Of a tensor without dimensions `.to` makes a constant of the graph where it is 0 or 1, and otherwise shares its data with
+        # Of a tensor without dimensions `.to` makes a constant of the graph where it is 0 or 1; elsewhere it shares the data of
         # equal numbers in the graph.
         return tensor.to(self.device) if tensor.dim() else xm.send_cpu_data_to_device([tensor], self.device)[0]
 
