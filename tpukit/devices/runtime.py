@@ -173,8 +173,8 @@ class Runtime:
         """`function`, as one compiled graph on devices that compile.
 
         name: for the compilation records; defaults to the function's. max_graphs: how many different graphs it may have.
-        changes: (model, optimizer), if it changes these and nothing else: on one XLA core its graph is then captured and
-        replayed, see `xla_replay`.
+        changes: (model, optimizer), if it changes these and nothing else: on XLA its graph is then captured and replayed, see
+        `xla_replay`.
         """
         return function
 
