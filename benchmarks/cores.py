@@ -68,7 +68,7 @@ def time_host(parallel, cores=8, size=16, samples=4):
 
     The graphs run on the CPU XLA device, which a TPU's would not do, so wall_ms includes that the device and the host share the
     processor; host_ms is the processor time of the Python thread alone. The size of the images changes neither."""
-    os.environ.update(XLA_ALWAYS_ALLREDUCE="1")  # else an all-reduce over one visible core is left out
+    os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")  # else an all-reduce over one visible core is left out
     os.environ.update(XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0")
     from tpukit.devices.xla import XLARuntime
 
