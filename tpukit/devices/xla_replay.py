@@ -123,6 +123,8 @@ class GraphReplay:
         xm.wait_device_ops()  # what is still being computed has no handle
         sources = [("argument", i) for i in range(len(tensors))] + [("state", i) for i in range(len(state))]
         source_of = dict(zip(_XLAC._get_tensors_handle([*tensors, *state]), sources))
+        # Keeps their data, whose handles new data could otherwise take over while the function is traced.
+        held = _XLAC._get_tensors_xla_device_data_node([*tensors, *state])
         host_before = [value.clone() for value in host_state]
         debugs = _XLAC._get_ir_debug()
         _XLAC._set_ir_debug(True)  # the trace keeps the line of each operation; the graph is the same
@@ -140,6 +142,7 @@ class GraphReplay:
         for kind, index, value in inputs:  # what the step writes may take the memory of its old value
             if kind == "state" and index in written:
                 _XLAC._set_buffer_donation(value, True)
+        del held
         with alias_with_buffer_donor_config():
             graph_hash = _XLAC._get_graph_hash(outputs)
         return CapturedGraph(
