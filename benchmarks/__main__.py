@@ -5,6 +5,7 @@ steps   MSHNet's training step with each way of making it faster, one by one
 epochs  an epoch around it: waiting for data, compilations after warm-up, evaluation, time to the first step, peak memory
 loops   the cost of tpukit's loop next to a bare loop, Lightning and accelerate: same model, same device
 cores   2 and 4 processes against one, and what share of a step the gradient all-reduce takes
+host    what the host does for a step of MSHNet on eight TPU cores, traced and replayed
 start   from the launch line to the end of the first step
 """
 
@@ -21,7 +22,7 @@ from tpukit.host import environment
 from tpukit.host.tables import Table
 from tpukit.workloads.datasets import make_synthetic
 
-PARTS = ("data", "steps", "epochs", "loops", "cores", "start")
+PARTS = ("data", "steps", "epochs", "loops", "cores", "host", "start")
 
 
 def main():
@@ -81,6 +82,10 @@ def measure(part, digits, infrared):
         rows = [dict(row, times_one=round(row["images_per_s"] / alone[row["device"]], 2)) for row in rows]
         columns = ("device", "processes", "images_per_s", "times_one", "gradient_all_reduce_share", "rounds")
         title = "Several processes on this machine's cores, global batch 128: gradient_all_reduce_share is the part of a step"
+    elif part == "host":
+        rows = [row for parallel in ("processes", "spmd") for row in ask("cores", "host", parallel)]
+        columns = ("parallel", "way", "host_ms", "lowest", "highest", "times_traced", "wall_ms", "steps")
+        title = "MSHNet on eight TPU cores: processor time of a host's thread for a step of a process, or of all by SPMD"
     else:
         cases = (("cpu", 1), ("cpu", 2), ("cpu", 4), ("xla", 1), ("xla", 2), ("spmd", 8))
         rows = [row for kind, count in cases for row in ask("start", kind, count, digits)]

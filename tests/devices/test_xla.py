@@ -62,6 +62,14 @@ def test_an_spmd_process_takes_the_chips_known_memory_and_not_the_hosts(xla, mon
         assert xla.memory_size() == gib * 2**30
 
 
+def test_a_model_and_its_optimizers_state_are_made_in_one_graph_before_the_first_step(xla):
+    layers = [torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)]
+    before = xla.counters()["executions"]  # another test may have compiled it already
+    model = xla.place(torch.nn.Sequential(*layers))
+    assert xla.init_optimizer_state(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    assert xla.counters()["executions"] - before == 1
+
+
 def test_xla_refuses_fp16_and_says_what_to_use():
     with pytest.raises(TpukitError, match="use 'bf16' or 'auto'"):
         XLARuntime("xla", "fp16")

@@ -1,16 +1,21 @@
 """A step that is captured once and replayed gives what a traced one gives."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("torch_xla")
 
-from tests.conftest import checkpoint
+from tests.conftest import ROOT, checkpoint
 from tests.devices.conftest import take_step
 from tpukit import MSHNet, Run, train
 from tpukit.devices import xla_replay
+from tpukit.devices.distributed import World
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.workloads.mnist import MNIST
 
@@ -59,9 +64,9 @@ def outcome(xla, optimizer, dropout, replayed):
     compiled = xla.compile(step, max_graphs=2, changes=(model, made) if replayed else None)
     total, losses = xla.put({"total": torch.zeros(1)})["total"], []
     for number in range(8):
-        batch = MNIST().example(4)
+        batch = MNIST().example(8)
         batch["image"] = batch["image"] // (number + 1)
-        total = compiled(xla.put(batch), number // 4, total)
+        total = compiled(xla.put_batch(batch), number // 4, total)
         losses.append(float(total.cpu()[0]))
     state = [v.cpu() for v in model.state_dict().values()] + [p.grad.cpu() for p in model.parameters()]
     kept = made.state_dict()["state"]
@@ -110,6 +115,201 @@ def test_a_replayed_step_writes_the_new_weights_into_the_memory_of_the_old_ones(
     with pytest.raises(RuntimeError, match="Trying to access XLA data"):
         old.cpu()
     assert torch.isfinite(model.weight.detach().cpu()).all()
+
+
+def test_a_number_given_as_a_tensor_is_not_taken_for_the_same_number_in_the_graph(xla):
+    model = xla.place(torch.nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    calls = []
+
+    def step(x, epoch):
+        calls.append(1)
+        loss = (model(x) * 3.0).sum() * epoch
+        take_step(xla, loss, optimizer)
+        return loss.detach()
+
+    compiled, x = xla.compile(step, changes=(model, optimizer)), xla.put({"x": torch.ones(1, 1)})["x"]
+    weight = float(model.weight.detach().cpu())
+    epochs = [3.0, 0.0, 1.0, 4.0]  # torch_xla folds 0 and 1 into a graph where it can
+    losses = [float(compiled(x, xla.put({"epoch": np.float32(epoch)})["epoch"]).cpu()) for epoch in epochs]
+    assert losses == pytest.approx([weight * 3 * epoch for epoch in epochs]) and len(calls) == 3
+
+
+# Several cores, each a process with the all-reduce in its graph
+
+
+@pytest.fixture
+def core(xla, monkeypatch):
+    """One TPU core of eight, whose graphs run on this device, where an all-reduce adds up its own gradients alone. `reduced`
+    has the arguments of each xm.all_reduce that was traced, `answers` what the other ranks say of every question."""
+    import torch_xla.core.xla_model as xm
+
+    monkeypatch.setenv("XLA_ALWAYS_ALLREDUCE", "1")
+    runtime = type(xla)("xla", "fp32", World(3, 8))
+    runtime.accelerator = "tpu"
+    runtime.reduced, runtime.answers = [], [[True]] * 7
+    monkeypatch.setattr(runtime.world, "all_gather", lambda values: [values, *runtime.answers], raising=False)
+    all_reduce = xm.all_reduce
+
+    def recorded(kind, gradients, scale):
+        runtime.reduced.append((kind, len(gradients), scale))
+        return all_reduce(kind, gradients, scale=scale)
+
+    monkeypatch.setattr(xm, "all_reduce", recorded)
+    return runtime
+
+
+def momentum(lr):
+    return lambda parameters: torch.optim.SGD(parameters, lr, momentum=0.9)
+
+
+def test_a_core_of_several_replays_a_step_with_the_gradients_mean_over_all_ranks_in_its_graph(core, xla):
+    losses, state, traces = outcome(core, momentum(0.008), False, replayed=True)
+    assert core.reduced == [("sum", 5, 1 / 8)] * traces and traces == 4
+    # The other seven add nothing, so that a gradient is an eighth of what one core has, and eight times the lr makes up for it.
+    wanted_losses, wanted_state, _ = outcome(xla, momentum(0.001), False, replayed=False)
+    assert losses == pytest.approx(wanted_losses, rel=1e-5)
+    for found, wanted in zip(state[:8], wanted_state[:8], strict=True):  # parameters and statistics
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
+    for found, wanted in zip(state[8:13], wanted_state[8:13], strict=True):  # gradients
+        torch.testing.assert_close(8 * found, wanted, atol=2e-5, rtol=1e-5)
+
+
+def test_every_rank_traces_where_one_of_them_has_to(core):
+    core.answers[4] = [False]
+    losses, _, traces = outcome(core, momentum(0.008), False, replayed=True)
+    assert traces == 8 + 2 and losses[-1] > losses[0] + 1
+
+
+def test_all_ranks_capture_again_at_the_same_calls_whatever_their_data(core, monkeypatch):
+    monkeypatch.setattr(xla_replay, "CHECK_EVERY", 3)
+
+    def captured_at(rank):
+        torch.manual_seed(rank)
+        core.world.rank = rank
+        model = core.place(torch.nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        core.seed(0)
+        calls = []
+
+        def step(x):
+            calls.append(compiled.calls)
+            loss = model(x).square().sum()
+            take_step(core, loss, optimizer)
+            return loss.detach()
+
+        compiled = core.compile(step, changes=(model, optimizer))
+        for _ in range(8):
+            compiled(core.put({"x": torch.randn(4, 3)})["x"])
+        return calls
+
+    assert captured_at(0) == captured_at(7) == [1, 1, 1, 4, 7]
+
+
+def test_a_core_of_several_refuses_a_step_that_changes_and_names_the_operation(core, monkeypatch):
+    monkeypatch.setattr(xla_replay, "CHECK_EVERY", 4)
+    with pytest.raises(UnexpectedRecompilation, match=r"call 5 of `step`(?s:.*)New in it: aten::tanh in step"):
+        change_later(core, lambda batch: core.put(batch))
+
+
+def change_later(runtime, put):
+    """Nine steps with a model, of which those traced after the third have another loss."""
+    model = runtime.place(torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    runtime.init_optimizer_state(optimizer)
+    traces = []
+
+    def step(x):
+        traces.append(1)
+        y = model(x) if len(traces) < 4 else model(x).tanh()
+        take_step(runtime, y.square().sum(), optimizer)
+        return y.detach()
+
+    compiled = runtime.compile(step, changes=(model, optimizer))
+    for _ in range(9):
+        compiled(put({"x": torch.ones(8, 3)})["x"])
+
+
+# SPMD: one graph over eight devices, in a process of its own
+
+SPMD = """
+import sys, torch
+from tests.devices import test_xla_replay as tests
+from tests.devices.conftest import take_step
+from tpukit.devices import xla_replay
+from tpukit.devices.recompiles import UnexpectedRecompilation
+from tpukit.devices.xla import XLARuntime
+
+runtime = XLARuntime("xla", "fp32", spmd_cores=8)
+found = dict(replayed=tests.outcome(runtime, tests.momentum(0.001), False, replayed=True))
+found["traced"] = tests.outcome(runtime, tests.momentum(0.001), False, replayed=False)
+
+def sharded_in_turn(max_graphs, shardings_differ=False):
+    traces, model = [], runtime.place(torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    runtime.init_optimizer_state(optimizer)
+
+    def step(x):
+        traces.append(1)
+        loss = model(x).square().sum()
+        take_step(runtime, loss, optimizer)
+        return loss.detach()
+
+    compiled = runtime.compile(step, changes=(model, optimizer), max_graphs=max_graphs)
+    if shardings_differ:
+        compiled.replay._shardings = lambda tensors: [len(traces)] if len(tensors) == 1 else [object()]
+    x = torch.arange(24.0).reshape(8, 3)
+    for put in (runtime.put_batch, runtime.put, runtime.put_batch, runtime.put):
+        compiled(put({"x": x})["x"])
+    return len(traces)
+
+found["recaptured"] = sharded_in_turn(2)
+found["otherwise"] = sharded_in_turn(2, shardings_differ=True)
+xla_replay.CHECK_EVERY = 4
+for name, attempt in dict(
+    refused=lambda: sharded_in_turn(1), changed=lambda: tests.change_later(runtime, runtime.put_batch)
+).items():
+    try:
+        attempt()
+    except UnexpectedRecompilation as error:
+        found[name] = str(error)
+torch.save(found, sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def spmd(tmp_path_factory):
+    """What trainings over eight devices gave, by name."""
+    path = tmp_path_factory.mktemp("spmd") / "found.pt"
+    ran = subprocess.run([sys.executable, "-c", SPMD, path], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.slow
+def test_a_graph_over_eight_devices_is_replayed_and_gives_what_a_traced_one_and_one_device_give(spmd, xla):
+    losses, state, traces = spmd["replayed"]
+    assert (traces, spmd["traced"][2]) == (4, 8)
+    for wanted_losses, wanted_state, _ in (spmd["traced"], outcome(xla, momentum(0.001), False, replayed=False)):
+        assert losses == pytest.approx(wanted_losses, rel=1e-5)
+        for found, wanted in zip(state, wanted_state, strict=True):
+            torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_batch_with_another_sharding_is_captured_anew_and_refused_where_that_is_a_graph_too_many(spmd):
+    assert spmd["recaptured"] == 3 + 1  # the third and fourth call replay the two graphs
+    assert "call 2 of `step` traced a new graph, but at most 1" in spmd["refused"]
+
+
+@pytest.mark.slow
+def test_a_graph_over_eight_devices_that_changes_is_refused_with_its_cause(spmd):
+    assert "call 5 of `step`" in spmd["changed"] and "New in it: aten::tanh in step" in spmd["changed"]
+
+
+@pytest.mark.slow
+def test_a_graph_that_leaves_its_state_sharded_in_another_way_is_traced_at_every_step(spmd):
+    assert spmd["otherwise"] == 3 + 3
 
 
 class Normed(MNIST):

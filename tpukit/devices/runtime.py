@@ -200,8 +200,8 @@ class Runtime:
         """`function`, as one compiled graph on devices that compile.
 
         name: for the compilation records; defaults to the function's. max_graphs: how many different graphs it may have.
-        changes: (model, optimizer), if it changes these and nothing else: its graph is then captured and replayed, on one XLA
-        core (see `xla_replay`) and on one GPU (see `cuda_graph`).
+        changes: (model, optimizer), if it changes these and nothing else: its graph is then captured and replayed, on XLA (see
+        `xla_replay`) and on one GPU (see `cuda_graph`).
         """
         if changes is None or self.accelerator != "cuda":
             return function

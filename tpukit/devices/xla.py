@@ -76,12 +76,19 @@ class XLARuntime(Runtime):
             # a graph wrote.
             for value in (*model.parameters(), *model.buffers()):
                 value.copy_(value.clone())
-        self.sync()
         return model
 
     def try_attention_kernel(self):
         """Raise where `xla_attention`'s kernels do not work on this device."""
         xla_attention.try_kernel(self.device)
+
+    def put(self, arrays):
+        return {name: self._put(torch.as_tensor(value)) for name, value in arrays.items()}
+
+    def _put(self, tensor):
+        # Of a tensor without dimensions `.to` makes a constant of the graph where it is 0 or 1; elsewhere it shares the data of
+        # equal numbers in the graph.
+        return tensor.to(self.device) if tensor.dim() else xm.send_cpu_data_to_device([tensor], self.device)[0]
 
     def put_batch(self, arrays):
         batch = self.put(arrays)
@@ -95,9 +102,7 @@ class XLARuntime(Runtime):
         if number is None:
             return None
         if self._last_scalar[0] != number:  # else the same one, as every step of an epoch asks for it
-            # Not `to`, which makes a constant of the graph of 0 and 1.
-            (tensor,) = xm.send_cpu_data_to_device([torch.tensor(number)], self.device)
-            self._last_scalar = number, tensor
+            self._last_scalar = number, self._put(torch.tensor(number))
         return self._last_scalar[1]
 
     def _shard(self, tensors):
@@ -137,26 +142,13 @@ class XLARuntime(Runtime):
         of `_STATE_STARTS_AT_ZERO` start. For others it returns False: their second step compiles once more.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.sync()  # Adagrad has made its state already, which must not become part of the first step
-        if all(optimizer.state.get(p) for p in parameters):
-            return True
-        if type(optimizer).__name__ not in _STATE_STARTS_AT_ZERO or any(g.get("dampening") for g in optimizer.param_groups):
-            return False
-        decays = [group.get("weight_decay", 0) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["weight_decay"] = 0
-        for p in parameters:
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        for group, decay in zip(optimizer.param_groups, decays):
-            group["weight_decay"] = decay
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    value.zero_()
-        optimizer.zero_grad(set_to_none=True)
-        self.sync()
-        return True
+        exists = all(optimizer.state.get(p) for p in parameters)  # Adagrad has made it already
+        dampens = any(group.get("dampening") for group in optimizer.param_groups)
+        if not exists and type(optimizer).__name__ in _STATE_STARTS_AT_ZERO and not dampens:
+            _take_zero_step(optimizer, parameters)
+            exists = True
+        self.sync()  # so that this, and what `place` did, does not become part of the first step
+        return exists
 
     def compile(self, function, *, name=None, max_graphs=1, changes=None):
         return CompiledFunction(function, name or function.__name__, max_graphs, self, changes)
@@ -233,6 +225,22 @@ class XLARuntime(Runtime):
             chip = find_chip(os.environ.get("TPU_ACCELERATOR_TYPE", ""))
             return chip.hbm_bytes if chip and chip.hbm_bytes else V5E.hbm_bytes  # the smallest
         return super().memory_size()
+
+
+def _take_zero_step(optimizer, parameters):
+    decays = [group.get("weight_decay", 0) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for group, decay in zip(optimizer.param_groups, decays):
+        group["weight_decay"] = decay
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _fallbacks():

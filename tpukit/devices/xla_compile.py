@@ -30,8 +30,8 @@ class CompiledFunction:
         if not self.bound:
             runtime.last_signatures.pop(name, None)  # of another function with this name
         self.replay = None
-        if changes and runtime.world.size == 1 and runtime.mesh is None:
-            self.replay = GraphReplay(function, name, max_graphs, *changes, runtime.device)
+        if changes and not runtime.reduces_on_the_host:  # which cuts the step into two graphs
+            self.replay = GraphReplay(function, name, max_graphs, *changes, runtime)
 
     def __call__(self, *arguments):
         signature = self._signature(arguments)

@@ -3,13 +3,15 @@
 torch_xla traces every step again, only to find that it has compiled the graph already. For a network of a thousand operations
 that can take the host longer than the device needs for the step. Here the traced graph is kept with the list of its inputs, and
 later steps hand it the current tensors. (The calls are those of torch_xla's own bridge to torch.compile, which takes no
-optimizer.)
+optimizer.) With several cores every process does so, and the all-reduce is part of the graph; under SPMD it is the one graph of
+all cores.
 
     first call of a signature    capture: trace the step, twice for the very first one, to check that both traces agree
     later calls                  replay: run the compiled graph, move its outputs into the model, optimizer and gradients
     every CHECK_EVERY replays    capture again, to check that the step is still that graph
 """
 
+import collections
 import dataclasses
 from typing import NamedTuple
 
@@ -31,27 +33,30 @@ class GraphReplay:
 
     function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and buffers of `model`
     and the state of `optimizer`. max_graphs: how many different graphs may be compiled. A new number among the arguments, a new
-    shape, or a new setting of the optimizer is captured again. A graph that differs without any of these, or one more than
-    max_graphs, raises UnexpectedRecompilation.
+    shape or sharding, or a new setting of the optimizer is captured again. A graph that differs without any of these, or one
+    more than max_graphs, raises UnexpectedRecompilation.
 
-    may_replay: False once the first call has found that every step has to be traced: two captures have different constants
-    (Adam's bias corrections on the host), or it draws random numbers on the device.
+    may_replay: False once a capture has found that every step has to be traced: on some rank two captures have different
+    constants (Adam's bias corrections on the host), or it draws random numbers on the device, or under SPMD it shards the state
+    in another way than it found it.
     new_operation: the first operation of the last graph that the graph before does not have, see `recompiles.new_operation`.
     """
 
     may_replay = True
     new_operation = None
 
-    def __init__(self, function, name, max_graphs, model, optimizer, device):
+    def __init__(self, function, name, max_graphs, model, optimizer, runtime):
         self.function, self.name, self.max_graphs = function, name, max_graphs
-        self.model, self.optimizer, self.device = model, optimizer, str(device)
+        self.model, self.optimizer, self.runtime = model, optimizer, runtime
         self.calls = 0
         self.was_tried = False  # whether `may_replay` is known
         self.captured = {}  # key -> CapturedGraph
         self.trace_of = {}  # hash of a compiled graph -> its trace as text, the last one compiled last
+        self.recently_written = collections.deque(maxlen=2)  # the state that the last two replays wrote
 
     def __call__(self, *arguments):
         key, tensors = call_key(arguments, self.model, self.optimizer)
+        key += repr(self._shardings(tensors))
         self.calls += 1
         graph = self.captured.get(key)
         if graph is None or graph.replays == CHECK_EVERY:
@@ -60,6 +65,12 @@ class GraphReplay:
         if graph.host_state:
             torch._foreach_add_(graph.host_state, graph.host_increments)
         return self._replay(graph, tensors)
+
+    def _shardings(self, tensors):
+        """How SPMD spreads each tensor over the devices, as text; nothing without SPMD."""
+        if self.runtime.mesh is None:
+            return []
+        return [sharding or "{replicated}" for sharding in _XLAC._get_xla_sharding_specs(tensors)]
 
     def _trace(self, arguments, key, tensors):
         """Capture the step, check it against what was captured before, and run it."""
@@ -84,7 +95,9 @@ class GraphReplay:
         second = self._capture(arguments, tensors)
         if second.hash != first.hash and not first.draws_random_numbers:
             raise self._unexpected(first_text, second.trace())
-        self.was_tried, self.may_replay = True, first.is_equivalent(second)
+        # A traced step and a replayed one are different graphs, and an all-reduce needs the same graph on all ranks.
+        answers = self.runtime.world.all_gather([first.is_equivalent(second)])
+        self.was_tried, self.may_replay = True, all(is_equivalent for [is_equivalent] in answers)
         self._discard(second)
         for value, before in zip(first.host_state, host_before):
             value.copy_(before)
@@ -99,8 +112,11 @@ class GraphReplay:
     def _capture(self, arguments, tensors):
         """Trace the function, which leaves its results uncomputed: a `CapturedGraph`."""
         state, host_state = self._state()
-        source_of = {_XLAC._xla_get_tensor_id(t): ("argument", i) for i, t in enumerate(tensors)}
-        source_of |= {_XLAC._xla_get_tensor_id(t): ("state", i) for i, t in enumerate(state)}
+        xm.wait_device_ops()  # what is still being computed has no handle
+        sources = [("argument", i) for i in range(len(tensors))] + [("state", i) for i in range(len(state))]
+        source_of = dict(zip(_XLAC._get_tensors_handle([*tensors, *state]), sources))
+        # Keeps their data, whose handles new data could otherwise take over while the function is traced.
+        held = _XLAC._get_tensors_xla_device_data_node([*tensors, *state])
         host_before = [value.clone() for value in host_state]
         debugs = _XLAC._get_ir_debug()
         _XLAC._set_ir_debug(True)  # the trace keeps the line of each operation; the graph is the same
@@ -113,10 +129,12 @@ class GraphReplay:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         outputs = [*(state[i] for i in written), *(p.grad for p in parameters), result]
         ids, values = _XLAC._get_tensors_xla_device_data_node(outputs)
-        inputs = [Input(*source_of.get(i, ("constant", None)), value) for i, value in zip(ids, values)]
+        handles = _XLAC._get_tensors_handle(values)  # of the data: the ids of tensors change under SPMD
+        inputs = [Input(*source_of.get(handle, ("constant", None)), value) for handle, value in zip(handles, values)]
         for kind, index, value in inputs:  # what the step writes may take the memory of its old value
             if kind == "state" and index in written:
                 _XLAC._set_buffer_donation(value, True)
+        del held
         with alias_with_buffer_donor_config():
             graph_hash = _XLAC._get_graph_hash(outputs)
         return CapturedGraph(
@@ -147,7 +165,7 @@ class GraphReplay:
         for p in graph.parameters:
             p.grad = None
         graph.outputs = None
-        _XLAC._clear_pending_irs(self.device)
+        _XLAC._clear_pending_irs(str(self.runtime.device))
 
     def _compile(self, graph, key, tensors):
         """Compile a captured graph where it is new, and run it."""
@@ -166,16 +184,22 @@ class GraphReplay:
         while len(self.captured) >= MAX_KEPT:
             del self.captured[next(iter(self.captured))]
         self.captured[key] = graph
-        return self._replay(graph, tensors)
+        shardings = self._shardings(graph.state)
+        result = self._replay(graph, tensors)
+        self.may_replay = self._shardings(graph.state) == shardings  # because the next replay reads what this one wrote
+        return result
 
     def _replay(self, graph, tensors):
         graph.replays += 1
         current = dict(state=graph.state, argument=tensors)
         inputs = [value if kind == "constant" else current[kind][index] for kind, index, value in graph.inputs]
         *outputs, result = _XLAC._run_cached_graph(graph.hash, inputs)
-        for index, value in zip(graph.written, outputs):
+        written, gradients = outputs[: len(graph.written)], outputs[len(graph.written) :]
+        # Keeps the state that this graph reads until the next replay: the host would wait here for the graph to release it.
+        self.recently_written.append(written)
+        for index, value in zip(graph.written, written):
             graph.state[index].data = value
-        for p, gradient in zip(graph.parameters, outputs[len(graph.written) :]):
+        for p, gradient in zip(graph.parameters, gradients):
             p.grad = gradient
         return result
 
@@ -228,6 +252,7 @@ class CapturedGraph:
 
 def _same_constant(a, b):
     """Whether two constants are the same data on the device, or small and equal."""
-    if _XLAC._unique_id_for_ir_and_data(a) == _XLAC._unique_id_for_ir_and_data(b):
+    mine, other = _XLAC._get_tensors_handle([a, b])
+    if mine == other:
         return True
     return a.shape == b.shape and a.dtype == b.dtype and a.numel() <= MAX_COMPARED and torch.equal(a.cpu(), b.cpu())

@@ -1,7 +1,7 @@
 """One optimizer step, from a batch to the new metric sums. On XLA all of it is one compiled graph.
 
 Each part is the device's: clipping, the loss scaler and the all-reduce are in `devices/runtime.py` and `devices/xla.py`. On
-one XLA core the function is only traced, once; `devices/xla_replay.py` writes the new weights. On one GPU it is captured, by
+XLA the function is only traced, once; `devices/xla_replay.py` writes the new weights. On one GPU it is captured, by
 `devices/cuda_graph.py`, and then no longer called. docs/CONTRIBUTING.md shows what wraps it on each kind of device.
 """
 
