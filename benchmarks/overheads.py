@@ -1,8 +1,8 @@
 """What tpukit's loop takes away from a device that is fast: MSHNet's sizes, epochs of a second, scored every one.
 
-The device is mocked: a step takes it 10 ms and a batch of the test set 4 ms, which it works off in order, two at most ahead, while
-the host waits in `sleep` as it would for a real one. All else is real: MSHNet's 4 million weights with Adagrad's state are
-copied and saved, 201 maps of 256x256 are read back and scored.
+The device is mocked: a step takes it 10 ms and a batch of the test set 4 ms, which it works off in order, with at most two
+waiting, while the host sleeps as it would beside a real one. All else is real: MSHNet's 4 million weights with Adagrad's state
+are copied and saved, 201 maps of 256x256 are read back and scored, and each epoch's weights are the best so far.
 """
 
 import collections

@@ -206,9 +206,8 @@ class Run:
             self._events = None
 
     def records(self, kind=None):
-        """The records in the order of their steps, and of those of one step the oldest first: an evaluation is recorded when its
-        scores are there, later steps may be before it in the file. A damaged line, or a last one cut short by a kill, is left
-        out with a warning."""
+        """The records in the order of their steps; in the file an evaluation comes once it is scored, after some later steps. A
+        damaged line, or a last one cut short by a kill, is left out with a warning."""
         path, records = self.path / "records.jsonl", []
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
             try:

@@ -25,8 +25,7 @@ class TrainState:
 
 
 def save(trainer, interval):
-    """Copy the state of a training and start writing it on rank 0: model, average, optimizer, loss scaler, random states, and the
-    `TrainState`.
+    """Start writing a checkpoint on rank 0: model, average, optimizer, loss scaler, random states, and the `TrainState`.
 
     interval: a fresh `metrics.Interval`.
     """

@@ -118,7 +118,7 @@ class Trainer:
         return broadcast_scores(self._last_scores(), self.runtime.world)
 
     def _train_epoch(self, bar, batches):
-        """Train to the end of the epoch, from the step at which the run stands. batches: an iterator, which goes on after it."""
+        """Train to the end of the epoch, from the step at which the run stands. batches: those of this and later epochs."""
         state, task = self.state, self.task
         epoch, first = divmod(state.step, self.steps_per_epoch)
         self.model.train()
@@ -134,7 +134,7 @@ class Trainer:
             # Several ranks have to stop and save at the same step: where they sync.
             if syncs or self.runtime.world.size == 1:
                 self.stop.check()
-                if save_due:
+                if save_due and state.step < bar.total:  # the last step is saved with its scores
                     self._save()
 
     def _ends_epoch(self):
