@@ -1,5 +1,6 @@
 """The one training loop: `train`."""
 
+import concurrent.futures
 import contextlib
 import functools
 import itertools
@@ -43,13 +44,21 @@ class Trainer:
     def __init__(self, task, run, runtime, stop):
         task.check_dataset_dir()
         self.task, self.stop = task, stop
-        self.data, self.test_data = task.datasets()
+        torch.manual_seed(task.seed)
+        model = task.model()
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="datasets") as thread:
+            # Reading can take seconds, and so can opening a device and what it compiles for a model. Not before the model is
+            # there: datasets that draw random numbers must not change its weights.
+            reading = thread.submit(task.datasets)
+            self.runtime = runtime = runtime or open_runtime(environment.detect(), task.precision)
+            check_batch(task.batch_size, runtime.cores)
+            self._place_model(model)
+            has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
+            self.data, self.test_data = reading.result()
         self.steps_per_epoch = len(self.data) // task.batch_size
         if self.steps_per_epoch == 0:
             size = len(self.data)
             raise TpukitError(f"batch_size={task.batch_size} is larger than the training set: use batch_size <= {size}")
-        self.runtime = runtime = runtime or open_runtime(environment.detect(), task.precision)
-        check_batch(task.batch_size, runtime.cores)
         self.run = run if runtime.world.rank == 0 else run.read_only()
         self.loader, test_loader = (
             BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers) for data in (self.data, self.test_data)
@@ -57,8 +66,6 @@ class Trainer:
         self.saver = Saver(self.run, task.save_every_s)
         self.evaluator = Evaluator(task, self.run, runtime, test_loader, self.data, self.saver)
         self.throughput = metrics.Throughput(runtime)
-        self._build_model()
-        has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
         runtime.seed(task.seed)
         self.state, self.sums = checkpoint.restore(self)
         self._compile_step(has_optimizer_state)
@@ -66,10 +73,8 @@ class Trainer:
         runtime.reset_statistics()  # what others compiled in this process before is not part of this training
         self.shown_loss = ""
 
-    def _build_model(self):
+    def _place_model(self, model):
         task, runtime = self.task, self.runtime
-        torch.manual_seed(task.seed)
-        model = task.model()
         if task.weights:
             weights.load(model, task.weights)
         model = batch_norm.apply(model, task.batch_norm, runtime)
