@@ -71,19 +71,9 @@ def measure(part, digits, infrared):
         columns += ("eval_s", "scoring_s", "first_step_s", "peak_gib")
         title = "The second epoch of a training of MSHNet"
     elif part == "overheads":
-        rows = ask("overheads", infrared)
-        columns = (
-            "way",
-            "lost_percent",
-            "lowest",
-            "highest",
-            "lost_ms",
-            "saves_ms",
-            "scores_ms",
-            "evaluation_ms",
-            "records_ms",
-        )
-        columns += ("end_ms", "runs", "epochs")
+        rows = ask("overheads")
+        columns = ("way", "lost_percent", "lowest", "highest", "lost_ms", "saves_ms", "scores_ms", "evaluation_ms")
+        columns += ("records_ms", "end_ms", "runs", "epochs")
         title = "What an epoch of a second takes longer than its mocked device: MSHNet's sizes, evaluated every epoch"
     elif part == "loops":
         rows = [
