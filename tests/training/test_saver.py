@@ -200,3 +200,23 @@ def test_weights_are_copied_while_the_device_has_a_batch_to_predict(digits, tmp_
         "wait for predictions",
         "wait for predictions",
     ]
+
+
+@pytest.mark.parametrize("stops_at", [5, None], ids=["stopped", "at its end"])
+def test_a_training_whose_last_checkpoint_cannot_be_written_does_not_end_as_if_it_were(
+    stops_at, digits, tmp_path, cpu, monkeypatch, capsys
+):
+    def failing(folder, content, step):
+        time.sleep(0.2)
+        raise OSError(errno.EIO, "Input/output error", "step")
+
+    def interrupt(trainer):
+        if trainer.state.step == stops_at:
+            trainer.stop.signal = signal.SIGINT
+
+    monkeypatch.setattr(checkpoints, "save", failing)
+    after_steps(monkeypatch, interrupt)
+    task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
+    with pytest.raises(OSError, match="Input/output error"):
+        train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+    assert "saved at step" not in capsys.readouterr().out
