@@ -3,6 +3,7 @@
 data    images per second of each way from a set on disk to a batch, next to a plain PIL pipeline; one core
 steps   MSHNet's training step with each way of making it faster, one by one
 epochs  an epoch around it: waiting for data, compilations after warm-up, evaluation, time to the first step, peak memory
+overheads  what saving, scoring and recording take away from a fast device with epochs of a second
 loops   the cost of tpukit's loop next to a bare loop, Lightning and accelerate: same model, same device
 cores   2 and 4 processes against one, and what share of a step the gradient all-reduce takes
 host    what the host does for a step of MSHNet on eight TPU cores, traced and replayed
@@ -22,7 +23,7 @@ from tpukit.host import environment
 from tpukit.host.tables import Table
 from tpukit.workloads.datasets import make_synthetic
 
-PARTS = ("data", "steps", "epochs", "loops", "cores", "host", "start")
+PARTS = ("data", "steps", "epochs", "overheads", "loops", "cores", "host", "start")
 
 
 def main():
@@ -70,6 +71,11 @@ def measure(part, digits, infrared):
         columns = ("device", "size", "batch", "data_on", "images_per_s", "wait_share", "compiled_late")
         columns += ("eval_s", "scoring_s", "first_step_s", "peak_gib")
         title = "The second epoch of a training of MSHNet"
+    elif part == "overheads":
+        rows = ask("overheads")
+        columns = ("way", "lost_percent", "lowest", "highest", "lost_ms", "saves_ms", "scores_ms", "evaluation_ms")
+        columns += ("records_ms", "end_ms", "runs", "epochs")
+        title = "What an epoch of a second takes longer than its mocked device: MSHNet's sizes, evaluated every epoch"
     elif part == "loops":
         rows = [
             row for case in ("cpu mnist", "xla mnist", "xla mshnet") for row in ask("loops", *case.split(), digits, infrared)

@@ -145,3 +145,19 @@ def test_priming_an_optimizer_changes_no_step_of_it(make, cpu):
 def test_an_optimizer_whose_state_does_not_start_at_zero_is_left_alone(make, cpu):
     optimizer = make(torch.nn.Linear(2, 2).parameters())
     assert XLARuntime.init_optimizer_state(cpu, optimizer) is False and not optimizer.state
+
+
+def test_a_nest_of_tensors_comes_to_the_host_in_one_transfer_each_at_its_place(xla, monkeypatch):
+    from torch_xla import _XLAC
+
+    transfer, calls = _XLAC._xla_get_cpu_tensors, []
+    monkeypatch.setattr(_XLAC, "_xla_get_cpu_tensors", lambda tensors: (calls.append(len(tensors)), transfer(tensors))[1])
+    values = [torch.arange(5), torch.randn(2, 3).bfloat16(), torch.tensor([True, False]), torch.tensor(2.5, requires_grad=True)]
+    wanted = dict(a=values[0], nest=[values[1], "text", (values[2], 7)], there=values[3].detach(), none=None)
+    kept = torch.ones(3)
+    there = [value.to(xla.device) for value in values]
+    found = xla.host(dict(a=there[0], nest=[there[1], "text", (there[2], 7)], there=there[3], none=None) | dict(kept=kept))
+    kept.zero_()
+    assert torch.equal(found.pop("kept"), torch.ones(3)) and calls == [4] and not found["there"].requires_grad
+    assert str(found) == str(wanted)
+    assert xla.host(dict(text="alone")) == dict(text="alone")

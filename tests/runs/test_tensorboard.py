@@ -12,9 +12,10 @@ from tpukit import MNIST, Run, train
 
 @pytest.fixture
 def trained(digits, tmp_path, cpu):
-    task = MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=3)
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
+    for epochs in (1, 2):  # a checkpoint at the end of each
+        task = MNIST(dataset_dir=digits, epochs=epochs, batch_size=16, log_every=3)
+        run = Run.open(tmp_path / "run", task)
+        train(task, run, runtime=cpu, progress=False)
     return task, run
 
 

@@ -38,42 +38,62 @@ def test_mshnet_resumes_exactly_across_its_phases_with_augmentation(infrared, tm
 
 
 KILLED = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 from tpukit import MNIST, Run, train
+from tpukit.training import saver
 from tpukit.training.loop import Trainer
 from tpukit.devices.runtime import Runtime
 
-folder, data, kill_at, save_every_s = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-task = MNIST(dataset_dir=data, epochs=3, batch_size=8, log_every=3, save_every_s=save_every_s, seed=5)
-steps = 0
-whole_step = Trainer.take_step
+folder, data, place, kill_at = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+saver.MAX_SHARE = float("inf")  # a checkpoint whenever the one before is on the disk
+task = MNIST(dataset_dir=data, epochs=3, batch_size=8, log_every=3, save_every_s=0.0, seed=5)
+calls = 0
 
-def step(self, *args):
-    global steps
-    steps += 1
-    if steps == kill_at:
-        os.kill(os.getpid(), 9)
-    whole_step(self, *args)
+def killed(whole):
+    def call(*args, **how):
+        global calls
+        calls += 1
+        if calls == kill_at:
+            os.kill(os.getpid(), 9)
+        return whole(*args, **how)
+    return call
 
-Trainer.take_step = step
+if place == "between steps":
+    Trainer.take_step = killed(Trainer.take_step)
+elif place == "while the disk is written":  # by the thread of the saver, among others
+    os.fsync, os.replace = killed(os.fsync), killed(os.replace)
+else:  # while an epoch is scored
+    score = MNIST.evaluate
+    MNIST.evaluate = lambda self, found: (time.sleep(0.2), killed(score)(self, found))[1]
 train(task, Run.open(folder, task), runtime=Runtime("cpu"), progress=False)
 """
 
 
+KILLS = {
+    "between steps": (5, 23, 24, 2, 11),
+    "while the disk is written": (4, 9, 10, 15, 17, 22, 30),
+    "while an epoch is scored": (1, 1, 2),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("save_every_s, kills", [(0.0, (5, 23, 24)), (300.0, (11, 44, 18))])
-def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(save_every_s, kills, digits, tmp_path, cpu):
-    """Each kill comes before that step of its session: with a checkpoint after every step, and with epochs' ends only."""
+@pytest.mark.parametrize("place", KILLS)
+def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(place, digits, tmp_path, cpu):
+    """Each kill comes before that step, or that call, of its session."""
     task = MNIST(dataset_dir=digits, epochs=3, batch_size=8, log_every=3, seed=5)
     straight = Run.open(tmp_path / "straight", task)
     train(task, straight, runtime=cpu, progress=False)
-    codes = []
-    for kill_at in (*kills, 999):
-        command = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), str(digits), str(kill_at), str(save_every_s)]
-        codes.append(subprocess.run(command, capture_output=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}).returncode)
-    assert codes == [-9, -9, -9, 0]
-    assert exact(Run.find(tmp_path / "killed")) == exact(straight)
+    codes, resumed = [], []
+    for kill_at in (*KILLS[place], 9999):
+        command = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), str(digits), place, str(kill_at)]
+        ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+        codes.append(ran.returncode)
+        resumed += ["resuming at step" in ran.stdout]
+    assert codes == [-9] * len(KILLS[place]) + [0], ran.stderr
+    killed = Run.find(tmp_path / "killed")
+    assert exact(killed) == exact(straight) and same(best_weights(killed), best_weights(straight))
+    assert any(resumed), "no checkpoint was found by any session"
 
 
 @pytest.mark.parametrize("name, value, datum", [("format", 0, "best.safetensors"), ("train_size", 77, 77)])

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import SMALL, checkpoint
+from tests.conftest import SMALL, checkpoint, exact
 from tests.workloads.mshnet.small import Narrow
 from tpukit import CDEIT, MNIST, MSHNet, Run, TpukitError, Workload, train
 from tpukit.runs.run import setting
@@ -63,6 +64,7 @@ def test_mnist_learns_made_up_digits(digits, tmp_path, cpu):
 
 STOPPED = """
 import sys
+import threading
 from pathlib import Path
 from tpukit import MNIST, Run, train
 from tpukit.devices.runtime import Runtime
@@ -207,3 +209,31 @@ def test_an_evaluation_that_compiles_again_names_the_epoch_that_made_it(digits, 
     train(task, run, runtime=xla, progress=False)
     predicted = [(r["step"], r["why"]) for r in run.records("compile") if r["what"] == "predict"]
     assert predicted == [(5, []), (10, ["epoch went from 0 to 1"])]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SlowToRead(MNIST):
+    """MNIST that is read only once the model and the optimizer's state are on the device, or after 30 seconds."""
+
+    placed: threading.Event = dataclasses.field(default_factory=threading.Event)
+    waited: list = dataclasses.field(default_factory=list)
+
+    def datasets(self):
+        self.waited.append(self.placed.wait(30))
+        torch.rand(7)  # as a random split would
+        return super().datasets()
+
+
+def test_the_datasets_are_read_while_the_model_and_its_optimizer_go_to_the_device_and_change_neither(
+    digits, tmp_path, cpu, monkeypatch
+):
+    plain = MNIST(dataset_dir=digits, epochs=1, **SMALL)
+    train(plain, Run.open(tmp_path / "plain", plain), runtime=cpu, progress=False)
+    task = SlowToRead(dataset_dir=digits, epochs=1, **SMALL)
+    initialised = type(cpu).init_optimizer_state
+    monkeypatch.setattr(
+        type(cpu), "init_optimizer_state", lambda self, optimizer: (initialised(self, optimizer), task.placed.set())[0]
+    )
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    assert task.waited == [True] and exact(run) == exact(Run.find(tmp_path / "plain"))

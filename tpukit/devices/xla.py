@@ -12,6 +12,7 @@ import torch_xla.debug.metrics as met
 import torch_xla.debug.profiler as xp
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_xla import _XLAC
 
 from tpukit.devices import xla_attention
@@ -111,6 +112,16 @@ class XLARuntime(Runtime):
             # Not `xs.mark_sharding`, which tries to import torchax and jax at every call.
             _XLAC._xla_mark_sharding(value, self.mesh.get_op_sharding(("data",) + (None,) * (value.dim() - 1)))
         return tensors
+
+    def host(self, tree):
+        # All in one call: one by one, each of a model's hundreds of tensors waits for a transfer of its own.
+        on_device = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf) and leaf.device == self.device]
+        copied = iter(_XLAC._xla_get_cpu_tensors(on_device))
+
+        def of(value):
+            return (next(copied) if value.device == self.device else value.clone()).detach()
+
+        return tree_map_only(torch.Tensor, of, tree)
 
     def torch_compile(self, model, mode, *, is_captured=False):
         return model

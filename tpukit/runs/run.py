@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import operator
 import os
 import secrets
 import time
@@ -205,7 +206,8 @@ class Run:
             self._events = None
 
     def records(self, kind=None):
-        """The records, oldest first. A damaged line, or a last one cut short by a kill, is left out with a warning."""
+        """The records in the order of their steps; in the file an evaluation comes once it is scored, after some later steps. A
+        damaged line, or a last one cut short by a kill, is left out with a warning."""
         path, records = self.path / "records.jsonl", []
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
             try:
@@ -217,15 +219,17 @@ class Run:
                 records.append(record)
             else:
                 warnings.warn(f"{path}: line {number} is damaged and left out", stacklevel=2)
-        return [record for record in records if kind is None or record["kind"] == kind]
+        found = [record for record in records if kind is None or record["kind"] == kind]
+        return sorted(found, key=operator.itemgetter("step"))
 
-    def _records_size(self):
+    def records_size(self):
+        """Bytes of the records."""
         path = self.path / "records.jsonl"
         return path.stat().st_size if path.exists() else 0
 
     def _truncate_records(self, size):
         """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again."""
-        if self._records_size() > size:
+        if self.records_size() > size:
             files.write_atomic(self.path / "records.jsonl", (self.path / "records.jsonl").read_bytes()[:size])
 
     def write_progress(self, *, step, total, **values):
@@ -256,9 +260,12 @@ class Run:
         """list of dict(file, step, sha256), newest first."""
         return checkpoints.read_list(self.path / "checkpoints")
 
-    def save(self, state, step):
-        """Write a checkpoint, whole or not at all, and update the backup. state: nest of CPU tensors, numbers and strings."""
-        checkpoints.save(self.path / "checkpoints", dict(records_size=self._records_size(), state=state), step)
+    def save(self, state, step, records_size=None):
+        """Write a checkpoint, whole or not at all, and update the backup. state: nest of CPU tensors, numbers and strings.
+
+        records_size: bytes of the records that belong to this state; by default all that are there."""
+        size = self.records_size() if records_size is None else records_size
+        checkpoints.save(self.path / "checkpoints", dict(records_size=size, state=state), step)
         if self.backup:
             self.backup.update(self)
 

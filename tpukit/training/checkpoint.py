@@ -1,6 +1,7 @@
 """The state of a training: put together for a checkpoint, and restored from one. Both are collective."""
 
 import dataclasses
+import time
 
 from tpukit.host.errors import TpukitError
 from tpukit.training import metrics
@@ -24,11 +25,11 @@ class TrainState:
 
 
 def save(trainer, interval):
-    """Write a checkpoint on rank 0: model, average, optimizer, loss scaler, random states, and the `TrainState`.
+    """Start writing a checkpoint on rank 0: model, average, optimizer, loss scaler, random states, and the `TrainState`.
 
     interval: a fresh `metrics.Interval`.
     """
-    runtime = trainer.runtime
+    started, runtime = time.monotonic(), trainer.runtime
     random = runtime.world.gather(runtime.random_state())
     if runtime.world.rank == 0:
         content = dict(
@@ -42,7 +43,7 @@ def save(trainer, interval):
             scaler=runtime.scaler.state_dict() if runtime.scaler else {},
             random=random,  # every rank's
         )
-        trainer.run.save(content, trainer.state.step)
+        trainer.saver.save(content, trainer.state.step, cost_s=time.monotonic() - started)
 
 
 def restore(trainer):

@@ -101,12 +101,16 @@ class FinishedEpoch:
     scores: concurrent.futures.Future | None = None
     """of (scores, seconds)"""
 
+    def is_scored(self):
+        """Whether nothing remains to be waited for."""
+        return self.scores is None or self.scores.done()
+
 
 class Evaluator:
     """Evaluates the epochs of a training: predicts at once, and computes the scores while the next epoch trains."""
 
-    def __init__(self, task, run, runtime, loader, train_data):
-        self.task, self.run, self.runtime = task, run, runtime
+    def __init__(self, task, run, runtime, loader, train_data, saver):
+        self.task, self.run, self.runtime, self.saver = task, run, runtime, saver
         self.loader, self.train_data = loader, train_data
         self.executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scores")
         self.pending = None  # the `FinishedEpoch` whose scores are being computed
@@ -114,23 +118,30 @@ class Evaluator:
 
     def predict(self, finished, model, *, after_batch):
         """Predict the test set with these weights, and start scoring the predictions."""
-        started = time.monotonic()
+        started, is_rank_0 = time.monotonic(), self.runtime.world.rank == 0
+        copied = self.runtime.host_later(model.state_dict()) if is_rank_0 else None
+
+        def after_each():
+            if is_rank_0 and finished.weights is None:
+                finished.weights = copied()  # here, because the device has a batch to predict meanwhile
+            if after_batch is not None:
+                after_batch()
+
         with self.runtime.broadcast_buffers(model):
-            found = predict(self.task, model, self.loader, self.runtime, epoch=finished.epoch, after_batch=after_batch)
+            found = predict(self.task, model, self.loader, self.runtime, epoch=finished.epoch, after_batch=after_each)
         finished.predict_s = time.monotonic() - started
-        if self.runtime.world.rank == 0:
-            finished.weights = self.runtime.host(model.state_dict())
+        if is_rank_0:
             finished.scores = self.executor.submit(self._score, found)
 
     def _score(self, found):
         started = time.monotonic()
         return self.task.evaluate(found), time.monotonic() - started
 
-    def collect(self, state):
+    def collect(self, state, *, wait):
         """Record the epoch whose scores are being computed, if there is one, in the `TrainState` too; keep the best weights.
 
-        Called at the next sync or save, so that the records have the same order however long the scoring takes."""
-        if self.pending is None:
+        wait: until the scores are there; otherwise an epoch that is not scored yet stays pending."""
+        if self.pending is None or not (wait or self.pending.is_scored()):
             return
         task, finished, self.pending = self.task, self.pending, None
         self.run.log("epoch", finished.step, epoch=finished.epoch, loss=finished.loss)
@@ -144,11 +155,9 @@ class Evaluator:
             if state.best is None or score > state.best or on != state.best_on:
                 state.best, state.best_on = score, on
                 about = dict(workload=task.name, step=finished.step, epoch=finished.epoch)
-                self.run.save_best(finished.weights, **about, **{task.score: score}, **task.metadata(self.train_data))
+                self.saver.save_best(finished.weights, **about, **{task.score: score}, **task.metadata(self.train_data))
         self.run.print(f"epoch {finished.epoch + 1}: loss {finished.loss:.4f}{shown}")
         state.evaluated = finished.epoch + 1
-        if state.step == finished.step:
-            state.epoch_loss = 0.0
 
 
 def broadcast_scores(scores, world):

@@ -1,9 +1,9 @@
 """The one training loop: `train`."""
 
+import concurrent.futures
 import contextlib
 import functools
 import itertools
-import time
 
 import torch
 from tqdm.auto import tqdm
@@ -18,6 +18,7 @@ from tpukit.runs.signals import StopSignal
 from tpukit.training import batch_norm, checkpoint, ema, metrics
 from tpukit.training.data import BatchLoader, training_plan
 from tpukit.training.evaluation import Evaluator, FinishedEpoch, broadcast_scores, log_notes
+from tpukit.training.saver import Saver
 from tpukit.training.step import train_step
 
 
@@ -26,9 +27,9 @@ def train(task, run, *, runtime=None, progress=True):
 
     runtime: this core's, among others; `launch` gives it. On its own, train opens the one device of this process.
 
-    A checkpoint is written at every epoch's end, every `task.save_every_s` seconds, and before leaving on an interrupt
-    or SIGTERM; a resumed run equals an uninterrupted one, on GPUs except for the rounding of their kernels. Raises `Diverged`
-    when loss or gradient stop being finite, and TpukitError for what the user can fix.
+    A checkpoint is written every `task.save_every_s` seconds, at the end, and before leaving on an interrupt or SIGTERM; a
+    resumed run equals an uninterrupted one, on GPUs except for the rounding of their kernels. Raises `Diverged` when loss or
+    gradient stop being finite, and TpukitError for what the user can fix.
     """
     with StopSignal() as stop, environment.explain_known_errors(), run.lock():
         return Trainer(task, run, runtime, stop).fit(progress)
@@ -43,33 +44,37 @@ class Trainer:
     def __init__(self, task, run, runtime, stop):
         task.check_dataset_dir()
         self.task, self.stop = task, stop
-        self.data, self.test_data = task.datasets()
+        torch.manual_seed(task.seed)
+        model = task.model()
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="datasets") as thread:
+            # Reading can take seconds, and so can opening a device and what it compiles for a model. Not before the model is
+            # there: datasets that draw random numbers must not change its weights.
+            reading = thread.submit(task.datasets)
+            self.runtime = runtime = runtime or open_runtime(environment.detect(), task.precision)
+            check_batch(task.batch_size, runtime.cores)
+            self._place_model(model)
+            has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
+            self.data, self.test_data = reading.result()
         self.steps_per_epoch = len(self.data) // task.batch_size
         if self.steps_per_epoch == 0:
             size = len(self.data)
             raise TpukitError(f"batch_size={task.batch_size} is larger than the training set: use batch_size <= {size}")
-        self.runtime = runtime = runtime or open_runtime(environment.detect(), task.precision)
-        check_batch(task.batch_size, runtime.cores)
         self.run = run if runtime.world.rank == 0 else run.read_only()
         self.loader, test_loader = (
             BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers) for data in (self.data, self.test_data)
         )
-        self.evaluator = Evaluator(task, self.run, runtime, test_loader, self.data)
+        self.saver = Saver(self.run, task.save_every_s)
+        self.evaluator = Evaluator(task, self.run, runtime, test_loader, self.data, self.saver)
         self.throughput = metrics.Throughput(runtime)
-        self._build_model()
-        has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
         runtime.seed(task.seed)
         self.state, self.sums = checkpoint.restore(self)
-        self.saved_at = time.monotonic()
         self._compile_step(has_optimizer_state)
         self.announces_compilation = runtime.compiles  # until the first step
         runtime.reset_statistics()  # what others compiled in this process before is not part of this training
         self.shown_loss = ""
 
-    def _build_model(self):
+    def _place_model(self, model):
         task, runtime = self.task, self.runtime
-        torch.manual_seed(task.seed)
-        model = task.model()
         if task.weights:
             weights.load(model, task.weights)
         model = batch_norm.apply(model, task.batch_norm, runtime)
@@ -106,38 +111,46 @@ class Trainer:
         with tqdm(total=total, initial=state.step, desc=self.task.name, unit="step", disable=not shown, mininterval=0.5) as bar:
             try:
                 self._end_epoch(bar)  # an interrupted session may have left this undone
-                while state.step < total:
-                    self._train_epoch(bar)
-                    self._end_epoch(bar)
+                epoch, start = divmod(state.step, self.steps_per_epoch)
+                with contextlib.closing(self._batches(range(epoch, self.task.epochs), start)) as batches:
+                    while state.step < total:
+                        self._train_epoch(bar, batches)
+                        self._end_epoch(bar)
+                self.saver.wait()
+            except metrics.Diverged:
+                self.evaluator.collect(state, wait=True)  # whose weights may be the best
+                raise
             except (KeyboardInterrupt, SystemExit) as reason:
                 self._save_before_leaving(reason)
                 raise
             finally:
                 self.evaluator.executor.shutdown(wait=False, cancel_futures=True)
+                self.saver.close()
                 self.run.close()
         return broadcast_scores(self._last_scores(), self.runtime.world)
 
-    def _train_epoch(self, bar):
-        """Train to the end of the epoch, from the step at which the run stands."""
+    def _train_epoch(self, bar, batches):
+        """Train to the end of the epoch, from the step at which the run stands. batches: those of this and later epochs."""
         state, task = self.state, self.task
         epoch, first = divmod(state.step, self.steps_per_epoch)
         self.model.train()
-        self.throughput.restart()  # an evaluation and a checkpoint came before
-        with contextlib.closing(self.loader.batches(self._plan(epoch, first))) as batches:
-            for batch in self.throughput.batches(batches):
-                self.take_step(batch, epoch)
-                bar.update()
-                ends_epoch = state.step % self.steps_per_epoch == 0
-                syncs = ends_epoch or state.step % task.log_every == 0
-                save_due = self._log_interval(epoch, bar) if syncs else self._save_is_due()
-                self.run.write_progress(
-                    name=task.name, unit="step", step=state.step, total=bar.total, epoch=epoch + 1, loss=self.shown_loss
-                )
-                # Several ranks have to stop and save at the same step: where they sync.
-                if syncs or self.runtime.world.size == 1:
-                    self.stop.check()
-                    if save_due and not ends_epoch:
-                        self._save()
+        self.throughput.restart()  # an evaluation came before
+        for batch in self.throughput.batches(itertools.islice(batches, self.steps_per_epoch - first)):
+            self.take_step(batch, epoch)
+            bar.update()
+            syncs = self._ends_epoch() or state.step % task.log_every == 0
+            save_due = self._log_interval(epoch, bar) if syncs else self._save_is_due()
+            self.run.write_progress(
+                name=task.name, unit="step", step=state.step, total=bar.total, epoch=epoch + 1, loss=self.shown_loss
+            )
+            # Several ranks have to stop and save at the same step: where they sync.
+            if syncs or self.runtime.world.size == 1:
+                self.stop.check()
+                if save_due and state.step < bar.total:  # the last step is saved with its scores
+                    self._save()
+
+    def _ends_epoch(self):
+        return self.state.step % self.steps_per_epoch == 0
 
     def take_step(self, batch, epoch):
         """Take one step of the training. batch: of `loader`; epoch: from 0."""
@@ -154,16 +167,24 @@ class Trainer:
         self.state.step = step
         self.runtime.heartbeat(step)
 
-    def _plan(self, epoch, start=0):
-        how = dict(seed=self.task.seed, epoch=epoch, start=start, num_draws=self.data.num_draws)
-        return training_plan(len(self.data), self.task.batch_size, **how)
+    def _batches(self, epochs, start=0):
+        """Generate the batches of these epochs, of the first one from step `start` on, without a pause between two epochs."""
+        how = dict(seed=self.task.seed, num_draws=self.data.num_draws)
+        starts = itertools.chain([start], itertools.repeat(0))
+        plans = (
+            training_plan(len(self.data), self.task.batch_size, epoch=epoch, start=first, **how)
+            for epoch, first in zip(epochs, starts)
+        )
+        return self.loader.batches(itertools.chain.from_iterable(plans))
 
     def endless_batches(self, epoch=0):
         """Generate the batches of an endless training, for tools that time or trace `take_step`."""
-        return self.loader.batches(draw for later in itertools.count(epoch) for draw in self._plan(later))
+        return self._batches(itertools.count(epoch))
 
     def sync(self):
-        """The `metrics.Interval` since the last reset of the sums, on which all ranks agree. Raises Diverged."""
+        """The `metrics.Interval` since the last reset of the sums, on which all ranks agree. Raises Diverged, and what made a
+        save fail."""
+        self.saver.check()
         how = dict(clipped=self.task.clip_norm is not None, save_due=self._save_is_due())
         how["stop_signal"] = self.stop.signal or (self.run.stop_requested() if self.run.is_launched else None)
         interval = metrics.sync(self.sums, self.model, self.runtime, **how)
@@ -174,7 +195,7 @@ class Trainer:
     def _log_interval(self, epoch, bar):
         """Record the interval that ends here and start another. Returns whether a checkpoint is due."""
         state = self.state
-        self.evaluator.collect(state)
+        self.evaluator.collect(state, wait=False)
         interval = self.sync()
         state.epoch_loss += interval.sums["loss"]
         self.sums = metrics.new_sums(self.runtime)
@@ -188,12 +209,13 @@ class Trainer:
         return interval.save_due
 
     def _end_epoch(self, bar):
-        """Finish an epoch, unless that was already done: predict the test set and save. The next epoch trains while the scores
-        are computed."""
+        """Finish an epoch, unless that was already done: predict the test set. The next epoch trains while the scores are
+        computed."""
         state, task = self.state, self.task
-        epochs, steps_into_epoch = divmod(state.step, self.steps_per_epoch)
-        if steps_into_epoch or state.evaluated >= epochs:
+        epochs = state.step // self.steps_per_epoch
+        if not self._ends_epoch() or state.evaluated >= epochs:
             return
+        self.evaluator.collect(state, wait=True)  # one at a time
         finished = FinishedEpoch(state.step, epochs - 1, state.epoch_loss / self.steps_per_epoch)
         if epochs % task.eval_every == 0 or epochs >= task.epochs:
             bar.set_description("evaluating")
@@ -204,25 +226,25 @@ class Trainer:
             self._log_compilations(state.step)
             bar.set_description(task.name)
         self.evaluator.pending = finished  # not before: a stop within the evaluation repeats all of it
-        if state.step >= bar.total or finished.predict_s is None:
+        state.epoch_loss = 0.0
+        self.evaluator.collect(state, wait=False)
+        if state.step >= bar.total:
             self._save()
-        else:  # this checkpoint knows nothing of the evaluation: a run that resumes from it repeats it
-            self._save(collect_scores=False)
-            state.epoch_loss = 0.0
 
     def _save_is_due(self):
-        return time.monotonic() - self.saved_at > self.task.save_every_s
+        """Whether to save after this step. A state whose last epoch is not scored yet cannot be saved, because a resumed run
+        could not repeat the evaluation: that waits for the scores, at most until the end of the next epoch."""
+        return self.saver.is_due() and (self.evaluator.pending is None or self._ends_epoch())
 
-    def _save(self, *, collect_scores=True):
-        if collect_scores:
-            self.evaluator.collect(self.state)
+    def _save(self):
+        self.evaluator.collect(self.state, wait=True)
         checkpoint.save(self, self.sync())
-        self.saved_at = time.monotonic()
 
     def _save_before_leaving(self, reason):
         why = "interrupted" if isinstance(reason, KeyboardInterrupt) else "terminated (SIGTERM)"
         if self.stop.at_step:  # on every rank at the same step
             self._save()
+            self.saver.wait()
             self.run.print(f"{why}: saved at step {self.state.step}. Start it again to resume.")
         else:  # a second interrupt broke into a step, so the state is inconsistent
             self.run.print(f"{why} during a step: this step is lost. Run the same again to resume from the last checkpoint.")

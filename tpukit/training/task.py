@@ -66,8 +66,8 @@ class Workload:
     """Steps between two records. Reading the loss waits for the device, so not every step."""
     eval_every: int = setting(1, free=True)
     """Epochs between two evaluations; the last epoch is always evaluated."""
-    save_every_s: float = setting(300.0, free=True)
-    """Seconds between two checkpoints within an epoch; one is written at every epoch's end anyway."""
+    save_every_s: float = setting(60.0, free=True)
+    """Seconds between two checkpoints; more where they would take over 1% of the time. One is written at the end, too."""
     batch_norm: Literal["per-core", "synced", "frozen"] = "per-core"
     """Statistics of batch norm on several cores. per-core: each core's share of the batch, rank 0's running ones are kept.
     synced: the whole global batch (GPUs, where each such layer makes the host wait for the device in every step;

@@ -41,9 +41,9 @@ def test_a_candidate_keeps_the_deadline_and_the_budget_or_says_why_not():
     places = [price(usd=2.0), price(place="Kaggle", usd=0.0, session_h=4), price(place="Colab", usd=None)]
     by_place = {c.place: c for c in compare.choose(estimates, places, epochs=400, deadline_h=11, budget_usd=20)}
     assert by_place["Google Cloud"].usd == pytest.approx(20.2) and by_place["Google Cloud"].why == "too expensive"
-    # A session of 4 h trains 4 - 0.1 - 90 s (an epoch is shorter than the 300 s between checkpoints): 3.875; the third 2.25.
+    # A session of 4 h trains 4 - 0.1 h - 60 s, the time between checkpoints: 3 h 53; two of them 7 h 46, the third 2 h 14.
     kaggle = by_place["Kaggle"]
-    assert (kaggle.sessions, kaggle.finishes) == (3, True) and kaggle.machine_h == pytest.approx(8 + 0.1 + 2.25)
+    assert (kaggle.sessions, kaggle.finishes) == (3, True) and kaggle.machine_h == pytest.approx(8 + 0.1 + 2 + 14 / 60)
     assert by_place["Colab"].finishes is None and by_place["Colab"].why == "cost not known"
     late = compare.choose(estimates, places, epochs=400, deadline_h=10)
     assert [c.why for c in late] == ["too late"] * 3

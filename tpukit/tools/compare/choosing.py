@@ -8,7 +8,6 @@ from tpukit.tools.prices import Price
 from tpukit.training.task import Workload
 
 WEEK_H = 168.0
-SAVE_EVERY_S = Workload.save_every_s  # the default time between two checkpoints
 ROUNDING_H = 1e-9  # sums of hours are exact to this
 MAX_SESSIONS = 10_000  # a training that needs more of them never ends
 # Full rate: the longer of the times that the compiler's FLOP and HBM bytes take at the full rates of the chip.
@@ -94,9 +93,8 @@ def choose(estimates, prices, *, epochs, deadline_h=None, budget_usd=None, spot=
     found = []
     for estimate in estimates:
         for price in _places(estimate, estimates, prices):
-            lost_h = min(SAVE_EVERY_S, estimate.epoch_s) / 3600  # an epoch ends with a checkpoint
-            limits = dict(session_h=price.session_h, week_h=price.week_h)
-            needed = sessions_needed(estimate.hours(epochs), start_h=estimate.start_s / 3600, lost_h=lost_h, **limits)
+            limits = dict(session_h=price.session_h, week_h=price.week_h, lost_h=Workload.save_every_s / 3600)
+            needed = sessions_needed(estimate.hours(epochs), start_h=estimate.start_s / 3600, **limits)
             if needed is None:
                 found.append(Candidate(estimate=estimate, place=price.place, why="never ends within its sessions"))
                 continue

@@ -1,0 +1,222 @@
+"""Saving while the training goes on: what waits for what, and when."""
+
+import errno
+import signal
+import threading
+import time
+
+import pytest
+
+from tests.conftest import SMALL, best_weights, checkpoint, exact, same
+from tpukit import MNIST, Run, train
+from tpukit.runs import checkpoints
+from tpukit.training import metrics, saver
+from tpukit.training.loop import Trainer
+from tpukit.training.saver import Saver
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """A checkpoint whenever the one before is on the disk."""
+    monkeypatch.setattr(saver, "MAX_SHARE", float("inf"))
+    return dict(save_every_s=0.0)
+
+
+def after_steps(monkeypatch, function):
+    """Call function(trainer) after each step of a training."""
+    whole = Trainer.take_step
+
+    def take_step(self, batch, epoch):
+        whole(self, batch, epoch)
+        function(self)
+
+    monkeypatch.setattr(Trainer, "take_step", take_step)
+
+
+def test_steps_are_taken_while_a_checkpoint_is_written_and_what_it_holds_does_not_change(
+    always, digits, tmp_path, cpu, monkeypatch
+):
+    release, write, written, weights = threading.Event(), checkpoints.save, {}, {}
+
+    def slow(folder, content, step):
+        written[step] = content["state"]
+        assert release.wait(60)
+        write(folder, content, step)
+
+    def keep(trainer):
+        weights[trainer.state.step] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        if trainer.state.step == 20:
+            release.set()
+
+    monkeypatch.setattr(checkpoints, "save", slow)
+    after_steps(monkeypatch, keep)
+    task = MNIST(dataset_dir=digits, epochs=1, **SMALL, **always)
+    train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+    first, second, *_ = written
+    assert first == 1 and second > 20, "one at a time, and none waited for"
+    assert all(same(state["model"], weights[step]) for step, state in written.items())
+
+
+def test_a_save_that_fails_ends_the_training_at_a_later_sync_with_its_error_and_nothing_is_written_after_it(
+    always, digits, tmp_path, cpu, monkeypatch
+):
+    steps, written, write = [], [], checkpoints.save
+
+    def failing(folder, content, step):
+        written.append(step)
+        if len(written) == 2:
+            raise OSError(errno.EIO, "Input/output error", "step")
+        write(folder, content, step)
+
+    monkeypatch.setattr(checkpoints, "save", failing)
+    after_steps(monkeypatch, lambda trainer: steps.append(trainer.state.step))
+    task = MNIST(dataset_dir=digits, epochs=50, **SMALL, **always)
+    run = Run.open(tmp_path, task)
+    with pytest.raises(OSError, match="Input/output error"):
+        train(task, run, runtime=cpu, progress=False)
+    assert steps[-1] < 50 * 25 and len(written) == 2
+    assert [entry["step"] for entry in run.checkpoints()] == written[:1] and run.restore()["state"]["step"] == written[0]
+
+
+def test_the_next_checkpoint_is_due_when_the_training_has_spent_a_hundred_times_its_cost(tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(saver.time, "monotonic", lambda: now[0])
+    kept = Saver(Run.open(tmp_path, MNIST()), 60.0)
+    for cost_s, seconds in ((0.1, 60), (0.6, 60), (2.0, 200)):
+        kept.save({}, 1, cost_s=cost_s)
+        kept.wait()
+        now[0] += seconds - 1
+        assert not kept.is_due()
+        now[0] += 1
+        assert kept.is_due()
+    kept.close()
+
+
+def test_best_weights_are_on_the_disk_before_the_checkpoint_that_knows_of_them_and_older_ones_are_left_out(
+    tmp_path, monkeypatch
+):
+    order, release = [], threading.Event()
+    run = Run.open(tmp_path, MNIST())
+    monkeypatch.setattr(Run, "save", lambda self, state, step, size: (release.wait(60), order.append(f"step {step}")))
+    monkeypatch.setattr(Run, "save_best", lambda self, tensors, **about: order.append(f"best of epoch {about['epoch']}"))
+    kept = Saver(run, 60.0)
+    kept.save({}, 1, cost_s=0.0)
+    for epoch in (1, 2, 3):
+        kept.save_best({}, epoch=epoch)
+    kept.save({}, 2, cost_s=0.0)
+    assert order == []
+    release.set()
+    kept.wait()
+    kept.close()
+    assert order == ["step 1", "best of epoch 3", "step 2"]
+
+
+def test_steps_are_taken_and_no_checkpoint_is_written_while_an_epoch_is_scored(always, digits, tmp_path, cpu, monkeypatch):
+    """Scores of the first epoch that take until the 40th step, of epochs of 25: such a state knows nothing of an evaluation
+    that a resumed run could not repeat."""
+    release, steps, score = threading.Event(), [], MNIST.evaluate
+    monkeypatch.setattr(MNIST, "evaluate", lambda self, found: (release.wait(60), score(self, found))[1])
+    saved, write = [], checkpoints.save
+
+    def count(trainer):
+        steps.append(trainer.state.step)
+        if trainer.state.step == 40:
+            release.set()
+
+    after_steps(monkeypatch, count)
+    monkeypatch.setattr(checkpoints, "save", lambda folder, content, step: (saved.append(step), write(folder, content, step)))
+    task = MNIST(dataset_dir=digits, epochs=3, **SMALL, **always)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    assert [step for step in saved if 25 < step < 40] == [] and steps == list(range(1, 76))
+    assert saved[-1] == 75 and any(40 < step < 75 for step in saved)
+    monkeypatch.undo()
+    straight = Run.open(tmp_path / "straight", task)
+    train(task, straight, runtime=cpu, progress=False)
+    assert exact(run) == exact(straight)
+
+
+@pytest.mark.parametrize("stops_at", [30, 50])
+def test_a_stop_waits_for_scores_and_saves_and_the_resumed_run_is_the_same(stops_at, digits, tmp_path, cpu, monkeypatch):
+    task = MNIST(dataset_dir=digits, epochs=3, **SMALL)
+    straight = Run.open(tmp_path / "straight", task)
+    train(task, straight, runtime=cpu, progress=False)
+    score, write = MNIST.evaluate, checkpoints.save
+    monkeypatch.setattr(MNIST, "evaluate", lambda self, found: (time.sleep(0.3), score(self, found))[1])
+    monkeypatch.setattr(checkpoints, "save", lambda *how: (time.sleep(0.3), write(*how)))
+    stopped = Run.open(tmp_path / "stopped", task)
+
+    def interrupt(trainer):
+        if trainer.state.step == stops_at:
+            trainer.stop.signal = signal.SIGINT
+
+    after_steps(monkeypatch, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(task, stopped, runtime=cpu, progress=False)
+    assert checkpoint(stopped)["state"]["step"] == stops_at
+    monkeypatch.undo()
+    train(task, stopped, runtime=cpu, progress=False)
+    assert exact(stopped) == exact(straight) and same(best_weights(stopped), best_weights(straight))
+
+
+def test_a_training_that_diverges_while_an_epoch_is_scored_keeps_its_weights_if_they_are_the_best(
+    digits, tmp_path, cpu, monkeypatch
+):
+    score, kept = MNIST.evaluate, {}
+    monkeypatch.setattr(MNIST, "evaluate", lambda self, found: (time.sleep(0.5), score(self, found))[1])
+
+    def poison(trainer):
+        if trainer.state.step == 25:
+            kept.update({name: value.clone() for name, value in trainer.model.state_dict().items()})
+        if trainer.state.step == 26:
+            trainer.sums[0] = trainer.sums[3] = float("nan")
+            trainer.sums[2] = 0
+
+    after_steps(monkeypatch, poison)
+    task = MNIST(dataset_dir=digits, epochs=2, **SMALL)
+    run = Run.open(tmp_path, task)
+    with pytest.raises(metrics.Diverged):
+        train(task, run, runtime=cpu, progress=False)
+    assert [record["step"] for record in run.records("evaluation")] == [25] and same(best_weights(run), kept)
+
+
+def test_weights_are_copied_while_the_device_has_a_batch_to_predict(digits, tmp_path, cpu, monkeypatch):
+    order, host_later = [], type(cpu).host_later
+
+    def later(self, tree):
+        name = "weights" if isinstance(tree, dict) else "predictions"
+        wait = host_later(self, tree)
+        order.append(f"start {name}")
+        return lambda: (order.append(f"wait for {name}"), wait())[1]
+
+    monkeypatch.setattr(type(cpu), "host_later", later)
+    task = MNIST(dataset_dir=digits, epochs=1, **{**SMALL, "batch_size": 20})  # two batches of test samples
+    train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+    assert order == [
+        "start weights",
+        "start predictions",
+        "wait for weights",
+        "start predictions",
+        "wait for predictions",
+        "wait for predictions",
+    ]
+
+
+@pytest.mark.parametrize("stops_at", [5, None], ids=["stopped", "at its end"])
+def test_a_training_whose_last_checkpoint_cannot_be_written_does_not_end_as_if_it_were(
+    stops_at, digits, tmp_path, cpu, monkeypatch, capsys
+):
+    def failing(folder, content, step):
+        time.sleep(0.2)
+        raise OSError(errno.EIO, "Input/output error", "step")
+
+    def interrupt(trainer):
+        if trainer.state.step == stops_at:
+            trainer.stop.signal = signal.SIGINT
+
+    monkeypatch.setattr(checkpoints, "save", failing)
+    after_steps(monkeypatch, interrupt)
+    task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
+    with pytest.raises(OSError, match="Input/output error"):
+        train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+    assert "saved at step" not in capsys.readouterr().out
