@@ -24,7 +24,7 @@ class UnexpectedRecompilation(TpukitError):
         lines = [*self.causes, f"call {call} of `{function}` traced a new graph, but at most {max_graphs} may be compiled"]
         if operation:
             lines.append(f"New in it: {operation}")
-        lines.append("Keep every batch the same shape; declare variants of the loss in `loss_variants`;")
+        lines.append("Keep every batch the same shape; choose between losses by `torch.where`;")
         lines.append("numbers that change from step to step belong in tensors")
         return "\n".join(lines)
 

@@ -198,7 +198,7 @@ KNOWN_ERRORS = {
         cause="A graph is compiled for given shapes and Python numbers. A ragged last batch, a varying padded length or a "
         "number computed by Python requires another one, which takes minutes. tpukit stops instead, and names what changed.",
         fix="A batch changed its shape, or a Python number its value, between steps, so XLA would compile again. Keep all "
-        "batches the same shape; declare loss_variants in the workload.",
+        "batches the same shape; choose between losses by torch.where.",
         pattern=r"different graphs|maximum number of.*graphs",
         phrases=r"recompil|compil\w* (again|every|each|anew)",
     ),

@@ -29,9 +29,8 @@ def test_a_phase_that_is_a_tensor_gives_the_loss_and_the_gradient_of_one_that_is
     sizes = (32, 32, 16, 8, 4)  # of the output and the masks
     target = (torch.rand(2, 1, 32, 32, generator=generator) > 0.9).float()
     target[0] = 0  # an image without a target, whose prediction below underflows
-    outputs = [
-        torch.randn(2, 1, size, size, generator=generator) - 200 * (torch.arange(2) == 0)[:, None, None, None] for size in sizes
-    ]
+    far_below = torch.tensor([-200.0, 0.0]).view(2, 1, 1, 1)
+    outputs = [torch.randn(2, 1, size, size, generator=generator) + far_below for size in sizes]
     for output in outputs:
         output.requires_grad_()
 
