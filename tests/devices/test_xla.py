@@ -161,3 +161,23 @@ def test_a_nest_of_tensors_comes_to_the_host_in_one_transfer_each_at_its_place(x
     assert torch.equal(found.pop("kept"), torch.ones(3)) and calls == [4] and not found["there"].requires_grad
     assert str(found) == str(wanted)
     assert xla.host(dict(text="alone")) == dict(text="alone")
+
+
+def test_equal_counts_of_loaded_batch_norms_have_a_buffer_each(xla):
+    from torch_xla import _XLAC
+
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2))
+    saved = {name: torch.tensor(10) if value.dim() == 0 else value for name, value in model.state_dict().items()}
+
+    def counts_with_buffers():
+        xla.sync()
+        counts = [norm.num_batches_tracked for norm in placed]
+        assert len(set(_XLAC._get_tensors_handle(counts))) == 2
+        return [int(count) for count in counts]
+
+    model.load_state_dict(saved)
+    placed = xla.place(model)
+    assert counts_with_buffers() == [10, 10]
+    placed.load_state_dict({name: value + 1 if value.dim() == 0 else value for name, value in saved.items()})
+    xla.separate(placed.buffers())
+    assert counts_with_buffers() == [11, 11]

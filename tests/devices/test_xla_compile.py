@@ -38,27 +38,29 @@ def test_both_phases_are_one_graph_for_the_step_and_one_for_the_prediction(infra
 
 
 @pytest.mark.slow
-def test_a_training_with_one_graph_equals_one_with_a_graph_a_phase(infrared, tmp_path, xla, monkeypatch):
+def test_a_training_with_one_graph_equals_one_with_a_graph_a_phase_and_resumes_it(infrared, tmp_path, xla, monkeypatch):
     recipe = RECIPE | dict(base_size=32, crop_size=32, lr=1e-4)  # the small lr: see test_xla_replay.py on Adagrad
     task = Narrow(dataset_dir=infrared, epochs=4, warm_epoch=1, eval_every=2, **recipe)
     runs = {}
-    for name, graphs in (("one", 1), ("two", 2)):
+    for name, epochs, graphs in (("one", 4, 1), ("two", 4, 2), ("resumed", 2, 2), ("resumed", 4, 1)):
         with monkeypatch.context() as patch:
             if graphs == 2:  # as it was: an epoch that is a number
                 patch.setattr(type(xla), "scalar", lambda self, number: number)
                 patch.setattr(Trainer, "_phases", 2)
-            runs[name] = Run.open(tmp_path / name, task)
-            train(task, runs[name], runtime=xla, progress=False)
+            part = dataclasses.replace(task, epochs=epochs)
+            runs[name] = Run.open(tmp_path / name, part)
+            train(part, runs[name], runtime=xla, progress=False)
     compiled = [r["step"] for r in runs["two"].records("compile") if r["what"] == "step"]
     assert compiled == [1, 9]
-    for kind in ("train", "epoch", "evaluation"):
-        one, two = ([(r["step"], *r) for r in run.records(kind)] for run in runs.values())
-        assert one == two
-    one, two = ([r["loss"] for r in run.records("train")] for run in runs.values())
-    assert one == pytest.approx(two, abs=1e-4) and len(one) == 16
-    one, two = (checkpoint(run)["model"] for run in runs.values())
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], atol=1e-3, rtol=1e-3, msg=lambda m: f"{name}: {m}")
+    wanted = runs["one"]
+    for run in (runs["two"], runs["resumed"]):
+        for kind in ("train", "epoch", "evaluation"):
+            found = run.records(kind)
+            assert [(r["step"], *r) for r in found] == [(r["step"], *r) for r in wanted.records(kind)]
+        losses = [[r["loss"] for r in which.records("train")] for which in (run, wanted)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-4) and len(losses[0]) == 16
+        for name, value in checkpoint(run)["model"].items():
+            torch.testing.assert_close(value, checkpoint(wanted)["model"][name], atol=1e-3, rtol=1e-3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

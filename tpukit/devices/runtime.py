@@ -221,6 +221,9 @@ class Runtime:
             optimizer._warned_capturable_if_run_uncaptured = True  # the first steps do run so
         return True
 
+    def separate(self, tensors):
+        """To be called on state that was loaded, before a step changes it: no two tensors share their memory afterwards."""
+
     def torch_compile(self, model, mode, *, is_captured=False):
         """The model, compiled by torch.compile in this mode; unchanged for "no".
 

@@ -72,6 +72,7 @@ class XLARuntime(Runtime):
         if not self.notes and any(getattr(module, "uses_xla_attention", False) for module in model.modules()):
             self.notes = xla_attention.choose(self)
         model = model.to(self.device)  # whose compiler chooses its own layouts
+        self.separate(model.buffers())
         with torch.no_grad():
             # A tensor that was never written in place is traced differently the first time; and SPMD marks as replicated what
             # a graph wrote.
@@ -82,6 +83,13 @@ class XLARuntime(Runtime):
     def try_attention_kernel(self):
         """Raise where `xla_attention`'s kernels do not work on this device."""
         xla_attention.try_kernel(self.device)
+
+    def separate(self, tensors):
+        # torch_xla uploads equal numbers once: the counts of all batch norms are one buffer. A step gives the memory of its old
+        # state to the new one, this buffer several times, which crashes.
+        numbers = [tensor for tensor in tensors if tensor.device == self.device and not tensor.dim()]
+        for number, on_host in zip(numbers, self.host(numbers)):
+            number.data = self._put(on_host)
 
     def put(self, arrays):
         return {name: self._put(torch.as_tensor(value)) for name, value in arrays.items()}

@@ -3,6 +3,8 @@
 import dataclasses
 import time
 
+import torch
+
 from tpukit.host.errors import TpukitError
 from tpukit.training import metrics
 
@@ -77,6 +79,9 @@ def restore(trainer):
     trainer.optimizer.load_state_dict(saved["optimizer"])
     if runtime.scaler and saved["scaler"]:
         runtime.scaler.load_state_dict(saved["scaler"])
+    of_optimizer = [v for values in trainer.optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+    of_average = trainer.ema.model.buffers() if trainer.ema else []
+    runtime.separate([*trainer.model.buffers(), *of_average, *of_optimizer])
     state = TrainState(**saved["state"])
     if len(saved["random"]) == runtime.world.size:
         runtime.set_random_state(saved["random"][runtime.world.rank])
