@@ -282,7 +282,7 @@ def _trace_step(task, runtime, size, epoch):
     sums = new_sums(runtime)
     runtime.sync()
     step = functools.partial(train_step, task, model, optimizer, runtime, compose)
-    runtime.compile(step, name="step", changes=(model, optimizer))(batch, runtime.scalar(epoch), sums)
+    runtime.compile(step, name="step", changes=(model, optimizer))(batch, task.epoch_argument(runtime, epoch), sums)
     return model, averaged_bytes + resident_bytes
 
 

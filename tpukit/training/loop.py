@@ -88,17 +88,12 @@ class Trainer:
         task, runtime = self.task, self.runtime
         parallel_model = runtime.torch_compile(runtime.parallel(self.model), task.torch_compile, is_captured=task.cuda_graph)
         self.plain_step = functools.partial(train_step, task, parallel_model, self.optimizer, runtime, self.loader.compose)
-        max_graphs, changes = self._phases, (self.model, self.optimizer)
+        max_graphs, changes = task.loss_variants, (self.model, self.optimizer)
         if not has_optimizer_state:  # then the second step has other inputs than the first, which is one more graph
             max_graphs, changes = max_graphs + 1, None
         if not (runtime.compiles or task.cuda_graph):
             changes = None
         self.compiled_step = runtime.compile(self.plain_step, name="step", max_graphs=max_graphs, changes=changes)
-
-    @property
-    def _phases(self):
-        """Graphs of the step: one where the epoch is a tensor, see `Runtime.scalar`."""
-        return 1 if self.runtime.compiles else self.task.loss_variants
 
     # The loop
 
@@ -159,7 +154,7 @@ class Trainer:
             self.run.print(f"step {step}: compiling the training step, which can take minutes; later steps reuse it")
             self.announces_compilation = False
         try:
-            self.sums = self.compiled_step(batch, self.runtime.scalar(epoch), self.sums)
+            self.sums = self.compiled_step(batch, self.task.epoch_argument(self.runtime, epoch), self.sums)
             if self.ema:
                 self.ema.step(step)
         finally:
@@ -259,7 +254,7 @@ class Trainer:
         run.print(f"training set: {self.loader.description}")
         run.print(f"test set: {self.evaluator.loader.description}")
         about = dict(device=str(runtime), accelerator=runtime.accelerator, versions=environment.detect().versions)
-        about |= dict(phases=self._phases, torch_compile=task.torch_compile, batch_size=task.batch_size)
+        about |= dict(phases=task.loss_variants, torch_compile=task.torch_compile, batch_size=task.batch_size)
         about |= dict(steps_per_epoch=self.steps_per_epoch)
         run.log("start", step, cores=runtime.cores, processes=runtime.world.size, **about)
         runtime.heartbeat(step)

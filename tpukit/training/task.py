@@ -30,7 +30,7 @@ class Workload:
     published: ClassVar[dict[str, float]] = {}
     """The paper's scores on its own dataset, drawn as a line beside the curves."""
     loss_variants: ClassVar[int] = 1
-    """Kinds of steps that `loss` makes with an epoch that is a number, off XLA (a warm-up with another loss makes two)."""
+    """How many graphs `loss` has whose choice is an `if` on the epoch. With 1, the epoch may be a tensor, see `loss`."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
     """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`; None for all. The others are not read
     back from the device."""
@@ -117,8 +117,8 @@ class Workload:
     def loss(self, model, batch, epoch):
         """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no `.item()` here.
 
-        epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by `torch.where`, not by
-        `if`."""
+        epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by `torch.where`. It is always
+        a number, for `if`, where `loss_variants` is 2 or more."""
         raise self._missing("loss")
 
     def predict(self, model, batch, epoch=None):
@@ -130,12 +130,16 @@ class Workload:
     def predictor(self, model, runtime, epoch=None):
         """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps overrides it."""
         compiled = runtime.inference(functools.partial(self.predict, model))
-        epoch = runtime.scalar(epoch)
+        epoch = self.epoch_argument(runtime, epoch)
 
         def predict(batch):
             return compiled(batch, epoch)
 
         return predict
+
+    def epoch_argument(self, runtime, epoch):
+        """An epoch, or None, as `loss` and `predict` get it."""
+        return runtime.scalar(epoch) if self.loss_variants == 1 else epoch
 
     def evaluate(self, predictions):
         """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,) bool."""

@@ -32,7 +32,6 @@ class MSHNet(Workload):
     score_names: ClassVar[dict[str, str]] = dict(iou="IoU", pd="Pd, share of targets found", fa="Fa, false pixels per pixel")
     published: ClassVar[dict[str, float]] = dict(iou=0.6716, pd=0.9388, fa=15.03e-6)
     evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
-    loss_variants: ClassVar[int] = 2
 
     epochs: int = setting(400, free=True)
     """Passes over the training set."""
