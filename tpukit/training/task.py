@@ -117,8 +117,8 @@ class Workload:
     def loss(self, model, batch, epoch):
         """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no `.item()` here.
 
-        epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by `torch.where`. It is always
-        a number, for `if`, where `loss_variants` is 2 or more."""
+        epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by `torch.where`. It is a
+        number, for `if`, where `loss_variants` is 2 or more."""
         raise self._missing("loss")
 
     def predict(self, model, batch, epoch=None):
