@@ -2,6 +2,7 @@
 
 import inspect
 
+import torch
 import torch_xla
 
 from tpukit.devices import recompiles
@@ -25,8 +26,9 @@ class CompiledFunction:
         self.function, self.name, self.max_graphs, self.runtime = function, name, max_graphs, runtime
         self.optimizer = changes[1] if changes else None
         self.parameter_names = tuple(inspect.signature(function).parameters)
-        # The keywords of a partial: another value makes another partial, of the same name.
-        self.bound = getattr(inspect.unwrap(function), "keywords", {})
+        # The keywords of a partial: another number makes another partial, of the same name.
+        keywords = getattr(inspect.unwrap(function), "keywords", {})
+        self.bound = {keyword: value for keyword, value in keywords.items() if not isinstance(value, torch.Tensor)}
         if not self.bound:
             runtime.last_signatures.pop(name, None)  # of another function with this name
         self.replay = None

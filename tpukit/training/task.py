@@ -129,13 +129,7 @@ class Workload:
 
     def predictor(self, model, runtime, epoch=None):
         """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps overrides it."""
-        compiled = runtime.inference(functools.partial(self.predict, model))
-        epoch = self.epoch_argument(runtime, epoch)
-
-        def predict(batch):
-            return compiled(batch, epoch)
-
-        return predict
+        return runtime.inference(functools.partial(self.predict, model, epoch=self.epoch_argument(runtime, epoch)))
 
     def epoch_argument(self, runtime, epoch):
         """An epoch, or None, as `loss` and `predict` get it."""
