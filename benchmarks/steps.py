@@ -7,17 +7,16 @@ import statistics
 import sys
 import tempfile
 import time
-from unittest import mock
 
 import torch
 
+from benchmarks.literal import literal_layers
 from tpukit import MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
 from tpukit.host.tables import GIB
 from tpukit.training.data import already_composed
 from tpukit.training.metrics import new_sums
 from tpukit.training.step import train_step
-from tpukit.workloads.mshnet import tiling
 
 ROUNDS, STEPS = 5, 4
 # The ways of a device: name -> settings. The first is what the others are compared with.
@@ -51,16 +50,6 @@ def open_runtime(device, precision):
     return Runtime(device, precision)
 
 
-@contextlib.contextmanager
-def tiling_as(tiled):
-    """Context manager: let MSHNet on XLA work on tiles, or on whole images as elsewhere."""
-    with contextlib.ExitStack() as stack:
-        if not tiled:
-            stack.enter_context(mock.patch.object(tiling, "num_tiles", lambda image: 1))
-            stack.enter_context(mock.patch.object(tiling, "conv2d_to_one_channel", lambda layer, x, tiles: layer(x)))
-        yield
-
-
 def seconds_per_step(device, task, tiled, replayed):
     """Seconds: until the first step is done, of a later one (median), and of it what the host takes to hand it over."""
     runtime = open_runtime(device, "fp32" if task.precision == "auto" else task.precision)
@@ -75,7 +64,7 @@ def seconds_per_step(device, task, tiled, replayed):
         return train_step(task, faster, optimizer, runtime, already_composed, batch, task.epochs, sums)
 
     compiled_step = runtime.compile(step, name="step", changes=(model, optimizer) if replayed else None)
-    with tiling_as(tiled):
+    with contextlib.nullcontext() if tiled else literal_layers():
         started = time.perf_counter()
         sums = compiled_step(batch, sums)
         runtime.sync()
