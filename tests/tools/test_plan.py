@@ -43,7 +43,7 @@ def test_small_graphs_have_the_figures_of_the_committed_plan(needs_xla, quiet, t
     compiler = tool.install_compiler(quiet)
     monkeypatch.setattr(tool, "install_compiler", lambda log: compiler)
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path))  # so that no earlier answer is taken
-    assert COMMITTED["compiler"] == list(tool.COMPILER) and COMMITTED["plans"].keys() == plans.CASES.keys()
+    assert COMMITTED["compiler"] == list(tool.COMPILER) and COMMITTED["plans"].keys() <= plans.CASES.keys()
     for case in ("mshnet small", "mnist small"):
         found, wanted = plans.measure(case, quiet), COMMITTED["plans"][case]
         assert found.keys() == wanted.keys() and found["fits"]

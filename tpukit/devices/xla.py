@@ -71,8 +71,9 @@ class XLARuntime(Runtime):
     def place(self, model, *, channels_last="no"):
         if not self.notes and any(getattr(module, "uses_xla_attention", False) for module in model.modules()):
             self.notes = xla_attention.choose(self)
+        buffers = [buffer.to("cpu", copy=True) for buffer in model.buffers()]
         model = model.to(self.device)  # whose compiler chooses its own layouts
-        self.separate(model.buffers())
+        self._separate(model.buffers(), buffers)
         with torch.no_grad():
             # A tensor that was never written in place is traced differently the first time; and SPMD marks as replicated what
             # a graph wrote.
@@ -85,11 +86,15 @@ class XLARuntime(Runtime):
         xla_attention.try_kernel(self.device)
 
     def separate(self, tensors):
+        tensors = [tensor for tensor in tensors if tensor.device == self.device]
+        self._separate(tensors, self.host(tensors))
+
+    def _separate(self, tensors, values):
         # torch_xla uploads equal numbers once: the counts of all batch norms are one buffer. A step gives the memory of its old
         # state to the new one, this buffer several times, which crashes.
-        numbers = [tensor for tensor in tensors if tensor.device == self.device and not tensor.dim()]
-        for number, on_host in zip(numbers, self.host(numbers)):
-            number.data = self._put(on_host)
+        for tensor, value in zip(tensors, values):
+            if not tensor.dim():
+                tensor.data = self._put(value)
 
     def put(self, arrays):
         return {name: self._put(torch.as_tensor(value)) for name, value in arrays.items()}
