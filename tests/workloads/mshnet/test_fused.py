@@ -36,6 +36,12 @@ def test_equal_largest_channels_share_the_gradient_as_in_amax(whole_numbers):
         assert torch.allclose(ours, theirs, atol=1e-12)
 
 
+def test_a_largest_value_that_none_reaches_when_computed_again_gets_no_gradient_rather_than_nan():
+    x = torch.tensor([[1.0, 2.0, 2.0], [1.0, 4.0, 4.0]])
+    share = fused._share_of_largest(x, torch.tensor([[3.0], [4.0]]), torch.tensor([[0.5], [0.5]]), 1)
+    assert torch.equal(share, torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.5, 0.5]]))
+
+
 @pytest.mark.parametrize("channels_in", [16, 8])  # without and with a shortcut
 def test_a_block_with_frozen_batch_norms_trains_as_the_plain_one_and_leaves_their_statistics(channels_in):
     torch.manual_seed(0)
