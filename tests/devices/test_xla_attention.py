@@ -237,6 +237,16 @@ def test_a_script_that_fails_gives_its_last_words(monkeypatch, tmp_path):
         xla_attention.kernel_payload.__wrapped__("forward", (1, 128, 384), 4, False)
 
 
+def test_flags_of_this_process_for_its_own_device_do_not_reach_the_script(monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        'import json, os; print(json.dumps({"payload": [os.environ.get("XLA_FLAGS"), os.environ["JAX_PLATFORMS"]]}))'
+    )
+    monkeypatch.setattr(xla_attention, "KERNEL_SCRIPT", script)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_tpu_a_flag_that_no_cpu_knows=true")
+    assert xla_attention.kernel_payload.__wrapped__("forward", (1, 128, 384), 4, False) == [None, "cpu"]
+
+
 def test_slices_are_captured_once_and_replayed_with_the_result_of_a_traced_step(xla, monkeypatch):
     monkeypatch.setattr(xla_attention, "MAX_PAIRS", 2 * 16**2)  # an image
     results = []

@@ -148,7 +148,8 @@ def kernel_payload(kind, shape, heads, biased):
     """The kernel's code, a string, lowered by jax in a process of its own, which leaves the TPU alone."""
     request = json.dumps(dict(kind=kind, shape=shape, heads=heads, biased=biased))
     command = [sys.executable, "-P", "-s", str(KERNEL_SCRIPT), request]
-    ran = subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # those are for torch_xla's compiler
+    ran = subprocess.run(command, env={**environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
     if ran.returncode:
         raise RuntimeError((ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1])
     return json.loads(ran.stdout.splitlines()[-1])["payload"]
