@@ -395,10 +395,10 @@ def checkpointed(block, *inputs):
     return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def on_one_xla_core(tensor):
-    """Whether a tensor lies on an XLA device that runs a graph of its own, not one over several (SPMD)."""
+def cores_sharing(tensor):
+    """How many cores share the first axis of a tensor on the device: several where one graph runs over them (SPMD)."""
     if tensor.device.type != "xla":
-        return False
+        return 1
     import torch_xla.runtime as xr
 
-    return not xr.is_spmd()
+    return xr.global_runtime_device_count() if xr.is_spmd() else 1

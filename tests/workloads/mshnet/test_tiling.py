@@ -8,6 +8,12 @@ from tpukit.workloads.mshnet import MSHNet, tiling
 from tpukit.workloads.mshnet.loss import multiscale_loss
 
 
+@pytest.fixture(params=[1, 2], ids=["one core", "two share the batch"], autouse=True)
+def cores(request, monkeypatch):
+    monkeypatch.setattr(tiling, "cores_sharing", lambda tensor: request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("factor", [2, 4, 8])
 @pytest.mark.parametrize("tiles", [1, 2, 4])
 def test_upsampling_tiles_equals_bilinear_interpolation_with_aligned_corners_and_so_does_its_gradient(factor, tiles):
@@ -47,9 +53,16 @@ def test_a_network_on_tiles_has_the_outputs_gradients_and_statistics_of_the_plai
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-9)
 
 
-def test_tiles_fill_the_lanes_of_an_xla_core_and_no_other_device_has_them(xla):
+@pytest.mark.parametrize("tiles", [2, 4])
+def test_the_tiles_of_an_image_stay_on_the_core_that_has_the_image(cores, tiles):
+    image = torch.arange(4.0)[:, None, None, None].expand(4, 1, 32, 2)
+    on_core = tiling.split(image, tiles)[:, 0, 0, 0].view(cores, -1)
+    assert [sorted(set(found.tolist())) for found in on_core] == torch.arange(4.0).view(cores, -1).tolist()
+
+
+def test_tiles_fill_the_lanes_of_an_xla_core_and_no_other_device_has_them(xla, cores):
     def tiles(batch, size):
-        return tiling.num_tiles(torch.zeros(batch, 3, size, size).to(xla.device))
+        return tiling.num_tiles(torch.zeros(cores * batch, 3, size, size).to(xla.device))
 
     assert [tiles(32, 256), tiles(4, 256), tiles(128, 256), tiles(16, 64), tiles(1, 48), tiles(1, 16)] == [4, 16, 1, 4, 2, 1]
     assert tiling.num_tiles(torch.zeros(32, 3, 256, 256)) is None

@@ -29,7 +29,7 @@ def block(layers, x, tiles):
     largest = tiling.by_image(_LargestOfTile.apply(x, scale.detach().sign()), tiles).amax(0)
     largest = scale.abs() * largest + shift
     attention = layers.ca.from_pooled(mean[:, :, None, None], largest[:, :, None, None])  # (B, C, 1, 1)
-    attention = attention.flatten(1).to(scale.dtype).repeat(tiles, 1)  # (N, C)
+    attention = tiling.for_tiles(attention.flatten(1).to(scale.dtype), tiles)  # (N, C)
     scale, shift = attention * scale, attention * shift
     pooled = tiling.merge(_PoolChannels.apply(x, scale, shift), tiles)  # (B, 2, H, W)
     attention = torch.sigmoid(tiling.split(tiling.conv2d_rows_as_channels(layers.sa.conv1, pooled), tiles))  # (N, 1, h, W)

@@ -2,29 +2,27 @@
 
 A TPU works on 128 numbers side by side, its lanes. Where channels are few, its compiler puts the batch there, and a batch of
 32 leaves three quarters of every load, store and product empty. So images are split into T tiles of whole rows that lie side
-by side in the batch: tile t of image b is sample t * B + b. Only layers that read neighbouring rows or whole images differ.
+by side in the batch: tile t of image b is sample t * B + b. Where cores share the batch (SPMD) each orders its own images so,
+and no tile leaves its core. Only layers that read neighbouring rows or whole images differ.
 
-Letters: B batch, C channels, H and W the size of the image, h = H/T the rows of a tile, K the size of a kernel. Everywhere
-tiles=None means torch's own layers, for other devices, which are faster with them.
+Letters: B batch, C channels, H and W the size of the image, h = H/T the rows of a tile, K the size of a kernel, D cores that
+share the batch. Everywhere tiles=None means torch's own layers, for other devices, which are faster with them.
 """
 
 import torch
 from torch.nn import functional as F
 
-from tpukit.devices.runtime import on_one_xla_core
+from tpukit.devices.runtime import cores_sharing
 
 LANES = 128
 MIN_ROWS = 16  # of a tile of the image; the network halves them twice
 
 
 def num_tiles(image):
-    """How many tiles fill the lanes with a batch (B, C, H, W); 1 if cores share the batch; None on devices without lanes."""
+    """How many tiles of each image fill the lanes with a core's images of (B, C, H, W); None on devices without lanes."""
     if image.device.type != "xla":
         return None
-    if not on_one_xla_core(image):
-        return 1
-    batch, _, height, _ = image.shape
-    tiles = 1
+    batch, tiles, height = image.shape[0] // cores_sharing(image), 1, image.shape[2]
     while 2 * tiles * batch <= LANES and height % (8 * tiles) == 0 and height // (2 * tiles) >= MIN_ROWS:
         tiles *= 2
     return tiles
@@ -32,24 +30,35 @@ def num_tiles(image):
 
 def split(x, tiles):
     """(B, C, H, W) -> (T*B, C, h, W)."""
-    return torch.cat(x.chunk(tiles, 2), 0) if tiles and tiles > 1 else x
+    return torch.cat(_by_core(x).chunk(tiles, 3), 1).flatten(0, 1) if tiles and tiles > 1 else x
 
 
 def merge(x, tiles):
     """(T*B, C, h, W) -> (B, C, H, W)."""
-    return torch.cat(x.chunk(tiles, 0), 2) if tiles and tiles > 1 else x
+    return torch.cat(_by_core(x).chunk(tiles, 1), 3).flatten(0, 1) if tiles and tiles > 1 else x
+
+
+def _by_core(x):
+    """(T*B, ...) -> (D, T*B/D, ...)."""
+    return x.unflatten(0, (cores_sharing(x), -1))
 
 
 def by_image(x, tiles):
     """(T*B, ...) -> (T, B, ...)."""
-    return x.view(tiles or 1, -1, *x.shape[1:])
+    return _by_core(x).unflatten(1, (tiles or 1, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def for_tiles(x, tiles):
+    """(B, ...) -> (T*B, ...): what is known of each image, for each of its tiles."""
+    return _by_core(x).repeat(1, tiles, *[1] * (x.dim() - 1)).flatten(0, 1)
 
 
 def rows(x, tiles):
     """(T*B, 1, h, 1): which row of the image, from 0, each row of the tiles (T*B, C, h, W) is."""
     tiles, height = tiles or 1, x.shape[2]
-    row = torch.arange(tiles * height, dtype=compute_dtype(x), device=x.device).view(tiles, 1, 1, height, 1)
-    return row.expand(-1, x.shape[0] // tiles, -1, -1, -1).flatten(0, 1)
+    row = torch.arange(tiles * height, dtype=compute_dtype(x), device=x.device).view(1, tiles, 1, 1, height, 1)
+    cores = cores_sharing(x)
+    return row.expand(cores, -1, x.shape[0] // (cores * tiles), -1, -1, -1).flatten(0, 2)
 
 
 def compute_dtype(x):
@@ -59,10 +68,12 @@ def compute_dtype(x):
 
 def exchange_halo(x, tiles, halo):
     """(T*B, C, h, W) -> (T*B, C, h + 2 * halo, W): each tile with the nearest rows of the tiles above and below, or zeros."""
-    last, first = x[:, :, -halo:], x[:, :, :halo]
-    batch = x.shape[0] // tiles
-    zeros = torch.zeros_like(last[:batch])
-    return torch.cat([torch.cat([zeros, last[:-batch]], 0), x, torch.cat([first[batch:], zeros], 0)], 2)
+    last, first = _by_core(x[:, :, -halo:]), _by_core(x[:, :, :halo])
+    batch = last.shape[1] // tiles
+    zeros = torch.zeros_like(last[:, :batch])
+    above = torch.cat([zeros, last[:, :-batch]], 1).flatten(0, 1)
+    below = torch.cat([first[:, batch:], zeros], 1).flatten(0, 1)
+    return torch.cat([above, x, below], 2)
 
 
 def concat_channels(*maps, tiles):
