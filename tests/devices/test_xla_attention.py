@@ -132,15 +132,25 @@ def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_and_counts_thei
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_attention_in_slices_is_attention_forward_and_backward(device, biased, request, monkeypatch):
-    monkeypatch.setattr(xla_attention, "MAX_PAIRS", 2 * 4 * 24**2)  # 2 of the 3 images
+@pytest.mark.parametrize("cores", [1, 2])
+def test_attention_in_slices_is_attention_forward_and_backward(device, biased, cores, request, monkeypatch):
+    monkeypatch.setattr(xla_attention, "MAX_PAIRS", 2 * 4 * 24**2)  # 2 of a core's 3 images
+    monkeypatch.setattr(xla_attention, "cores_sharing", lambda tensor: cores)
     torch.manual_seed(0)
     place = request.getfixturevalue(device).device
-    qkv, bias = torch.randn(3, 24, 3 * 32, dtype=torch.float64), torch.randn(1, 4, 24, 24, dtype=torch.float64)
+    qkv, bias = torch.randn(3 * cores, 24, 3 * 32, dtype=torch.float64), torch.randn(1, 4, 24, 24, dtype=torch.float64)
     inputs = [x.to(place).requires_grad_() for x in (qkv, bias)][: 1 + biased]
     found = with_gradients(attention(inputs[0], 4, *inputs[1:]), inputs)
     for a, b in zip(found, wanted(qkv, 4, bias if biased else None)):
         torch.testing.assert_close(a.cpu(), b, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("count, slices", [(1, [[0, 2], [1, 3]]), (2, [[0, 1, 2, 3]])])
+def test_each_slice_has_as_many_images_of_every_core(count, slices, monkeypatch):
+    monkeypatch.setattr(xla_attention, "MAX_PAIRS", count * 3 * 5**2)
+    monkeypatch.setattr(xla_attention, "cores_sharing", lambda tensor: 2)
+    images = torch.arange(4)[:, None, None, None].expand(4, 3, 5, 1)
+    assert [part[:, 0, 0, 0].tolist() for (part,) in xla_attention._slices(images)] == slices
 
 
 def test_what_a_plan_adds_for_a_kernel_is_its_arithmetic(kernels_without_jax, xla):

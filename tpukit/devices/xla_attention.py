@@ -17,6 +17,7 @@ import torch
 from torch_xla import _XLAC
 
 from tpukit.devices.kernel_counts import count_kernel
+from tpukit.devices.runtime import cores_sharing
 from tpukit.host.errors import first_line
 
 LANES = 128
@@ -25,7 +26,7 @@ KERNEL_TOKENS = (128, 256, 512, 1024, 2048, 4096)  # those whose keys and logits
 KERNEL_TOKENS_BIASED = (128, 256)  # and the bias with its gradient, all queries at a time
 KERNEL_SCRIPT = Path(__file__).with_name("pallas_attention.py")
 TOLERANCE = 0.02  # of `try_kernel`, relative: a few roundings to bf16, of 0.4% at most each
-MAX_PAIRS = 2**29  # of tokens at a time, over batch and heads, without the kernels; 2 bytes each in bf16
+MAX_PAIRS = 2**29  # of tokens at a time on a core, over batch and heads, without the kernels; 2 bytes each in bf16
 
 _unavailable = "it is for TPUs"  # why this process does without the kernels; "": it uses them
 
@@ -159,7 +160,8 @@ def kernel_payload(kind, shape, heads, biased):
 
 
 class SlicedAttention(torch.autograd.Function):
-    """softmax(query key^T / sqrt(D) + bias) value, (B, H, T, D) each and (1, H, T, T) or None, for some of the B at a time.
+    """softmax(query key^T / sqrt(D) + bias) value, (B, H, T, D) each and (1, H, T, T) or None, for some of the B at a time, of
+    each core where several share them.
 
     Kept for the backward pass is the logarithm of the softmax's denominator, from which a weight is one exponential:
     p = exp(s - lse). (As in FlashAttention, Dao et al., NeurIPS 2022.)
@@ -172,7 +174,7 @@ class SlicedAttention(torch.autograd.Function):
             s = _logits(_after(q, outs[-1:]), k, bias)
             lses.append(s.to(torch.promote_types(s.dtype, torch.float32)).logsumexp(-1, keepdim=True))
             outs.append(_weights(s, lses[-1]) @ v)
-        out, lse = torch.cat(outs), torch.cat(lses)
+        out, lse = _joined(outs), _joined(lses)
         ctx.save_for_backward(query, key, value, bias, out, lse)
         return out
 
@@ -190,14 +192,21 @@ class SlicedAttention(torch.autograd.Function):
                 of_bias = of_bias + ds.sum(0, keepdim=True, dtype=lse.dtype)
             last = ds @ k * q.shape[-1] ** -0.5, ds.mT @ q * q.shape[-1] ** -0.5, p.mT @ d
             parts.append(last)
-        of_query, of_key, of_value = (torch.cat(part) for part in zip(*parts))
+        of_query, of_key, of_value = map(_joined, zip(*parts))
         return of_query, of_key, of_value, None if bias is None else of_bias.to(bias.dtype)
 
 
 def _slices(*tensors):
+    """Tuples of a slice of each tensor (B, ...)."""
     _, heads, tokens, _ = tensors[0].shape
-    count = max(1, MAX_PAIRS // (heads * tokens**2))
-    return zip(*(tensor.split(count) for tensor in tensors))
+    count, cores = max(1, MAX_PAIRS // (heads * tokens**2)), cores_sharing(tensors[0])
+    return zip(*([part.flatten(0, 1) for part in x.unflatten(0, (cores, -1)).split(count, 1)] for x in tensors))
+
+
+def _joined(slices):
+    """The tensor (B, ...) of its slices."""
+    cores = cores_sharing(slices[0])
+    return torch.cat([part.unflatten(0, (cores, -1)) for part in slices], 1).flatten(0, 1)
 
 
 def _after(tensor, results):
