@@ -27,6 +27,7 @@ _HOMES = {
     "explore": "reporting.widgets",
     "save_zip": "reporting.own",
     "show": "reporting.display",
+    "show_labels": "reporting.display",
     "show_own": "reporting.own",
     "show_comparison": "reporting.display",
     "show_plan": "reporting.display",

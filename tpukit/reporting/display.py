@@ -64,6 +64,15 @@ def show_samples(task, *, count=4):
     present_figure(figures.panels_figure(task.panels(data.batch(indices, numbers)), "Training samples"))
 
 
+def show_labels(task, *, count=4):
+    """Show what is worth knowing about the labels of the training set before training on them, with the samples concerned."""
+    data, _ = task.datasets()
+    sentences, indices = task.check_labels(data)
+    present(Sentences(sentences))
+    if indices:
+        present_figure(figures.panels_figure(task.panels(data.batch(indices[:count])), "Samples to look at, not augmented"))
+
+
 def show_predictions(run, task, *, count=4):
     """Show what the run's best weights predict for test images, next to the truth.
 

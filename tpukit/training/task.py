@@ -197,6 +197,10 @@ class Workload:
     def load_predictions(self, folder):
         """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none."""
 
+    def check_labels(self, data):
+        """(sentences about a dataset's samples and labels, the most important first; indices of samples to look at)."""
+        return [f"{len(data)} samples"], []
+
     def check_dataset_dir(self):
         """Raise TpukitError where no dataset was given."""
         if self.dataset_dir is None:

@@ -62,6 +62,26 @@ def test_the_lists_of_the_published_sets_are_found(tmp_path, lists, suffix):
         assert InfraredSet(tmp_path, split).names == ["a", "b"]
 
 
+def test_a_folder_without_lists_is_split_by_name_always_alike_and_leaves_none_out(tmp_path):
+    names = [f"frame{number}" for number in range(12)]
+    write_set(tmp_path, names, lists=())
+    (tmp_path / "images/frame3.png").rename(tmp_path / "images/frame3.PNG")
+    (tmp_path / "images/notes.txt").write_text("not an image")
+    train, test = (InfraredSet(tmp_path, split).names for split in ("train", "test"))
+    assert len(test) == 3 and sorted(path.split(".")[0] for path in train + test) == sorted(names)
+    assert test != sorted(train + test)[:3]  # such as the first ones of a film
+    for path in (tmp_path / "images").glob("frame1*"):
+        path.touch()
+    assert InfraredSet(tmp_path, "test").names == test
+
+
+@pytest.mark.parametrize("names, lists", [([], ()), (["one"], ()), (["a", "b"], ("trainval.txt",))])
+def test_a_folder_that_cannot_be_split_is_refused(tmp_path, names, lists):
+    write_set(tmp_path, names, lists=lists)
+    with pytest.raises(TpukitError, match="test.txt" if lists else f"{len(names)} images"):
+        InfraredSet(tmp_path, "test")
+
+
 def test_all_bad_pairs_are_listed_with_their_line_before_training(tmp_path):
     write_set(tmp_path, ["good", "noimage", "nomask", "othersize", "damaged"])
     (tmp_path / "images/noimage.png").unlink()
@@ -122,7 +142,7 @@ def test_a_damaged_image_of_any_kind_is_a_sentence_and_no_traceback(tmp_path, en
 def test_missing_folder_missing_list_and_empty_list_say_what_to_do(tmp_path):
     with pytest.raises(TpukitError, match="nowhere"):
         InfraredSet(tmp_path / "nowhere", "train")
-    write_set(tmp_path, ["a"], lists=())
+    write_set(tmp_path, ["a"], lists=("test.txt",))
     with pytest.raises(TpukitError, match="images/.*trainval.txt"):
         InfraredSet(tmp_path, "train")
     (tmp_path / "trainval.txt").write_text("\n\n")

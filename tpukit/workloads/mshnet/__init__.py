@@ -150,6 +150,11 @@ class MSHNet(Workload):
             images.append(np.broadcast_to(scaled, (3, *scaled.shape[1:])))
         return dict(image=np.stack(images)), [path.name for path in paths]
 
+    def check_labels(self, data):
+        from tpukit.workloads.mshnet.labels import check
+
+        return check(data)
+
     def save_own(self, folder, paths, predictions):
         """masks/NAME.png: white where a target is predicted, in the size of each image."""
         from PIL import Image

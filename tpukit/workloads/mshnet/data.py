@@ -1,7 +1,11 @@
-"""Infrared small target sets on disk: images/, masks/ and lists of names, as IRSTD-1k, NUDT-SIRST and SIRST have them."""
+"""Infrared small target sets on disk: images/, masks/ and lists of names, as IRSTD-1k, NUDT-SIRST and SIRST have them.
+
+A folder without lists, such as a user's own, is split by the names of its images.
+"""
 
 import concurrent.futures
 import math
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +24,7 @@ IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
 FORMATS = ("PNG", "BMP", "JPEG", "TIFF")  # no others, whatever a file is called: Pillow runs Ghostscript on an EPS
 MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are decoded at once
 MASK_SUFFIXES = ("", "_pixels0")  # SIRST names its masks NAME_pixels0.png
+TEST_SHARE = 5  # without lists, one image of so many is a test image
 VERSION = 3  # of what `_read_split` returns for the same files, which is cached
 
 
@@ -36,10 +41,10 @@ class InfraredSet:
     def __init__(self, folder, split, *, base_size=256, crop_size=256, skip_bad=False):
         self.base_size, self.crop_size = base_size, crop_size
         folder = Path(folder)
-        listing = find_list(folder, split)
+        listing, lines = read_list(folder, split)
         inside = [place for place in (folder / "images", folder / "masks") if place.is_dir()]
-        key = [VERSION, skip_bad, _read_text(listing), arrays.content_key(*inside)]
-        decoded = arrays.mapped(f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, skip_bad))
+        key = [VERSION, skip_bad, "\n".join(lines), arrays.content_key(*inside)]
+        decoded = arrays.mapped(f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, lines, skip_bad))
         self.notes = f"{listing}: {decoded['notes']}" if decoded["notes"] else ""
         self.names = decoded["names"].tolist()
         self.images = _unpack(decoded["images"], decoded["images_shapes"])
@@ -96,18 +101,32 @@ def _pad(images, colours, height, width):
     return padded
 
 
-def find_list(folder, split):
-    """The file that lists a split's names. Raises TpukitError naming the places that were searched."""
+def read_list(folder, split):
+    """(The file that lists a split's names, its lines). Without any list, (images/, the names that are chosen of it).
+
+    Raises TpukitError naming the places that were searched."""
     if not folder.is_dir():
         raise TpukitError(f"dataset folder {folder} does not exist")
-    for pattern in LISTS[split]:
-        if found := sorted(folder.glob(pattern)):
-            return found[0]
+    listings = {name: [path for pattern in LISTS[name] for path in sorted(folder.glob(pattern))] for name in LISTS}
+    if listings[split]:
+        return listings[split][0], _read_text(listings[split][0]).splitlines()
+    images = folder / "images"
+    if images.is_dir() and not any(listings.values()):
+        return images, _split_by_name([path.name for path in images.iterdir() if path.suffix.lower() in IMAGE_ENDINGS], split)
     here = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
     raise TpukitError(
-        f"no {split} list in {folder}, which should hold images/, masks/, trainval.txt and test.txt: looked for "
-        f"{', '.join(LISTS[split])}; found {here}"
+        f"no {split} list in {folder}, which should hold images/, masks/, and both trainval.txt and test.txt or no lists: "
+        f"looked for {', '.join(LISTS[split])}; found {here}"
     )
+
+
+def _split_by_name(names, split):
+    """Those of the names that belong to a split: always the same, though in no order that a camera or a person gave them."""
+    if len(names) < 2:
+        raise TpukitError(f"images/ holds {len(names)} images: it needs 2 or more, one to train on and one to test on")
+    names = sorted(names, key=lambda name: (zlib.crc32(Path(name).stem.encode()), name))
+    tests = -(-len(names) // TEST_SHARE)
+    return sorted(names[:tests] if split == "test" else names[tests:])
 
 
 def _read_text(listing):
@@ -130,11 +149,11 @@ def _unpack(pixels, shapes):
     return [part.reshape(shape) for part, shape in zip(np.split(np.asarray(pixels), ends[:-1]), shapes)]
 
 
-def _read_split(folder, listing, skip_bad):
-    """Names, pixels and `notes` of a split as a dict of arrays. Decodes on all cores."""
+def _read_split(folder, listing, lines, skip_bad):
+    """Names, pixels and `notes` of a split as a dict of arrays. Decodes on all cores. listing, lines: of `read_list`."""
     from tqdm.auto import tqdm
 
-    entries = [(number, line.strip()) for number, line in enumerate(_read_text(listing).splitlines(), 1) if line.strip()]
+    entries = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not entries:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
     names, images, masks, bad = [], [], [], []
@@ -178,7 +197,7 @@ def _read_pair(folder, name):
 def _read_first(folder, stems, grey=False):
     """The pixels of the first image file with one of these names, without ending, that is there."""
     for stem in stems:
-        for ending in IMAGE_ENDINGS:
+        for ending in (*IMAGE_ENDINGS, *map(str.upper, IMAGE_ENDINGS)):
             if (folder / f"{stem}{ending}").is_file():
                 try:
                     return read_image(folder / f"{stem}{ending}", grey=grey)
