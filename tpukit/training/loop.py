@@ -256,8 +256,7 @@ class Trainer:
         self.run.print(f"stopped early after epoch {epochs}: {self._without_best()}")
 
     def _without_best(self):
-        state, score = self.state, self.task.score
-        return f"{score} was not above {state.best:.4g} in the last {state.evaluations_without_best} evaluations"
+        return f"no better {self.task.score} in the last {self.state.evaluations_without_best} evaluations"
 
     def _save_is_due(self):
         """Whether to save after this step. A state whose last epoch is not scored yet cannot be saved, because a resumed run
@@ -314,8 +313,8 @@ class Trainer:
         epochs = self.state.step // self.steps_per_epoch
         if self._is_out_of_patience():
             self.run.print(
-                f"nothing left to do: the run stopped early after epoch {epochs}, because {self._without_best()}; a larger "
-                f"patience than {self.task.patience} continues it"
+                f"nothing left to do: the run stopped early after epoch {epochs}: {self._without_best()}; a larger patience "
+                f"than {self.task.patience} continues it"
             )
         else:
             self.run.print(f"nothing left to do: the run already has {epochs} epochs; {self.task.epochs} were requested")
