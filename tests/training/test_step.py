@@ -100,7 +100,7 @@ def test_every_sample_is_in_one_micro_batch_and_those_of_each_core_stay_on_it():
 
 @pytest.mark.parametrize("size, cores, micro_batches, sizes", [(32, 8, 8, (64,)), (100, 4, 8, (96, 128)), (6, 1, 4, (4, 8))])
 def test_a_batch_that_cannot_be_split_is_refused_with_sizes_that_can(size, cores, micro_batches, sizes):
-    with refuses(size, cores, micro_batches, *sizes):
+    with refuses(size, f"{micro_batches} micro-batches", *sizes):
         check_batch(size, cores, micro_batches=micro_batches)
     for fits in sizes:
         check_batch(fits, cores, micro_batches=micro_batches)

@@ -33,9 +33,10 @@ def check_batch(batch_size, cores, what="cores", micro_batches=1):
     if batch_size % parts:
         below = batch_size // parts * parts
         sizes = f"{below} or {below + parts}" if below else f"{parts}, or another multiple of it"
-        of_each = f" with {micro_batches} micro-batches each" if micro_batches > 1 else ""
-        shared = f"{cores} {what}{of_each} cannot share it evenly: use {sizes}"
-        raise TpukitError(f"batch_size={batch_size} is the global batch, and {shared}")
+        takers = f"{cores} {what}"
+        if micro_batches > 1:
+            takers = f"{micro_batches} micro-batches" + (f" on each of {takers}" if cores > 1 else "")
+        raise TpukitError(f"batch_size={batch_size} is the global batch, and {takers} cannot share it evenly: use {sizes}")
 
 
 def check_cuda():

@@ -169,7 +169,7 @@ def findings(records):
         sentences.append(f"It stopped at step {diverged[-1]['step']}: loss or gradient was not a finite number.")
     if stopped := _of_kind(session, "stopped"):
         epochs, patience = stopped[-1]["epoch"] + 1, stopped[-1]["patience"]
-        sentences.append(f"It stopped early after epoch {epochs}: no better score in {patience} evaluations.")
+        sentences.append(f"It stopped early after epoch {epochs}: no better score within a patience of {patience}.")
     trained = _of_kind(session, "train")
     sentences += _describe_compilations(session, trained)
     if trained:

@@ -256,7 +256,7 @@ class Trainer:
         self.run.print(f"stopped early after epoch {epochs}: {self._without_best()}")
 
     def _without_best(self):
-        return f"no better {self.task.score} in the last {self.state.evaluations_without_best} evaluations"
+        return f"no better {self.task.score} within a patience of {self.state.evaluations_without_best}"
 
     def _save_is_due(self):
         """Whether to save after this step. A state whose last epoch is not scored yet cannot be saved, because a resumed run
