@@ -174,6 +174,12 @@ def test_backbone_is_all_but_the_last_layer(digits):
     assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["backbone.weight", "backbone.bias"]
 
 
+def test_a_name_freezes_its_own_part_and_none_whose_name_only_begins_so():
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
+    layers.freeze(Deep(freeze=("1", "3.bias")), model)
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["1.weight", "1.bias", "3.bias"]
+
+
 @pytest.mark.parametrize(
     "freeze, data",
     [
