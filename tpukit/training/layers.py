@@ -13,7 +13,8 @@ BACKBONE = "backbone"  # all layers but the last, unless the model has a part of
 def find_layers(model):
     """[[parameter names]] of the model's layers from input to output: its children, in the order in which they were assigned.
 
-    A Sequential or ModuleList is one layer for each of its own children. Parameters of the model itself join the first layer.
+    A Sequential or ModuleList is one layer for each of its own children, a ModuleDict a single one, because it need not be in
+    the order of the computation. Parameters of the model itself join the first layer.
     """
     names = dict(model.named_parameters())  # of a shared parameter, the first name
     layers = [[name for name in layer if name in names] for layer in _layers_below(model, "")]
