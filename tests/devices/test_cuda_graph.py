@@ -122,7 +122,15 @@ def trained(task, folder, runtime):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, dict(ema_decay=0.9, clip_norm=0.1)], ids=["plain", "EMA and clipping"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        dict(ema_decay=0.9, clip_norm=0.1),
+        dict(schedule="step", warmup_epochs=2.5, decay_epochs=3, micro_batches=2, layer_decay=0.9, freeze=("conv_init",)),
+    ],
+    ids=["plain", "EMA and clipping", "schedule, micro-batches, fine-tuning"],
+)
 def test_a_captured_training_equals_an_eager_one_over_both_phases_and_resumes_in_between(
     settings, infrared, tmp_path, gpu, emulated
 ):

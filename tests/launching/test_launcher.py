@@ -113,6 +113,23 @@ launch(train, task, Run.open(sys.argv[2], task), cores=2, parallel="spmd")
     assert max(float((ours[n] / theirs[n] - 1).abs().max()) for n in statistics) < 1e-2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, cores", [("cpu", 2), ("xla", 2), ("spmd", 4)])
+def test_several_cores_with_a_schedule_micro_batches_frozen_parts_and_patience_equal_one(kind, cores, odd, tmp_path):
+    settings = dict(schedule="cosine", warmup_epochs=0.5, micro_batches=2, layer_decay=0.5, freeze=["0"], clip_norm=0.5)
+    settings |= dict(batch_norm="frozen", batch_size=16, epochs=9, patience=1)
+    [done], _ = launched(kind, run=tmp_path / "several", data=odd, cores=cores, launches=[dict(settings)])
+    assert "result" in done, done["message"]
+    task = Watched(dataset_dir=odd, log_every=1, num_workers=1, **settings | dict(freeze=("0",)))
+    one, several = Run.open(tmp_path / "one", task), Run(tmp_path / "several")
+    train(task, one, runtime=Runtime("cpu"), progress=False)
+    assert difference(losses(several), losses(one)) < 1e-4
+    stopped = [[record["step"] for record in run.records("stopped")] for run in (several, one)]
+    assert stopped[0] == stopped[1] and len(stopped[0]) == 1 and stopped[0][0] < 9 * 12
+    for name, value in best_weights(one).items():
+        torch.testing.assert_close(best_weights(several)[name], value, atol=1e-4, rtol=0)
+
+
 # Several launches of two cores, one after another from one kernel
 
 

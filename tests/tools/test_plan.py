@@ -74,6 +74,16 @@ def test_one_graph_over_eight_cores_computes_on_each_what_eight_replicas_do(need
 
 
 @pytest.mark.slow
+def test_micro_batches_need_less_memory_and_the_gradients_cross_the_cores_once(needs_xla, quiet):
+    wide = MNIST(batch_size=512, channels=128)
+    whole, parts = (plan(dataclasses.replace(wide, micro_batches=count), log=quiet).rows[0] for count in (1, 2))
+    assert parts["peak_bytes"] < 0.9 * whole["peak_bytes"] and parts["flops"] == pytest.approx(whole["flops"], rel=0.01)
+    scheduled = dataclasses.replace(TINY, micro_batches=2, schedule="cosine")
+    one, two = (plan(task, chip="v5e-8", batch_sizes=[8 * 32], log=quiet).rows[0] for task in (TINY, scheduled))
+    assert one["graphs"][0]["all_reduces"] == two["graphs"][0]["all_reduces"] > 0
+
+
+@pytest.mark.slow
 def test_a_batch_that_cannot_fit_is_an_answer_with_what_it_needs(needs_xla, monkeypatch, capsys):
     why = (
         "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 21.52G of 15.75G hbm."

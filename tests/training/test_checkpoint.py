@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tests.conftest import SMALL, best_weights, exact, refuses, same
+from tests.conftest import SMALL, best_weights, checkpoint, exact, refuses, same
 from tpukit import MNIST, MSHNet, Run, train
 
 
@@ -104,3 +104,73 @@ def test_a_checkpoint_of_another_version_or_dataset_is_refused(name, value, datu
     run.save(state | {name: value}, 99)
     with refuses(run.path, datum):
         train(dataclasses.replace(task, epochs=9), run, runtime=cpu, progress=False)
+
+
+KILLED_OFTEN = """
+import os, random, sys, time
+from pathlib import Path
+
+from tpukit import MNIST, Run, train
+from tpukit.devices.runtime import Runtime
+from tpukit.training import saver
+from tpukit.training.loop import Trainer
+
+folder, data, device, kills = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+if device == "xla":
+    from tpukit.devices.xla import XLARuntime as Runtime
+saver.MAX_SHARE = float("inf")  # a checkpoint whenever the one before is on the disk
+recipe = dict(schedule="cosine", warmup_epochs=1.5, micro_batches=2, patience=4, layer_decay=0.8, freeze=("0",), ema_decay=0.5)
+recipe |= dict(epochs=40, batch_size=20, channels=4, lr=0.1, seed=5)
+task = MNIST(dataset_dir=data, log_every=3, save_every_s=0.0, num_workers=1, **recipe)
+
+def killed(whole, at):
+    calls = []
+    def call(*arguments, **how):
+        calls.append(1)
+        if len(calls) == at:
+            os.kill(os.getpid(), 9)
+        return whole(*arguments, **how)
+    return call
+
+def train_in_a_process(name, place="", at=0):
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if place == "between steps":
+        Trainer.take_step = killed(Trainer.take_step, at)
+    elif place == "while the disk is written":
+        os.fsync, os.replace = killed(os.fsync, at), killed(os.replace, at)
+    elif place == "while an epoch is scored":
+        MNIST.evaluate = killed(MNIST.evaluate, 1)
+    train(task, Run.open(folder / name, task), runtime=Runtime(device), progress=False)
+    sys.stdout.flush()
+    os._exit(0)
+
+assert train_in_a_process("straight") == 0
+choice = random.Random(7)
+places = ("between steps", "between steps", "while the disk is written", "while an epoch is scored")
+codes = [train_in_a_process("killed", choice.choice(places), choice.randint(2, 9)) for _ in range(kills)]
+assert train_in_a_process("killed") == 0
+print("KILLED", codes.count(-9))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device, kills", [("cpu", 50), ("xla", 12)])
+def test_fifty_kills_change_nothing_with_a_schedule_micro_batches_patience_frozen_and_averaged_weights(
+    device, kills, digits, tmp_path, request
+):
+    request.getfixturevalue(device)  # skips where there is none
+    command = [sys.executable, "-c", KILLED_OFTEN, str(tmp_path), str(digits), device, str(kills)]
+    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert f"KILLED {kills}" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
+    straight, found = Run.find(tmp_path / "straight"), Run.find(tmp_path / "killed")
+    assert exact(found) == exact(straight) and same(best_weights(found), best_weights(straight))
+    wanted, state = checkpoint(straight), checkpoint(found)
+    assert (
+        wanted["state"] == state["state"]
+        and same(wanted["model"], state["model"])
+        and same(wanted["averaged"], state["averaged"])
+    )
+    assert straight.records("stopped") and wanted["state"]["step"] < 400, "it did not stop early"
+    assert len({record["lr"] for record in straight.records("train")}) > 50

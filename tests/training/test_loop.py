@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import SMALL, checkpoint, exact
+from tests.conftest import SMALL, best_weights, checkpoint, exact, same
 from tests.workloads.mshnet.small import Narrow
 from tpukit import CDEIT, MNIST, MSHNet, Run, TpukitError, Workload, train
 from tpukit.runs.run import setting
@@ -241,3 +241,82 @@ def test_the_datasets_are_read_while_the_model_and_its_optimizer_go_to_the_devic
     run = Run.open(tmp_path / "run", task)
     train(task, run, runtime=cpu, progress=False)
     assert task.waited == [True] and exact(run) == exact(Run.find(tmp_path / "plain"))
+
+
+# Early stopping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scripted(MNIST):
+    """Its evaluations have these scores, each after a while."""
+
+    accuracies: tuple[float, ...] = (0.5, 0.4, 0.6, 0.6, 0.1, 0.7, 0.7, 0.65, 0.2, 0.9)
+    evaluated: list = setting(None, free=True)
+
+    def evaluate(self, predictions):
+        time.sleep(0.02)
+        self.evaluated.append(1)
+        return dict(super().evaluate(predictions), accuracy=self.accuracies[len(self.evaluated) - 1])
+
+
+def scripted(folder, cpu, digits, earlier=0, **settings):
+    """(run, epochs that were trained) of a training that follows `earlier` evaluations."""
+    task = Scripted(dataset_dir=digits, **dict(SMALL, epochs=10, channels=4) | settings, evaluated=[1] * earlier)
+    run = Run.open(folder, task)
+    train(task, run, runtime=cpu, progress=False)
+    return run, len(run.records("epoch"))
+
+
+@pytest.mark.parametrize("patience, epochs", [(None, 10), (1, 2), (2, 5), (3, 9), (4, 10)])
+def test_a_training_ends_with_the_first_evaluation_that_exhausts_its_patience(patience, epochs, digits, tmp_path, cpu):
+    from tpukit.reporting import findings
+
+    run, trained = scripted(tmp_path, cpu, digits, patience=patience)
+    assert trained == epochs == len(run.records("evaluation")) and checkpoint(run)["state"]["step"] == 25 * epochs
+    stopped = [(r["step"], r["epoch"], r["patience"]) for r in run.records("stopped")]
+    assert stopped == ([(25 * epochs, epochs - 1, patience)] if epochs < 10 else [])
+    sentences = [s for s in findings.findings(run.records()) if "stopped early" in s]
+    assert len(sentences) == (run.path / "log.txt").read_text().count("stopped early") == (epochs < 10)
+    assert findings.is_finished(run.read_progress(), run.checkpoints())
+
+
+def test_only_evaluations_count_and_the_best_weights_are_those_of_the_best_one(digits, tmp_path, cpu):
+    run, epochs = scripted(tmp_path, cpu, digits, patience=2, eval_every=2, accuracies=(0.3, 0.5, 0.4, 0.5, 0.9))
+    from tpukit.runs import weights
+
+    assert epochs == 8 and weights.metadata(run.path / "best.safetensors")["epoch"] == "3"
+
+
+def test_a_run_that_stopped_early_says_so_trains_on_with_more_patience_and_equals_one_that_had_it(digits, tmp_path, cpu):
+    straight, _ = scripted(tmp_path / "straight", cpu, digits, patience=3)
+    run, epochs = scripted(tmp_path / "parted", cpu, digits, patience=2)
+    weights = checkpoint(run)["model"]
+    _, again = scripted(tmp_path / "parted", cpu, digits, earlier=5, patience=2)
+    assert again == epochs == 5 and same(checkpoint(run)["model"], weights)
+    assert (run.path / "log.txt").read_text().count("stopped early after epoch 5") == 2
+    _, more = scripted(tmp_path / "parted", cpu, digits, earlier=5, patience=3)
+    assert more == 9 and same(best_weights(run), best_weights(straight))
+    assert [r for r in exact(run) if r["step"] != 125 or r["kind"] != "stopped"] == exact(straight)
+
+
+def test_patience_is_counted_across_interruptions(digits, tmp_path, cpu):
+    straight, _ = scripted(tmp_path / "straight", cpu, digits, patience=3)
+    for epochs in (1, 4, 7, 8, 10):
+        earlier = {1: 0, 4: 1, 7: 4, 8: 7, 10: 8}[epochs]
+        parted, trained = scripted(tmp_path / "parted", cpu, digits, earlier=earlier, epochs=epochs, patience=3)
+    assert trained == 9 and exact(parted) == exact(straight)
+
+
+def test_scores_are_waited_for_only_where_they_can_end_the_training(digits, tmp_path, cpu, monkeypatch):
+    from tpukit.training.evaluation import Evaluator
+
+    waited, collect = [], Evaluator.collect
+
+    def noting(self, state, *, wait):
+        if wait and self.pending is not None and state.step % 25 == 0 and self.pending.step == state.step:
+            waited.append(state.step // 25)
+        collect(self, state, wait=wait)
+
+    monkeypatch.setattr(Evaluator, "collect", noting)
+    scripted(tmp_path, cpu, digits, patience=2)
+    assert waited == [3, 5]

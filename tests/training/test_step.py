@@ -1,4 +1,4 @@
-"""One training step: precision and clipping."""
+"""One training step: precision, clipping, and gradient accumulation."""
 
 import dataclasses
 
@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import SMALL, checkpoint, exact
+from tests.conftest import SMALL, checkpoint, exact, refuses
+from tests.workloads.cdeit.small import task_of
 from tpukit import MNIST, MSHNet, Run, train
-from tpukit.devices.runtime import Runtime
+from tpukit.devices.runtime import Runtime, check_batch
+from tpukit.training.step import add_gradients, micro_batch
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
@@ -44,3 +46,67 @@ def test_a_gradient_above_the_norm_is_scaled_down_to_it_and_a_small_one_left_alo
         norm = cpu.clip_gradients(optimizer, 1.0)
         cpu.optimizer_step(optimizer)
         assert float(norm) == pytest.approx(size) and torch.allclose(weight, -wanted * direction)
+
+
+# Gradient accumulation
+
+
+def outcome(task, folder, runtime):
+    """(losses and gradient norms of the steps, final weights)."""
+    run = Run.open(folder, task)
+    train(task, run, runtime=runtime, progress=False)
+    return [(r["loss"], r["grad_norm"]) for r in run.records("train")], checkpoint(run)["model"]
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize(
+    "name, device", [("mnist", "cpu"), ("cdeit", "cpu"), pytest.param("mnist", "xla", marks=pytest.mark.slow)]
+)
+def test_micro_batches_give_the_losses_gradients_and_weights_of_the_whole_batch(
+    name, device, clip_norm, digits, tank, tmp_path, request
+):
+    """With CDEIT, also its noise: the numbers of each sample are the same."""
+    small = dict(SMALL, log_every=1, clip_norm=clip_norm)
+    task = MNIST(dataset_dir=digits, epochs=1, **small) if name == "mnist" else task_of(tank, epochs=4, **small)
+    found = {}
+    for count in (1, 2, 8):
+        part = dataclasses.replace(task, micro_batches=count)
+        found[count] = outcome(part, tmp_path / str(count), request.getfixturevalue(device))
+    for count in (2, 8):
+        np.testing.assert_allclose(found[count][0], found[1][0], atol=1e-5, rtol=1e-5)
+        for name, value in found[1][1].items():
+            torch.testing.assert_close(found[count][1][name], value, atol=1e-5, rtol=1e-4)
+    assert len(found[1][0]) >= 8 and found[1][0] != found[2][0]  # another order of sums
+
+
+def test_in_fp16_the_gradients_of_micro_batches_are_scaled_back_once():
+    runtime, gradients = Runtime("cpu", "fp16"), []
+    batch = runtime.put(MNIST().example(8))
+    for count in (1, 4):
+        torch.manual_seed(0)
+        task = MNIST(channels=4, micro_batches=count)
+        model = task.model()
+        loss = add_gradients(task, model, task.optimizer(model), runtime, batch, 0)
+        gradients.append(torch.cat([loss.reshape(1), *(p.grad.flatten() for p in model.parameters())]))
+    torch.testing.assert_close(*gradients, atol=2e-3, rtol=1e-2)
+    assert float(gradients[0].abs().max()) > 0.1
+
+
+def test_every_sample_is_in_one_micro_batch_and_those_of_each_core_stay_on_it():
+    batch = dict(x=torch.arange(12))  # of two cores: 0 to 5, and 6 to 11
+    parts = [micro_batch(batch, number, 3)["x"].tolist() for number in range(3)]
+    assert parts == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+
+
+@pytest.mark.parametrize("size, cores, micro_batches, sizes", [(32, 8, 8, (64,)), (100, 4, 8, (96, 128)), (6, 1, 4, (4, 8))])
+def test_a_batch_that_cannot_be_split_is_refused_with_sizes_that_can(size, cores, micro_batches, sizes):
+    with refuses(size, f"{micro_batches} micro-batches", *sizes):
+        check_batch(size, cores, micro_batches=micro_batches)
+    for fits in sizes:
+        check_batch(fits, cores, micro_batches=micro_batches)
+
+
+def test_a_training_whose_batch_cannot_be_split_is_refused(digits, tmp_path, cpu):
+    task = MNIST(dataset_dir=digits, micro_batches=3, **SMALL)
+    with refuses(8, 3):
+        train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)

@@ -25,15 +25,18 @@ _FUSED_ON_GPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}  # modes of torch.compile
 
 
-def check_batch(batch_size, cores, what="cores"):
+def check_batch(batch_size, cores, what="cores", micro_batches=1):
     """Raise TpukitError, naming sizes that work, unless a global batch can be shared evenly. what: the word for `cores`."""
     if batch_size < 1:
         raise TpukitError(f"batch_size={batch_size}: it must be 1 or more")
-    if batch_size % cores:
-        below = batch_size // cores * cores
-        sizes = f"{below} or {below + cores}" if below else f"{cores}, or another multiple of it"
-        shared = f"{cores} {what} cannot share it evenly: use {sizes}"
-        raise TpukitError(f"batch_size={batch_size} is the global batch, and {shared}")
+    parts = cores * micro_batches
+    if batch_size % parts:
+        below = batch_size // parts * parts
+        sizes = f"{below} or {below + parts}" if below else f"{parts}, or another multiple of it"
+        takers = f"{cores} {what}"
+        if micro_batches > 1:
+            takers = f"{micro_batches} micro-batches" + (f" on each of {takers}" if cores > 1 else "")
+        raise TpukitError(f"batch_size={batch_size} is the global batch, and {takers} cannot share it evenly: use {sizes}")
 
 
 def check_cuda():
@@ -269,13 +272,24 @@ class Runtime:
 
     # The parts of a training step, in their order; the gradients of the optimizer's parameters stay until the next step
 
-    def backward(self, loss, optimizer):
-        """Compute the gradients of a scalar loss. In fp16 the loss is scaled, and the gradients are scaled back."""
+    def backward(self, loss, optimizer, *, is_last=True):
+        """Add the gradients of a scalar loss. In fp16 the loss is scaled, and after the last micro-batch the gradients are
+        scaled back."""
         if self.scaler is None:
             loss.backward()
             return
         self.scaler.scale(loss).backward()
-        self.scaler.unscale_(optimizer)
+        if is_last:
+            self.scaler.unscale_(optimizer)
+
+    def without_all_reduce(self, model):
+        """The context of the micro-batches before the last one. model: of `parallel`."""
+        return model.no_sync() if isinstance(model, torch.nn.parallel.DistributedDataParallel) else contextlib.nullcontext()
+
+    def wait_for_gradients(self, optimizer, batch):
+        """The batch, a dict of tensors, such that what is computed from it starts after the gradients so far and can take the
+        memory of what they were computed from. Only a compiler would start earlier."""
+        return batch
 
     def all_reduce_gradients(self, optimizer):
         """Turn each rank's gradients into their mean over all ranks. DistributedDataParallel has done so in backward."""
@@ -286,13 +300,25 @@ class Runtime:
             return None
         return torch.nn.utils.clip_grad_norm_(parameters_with_gradient(optimizer), max_norm)
 
-    def optimizer_step(self, optimizer):
-        """Update the weights, unless in fp16 a gradient overflowed."""
+    def optimizer_step(self, optimizer, lr_factor=None):
+        """Update the weights, unless in fp16 a gradient overflowed. lr_factor: number or scalar tensor on the device that
+        multiplies the learning rates in this step; None for 1.
+
+        The update is multiplied, because torch's optimizers read a rate that is a tensor on the host. It comes to the same
+        where the update is proportional to the rate: with SGD, Adam(W), Adagrad, RMSprop and most, but not Rprop and ASGD.
+        """
+        parameters = [] if lr_factor is None else parameters_with_gradient(optimizer)
+        before = [parameter.detach().clone() for parameter in parameters]
         if self.scaler is None:
             optimizer.step()
         else:
             self.scaler.step(optimizer)
             self.scaler.update()
+        if parameters:
+            with torch.no_grad():
+                torch._foreach_sub_(parameters, before)
+                torch._foreach_mul_(parameters, lr_factor)
+                torch._foreach_add_(parameters, before)
 
     def gradient_norm(self, model):
         """(1,) device tensor: the norm of the last step's gradient, 0 where there was none. Not part of the step: only the last

@@ -33,12 +33,12 @@ class XLARuntime(Runtime):
 
     compiles = True
     mesh = None
-    _last_scalar = None, None
 
     def __init__(self, accelerator, precision="auto", world=None, spmd_cores=None):
         if precision == "fp16":
             raise TpukitError("precision='fp16': XLA devices train in bf16, which needs no loss scaling; use 'bf16' or 'auto'")
         self.spmd_cores, self.shards = spmd_cores, spmd_cores or 1
+        self._last_scalars = {}  # type -> (number, its tensor)
         self.reset_statistics()
         super().__init__(accelerator, precision, world)
         self.cores = spmd_cores or self.world.size
@@ -115,9 +115,11 @@ class XLARuntime(Runtime):
     def scalar(self, number):
         if number is None:
             return None
-        if self._last_scalar[0] != number:  # else the same one, as every step of an epoch asks for it
-            self._last_scalar = number, self._put(torch.tensor(number))
-        return self._last_scalar[1]
+        last, tensor = self._last_scalars.get(type(number), (None, None))
+        if last != number:  # else the same one, as every step of an epoch asks for it
+            tensor = self._put(torch.tensor(number))
+            self._last_scalars[type(number)] = number, tensor
+        return tensor
 
     def _shard(self, tensors):
         """Shard the first axis of each tensor over the mesh."""
@@ -158,6 +160,12 @@ class XLARuntime(Runtime):
         flat = (self.world.all_reduce(flat) / self.world.size).to(self.device)
         for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
             gradient.copy_(part.view_as(gradient))
+
+    def wait_for_gradients(self, optimizer, batch):
+        if gradients := [p.grad for p in parameters_with_gradient(optimizer)]:
+            batch = {name: values.clone() for name, values in batch.items()}  # of the step's own, to be changed
+            xm.optimization_barrier_([*gradients, *batch.values()])
+        return batch
 
     def init_optimizer_state(self, optimizer):
         """Create the optimizer's state before the first step; created in it, it would cost a second compilation.

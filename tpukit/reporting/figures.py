@@ -13,7 +13,9 @@ MAX_LABEL = 60  # characters
 
 
 def curves_figure(records, labels=findings.NO_LABELS):
-    """Loss, gradient norm and scores over the epochs of a run; None without any. labels: of `findings.labels_of`."""
+    """Loss, gradient norm, learning rate and scores over the epochs of a run; None without any.
+
+    labels: of `findings.labels_of`."""
     series = {name: points for name, points in findings.epoch_curves(records).items() if not labels.hides(name)}
     if not series:
         return None
@@ -31,7 +33,7 @@ def curves_figure(records, labels=findings.NO_LABELS):
 
 def plot_curve(axis, name, epochs, values, labels):
     """One series of a run over the epochs, with what its workload says of it: unit, best value, the paper's, milestones."""
-    is_score = name not in ("loss", "gradient norm")
+    is_score = name not in findings.NO_SCORES
     axis.plot(epochs, values, color=RED if is_score else BLUE, lw=1.6, marker="o", ms=3 if len(values) < 60 else 0)
     set_title(axis, labels.names.get(name, name))
     axis.set_xlabel("epoch", fontsize=9)
@@ -60,7 +62,7 @@ def live_figure(records, progress, labels):
     """A training as it stands: loss, the score that decides, and speed with the compilations of the step, over the epochs."""
     figure, ((loss, score, speed),) = subplots(1, 3, (12.6, 3.0))
     steps_per_epoch, series = findings.steps_per_epoch(records), findings.epoch_curves(records)
-    scores = [name for name in series if name not in ("loss", "gradient norm")]
+    scores = [name for name in series if name not in findings.NO_SCORES]
     for axis, name in ((loss, "loss"), (score, labels.score or next(iter(scores), "score"))):
         plot_curve(axis, name, *series.get(name, ((), ())), labels)
     found = findings.intervals(records)

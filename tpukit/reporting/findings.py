@@ -14,7 +14,8 @@ SPEED = dict(seconds=float, images_per_s=float, wait_s=float, to_device_s=float 
 SPEED |= dict(memory=list[tuple[float, float]], counters=dict(fallbacks=dict[str, int] | None))  # {} where nothing compiles
 FIELDS = dict(
     start=dict(device=str, phases=int, batch_size=int | None),
-    train=dict(loss=float | None, grad_norm=float | None, speed=SPEED),
+    train=dict(loss=float | None, grad_norm=float | None, lr=float | None, speed=SPEED),
+    stopped=dict(epoch=int, patience=int),
     evaluation=dict(epoch=int, scores=dict(beside=dict[str, dict] | None), speed=dict(seconds=float)),
     compile=dict(seconds=float, what=str | None, why=list[str] | None),
 )
@@ -74,13 +75,17 @@ def _format_number(value):
     return f"{value:.3e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
 
 
+NO_SCORES = ("loss", "gradient norm", "learning rate")  # the names of the other curves
+
+
 def curves(records):
-    """dict of series to draw, name -> (steps, values): loss, gradient norm, and every evaluation score."""
+    """dict of series to draw, name -> (steps, values): loss, gradient norm, learning rate if it changes, and every evaluation
+    score."""
     series = {}
     for record in valid_records(records):
         values = {}
         if record["kind"] == "train":
-            values = {"loss": record.get("loss"), "gradient norm": record.get("grad_norm")}
+            values = dict(zip(NO_SCORES, map(record.get, ("loss", "grad_norm", "lr"))))
         elif record["kind"] == "evaluation":
             values = {name: value for name, value in record["scores"].items() if isinstance(value, float)}
         for name, value in values.items():
@@ -88,6 +93,8 @@ def curves(records):
                 steps, points = series.setdefault(name, ([], []))
                 steps.append(record["step"])
                 points.append(value)
+    if len(set(series.get("learning rate", ((), ()))[1])) == 1:
+        del series["learning rate"]
     return series
 
 
@@ -105,7 +112,7 @@ class Labels(NamedTuple):
 
     def hides(self, name):
         """Whether a series needs no curve of its own."""
-        return bool(self.names) and name not in self.names and name not in ("loss", "gradient norm")
+        return bool(self.names) and name not in self.names and name not in NO_SCORES
 
 
 NO_LABELS = Labels(None, {}, {}, {})
@@ -160,6 +167,9 @@ def findings(records):
     sentences.append(f"It ran on {session[0]['device']}.")
     if diverged := _of_kind(session, "diverged"):
         sentences.append(f"It stopped at step {diverged[-1]['step']}: loss or gradient was not a finite number.")
+    if stopped := _of_kind(session, "stopped"):
+        epochs, patience = stopped[-1]["epoch"] + 1, stopped[-1]["patience"]
+        sentences.append(f"It stopped early after epoch {epochs}: no better score within a patience of {patience}.")
     trained = _of_kind(session, "train")
     sentences += _describe_compilations(session, trained)
     if trained:

@@ -45,8 +45,12 @@ def setting(default, *, free=False):
 
 def settings_dict(task):
     """The settings of a workload as a dict that JSON keeps unchanged."""
-    values = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
-    return json.loads(json.dumps(values, default=str))
+    return _plain({field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
+
+
+def _plain(value):
+    """As JSON gives it back."""
+    return json.loads(json.dumps(value, default=str))
 
 
 class Run:
@@ -153,10 +157,12 @@ class Run:
         if config["workload"] != task.name:
             raise TpukitError(f"{self.path} holds a run of {config['workload']}, not of {task.name}: choose another run folder")
         old = config["settings"]
-        fixed = [field.name for field in dataclasses.fields(task) if not field.metadata.get("free")]
-        changed = [n for n in fixed if old.get(n) != new[n]]
+        fields = [field for field in dataclasses.fields(task) if not field.metadata.get("free")]
+        # A run of an earlier version, which did not have a setting yet, trained as by its default.
+        old = {field.name: _plain(field.default) for field in fields} | old
+        changed = [field.name for field in fields if old[field.name] != new[field.name]]
         if changed:
-            lines = [f"  {name}: the run has {old.get(name)!r}, the task {new[name]!r}" for name in changed]
+            lines = [f"  {name}: the run has {old[name]!r}, the task {new[name]!r}" for name in changed]
             raise TpukitError(
                 f"{self.path} holds a run with other settings:\n" + "\n".join(lines) + "\n"
                 "Set them back to resume it, or choose another run folder."

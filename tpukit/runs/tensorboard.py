@@ -54,7 +54,7 @@ def _scalars(record):
             found = {f"scores/{name}": value for name, value in record["scores"].items()}
         elif record["kind"] == "train":
             speed = record["speed"]
-            found = {"loss": record["loss"], "gradient norm": record["grad_norm"]}
+            found = {"loss": record["loss"], "gradient norm": record["grad_norm"], "learning rate": record.get("lr")}
             found["speed/samples per second"] = speed["images_per_s"]
             found["speed/waiting for data"] = speed["wait_s"] / max(speed["seconds"], 1e-9)
             found |= {f"memory/device {n}, GiB": peak / GIB for n, (peak, _) in enumerate(speed["memory"])}

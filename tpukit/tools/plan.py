@@ -45,8 +45,8 @@ def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", parallel="proces
     Raises TpukitError where the compiler cannot be had, or refuses a graph for another reason than memory.
     """
     sizes = list(batch_sizes or [task.batch_size])
-    check(chip, part, sizes, parallel)
-    cores = MACHINES[chip].chips
+    check(chip, part, sizes, parallel, task.micro_batches)
+    parts = MACHINES[chip].chips * task.micro_batches
     rows = {}
 
     def fits(size):
@@ -58,11 +58,11 @@ def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", parallel="proces
     for size in sizes:
         fits(size)
     if find_batch:
-        _bisect(fits, max(cores, min(sizes)), cores)
+        _bisect(fits, max(parts, min(sizes)), parts)
     return Plan(task.name, part, chip, [rows[size] for size in sorted(rows)])
 
 
-def check(chip, part, batch_sizes, parallel="processes"):
+def check(chip, part, batch_sizes, parallel="processes", micro_batches=1):
     """Raise TpukitError for arguments that cannot be planned, before minutes of compilation."""
     from tpukit.devices.runtime import check_batch
 
@@ -73,20 +73,20 @@ def check(chip, part, batch_sizes, parallel="processes"):
     if parallel not in PARALLEL:
         raise TpukitError(f"parallel={parallel!r}: choose one of {', '.join(PARALLEL)}")
     for size in batch_sizes:
-        check_batch(size, MACHINES[chip].chips, f"cores of {chip}")
+        check_batch(size, MACHINES[chip].chips, f"cores of {chip}", micro_batches)
 
 
-def _bisect(fits, size, cores):
-    """Call `fits` until the largest batch that fits is known to within a sixteenth."""
-    while not fits(size) and size > cores:
-        size = max(cores, size // 2 // cores * cores)
+def _bisect(fits, size, parts):
+    """Call `fits` until the largest batch that fits, a multiple of `parts`, is known to within a sixteenth."""
+    while not fits(size) and size > parts:
+        size = max(parts, size // 2 // parts * parts)
     if not fits(size):
         return
     good, bad = size, 2 * size
     while fits(bad):
         good, bad = bad, 2 * bad
-    while bad - good > max(cores, good // 16):
-        middle = (good + bad) // 2 // cores * cores
+    while bad - good > max(parts, good // 16):
+        middle = (good + bad) // 2 // parts * parts
         if fits(middle):
             good = middle
         else:
@@ -271,18 +271,19 @@ def trace_graphs(request, folder):
 
 def _trace_step(task, runtime, size, epoch):
     """Trace the training step of an epoch. Returns (the model with its gradients, how many bytes a core keeps besides)."""
+    from tpukit.training import layers, schedule
     from tpukit.training.metrics import new_sums
     from tpukit.training.step import train_step
 
     model = _place_model(task, runtime, training=True)
     averaged_bytes = sum(value.nbytes for value in model.state_dict().values()) if task.ema_decay else 0
-    optimizer = task.optimizer(model)
+    optimizer = layers.make_optimizer(task, model)
     runtime.init_optimizer_state(optimizer)
     batch, compose, resident_bytes = _first_batch(task, runtime, size, training=True)
-    sums = new_sums(runtime)
+    arguments = task.epoch_argument(runtime, epoch), new_sums(runtime), runtime.scalar(schedule.lr_factor(task, 0, 1))
     runtime.sync()
     step = functools.partial(train_step, task, model, optimizer, runtime, compose)
-    runtime.compile(step, name="step", changes=(model, optimizer))(batch, task.epoch_argument(runtime, epoch), sums)
+    runtime.compile(step, name="step", changes=(model, optimizer))(batch, *arguments)
     return model, averaged_bytes + resident_bytes
 
 
@@ -315,11 +316,12 @@ def _trace_session(task, runtime, size):
 
 
 def _place_model(task, runtime, *, training):
-    from tpukit.training import batch_norm
+    from tpukit.training import batch_norm, layers
 
     model = task.model().train(training)
     if task.batch_norm == "frozen":
         batch_norm.freeze(model)
+    layers.freeze(task, model)
     return runtime.place(model)
 
 

@@ -117,7 +117,7 @@ def _trace_steps(task, run, *, steps, hlo, folder, epoch, runtime=None):
                 if error is None:
                     raise
         # Outside of its compiled graph, so that each operation is seen as Python calls it. The results are thrown away.
-        step = functools.partial(trainer.plain_step, first, epoch, trainer.sums)
+        step = functools.partial(trainer.plain_step, first, epoch, trainer.sums, trainer.lr_factor())
         text = runtime.hlo_of(step, trainer.model, trainer.optimizer) if hlo else None
         interruptions = _Interruptions(runtime)
         with interruptions, torch.autograd.set_detect_anomaly(True, check_nan=False):

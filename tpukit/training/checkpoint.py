@@ -24,6 +24,8 @@ class TrainState:
     """the best score so far"""
     best_on: str = ""
     """what that score was taken on, see `Workload.evaluation_signature`"""
+    evaluations_without_best: int = 0
+    """in a row, up to the last one"""
 
 
 def save(trainer, interval):

@@ -152,8 +152,9 @@ class Evaluator:
             self.run.log("evaluation", finished.step, epoch=finished.epoch, scores=self.scores, speed=speed)
             shown = "".join(f", {name} {value:.4g}" for name, value in self.scores.items() if isinstance(value, float))
             score, on = self.scores[task.score], task.evaluation_signature()
+            state.evaluations_without_best += 1
             if state.best is None or score > state.best or on != state.best_on:
-                state.best, state.best_on = score, on
+                state.best, state.best_on, state.evaluations_without_best = score, on, 0
                 about = dict(workload=task.name, step=finished.step, epoch=finished.epoch)
                 self.saver.save_best(finished.weights, **about, **{task.score: score}, **task.metadata(self.train_data))
         self.run.print(f"epoch {finished.epoch + 1}: loss {finished.loss:.4f}{shown}")

@@ -15,7 +15,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
 from tpukit.runs.run import LONG_COMPILE_S
 from tpukit.runs.signals import StopSignal
-from tpukit.training import batch_norm, checkpoint, ema, metrics
+from tpukit.training import batch_norm, checkpoint, ema, layers, metrics, schedule
 from tpukit.training.data import BatchLoader, training_plan
 from tpukit.training.evaluation import Evaluator, FinishedEpoch, broadcast_scores, log_notes
 from tpukit.training.saver import Saver
@@ -51,7 +51,7 @@ class Trainer:
             # there: datasets that draw random numbers must not change its weights.
             reading = thread.submit(task.datasets)
             self.runtime = runtime = runtime or open_runtime(environment.detect(), task.precision)
-            check_batch(task.batch_size, runtime.cores)
+            check_batch(task.batch_size, runtime.cores, micro_batches=task.micro_batches)
             self._place_model(model)
             has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
             self.data, self.test_data = reading.result()
@@ -78,11 +78,12 @@ class Trainer:
         if task.weights:
             weights.load(model, task.weights)
         model = batch_norm.apply(model, task.batch_norm, runtime)
+        layers.freeze(task, model)
         if runtime.world.size > 1:  # a model that does not start from the seed alone would differ between ranks
             model.load_state_dict(runtime.world.broadcast(model.state_dict()))
         self.model = runtime.place(model, channels_last=task.channels_last)
         self.ema = ema.WeightEMA(self.model, task.ema_decay, runtime) if task.ema_decay else None
-        self.optimizer = task.optimizer(self.model)
+        self.optimizer = layers.make_optimizer(task, self.model)
 
     def _compile_step(self, has_optimizer_state):
         task, runtime = self.task, self.runtime
@@ -100,7 +101,8 @@ class Trainer:
     def fit(self, progress):
         """Train from where the run stands to `task.epochs`. Returns the last scores, on every rank."""
         state = self.state
-        total = max(self.task.epochs * self.steps_per_epoch, state.step)
+        is_stopped = self._is_out_of_patience()
+        total = state.step if is_stopped else max(self.task.epochs * self.steps_per_epoch, state.step)
         self._log_start(total)
         shown = progress and self.run.echo
         with tqdm(total=total, initial=state.step, desc=self.task.name, unit="step", disable=not shown, mininterval=0.5) as bar:
@@ -108,7 +110,7 @@ class Trainer:
                 self._end_epoch(bar)  # an interrupted session may have left this undone
                 epoch, start = divmod(state.step, self.steps_per_epoch)
                 with contextlib.closing(self._batches(range(epoch, self.task.epochs), start)) as batches:
-                    while state.step < total:
+                    while state.step < bar.total:
                         self._train_epoch(bar, batches)
                         self._end_epoch(bar)
                 self.saver.wait()
@@ -135,14 +137,16 @@ class Trainer:
             bar.update()
             syncs = self._ends_epoch() or state.step % task.log_every == 0
             save_due = self._log_interval(epoch, bar) if syncs else self._save_is_due()
-            self.run.write_progress(
-                name=task.name, unit="step", step=state.step, total=bar.total, epoch=epoch + 1, loss=self.shown_loss
-            )
+            self._write_progress(bar, epoch)
             # Several ranks have to stop and save at the same step: where they sync.
             if syncs or self.runtime.world.size == 1:
                 self.stop.check()
                 if save_due and state.step < bar.total:  # the last step is saved with its scores
                     self._save()
+
+    def _write_progress(self, bar, epoch):
+        shown = dict(step=self.state.step, total=bar.total, epoch=epoch + 1, loss=self.shown_loss)
+        self.run.write_progress(name=self.task.name, unit="step", **shown)
 
     def _ends_epoch(self):
         return self.state.step % self.steps_per_epoch == 0
@@ -154,13 +158,23 @@ class Trainer:
             self.run.print(f"step {step}: compiling the training step, which can take minutes; later steps reuse it")
             self.announces_compilation = False
         try:
-            self.sums = self.compiled_step(batch, self.task.epoch_argument(self.runtime, epoch), self.sums)
+            epoch = self.task.epoch_argument(self.runtime, epoch)
+            self.sums = self.compiled_step(batch, epoch, self.sums, self.lr_factor())
             if self.ema:
                 self.ema.step(step)
         finally:
             self._log_compilations(step)
         self.state.step = step
         self.runtime.heartbeat(step)
+
+    def lr_factor(self):
+        """What multiplies the learning rates in the next step, as `train_step` gets it."""
+        return self.runtime.scalar(schedule.lr_factor(self.task, self.state.step, self.steps_per_epoch))
+
+    def _lr_of(self, step):
+        """The learning rate of a step, counted from 1; of the layers next to the output, where they differ."""
+        factor = schedule.lr_factor(self.task, step - 1, self.steps_per_epoch)
+        return max(group["lr"] for group in self.optimizer.param_groups) * (1.0 if factor is None else factor)
 
     def _batches(self, epochs, start=0):
         """Generate the batches of these epochs, of the first one from step `start` on, without a pause between two epochs."""
@@ -197,7 +211,8 @@ class Trainer:
         # What a resumed run cannot repeat is in `speed`; all else in the records is exact.
         speed = self.throughput.measure(self.task.batch_size) | dict(memory=interval.memory)
         loss, grad_norm = interval.sums["loss"] / interval.sums["steps"], interval.sums["grad_norm"]
-        self.run.log("train", state.step, epoch=epoch, loss=loss, grad_norm=grad_norm, speed=speed)
+        lr = self._lr_of(state.step)
+        self.run.log("train", state.step, epoch=epoch, loss=loss, grad_norm=grad_norm, lr=lr, speed=speed)
         self.throughput.restart()
         self.shown_loss = f"{loss:.4f}"
         bar.set_postfix(epoch=epoch + 1, loss=self.shown_loss, refresh=False)
@@ -222,9 +237,26 @@ class Trainer:
             bar.set_description(task.name)
         self.evaluator.pending = finished  # not before: a stop within the evaluation repeats all of it
         state.epoch_loss = 0.0
-        self.evaluator.collect(state, wait=False)
+        # The next epoch trains while the scores are computed, unless they can be the reason that there is none.
+        self.evaluator.collect(state, wait=self._is_out_of_patience(further=1))
+        if task.patience and state.step < bar.total and self.runtime.world.broadcast(self._is_out_of_patience()):
+            self._stop_early(bar, epochs)
         if state.step >= bar.total:
             self._save()
+
+    def _is_out_of_patience(self, further=0):
+        """Whether the evaluations so far, and `further` ones without a better score, end the training. Rank 0 knows."""
+        patience = self.task.patience
+        return patience is not None and self.state.evaluations_without_best + further >= patience
+
+    def _stop_early(self, bar, epochs):
+        bar.total = self.state.step
+        self._write_progress(bar, epochs - 1)
+        self.run.log("stopped", self.state.step, epoch=epochs - 1, patience=self.task.patience)
+        self.run.print(f"stopped early after epoch {epochs}: {self._without_best()}")
+
+    def _without_best(self):
+        return f"no better {self.task.score} within a patience of {self.state.evaluations_without_best}"
 
     def _save_is_due(self):
         """Whether to save after this step. A state whose last epoch is not scored yet cannot be saved, because a resumed run
@@ -250,6 +282,12 @@ class Trainer:
         task, run, runtime, step = self.task, self.run, self.runtime, self.state.step
         how = f"resuming at step {step} of {total}" if step else f"{total} steps"
         run.print(f"{task.name} on {runtime}: {len(self.data)} training samples, batch {task.batch_size}, {how}")
+        trained = run.records("train") if step and task.schedule == "cosine" else []
+        if trained and (lr := self._lr_of(trained[-1]["step"])) != trained[-1].get("lr", lr):
+            run.print(
+                f"the learning rate continues at {lr:.3g}, not {trained[-1]['lr']:.3g}: the cosine schedule now ends after "
+                f"{task.epochs} epochs"
+            )
         log_notes(run, self.data, self.test_data, runtime)
         run.print(f"training set: {self.loader.description}")
         run.print(f"test set: {self.evaluator.loader.description}")
@@ -273,6 +311,12 @@ class Trainer:
         if self.evaluator.scores is not None or self.runtime.world.rank != 0:
             return self.evaluator.scores
         epochs = self.state.step // self.steps_per_epoch
-        self.run.print(f"nothing left to do: the run already has {epochs} epochs; {self.task.epochs} were requested")
+        if self._is_out_of_patience():
+            self.run.print(
+                f"nothing left to do: the run stopped early after epoch {epochs}: {self._without_best()}; a larger patience "
+                f"than {self.task.patience} continues it"
+            )
+        else:
+            self.run.print(f"nothing left to do: the run already has {epochs} epochs; {self.task.epochs} were requested")
         evaluations = self.run.records("evaluation")
         return evaluations[-1]["scores"] if evaluations else {}

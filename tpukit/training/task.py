@@ -60,6 +60,27 @@ class Workload:
     """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model."""
     clip_norm: float | None = None
     """Scale gradients of a larger norm down to it; None: do not clip."""
+    schedule: Literal["constant", "cosine", "step"] = "constant"
+    """The learning rate over the run, after the warm-up. cosine: down to `final_lr` at the end of `epochs`. step: multiplied by
+    `decay_factor` every `decay_epochs`."""
+    warmup_epochs: float = 0.0
+    """Epochs in which the learning rate rises from nearly 0 to `lr`, in equal steps."""
+    final_lr: float = 0.0
+    """Share of the learning rate that the cosine schedule ends with."""
+    decay_epochs: int = 30
+    """Epochs between two drops of the step schedule."""
+    decay_factor: float = 0.1
+    """What each of them multiplies the learning rate by."""
+    layer_decay: float = 1.0
+    """Learning rate of each layer relative to the next one nearer to the output; below 1 to fine-tune. See `layers`."""
+    freeze: tuple[str, ...] = ()
+    """Parts of the model that do not train, by the names of its modules or parameters; "backbone" is all but the last of its
+    `layers`. Their batch norms use the running statistics; their dropout still drops."""
+    micro_batches: int = setting(1, free=True)
+    """Parts of a batch whose gradients are computed one after the other and added up, for less memory. The step is the same,
+    except that batch norm takes its statistics of each part, and for a loss that is no mean over samples."""
+    patience: int | None = setting(None, free=True)
+    """Stop after this many evaluations in a row without a better score; None: train all epochs."""
     ema_decay: float | None = None
     """Score and keep a moving average of the weights, with this decay every 10 steps; None keeps the weights themselves."""
     log_every: int = setting(20, free=True)
@@ -89,9 +110,13 @@ class Workload:
 
     def __post_init__(self):
         least = dict(batch_size=1, log_every=1, eval_every=1, epochs=0, num_workers=0, seed=0)
+        least |= dict(micro_batches=1, patience=1, warmup_epochs=0, decay_epochs=1)
         for name, bound in least.items():
-            if getattr(self, name) < bound:
+            if getattr(self, name) is not None and getattr(self, name) < bound:
                 raise TpukitError(f"{name}={getattr(self, name)}: it must be {bound} or more")
+        for name in ("final_lr", "decay_factor", "layer_decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise TpukitError(f"{name}={getattr(self, name)}: it must be from 0 to 1")
 
     def _missing(self, method):
         return NotImplementedError(f"{type(self).__name__} must implement {method}(): copy tpukit/workloads/mnist.py")
@@ -177,6 +202,12 @@ class Workload:
     def test_set(self):
         """The test set alone, where the training set need not be there."""
         return self.datasets()[1]
+
+    def layers(self, model):
+        """[[parameter names]] from input to output, each parameter once: for `layer_decay` and freeze="backbone"."""
+        from tpukit.training.layers import find_layers
+
+        return find_layers(model)
 
     def evaluation_signature(self):
         """str: what the scores depend on besides the weights. If it changes on resuming, the best score so far is dropped."""

@@ -1,0 +1,205 @@
+"""The learning rate over a training, against torch's own schedulers."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from tests.conftest import SMALL, best_weights, exact, same
+from tpukit import CDEIT, MNIST, MSHNet, Run, train
+from tpukit.devices.runtime import Runtime
+from tpukit.training import loop
+from tpukit.training.schedule import lr_factor
+
+STEPS = 5  # of an epoch
+
+
+def cosine_after_warm_up(optimizer, task):
+    warm_up = round(task.warmup_epochs * STEPS)
+    least = task.final_lr * optimizer.param_groups[0]["lr"]
+    cosine = lr_scheduler.CosineAnnealingLR(optimizer, task.epochs * STEPS - warm_up, eta_min=least)
+    if not warm_up:
+        return cosine
+    linear = lr_scheduler.LinearLR(optimizer, 1 / (warm_up + 1), total_iters=warm_up)
+    return lr_scheduler.SequentialLR(optimizer, [linear, cosine], [warm_up])
+
+
+SCHEDULES = {
+    "cosine": (dict(schedule="cosine"), cosine_after_warm_up),
+    "cosine to a tenth after warm-up": (dict(schedule="cosine", warmup_epochs=1.4, final_lr=0.1), cosine_after_warm_up),
+    "step": (
+        dict(schedule="step", decay_epochs=2, decay_factor=0.3),
+        lambda optimizer, task: lr_scheduler.StepLR(optimizer, 2 * STEPS, 0.3),
+    ),
+    "warm-up alone": (
+        dict(warmup_epochs=2.0),
+        lambda optimizer, task: lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / (2 * STEPS + 1))),
+    ),
+}
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
+    "Adam": lambda p: torch.optim.Adam(p, 0.1, weight_decay=1e-2),
+    "foreach AdamW": lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1, foreach=True),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 0.1, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("settings, scheduler", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_steps_are_those_of_torchs_schedulers_with_every_optimizer(optimizer, settings, scheduler, as_tensor, cpu):
+    task = MNIST(epochs=6, **settings)
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Linear(4, 3, dtype=torch.float64) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    our_optimizer, their_optimizer = optimizer(ours.parameters()), optimizer(theirs.parameters())
+    schedule = scheduler(their_optimizer, task)
+    start = ours.weight.detach().clone()
+    for step in range(task.epochs * STEPS):
+        x = torch.randn(8, 4, dtype=torch.float64)
+        factor = lr_factor(task, step, STEPS)
+        assert 0.1 * factor == pytest.approx(schedule.get_last_lr()[0], rel=1e-9, abs=1e-12)
+        for model, made in ((ours, our_optimizer), (theirs, their_optimizer)):
+            made.zero_grad()
+            model(x).square().mean().backward()
+        cpu.optimizer_step(our_optimizer, torch.tensor(factor, dtype=torch.float64) if as_tensor else factor)
+        their_optimizer.step()
+        schedule.step()
+        torch.testing.assert_close(ours.weight, theirs.weight, atol=1e-10, rtol=1e-10)
+    assert float((ours.weight.detach() - start).abs().max()) > 0.01
+    assert our_optimizer.param_groups[0]["lr"] == 0.1  # a checkpoint holds the number that it started with
+
+
+@pytest.mark.parametrize("workload", [MNIST, MSHNet, CDEIT])
+def test_without_a_schedule_a_step_gets_no_factor(workload):
+    assert lr_factor(workload(), 7, 10) is None
+
+
+def test_the_factor_of_a_step_beyond_the_last_one_is_that_of_the_end():
+    task = MNIST(epochs=2, schedule="cosine", warmup_epochs=3, final_lr=0.25)
+    assert lr_factor(task, 10**6, 10) == 0.25 and lr_factor(MNIST(epochs=0, schedule="cosine"), 5, 10) == 0
+
+
+def plain_loop(task, digits, epochs, scheduler):
+    """The weights of a training by torch alone."""
+    from tpukit.training.data import training_plan
+
+    torch.manual_seed(task.seed)
+    model = task.model()
+    optimizer = task.optimizer(model)
+    schedule = scheduler(optimizer)
+    data, _ = task.datasets()
+    for epoch in range(epochs):
+        for indices, _, _ in training_plan(len(data), task.batch_size, seed=task.seed, epoch=epoch):
+            batch = {name: torch.as_tensor(values) for name, values in data.batch(indices).items()}
+            optimizer.zero_grad()
+            task.loss(model, batch, epoch).backward()
+            optimizer.step()
+            schedule.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
+def test_a_training_with_a_schedule_is_one_graph_and_ends_where_a_loop_of_torch_does(
+    device, digits, tmp_path, request, monkeypatch
+):
+    traces, whole = [], loop.train_step
+    monkeypatch.setattr(loop, "train_step", lambda *arguments: (traces.append(1), whole(*arguments))[1])
+    settings = dict(SMALL, log_every=1, eval_every=9)
+    task = MNIST(dataset_dir=digits, epochs=2, channels=4, schedule="cosine", warmup_epochs=0.5, **settings)  # 25 steps each
+    run = Run.open(tmp_path, task)
+    train(task, run, runtime=request.getfixturevalue(device), progress=False)
+
+    def scheduler(optimizer):
+        linear, cosine = lr_scheduler.LinearLR(optimizer, 1 / 13, total_iters=12), lr_scheduler.CosineAnnealingLR(optimizer, 38)
+        return lr_scheduler.SequentialLR(optimizer, [linear, cosine], [12])
+
+    wanted = plain_loop(task, digits, 2, scheduler)
+    for name, value in best_weights(run).items():
+        torch.testing.assert_close(value, wanted[name], atol=1e-5, rtol=1e-4)
+    rates = [record["lr"] for record in run.records("train")]
+    assert len(set(rates)) > 40 and max(rates) == task.lr
+    if device == "xla":
+        assert len(traces) == 3  # all other steps replay the one graph
+        assert [(r["step"], r["programs"]) for r in run.records("compile") if r["what"] == "step"] == [(1, 1)]
+
+
+def test_in_fp16_a_step_whose_gradient_overflows_still_changes_nothing():
+    runtime = Runtime("cpu", "fp16")
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([weight], 0.1)
+    for scale, moves in ((float("inf"), False), (1.0, True)):
+        before = weight.detach().clone()
+        optimizer.zero_grad()
+        runtime.backward((weight * scale).sum(), optimizer)
+        runtime.optimizer_step(optimizer, 0.5)
+        assert torch.equal(before - weight.detach(), torch.full((3,), 0.0)) != moves
+    torch.testing.assert_close(weight.detach(), torch.full((3,), 1 - 0.05))
+
+
+def test_more_epochs_on_resuming_stretch_the_cosine_from_there_and_the_log_says_so(digits, tmp_path, cpu):
+    def trained(epochs, **settings):
+        task = MNIST(dataset_dir=digits, epochs=epochs, channels=4, **SMALL, **settings)
+        run = Run.open(tmp_path / "-".join(settings), task)
+        train(task, run, runtime=cpu, progress=False)
+        return (run.path / "log.txt").read_text().count("learning rate continues"), [r["lr"] for r in run.records("train")]
+
+    said, rates = trained(1, schedule="cosine")
+    assert not said and rates[-1] < 1e-3
+    said, stretched = trained(2, schedule="cosine")
+    assert said == 1 and stretched[: len(rates)] == rates and stretched[len(rates)] > 0.02
+    assert trained(2, schedule="cosine")[0] == 1  # nothing left to do
+    for epochs in (1, 2):
+        said, rates = trained(epochs, schedule="step", decay_epochs=1)
+        assert not said
+    assert rates[0] == 0.05 and rates[-1] == pytest.approx(0.005)
+
+
+def test_a_resumed_schedule_continues_at_the_step_where_it_was(digits, tmp_path, cpu):
+    recipe = dict(dataset_dir=digits, schedule="step", warmup_epochs=1.5, decay_epochs=2, channels=4, **SMALL)
+    straight = Run.open(tmp_path / "straight", MNIST(epochs=3, **recipe))
+    train(MNIST(epochs=3, **recipe), straight, runtime=cpu, progress=False)
+    for epochs in (1, 3):
+        parted = Run.open(tmp_path / "parted", MNIST(epochs=epochs, **recipe))
+        train(MNIST(epochs=epochs, **recipe), parted, runtime=cpu, progress=False)
+    assert exact(parted) == exact(straight) and same(best_weights(parted), best_weights(straight))
+
+
+def test_the_learning_rate_is_drawn_where_it_changes_only(digits, tmp_path, cpu):
+    from tpukit.reporting import findings
+
+    for settings, drawn in (({}, False), (dict(schedule="cosine"), True)):
+        task = MNIST(dataset_dir=digits, epochs=1, channels=4, **SMALL, **settings)
+        run = Run.open(tmp_path / str(drawn), task)
+        train(task, run, runtime=cpu, progress=False)
+        assert all(record["lr"] > 0 for record in run.records("train"))
+        found = findings.curves(run.records()).get("learning rate")
+        assert (found is not None) == drawn
+    assert found == ([r["step"] for r in run.records("train")], [r["lr"] for r in run.records("train")])
+    assert found[1] == sorted(found[1], reverse=True)
+
+
+def test_a_run_of_an_earlier_version_resumes_with_the_new_settings_at_their_defaults_and_not_with_others(trained, cpu):
+    """Its config has no such settings, its records no learning rate, its checkpoint no count of evaluations."""
+    from tests.conftest import refuses
+    from tpukit.host import files
+
+    task, run = trained
+    new = ("schedule", "warmup_epochs", "final_lr", "decay_epochs", "decay_factor", "layer_decay", "freeze", "micro_batches")
+    config = run.config
+    for name in (*new, "patience"):
+        del config["settings"][name]
+    config.pop("crc32", None)
+    (run.path / "config.json").write_text(json.dumps(files.with_crc32(config)))
+    checkpoint = torch.load(run.path / "checkpoints" / run.checkpoints()[0]["file"], weights_only=True)["state"]
+    del checkpoint["state"]["evaluations_without_best"]
+    run.save(checkpoint, 24)
+    longer = dataclasses.replace(task, epochs=3)
+    with refuses("schedule", "constant", "cosine"):
+        Run.open(run.path, dataclasses.replace(longer, schedule="cosine"))
+    assert train(longer, Run.open(run.path, longer), runtime=cpu, progress=False)
+    assert run.records("train")[-1]["step"] == 36 and run.config["settings"]["schedule"] == "constant"
