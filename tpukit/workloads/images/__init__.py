@@ -138,7 +138,7 @@ class ImageClassifier(Workload):
         found = find_samples(self.dataset_dir, test_share=self.test_share, **columns)
         if (kept := self._classes_of_weights()) and kept != found.classes:
             raise TpukitError(
-                f"weights {self.weights} were trained for {_listed(kept)}, and {self.dataset_dir} has {_listed(found.classes)}: "
+                f"weights {self.weights} were trained for {_listed(kept)}, {self.dataset_dir} has {_listed(found.classes)}: "
                 "give the file as pretrained=PATH, which replaces its head"
             )
         return found
@@ -194,7 +194,7 @@ class ImageClassifier(Workload):
         count = len(names) if names else network.classes or 1000
         if self.keep_head and count != network.classes:
             raise TpukitError(
-                f"{count} classes for the {network.classes} of {network.name}'s pretrained head: train a new one (keep_head=False)"
+                f"{count} classes for the {network.classes} of the head of {network.name}: train a new one with keep_head=False"
             )
         pretrained = None if self.weights else self._find_pretrained()[0]
         return models.build(network, count, self._size(), pretrained, keep_head=self.keep_head)

@@ -33,7 +33,8 @@ class Augmentation:
         """(B, NUM_DRAWS) uniform in [0, 1) -> (B, NUM_DRAWS) float32, columns as `apply` unpacks them.
 
         zoom: side of the part of the image that is kept, as a share, from a uniform area. left, top: where it starts.
-        is_flipped: 0 or 1. Then three factors, uniform in 1 ± their field, and the image's own share in its mixture, of Beta(mixup, mixup).
+        is_flipped: 0 or 1. Then three factors, uniform in 1 ± their field, and the image's own share in its mixture, of
+        Beta(mixup, mixup).
         """
         area, left, top, flip, brightness, contrast, saturation, mixture = np.asarray(numbers, np.float64).T
         zoom = np.sqrt(self.crop + (1 - self.crop) * area)

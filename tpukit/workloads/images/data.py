@@ -104,12 +104,12 @@ def _split_by_hash(samples, test_share):
     two, is for tests: those whose names come first by their SHA-256, so that every process and session chooses the same."""
     if any(sample.split in ("val", "test") for sample in samples):
         return [sample._replace(split=sample.split or "train") for sample in samples]
-    by_class = collections.defaultdict(list)
+    by_class = collections.defaultdict(set)  # a file that a list names twice is one
     for sample in samples:
-        by_class[sample.label].append(sample.name)
+        by_class[sample.label].add(sample.name)
     held_out = set()
     for label, names in by_class.items():
-        names.sort(key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest())
+        names = sorted(names, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest())
         count = min(max(1, round(test_share * len(names))), len(names) - 1)
         held_out.update((label, name) for name in names[:count])
     return [sample._replace(split="test" if (sample.label, sample.name) in held_out else "train") for sample in samples]
@@ -207,8 +207,8 @@ def _read_csv(path, path_column, label_column, images_dir, split=None):
         columns = _column(names, path_column, PATH_COLUMNS), _column(names, label_column, LABEL_COLUMNS)
         if None in columns:
             raise TpukitError(
-                f"{path} has the columns {', '.join(map(str, names))}: name those of the paths and of the labels as path_column "
-                "and label_column"
+                f"{path} has the columns {', '.join(map(str, names))}: name those of paths and labels as path_column and "
+                "label_column"
             )
         of_split = _column(names, None, SPLIT_COLUMNS)
         try:
