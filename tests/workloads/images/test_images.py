@@ -257,9 +257,8 @@ def test_a_network_is_one_graph_on_xla_without_fallback_and_trains_as_on_the_cpu
     compiled = {record["what"]: record for record in runs[xla].records("compile")}
     assert compiled["step"]["programs"] == compiled["predict"]["programs"] == 1
     assert len(runs[xla].records("compile")) == len(compiled)  # none again
-    assert not [
-        counter for record in runs[xla].records("train") for counter in record["speed"]["counters"] if "aten" in counter
-    ]
+    fallbacks = [record["speed"]["counters"]["fallbacks"] for record in runs[xla].records("train")]
+    assert len(fallbacks) == 12 and not any(fallbacks)
 
 
 @pytest.mark.slow
