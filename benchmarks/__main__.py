@@ -5,6 +5,7 @@ steps   MSHNet's training step with each way of making it faster, one by one
 epochs  an epoch around it: waiting for data, compilations after warm-up, evaluation, time to the first step, peak memory
 overheads  what saving, scoring and recording take away from a fast device with epochs of a second
 loops   the cost of tpukit's loop next to a bare loop, Lightning and accelerate: same model, same device
+images  a network of timm trained by tpukit and by a plain loop: time and accuracy
 cores   2 and 4 processes against one, and what share of a step the gradient all-reduce takes
 host    what the host does for a step of MSHNet on eight TPU cores, traced and replayed
 start   from the launch line to the end of the first step
@@ -23,7 +24,7 @@ from tpukit.host import environment
 from tpukit.host.tables import Table
 from tpukit.workloads.datasets import make_synthetic
 
-PARTS = ("data", "steps", "epochs", "overheads", "loops", "cores", "host", "start")
+PARTS = ("data", "steps", "epochs", "overheads", "loops", "images", "cores", "host", "start")
 
 
 def main():
@@ -82,6 +83,12 @@ def measure(part, digits, infrared):
         ]
         columns = ("device", "model", "loop", "ms_per_step", "times_bare", "lowest", "highest", "rounds")
         title = "One loop against another, in turn: times_bare compares medians, lowest and highest are of single rounds"
+    elif part == "images":
+        with tempfile.TemporaryDirectory() as work:
+            rows = ask("images", make_synthetic("my-images", Path(work) / "shapes", size=4800))
+        columns = ("model", "images", "epochs", "loop", "seconds", "times_plain", "lowest", "highest", "whole_s")
+        columns += ("accuracy", "accuracy_lowest", "accuracy_highest", "rounds")
+        title = "A network of timm from scratch, in turn: times_plain is of steps and predictions, whole_s of everything"
     elif part == "cores":
         rows = [row for kind in ("cpu", "xla") for count in (1, 2, 4) for row in ask("cores", kind, count, digits)]
         alone = {row["device"]: row["images_per_s"] for row in rows if row["processes"] == 1}

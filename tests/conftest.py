@@ -72,6 +72,14 @@ def tank(tmp_path_factory):
     return simulator.simulate(tmp_path_factory.mktemp("tank") / "eit", samples=21, test_samples=5, seed=3, progress=False)
 
 
+@pytest.fixture(scope="session")
+def shapes(tmp_path_factory):
+    """Synthetic images in six class folders: 54 to train, 18 to test."""
+    from tpukit.workloads.datasets import make_synthetic
+
+    return make_synthetic("my-images", tmp_path_factory.mktemp("data") / "shapes", size=72)
+
+
 @pytest.fixture
 def trained(digits, tmp_path, cpu):
     """(task, run) of MNIST after two epochs of 12 steps."""

@@ -27,6 +27,7 @@ HAN = r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"  # characters between which a
 TINY = {
     "mshnet": {"--base-size": "32", "--crop-size": "32", "--batch-size": "4"},
     "mnist": {"--batch-size": "8"},
+    "images": {"--image-size": "32", "--batch-size": "4"},
     "cdeit": {"--patch": "16", "--width": "16", "--heads": "2", "--window": "4", "--levels": "1", "--batch-size": "4"},
 }
 SMALL = {option: value for options in TINY.values() for option, value in options.items() if option != "--batch-size"}
@@ -199,11 +200,12 @@ def test_there_are_commands_to_run_and_they_are_made_small():
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, digits, infrared, tank):
+def place(tmp_path_factory, digits, infrared, tank, shapes):
     """A folder as a reader's would be: datasets, finished runs, code of the reader's own."""
     folder = tmp_path_factory.mktemp("reader")
     shutil.copytree(digits, folder / "datasets/mnist")
     shutil.copytree(infrared, folder / "datasets/IRSTD-1k")
+    shutil.copytree(shapes, folder / "datasets/my-images")
     (folder / "IRSTD-1k").symlink_to("datasets/IRSTD-1k")
     shutil.copytree(tank, folder / "data")
     (folder / "data/data2017").symlink_to("test")

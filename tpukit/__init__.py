@@ -35,6 +35,7 @@ _HOMES = {
     "show_report": "reporting.display",
     "show_samples": "reporting.display",
     "show_task": "reporting.display",
+    "ImageClassifier": "workloads.images",
     "MNIST": "workloads.mnist",
     "MSHNet": "workloads.mshnet",
     "CDEIT": "workloads.cdeit",

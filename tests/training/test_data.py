@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tpukit import CDEIT, MNIST, MSHNet, TpukitError
+from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, TpukitError
 from tpukit.training.data import BatchLoader, evaluation_plan, training_plan
 
 
@@ -41,11 +41,12 @@ def test_batches_come_in_order_whatever_the_number_of_workers(workers, infrared,
     assert len(got) == 8 and all(np.array_equal(a, b) for a, b in zip(wanted, got))
 
 
-@pytest.mark.parametrize("kind", ["mnist", "mshnet", "cdeit"])
-def test_pixels_on_the_device_make_the_batches_of_the_host(kind, digits, infrared, tank, xla):
+@pytest.mark.parametrize("kind", ["mnist", "mshnet", "cdeit", "images"])
+def test_pixels_on_the_device_make_the_batches_of_the_host(kind, digits, infrared, tank, shapes, xla):
     tasks = dict(mnist=MNIST(dataset_dir=digits), mshnet=MSHNet(dataset_dir=infrared, base_size=64, crop_size=64))
+    tasks |= dict(images=ImageClassifier(dataset_dir=shapes, image_size=32))
     task = tasks.get(kind) or CDEIT(dataset_dir=tank)
-    for data, numbers in zip(task.datasets(), (np.random.default_rng(0).random((4, 6)), None)):
+    for data, numbers in zip(task.datasets(), (np.random.default_rng(0).random((4, 8)), None)):
         numbers = numbers if numbers is None else numbers[:, : data.num_draws]
         plan = [(np.array([3, 0, 2, 2]), numbers, None if numbers is not None else np.array([True, True, True, False]))]
         there, here = BatchLoader(data, xla), BatchLoader(data, xla, on="host")

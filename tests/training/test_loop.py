@@ -17,13 +17,15 @@ import torch
 
 from tests.conftest import SMALL, best_weights, checkpoint, exact, same
 from tests.workloads.mshnet.small import Narrow
-from tpukit import CDEIT, MNIST, MSHNet, Run, TpukitError, Workload, train
+from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, TpukitError, Workload, train
 from tpukit.runs.run import setting
 
 
-@pytest.mark.parametrize("name", ["mnist", "mshnet", "cdeit"])
+@pytest.mark.parametrize("name", ["mnist", "mshnet", "cdeit", "images"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
-def test_every_workload_moves_its_weights_scores_and_shows(name, device, digits, infrared, tank, tmp_path, request, capsys):
+def test_every_workload_moves_its_weights_scores_and_shows(
+    name, device, digits, infrared, tank, shapes, tmp_path, request, capsys
+):
     from tpukit import show
     from tpukit.reporting import display
 
@@ -34,6 +36,7 @@ def test_every_workload_moves_its_weights_scores_and_shows(name, device, digits,
             dataset_dir=infrared, epochs=2, warm_epoch=0, base_size=32, crop_size=32, **SMALL
         ),
         "cdeit": lambda: CDEIT(dataset_dir=tank, epochs=2, patch=16, width=16, heads=2, window=4, levels=1, lr=1e-3, **SMALL),
+        "images": lambda: ImageClassifier(dataset_dir=shapes, epochs=2, model_name="test_vit", image_size=32, lr=1e-3, **SMALL),
     }[name]()
     run = Run.open(tmp_path / "run", task)
     torch.manual_seed(task.seed)

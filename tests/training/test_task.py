@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tpukit import CDEIT, MNIST, MSHNet, TpukitError, Workload
+from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, TpukitError, Workload
 from tpukit.training.task import from_settings, to_request
 
 
@@ -27,7 +27,7 @@ def test_a_workload_that_leaves_a_method_out_is_told_which(method):
     [dict(batch_size=0), dict(batch_size=-4), dict(log_every=0), dict(eval_every=0), dict(num_workers=-1), dict(seed=-1)],
     ids=str,
 )
-@pytest.mark.parametrize("workload", [MNIST, MSHNet, CDEIT])
+@pytest.mark.parametrize("workload", [MNIST, MSHNet, CDEIT, ImageClassifier])
 def test_settings_that_no_training_can_have_are_refused_by_their_name(workload, wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(TpukitError, match=rf"{name}={value}: .* [01] or more"):

@@ -7,13 +7,14 @@ import pytest
 from tpukit import TpukitError, find_dataset, workloads
 from tpukit.workloads import cdeit
 from tpukit.workloads.datasets import make_synthetic
+from tpukit.workloads.images.data import SPLITS
 from tpukit.workloads.mshnet.data import LISTS
 
 
 @pytest.mark.parametrize("name", ["cifar10", "IRSTD1k", "NUDT-SIRST", ""])
 def test_a_name_that_no_workload_knows_is_an_error_that_lists_the_names(here, tmp_path, name):
     known = {workloads.find(workload).dataset for workload in workloads.WORKLOADS}
-    assert len(known) == 3
+    assert len(known) == 4
     for ask in (lambda: find_dataset(here, name), lambda: make_synthetic(name, tmp_path / "made")):
         with pytest.raises(TpukitError) as error:
             ask()
@@ -24,6 +25,7 @@ def test_a_name_that_no_workload_knows_is_an_error_that_lists_the_names(here, tm
 def test_every_folder_that_a_workload_looks_for_is_one_of_the_parts():
     names = {name for convention in (*cdeit.CONVENTIONS.values(), cdeit.TRAINING) for name in convention.folders}
     names |= {pattern.split("/")[0] for patterns in LISTS.values() for pattern in patterns if "/" in pattern}
+    names |= set(SPLITS)
     parts = {name for key in workloads.WORKLOADS for name in workloads.find(key).dataset_parts}
     assert names | {"images", "masks", "raw"} == parts
 

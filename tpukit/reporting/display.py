@@ -30,6 +30,8 @@ def show(run):
     present_figure(figures.curves_figure(records, labels), run.path / "pictures" / "curves.png")
     if roc := findings.roc(records):
         present_figure(figures.roc_figure(roc), run.path / "pictures" / "roc.png")
+    if confusion := findings.confusion(records):
+        present_figure(figures.confusion_figure(confusion), run.path / "pictures" / "confusion.png")
     if not records:
         present(Sentences(["This run has not started yet."]))
 
@@ -94,7 +96,7 @@ def predictions_figure(run, task, count):
         batch, prediction = {name: values[indices] for name, values in batch.items()}, prediction[indices]
     else:
         batch, prediction = predict_test_images(run, task, count)
-    return figures.panels_figure(task.panels(batch, prediction), "Test images")
+    return figures.panels_figure(task.panels(batch, prediction), task.saved_title if saved else "Test images")
 
 
 def show_plan(plan):
@@ -145,6 +147,7 @@ def open_predictor(run, task):
     best = run.path / "best.safetensors"
     if not best.exists():
         raise TpukitError(f"{run.path} has no best weights yet: the first evaluation saves them")
+    task = dataclasses.replace(task, weights=best)
     model = task.model().eval()
     weights.load(model, best)
     return task.predictor(model, Runtime("cpu"), weights.epoch_of(best))

@@ -111,6 +111,26 @@ def roc_figure(roc):
     return figure
 
 
+def confusion_figure(confusion):
+    """Test images by their class (a row each) and the predicted one. confusion: dict of classes (K) and counts (K, K)."""
+    names, counts = [label(name, 20) for name in confusion["classes"]], confusion["counts"]
+    side = 2.2 + 0.32 * len(names)  # inches
+    figure, ((axis,),) = subplots(1, 1, (side + 0.6, side))
+    shares = [[count / (sum(row) or 1) for count in row] for row in counts]
+    axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    for line, row in enumerate(counts):
+        for column, count in enumerate(row):
+            if count:
+                colour = "white" if shares[line][column] > 0.5 else "black"
+                axis.text(column, line, f"{count:g}", ha="center", va="center", fontsize=7, color=colour)
+    axis.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_xlabel("predicted", fontsize=9)
+    axis.set_ylabel("class", fontsize=9)
+    set_title(axis, "test images")
+    return figure
+
+
 def report_figure(records):
     """Where a step's time went over the last session; None without any interval."""
     found = findings.intervals(records)

@@ -153,6 +153,17 @@ def roc(records):
     return None
 
 
+def confusion(records):
+    """dict of classes (K names) and counts (K lists of K numbers) of the last evaluation that has them, or None."""
+    for record in reversed(valid_records(records)):
+        found = record["scores"].get("confusion") if record["kind"] == "evaluation" else None
+        if _fits(found, dict(classes=list[str], counts=list[list[float]])):
+            sizes = {len(found["counts"]), *map(len, found["counts"])}
+            if sizes == {len(found["classes"])} and len(found["classes"]) > 1:
+                return found
+    return None
+
+
 # What the accelerator did, in sentences
 
 

@@ -1,5 +1,6 @@
 """A user's own files predicted by a run, and the run as one file to take along: `show_own` and `save_zip`."""
 
+import dataclasses
 import os
 import zipfile
 from pathlib import Path
@@ -94,6 +95,7 @@ def show_own(run, task, paths=""):
 
 def _predict_and_save(run, task, paths):
     """The figure of the predictions, after saving them."""
+    task = dataclasses.replace(task, weights=run.path / "best.safetensors")  # whose metadata name the classes
     batch, predictions, names = predict_files(run, task, paths)
     folder = run.path / "own"
     with files.explain_unwritable(folder):

@@ -29,6 +29,8 @@ class Workload:
     """The scores that get a curve, with the name and the unit that it shows; where empty, every score gets one."""
     published: ClassVar[dict[str, float]] = {}
     """The paper's scores on its own dataset, drawn as a line beside the curves."""
+    saved_title: ClassVar[str] = "Test images"
+    """What `load_predictions` gives, as the title of its picture."""
     loss_variants: ClassVar[int] = 1
     """How many graphs `loss` has whose choice is an `if` on the epoch. With 1, the epoch may be a tensor, see `loss`."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
