@@ -265,3 +265,9 @@ def test_a_damaged_record_changes_no_chart(damage, tmp_path):
     assert findings.headline(records, progress) == findings.headline(rest, progress)
     assert findings.epoch_curves(records) == findings.epoch_curves(rest) and findings.roc(records) is None
     figures.live_figure(records, progress, findings.NO_LABELS).draw_without_rendering()
+
+
+def test_the_table_of_classes_has_precision_and_recall_by_hand_and_nothing_for_a_class_that_is_never_called():
+    counts = [[8, 2, 0], [1, 4, 0], [3, 0, 0]]
+    table = findings.per_class_table(dict(classes=["a", "b", "c"], counts=counts))
+    assert table.rows == [("a", "10", "0.6667", "0.8000"), ("b", "5", "0.6667", "0.8000"), ("c", "3", "", "0.0000")]

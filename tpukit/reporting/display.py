@@ -32,6 +32,7 @@ def show(run):
         present_figure(figures.roc_figure(roc), run.path / "pictures" / "roc.png")
     if confusion := findings.confusion(records):
         present_figure(figures.confusion_figure(confusion), run.path / "pictures" / "confusion.png")
+        present(findings.per_class_table(confusion))
     if not records:
         present(Sentences(["This run has not started yet."]))
 

@@ -164,6 +164,17 @@ def confusion(records):
     return None
 
 
+def per_class_table(confusion):
+    """Of `confusion`, for each class: its test images, the share of images called so that are so, and of those found."""
+    rows = []
+    for number, name in enumerate(confusion["classes"]):
+        correct, true = confusion["counts"][number][number], sum(confusion["counts"][number])
+        called = sum(row[number] for row in confusion["counts"])
+        precision, recall = (_format_number(correct / of) if of else "" for of in (called, true))
+        rows.append((name, f"{true:.0f}", precision, recall))
+    return Table("Classes", ("class", "test images", "precision", "recall"), rows)
+
+
 # What the accelerator did, in sentences
 
 

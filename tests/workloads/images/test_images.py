@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.conftest import ROOT, SMALL, best_weights, checkpoint, exact, refuses, same
 from tests.launching.conftest import CPU, difference, losses
@@ -269,3 +270,44 @@ def test_shapes_are_learnt_from_scratch(tmp_path, cpu):
     settings = SMALL | dict(batch_size=32, epochs=12, lr=2e-3)
     task = ImageClassifier(dataset_dir=folder, model_name="test_resnet", image_size=32, crop=0.8, **settings)
     assert train(task, Run.open(tmp_path / "run", task), runtime=cpu, progress=False)["accuracy"] > 0.7  # 1/6 by guessing
+
+
+# What is said of the labels before training
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Class folders of noise: pictures(dict of class -> number of images, copies=[(from, to)])."""
+    rng = np.random.default_rng(0)
+
+    def write(counts, copies=()):
+        for name, count in counts.items():
+            (tmp_path / "train" / name).mkdir(parents=True)
+            (tmp_path / "test" / name).mkdir(parents=True)
+            for number in range(count + 1):
+                path = tmp_path / ("train" if number else "test") / name / f"{number}.png"
+                Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(path)
+        for old, new in copies:
+            (tmp_path / "train" / new).write_bytes((tmp_path / "train" / old).read_bytes())
+        return ImageClassifier(dataset_dir=tmp_path, **TINY)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "counts, copies, named",
+    [
+        (dict(cat=12, dog=14), (), None),
+        (dict(cat=12, dog=4), (), "dog"),
+        (dict(cat=121, dog=12), (), "many times"),
+        (dict(cat=12, dog=12), [("cat/3.png", "dog/copy.png")], "dog/copy.png"),
+        (dict(cat=12, dog=12), [("cat/3.png", "cat/copy.png")], None),
+    ],
+)
+def test_classes_with_few_images_and_an_image_with_two_labels_are_named(counts, copies, named, pictures):
+    task = pictures(counts, copies)
+    sentences, indices = task.check_labels(task.datasets()[0])
+    assert str(min(counts.values())) in sentences[0] and len(sentences) == 1 + bool(named)
+    assert named is None or named in sentences[1]
+    labels = task.datasets()[0].labels[indices[:2]]
+    assert sorted(labels) == [0, 1]

@@ -7,6 +7,7 @@ images, K classes.
 import csv
 import dataclasses
 import functools
+import hashlib
 import io
 import json
 from pathlib import Path
@@ -24,6 +25,8 @@ from tpukit.workloads.images.synthetic import shapes_set
 
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
 WORST = 16  # images with the largest loss that are kept
+FEW = 10  # images of a class; with fewer `check_labels` warns, as where one has IMBALANCE times as many as another
+IMBALANCE = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,6 +315,24 @@ class ImageClassifier(Workload):
         best = [f"{_name(names, row.argmax())} {row.max():.0%}" for row in probabilities]
         return [[(f"{name}, predicted {found}", image)] for name, found, image in zip(truth, best, images)]
 
+    def check_labels(self, data):
+        counts = np.bincount(data.labels, minlength=len(data.classes))
+        fewest, most = counts.argmin(), counts.argmax()
+        spread = f"{counts[fewest]} of {data.classes[fewest]} to {counts[most]} of {data.classes[most]}"
+        if counts[fewest] == counts[most]:
+            spread = f"{counts[most]} of each"
+        sentences = [f"{len(data)} training images of {len(data.classes)} classes: {spread}"]
+        if small := [name for name, count in zip(data.classes, counts) if count < FEW]:
+            sentences.append(f"fewer than {FEW} images to learn from: {_listed(small)}")
+        if counts[most] > IMBALANCE * counts[fewest]:
+            sentences.append("one class has many times the images of another: the accuracy hides the mistakes in small ones")
+        contradictory = _find_contradictions(data)
+        if contradictory:
+            names = ", ".join(f"{data.names[first]} and {data.names[second]}" for first, second in contradictory[:3])
+            sentences.append(f"{len(contradictory)} images are there twice, in two classes: {names}")
+        of_each = [int(np.flatnonzero(data.labels == label)[0]) for label in np.flatnonzero(counts)]
+        return sentences, [index for pair in contradictory[:2] for index in pair] + of_each
+
     def read_files(self, paths, best):
         from tpukit.workloads.images.data import read_image
 
@@ -355,6 +376,16 @@ def _confusion(logits, labels):
     """(K, K) counts: a row for each true class, a column for each predicted one."""
     count = logits.shape[1]
     return np.bincount(labels * count + logits.argmax(1), minlength=count * count).reshape(count, count)
+
+
+def _find_contradictions(data):
+    """Pairs of indices of equal images with two labels."""
+    first, found = {}, []
+    for index, image in enumerate(data.images):
+        other = first.setdefault(hashlib.sha256(image.tobytes()).digest(), index)
+        if data.labels[other] != data.labels[index]:
+            found.append((other, index))
+    return found
 
 
 def _name(names, number):

@@ -23,14 +23,7 @@ from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import GIB
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-FORMATS = (
-    "JPEG",
-    "PNG",
-    "WEBP",
-    "BMP",
-    "GIF",
-    "TIFF",
-)  # no others: Pillow runs Ghostscript on an EPS of any name
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # no others: Pillow runs Ghostscript on an EPS of any name
 MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are decoded at once
 SPLITS = {  # names of folders, of files and in a CSV's column of splits, in lower case
     **dict.fromkeys(("train", "training"), "train"),
