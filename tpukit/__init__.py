@@ -22,6 +22,7 @@ _HOMES = {
     "train": "training.loop",
     "test": "training.evaluation",
     "plan": "tools.plan",
+    "predict": "tools.predict",
     "Workload": "training.task",
     "compare_runs": "reporting.widgets",
     "explore": "reporting.widgets",

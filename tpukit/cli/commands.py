@@ -16,6 +16,7 @@ COMMANDS = {
     "doctor": doctor,
     "train": runs.train,
     "test": runs.test,
+    "predict": runs.predict,
     "show": runs.show,
     "report": runs.report,
     "watch": runs.watch,

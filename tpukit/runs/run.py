@@ -290,6 +290,13 @@ class Run:
         self._truncate_records(0)
         return None
 
+    def best(self):
+        """The file of the best weights. Raises TpukitError where the run has none yet."""
+        path = self.path / "best.safetensors"
+        if not path.is_file():
+            raise TpukitError(f"{self.path} has no best weights yet: the first evaluation saves them")
+        return path
+
     def save_best(self, tensors, **values):
         """Write the best weights as best.safetensors. tensors: name -> CPU tensor. values: kept as its metadata."""
         data = weights.serialize(tensors, {name: str(value) for name, value in values.items()})

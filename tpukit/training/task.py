@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from tpukit.host.errors import TpukitError
 from tpukit.runs.run import setting, settings_dict
 
@@ -189,10 +191,20 @@ class Workload:
     def save_predictions(self, folder, predictions, data):
         """Write the predictions on the test set to a folder. predictions: list of what `evaluate` gets. data: the test set."""
 
-    def save_own(self, folder, paths, predictions):
-        """Write the predictions for a user's own files, one of each, to a folder in a form of use to him, besides the arrays.
+    def split(self, batch):
+        """(rows, join): a sample of a user's own (dict of arrays (1, ...), of any size) as rows of one shape for all samples, a
+        list of dicts of arrays without the batch's axis; and a function from the list of their predictions to that of the
+        sample, (1, ...)."""
+        from tpukit.training.prediction import stack
 
-        paths: as `read_files` got them. predictions: array (N, ...)."""
+        return [{name: values[0] for name, values in batch.items()}], stack
+
+    def results(self, batch, predictions):
+        """What a user gets of predictions for files of his own: a dict for each sample, of numbers, strings, lists of dicts
+        (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as a mask.
+
+        batch, predictions: arrays (N, ...), as `panels` gets them."""
+        return [dict(prediction=value if np.ndim(value) else value.item()) for value in np.asarray(predictions)]
 
     def load_predictions(self, folder):
         """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none."""
@@ -204,6 +216,12 @@ class Workload:
 
 
 # A task in another process
+
+
+def model_settings(task):
+    """The settings that a result depends on, without paths, for JSON: they go with the best weights."""
+    fixed = [f.name for f in dataclasses.fields(task) if not f.metadata.get("free") and f.name != "weights"]
+    return {name: value for name, value in settings_dict(task).items() if name in fixed}
 
 
 def from_settings(kind, given):

@@ -164,6 +164,9 @@ class MNIST(Workload):
             titles = [f"{title}, predicted {int(digit)}" for title, digit in zip(titles, prediction)]
         return [[(title, image[0])] for title, image in zip(titles, images)]
 
+    def results(self, batch, predictions):
+        return [dict(digit=int(digit)) for digit in predictions]
+
     def read_files(self, paths, best):
         images = []
         for path in paths:

@@ -237,6 +237,11 @@ class CDEIT(Workload):
             rows.append(row)
         return rows
 
+    def results(self, batch, predictions):
+        """image: (S, S) float32 in the unit of `data`'s files, NaN outside the tank."""
+        unit = np.float32(CONVENTIONS[self.data].unit)
+        return [dict(image=np.where(disk(), image[0] * unit, np.float32(np.nan))) for image in np.asarray(predictions)]
+
     def read_files(self, paths, best):
         """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit of `data`'s files."""
         carried = weights.metadata(best).get("voltages")

@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import printable
 from tpukit.runs.run import setting
 from tpukit.training.task import Workload
 from tpukit.workloads.mshnet.synthetic import infrared_set
@@ -133,36 +132,35 @@ class MSHNet(Workload):
         predicted = np.asarray(prediction)[:, 0] > logit(threshold)
         return [overlay.prediction_row(*sample) for sample in zip(images, masks, predicted)]
 
+    # A user's own images, of any size
+
     def read_files(self, paths, best):
+        """Images in their own size; several at once must have the same."""
         from tpukit.workloads.mshnet import augment
         from tpukit.workloads.mshnet.data import read_image
 
         images = []
         for path in paths:
             try:
-                image = read_image(path)
+                image = augment.planes(read_image(path))
             except Exception as error:  # Pillow raises many types for a damaged file
                 raise TpukitError(f"{path} is no image that can be read ({error}): PNG, JPEG, BMP and TIFF can") from error
-            height, width = image.shape[:2]
-            scaled, _ = augment.on_host(
-                image, np.zeros((height, width), np.uint8), **augment.resampling((width, height), self.base_size)
-            )
-            images.append(np.broadcast_to(scaled, (3, *scaled.shape[1:])))
+            images.append(np.broadcast_to(image, (3, *image.shape[1:])))
         return dict(image=np.stack(images)), [path.name for path in paths]
 
-    def save_own(self, folder, paths, predictions):
-        """masks/NAME.png: white where a target is predicted, in the size of each image."""
-        from PIL import Image
+    def split(self, batch):
+        from tpukit.workloads.mshnet import windows
 
-        from tpukit.workloads.mshnet.data import FORMATS
+        rows, join = windows.split(batch["image"][0], self.crop_size)
+        return [dict(image=row) for row in rows], join
 
-        (folder / "masks").mkdir(exist_ok=True)
-        for path, logits in zip(paths, predictions):
-            with Image.open(path, formats=FORMATS) as image:
-                size = image.size
-            mask = Image.fromarray(np.where(logits[0] > 0, 255, 0).astype(np.uint8)).resize(size, Image.Resampling.NEAREST)
-            name = path.name if path.suffix.lower() == ".png" else f"{path.name}.png"  # a.png and a.jpg stay apart
-            mask.save(folder / "masks" / printable(name), "PNG")
+    def results(self, batch, predictions, threshold=0.5):
+        """height, width, targets (how many), mask (H, W) bool in the image's own pixels, boxes as of `scores.boxes`."""
+        from tpukit.workloads.mshnet.scores import boxes
+
+        found = [boxes(logits[0], threshold) for logits in np.asarray(predictions)]
+        sizes = [dict(zip(("height", "width"), mask.shape)) for mask, _ in found]
+        return [size | dict(targets=len(rows), mask=mask, boxes=rows) for size, (mask, rows) in zip(sizes, found)]
 
 
 def normalise(image):
