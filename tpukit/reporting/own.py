@@ -1,6 +1,7 @@
 """What a run predicts for a user's own files, saved and shown, and the run as one file to take along."""
 
 import csv
+import dataclasses
 import io
 import itertools
 import json
@@ -133,6 +134,7 @@ def _predict_and_save(run, task, paths):
     from tpukit.training import prediction
 
     best, paths = run.best(), prediction.list_files(paths)
+    task = dataclasses.replace(task, weights=best)
     if len(paths) > MOST:
         raise TpukitError(f"{len(paths)} files were named; it shows {MOST} at once, `tpukit predict` takes any number")
     # On a TPU the notebook's own process must not open the device: no cores could be launched from it afterwards.

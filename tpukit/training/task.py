@@ -59,7 +59,7 @@ class Workload:
     """fp32 (on GPUs without TF32, on a TPU without bf16 passes), bf16, fp16, or auto: bf16 on TPU and newer GPUs, fp16 with a
     loss scaler on older GPUs, fp32 on CPU."""
     weights: Path | None = None
-    """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model."""
+    """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model, or the address of one."""
     clip_norm: float | None = None
     """Scale gradients of a larger norm down to it; None: do not clip."""
     ema_decay: float | None = None

@@ -1,5 +1,6 @@
 """The task and the weights of a finished training, from a run's folder or from a weights file alone."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -16,15 +17,15 @@ def task_of(config):
 
 
 def find_trained(source, task=None):
-    """(task, weights file) of a `Run`, a run's folder, or a weights file.
+    """(task, weights file) of a `Run`, a run's folder, a weights file, or the address of one.
 
-    task: for a workload of the user's own, or a file that does not name its workload. Raises TpukitError where there are no
-    weights, or nothing says of which workload they are.
+    The task has the file as its `weights`, because what it says of classes may count. task: for a workload of the user's own,
+    or a file that does not name its workload. Raises TpukitError where there are no weights, or nothing says what they are of.
     """
     if isinstance(source, Run) or Path(source).is_dir():
         run = source if isinstance(source, Run) else Run.find(source)
-        return task or task_of(run.config), run.best()
-    path = Path(source)
+        return dataclasses.replace(task or task_of(run.config), weights=run.best()), run.best()
+    path = weights.local(source)
     if not path.is_file():
         raise TpukitError(f"{path} does not exist: name the folder of a run, or a weights file")
     if task is None:
@@ -38,4 +39,4 @@ def find_trained(source, task=None):
         except (ValueError, TypeError, RecursionError) as error:
             raise TpukitError(f"{path}: the settings in its metadata are damaged ({error})") from error
         task = task_of(dict(workload=about["workload"], settings=settings))
-    return task, path
+    return dataclasses.replace(task, weights=path), path
