@@ -21,6 +21,7 @@ _HOMES = {
     "CoreFailed": "launching.supervisor",
     "train": "training.loop",
     "test": "training.evaluation",
+    "export": "tools.export",
     "plan": "tools.plan",
     "predict": "tools.predict",
     "Workload": "training.task",

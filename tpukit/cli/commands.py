@@ -20,6 +20,7 @@ COMMANDS = {
     "show": runs.show,
     "report": runs.report,
     "watch": runs.watch,
+    "export": tools.export,
     "plan": tools.plan,
     "compare": compare.measure,
     "migrate": tools.migrate,

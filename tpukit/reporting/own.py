@@ -19,7 +19,7 @@ from tpukit.reporting import figures
 from tpukit.reporting.display import as_image, predictions_figure, present_figure
 
 MOST = 64  # files, and samples in them, that one picture shows
-ZIPPED = ("best.safetensors", "config.json", "records.jsonl", "log.txt", "pictures/*", "predictions/*", "own/*", "own/*/*")
+ZIPPED = ("best.*", "config.json", "records.jsonl", "log.txt", "pictures/*", "predictions/*", "own/*", "own/*/*")
 
 
 def save_predictions(task, samples, folder, *, pictures=True):

@@ -42,6 +42,10 @@ class Workload:
     """Samples of the synthetic dataset, train and test together, by default."""
     synthetic_size_accelerator: ClassVar[int] = 0
     """The same where there is a TPU or a GPU; 0: as many as without."""
+    export_output: ClassVar[str] = "the prediction"
+    """What `exported` computes, for those who use the file."""
+    export_multiple: ClassVar[int] = 0
+    """Of what height and width of an exported image may be any multiple; 0: they are fixed."""
     fallback: ClassVar[Path | None] = None
     """A folder that is searched where `dataset_dir` does not exist."""
 
@@ -205,6 +209,16 @@ class Workload:
 
         batch, predictions: arrays (N, ...), as `panels` gets them."""
         return [dict(prediction=value if np.ndim(value) else value.item()) for value in np.asarray(predictions)]
+
+    def export_inputs(self, batch):
+        """The inputs of the exported graph, dict of arrays (B, ...), from a batch of the dataset or of `example`."""
+        return dict(image=batch["image"])
+
+    def exported(self, model, inputs):
+        """What the exported graph computes, a float32 tensor (B, ...), from raw inputs: normalisation belongs in here.
+
+        inputs: dict of tensors, as of `export_inputs`. `export_output` says what comes out."""
+        return self.predict(model, inputs).float()
 
     def load_predictions(self, folder):
         """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none."""

@@ -31,6 +31,8 @@ class MSHNet(Workload):
     score_names: ClassVar[dict[str, str]] = dict(iou="IoU", pd="Pd, share of targets found", fa="Fa, false pixels per pixel")
     published: ClassVar[dict[str, float]] = dict(iou=0.6716, pd=0.9388, fa=15.03e-6)
     evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
+    export_output: ClassVar[str] = "the probability of a target (batch, 1, height, width); images are RGB or three times grey"
+    export_multiple: ClassVar[int] = 16
 
     epochs: int = setting(400, free=True)
     """Passes over the training set."""
@@ -98,6 +100,13 @@ class MSHNet(Workload):
         tiles = tiling.num_tiles(batch["image"])
         logits, _ = model(normalise(tiling.split(batch["image"], tiles)), warm_up, tiles)
         return tiling.merge(logits, tiles).float()
+
+    def export_inputs(self, batch):
+        image = np.asarray(batch["image"])
+        return dict(image=np.ascontiguousarray(np.broadcast_to(image, (len(image), 3, *image.shape[2:]))))
+
+    def exported(self, model, inputs):
+        return self.predict(model, inputs).sigmoid()
 
     def evaluate(self, predictions, threshold=0.5):
         """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), roc. threshold: of the probability, in (0, 1)."""
