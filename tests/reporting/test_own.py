@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import json
 import os
 import pickle
 import struct
@@ -20,6 +21,20 @@ from tpukit import Run
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.reporting import display, own
+from tpukit.training.prediction import list_files
+
+
+def predict_files(run, task, paths):
+    """(batch, predictions, names) of files, one after the other; raises the first error as a TpukitError."""
+    from tpukit.devices.runtime import Runtime
+    from tpukit.training import prediction
+
+    samples = list(prediction.predict_files(task, run.best(), prediction.list_files(paths), Runtime("cpu"), batch_size=3))
+    for sample in samples:
+        if sample.error:
+            raise TpukitError(sample.error)
+    batch = {name: np.concatenate([sample.batch[name] for sample in samples]) for name in samples[0].batch}
+    return batch, np.concatenate([sample.prediction for sample in samples]), [sample.name for sample in samples]
 
 
 @pytest.fixture
@@ -34,32 +49,40 @@ def pictures(tmp_path):
 def test_own_images_are_predicted_as_the_same_images_in_the_test_set_are(trained, tmp_path):
     import torch
 
+    from tpukit.runs import weights
+
     task, run = trained
     data = task.test_set()
     batch = data.batch(np.arange(4))
     for number, image in enumerate(batch["image"]):
         Image.fromarray(image[0]).save(tmp_path / f"{number}.png")
-    found, predictions, names = own.predict_files(run, task, [tmp_path / f"{number}.png" for number in range(4)])
+    found, predictions, names = predict_files(run, task, [tmp_path / f"{number}.png" for number in range(4)])
     assert names == [f"{number}.png" for number in range(4)]
     np.testing.assert_array_equal(found["image"], batch["image"])
-    expected = own.open_predictor(run, task)({"image": torch.as_tensor(batch["image"])})
+    model = task.model().eval()
+    weights.load(model, run.best())
+    expected = model(torch.as_tensor(batch["image"]).float() / 255).argmax(1)
     np.testing.assert_array_equal(predictions, expected.numpy())
 
 
 def test_what_is_predicted_is_saved_in_the_runs_folder(trained, pictures):
     task, run = trained
     own.show_own(run, task, pictures)
-    with np.load(run.path / "own/predictions.npz", allow_pickle=False) as saved:
-        assert saved["names"].tolist() == ["a.png", "b.jpg"] and saved["predictions"].shape == (2,)
+    saved = json.loads((run.path / "own/predictions.json").read_text())
+    assert [entry["name"] for entry in saved] == ["a.png", "b.jpg"] and all(entry["digit"] in range(10) for entry in saved)
     assert (run.path / "own/predictions.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_files_that_are_missing_too_many_or_no_images_are_refused_by_name(trained, pictures, tmp_path):
     task, run = trained
     (pictures / "c.txt").write_text("no image")
-    for paths, named in ((pictures, "c.txt"), (tmp_path / "gone", "gone"), ([], "0 files"), ([pictures / "a.png"] * 65, "65")):
+    many = [tmp_path / f"{number}.png" for number in range(65)]
+    for path in many:
+        path.touch()
+    for paths, named in ((pictures, "c.txt"), (tmp_path / "gone", "gone"), ([tmp_path / "*.gif"], "gif"), (many, "65")):
         with pytest.raises(TpukitError, match=named):
-            own.predict_files(run, task, paths)
+            own.show_own(run, task, paths)
+    assert not (run.path / "own").exists()
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["ipywidgets 8", "ipywidgets 7"])
@@ -77,7 +100,7 @@ def test_the_zip_holds_weights_settings_records_and_pictures_and_no_checkpoint(t
     with zipfile.ZipFile(own.save_zip(run)) as archive:
         names = {name.removeprefix(f"{run.path.name}/") for name in archive.namelist()}
         assert archive.testzip() is None
-    assert {"best.safetensors", "config.json", "records.jsonl", "own/predictions.npz"} <= names
+    assert {"best.safetensors", "config.json", "records.jsonl", "own/predictions.json"} <= names
     assert not [name for name in names if name.startswith("checkpoints")]
 
 
@@ -91,17 +114,17 @@ def test_a_run_without_anything_to_pack_says_so(tmp_path):
 
 def test_hidden_files_of_a_folder_are_left_out_and_two_of_one_name_are_refused(pictures, tmp_path):
     (pictures / ".DS_Store").write_bytes(b"\0")
-    assert [path.name for path in own.list_files(str(pictures))] == ["a.png", "b.jpg"]
+    assert [path.name for path in list_files(str(pictures))] == ["a.png", "b.jpg"]
     other = tmp_path / "other"
     other.mkdir()
     (other / "a.png").write_bytes(b"")
     with refuses("2 files", "a.png"):
-        own.list_files([pictures, other])
+        list_files([pictures, other])
 
 
 def test_files_are_asked_for_after_the_weights_are_known_to_be_there(pictures, tmp_path):
     with refuses("no best weights"):
-        own.predict_files(Run(tmp_path), Narrow(), pictures / "a.png")
+        predict_files(Run(tmp_path), Narrow(), pictures / "a.png")
 
 
 # On an open page
@@ -174,36 +197,11 @@ def test_masks_are_saved_in_the_size_of_each_image_and_packed(infrared_run, brig
     Image.new("L", (20, 300), 200).save(mine / "b.PNG")
     own.show_own(run, task, mine)
     found = {path.name: np.asarray(Image.open(path)) for path in (run.path / "own/masks").iterdir()}
-    np.testing.assert_array_equal(found["a.png"], mask)  # a third of the columns, and a half more rows, than 32 x 32
+    np.testing.assert_array_equal(found["a.png"], mask)
     np.testing.assert_array_equal(found["a.bmp.png"], 255 - mask)
     assert found["b.PNG"].shape == (300, 20) and (found["b.PNG"] == 255).all() and len(found) == 3
     with zipfile.ZipFile(own.save_zip(run)) as archive:
-        assert {f"run/own/masks/{name}" for name in found} | {"run/own/predictions.npz"} <= set(archive.namelist())
-
-
-def test_images_of_any_kind_and_size_become_what_the_network_takes(infrared_run, tmp_path):
-    task, run = infrared_run
-    grey = np.full((40, 70), 102, np.uint8)
-    images = dict(
-        grey=Image.fromarray(grey), wide=Image.fromarray(grey.astype(np.uint16) * 257), dot=Image.new("L", (1, 1), 102)
-    )
-    images |= dict(palette=Image.fromarray(grey).convert("P"), rgba=Image.fromarray(grey).convert("RGBA"))
-    for name, image in images.items():
-        image.save(tmp_path / f"{name}.png")
-    paths = [tmp_path / f"{name}.png" for name in images]
-    batch, predictions, names = own.predict_files(run, task, paths)
-    assert batch["image"].shape == (5, 3, 32, 32) and (batch["image"] == 102).all()
-    assert predictions.shape == (5, 1, 32, 32) and names == [path.name for path in paths]
-
-
-def test_an_own_image_is_predicted_as_the_same_image_in_the_test_set(infrared_run, infrared):
-    task, run = infrared_run
-    data = dataclasses.replace(task, dataset_dir=infrared).test_set()
-    [path] = (infrared / "images").glob(f"{data.names[0]}.*")
-    batch, predictions, _ = own.predict_files(run, task, path)
-    tested, expected = display.predict_test_images(run, dataclasses.replace(task, dataset_dir=infrared), 1)
-    np.testing.assert_array_equal(batch["image"], np.broadcast_to(tested["image"], (1, 3, 32, 32)))
-    np.testing.assert_allclose(predictions, expected.numpy(), atol=1e-5)
+        assert {f"run/own/masks/{name}" for name in found} | {"run/own/predictions.json"} <= set(archive.namelist())
 
 
 def png_of(size):
@@ -258,7 +256,7 @@ def voltages_of(path):
 def test_a_file_of_the_test_set_is_predicted_as_the_test_set_is(data, tank_run, tank):
     task, run = tank_run
     task = dataclasses.replace(task, dataset_dir=tank / "test", data=data)  # in the units of that set
-    batch, predictions, names = own.predict_files(run, task, sorted((tank / "test").glob("*.npz"))[0])
+    batch, predictions, names = predict_files(run, task, sorted((tank / "test").glob("*.npz"))[0])
     tested, expected = display.predict_test_images(run, task, 1)
     np.testing.assert_array_equal(batch["voltages"], tested["voltages"])
     np.testing.assert_array_equal(predictions, expected.numpy())
@@ -331,20 +329,20 @@ def test_what_are_no_voltages_is_refused_by_name_and_no_code_of_it_runs(name, va
     monkeypatch.chdir(tmp_path)
     write(tmp_path / name, values)
     with refuses(tmp_path / name), np.errstate(over="ignore"):
-        own.predict_files(run, task, tmp_path / name)
+        predict_files(run, task, tmp_path / name)
     assert not (tmp_path / "executed").exists()
 
 
-def test_more_samples_than_it_takes_are_refused_before_they_are_predicted(tank_run, tmp_path, monkeypatch):
+def test_more_samples_than_a_picture_shows_are_refused_and_nothing_is_saved(tank_run, tmp_path):
     task, run = tank_run
     np.save(tmp_path / "many.npy", np.ones((65, 208)))
-    monkeypatch.setattr(own, "predict_in_parts", pytest.fail)
-    with refuses("65 samples", "64"):
-        own.predict_files(run, task, tmp_path / "many.npy")
+    with refuses("64"):
+        own.show_own(run, dataclasses.replace(task, sampling_steps=1), tmp_path / "many.npy")
+    assert not (run.path / "own").exists()
 
 
 def test_weights_that_do_not_say_how_voltages_were_normalised_are_refused(tank_run, tank, tmp_path):
     task, run = tank_run
     run.save_best(task.model().state_dict())
     with refuses("best.safetensors"):
-        own.predict_files(run, task, sorted((tank / "test").glob("*.npz"))[0])
+        predict_files(run, task, sorted((tank / "test").glob("*.npz"))[0])

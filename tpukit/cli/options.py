@@ -26,7 +26,7 @@ class LaunchOptions(CoreOptions):
     run: Path | None = None
     """Folder of the run; by default the output folder of this machine and the workload's name."""
     backup: Path | None = None
-    """Folder that gets a copy of the run at every checkpoint, on Drive for instance."""
+    """Folder (on Drive, say) or address (s3://bucket/run, gs://, hf://) that gets a copy of the run at every checkpoint."""
     hang_timeout_s: float = HANG_TIMEOUT_S
     """When no step completes for this many seconds, show every core's Python stack and stop."""
 

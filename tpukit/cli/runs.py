@@ -1,14 +1,15 @@
-"""`tpukit train`, `test`, `show`, `report` and `watch`: make, score and show a run."""
+"""`tpukit train`, `test`, `predict`, `show`, `report` and `watch`: make, score, use and show a run."""
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
+from tpukit import workloads
 from tpukit.cli.options import CoreOptions, with_dataset
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import Sentences
+from tpukit.host.tables import Sentences, printable
 
 # Settings that a test does not take over from the training.
 NOT_OF_THE_RUN = ("weights", "batch_size", "precision")
@@ -119,10 +120,9 @@ def report(
 
 def _task_of(run, dataset_dir):
     """The task of a run, with fresh weights: those that it started from may be gone."""
-    from tpukit import workloads
-    from tpukit.training.task import from_settings
+    from tpukit.workloads.trained import task_of
 
-    task = from_settings(workloads.find(run.config["workload"]), run.config["settings"] | dict(weights=None))
+    task = task_of(run.config)
     return dataclasses.replace(task, dataset_dir=dataset_dir or task.dataset_dir or Path("."))
 
 
@@ -137,3 +137,33 @@ def watch(run: tyro.conf.Positional[Path], once: bool = False):
     from tpukit.tools import watch as tool
 
     tool.watch(Run.find(run), once=once)
+
+
+def predict(
+    run: tyro.conf.Positional[Path],
+    files: tyro.conf.Positional[tuple[str, ...]],
+    out: Path,
+    workload: str | None = None,
+    batch_size: int = 16,
+    pictures: bool = True,
+    device: Literal["auto", "cpu"] = "auto",
+):
+    """Predict your own files with the best weights of a run: results as JSON and CSV, masks or images, pictures.
+    Exit code 1 if a file could not be read; the others are predicted.
+
+    Args:
+        run: the folder of a run, or a weights file.
+        files: files, folders of them, or patterns such as 'night/*.png'.
+        out: a new or empty folder for the results.
+        workload: of a weights file that does not name its own.
+        batch_size: samples, or windows of large images, that are predicted at once.
+        pictures: also draw a picture of every sample.
+        device: auto, what this machine has, or the CPU.
+    """
+    from tpukit.tools.predict import predict as run_predict
+
+    task = workloads.find(workload)() if workload else None
+    results = run_predict(run, files, task=task, out=out, batch_size=batch_size, pictures=pictures, device=device)
+    broken = [result for result in results if "error" in result]
+    print(printable(f"{len(results) - len(broken)} samples predicted: {out / 'predictions.csv'}"))
+    return 1 if broken else 0

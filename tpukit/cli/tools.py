@@ -1,4 +1,4 @@
-"""`tpukit plan`, `migrate` and `simulate`: tools that need no run."""
+"""`tpukit export`, `plan`, `migrate` and `simulate`."""
 
 import dataclasses
 import os
@@ -8,6 +8,7 @@ from typing import Literal
 import tyro
 
 from tpukit.cli.options import to_stderr
+from tpukit.host.tables import printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,34 @@ def plan(task, options):
     if top:
         print(f"\n{found.heaviest(top)}")
     return 0 if found.largest_batch else 1
+
+
+def export(
+    run: tyro.conf.Positional[Path],
+    to: Literal["onnx", "torch-export"],
+    out: Path | None = None,
+    workload: str | None = None,
+    dataset_dir: Path | None = None,
+):
+    """Write the best weights of a run as one file for other programs, and measure how much its output differs.
+    Exit code 1 if that is more than 1e-4.
+
+    Args:
+        run: the folder of a run, or a weights file.
+        to: onnx, or torch-export, which torch.export.load reads.
+        out: a new file; by default best.onnx or best.pt2 beside the weights.
+        workload: of a weights file that does not name its own.
+        dataset_dir: the dataset whose test samples are compared, if it has moved; random ones where there is none.
+    """
+    from tpukit import workloads
+    from tpukit.tools import export as tool
+    from tpukit.workloads.trained import find_trained
+
+    task, best = find_trained(run, workloads.find(workload)() if workload else None)
+    task = dataclasses.replace(task, dataset_dir=dataset_dir or task.dataset_dir)
+    exported = tool.export(best, to=to, out=out, task=task)
+    print(printable(exported))
+    return 0 if exported.is_equal() else 1
 
 
 def migrate(

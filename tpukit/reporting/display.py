@@ -8,7 +8,6 @@ import numpy as np
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Sentences, printable
 from tpukit.reporting import figures, findings
-from tpukit.runs import weights
 from tpukit.runs.run import Run, settings_dict
 
 
@@ -122,36 +121,20 @@ def predict_test_images(run, task, count):
     """
     import torch
 
-    predictor = open_predictor(run, task)
-    data = dataclasses.replace(task, weights=run.path / "best.safetensors").test_set()
-    indices = _evenly_spaced(len(data), count)
-    batch = {name: torch.as_tensor(values) for name, values in data.batch(indices).items()}
-    return dict(batch, valid=torch.ones(len(indices), dtype=bool)), predict_in_parts(predictor, batch)
-
-
-def predict_in_parts(predictor, batch, *, at_once=16):
-    """The predictions of a batch of any size (dict of tensors), at most `at_once` samples at a time."""
-    import torch
-
-    parts = zip(*(values.split(at_once) for values in batch.values()))
-    return torch.cat([predictor(dict(zip(batch, part))) for part in parts])
-
-
-def open_predictor(run, task):
-    """A function batch of tensors -> predictions, with the run's best weights, on the CPU.
-
-    On a TPU the notebook's own process must not open the device: no cores could be launched from it afterwards. Raises
-    TpukitError where the run has no best weights yet.
-    """
     from tpukit.devices.runtime import Runtime
+    from tpukit.training import prediction
 
-    best = run.path / "best.safetensors"
-    if not best.exists():
-        raise TpukitError(f"{run.path} has no best weights yet: the first evaluation saves them")
+    # On a TPU the notebook's own process must not open the device: no cores could be launched from it afterwards.
+    best, runtime = run.best(), Runtime("cpu")
     task = dataclasses.replace(task, weights=best)
-    model = task.model().eval()
-    weights.load(model, best)
-    return task.predictor(model, Runtime("cpu"), weights.epoch_of(best))
+    predictor = prediction.open_predictor(task, best, runtime)
+    data = task.test_set()
+    indices = _evenly_spaced(len(data), count)
+    batch = data.batch(indices)
+    rows = [{name: values[row] for name, values in batch.items()} for row in range(len(indices))]
+    predicted = prediction.stack(list(prediction.predict_in_batches(predictor, runtime, rows, 16)))
+    batch = {name: torch.as_tensor(values) for name, values in batch.items()}
+    return dict(batch, valid=torch.ones(len(indices), dtype=bool)), torch.as_tensor(predicted)
 
 
 def _evenly_spaced(size, count):

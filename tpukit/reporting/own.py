@@ -1,60 +1,95 @@
-"""A user's own files predicted by a run, and the run as one file to take along: `show_own` and `save_zip`."""
+"""What a run predicts for a user's own files, saved and shown, and the run as one file to take along."""
 
+import csv
 import dataclasses
+import io
+import itertools
+import json
 import os
 import zipfile
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.reporting import figures
-from tpukit.reporting.display import as_image, open_predictor, predict_in_parts, predictions_figure, present_figure
+from tpukit.reporting.display import as_image, predictions_figure, present_figure
 
-MOST = 64  # files, and samples in them, that are predicted at once, on the CPU
-ZIPPED = ("best.safetensors", "config.json", "records.jsonl", "log.txt", "pictures/*", "predictions/*", "own/*", "own/masks/*")
+MOST = 64  # files, and samples in them, that one picture shows
+ZIPPED = ("best.*", "config.json", "records.jsonl", "log.txt", "pictures/*", "predictions/*", "own/*", "own/*/*")
 
 
-def predict_files(run, task, paths):
-    """Predict a user's own files with the run's best weights, on the CPU.
+def save_predictions(task, samples, folder, *, pictures=True):
+    """Save what was predicted for a user's own files, one after the other, and return it: a list of dicts.
 
-    paths: files, or one folder of files, of a kind that the task reads. Returns (batch, predictions, names): dict of arrays
-    (N, ...), what `task.predictor` makes of it, and a name for each sample. Raises TpukitError naming a file that is no input.
+    samples: of `prediction.predict_files`. Each dict: name, and what `task.results` gives, or `error`. In the folder:
+    predictions.json and predictions.csv, a folder for each kind of array (masks/NAME.png, images/NAME.npy), and, with
+    pictures, pictures/NAME.png.
     """
-    import torch
+    results, listed = [], []
+    for sample in samples:
+        result = result_of(task, sample)
+        results.append(result)
+        entry = dict(result)
+        name = Path(printable(sample.name).replace("/", "_")).name
+        for key, value in result.items():
+            if isinstance(value, np.ndarray):
+                entry[key] = _save_array(folder, key, name, value)
+        if pictures and not sample.error:
+            entry["picture"] = f"pictures/{_with_ending(name, '.png')}"
+            figure = figures.panels_figure(task.panels(sample.batch, sample.prediction), sample.name)
+            _save(folder / entry["picture"], lambda file: figure.savefig(file, dpi=110, format="png"))  # noqa: B023
+        listed.append(entry)
+    _save(folder / "predictions.json", lambda file: file.write(json.dumps(listed, indent=1).encode()))
+    _save(folder / "predictions.csv", lambda file: file.write(_as_csv(listed).encode()))
+    return results
 
-    paths, predictor = list_files(paths), open_predictor(run, task)
-    batch, names = task.read_files(paths, run.path / "best.safetensors")
-    if len(names) > MOST:
-        raise TpukitError(f"the files hold {len(names)} samples; it takes {MOST} at once")
-    tensors = {name: torch.as_tensor(values) for name, values in batch.items()}
-    return batch, predict_in_parts(predictor, tensors).numpy(), names
+
+def result_of(task, sample):
+    """dict(name, ...) of a sample: what the task gives of it, or `error`."""
+    if sample.error:
+        return dict(name=sample.name, error=sample.error)
+    return dict(name=sample.name, **task.results(sample.batch, sample.prediction)[0])
 
 
-def list_files(paths):
-    """The files that were named, those of a folder sorted by name, without hidden ones.
+def _save_array(folder, key, name, value):
+    """Save an array of a result. Returns its path within the folder."""
+    if value.dtype == bool and value.ndim == 2:
+        path = f"{key}s/{_with_ending(name, '.png')}"
+        _save(folder / path, Image.fromarray(np.where(value, 255, 0).astype(np.uint8)).save, format="PNG")
+    else:
+        path = f"{key}s/{name}.npy"
+        _save(folder / path, lambda file: np.save(file, value))
+    return path
 
-    Raises TpukitError where there is none, or too many, or two of one name, which could not be told apart in the results.
-    """
-    paths = [Path(path).expanduser() for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
-    found = []
-    for path in paths:
-        if not path.exists():
-            raise TpukitError(f"{path} does not exist: name a file of yours, or a folder that holds some")
-        if path.is_dir():  # in which macOS leaves hidden files
-            found += sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
-        else:
-            found.append(path)
-    if not 0 < len(found) <= MOST:
-        raise TpukitError(f"{len(found)} files were named; it takes 1 to {MOST} at once")
-    names = [path.name for path in found]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise TpukitError(
-            f"{names.count(twice)} files are called {twice}: rename them, so that their predictions can be told apart"
-        )
-    return found
+
+def _with_ending(name, ending):
+    """The name of a file with an ending; a.png and a.jpg stay apart."""
+    return name if name.lower().endswith(ending) else f"{name}{ending}"
+
+
+def _save(path, write, **options):
+    with files.explain_unwritable(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with files.atomic_file(path, durable=False) as file:
+        write(file, **options)
+
+
+def _as_csv(entries):
+    """A line for each result, or for each dict in its lists (of boxes, for instance)."""
+    lines = []
+    for entry in entries:
+        parts = [part for value in entry.values() if isinstance(value, list) for part in value]
+        flat = {key: value for key, value in entry.items() if not isinstance(value, list)}
+        lines += [flat | part for part in parts] or [flat]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(dict.fromkeys(key for line in lines for key in line)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return out.getvalue()
 
 
 def show_own(run, task, paths=""):
@@ -94,17 +129,24 @@ def show_own(run, task, paths=""):
 
 
 def _predict_and_save(run, task, paths):
-    """The figure of the predictions, after saving them."""
-    task = dataclasses.replace(task, weights=run.path / "best.safetensors")  # whose metadata name the classes
-    batch, predictions, names = predict_files(run, task, paths)
-    folder = run.path / "own"
-    with files.explain_unwritable(folder):
-        folder.mkdir(exist_ok=True)
-        with files.atomic_file(folder / "predictions.npz") as file:
-            np.savez_compressed(file, names=np.array(names), predictions=predictions)
-        task.save_own(folder, list_files(paths), predictions)
-        figure = figures.panels_figure(task.panels(batch, predictions), "Your own files")
-        figure.savefig(folder / "predictions.png", dpi=110)
+    """The figure of the predictions, after saving them. Raises TpukitError for a file that cannot be read: nothing is saved."""
+    from tpukit.devices.runtime import Runtime
+    from tpukit.training import prediction
+
+    best, paths = run.best(), prediction.list_files(paths)
+    task = dataclasses.replace(task, weights=best)
+    if len(paths) > MOST:
+        raise TpukitError(f"{len(paths)} files were named; it shows {MOST} at once, `tpukit predict` takes any number")
+    # On a TPU the notebook's own process must not open the device: no cores could be launched from it afterwards.
+    samples = list(itertools.islice(prediction.predict_files(task, best, paths, Runtime("cpu")), MOST + 1))
+    if len(samples) > MOST:
+        raise TpukitError(f"the files hold more than {MOST} samples, which it shows at once; `tpukit predict` takes any number")
+    if broken := next((sample for sample in samples if sample.error), None):
+        raise TpukitError(broken.error)
+    save_predictions(task, samples, run.path / "own", pictures=False)
+    rows = [row for sample in samples for row in task.panels(sample.batch, sample.prediction)]
+    figure = figures.panels_figure(rows, "Your own files")
+    _save(run.path / "own/predictions.png", lambda file: figure.savefig(file, dpi=110, format="png"))
     return figure
 
 

@@ -1,9 +1,8 @@
-"""The copy of a run on another disk, such as Drive: kept up to date, and restored from. Also runs in Kaggle's inputs."""
+"""The copy of a run in another place, such as Drive: kept up to date, and restored from. Also runs in Kaggle's inputs."""
 
 import glob
-import os
 
-from tpukit.host import environment, files
+from tpukit.host import files
 from tpukit.host.datasets import is_run
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
@@ -13,17 +12,15 @@ COPIED = ("config.json", "log.txt", "records.jsonl", "best.safetensors")  # and 
 
 
 class Backup:
-    """A folder that gets a copy of the run at every checkpoint. copy: that folder as a Run, for reading."""
+    """A copy of the run, updated at every checkpoint. place: the `Folder` or `Remote` of it. open_run: path -> `Run`."""
 
-    def __init__(self, copy):
-        self.copy, self.folder = copy, copy.path
-        # When Drive is lost, an empty folder stays where it was mounted.
-        self.mount_point = next(filter(os.path.ismount, (self.folder, *self.folder.parents)))
+    def __init__(self, place, open_run):
+        self.place, self.open_run = place, open_run
         self.failed = False
         self.copied = {}  # file name -> the version of the run's file that was copied last
 
     def __str__(self):
-        return str(self.folder)
+        return str(self.place)
 
     def update(self, run):
         """Copy what changed. A failure is reported once and ends no training: Drive may be full or gone."""
@@ -48,40 +45,27 @@ class Backup:
                 continue
             about = (run.path / name).stat()
             version = about.st_ino, about.st_mtime_ns, about.st_size
-            if self.copied.get(name) != version or not (self.folder / name).exists():
-                self._check_disk()
-                files.copy_atomic(run.path / name, self.folder / name)
+            if self.copied.get(name) != version or not self.place.has(name):
+                self.place.put(run.path / name, name)
                 self.copied[name] = version
-        self._check_disk()
-        checkpoints.write_list(self.folder / "checkpoints", kept)
-        self._check_disk()
-
-    def _check_disk(self):
-        """Raise TpukitError where the disk of the backup is gone: what is written then lands in the empty mount point."""
-        if not os.path.ismount(self.mount_point):
-            raise TpukitError(f"nothing is mounted at {self.mount_point} any more")
-
-    def check_drive_is_mounted(self):
-        """Raise TpukitError where the folder is on Colab's Drive, and that is not mounted."""
-        drive = environment.detect().drive
-        if drive is not None and self.folder.is_relative_to(drive.parent) and not drive.is_dir():
-            raise TpukitError(f"the backup {self} is on Drive, which is not mounted: mount it (tpukit.mount_drive) first")
+        self.place.put_list(kept)
 
     def check_run(self, run, run_id):
         """Raise TpukitError where a run of this id cannot be backed up here: the disk is gone, or the folder holds another run,
         other files, or a later state of this run, which another session left."""
-        self._check_disk()
-        if not (self.folder / "config.json").exists():
-            self.copy.check_empty()
+        self.place.check()
+        copy = self.place.open_copy(self.open_run)
+        if not self.place.has("config.json"):
+            self.place.check_empty(copy)
             return
-        self.copy.check_links()
-        found = self.copy.config.get("id")
+        copy.check_links()
+        found = copy.config.get("id")
         if found != run_id:
             raise TpukitError(
                 f"the backup {self} belongs to another run than {run.path} (id {found}, not {run_id}): choose another backup "
                 "folder, or, to resume the run that was backed up, a run folder that does not exist yet"
             )
-        here, there = (max((entry["step"] for entry in one.checkpoints()), default=0) for one in (run, self.copy))
+        here, there = (max((entry["step"] for entry in one.checkpoints()), default=0) for one in (run, copy))
         if there > here:
             raise TpukitError(
                 f"the backup {self} has step {there} of this run, but {run.path} has only step {here}: choose another backup "
@@ -89,15 +73,16 @@ class Backup:
             )
 
 
-def restore_from_backup(run, copy, task):
-    """Restore a run of this task from its copy, and nothing else that lies there."""
+def restore_from_backup(run, place, task, open_run):
+    """Restore a run of this task from its copy at a place, and nothing else that lies there."""
     unfinished = run.path / ".restoring"  # exists only if a kill cut this short
     if not unfinished.exists():
         run.check_empty()
+    copy = place.open_copy(open_run)
     copy.check_links()
     run.check_links()
     copy.check_settings(task)
-    print(printable(f"run: restoring {run.path} from {copy.path}"))
+    print(printable(f"run: restoring {run.path} from {place}"))
     names = [f"checkpoints/{entry['file']}" for entry in copy.checkpoints()]
     # config.json last: it is what makes the folder a run.
     names += [f"checkpoints/{checkpoints.LIST}", *reversed(COPIED)]
@@ -105,8 +90,8 @@ def restore_from_backup(run, copy, task):
         run.path.mkdir(parents=True, exist_ok=True)
         unfinished.touch()
     for name in names:
-        if (copy.path / name).is_file():
-            files.copy_atomic(copy.path / name, run.path / name)
+        if place.has(name):
+            place.get(name, run.path / name)
     unfinished.unlink()
 
 

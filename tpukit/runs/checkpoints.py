@@ -66,7 +66,12 @@ def _file_name(step):
     return f"step-{step:08d}.pt"
 
 
+def step_of(name):
+    """The step of a checkpoint's file, None for a file of another name, which is not tpukit's."""
+    found = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})\.pt", name)
+    return int(found[1]) if found else None
+
+
 def _steps_in(folder):
-    """Steps of the checkpoints in a folder; files of other names are not tpukit's."""
-    names = (re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})\.pt", path.name) for path in folder.glob("step-*.pt"))
-    return {int(name[1]) for name in names if name}
+    """Steps of the checkpoints in a folder."""
+    return {step_of(path.name) for path in folder.glob("step-*.pt")} - {None}

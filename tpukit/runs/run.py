@@ -33,6 +33,7 @@ from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.runs import checkpoints, weights
 from tpukit.runs.backup import Backup, restore_from_backup
+from tpukit.runs.places import open_place
 from tpukit.runs.tensorboard import EventFile
 
 LONG_COMPILE_S = 0.5  # graphs of a few operations compile in milliseconds, and go unmentioned
@@ -65,7 +66,8 @@ class Run:
 
     def __init__(self, path, backup=None):
         self.path = Path(path)
-        self.backup = Backup(Run(Path(backup).resolve())) if backup else None
+        self.label = str(path)  # how errors call it
+        self.backup = Backup(open_place(backup), Run) if backup else None
         self._progress_at = 0.0
 
     def read_only(self):
@@ -81,8 +83,9 @@ class Run:
     def open(cls, path, task, *, backup=None, earlier=None):
         """Start a run in the folder `path`, or resume the one that is there.
 
-        backup: a folder (on Drive, say) that gets a copy at every checkpoint; when `path` is gone and the backup is there, the
-        run is restored from it. earlier: such a folder that is only read (`find_run` finds one on Kaggle).
+        backup: a folder (on Drive, say) or an address (s3://, gs://, hf://) that gets a copy at every checkpoint; when `path`
+        is gone and the backup is there, the run is restored from it. earlier: such a place that is only read (`find_run` finds
+        one on Kaggle).
         Raises TpukitError if the folder holds a run of another workload or of other settings, naming them; settings that do
         not change the result (epochs, folders, workers) may differ. It also raises if the folder holds something else, or the
         backup another run.
@@ -94,12 +97,12 @@ class Run:
             return run.read_only()  # rank 0 prints and writes for all
         config = run.path / "config.json"
         if backup:
-            with files.explain_unwritable(run.backup.folder):
-                run.backup.check_drive_is_mounted()
-                if not config.exists() and (run.backup.folder / "config.json").exists():
-                    restore_from_backup(run, run.backup.copy, task)
+            with run.backup.place.explained():
+                run.backup.place.check_before_training()
+                if not config.exists() and run.backup.place.has("config.json"):
+                    restore_from_backup(run, run.backup.place, task, cls)
         if earlier and not config.exists():
-            restore_from_backup(run, cls(earlier), task)
+            restore_from_backup(run, open_place(earlier), task, cls)
         run.check_links()
         run_id = secrets.token_hex(8)
         if config.exists():
@@ -108,7 +111,7 @@ class Run:
         else:
             run.check_empty()
         if backup:
-            with files.explain_unwritable(run.backup.folder):
+            with run.backup.place.explained():
                 run.backup.check_run(run, run_id)
         values = dict(workload=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
         with files.explain_unwritable(run.path):
@@ -149,13 +152,13 @@ class Run:
             found = files.parse_with_crc32((self.path / "config.json").read_bytes())
             return dict(found, workload=found["workload"], settings=dict(found["settings"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TpukitError(f"{self.path}/config.json is damaged ({error}); choose another run folder") from error
+            raise TpukitError(f"{self.label}/config.json is damaged ({error}); choose another run folder") from error
 
     def check_settings(self, task):
         """Raise TpukitError where this is a run of another workload, or of settings that would change its result."""
         config, new = self.config, settings_dict(task)
-        if config["workload"] != task.name:
-            raise TpukitError(f"{self.path} holds a run of {config['workload']}, not of {task.name}: choose another run folder")
+        if (found := config["workload"]) != task.name:
+            raise TpukitError(f"{self.label} holds a run of {found}, not of {task.name}: choose another run folder")
         old = config["settings"]
         fields = [field for field in dataclasses.fields(task) if not field.metadata.get("free")]
         # A run of an earlier version, which did not have a setting yet, trained as by its default.
@@ -164,7 +167,7 @@ class Run:
         if changed:
             lines = [f"  {name}: the run has {old[name]!r}, the task {new[name]!r}" for name in changed]
             raise TpukitError(
-                f"{self.path} holds a run with other settings:\n" + "\n".join(lines) + "\n"
+                f"{self.label} holds a run with other settings:\n" + "\n".join(lines) + "\n"
                 "Set them back to resume it, or choose another run folder."
             )
 
@@ -295,6 +298,13 @@ class Run:
             )
         self._truncate_records(0)
         return None
+
+    def best(self):
+        """The file of the best weights. Raises TpukitError where the run has none yet."""
+        path = self.path / "best.safetensors"
+        if not path.is_file():
+            raise TpukitError(f"{self.path} has no best weights yet: the first evaluation saves them")
+        return path
 
     def save_best(self, tensors, **values):
         """Write the best weights as best.safetensors. tensors: name -> CPU tensor. values: kept as its metadata."""

@@ -9,15 +9,23 @@ from pathlib import Path
 from tpukit.host.errors import TpukitError, first_line
 
 
+def local(path):
+    """The file of a path, or of an address (s3://, gs://, hf://), which is downloaded once."""
+    from tpukit.runs import places  # which imports this file
+
+    address = places.address_of(path)
+    return places.fetch(address) if address else Path(path)
+
+
 def read(path):
-    """name -> CPU tensor from a .safetensors, .pth, .pt, .pkl or .tar file.
+    """name -> CPU tensor from a .safetensors, .pth, .pt, .pkl or .tar file, or the address of one.
 
     Takes a bare state dict, or one under `state_dict`, `model` or `net`; a `module.` prefix (DataParallel) is dropped.
     Raises TpukitError for a missing or damaged file and for a pickle that would run code: it is never run.
     """
     import torch
 
-    path = Path(path)
+    path = local(path)
     if not path.is_file():
         raise TpukitError(f"weights {path}: no such file")
     with _explain_damage(path):
@@ -82,7 +90,8 @@ def metadata(path):
     """dict of the strings kept with the weights in a .safetensors file; empty for any other file."""
     from safetensors import safe_open
 
-    if Path(path).suffix != ".safetensors" or not Path(path).is_file():
+    path = local(path)
+    if path.suffix != ".safetensors" or not path.is_file():
         return {}
     with _explain_damage(path):
         _check_embedded_sha256(path)

@@ -15,6 +15,7 @@ from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
 from tpukit.training.data import BatchLoader, evaluation_plan
+from tpukit.training.task import model_settings
 
 
 def test(task, run, *, runtime=None, progress=True):
@@ -156,6 +157,7 @@ class Evaluator:
             if state.best is None or score > state.best or on != state.best_on:
                 state.best, state.best_on, state.evaluations_without_best = score, on, 0
                 about = dict(workload=task.name, step=finished.step, epoch=finished.epoch)
+                about["settings"] = json.dumps(model_settings(task))
                 self.saver.save_best(finished.weights, **about, **{task.score: score}, **task.metadata(self.train_data))
         self.run.print(f"epoch {finished.epoch + 1}: loss {finished.loss:.4f}{shown}")
         state.evaluated = finished.epoch + 1

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 
+import numpy as np
+
 from tpukit.host.errors import TpukitError
 from tpukit.runs.run import setting, settings_dict
 
@@ -42,6 +44,10 @@ class Workload:
     """Samples of the synthetic dataset, train and test together, by default."""
     synthetic_size_accelerator: ClassVar[int] = 0
     """The same where there is a TPU or a GPU; 0: as many as without."""
+    export_output: ClassVar[str] = "the prediction"
+    """What `exported` computes, for those who use the file."""
+    export_multiple: ClassVar[int] = 0
+    """Of what height and width of an exported image may be any multiple; 0: they are fixed."""
     fallback: ClassVar[Path | None] = None
     """A folder that is searched where `dataset_dir` does not exist."""
 
@@ -59,7 +65,7 @@ class Workload:
     """fp32 (on GPUs without TF32, on a TPU without bf16 passes), bf16, fp16, or auto: bf16 on TPU and newer GPUs, fp16 with a
     loss scaler on older GPUs, fp32 on CPU."""
     weights: Path | None = None
-    """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model."""
+    """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model, or the address of one."""
     clip_norm: float | None = None
     """Scale gradients of a larger norm down to it; None: do not clip."""
     schedule: Literal["constant", "cosine", "step"] = "constant"
@@ -222,10 +228,30 @@ class Workload:
     def save_predictions(self, folder, predictions, data):
         """Write the predictions on the test set to a folder. predictions: list of what `evaluate` gets. data: the test set."""
 
-    def save_own(self, folder, paths, predictions):
-        """Write the predictions for a user's own files, one of each, to a folder in a form of use to him, besides the arrays.
+    def split(self, batch):
+        """(rows, join): a sample of a user's own (dict of arrays (1, ...), of any size) as rows of one shape for all samples, a
+        list of dicts of arrays without the batch's axis; and a function from the list of their predictions to that of the
+        sample, (1, ...)."""
+        from tpukit.training.prediction import stack
 
-        paths: as `read_files` got them. predictions: array (N, ...)."""
+        return [{name: values[0] for name, values in batch.items()}], stack
+
+    def results(self, batch, predictions):
+        """What a user gets of predictions for files of his own: a dict for each sample, of numbers, strings, lists of dicts
+        (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as a mask.
+
+        batch, predictions: arrays (N, ...), as `panels` gets them."""
+        return [dict(prediction=value if np.ndim(value) else value.item()) for value in np.asarray(predictions)]
+
+    def export_inputs(self, batch):
+        """The inputs of the exported graph, dict of arrays (B, ...), from a batch of the dataset or of `example`."""
+        return dict(image=batch["image"])
+
+    def exported(self, model, inputs):
+        """What the exported graph computes, a float32 tensor (B, ...), from raw inputs: normalisation belongs in here.
+
+        inputs: dict of tensors, as of `export_inputs`. `export_output` says what comes out."""
+        return self.predict(model, inputs).float()
 
     def load_predictions(self, folder):
         """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none."""
@@ -241,6 +267,12 @@ class Workload:
 
 
 # A task in another process
+
+
+def model_settings(task):
+    """The settings that a result depends on, without paths, for JSON: they go with the best weights."""
+    fixed = [f.name for f in dataclasses.fields(task) if not f.metadata.get("free") and f.name != "weights"]
+    return {name: value for name, value in settings_dict(task).items() if name in fixed}
 
 
 def from_settings(kind, given):

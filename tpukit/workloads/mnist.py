@@ -71,6 +71,7 @@ class MNIST(Workload):
     score: ClassVar[str] = "accuracy"
     score_names: ClassVar[dict[str, str]] = dict(accuracy="accuracy, share of test images")
     evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
+    export_output: ClassVar[str] = "the probability of each digit (batch, 10), for white digits on black, 0 to 255"
 
     epochs: int = setting(4, free=True)
     """Passes over the training set."""
@@ -106,6 +107,9 @@ class MNIST(Workload):
 
     def predict(self, model, batch, epoch=None):
         return model(batch["image"].float() / 255).argmax(1)  # (B,)
+
+    def exported(self, model, inputs):
+        return model(inputs["image"].float() / 255).float().softmax(1)  # (B, 10)
 
     def evaluate(self, predictions):
         """dict: accuracy in [0, 1], images."""
@@ -163,6 +167,9 @@ class MNIST(Workload):
         if prediction is not None:
             titles = [f"{title}, predicted {int(digit)}" for title, digit in zip(titles, prediction)]
         return [[(title, image[0])] for title, image in zip(titles, images)]
+
+    def results(self, batch, predictions):
+        return [dict(digit=int(digit)) for digit in predictions]
 
     def read_files(self, paths, best):
         images = []

@@ -13,11 +13,11 @@ from PIL import Image
 
 from tests.conftest import ROOT, SMALL, best_weights, checkpoint, exact, refuses, same
 from tests.launching.conftest import CPU, difference, losses
-from tpukit import ImageClassifier, Run, show, train
+from tpukit import ImageClassifier, Run, predict, show, train
 from tpukit import test as score_run
 from tpukit.cli.options import current_options
 from tpukit.reporting import findings
-from tpukit.reporting.own import predict_files, show_own
+from tpukit.reporting.own import show_own
 from tpukit.runs import weights
 
 pytest.importorskip("timm")
@@ -142,11 +142,21 @@ def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_datase
     task, run = finished
     away = dataclasses.replace(task, dataset_dir=None)
     paths = sorted(shapes.glob("test/ring/*.png"))[:2]
-    _, logits, names = predict_files(run, away, paths)
-    assert logits.shape == (2, 6) and names == [path.name for path in paths]
+    found = predict(run, paths, task=away, progress=False)
+    model = task.model().eval()
+    weights.load(model, run.path / "best.safetensors")
+    with torch.no_grad():
+        logits = task.predict(
+            model, {name: torch.as_tensor(values) for name, values in task.read_files(paths, None)[0].items()}
+        )
+    wanted, order = logits.softmax(1), logits.argsort(1, descending=True)
+    assert [one["name"] for one in found] == [path.name for path in paths]
+    for one, shares, best in zip(found, wanted, order, strict=True):
+        assert [one["class"], one["next_class"]] == [task.class_names[k] for k in best[:2]]
+        assert [one["probability"], one["next_probability"]] == pytest.approx(shares[best[:2]].tolist(), rel=1e-4)
     show_own(run, away, paths)
-    rows = list(csv.DictReader(open(run.path / "own/classes.csv")))
-    assert [row["predicted"] for row in rows] == [task.class_names[k] for k in logits.argmax(1)]
+    rows = list(csv.DictReader(open(run.path / "own/predictions.csv")))
+    assert [row["class"] for row in rows] == [one["class"] for one in found]
 
 
 def test_weights_of_a_run_with_other_classes_are_refused_with_the_way_out(finished, shapes, tmp_path, cpu):
@@ -179,7 +189,7 @@ def test_a_broken_file_of_ones_own_is_named(finished, tmp_path):
     task, run = finished
     (tmp_path / "mine.jpg").write_bytes(b"no image")
     with refuses("mine.jpg"):
-        predict_files(run, task, tmp_path / "mine.jpg")
+        predict(run, tmp_path / "mine.jpg", progress=False)
 
 
 OUT_OF_RANGE = dict(flip=1.5, crop=0.0, test_share=0.0, image_size=0, mixup=-1.0, brightness=-0.1)

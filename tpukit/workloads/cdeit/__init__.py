@@ -26,6 +26,7 @@ from tpukit.workloads.cdeit.data import (
     Impedance,
     find_split,
     find_statistics,
+    measured_electrodes,
     read_voltages,
     voltage_map,
 )
@@ -47,6 +48,7 @@ class CDEIT(Workload):
     score: ClassVar[str] = "cc"
     score_names: ClassVar[dict[str, str]] = dict(cc="correlation", rmse="RMSE per pixel", psnr="PSNR, dB", ssim="SSIM")
     evaluation_keys: ClassVar[tuple[str, ...]] = ("image", *CLASSICAL.values())
+    export_output: ClassVar[str] = "the image (batch, 1, 128, 128) in the unit of the files; noise is standard normal"
     fallback: ClassVar[Path] = FALLBACK
 
     data: Literal["simulated", "uef2017", "ktc2023"] = setting("simulated", free=True)
@@ -174,6 +176,42 @@ class CDEIT(Workload):
 
         return predict
 
+    # The whole sampler as one graph. Its noise is an input, because no format of a graph has the same random numbers as torch.
+
+    def export_inputs(self, batch):
+        import torch
+
+        mean, deviation = self._carried_statistics()
+        steps, keys = self.sampling_steps, torch.as_tensor(batch["key"])
+        times = [-1, *(int(row[0]) for row in diffusion.ddim_schedule(steps, self.eta)[:-1])]
+        noise = [diffusion.normal(_noise_keys(keys, time), (1, SIZE, SIZE)) for time in times]
+        measured = np.asarray(batch["voltages"])[:, 0][:, measured_electrodes()].reshape(-1, *mean.shape)
+        volts = (measured * deviation + mean) * np.float32(CONVENTIONS[self.data].volts)
+        return dict(voltages=volts.reshape(len(volts), -1).astype(np.float32), noise=torch.stack(noise, 1).numpy())
+
+    def exported(self, model, inputs):
+        import torch
+
+        mean, deviation = (torch.from_numpy(values).reshape(1, -1) for values in self._carried_statistics())
+        normalised = (inputs["voltages"] / CONVENTIONS[self.data].volts - mean) / deviation  # (B, 208)
+        # Where each number of the map (16, 16) comes from; the last place is a zero.
+        source = np.full(measured_electrodes().shape, mean.shape[1])
+        source[measured_electrodes()] = np.arange(mean.shape[1])
+        padded = torch.nn.functional.pad(normalised, (0, 1))
+        voltages = padded[:, torch.from_numpy(source.reshape(-1))].reshape(-1, 1, *source.shape)
+        x, noise = inputs["noise"][:, 0], inputs["noise"]
+        for step, row in enumerate(torch.tensor(diffusion.ddim_schedule(self.sampling_steps, self.eta), dtype=torch.float32)):
+            # The last step adds no noise.
+            x = diffusion.sampling_step(model, x, voltages, row, noise[:, (step + 1) % self.sampling_steps])
+        return x * CONVENTIONS[self.data].unit
+
+    def _carried_statistics(self):
+        """(mean, deviation) of the voltages, (16, 13) each, that `weights` was trained with."""
+        carried = weights.metadata(self.weights).get("voltages") if self.weights else None
+        if not carried:
+            raise TpukitError(f"{self.weights} does not say how its voltages were normalised: train the run again")
+        return [np.array(values, np.float32) for values in json.loads(carried)]
+
     def evaluate(self, predictions):
         """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same scores of the
         classical methods and of an empty image; `broken`, how many predictions hold NaN or infinity and count as empty."""
@@ -237,12 +275,14 @@ class CDEIT(Workload):
             rows.append(row)
         return rows
 
+    def results(self, batch, predictions):
+        """image: (S, S) float32 in the unit of `data`'s files, NaN outside the tank."""
+        unit = np.float32(CONVENTIONS[self.data].unit)
+        return [dict(image=np.where(disk(), image[0] * unit, np.float32(np.nan))) for image in np.asarray(predictions)]
+
     def read_files(self, paths, best):
         """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit of `data`'s files."""
-        carried = weights.metadata(best).get("voltages")
-        if not carried:
-            raise TpukitError(f"{best} does not say how its voltages were normalised: train the run again")
-        statistics = [np.array(values, np.float32) for values in json.loads(carried)]
+        statistics = dataclasses.replace(self, weights=best)._carried_statistics()
         read = [read_voltages(path) for path in paths]
         volts = np.concatenate(read) / np.float32(CONVENTIONS[self.data].volts)
         names = [f"{path.name}, {row + 1}" for path, rows in zip(paths, read) for row in range(len(rows))]

@@ -89,12 +89,16 @@ def voltage_map(volts, mean, deviation):
     mean, deviation: (16, 13) each.
     """
     normalised = (volts.reshape(-1, ELECTRODES, ELECTRODES - 3) - mean) / deviation
+    out = np.zeros((len(volts), ELECTRODES, ELECTRODES), np.float32)
+    out[:, measured_electrodes()] = normalised.reshape(len(volts), -1)
+    return out[:, None]
+
+
+def measured_electrodes():
+    """(16, 16) bool, 208 true: which electrodes (columns) each drive pattern (row) measures."""
     electrode = np.arange(ELECTRODES)
     distance = (electrode[None, :] - electrode[:, None]) % ELECTRODES  # from the drive pattern
-    measured = (distance > 1) & (distance < ELECTRODES - 1)  # (16, 16), 208 true
-    out = np.zeros((len(volts), ELECTRODES, ELECTRODES), np.float32)
-    out[:, measured] = normalised.reshape(len(volts), -1)
-    return out[:, None]
+    return (distance > 1) & (distance < ELECTRODES - 1)
 
 
 # Reading

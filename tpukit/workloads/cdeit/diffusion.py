@@ -62,7 +62,7 @@ def sampling_step(model, x, voltages, row, noise):
 
     row: (4,) float32 tensor on the device, (t, a, b, c) of a schedule. x, noise: (B, 1, S, S) float32."""
     time, of_image, of_x, of_noise = row[0], row[1], row[2], row[3]
-    return of_image * model(x, time.expand(len(x)), voltages).float() + of_x * x + of_noise * noise
+    return of_image * model(x, time.expand(x.shape[0]), voltages).float() + of_x * x + of_noise * noise
 
 
 # Noise that is the same on every device

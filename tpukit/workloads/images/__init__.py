@@ -344,11 +344,14 @@ class ImageClassifier(Workload):
                 raise TpukitError(f"{path} is no image that can be read ({first_line(error)})") from error
         return dict(image=np.stack(images)), [path.name for path in paths]
 
-    def save_own(self, folder, paths, predictions):
-        """classes.csv: for each file the class and its probability."""
-        names, (probabilities, _) = self.class_names, _softmax(np.asarray(predictions))
-        rows = [(path.name, _name(names, row.argmax()), f"{row.max():.4f}") for path, row in zip(paths, probabilities)]
-        _write_csv(folder / "classes.csv", ("file", "predicted", "probability"), rows)
+    def results(self, batch, predictions):
+        """class and probability, and next_class and next_probability, the second most probable one."""
+        names, found = self.class_names, []
+        for row in _softmax(np.asarray(predictions))[0]:
+            first, second = np.argsort(-row, kind="stable")[:2]
+            best = {"class": _name(names, first), "probability": float(row[first])}
+            found.append(best | dict(next_class=_name(names, second), next_probability=float(row[second])))
+        return found
 
 
 def _gather(predictions):

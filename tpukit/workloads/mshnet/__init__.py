@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import printable
 from tpukit.runs.run import setting
 from tpukit.training.task import Workload
 from tpukit.workloads.mshnet.synthetic import infrared_set
@@ -32,6 +31,8 @@ class MSHNet(Workload):
     score_names: ClassVar[dict[str, str]] = dict(iou="IoU", pd="Pd, share of targets found", fa="Fa, false pixels per pixel")
     published: ClassVar[dict[str, float]] = dict(iou=0.6716, pd=0.9388, fa=15.03e-6)
     evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
+    export_output: ClassVar[str] = "the probability of a target (batch, 1, height, width); images are RGB or three times grey"
+    export_multiple: ClassVar[int] = 16
 
     epochs: int = setting(400, free=True)
     """Passes over the training set."""
@@ -100,6 +101,13 @@ class MSHNet(Workload):
         logits, _ = model(normalise(tiling.split(batch["image"], tiles)), warm_up, tiles)
         return tiling.merge(logits, tiles).float()
 
+    def export_inputs(self, batch):
+        image = np.asarray(batch["image"])
+        return dict(image=np.ascontiguousarray(np.broadcast_to(image, (len(image), 3, *image.shape[2:]))))
+
+    def exported(self, model, inputs):
+        return self.predict(model, inputs).sigmoid()
+
     def evaluate(self, predictions, threshold=0.5):
         """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), roc. threshold: of the probability, in (0, 1)."""
         from tpukit.workloads.mshnet.scores import Scores
@@ -133,21 +141,20 @@ class MSHNet(Workload):
         predicted = np.asarray(prediction)[:, 0] > logit(threshold)
         return [overlay.prediction_row(*sample) for sample in zip(images, masks, predicted)]
 
+    # A user's own images, of any size
+
     def read_files(self, paths, best):
+        """Images in their own size; several at once must have the same."""
         from tpukit.workloads.mshnet import augment
         from tpukit.workloads.mshnet.data import read_image
 
         images = []
         for path in paths:
             try:
-                image = read_image(path)
+                image = augment.planes(read_image(path))
             except Exception as error:  # Pillow raises many types for a damaged file
                 raise TpukitError(f"{path} is no image that can be read ({error}): PNG, JPEG, BMP and TIFF can") from error
-            height, width = image.shape[:2]
-            scaled, _ = augment.on_host(
-                image, np.zeros((height, width), np.uint8), **augment.resampling((width, height), self.base_size)
-            )
-            images.append(np.broadcast_to(scaled, (3, *scaled.shape[1:])))
+            images.append(np.broadcast_to(image, (3, *image.shape[1:])))
         return dict(image=np.stack(images)), [path.name for path in paths]
 
     def check_labels(self, data):
@@ -155,19 +162,21 @@ class MSHNet(Workload):
 
         return check(data)
 
-    def save_own(self, folder, paths, predictions):
-        """masks/NAME.png: white where a target is predicted, in the size of each image."""
-        from PIL import Image
+    def split(self, batch):
+        from tpukit.workloads.mshnet import windows
 
-        from tpukit.workloads.mshnet.data import FORMATS
+        image = batch["image"][0]
+        rows, join = windows.split(windows.scale(image, self.base_size), self.base_size)
+        size = image.shape[1:]
+        return [dict(image=row) for row in rows], lambda predictions: windows.resize(join(predictions), size)
 
-        (folder / "masks").mkdir(exist_ok=True)
-        for path, logits in zip(paths, predictions):
-            with Image.open(path, formats=FORMATS) as image:
-                size = image.size
-            mask = Image.fromarray(np.where(logits[0] > 0, 255, 0).astype(np.uint8)).resize(size, Image.Resampling.NEAREST)
-            name = path.name if path.suffix.lower() == ".png" else f"{path.name}.png"  # a.png and a.jpg stay apart
-            mask.save(folder / "masks" / printable(name), "PNG")
+    def results(self, batch, predictions, threshold=0.5):
+        """height, width, targets (how many), mask (H, W) bool in the image's own pixels, boxes as of `scores.boxes`."""
+        from tpukit.workloads.mshnet.scores import boxes
+
+        found = [boxes(logits[0], threshold) for logits in np.asarray(predictions)]
+        sizes = [dict(zip(("height", "width"), mask.shape)) for mask, _ in found]
+        return [size | dict(targets=len(rows), mask=mask, boxes=rows) for size, (mask, rows) in zip(sizes, found)]
 
 
 def normalise(image):

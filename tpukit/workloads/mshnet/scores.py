@@ -4,7 +4,7 @@ All of them are counts until `result()`, so batches of any size give the same sc
 """
 
 import numpy as np
-from scipy import ndimage
+from scipy import ndimage, special
 
 THRESHOLDS = np.arange(11) / 10  # of the ROC, on the sigmoid of the logits
 MATCH_DISTANCE = 3  # pixels between centroids
@@ -91,6 +91,21 @@ def regions(mask):
     centre_rows = np.bincount(region, weights=rows, minlength=count) / areas
     centre_columns = np.bincount(region, weights=columns, minlength=count) / areas
     return [(int(area), (row, column)) for area, row, column in zip(areas, centre_rows, centre_columns)]
+
+
+def boxes(logits, threshold=0.5):
+    """(H, W) logits -> (the mask (H, W) bool of a probability above the threshold, a dict for each of its 8-connected regions).
+
+    Of a region: left, top, right, bottom (the last two exclusive) and pixels (their number); score, the mean probability of
+    its pixels."""
+    mask = logits > logit(threshold)
+    labels, _ = ndimage.label(mask, structure=np.ones((3, 3)))
+    found = []
+    for number, (rows, columns) in enumerate(ndimage.find_objects(labels), 1):
+        inside = logits[rows, columns][labels[rows, columns] == number].astype(np.float64)
+        box = dict(left=columns.start, top=rows.start, right=columns.stop, bottom=rows.stop, pixels=len(inside))
+        found.append(dict(box, score=round(float(special.expit(inside).mean()), 4)))
+    return mask, found
 
 
 def match(targets, predictions):

@@ -1,0 +1,371 @@
+"""Backups and weights at an address: a real S3 server on loopback, over a connection that vanishes; and what is refused."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import types
+
+import pytest
+import torch
+
+from tests.conftest import SMALL, best_weights, exact, refuses, same
+from tests.runs.store import Line, s3_server
+from tpukit import MNIST, Run, TpukitError, train
+from tpukit.host import secrets
+from tpukit.runs import places, weights
+
+KEY, SECRET = "AKIAEXAMPLEEXAMPLE", "very/secret+value0000000000000000000000"
+
+
+@pytest.fixture(scope="session")
+def server():
+    pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture
+def line(server, monkeypatch):
+    line = Line(server)
+    for name, value in dict(AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_DEFAULT_REGION="us-east-1").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{line.port}")
+    yield line
+    line.close()
+
+
+@pytest.fixture
+def bucket(line, server, request):
+    """(client, name of an empty bucket); the client goes around the line."""
+    boto3 = pytest.importorskip("boto3")
+    client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{server}")
+    name = hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:20]
+    client.create_bucket(Bucket=name)
+    return types.SimpleNamespace(client=client, name=name, address=f"s3://{name}/runs/mnist")
+
+
+def stored(bucket):
+    """Key -> bytes of all that is in the bucket."""
+    found = bucket.client.list_objects_v2(Bucket=bucket.name).get("Contents", [])
+    return {one["Key"]: bucket.client.get_object(Bucket=bucket.name, Key=one["Key"])["Body"].read() for one in found}
+
+
+def without_secrets(*texts):
+    return not any(secret in text for text in texts for secret in (KEY, SECRET, SECRET.replace("/", "%2F")))
+
+
+def steps_in(bucket, tmp_path):
+    """The checkpoints that a fresh machine restores."""
+    fresh = tmp_path / "fresh"
+    shutil.rmtree(fresh, ignore_errors=True)
+    run = Run.open(fresh, MNIST(), backup=bucket.address)
+    return [entry["step"] for entry in run.checkpoints()], run.restore()
+
+
+@pytest.mark.slow
+def test_a_training_resumes_on_a_fresh_machine_from_an_s3_address(bucket, digits, tmp_path, cpu, capsys):
+    task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
+    run = Run.open(tmp_path / "here", task, backup=bucket.address)
+    train(task, run, runtime=cpu, progress=False)
+    shutil.rmtree(tmp_path / "here")
+    more = dataclasses.replace(task, epochs=2)
+    again = Run.open(tmp_path / "there", more, backup=bucket.address)
+    train(more, again, runtime=cpu, progress=False)
+    straight = Run.open(tmp_path / "straight", more)
+    train(more, straight, runtime=cpu, progress=False)
+    assert exact(again) == exact(straight) and same(best_weights(again), best_weights(straight))
+    found = stored(bucket)
+    for name in ("best.safetensors", "records.jsonl", "config.json", "checkpoints/checkpoints.json"):
+        assert found[f"runs/mnist/{name}"] == (again.path / name).read_bytes(), name
+    assert len([key for key in found if key.endswith(".pt")]) == 2
+    kept = [path.read_text(errors="ignore") for path in again.path.rglob("*") if path.is_file()]
+    assert without_secrets(*capsys.readouterr(), *kept, *(value.decode(errors="ignore") for value in found.values()))
+
+
+def content(step):
+    return dict(a=torch.full((200_000,), float(step)))  # 800 kB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut_after", [0, 500, 5_000, 400_000, 810_000], ids=lambda size: f"after {size} bytes")
+def test_a_connection_that_vanishes_within_a_backup_loses_nothing_and_the_backup_catches_up(
+    cut_after, bucket, line, tmp_path, capsys
+):
+    run = Run.open(tmp_path / "run", MNIST(), backup=bucket.address)
+    run.save(content(1), 1)
+    before = stored(bucket)
+    line.cut() if cut_after == 0 else line.mend(cut_after)
+    run.print("something")
+    run.save(content(2), 2)
+    assert line.is_cut and [entry["step"] for entry in run.checkpoints()] == [2, 1]
+    printed = capsys.readouterr().out
+    assert printed.count(f"backup to {bucket.address} failed") == 1 and without_secrets(printed)
+    half = stored(bucket)
+    listed = json.loads(half["runs/mnist/checkpoints/checkpoints.json"])
+    for entry in listed:
+        assert hashlib.sha256(half[f"runs/mnist/checkpoints/{entry['file']}"]).hexdigest() == entry["sha256"]
+    assert before["runs/mnist/config.json"] == half["runs/mnist/config.json"]
+    run.save(content(3), 3)  # still cut: reported once
+    assert "failed" not in capsys.readouterr().out
+    line.mend()
+    run.save(content(4), 4)
+    assert f"backup to {bucket.address} works again" in capsys.readouterr().out
+    steps, state = steps_in(bucket, tmp_path)
+    assert steps == [4, 3] and torch.equal(state["a"], content(4)["a"])
+
+
+@pytest.mark.slow
+def test_a_lost_connection_at_the_start_is_an_error_and_not_an_empty_backup(bucket, line, tmp_path):
+    Run.open(tmp_path / "run", MNIST(), backup=bucket.address).save({}, 1)
+    before = stored(bucket)
+    line.cut()
+    with refuses(bucket.address):
+        Run.open(tmp_path / "new", MNIST(), backup=bucket.address)
+    assert not (tmp_path / "new").exists() and stored(bucket) == before
+    line.mend(100)
+    with refuses(bucket.address):
+        Run.open(tmp_path / "new", MNIST(), backup=bucket.address)
+
+
+# Rules of a backup, on a file system in memory
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """An address, and the files that are there."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    return "memory://backups/mnist", MemoryFileSystem.store
+
+
+def names_in(store):
+    return {name.removeprefix("/backups/mnist/") for name in store}
+
+
+def test_an_address_gets_what_a_folder_gets(memory, tmp_path):
+    address, store = memory
+    run = Run.open(tmp_path / "run", MNIST(), backup=address)
+    folder = Run.open(tmp_path / "other", MNIST(), backup=tmp_path / "drive")
+    for one in (run, folder):
+        one.log("note", 1)
+        for step in (1, 2, 3):
+            one.save_best(dict(weight=torch.ones(3)), epoch=step)
+            one.save({}, step)
+    on_disk = {str(path.relative_to(tmp_path / "drive")) for path in (tmp_path / "drive").rglob("*") if path.is_file()}
+    assert names_in(store) == on_disk and "checkpoints/step-00000003.pt" in on_disk
+    for name in on_disk:
+        assert store[f"/backups/mnist/{name}"].getvalue() == (run.path / name).read_bytes()
+
+
+def test_another_runs_backup_a_later_state_and_other_files_are_refused_and_left(memory, tmp_path):
+    address, store = memory
+    run = Run.open(tmp_path / "run", MNIST(), backup=address)
+    run.save({}, 1)
+    shutil.copytree(run.path, tmp_path / "left behind")
+    run.save({}, 2)
+    kept = {name: file.getvalue() for name, file in store.items()}
+    other = Run.open(tmp_path / "other", MNIST())
+    with refuses(address, run.config["id"], other.path):
+        Run.open(other.path, MNIST(), backup=address)
+    with refuses(address, "step 2", "step 1"):
+        Run.open(tmp_path / "left behind", MNIST(), backup=address)
+    with refuses(address, "batch_size"):
+        Run.open(tmp_path / "new", MNIST(batch_size=7), backup=address)
+    with refuses("memory://backups", "mnist"):
+        Run.open(tmp_path / "new", MNIST(), backup="memory://backups")
+    assert {name: file.getvalue() for name, file in store.items()} == kept
+
+
+def test_files_that_are_not_ours_stay_where_a_backup_removes_its_old_checkpoints(memory, tmp_path):
+    import fsspec
+
+    address, store = memory
+    run = Run.open(tmp_path / "run", MNIST(), backup=address)
+    run.save({}, 1)
+    mine = {"checkpoints/step-1.pt", "checkpoints/notes.txt", "checkpoints/step-00000001.pt.bak", "readme.md"}
+    for name in mine:
+        fsspec.filesystem("memory").pipe_file(f"/backups/mnist/{name}", b"mine")
+    for step in (2, 3, 4):
+        run.save({}, step)
+    assert mine <= names_in(store) and "checkpoints/step-00000001.pt" not in names_in(store)
+    again = Run.open(tmp_path / "again", MNIST(), backup=address)
+    assert not any((again.path / name).exists() for name in mine)
+
+
+def test_what_an_address_has_already_is_not_copied_again(memory, tmp_path, monkeypatch):
+    address, _ = memory
+    run = Run.open(tmp_path / "run", MNIST(), backup=address)
+    run.save_best(dict(weight=torch.ones(3)), epoch=1)
+    run.save({}, 5)
+    copied, put = [], places.Remote.put
+    monkeypatch.setattr(places.Remote, "put", lambda self, source, name: (copied.append(name), put(self, source, name)))
+    run.print("something")
+    run.save({}, 6)
+    assert copied == ["log.txt", "checkpoints/step-00000006.pt", "checkpoints/checkpoints.json"]
+
+
+def test_where_an_upload_can_be_cut_short_a_file_gets_its_name_when_it_is_complete(tmp_path, monkeypatch):
+    from fsspec.implementations.local import LocalFileSystem
+
+    run = Run.open(tmp_path / "run", MNIST(), backup=f"file://{tmp_path}/far/mnist")
+    run.save({}, 1)
+
+    def cut(self, source, target, **_):
+        with open(target, "wb") as file:
+            file.write(b"half")
+        raise ConnectionError("lost")
+
+    before = (tmp_path / "far/mnist/config.json").read_bytes()
+    with monkeypatch.context() as broken:
+        broken.setattr(LocalFileSystem, "put_file", cut)
+        run.save({}, 2)
+    assert [entry["step"] for entry in Run(tmp_path / "far/mnist").checkpoints()] == [1]
+    assert (tmp_path / "far/mnist/config.json").read_bytes() == before
+    run.save({}, 3)
+    assert [entry["step"] for entry in Run(tmp_path / "far/mnist").checkpoints()] == [3, 2]
+
+
+# Addresses and secrets
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "s3://AKIA:hunter2@bucket/run",
+        "https://host/file?X-Amz-Signature=hunter2",
+        "https://host/f?token=hunter2",
+        "ftp://me:hunter2@host/x",
+    ],
+)
+def test_an_address_that_holds_a_secret_is_refused_without_showing_it(address, tmp_path):
+    for use in (lambda: Run.open(tmp_path / "run", MNIST(), backup=address), lambda: weights.read(address)):
+        with pytest.raises(TpukitError) as error:
+            use()
+        assert "hunter2" not in str(error.value) and address.partition(":")[0] in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_path_in_which_two_slashes_became_one_is_still_the_address_and_a_path_stays_one(tmp_path):
+    from pathlib import Path
+
+    assert places.address_of(Path("s3://bucket/run")) == places.address_of("s3://bucket/run/") == "s3://bucket/run"
+    assert places.address_of("hf://me/model@main/x.safetensors") == "hf://me/model@main/x.safetensors"
+    for path in (tmp_path, "run", "C:/runs/a", "./s3:/x"):
+        assert places.address_of(path) is None
+    with refuses("nothere"):
+        places.address_of("nothere://x")
+
+
+@pytest.mark.parametrize(
+    "scheme, name, option", [("hf", "HF_TOKEN", "token"), ("s3", "AWS_SECRET_ACCESS_KEY", "secret")], ids=["hf", "s3"]
+)
+def test_a_secret_goes_to_the_library_alone_and_is_scrubbed_from_its_errors(
+    scheme, name, option, tmp_path, monkeypatch, capsys
+):
+    import fsspec
+
+    opened = []
+
+    class Angry:
+        def ls(self, path, **_):
+            raise RuntimeError("cannot use hf_TOPSECRET here")
+
+    def url_to_fs(address, **options):
+        opened.append((address, options))
+        return Angry(), "root"
+
+    monkeypatch.setattr(fsspec, "url_to_fs", url_to_fs)
+    monkeypatch.setattr(
+        secrets, "find", lambda key: secrets._found.add("hf_TOPSECRET") or "hf_TOPSECRET" if key == name else None
+    )
+    with pytest.raises(TpukitError) as error:
+        Run.open(tmp_path / "run", MNIST(), backup=f"{scheme}://me/run")
+    assert opened[0][1][option] == "hf_TOPSECRET"
+    assert "***" in str(error.value) and "TOPSECRET" not in str(error.value)
+    assert error.value.__cause__ is None and error.value.__suppress_context__
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch):
+    import fsspec
+
+    def url_to_fs(*_, **__):
+        raise ImportError("Install gcsfs to access Google Storage")
+
+    monkeypatch.setattr(fsspec, "url_to_fs", url_to_fs)
+    with refuses("gs://me/run", "gcsfs"):
+        Run.open(tmp_path / "run", MNIST(), backup="gs://me/run")
+
+
+# Weights
+
+
+@pytest.fixture
+def published(tmp_path, memory):
+    """The address of a weights file, and what is in it."""
+    import fsspec
+
+    tensors = dict(weight=torch.arange(6.0))
+    fsspec.filesystem("memory").pipe_file("/models/one.safetensors", weights.serialize(tensors, dict(epoch="3")))
+    return "memory://models/one.safetensors", tensors
+
+
+def test_weights_at_an_address_are_downloaded_once_and_again_where_they_changed(published, monkeypatch, capsys):
+    import fsspec
+
+    address, tensors = published
+    assert same(weights.read(address), tensors) and weights.metadata(address)["epoch"] == "3"
+    assert capsys.readouterr().out.count("downloading") == 1
+    fsspec.filesystem("memory").pipe_file("/models/one.safetensors", weights.serialize(dict(other=torch.ones(70)), {}))
+    assert list(weights.read(address)) == ["other"]
+
+
+def test_a_download_that_is_cut_short_or_changed_or_too_large_is_refused_and_nothing_stays(published, monkeypatch):
+    address, _ = published
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    info, folder = MemoryFileSystem.info, places.files.cache_folder() / "weights"
+    before = set(folder.glob("*")) if folder.exists() else set()
+    for lie in (
+        dict(size=10_000),
+        dict(size=5),
+        dict(ETag='"' + "0" * 32 + '"'),
+        dict(lfs=dict(sha256="0" * 64)),
+        dict(size=2**60),
+    ):
+        monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path, **_: info(self, path) | lie)
+        with refuses(address):
+            weights.read(address)
+    assert set(folder.glob("*")) == before
+
+
+def test_code_in_a_pickle_from_an_address_is_not_run(memory, tmp_path, monkeypatch):
+    import os
+    import pickle
+
+    import fsspec
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    fsspec.filesystem("memory").pipe_file("/models/evil.pth", pickle.dumps(Evil()))
+    with pytest.raises(TpukitError):
+        weights.read("memory://models/evil.pth")
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.slow
+def test_weights_come_from_s3_and_the_md5_of_the_store_is_checked(bucket, tmp_path, monkeypatch):
+    data = weights.serialize(dict(weight=torch.arange(6.0)), {})
+    bucket.client.put_object(Bucket=bucket.name, Key="w.safetensors", Body=data)
+    address = f"s3://{bucket.name}/w.safetensors"
+    assert same(weights.read(address), dict(weight=torch.arange(6.0)))
+    task = MNIST(weights=address)
+    assert str(task.weights) == address
+    with refuses("gone"):
+        weights.read(f"s3://{bucket.name}/gone.safetensors")

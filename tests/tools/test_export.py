@@ -1,0 +1,154 @@
+"""A trained model as one file: the same numbers as tpukit's own, at any batch, with what it takes to use it."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import refuses
+from tests.workloads.cdeit.small import task_of
+from tests.workloads.mshnet.small import Narrow
+from tpukit import MNIST, Run, cli, export
+from tpukit.runs import weights
+from tpukit.tools import export as tool
+from tpukit.workloads.cdeit import diffusion
+
+BOTH = pytest.mark.parametrize("to", ["onnx", "torch-export"])
+
+
+@pytest.fixture(autouse=True)
+def _packages():
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+
+
+def run_of(task, folder, **metadata):
+    """A run whose weights, running statistics of batch norm too, are random."""
+    run = Run(folder)
+    run.path.mkdir()
+    torch.manual_seed(0)
+    state = {
+        n: v + 0.02 * torch.rand_like(v) - 0.01 * (v.dim() > 1) if v.is_floating_point() else v
+        for n, v in task.model().state_dict().items()
+    }
+    run.save_best(state, workload=task.name, **metadata)
+    return run
+
+
+def model_of(task, run):
+    model = task.model().eval()
+    weights.load(model, run.best())
+    return model
+
+
+def output_of(path, inputs):
+    """What a program without tpukit computes with the file."""
+    if path.suffix == ".onnx":
+        import onnxruntime
+
+        return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, inputs)[0]
+    with torch.no_grad():
+        return torch.export.load(path).module()({name: torch.as_tensor(values) for name, values in inputs.items()}).numpy()
+
+
+def metadata_of(path):
+    if path.suffix == ".onnx":
+        import onnx
+
+        return {entry.key: entry.value for entry in onnx.load(path).metadata_props}
+    extra = {"metadata.json": ""}
+    torch.export.load(path, extra_files=extra)
+    return json.loads(extra["metadata.json"])
+
+
+@BOTH
+def test_mnist_becomes_a_file_that_gives_the_probabilities_of_any_batch(to, trained, capsys):
+    task, run = trained
+    assert cli.main(["export", str(run.path), "--to", to]) == 0
+    path = run.path / f"best{tool.FORMATS[to]}"
+    assert str(path) in capsys.readouterr().out
+    images = task.test_set().batch(np.arange(7))["image"]
+    for count in (1, 7):
+        with torch.no_grad():
+            expected = model_of(task, run)(torch.as_tensor(images[:count]).float() / 255).softmax(1).numpy()
+        np.testing.assert_allclose(output_of(path, dict(image=images[:count])), expected, atol=1e-5)
+    about = metadata_of(path)
+    assert (
+        about["workload"] == "mnist"
+        and "uint8 (batch, 1, 28, 28)" in about["inputs"]
+        and "test samples" in about["compared_on"]
+    )
+    assert cli.main(["export", str(run.path), "--to", to]) == 0  # again: it is beside the weights
+
+
+@pytest.mark.slow
+@BOTH
+def test_mshnet_takes_any_batch_and_any_multiple_of_16_and_grey_levels_as_they_are(to, tmp_path):
+    task = Narrow(base_size=64, crop_size=64)
+    run = run_of(task, tmp_path / "run")
+    exported = export(run, to=to, task=task, count=3)
+    assert exported.is_equal()
+    for size in ((1, 3, 32, 96), (4, 3, 64, 64)):
+        image = np.random.default_rng(0).integers(0, 256, size).astype(np.uint8)
+        with torch.no_grad():
+            expected = task.predict(model_of(task, run), dict(image=torch.as_tensor(image))).sigmoid().numpy()
+        assert expected.std() > 1e-4
+        np.testing.assert_allclose(output_of(exported.path, dict(image=image)), expected, atol=1e-4)
+
+
+@pytest.mark.slow
+@BOTH
+def test_cdeit_becomes_its_whole_sampler_from_volts_to_the_image_that_it_predicts(to, tank, tmp_path, cpu):
+    task = task_of(tank, sampling_steps=2)
+    run = run_of(task, tmp_path / "run", **task.metadata(task.datasets()[0]))
+    exported = export(run, to=to, task=task)
+    assert exported.is_equal() and "5 test samples" in str(exported)
+    data = task.test_set()
+    batch = data.batch(np.arange(3))
+    expected = task.predictor(model_of(task, run), cpu)({n: torch.as_tensor(batch[n]) for n in ("voltages", "key")}).numpy()
+    volts = np.stack([np.load(tank / f"test/{name}.npz")["ys"].reshape(-1) for name in data.names[:3]]).astype(np.float32)
+    keys = torch.as_tensor(batch["key"]) * (diffusion.STEPS + 1)
+    noise = torch.stack([diffusion.normal(keys + t, (1, 128, 128)) for t in (0, diffusion.STEPS)], 1).numpy()
+    np.testing.assert_allclose(output_of(exported.path, dict(voltages=volts, noise=noise)), expected, atol=1e-3)
+    assert expected.std() > 0.01 and json.loads(metadata_of(exported.path)["voltages"])
+
+
+@BOTH
+def test_a_file_that_differs_from_the_trained_model_is_reported_and_ends_with_1(to, trained, monkeypatch, capsys):
+    task, run = trained
+    traced = tool._trace
+
+    def of_other_weights(task, model, inputs):
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.01)
+        return traced(task, model, inputs)
+
+    monkeypatch.setattr(tool, "_trace", of_other_weights)
+    assert cli.main(["export", str(run.path), "--to", to]) == 1
+    assert "MORE" in capsys.readouterr().out
+    monkeypatch.setattr(tool, "_run_onnx", lambda path, arrays: np.full((16, 10), np.nan, np.float32))
+    assert to != "onnx" or not export(run, to=to).is_equal()
+
+
+def test_without_the_dataset_random_samples_are_compared(trained, tmp_path):
+    _, run = trained
+    task = MNIST(dataset_dir=tmp_path / "gone")
+    exported = export(run.best(), to="torch-export", out=tmp_path / "a.pt2", task=task)
+    assert exported.is_equal() and "16 random samples" in str(exported)
+
+
+def test_a_missing_package_a_file_in_the_way_and_an_unknown_format_are_errors(trained, tmp_path, monkeypatch):
+    _, run = trained
+    (tmp_path / "mine.onnx").write_text("mine")
+    with refuses(tmp_path / "mine.onnx"):
+        export(run, out=tmp_path / "mine.onnx")
+    assert (tmp_path / "mine.onnx").read_text() == "mine"
+    with refuses("tflite", "onnx"):
+        export(run, to="tflite")
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with refuses("pip install onnx onnxscript onnxruntime"):
+        export(run)
+    assert not (run.path / "best.onnx").exists()

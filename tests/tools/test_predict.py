@@ -1,0 +1,320 @@
+"""Predicting a user's own files: any size, any number, on every device; what is saved, and what is refused."""
+
+import csv
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy import ndimage
+
+from tests.conftest import refuses
+from tests.workloads.cdeit.small import task_of
+from tests.workloads.mshnet.small import Narrow
+from tpukit import MNIST, MSHNet, Run, cli, predict
+from tpukit.host import environment
+from tpukit.runs import weights
+from tpukit.training import prediction
+from tpukit.workloads.mshnet import windows
+
+
+@pytest.fixture
+def infrared_run(tmp_path):
+    """(task, run) of an MSHNet with random weights, trained on crops of 32 pixels."""
+    task, run = Narrow(base_size=32, crop_size=32), Run(tmp_path / "run")
+    run.path.mkdir()
+    torch.manual_seed(0)
+    run.save_best(task.model().state_dict())
+    return task, run
+
+
+@pytest.fixture
+def bright(monkeypatch):
+    """An MSHNet that takes a pixel for a target from a grey of 129 on, with a logit of its grey level less 128. Images keep
+    their size."""
+    monkeypatch.setattr(windows, "scale", lambda image, size: image)
+    monkeypatch.setattr(Narrow, "predictor", lambda *_: lambda batch: batch["image"][:, :1].float() - 128)
+
+
+SIZES = [(256, 256), (100, 300), (1, 1), (32, 32), (33, 31), (70, 16)]
+
+
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_windows_cover_every_pixel_once_and_keep_away_from_their_edges_within_the_image(shape):
+    image = np.arange(3 * np.prod(shape)).reshape(3, *shape)
+    parts, join = windows.split(image, 32)
+    assert {part.shape for part in parts} == {(3, 32, 32)}
+    np.testing.assert_array_equal(join([part[:1] for part in parts])[0], image[:1])
+    far = np.minimum(*np.meshgrid(*[np.minimum(np.arange(32), np.arange(32)[::-1])] * 2))  # from a window's edge
+    distance = join([far[None]] * len(parts))[0, 0]
+    assert distance[4:-4, 4:-4].size == 0 or distance[4:-4, 4:-4].min() >= 4
+
+
+def save_kinds(folder):
+    """The same picture in every kind of file, and odd sizes. Returns the size (H, W) of each name."""
+    grey = np.full((40, 70), 102, np.uint8)
+    grey[10:12, 20:23] = 200
+    images = dict(grey=Image.fromarray(grey), wide=Image.fromarray(grey.astype(np.uint16) * 257))
+    images |= dict(palette=Image.fromarray(grey).convert("P"), rgba=Image.fromarray(grey).convert("RGBA"))
+    images |= dict(dot=Image.new("L", (1, 1), 102), nudt=Image.new("L", (256, 256), 102), long=Image.new("L", (300, 100), 102))
+    for name, image in images.items():
+        image.save(folder / f"{name}.png")
+    return {f"{name}.png": image.size[::-1] for name, image in images.items()}
+
+
+def test_images_of_any_kind_and_size_get_a_mask_and_boxes_in_their_own_pixels(infrared_run, bright, tmp_path):
+    task, run = infrared_run
+    (tmp_path / "mine").mkdir()
+    sizes = save_kinds(tmp_path / "mine")
+    found = {result["name"]: result for result in predict(run, tmp_path / "mine", task=task, progress=False)}
+    assert {name: result["mask"].shape for name, result in found.items()} == sizes
+    box = dict(left=20, top=10, right=23, bottom=12, pixels=6, score=1.0)
+    for name in ("grey.png", "wide.png", "palette.png", "rgba.png"):
+        assert found[name]["boxes"] == [box] and found[name]["mask"].sum() == 6, name
+    assert not any(found[name]["boxes"] for name in ("dot.png", "nudt.png", "long.png"))
+
+
+def test_a_network_trained_on_one_size_predicts_others_without_an_error(infrared_run, tmp_path):
+    task, run = infrared_run
+    (tmp_path / "mine").mkdir()
+    sizes = save_kinds(tmp_path / "mine")
+    found = predict(run, tmp_path / "mine", task=task, out=tmp_path / "out", batch_size=64, progress=False)
+    assert {result["name"]: result["mask"].shape for result in found} == sizes
+    with Image.open(tmp_path / "out/masks/long.png") as mask:
+        assert mask.size == (300, 100)
+
+
+def test_an_image_of_the_crops_size_is_predicted_as_the_network_does(infrared_run):
+    task, run = infrared_run
+    image = np.random.default_rng(0).integers(0, 256, (32, 32)).astype(np.uint8)
+    model = task.model().eval()
+    weights.load(model, run.best())
+    batch = dict(image=torch.as_tensor(np.broadcast_to(image, (1, 3, 32, 32)).copy()))
+    with torch.no_grad():
+        expected = task.predict(model, batch)[0, 0] > 0
+    np.testing.assert_array_equal(predict(run, image, task=task, progress=False)[0]["mask"], expected)
+
+
+def test_boxes_are_the_connected_regions_with_the_mean_probability_of_their_pixels(infrared_run, bright):
+    task, run = infrared_run
+    image = np.random.default_rng(1).integers(125, 132, (60, 50)).astype(np.uint8)
+    [found] = predict(run, image, task=task, progress=False)
+    labels, count = ndimage.label(image > 128, np.ones((3, 3)))
+    np.testing.assert_array_equal(found["mask"], image > 128)
+    assert found["targets"] == count == len(found["boxes"])
+    for number, box in enumerate(found["boxes"], 1):
+        rows, columns = np.nonzero(labels == number)
+        assert (box["left"], box["top"], box["right"], box["bottom"], box["pixels"]) == (
+            columns.min(), rows.min(), columns.max() + 1, rows.max() + 1, len(rows)
+        )  # fmt: skip
+        expected = np.mean(1 / (1 + np.exp(128.0 - image[rows, columns])))
+        assert box["score"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_on_xla_images_of_many_sizes_share_one_compiled_graph_and_equal_the_cpu(infrared_run, xla, monkeypatch):
+    task, run = infrared_run
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 256, size).astype(np.uint8) for size in ((20, 20), (70, 66), (140, 140))]  # 1, 4 and 9 windows
+    with prediction.as_files(images) as paths:
+        shapes, opened = [], prediction.open_predictor
+
+        def recording(*arguments):
+            predictor = opened(*arguments)
+            return lambda batch: (shapes.append(tuple(batch["image"].shape)), predictor(batch))[1]
+
+        monkeypatch.setattr(prediction, "open_predictor", recording)
+        on_xla = list(prediction.predict_files(task, run.best(), paths, xla, batch_size=4))
+    assert len(set(shapes)) == 1 and len(shapes) > 2
+    monkeypatch.undo()
+    on_cpu = predict(run, images, task=task, progress=False)
+    for sample, expected in zip(on_xla, on_cpu, strict=True):
+        mask = task.results(sample.batch, sample.prediction)[0]["mask"]
+        assert np.mean(mask != expected["mask"]) < 0.01 and mask.shape == expected["mask"].shape
+
+
+def test_batches_of_any_size_give_the_same_and_files_without_rows_keep_their_place(trained, tmp_path):
+    task, run = trained
+    rng = np.random.default_rng(0)
+    for number in range(7):
+        Image.fromarray(rng.integers(0, 256, (28, 28)).astype(np.uint8)).save(tmp_path / f"{number}.png")
+    for number in (0, 3, 4, 6):
+        (tmp_path / f"{number}.png").write_bytes(b"broken")
+    found = [predict(run, tmp_path / "?.png", batch_size=size, progress=False) for size in (1, 2, 16)]
+    assert found[0] == found[1] == found[2]
+    assert [result["name"] for result in found[0]] == [f"{number}.png" for number in range(7)]
+    assert [index for index, result in enumerate(found[0]) if "error" in result] == [0, 3, 4, 6]
+
+
+# What is saved, by the command
+
+
+def words(*parts):
+    return ["predict", *map(str, parts), "--device", "cpu"]
+
+
+def test_the_command_predicts_digits_names_a_broken_file_and_ends_with_1(trained, tmp_path, capsys):
+    task, run = trained
+    batch = task.test_set().batch(np.arange(4))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for number, image in enumerate(batch["image"]):
+        Image.fromarray(image[0]).save(mine / f"{number}.png")
+    assert cli.main(words(run.path, mine / "*.png", "--out", tmp_path / "good")) == 0
+    (mine / "\x1b[31m.png").write_bytes(b"no image")
+    assert cli.main(words(run.path, mine, "--out", tmp_path / "out")) == 1
+    assert "\x1b" not in "".join(capsys.readouterr())
+    listed = json.loads((tmp_path / "out/predictions.json").read_text())
+    good = [entry for entry in listed if "error" not in entry]
+    assert [entry["digit"] for entry in good] == [result["digit"] for result in predict(run, mine / "?.png", progress=False)]
+    assert all((tmp_path / "out" / entry["picture"]).read_bytes().startswith(b"\x89PNG") for entry in good)
+    assert len(good) == 4 and len(listed) == 5
+    with open(tmp_path / "out/predictions.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["name"]: row["digit"] for row in rows if not row["error"]} == {e["name"]: str(e["digit"]) for e in good}
+
+
+def test_the_table_has_a_line_for_each_box_and_one_for_an_image_without(infrared_run, bright, tmp_path):
+    task, run = infrared_run
+    two = np.zeros((40, 40), np.uint8)
+    two[3, 4] = two[30:32, 30] = 255
+    predict(run, [two, np.zeros((5, 5), np.uint8)], task=task, out=tmp_path / "out", pictures=False, progress=False)
+    with open(tmp_path / "out/predictions.csv") as file:
+        rows = [(row["name"], row["left"], row["bottom"]) for row in csv.DictReader(file)]
+    assert rows == [("0000.png", "4", "4"), ("0000.png", "30", "32"), ("0001.png", "", "")]
+    mask = np.asarray(Image.open(tmp_path / "out/masks/0000.png"))
+    np.testing.assert_array_equal(mask, two)
+    assert not (tmp_path / "out/pictures").exists()
+
+
+def test_voltages_become_images_from_files_and_from_arrays(tank, tmp_path):
+    task, run = task_of(tank), Run(tmp_path / "run")
+    run.path.mkdir()
+    run.save_best(task.model().state_dict(), **task.metadata(task.datasets()[0]))
+    paths = sorted((tank / "test").glob("*.npz"))[:2]
+    volts = [np.load(path)["ys"].astype(np.float32) for path in paths]
+    from_files = predict(run, paths, task=task, out=tmp_path / "out", progress=False)
+    from_arrays = predict(run, volts, task=task, progress=False)
+    for one, other, path in zip(from_files, from_arrays, paths, strict=True):
+        np.testing.assert_array_equal(one["image"], other["image"])
+        saved = np.load(tmp_path / f"out/images/{path.name}, 1.npy")
+        np.testing.assert_array_equal(saved, one["image"])
+        assert one["image"].shape == (128, 128) and np.isnan(one["image"][0, 0]) and np.isfinite(one["image"][64, 64])
+
+
+# What is refused
+
+
+def test_a_folder_that_holds_anything_is_not_written_in(trained, tmp_path, capsys):
+    _, run = trained
+    Image.new("L", (28, 28)).save(tmp_path / "a.png")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/predictions.csv").write_text("mine")
+    assert cli.main(words(run.path, tmp_path / "a.png", "--out", tmp_path / "out")) == 1
+    assert str(tmp_path / "out") in capsys.readouterr().err
+    assert (tmp_path / "out/predictions.csv").read_text() == "mine" and len(list((tmp_path / "out").iterdir())) == 1
+
+
+def test_no_readable_file_no_weights_and_no_run_are_errors_that_name_the_path(trained, tmp_path):
+    _, run = trained
+    (tmp_path / "a.png").write_bytes(b"")
+    with refuses(tmp_path / "a.png"):
+        predict(run, tmp_path / "a.png", progress=False)
+    (tmp_path / "empty").mkdir()
+    with refuses(tmp_path / "empty"):
+        predict(tmp_path / "empty", tmp_path / "a.png")
+    untrained = Run.open(tmp_path / "new", MNIST())
+    with refuses(tmp_path / "new", "no best weights"):
+        predict(untrained, tmp_path / "a.png")
+    with refuses(tmp_path / "gone.safetensors"):
+        predict(tmp_path / "gone.safetensors", tmp_path / "a.png")
+
+
+def test_inputs_that_are_no_images_are_refused(trained):
+    _, run = trained
+    for bad in ([object()], np.array(["a"]), np.zeros((2, 3, 4, 5), np.uint8)):
+        with refuses("image"):
+            predict(run, bad, progress=False)
+
+
+def test_patterns_folders_and_files_are_taken_and_nothing_is_not(tmp_path):
+    for name in ("a.png", "b.png", "c.txt", ".hidden"):
+        (tmp_path / name).touch()
+    assert [path.name for path in prediction.list_files([tmp_path / "*.png", str(tmp_path / "c.txt")])] == [
+        "a.png",
+        "b.png",
+        "c.txt",
+    ]
+    assert [path.name for path in prediction.list_files(tmp_path)] == ["a.png", "b.png", "c.txt"]
+    (tmp_path / "empty").mkdir()
+    for nothing in (tmp_path / "empty", [], tmp_path / "*.gif"):
+        with refuses():
+            prediction.list_files(nothing)
+
+
+# Weights alone
+
+
+def test_a_weights_file_alone_carries_what_its_model_needs_and_no_path(digits, tmp_path, cpu):
+    from tpukit import train
+
+    task = MNIST(dataset_dir=digits, epochs=1, channels=4)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    alone = tmp_path / "alone.safetensors"
+    alone.write_bytes(run.best().read_bytes())
+    image = task.test_set().batch([3])["image"][0, 0]
+    assert predict(alone, image, progress=False) == predict(run, image, progress=False)
+    assert str(tmp_path) not in json.dumps(weights.metadata(alone)) and str(digits) not in json.dumps(weights.metadata(alone))
+
+
+def test_weights_of_others_need_the_workloads_name(tmp_path, capsys):
+    torch.manual_seed(0)
+    torch.save(MNIST().model().state_dict(), tmp_path / "published.pth")
+    Image.new("L", (28, 28)).save(tmp_path / "a.png")
+    assert cli.main(words(tmp_path / "published.pth", tmp_path / "a.png", "--out", tmp_path / "out")) == 1
+    assert "mnist" in capsys.readouterr().err
+    assert (
+        cli.main(words(tmp_path / "published.pth", tmp_path / "a.png", "--out", tmp_path / "out", "--workload", "mnist")) == 0
+    )
+
+
+def test_a_workload_of_ones_own_predicts_without_further_methods(trained):
+    task, run = trained
+
+    class Plain(MNIST):
+        def results(self, batch, predictions):
+            return super(MNIST, self).results(batch, predictions)
+
+    plain = Plain(**{field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
+    image = task.test_set().batch([0])["image"][0, 0]
+    [own], [digit] = predict(run, image, task=plain, progress=False), predict(run, image, progress=False)
+    assert own["prediction"] == digit["digit"]
+
+
+def test_the_device_is_the_cpu_unless_the_machines_own_is_asked_for(trained, monkeypatch):
+    _, run = trained
+    opened = []
+    monkeypatch.setattr("tpukit.devices.open_runtime", lambda env, precision: opened.append(env.accelerator) or 1 / 0)
+    image = np.zeros((28, 28), np.uint8)
+    predict(run, image, progress=False)
+    assert not opened
+    with pytest.raises(ZeroDivisionError):
+        predict(run, image, device="auto", progress=False)
+    assert opened == [environment.detect().accelerator]
+
+
+@pytest.mark.parametrize("shape, count", [((512, 512), 1), ((300, 100), 1), ((8, 8), 1), ((600, 400), 2), ((1024, 1024), 9)])
+def test_an_image_is_scaled_as_in_an_evaluation_and_one_of_more_than_twice_the_size_cut_into_windows(shape, count):
+    rows, join = MSHNet().split(dict(image=np.zeros((1, 3, *shape), np.uint8)))
+    assert len(rows) == count and join([np.zeros((1, 256, 256), np.float32)] * count).shape == (1, 1, *shape)
+
+
+def test_a_test_image_is_predicted_from_the_pixels_that_its_evaluation_sees(infrared):
+    task = MSHNet(dataset_dir=infrared, base_size=128)
+    test = task.test_set()
+    batch, _ = task.read_files([infrared / f"images/{test.names[0]}.png"], None)
+    (row,), _ = task.split(batch)
+    difference = np.abs(row["image"].astype(int) - test.batch([0])["image"][0])
+    assert row["image"].shape == (3, 128, 128) and difference.max() <= 1  # a grey level, by rounding

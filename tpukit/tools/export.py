@@ -1,0 +1,181 @@
+"""`tpukit export`: a trained model as one file for other programs, compared with the model that was trained."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from tpukit.host import files
+from tpukit.host.errors import TpukitError, first_line
+
+LARGEST_DIFFERENCE = 1e-4  # of an output, relative to the largest absolute value of any where that is above 1
+FORMATS = {"onnx": ".onnx", "torch-export": ".pt2"}
+BATCH = 3  # samples that the graph is traced with; any number works later
+
+
+@dataclasses.dataclass
+class Exported:
+    """The file, its metadata (str each), and how much its output differs from the trained model's."""
+
+    path: Path
+    difference: float
+    """see `LARGEST_DIFFERENCE`"""
+    about: dict
+
+    def is_equal(self):
+        return self.difference <= LARGEST_DIFFERENCE  # NaN is not
+
+    def __str__(self):
+        inputs = ", ".join(f"{name}: {shape}" for name, shape in json.loads(self.about["inputs"]).items())
+        verdict = "" if self.is_equal() else f", MORE than {LARGEST_DIFFERENCE:g}: do not use it"
+        return (
+            f"{self.path}: {self.path.stat().st_size / 1e6:.1f} MB\ninput {inputs}\noutput: {self.about['output']}\n"
+            f"largest difference to the trained model on {self.about['compared_on']}: {self.difference:.2g}{verdict}"
+        )
+
+
+def export(run, *, to="onnx", out=None, task=None, count=16):
+    """Write the best weights of a run as one file, without tpukit: "onnx", or "torch-export" for `torch.export.load`.
+
+    run: a `Run`, the path of one, or a weights file. out: the file; by default it is beside the weights. A file that is there
+    is replaced only beside the weights. task: as for `predict`. The batch's size is dynamic. Returns
+    an `Exported`, whose `difference` is measured on `count` test samples, or random ones where there is no dataset. Raises
+    TpukitError where a package is missing or the model cannot be exported.
+    """
+    import torch
+
+    from tpukit.runs import weights
+    from tpukit.workloads.trained import find_trained
+
+    if to not in FORMATS:
+        raise TpukitError(f"to={to!r}: choose one of {', '.join(FORMATS)}")
+    check_packages(to)
+    task, best = find_trained(run, task)
+    path = Path(out) if out else best.with_name(f"{best.stem}{FORMATS[to]}")
+    if out and path.exists():
+        raise TpukitError(f"{path} exists: choose another file")
+    model = task.model().eval()
+    weights.load(model, best)
+    batch, source = _samples(task, count)
+    arrays = task.export_inputs(batch)
+    inputs = {name: torch.as_tensor(np.ascontiguousarray(values)) for name, values in arrays.items()}
+    about = {name: value for name, value in weights.metadata(best).items() if not name.startswith("tpukit.")}
+    about |= dict(workload=task.name, output=task.export_output, compared_on=source)
+    about["inputs"] = json.dumps({name: _describe(values, task.export_multiple) for name, values in arrays.items()})
+    with torch.no_grad():
+        expected = task.exported(model, inputs).numpy()
+    with tempfile.TemporaryDirectory(prefix="tpukit-") as folder:
+        written = Path(folder) / f"model{FORMATS[to]}"
+        program = _trace(task, model, inputs)
+        (_write_onnx if to == "onnx" else _write_torch_export)(program, written, about, list(inputs))
+        with files.explain_unwritable(path.parent):
+            files.copy_atomic(written, path)
+    found = _run_onnx(path, arrays) if to == "onnx" else _run_torch_export(path, inputs)
+    scale = max(float(np.abs(expected).max()), 1.0)
+    difference = float(np.abs(found - expected).max()) / scale if found.shape == expected.shape else float("nan")
+    return Exported(path, difference, about)
+
+
+def _describe(values, multiple):
+    """The type and the shape of an input, for those who use the file."""
+    shape = [str(size) for size in values.shape[1:]]
+    if multiple:
+        shape[-2:] = [f"height: any multiple of {multiple}", f"width: any multiple of {multiple}"]
+    return f"{values.dtype} (batch, {', '.join(shape)})"
+
+
+def _trace(task, model, inputs):
+    """The `torch.export.ExportedProgram` of `task.exported`, with a batch of any size."""
+    import torch
+    from torch.export import Dim
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, inputs):
+            return task.exported(self.model, inputs)
+
+    shape = {0: Dim("batch", min=1, max=65536)}
+    if multiple := task.export_multiple:
+        shape |= {2: multiple * Dim("rows", min=2, max=512), 3: multiple * Dim("columns", min=2, max=512)}
+    few = {name: values[:BATCH] for name, values in inputs.items()}
+    try:
+        with torch.no_grad():
+            return torch.export.export(Module().eval(), (few,), dynamic_shapes=(dict.fromkeys(inputs, shape),))
+    except Exception as error:  # torch raises many types for what it cannot trace
+        raise TpukitError(f"torch.export cannot trace {task.name} ({first_line(error)})") from error
+
+
+def _write_onnx(program, path, about, names):
+    import torch
+
+    decompositions = torch.export.default_decompositions()
+    decompositions[torch.ops.aten.adaptive_max_pool2d.default] = _largest_of_each_channel
+    with contextlib.redirect_stdout(io.StringIO()):  # its progress
+        program = program.run_decompositions(decompositions)
+        exported = torch.onnx.export(
+            program, dynamo=True, input_names=names, output_names=["output"], verbose=False, optimize=False
+        )
+    exported.model.metadata_props.update({name: str(value) for name, value in about.items()})
+    exported.save(str(path))
+
+
+def _largest_of_each_channel(x, size):
+    """`adaptive_max_pool2d` to (1, 1), which ONNX has only for images of a fixed size: (the maxima, their places, not used)."""
+    import torch
+
+    if list(size) != [1, 1]:
+        raise TpukitError(f"adaptive_max_pool2d to {list(size)} cannot be exported to ONNX: only to [1, 1]")
+    largest = x.amax((-2, -1), keepdim=True)
+    return largest, torch.zeros_like(largest, dtype=torch.int64)
+
+
+def _run_onnx(path, arrays):
+    """The output for a batch, by onnxruntime on the CPU."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(None, dict(arrays))[0]
+
+
+def _write_torch_export(program, path, about, names):
+    import torch
+
+    torch.export.save(program, path, extra_files={"metadata.json": json.dumps(about | dict(order=names), indent=1)})
+
+
+def _run_torch_export(path, inputs):
+    """The output for a batch, by torch. `torch.export.load` unpickles, which can run code: of our own file alone."""
+    import torch
+
+    with torch.no_grad():
+        return torch.export.load(path).module()(inputs).numpy()
+
+
+def check_packages(to):
+    """Raise TpukitError with the line to install what is missing."""
+    if to == "torch-export":
+        return
+    try:
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise TpukitError(
+            f"export to ONNX needs three packages ({first_line(error)}): pip install onnx onnxscript onnxruntime"
+        ) from error
+
+
+def _samples(task, count):
+    """(batch of arrays (N, ...), where it is from): test samples where the dataset is there, else random ones."""
+    if task.dataset_dir is not None and Path(task.dataset_dir).is_dir():
+        data = task.test_set()
+        indices = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
+        return data.batch(indices), f"{len(indices)} test samples"
+    return task.example(count), f"{count} random samples"

@@ -1,0 +1,63 @@
+"""`tpukit predict`: what a finished run says of a user's own files or images."""
+
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from tpukit.host import environment, files
+from tpukit.host.errors import TpukitError
+from tpukit.host.tables import printable
+
+
+def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, device="cpu", progress=True):
+    """Predict images with the best weights of a run. Returns a list of dicts, one for each sample.
+
+    run: a `Run`, the path of one, or a weights file. images: paths (files, folders, patterns), numpy arrays or PIL images; of
+    CDEIT, files or arrays of voltages. task: of a workload of your own, or to change a setting. out: a new or empty folder for
+    the results, with a picture of each sample unless `pictures` is False. device: "cpu", or "auto", what this machine has: on
+    a TPU, no cores can be launched from this process afterwards.
+
+    Each dict has the `name`, and what the workload's `results` gives: `digit`; `mask`, `boxes` and `targets`; `image`. A file
+    that cannot be read is printed, has its `error` in place of these, and ends nothing. Raises TpukitError where no file can
+    be read, or the run has no weights.
+    """
+    from tpukit.devices import open_runtime
+    from tpukit.devices.runtime import Runtime
+    from tpukit.reporting import own
+    from tpukit.training import prediction
+    from tpukit.workloads.trained import find_trained
+
+    if batch_size < 1:
+        raise TpukitError(f"batch_size={batch_size}: it must be 1 or more")
+    task, best = find_trained(run, task)
+    with environment.explain_known_errors(), prediction.as_files(images) as paths:
+        if out is not None:
+            out = _empty_folder(out)
+        runtime = Runtime("cpu") if device == "cpu" else open_runtime(environment.detect(), task.precision)
+        paths = tqdm(paths, desc=f"predicting {task.name}", unit="file", disable=not progress)
+        samples = _named(prediction.predict_files(task, best, paths, runtime, batch_size=batch_size))
+        if out is None:
+            results = [own.result_of(task, sample) for sample in samples]
+        else:
+            results = own.save_predictions(task, samples, out, pictures=pictures)
+    if all("error" in result for result in results):
+        raise TpukitError(f"none of the {len(results)} files can be read: {results[0]['error']}")
+    return results
+
+
+def _named(samples):
+    """The samples, after printing the error of one that could not be read."""
+    for sample in samples:
+        if sample.error:
+            tqdm.write(printable(f"left out: {sample.error}"))
+        yield sample
+
+
+def _empty_folder(path):
+    """The folder, created if it is missing. Raises TpukitError where anything is in it: no file of another's is replaced."""
+    path = Path(path)
+    with files.explain_unwritable(path):
+        path.mkdir(parents=True, exist_ok=True)
+        if found := next((entry for entry in path.iterdir() if not entry.name.startswith(".")), None):
+            raise TpukitError(f"{path} is not empty (it has {printable(found.name)}): choose a new folder for the results")
+    return path

@@ -1,0 +1,60 @@
+"""An image of any size as overlapping windows of the size that the network was trained on, and their predictions as one.
+
+Its long side is scaled to that size, as in an evaluation, but never to less than half its own, so that no target is lost:
+an image of up to twice the size is one window. Letters: C channels, H and W the size of the image, S the side of a window.
+"""
+
+import numpy as np
+import torch
+from PIL import Image
+
+MARGIN = 8  # the part of a window, an eighth, that its predictions keep from an edge within the image
+
+
+def scale(image, size):
+    """(C, H, W) uint8 -> (C, h, w) uint8, where the longer of h and w is S, or half of H or W if that is more."""
+    height, width = image.shape[1:]
+    factor = max(size / max(height, width), 0.5)
+    if factor == 1:
+        return image
+    target = max(round(width * factor), 1), max(round(height * factor), 1)
+    return np.stack([np.asarray(Image.fromarray(plane).resize(target, Image.Resampling.BILINEAR)) for plane in image])
+
+
+def resize(predictions, size):
+    """(1, 1, h, w) -> (1, 1, H, W), bilinear. size: (H, W)."""
+    if predictions.shape[2:] == tuple(size):
+        return predictions
+    values = torch.from_numpy(np.ascontiguousarray(predictions))
+    return torch.nn.functional.interpolate(values, size=tuple(size), mode="bilinear").numpy()
+
+
+def split(image, size):
+    """(C, H, W) -> (windows, join). windows: list of (C, S, S), which share their memory; a short side is mirrored.
+
+    join: a function from the list of their predictions, (1, S, S) each, to that of the image, (1, 1, H, W). Every pixel is
+    taken from the window whose edge is the farthest."""
+    height, width = image.shape[1:]
+    padded = np.pad(image, ((0, 0), (0, max(size - height, 0)), (0, max(size - width, 0))), "symmetric")
+    places = [(row, column) for row in _places(height, size) for column in _places(width, size)]
+    windows = [padded[:, row[0] : row[0] + size, column[0] : column[0] + size] for row, column in places]
+
+    def join(predictions):
+        whole = np.empty((1, 1, height, width), predictions[0].dtype)
+        for (row, column), prediction in zip(places, predictions, strict=True):
+            (top, *rows), (left, *columns) = row, column
+            part = prediction[:, rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left]
+            whole[0, :, rows[0] : rows[1], columns[0] : columns[1]] = part
+        return whole
+
+    return windows, join
+
+
+def _places(length, size):
+    """Windows along an axis: a list of (start, first pixel that is taken from it, the one behind the last)."""
+    if length <= size:
+        return [(0, 0, length)]
+    stride = size - 2 * (size // MARGIN)
+    starts = np.linspace(0, length - size, -(-(length - size) // stride) + 1).astype(int).tolist()
+    cuts = [0, *((before + after + size) // 2 for before, after in zip(starts, starts[1:])), length]
+    return list(zip(starts, cuts, cuts[1:]))
