@@ -199,7 +199,7 @@ SPOILED = {
         lambda folder: (folder / "test/red/2.png").write_bytes((folder / "test/red/2.png").read_bytes()[:40]),
         ["1 of 15", "red/2.png", "skip_bad"],
     ),
-    "a program": (lambda folder: (folder / BAD).write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0"), [BAD]),
+    "an image of a format that is not read": (lambda folder: Image.new("RGB", (4, 4)).save(folder / BAD, "PPM"), [BAD]),
 }
 
 
