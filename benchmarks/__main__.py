@@ -86,9 +86,9 @@ def measure(part, digits, infrared):
     elif part == "images":
         with tempfile.TemporaryDirectory() as work:
             rows = ask("images", make_synthetic("my-images", Path(work) / "shapes", size=4800))
-        columns = ("model", "images", "epochs", "loop", "seconds", "times_plain", "lowest", "highest", "whole_s")
-        columns += ("accuracy", "accuracy_lowest", "accuracy_highest", "rounds")
-        title = "A network of timm from scratch, in turn: times_plain is of steps and predictions, whole_s of everything"
+        columns = ("model", "images", "epochs", "loop", "seconds", "seconds_times_plain", "seconds_range", "processor_s")
+        columns += ("processor_s_times_plain", "processor_s_range", "accuracy", "accuracy_range", "rounds")
+        title = "A network of timm from scratch, in turn: seconds of steps and predictions, processor_s of everything"
     elif part == "cores":
         rows = [row for kind in ("cpu", "xla") for count in (1, 2, 4) for row in ask("cores", kind, count, digits)]
         alone = {row["device"]: row["images_per_s"] for row in rows if row["processes"] == 1}

@@ -175,6 +175,14 @@ def test_weights_of_a_run_with_other_classes_are_refused_with_the_way_out(finish
     assert tuned["fc.weight"].shape[0] == 2 and torch.equal(tuned["conv1.0.weight"], wanted["conv1.0.weight"])
 
 
+def test_a_file_that_claims_to_be_of_a_run_but_names_no_classes_is_refused(tmp_path):
+    for number, classes in enumerate(({}, dict(classes="["), dict(classes="7"))):
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(weights.serialize(dict(a=torch.zeros(1)), dict(workload="images", **classes)))
+        with refuses(path.name, "classes"):
+            ImageClassifier(weights=path).model()
+
+
 def test_a_run_starts_from_the_weights_of_another(finished, tmp_path, cpu):
     task, run = finished
     again = dataclasses.replace(task, weights=run.path / "best.safetensors", epochs=0)

@@ -111,10 +111,8 @@ class ImageClassifier(Workload):
     def datasets(self):
         found = self._find_samples()
         split = "val" if "val" in found.splits else "test"
-        note = "" if self.weights else self._find_pretrained()[1]
-        if found.splits["train"]:
-            note = f"{note}\n{len(found.classes)} classes" if note else f"{len(found.classes)} classes"
-        return self._open(found, "train", note), self._open(found, split)
+        source = f"{self.model_name}: weights of {self.weights}" if self.weights else self._find_pretrained()[1]
+        return self._open(found, "train", f"{source}\n{_listed(found.classes)}"), self._open(found, split)
 
     def test_set(self):
         """test/ where there is one; of a set with a val/ alone, that."""
@@ -154,7 +152,14 @@ class ImageClassifier(Workload):
         return None if self.dataset_dir is None else self._find_samples().classes
 
     def _classes_of_weights(self):
-        return json.loads(weights.metadata(self.weights).get("classes", "null")) if self.weights else None
+        """Names of the classes that a run kept with its weights; None for a file from elsewhere."""
+        kept = weights.metadata(self.weights) if self.weights else {}
+        if kept.get("workload") != self.name:
+            return None
+        try:
+            return [str(name) for name in json.loads(kept["classes"])]
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise TpukitError(f"weights {self.weights} do not say what their classes are ({first_line(error)})") from error
 
     def metadata(self, data):
         return dict(classes=json.dumps(data.classes), model_name=self.model_name, image_size=self._size())
@@ -283,12 +288,7 @@ class ImageClassifier(Workload):
         _write_csv(folder / "confusion.csv", ("class", *names), [(name, *row) for name, row in zip(names, confusion.tolist())])
         worst = order[:WORST]
         with files.atomic_file(folder / "worst.npz") as file:
-            np.savez_compressed(
-                file,
-                image=data.images[worst],
-                label=labels[worst],
-                prediction=logits[worst],
-            )
+            np.savez_compressed(file, image=data.images[worst], label=labels[worst], prediction=logits[worst])
 
     def load_predictions(self, folder):
         path = folder / "worst.npz"

@@ -5,6 +5,7 @@ Letters: N samples, B batch, S side of the images.
 
 import collections
 import concurrent.futures
+import contextlib
 import csv
 import functools
 import hashlib
@@ -239,9 +240,8 @@ def _read_tables(folder, tables, label_column):
     """(samples, order of the classes or None). Reads the labels alone."""
     samples, order = [], None
     for path in tables:
-        table = _open_table(path)
-        names = table.schema.names
-        features = _features(table.schema)
+        schema = _read_schema(path)
+        names, features = schema.names, _features(schema)
         images = [name for name in names if features.get(name, {}).get("_type") == "Image"]
         image = images[0] if images else _column(names, None, PATH_COLUMNS)
         is_class = [name for name in names if features.get(name, {}).get("_type") == "ClassLabel"]
@@ -249,7 +249,7 @@ def _read_tables(folder, tables, label_column):
         if image is None or label is None:
             raise TpukitError(f"{path} has the columns {', '.join(names)}: name that of the labels as label_column")
         order = features.get(label, {}).get("names") or order
-        labels = table.column(label).to_pylist()
+        labels = _read_column(path, label).to_pylist()
         split = _split_of(path.relative_to(folder))
         for row, value in enumerate(labels):
             if value is None or (order and isinstance(value, int) and not 0 <= value < len(order)):
@@ -265,24 +265,39 @@ def _split_of(path):
     return next((SPLITS[word] for word in words if word in SPLITS), None)
 
 
-@functools.lru_cache(maxsize=4)
-def _open_table(path, column=None):
-    """A pyarrow.Table of a parquet or an arrow file, mapped into memory where its format allows."""
+@contextlib.contextmanager
+def _explain_table(path):
+    """Context manager: raise what reading a table raises as a TpukitError. Gives the module pyarrow."""
     try:
         import pyarrow
-        from pyarrow import parquet
+        import pyarrow.parquet
     except ImportError as error:
         raise TpukitError(f"{path}: reading it needs pyarrow: pip install pyarrow") from error
     try:
-        if path.suffix == ".parquet":
-            return parquet.read_table(path, columns=[column] if column else None, memory_map=True)
-        source = pyarrow.memory_map(str(path))
-        try:
-            return pyarrow.ipc.open_stream(source).read_all()
-        except pyarrow.ArrowInvalid:
-            return pyarrow.ipc.open_file(source).read_all()
+        yield pyarrow
     except (pyarrow.ArrowException, OSError) as error:
         raise TpukitError(f"{path} is damaged ({first_line(error)}); copy or download it again") from error
+
+
+def _read_schema(path):
+    with _explain_table(path) as pyarrow:
+        return pyarrow.parquet.read_schema(path) if path.suffix == ".parquet" else _map_arrow(path, pyarrow).schema
+
+
+def _read_column(path, column):
+    with _explain_table(path) as pyarrow:
+        if path.suffix == ".parquet":
+            return pyarrow.parquet.read_table(path, columns=[column]).column(column)
+        return _map_arrow(path, pyarrow).column(column)
+
+
+def _map_arrow(path, pyarrow):
+    """The table of an arrow file, of which nothing is read before it is used."""
+    source = pyarrow.memory_map(str(path))
+    try:
+        return pyarrow.ipc.open_stream(source).read_all()
+    except pyarrow.ArrowInvalid:
+        return pyarrow.ipc.open_file(source).read_all()
 
 
 def _features(schema):
@@ -293,9 +308,12 @@ def _features(schema):
         return {}
 
 
+_image_column = functools.lru_cache(maxsize=4)(_read_column)  # emptied once the images are decoded
+
+
 def _open_row(sample):
     """The bytes of an image in a table, as a file."""
-    value = _open_table(sample.path, sample.column).column(sample.column)[sample.row].as_py()
+    value = _image_column(sample.path, sample.column)[sample.row].as_py()
     content = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(content, bytes):
         raise TpukitError("the table holds no image but a path: save the dataset with its images embedded")
@@ -351,6 +369,7 @@ def _decode(samples, size, fit, skip_bad, what):
 
         found = pool.map(decode, range(len(samples)))
         problems = list(tqdm(found, desc=f"decoding {what}", unit="image", total=len(samples), disable=len(samples) < 200))
+        _image_column.cache_clear()
     kept = [index for index, problem in enumerate(problems) if problem is None]
     notes = ""
     if bad := [problem for problem in problems if problem]:

@@ -163,7 +163,7 @@ def find_pretrained(network, wanted, dataset_dir=None):
     if wanted == "no":
         return None, f"{network.name}: random weights, as pretrained='no' asks for"
     if wanted not in ("auto", "yes"):
-        return Path(wanted), f"{network.name}: pretrained weights of {wanted}"
+        return Path(wanted), f"{network.name}: pretrained weights of {wanted}; a head of other classes is replaced"
     path = _cached(network) or _in_kaggle_inputs(network, dataset_dir)
     why_not = "none are published"
     if path is None and (network.repository or network.url):
@@ -172,7 +172,7 @@ def find_pretrained(network, wanted, dataset_dir=None):
         except TpukitError as error:
             why_not = str(error)
     if path:
-        return Path(path), f"{network.name}: pretrained weights of {path}"
+        return Path(path), f"{network.name}: pretrained weights of {path}; a head of other classes is replaced"
     if wanted == "yes":
         raise TpukitError(
             f"no pretrained weights of {network.name} ({why_not}): switch the internet on, attach them as a Kaggle input, or "
