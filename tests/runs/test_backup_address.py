@@ -212,6 +212,7 @@ def test_where_an_upload_can_be_cut_short_a_file_gets_its_name_when_it_is_comple
     from fsspec.implementations.local import LocalFileSystem
 
     run = Run.open(tmp_path / "run", MNIST(), backup=f"file://{tmp_path}/far/mnist")
+    run.print("something")
     run.save({}, 1)
 
     def cut(self, source, target, **_):
@@ -219,12 +220,13 @@ def test_where_an_upload_can_be_cut_short_a_file_gets_its_name_when_it_is_comple
             file.write(b"half")
         raise ConnectionError("lost")
 
-    before = (tmp_path / "far/mnist/config.json").read_bytes()
+    before = (tmp_path / "far/mnist/log.txt").read_bytes()
+    run.print("something more")
     with monkeypatch.context() as broken:
         broken.setattr(LocalFileSystem, "put_file", cut)
         run.save({}, 2)
     assert [entry["step"] for entry in Run(tmp_path / "far/mnist").checkpoints()] == [1]
-    assert (tmp_path / "far/mnist/config.json").read_bytes() == before
+    assert (tmp_path / "far/mnist/log.txt").read_bytes() == before
     run.save({}, 3)
     assert [entry["step"] for entry in Run(tmp_path / "far/mnist").checkpoints()] == [3, 2]
 
@@ -242,7 +244,11 @@ def test_where_an_upload_can_be_cut_short_a_file_gets_its_name_when_it_is_comple
     ],
 )
 def test_an_address_that_holds_a_secret_is_refused_without_showing_it(address, tmp_path):
-    for use in (lambda: Run.open(tmp_path / "run", MNIST(), backup=address), lambda: weights.read(address)):
+    for use in (
+        lambda: Run.open(tmp_path / "run", MNIST(), backup=address),
+        lambda: weights.read(address),
+        lambda: Run.open(tmp_path / "run", MNIST(weights=address)),
+    ):
         with pytest.raises(TpukitError) as error:
             use()
         assert "hunter2" not in str(error.value) and address.partition(":")[0] in str(error.value)
@@ -288,6 +294,16 @@ def test_a_secret_goes_to_the_library_alone_and_is_scrubbed_from_its_errors(
     assert "***" in str(error.value) and "TOPSECRET" not in str(error.value)
     assert error.value.__cause__ is None and error.value.__suppress_context__
     assert not (tmp_path / "run").exists()
+
+
+def test_the_content_of_googles_key_file_is_taken_like_its_path(monkeypatch):
+    for value, expected in (
+        ("/keys/mine.json", "/keys/mine.json"),
+        ('{"type": "service_account"}', dict(type="service_account")),
+    ):
+        monkeypatch.setattr(secrets, "_found", set())
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", value)
+        assert places.Remote("gs://me/run")._options == dict(token=expected)
 
 
 def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch):

@@ -118,6 +118,8 @@ class Remote:
         # Here, and not in a launched core, which cannot ask the page of a notebook.
         named = SECRETS.get(self.scheme, {}).items()
         self._options = {option: value for option, name in named if (value := secrets.find(name))}
+        if str(self._options.get("token")).lstrip().startswith("{"):  # of Google: the content of the file, not its path
+            self._options["token"] = json.loads(self._options["token"])
         if self.scheme == "s3" and (endpoint := os.environ.get("AWS_ENDPOINT_URL")):
             self._options["endpoint_url"] = endpoint
         self._opened = None  # (process, file system, root)

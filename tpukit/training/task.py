@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 
 from tpukit.host.errors import TpukitError
+from tpukit.runs.places import address_of
 from tpukit.runs.run import setting, settings_dict
 
 
@@ -125,6 +126,7 @@ class Workload:
         for name in ("final_lr", "decay_factor", "layer_decay"):
             if not 0 <= getattr(self, name) <= 1:
                 raise TpukitError(f"{name}={getattr(self, name)}: it must be from 0 to 1")
+        address_of(self.weights)  # refuses one that holds a password, which a run would save
 
     def _missing(self, method):
         return NotImplementedError(f"{type(self).__name__} must implement {method}(): copy tpukit/workloads/mnist.py")
