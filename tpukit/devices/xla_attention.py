@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.nn import functional as F
 from torch_xla import _XLAC
 
 from tpukit.devices.kernel_counts import count_kernel
@@ -40,7 +41,10 @@ def attention(qkv, heads, bias=None):
     if _kernel_takes(qkv, dim, bias is not None):
         return KernelAttention.apply(qkv, None if bias is None else _kernel_bias(bias, LANES // dim), heads)
     query, key, value = qkv.view(batch, tokens, 3, heads, dim).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
-    out = SlicedAttention.apply(query, key, value, None if bias is None else bias.to(query.dtype))
+    if bias is None:
+        out = SlicedAttention.apply(query, key, value)
+    else:  # the windows' pairs are few, and the gradient of a bias in slices does not fit beside them
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias.to(query.dtype))
     return out.transpose(1, 2).reshape(batch, tokens, width // 3)
 
 
@@ -160,40 +164,37 @@ def kernel_payload(kind, shape, heads, biased):
 
 
 class SlicedAttention(torch.autograd.Function):
-    """softmax(query key^T / sqrt(D) + bias) value, (B, H, T, D) each and (1, H, T, T) or None, for some of the B at a time, of
-    each core where several share them.
+    """softmax(query key^T / sqrt(D)) value, (B, H, T, D) each, for some of the B at a time, of each core where several share
+    them.
 
     Kept for the backward pass is the logarithm of the softmax's denominator, from which a weight is one exponential:
     p = exp(s - lse). (As in FlashAttention, Dao et al., NeurIPS 2022.)
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, bias):
+    def forward(ctx, query, key, value):
         outs, lses = [], []
         for q, k, v in _slices(query, key, value):
-            s = _logits(_after(q, outs[-1:]), k, bias)
+            s = _logits(_after(q, outs[-1:]), k)
             lses.append(s.to(torch.promote_types(s.dtype, torch.float32)).logsumexp(-1, keepdim=True))
             outs.append(_weights(s, lses[-1]) @ v)
         out, lse = _joined(outs), _joined(lses)
-        ctx.save_for_backward(query, key, value, bias, out, lse)
+        ctx.save_for_backward(query, key, value, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, gradient):
-        query, key, value, bias, out, lse = ctx.saved_tensors
+        query, key, value, out, lse = ctx.saved_tensors
         # (B, H, T, 1): of the gradients of a row's weights their mean, by these weights.
         mean = (out.to(lse.dtype) * gradient.to(lse.dtype)).sum(-1, keepdim=True)
-        parts, last, of_bias = [], (), 0
+        parts, last = [], ()
         for q, k, v, d, lse, mean in _slices(query, key, value, gradient, lse, mean):
             q = _after(q, last)
-            p = _weights(_logits(q, k, bias), lse)
+            p = _weights(_logits(q, k), lse)
             ds = (p * (d @ v.mT - mean)).to(q.dtype)
-            if bias is not None:
-                of_bias = of_bias + ds.sum(0, keepdim=True, dtype=lse.dtype)
             last = ds @ k * q.shape[-1] ** -0.5, ds.mT @ q * q.shape[-1] ** -0.5, p.mT @ d
             parts.append(last)
-        of_query, of_key, of_value = map(_joined, zip(*parts))
-        return of_query, of_key, of_value, None if bias is None else of_bias.to(bias.dtype)
+        return tuple(map(_joined, zip(*parts)))
 
 
 def _slices(*tensors):
@@ -218,9 +219,8 @@ def _after(tensor, results):
     return tensor
 
 
-def _logits(q, k, bias):
-    logits = q @ k.mT * q.shape[-1] ** -0.5
-    return logits if bias is None else logits + bias
+def _logits(q, k):
+    return q @ k.mT * q.shape[-1] ** -0.5
 
 
 def _weights(s, lse):
