@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT
-from tpukit import CDEIT, MNIST, MSHNet, Run, cli, train
+from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, cli, train
 from tpukit.devices.runtime import Runtime
 from tpukit.host import known_errors
 
@@ -210,10 +210,14 @@ def place(tmp_path_factory, digits, infrared, tank, shapes):
     shutil.copytree(tank, folder / "data")
     (folder / "data/data2017").symlink_to("test")
     tiny = dict(patch=16, width=16, heads=2, window=4, levels=1)
+    for kind in ("train", "test"):  # of one's own, all in one folder
+        shutil.copytree(shapes / kind, folder / "my-photos", dirs_exist_ok=kind == "test")
+    shutil.copytree(shapes / "test/ring", folder / "new-photos")
     for kind, data, sizes in (
         (MNIST, "datasets/mnist", {}),
         (MSHNet, "datasets/IRSTD-1k", dict(base_size=32, crop_size=32, warm_epoch=0)),
         (CDEIT, "data", tiny),
+        (ImageClassifier, "my-photos", dict(model_name="test_resnet", image_size=32, pretrained="no")),
     ):
         task = kind(dataset_dir=folder / data, epochs=1, batch_size=4, **sizes)
         train(task, Run.open(folder / "outputs" / task.name, task), runtime=Runtime("cpu"), progress=False)
@@ -268,6 +272,7 @@ def test_the_python_of_a_page_runs(path, place, monkeypatch):
     for code in examples(path):
         code = code.replace('require("tpu")', 'require("cpu")').replace('/ "mshnet"', '/ "readme"')
         code = code.replace("epochs=400", "epochs=1, base_size=32, crop_size=32, batch_size=4")
+        code = code.replace("epochs=8", 'epochs=1, image_size=32, batch_size=4, pretrained="no"')
         exec(compile(code, path.name, "exec"), {"__name__": "__main__"})
 
 

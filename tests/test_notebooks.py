@@ -14,6 +14,7 @@ import urllib.request
 import nbformat
 import papermill
 import pytest
+from PIL import Image
 
 from tests.conftest import ROOT
 
@@ -190,6 +191,42 @@ def test_the_quickstart_trains_goes_on_and_shows(digits, tmp_path):
     assert "resuming at step 25 of 50" in output and "class MNIST(Workload)" in output
     assert len(outputs(notebook, "image/png")) == 5  # samples, curves, report, predictions, own
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 2  # a live bar for each training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cores", [1, 2])
+def test_the_fine_tuning_notebook_trains_shows_the_mistakes_predicts_and_exports(cores, shapes, tmp_path):
+    pytest.importorskip("timm")
+    own = sorted(shapes.glob("test/*/*.png"))[0]
+    small = dict(MODEL="test_resnet", PRETRAINED="no", IMAGE_SIZE=32, EPOCHS=2, BATCH_SIZE=8, CORES=cores, MICRO_BATCHES=2)
+    parameters = dict(DATASET_DIR=str(shapes), RUN_NAME="run", **small)
+    notebook = run_notebook("finetune_images.ipynb", tmp_path, replace=('OWN = ""', f"OWN = {str(own)!r}"), **parameters)
+    output, tables = text(notebook), "".join(outputs(notebook, "text/html"))
+    assert "9 of each" in tables and all(f">{name}<" in tables for name in ("precision", "recall", "ring"))
+    assert "epoch 2: loss" in output and "largest difference to the trained model" in output and "accuracy " in output
+    assert len(outputs(notebook, "image/png")) == 8  # labels, samples, curves, confusion, report, worst, own, runs
+    for name in ("best.pt2", "predictions/per_class.csv", "predictions/worst.npz", "own/predictions.csv"):
+        assert (tmp_path / "outputs/run" / name).exists(), name
+
+
+@pytest.mark.slow
+def test_the_notebook_on_ones_own_targets_names_wrong_masks_and_starts_from_weights_without_a_warm_up(infrared, tmp_path):
+    data = shutil.copytree(infrared, tmp_path / "mine")
+    for listing in ("trainval.txt", "test.txt"):
+        (data / listing).unlink()
+    for number, path in enumerate(sorted((data / "masks").glob("*.png"))):
+        if number < 12:  # more than are tested
+            Image.open(path).point(lambda value: value // 255).save(path)  # 0 and 1
+    small = dict(DATASET_DIR=str(data), IMAGE_SIZE=32, EPOCHS=1, WARM_EPOCH=0, BATCH_SIZE=8, CORES=1)
+    notebook = run_notebook("segment_your_own.ipynb", tmp_path, RUN_NAME="run", **small)
+    tables = "".join(outputs(notebook, "text/html"))
+    assert "hold no value of 128 or more" in tables and "IoU " in text(notebook)
+    assert len(outputs(notebook, "image/png")) == 9  # labels, samples, curves, ROC, report, predictions, threshold, own, runs
+    again = run_notebook(
+        "segment_your_own.ipynb", tmp_path, RUN_NAME="more", WEIGHTS=str(tmp_path / "outputs/run/best.safetensors"), **small
+    )
+    settings = json.loads((tmp_path / "outputs/more/config.json").read_text())["settings"]
+    assert settings["warm_epoch"] == -1 and settings["weights"].endswith("run/best.safetensors") and "IoU " in text(again)
 
 
 @pytest.mark.slow
