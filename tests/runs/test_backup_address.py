@@ -84,6 +84,35 @@ def test_a_training_resumes_on_a_fresh_machine_from_an_s3_address(bucket, digits
     assert without_secrets(*capsys.readouterr(), *kept, *(value.decode(errors="ignore") for value in found.values()))
 
 
+@pytest.mark.slow
+def test_a_training_whose_connection_vanishes_trains_on_and_its_next_session_catches_up(
+    bucket, line, digits, tmp_path, cpu, capsys, monkeypatch
+):
+    task = MNIST(dataset_dir=digits, epochs=4, save_every_s=0.0, **SMALL)
+    run = Run.open(tmp_path / "here", task, backup=bucket.address)
+    saved, save = [], Run.save
+
+    def cut_after_the_first(self, state, step, size):
+        save(self, state, step, size)
+        saved.append(step)
+        line.cut()
+
+    with monkeypatch.context() as cutting:
+        cutting.setattr(Run, "save", cut_after_the_first)
+        train(task, run, runtime=cpu, progress=False)
+    assert len(saved) > 1 and capsys.readouterr().out.count("failed") == 1
+    assert json.loads(stored(bucket)["runs/mnist/checkpoints/checkpoints.json"])[0]["step"] == saved[0]
+    line.mend()
+    more = dataclasses.replace(task, epochs=5)
+    again = Run.open(tmp_path / "here", more, backup=bucket.address)
+    train(more, again, runtime=cpu, progress=False)
+    straight = Run.open(tmp_path / "straight", more)
+    train(more, straight, runtime=cpu, progress=False)
+    assert exact(again) == exact(straight)
+    newest = json.loads(stored(bucket)["runs/mnist/checkpoints/checkpoints.json"])[0]["step"]
+    assert newest == again.checkpoints()[0]["step"] > saved[-1]
+
+
 def content(step):
     return dict(a=torch.full((200_000,), float(step)))  # 800 kB
 
