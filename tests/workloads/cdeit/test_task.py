@@ -8,6 +8,7 @@ from tests.conftest import best_weights, checkpoint, exact, same
 from tests.workloads.cdeit.small import SMALL, task_of
 from tpukit import CDEIT, Run, TpukitError, train
 from tpukit.training.evaluation import test as score_run  # under its own name pytest would run it
+from tpukit.training.layers import checked_layers
 from tpukit.workloads.cdeit import simulator
 
 
@@ -187,3 +188,17 @@ def test_the_best_score_is_dropped_when_another_set_is_scored(tank, uef2017, tmp
     scores = run.records("evaluation")[-1]["scores"]
     state = checkpoint(run)["state"]
     assert state["best"] == scores["cc"] and state["best_on"].startswith("uef2017")
+
+
+def test_its_layers_are_in_the_order_in_which_they_compute():
+    task = CDEIT(**{**SMALL, "levels": 2, "patch": 8})
+    model = task.model()
+    number = {name: place for place, names in enumerate(checked_layers(task, model)) for name in names}
+    called = []
+    for name, module in model.named_modules():
+        if name and (own := [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]):
+            module.register_forward_pre_hook(lambda *_, own=own: called.extend(own))
+    batch = {name: torch.as_tensor(values) for name, values in task.example(2).items()}
+    task.loss(model, batch, 0)
+    places = [number[name] for name in called]
+    assert places == sorted(places) and set(called) == {name for name, _ in model.named_parameters()} - {"pos_embed"}

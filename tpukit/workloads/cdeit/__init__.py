@@ -136,6 +136,16 @@ class CDEIT(Workload):
         sizes = dict(patch=self.patch, width=self.width, heads=self.heads, window=self.window, levels=self.levels)
         return CDEITModel(image_size=SIZE, **sizes, checkpointing=self.checkpointing)
 
+    def layers(self, model):
+        """In the order of the computation; the embeddings, of pixels and of time, are the first."""
+        levels = len(model.blocks["downs"])
+        order = ["swinIn1", "swinIn2", *(f"downs.{level}" for level in range(levels)), "mid"]
+        order += [*(f"ups.{level}" for level in range(levels)), "swinOut1", "swinOut2"]
+        parts = [f"blocks.{part}." for part in order] + ["final_layer."]
+        names = [name for name, _ in model.named_parameters()]
+        first = [name for name in names if not name.startswith(tuple(parts))]
+        return [first, *([name for name in names if name.startswith(part)] for part in parts)]
+
     def optimizer(self, model):
         from torch.optim import Adam
 
