@@ -16,6 +16,8 @@ class PlanOptions:
     """The TPU: one v5e chip (Colab), eight (Kaggle), or one v6e chip."""
     parallel: Literal["processes", "spmd"] = "processes"
     """How eight chips share a step: 8 replicas and their gradient all-reduce, or one graph over all of them (SPMD)."""
+    backend: Literal["torch_xla", "torch_tpu"] = "torch_xla"
+    """What lowers the step: torch_xla, as on today's images, or torch_tpu, which takes its place and plans one chip only."""
     batch_sizes: tuple[int, ...] = ()
     """Global batch sizes to try; by default --batch-size alone."""
     part: Literal["train", "evaluate", "session"] = "train"

@@ -6,6 +6,11 @@ because the trace would hold the CPU's own kernel otherwise.
 """
 
 import hashlib
+import os
+
+# That torch loads no other backend that is installed; that libtpu does not look for a TPU in Google's cloud, for minutes; and
+# that two processes may load it.
+os.environ.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

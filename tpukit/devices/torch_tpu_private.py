@@ -4,13 +4,10 @@ tests/devices/test_torch_tpu_private.py compares every name here with the packag
 """
 
 import contextlib
-import os
 
 
 def load():
     """Register the device "tpu" with torch, whether there is one or not. Opens none."""
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else torch loads every backend that is installed, torch_xla too
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # else libtpu asks Google Cloud for a TPU for minutes
     import torch_tpu  # noqa: F401
     from torch_tpu import _loader
 
@@ -33,7 +30,6 @@ def lower(graph, inputs):
     """(text, portable artifact) of the StableHLO of a torch.fx graph of ATen operations, traced on the CPU.
 
     inputs: tensors in the shapes and types of its placeholders. What the graph returns as it came is no result."""
-    import torch
     from torch_tpu._internal import execution_mode
     from torch_tpu._internal.compile import tpu_torch_compile
     from torch_tpu._internal.export.export import EagerLikeFxInterpreter
@@ -43,15 +39,15 @@ def lower(graph, inputs):
     with execution_mode.set_eager_mode(execution_mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH):
         # Copies, because an operation in place would replace the argument itself.
         results = EagerLikeFxInterpreter(graph).run(*[value.clone() for value in arguments])
-        module = tpu_torch_compile.build_mlir(
-            result_tensors=[value for value in results if isinstance(value, torch.Tensor)], argument_tensors=arguments
-        )
+        (output,) = graph.graph.find_nodes(op="output")
+        changed = [value for value, node in zip(results, output.args[0]) if node.op != "placeholder"]
+        module = tpu_torch_compile.build_mlir(result_tensors=changed, argument_tensors=arguments)
     text = tpu_torch_compile.serialize_mlir_text(module)
     return text, tpu_torch_compile.serialize_mlir_portable_artifact(module)
 
 
 def _move_to_tpu(graph):
-    """Let the operations of a graph that name a device make their tensors on the TPU, and drop results that nothing changed."""
+    """Let the operations of a graph that name a device make their tensors on the TPU."""
     import torch
     from torch_tpu._internal.compile import tpu_torch_compile
 
@@ -62,7 +58,4 @@ def _move_to_tpu(graph):
             setattr(graph, node.target, tpu_torch_compile.make_constant_tensor(getattr(graph, node.target)))
         if node.target is torch.ops.aten._local_scalar_dense.default and not node.users:
             graph.graph.erase_node(node)  # a number that the trace knew: of Adagrad, its learning rate
-    (output,) = graph.graph.find_nodes(op="output")
-    output.args = ([value for value in output.args[0] if value.op != "placeholder"],)
-    graph.graph.lint()
     graph.recompile()

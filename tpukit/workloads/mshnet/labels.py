@@ -1,6 +1,5 @@
 """What is worth knowing about the masks of an infrared set before a network learns from them."""
 
-
 from tpukit.workloads.mshnet.scores import regions
 
 SMALL = 0.0012  # of an image's area: the largest small target, 80 of 256 x 256 pixels by SPIE (Zhang et al., 2003)
