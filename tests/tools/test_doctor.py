@@ -246,7 +246,7 @@ def test_variables_of_old_guides_are_explained(tmp_path, versions):
     [
         ({"PJRT_DEVICE": "TPU"}, 0, dict(torch="2.9.0", torch_xla="2.9.0"), "no TPU chip is on the PCI bus or in /dev"),
         ({"PJRT_DEVICE": "CUDA"}, 0, dict(torch="2.9.0", torch_xla="2.9.0"), "PJRT_DEVICE=CUDA"),
-        ({"TPU_NAME": "n"}, 4, dict(torch="2.9.0"), "4 TPU chips found, but torch_xla is not installed"),
+        ({"TPU_NAME": "n"}, 4, dict(torch="2.9.0"), "4 TPU chips found, but neither torch_xla nor torch_tpu is installed"),
         ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, 0, dict(torch="2.9.0"), "batch run got no accelerator"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Graphs of a TPU core as StableHLO, lowered by torch_tpu on a machine without one: what `tpukit plan --backend torch_tpu` compiles.
+"""Graphs of a TPU core as StableHLO, lowered by torch_tpu on a machine without one: for `tpukit plan --backend torch_tpu`.
 
 Without a TPU torch_tpu does not differentiate. So the CPU traces a step to ATen operations, forward, backward and update, on
 tensors that have a shape and no memory; then torch_tpu lowers these operations. Attention is traced as its plain mathematics,

@@ -1,9 +1,56 @@
-"""What torch_tpu 0.2 keeps under private names, in one place: its interface is not promised to stay.
+"""What torch_tpu 0.2 keeps under private names, or changes from one torch to the next, in one place.
 
-tests/devices/test_torch_tpu_private.py compares every name here with the package itself.
+tests/devices/test_torch_tpu.py compares every name that is used here, and the public ones, with the package itself.
 """
 
 import contextlib
+
+BACKEND = "cpu:gloo,tpu:tpu_dist"  # of torch.distributed: host memory, and the links between chips
+
+
+def open_device():
+    """The TPU of this process, a torch.device. Raises TpukitError where torch_tpu finds none."""
+    import torch
+    import torch_tpu  # noqa: F401  registers the device, if there is one
+
+    from tpukit.host.errors import TpukitError
+
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type != "tpu":
+        raise TpukitError(f"torch_tpu finds no TPU here (torch's accelerator is {found}): `tpukit doctor` shows why")
+    return torch.device("tpu")
+
+
+def is_open():
+    """Whether this process has opened the TPU, so that processes forked from it cannot."""
+    import torch
+
+    return hasattr(torch, "tpu") and torch.tpu.is_initialized()
+
+
+def set_launch_variables(processes):
+    """Set the variables by which the processes of this host, forked later, find each other and their chips."""
+    import torch_tpu  # noqa: F401
+    from torch.tpu.distributed import set_tpu_launch_env
+
+    set_tpu_launch_env(nproc_per_node=processes)
+
+
+def random_generator():
+    """The torch.Generator of the TPU's random numbers. (`torch.tpu.get_rng_state` refuses from torch 2.13 on.)"""
+    import torch
+
+    return torch.tpu.default_generators[torch.accelerator.current_device_index()]
+
+
+def profile(folder):
+    """Context manager: profile the TPU and this process, for XProf in TensorBoard, in `folder`."""
+    from torch_tpu._internal import profiler
+
+    return profiler.profile(on_trace_ready=profiler.xprof_trace_handler(dir_name=str(folder)))
+
+
+# Lowering without a TPU
 
 
 def load():

@@ -58,7 +58,8 @@ def plan(
     batch_sizes: global ones; by default the task's own. part: "train", the whole training step; "evaluate", the graphs that
     predict a batch of the test set; "session", every graph that a training compiles. parallel: how eight cores share the step,
     as for `launch`: "processes", with a gradient all-reduce, or "spmd". backend: what lowers the step, "torch_xla" or
-    "torch_tpu", which lowers no collectives without a TPU, so that only one core can be planned. find_batch: also bisect the largest batch that fits.
+    "torch_tpu", which lowers no collectives without a TPU, so that only one core can be planned. find_batch: also bisect the
+    largest batch that fits.
     With a dataset_dir, its sets lie on the chip as in training, where they are small enough.
     Raises TpukitError where the compiler cannot be had, or refuses a graph for another reason than memory.
     """
@@ -94,8 +95,8 @@ def check(chip, part, batch_sizes, parallel="processes", backend="torch_xla"):
         raise TpukitError(f"backend={backend!r}: choose one of {', '.join(COMPILERS)}")
     if backend == "torch_tpu" and (MACHINES[chip].chips > 1 or part == "session"):
         raise TpukitError(
-            f"torch_tpu cannot plan chip={chip!r}, part={part!r}: without a TPU it lowers no collectives, and only single steps. "
-            "Choose one chip with one core's share of the batch, and part 'train' or 'evaluate'; or backend 'torch_xla'"
+            f"torch_tpu cannot plan chip={chip!r}, part={part!r}: without a TPU it lowers no collectives, and only single "
+            "steps. Choose one chip with one core's share of the batch, and part 'train' or 'evaluate'; or backend 'torch_xla'"
         )
     for size in batch_sizes:
         check_batch(size, MACHINES[chip].chips, f"cores of {chip}")
@@ -424,7 +425,7 @@ def compiler_folder(backend="torch_xla"):
 
 
 def install_compiler(log=print, backend="torch_xla"):
-    """Install the compiler's packages (1 GB; with torch_tpu 2.5 GB) into `compiler_folder()` unless they are already installed. Returns it."""
+    """Install the packages of a backend's compiler into `compiler_folder`, unless they are there. Returns it."""
     folder, packages = compiler_folder(backend), COMPILERS[backend]
     try:
         files.make_private(folder.parent)
