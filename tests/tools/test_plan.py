@@ -81,7 +81,9 @@ def test_a_batch_that_cannot_fit_is_an_answer_with_what_it_needs(needs_xla, monk
     monkeypatch.setattr(
         tool,
         "_compile",
-        lambda path, machine, parallel, log, backend="torch_xla": tool._read_answer(ran(json.dumps(dict(error=why)))) | dict(compile_s=9),
+        lambda path, machine, parallel, log, backend="torch_xla": (
+            tool._read_answer(ran(json.dumps(dict(error=why)))) | dict(compile_s=9)
+        ),
     )
     assert cli.main(["plan", "mnist", "--channels", "8", "--batch-sizes", "32"]) == 1
     shown = capsys.readouterr()
@@ -204,7 +206,9 @@ def row(size, fits=True, **more):
 def test_the_largest_batch_is_found_to_within_a_sixteenth(chip, limit, start, monkeypatch, quiet):
     asked = []
     monkeypatch.setattr(
-        tool, "_plan_batch", lambda task, machine, size, part, parallel, log, backend: asked.append(size) or row(size, size <= limit)
+        tool,
+        "_plan_batch",
+        lambda task, machine, size, part, parallel, log, backend: asked.append(size) or row(size, size <= limit),
     )
     found = plan(TINY, chip=chip, batch_sizes=[start], find_batch=True, log=quiet)
     step = max(MACHINES[chip].chips, limit // 16)
