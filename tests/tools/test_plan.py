@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plans
+from tests.conftest import refuses
 from tpukit import CDEIT, MNIST, MSHNet, TpukitError, cli
 from tpukit.devices.chips import MACHINES
 from tpukit.host.tables import GIB
@@ -53,6 +55,26 @@ def test_small_graphs_have_the_figures_of_the_committed_plan(needs_xla, quiet, t
     c, pixels = TINY.channels, 28 * 28
     first, rest = 9 * c * pixels, 9 * c * 2 * c * pixels / 4 + 2 * c * 49 * 128 + 128 * 10
     assert found["flops"] == pytest.approx(2 * 32 * (2 * first + 3 * rest), rel=0.2)
+
+
+@pytest.mark.slow
+def test_a_step_lowered_by_torch_tpu_has_the_figures_of_the_committed_plan(quiet, tmp_path, monkeypatch):
+    if shutil.disk_usage(tmp_path).free < 6e9:
+        pytest.skip("torch_tpu's environment takes 2.5 GB")
+    case = "mnist small, torch_tpu"
+    found, wanted = plans.measure(case, quiet), COMMITTED["plans"][case]
+    for name in ("peak_bytes", "flops", "hbm_bytes", "vmem_bytes", "cycles"):
+        assert found[name] == pytest.approx(wanted[name], rel=0.02), name
+    # The same step by the other backend: as much arithmetic and memory traffic.
+    for name in ("flops", "hbm_bytes"):
+        assert found[name] == pytest.approx(COMMITTED["plans"]["mnist small"][name], rel=0.1), name
+
+
+@pytest.mark.parametrize("options", [dict(chip="v5e-8"), dict(part="session"), dict(backend="jax")])
+def test_what_torch_tpu_cannot_lower_without_a_tpu_is_refused_before_anything_is_installed(options, quiet, monkeypatch):
+    monkeypatch.setattr(tool, "install_compiler", None)
+    with refuses(*options.values()):
+        plan(TINY, **dict(backend="torch_tpu", batch_sizes=[32], log=quiet) | options)
 
 
 @pytest.mark.slow
