@@ -16,9 +16,15 @@ PATH = Path(__file__).with_name("plan.json")
 SMALL_CDEIT = CDEIT(batch_size=8, patch=16, width=64, heads=2, window=4, levels=1)
 
 
-# name -> task, part, chip, and how its cores share the step
+# name -> task, part, chip, and how its cores share the step; a name that ends in ", torch_tpu" is lowered by it
 CASES = {
     "mnist small": (MNIST(batch_size=32, channels=8), "train", "v5e-1"),
+    "mnist small, torch_tpu": (MNIST(batch_size=32, channels=8), "train", "v5e-1"),
+    "mshnet small, torch_tpu": (MSHNet(batch_size=4, base_size=64, crop_size=64), "train", "v5e-1"),
+    "cdeit small, torch_tpu": (SMALL_CDEIT, "train", "v5e-1"),
+    "mnist full, torch_tpu": (MNIST(), "train", "v5e-1"),
+    "mshnet full, torch_tpu": (MSHNet(batch_size=32), "train", "v5e-1"),
+    "cdeit full, torch_tpu": (CDEIT(), "train", "v5e-1"),
     "mnist full": (MNIST(), "train", "v5e-1"),
     "mnist on 8 cores": (MNIST(batch_size=1024), "train", "v5e-8"),
     "mshnet small": (MSHNet(batch_size=4, base_size=64, crop_size=64), "train", "v5e-1"),
@@ -45,7 +51,8 @@ def measure(name, log=print):
     """The figures of one case, as plan.json keeps them."""
     task, part, chip, *parallel = CASES[name]
     parallel = parallel[0] if parallel else "processes"
-    (row,) = plan(task, part=part, chip=chip, parallel=parallel, log=log).rows
+    backend = "torch_tpu" if name.endswith(", torch_tpu") else "torch_xla"
+    (row,) = plan(task, part=part, chip=chip, parallel=parallel, backend=backend, log=log).rows
     found = dict(chip=chip, part=part, parallel=parallel, **{key: row[key] for key in KEPT if key in row})
     return found | dict(graphs=[{key: graph[key] for key in KEPT_OF_GRAPHS} for graph in row.get("graphs", [])])
 

@@ -31,6 +31,36 @@ def test_kaggle_tpu_has_eight_chips(tmp_path, versions):
     assert env.outputs == tmp_path / "kaggle/working/outputs" and env.require("tpu", cores=8) is env
 
 
+@pytest.mark.parametrize(
+    "torch, torch_xla, torch_tpu, libtpu, backend, fits",
+    [
+        ("2.9.0+cpu", "2.9.0", None, "0.0.21", "torch_xla", None),
+        ("2.13.0+cpu", None, "0.2.0", "0.0.52", "torch_tpu", True),
+        ("2.15.0", "2.9.0", "0.2.0", "0.0.50", "torch_tpu", True),  # both, of which torch_tpu fits
+        ("2.9.0", "2.9.0", "0.2.0", "0.0.52", "torch_xla", False),  # both, of which torch_xla fits
+        ("2.9.0", None, "0.2.0", "0.0.52", "torch_tpu", False),
+        ("2.16.0", None, "0.2.0", "0.0.52", "torch_tpu", False),
+        ("2.13.0", None, "0.2.0", "0.0.21", "torch_tpu", False),
+        ("2.13.0", None, "0.2.0", None, "torch_tpu", False),
+        ("2.9.0", None, None, None, None, None),
+    ],
+)
+def test_the_backend_of_a_tpu_is_the_one_that_is_installed_and_of_two_the_one_that_fits(
+    torch, torch_xla, torch_tpu, libtpu, backend, fits, tmp_path, versions, gpu
+):
+    add_chips(tmp_path, 8)
+    gpu()
+    given = dict(torch=torch, torch_xla=torch_xla, torch_tpu=torch_tpu, libtpu=libtpu)
+    versions(**{name: version for name, version in given.items() if version})
+    env = detect(KAGGLE_TPU, tmp_path)
+    assert env.tpu_backend == backend and env.accelerator == ("tpu" if backend else "cpu")
+    if torch_tpu:
+        assert module.torch_tpu_fits(env.versions) == fits
+    if not backend:
+        with refuses("torch_xla", "torch_tpu", "fresh session"):
+            env.require("tpu")
+
+
 def test_a_colab_gpu_has_the_empty_tpu_variable_and_is_no_tpu(tmp_path, versions, gpu):
     versions(torch="2.11.0+cu128")
     gpu("Tesla T4")

@@ -32,9 +32,10 @@ def test_every_known_error_can_be_recognized():
     assert [code for code, error in KNOWN_ERRORS.items() if not error.pattern and not error.phrases] == ["metric-port"]
 
 
-def test_torch_tpu_is_said_to_be_unsupported():
-    fixes = [error.fix for code, error in KNOWN_ERRORS.items() if code.startswith("torch-tpu")]
-    assert len(fixes) == 4 and all("not support torch_tpu" in fix for fix in fixes)
+def test_the_texts_of_torch_tpu_are_not_taken_for_those_of_cuda_or_torch_xla():
+    codes = [code for code in KNOWN_ERRORS if code.startswith("torch-tpu")]
+    assert [known_errors.match(KNOWN_ERRORS[code].title) for code in codes] == [KNOWN_ERRORS[code] for code in codes]
+    assert "forked subprocess" in KNOWN_ERRORS["torch-tpu-fork"].title and len(codes) == 8
 
 
 # What users posted -> the code of its entry.

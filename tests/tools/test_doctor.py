@@ -204,6 +204,29 @@ def test_versions_that_do_not_match_block(tmp_path, versions):
     )  # a torch_xla 2.11 is not to be had
 
 
+@pytest.mark.parametrize(
+    "installed, level, needs",
+    [
+        (dict(torch="2.13.0", torch_tpu="0.2.0", libtpu="0.0.52"), doctor.OK, ""),
+        (dict(torch="2.9.0", torch_tpu="0.2.0", libtpu="0.0.52"), doctor.BLOCKS, "2.11 to 2.15"),
+        (dict(torch="2.13.0", torch_tpu="0.2.0", libtpu="0.0.21"), doctor.BLOCKS, "0.0.50"),
+        (dict(torch="2.9.0", torch_xla="2.9.0", torch_tpu="0.2.0", libtpu="0.0.21"), doctor.NOTE, "not used"),
+    ],
+)
+def test_torch_tpu_is_judged_by_its_versions_and_never_installed_over_an_image(installed, level, needs, tmp_path, versions):
+    versions(**installed)
+    check = find(examine({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, tmp_path), "torch_tpu", level)
+    assert needs in check.found and "pip install" not in check.fix
+    check = find(examine({}, tmp_path), "torch_tpu", level)
+    assert ("pip install" in check.fix) == (level == doctor.BLOCKS)
+
+
+def test_a_torch_xla_beside_a_torch_tpu_that_fits_does_not_block(tmp_path, versions):
+    versions(torch="2.13.0", torch_xla="2.9.0", torch_tpu="0.2.0", libtpu="0.0.52")
+    checks = examine({}, tmp_path)
+    assert "torch_tpu" in find(checks, "torch_xla", doctor.NOTE).found and find(checks, "torch_tpu", doctor.OK)
+
+
 def test_tensorflow_beside_torch_xla_is_a_warning_and_tensorflow_cpu_is_not(tmp_path, versions):
     versions(torch="2.9.0", torch_xla="2.9.0", tensorflow="2.19.0")
     assert "tensorflow-cpu" in find(examine({}, tmp_path), "tensorflow", doctor.WARNING).fix
@@ -246,7 +269,7 @@ def test_variables_of_old_guides_are_explained(tmp_path, versions):
     [
         ({"PJRT_DEVICE": "TPU"}, 0, dict(torch="2.9.0", torch_xla="2.9.0"), "no TPU chip is on the PCI bus or in /dev"),
         ({"PJRT_DEVICE": "CUDA"}, 0, dict(torch="2.9.0", torch_xla="2.9.0"), "PJRT_DEVICE=CUDA"),
-        ({"TPU_NAME": "n"}, 4, dict(torch="2.9.0"), "4 TPU chips found, but torch_xla is not installed"),
+        ({"TPU_NAME": "n"}, 4, dict(torch="2.9.0"), "4 TPU chips found, but neither torch_xla nor torch_tpu is installed"),
         ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, 0, dict(torch="2.9.0"), "batch run got no accelerator"),
     ],
 )

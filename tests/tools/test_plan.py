@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plans
+from tests.conftest import refuses
 from tpukit import CDEIT, MNIST, MSHNet, TpukitError, cli
 from tpukit.devices.chips import MACHINES
 from tpukit.host.tables import GIB
@@ -41,7 +43,7 @@ def quiet():
 @pytest.mark.slow
 def test_small_graphs_have_the_figures_of_the_committed_plan(needs_xla, quiet, tmp_path, monkeypatch):
     compiler = tool.install_compiler(quiet)
-    monkeypatch.setattr(tool, "install_compiler", lambda log: compiler)
+    monkeypatch.setattr(tool, "install_compiler", lambda log, backend="torch_xla": compiler)
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path))  # so that no earlier answer is taken
     assert COMMITTED["compiler"] == list(tool.COMPILER) and COMMITTED["plans"].keys() <= plans.CASES.keys()
     for case in ("mshnet small", "mnist small"):
@@ -53,6 +55,26 @@ def test_small_graphs_have_the_figures_of_the_committed_plan(needs_xla, quiet, t
     c, pixels = TINY.channels, 28 * 28
     first, rest = 9 * c * pixels, 9 * c * 2 * c * pixels / 4 + 2 * c * 49 * 128 + 128 * 10
     assert found["flops"] == pytest.approx(2 * 32 * (2 * first + 3 * rest), rel=0.2)
+
+
+@pytest.mark.slow
+def test_a_step_lowered_by_torch_tpu_has_the_figures_of_the_committed_plan(quiet, tmp_path, monkeypatch):
+    if shutil.disk_usage(tmp_path).free < 6e9:
+        pytest.skip("torch_tpu's environment takes 2.5 GB")
+    case = "mnist small, torch_tpu"
+    found, wanted = plans.measure(case, quiet), COMMITTED["plans"][case]
+    for name in ("peak_bytes", "flops", "hbm_bytes", "vmem_bytes", "cycles"):
+        assert found[name] == pytest.approx(wanted[name], rel=0.02), name
+    # The same step by the other backend: as much arithmetic and memory traffic.
+    for name in ("flops", "hbm_bytes"):
+        assert found[name] == pytest.approx(COMMITTED["plans"]["mnist small"][name], rel=0.1), name
+
+
+@pytest.mark.parametrize("options", [dict(chip="v5e-8"), dict(part="session"), dict(backend="jax")])
+def test_what_torch_tpu_cannot_lower_without_a_tpu_is_refused_before_anything_is_installed(options, quiet, monkeypatch):
+    monkeypatch.setattr(tool, "install_compiler", None)
+    with refuses(*options.values()):
+        plan(TINY, **dict(backend="torch_tpu", batch_sizes=[32], log=quiet) | options)
 
 
 @pytest.mark.slow
@@ -91,7 +113,9 @@ def test_a_batch_that_cannot_fit_is_an_answer_with_what_it_needs(needs_xla, monk
     monkeypatch.setattr(
         tool,
         "_compile",
-        lambda path, machine, parallel, log: tool._read_answer(ran(json.dumps(dict(error=why)))) | dict(compile_s=9),
+        lambda path, machine, parallel, log, backend="torch_xla": (
+            tool._read_answer(ran(json.dumps(dict(error=why)))) | dict(compile_s=9)
+        ),
     )
     assert cli.main(["plan", "mnist", "--channels", "8", "--batch-sizes", "32"]) == 1
     shown = capsys.readouterr()
@@ -214,7 +238,9 @@ def row(size, fits=True, **more):
 def test_the_largest_batch_is_found_to_within_a_sixteenth(chip, limit, start, monkeypatch, quiet):
     asked = []
     monkeypatch.setattr(
-        tool, "_plan_batch", lambda task, machine, size, part, parallel, log: asked.append(size) or row(size, size <= limit)
+        tool,
+        "_plan_batch",
+        lambda task, machine, size, part, parallel, log, backend: asked.append(size) or row(size, size <= limit),
     )
     found = plan(TINY, chip=chip, batch_sizes=[start], find_batch=True, log=quiet)
     step = max(MACHINES[chip].chips, limit // 16)
@@ -223,7 +249,7 @@ def test_the_largest_batch_is_found_to_within_a_sixteenth(chip, limit, start, mo
 
 
 def test_nothing_fits_is_an_answer_too(monkeypatch, quiet):
-    monkeypatch.setattr(tool, "_plan_batch", lambda task, machine, size, part, parallel, log: row(size, False))
+    monkeypatch.setattr(tool, "_plan_batch", lambda task, machine, size, part, parallel, log, backend: row(size, False))
     found = plan(TINY, batch_sizes=[8], find_batch=True, log=quiet)
     assert found.largest_batch is None and [r["batch_size"] for r in found.rows] == [1, 2, 4, 8]
     assert "needs 31.25G" in str(found)
@@ -250,7 +276,7 @@ def test_what_kernels_do_beyond_their_operands_is_added_and_the_caption_says_so(
     graph = dict(name="step", digest="x", times=5, kernels=[kernel])
     answer = dict(peak_bytes=1, flops=1e12, hlo=KERNEL, compile_s=1.0)
     monkeypatch.setattr(tool, "_trace", lambda *_: ([graph], 0))
-    monkeypatch.setattr(tool, "_compile", lambda graph, machine, parallel, log: dict(answer))
+    monkeypatch.setattr(tool, "_compile", lambda graph, machine, parallel, log, backend: dict(answer))
     found = plan(TINY, log=quiet)
     assert found.rows[0]["hbm_bytes"] == 5 * (2 * 4096 + 3e9) and found.rows[0]["flops"] == 5 * 3e12
     assert found.rows[0]["graphs"][0]["custom_calls"] == {"tpu_custom_call": dict(calls=1, hbm_bytes=2 * 4096)}
@@ -313,7 +339,7 @@ def test_a_compiler_that_cannot_be_installed_is_explained_and_leaves_nothing(tmp
 
 def test_an_answer_is_cached(tmp_path, monkeypatch, quiet):
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path))
-    monkeypatch.setattr(tool, "install_compiler", lambda log: tmp_path)
+    monkeypatch.setattr(tool, "install_compiler", lambda log, backend: tmp_path)
     calls = []
     answer = dict(peak_bytes=1, flops=1.0, hlo="HloModule x")
     monkeypatch.setattr(tool, "run_python", lambda *a, **_: calls.append(a) or ran(json.dumps(answer), code=0))

@@ -17,6 +17,8 @@ class PlanOptions:
     """The TPU: one v5e chip (Colab), eight (Kaggle), or one v6e chip."""
     parallel: Literal["processes", "spmd"] = "processes"
     """How eight chips share a step: 8 replicas and their gradient all-reduce, or one graph over all of them (SPMD)."""
+    backend: Literal["torch_xla", "torch_tpu"] = "torch_xla"
+    """What lowers the step: torch_xla, as on today's images, or torch_tpu, which takes its place and plans one chip only."""
     batch_sizes: tuple[int, ...] = ()
     """Global batch sizes to try; by default --batch-size alone."""
     part: Literal["train", "evaluate", "session"] = "train"
@@ -72,6 +74,7 @@ def export(
 def migrate(
     files: tyro.conf.Positional[tuple[Path, ...]],
     fix: bool = False,
+    to: Literal["torch_xla", "torch_tpu"] = "torch_xla",
     format: Literal["text", "json"] = "text",
 ):
     """List what in PyTorch code will not work, or will be slow, on a TPU: by line, each with its fix. Runs none of the code.
@@ -80,19 +83,20 @@ def migrate(
     Args:
         files: scripts, notebooks, or folders of them.
         fix: rewrite what is safe to rewrite, in place, and show the difference.
+        to: torch_xla: checks code for GPUs, or for an old torch_xla. torch_tpu: checks code for torch_xla.
         format: text, or json, for machines.
     """
     from tpukit.tools import migrate as tool
 
     findings = []
     paths = tool.files_in(files)
-    examined = list(tool.examine_all(paths))  # all before any is rewritten
+    examined = list(tool.examine_all(paths, to))  # all before any is rewritten
     for path, (found, fixed) in zip(paths, examined):
         if fix and any(f.fixable for f in found):
             print_difference = print if format == "text" else to_stderr
             print_difference(tool.difference(path, fixed))
             tool.write(path, fixed)
-            found, _ = tool.examine(path)
+            found, _ = tool.examine(path, to)
         findings += found
     print(tool.FORMATS[format](findings))
     return 1 if any(f.level == "error" for f in findings) else 0

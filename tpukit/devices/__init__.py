@@ -12,6 +12,12 @@ def open_runtime(env, precision="auto", *, world=None, spmd_cores=None):
 
     if precision not in PRECISIONS:
         raise TpukitError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
+    if env.accelerator == "tpu" and env.tpu_backend == "torch_tpu":
+        from tpukit.devices.torch_tpu import TorchTPURuntime
+
+        if spmd_cores:
+            raise TpukitError("parallel='spmd' is torch_xla's: with torch_tpu use 'processes'")
+        return TorchTPURuntime(env.accelerator, precision, world)
     if env.accelerator in ("tpu", "xla"):
         from tpukit.devices.xla import XLARuntime
 

@@ -22,6 +22,7 @@ from tpukit.host.errors import TpukitError
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FUSED_ON_GPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+XLA_DEVICES = {"xla", "tpu"}  # types of device: torch_xla's and torch_tpu's
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}  # modes of torch.compile
 
 
@@ -407,6 +408,11 @@ class Runtime:
 
 def parameters_with_gradient(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def is_on_xla(tensor):
+    """Whether XLA compiles what is computed with a tensor, by torch_xla or by torch_tpu."""
+    return tensor.device.type in XLA_DEVICES
 
 
 def checkpointed(block, *inputs):

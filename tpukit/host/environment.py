@@ -20,7 +20,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import fix_for
 from tpukit.host.tables import Table
 
-PACKAGES = ("torch", "torchvision", "torch_xla", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
+PACKAGES = ("torch", "torchvision", "torch_xla", "torch_tpu", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
 NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
 GOOGLE_PCI_VENDOR, NVIDIA_PCI_VENDOR = "0x1ae0", "0x10de"
 PCI_DISPLAY = "0x03"  # how the class of a graphics processor begins
@@ -59,6 +59,8 @@ OLD_VARIABLES = {
         AUTOCAST,
     ),
 }
+# The versions that torch_tpu 0.2 asks for in its metadata; before 2.11 and after 2.15 it has no code for torch.
+TORCH_TPU_NEEDS = "torch 2.11 to 2.15 and libtpu 0.0.50 or newer"
 # Only these are recorded: a host's other variables can hold secrets (Colab's COLAB_JUPYTER_TOKEN).
 TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_PROCESS_ADDRESSES", "TPU_SKIP_MDS_QUERY")
 OTHER_VARIABLES = ("PJRT_DEVICE", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "COLAB_TPU_1VM")
@@ -79,6 +81,11 @@ class Environment:
     drive: Path | None  # MyDrive on Colab, mounted or not; None elsewhere
     inputs: Path | None  # Kaggle's read-only inputs; None elsewhere
     variables: dict  # RECORDED_VARIABLES that are set
+
+    @property
+    def tpu_backend(self):
+        """ "torch_xla" or "torch_tpu", what torch reaches a TPU by here; None where neither is installed."""
+        return find_tpu_backend(self.versions)
 
     def table(self):
         """The environment as a `Table`."""
@@ -121,9 +128,10 @@ class Environment:
         lines.append(menus[accelerator][self.host] if accelerator in menus else "set PJRT_DEVICE=CPU before Python starts")
         # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
         tpu_machine = self.variables.get("TPU_ACCELERATOR_TYPE") or self.variables.get("COLAB_TPU_1VM")
-        if accelerator == "tpu" and "torch_xla" not in self.versions and tpu_machine:
+        if accelerator == "tpu" and self.tpu_backend is None and tpu_machine:
             lines.append(
-                "There seems to be a TPU, but no torch_xla: something removed it from this image; start a fresh session."
+                "There seems to be a TPU, but neither torch_xla nor torch_tpu: something removed it from this image; start a "
+                "fresh session."
             )
         for name, (why, instead) in OLD_VARIABLES.items():
             if self.variables.get(name):
@@ -182,13 +190,36 @@ def version_of(package):
         return None
 
 
+def release(version, parts=2):
+    """The first numbers of a version: "2.13.0+cpu" -> (2, 13)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:parts])
+
+
+def torch_xla_fits(versions):
+    """Whether an installed torch_xla was made for the installed torch."""
+    return release(versions["torch_xla"]) == release(versions.get("torch", ""))
+
+
+def torch_tpu_fits(versions):
+    """Whether torch and libtpu are as an installed torch_tpu needs them, see TORCH_TPU_NEEDS."""
+    torch, libtpu = release(versions.get("torch", "")), release(versions.get("libtpu", ""), 3)
+    return (2, 11) <= torch <= (2, 15) and libtpu >= (0, 0, 50)
+
+
+def find_tpu_backend(versions):
+    """What torch reaches a TPU by: of two installed backends the one that fits torch, of which there is one at most."""
+    if "torch_tpu" in versions and ("torch_xla" not in versions or torch_tpu_fits(versions)):
+        return "torch_tpu"
+    return "torch_xla" if "torch_xla" in versions else None
+
+
 def _accelerator(environ, root, versions):
     """(accelerator, cores, device name)."""
     chosen = environ.get("PJRT_DEVICE", "").upper()
     if "torch_xla" in versions and chosen == "CPU":
         return "xla", 1, "CPU XLA device (PJRT_DEVICE=CPU), for trying things out, not for speed"
     chips = chips_here(environ, root)
-    if "torch_xla" in versions and chosen in ("", "TPU") and (chips or chosen == "TPU"):
+    if find_tpu_backend(versions) and chosen in ("", "TPU") and (chips or chosen == "TPU"):
         return "tpu", chips, environ.get("TPU_ACCELERATOR_TYPE") or "TPU"
     gpus = nvidia_gpus(environ)
     if gpus:

@@ -30,6 +30,14 @@ KNOWN_ERRORS = {
         fix="This kernel has already used the TPU. Restart the session and use no device before the launch.",
         pattern=r"Runtime is already initialized",
     ),
+    "torch-tpu-fork": KnownError(  # before the next, whose text it resembles
+        title="RuntimeError: cannot access or re-initialize TPU in a forked subprocess. To use TPU with multiprocessing, you "
+        "must use the 'spawn' start method",
+        cause='Something in this kernel has used the TPU through torch_tpu (a tensor on "tpu", a training on one core), so '
+        "processes forked from it cannot.",
+        fix="This kernel has already used the TPU. Restart the session and use no device before the launch.",
+        pattern=r"re-initialize TPU in a forked subprocess",
+    ),
     "cuda-fork": KnownError(  # huggingface/accelerate #3524, #940
         title="RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use "
         "the 'spawn' start method",
@@ -123,26 +131,47 @@ KNOWN_ERRORS = {
         title="ImportError: torch_tpu/_C.so: undefined symbol: _ZN3c10",
         cause="torch_tpu (TorchTPU, the successor of torch_xla) is compiled for one torch, 2.11 or newer, not this one.",
         fix="torch_tpu and torch do not match: install the torch that torch_tpu requires (pip show torch_tpu) in a separate "
-        "environment. tpukit does not support torch_tpu yet: it needs torch 2.8 or 2.9 with torch_xla of the same version.",
+        "environment. On Colab and Kaggle start a fresh session instead; `tpukit doctor` shows which versions fit.",
         pattern=r"undefined symbol.*torch_tpu|torch_tpu.*undefined symbol",
     ),
     "torch-tpu-launch": KnownError(
         title="RuntimeError: missing required environment variables for distributed training: "
         "TORCH_TPU_SLICEBUILDER_ADDRESSES, TORCH_TPU_TOPOLOGY",
         cause="torch_tpu needs environment variables that torchrun does not set, although the message recommends torchrun.",
-        fix="Use torch_tpu's own launcher, or one process. tpukit does not support torch_tpu yet: it trains through torch_xla.",
+        fix="Start the processes by tpukit.launch, which sets these variables, or export what "
+        "`python -m torch.tpu.distributed` prints before torchrun.",
         pattern=r"TORCH_TPU_(SLICEBUILDER|TOPOLOGY)",
+    ),
+    "torch-tpu-torch": KnownError(
+        title="ImportError: torch_tpu has no extension module compatible with PyTorch 2.9.0: it predates the oldest supported "
+        "release.",
+        cause="torch_tpu was installed beside a torch that is too old for it: torch_tpu 0.2 has code for 2.11 to 2.15.",
+        fix="torch_tpu and torch do not match: `tpukit doctor` shows which versions fit. On Colab and Kaggle start a fresh "
+        "session; elsewhere install torch_tpu in an environment of its own, where pip takes a torch that fits.",
+        pattern=r"torch_tpu has no extension module|Extensions are available for PyTorch",
+    ),
+    "torch-tpu-shape": KnownError(
+        title="RuntimeError: No TPU topology found for count: 2",
+        cause="torch_tpu knows how the chips of a v5e host are linked for 1, 4 and 8 of them.",
+        fix="torch_tpu starts 1, 4 or 8 chips of a v5e host: use cores=1, cores=4 or cores=8.",
+        pattern=r"No TPU topology found for count",
+    ),
+    "torch-tpu-inductor": KnownError(
+        title="torch.compile(..., backend='inductor') on TPU is experimental and does not yet have full TPU support",
+        cause="torch_tpu has a backend of its own for torch.compile, and refuses torch's default one where it is named.",
+        fix="Leave `backend` out of torch.compile, or pass backend='tpu'.",
+        pattern=r"backend='inductor'\) on TPU",
     ),
     "torch-tpu-device": KnownError(
         title="ValueError: Cannot set TPU device to index 1, current process is bound to device index 0.",
         cause="With torch_tpu each process sees its own chip as tpu:0: set_device(local_rank) fails in all but the first.",
-        fix="Do not call set_device: each process has one chip, tpu:0. tpukit does not support torch_tpu yet, only torch_xla.",
+        fix="Do not call set_device: with torch_tpu each process has one chip, tpu:0.",
         pattern=r"Cannot set TPU device to index",
     ),
     "torch-tpu-internal": KnownError(
         title="is internal to TorchTPU",
         cause="Some modules and operators of torch_tpu are private.",
-        fix="Use torch_tpu's documented interface: import torch_tpu, torch.device('tpu'). tpukit does not support torch_tpu.",
+        fix="Use the documented interface: torch.device('tpu'), torch.tpu, and torch.accelerator (synchronize, device_count).",
         pattern=r"is internal to TorchTPU",
     ),
     "versions": KnownError(

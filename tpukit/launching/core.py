@@ -17,7 +17,7 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 
-from tpukit.devices import open_runtime
+from tpukit.devices import open_runtime, torch_tpu_private
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import check_cuda
 from tpukit.host import environment, files
@@ -130,13 +130,16 @@ def open_core(job, run, world):
 
 def join(job, index):
     """The `World` of one of this host's processes. On one host they meet in a file and use the loopback device only."""
+    by_torch_xla = job.env.accelerator == "tpu" and job.env.tpu_backend == "torch_xla"
     if job.env.accelerator == "tpu":
         tpu_chips.clear_variables(job.processes)
-    else:
+    if not by_torch_xla:
         os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(job.processes))
     if job.spmd_cores:
         return World()
-    rank, size = tpu_chips.open_chip(index, job.processes) if job.env.accelerator == "tpu" else (index, job.processes)
+    rank, size = index, job.processes
+    if by_torch_xla:
+        rank, size = tpu_chips.open_chip(index, job.processes)
     if size > job.processes:  # the hosts of a TPU slice find each other by PJRT
         import torch_xla.distributed.xla_backend  # noqa: F401  registers xla://
 
@@ -161,6 +164,9 @@ def join_group(job, local_rank, **how):
         check_cuda()
         torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
         backend = "cpu:gloo,cuda:nccl"
+    elif job.env.accelerator == "tpu" and job.env.tpu_backend == "torch_tpu":
+        torch_tpu_private.open_device()  # which makes its backend known to torch.distributed
+        backend = torch_tpu_private.BACKEND
     dist.init_process_group(backend, timeout=_group_timeout(job), **how)
     return World(dist.get_rank(), dist.get_world_size())
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tpukit.devices import open_runtime
+from tpukit.devices import open_runtime, torch_tpu_private
 from tpukit.devices.runtime import check_batch
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
@@ -21,6 +21,7 @@ from tpukit.launching.core import Job, join_group, leave_group, open_core
 from tpukit.launching.supervisor import Supervisor
 
 PARALLEL = ("processes", "spmd")
+TORCH_TPU_CORES = (1, 4, 8)  # of a v5e host, for which torch_tpu knows how the chips are linked
 
 
 def launch(function, task, run, *, cores=None, parallel="processes", hang_timeout_s=HANG_TIMEOUT_S):
@@ -50,6 +51,8 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     _refuse_an_opened_device(env)
     if env.accelerator == "tpu":
         tpu_chips.wait_until_free(run)
+        if env.tpu_backend == "torch_tpu":
+            torch_tpu_private.set_launch_variables(count)
     shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
     lock = files.exclusive_lock(run.path / f".launch-{socket.gethostname()}.lock")
     # In the folder, which is this user's alone, the cores leave their addresses for each other.
@@ -67,6 +70,9 @@ def _count_cores(env, cores, parallel):
     """How many cores this host runs."""
     if cores is not None and cores < 1:
         raise TpukitError(f"cores={cores}: give 1 or more, or leave it out to use all")
+    by_torch_tpu = env.accelerator == "tpu" and env.tpu_backend == "torch_tpu"
+    if parallel == "spmd" and by_torch_tpu:
+        raise TpukitError("parallel='spmd' is torch_xla's; with torch_tpu use 'processes'")
     if parallel == "spmd" and env.accelerator not in ("tpu", "xla"):
         raise TpukitError(f"parallel='spmd' is for TPU cores; on a {environment.NAMES[env.accelerator]} use 'processes'")
     if env.accelerator in ("cpu", "xla"):
@@ -85,7 +91,9 @@ def _count_cores(env, cores, parallel):
         return found
     if cores > found:
         env.require(env.accelerator, cores=cores)
-    if env.accelerator == "tpu" and cores > 1:
+    if by_torch_tpu and cores not in TORCH_TPU_CORES:
+        raise TpukitError(f"asked for {cores} of {found} TPU cores: torch_tpu starts {', '.join(map(str, TORCH_TPU_CORES))}")
+    if env.accelerator == "tpu" and cores > 1 and not by_torch_tpu:
         raise TpukitError(
             f"asked for {cores} of {found} TPU cores: torch_xla starts one or all, so use cores=1 or cores={found}"
         )
@@ -96,13 +104,17 @@ def _refuse_an_opened_device(env):
     """Raise TpukitError where this process has opened the XLA device."""
     if env.accelerator not in ("tpu", "xla"):
         return  # a core checks CUDA, see `core.join_group`: only a forked process can tell
-    import torch_xla
+    if env.accelerator == "tpu" and env.tpu_backend == "torch_tpu":
+        is_open = torch_tpu_private.is_open()
+    else:
+        import torch_xla
 
-    if torch_xla._XLAC._xla_runtime_is_initialized():
+        is_open = torch_xla._XLAC._xla_runtime_is_initialized()
+    if is_open:
         raise TpukitError(
             f"Runtime is already initialized: this kernel has already used the {environment.NAMES[env.accelerator]}, and "
             "processes forked from it cannot use it. Restart the session, and use no device (a training on one core, "
-            "`torch_xla.device()`) before the launch."
+            '`torch_xla.device()`, a tensor on "tpu") before the launch.'
         )
 
 
@@ -113,7 +125,13 @@ def _call_under_torchrun(job, parallel):
     """This process is one of torchrun's: join the others and call the function. torchrun watches over it."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    if job.env.accelerator == "tpu" or parallel == "spmd":
+    by_torch_tpu = job.env.accelerator == "tpu" and job.env.tpu_backend == "torch_tpu"
+    if by_torch_tpu and "TORCH_TPU_SLICEBUILDER_ADDRESSES" not in os.environ:
+        raise TpukitError(
+            "torch_tpu's variables are not set, by which torchrun's processes find their chips: export what "
+            "`python -m torch.tpu.distributed` prints before torchrun, or use `tpukit train` without torchrun, which sets them"
+        )
+    if (job.env.accelerator == "tpu" and not by_torch_tpu) or parallel == "spmd":
         raise TpukitError("torchrun is for GPUs. On TPUs run `tpukit train` itself on every host: the cores find their peers")
 
     @record  # torchrun's report then shows the traceback of the rank that failed first

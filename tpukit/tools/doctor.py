@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from tpukit.host import environment
+from tpukit.host.environment import release
 from tpukit.host.known_errors import fix_for
 from tpukit.host.tables import GIB, Table
 
@@ -147,10 +148,6 @@ def _install(machine, packages):
     return FRESH if machine.env.host in IMAGES else f"pip install {packages}"
 
 
-def _release(version, parts=2):
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:parts])
-
-
 def _torch(machine):
     version = machine.env.versions.get("torch")
     if version is None:
@@ -158,10 +155,10 @@ def _torch(machine):
     elif error := machine.errors["torch"]:
         fix = fix_for(error) or _install(machine, "--force-reinstall torch")
         yield Check("torch", BLOCKS, f"{version} cannot be imported: {error}", fix)
-    elif _release(version) < (2, 6):
+    elif release(version) < (2, 6):
         found = f"{version}: its torch.load runs code from checkpoints, weights_only or not (CVE-2025-32434)"
         yield Check("torch", BLOCKS, found, _install(machine, "'torch>=2.8'"))
-    elif _release(version) < (2, 8):
+    elif release(version) < (2, 8):
         yield Check("torch", WARNING, version, "tpukit is tested with torch 2.8 and newer")
     else:
         yield Check("torch", OK, version)
@@ -188,7 +185,7 @@ def _gpu(machine):
         fix = "install a torch that was built for it" if env.host == "local" else environment.GPU_MENU[env.host]
         for name, capability in _compute_capabilities(environ):
             visible = any(gpu.startswith(name) for gpu in gpus)
-            if visible and not environment.supports(_release(capability), cuda["arch_list"]):
+            if visible and not environment.supports(release(capability), cuda["arch_list"]):
                 built_for = ", ".join(cuda["arch_list"])
                 yield Check(
                     "gpu", BLOCKS, f"{name} has compute capability {capability}; {torch} was built for {built_for}", fix
@@ -211,7 +208,10 @@ def _torch_xla(machine):
     torch, xla, libtpu = (machine.env.versions.get(name) for name in ("torch", "torch_xla", "libtpu"))
     if xla is None:
         return
-    if torch and _release(torch) != _release(xla):
+    if machine.env.tpu_backend == "torch_tpu":
+        yield Check("torch_xla", NOTE, f"{xla} is not used: torch_tpu fits torch {torch}, and torch_xla does not", "")
+        return
+    if torch and release(torch) != release(xla):
         fix = _install(machine, f"'torch~={'.'.join(xla.split('.')[:2])}.0'")
         yield Check("torch_xla", BLOCKS, f"{xla} does not match torch {torch}", fix)
         return
@@ -227,9 +227,23 @@ def _torch_xla(machine):
     if libtpu is None and environment.chips_here(machine.environ, machine.root):
         fix = _install(machine, f"libtpu=={wanted}" if wanted else "'torch_xla[tpu]'")
         yield Check("libtpu", BLOCKS, "not installed", fix)
-    elif wanted and libtpu and _release(wanted, 3) != _release(libtpu, 3):  # images ship 0.0.21.1 for 0.0.21
+    elif wanted and libtpu and release(wanted, 3) != release(libtpu, 3):  # images ship 0.0.21.1 for 0.0.21
         found = f"{libtpu}, but torch_xla {xla} was built for {wanted}"
         yield Check("libtpu", WARNING, found, _install(machine, f"libtpu=={wanted}"))
+
+
+def _torch_tpu(machine):
+    versions = machine.env.versions
+    if "torch_tpu" not in versions:
+        return
+    found = f"{versions['torch_tpu']} with torch {versions.get('torch')} and libtpu {versions.get('libtpu')}"
+    if environment.torch_tpu_fits(versions):
+        yield Check("torch_tpu", OK, found)
+    elif machine.env.tpu_backend == "torch_xla":
+        yield Check("torch_tpu", NOTE, f"{found} is not used: it needs {environment.TORCH_TPU_NEEDS}", "")
+    else:
+        fix = _install(machine, "'torch>=2.11,<=2.15' 'libtpu>=0.0.50'")
+        yield Check("torch_tpu", BLOCKS, f"{found}: it needs {environment.TORCH_TPU_NEEDS}", fix)
 
 
 def _wanted_libtpu():
@@ -264,7 +278,7 @@ def _accelerator(machine):
     elif chips and env.accelerator == "xla":
         level, found, fix = WARNING, f"{chips} TPU chips found, but PJRT_DEVICE=CPU hides them", "unset PJRT_DEVICE"
     elif chips and env.accelerator != "tpu":
-        level, found = BLOCKS, f"{chips} TPU chips found, but torch_xla is not installed"
+        level, found = BLOCKS, f"{chips} TPU chips found, but neither torch_xla nor torch_tpu is installed"
         fix = _install(machine, "'torch_xla[tpu]'")
     elif env.accelerator == "cpu" and environ.get("KAGGLE_KERNEL_RUN_TYPE", "").lower() == "batch":
         level, found, fix = BLOCKS, "this Kaggle batch run got no accelerator", menu
@@ -343,6 +357,6 @@ def _read(path):
 
 
 CHECKS = (
-    *(_python, _packages, _torch, _gpu, _torch_xla, _tensorflow),
+    *(_python, _packages, _torch, _gpu, _torch_xla, _torch_tpu, _tensorflow),
     *(_accelerator, _chip_holders, _variables, _disk, _memory, _drive),
 )

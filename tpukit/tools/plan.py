@@ -1,7 +1,8 @@
 """`tpukit plan`: whether a step fits a TPU, what it computes, and what it moves, by the TPU's own compiler without a TPU.
 
 torch_xla traces the step on its CPU device, in a process of its own, into compiled graphs (as StableHLO); libtpu compiles them
-in an environment of its own (`tpu_compiler.py`). No figure is a measurement of a TPU.
+in an environment of its own (`tpu_compiler.py`). torch_tpu, which needs another torch, does both in an environment of its own.
+No figure is a measurement of a TPU.
 """
 
 import contextlib
@@ -24,35 +25,53 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Table
 from tpukit.runs.run import settings_dict
 from tpukit.tools import hlo
-from tpukit.tools.child import last_line, run_python
+from tpukit.tools.child import ROOT, last_line, run_python
 from tpukit.training.task import from_request, to_request
 
 # libtpu as in the images with torch_xla 2.9, and the jax that belongs to it.
 COMPILER = ("jax==0.7.1", "jaxlib==0.7.1", "libtpu==0.0.21")
+# What each backend's environment holds. pip prefers a torch without CUDA, if an index that it searches has one.
+COMPILERS = {
+    "torch_xla": COMPILER,
+    "torch_tpu": ("torch==2.13.0", "torch_tpu==0.2.0", "jax==0.10.2", "jaxlib==0.10.2", "libtpu==0.0.52"),
+}
+SIZES = {"torch_xla": "1 GB", "torch_tpu": "2.5 GB"}
 COMPILER_SCRIPT = Path(__file__).with_name("tpu_compiler.py")
 PARTS = ("train", "evaluate", "session")
 PARALLEL = ("processes", "spmd")
 NO_FLAGS = dict(XLA_FLAGS=None, LIBTPU_INIT_ARGS=None)  # those of this process are for its own device
 
 
-def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", parallel="processes", find_batch=False, log=print):
+def plan(
+    task,
+    *,
+    chip="v5e-1",
+    batch_sizes=None,
+    part="train",
+    parallel="processes",
+    backend="torch_xla",
+    find_batch=False,
+    log=print,
+):
     """What a workload's step needs on a TPU: a `Plan`.
 
     batch_sizes: global ones; by default the task's own. part: "train", the whole training step; "evaluate", the graphs that
     predict a batch of the test set; "session", every graph that a training compiles. parallel: how eight cores share the step,
-    as for `launch`: "processes", with a gradient all-reduce, or "spmd". find_batch: also bisect the largest batch that fits.
+    as for `launch`: "processes", with a gradient all-reduce, or "spmd". backend: what lowers the step, "torch_xla" or
+    "torch_tpu", which lowers no collectives without a TPU, so that only one core can be planned. find_batch: also bisect the
+    largest batch that fits.
     With a dataset_dir, its sets lie on the chip as in training, where they are small enough.
     Raises TpukitError where the compiler cannot be had, or refuses a graph for another reason than memory.
     """
     sizes = list(batch_sizes or [task.batch_size])
-    check(chip, part, sizes, parallel, task.micro_batches)
+    check(chip, part, sizes, parallel, backend, task.micro_batches)
     parts = MACHINES[chip].chips * task.micro_batches
     rows = {}
 
     def fits(size):
         if size not in rows:
             log(f"batch {size}: tracing the step")
-            rows[size] = _plan_batch(task, MACHINES[chip], size, part, parallel, log)
+            rows[size] = _plan_batch(task, MACHINES[chip], size, part, parallel, log, backend)
         return rows[size]["fits"]
 
     for size in sizes:
@@ -62,7 +81,7 @@ def plan(task, *, chip="v5e-1", batch_sizes=None, part="train", parallel="proces
     return Plan(task.name, part, chip, [rows[size] for size in sorted(rows)])
 
 
-def check(chip, part, batch_sizes, parallel="processes", micro_batches=1):
+def check(chip, part, batch_sizes, parallel="processes", backend="torch_xla", micro_batches=1):
     """Raise TpukitError for arguments that cannot be planned, before minutes of compilation."""
     from tpukit.devices.runtime import check_batch
 
@@ -72,6 +91,13 @@ def check(chip, part, batch_sizes, parallel="processes", micro_batches=1):
         raise TpukitError(f"no part {part!r}; there are: {', '.join(PARTS)}")
     if parallel not in PARALLEL:
         raise TpukitError(f"parallel={parallel!r}: choose one of {', '.join(PARALLEL)}")
+    if backend not in COMPILERS:
+        raise TpukitError(f"backend={backend!r}: choose one of {', '.join(COMPILERS)}")
+    if backend == "torch_tpu" and (MACHINES[chip].chips > 1 or part == "session"):
+        raise TpukitError(
+            f"torch_tpu cannot plan chip={chip!r}, part={part!r}: without a TPU it lowers no collectives, and only single "
+            "steps. Choose one chip with one core's share of the batch, and part 'train' or 'evaluate'; or backend 'torch_xla'"
+        )
     for size in batch_sizes:
         check_batch(size, MACHINES[chip].chips, f"cores of {chip}", micro_batches)
 
@@ -181,13 +207,13 @@ class Plan:
         return "\n\n".join(map(str, [*tables, self.caption]))
 
 
-def _plan_batch(task, machine, size, part, parallel, log):
+def _plan_batch(task, machine, size, part, parallel, log, backend="torch_xla"):
     """The row of one batch size: its graphs, traced and compiled."""
     chip = machine.chip
-    install_compiler(log)  # which has the jax that lowers kernels, too
+    install_compiler(log, backend)  # which has the jax that lowers kernels, too
     with tempfile.TemporaryDirectory() as folder:
-        graphs, resident_bytes = _trace(task, part, size, machine, Path(folder), parallel)
-        answers = [_compile(graph, machine, parallel, log) | graph for graph in graphs]
+        graphs, resident_bytes = _trace(task, part, size, machine, Path(folder), parallel, backend)
+        answers = [_compile(graph, machine, parallel, log, backend) | graph for graph in graphs]
     row = dict(batch_size=size, fits=True, compile_s=sum(answer["compile_s"] for answer in answers))
     for answer in answers:
         if "error" in answer:
@@ -225,14 +251,17 @@ def _count(answer):
 # Tracing the graphs
 
 
-def _trace(task, part, size, machine, folder, parallel="processes"):
-    """(list of graphs, resident bytes), traced in a fresh process, which opens torch_xla's CPU device.
+def _trace(task, part, size, machine, folder, parallel="processes", backend="torch_xla"):
+    """(list of graphs, resident bytes), traced in a fresh process, which opens torch_xla's CPU device, or loads torch_tpu.
 
     A graph is a dict as of `ExportRuntime.graphs`, with path and times (how often a batch runs it; 1 in a session). Resident
     bytes: how much more a core keeps meanwhile, which is the average of the weights, and the set that is not used."""
     request = to_request(task) | dict(part=part, size=size, cores=machine.chips, spmd=parallel == "spmd")
-    request |= dict(memory_size=int(machine.chip.hbm_bytes), compiler=str(compiler_folder()))
-    ran = run_python("-m", "tpukit.tools.plan", folder, text=json.dumps(request), variables=NO_FLAGS)
+    request |= dict(memory_size=int(machine.chip.hbm_bytes), compiler=str(compiler_folder()), backend=backend)
+    variables = NO_FLAGS
+    if backend == "torch_tpu":  # its torch goes before the one that is installed here
+        variables = NO_FLAGS | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(compiler_folder(backend))])}
+    ran = run_python("-m", "tpukit.tools.plan", folder, text=json.dumps(request), variables=variables)
     if ran.returncode:
         last = last_line(ran)
         if "No module named 'torch_xla'" in last or "_XLAC" in last and "undefined symbol" in last:
@@ -253,9 +282,12 @@ def _trace(task, part, size, machine, folder, parallel="processes"):
 def trace_graphs(request, folder):
     """In the fresh process: the graphs of a request of `_trace`, as numbered files, and traced.json about them. All calls into
     training are here."""
-    from tpukit.devices.xla_export import ExportRuntime
+    if request["backend"] == "torch_tpu":
+        from tpukit.devices.torch_tpu_export import TorchTPUExportRuntime as ExportRuntime
+    else:
+        from tpukit.devices.xla_export import ExportRuntime
 
-    os.environ["PYTHONPATH"] = request["compiler"]  # jax, for the processes that lower kernels, and not for this one
+        os.environ["PYTHONPATH"] = request["compiler"]  # jax, for the processes that lower kernels, and not for this one
     task, part, size = from_request(request), request["part"], request["size"]
     runtime = ExportRuntime(task.precision, request["cores"], request["memory_size"], spmd=request["spmd"])
     if part == "train":
@@ -344,14 +376,14 @@ def _first_batch(task, runtime, size, *, training):
 # Compiling them
 
 
-def _compile(graph, machine, parallel, log):
+def _compile(graph, machine, parallel, log, backend="torch_xla"):
     """What the compiler answers to a graph of `_trace`, cached; with an `error` where it needs too much memory."""
-    key = f"{graph['digest']} {machine.topology} {parallel} {COMPILER} {files.sha256(COMPILER_SCRIPT)}"
+    key = f"{graph['digest']} {machine.topology} {parallel} {COMPILERS[backend]} {files.sha256(COMPILER_SCRIPT)}"
     cached = files.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json.gz"
     with contextlib.suppress(OSError, EOFError, ValueError):
         files.make_private(cached.parent)  # what another user put there is not trusted
         return json.loads(gzip.decompress(cached.read_bytes()))
-    libraries = install_compiler(log)
+    libraries = install_compiler(log, backend)
     path = graph["path"]
     log(f"compiling {path.stat().st_size / 1000:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
     started = time.monotonic()
@@ -388,15 +420,15 @@ def _read_answer(ran):
     )
 
 
-def compiler_folder():
-    """The folder of the compiler's packages."""
-    tag = hashlib.sha256(" ".join(COMPILER).encode()).hexdigest()[:10]
+def compiler_folder(backend="torch_xla"):
+    """The folder of the packages that a backend's graphs are compiled with."""
+    tag = hashlib.sha256(" ".join(COMPILERS[backend]).encode()).hexdigest()[:10]
     return files.cache_folder() / f"tpu-compiler-{sys.version_info[0]}.{sys.version_info[1]}-{tag}"
 
 
-def install_compiler(log=print):
-    """Install the compiler's packages (about 1 GB) into `compiler_folder()` unless they are already installed. Returns it."""
-    folder = compiler_folder()
+def install_compiler(log=print, backend="torch_xla"):
+    """Install the packages of a backend's compiler into `compiler_folder`, unless they are there. Returns it."""
+    folder, packages = compiler_folder(backend), COMPILERS[backend]
     try:
         files.make_private(folder.parent)
     except OSError as error:
@@ -406,10 +438,10 @@ def install_compiler(log=print):
     with files.file_lock(folder):
         if folder.is_dir():
             return folder
-        log(f"installing the TPU compiler ({', '.join(COMPILER)}; about 1 GB, once) into {folder}")
+        log(f"installing the TPU compiler ({', '.join(packages)}; about {SIZES[backend]}, once) into {folder}")
         with files.atomic_folder(folder) as work:
             # A folder and not a virtual environment, because Colab's and Debian's Python cannot make one.
-            ran = run_python("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", work, *COMPILER)
+            ran = run_python("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", work, *packages)
             if ran.returncode:
                 errors = [line for line in ran.stderr.splitlines() if "ERROR" in line or "No module" in line]
                 raise TpukitError(

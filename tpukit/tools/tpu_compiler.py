@@ -18,6 +18,7 @@ os.environ.update(TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_HOSTNAMES="loca
 
 
 def main(graph, topology, cores, parallel):
+    import jaxlib
     import numpy
     from jax._src.interpreters import mlir
     from jax.experimental import topologies
@@ -48,9 +49,9 @@ def main(graph, topology, cores, parallel):
                 del module.operation.attributes[name]
         donate_replaced_arguments(module, ir)
         try:
-            compiled = devices[0].client.compile(
-                mlir.module_to_bytecode(module), xla_client.DeviceList(tuple(devices)), options
-            )
+            # jaxlib 0.7 takes the module as bytes, 0.10 as it is.
+            code = mlir.module_to_bytecode(module) if jaxlib.__version__.startswith("0.7.") else module
+            compiled = devices[0].client.compile(code, xla_client.DeviceList(tuple(devices)), options)
         except Exception as error:  # jaxlib raises one type for all that the compiler refuses
             return dict(error=str(error))
     memory, cost = compiled.get_compiled_memory_stats(), compiled.cost_analysis()

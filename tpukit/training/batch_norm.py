@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional as F
 
+from tpukit.devices.runtime import is_on_xla
 from tpukit.host.errors import TpukitError
 
 
@@ -31,7 +32,7 @@ class FrozenBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     """A batch norm that uses its running statistics in training too."""
 
     def forward(self, x):
-        if x.device.type != "xla":  # keeps the dtype of x; below, float32 statistics would make float32 of bfloat16
+        if not is_on_xla(x):  # keeps the dtype of x; below, float32 statistics would make float32 of bfloat16
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         # Written out, because XLA has no backward of batch norm in evaluation mode.
         shape = (1, -1, *[1] * (x.dim() - 2))

@@ -71,8 +71,8 @@ def test_a_file_that_takes_too_long_is_named_and_the_next_one_is_read(tmp_path, 
 CHECK_INSTEAD = """
 import time
 from tpukit.tools.migrate import __main__ as process
-process.check = lambda path: {check}
-process.main({seconds})
+process.check = lambda path, checker_class: {check}
+process.main({seconds}, 'torch_xla')
 """
 
 

@@ -17,11 +17,13 @@ from tpukit.tools.migrate.checker import Checker, check_magic
 from tpukit.tools.migrate.files import read
 from tpukit.tools.migrate.notebook import Notebook
 from tpukit.tools.migrate.rules import Finding
+from tpukit.tools.migrate.to_torch_tpu import ToTorchTPU
 
 MEMORY_LIMIT = 4 * GIB
+CHECKERS = {"torch_xla": Checker, "torch_tpu": ToTorchTPU}
 
 
-def main(seconds):
+def main(seconds, to):
     with contextlib.suppress(ImportError, OSError, ValueError):  # on Windows; where a stricter limit holds already
         import resource
 
@@ -30,16 +32,16 @@ def main(seconds):
     alarm = getattr(signal, "alarm", lambda seconds: None)  # Windows has none
     for path in json.load(sys.stdin):
         alarm(seconds)  # it ends this process, also where the one that asked is gone
-        findings, fixed = check_safely(path)
+        findings, fixed = check_safely(path, to)
         alarm(0)
         rows = [dataclasses.asdict(finding) for finding in sorted(set(findings))]
         print(json.dumps(dict(findings=rows, fixed=fixed)), flush=True)
 
 
-def check_safely(path):
+def check_safely(path, to="torch_xla"):
     """(findings, fixed text) of a file; whatever it did to a parser is a finding."""
     try:
-        return check(path)
+        return check(path, CHECKERS[to])
     except RecursionError:
         reason = "nested too deeply"
     except MemoryError:
@@ -49,28 +51,28 @@ def check_safely(path):
     return [unreadable(path, reason)], ""
 
 
-def check(path):
+def check(path, checker_class):
     try:
         text = read(path)
     except (UnicodeError, LookupError, SyntaxError):
         return [unreadable(path, "not text in UTF-8, nor in the encoding that its first lines name")], ""
-    return check_notebook(path, text) if path.endswith(".ipynb") else check_script(path, text)
+    return (check_notebook if path.endswith(".ipynb") else check_script)(path, text, checker_class)
 
 
-def check_script(path, text):
+def check_script(path, text, checker_class):
     try:
-        checker = Checker(text)
+        checker = checker_class(text)
     except libcst.ParserSyntaxError as error:
         return [unreadable(path, "not valid Python 3", 0, error.raw_line, error.raw_column + 1)], text
     return [Finding(path, 0, *found) for found in checker.findings], checker.fixed()
 
 
-def check_notebook(path, text):
+def check_notebook(path, text, checker_class):
     try:
         notebook = Notebook(text)
     except ValueError as error:
         return [unreadable(path, f"not a notebook ({error})")], text
-    checker = Checker(notebook.code)
+    checker = checker_class(notebook.code)
     found = checker.findings + [(line, 1, *found) for line, command in notebook.magics for found in check_magic(command)]
     findings = [Finding(path, *notebook.place(line), *rest) for line, *rest in found]
     findings += [unreadable(path, "not valid Python 3", *place) for place in notebook.unreadable]
@@ -82,4 +84,4 @@ def unreadable(path, reason, cell=0, line=1, column=1):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

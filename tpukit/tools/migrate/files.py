@@ -34,16 +34,18 @@ def files_in(paths):
     return found
 
 
-def examine(path):
-    """(findings, fixed text) of a .py or .ipynb file; one that cannot be read gives a finding, too. Writes nothing."""
-    return next(examine_all([path]))
+def examine(path, to="torch_xla"):
+    """(findings, fixed text) of a .py or .ipynb file; one that cannot be read gives a finding, too. Writes nothing.
+
+    to: "torch_xla", of code for GPUs or an old torch_xla; "torch_tpu", of code for torch_xla."""
+    return next(examine_all([path], to))
 
 
-def examine_all(paths):
+def examine_all(paths, to="torch_xla"):
     """Yield what `examine` returns of each file. One process checks them; where a file ends it, another checks the rest."""
     rest = list(map(str, paths))
     while rest:
-        ran = run_python("-m", "tpukit.tools.migrate", TIME_LIMIT_S, text=json.dumps(rest))
+        ran = run_python("-m", "tpukit.tools.migrate", TIME_LIMIT_S, to, text=json.dumps(rest))
         for line in ran.stdout.splitlines():
             answer = json.loads(line)
             yield [Finding(**finding) for finding in answer["findings"]], answer["fixed"]

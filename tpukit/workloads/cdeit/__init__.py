@@ -149,9 +149,11 @@ class CDEIT(Workload):
     def optimizer(self, model):
         from torch.optim import Adam
 
+        from tpukit.devices.runtime import is_on_xla
+
         parameters = [p for p in model.parameters() if p.requires_grad]
         # Steps counted on the host would be constants of the compiled graph, others at every step: on XLA the device counts.
-        return Adam(parameters, lr=self.lr, capturable=parameters[0].device.type == "xla")
+        return Adam(parameters, lr=self.lr, capturable=is_on_xla(parameters[0]))
 
     def loss(self, model, batch, epoch):
         image = batch["image"]

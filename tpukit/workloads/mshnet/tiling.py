@@ -12,7 +12,7 @@ share the batch. Everywhere tiles=None means torch's own layers, for other devic
 import torch
 from torch.nn import functional as F
 
-from tpukit.devices.runtime import cores_sharing
+from tpukit.devices.runtime import cores_sharing, is_on_xla
 
 LANES = 128
 MIN_ROWS = 16  # of a tile of the image; the network halves them twice
@@ -20,7 +20,7 @@ MIN_ROWS = 16  # of a tile of the image; the network halves them twice
 
 def num_tiles(image):
     """How many tiles of each image fill the lanes with a core's images of (B, C, H, W); None on devices without lanes."""
-    if image.device.type != "xla":
+    if not is_on_xla(image):
         return None
     batch, tiles, height = image.shape[0] // cores_sharing(image), 1, image.shape[2]
     while 2 * tiles * batch <= LANES and height % (8 * tiles) == 0 and height // (2 * tiles) >= MIN_ROWS:

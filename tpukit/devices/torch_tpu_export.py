@@ -1,0 +1,104 @@
+"""Graphs of a TPU core as StableHLO, lowered by torch_tpu on a machine without one: for `tpukit plan --backend torch_tpu`.
+
+Without a TPU torch_tpu does not differentiate. So the CPU traces a step to ATen operations, forward, backward and update, on
+tensors that have a shape and no memory; then torch_tpu lowers these operations. Attention is traced as its plain mathematics,
+because the trace would hold the CPU's own kernel otherwise.
+"""
+
+import hashlib
+import os
+
+# That torch loads no other backend that is installed; that libtpu does not look for a TPU in Google's cloud, for minutes; and
+# that two processes may load it.
+os.environ.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tpukit.devices import runtime, torch_tpu_private
+from tpukit.devices.runtime import Runtime
+from tpukit.host.errors import TpukitError
+
+
+class TorchTPUExportRuntime(Runtime):
+    """A TPU core whose graphs are exported instead of run. Needs torch_tpu, no TPU, and a fresh process.
+
+    memory_size: of a core, in bytes. `graphs`, in the order of the calls: dicts of `name`, `stablehlo` (a portable artifact),
+    `digest` (of the graph without source lines), and `kernels`, of which there are none.
+    """
+
+    compiles = True
+
+    def __init__(self, precision="auto", cores=1, memory_size=0, *, spmd=False):
+        if cores > 1 or spmd:
+            raise TpukitError(
+                "torch_tpu lowers collectives only between cores that run, so its graphs of several cores cannot be planned: "
+                "choose a machine with one chip, and one core's share of the batch"
+            )
+        torch_tpu_private.load()
+        runtime.XLA_DEVICES.add("cpu")  # which stands for the TPU while a graph is traced
+        self.graphs, self._memory_size = [], memory_size
+        self._fake = FakeTensorMode()
+        super().__init__("cpu", "bf16" if precision == "auto" else precision)
+        self.accelerator = "tpu"
+
+    def memory_size(self):
+        return self._memory_size
+
+    def device_name(self):
+        return "TPU through torch_tpu"
+
+    def place(self, model, *, channels_last="no"):
+        for module in model.modules():
+            for values in (module._parameters, module._buffers):
+                values.update({name: self._fake.from_tensor(value) for name, value in values.items() if value is not None})
+        return model
+
+    def put(self, arrays):
+        return {name: self._fake.from_tensor(torch.as_tensor(value)) for name, value in arrays.items()}
+
+    def put_whole(self, arrays, *, sharded=False):
+        return self.put(arrays)
+
+    def scalar(self, number):
+        return None if number is None else self.put({"number": torch.tensor(number)})["number"]
+
+    def init_optimizer_state(self, optimizer):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        with self._fake, torch_tpu_private.compiling():
+            for p in parameters:
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return True
+
+    def compile(self, function, *, name=None, max_graphs=1, changes=None):
+        def export(*arguments):
+            state = _state(*changes) if changes else []
+            inputs = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+            result = None
+
+            def traced(inputs, state):
+                nonlocal result
+                result = function(*arguments)
+                outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+                gradients = [p.grad for p in changes[0].parameters() if p.grad is not None] if changes else []
+                return [*outputs, *gradients, *state]
+
+            with self._fake, torch_tpu_private.compiling(), sdpa_kernel(SDPBackend.MATH):
+                graph = make_fx(traced)(inputs, state)
+            text, stablehlo = torch_tpu_private.lower(graph, [*inputs, *state])
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            self.graphs.append(dict(name=name or function.__name__, stablehlo=stablehlo, digest=digest, kernels=[]))
+            return tree_map_only(torch.Tensor, self._fake.from_tensor, result)
+
+        return export
+
+
+def _state(model, optimizer):
+    """The tensors that a step may change."""
+    of_optimizer = [v for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
+    return [*model.parameters(), *model.buffers(), *of_optimizer]
