@@ -34,7 +34,7 @@ def infrared_run(tmp_path):
 def bright(monkeypatch):
     """An MSHNet that takes a pixel for a target from a grey of 129 on, with a logit of its grey level less 128. Images keep
     their size."""
-    monkeypatch.setattr(windows, "scale", lambda image, size: image)
+    monkeypatch.setattr(windows, "scale", lambda image, size, smallest: image)
     monkeypatch.setattr(Narrow, "predictor", lambda *_: lambda batch: batch["image"][:, :1].float() - 128)
 
 
@@ -307,14 +307,18 @@ def test_the_device_is_the_cpu_unless_the_machines_own_is_asked_for(trained, mon
 
 @pytest.mark.parametrize("shape, count", [((512, 512), 1), ((300, 100), 1), ((8, 8), 1), ((600, 400), 2), ((1024, 1024), 9)])
 def test_an_image_is_scaled_as_in_an_evaluation_and_one_of_more_than_twice_the_size_cut_into_windows(shape, count):
+    # Twice, because the weights do not say how large the images of their training were.
     rows, join = MSHNet().split(dict(image=np.zeros((1, 3, *shape), np.uint8)))
     assert len(rows) == count and join([np.zeros((1, 256, 256), np.float32)] * count).shape == (1, 1, *shape)
 
 
-def test_a_test_image_is_predicted_from_the_pixels_that_its_evaluation_sees(infrared):
-    task = MSHNet(dataset_dir=infrared, base_size=128)
-    test = task.test_set()
+@pytest.mark.parametrize("base_size", [32, 64, 128])
+def test_a_test_image_is_predicted_from_the_pixels_that_its_evaluation_sees(base_size, infrared_run, infrared):
+    _, run = infrared_run
+    test = MSHNet(dataset_dir=infrared, base_size=base_size).test_set()
+    run.save_best(Narrow().model().state_dict(), **MSHNet().metadata(test))
+    task = MSHNet(base_size=base_size, weights=run.best())
     batch, _ = task.read_files([infrared / f"images/{test.names[0]}.png"], None)
     (row,), _ = task.split(batch)
     difference = np.abs(row["image"].astype(int) - test.batch([0])["image"][0])
-    assert row["image"].shape == (3, 128, 128) and difference.max() <= 1  # a grey level, by rounding
+    assert row["image"].shape == (3, base_size, base_size) and difference.max() <= 1  # a grey level, by rounding

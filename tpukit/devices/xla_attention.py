@@ -42,7 +42,7 @@ def attention(qkv, heads, bias=None):
         return KernelAttention.apply(qkv, None if bias is None else _kernel_bias(bias, LANES // dim), heads)
     query, key, value = qkv.view(batch, tokens, 3, heads, dim).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
     if bias is None:
-        out = SlicedAttention.apply(query, key, value)
+        out = SlicedAttention.apply(*(part.flatten(0, 1) for part in (query, key, value))).view(query.shape)
     else:  # the windows' pairs are few, and the gradient of a bias in slices does not fit beside them
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias.to(query.dtype))
     return out.transpose(1, 2).reshape(batch, tokens, width // 3)
@@ -164,8 +164,7 @@ def kernel_payload(kind, shape, heads, biased):
 
 
 class SlicedAttention(torch.autograd.Function):
-    """softmax(query key^T / sqrt(D)) value, (B, H, T, D) each, for some of the B at a time, of each core where several share
-    them.
+    """softmax(query key^T / sqrt(D)) value, (N, T, D) each, for some of the N at a time, of each core where several share them.
 
     Kept for the backward pass is the logarithm of the softmax's denominator, from which a weight is one exponential:
     p = exp(s - lse). (As in FlashAttention, Dao et al., NeurIPS 2022.)
@@ -185,27 +184,26 @@ class SlicedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         query, key, value, out, lse = ctx.saved_tensors
-        # (B, H, T, 1): of the gradients of a row's weights their mean, by these weights.
+        # (N, T, 1): of the gradients of a row's weights their mean, by these weights.
         mean = (out.to(lse.dtype) * gradient.to(lse.dtype)).sum(-1, keepdim=True)
         parts, last = [], ()
         for q, k, v, d, lse, mean in _slices(query, key, value, gradient, lse, mean):
             q = _after(q, last)
             p = _weights(_logits(q, k), lse)
-            ds = (p * (d @ v.mT - mean)).to(q.dtype)
-            last = ds @ k * q.shape[-1] ** -0.5, ds.mT @ q * q.shape[-1] ** -0.5, p.mT @ d
+            ds = (p * (d @ v.mT - mean)).to(q.dtype) * q.shape[-1] ** -0.5
+            last = ds @ k, ds.mT @ q, p.mT @ d
             parts.append(last)
         return tuple(map(_joined, zip(*parts)))
 
 
 def _slices(*tensors):
-    """Tuples of a slice of each tensor (B, ...)."""
-    _, heads, tokens, _ = tensors[0].shape
-    count, cores = max(1, MAX_PAIRS // (heads * tokens**2)), cores_sharing(tensors[0])
+    """Tuples of a slice of each tensor (N, ...)."""
+    count, cores = max(1, MAX_PAIRS // tensors[0].shape[1] ** 2), cores_sharing(tensors[0])
     return zip(*([part.flatten(0, 1) for part in x.unflatten(0, (cores, -1)).split(count, 1)] for x in tensors))
 
 
 def _joined(slices):
-    """The tensor (B, ...) of its slices."""
+    """The tensor (N, ...) of its slices."""
     cores = cores_sharing(slices[0])
     return torch.cat([part.unflatten(0, (cores, -1)) for part in slices], 1).flatten(0, 1)
 

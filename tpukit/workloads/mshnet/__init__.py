@@ -4,11 +4,13 @@ torch is imported where it is used, so that the help of the command line need no
 """
 
 import dataclasses
+import functools
 from typing import ClassVar, Literal
 
 import numpy as np
 
 from tpukit.host.errors import TpukitError
+from tpukit.runs import weights
 from tpukit.runs.run import setting
 from tpukit.training.task import Workload
 from tpukit.workloads.mshnet.synthetic import infrared_set
@@ -141,7 +143,16 @@ class MSHNet(Workload):
         predicted = np.asarray(prediction)[:, 0] > logit(threshold)
         return [overlay.prediction_row(*sample) for sample in zip(images, masks, predicted)]
 
+    def metadata(self, data):
+        return dict(image_side=max(data.height, data.width))
+
     # A user's own images, of any size
+
+    @functools.cached_property
+    def _smallest_scale(self):
+        """By what the training of `weights` shrank its largest images; a half, as IRSTD-1k's are, where they do not say."""
+        side = weights.metadata(self.weights).get("image_side", "") if self.weights else ""
+        return min(self.base_size / int(side), 1.0) if side.isdecimal() and int(side) else 0.5
 
     def read_files(self, paths, best):
         """Images in their own size; several at once must have the same."""
@@ -166,7 +177,7 @@ class MSHNet(Workload):
         from tpukit.workloads.mshnet import windows
 
         image = batch["image"][0]
-        rows, join = windows.split(windows.scale(image, self.base_size), self.base_size)
+        rows, join = windows.split(windows.scale(image, self.base_size, self._smallest_scale), self.base_size)
         size = image.shape[1:]
         return [dict(image=row) for row in rows], lambda predictions: windows.resize(join(predictions), size)
 

@@ -1,7 +1,7 @@
 """An image of any size as overlapping windows of the size that the network was trained on, and their predictions as one.
 
-Its long side is scaled to that size, as in an evaluation, but never to less than half its own, so that no target is lost:
-an image of up to twice the size is one window. Letters: C channels, H and W the size of the image, S the side of a window.
+Its long side is scaled to that size, as in an evaluation, but it is never shrunk more than the images of the training were, so
+that no target is lost: what is larger is cut. Letters: C channels, H and W the size of the image, S the side of a window.
 """
 
 import numpy as np
@@ -11,10 +11,10 @@ from PIL import Image
 MARGIN = 8  # the part of a window, an eighth, that its predictions keep from an edge within the image
 
 
-def scale(image, size):
-    """(C, H, W) uint8 -> (C, h, w) uint8, where the longer of h and w is S, or half of H or W if that is more."""
+def scale(image, size, smallest):
+    """(C, H, W) uint8 -> (C, h, w) uint8, where the longer of h and w is S, or `smallest` times H or W if that is more."""
     height, width = image.shape[1:]
-    factor = max(size / max(height, width), 0.5)
+    factor = max(size / max(height, width), smallest)
     if factor == 1:
         return image
     target = max(round(width * factor), 1), max(round(height * factor), 1)
