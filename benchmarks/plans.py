@@ -24,7 +24,6 @@ CASES = {
     "cdeit small, torch_tpu": (SMALL_CDEIT, "train", "v5e-1"),
     "mnist full, torch_tpu": (MNIST(), "train", "v5e-1"),
     "mshnet full, torch_tpu": (MSHNet(batch_size=32), "train", "v5e-1"),
-    "cdeit full, torch_tpu": (CDEIT(), "train", "v5e-1"),
     "mnist full": (MNIST(), "train", "v5e-1"),
     "mnist on 8 cores": (MNIST(batch_size=1024), "train", "v5e-8"),
     "mshnet small": (MSHNet(batch_size=4, base_size=64, crop_size=64), "train", "v5e-1"),
