@@ -216,12 +216,14 @@ class ImageClassifier(Workload):
     def optimizer(self, model):
         from torch.optim import AdamW
 
+        from tpukit.devices.runtime import is_on_xla
+
         parameters = [p for p in model.parameters() if p.requires_grad]
         decayed = [p for p in parameters if p.ndim > 1]
         others = [p for p in parameters if p.ndim <= 1]  # biases, norms, scales of layers
         groups = [dict(params=decayed, weight_decay=self.weight_decay), dict(params=others, weight_decay=0.0)]
         # Steps counted on the host would be constants of the compiled graph: on XLA the device counts.
-        return AdamW([g for g in groups if g["params"]], lr=self.lr, capturable=parameters[0].device.type == "xla")
+        return AdamW([g for g in groups if g["params"]], lr=self.lr, capturable=is_on_xla(parameters[0]))
 
     def loss(self, model, batch, epoch):
         from torch.nn.functional import cross_entropy
