@@ -130,3 +130,13 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         file.write(b"half of the ne")
         raise RuntimeError("the process fell over")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_what_another_thread_is_writing_stays_where_the_rests_of_killed_processes_are_removed(tmp_path):
+    rest = tmp_path / f".b.{os.getpid()}.partial"  # of a killed process that had this one's number
+    rest.write_bytes(b"half")
+    with files.atomic_file(tmp_path / "a") as file:
+        file.write(b"whole")
+        files.remove_partials(tmp_path)
+        assert not rest.exists()
+    assert (tmp_path / "a").read_bytes() == b"whole" and list(tmp_path.iterdir()) == [tmp_path / "a"]

@@ -27,6 +27,9 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 ALIVE_S = 120.0  # a process on another host that gave no sign of life for this long is considered dead
 
 
+_written_now = set()  # files that threads of this process are writing for `atomic_file`
+
+
 @contextlib.contextmanager
 def atomic_file(path, *, durable=True):
     """Open `path` for binary writing so that it appears complete or not at all.
@@ -35,6 +38,8 @@ def atomic_file(path, *, durable=True):
     TpukitError where the disk is full or cannot be written; a file that was at `path` before stays.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same file
+    in_use = os.path.realpath(partial)
+    _written_now.add(in_use)
     try:
         with explain_full_disk(path):
             with explain_unwritable(path.parent):
@@ -52,14 +57,16 @@ def atomic_file(path, *, durable=True):
     finally:
         with contextlib.suppress(OSError):  # where the folder cannot be written there is none
             partial.unlink(missing_ok=True)
+        _written_now.discard(in_use)
 
 
 def remove_partials(folder):
     """Remove what `atomic_file` left in a folder when its process was killed."""
     for partial in folder.glob(".*.partial"):
         pid = partial.name.split(".")[-2]
-        if pid.isdecimal() and (int(pid) == os.getpid() or not _lives(int(pid))):
-            partial.unlink()
+        own = pid == str(os.getpid())  # of another thread, or of a killed process that had this one's number
+        if pid.isdecimal() and (os.path.realpath(partial) not in _written_now if own else not _lives(int(pid))):
+            partial.unlink(missing_ok=True)
 
 
 def _lives(pid):

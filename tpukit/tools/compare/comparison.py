@@ -3,9 +3,11 @@
 import dataclasses
 import math
 
+from tpukit import workloads
 from tpukit.devices.chips import MACHINES
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Sentences, Table, format_duration
+from tpukit.runs.run import settings_dict
 from tpukit.tools import prices as price_table
 from tpukit.tools.compare.choosing import BASES, FULL_RATE, MEASURED, PUBLISHED, Estimate, choose
 from tpukit.tools.compare.measurement import epoch_seconds, rate
@@ -207,7 +209,11 @@ def _check_same_recipe(measurements):
         if other.workload != first.workload:
             raise TpukitError(f"{one} measured {first.workload}, {two} {other.workload}: compare one workload at a time")
         names = sorted(first.recipe.keys() | other.recipe.keys())
-        settings = [(name, first.recipe.get(name), other.recipe.get(name)) for name in names]
+        # A file of an earlier version, which did not have a setting yet, was measured as by its default.
+        known = first.workload in workloads.WORKLOADS
+        defaults = settings_dict(workloads.find(first.workload)()) if known else {}
+        one_recipe, other_recipe = defaults | first.recipe, defaults | other.recipe
+        settings = [(name, one_recipe.get(name), other_recipe.get(name)) for name in names]
         if lines := [f"  {name}: {a!r} in {one}, {b!r} in {two}" for name, a, b in settings if a != b]:
             raise TpukitError("these files measured different recipes:\n" + "\n".join(lines) + "\nMeasure one of them again.")
 
