@@ -92,6 +92,32 @@ def trained(digits, tmp_path, cpu):
 
 
 @pytest.fixture
+def infrared_run(tmp_path):
+    """(task, run) of an MSHNet with random weights, trained on crops of 32 pixels."""
+    import torch
+
+    from tests.workloads.mshnet.small import Narrow
+    from tpukit import Run
+
+    task, run = Narrow(base_size=32, crop_size=32), Run(tmp_path / "run")
+    run.path.mkdir()
+    torch.manual_seed(0)
+    run.save_best(task.model().state_dict())
+    return task, run
+
+
+@pytest.fixture
+def bright(monkeypatch):
+    """An MSHNet that takes a pixel for a target from a grey of 129 on, with a logit of its grey level less 128. Images keep
+    their size."""
+    from tests.workloads.mshnet.small import Narrow
+    from tpukit.workloads.mshnet import windows
+
+    monkeypatch.setattr(windows, "scale", lambda image, size, smallest: image)
+    monkeypatch.setattr(Narrow, "predictor", lambda *_, **__: lambda batch: batch["image"][:, :1].float() - 128)
+
+
+@pytest.fixture
 def colab(tmp_path):
     """The environment of a Colab session whose Drive is not mounted, rooted in tmp_path."""
     from tpukit.host import environment

@@ -22,7 +22,6 @@ from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.reporting import display, own
 from tpukit.training.prediction import list_files
-from tpukit.workloads.mshnet import windows
 
 
 def predict_files(run, task, paths):
@@ -165,27 +164,6 @@ def test_the_link_to_the_zip_leads_there_from_the_notebooks_folder(trained, page
 
 
 # Of MSHNet
-
-
-@pytest.fixture
-def infrared_run(tmp_path):
-    """(task, run) of an MSHNet that takes every pixel above a grey of about 128 for a target."""
-    import torch
-
-    task, run = Narrow(base_size=32, crop_size=32), Run(tmp_path / "run")
-    run.path.mkdir()
-    torch.manual_seed(0)
-    run.save_best(task.model().state_dict())
-    return task, run
-
-
-@pytest.fixture
-def bright(monkeypatch):
-    def predictor(task, model, runtime, epoch=None):
-        return lambda batch: batch["image"][:, :1].float() - 128
-
-    monkeypatch.setattr(Narrow, "predictor", predictor)
-    monkeypatch.setattr(windows, "scale", lambda image, size, smallest: image)  # each pixel a pixel
 
 
 def test_masks_are_saved_in_the_size_of_each_image_and_packed(infrared_run, bright, tmp_path):

@@ -19,25 +19,6 @@ from tpukit.runs import weights
 from tpukit.training import prediction
 from tpukit.workloads.mshnet import windows
 
-
-@pytest.fixture
-def infrared_run(tmp_path):
-    """(task, run) of an MSHNet with random weights, trained on crops of 32 pixels."""
-    task, run = Narrow(base_size=32, crop_size=32), Run(tmp_path / "run")
-    run.path.mkdir()
-    torch.manual_seed(0)
-    run.save_best(task.model().state_dict())
-    return task, run
-
-
-@pytest.fixture
-def bright(monkeypatch):
-    """An MSHNet that takes a pixel for a target from a grey of 129 on, with a logit of its grey level less 128. Images keep
-    their size."""
-    monkeypatch.setattr(windows, "scale", lambda image, size, smallest: image)
-    monkeypatch.setattr(Narrow, "predictor", lambda *_: lambda batch: batch["image"][:, :1].float() - 128)
-
-
 SIZES = [(256, 256), (100, 300), (1, 1), (32, 32), (33, 31), (70, 16)]
 
 
