@@ -17,16 +17,20 @@ from tpukit.workloads.mshnet import tiling
 
 def block(layers, x, tiles):
     """`Block.forward` of tiles. layers: the Block. x: (N, channels_in, h, W), or maps from `tiling.concat_channels`."""
-    residual = x
-    if layers.shortcut is not None:
-        residual = _convolve_and_normalise(*layers.shortcut, x, tiles)
-    x = F.relu(_convolve_and_normalise(layers.conv1, layers.bn1, x, tiles))
+    if layers.shortcut is None:
+        residual = x
+        (x,) = _convolve_and_normalise([layers.conv1], [layers.bn1], x, tiles)
+    else:
+        layer, norm = layers.shortcut
+        x, residual = _convolve_and_normalise([layers.conv1, layer], [layers.bn1, norm], x, tiles)
+    x = F.relu(x)
     x = tiling.conv2d(layers.conv2, x, tiles, bias=False)
     sums = _sums(x)
     scale, shift = _scale_and_shift(layers.bn2, layers.conv2.bias, x, *sums)
-    # The mean and the largest value of the normalised images, (B, C): its scale turns the order round where it is negative.
+    # The mean and the largest value of the normalised images, (B, C): a negative scale, one with a negative weight, turns the
+    # order round. The sign of the weight is known before the convolution, so that its pass finds the largest value too.
     mean = scale * tiling.by_image(sums[0], tiles).sum(0) / (x.shape[2] * x.shape[3] * tiles) + shift
-    largest = tiling.by_image(_LargestOfTile.apply(x, scale.detach().sign()), tiles).amax(0)
+    largest = tiling.by_image(_LargestOfTile.apply(x, layers.bn2.weight.detach().sign()), tiles).amax(0)
     largest = scale.abs() * largest + shift
     attention = layers.ca.from_pooled(mean[:, :, None, None], largest[:, :, None, None])  # (B, C, 1, 1)
     attention = tiling.for_tiles(attention.flatten(1).to(scale.dtype), tiles)  # (N, C)
@@ -36,10 +40,11 @@ def block(layers, x, tiles):
     return _Gate.apply(x, scale, shift, attention, residual)
 
 
-def _convolve_and_normalise(layer, norm, x, tiles):
-    x = tiling.conv2d(layer, x, tiles, bias=False)
-    scale, shift = _scale_and_shift(norm, layer.bias, x, *_sums(x))
-    return _affine(x, scale, shift).to(x.dtype)
+def _convolve_and_normalise(layers, norms, x, tiles):
+    """Convolutions of x, each with its batch norm: a list. They are one convolution, whose pass adds up the sums, too."""
+    x = tiling.conv2d_each(layers, x, tiles)
+    parts = zip(layers, norms, *(both.chunk(len(layers), 1) for both in (x, *_sums(x))))
+    return [_affine(part, *_scale_and_shift(norm, layer.bias, part, *sums)).to(x.dtype) for layer, norm, part, *sums in parts]
 
 
 def _affine(x, scale, shift):
@@ -88,8 +93,9 @@ class _LargestOfTile(torch.autograd.Function):
     def backward(ctx, gradient):
         x, sign, largest = ctx.saved_tensors
         # The compiler may have taken the largest before x was rounded to its type.
-        share = _share_of_largest(sign * x, largest, torch.finfo(x.dtype).eps / 2 * largest.abs(), (2, 3))
-        return (sign * gradient[..., None, None] * share).to(x.dtype), None
+        error = torch.finfo(x.dtype).eps / 2 * largest.abs()
+        to_x = _share_largest(gradient[..., None, None], sign * x, largest, error, (2, 3))
+        return (sign * to_x).to(x.dtype), None
 
 
 class _PoolChannels(torch.autograd.Function):
@@ -107,15 +113,15 @@ class _PoolChannels(torch.autograd.Function):
         x, scale, shift, largest = ctx.saved_tensors
         # Multiplied and added at once, as some devices do, a value is rounded differently.
         error = 2 * torch.finfo(largest.dtype).eps * (largest.abs() + shift.abs()[..., None, None])
-        share = _share_of_largest(_affine(x, scale, shift), largest, error, 1)
-        to_y = gradient[:, :1] / x.shape[1] + gradient[:, 1:] * share
+        to_y = gradient[:, :1] / x.shape[1] + _share_largest(gradient[:, 1:], _affine(x, scale, shift), largest, error, 1)
         return (scale[..., None, None] * to_y).to(x.dtype), (to_y * x).sum((2, 3)), to_y.sum((2, 3))
 
 
-def _share_of_largest(x, largest, error, dim):
-    """What part of the gradient of the largest value along `dim` each x gets: those equal to it, within an error, share it."""
-    is_largest = (x >= largest - error).to(x.dtype)
-    return is_largest / is_largest.sum(dim, keepdim=True).clamp(min=1)
+def _share_largest(gradient, x, largest, error, dim):
+    """The gradient of x, given that of its largest value along `dim`: those equal to it, within an error, share it."""
+    is_largest = x >= largest - error
+    share = gradient / is_largest.sum(dim, keepdim=True, dtype=x.dtype).clamp(min=1)
+    return torch.where(is_largest, share, 0)
 
 
 class _Gate(torch.autograd.Function):

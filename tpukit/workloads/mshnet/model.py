@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tpukit.workloads.mshnet import fused, tiling
-from tpukit.workloads.mshnet.tiling import concat_channels, conv2d, upsample
+from tpukit.workloads.mshnet.tiling import concat_channels, conv2d, conv2d_of_pixels, upsample
 
 CHANNELS = (16, 32, 64, 128, 256)
 BLOCKS = (1, 2, 2, 2, 2)
@@ -26,8 +26,8 @@ class ChannelAttention(nn.Module):
         return self.from_pooled(x.mean((2, 3), keepdim=True), F.adaptive_max_pool2d(x, 1))
 
     def from_pooled(self, mean, largest):  # (B, C, 1, 1) each
-        mean, largest = (self.fc2(F.relu(self.fc1(pooled))) for pooled in (mean, largest))
-        return torch.sigmoid(mean + largest)
+        both = self.fc2(F.relu(self.fc1(torch.cat([mean, largest], 3))))  # (B, C, 1, 2)
+        return torch.sigmoid(both.sum(3, keepdim=True))
 
 
 class SpatialAttention(nn.Module):
@@ -107,7 +107,7 @@ class MSHNetModel(nn.Module):
         supervises too. In the warm-up phase the logits are mask 0 alone and there are no masks. warm_up: a bool, or a 0-d bool
         tensor that chooses the logits and leaves the masks. tiles: image and results are tiles, (T*B, C, H/T, W).
         """
-        e0 = self.encoder_0(conv2d(self.conv_init, image, tiles), tiles)  # (B, 16, H, W)
+        e0 = self.encoder_0(conv2d_of_pixels(self.conv_init, image, tiles), tiles)  # (B, 16, H, W)
         e1 = self.encoder_1(F.max_pool2d(e0, 2), tiles)  # (B, 32, H/2, W/2)
         e2 = self.encoder_2(F.max_pool2d(e1, 2), tiles)  # (B, 64, H/4, W/4)
         # From here on the channels are many and the rows few: whole images.
@@ -119,11 +119,11 @@ class MSHNetModel(nn.Module):
         d2 = self.decoder_2(concat_channels(e2, up3, tiles=tiles), tiles)  # (B, 64, H/4, W/4)
         d1 = self.decoder_1(concat_channels(e1, upsample(d2, 2, tiles), tiles=tiles), tiles)  # (B, 32, H/2, W/2)
         d0 = self.decoder_0(concat_channels(e0, upsample(d1, 2, tiles), tiles=tiles), tiles)  # (B, 16, H, W)
-        mask0 = conv2d(self.output_0, d0, tiles)
+        mask0 = conv2d_of_pixels(self.output_0, d0, tiles)
         if not torch.is_tensor(warm_up) and warm_up:
             return mask0, []
-        mask1, mask2 = conv2d(self.output_1, d1, tiles), conv2d(self.output_2, d2, tiles)
-        mask3 = tiling.split(conv2d(self.output_3, d3, whole), tiles)
+        mask1, mask2 = conv2d_of_pixels(self.output_1, d1, tiles), conv2d_of_pixels(self.output_2, d2, tiles)
+        mask3 = tiling.split(conv2d_of_pixels(self.output_3, d3, whole), tiles)
         full_size = [mask0, *(upsample(mask, 2**scale, tiles) for scale, mask in enumerate((mask1, mask2, mask3), 1))]
         logits = conv2d(self.final, torch.cat(full_size, 1), tiles)
         if torch.is_tensor(warm_up):

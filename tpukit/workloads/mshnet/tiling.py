@@ -77,57 +77,91 @@ def exchange_halo(x, tiles, halo):
 
 
 def concat_channels(*maps, tiles):
-    """Maps one after another in the channels, as `conv2d` takes them: of tiles the tuple of them, which nothing copies."""
-    return maps if tiles and tiles > 1 else torch.cat(maps, 1)
+    """Maps one after another in the channels, as convolutions take them: of tiles the tuple of them, which nothing copies."""
+    return torch.cat(maps, 1) if tiles is None else maps
 
 
 def conv2d(layer, x, tiles, *, bias=True):
     """A convolution of tiled images. x: (T*B, C, h, W), or several of them from `concat_channels`. bias: whether to add it."""
     if tiles is None:
         return layer(x)
+    out = conv2d_each([layer], x, tiles)
+    return out + layer.bias.view(1, -1, 1, 1).to(out.dtype) if bias else out
+
+
+def conv2d_each(layers, x, tiles):
+    """Several convolutions of the same x, as `conv2d` without their biases, one after another in the channels."""
     maps = x if isinstance(x, tuple) else (x,)
-    kind = maps[0].device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layer.weight.dtype
-    weights = layer.weight.to(dtype).split([part.shape[1] for part in maps], 1)
-    # Map by map, because concatenating them would write and read all of them again.
-    out, *others = [_Convolution.apply(part.to(dtype), weight, tiles) for part, weight in zip(maps, weights)]
-    for other in others:
-        out = out + other
-    return out + layer.bias.view(1, -1, 1, 1).to(dtype) if bias else out
+    dtype = autocast_dtype(maps[0], layers[0])
+    return _Convolutions.apply(tiles, len(layers), *[tensor.to(dtype) for tensor in (*(one.weight for one in layers), *maps)])
 
 
-class _Convolution(torch.autograd.Function):
-    """A convolution of tiles whose backward is one too, of the gradient's tiles with their halo. Autograd's would compute the
-    gradient of the halo as well, and add it to the neighbours in one more pass over the map."""
+def autocast_dtype(x, layer):
+    """In which a convolution of x computes."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layer.weight.dtype
+
+
+class _Convolutions(torch.autograd.Function):
+    """Convolutions of the same maps, tile by tile, as one; the gradient of the maps is one too, of the gradient's tiles with
+    their halo. Autograd's would compute the gradient of the halo as well, and add it to the neighbours in one more pass.
+
+    Maps are concatenated only here, where the compiler reads one after another without copying them."""
 
     @staticmethod
-    def forward(ctx, x, weight, tiles):
-        ctx.save_for_backward(x, weight)
-        ctx.tiles = tiles
-        return _convolve(x, weight, tiles)
+    def forward(ctx, tiles, num_layers, *tensors):
+        weights, maps = tensors[:num_layers], tensors[num_layers:]
+        size = max(weight.shape[2] for weight in weights)
+        kernel = torch.cat([F.pad(weight, [(size - weight.shape[2]) // 2] * 4) for weight in weights])
+        ctx.save_for_backward(kernel, *tensors)
+        ctx.tiles, ctx.num_layers = tiles, num_layers
+        return _convolve(maps, kernel, tiles)
 
     @staticmethod
     def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        to_x = to_weight = None
-        if ctx.needs_input_grad[0]:
-            to_x = _convolve(gradient, weight.flip(2, 3).transpose(0, 1), ctx.tiles)
-        if ctx.needs_input_grad[1]:
-            x, padding = _padded(x, weight.shape[2] // 2, ctx.tiles)
-            _, to_weight, _ = torch.ops.aten.convolution_backward(
-                gradient, x, weight, None, [1, 1], padding, [1, 1], False, [0, 0], 1, [False, True, False]
-            )
-        return to_x, to_weight, None
+        tiles, num_layers = ctx.tiles, ctx.num_layers
+        kernel, *tensors = ctx.saved_tensors
+        weights, maps = tensors[:num_layers], tensors[num_layers:]
+        channels = [one.shape[1] for one in maps]
+        to_maps = [
+            _convolve([gradient], part.flip(2, 3).transpose(0, 1), tiles) if needed else None
+            for part, needed in zip(kernel.split(channels, 1), ctx.needs_input_grad[2 + num_layers :])
+        ]
+        to_weights = [
+            torch.cat([_gradient_of_kernel(*pair, part, tiles) for pair in zip(maps, weight.split(channels, 1))], 1)
+            for weight, part in zip(weights, gradient.split([weight.shape[0] for weight in weights], 1))
+        ]
+        return None, None, *to_weights, *to_maps
 
 
-def _convolve(x, weight, tiles):
+def _convolve(maps, weight, tiles):
+    maps, padding = zip(*(_padded(one, weight.shape[2] // 2, tiles) for one in maps))
+    return F.conv2d(torch.cat(maps, 1) if len(maps) > 1 else maps[0], weight, padding=padding[0])
+
+
+def _gradient_of_kernel(x, weight, gradient, tiles):
     x, padding = _padded(x, weight.shape[2] // 2, tiles)
-    return F.conv2d(x, weight, padding=padding)
+    ones, zeros, only_weight = [1, 1], [0, 0], [False, True, False]
+    backward = torch.ops.aten.convolution_backward
+    return backward(gradient, x, weight, None, ones, padding, ones, False, zeros, 1, only_weight)[1]
 
 
 def _padded(x, halo, tiles):
     """(x with its halo, what is left of the padding by rows and columns)."""
     return (exchange_halo(x, tiles, halo), [0, halo]) if halo and tiles > 1 else (x, [halo, halo])
+
+
+def conv2d_of_pixels(layer, x, tiles):
+    """A 1x1 convolution from few channels or to one, as products and sums: the compiler adds them to the passes before and
+    after, and computes the result again where it is read instead of keeping it."""
+    if tiles is None:
+        return layer(x)
+    weight, bias = layer.weight.flatten(1), layer.bias[:, None, None]  # (C out, C in), (C out, 1, 1)
+    if len(weight) == 1:
+        out = (weight[0, :, None, None] * x).sum(1, keepdim=True) + bias
+    else:
+        out = sum((column[:, None, None] * channel for column, channel in zip(weight.T, x.split(1, 1))), bias)
+    return out.to(autocast_dtype(x, layer))
 
 
 def conv2d_rows_as_channels(layer, x):
@@ -171,64 +205,45 @@ def _interpolation_matrix(size, factor, like):
 
 
 def upsample2x(x, tiles):
-    """`upsample` by 2. Every new pixel lies between two old ones, so this blends each pixel with its neighbours, first by row,
-    then by column."""
+    """`upsample` by 2, along the rows and then along the columns."""
     x = _Upsample2xAlong.apply(x, rows(x, tiles), 2, tiles)
     column = torch.arange(x.shape[3], dtype=compute_dtype(x), device=x.device)
     return _Upsample2xAlong.apply(x, column, 3, tiles)
 
 
 class _Upsample2xAlong(torch.autograd.Function):
-    """Twice as many pixels along one axis: for each pixel one blended with the pixel before it, and one with the pixel after.
+    """Twice as many pixels along one axis. position: of the pixels in the image, from 0.
 
-    position: of the pixels in the image, from 0."""
+    Of S pixels, with u = 1 / (2S - 1), a[i] = u * i * x[i] and d = a[i - 1] - a[i], the new pixels 2i - 1 and 2i are
+    S * u * (x[i - 1] + x[i]) + d and u * x[i - 1] + x[i] + d. So a transposed convolution of x and a writes each to its place;
+    elementwise, the compiler writes odd and even pixels apart and then once more, because no pass of its interleaves."""
 
     @staticmethod
     def forward(ctx, x, position, axis, tiles):
-        ctx.axis, ctx.tiles = axis, tiles
-        ctx.save_for_backward(position)
-        size, last = x.shape[axis], _size(x, axis, tiles) - 1
-        padded = _with_neighbours(x, axis, tiles)
-        previous, here, following = (padded.narrow(axis, start, size) for start in (0, 1, 2))
-        first = here + position / (2 * last + 1) * (previous - here)
-        second = here + (last - position) / (2 * last + 1) * (following - here)
-        return _interleave(first.to(x.dtype), second.to(x.dtype), axis)
+        size = x.shape[axis] * (tiles if axis == 2 else 1)
+        unit = 1 / (2 * size - 1)
+        half = float(torch.tensor(size * unit, dtype=x.dtype))  # the other one makes up for what its rounding lost
+        one = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+        of_x = torch.stack([half * one, one, (1 + unit - half) * one, unit * one], 2)  # (C in, C out, 4)
+        kernel = torch.cat([of_x, torch.stack([-one, -one, one, one], 2)])
+        weight = unit * position
+        ctx.save_for_backward(weight, kernel)
+        ctx.axis, ctx.tiles, ctx.unit, ctx.half = axis, tiles, unit, half
+        maps = torch.cat([x, (weight * x).to(x.dtype)], 1)
+        if axis == 3:
+            return F.conv_transpose2d(maps, kernel[:, :, None], stride=(1, 2), padding=(0, 1))
+        return F.conv_transpose2d(exchange_halo(maps, tiles, 1), kernel[:, :, :, None], stride=(2, 1), padding=(3, 0))
 
     @staticmethod
     def backward(ctx, gradient):
-        (position,) = ctx.saved_tensors
-        axis, tiles = ctx.axis, ctx.tiles
-        size, last = gradient.shape[axis] // 2, _size(gradient, axis, tiles) // 2 - 1
-        padded = _with_neighbours(gradient, axis, tiles)
-        # A pixel has part in four new ones: the second of the pixel before, its own two, and the first of the pixel after.
-        second_before, first, second, first_after = (_every_other(padded, axis, start, size) for start in range(4))
-        to_x = (last + 1 - position) * second_before + (2 * last + 1 - position) * first
-        to_x = to_x + (last + 1 + position) * second + (position + 1) * first_after
-        return (to_x / (2 * last + 1)).to(gradient.dtype), None, None, None
-
-
-def _interleave(first, second, axis):
-    """(N, C, h, W) each -> (N, C, 2h, W) or, by columns, (N, C, h, 2W).
-
-    In a TPU's memory h, W, C and N follow one another, and the two are put side by side along the axis that comes next there,
-    so that nothing has to move; what `stack` gives is copied to another layout and back."""
-    if axis == 2:
-        return torch.cat([first, second], 3).view(*first.shape[:2], -1, first.shape[3])
-    both = torch.cat([first, second], 1).unflatten(1, (2, -1))  # (N, 2, C, h, W)
-    return both.permute(0, 2, 3, 4, 1).flatten(3)
-
-
-def _size(x, axis, tiles):
-    """Of the image along the axis."""
-    return x.shape[axis] * (tiles if axis == 2 else 1)
-
-
-def _with_neighbours(x, axis, tiles):
-    """x with one pixel more on either side along the axis, zero outside the image."""
-    return exchange_halo(x, tiles, 1) if axis == 2 else F.pad(x, (1, 1))
-
-
-def _every_other(x, axis, start, size):
-    """`size` pixels along the axis from `start`, leaving out every other one."""
-    slices = [slice(None)] * axis + [slice(start, start + 2 * size - 1, 2)]
-    return x[tuple(slices)]
+        weight, kernel = ctx.saved_tensors
+        if ctx.axis == 2:
+            gradient = exchange_halo(gradient, ctx.tiles, 1)
+            to_x, to_a = F.conv2d(gradient, kernel[:, :, :, None], stride=(2, 1)).chunk(2, 1)
+        else:  # not as a convolution, whose result would be larger than what it reads
+            padded = F.pad(gradient, (1, 1))
+            size = gradient.shape[3]
+            before, here, after, next = (padded[..., start : start + size : 2] for start in range(4))
+            to_x = ctx.half * before + here + (1 + ctx.unit - ctx.half) * after + ctx.unit * next
+            to_a = after + next - before - here
+        return (to_x + weight * to_a).to(gradient.dtype), None, None, None
