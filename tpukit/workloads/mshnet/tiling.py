@@ -222,7 +222,7 @@ class _Upsample2xAlong(torch.autograd.Function):
     def forward(ctx, x, position, axis, tiles):
         size = x.shape[axis] * (tiles if axis == 2 else 1)
         unit = 1 / (2 * size - 1)
-        half = float(torch.tensor(size * unit, dtype=x.dtype))  # the other one makes up for what its rounding lost
+        half = float(torch.tensor(size * unit, dtype=x.dtype))  # rounded; 1 + unit - half makes up for what that lost
         one = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
         of_x = torch.stack([half * one, one, (1 + unit - half) * one, unit * one], 2)  # (C in, C out, 4)
         kernel = torch.cat([of_x, torch.stack([-one, -one, one, one], 2)])
@@ -243,7 +243,7 @@ class _Upsample2xAlong(torch.autograd.Function):
         else:  # not as a convolution, whose result would be larger than what it reads
             padded = F.pad(gradient, (1, 1))
             size = gradient.shape[3]
-            before, here, after, next = (padded[..., start : start + size : 2] for start in range(4))
-            to_x = ctx.half * before + here + (1 + ctx.unit - ctx.half) * after + ctx.unit * next
-            to_a = after + next - before - here
+            last, first, second, beyond = (padded[..., start : start + size : 2] for start in range(4))
+            to_x = ctx.half * last + first + (1 + ctx.unit - ctx.half) * second + ctx.unit * beyond
+            to_a = second + beyond - last - first
         return (to_x + weight * to_a).to(gradient.dtype), None, None, None
