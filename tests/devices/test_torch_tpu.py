@@ -19,6 +19,7 @@ from tpukit import MNIST, Run, train
 from tpukit.devices import open_runtime, torch_tpu_private
 from tpukit.devices.torch_tpu import TorchTPURuntime
 from tpukit.host import environment
+from tpukit.host.known_errors import KNOWN_ERRORS
 from tpukit.launching import core, launcher
 from tpukit.tools import plan
 from tpukit.tools.child import run_python
@@ -222,12 +223,14 @@ def test_two_of_eight_chips_are_refused_because_torch_tpu_knows_no_such_shape():
 
 
 def in_the_real_package(tmp_path, *arguments, text=""):
-    """What a program prints in the environment of the planner, which holds torch_tpu itself."""
+    """A process that has ended, in the environment of the planner, which holds torch_tpu itself: `folder`."""
     if sys.platform != "linux" or shutil.disk_usage(tmp_path).free < 6e9:
         pytest.skip("torch_tpu has wheels for Linux, and takes 2.5 GB")
     folder = plan.install_compiler(backend="torch_tpu")
     variables = dict(PYTHONPATH=f"{ROOT}{os.pathsep}{folder}", TORCH_DEVICE_BACKEND_AUTOLOAD="0", TPU_SKIP_MDS_QUERY="1")
-    return run_python(*arguments, text=text, variables=variables)
+    ran = run_python(*arguments, text=text, variables=variables)
+    ran.folder = folder
+    return ran
 
 
 @pytest.mark.slow
@@ -254,6 +257,30 @@ def test_the_mock_knows_only_names_that_tpukit_uses_and_that_the_real_package_is
     runtime.torch_compile(torch.nn.Linear(2, 2), "no")
     torch_tpu_private.set_launch_variables(8), torch_tpu_private.is_open()
     assert len(mock.names()) > 8 and mock.names() <= {name for _, name, *_ in torch_tpu_calls.used()}
+
+
+# Code of a known error -> what the package's own source has of its text.
+TEXTS = {
+    "torch-tpu-fork": "cannot access or re-initialize TPU in a forked subprocess. ",
+    "torch-tpu-symbol": "libpywrap_2_15_0_common.so",
+    "torch-tpu-launch": "missing required environment variables for distributed training: ",
+    "torch-tpu-torch": "torch_tpu has no extension module compatible with PyTorch ",
+    "torch-tpu-shape": "No TPU topology found for count: ",
+    "torch-tpu-inductor": "torch.compile(..., backend='inductor') on TPU is experimental and does",
+    "torch-tpu-device": "Cannot set TPU device to index ",
+    "torch-tpu-internal": "is internal to TorchTPU",
+}
+
+
+@pytest.mark.slow
+def test_the_known_errors_of_torch_tpu_are_texts_of_the_real_package(tmp_path):
+    folder = in_the_real_package(tmp_path, "-c", "").folder / "torch_tpu"
+    files = [*folder.rglob("*.py"), *folder.rglob("libpywrap_2_13_0_common.so")]
+    source = b"".join(path.read_bytes() for path in files) + " ".join(path.name for path in folder.rglob("*.so")).encode()
+    assert TEXTS.keys() == {code for code in KNOWN_ERRORS if code.startswith("torch-tpu")}
+    for code, text in TEXTS.items():
+        assert text.encode() in source and text in KNOWN_ERRORS[code].title, code
+    assert b"no such text in it" not in source
 
 
 RANK = """
