@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,14 +14,13 @@ import torch
 
 from tests.conftest import ROOT, best_weights, exact, refuses, same
 from tests.devices import torch_tpu_calls, torch_tpu_mock
+from tests.devices.torch_tpu_calls import in_the_real_package
 from tpukit import MNIST, Run, train
 from tpukit.devices import open_runtime, torch_tpu_private
 from tpukit.devices.torch_tpu import TorchTPURuntime
 from tpukit.host import environment
 from tpukit.host.known_errors import KNOWN_ERRORS
 from tpukit.launching import core, launcher
-from tpukit.tools import plan
-from tpukit.tools.child import run_python
 
 SMALL = dict(epochs=2, batch_size=16, channels=4, log_every=3, precision="fp32")
 
@@ -222,17 +220,6 @@ def test_two_of_eight_chips_are_refused_because_torch_tpu_knows_no_such_shape():
         launcher._count_cores(torch_tpu_mock.machine(8), 8, "spmd")
 
 
-def in_the_real_package(tmp_path, *arguments, text=""):
-    """A process that has ended, in the environment of the planner, which holds torch_tpu itself: `folder`."""
-    if sys.platform != "linux" or shutil.disk_usage(tmp_path).free < 6e9:
-        pytest.skip("torch_tpu has wheels for Linux, and takes 2.5 GB")
-    folder = plan.install_compiler(backend="torch_tpu")
-    variables = dict(PYTHONPATH=f"{ROOT}{os.pathsep}{folder}", TORCH_DEVICE_BACKEND_AUTOLOAD="0", TPU_SKIP_MDS_QUERY="1")
-    ran = run_python(*arguments, text=text, variables=variables)
-    ran.folder = folder
-    return ran
-
-
 @pytest.mark.slow
 def test_every_name_that_tpukit_uses_is_in_the_real_package_and_every_call_fits_its_signature(tmp_path):
     uses = torch_tpu_calls.used()
@@ -291,6 +278,7 @@ torch_tpu_private.load()
 from torch_tpu._internal.utils import hardware
 hardware.get_tpu_topology = {8: "2,4,1", 1: "1,1,1"}.get  # by count, as of a host with a v5e-8
 from tests.devices import torch_tpu_calls, torch_tpu_mock
+from tests.devices.torch_tpu_calls import in_the_real_package
 from tpukit.launching import core
 for count in (8, 1):
     torch_tpu_private.set_launch_variables(count)

@@ -7,10 +7,16 @@ does not fit, as JSON.
 import ast
 import inspect
 import json
+import os
+import shutil
 import sys
 import types
 
+import pytest
+
 from tests.conftest import ROOT
+from tpukit.tools import plan
+from tpukit.tools.child import run_python
 
 
 def used(folder=ROOT / "tpukit"):
@@ -101,6 +107,17 @@ def _bind(function, count, keywords):
             raise TypeError(f"no argument {', '.join(missing)}") from None
     else:
         signature.bind(*[None] * count, **dict.fromkeys(keywords))
+
+
+def in_the_real_package(tmp_path, *arguments, text=""):
+    """A process that has ended, in the environment of the planner, which holds torch_tpu itself: `folder`."""
+    if sys.platform != "linux" or shutil.disk_usage(tmp_path).free < 6e9:
+        pytest.skip("torch_tpu has wheels for Linux, and takes 2.5 GB")
+    folder = plan.install_compiler(backend="torch_tpu")
+    variables = dict(PYTHONPATH=f"{ROOT}{os.pathsep}{folder}", TORCH_DEVICE_BACKEND_AUTOLOAD="0", TPU_SKIP_MDS_QUERY="1")
+    ran = run_python(*arguments, text=text, variables=variables)
+    ran.folder = folder
+    return ran
 
 
 if __name__ == "__main__":
