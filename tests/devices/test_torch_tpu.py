@@ -15,7 +15,7 @@ import torch
 from tests.conftest import ROOT, best_weights, exact, refuses, same
 from tests.devices import torch_tpu_calls, torch_tpu_mock
 from tests.devices.torch_tpu_calls import in_the_real_package
-from tpukit import MNIST, Run, train
+from tpukit import MNIST, Run, cli, train
 from tpukit.devices import open_runtime, torch_tpu_private
 from tpukit.devices.torch_tpu import TorchTPURuntime
 from tpukit.host import environment
@@ -73,6 +73,24 @@ def test_a_chip_computes_in_bf16_reports_its_memory_and_refuses_fp16_and_spmd(mo
         TorchTPURuntime(precision="fp16")
     with refuses("spmd", "processes"):
         open_runtime(torch_tpu_mock.machine(8), spmd_cores=8)
+
+
+def test_the_commands_run_unchanged_through_torch_tpu(mock, digits, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(environment, "detect", lambda *_: torch_tpu_mock.machine(1))
+    monkeypatch.chdir(tmp_path)  # where `test` writes
+    run = tmp_path / "run"
+    settings = ["--epochs", "1", "--batch-size", "16", "--channels", "4", "--log-every", "3"]
+    assert cli.main(["train", "mnist", "--dataset-dir", str(digits), "--run", str(run), *settings]) == 0
+    assert "TPU v5 lite through torch_tpu" in capsys.readouterr().out
+    assert cli.main(["report", str(run), "--trace", "2"]) == 0
+    assert {"torch_tpu._internal.profiler.profile", "torch.accelerator.synchronize"} <= mock.names()
+    report = capsys.readouterr().out
+    assert "torch_tpu compiled the model" in report and "Nothing is compiled" not in report
+    assert (
+        cli.main(["test", "mnist", "--dataset-dir", str(digits), "--weights", str(run / "best.safetensors"), *settings[4:6]])
+        == 0
+    )
+    assert "accuracy" in capsys.readouterr().out
 
 
 def test_models_batches_and_numbers_are_placed_on_the_chip(mock):
@@ -203,6 +221,13 @@ def test_each_launch_prepares_its_own_chips_and_keeps_what_the_user_has_set(mock
     assert os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].startswith("host-a")
     with refuses("4 TPU chips", "8 processes"):
         torch_tpu_private.set_launch_variables(8)
+
+    def refuse(nproc_per_node):
+        raise RuntimeError("No TPU topology found for count: 2")
+
+    monkeypatch.setattr(torch.tpu.distributed, "set_tpu_launch_env", refuse)
+    with refuses("2 processes", "count: 2", "tpukit doctor"):
+        torch_tpu_private.set_launch_variables(2)
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def remove():
 def machine(cores):
     """The Environment of a machine with so many chips and torch_tpu."""
     found = dict(host="kaggle", accelerator="tpu", cores=cores, device_name="v5litepod-8", python="3.12", versions=VERSIONS)
-    return environment.Environment(**found, outputs=Path.cwd(), drive=None, inputs=None, variables={})
+    return environment.Environment(**found, outputs=Path.cwd(), drive=None, inputs=Path("inputs"), variables={})
 
 
 def main(run, data, cores, accident="", **settings):
