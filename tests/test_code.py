@@ -48,6 +48,7 @@ def test_a_module_imports_from_its_own_layer_and_the_layers_below(path):
     "package, layers",
     [
         ("torch_xla", {"devices", "launching"}),
+        ("torch_tpu", {"devices"}),
         ("matplotlib", {"reporting"}),
         ("IPython", {"reporting"}),
         ("ipywidgets", {"reporting"}),

@@ -1,11 +1,15 @@
 """Where am I: read from environment variables and files that the tests lay out."""
 
 import dataclasses
+import importlib.util
+import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import refuses
+from tests.conftest import ROOT, refuses
 from tests.host.machines import COLAB_TPU, KAGGLE_TPU, add_chips, nvidia_smi
 from tpukit import TpukitError, detect
 from tpukit.host import environment as module
@@ -34,10 +38,12 @@ def test_kaggle_tpu_has_eight_chips(tmp_path, versions):
 @pytest.mark.parametrize(
     "torch, torch_xla, torch_tpu, libtpu, backend, fits",
     [
-        ("2.9.0+cpu", "2.9.0", None, "0.0.21", "torch_xla", None),
+        ("2.9.0+cpu", "2.9.0", None, "0.0.21", "torch_xla", True),
+        ("2.11.0", "2.9.0", None, "0.0.21", "torch_xla", False),
         ("2.13.0+cpu", None, "0.2.0", "0.0.52", "torch_tpu", True),
         ("2.15.0", "2.9.0", "0.2.0", "0.0.50", "torch_tpu", True),  # both, of which torch_tpu fits
-        ("2.9.0", "2.9.0", "0.2.0", "0.0.52", "torch_xla", False),  # both, of which torch_xla fits
+        ("2.9.0", "2.9.0", "0.2.0", "0.0.52", "torch_xla", True),  # both, of which torch_xla fits
+        ("2.16.0", "2.9.0", "0.2.0", "0.0.52", "torch_xla", False),  # both, of which neither fits
         ("2.9.0", None, "0.2.0", "0.0.52", "torch_tpu", False),
         ("2.16.0", None, "0.2.0", "0.0.52", "torch_tpu", False),
         ("2.13.0", None, "0.2.0", "0.0.21", "torch_tpu", False),
@@ -45,20 +51,48 @@ def test_kaggle_tpu_has_eight_chips(tmp_path, versions):
         ("2.9.0", None, None, None, None, None),
     ],
 )
-def test_the_backend_of_a_tpu_is_the_one_that_is_installed_and_of_two_the_one_that_fits(
-    torch, torch_xla, torch_tpu, libtpu, backend, fits, tmp_path, versions, gpu
+def test_the_first_cells_know_the_backend_of_a_tpu_and_whether_it_fits_and_import_none_of_it(
+    torch, torch_xla, torch_tpu, libtpu, backend, fits, tmp_path
 ):
+    """In an image of packages that cannot even be imported: a notebook's first cell, `detect`, its table and `require`."""
     add_chips(tmp_path, 8)
-    gpu()
-    given = dict(torch=torch, torch_xla=torch_xla, torch_tpu=torch_tpu, libtpu=libtpu)
-    versions(**{name: version for name, version in given.items() if version})
-    env = detect(KAGGLE_TPU, tmp_path)
-    assert env.tpu_backend == backend and env.accelerator == ("tpu" if backend else "cpu")
-    if torch_tpu:
-        assert module.torch_tpu_fits(env.versions) == fits
-    if not backend:
-        with refuses("torch_xla", "torch_tpu", "fresh session"):
-            env.require("tpu")
+    for name, version in dict(torch=torch, torch_xla=torch_xla, torch_tpu=torch_tpu, libtpu=libtpu).items():
+        if version:
+            (tmp_path / f"site/{name}-{version}.dist-info").mkdir(parents=True)
+            (tmp_path / f"site/{name}-{version}.dist-info/METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+            (tmp_path / "site" / name).mkdir()
+            (tmp_path / "site" / name / "__init__.py").write_text("raise ImportError(__name__)")
+    for name in ("rich", "pygments", "markdown_it", "mdurl"):  # which print the table
+        (tmp_path / "site" / name).symlink_to(Path(importlib.util.find_spec(name).origin).parent)
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", FIRST_CELLS, str(tmp_path), json.dumps(KAGGLE_TPU)],
+        cwd=ROOT, env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    words = ran.stdout.splitlines()
+    assert f"backend {backend}" in words and "imported []" in words
+    assert ("through" in ran.stdout) == bool(backend) and (f"through {backend}" in ran.stdout) == bool(backend)
+    required = next(line for line in words if line.startswith("require: "))
+    if fits is None:
+        assert all(text in ran.stdout for text in ("neither torch_xla nor torch_tpu", "fresh session"))
+    else:
+        assert required == "require: ok" if fits else f"{backend} " in required and "fresh session" in required.lower()
+
+
+FIRST_CELLS = """
+import json, sys
+cells = [cell for cell in json.load(open("notebooks/kaggle_tpu_v5e.ipynb"))["cells"] if cell["cell_type"] == "code"]
+exec("".join(cells[0]["source"]))
+env = tpukit.detect(json.loads(sys.argv[2]), sys.argv[1])
+print(env)
+print("backend", env.tpu_backend)
+try:
+    env.require("tpu", cores=8)
+    print("require: ok")
+except tpukit.TpukitError as error:
+    print("require:", error)
+print("imported", [name for name in ("torch", "torch_xla", "torch_tpu", "libtpu", "jax") if name in sys.modules])
+"""
 
 
 def test_a_colab_gpu_has_the_empty_tpu_variable_and_is_no_tpu(tmp_path, versions, gpu):

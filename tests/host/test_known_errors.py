@@ -78,9 +78,13 @@ THREADS = {
     "within a process is not supported.": "torch-tpu-device",
     # of torch_tpu, where module and symbol differ from one report to the next
     "torch_tpu._internal is internal to TorchTPU": "torch-tpu-internal",
-    "ImportError: /usr/local/lib/python3.12/site-packages/torch_tpu/_C.so: undefined symbol: _ZN3c105ErrorC1ENS_14Source": (
-        "torch-tpu-symbol"
-    ),
+    # seen with 0.2.0: its extension for torch 2.15 in torch 2.13; a launch without MASTER_ADDR; beside torch 2.9
+    "ImportError: /usr/lib/python3/site-packages/torch_tpu/_internal/../csrc/common/glue_2_15_0/libpywrap_2_15_0_common.so: "
+    "undefined symbol: _ZN3c1013GeneratorImpl12philox_stateEmRN2at6TensorES3_S3_": "torch-tpu-symbol",
+    "FAILED_PRECONDITION: missing required environment variables for distributed training: MASTER_ADDR, MASTER_PORT; please "
+    "run the program via torchrun or similar tools so that the environment is set up properly": "torch-tpu-launch",
+    "RuntimeError: Failed to load the backend extension: torch_tpu. You can disable extension auto-loading with "
+    "TORCH_DEVICE_BACKEND_AUTOLOAD=0.": "torch-tpu-torch",
     # pytorch/xla #9524, #6611
     "RuntimeError: Bad StatusOr access: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space "
     "vmem. Used 32.42M of 16.00M vmem. Exceeded vmem capacity by 16.42M": "vmem",

@@ -221,6 +221,14 @@ def test_torch_tpu_is_judged_by_its_versions_and_never_installed_over_an_image(i
     assert ("pip install" in check.fix) == (level == doctor.BLOCKS)
 
 
+def test_torch_tpu_beside_an_old_numpy_blocks(tmp_path, versions, monkeypatch):
+    versions(torch="2.13.0", torch_tpu="0.2.0", libtpu="0.0.52")
+    installed = environment.version_of
+    monkeypatch.setattr(environment, "version_of", lambda name: "1.26.4" if name == "numpy" else installed(name))
+    check = find(examine({}, tmp_path), "torch_tpu", doctor.BLOCKS)
+    assert "1.26.4" in check.found and "numpy>=2" in check.fix
+
+
 def test_a_torch_xla_beside_a_torch_tpu_that_fits_does_not_block(tmp_path, versions):
     versions(torch="2.13.0", torch_xla="2.9.0", torch_tpu="0.2.0", libtpu="0.0.52")
     checks = examine({}, tmp_path)
@@ -280,6 +288,14 @@ def test_an_accelerator_that_cannot_be_used_blocks(environ, chips, installed, fo
     versions(**installed)
     checks = examine(environ, tmp_path)
     assert found in find(checks, "accelerator", doctor.BLOCKS).found and doctor.blocked(checks)
+
+
+@pytest.mark.parametrize("installed", [dict(torch="2.9.0", torch_xla="2.9.0"), dict(torch="2.13.0", torch_tpu="0.2.0")])
+def test_chips_that_pjrt_device_hides_are_a_warning_with_either_backend(installed, tmp_path, versions, gpu):
+    add_chips(tmp_path, 8)
+    gpu()
+    versions(**installed)
+    assert "unset PJRT_DEVICE" in find(examine({"PJRT_DEVICE": "CPU"}, tmp_path), "accelerator", doctor.WARNING).fix
 
 
 T4, P100 = ("Tesla T4", "7.5"), ("Tesla P100-PCIE-16GB", "6.0")

@@ -3,7 +3,11 @@
 tests/devices/test_torch_tpu.py compares every name that is used here, and the public ones, with the package itself.
 """
 
+import atexit
 import contextlib
+import os
+
+from tpukit.host.errors import TpukitError
 
 BACKEND = "cpu:gloo,tpu:tpu_dist"  # of torch.distributed: host memory, and the links between chips
 
@@ -12,8 +16,6 @@ def open_device():
     """The TPU of this process, a torch.device. Raises TpukitError where torch_tpu finds none."""
     import torch
     import torch_tpu  # noqa: F401  registers the device, if there is one
-
-    from tpukit.host.errors import TpukitError
 
     found = torch.accelerator.current_accelerator()
     if found is None or found.type != "tpu":
@@ -24,16 +26,46 @@ def open_device():
 def is_open():
     """Whether this process has opened the TPU, so that processes forked from it cannot."""
     import torch
+    import torch_tpu  # noqa: F401
 
-    return hasattr(torch, "tpu") and torch.tpu.is_initialized()
+    return torch.tpu.is_initialized()
 
 
 def set_launch_variables(processes):
     """Set the variables by which the processes of this host, forked later, find each other and their chips."""
     import torch_tpu  # noqa: F401
     from torch.tpu.distributed import set_tpu_launch_env
+    from torch_tpu._internal import env_utils
 
-    set_tpu_launch_env(nproc_per_node=processes)
+    for name, value in env_utils._resolved_values.items():
+        if os.environ.get(name) == value:  # of an earlier launch, perhaps for other chips; torch_tpu would keep it
+            del os.environ[name]
+    env_utils._resolved_values.clear()
+    try:
+        set_tpu_launch_env(nproc_per_node=processes)
+    except (RuntimeError, ValueError) as error:
+        raise TpukitError(f"torch_tpu cannot start {processes} processes here: {error}. See `tpukit doctor`") from error
+    check_launch_variables(processes)
+
+
+def check_launch_variables(processes):
+    """Raise TpukitError unless these variables are set for this number of processes, over all hosts: others would wait for
+    chips that nobody opens."""
+    addresses = os.environ.get("TORCH_TPU_SLICEBUILDER_ADDRESSES", "")
+    chips = len(addresses.split(",")) if addresses else 0
+    if chips != processes:
+        raise TpukitError(
+            f"TORCH_TPU_SLICEBUILDER_ADDRESSES names {chips} TPU chips, but {processes} processes were to run, one on each. "
+            '`tpukit train` without torchrun sets it for one host: unset it. Before torchrun run `set -a; eval "$(python -m '
+            'torch.tpu.distributed)"; set +a` on every host, and start as many processes as it names chips'
+        )
+
+
+def leave_without_waiting():
+    """Let this process end after an error. (torch_tpu would first wait for the other ranks, which wait for this one.)"""
+    import torch
+
+    atexit.unregister(torch.tpu._shutdown_runtime)
 
 
 def random_generator():

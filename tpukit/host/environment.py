@@ -30,7 +30,7 @@ TPU_PCI_DEVICES = ("0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "
 TPU_MENU = {
     "colab": "Colab menu: Runtime > Change runtime type > Hardware accelerator > v5e-1 TPU (or v6e-1)",
     "kaggle": "Kaggle: Settings (or Session options) > Accelerator > TPU v5e-8; for a batch run, choose it before Save Version",
-    "tpu-vm": "on this TPU VM, install the torch_xla that matches torch: pip install 'torch_xla[tpu]'",
+    "tpu-vm": "on this TPU VM, install what matches torch: pip install 'torch_xla[tpu]', or torch_tpu from torch 2.11 on",
     "local": "there is no TPU to switch on here: open the notebook on Colab or Kaggle, or rent a TPU VM",
 }
 GPU_MENU = {
@@ -90,9 +90,10 @@ class Environment:
     def table(self):
         """The environment as a `Table`."""
         cores = f"{self.cores} x " if self.accelerator in ("tpu", "cuda") else ""
+        backend = f" through {self.tpu_backend}" if self.accelerator == "tpu" else ""
         rows = [
             ("host", self.host),
-            ("accelerator", f"{self.accelerator}: {cores}{self.device_name}"),
+            ("accelerator", f"{self.accelerator}: {cores}{self.device_name}{backend}"),
             ("python", self.python),
             *self.versions.items(),
             ("outputs", self.outputs),
@@ -117,6 +118,8 @@ class Environment:
         if accelerator not in accepted:
             raise TpukitError(f"require({accelerator!r}): choose 'tpu', 'cuda', 'xla' or 'cpu'")
         found = self.accelerator in accepted[accelerator]
+        if found and self.accelerator == "tpu" and (reason := misfit(self.versions)):
+            raise TpukitError(f"{reason}. Start a fresh session and install nothing over its versions; see `tpukit doctor`")
         if found and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
             return self
         if found:
@@ -195,15 +198,21 @@ def release(version, parts=2):
     return tuple(int(part) for part in re.findall(r"\d+", version)[:parts])
 
 
-def torch_xla_fits(versions):
-    """Whether an installed torch_xla was made for the installed torch."""
-    return release(versions["torch_xla"]) == release(versions.get("torch", ""))
-
-
 def torch_tpu_fits(versions):
     """Whether torch and libtpu are as an installed torch_tpu needs them, see TORCH_TPU_NEEDS."""
     torch, libtpu = release(versions.get("torch", "")), release(versions.get("libtpu", ""), 3)
     return (2, 11) <= torch <= (2, 15) and libtpu >= (0, 0, 50)
+
+
+def misfit(versions):
+    """Why the backend that TPUs are reached by does not work with these versions, or "" where it does."""
+    torch, libtpu = versions.get("torch"), versions.get("libtpu")
+    backend = find_tpu_backend(versions)
+    if backend == "torch_tpu" and not torch_tpu_fits(versions):
+        return f"torch_tpu {versions['torch_tpu']} with torch {torch} and libtpu {libtpu}: it needs {TORCH_TPU_NEEDS}"
+    if backend == "torch_xla" and release(versions["torch_xla"]) != release(torch or ""):
+        return f"torch_xla {versions['torch_xla']} does not match torch {torch}"
+    return ""
 
 
 def find_tpu_backend(versions):

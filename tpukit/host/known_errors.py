@@ -128,8 +128,9 @@ KNOWN_ERRORS = {
         pattern=r"BrokenProcessPool",
     ),
     "torch-tpu-symbol": KnownError(
-        title="ImportError: torch_tpu/_C.so: undefined symbol: _ZN3c10",
-        cause="torch_tpu (TorchTPU, the successor of torch_xla) is compiled for one torch, 2.11 or newer, not this one.",
+        title="ImportError: torch_tpu/csrc/common/glue_2_15_0/libpywrap_2_15_0_common.so: undefined symbol: _ZN3c10",
+        cause="torch_tpu (TorchTPU, the successor of torch_xla) has an extension for each torch from 2.11 to 2.15, and loads "
+        "the newest into a newer torch.",
         fix="torch_tpu and torch do not match: install the torch that torch_tpu requires (pip show torch_tpu) in a separate "
         "environment. On Colab and Kaggle start a fresh session instead; `tpukit doctor` shows which versions fit.",
         pattern=r"undefined symbol.*torch_tpu|torch_tpu.*undefined symbol",
@@ -140,15 +141,17 @@ KNOWN_ERRORS = {
         cause="torch_tpu needs environment variables that torchrun does not set, although the message recommends torchrun.",
         fix="Start the processes by tpukit.launch, which sets these variables, or export what "
         "`python -m torch.tpu.distributed` prints before torchrun.",
-        pattern=r"TORCH_TPU_(SLICEBUILDER|TOPOLOGY)",
+        pattern=r"program via torchrun or similar tools|TORCH_TPU_(SLICEBUILDER|TOPOLOGY)",
     ),
     "torch-tpu-torch": KnownError(
         title="ImportError: torch_tpu has no extension module compatible with PyTorch 2.9.0: it predates the oldest supported "
         "release.",
-        cause="torch_tpu was installed beside a torch that is too old for it: torch_tpu 0.2 has code for 2.11 to 2.15.",
+        cause="torch_tpu was installed beside a torch that is too old for it: torch_tpu 0.2 has code for 2.11 to 2.15. `import "
+        "torch` loads it, and ends with `Failed to load the backend extension: torch_tpu`.",
         fix="torch_tpu and torch do not match: `tpukit doctor` shows which versions fit. On Colab and Kaggle start a fresh "
-        "session; elsewhere install torch_tpu in an environment of its own, where pip takes a torch that fits.",
-        pattern=r"torch_tpu has no extension module|Extensions are available for PyTorch",
+        "session; elsewhere install torch_tpu in an environment of its own, where pip takes a torch that fits. With "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 torch leaves it alone.",
+        pattern=r"torch_tpu has no extension module|Extensions are available for PyTorch|backend extension: torch_tpu",
     ),
     "torch-tpu-shape": KnownError(
         title="RuntimeError: No TPU topology found for count: 2",

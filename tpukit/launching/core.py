@@ -135,6 +135,7 @@ def join(job, index):
         tpu_chips.clear_variables(job.processes)
     if not by_torch_xla:
         os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(job.processes))
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # torch_tpu opens no chip without; they meet in a file
     if job.spmd_cores:
         return World()
     rank, size = index, job.processes

@@ -126,13 +126,11 @@ def _call_under_torchrun(job, parallel):
     from torch.distributed.elastic.multiprocessing.errors import record
 
     by_torch_tpu = job.env.accelerator == "tpu" and job.env.tpu_backend == "torch_tpu"
-    if by_torch_tpu and "TORCH_TPU_SLICEBUILDER_ADDRESSES" not in os.environ:
-        raise TpukitError(
-            "torch_tpu's variables are not set, by which torchrun's processes find their chips: export what "
-            "`python -m torch.tpu.distributed` prints before torchrun, or use `tpukit train` without torchrun, which sets them"
-        )
     if (job.env.accelerator == "tpu" and not by_torch_tpu) or parallel == "spmd":
         raise TpukitError("torchrun is for GPUs. On TPUs run `tpukit train` itself on every host: the cores find their peers")
+    if by_torch_tpu:
+        torch_tpu_private.check_launch_variables(int(os.environ["WORLD_SIZE"]))
+        tpu_chips.clear_variables(int(os.environ["LOCAL_WORLD_SIZE"]))
 
     @record  # torchrun's report then shows the traceback of the rank that failed first
     def call():
@@ -147,6 +145,8 @@ def _call_under_torchrun(job, parallel):
         except Exception as error:
             step = f" in step {runtime.step + 1}" if runtime else ""
             print(f"rank {environment.rank()} on {socket.gethostname()} failed{step}: {error}", file=sys.stderr)
+            if by_torch_tpu:
+                torch_tpu_private.leave_without_waiting()
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()

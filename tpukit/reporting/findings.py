@@ -231,6 +231,8 @@ def _describe_compilations(session, trained):
         sentences = [_describe_capture(record) for record in _of_kind(session, "compile") if _function(record) == "step"]
         if (mode := session[0].get("torch_compile", "no")) != "no":
             sentences.append(f"torch.compile compiled the model ({mode}); it does not report when.")
+        if session[0].get("accelerator") == "tpu":
+            sentences = ["torch_tpu compiled the model and the predictions; it does not report when."]
         return sentences or ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
     sentences = []
     expected, unexpected = _step_compilations(session)

@@ -211,9 +211,9 @@ def _torch_xla(machine):
     if machine.env.tpu_backend == "torch_tpu":
         yield Check("torch_xla", NOTE, f"{xla} is not used: torch_tpu fits torch {torch}, and torch_xla does not", "")
         return
-    if torch and release(torch) != release(xla):
+    if torch and (reason := environment.misfit(machine.env.versions)):
         fix = _install(machine, f"'torch~={'.'.join(xla.split('.')[:2])}.0'")
-        yield Check("torch_xla", BLOCKS, f"{xla} does not match torch {torch}", fix)
+        yield Check("torch_xla", BLOCKS, reason, fix)
         return
     if error := machine.errors.get("torch_xla"):
         fix = fix_for(error) or FRESH
@@ -237,13 +237,16 @@ def _torch_tpu(machine):
     if "torch_tpu" not in versions:
         return
     found = f"{versions['torch_tpu']} with torch {versions.get('torch')} and libtpu {versions.get('libtpu')}"
-    if environment.torch_tpu_fits(versions):
-        yield Check("torch_tpu", OK, found)
-    elif machine.env.tpu_backend == "torch_xla":
-        yield Check("torch_tpu", NOTE, f"{found} is not used: it needs {environment.TORCH_TPU_NEEDS}", "")
+    numpy = environment.version_of("numpy")
+    if machine.env.tpu_backend == "torch_xla":
+        fix = "`import torch` may fail: pip uninstall torch_tpu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 before Python starts"
+        yield Check("torch_tpu", NOTE, f"{found} is not used: it needs {environment.TORCH_TPU_NEEDS}", fix)
+    elif reason := environment.misfit(versions):
+        yield Check("torch_tpu", BLOCKS, reason, _install(machine, "'torch>=2.11,<=2.15' 'libtpu>=0.0.50'"))
+    elif numpy and release(numpy) < (2,):
+        yield Check("torch_tpu", BLOCKS, f"{found}: it needs numpy 2, not {numpy}", _install(machine, "'numpy>=2'"))
     else:
-        fix = _install(machine, "'torch>=2.11,<=2.15' 'libtpu>=0.0.50'")
-        yield Check("torch_tpu", BLOCKS, f"{found}: it needs {environment.TORCH_TPU_NEEDS}", fix)
+        yield Check("torch_tpu", OK, found)
 
 
 def _wanted_libtpu():
@@ -275,7 +278,7 @@ def _accelerator(machine):
     elif pjrt == "TPU" and not chips:
         level, found = BLOCKS, "PJRT_DEVICE=TPU, but no TPU chip is on the PCI bus or in /dev"
         fix = f"unset PJRT_DEVICE. {menu}"
-    elif chips and env.accelerator == "xla":
+    elif chips and pjrt == "CPU":
         level, found, fix = WARNING, f"{chips} TPU chips found, but PJRT_DEVICE=CPU hides them", "unset PJRT_DEVICE"
     elif chips and env.accelerator != "tpu":
         level, found = BLOCKS, f"{chips} TPU chips found, but neither torch_xla nor torch_tpu is installed"
