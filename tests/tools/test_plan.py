@@ -70,6 +70,37 @@ def test_a_step_lowered_by_torch_tpu_has_the_figures_of_the_committed_plan(quiet
         assert found[name] == pytest.approx(COMMITTED["plans"]["mnist small"][name], rel=0.1), name
 
 
+@pytest.fixture
+def lowered_by_torch_tpu(quiet, tmp_path):
+    """Function: the digest of a task's step, lowered by torch_tpu and not compiled."""
+    if shutil.disk_usage(tmp_path).free < 6e9:
+        pytest.skip("torch_tpu's environment takes 2.5 GB")
+    tool.install_compiler(quiet, "torch_tpu")
+
+    def lower(task):
+        (graph,), _ = tool._trace(task, "train", task.batch_size, MACHINES["v5e-1"], tmp_path, backend="torch_tpu")
+        return graph["digest"]
+
+    return lower
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [TINY, MSHNet(batch_size=4, base_size=64, crop_size=64)], ids=["mnist", "mshnet"])
+def test_a_step_lowered_by_torch_tpu_has_the_schedules_factor_as_an_argument(lowered_by_torch_tpu, task):
+    # The first step's factor is 1 with the cosine and 1/2 with the warm-up: as constants they would be two graphs.
+    cosine, warm_up = (dataclasses.replace(task, **options) for options in (dict(schedule="cosine"), dict(warmup_epochs=1)))
+    plain, scheduled = lowered_by_torch_tpu(task), lowered_by_torch_tpu(cosine)
+    assert plain != scheduled == lowered_by_torch_tpu(warm_up)
+    halves = dataclasses.replace(cosine, micro_batches=2)
+    assert scheduled != lowered_by_torch_tpu(halves)
+
+
+@pytest.mark.slow
+def test_torch_tpu_lowers_a_layer_norm_of_bf16_values(lowered_by_torch_tpu):
+    task = CDEIT(batch_size=2, patch=8, width=64, heads=2, window=4, levels=2)  # one level has it in float32
+    assert lowered_by_torch_tpu(task)
+
+
 @pytest.mark.parametrize("options", [dict(chip="v5e-8"), dict(part="session"), dict(backend="jax")])
 def test_what_torch_tpu_cannot_lower_without_a_tpu_is_refused_before_anything_is_installed(options, quiet, monkeypatch):
     monkeypatch.setattr(tool, "install_compiler", None)

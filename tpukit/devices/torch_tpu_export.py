@@ -13,6 +13,7 @@ import os
 os.environ.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 import torch
+from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,6 +22,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tpukit.devices import runtime, torch_tpu_private
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
+
+# A layer norm of bf16 values with float32 weights, as autocast leaves it, is traced as torch's own smaller operations, because
+# torch_tpu 0.2 does not lower it forward, and gives its weights gradients in bf16 instead of float32.
+DECOMPOSITIONS = get_decompositions([torch.ops.aten.native_layer_norm, torch.ops.aten.native_layer_norm_backward])
 
 
 class TorchTPUExportRuntime(Runtime):
@@ -89,7 +94,7 @@ class TorchTPUExportRuntime(Runtime):
                 return [*outputs, *gradients, *state]
 
             with self._fake, torch_tpu_private.compiling(), sdpa_kernel(SDPBackend.MATH):
-                graph = make_fx(traced)(inputs, state)
+                graph = make_fx(traced, decomposition_table=DECOMPOSITIONS)(inputs, state)
             text, stablehlo = torch_tpu_private.lower(graph, [*inputs, *state])
             digest = hashlib.sha256(text.encode()).hexdigest()
             self.graphs.append(dict(name=name or function.__name__, stablehlo=stablehlo, digest=digest, kernels=[]))

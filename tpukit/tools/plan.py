@@ -148,7 +148,7 @@ class Plan:
                 figures += [f"{row['vmem_bytes'] / 1e9:.3g}", f"{row['cycles'] / 1e6:.4g}"]
                 answer = ["yes", f"{row['peak_bytes'] / GIB:.2f}", *figures]
             else:
-                used = re.search(r"[Uu]sed ([\d.]+[KMG]) of", row["why"])
+                used = re.search(r"([\d.]+[KMG])\)? (?:of|exceeds)", row["why"])
                 answer = ["no", f"needs {used[1]}" if used else "more than available", *[""] * 6]
             rows.append([row["batch_size"], *answer, round(row["compile_s"])])
         what = dict(train="training step", evaluate="prediction of one batch", session="all graphs of a training, once each")
