@@ -41,10 +41,16 @@ def block(layers, x, tiles):
 
 
 def _convolve_and_normalise(layers, norms, x, tiles):
-    """Convolutions of x, each with its batch norm: a list. They are one convolution, whose pass adds up the sums, too."""
-    x = tiling.conv2d_each(layers, x, tiles)
-    parts = zip(layers, norms, *(both.chunk(len(layers), 1) for both in (x, *_sums(x))))
-    return [_affine(part, *_scale_and_shift(norm, layer.bias, part, *sums)).to(x.dtype) for layer, norm, part, *sums in parts]
+    """Convolutions of x, each with its batch norm: a list. Of tiles they are one convolution, whose pass adds up the sums too;
+    whole images have so many channels that the zeros around a 1x1 kernel would cost more than a pass."""
+    found = []
+    for together in [layers] if tiles > 1 else [[layer] for layer in layers]:
+        maps = tiling.conv2d_each(together, x, tiles)
+        found += zip(*(part.chunk(len(together), 1) for part in (maps, *_sums(maps))))
+    return [
+        _affine(part, *_scale_and_shift(norm, layer.bias, part, *sums)).to(part.dtype)
+        for layer, norm, (part, *sums) in zip(layers, norms, found)
+    ]
 
 
 def _affine(x, scale, shift):
