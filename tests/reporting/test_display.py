@@ -27,6 +27,17 @@ def test_a_run_is_shown_by_its_last_scores_and_its_curves(trained, shown):
     assert curves.data.startswith(b"\x89PNG") and (run.path / "pictures/curves.png").read_bytes() == curves.data
 
 
+def test_the_scores_of_the_kept_weights_stand_below_the_last_ones_where_an_earlier_epoch_was_better(tmp_path, shown):
+    run = Run.open(tmp_path / "run", MNIST())
+    for epoch, accuracy in enumerate((0.25, 0.75, 0.75, 0.5)):
+        run.log("evaluation", 2 * epoch + 2, epoch=epoch, scores=dict(accuracy=accuracy), speed=dict(seconds=1.0))
+    display.show(run)
+    assert [("epoch 4" in shown[0].title, shown[0].rows), ("epoch 2" in shown[1].title, shown[1].rows)] == [
+        (True, [("accuracy", "0.5000")]),
+        (True, [("accuracy", "0.7500")]),
+    ]
+
+
 def test_a_run_with_an_roc_shows_it_too_and_one_without_a_record_says_so(tmp_path, shown):
     run = Run.open(tmp_path / "run", MNIST())
     display.show(run)

@@ -179,9 +179,22 @@ def test_curves_stand_over_epochs_with_the_best_mark_the_papers_line_and_where_t
     assert curve == ([1, 2, 3], [0.25, 0.75, 0.5]) and star == ([2], [0.75]) and paper[1] == [0.9, 0.9]
     assert words(iou) == ["best 0.75", "the paper"] and iou.get_ylim()[1] > 0.9 and iou.get_xlabel() == "epoch"
     assert lines(loss)[1][0] == [2, 2] and words(loss) == ["warm-up ends"] and len(lines(loss)) == 2  # 9 has not come
-    assert words(fa) == [] and len(lines(fa)) == 1 and axes["gradient norm"].get_yscale() == "log"
+    assert words(fa) == [] and len(lines(fa)) == 1
     assert list(axes_of(figures.curves_figure(records_of([0.5])))) == ["loss", "gradient norm", "iou", "fa", "hidden"]
     assert figures.curves_figure([]) is None
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3, 20, 21, 300])
+def test_epochs_are_whole_numbers_on_an_axis(epochs):
+    ticks = axes_of(figures.curves_figure(records_of([0.5] * epochs)))["loss"].get_xticks()
+    assert len(ticks) and all(tick == int(tick) for tick in ticks)
+
+
+@pytest.mark.parametrize("least, scale", [(0.5, "linear"), (0.05, "log")])
+def test_the_gradient_norm_has_a_logarithmic_axis_where_it_spans_a_power_of_ten(least, scale):
+    records = records_of([0.5, 0.5])  # the norm is 2
+    records[2]["grad_norm"] = least
+    assert axes_of(figures.curves_figure(records))["gradient norm"].get_yscale() == scale
 
 
 def test_a_live_chart_shows_loss_the_deciding_score_and_speed_with_compilations_from_the_first_moment_on():

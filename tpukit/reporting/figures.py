@@ -26,7 +26,7 @@ def curves_figure(records, labels=findings.NO_LABELS):
         axis.set_axis_off()
     for axis, (name, (epochs, values)) in zip(axes.flat, series.items()):
         plot_curve(axis, name, epochs, values, labels)
-        if name == "gradient norm" and min(values) > 0:
+        if name == "gradient norm" and max(values) > 10 * min(values) > 0:
             axis.set_yscale("log")
     return figure
 
@@ -36,7 +36,7 @@ def plot_curve(axis, name, epochs, values, labels):
     is_score = name not in findings.NO_SCORES
     axis.plot(epochs, values, color=RED if is_score else BLUE, lw=1.6, marker="o", ms=3 if len(values) < 60 else 0)
     set_title(axis, labels.names.get(name, name))
-    axis.set_xlabel("epoch", fontsize=9)
+    label_epochs(axis)
     style(axis)
     if not values:
         write_in_empty(axis, "nothing yet")
@@ -70,7 +70,7 @@ def live_figure(records, progress, labels):
                color=GREEN, lw=1.6, marker="o", ms=3 if len(found) < 60 else 0)  # fmt: skip
     mark_compilations(speed, [step / steps_per_epoch for step in findings.compiled_steps(records)])
     set_title(speed, "samples per second")
-    speed.set_xlabel("epoch", fontsize=9)
+    label_epochs(speed)
     speed.set_ylim(bottom=0)
     style(speed)
     if not found:
@@ -188,7 +188,7 @@ def runs_figure(series, name):
         name_of_run = f" {label(run)}"  # matplotlib leaves a label that begins with _ out of the legend
         axis.plot(epochs, values, ls=dashes, color=colour, marker=marker, lw=1.6, ms=4, label=name_of_run)
     set_title(axis, name)
-    axis.set_xlabel("epoch", fontsize=9)
+    label_epochs(axis)
     style(axis)
     if series:
         axis.legend(fontsize=8, frameon=False)
@@ -316,6 +316,12 @@ def style(axis):
 
 def set_title(axis, text):
     axis.set_title(label(text), loc="left", fontsize=10)
+
+
+def label_epochs(axis):
+    """Name the x axis, with ticks at whole epochs where the axis holds one."""
+    axis.set_xlabel("epoch", fontsize=9)
+    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
 def write_in_empty(axis, text):

@@ -69,6 +69,12 @@ def scores_table(scores, title="Scores"):
     return Table(title, ("score", "value", *beside), rows)
 
 
+def best_evaluation(evaluations, score):
+    """The evaluation record with the highest score, of equal ones the first, as training chooses; None where none has it."""
+    scored = [record for record in evaluations if _fits(record["scores"].get(score), float)]
+    return max(scored, key=lambda record: record["scores"][score], default=None)
+
+
 def _format_number(value):
     if not isinstance(value, float):
         return value

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import tempfile
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -154,7 +155,8 @@ def _run_torch_export(path, inputs):
     """The output for a batch, by torch. `torch.export.load` unpickles, which can run code: of our own file alone."""
     import torch
 
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch reads its own archive so
         return torch.export.load(path).module()(inputs).numpy()
 
 
