@@ -22,6 +22,7 @@ CASES = {
     "mnist small, torch_tpu": (MNIST(batch_size=32, channels=8), "train", "v5e-1"),
     "mshnet small, torch_tpu": (MSHNet(batch_size=4, base_size=64, crop_size=64), "train", "v5e-1"),
     "cdeit small, torch_tpu": (SMALL_CDEIT, "train", "v5e-1"),
+    "cdeit full at batch 2, torch_tpu": (CDEIT(batch_size=2), "train", "v5e-1"),
     "cdeit full, torch_tpu": (CDEIT(), "train", "v5e-1"),
     "mnist full, torch_tpu": (MNIST(), "train", "v5e-1"),
     "mshnet full, torch_tpu": (MSHNet(batch_size=32), "train", "v5e-1"),
