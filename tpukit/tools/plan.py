@@ -7,7 +7,6 @@ No figure is a measurement of a TPU.
 
 import contextlib
 import dataclasses
-import functools
 import gzip
 import hashlib
 import json
@@ -23,10 +22,9 @@ from tpukit.devices.chips import MACHINES
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Table
-from tpukit.runs.run import settings_dict
 from tpukit.tools import hlo
 from tpukit.tools.child import ROOT, last_line, run_python
-from tpukit.training.task import from_request, to_request
+from tpukit.training.task import to_request
 
 # libtpu as in the images with torch_xla 2.9, and the jax that belongs to it.
 COMPILER = ("jax==0.7.1", "jaxlib==0.7.1", "libtpu==0.0.21")
@@ -261,7 +259,7 @@ def _trace(task, part, size, machine, folder, parallel="processes", backend="tor
     variables = NO_FLAGS
     if backend == "torch_tpu":  # its torch goes before the one that is installed here
         variables = NO_FLAGS | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(compiler_folder(backend))])}
-    ran = run_python("-m", "tpukit.tools.plan", folder, text=json.dumps(request), variables=variables)
+    ran = run_python("-m", "tpukit.tools.plan_trace", folder, text=json.dumps(request), variables=variables)
     if ran.returncode:
         last = last_line(ran)
         if "No module named 'torch_xla'" in last or "_XLAC" in last and "undefined symbol" in last:
@@ -277,100 +275,6 @@ def _trace(task, part, size, machine, folder, parallel="processes", backend="tor
         same = different.setdefault(graph["digest"], graph | dict(times=0))
         same["times"] = 1 if part == "session" else same["times"] + 1
     return list(different.values()), traced["resident_bytes"]
-
-
-def trace_graphs(request, folder):
-    """In the fresh process: the graphs of a request of `_trace`, as numbered files, and traced.json about them. All calls into
-    training are here."""
-    if request["backend"] == "torch_tpu":
-        from tpukit.devices.torch_tpu_export import TorchTPUExportRuntime as ExportRuntime
-    else:
-        from tpukit.devices.xla_export import ExportRuntime
-
-        os.environ["PYTHONPATH"] = request["compiler"]  # jax, for the processes that lower kernels, and not for this one
-    task, part, size = from_request(request), request["part"], request["size"]
-    runtime = ExportRuntime(task.precision, request["cores"], request["memory_size"], spmd=request["spmd"])
-    if part == "train":
-        _, resident_bytes = _trace_step(task, runtime, size, task.epochs)
-    elif part == "evaluate":
-        resident_bytes = _trace_prediction(task, runtime, size)
-    else:
-        resident_bytes = _trace_session(task, runtime, size)
-    for number, graph in enumerate(runtime.graphs):
-        (folder / f"{number}.mlirbc").write_bytes(graph.pop("stablehlo"))
-    (folder / "traced.json").write_text(json.dumps(dict(graphs=runtime.graphs, resident_bytes=resident_bytes)))
-
-
-def _trace_step(task, runtime, size, epoch):
-    """Trace the training step of an epoch. Returns (the model with its gradients, how many bytes a core keeps besides)."""
-    from tpukit.training import layers, schedule
-    from tpukit.training.metrics import new_sums
-    from tpukit.training.step import train_step
-
-    model = _place_model(task, runtime, training=True)
-    averaged_bytes = sum(value.nbytes for value in model.state_dict().values()) if task.ema_decay else 0
-    optimizer = layers.make_optimizer(task, model)
-    runtime.init_optimizer_state(optimizer)
-    batch, compose, resident_bytes = _first_batch(task, runtime, size, training=True)
-    arguments = task.epoch_argument(runtime, epoch), new_sums(runtime), runtime.scalar(schedule.lr_factor(task, 0, 1))
-    runtime.sync()
-    step = functools.partial(train_step, task, model, optimizer, runtime, compose)
-    runtime.compile(step, name="step", changes=(model, optimizer))(batch, *arguments)
-    return model, averaged_bytes + resident_bytes
-
-
-def _trace_prediction(task, runtime, size, epoch=None):
-    """Trace what predicts a batch with the weights of an epoch. Returns how many bytes a core keeps besides."""
-    model = _place_model(task, runtime, training=False)
-    batch, compose, resident_bytes = _first_batch(task, runtime, size, training=False)
-    runtime.sync()
-    if task.dataset_dir:
-        batch = runtime.inference(compose)(batch)
-    task.predictor(model, runtime, epoch)(batch)
-    return resident_bytes
-
-
-def _trace_session(task, runtime, size):
-    """Trace every graph that `train` compiles, in all phases of the task. Returns how many bytes a core keeps besides."""
-    from tpukit.training import ema, metrics
-
-    runtime.exports_pending = True
-    epochs = sorted({0, *task.milestones(settings_dict(task)), task.epochs})
-    for epoch in epochs:
-        model, resident_bytes = _trace_step(task, runtime, size, epoch)
-        clipped = task.clip_norm is not None
-        metrics.sync(metrics.new_sums(runtime), model, runtime, clipped=clipped, stop_signal=None, save_due=False)
-    if task.ema_decay:
-        ema.WeightEMA(_place_model(task, runtime, training=True), task.ema_decay, runtime).step(ema.EVERY)
-    for epoch in epochs:
-        _trace_prediction(task, runtime, size, epoch)
-    return resident_bytes
-
-
-def _place_model(task, runtime, *, training):
-    from tpukit.training import batch_norm, layers
-
-    model = task.model().train(training)
-    if task.batch_norm == "frozen":
-        batch_norm.freeze(model)
-    layers.freeze(task, model)
-    return runtime.place(model)
-
-
-def _first_batch(task, runtime, size, *, training):
-    """(a core's batch on the device, the function that composes it there, bytes of the sets that it does not use)."""
-    import numpy as np
-
-    from tpukit.training.data import BatchLoader, Draw, already_composed
-
-    if not task.dataset_dir:
-        return runtime.put_batch(task.example(size // runtime.world.size)), already_composed, 0
-    data, *others = task.datasets() if training else [task.test_set()]
-    others_bytes = sum(BatchLoader(other, runtime, on=task.data_on, workers=0).bytes_per_core for other in others)
-    loader = BatchLoader(data, runtime, on=task.data_on, workers=0)
-    numbers = np.random.default_rng(0).random((size, data.num_draws)) if training else None
-    batch = next(loader.batches([Draw(np.arange(size) % len(data), numbers)]))
-    return batch, loader.compose, others_bytes
 
 
 # Compiling them
@@ -449,12 +353,3 @@ def install_compiler(log=print, backend="torch_xla"):
                     "PyPI for Linux on x86-64; `pip install tpukit[plan]` installs pip where it is missing"
                 )
     return folder
-
-
-if __name__ == "__main__":
-    try:
-        trace_graphs(json.loads(sys.stdin.read()), Path(sys.argv[1]))
-    except TpukitError as error:
-        sys.exit(str(error))
-    sys.stdout.flush()
-    os._exit(0)  # the graphs hold the whole step unfinished; an orderly exit would run it
