@@ -415,6 +415,18 @@ def is_on_xla(tensor):
     return tensor.device.type in XLA_DEVICES
 
 
+def computed_once(tensor):
+    """The tensor, which torch_xla's graph now computes apart from what reads it: XLA would otherwise move a cheap computation
+    into each operation that reads it, and then takes minutes to compile a convolution with a whole network's layer inside."""
+    if tensor.device.type != "xla":
+        return tensor
+    import torch_xla.core.xla_model as xm
+
+    tensor = tensor.clone()
+    xm.optimization_barrier_([tensor])
+    return tensor
+
+
 def checkpointed(block, *inputs):
     """block(*inputs), a module without randomness whose activations are recomputed in the backward pass, not kept."""
     if inputs[0].device.type == "xla":

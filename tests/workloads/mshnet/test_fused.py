@@ -38,7 +38,7 @@ def test_equal_largest_channels_share_the_gradient_as_in_amax(whole_numbers):
 
 def test_a_largest_value_that_none_reaches_when_computed_again_gets_no_gradient_rather_than_nan():
     x = torch.tensor([[1.0, 2.0, 2.0], [1.0, 4.0, 4.0]])
-    to_x = fused._share_largest(torch.tensor([[6.0], [6.0]]), x, torch.tensor([[3.0], [4.0]]), torch.full((2, 1), 0.5), 1)
+    to_x = fused._share_largest(torch.tensor([[6.0], [6.0]]), x, torch.tensor([[2.5], [3.5]]), 1)
     assert torch.equal(to_x, torch.tensor([[0.0, 0.0, 0.0], [0.0, 3.0, 3.0]]))
 
 

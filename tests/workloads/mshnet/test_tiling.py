@@ -72,3 +72,13 @@ def test_tiles_fill_the_lanes_of_an_xla_core_and_no_other_device_has_them(xla, c
 
     assert [tiles(32, 256), tiles(4, 256), tiles(128, 256), tiles(16, 64), tiles(1, 48), tiles(1, 16)] == [4, 16, 1, 4, 2, 1]
     assert tiling.num_tiles(torch.zeros(32, 3, 256, 256)) is None
+
+
+def test_the_gradient_that_the_convolutions_of_a_backward_pass_read_is_computed_once(xla):
+    import torch_xla
+
+    layer = torch.nn.Conv2d(2, 3, 3).to(xla.device)
+    x = torch.ones(4, 2, 8, 8).to(xla.device).requires_grad_()
+    y = F.relu(tiling.conv2d([layer], x, 2))
+    graph = torch_xla._XLAC._get_xla_tensors_hlo(list(torch.autograd.grad(y.sum(), (x, layer.weight))))
+    assert graph.count(" opt-barrier(") == 1

@@ -24,7 +24,7 @@ def block(layers, x, tiles):
         layer, norm = layers.shortcut
         x, residual = _convolve_and_normalise([layers.conv1, layer], [layers.bn1, norm], x, tiles)
     x = F.relu(x)
-    x = tiling.conv2d(layers.conv2, x, tiles, bias=False)
+    x = tiling.conv2d([layers.conv2], x, tiles)
     sums = _sums(x)
     scale, shift = _scale_and_shift(layers.bn2, layers.conv2.bias, x, *sums)
     # The mean and the largest value of the normalised images, (B, C): a negative scale, one with a negative weight, turns the
@@ -35,8 +35,8 @@ def block(layers, x, tiles):
     attention = layers.ca.from_pooled(mean[:, :, None, None], largest[:, :, None, None])  # (B, C, 1, 1)
     attention = tiling.for_tiles(attention.flatten(1).to(scale.dtype), tiles)  # (N, C)
     scale, shift = attention * scale, attention * shift
-    pooled = tiling.merge(_PoolChannels.apply(x, scale, shift), tiles)  # (B, 2, H, W)
-    attention = torch.sigmoid(tiling.split(tiling.conv2d_rows_as_channels(layers.sa.conv1, pooled), tiles))  # (N, 1, h, W)
+    pooled = _PoolChannels.apply(x, scale, shift)  # (N, 2, h, W)
+    attention = torch.sigmoid(tiling.conv2d_rows_as_channels(layers.sa.conv1, pooled, tiles))  # (N, 1, h, W)
     return _Gate.apply(x, scale, shift, attention, residual)
 
 
@@ -45,7 +45,7 @@ def _convolve_and_normalise(layers, norms, x, tiles):
     whole images have so many channels that the zeros around a 1x1 kernel would cost more than a pass."""
     found = []
     for together in [layers] if tiles > 1 else [[layer] for layer in layers]:
-        maps = tiling.conv2d_each(together, x, tiles)
+        maps = tiling.conv2d(together, x, tiles)
         found += zip(*(part.chunk(len(together), 1) for part in (maps, *_sums(maps))))
     return [
         _affine(part, *_scale_and_shift(norm, layer.bias, part, *sums)).to(part.dtype)
@@ -100,7 +100,7 @@ class _LargestOfTile(torch.autograd.Function):
         x, sign, largest = ctx.saved_tensors
         # The compiler may have taken the largest before x was rounded to its type.
         error = torch.finfo(x.dtype).eps / 2 * largest.abs()
-        to_x = _share_largest(gradient[..., None, None], sign * x, largest, error, (2, 3))
+        to_x = _share_largest(gradient[..., None, None], sign * x, largest - error, (2, 3))
         return (sign * to_x).to(x.dtype), None
 
 
@@ -117,15 +117,16 @@ class _PoolChannels(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         x, scale, shift, largest = ctx.saved_tensors
-        # Multiplied and added at once, as some devices do, a value is rounded differently.
-        error = 2 * torch.finfo(largest.dtype).eps * (largest.abs() + shift.abs()[..., None, None])
-        to_y = gradient[:, :1] / x.shape[1] + _share_largest(gradient[:, 1:], _affine(x, scale, shift), largest, error, 1)
+        # Multiplied and added at once, as some devices do, a value is rounded differently. One bound for all channels of a
+        # pixel is read faster than one for each.
+        error = 2 * torch.finfo(largest.dtype).eps * (largest.abs() + shift.abs().amax(1)[:, None, None, None])
+        to_y = gradient[:, :1] / x.shape[1] + _share_largest(gradient[:, 1:], _affine(x, scale, shift), largest - error, 1)
         return (scale[..., None, None] * to_y).to(x.dtype), (to_y * x).sum((2, 3)), to_y.sum((2, 3))
 
 
-def _share_largest(gradient, x, largest, error, dim):
-    """The gradient of x, given that of its largest value along `dim`: those equal to it, within an error, share it."""
-    is_largest = x >= largest - error
+def _share_largest(gradient, x, bound, dim):
+    """The gradient of x, given that of its largest value along `dim`: those that reach a bound just below it share it."""
+    is_largest = x >= bound
     share = gradient / is_largest.sum(dim, keepdim=True, dtype=x.dtype).clamp(min=1)
     return torch.where(is_largest, share, 0)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tpukit.workloads.mshnet import fused, tiling
-from tpukit.workloads.mshnet.tiling import concat_channels, conv2d, conv2d_of_pixels, upsample
+from tpukit.workloads.mshnet.tiling import concat_channels, conv2d_of_pixels, conv2d_rows_as_channels, upsample
 
 CHANNELS = (16, 32, 64, 128, 256)
 BLOCKS = (1, 2, 2, 2, 2)
@@ -125,7 +125,7 @@ class MSHNetModel(nn.Module):
         mask1, mask2 = conv2d_of_pixels(self.output_1, d1, tiles), conv2d_of_pixels(self.output_2, d2, tiles)
         mask3 = tiling.split(conv2d_of_pixels(self.output_3, d3, whole), tiles)
         full_size = [mask0, *(upsample(mask, 2**scale, tiles) for scale, mask in enumerate((mask1, mask2, mask3), 1))]
-        logits = conv2d(self.final, torch.cat(full_size, 1), tiles)
+        logits = conv2d_rows_as_channels(self.final, torch.cat(full_size, 1), tiles)
         if torch.is_tensor(warm_up):
             logits = torch.where(warm_up, mask0, logits)
         return logits, [mask0, mask1, mask2, mask3]

@@ -12,7 +12,7 @@ share the batch. Everywhere tiles=None means torch's own layers, for other devic
 import torch
 from torch.nn import functional as F
 
-from tpukit.devices.runtime import cores_sharing, is_on_xla
+from tpukit.devices.runtime import computed_once, cores_sharing, is_on_xla
 
 LANES = 128
 MIN_ROWS = 16  # of a tile of the image; the network halves them twice
@@ -81,16 +81,10 @@ def concat_channels(*maps, tiles):
     return torch.cat(maps, 1) if tiles is None else maps
 
 
-def conv2d(layer, x, tiles, *, bias=True):
-    """A convolution of tiled images. x: (T*B, C, h, W), or several of them from `concat_channels`. bias: whether to add it."""
-    if tiles is None:
-        return layer(x)
-    out = conv2d_each([layer], x, tiles)
-    return out + layer.bias.view(1, -1, 1, 1).to(out.dtype) if bias else out
+def conv2d(layers, x, tiles):
+    """Convolutions of the same tiled images without their biases, one after another in the channels.
 
-
-def conv2d_each(layers, x, tiles):
-    """Several convolutions of the same x, as `conv2d` without their biases, one after another in the channels."""
+    x: (T*B, C, h, W), or several of them from `concat_channels`."""
     maps = x if isinstance(x, tuple) else (x,)
     dtype = autocast_dtype(maps[0], layers[0])
     return _Convolutions.apply(tiles, len(layers), *[tensor.to(dtype) for tensor in (*(one.weight for one in layers), *maps)])
@@ -122,6 +116,7 @@ class _Convolutions(torch.autograd.Function):
         tiles, num_layers = ctx.tiles, ctx.num_layers
         kernel, *tensors = ctx.saved_tensors
         weights, maps = tensors[:num_layers], tensors[num_layers:]
+        gradient = computed_once(gradient)
         channels = [one.shape[1] for one in maps]
         to_maps = [
             _convolve([gradient], part.flip(2, 3).transpose(0, 1), tiles) if needed else None
@@ -135,20 +130,21 @@ class _Convolutions(torch.autograd.Function):
 
 
 def _convolve(maps, weight, tiles):
-    maps, padding = zip(*(_padded(one, weight.shape[2] // 2, tiles) for one in maps))
+    maps, padding = zip(*(_padded(one, weight, tiles) for one in maps))
     return F.conv2d(torch.cat(maps, 1) if len(maps) > 1 else maps[0], weight, padding=padding[0])
 
 
 def _gradient_of_kernel(x, weight, gradient, tiles):
-    x, padding = _padded(x, weight.shape[2] // 2, tiles)
+    x, padding = _padded(x, weight, tiles)
     ones, zeros, only_weight = [1, 1], [0, 0], [False, True, False]
     backward = torch.ops.aten.convolution_backward
     return backward(gradient, x, weight, None, ones, padding, ones, False, zeros, 1, only_weight)[1]
 
 
-def _padded(x, halo, tiles):
+def _padded(x, weight, tiles):
     """(x with its halo, what is left of the padding by rows and columns)."""
-    return (exchange_halo(x, tiles, halo), [0, halo]) if halo and tiles > 1 else (x, [halo, halo])
+    halo, columns = (size // 2 for size in weight.shape[2:])
+    return (exchange_halo(x, tiles, halo), [0, columns]) if halo and tiles > 1 else (x, [halo, columns])
 
 
 def conv2d_of_pixels(layer, x, tiles):
@@ -164,13 +160,15 @@ def conv2d_of_pixels(layer, x, tiles):
     return out.to(autocast_dtype(x, layer))
 
 
-def conv2d_rows_as_channels(layer, x):
-    """A convolution to one channel that treats each pixel of a row as a channel: (B, C, H, W) -> (B, 1, H, W).
+def conv2d_rows_as_channels(layer, x, tiles):
+    """A convolution to one channel that treats each pixel of a row as a channel: (T*B, C, h, W) -> (T*B, 1, h, W).
 
-    A few channels would leave the lanes empty; whole rows fill them. Along a row the kernel becomes a banded matrix: input
-    column i reaches output column o by tap i - o + K // 2."""
+    A few channels would leave the matrix unit empty; whole rows fill it, and where the batch is in the lanes no value moves.
+    Along a row the kernel becomes a banded matrix: input column i reaches output column o by tap i - o + K // 2."""
+    if tiles is None:
+        return layer(x)
     batch, channels, height, width = x.shape
-    size = layer.kernel_size[0]
+    size, dtype = layer.kernel_size[0], autocast_dtype(x, layer)
     with torch.autocast(x.device.type, enabled=False):
         column = torch.arange(width, device=x.device)
         tap = column[None, :] - column[:, None] + size // 2  # (W out, W in)
@@ -180,8 +178,9 @@ def conv2d_rows_as_channels(layer, x):
     weight = weight.view(channels, size, width, width).permute(2, 0, 3, 1)  # (W out, C, W in, K)
     weight = weight.reshape(width, channels * width, size, 1)
     rows = x.transpose(2, 3).reshape(batch, channels * width, height, 1)
-    out = F.conv2d(rows, weight, padding=(size // 2, 0))  # (B, W out, H, 1)
-    return out.permute(0, 3, 2, 1)
+    out = _Convolutions.apply(tiles, 1, weight.to(dtype), rows.to(dtype))  # (T*B, W out, h, 1)
+    out = out.permute(0, 3, 2, 1)
+    return out if layer.bias is None else out + layer.bias.to(dtype)
 
 
 def upsample(x, factor, tiles):
