@@ -1,10 +1,14 @@
 """The runtime of CPUs and GPUs (of which there is none here)."""
 
+import os
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from tpukit import MNIST, Run, TpukitError, train
+from tpukit.devices import open_runtime
 from tpukit.devices.runtime import Runtime
 
 
@@ -17,7 +21,6 @@ def gpu(monkeypatch, capability=(7, 5), built_for=("sm_75", "sm_80", "compute_90
 
 
 def test_gpus_without_bf16_take_fp16_with_a_scaler_and_unknown_precisions_are_refused(monkeypatch):
-    from tpukit.devices import open_runtime
     from tpukit.host.environment import detect
 
     gpu(monkeypatch)
@@ -145,3 +148,27 @@ def test_the_peak_of_a_gpus_memory_starts_anew_with_each_training(digits, tmp_pa
     task = MNIST(dataset_dir=digits, epochs=1, batch_size=8, log_every=25)
     train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
     assert order.count("anew") == 1 and order[-1] == "read"
+
+
+@pytest.mark.parametrize(
+    ("version", "given", "wanted"),
+    [
+        ("0.0.21", None, "--a=1 --b=2"),
+        ("0.0.17", "--c=3", "--c=3 --a=1 --b=2"),
+        ("0.0.21", "--c=3 --a=5", "--c=3 --a=5 --b=2"),  # the user's own win
+        ("0.0.99", "--c=3", "--c=3"),  # a flag that it does not know would end the process
+        (None, None, None),
+    ],
+)
+def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(monkeypatch, version, given, wanted):
+    pytest.importorskip("torch_xla")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", given or "")
+    if given is None:
+        monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    monkeypatch.setattr("tpukit.devices.version_of", lambda package: version if package == "libtpu" else "1")
+    seen = []
+    monkeypatch.setattr("tpukit.devices.xla.XLARuntime", lambda *_: seen.append(os.environ.get("LIBTPU_INIT_ARGS")))
+    for accelerator in ("xla", "tpu", "tpu"):  # the CPU XLA device has another compiler
+        env = SimpleNamespace(accelerator=accelerator, tpu_backend="torch_xla")
+        open_runtime(env, libtpu_args="--a=1 --b=2")
+    assert seen == [given, wanted, wanted]

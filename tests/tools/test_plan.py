@@ -386,6 +386,21 @@ def test_an_answer_is_cached(tmp_path, monkeypatch, quiet):
     assert len(calls) == 4
 
 
+def test_a_task_is_compiled_with_its_own_flags_and_not_with_those_of_this_process(tmp_path, monkeypatch, quiet):
+    monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path))
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--of_this_process=1")
+    monkeypatch.setattr(tool, "install_compiler", lambda log, backend: tmp_path)
+    given = []
+    answer = json.dumps(dict(peak_bytes=1, flops=1.0, hlo="HloModule x"))
+    monkeypatch.setattr(tool, "run_python", lambda *_, variables: given.append(variables) or ran(answer, code=0))
+    path = tmp_path / "0.mlirbc"
+    path.write_bytes(b"a graph")
+    for flags in ("", "--of_the_task=2", "--of_the_task=3"):
+        graph = dict(path=path, digest="one", libtpu_args=flags)
+        tool._compile(graph, MACHINES["v5e-1"], "processes", quiet)
+    assert [variables["LIBTPU_INIT_ARGS"] for variables in given] == [None, "--of_the_task=2", "--of_the_task=3"]
+
+
 def test_the_compilers_script_imports_nothing_of_tpukit():
     text = (ROOT / "tpukit/tools/tpu_compiler.py").read_text()
     assert "import tpukit" not in text and "from tpukit" not in text and "torch" not in text.replace("torch_xla", "")

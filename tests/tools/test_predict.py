@@ -277,7 +277,9 @@ def test_a_workload_of_ones_own_predicts_without_further_methods(trained):
 def test_the_device_is_the_cpu_unless_the_machines_own_is_asked_for(trained, monkeypatch):
     _, run = trained
     opened = []
-    monkeypatch.setattr("tpukit.devices.open_runtime", lambda env, precision: opened.append(env.accelerator) or 1 / 0)
+    monkeypatch.setattr(
+        "tpukit.devices.open_runtime", lambda env, precision, libtpu_args: opened.append(env.accelerator) or 1 / 0
+    )
     image = np.zeros((28, 28), np.uint8)
     predict(run, image, progress=False)
     assert not opened

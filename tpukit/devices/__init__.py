@@ -1,12 +1,18 @@
 """The devices of a training. Opening one is here; nothing is imported before, because the table of chips needs no torch."""
 
+import os
+
+from tpukit.host.environment import version_of
 from tpukit.host.errors import TpukitError
 
+LIBTPU_VERSIONS = ("0.0.17", "0.0.21")  # whose compilers took the tasks' flags; an unknown flag ends the process
 
-def open_runtime(env, precision="auto", *, world=None, spmd_cores=None):
+
+def open_runtime(env, precision="auto", *, world=None, spmd_cores=None, libtpu_args=""):
     """The runtime of the accelerator that `environment.detect()` found. This is where a device is first touched.
 
     world: this process among others; by default it is alone. spmd_cores: run one graph over that many XLA devices.
+    libtpu_args: of the task, for torch_xla on a TPU.
     """
     from tpukit.devices.runtime import PRECISIONS, Runtime
 
@@ -18,8 +24,20 @@ def open_runtime(env, precision="auto", *, world=None, spmd_cores=None):
         if spmd_cores:
             raise TpukitError("parallel='spmd' is torch_xla's: with torch_tpu use 'processes'")
         return TorchTPURuntime(env.accelerator, precision, world)
+    if env.accelerator == "tpu":
+        add_libtpu_args(libtpu_args)
     if env.accelerator in ("tpu", "xla"):
         from tpukit.devices.xla import XLARuntime
 
         return XLARuntime(env.accelerator, precision, world, spmd_cores)
     return Runtime(env.accelerator, precision, world)
+
+
+def add_libtpu_args(libtpu_args, environ=os.environ):
+    """Give flags to libtpu, which reads them when it opens the chips: those that it knows and the user has not set."""
+    if version_of("libtpu") not in LIBTPU_VERSIONS:
+        return
+    given = environ.get("LIBTPU_INIT_ARGS", "").split()
+    names = {flag.partition("=")[0] for flag in given}
+    given += [flag for flag in libtpu_args.split() if flag.partition("=")[0] not in names]
+    environ["LIBTPU_INIT_ARGS"] = " ".join(given)

@@ -415,15 +415,17 @@ def is_on_xla(tensor):
     return tensor.device.type in XLA_DEVICES
 
 
-def computed_once(tensor):
-    """The tensor, which torch_xla's graph now computes apart from what reads it: XLA would otherwise move a cheap computation
-    into each operation that reads it, and then takes minutes to compile a convolution with a whole network's layer inside."""
+def computed_once(tensor, *after):
+    """The tensor, computed apart from what reads it, and after others; of torch_xla's graph, elsewhere nothing changes.
+
+    XLA moves a cheap computation into each operation that reads it. Where that is a convolution and the computation a whole
+    layer's, it takes the compiler minutes."""
     if tensor.device.type != "xla":
         return tensor
     import torch_xla.core.xla_model as xm
 
     tensor = tensor.clone()
-    xm.optimization_barrier_([tensor])
+    xm.optimization_barrier_([tensor, *after])
     return tensor
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch_xla import _XLAC
 
 from tpukit.devices.kernel_counts import count_kernel
-from tpukit.devices.runtime import cores_sharing
+from tpukit.devices.runtime import computed_once, cores_sharing
 from tpukit.host.errors import first_line
 
 LANES = 128
@@ -174,7 +174,9 @@ class SlicedAttention(torch.autograd.Function):
     def forward(ctx, query, key, value):
         outs, lses = [], []
         for q, k, v in _slices(query, key, value):
-            s = _logits(_after(q, outs[-1:]), k)
+            if outs:  # XLA would otherwise hold the pairs of all slices at a time
+                q = computed_once(q, outs[-1])
+            s = _logits(q, k)
             lses.append(s.to(torch.promote_types(s.dtype, torch.float32)).logsumexp(-1, keepdim=True))
             outs.append(_weights(s, lses[-1]) @ v)
         out, lse = _joined(outs), _joined(lses)
@@ -188,7 +190,8 @@ class SlicedAttention(torch.autograd.Function):
         mean = (out.to(lse.dtype) * gradient.to(lse.dtype)).sum(-1, keepdim=True)
         parts, last = [], ()
         for q, k, v, d, lse, mean in _slices(query, key, value, gradient, lse, mean):
-            q = _after(q, last)
+            if last:
+                q = computed_once(q, *last)
             p = _weights(_logits(q, k), lse)
             ds = (p * (d @ v.mT - mean)).to(q.dtype) * q.shape[-1] ** -0.5
             last = ds @ k, ds.mT @ q, p.mT @ d
@@ -206,15 +209,6 @@ def _joined(slices):
     """The tensor (N, ...) of its slices."""
     cores = cores_sharing(slices[0])
     return torch.cat([part.unflatten(0, (cores, -1)) for part in slices], 1).flatten(0, 1)
-
-
-def _after(tensor, results):
-    """The tensor, once these results are computed: XLA would otherwise hold the pairs of all slices at a time."""
-    if not results or tensor.device.type != "xla":
-        return tensor
-    tensor = tensor.clone()
-    _XLAC._xla_optimization_barrier_([tensor, *results])
-    return tensor
 
 
 def _logits(q, k):

@@ -211,6 +211,8 @@ def _plan_batch(task, machine, size, part, parallel, log, backend="torch_xla"):
     install_compiler(log, backend)  # which has the jax that lowers kernels, too
     with tempfile.TemporaryDirectory() as folder:
         graphs, resident_bytes = _trace(task, part, size, machine, Path(folder), parallel, backend)
+        flags = task.libtpu_args if backend == "torch_xla" else ""
+        graphs = [graph | dict(libtpu_args=flags) for graph in graphs]
         answers = [_compile(graph, machine, parallel, log, backend) | graph for graph in graphs]
     row = dict(batch_size=size, fits=True, compile_s=sum(answer["compile_s"] for answer in answers))
     for answer in answers:
@@ -282,7 +284,8 @@ def _trace(task, part, size, machine, folder, parallel="processes", backend="tor
 
 def _compile(graph, machine, parallel, log, backend="torch_xla"):
     """What the compiler answers to a graph of `_trace`, cached; with an `error` where it needs too much memory."""
-    key = f"{graph['digest']} {machine.topology} {parallel} {COMPILERS[backend]} {files.sha256(COMPILER_SCRIPT)}"
+    flags = graph.get("libtpu_args", "")
+    key = f"{graph['digest']} {machine.topology} {parallel} {COMPILERS[backend]} {files.sha256(COMPILER_SCRIPT)}{flags}"
     cached = files.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json.gz"
     with contextlib.suppress(OSError, EOFError, ValueError):
         files.make_private(cached.parent)  # what another user put there is not trusted
@@ -291,7 +294,7 @@ def _compile(graph, machine, parallel, log, backend="torch_xla"):
     path = graph["path"]
     log(f"compiling {path.stat().st_size / 1000:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
     started = time.monotonic()
-    variables = NO_FLAGS | {"PYTHONPATH": str(libraries)}
+    variables = NO_FLAGS | {"PYTHONPATH": str(libraries), "LIBTPU_INIT_ARGS": flags or None}
     arguments = (path, machine.topology, machine.chips, parallel)
     answer = _read_answer(run_python("-s", COMPILER_SCRIPT, *arguments, variables=variables))
     answer["compile_s"] = time.monotonic() - started

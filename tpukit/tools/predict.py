@@ -33,7 +33,10 @@ def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, d
     with environment.explain_known_errors(), prediction.as_files(images) as paths:
         if out is not None:
             out = _empty_folder(out)
-        runtime = Runtime("cpu") if device == "cpu" else open_runtime(environment.detect(), task.precision)
+        if device == "cpu":
+            runtime = Runtime("cpu")
+        else:
+            runtime = open_runtime(environment.detect(), task.precision, libtpu_args=task.libtpu_args)
         paths = tqdm(paths, desc=f"predicting {task.name}", unit="file", disable=not progress)
         samples = _named(prediction.predict_files(task, best, paths, runtime, batch_size=batch_size))
         if out is None:

@@ -49,6 +49,8 @@ class Workload:
     """What `exported` computes, for those who use the file."""
     export_multiple: ClassVar[int] = 0
     """Of what height and width of an exported image may be any multiple; 0: they are fixed."""
+    libtpu_args: ClassVar[str] = ""
+    """Flags of a TPU's compiler that suit this task, as in LIBTPU_INIT_ARGS, where the user's own win. See `open_runtime`."""
     fallback: ClassVar[Path | None] = None
     """A folder that is searched where `dataset_dir` does not exist."""
 

@@ -35,6 +35,8 @@ class MSHNet(Workload):
     evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
     export_output: ClassVar[str] = "the probability of a target (batch, 1, height, width); images are RGB or three times grey"
     export_multiple: ClassVar[int] = 16
+    # Maps of the full size are half as large as the chip's fast memory: what is read there once should not push out a result.
+    libtpu_args: ClassVar[str] = "--xla_tpu_msa_inefficient_use_to_copy_ratio=2.5"
 
     epochs: int = setting(400, free=True)
     """Passes over the training set."""
