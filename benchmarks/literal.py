@@ -2,17 +2,20 @@
 
 import contextlib
 import dataclasses
+from typing import ClassVar
 from unittest import mock
 
 import torch
 
 from tpukit import MSHNet
-from tpukit.workloads.mshnet import model, tiling
+from tpukit.workloads.mshnet import model, tiling, upsampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiteralMSHNet(MSHNet):
     """MSHNet on whole images by torch's own layers, with only what it needs to compile for a TPU at all."""
+
+    libtpu_args: ClassVar[str] = ""
 
     def loss(self, model, batch, epoch):
         with literal_layers():
@@ -33,7 +36,7 @@ def literal_layers():
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
             (tiling, "num_tiles", lambda image: None),
-            (model, "upsample", lambda x, factor, tiles: tiling.upsample(x, factor, 1)),
+            (model, "upsample", lambda x, factor, tiles: upsampling.upsample(x, factor, 1)),
             (model.ChannelAttention, "forward", channel_attention),
             (model.SpatialAttention, "forward", spatial_attention),
         ):

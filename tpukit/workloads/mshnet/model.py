@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tpukit.workloads.mshnet import fused, tiling
-from tpukit.workloads.mshnet.tiling import concat_channels, conv2d_of_pixels, conv2d_rows_as_channels, upsample
+from tpukit.workloads.mshnet.tiling import concat_channels, conv2d_of_pixels, conv2d_rows_as_channels
+from tpukit.workloads.mshnet.upsampling import upsample
 
 CHANNELS = (16, 32, 64, 128, 256)
 BLOCKS = (1, 2, 2, 2, 2)
