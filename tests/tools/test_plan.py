@@ -317,6 +317,17 @@ def test_what_kernels_do_beyond_their_operands_is_added_and_the_caption_says_so(
     assert "by hand" not in plan(TINY, log=quiet).caption
 
 
+@pytest.mark.parametrize(("chip", "size", "flagged"), [("v5e-1", 16, 1), ("v5e-1", 8, 0), ("v5e-8", 128, 1), ("v5e-8", 32, 0)])
+def test_the_flags_of_mshnet_depend_on_the_images_of_one_core(monkeypatch, quiet, chip, size, flagged):
+    monkeypatch.setattr(tool, "install_compiler", lambda log, backend: None)
+    monkeypatch.setattr(tool, "_trace", lambda *_: ([dict(name="step", digest="x", times=1, kernels=[])], 0))
+    flags = []
+    answer = dict(peak_bytes=1, flops=1e12, hlo=KERNEL, compile_s=1.0)
+    monkeypatch.setattr(tool, "_compile", lambda graph, *_: flags.append(graph["libtpu_args"]) or dict(answer))
+    plan(MSHNet(), chip=chip, batch_sizes=[size], log=quiet)
+    assert [len(found.split()) for found in flags] == [flagged]
+
+
 def test_the_heaviest_operations_come_first_by_their_share_of_bytes_or_cycles(monkeypatch):
     def operation(name, hbm_bytes, cycles):
         return hlo.Operation(name, "fusion", "f32[8]", "aten__add, step.py:1", "", 1, hbm_bytes, 0.0, cycles)

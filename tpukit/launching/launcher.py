@@ -47,7 +47,7 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     count = _count_cores(env, cores, parallel)
     check_batch(task.batch_size, count)
     if count == 1:
-        return function(task, run, runtime=open_runtime(env, task.precision, libtpu_args=task.libtpu_args))
+        return function(task, run, runtime=open_runtime(env, task.precision, libtpu_args=task.libtpu_args(task.batch_size)))
     _refuse_an_opened_device(env)
     if env.accelerator == "tpu":
         tpu_chips.wait_until_free(run)

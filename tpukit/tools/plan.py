@@ -211,7 +211,7 @@ def _plan_batch(task, machine, size, part, parallel, log, backend="torch_xla"):
     install_compiler(log, backend)  # which has the jax that lowers kernels, too
     with tempfile.TemporaryDirectory() as folder:
         graphs, resident_bytes = _trace(task, part, size, machine, Path(folder), parallel, backend)
-        flags = task.libtpu_args if backend == "torch_xla" else ""
+        flags = task.libtpu_args(size // machine.chips) if backend == "torch_xla" else ""
         graphs = [graph | dict(libtpu_args=flags) for graph in graphs]
         answers = [_compile(graph, machine, parallel, log, backend) | graph for graph in graphs]
     row = dict(batch_size=size, fits=True, compile_s=sum(answer["compile_s"] for answer in answers))

@@ -36,7 +36,7 @@ def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, d
         if device == "cpu":
             runtime = Runtime("cpu")
         else:
-            runtime = open_runtime(environment.detect(), task.precision, libtpu_args=task.libtpu_args)
+            runtime = open_runtime(environment.detect(), task.precision, libtpu_args=task.libtpu_args(batch_size))
         paths = tqdm(paths, desc=f"predicting {task.name}", unit="file", disable=not progress)
         samples = _named(prediction.predict_files(task, best, paths, runtime, batch_size=batch_size))
         if out is None:

@@ -30,7 +30,7 @@ def test(task, run, *, runtime=None, progress=True):
         model = task.model()
         weights.load(model, path)
         data = task.test_set()
-        runtime = runtime or open_runtime(environment.detect(), task.precision, libtpu_args=task.libtpu_args)
+        runtime = runtime or open_runtime(environment.detect(), task.precision, libtpu_args=task.libtpu_args(task.batch_size))
         check_batch(task.batch_size, runtime.cores)
         run = run if runtime.world.rank == 0 else run.read_only()
         run.print(f"testing {path} on {runtime}: {len(data)} samples")

@@ -50,7 +50,9 @@ class Trainer:
             # Reading can take seconds, and so can opening a device and what it compiles for a model. Not before the model is
             # there: datasets that draw random numbers must not change its weights.
             reading = thread.submit(task.datasets)
-            self.runtime = runtime = runtime or open_runtime(environment.detect(), task.precision, libtpu_args=task.libtpu_args)
+            self.runtime = runtime = runtime or open_runtime(
+                environment.detect(), task.precision, libtpu_args=task.libtpu_args(task.batch_size)
+            )
             check_batch(task.batch_size, runtime.cores, micro_batches=task.micro_batches)
             self._place_model(model)
             has_optimizer_state = runtime.init_optimizer_state(self.optimizer)

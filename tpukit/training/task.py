@@ -49,8 +49,6 @@ class Workload:
     """What `exported` computes, for those who use the file."""
     export_multiple: ClassVar[int] = 0
     """Of what height and width of an exported image may be any multiple; 0: they are fixed."""
-    libtpu_args: ClassVar[str] = ""
-    """Flags of a TPU's compiler that suit this task, as in LIBTPU_INIT_ARGS, where the user's own win. See `open_runtime`."""
     fallback: ClassVar[Path | None] = None
     """A folder that is searched where `dataset_dir` does not exist."""
 
@@ -220,6 +218,10 @@ class Workload:
         from tpukit.training.layers import find_layers
 
         return find_layers(model)
+
+    def libtpu_args(self, batch_size):
+        """Flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one core's. See `open_runtime`."""
+        return ""
 
     def evaluation_signature(self):
         """str: what the scores depend on besides the weights. If it changes on resuming, the best score so far is dropped."""

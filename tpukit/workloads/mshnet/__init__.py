@@ -35,8 +35,6 @@ class MSHNet(Workload):
     evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
     export_output: ClassVar[str] = "the probability of a target (batch, 1, height, width); images are RGB or three times grey"
     export_multiple: ClassVar[int] = 16
-    # Maps of the full size are half as large as the chip's fast memory: what is read there once should not push out a result.
-    libtpu_args: ClassVar[str] = "--xla_tpu_msa_inefficient_use_to_copy_ratio=2.5"
 
     epochs: int = setting(400, free=True)
     """Passes over the training set."""
@@ -111,6 +109,11 @@ class MSHNet(Workload):
 
     def exported(self, model, inputs):
         return self.predict(model, inputs).sigmoid()
+
+    def libtpu_args(self, batch_size):
+        # Where a map of the full size takes a quarter of a v5e's fast memory, what is read there once pushes out results.
+        is_large = batch_size * self.crop_size**2 >= 16 * 256**2
+        return "--xla_tpu_msa_inefficient_use_to_copy_ratio=2.5" if is_large else ""
 
     def evaluate(self, predictions, threshold=0.5):
         """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), roc. threshold: of the probability, in (0, 1)."""
