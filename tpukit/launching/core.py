@@ -17,6 +17,10 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 
+# DistributedDataParallel imports it. Imported while there is a process group, its functions' defaults would keep the group,
+# and the group's threads abort the process when Python ends before them.
+import torch.distributed.nn.functional  # noqa: F401
+
 from tpukit.devices import open_runtime, torch_tpu_private
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import check_cuda
