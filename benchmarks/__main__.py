@@ -46,16 +46,16 @@ def main():
     with tempfile.TemporaryDirectory() as work:
         os.environ["TPUKIT_CACHE"] = f"{work}/cache"  # nothing that an earlier run left
         digits = make_synthetic("mnist", Path(work) / "digits", size=8000)
-        infrared = options.data or make_synthetic("IRSTD-1k", Path(work) / "infrared", size=120)
+        synthetic = make_synthetic("IRSTD-1k", Path(work) / "infrared", size=120)
         for part in options.parts or PARTS:
-            found[part] = measure(part, digits, infrared)
+            found[part] = measure(part, digits, synthetic, options.data or synthetic)
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(found, indent=1))
     print(f"\n{options.out}")
 
 
-def measure(part, digits, infrared):
-    """One part's rows, each a dict; printed as a table."""
+def measure(part, digits, synthetic, infrared):
+    """One part's rows, each a dict; printed as a table. infrared: the real set, or `synthetic`, which is 120 images."""
     gpu = ["cuda"] if has_gpu() else []
     if part == "data":
         rows = [row for device in ["cpu", *gpu] for row in ask("data", device, infrared)]
@@ -79,7 +79,7 @@ def measure(part, digits, infrared):
         title = "What an epoch of a second takes longer than its mocked device: MSHNet's sizes, evaluated every epoch"
     elif part == "loops":
         rows = [
-            row for case in ("cpu mnist", "xla mnist", "xla mshnet") for row in ask("loops", *case.split(), digits, infrared)
+            row for case in ("cpu mnist", "xla mnist", "xla mshnet") for row in ask("loops", *case.split(), digits, synthetic)
         ]
         columns = ("device", "model", "loop", "ms_per_step", "times_bare", "lowest", "highest", "rounds")
         title = "One loop against another, in turn: times_bare compares medians, lowest and highest are of single rounds"

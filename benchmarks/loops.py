@@ -64,7 +64,10 @@ class Ours:
             run = Run.open(folder, self.task)
             run.echo = False
             train(self.task, run, runtime=self.runtime, progress=False)
-            return run.records("train")[0]["speed"]["seconds"]
+            record = run.records("train")[0]
+            if record["step"] != steps:
+                sys.exit(f"an epoch has {record['step']} steps, and the other loops make {steps}")
+            return record["speed"]["seconds"]
 
 
 def loader(task):
