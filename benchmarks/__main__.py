@@ -1,7 +1,7 @@
 """`python -m benchmarks [PART...]`: measure, print tables, and write one JSON. All figures are of one machine in one run.
 
 data    images per second of each way from a set on disk to a batch, next to a plain PIL pipeline; one core
-steps   MSHNet's training step with each way of making it faster, one by one
+steps   MSHNet's training step written by hand and with each way of making it faster
 epochs  an epoch around it: waiting for data, compilations after warm-up, evaluation, time to the first step, peak memory
 overheads  what saving, scoring and recording take away from a fast device with epochs of a second
 loops   the cost of tpukit's loop next to a bare loop, Lightning and accelerate: same model, same device
@@ -62,10 +62,11 @@ def measure(part, digits, synthetic, infrared):
         columns = ("device", "way", "images_per_s", "times_plain", "rounds")
         title = "From the set to batches of 256x256, one thread: times_plain is against decoding and augmenting by PIL"
     elif part == "steps":
-        cases = [("cpu", 128, 4), ("xla", 128, 4)] + [("cuda", 256, size) for size in (4, 16, 64) if gpu]
+        cases = [("cpu", 256, 4), ("xla", 128, 4)] + [("cuda", 256, size) for size in (4, 16, 64) if gpu]
         rows = [dict(row, size=case[1], batch=case[2]) for case in cases for row in ask("steps", "steps", *case)]
-        columns = ("device", "size", "batch", "way", "ms_per_step", "times_first", "host_ms", "first_step_s", "steps")
-        title = "MSHNet's training step, each way against the first of its device; host_ms: until the host has handed it over"
+        columns = ("device", "size", "batch", "way", "ms_per_step", "times_first", "lowest", "highest")
+        columns += ("host_ms", "first_step_s", "rounds")
+        title = "MSHNet's training step, each way in turn with its device's first; host_ms: until the host has handed it over"
     elif part == "epochs":
         cases = [("cpu", 64, 8), ("xla", 64, 8)] + [("cuda", 256, size) for size in (4, 16) if gpu]
         rows = [dict(row, size=case[1], batch=case[2]) for case in cases for row in ask("steps", "epochs", *case, infrared)]

@@ -1,4 +1,4 @@
-"""MSHNet's training step with each way of making it faster, one by one, and an epoch of tpukit.train around it."""
+"""MSHNet's training step with each way of making it faster, and an epoch of tpukit.train around it."""
 
 import contextlib
 import dataclasses
@@ -10,6 +10,7 @@ import time
 
 import torch
 
+from benchmarks import by_hand
 from benchmarks.literal import literal_layers
 from tpukit import MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
@@ -18,26 +19,27 @@ from tpukit.training.data import already_composed
 from tpukit.training.metrics import new_sums
 from tpukit.training.step import train_step
 
-ROUNDS, STEPS = 5, 4
+ROUNDS = 7
+STEPS = dict(cpu=1, xla=3, cuda=10)  # of a round
 # The ways of a device: name -> settings. The first is what the others are compared with.
 WAYS = {
     "cpu": {
-        "fp32": {},
-        "bf16": dict(precision="bf16"),
-        "channels last": dict(channels_last="yes"),
-        "torch.compile": dict(torch_compile="default"),
+        "by hand": dict(by_hand=True),
+        "by hand, channels last": dict(by_hand=True, channels_last="yes"),
+        "tpukit": {},
+        "tpukit, channels outermost": dict(channels_last="no"),
+        "tpukit, bf16": dict(precision="bf16"),
+        "tpukit, torch.compile": dict(torch_compile="default"),
     },
     "xla": {"traced": {}, "tiled, traced": dict(tiled=True), "tiled, replayed": dict(tiled=True, replayed=True)},
     "cuda": {
+        "by hand": dict(by_hand=True),
         "fp32": dict(precision="fp32"),
+        "bf16, channels outermost": dict(precision="bf16", channels_last="no"),
         "bf16": dict(precision="bf16"),
-        "bf16, channels last": dict(precision="bf16", channels_last="yes"),
         "bf16, CUDA graphs of the model": dict(precision="bf16", torch_compile="reduce-overhead"),
         "bf16, captured": dict(precision="bf16", replayed=True),
-        "bf16, channels last, captured": dict(precision="bf16", channels_last="yes", replayed=True),
-        "bf16, channels last, torch.compile, captured": dict(
-            precision="bf16", channels_last="yes", torch_compile="default", replayed=True
-        ),
+        "bf16, torch.compile, captured": dict(precision="bf16", torch_compile="default", replayed=True),
     },
 }
 
@@ -50,48 +52,83 @@ def open_runtime(device, precision):
     return Runtime(device, precision)
 
 
-def seconds_per_step(device, task, tiled, replayed):
-    """Seconds: until the first step is done, of a later one (median), and of it what the host takes to hand it over."""
-    runtime = open_runtime(device, "fp32" if task.precision == "auto" else task.precision)
-    torch.manual_seed(0)
-    model = runtime.place(task.model().train(), channels_last=task.channels_last)
-    optimizer = task.optimizer(model)
-    runtime.init_optimizer_state(optimizer)
-    faster = runtime.torch_compile(model, task.torch_compile, is_captured=replayed)
-    batch, sums = runtime.put(task.example(task.batch_size)), new_sums(runtime)
+class ByHand:
+    """The step of a script without tpukit, which reads the loss after every step as most do."""
 
-    def step(batch, sums):
-        return train_step(task, faster, optimizer, runtime, already_composed, batch, task.epochs, sums)
+    def __init__(self, device, task):
+        self.runtime = open_runtime(device, "fp32")
+        torch.manual_seed(0)
+        self.batch = self.runtime.put(task.example(task.batch_size))
+        self.train = by_hand.Step(self.runtime.device, task.channels_last == "yes")
+        self.first_s, _ = self.seconds()
 
-    compiled_step = runtime.compile(step, name="step", changes=(model, optimizer) if replayed else None)
-    with contextlib.nullcontext() if tiled else literal_layers():
+    def seconds(self):
+        """Of one step: until its loss is read, and until the host has handed it over."""
         started = time.perf_counter()
-        sums = compiled_step(batch, sums)
-        runtime.sync()
-        first, times, host = time.perf_counter() - started, [], []
-        for _ in range(4 + ROUNDS * STEPS):  # the first ones are watched or captured, and slower
+        loss = self.train(self.batch)
+        handed_over = time.perf_counter()
+        float(loss)
+        return time.perf_counter() - started, handed_over - started
+
+
+class Ours:
+    """tpukit's step. tiled: on XLA, MSHNet as it is there. replayed: captured once, on XLA or a GPU."""
+
+    def __init__(self, device, task, *, tiled=False, replayed=False):
+        self.layers = contextlib.nullcontext if tiled or device != "xla" else literal_layers
+        self.runtime = runtime = open_runtime(device, "fp32" if task.precision == "auto" else task.precision)
+        torch.manual_seed(0)
+        model = runtime.place(task.model().train(), channels_last=task.channels_last)
+        optimizer = task.optimizer(model)
+        runtime.init_optimizer_state(optimizer)
+        faster = runtime.torch_compile(model, task.torch_compile, is_captured=replayed)
+        self.batch, self.sums = runtime.put(task.example(task.batch_size)), new_sums(runtime)
+
+        def step(batch, sums):
+            return train_step(task, faster, optimizer, runtime, already_composed, batch, task.epochs, sums)
+
+        self.train = runtime.compile(step, name="step", changes=(model, optimizer) if replayed else None)
+        self.first_s, _ = self.seconds()
+        for _ in range(4):  # these are watched or captured, and slower
+            self.seconds()
+        refusals = [event["why"][0] for event in runtime.take_compile_events() if replayed and not event["programs"]]
+        if refusals:
+            sys.exit(f"the step is not captured, because {refusals[0]}")
+
+    def seconds(self):
+        """Of one step: until the device has done it, and until the host has handed it over."""
+        with self.layers():
             started = time.perf_counter()
-            sums = compiled_step(batch, sums)
-            host.append(time.perf_counter() - started)
-            runtime.sync()
-            float(sums[0])
-            times.append(time.perf_counter() - started)
-    refusals = [event["why"][0] for event in runtime.take_compile_events() if replayed and not event["programs"]]
-    if refusals:
-        sys.exit(f"the step is not captured, because {refusals[0]}")
-    return first, statistics.median(times[4:]), statistics.median(host[4:])
+            self.sums = self.train(self.batch, self.sums)
+            handed_over = time.perf_counter()
+        self.runtime.sync()
+        float(self.sums[0])
+        return time.perf_counter() - started, handed_over - started
+
+
+def contender(device, task, by_hand=False, **how):
+    return ByHand(device, task) if by_hand else Ours(device, task, **how)
 
 
 def steps(device, size, batch_size):
-    base = None
+    """Each way takes turns with the first one, so that both meet the same noise."""
+    first = None
     for name, settings in WAYS[device].items():
         settings = dict(settings)
-        how = [settings.pop(part, False) for part in ("tiled", "replayed")]
-        task = MSHNet(base_size=size, crop_size=size, batch_size=batch_size, **settings)
-        first, later, host = seconds_per_step(device, task, *how)
-        base = base or later
-        row = dict(device=device, way=name, ms_per_step=round(1e3 * later, 1), times_first=round(later / base, 2))
-        row |= dict(host_ms=round(1e3 * host, 1), first_step_s=round(first, 1), steps=ROUNDS * STEPS)
+        how = {part: settings.pop(part) for part in ("by_hand", "tiled", "replayed") if part in settings}
+        way = contender(device, MSHNet(base_size=size, crop_size=size, batch_size=batch_size, **settings), **how)
+        first = first or way
+        rounds = {one: [] for one in (first, way)}
+        for number in range(ROUNDS):
+            for one in list(rounds)[:: (-1) ** number]:
+                rounds[one].append([one.seconds() for _ in range(STEPS[device])])
+        host = statistics.median(handed_over for part in rounds[way] for _, handed_over in part)
+        ms, base_ms = ([1e3 * statistics.median(whole for whole, _ in part) for part in rounds[one]] for one in (way, first))
+        ratios = [one / base for one, base in zip(ms, base_ms)]
+        row = dict(device=device, way=name, ms_per_step=round(statistics.median(ms), 1))
+        row |= dict(times_first=round(statistics.median(ms) / statistics.median(base_ms), 2))
+        row |= dict(lowest=round(min(ratios), 2), highest=round(max(ratios), 2), host_ms=round(1e3 * host, 1))
+        row |= dict(first_step_s=round(way.first_s, 1), rounds=ROUNDS)
         print("ROW " + json.dumps(row), flush=True)
 
 

@@ -1,8 +1,10 @@
 """The benchmarks that stand in for a device still fit the loop that they measure."""
 
 import pytest
+import torch
 
-from benchmarks import overheads
+from benchmarks import by_hand, overheads
+from tpukit import MSHNet
 from tpukit.workloads.datasets import make_synthetic
 
 
@@ -14,3 +16,18 @@ def test_a_loop_on_the_fast_device_loses_some_time_to_each_of_its_parts(tmp_path
     found = overheads.measure(folder, scored=scored)
     assert found.keys() == overheads.measure_bare().keys()
     assert min(found["lost_ms"], found["saves_ms"], found["records_ms"]) > 0
+
+
+def test_the_network_written_by_hand_computes_the_loss_and_gradients_of_mshnet():
+    task = MSHNet(base_size=32, crop_size=32)
+    step, model = by_hand.Step("cpu"), task.model()
+    step.network.load_state_dict(model.state_dict())
+    batch = {name: torch.as_tensor(values) for name, values in task.example(2).items()}
+    expected, found = task.loss(model, batch, epoch=task.warm_epoch + 1), step.loss(batch)
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    found.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    rounding = 1e-5 * max(float(gradient.abs().max()) for gradient in gradients.values())
+    for name, parameter in step.network.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=rounding, rtol=1e-3)
