@@ -1,6 +1,9 @@
 """The runtime of CPUs and GPUs (of which there is none here)."""
 
 import os
+import platform
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -55,6 +58,33 @@ def test_a_gpu_that_torch_was_not_built_for_is_refused_before_its_first_kernel(c
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla P100-PCIE-16GB")
     with pytest.raises(TpukitError, match=r"P100-PCIE-16GB .*6\.0.* sm_75, sm_80, compute_90 "):
         Runtime("cuda")
+
+
+COUNT_FAULTS = """
+import resource, torch
+from tpukit.devices.runtime import Runtime
+
+def faults():
+    for step in range(20):
+        if step == 15:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)  # 64 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+alone = faults()
+Runtime("cpu")
+print(alone, faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ, reason="another malloc than glibc's")
+@pytest.mark.parametrize("own_setting", [{}, {"MALLOC_TOP_PAD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.top_pad=131072"}])
+def test_memory_that_a_step_on_a_cpu_frees_is_there_for_the_next_unless_the_user_sets_malloc(own_setting):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    ran = subprocess.run([sys.executable, "-c", COUNT_FAULTS], env=environ | own_setting, capture_output=True, text=True)
+    alone, with_runtime = map(int, ran.stdout.split())
+    assert alone >= 5 * 32  # of 2 MiB each, where the system has large pages
+    assert (with_runtime < alone / 10) == (not own_setting)
 
 
 def test_a_gpu_that_torch_cannot_use_at_all_is_refused_with_words(monkeypatch):

@@ -4,6 +4,7 @@ A runtime is one process of a `World`: it takes its share of every global batch,
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import os
@@ -47,6 +48,21 @@ def check_cuda():
             f"this machine has a GPU, but torch {torch.__version__} cannot use it: "
             "it was built without CUDA, or the driver is too old. `tpukit doctor` shows which."
         )
+
+
+def keep_freed_memory():
+    """Let glibc's malloc keep up to 2 GiB of freed memory in this process, instead of returning it to the system.
+
+    By default it returns what a step on a CPU frees, and the next step waits while the system clears every page of it anew.
+    Nothing changes where the environment says how malloc is to work, or where another allocator or library is in its place.
+    """
+    is_set = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if is_set or not hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        return
+    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    libc.mallopt(trim_threshold, 2**31 - 1)
+    if not libc.mallopt(mmap_threshold, 2**30):
+        libc.mallopt(mmap_threshold, 2**25)  # all that older versions take
 
 
 class Watchdog:
@@ -94,6 +110,8 @@ class Runtime:
         self.scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" else None
 
     def _open_device(self):
+        if self.accelerator == "cpu":
+            keep_freed_memory()
         if self.accelerator == "cuda":
             check_cuda()
             torch.backends.cudnn.benchmark = True  # shapes are fixed; the choice may differ from run to run by rounding
