@@ -1,6 +1,7 @@
 """Which samples a step gets, and how they reach the device."""
 
 import itertools
+import threading
 import types
 
 import numpy as np
@@ -39,6 +40,27 @@ def test_batches_come_in_order_whatever_the_number_of_workers(workers, infrared,
     wanted = [data.batch(indices, numbers)["image"] for indices, numbers, _ in plan()]
     got = [batch["image"].numpy() for batch in BatchLoader(data, cpu, workers=workers).batches(plan())]
     assert len(got) == 8 and all(np.array_equal(a, b) for a, b in zip(wanted, got))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_without_workers_the_thread_that_asks_for_a_batch_makes_it_then_and_not_before(workers, cpu):
+    made_by = []
+
+    class Numbers:
+        def batch(self, indices, numbers=None):
+            made_by.append(threading.current_thread())
+            return dict(number=indices)
+
+        def __len__(self):
+            return 40
+
+    batches = BatchLoader(Numbers(), cpu, workers=workers).batches(training_plan(40, 4, seed=0, epoch=0))
+    next(batches)
+    if workers:
+        batches.close()
+        assert threading.current_thread() not in made_by
+    else:
+        assert made_by == [threading.current_thread()]
 
 
 @pytest.mark.parametrize("kind", ["mnist", "mshnet", "cdeit", "images"])

@@ -52,8 +52,9 @@ class BatchLoader:
     """Brings the batches of a dataset to a runtime's device.
 
     data: as `Workload.datasets` returns it. on: "device" stores all its arrays there once, so that a batch is an index and
-    a few numbers per sample; "host" makes every batch on `workers` threads, a few ahead; "auto" stores them on an accelerator
-    where they take at most an eighth of its memory, whole or sharded over the devices of this process.
+    a few numbers per sample; "host" makes every batch on `workers` threads, a few ahead, with 0 in the thread that asks; "auto"
+    stores them on an accelerator where they take at most an eighth of its memory, whole or sharded over the devices of this
+    process.
     """
 
     def __init__(self, data, runtime, *, on="auto", workers=2):
@@ -79,18 +80,21 @@ class BatchLoader:
             how = f"sharded over {runtime.shards} cores" if is_sharded else "whole"
             where = f"{size / 2**20:.0f} MiB on the device, {how}: a batch is an index"
         else:
-            where = f"{workers} threads make the batches ahead"
+            where = f"{workers} threads make the batches ahead" if workers else "each batch is made when its step is due"
             if can_be_stored and is_wanted:
                 where += f", because more than {limit * runtime.shards / 2**20:.0f} MiB would take too much of the device"
         self.description = f"{len(data)} samples, {where}"
 
     def batches(self, plan):
-        """Make this rank's share of the batches of a plan, a few ahead, and put them on the device in order.
+        """Make this rank's share of the batches of a plan and put them on the device in order.
 
         Yields dicts of tensors, to be given to `compose` in a compiled function. All ranks together see what one device would.
         """
+        if self.workers == 0:
+            yield from (self.runtime.put_batch(self._make(draw)) for draw in plan)
+            return
         pending = collections.deque()
-        with concurrent.futures.ThreadPoolExecutor(max(self.workers, 1), thread_name_prefix="batches") as pool:
+        with concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix="batches") as pool:
             try:
                 for draw in plan:
                     pending.append(pool.submit(self._make, draw))

@@ -79,6 +79,8 @@ class MNIST(Workload):
     """Global batch size: images in one optimizer step, over all cores."""
     lr: float = 0.05
     """Learning rate of SGD with momentum 0.9."""
+    num_workers: int = setting(0, free=True)
+    """Threads that make the batches; 0 makes them between steps, because a thread would delay a CPU's steps by more."""
     channels: int = 32
     """Channels of the first convolution; the second has twice as many."""
 
