@@ -5,10 +5,8 @@ A runtime is one process of a `World`: it takes its share of every global batch,
 
 import contextlib
 import ctypes
-import faulthandler
 import functools
 import os
-import time
 import warnings
 
 import numpy as np
@@ -17,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import cuda_graph
 from tpukit.devices.distributed import World
+from tpukit.devices.watchdog import Watchdog
 from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
 
@@ -63,25 +62,6 @@ def keep_freed_memory():
     libc.mallopt(trim_threshold, 2**31 - 1)
     if not libc.mallopt(mmap_threshold, 2**30):
         libc.mallopt(mmap_threshold, 2**25)  # all that older versions take
-
-
-class Watchdog:
-    """Writes every thread's Python stack to the open file `stacks` after timeout_s seconds without a `heartbeat`.
-
-    kills_process: also end this process then. steps: an open file that always holds the step of the last heartbeat.
-    """
-
-    def __init__(self, timeout_s, stacks, *, kills_process, steps=None):
-        self.timer = dict(timeout=timeout_s, file=stacks, exit=kills_process)
-        self.steps, self.armed_at = steps, float("-inf")
-
-    def heartbeat(self, step):
-        if self.steps:
-            os.pwrite(self.steps.fileno(), b"%20d" % step, 0)
-        now = time.monotonic()
-        if now - self.armed_at > 1:  # arming starts a thread, so at most once a second
-            self.armed_at = now
-            faulthandler.dump_traceback_later(**self.timer)
 
 
 class Runtime:
