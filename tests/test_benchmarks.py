@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from benchmarks import by_hand, overheads
-from tpukit import MSHNet
+from benchmarks import by_hand, loops, overheads
+from tpukit import MNIST, MSHNet
+from tpukit.devices.runtime import Runtime
 from tpukit.workloads.datasets import make_synthetic
 
 
@@ -31,3 +32,19 @@ def test_the_network_written_by_hand_computes_the_loss_and_gradients_of_mshnet()
     rounding = 1e-5 * max(float(gradient.abs().max()) for gradient in gradients.values())
     for name, parameter in step.network.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], atol=rounding, rtol=1e-3)
+
+
+def test_the_bare_loop_trains_the_same_network_on_the_same_batches_as_tpukits(digits, monkeypatch):
+    losses = []
+
+    def recorded(task, *arguments, loss=MNIST.loss):
+        losses.append(loss(task, *arguments))
+        return losses[-1]
+
+    monkeypatch.setattr(MNIST, "loss", recorded)
+    task = MNIST(dataset_dir=digits, batch_size=32, epochs=2, eval_every=9, log_every=999)
+    assert loops.Bare(task, torch.device("cpu")).run() > 0
+    bare, losses[:] = [float(loss) for loss in losses], []
+    assert loops.Ours(task, Runtime("cpu")).run() > 0
+    assert len(bare) == 2 * loops.steps_per_epoch(task, task.datasets()[0]) > 2
+    torch.testing.assert_close(torch.stack(losses), torch.tensor(bare), rtol=1e-4, atol=1e-5)
