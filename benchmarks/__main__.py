@@ -82,9 +82,8 @@ def measure(part, digits, synthetic, infrared):
         rows = [
             row for case in ("cpu mnist", "xla mnist", "xla mshnet") for row in ask("loops", *case.split(), digits, synthetic)
         ]
-        columns = ("device", "model", "loop", "ms_per_step", "times_bare", "lowest", "highest", "times_kept", "rounds")
-        title = "One loop against another, in turn: times_bare compares medians, lowest and highest are of single rounds; "
-        title += "times_kept is against the bare loop whose memory is kept"
+        columns = ("device", "model", "loop", "ms_per_step", "times_bare", "lowest", "highest", "rounds")
+        title = "One loop against another, in turn: times_bare compares medians, lowest and highest are of single rounds"
     elif part == "images":
         with tempfile.TemporaryDirectory() as work:
             rows = ask("images", make_synthetic("my-images", Path(work) / "shapes", size=4800))

@@ -4,9 +4,11 @@ In every round each contender trains a new model for two epochs, in changing ord
 started anew a few times; times are of the second epoch's steps alone, and the first round does not count. The bare loop makes
 its batches in line; it does nothing but train. It starts from tpukit's weights and takes tpukit's batches, because what is
 computed counts: max-pooling takes longer where its branches are harder to predict. On a CPU it also runs with the memory kept
-as tpukit keeps it: what tpukit's takes longer than that is the cost of its loop.
+as tpukit keeps it; what tpukit's takes longer than that, the cost of its loop, is measured in one process: `both`.
 """
 
+import dataclasses
+import itertools
 import json
 import logging
 import multiprocessing
@@ -24,7 +26,7 @@ from tpukit import MNIST, MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
 
 ROUNDS = 5  # each is noisy on a shared machine
-LAUNCHES = 3  # where a process's memory lies makes it faster or slower for all its rounds
+LAUNCHES = dict(cpu=3, xla=1)  # where a process's memory lies makes it faster or slower for all its rounds on a CPU
 
 
 class Bare:
@@ -35,32 +37,40 @@ class Bare:
         self.data, _ = task.datasets()
 
     def run(self):
-        torch.manual_seed(self.task.seed)
-        model = self.task.model().to(self.device)
-        optimizer = self.task.optimizer(model)
-        for epoch in range(2):
-            seconds = self.train_epoch(model, optimizer, epoch)
+        steps = self.steps()
+        for _ in range(2):
+            started = time.perf_counter()
+            self.take(steps, steps_per_epoch(self.task, self.data))
+            seconds = time.perf_counter() - started
         return seconds
 
-    def train_epoch(self, model, optimizer, epoch):
-        seed, size, total = self.task.seed, self.task.batch_size, torch.zeros(1, device=self.device)
-        started = time.perf_counter()
-        order = np.random.default_rng((seed, epoch)).permutation(len(self.data))
-        for step in range(steps_per_epoch(self.task, self.data)):
-            chosen = order[step * size : (step + 1) * size]
-            numbers = np.random.default_rng((seed, epoch, step)).random((size, self.data.num_draws))
-            batch = {name: torch.as_tensor(v).to(self.device) for name, v in self.data.batch(chosen, numbers).items()}
-            optimizer.zero_grad(set_to_none=True)
-            loss = self.task.loss(model, batch, epoch)
-            loss.backward()
-            optimizer.step()
-            total += loss.detach()
-            if self.device.type == "xla":
-                import torch_xla
-
-                torch_xla.sync()
+    def take(self, steps, count):
+        for total in itertools.islice(steps, count):
+            pass
         float(total)
-        return time.perf_counter() - started
+
+    def steps(self):
+        """Generate the sum of the losses so far, on the device, after each step of an endless training."""
+        torch.manual_seed(self.task.seed)
+        model = self.task.model().to(self.device)
+        optimizer, total = self.task.optimizer(model), torch.zeros(1, device=self.device)
+        seed, size = self.task.seed, self.task.batch_size
+        for epoch in itertools.count():
+            order = np.random.default_rng((seed, epoch)).permutation(len(self.data))
+            for step in range(steps_per_epoch(self.task, self.data)):
+                chosen = order[step * size : (step + 1) * size]
+                numbers = np.random.default_rng((seed, epoch, step)).random((size, self.data.num_draws))
+                batch = {name: torch.as_tensor(v).to(self.device) for name, v in self.data.batch(chosen, numbers).items()}
+                optimizer.zero_grad(set_to_none=True)
+                loss = self.task.loss(model, batch, epoch)
+                loss.backward()
+                optimizer.step()
+                total += loss.detach()
+                if self.device.type == "xla":
+                    import torch_xla
+
+                    torch_xla.sync()
+                yield total
 
 
 def steps_per_epoch(task, data):
@@ -186,11 +196,41 @@ def main(device, model, *folders):
         loops[1:1] = ["bare, memory kept"]
     if model == "mnist":  # Lightning takes no XLA device but a TPU; accelerate takes XLA's wherever torch_xla is installed
         loops.append("lightning" if device == "cpu" else "accelerate")
-    rounds = [found for _ in range(LAUNCHES) for found in launch(loops, device, model, *folders)]
-    for name in loops:
-        row = dict(device=device, model=model, loop=name, **compare(rounds, name, "bare"))
-        row["times_kept"] = compare(rounds, name, "bare, memory kept")["times_bare"] if device == "cpu" else ""
-        print("ROW " + json.dumps(row), flush=True)
+    rounds = [found for _ in range(LAUNCHES[device]) for found in launch(loops, device, model, *folders)]
+    rows = [dict(loop=name, **compare(rounds, name, "bare")) for name in loops]
+    if device == "cpu":
+        rounds = []
+        for _ in range(LAUNCHES[device]):
+            with multiprocessing.get_context("spawn").Pool(1) as process:
+                rounds += process.apply(both, (device, model, *folders))
+        rows.append(dict(loop="tpukit, in one process with bare", **compare(rounds, "tpukit", "bare")))
+    for row in rows:
+        print("ROW " + json.dumps(dict(device=device, model=model, **row)), flush=True)
+
+
+def both(*which):
+    """tpukit and the bare loop in one process: after each interval of tpukit's training the bare loop takes the same steps with
+    a model of its own, so that they differ in nothing but the loop. [{loop: seconds per step} of an interval]"""
+    warnings.simplefilter("ignore")
+    ours = contender("tpukit", *which)
+    task = dataclasses.replace(ours.task, epochs=12, eval_every=99, log_every=26)
+    bare, intervals = Bare(task, ours.runtime.device), []
+    steps = bare.steps()
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run.open(folder, task)
+        run.echo = False
+
+        def log(kind, step, *, log=run.log, **values):
+            log(kind, step, **values)
+            if kind == "train":
+                started = time.perf_counter()
+                bare.take(steps, task.log_every)
+                seconds = dict(tpukit=values["speed"]["seconds"], bare=time.perf_counter() - started)
+                intervals.append({loop: found / task.log_every for loop, found in seconds.items()})
+
+        run.log = log
+        train(task, run, runtime=ours.runtime, progress=False)
+    return intervals[4:]  # the first two epochs warm up
 
 
 def launch(loops, *which):
