@@ -7,6 +7,7 @@ computed counts: max-pooling takes longer where its branches are harder to predi
 as tpukit keeps it; what tpukit's takes longer than that, the cost of its loop, is measured in one process: `both`.
 """
 
+import concurrent.futures
 import dataclasses
 import itertools
 import json
@@ -201,8 +202,8 @@ def main(device, model, *folders):
     if device == "cpu":
         rounds = []
         for _ in range(LAUNCHES[device]):
-            with multiprocessing.get_context("spawn").Pool(1) as process:
-                rounds += process.apply(both, (device, model, *folders))
+            with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                rounds += process.submit(both, device, model, *folders).result()
         rows.append(dict(loop="tpukit, in one process with bare", **compare(rounds, "tpukit", "bare")))
     for row in rows:
         print("ROW " + json.dumps(dict(device=device, model=model, **row)), flush=True)
