@@ -1,6 +1,7 @@
 """Arrays that processes share, and the key of a folder's contents."""
 
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -50,3 +51,12 @@ def test_mapped_arrays_are_made_once_and_again_when_what_they_are_made_from_chan
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "file"))
     assert arrays.mapped("set", "one", make)["a"].tolist() == [0, 1, 2, 3, 4]
     assert "every process keeps its own copy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("values", [b"no array", pickle.dumps({}), np.array([{}], object)], ids=["text", "pickle", "objects"])
+def test_what_numpy_would_unpickle_is_refused_without_its_advice_to_do_so(tmp_path, values):
+    path = tmp_path / "values.npy"
+    path.write_bytes(values) if isinstance(values, bytes) else np.save(path, values, allow_pickle=True)
+    with pytest.raises(ValueError) as error:
+        arrays.load(path)
+    assert "allow_pickle" not in str(error.value)

@@ -41,7 +41,7 @@ def test_the_same_command_runs_under_torchrun(odd, tmp_path, mnist_alone):
 def test_no_thread_of_the_process_group_is_left_when_a_rank_ends(odd, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "import weakref; from pathlib import Path; import torch.distributed as dist\n"
+        "import os, weakref; from pathlib import Path; import torch.distributed as dist\n"
         "from tests.launching.launched import Watched; from tpukit import Run, launch, train\n"
         "def function(task, run, runtime):\n"
         "    groups.append(weakref.ref(dist.group.WORLD))\n"
@@ -49,11 +49,14 @@ def test_no_thread_of_the_process_group_is_left_when_a_rank_ends(odd, tmp_path):
         "groups = []\n"
         f"task = Watched(dataset_dir=Path({str(odd)!r}), epochs=1)\n"
         f"launch(function, task, Run.open({str(tmp_path / 'run')!r}, task))\n"
-        "print('left:', groups[0]())\n"
+        "Path('left' + os.environ['RANK']).write_text(str(groups[0]()))\n"  # ranks that print at once would mix their lines
     )
     command = [*TORCHRUN, "--nproc-per-node", "2", str(program)]
-    ran = subprocess.run(command, env={**CPU, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0 and ran.stdout.count("left: None") == 2, ran.stdout + ran.stderr[-3000:]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env={**CPU, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
+    assert [(tmp_path / f"left{rank}").read_text() for rank in range(2)] == ["None", "None"]
 
 
 def test_torchruns_report_names_the_rank_that_failed_first(odd, tmp_path):

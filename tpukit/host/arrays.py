@@ -12,6 +12,15 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 
 
+def load(path):
+    """An .npz or .npy file by `numpy.load`. Raises ValueError for pickled objects and for what has no such format, without
+    numpy's advice to unpickle it: a pickle can run code."""
+    try:
+        return np.load(path, allow_pickle=False)
+    except ValueError:
+        raise ValueError("not an array that numpy saved without pickling") from None
+
+
 def mapped(name, key, make):
     """Arrays that are made once and memory-mapped from files, shared by all processes of a host and by later sessions.
 

@@ -195,7 +195,7 @@ def _read_arrays(folder, split):
     archive = folder / "mnist.npz"
     try:
         if archive.is_file():
-            with np.load(archive, allow_pickle=False) as found:
+            with arrays.load(archive) as found:
                 return dict(images=found[f"x_{split}"], labels=found[f"y_{split}"])
         part = "train" if split == "train" else "t10k"
         images = _read_idx(folder, f"{part}-images-idx3-ubyte", 3)

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from tpukit.host import files
+from tpukit.host import arrays, files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.runs import weights
 from tpukit.runs.run import setting
@@ -252,8 +252,8 @@ class CDEIT(Workload):
         unit = CONVENTIONS[self.data].unit
         parts = []
         for images, batch in predictions:
-            arrays = dict(prediction=images[:, 0] * unit, TR=batch["TR"] * unit, xs_gn=batch["xs_gn"], xs=batch["image"][:, 0])
-            parts.append({name: values[batch["valid"]].numpy() for name, values in arrays.items()})
+            values = dict(prediction=images[:, 0] * unit, TR=batch["TR"] * unit, xs_gn=batch["xs_gn"], xs=batch["image"][:, 0])
+            parts.append({name: value[batch["valid"]].numpy() for name, value in values.items()})
         whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         with files.atomic_file(folder / f"{self.data}.npz") as file:
             np.savez_compressed(file, **whole, names=data.names)
@@ -264,9 +264,9 @@ class CDEIT(Workload):
             return None
         unit = np.float32(CONVENTIONS[self.data].unit)
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                batch = dict(image=arrays["xs"][:, None], TR=arrays["TR"] / unit, xs_gn=arrays["xs_gn"])
-                return batch, arrays["prediction"][:, None] / unit
+            with arrays.load(path) as saved:
+                batch = dict(image=saved["xs"][:, None], TR=saved["TR"] / unit, xs_gn=saved["xs_gn"])
+                return batch, saved["prediction"][:, None] / unit
         except Exception as error:  # zipfile, zlib and numpy raise many types for a damaged file
             raise TpukitError(f"{path} is damaged ({first_line(error)}); `tpukit test` writes it again") from error
 

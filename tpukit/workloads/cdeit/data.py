@@ -136,7 +136,7 @@ def _read_split(folder, names):
 def _read_file(path, names):
     """dict of float32 arrays: ys (208,), the others (128, 128); a baseline that the file lacks is all NaN."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with arrays.load(path) as file:
             found = {name: np.asarray(file[name], np.float32) for name in names if name in file}
     except Exception as error:  # numpy and zipfile raise many types for a damaged file
         raise TpukitError(f"{path} cannot be read ({error}): copy or create it again") from error
@@ -160,7 +160,7 @@ def read_voltages(path):
     """
     try:
         if path.suffix.lower() in (".npz", ".npy"):
-            found = np.load(path, allow_pickle=False)
+            found = arrays.load(path)
             values = found["ys"] if path.suffix.lower() == ".npz" else found
         else:
             text = path.read_text("utf-8-sig")  # spreadsheets write a byte order mark

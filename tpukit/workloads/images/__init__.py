@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from tpukit.host import files
+from tpukit.host import arrays, files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.runs import weights
@@ -297,8 +297,8 @@ class ImageClassifier(Workload):
         if not path.is_file():
             return None
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                return dict(image=arrays["image"], label=arrays["label"]), arrays["prediction"]
+            with arrays.load(path) as saved:
+                return dict(image=saved["image"], label=saved["label"]), saved["prediction"]
         except Exception as error:  # zipfile, zlib and numpy raise many types for a damaged file
             raise TpukitError(f"{path} is damaged ({first_line(error)}); `tpukit test` writes it again") from error
 
