@@ -3,7 +3,7 @@
 # make test   everything: lint, unit tests, launches, notebooks, browser
 # make bench  how fast, in ratios; make bench PARTS="data loops" for some parts, DATA=path/to/IRSTD-1k for real images
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough
-# make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 16 GB, half an hour
+# make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour
 # make publish REPO=owner/name  the repository with its home filled in, and what to upload where, in dist/publish/
 # make gallery DATA=folder  the small pictures of docs/gallery/, from notebooks run on this machine
 # make plan   asks the TPU compiler again about every workload's step (benchmarks/plan.json); half an hour or more

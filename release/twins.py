@@ -3,7 +3,7 @@
 A twin is a virtual environment in .twins/ with the Python, the torch and the packages of an image (images.toml), and the
 image's variables and folder. It has no accelerator: the notebooks run on the CPU, with small settings. This machine's own
 folders stay as they are: /content exists for the run alone, in a namespace. The table of results goes into docs/STATUS.md and
-its Chinese page. Needs Linux with unshare, about 16 GB, and half an hour. `python -m release.twins kaggle-tpu mnist` runs what
+its Chinese page. Needs Linux with unshare, about 18 GB, and an hour. `python -m release.twins kaggle-tpu mnist` runs what
 has these words in its name, and changes no page.
 """
 
@@ -62,7 +62,7 @@ PAGES = {  # page -> its sentences; a result's state names its sentence
         failed="**failed** in cell {cell}: `{error}`",
     ),
     "docs/STATUS.zh-CN.md": dict(
-        when="`make twins`，{date}；用的是小参数，所以秒数只能比较笔记本，不能比较机器：",
+        when="`make twins`，{date}；用的是缩小的设置，所以秒数只能比较笔记本，不能比较机器：",
         notebook="笔记本",
         ok="通过，{seconds} 秒",
         other="通过，{seconds} 秒，但 tpukit 来自 {copy}",

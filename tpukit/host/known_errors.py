@@ -237,7 +237,8 @@ KNOWN_ERRORS = {
     "vmem": KnownError(  # pytorch/xla #9524, #7942, #8429
         title="RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space vmem. Used 32.42M of "
         "16.00M vmem.",
-        cause="vmem is a core's on-chip memory, 16 MiB by default. One operation needs more, whatever the batch size.",
+        cause="One operation may use 16 MiB of a core's on-chip memory (vmem) by default. This one needs more, whatever the "
+        "batch size.",
         fix="One operation does not fit into a core's vmem; the message names it. Use another formulation of it (int32 "
         "instead of int64; no sort, cumsum or top-k over a long axis), use smaller blocks in a Pallas kernel, or raise the "
         "limit: LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=32768 before Python starts.",
