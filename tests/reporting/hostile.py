@@ -20,7 +20,7 @@ def strange_run(folder, word):
     )
     compiled = dict(kind="compile", programs=1, seconds=9.0, why=[word], refused=False)
     records = [
-        dict(kind="start", step=0, device=word, accelerator=word, phases=1, batch_size=4, torch_compile=word),
+        dict(kind="start", step=0, device=word, accelerator=word, batch_size=4, torch_compile=word),
         dict(compiled, step=1, what="step"),
         dict(compiled, step=2, what="step"),
         dict(compiled, step=3, what="step", refused=True),

@@ -30,7 +30,8 @@ def test_a_run_is_shown_by_its_last_scores_and_its_curves(trained, shown):
 def test_the_scores_of_the_kept_weights_stand_below_the_last_ones_where_an_earlier_epoch_was_better(tmp_path, shown):
     run = Run.open(tmp_path / "run", MNIST())
     for epoch, accuracy in enumerate((0.25, 0.75, 0.75, 0.5)):
-        run.log("evaluation", 2 * epoch + 2, epoch=epoch, scores=dict(accuracy=accuracy), speed=dict(seconds=1.0))
+        about = dict(scores=dict(accuracy=accuracy), kept=epoch < 2, speed=dict(seconds=1.0))
+        run.log("evaluation", 2 * epoch + 2, epoch=epoch, **about)
     display.show(run)
     assert [("epoch 4" in shown[0].title, shown[0].rows), ("epoch 2" in shown[1].title, shown[1].rows)] == [
         (True, [("accuracy", "0.5000")]),

@@ -148,7 +148,7 @@ LABELS = findings.Labels("iou", dict(iou="IoU", fa="Fa"), dict(iou=0.9), {2: "wa
 
 def records_of(ious, **start):
     speed = dict(seconds=2.0, images_per_s=8.0, wait_s=0.5, memory=[], counters={})
-    records = [dict(kind="start", step=0, device="cpu", phases=1, batch_size=4, steps_per_epoch=4) | start]
+    records = [dict(kind="start", step=0, device="cpu", batch_size=4, steps_per_epoch=4) | start]
     records.append(dict(kind="compile", step=1, seconds=9.0, what="step"))
     for epoch, iou in enumerate(ious):
         step = 4 * epoch + 4

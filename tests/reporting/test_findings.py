@@ -83,7 +83,7 @@ def test_intervals_divide_their_own_times_by_their_steps():
         )
         return dict(kind="train", step=step, speed=speed)
 
-    records = [dict(kind="start", step=0, device="tpu", phases=1, batch_size=4), reading(5, 1.0, 0.05), reading(10, 2.0, 0.15)]
+    records = [dict(kind="start", step=0, device="tpu", batch_size=4), reading(5, 1.0, 0.05), reading(10, 2.0, 0.15)]
     first, second = findings.intervals(records)
     assert (first["from"], first["to"], second["from"], second["to"]) == (1, 5, 6, 10)
     assert first["step_ms"] == pytest.approx(200) and second["step_ms"] == pytest.approx(400)
@@ -95,7 +95,7 @@ def test_a_model_that_torch_compile_compiles_is_not_reported_as_run_by_operation
     speed = dict(seconds=1.0, images_per_s=8.0, wait_s=0.0, memory=[], counters={})
     trained = dict(kind="train", step=8, epoch=0, loss=1.0, grad_norm=1.0, speed=speed)
     for mode, words in (("no", "Nothing is compiled"), ("reduce-overhead", "torch.compile.*reduce-overhead")):
-        start = dict(kind="start", step=0, device="cuda", phases=1, batch_size=1, torch_compile=mode)
+        start = dict(kind="start", step=0, device="cuda", batch_size=1, torch_compile=mode)
         sentences = " ".join(findings.findings([start, trained]))
         assert re.search(words, sentences) and "does not report how much of its memory" in sentences
 
@@ -103,7 +103,7 @@ def test_a_model_that_torch_compile_compiles_is_not_reported_as_run_by_operation
 def test_a_step_that_was_captured_on_a_gpu_is_reported_and_one_that_could_not_be_with_the_reason():
     speed = dict(seconds=1.0, images_per_s=8.0, wait_s=0.0, memory=[], counters={})
     trained = dict(kind="train", step=8, epoch=0, loss=1.0, grad_norm=1.0, speed=speed)
-    start = dict(kind="start", step=0, device="cuda", phases=1, batch_size=1, torch_compile="no")
+    start = dict(kind="start", step=0, device="cuda", batch_size=1, torch_compile="no")
     event = dict(kind="compile", step=4, what="step", seconds=0.5, refused=False)
     for programs, why, words, marked in ((1, [], "at step 4 (0.5 s)", [4]), (0, ["in fp16 so"], "because in fp16 so.", [])):
         records = [start, event | dict(programs=programs, why=why), trained]
@@ -119,7 +119,7 @@ def test_memory_stands_in_the_report_device_by_device():
     memory = [[12 * 2**30, 16 * 2**30], [8 * 2**30, 16 * 2**30]]
     speed = dict(seconds=1.0, images_per_s=8.0, wait_s=0.0, memory=memory, counters=counters)
     records = [
-        dict(kind="start", step=0, device="tpu", phases=1, batch_size=8),
+        dict(kind="start", step=0, device="tpu", batch_size=8),
         dict(kind="compile", step=1, what="step", programs=1, seconds=30.0, why=[], refused=False),
         dict(kind="compile", step=9, what="predict", programs=1, seconds=4.0, why=[], refused=False),
         dict(kind="compile", step=12, what="step", programs=1, seconds=20.0, why=["lr went from 0.1 to 0.0"], refused=False),
@@ -169,7 +169,7 @@ SPEED = dict(seconds=2.0, images_per_s=8.0, wait_s=0.5, memory=[], counters={})
 
 
 def started(**more):
-    return dict(kind="start", step=0, device="2 x tpu", phases=1, batch_size=4) | more
+    return dict(kind="start", step=0, device="2 x tpu", batch_size=4) | more
 
 
 def trained_at(step, **more):

@@ -45,7 +45,7 @@ def page(monkeypatch):
 @pytest.fixture
 def run(tmp_path):
     found = Run.open(tmp_path / "run", MNIST())
-    found.log("start", 0, device="cpu", phases=1, batch_size=4, steps_per_epoch=2)
+    found.log("start", 0, device="cpu", batch_size=4, steps_per_epoch=2)
     return found
 
 
@@ -261,7 +261,7 @@ def test_a_workload_of_the_users_own_with_a_threshold_is_explored_by_all_its_sco
 
 def curved(folder, name, *more, **scores):
     """A run of two epochs with these scores, and more records."""
-    records = [dict(kind="start", step=0, device="cpu", phases=1, batch_size=4, steps_per_epoch=2)]
+    records = [dict(kind="start", step=0, device="cpu", batch_size=4, steps_per_epoch=2)]
     for step in (2, 4):
         records.append(dict(kind="evaluation", step=step, epoch=step // 2 - 1, scores=scores, speed=dict(seconds=1.0)))
     path = folder / name

@@ -45,7 +45,7 @@ def test_a_run_is_shown_as_its_records_have_it(run, install, capsys):
 
 def test_a_run_on_its_way_shows_what_is_left_and_since_when_it_stands():
     records = [
-        dict(kind="start", step=0, device="tpu", batch_size=4, phases=1),
+        dict(kind="start", step=0, device="tpu", batch_size=4),
         dict(kind="compile", step=1, programs=1, seconds=60.0),
         dict(kind="compile", step=7, programs=1, seconds=50.0),
         dict(kind="train", step=100, speed=dict(images_per_s=40.0, wait_s=1.0, seconds=10.0, memory=[], counters={})),
@@ -72,7 +72,7 @@ def test_a_run_is_over_when_the_checkpoint_of_its_last_step_is_there_and_not_bef
 @pytest.mark.parametrize("accelerator, noted", [("cpu", False), ("cuda", True), ("tpu", True)])
 def test_a_chip_whose_tools_are_not_installed_is_noted(accelerator, noted, tmp_path, install):
     run = Run.open(tmp_path / "run", MNIST())
-    run.log("start", 0, device="one", accelerator=accelerator, batch_size=4, phases=1)
+    run.log("start", 0, device="one", accelerator=accelerator, batch_size=4)
     assert ("nvidia-smi" in tool.describe(run)) is noted
 
 

@@ -2,13 +2,17 @@
 
 import dataclasses
 import itertools
+import math
 import time
 
+import numpy as np
 import pytest
 import torch
 
+from tests.conftest import SMALL
 from tpukit import MNIST, MSHNet, Run, TpukitError, train
 from tpukit.devices.runtime import Runtime
+from tpukit.runs import weights
 from tpukit.training.evaluation import evaluate
 
 
@@ -33,6 +37,40 @@ def test_scores_counted_while_the_next_epoch_trains_are_recorded_in_the_same_ord
         order.append([(r["kind"], r["step"], r.get("scores")) for r in run.records() if r["kind"] != "start"])
     assert order[0] == order[1]
     assert [kind for kind, _, _ in order[0]] == ["train", "train", "epoch", "evaluation"] * 3
+
+
+def trained_with_scores(scores, digits, cpu, folder, monkeypatch, **settings):
+    """A run of MNIST whose evaluations return these, one after the other."""
+    remaining = iter(scores)
+    monkeypatch.setattr(MNIST, "evaluate", lambda self, found: next(remaining))
+    task = MNIST(dataset_dir=digits, **dict(SMALL, epochs=len(scores), **settings))
+    run = Run.open(folder, task)
+    train(task, run, runtime=cpu, progress=False)
+    return run
+
+
+def test_scores_of_numpy_and_torch_are_recorded_as_plain_numbers(digits, cpu, tmp_path, monkeypatch):
+    scores = [dict(accuracy=np.float32(0.5), of=dict(each=np.arange(2), one=torch.tensor(3)))]
+    [record] = trained_with_scores(scores, digits, cpu, tmp_path, monkeypatch).records("evaluation")
+    assert record["scores"] == dict(accuracy=0.5, of=dict(each=[0, 1], one=3)) and record["kept"]
+
+
+@pytest.mark.parametrize("scores", [dict(loss=1.0), dict(accuracy="high"), dict(accuracy=object()), [0.5], None], ids=str)
+def test_scores_that_cannot_be_recorded_or_do_not_decide_are_refused(scores, digits, cpu, tmp_path, monkeypatch):
+    with pytest.raises(TpukitError, match="evaluate"):
+        trained_with_scores([scores], digits, cpu, tmp_path, monkeypatch)
+
+
+def test_a_score_that_is_not_a_number_is_kept_only_until_there_is_one(digits, cpu, tmp_path, monkeypatch):
+    scores = [dict(accuracy=value) for value in (math.nan, 0.2, math.nan, 0.1, 0.3)]
+    run = trained_with_scores(scores, digits, cpu, tmp_path, monkeypatch)
+    kept = [record["kept"] for record in run.records("evaluation")]
+    assert kept == [True, True, False, False, True] and weights.epoch_of(run.best()) == 4
+
+
+def test_scores_that_are_never_a_number_end_a_training_with_patience(digits, cpu, tmp_path, monkeypatch):
+    run = trained_with_scores([dict(accuracy=math.nan)] * 9, digits, cpu, tmp_path, monkeypatch, patience=2)
+    assert len(run.records("evaluation")) == 3
 
 
 def test_evaluation_scores_do_not_depend_on_the_batch_size(infrared, cpu):

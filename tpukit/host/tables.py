@@ -34,14 +34,14 @@ class Table:
         from rich.text import Text
 
         # `Text`, because rich would interpret markup in a str.
-        table = RichTable(title=Text(self.title), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+        table = RichTable(box=box.SIMPLE_HEAD)
         for column in self.columns:
             table.add_column(Text(column), overflow="fold")
         for row in self.rows + self.folded:
             table.add_row(*(Text(value) for value in row))
         out = io.StringIO()
         Console(file=out, width=118, force_jupyter=False).print(table)  # in Jupyter it would display, not write
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()
+        return "\n".join([self.title, *(line.rstrip() for line in out.getvalue().splitlines())]).rstrip()
 
     def _repr_html_(self):
         shown = self._html_of(self.rows) if self.rows or not self.folded else ""
@@ -65,13 +65,13 @@ def _cell(tag, text):
 
 
 class Sentences(list):
-    """Sentences, one per line. Words in `backquotes` are shown as code; nothing else is taken for markup."""
+    """Sentences, one per line. Words in `backticks` are shown as code; nothing else is taken for markup."""
 
     def __repr__(self):
         return "\n".join(f"- {sentence}" for sentence in self._lines())
 
     def _repr_html_(self):
-        # Escaped first, so that backquotes can only change how text looks.
+        # Escaped first, so that backticks can only change how text looks.
         items = (re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(line)) for line in self._lines())
         return f"<ul {NO_FORMULAS}>{''.join(f'<li>{line}</li>' for line in items)}</ul>"
 

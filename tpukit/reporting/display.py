@@ -1,4 +1,4 @@
-"""Showing a task, a run, a plan or a comparison, in a notebook or a shell: `show` and its kin. The importer of IPython."""
+"""Showing a task, a run, a plan or a comparison, in a notebook or a shell: `show` and its kin."""
 
 import dataclasses
 import io
@@ -24,7 +24,7 @@ def show(run):
         labels = findings.NO_LABELS
     evaluations = [record for record in findings.valid_records(records) if record["kind"] == "evaluation"]
     if evaluations:
-        last, best = evaluations[-1], findings.best_evaluation(evaluations, labels.score)
+        last, best = evaluations[-1], findings.kept_evaluation(evaluations)
         present(findings.scores_table(last["scores"], f"Scores after epoch {last['epoch'] + 1}"))
         if best and best is not last:
             present(findings.scores_table(best["scores"], f"Scores after epoch {best['epoch'] + 1}, whose weights are kept"))

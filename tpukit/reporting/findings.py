@@ -13,10 +13,10 @@ from tpukit.workloads import WORKLOADS, find
 SPEED = dict(seconds=float, images_per_s=float, wait_s=float, to_device_s=float | None, from_device_s=float | None)
 SPEED |= dict(memory=list[tuple[float, float]], counters=dict(fallbacks=dict[str, int] | None))  # {} where nothing compiles
 FIELDS = dict(
-    start=dict(device=str, phases=int, batch_size=int | None),
+    start=dict(device=str, max_graphs=int | None, batch_size=int | None),
     train=dict(loss=float | None, grad_norm=float | None, lr=float | None, speed=SPEED),
     stopped=dict(epoch=int, patience=int),
-    evaluation=dict(epoch=int, scores=dict(beside=dict[str, dict] | None), speed=dict(seconds=float)),
+    evaluation=dict(epoch=int, kept=bool | None, scores=dict(beside=dict[str, dict] | None), speed=dict(seconds=float)),
     compile=dict(seconds=float, what=str | None, why=list[str] | None),
 )
 PROGRESS = dict(step=int, total=int, unit=str)
@@ -69,10 +69,9 @@ def scores_table(scores, title="Scores"):
     return Table(title, ("score", "value", *beside), rows)
 
 
-def best_evaluation(evaluations, score):
-    """The evaluation record with the highest score, of equal ones the first, as training chooses; None where none has it."""
-    scored = [record for record in evaluations if _fits(record["scores"].get(score), float)]
-    return max(scored, key=lambda record: record["scores"][score], default=None)
+def kept_evaluation(evaluations):
+    """The record of the evaluation whose weights the run kept as the best, or None."""
+    return next((record for record in reversed(evaluations) if record.get("kept")), None)
 
 
 def _format_number(value):
@@ -270,13 +269,13 @@ def _describe_capture(record):
 
 
 def _step_compilations(session):
-    """(expected, unexpected) compilations of the training step: records, expected as many as its loss has variants. The last
-    may be one that was refused."""
+    """(expected, unexpected) compilations of the training step: records, expected as many as the training allowed. The last may
+    be one that was refused."""
     of_step = [record for record in _of_kind(session, "compile") if _function(record) == "step"]
     done = [record for record in of_step if _made_graphs(record)]
     slow = [record for record in done if record["seconds"] >= LONG_COMPILE_S] or done[:1]
-    variants = session[0]["phases"]
-    return slow[:variants], slow[variants:] + [record for record in of_step if record.get("refused")]
+    allowed = session[0].get("max_graphs") or 1
+    return slow[:allowed], slow[allowed:] + [record for record in of_step if record.get("refused")]
 
 
 def _function(compilation):

@@ -46,7 +46,7 @@ def _trace_step(task, runtime, size, epoch):
     optimizer = layers.make_optimizer(task, model)
     runtime.init_optimizer_state(optimizer)
     batch, compose, resident_bytes = _first_batch(task, runtime, size, training=True)
-    arguments = task.epoch_argument(runtime, epoch), new_sums(runtime), runtime.scalar(schedule.lr_factor(task, 0, 1))
+    arguments = runtime.scalar(epoch), new_sums(runtime), runtime.scalar(schedule.lr_factor(task, 0, 1))
     runtime.sync()
     step = functools.partial(train_step, task, model, optimizer, runtime, compose)
     runtime.compile(step, name="step", changes=(model, optimizer))(batch, *arguments)

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import time
 
 from tqdm.auto import tqdm
@@ -46,7 +47,7 @@ def test(task, run, *, runtime=None, progress=True):
         with tqdm(total=total, desc=name, unit="batch", disable=not (progress and run.echo)) as bar:
             how = dict(epoch=weights.epoch_of(path), after_batch=count_batch, folder=run.path / "predictions")
             scores = evaluate(task, model, data, runtime, **how)
-        return broadcast_scores(scores, runtime.world)
+        return runtime.world.broadcast(scores)
 
 
 def evaluate(task, model, data, runtime, *, epoch=None, after_batch=None, folder=None):
@@ -62,7 +63,7 @@ def evaluate(task, model, data, runtime, *, epoch=None, after_batch=None, folder
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         task.save_predictions(folder, found, data)
-    return task.evaluate(found)
+    return scores_of(task, found)
 
 
 def predict(task, model, loader, runtime, *, epoch, after_batch=None):
@@ -84,9 +85,23 @@ def predict(task, model, loader, runtime, *, epoch, after_batch=None):
             if after_batch is not None:
                 after_batch()
     if pending is None:
-        raise TpukitError(f"{task.dataset_dir}: the test set is empty; add samples to it")
+        raise TpukitError(f"{task.dataset_dir or type(task).__name__}: the test set is empty; add samples to it")
     found.extend(runtime.world.gather(pending()))
     return found
+
+
+def scores_of(task, predictions):
+    """What `task.evaluate` returns, with plain numbers in place of numpy's and torch's. Raises TpukitError where that cannot be
+    recorded, or has no score that decides which weights are best."""
+    scores, method = task.evaluate(predictions), f"{type(task).__name__}.evaluate()"
+    try:
+        scores = json.loads(json.dumps(scores, default=lambda value: value.tolist()))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise TpukitError(f"{method} must return a dict of numbers, by the names of the scores ({error})") from error
+    if not isinstance(scores, dict) or not isinstance(scores.get(task.score), (int, float)):
+        found = ", ".join(scores) if isinstance(scores, dict) else type(scores).__name__
+        raise TpukitError(f"{method} must return a dict with a number {task.score!r}, which decides what is best; got {found}")
+    return scores
 
 
 @dataclasses.dataclass
@@ -136,7 +151,7 @@ class Evaluator:
 
     def _score(self, found):
         started = time.monotonic()
-        return self.task.evaluate(found), time.monotonic() - started
+        return scores_of(self.task, found), time.monotonic() - started
 
     def collect(self, state, *, wait):
         """Record the epoch whose scores are being computed, if there is one, in the `TrainState` too; keep the best weights.
@@ -149,23 +164,20 @@ class Evaluator:
         shown = ""
         if finished.scores is not None:
             self.scores, scoring_s = finished.scores.result()
-            speed = dict(seconds=finished.predict_s, scoring_s=scoring_s)
-            self.run.log("evaluation", finished.step, epoch=finished.epoch, scores=self.scores, speed=speed)
-            shown = "".join(f", {name} {value:.4g}" for name, value in self.scores.items() if isinstance(value, float))
             score, on = self.scores[task.score], task.evaluation_signature()
+            to_beat = -math.inf if state.best is None or math.isnan(state.best) else state.best
+            is_best = state.best is None or score > to_beat or on != state.best_on
+            speed = dict(seconds=finished.predict_s, scoring_s=scoring_s)
+            self.run.log("evaluation", finished.step, epoch=finished.epoch, scores=self.scores, kept=is_best, speed=speed)
+            shown = "".join(f", {name} {value:.4g}" for name, value in self.scores.items() if isinstance(value, float))
             state.evaluations_without_best += 1
-            if state.best is None or score > state.best or on != state.best_on:
+            if is_best:
                 state.best, state.best_on, state.evaluations_without_best = score, on, 0
                 about = dict(workload=task.name, step=finished.step, epoch=finished.epoch)
                 about["settings"] = json.dumps(model_settings(task))
                 self.saver.save_best(finished.weights, **about, **{task.score: score}, **task.metadata(self.train_data))
         self.run.print(f"epoch {finished.epoch + 1}: loss {finished.loss:.4f}{shown}")
         state.evaluated = finished.epoch + 1
-
-
-def broadcast_scores(scores, world):
-    """Rank 0's scores, on every rank."""
-    return json.loads(world.broadcast(json.dumps(scores)))  # as text: `broadcast` takes no floats of numpy
 
 
 def log_notes(run, *sources):

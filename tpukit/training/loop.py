@@ -17,7 +17,7 @@ from tpukit.runs.run import LONG_COMPILE_S
 from tpukit.runs.signals import StopSignal
 from tpukit.training import batch_norm, checkpoint, ema, layers, metrics, schedule
 from tpukit.training.data import BatchLoader, training_plan
-from tpukit.training.evaluation import Evaluator, FinishedEpoch, broadcast_scores, log_notes
+from tpukit.training.evaluation import Evaluator, FinishedEpoch, log_notes
 from tpukit.training.saver import Saver
 from tpukit.training.step import train_step
 
@@ -91,12 +91,12 @@ class Trainer:
         task, runtime = self.task, self.runtime
         parallel_model = runtime.torch_compile(runtime.parallel(self.model), task.torch_compile, is_captured=task.cuda_graph)
         self.plain_step = functools.partial(train_step, task, parallel_model, self.optimizer, runtime, self.loader.compose)
-        max_graphs, changes = task.loss_variants, (self.model, self.optimizer)
+        self.max_graphs, changes = 1, (self.model, self.optimizer)
         if not has_optimizer_state:  # then the second step has other inputs than the first, which is one more graph
-            max_graphs, changes = max_graphs + 1, None
+            self.max_graphs, changes = 2, None
         if not (runtime.compiles or task.cuda_graph):
             changes = None
-        self.compiled_step = runtime.compile(self.plain_step, name="step", max_graphs=max_graphs, changes=changes)
+        self.compiled_step = runtime.compile(self.plain_step, name="step", max_graphs=self.max_graphs, changes=changes)
 
     # The loop
 
@@ -126,7 +126,7 @@ class Trainer:
                 self.evaluator.executor.shutdown(wait=False, cancel_futures=True)
                 self.saver.close()
                 self.run.close()
-        return broadcast_scores(self._last_scores(), self.runtime.world)
+        return self.runtime.world.broadcast(self._last_scores())
 
     def _train_epoch(self, bar, batches):
         """Train to the end of the epoch, from the step at which the run stands. batches: those of this and later epochs."""
@@ -160,8 +160,7 @@ class Trainer:
             self.run.print(f"step {step}: compiling the training step, which can take minutes; later steps reuse it")
             self.announces_compilation = False
         try:
-            epoch = self.task.epoch_argument(self.runtime, epoch)
-            self.sums = self.compiled_step(batch, epoch, self.sums, self.lr_factor())
+            self.sums = self.compiled_step(batch, self.runtime.scalar(epoch), self.sums, self.lr_factor())
             if self.ema:
                 self.ema.step(step)
         finally:
@@ -294,7 +293,7 @@ class Trainer:
         run.print(f"training set: {self.loader.description}")
         run.print(f"test set: {self.evaluator.loader.description}")
         about = dict(device=str(runtime), accelerator=runtime.accelerator, versions=environment.detect().versions)
-        about |= dict(phases=task.loss_variants, torch_compile=task.torch_compile, batch_size=task.batch_size)
+        about |= dict(max_graphs=self.max_graphs, torch_compile=task.torch_compile, batch_size=task.batch_size)
         about |= dict(steps_per_epoch=self.steps_per_epoch)
         run.log("start", step, cores=runtime.cores, processes=runtime.world.size, **about)
         runtime.heartbeat(step)

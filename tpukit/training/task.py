@@ -24,8 +24,8 @@ class Workload:
 
     name: ClassVar[str]
     """What the command line calls it."""
-    dataset: ClassVar[str]
-    """The name under which `find_dataset` looks for its data."""
+    dataset: ClassVar[str] = ""
+    """The name under which `find_dataset` looks for its data; empty for a task that needs no `dataset_dir`."""
     score: ClassVar[str]
     """The evaluation score that decides which weights are best; larger is better."""
     score_names: ClassVar[dict[str, str]] = {}
@@ -34,8 +34,6 @@ class Workload:
     """The paper's scores on its own dataset, drawn as a line beside the curves."""
     saved_title: ClassVar[str] = "Test images"
     """What `load_predictions` gives, as the title of its picture."""
-    loss_variants: ClassVar[int] = 1
-    """How many graphs `loss` has whose choice is an `if` on the epoch. With 1, the epoch may be a tensor, see `loss`."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
     """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`; None for all. The others are not read
     back from the device."""
@@ -101,7 +99,7 @@ class Workload:
     batch_norm: Literal["per-core", "synced", "frozen"] = "per-core"
     """Statistics of batch norm on several cores. per-core: each core's share of the batch, rank 0's running ones are kept.
     synced: the whole global batch (GPUs, where each such layer makes the host wait for the device in every step;
-    parallel="spmd" does so on TPU anyway). frozen: the running ones, not trained."""
+    parallel="spmd" does so on TPU anyway). frozen: the running ones, which no longer change; scale and offset still train."""
     num_workers: int = setting(2, free=True)
     """Threads that read and augment the batches; 0 prepares them between steps."""
     channels_last: Literal["auto", "yes", "no"] = setting("auto", free=True)
@@ -152,8 +150,8 @@ class Workload:
     def loss(self, model, batch, epoch):
         """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no `.item()` here.
 
-        epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by `torch.where`. It is a
-        number, for `if`, where `loss_variants` is 2 or more."""
+        epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by `torch.where`, not by
+        `if`."""
         raise self._missing("loss")
 
     def predict(self, model, batch, epoch=None):
@@ -164,11 +162,7 @@ class Workload:
 
     def predictor(self, model, runtime, epoch=None):
         """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps overrides it."""
-        return runtime.inference(functools.partial(self.predict, model, epoch=self.epoch_argument(runtime, epoch)))
-
-    def epoch_argument(self, runtime, epoch):
-        """An epoch, or None, as `loss` and `predict` get it."""
-        return runtime.scalar(epoch) if self.loss_variants == 1 else epoch
+        return runtime.inference(functools.partial(self.predict, model, epoch=runtime.scalar(epoch)))
 
     def evaluate(self, predictions):
         """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,) bool."""
@@ -267,8 +261,8 @@ class Workload:
         return [f"{len(data)} samples"], []
 
     def check_dataset_dir(self):
-        """Raise TpukitError where no dataset was given."""
-        if self.dataset_dir is None:
+        """Raise TpukitError where a dataset is needed and none was given."""
+        if self.dataset and self.dataset_dir is None:
             raise TpukitError(f"{type(self).__name__} needs a dataset_dir: find_dataset(env, {self.dataset!r}) finds one")
 
 
