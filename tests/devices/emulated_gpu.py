@@ -6,6 +6,7 @@ nothing once another one of them was replayed.
 """
 
 import contextlib
+import random
 import warnings
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from tpukit.devices import cuda_graph, runtime
 from tpukit.devices.runtime import Runtime
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal")  # operations whose result the host needs
@@ -33,7 +35,7 @@ class EmulatedGpu:
     def __init__(self, monkeypatch):
         self.default_stream = self.current_stream = Stream("default")
         self.graphs = []
-        self.open_pools, self.generator_captures = set(), False  # what a failed capture leaves behind
+        self.open_pools, self.held_pools, self.generator_captures = set(), set(), False  # what a failed capture leaves behind
         self.launches = 0
         self.sync_mode, self.sync_watch = 0, SyncWatch(self)
         self.fail_with = None  # an error to raise at the end of the next captured step, such as one of memory
@@ -51,11 +53,17 @@ class EmulatedGpu:
             set_sync_debug_mode=self.set_sync_debug_mode,
             current_device=lambda: 0,
             default_generators=(self,),
+            reset_peak_memory_stats=lambda: None,
+            empty_cache=lambda: None,
         )
         for name, value in patched.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", self.default_stream)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate_to_pool, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release_pool, raising=False)
+        # The CPU's generator stands for the GPU's, which a replay moves on; random numbers of Python are the host's.
+        monkeypatch.setattr(cuda_graph, "host_random_state", random.getstate)
+        monkeypatch.setattr(runtime, "_is_beside", lambda value, parameter: not self.is_on_host([value]))
         monkeypatch.setattr(Runtime, "_open_device", lambda self: torch.device("cpu"))
         monkeypatch.setattr(Runtime, "_multiply_in_fp32", lambda self: None)
         monkeypatch.setattr(Runtime, "device_name", lambda self: "emulated")
@@ -89,6 +97,10 @@ class EmulatedGpu:
         if pool not in self.open_pools:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
         self.open_pools.discard(pool)
+
+    def release_pool(self, device, pool):
+        assert pool not in self.open_pools
+        self.held_pools.discard(pool)
 
     # of the generator
 
@@ -135,6 +147,7 @@ class Graph(TorchDispatchMode):
         assert self.gpu.current_stream is not self.gpu.default_stream, "must be captured on a non-default stream"
         self.pool, self.seed = pool, torch.get_rng_state()
         self.gpu.open_pools.add(pool)
+        self.gpu.held_pools.add(pool)
         self.gpu.generator_captures = True
         self.__enter__()
 
@@ -149,6 +162,7 @@ class Graph(TorchDispatchMode):
         if self.is_broken:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         self.gpu.open_pools.discard(self.pool)
+        self.gpu.held_pools.discard(self.pool)  # its own from now on, and given back with it
         self.gpu.generator_captures = False
         if error is not None:
             raise error

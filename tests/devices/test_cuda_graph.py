@@ -2,8 +2,12 @@
 
 import dataclasses
 import inspect
+import random
 import re
+import threading
+import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -234,11 +238,33 @@ class Replacing(MNIST):
         return model
 
 
+class Drawing(MNIST):
+    """Skips a layer by a random number of Python."""
+
+    def loss(self, model, batch, epoch):
+        return super().loss(model, batch, epoch) * random.choice((1, 1))
+
+
+class Counting(MNIST):
+    """Its optimizer has another setting at each step."""
+
+    def loss(self, model, batch, epoch):
+        self.calls.append(None)
+        return super().loss(model, batch, epoch)
+
+    def optimizer(self, model):
+        optimizer = super().optimizer(model)
+        optimizer.register_step_pre_hook(lambda made, *_: made.param_groups[0].update(seen=len(self.calls)))
+        return optimizer
+
+
 REFUSED = {
     Waiting: r"the host waits for the GPU in test_cuda_graph\.py line \d+",
     WaitingLate: "CUDA error: operation not permitted when stream is capturing",
     Decaying: "Adagrad computes with numbers on the host",
     Replacing: "replaces parameters or buffers",
+    Drawing: "draws random numbers on the host",
+    Counting: "have had 9 different values",
 }
 
 
@@ -261,8 +287,29 @@ def test_what_cannot_be_captured_is_said_once_and_trains_on_as_if_nothing_had_be
         assert same(mine, other)
     assert not emulated.launches
     # torch's allocator, generator and current stream are as before.
-    assert not emulated.open_pools and not emulated.generator_captures
+    assert not emulated.open_pools and not emulated.held_pools and not emulated.generator_captures
     assert emulated.current_stream is emulated.default_stream
+
+
+def test_only_the_waits_of_the_steps_own_thread_count(emulated):
+    def wait():
+        warnings.warn("called a synchronizing CUDA operation")
+
+    with cuda_graph._waits_recorded() as waits:
+        other = threading.Thread(target=wait)
+        other.start()
+        other.join()
+        assert waits == []
+        wait()
+    assert len(waits) == 1 and re.fullmatch(r"test_cuda_graph\.py line \d+", waits[0])
+
+
+def test_the_random_generators_of_the_host_are_those_of_torch_python_and_numpy():
+    for draw in (lambda: torch.rand(1), random.random, np.random.random):
+        before = cuda_graph.host_random_state()
+        assert before == cuda_graph.host_random_state()
+        draw()
+        assert before != cuda_graph.host_random_state()
 
 
 def test_a_capture_that_runs_out_of_memory_falls_back_to_eager_steps(gpu, emulated):
@@ -283,12 +330,64 @@ def test_a_step_that_takes_more_than_half_of_the_memory_is_not_captured(peak, la
     assert emulated.launches == launches and (event["why"] == []) == (launches > 0)
 
 
-def test_fp16_and_several_processes_are_refused_with_the_reason(emulated, gpu):
-    reasons = [cuda_graph.obstacle(Runtime("cuda", "bf16"))]
-    reasons.append(cuda_graph.obstacle(Runtime("cuda", "fp16")))
+def test_several_processes_are_refused_with_the_reason(emulated, gpu):
+    reasons = [cuda_graph.obstacle(gpu)]
     gpu.world.size = 2
     reasons.append(cuda_graph.obstacle(gpu))
-    assert reasons[0] is None and "fp16" in reasons[1] and "DistributedDataParallel" in reasons[2]
+    assert reasons[0] is None and "DistributedDataParallel" in reasons[1]
+
+
+# fp16
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.Adagrad(p, 0.01),
+        lambda p: torch.optim.SGD(p, 0.01, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, 0.01),
+    ],
+    ids=["Adagrad", "SGD", "AdamW"],
+)
+@pytest.mark.parametrize("captured", [False, True])
+def test_steps_in_fp16_skip_overflows_as_torchs_scaler_does_and_are_captured(optimizer, captured, emulated):
+    """The oracle is GradScaler's own step, which reads on the host whether to skip. Two batches overflow: the first, before
+    there is a state, and one that is replayed."""
+
+    def trained(by_torch):
+        runtime = Runtime("cuda", "fp16")
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+        made = optimizer(model.parameters())
+        if by_torch:
+            runtime._step_unless_overflow = runtime.scaler.step
+        else:
+            runtime.init_optimizer_state(made)
+
+        def step(batch, factor):
+            made.zero_grad(set_to_none=True)
+            with runtime.autocast():
+                loss = torch.nn.functional.cross_entropy(model(batch["image"].float() / 255), batch["label"])
+            runtime.backward(loss * factor, made)
+            runtime.optimizer_step(made)
+            return loss.detach()
+
+        compiled = runtime.compile(step, name="step", changes=(model, made) if captured and not by_torch else None)
+        weights = []
+        for number in range(12):
+            batch = MNIST().example(4)
+            batch["image"] = batch["image"] // (number + 1)
+            compiled(runtime.put(batch), torch.tensor(1e38 if number in (0, 7) else 1.0))
+            weights.append([p.detach().clone() for p in model.parameters()])
+        return weights, runtime.scaler.state_dict()
+
+    (found, scaler), (wanted, wanted_scaler) = trained(False), trained(True)
+    assert emulated.launches == (12 - cuda_graph.WARM_UP) * captured
+    assert scaler == wanted_scaler and scaler["scale"] == 2.0**14  # 2 ** 16, halved twice
+    assert all(torch.equal(x, y) for x, y in zip(found[6], found[7])) and not torch.equal(found[7][0], found[8][0])
+    for mine, theirs in zip(found, wanted, strict=True):
+        for x, y in zip(mine, theirs, strict=True):  # torch's fused update rounds differently
+            torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
 
 
 # What the host does in a step

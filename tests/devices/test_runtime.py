@@ -12,6 +12,7 @@ import torch
 
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.devices import open_runtime
+from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 
 
@@ -98,7 +99,7 @@ def test_a_gpu_updates_by_fused_kernels_and_counts_steps_itself_unless_asked_oth
     weights = [torch.nn.Parameter(torch.ones(3))]
     expected = {
         torch.optim.Adam(weights): dict(fused=True, capturable=True),
-        torch.optim.SGD(weights, 0.1): dict(fused=True),
+        torch.optim.SGD(weights, 0.1): dict(fused=None),  # whose fused step fails where a gradient comes later
         torch.optim.AdamW(weights, foreach=True): dict(fused=None, foreach=True, capturable=True),
         torch.optim.Adagrad(weights): dict(fused=None),  # torch has its fused kernel for CPUs only
         torch.optim.RMSprop(weights): dict(capturable=True),
@@ -106,21 +107,23 @@ def test_a_gpu_updates_by_fused_kernels_and_counts_steps_itself_unless_asked_oth
     for optimizer, wanted in expected.items():
         assert Runtime("cuda", "bf16").init_optimizer_state(optimizer)
         assert {name: optimizer.param_groups[0][name] for name in wanted} == wanted
-    adam = torch.optim.Adam(weights)
-    Runtime("cuda", "fp16").init_optimizer_state(adam)  # with whose scaler nothing is captured
-    Runtime("cpu").init_optimizer_state(sgd := torch.optim.SGD(weights, 0.1))
-    assert not adam.param_groups[0]["capturable"] and sgd.param_groups[0]["fused"] is None
+    adam, of_a_rank = torch.optim.Adam(weights), torch.optim.Adam(weights)
+    Runtime("cpu").init_optimizer_state(adam)
+    Runtime("cuda", "bf16", World(0, 2)).init_optimizer_state(of_a_rank)  # whose step is not captured
+    assert not adam.param_groups[0]["capturable"] and adam.param_groups[0]["fused"] is None
+    assert not of_a_rank.param_groups[0]["capturable"] and of_a_rank.param_groups[0]["fused"]
 
 
 def test_torch_compile_makes_no_cuda_graphs_within_one(monkeypatch):
     gpu(monkeypatch, capability=(8, 0))
     modes = []
     monkeypatch.setattr(torch, "compile", lambda model, mode: modes.append(mode))
-    for precision, is_captured in (("bf16", True), ("bf16", False), ("fp16", True)):
-        for mode in ("default", "reduce-overhead", "max-autotune"):
-            Runtime("cuda", precision).torch_compile(None, mode, is_captured=is_captured)
     asked = ["default", "reduce-overhead", "max-autotune"]
-    assert modes == ["default", "default", "max-autotune-no-cudagraphs", *asked, *asked]
+    for how in (dict(is_captured=True), dict(accumulates=True), dict()):
+        for mode in asked:
+            Runtime("cuda", "bf16").torch_compile(None, mode, **how)
+    without = ["default", "default", "max-autotune-no-cudagraphs"]
+    assert modes == [*without, *without, *asked]
 
 
 @pytest.mark.parametrize(

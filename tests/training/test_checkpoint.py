@@ -10,6 +10,8 @@ import torch
 
 from tests.conftest import SMALL, best_weights, checkpoint, exact, refuses, same
 from tpukit import MNIST, MSHNet, Run, train
+from tpukit.runs.signals import StopSignal
+from tpukit.training.loop import Trainer
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
@@ -35,6 +37,24 @@ def test_mshnet_resumes_exactly_across_its_phases_with_augmentation(infrared, tm
         part = dataclasses.replace(task, epochs=epochs)
         train(part, Run.open(tmp_path / "parted", part), runtime=cpu, progress=False)
     assert exact(Run.find(tmp_path / "parted")) == exact(straight)
+
+
+class WithMomentum(MSHNet):
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+
+def test_a_run_resumed_in_another_layout_has_the_optimizers_state_in_that_of_the_weights(infrared, tmp_path, cpu):
+    task = WithMomentum(dataset_dir=infrared, epochs=1, base_size=16, crop_size=16, channels_last="no", **SMALL)
+    train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+    task = dataclasses.replace(task, epochs=2, channels_last="yes")
+    resumed = Trainer(task, Run.open(tmp_path, task), cpu, StopSignal())
+    kernel = resumed.model.encoder_0[0].conv1.weight
+    buffer = resumed.optimizer.state[kernel]["momentum_buffer"]
+    assert kernel.stride() == torch.empty(kernel.shape).to(memory_format=torch.channels_last).stride() == buffer.stride()
+    saved = checkpoint(Run.find(tmp_path))["optimizer"]["state"]
+    number = next(n for n, p in enumerate(resumed.model.parameters()) if p is kernel)
+    assert torch.equal(buffer, saved[number]["momentum_buffer"]) and buffer.any()
 
 
 KILLED = """

@@ -55,7 +55,7 @@ def test_scores_of_numpy_and_torch_are_recorded_as_plain_numbers(digits, cpu, tm
     assert record["scores"] == dict(accuracy=0.5, of=dict(each=[0, 1], one=3)) and record["kept"]
 
 
-@pytest.mark.parametrize("scores", [dict(loss=1.0), dict(accuracy="high"), dict(accuracy=object()), [0.5], None], ids=str)
+@pytest.mark.parametrize("scores", [dict(loss=1.0), dict(accuracy="high"), dict(accuracy=1j), [0.5], None], ids=str)
 def test_scores_that_cannot_be_recorded_or_do_not_decide_are_refused(scores, digits, cpu, tmp_path, monkeypatch):
     with pytest.raises(TpukitError, match="evaluate"):
         trained_with_scores([scores], digits, cpu, tmp_path, monkeypatch)

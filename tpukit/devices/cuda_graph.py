@@ -4,21 +4,25 @@ PyTorch hands each operation of a step to the GPU on its own. For a network of a
 longer than the GPU needs for the step. A CUDA graph holds all of them with the addresses of their tensors, so that later steps
 copy their arguments to where the captured ones lay, and launch it.
 
-    first calls of a signature    warm-up: run as ever, on the stream of the capture; the last one is searched for waits
+    first calls of a signature    warm-up: run normally, on the stream of the capture; the last one is searched for what a
+                                  replay would not repeat
     the next call                 capture: the operations are recorded and none runs; then the first replay
     later calls                   replay: copy the arguments, launch, copy the result
 
 All of these are steps of the training: a warm-up changes what a step changes, and a capture changes nothing on the GPU, so
-there is nothing to undo. Where a step cannot be captured, all later ones run as ever.
+there is nothing to undo. Where a step cannot be captured, all later ones run normally.
 """
 
 import collections
 import contextlib
 import dataclasses
+import random
+import threading
 import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -26,15 +30,13 @@ from tpukit.devices import recompiles
 from tpukit.host.tables import GIB
 
 WARM_UP = 3  # calls: cuDNN measures its algorithms, optimizers and libraries make their state
-MAX_KEPT = 4  # graphs: a step and its variants, for the epochs that differ in an argument
+MAX_GRAPHS = 8  # signatures: a step whose arguments are always new would never be replayed
 MEMORY_SHARE = 2  # a step may take 1 / MEMORY_SHARE of the memory, because its graph keeps that from all else
 SYNC_WARNING = "called a synchronizing CUDA operation"  # torch's only way to say so
 
 
 def obstacle(runtime):
     """Why no step can be captured on this runtime, or None."""
-    if runtime.scaler is not None:
-        return "in fp16 the host reads after each backward pass whether a gradient overflowed"
     if runtime.world.size > 1:
         return "DistributedDataParallel reads from the GPU which parameters had no gradient"
     return None
@@ -46,7 +48,8 @@ class CapturedStep:
     function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and buffers of `model`
     and the state of `optimizer`, in place, and the gradients. A new number among the arguments, a new shape or a new setting of
     the optimizer is captured again. It sets the gradients to None first, so that they are made in the graph's memory; they stay
-    valid until the next call.
+    valid until the next call. What it does besides, a replay does not repeat: random numbers that it draws on the host are
+    noticed, a counter in Python is not.
     """
 
     def __init__(self, function, name, model, optimizer, runtime):
@@ -65,21 +68,26 @@ class CapturedStep:
         if not self.may_capture:
             return self.function(*arguments)
         key, tensors = recompiles.call_key(arguments, self.model, self.optimizer)
-        if key not in self.captured:
-            if self.warm_ups[key] < WARM_UP:
-                self.warm_ups[key] += 1
-                return self._warm_up(arguments, is_last=self.warm_ups[key] == WARM_UP)
-            while len(self.captured) >= MAX_KEPT:
-                del self.captured[next(iter(self.captured))]
-            self.captured[key] = self._capture(arguments, tensors)
-            if not self.may_capture:
-                self.captured.clear()
+        if key in self.captured:
+            return self._replay(self.captured[key], tensors)
+        if self.warm_ups[key] < WARM_UP:
+            self.warm_ups[key] += 1
+            if len(self.warm_ups) > MAX_GRAPHS:
+                self._refuse(f"its arguments or the optimizer's settings have had {len(self.warm_ups)} different values")
                 return self.function(*arguments)
-        return self._replay(self.captured[key], tensors)
+            return self._warm_up(arguments, is_last=self.warm_ups[key] == WARM_UP)
+        captured = self._capture(arguments, tensors)
+        if captured is None:
+            return self.function(*arguments)
+        self.captured[key] = captured
+        return self._replay(captured, tensors)
 
     def _refuse(self, reason):
         self.may_capture = False
         self._record(0, 0.0, [reason])
+        self.captured.clear()
+        self.replayed = None
+        torch.cuda.empty_cache()  # of the graphs' memory, and of the capture's stream
 
     def _record(self, graphs, seconds, why):
         event = dict(what=self.name, programs=graphs, seconds=seconds, why=why, refused=False)
@@ -88,7 +96,9 @@ class CapturedStep:
     def _warm_up(self, arguments, *, is_last):
         """Run the step on the stream of the capture; the last time, look for what could not be replayed."""
         self.replayed = None
-        addresses, current = self._addresses(), torch.cuda.current_stream()
+        if is_last:
+            torch.cuda.reset_peak_memory_stats()  # which held what cuDNN tried out in the first step
+        addresses, random_numbers, current = self._addresses(), host_random_state(), torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.stream(self.stream))
@@ -99,6 +109,8 @@ class CapturedStep:
             self._refuse(f"the host waits for the GPU in {waits[0]}")
         elif is_last and self._addresses() != addresses:
             self._refuse("it replaces parameters or buffers of the model instead of changing them")
+        elif is_last and host_random_state() != random_numbers:
+            self._refuse("it draws random numbers on the host, which would be the same in each replay: draw them on the GPU")
         return result
 
     def _addresses(self):
@@ -113,26 +125,27 @@ class CapturedStep:
         inputs = [tensor.clone() for tensor in tensors]
         remaining = iter(inputs)
         arguments = tree_map_only(torch.Tensor, lambda _: next(remaining), arguments)
-        host = HostState(self.optimizer)
+        host = HostState(self.optimizer, self.runtime.scaler)
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # Only this thread: others make batches and compute scores meanwhile.
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
                 result = self.function(*arguments)
-        except Exception as error:  # whatever it is: the step that is not captured raises it again, if it is one
+        except BaseException as error:  # whatever it is: the step that is not captured raises it again, if it is one
             torch.cuda.set_stream(current)
             _end_capture(self.pool)
             host.restore()
+            if not isinstance(error, Exception):  # a signal
+                raise
             return self._refuse(_first_cause(error))
         if host.decides_the_update():
             host.restore()
             return self._refuse(f"{type(self.optimizer).__name__} computes with numbers on the host that change at each step")
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
         captured = CapturedGraph(
             graph=graph,
             inputs=inputs,
             result=result,
-            gradients=[(p, p.grad) for p in parameters],
+            gradients=[(p, p.grad) for p in self.model.parameters()],
             host_numbers=host.numbers,
             host_increments=host.increments(),
         )
@@ -159,16 +172,16 @@ class CapturedGraph:
     graph: torch.cuda.CUDAGraph
     inputs: list  # tensors
     result: torch.Tensor
-    gradients: list  # of (parameter, gradient)
+    gradients: list  # of (parameter, gradient or None)
     host_numbers: list  # the optimizer's tensors on the host, which the graph does not change
     host_increments: list
 
 
 class HostState:
-    """What an optimizer keeps on the host, as it was when this was made: counters, mostly."""
+    """What an optimizer keeps on the host, as it was when this was made: counters, mostly. scaler: of the loss, or None."""
 
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
+    def __init__(self, optimizer, scaler):
+        self.optimizer, self.scaler = optimizer, scaler
         self.states = [(state, dict(state)) for state in optimizer.state.values()]
         values = [value for state in optimizer.state.values() for value in state.values()]
         self.numbers = [value for value in values if isinstance(value, torch.Tensor) and value.device.type == "cpu"]
@@ -190,20 +203,33 @@ class HostState:
             state.update(saved)
         for value, before in zip(self.numbers, self.before):
             value.copy_(before)
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.clear()  # as after `update`: how far a step got that was not finished
+
+
+def host_random_state():
+    """The state of every random generator of the host that a step might draw from. To be compared."""
+    numpys = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpys[1].tobytes(), numpys[2]
 
 
 @contextlib.contextmanager
 def _waits_recorded():
-    """Context manager: a list that afterwards holds the lines, "file.py line 3", at which the host waited for the GPU."""
-    waits, mode = [], torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
+    """Context manager: a list that gets the lines, "file.py line 3", at which this thread waited for the GPU."""
+    waits, mode, thread = [], torch.cuda.get_sync_debug_mode(), threading.get_ident()
+
+    def record(message, category, filename, lineno, file=None, line=None):
+        if SYNC_WARNING in str(message) and threading.get_ident() == thread:  # others copy batches meanwhile
+            waits.append(f"{Path(filename).name} line {lineno}")
+
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.showwarning = record
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield waits
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-    waits += [f"{Path(w.filename).name} line {w.lineno}" for w in caught if SYNC_WARNING in str(w.message)]
 
 
 def _end_capture(pool):
@@ -211,6 +237,7 @@ def _end_capture(pool):
     device = torch.cuda.current_device()
     with contextlib.suppress(RuntimeError):  # the capture was still sound, and torch has ended it
         torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)  # the share of the capture, which nothing else would give back
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())
 

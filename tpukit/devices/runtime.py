@@ -21,7 +21,7 @@ from tpukit.host.errors import TpukitError
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_FUSED_ON_GPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_FUSED_ON_GPU = (torch.optim.Adam, torch.optim.AdamW)  # not SGD, whose fused step fails where a gradient comes later
 XLA_DEVICES = {"xla", "tpu"}  # types of device: torch_xla's and torch_tpu's
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}  # modes of torch.compile
 
@@ -220,18 +220,21 @@ class Runtime:
                     group["capturable"] = True
                 if type(optimizer) in _FUSED_ON_GPU and group["fused"] is None and not group["foreach"]:
                     group["fused"] = True
+            if optimizer.param_groups and all(group.get("fused") for group in optimizer.param_groups):
+                optimizer._step_supports_amp_scaling = True  # as torch's constructors say of a fused one
             optimizer._warned_capturable_if_run_uncaptured = True  # the first steps do run so
         return True
 
     def separate(self, tensors):
         """To be called on state that was loaded, before a step changes it: no two tensors share their memory afterwards."""
 
-    def torch_compile(self, model, mode, *, is_captured=False):
+    def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
         """The model, compiled by torch.compile in this mode; unchanged for "no".
 
         is_captured: the step around it is to become a CUDA graph, which cannot hold those that some modes make of the model.
+        accumulates: several backward passes add to a gradient, which those graphs do not survive.
         """
-        if is_captured and self.accelerator == "cuda" and cuda_graph.obstacle(self) is None:
+        if accumulates or (is_captured and self.accelerator == "cuda" and cuda_graph.obstacle(self) is None):
             mode = _WITHOUT_GRAPHS.get(mode, mode)
         return model if mode == "no" else torch.compile(model, mode=mode)
 
@@ -311,13 +314,27 @@ class Runtime:
         if self.scaler is None:
             optimizer.step()
         else:
-            self.scaler.step(optimizer)
+            self._step_unless_overflow(optimizer)
             self.scaler.update()
         if parameters:
             with torch.no_grad():
                 torch._foreach_sub_(parameters, before)
                 torch._foreach_mul_(parameters, lr_factor)
                 torch._foreach_add_(parameters, before)
+
+    def _step_unless_overflow(self, optimizer):
+        """Update the weights, but leave everything on the device as it is where a gradient overflowed: GradScaler's step for an
+        optimizer whose kernel cannot skip, without letting the host wait for the answer."""
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            self.scaler.step(optimizer)  # whose kernel skips by itself
+            return
+        [overflows] = self.scaler._found_inf_per_device(optimizer).values()  # as `unscale_` found
+        before = {name: value.detach().clone() for name, value in _written_by_step(optimizer).items()}
+        optimizer.step()
+        with torch.no_grad():
+            for name, value in _written_by_step(optimizer).items():
+                old = before[name] if name in before else torch.zeros_like(value)  # state that this step has made
+                value.copy_(torch.where(overflows.bool(), old, value))
 
     def gradient_norm(self, model):
         """(1,) device tensor: the norm of the last step's gradient, 0 where there was none. Not part of the step: only the last
@@ -406,6 +423,21 @@ class Runtime:
 
 def parameters_with_gradient(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _written_by_step(optimizer):
+    """What a step may change on the device: (parameter, name) -> tensor, with name None for the parameter itself."""
+    found = {}
+    for parameter in parameters_with_gradient(optimizer):
+        found[parameter, None] = parameter
+        for name, value in optimizer.state[parameter].items():
+            if isinstance(value, torch.Tensor) and _is_beside(value, parameter):
+                found[parameter, name] = value
+    return found
+
+
+def _is_beside(value, parameter):
+    return value.device == parameter.device  # counters may be on the host
 
 
 def is_on_xla(tensor):

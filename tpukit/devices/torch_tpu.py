@@ -46,7 +46,7 @@ class TorchTPURuntime(Runtime):
         # Of the step, which changes weights, the model alone is compiled: see `torch_compile`.
         return function if changes else torch.compile(function, dynamic=False)
 
-    def torch_compile(self, model, mode, *, is_captured=False):
+    def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
         return torch.compile(model, dynamic=False)  # torch_tpu refuses modes
 
     def sync(self):

@@ -138,7 +138,7 @@ class XLARuntime(Runtime):
 
         return tree_map_only(torch.Tensor, of, tree)
 
-    def torch_compile(self, model, mode, *, is_captured=False):
+    def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
         return model
 
     def parallel(self, model):

@@ -17,6 +17,7 @@ import traceback
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tpukit.devices import cuda_graph
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
@@ -26,7 +27,7 @@ from tpukit.runs.run import Run
 from tpukit.runs.signals import StopSignal
 from tpukit.training.loop import Trainer
 
-WARM_UP = 2  # steps before the trace: the first compiles
+WARM_UP = cuda_graph.WARM_UP + 1  # steps before the trace: the first compiles, on a GPU the last is captured
 # What waits for the device, or has no fixed shape.
 BLOCKING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -117,7 +118,7 @@ def _trace_steps(task, run, *, steps, hlo, folder, epoch, runtime=None):
                 if error is None:
                     raise
         # Outside of its compiled graph, so that each operation is seen as Python calls it. The results are thrown away.
-        step = functools.partial(trainer.plain_step, first, epoch, trainer.sums, trainer.lr_factor())
+        step = functools.partial(trainer.plain_step, first, runtime.scalar(epoch), trainer.sums, trainer.lr_factor())
         text = runtime.hlo_of(step, trainer.model, trainer.optimizer) if hlo else None
         interruptions = _Interruptions(runtime)
         with interruptions, torch.autograd.set_detect_anomaly(True, check_nan=False):

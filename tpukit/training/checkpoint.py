@@ -79,6 +79,7 @@ def restore(trainer):
             if name in own:
                 group[name] = own[name]
     trainer.optimizer.load_state_dict(saved["optimizer"])
+    _lay_out_as_parameters(trainer.optimizer)
     if runtime.scaler and saved["scaler"]:
         runtime.scaler.load_state_dict(saved["scaler"])
     of_optimizer = [v for values in trainer.optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
@@ -92,6 +93,15 @@ def restore(trainer):
     sums = metrics.new_sums(runtime, saved["sums"])
     runtime.sync()
     return state, sums
+
+
+def _lay_out_as_parameters(optimizer):
+    """Give the optimizer's state the memory layout of its parameters, which fused updates on a GPU require: a run may have been
+    saved where channels were not last."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _check_newest_is_on_rank_0(run, world):

@@ -89,7 +89,8 @@ class Trainer:
 
     def _compile_step(self, has_optimizer_state):
         task, runtime = self.task, self.runtime
-        parallel_model = runtime.torch_compile(runtime.parallel(self.model), task.torch_compile, is_captured=task.cuda_graph)
+        how = dict(is_captured=task.cuda_graph, accumulates=task.micro_batches > 1)
+        parallel_model = runtime.torch_compile(runtime.parallel(self.model), task.torch_compile, **how)
         self.plain_step = functools.partial(train_step, task, parallel_model, self.optimizer, runtime, self.loader.compose)
         self.max_graphs, changes = 1, (self.model, self.optimizer)
         if not has_optimizer_state:  # then the second step has other inputs than the first, which is one more graph

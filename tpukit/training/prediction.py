@@ -34,7 +34,7 @@ def open_predictor(task, best, runtime):
     """A function batch of tensors on the runtime's device -> predictions there, with the weights of the file `best`."""
     model = task.model().eval()
     weights.load(model, best)
-    return task.predictor(runtime.place(model), runtime, weights.epoch_of(best))
+    return task.predictor(runtime.place(model, channels_last=task.channels_last), runtime, weights.epoch_of(best))
 
 
 def predict_in_batches(predictor, runtime, rows, batch_size):

@@ -59,6 +59,15 @@ def test_window_attention_adds_the_bias_of_every_offset():
     assert torch.allclose(attention(x)[0], attention.proj(out.reshape(9, 8)), atol=1e-5)
 
 
+def test_the_bias_of_a_window_is_a_mask_that_torchs_kernels_for_gpus_take(monkeypatch):
+    masks, compute = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *q, attn_mask: masks.append(attn_mask) or compute(*q, attn_mask)
+    )
+    RelativeAttention(8, 2, 3)(torch.rand(4, 9, 8))
+    assert masks[0].shape == (1, 2, 9, 9) and masks[0].stride()[-1] == 1
+
+
 def test_sizes_that_do_not_fit_are_refused_with_all_of_them():
     with pytest.raises(TpukitError, match="window=5"):
         CDEIT(patch=8, window=5).model()

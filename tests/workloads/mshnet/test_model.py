@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tpukit import MSHNet, TpukitError
+from tpukit.workloads.mshnet.model import max_over_image
 
 
 def test_the_output_after_the_warm_up_starts_as_what_the_warm_up_trained(infrared):
@@ -17,3 +18,17 @@ def test_the_output_after_the_warm_up_starts_as_what_the_warm_up_trained(infrare
 def test_sizes_that_the_network_cannot_halve_are_refused(infrared):
     with pytest.raises(TpukitError, match="crop_size=100.*16"):
         MSHNet(dataset_dir=infrared, crop_size=100)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"])
+def test_the_largest_value_of_an_image_and_its_gradient_are_the_same_by_a_reduction_as_by_pooling(layout):
+    torch.manual_seed(0)
+    image = torch.rand(3, 4, 6, 5).to(memory_format=layout)
+    found = []
+    for by_reduction in (False, True):
+        x = image.clone(memory_format=torch.preserve_format).requires_grad_()
+        largest = max_over_image(x, by_reduction=by_reduction)
+        (largest * torch.arange(12).view(3, 4, 1, 1)).sum().backward()
+        found.append((largest, x.grad))
+    assert found[0][0].shape == (3, 4, 1, 1) and found[0][1].any()
+    assert all(torch.equal(a, b) for a, b in zip(*found))

@@ -30,3 +30,9 @@ def test_doubling_in_bfloat16_keeps_the_mean_of_a_constant_image_whose_weights_i
     x = torch.full((2, 3, 16, 128), 1.3, dtype=torch.bfloat16)
     error = upsampling.upsample2x(x, 1).double() / x[0, 0, 0, 0].double() - 1
     assert error.mean().abs() < 2**-10 and error.abs().max() < 2**-6  # a rounding is up to 2**-8
+
+
+def test_under_autocast_what_is_upsampled_stays_in_half_precision():
+    x = torch.rand(1, 2, 4, 4, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert upsampling.upsample(x, 2, None).dtype == torch.bfloat16

@@ -56,7 +56,9 @@ class Attention(nn.Module):
 
             return self.proj(attention(qkv, self.heads, bias))
         query, key, value = qkv.view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        x = F.scaled_dot_product_attention(query, key, value, attn_mask=None if bias is None else bias.to(query.dtype))
+        # Contiguous, because torch's kernels for GPUs refuse any other mask and leave it to the plain formula.
+        bias = None if bias is None else bias.to(query.dtype).contiguous()
+        x = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
         return self.proj(x.transpose(1, 2).reshape(batch, tokens, width))
 
 

@@ -24,11 +24,18 @@ class ChannelAttention(nn.Module):
         self.fc2 = nn.Conv2d(channels // reduction, channels, 1, bias=False)
 
     def forward(self, x):  # (B, C, H, W) -> (B, C, 1, 1) in (0, 1)
-        return self.from_pooled(x.mean((2, 3), keepdim=True), F.adaptive_max_pool2d(x, 1))
+        return self.from_pooled(x.mean((2, 3), keepdim=True), max_over_image(x, by_reduction=x.device.type == "cuda"))
 
     def from_pooled(self, mean, largest):  # (B, C, 1, 1) each
         both = self.fc2(F.relu(self.fc1(torch.cat([mean, largest], 3))))  # (B, C, 1, 2)
         return torch.sigmoid(both.sum(3, keepdim=True))
+
+
+def max_over_image(x, *, by_reduction):
+    """(B, C, H, W) -> (B, C, 1, 1). by_reduction: not by pooling, which on a GPU reads a whole channel by one thread."""
+    if by_reduction:
+        return x.flatten(2).max(2, keepdim=True).values[..., None]
+    return F.adaptive_max_pool2d(x, 1)
 
 
 class SpatialAttention(nn.Module):

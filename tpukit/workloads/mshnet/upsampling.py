@@ -12,7 +12,8 @@ from tpukit.workloads.mshnet.tiling import compute_dtype, exchange_halo, merge, 
 def upsample(x, factor, tiles):
     """Bilinear upsampling with aligned corners: (T*B, C, h, W) -> (T*B, C, factor * h, factor * W)."""
     if tiles is None:
-        return F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=True)
+        larger = F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=True)
+        return larger.to(x.dtype)  # autocast computes it in float32, and what it is concatenated with would become that, too
     # Not so on XLA: it gathers, which has no backward there and would cut the training step into several graphs.
     if factor == 2:
         return upsample2x(x, tiles)
