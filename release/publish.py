@@ -6,6 +6,7 @@ notebooks, which the badges open, are in its dist/. UPLOAD.md lists what to uplo
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -55,7 +56,7 @@ def publish(repository, out):
     """Write the published repository into the new folder `out`. Returns it.
 
     Raises:
-        ValueError: `repository` is not owner/name, `out` exists, or this is no git checkout.
+        ValueError: `repository` is not owner/name, `out` exists, or this is not a git checkout.
     """
     if not REPOSITORY.fullmatch(repository):
         raise ValueError(f"REPO={repository!r} is not an owner/name of GitHub; for instance: make publish REPO=ada/tpukit")
@@ -63,12 +64,13 @@ def publish(repository, out):
         raise ValueError(f"{out} exists already: remove it, or publish to another folder")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
-        raise ValueError(f"{ROOT} is no git checkout, so it is not known which files to publish: clone the repository with git")
+        raise ValueError(f"{ROOT} is not a git checkout, so which files to publish is not known: clone the repository with git")
     out.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(dir=out.parent))
     for name in listed.stdout.split("\0")[:-1]:
         (new / name).parent.mkdir(parents=True, exist_ok=True)
         (new / name).write_bytes((ROOT / name).read_bytes().replace(PLACEHOLDER.encode(), repository.encode()))
+        shutil.copymode(ROOT / name, new / name)
     # Built from the copy: the library inside a notebook has its home filled in too.
     subprocess.run([sys.executable, "-m", "release.notebooks", "--out", "dist"], cwd=new, check=True, stdout=subprocess.DEVNULL)
     names = "\n".join(f"- {path.relative_to(new).as_posix()}" for path in sorted(new.glob("dist/**/*.ipynb")))

@@ -145,7 +145,7 @@ def test_a_batch_that_cannot_fit_is_an_answer_with_what_it_needs(needs_xla, monk
         tool,
         "_compile",
         lambda path, machine, parallel, log, backend="torch_xla": (
-            tool._read_answer(ran(json.dumps(dict(error=why)))) | dict(compile_s=9)
+            tool._read_answer(ran(json.dumps(dict(error=why))), None) | dict(compile_s=9)
         ),
     )
     assert cli.main(["plan", "mnist", "--channels", "8", "--batch-sizes", "32"]) == 1
@@ -367,7 +367,7 @@ def ran(stdout="", stderr="", code=1):
 )
 def test_a_failure_of_the_compiler_is_explained(result, words, tmp_path):
     with pytest.raises(TpukitError, match=words):
-        tool._read_answer(result)
+        tool._read_answer(result, tmp_path)
 
 
 def test_a_compiler_that_cannot_be_installed_is_explained_and_leaves_nothing(tmp_path, monkeypatch, quiet):

@@ -13,10 +13,11 @@ from scipy import ndimage
 from tests.conftest import refuses
 from tests.workloads.cdeit.small import task_of
 from tests.workloads.mshnet.small import Narrow
-from tpukit import MNIST, MSHNet, Run, cli, predict
+from tpukit import MNIST, MSHNet, Run, TpukitError, cli, predict
 from tpukit.host import environment
 from tpukit.runs import weights
 from tpukit.training import prediction
+from tpukit.training.task import model_settings
 from tpukit.workloads.mshnet import windows
 
 SIZES = [(256, 256), (100, 300), (1, 1), (32, 32), (33, 31), (70, 16)]
@@ -248,6 +249,47 @@ def test_a_weights_file_alone_carries_what_its_model_needs_and_no_path(digits, t
     image = task.test_set().batch([3])["image"][0, 0]
     assert predict(alone, image, progress=False) == predict(run, image, progress=False)
     assert str(tmp_path) not in json.dumps(weights.metadata(alone)) and str(digits) not in json.dumps(weights.metadata(alone))
+    # Naming the workload, too, changes nothing; another one is refused.
+    assert predict(alone, image, task="mnist", progress=False) == predict(run.path, image, task="mnist", progress=False)
+    for source in (alone, run):
+        with pytest.raises(TpukitError, match="of the workload mnist, not of mshnet"):
+            predict(source, image, task="mshnet", progress=False)
+
+
+@pytest.mark.slow
+def test_test_and_doctor_take_the_settings_that_a_weights_file_carries(digits, tmp_path, cpu, capsys):
+    from tpukit import train
+
+    task = MNIST(dataset_dir=digits, epochs=1, channels=4)
+    run = Run.open(tmp_path / "run", task)
+    scores = train(task, run, runtime=cpu, progress=False)
+    best = ["--weights", str(run.best())]
+    assert cli.main(["test", "mnist", *best, "--dataset-dir", str(digits), "--run", str(tmp_path / "tested")]) == 0
+    assert f"{scores['accuracy']:.4f}" in capsys.readouterr().out
+    cli.main(["doctor", "--model", "mnist", *best])
+    assert "mnist in fp32" in capsys.readouterr().out
+    assert cli.main(["test", "mshnet", *best, "--dataset-dir", str(digits), "--run", str(tmp_path / "other")]) == 1
+    assert cli.main(["test", "mshnet", "--dataset-dir", str(digits), "--run", str(run.path)]) == 1
+    assert capsys.readouterr().err.count("of the workload mnist, not of mshnet") == 2
+
+
+def test_settings_and_statistics_that_are_damaged_are_named(tank, tmp_path):
+    task = task_of(tank)
+    state = task.model().state_dict()
+    about = dict(workload="cdeit", settings=json.dumps(model_settings(task)), epoch="0")
+    for number, damage in enumerate([dict(voltages="[1"), dict(voltages="[[1], [2]]"), dict(settings='{"patch": "x"}')]):
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(weights.serialize(state, about | damage))
+        with pytest.raises(TpukitError, match="damaged|patch"):
+            predict(path, np.ones((1, 208)), progress=False)
+
+
+def test_a_digit_of_16_bits_is_read_with_its_whole_range(tmp_path):
+    levels = np.zeros((28, 28), np.uint16)
+    levels[5:9, 5:9], levels[15:19, 15:19] = 90 * 257, 200 * 257
+    Image.fromarray(levels).save(tmp_path / "a.png")
+    read = MNIST().read_files([tmp_path / "a.png"], None)[0]["image"]
+    assert np.array_equal(read[0, 0], levels // 257)
 
 
 def test_weights_of_others_need_the_workloads_name(tmp_path, capsys):

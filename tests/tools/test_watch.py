@@ -36,7 +36,7 @@ def run(digits, cpu, tmp_path):
 def test_a_run_is_shown_as_its_records_have_it(run, install, capsys):
     assert cli.main(["watch", str(run.path)]) == 0  # no terminal: once
     shown = capsys.readouterr().out
-    assert "digits-run" in shown and "20 of 20 (100.0%), just now" in shown and "cpu (host processor)" in shown
+    assert "digits-run" in shown and "20 of 20 (100.0%), finished" in shown and "cpu (host processor)" in shown
     rate, accuracy = run.records("train")[-1]["speed"]["images_per_s"], run.records("evaluation")[-1]["scores"]["accuracy"]
     assert f"{rate:.1f} samples per second" in shown and "scores of epoch 2" in shown and f"accuracy {accuracy:.4g}" in shown
     assert "step 20" in shown and "left" not in shown and "GPU" not in shown

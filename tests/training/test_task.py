@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -22,15 +23,33 @@ def test_a_workload_that_leaves_a_method_out_is_told_which(method):
         getattr(Empty(), method)(*[None for a in arguments if a.default is a.empty])
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [dict(batch_size=0), dict(batch_size=-4), dict(log_every=0), dict(eval_every=0), dict(num_workers=-1), dict(seed=-1)],
-    ids=str,
-)
+WRONG = [dict(batch_size=0), dict(batch_size=-4), dict(log_every=0), dict(eval_every=0), dict(num_workers=-1), dict(seed=-1)]
+WRONG += [dict(seed=10**20), dict(lr=-1.0), dict(lr=math.nan), dict(lr=math.inf), dict(clip_norm=-1.0), dict(save_every_s=-1.0)]
+WRONG += [dict(warmup_epochs=math.nan)]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 @pytest.mark.parametrize("workload", [MNIST, MSHNet, CDEIT, ImageClassifier])
 def test_settings_that_no_training_can_have_are_refused_by_their_name(workload, wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(TpukitError, match=rf"{name}={value}: .* [01] or more"):
+        workload(**wrong)
+
+
+@pytest.mark.parametrize(
+    "workload, wrong",
+    [
+        (MSHNet, dict(ema_decay=2.0)),
+        (MNIST, dict(channels=0)),
+        (ImageClassifier, dict(mixup=math.inf)),
+        (ImageClassifier, dict(weight_decay=math.nan)),
+        (ImageClassifier, dict(flip=1.5)),
+    ],
+    ids=str,
+)
+def test_settings_of_one_workload_that_make_no_sense_are_refused_by_their_name(workload, wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(TpukitError, match=f"{name}={value}: "):
         workload(**wrong)
 
 

@@ -21,11 +21,9 @@ def main(argv=None):
     except ImportError as error:
         if (error.name or "").startswith("tpukit"):
             raise
-        name = f" Install it with: {sys.executable} -m pip install {error.name}." if error.name in ("tyro", "libcst") else ""
-        message = (
-            f"tpukit: {first_line(error)}.{name} `python -m tpukit doctor` lists what is missing or broken, and how to fix it"
-        )
-        print(printable(message), file=sys.stderr)
+        install = f" Install it with: {sys.executable} -m pip install tyro." if error.name == "tyro" else ""
+        advice = "`python -m tpukit doctor` lists what is missing or broken, and how to fix it"
+        print(printable(f"tpukit: {first_line(error)}.{install} {advice}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

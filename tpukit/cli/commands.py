@@ -38,18 +38,17 @@ MERGE = "merge"  # the subcommand of `tpukit compare FILES`, which may be left o
 
 
 def run(argv):
-    """Parse a command line, run its command and return the exit code. Ends with SystemExit after a help text or wrong usage."""
+    """Parse a command line, run its command and return what that does. SystemExit ends it after a help text or wrong usage."""
     argv = current_options(argv)
     if argv[0] == "compare" and (len(argv) == 1 or argv[1] not in (*WORKLOADS, MERGE, "-h", "--help")):
         argv.insert(1, MERGE)
-    result = tyro.cli(
+    return tyro.cli(
         Union[tuple(_subcommand(name) for name in COMMANDS)],
         args=argv,
         prog="tpukit",
         description=f"tpukit {__version__}: PyTorch training on TPU, GPU and CPU. `tpukit COMMAND --help` lists the options.",
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes, tyro.conf.FlagCreatePairsOff),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
-    return result if isinstance(result, int) else 0  # `rent` is also a function for notebooks, and returns a path
 
 
 def _subcommand(name):

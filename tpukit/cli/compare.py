@@ -50,16 +50,16 @@ def merge(
 
     Args:
         files: files of one workload; without any, the published figures alone.
-        epochs: of the whole training.
-        images: of an epoch; by default those of the measured set, or 800 as published where it was synthetic.
-        batch_size: count with this batch size alone; by default with each hardware's fastest.
+        epochs: epochs of the whole training.
+        images: images in an epoch; by default those of the largest measured set, but 800, as published, for a synthetic set
+            of MSHNet.
+        batch_size: use only this batch size; by default each hardware's fastest.
         deadline_h: hours of calendar time until it must be done.
         budget_usd: US dollars that it may cost.
         spot: count with Google Cloud's prices of spare capacity, which can be taken away at any time.
-        prices: an edited copy of the table of prices.
-        prices_out: write a copy of the table of prices there, to be edited, and do nothing else.
-        plan: TPUs that you need not have (v5e-1, v5e-8, v6e-1): ask their compiler what they could do at full rate.
-            Takes minutes.
+        prices: an edited copy of the price table.
+        prices_out: write a copy of the price table there, to be edited, and do nothing else.
+        plan: TPUs to add by their compiler's figures (v5e-1, v5e-8, v6e-1); you need not have one. Takes minutes.
     """
     from tpukit.host import environment
     from tpukit.reporting import display

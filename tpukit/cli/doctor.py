@@ -4,6 +4,8 @@ import dataclasses
 import json as json_format
 from pathlib import Path
 
+from tpukit.host.errors import TpukitError
+
 
 def doctor(json: bool = False, model: str | None = None, weights: Path | None = None, error: str | None = None):
     """Check this machine: what is here, what is wrong, and how to fix it. Exit code 1 if something blocks training.
@@ -22,11 +24,15 @@ def doctor(json: bool = False, model: str | None = None, weights: Path | None = 
 
     if error is not None:
         return _explain(error)
+    if weights and not model:
+        raise TpukitError(f"--weights {weights} needs --model, the workload that they are of")
     workload = workloads.find(model) if model else None
     env = environment.detect()
     checks = tool.examine(env)
     if workload and not tool.blocked(checks):
-        checks += try_model(workload(weights=weights), env)
+        from tpukit.workloads.trained import find_trained
+
+        checks += try_model(find_trained(weights, model)[0] if weights else workload(), env)
     if json:
         rows = [dataclasses.asdict(check) for check in checks]
         found = {**dataclasses.asdict(env), "checks": rows, "blocked": tool.blocked(checks)}

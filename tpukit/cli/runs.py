@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from tpukit import workloads
 from tpukit.cli.options import CoreOptions, with_dataset
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Sentences, printable
@@ -39,8 +38,10 @@ def test(task, options):
     from tpukit.host import environment
     from tpukit.launching.launcher import launch
     from tpukit.reporting import display, findings
+    from tpukit.runs import weights
     from tpukit.runs.run import Run
     from tpukit.training.evaluation import test as run_test
+    from tpukit.workloads.trained import config_of
 
     env = environment.detect()
     path = options.run or env.outputs / (f"{task.name}-test" if task.weights else task.name)
@@ -49,7 +50,9 @@ def test(task, options):
             f"--weights {task.weights} and the run {path}, which has best weights: give only one of --weights and --run"
         )
     if (path / "config.json").is_file():
-        task = _as_trained(task, Run.find(path).config)
+        task = _as_trained(task, Run.find(path).config, path)
+    elif task.weights and (config := config_of(weights.local(task.weights))):
+        task = _as_trained(task, config, task.weights)
     task = with_dataset(task, env)
     run = Run.find(path, trained=False)
     scores = launch(run_test, task, run, **_launch_settings(options))
@@ -60,13 +63,14 @@ def test(task, options):
             print(f"predictions: {run.path / 'predictions'}")
 
 
-def _as_trained(task, config):
-    """The task with the run's own settings (of its model, above all), where the command line leaves them at their defaults."""
-    from tpukit.training.task import from_settings
+def _as_trained(task, config, source):
+    """The task with the settings of its training (of the model, above all), where the command line leaves them at their
+    defaults. source: the run or file that has this config."""
+    from tpukit.workloads.trained import task_of
 
     if config["workload"] != task.name:
-        return task
-    trained = from_settings(type(task), config["settings"])
+        raise TpukitError(f"{source} is of the workload {config['workload']}, not of {task.name}")
+    trained = task_of(config)
     fixed = [f for f in dataclasses.fields(task) if not f.metadata.get("free") and f.name not in NOT_OF_THE_RUN]
     own = {f.name: getattr(trained, f.name) for f in fixed if getattr(task, f.name) == f.default}
     return dataclasses.replace(task, **own)
@@ -155,15 +159,14 @@ def predict(
         run: the folder of a run, or a weights file.
         files: files, folders of them, or patterns such as 'night/*.png'.
         out: a new or empty folder for the results.
-        workload: of a weights file that does not name its own.
+        workload: the workload, for a weights file that does not name its own.
         batch_size: samples, or windows of large images, that are predicted at once.
         pictures: also draw a picture of every sample.
         device: auto, what this machine has, or the CPU.
     """
     from tpukit.tools.predict import predict as run_predict
 
-    task = workloads.find(workload)() if workload else None
-    results = run_predict(run, files, task=task, out=out, batch_size=batch_size, pictures=pictures, device=device)
+    results = run_predict(run, files, task=workload, out=out, batch_size=batch_size, pictures=pictures, device=device)
     broken = [result for result in results if "error" in result]
     print(printable(f"{len(results) - len(broken)} samples predicted: {out / 'predictions.csv'}"))
     return 1 if broken else 0

@@ -57,14 +57,13 @@ def export(
         run: the folder of a run, or a weights file.
         to: onnx, or torch-export, which torch.export.load reads.
         out: a new file; by default best.onnx or best.pt2 beside the weights.
-        workload: of a weights file that does not name its own.
+        workload: the workload, for a weights file that does not name its own.
         dataset_dir: the dataset whose test samples are compared, if it has moved; random ones where there is none.
     """
-    from tpukit import workloads
     from tpukit.tools import export as tool
     from tpukit.workloads.trained import find_trained
 
-    task, best = find_trained(run, workloads.find(workload)() if workload else None)
+    task, best = find_trained(run, workload)
     task = dataclasses.replace(task, dataset_dir=dataset_dir or task.dataset_dir)
     exported = tool.export(best, to=to, out=out, task=task)
     print(printable(exported))

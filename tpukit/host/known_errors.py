@@ -332,10 +332,10 @@ KNOWN_ERRORS = {
     "cuda-graph": KnownError(
         title="`step` is not captured as a CUDA graph, because the host waits for the GPU in loss.py line 12",
         cause="Something in the step cannot be replayed: a value is read on the host (`.item()`, `if tensor:`, a mask that "
-        "makes a shape), fp16 reads whether a gradient overflowed, several GPUs share the batch, the optimizer computes on the "
-        "host, or the step takes over half of the memory. PyTorch says: operation not permitted when stream is capturing.",
-        fix="The training is right, only slower. Keep values in tensors on the GPU (torch.where instead of if), use bf16 where "
-        "the GPU has it, a smaller batch, or an optimizer with capturable=True. `--no-cuda-graph` captures nothing.",
+        "makes a shape), a random number is drawn there, several GPUs share the batch, the optimizer computes on the host, or "
+        "the step takes over half of the memory. PyTorch says: operation not permitted when stream is capturing.",
+        fix="The training is right, only slower. Keep values in tensors on the GPU (torch.where instead of if), use a smaller "
+        "batch, or an optimizer with capturable=True. `--no-cuda-graph` captures nothing.",
         pattern=r"not captured as a CUDA graph|when stream is capturing",
     ),
     "xla-tensors": KnownError(

@@ -113,7 +113,8 @@ def open_core(job, run, world):
     # torch, as in a notebook, each core's host part takes one thread. Next to an accelerator that is enough.
     is_forked = job.rendezvous is not None  # torchrun's processes are not
     one_thread = is_forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
-    torch.set_num_threads(1 if one_thread else max(1, os.cpu_count() // world.size))
+    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", job.processes))  # torchrun's, or ours
+    torch.set_num_threads(1 if one_thread else max(1, os.cpu_count() // processes_here))
     libtpu_args = job.task.libtpu_args(job.task.batch_size // (job.spmd_cores or world.size))
     runtime = open_runtime(job.env, job.task.precision, world=world, spmd_cores=job.spmd_cores, libtpu_args=libtpu_args)
     if job.asked_cores and runtime.cores != job.asked_cores:

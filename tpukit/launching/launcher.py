@@ -30,7 +30,8 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     function: `tpukit.train`, or one like it; it may be defined in a notebook cell, as may the task. cores: by default all
     of this host (one on a CPU, where any number of processes can be tried). parallel: "processes", one for each core, or
     "spmd", one process for all TPU cores of this host. hang_timeout_s: when no step completes for this long, every core's
-    stack is shown and the launch ends; it must be longer than the first compilation and than rank 0's scoring of an evaluation.
+    stack is shown and the launch ends; it must be longer than reading the dataset, the first compilation, and rank 0's scoring
+    of an evaluation.
 
     On one core the function runs in this process. Under `torchrun` this process already is one of the cores. JSON must be able
     to hold the result. Raises TpukitError before anything starts; `CoreFailed`, leaving no process behind, when a core fails,

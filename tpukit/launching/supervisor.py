@@ -113,7 +113,7 @@ class Supervisor:
             raise CoreFailed(self._describe(self._deaths()))
         if failures := self._ends("failed"):
             first = min(failures, key=lambda end: end["time"])  # the others failed because it was gone
-            what = f"{self._core(first['core'], first['rank'], first['step'])} failed on {first['host']}:"
+            what = f"{self._core(first['core'], first['step'], first['rank'])} failed on {first['host']}:"
             raise CoreFailed(self._describe([what, first["description"]]))
         if self.not_started or self._is_hung():
             raise CoreFailed(self._describe(self._hang()))
@@ -181,7 +181,7 @@ class Supervisor:
             cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
             if code == -signal.SIGKILL:
                 cause += ", often because the host's memory was full"
-            lines.append(f"{self._core(index, index, int(step) if step else None)} ended unexpectedly: {cause}")
+            lines.append(f"{self._core(index, int(step) if step else None)} ended unexpectedly: {cause}")
             lines += _relevant_stack_lines(self._read(index, "stacks")) + self._last_lines(index)
         return lines
 
@@ -197,9 +197,9 @@ class Supervisor:
                 lines += self._last_lines(index)
         return [*lines, ""]
 
-    def _core(self, index, rank, step):
+    def _core(self, index, step, rank=None):
         when = "while starting" if step is None else f"in step {step + 1}"
-        return f"core {index} (rank {rank} of {self.job.processes}) {when}"
+        return f"core {index}{'' if rank is None else f' (rank {rank})'} {when}"
 
     def _last_lines(self, index):
         return self._read(index, "log").strip().splitlines()[-15:]

@@ -374,7 +374,8 @@ def live_table(name, records, progress, checkpoints, age_s):
         return Table(f"{name}: has not started yet", ("what", "now"), [])
     session, step, total = sessions[-1], progress["step"], progress["total"]
     rows = [("device", session[0]["device"])]
-    rows.append((progress["unit"], f"{step} of {total} ({step / max(total, 1):.1%}), {_format_age(age_s)}"))
+    age = f"finished {format_duration(age_s)} ago" if is_finished(progress, checkpoints) else _format_age(age_s)
+    rows.append((progress["unit"], f"{step} of {total} ({step / max(total, 1):.1%}), {age}"))
     rows += [(what, progress[what]) for what in ("epoch", "loss") if progress.get(what)]
     if trained := _of_kind(session, "train"):
         speed = trained[-1]["speed"]

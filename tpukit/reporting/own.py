@@ -173,7 +173,7 @@ def save_zip(run):
     members = [member for pattern in ZIPPED for member in sorted(folder.glob(pattern)) if member.is_file()]
     if not members:
         raise TpukitError(f"{run.path} has nothing to pack yet: train first")
-    with files.explain_unwritable(path), files.atomic_file(path) as file, zipfile.ZipFile(file, "w") as archive:
+    with files.atomic_file(path) as file, zipfile.ZipFile(file, "w") as archive:
         for member in members:
             archive.write(member, member.relative_to(folder.parent))
     print(printable(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(members)} files"))

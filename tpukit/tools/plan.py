@@ -296,7 +296,7 @@ def _compile(graph, machine, parallel, log, backend="torch_xla"):
     started = time.monotonic()
     variables = NO_FLAGS | {"PYTHONPATH": str(libraries), "LIBTPU_INIT_ARGS": flags or None}
     arguments = (path, machine.topology, machine.chips, parallel)
-    answer = _read_answer(run_python("-s", COMPILER_SCRIPT, *arguments, variables=variables))
+    answer = _read_answer(run_python("-s", COMPILER_SCRIPT, *arguments, variables=variables), libraries)
     answer["compile_s"] = time.monotonic() - started
     with contextlib.suppress(OSError, TpukitError):  # then it is compiled again next time
         files.make_private(cached.parent)
@@ -305,8 +305,10 @@ def _compile(graph, machine, parallel, log, backend="torch_xla"):
     return answer
 
 
-def _read_answer(ran):
-    """The compiler's answer. Too little memory is one; anything else that went wrong is a TpukitError."""
+def _read_answer(ran, libraries):
+    """The compiler's answer. Too little memory is one; anything else that went wrong is a TpukitError.
+
+    libraries: the folder of the compiler's packages."""
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     answer = json.loads(lines[-1]) if lines else {}
     error = answer.get("error") if answer else ran.stderr
@@ -322,7 +324,7 @@ def _read_answer(ran):
     if ran.returncode == -signal.SIGKILL:
         raise TpukitError("the TPU compiler was killed, most likely for lack of memory: a large network needs 8 GiB or more")
     raise TpukitError(
-        f"the TPU compiler does not run here: {last_line(ran)}. It needs Linux on x86-64; delete {compiler_folder()} to "
+        f"the TPU compiler does not run here: {last_line(ran)}. It needs Linux on x86-64; delete {libraries} to "
         "install it again"
     )
 

@@ -13,7 +13,8 @@ def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, d
     """Predict images with the best weights of a run. Returns a list of dicts, one for each sample.
 
     run: a `Run`, the path of one, or a weights file. images: paths (files, folders, patterns), numpy arrays or PIL images; of
-    CDEIT, files or arrays of voltages. task: of a workload of your own, or to change a setting. out: a new or empty folder for
+    CDEIT, files or arrays of voltages. task: one of a workload of your own, or with other settings,
+    or the name of a workload for a file that does not name its own. out: a new or empty folder for
     the results, with a picture of each sample unless `pictures` is False. device: "cpu", or "auto", what this machine has: on
     a TPU, no cores can be launched from this process afterwards.
 

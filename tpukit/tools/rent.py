@@ -152,6 +152,8 @@ def rent(
         print("A managed job also has a small controller machine: about $0.25 per hour while jobs run (SkyPilot's figure).")
     if not bucket:
         print("Without --bucket the run is lost when the machine is deleted: copy it first.")
+    if path.is_dir():
+        raise TpukitError(f"{path} is a folder: give a file as --out")
     if path.exists() and not (path.is_file() and path.read_text(errors="replace") == task):
         raise TpukitError(f"{path} exists and differs: delete it, give another --out, or start it as it is with `sky`")
     files.write_atomic(path, task)

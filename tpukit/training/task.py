@@ -116,15 +116,24 @@ class Workload:
     the host."""
 
     def __post_init__(self):
-        least = dict(batch_size=1, log_every=1, eval_every=1, epochs=0, num_workers=0, seed=0)
-        least |= dict(micro_batches=1, patience=1, warmup_epochs=0, decay_epochs=1)
-        for name, bound in least.items():
-            if getattr(self, name) is not None and getattr(self, name) < bound:
-                raise TpukitError(f"{name}={getattr(self, name)}: it must be {bound} or more")
-        for name in ("final_lr", "decay_factor", "layer_decay"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise TpukitError(f"{name}={getattr(self, name)}: it must be from 0 to 1")
+        self.require_at_least(1, "batch_size", "log_every", "eval_every", "micro_batches", "patience", "decay_epochs")
+        self.require_at_least(0, "epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s")
+        self.require_shares("final_lr", "decay_factor", "layer_decay", "ema_decay")
         address_of(self.weights)  # refuses one that holds a password, which a run would save
+
+    def require_at_least(self, least, *names):
+        """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is fine."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not least <= value < 2**63:
+                raise TpukitError(f"{name}={value}: it must be a number of {least} or more")
+
+    def require_shares(self, *names):
+        """Raise TpukitError for a setting that is not from 0 to 1. None is fine."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise TpukitError(f"{name}={value}: it must be from 0 to 1")
 
     def _missing(self, method):
         return NotImplementedError(f"{type(self).__name__} must implement {method}(): copy tpukit/workloads/mnist.py")
@@ -277,7 +286,7 @@ def model_settings(task):
 
 def from_settings(kind, given):
     """The task of a class with settings as `settings_dict` gives them; paths and tuples, which JSON does not have, come back.
-    What is given for no field of the class is left out."""
+    What is given for no field of the class is left out. Raises TypeError for a value of another type, as damaged files have."""
     types = get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind) if field.name in given]
     return kind(**{name: _as_declared(types[name], given[name]) for name in names})
@@ -287,7 +296,14 @@ def _as_declared(declared, value):
     parts = [declared, *get_args(declared)]
     if isinstance(value, list) and (tuples := [part for part in parts if get_origin(part) is tuple]):
         return tuple(_as_declared(tuples[0], item) for item in value)
-    return Path(value) if isinstance(value, str) and Path in parts else value
+    if isinstance(value, str) and Path in parts:
+        return Path(value)
+    kinds = set(get_args(declared) or [declared])
+    if kinds <= {int, float, str, bool, Path, type(None)}:
+        kinds |= {int} if float in kinds else set()
+        if not isinstance(value, tuple(kinds)):
+            raise TypeError(f"{value!r} is not of type {getattr(declared, '__name__', declared)}")
+    return value
 
 
 def to_request(task):

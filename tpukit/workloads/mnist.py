@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-from PIL import Image
 
 from tpukit.host import arrays, downloads
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.runs.run import setting
 from tpukit.training.task import Workload
+from tpukit.workloads import pictures
 
 SHA256 = {  # of the original files, unpacked
     "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
@@ -83,6 +83,10 @@ class MNIST(Workload):
     """Threads that make the batches; 0 makes them between steps, where one takes 0.2 ms on a CPU."""
     channels: int = 32
     """Channels of the first convolution; the second has twice as many."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_at_least(1, "channels")
 
     def datasets(self):
         return read_split(Path(self.dataset_dir), "train"), read_split(Path(self.dataset_dir), "test")
@@ -174,15 +178,15 @@ class MNIST(Workload):
         return [dict(digit=int(digit)) for digit in predictions]
 
     def read_files(self, paths, best):
-        images = []
-        for path in paths:
-            try:
-                with Image.open(path, formats=("PNG", "JPEG", "BMP")) as image:
-                    digit = np.asarray(image.convert("L").resize((28, 28)))
-            except Exception as error:  # Pillow raises many types for a damaged file
-                raise TpukitError(f"{path} is no image that can be read ({error}): PNG, JPEG and BMP can") from error
-            images.append(255 - digit if digit.mean() > 127 else digit)  # MNIST is white on black
+        images = pictures.read_each(paths, read_digit)
         return dict(image=np.stack(images)[:, None]), [path.name for path in paths]
+
+
+def read_digit(path):
+    """An image file -> (28, 28) uint8, white on black, as MNIST is."""
+    with pictures.opened(path) as image:
+        digit = np.asarray(pictures.in_8_bits(image).convert("L").resize((28, 28)))
+    return 255 - digit if digit.mean() > 127 else digit
 
 
 def read_split(folder, split):

@@ -13,30 +13,41 @@ from tpukit.training.task import from_settings
 
 def task_of(config):
     """The task of a run's config, dict(workload, settings), with fresh weights: those that it started from may be gone."""
-    return from_settings(workloads.find(config["workload"]), config["settings"] | dict(weights=None))
+    try:
+        return from_settings(workloads.find(config["workload"]), config["settings"] | dict(weights=None))
+    except TypeError as error:  # of a damaged file: a text in place of a number
+        raise TpukitError(f"the settings of a {config['workload']} are damaged ({error})") from error
+
+
+def config_of(path):
+    """What a weights file says of its task, as a run's config; None where it does not name a workload."""
+    about = weights.metadata(path)
+    if about.get("workload") not in workloads.WORKLOADS:
+        return None
+    try:
+        return dict(workload=about["workload"], settings=dict(json.loads(about.get("settings", "{}"))))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise TpukitError(f"{path}: the settings in its metadata are damaged ({error})") from error
 
 
 def find_trained(source, task=None):
     """(task, weights file) of a `Run`, a run's folder, a weights file, or the address of one.
 
-    The task has the file as its `weights`, because what it says of classes may count. task: for a workload of the user's own,
-    or a file that does not name its workload. Raises TpukitError where there are no weights, or nothing says what they are of.
+    The task has the file as its `weights`, because what it says of classes may count. task: one of the user's own, or the name
+    of a workload, for a file that does not name its own. Raises TpukitError where there are no weights, or they are of no
+    workload that is known, or of another.
     """
-    if isinstance(source, Run) or Path(source).is_dir():
-        run = source if isinstance(source, Run) else Run.find(source)
-        return dataclasses.replace(task or task_of(run.config), weights=run.best()), run.best()
-    path = weights.local(source)
+    run = source if isinstance(source, Run) else Run.find(source) if Path(source).is_dir() else None
+    path = run.best() if run else weights.local(source)
     if not path.is_file():
         raise TpukitError(f"{path} does not exist: name the folder of a run, or a weights file")
-    if task is None:
-        about = weights.metadata(path)
-        if about.get("workload") not in workloads.WORKLOADS:
+    if task is None or isinstance(task, str):
+        config = run.config if run else config_of(path)
+        if not (config or task):
             raise TpukitError(
                 f"{path} does not say of which workload it is: name one of {', '.join(workloads.WORKLOADS)} (--workload)"
             )
-        try:
-            settings = dict(json.loads(about.get("settings", "{}")))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise TpukitError(f"{path}: the settings in its metadata are damaged ({error})") from error
-        task = task_of(dict(workload=about["workload"], settings=settings))
+        if config and task not in (None, config["workload"]):
+            raise TpukitError(f"{source} is of the workload {config['workload']}, not of {task}")
+        task = task_of(config or dict(workload=task, settings={}))
     return dataclasses.replace(task, weights=path), path

@@ -98,3 +98,8 @@ def test_no_code_of_the_current_folder_runs_while_files_are_read(tmp_path, monke
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-P", "-m", "tpukit", "migrate", "torch.py"], env=environ).returncode == 0
     assert tool.examine("torch.py")[0] == []
+
+
+def test_a_file_that_is_named_and_lies_in_a_named_folder_is_read_once(tmp_path):
+    (tmp_path / "a.py").write_text("model.cuda()\n")
+    assert files.files_in([tmp_path / "a.py", tmp_path]) == [tmp_path / "a.py"]

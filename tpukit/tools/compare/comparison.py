@@ -150,8 +150,9 @@ def compare(
     batch_size: count with this one alone; by default with each hardware's fastest. plans: of `tpukit.plan`. prices: of
     `prices.read`. Raises TpukitError for measurements of different recipes.
     """
-    if epochs < 1 or images is not None and images < 1:
-        raise TpukitError(f"epochs={epochs}, images={images}: each must be 1 or more")
+    counts = dict(epochs=epochs, images=images, batch_size=batch_size)
+    if wrong := {name: count for name, count in counts.items() if count is not None and count < 1}:
+        raise TpukitError(f"{', '.join(f'{name}={count}' for name, count in wrong.items())}: it must be 1 or more")
     limits = dict(deadline_h=deadline_h, budget_usd=budget_usd)
     for name, limit in limits.items():
         if limit is not None and not 0 <= limit < math.inf:

@@ -148,7 +148,7 @@ def build_measurement(task, env, result, rows):
         workload=task.name,
         recipe={name: value for name, value in settings_dict(task).items() if name not in NOT_THE_RECIPE and name not in free},
         engine={name: getattr(task, name) for name in ENGINE},
-        synthetic=_is_synthetic(Path(task.dataset_dir)),
+        synthetic=bool(task.dataset_dir) and _is_synthetic(Path(task.dataset_dir)),
         rows=rows,
         **{name: result[name] for name in ("cores", "processes", "precision", "samples")},
     )

@@ -28,10 +28,12 @@ def files_in(paths):
         elif path.suffix in KINDS and path.is_file():
             found.append(path)
         else:
-            raise TpukitError(f"{path} is not a .py or .ipynb file, nor a folder of them, that exists")
+            raise TpukitError(f"{path} is neither an existing .py or .ipynb file nor a folder of them")
+    if not paths:
+        raise TpukitError("name scripts, notebooks, or folders of them")
     if not found:
-        raise TpukitError(f"no .py or .ipynb files in {', '.join(map(str, paths)) or 'nothing'}")
-    return found
+        raise TpukitError(f"no .py or .ipynb files in {', '.join(map(str, paths))}")
+    return list(dict.fromkeys(found))
 
 
 def examine(path, to="torch_xla"):

@@ -102,8 +102,7 @@ class CDEIT(Workload):
         root = Path(self.dataset_dir)
         folder = find_split(root, convention)
         # By other statistics than those that they were trained with, the weights would see out-of-distribution input.
-        if carried := weights.metadata(self.weights).get("voltages") if self.weights else None:
-            statistics = [np.array(values, np.float32) for values in json.loads(carried)]
+        if statistics := self._carried_statistics():
             return Impedance(folder, convention, statistics, f"voltage statistics: those that {self.weights} was trained with")
         return Impedance(folder, convention, *find_statistics(folder, root))
 
@@ -218,11 +217,17 @@ class CDEIT(Workload):
         return x * CONVENTIONS[self.data].unit
 
     def _carried_statistics(self):
-        """(mean, deviation) of the voltages, (16, 13) each, that `weights` was trained with."""
+        """[mean, deviation] of the voltages, (16, 13) each, that `weights` was trained with, or None where it does not say."""
         carried = weights.metadata(self.weights).get("voltages") if self.weights else None
         if not carried:
-            raise TpukitError(f"{self.weights} does not say how its voltages were normalised: train the run again")
-        return [np.array(values, np.float32) for values in json.loads(carried)]
+            return None
+        try:
+            mean, deviation = (np.array(values, np.float32).reshape(16, 13) for values in json.loads(carried))
+            return [mean, deviation]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise TpukitError(
+                f"{self.weights}: the statistics of the voltages in its metadata are damaged ({error})"
+            ) from error
 
     def evaluate(self, predictions):
         """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same scores of the
@@ -295,6 +300,8 @@ class CDEIT(Workload):
     def read_files(self, paths, best):
         """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit of `data`'s files."""
         statistics = dataclasses.replace(self, weights=best)._carried_statistics()
+        if not statistics:
+            raise TpukitError(f"{best} does not say how its voltages were normalised: train the run again")
         read = [read_voltages(path) for path in paths]
         volts = np.concatenate(read) / np.float32(CONVENTIONS[self.data].volts)
         names = [f"{path.name}, {row + 1}" for path, rows in zip(paths, read) for row in range(len(rows))]

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -203,6 +204,8 @@ def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_d
     if min(samples, test_samples, seed) < 0 or workers < 1:
         counts = f"samples={samples}, test_samples={test_samples}, seed={seed}, workers={workers}"
         raise TpukitError(f"{counts}: none may be negative, and workers must be 1 or more")
+    if not (0 <= mismatch < math.inf and snr_db > -math.inf):
+        raise TpukitError(f"mismatch={mismatch}, snr_db={snr_db}: mismatch must be 0 or more, and both must be numbers")
     settings = dict(seed=seed, snr_db=snr_db, mismatch=mismatch)
     missing = []
     with files.explain_unwritable(folder):

@@ -21,6 +21,7 @@ from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.runs.run import setting
 from tpukit.training.task import Workload
+from tpukit.workloads import pictures
 from tpukit.workloads.images.synthetic import shapes_set
 
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
@@ -94,17 +95,12 @@ class ImageClassifier(Workload):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.image_size is not None and self.image_size < 1:
-            raise TpukitError(f"image_size={self.image_size}: it must be 1 or more pixels")
-        for name in ("flip", "brightness", "contrast", "saturation", "label_smoothing", "test_share", "crop"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise TpukitError(f"{name}={getattr(self, name)}: it is a share, from 0 to 1")
+        self.require_at_least(1, "image_size")
+        self.require_at_least(0, "mixup", "weight_decay")
+        self.require_shares("flip", "brightness", "contrast", "saturation", "label_smoothing", "test_share", "crop")
         for name in ("crop", "test_share"):
             if getattr(self, name) == 0:
                 raise TpukitError(f"{name}=0: it must be more than 0")
-        for name in ("mixup", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise TpukitError(f"{name}={getattr(self, name)}: it must be 0 or more")
 
     # Data
 
@@ -338,12 +334,8 @@ class ImageClassifier(Workload):
     def read_files(self, paths, best):
         from tpukit.workloads.images.data import read_image
 
-        size, images = self._size(), []
-        for path in paths:
-            try:
-                images.append(read_image(path, size, self.fit).transpose(2, 0, 1))
-            except Exception as error:  # Pillow raises many types for a damaged file
-                raise TpukitError(f"{path} is no image that can be read ({first_line(error)})") from error
+        size = self._size()
+        images = pictures.read_each(paths, lambda path: read_image(path, size, self.fit).transpose(2, 0, 1))
         return dict(image=np.stack(images)), [path.name for path in paths]
 
     def results(self, batch, predictions):

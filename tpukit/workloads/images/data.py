@@ -22,28 +22,15 @@ from PIL import Image, ImageOps
 from tpukit.host import arrays
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import GIB
+from tpukit.workloads import pictures
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # no others: Pillow runs Ghostscript on an EPS of any name
-MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are decoded at once
 SPLITS = {  # names of folders, of files and in a CSV's column of splits, in lower case
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-PATH_COLUMNS = (
-    "path",
-    "file",
-    "filename",
-    "file_name",
-    "filepath",
-    "image",
-    "image_path",
-    "image_name",
-    "image_id",
-    "img",
-    "id",
-)
+PATH_COLUMNS = "path file filename file_name filepath image image_path image_name image_id img id".split()
 LABEL_COLUMNS = ("label", "labels", "class", "class_name", "category", "target", "species", "breed", "diagnosis", "y")
 SPLIT_COLUMNS = ("split", "subset", "partition", "set")
 VERSION = 1  # of what `_decode` returns for the same files, which is cached
@@ -165,24 +152,16 @@ def _find_csv(folder, path_column, label_column):
     return found
 
 
-class _open_csv:
-    """Context manager: a csv.DictReader; TpukitError for what is no text in UTF-8."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __enter__(self):
-        self.file = open(self.path, encoding="utf-8-sig", newline="")
+@contextlib.contextmanager
+def _open_csv(path):
+    """Context manager: a csv.DictReader. Raises TpukitError for a file that is not UTF-8 text."""
+    with open(path, encoding="utf-8-sig", newline="") as file:
         try:
-            header = self.file.readline()
+            header = file.readline()
         except UnicodeDecodeError as error:
-            self.file.close()
-            raise TpukitError(f"{self.path} is no text in UTF-8 ({error.reason}): save it as UTF-8") from error
-        self.file.seek(0)
-        return csv.DictReader(self.file, delimiter=max(",;\t", key=header.count), restval="")
-
-    def __exit__(self, *error):
-        self.file.close()
+            raise TpukitError(f"{path} is not UTF-8 text ({error.reason}): save it as UTF-8") from error
+        file.seek(0)
+        yield csv.DictReader(file, delimiter=max(",;\t", key=header.count), restval="")
 
 
 def _column(names, wanted, known):
@@ -326,17 +305,13 @@ def _open_row(sample):
 def read_image(file, size, fit):
     """An image -> (size, size, 3) uint8. fit: see `ImageClassifier`. file: a path, or an open file.
 
-    Turned upright by its EXIF orientation; transparency is dropped; 16-bit grey maps its whole range to 0..255. Raises whatever
-    Pillow does, and TpukitError for more than MAX_PIXELS, before anything is decoded.
+    Turned upright by its EXIF orientation; transparency is dropped; 16-bit grey maps its whole range to 0..255. Raises what
+    `pictures.opened` does.
     """
-    with Image.open(file, formats=FORMATS) as image:
-        if image.width * image.height > MAX_PIXELS:
-            raise TpukitError(f"it claims {image.width}x{image.height} pixels, more than {MAX_PIXELS:,}")
+    with pictures.opened(file) as image:
         image.draft("RGB", (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
         image = ImageOps.exif_transpose(image)
-        if image.mode.startswith("I"):
-            image = Image.fromarray(np.rint(np.asarray(image).clip(0, 65535) / 257).astype(np.uint8))
-        image = image.convert("RGB")
+        image = pictures.in_8_bits(image).convert("RGB")
         if image.size != (size, size):
             scaled = image.resize if fit == "squash" else functools.partial(ImageOps.fit, image)
             image = scaled((size, size), Image.Resampling.BICUBIC)

@@ -13,6 +13,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
 from tpukit.runs.run import setting
 from tpukit.training.task import Workload
+from tpukit.workloads import pictures
 from tpukit.workloads.mshnet.synthetic import infrared_set
 
 IMAGE_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as published
@@ -164,14 +165,10 @@ class MSHNet(Workload):
         from tpukit.workloads.mshnet import augment
         from tpukit.workloads.mshnet.data import read_image
 
-        images = []
-        for path in paths:
-            try:
-                image = augment.planes(read_image(path))
-            except Exception as error:  # Pillow raises many types for a damaged file
-                raise TpukitError(f"{path} is no image that can be read ({error}): PNG, JPEG, BMP and TIFF can") from error
-            images.append(np.broadcast_to(image, (3, *image.shape[1:])))
-        return dict(image=np.stack(images)), [path.name for path in paths]
+        images = pictures.read_each(paths, lambda path: augment.planes(read_image(path)))
+        return dict(image=np.stack([np.broadcast_to(image, (3, *image.shape[1:])) for image in images])), [
+            p.name for p in paths
+        ]
 
     def check_labels(self, data):
         from tpukit.workloads.mshnet.labels import check

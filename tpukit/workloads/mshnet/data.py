@@ -9,10 +9,10 @@ import zlib
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from tpukit.host import arrays
 from tpukit.host.errors import TpukitError
+from tpukit.workloads import pictures
 from tpukit.workloads.mshnet import augment
 
 # Where the published sets keep their lists, relative to the set's folder.
@@ -21,10 +21,8 @@ LISTS = dict(
     test=("test.txt", "img_idx/test*.txt", "50_50/test.txt", "idx_427/test.txt", "idx_320/test.txt"),
 )
 IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
-FORMATS = ("PNG", "BMP", "JPEG", "TIFF")  # no others, whatever a file is called: Pillow runs Ghostscript on an EPS
-MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are decoded at once
 MASK_SUFFIXES = ("", "_pixels0")  # SIRST names its masks NAME_pixels0.png
-TEST_SHARE = 5  # without lists, one image of so many is a test image
+IMAGES_PER_TEST_IMAGE = 5  # without lists
 VERSION = 3  # of what `_read_split` returns for the same files, which is cached
 
 
@@ -125,7 +123,7 @@ def _split_by_name(names, split):
     if len(names) < 2:
         raise TpukitError(f"images/ holds {len(names)} images: it needs 2 or more, one to train on and one to test on")
     names = sorted(names, key=lambda name: (zlib.crc32(Path(name).stem.encode()), name))
-    tests = -(-len(names) // TEST_SHARE)
+    tests = math.ceil(len(names) / IMAGES_PER_TEST_IMAGE)
     return sorted(names[:tests] if split == "test" else names[tests:])
 
 
@@ -211,14 +209,10 @@ def read_image(path, *, grey=False):
 
     Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and 16-bit grey, whose whole range 0..65535 maps to 0..255.
     Colours that differ by one level at most are a grey image that some software has converted and rounded (three of IRSTD-1k's
-    are such). Raises whatever Pillow does, and TpukitError for more than `MAX_PIXELS`, before anything is decoded.
+    are such). Raises what `pictures.opened` does.
     """
-    with Image.open(path, formats=FORMATS) as image:
-        if image.width * image.height > MAX_PIXELS:
-            raise TpukitError(f"it claims {image.width}x{image.height} pixels, more than {MAX_PIXELS:,}")
-        if image.mode.startswith("I"):  # I;16, I;16B, I: 16-bit files
-            wide = np.asarray(image).astype(np.float64)
-            return np.rint(wide.clip(0, 65535) / 257).astype(np.uint8)
+    with pictures.opened(path) as image:
+        image = pictures.in_8_bits(image)
         if grey or image.mode in ("1", "L", "LA"):
             return np.array(image.convert("L"))
         image = image.convert("RGB")

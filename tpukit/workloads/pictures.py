@@ -1,0 +1,48 @@
+"""Image files of users: which formats are opened, how large one may be, 16 bits, and errors that name the file."""
+
+import contextlib
+
+import numpy as np
+from PIL import Image
+
+from tpukit.host.errors import TpukitError, first_line
+
+FORMATS = (
+    "JPEG",
+    "PNG",
+    "WEBP",
+    "BMP",
+    "GIF",
+    "TIFF",
+)  # no others, whatever a file is called: Pillow runs Ghostscript on an EPS
+MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are decoded at once
+
+
+@contextlib.contextmanager
+def opened(file):
+    """Context manager: the Pillow image of a path or an open file, not decoded yet.
+
+    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS.
+    """
+    with Image.open(file, formats=FORMATS) as image:
+        if image.width * image.height > MAX_PIXELS:
+            raise TpukitError(f"it claims {image.width}x{image.height} pixels, more than {MAX_PIXELS:,}")
+        yield image
+
+
+def in_8_bits(image):
+    """A Pillow image of 16-bit grey with its whole range 0..65535 mapped to 0..255; any other as it is."""
+    if not image.mode.startswith("I"):  # I;16, I;16B, I
+        return image
+    return Image.fromarray(np.rint(np.asarray(image).astype(np.float64).clip(0, 65535) / 257).astype(np.uint8))
+
+
+def read_each(paths, read):
+    """[read(path)] of files of a user's own. Raises TpukitError, which names the first that cannot be read."""
+    found = []
+    for path in paths:
+        try:
+            found.append(read(path))
+        except Exception as error:  # Pillow raises many types for a damaged file
+            raise TpukitError(f"{path} is not a readable image ({first_line(error)})") from error
+    return found
