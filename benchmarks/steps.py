@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import statistics
 import sys
@@ -13,6 +14,7 @@ import torch
 from benchmarks import by_hand
 from benchmarks.literal import literal_layers
 from tpukit import MSHNet, Run, train
+from tpukit.devices import cuda_graph
 from tpukit.devices.runtime import Runtime
 from tpukit.host.tables import GIB
 from tpukit.training.data import already_composed
@@ -34,12 +36,14 @@ WAYS = {
     "xla": {"traced": {}, "tiled, traced": dict(tiled=True), "tiled, replayed": dict(tiled=True, replayed=True)},
     "cuda": {
         "by hand": dict(by_hand=True),
+        "by hand, channels last": dict(by_hand=True, channels_last="yes"),
         "fp32": dict(precision="fp32"),
-        "bf16, channels outermost": dict(precision="bf16", channels_last="no"),
-        "bf16": dict(precision="bf16"),
-        "bf16, CUDA graphs of the model": dict(precision="bf16", torch_compile="reduce-overhead"),
-        "bf16, captured": dict(precision="bf16", replayed=True),
-        "bf16, torch.compile, captured": dict(precision="bf16", torch_compile="default", replayed=True),
+        "fp32, captured": dict(precision="fp32", replayed=True),
+        "half precision, channels outermost": dict(precision="half", channels_last="no"),
+        "half precision": dict(precision="half"),
+        "half precision, CUDA graphs of the model": dict(precision="half", torch_compile="reduce-overhead"),
+        "half precision, captured": dict(precision="half", replayed=True),
+        "half precision, torch.compile, captured": dict(precision="half", torch_compile="default", replayed=True),
     },
 }
 
@@ -53,10 +57,13 @@ def open_runtime(device, precision):
 
 
 class ByHand:
-    """The step of a script without tpukit, which reads the loss after every step as most do."""
+    """The step of a script without tpukit, which reads the loss after every step as most do, and leaves torch's settings for
+    GPUs as they are: convolutions in TF32, by the first algorithm that cuDNN suggests."""
 
     def __init__(self, device, task):
         self.runtime = open_runtime(device, "fp32")
+        defaults = functools.partial(torch.backends.cudnn.flags, enabled=True, benchmark=False, allow_tf32=True)
+        self.settings = defaults if device == "cuda" else contextlib.nullcontext
         torch.manual_seed(0)
         self.batch = self.runtime.put(task.example(task.batch_size))
         self.train = by_hand.Step(self.runtime.device, task.channels_last == "yes")
@@ -64,11 +71,12 @@ class ByHand:
 
     def seconds(self):
         """Of one step: until its loss is read, and until the host has handed it over."""
-        started = time.perf_counter()
-        loss = self.train(self.batch)
-        handed_over = time.perf_counter()
-        float(loss)
-        return time.perf_counter() - started, handed_over - started
+        with self.settings():
+            started = time.perf_counter()
+            loss = self.train(self.batch)
+            handed_over = time.perf_counter()
+            float(loss)
+            return time.perf_counter() - started, handed_over - started
 
 
 class Ours:
@@ -115,6 +123,8 @@ def steps(device, size, batch_size):
     first = None
     for name, settings in WAYS[device].items():
         settings = dict(settings)
+        if settings.get("precision") == "half":  # of this GPU: fp16 on a T4
+            settings["precision"] = open_runtime(device, "auto").precision
         how = {part: settings.pop(part) for part in ("by_hand", "tiled", "replayed") if part in settings}
         way = contender(device, MSHNet(base_size=size, crop_size=size, batch_size=batch_size, **settings), **how)
         first = first or way
@@ -146,8 +156,8 @@ def epochs(device, size, batch_size, folder):
             train(task, run, runtime=runtime, progress=False)
             last, evaluation = run.records("train")[-1]["speed"], run.records("evaluation")[-1]["speed"]
             compiled = [r for r in run.records("compile") if r["what"] == "step"]
-            late = sum(r["programs"] for r in compiled if r["step"] > 2)
-            first = [r["time"] - started for r in compiled][:1]
+            late = sum(r["programs"] for r in compiled if r["step"] > cuda_graph.WARM_UP + 1)
+            first = [r["time"] - started for r in compiled if device != "cuda"][:1]  # whose graph is made at a later step
         row = dict(device=device, data_on=on, images_per_s=round(last["images_per_s"], 1), epoch_s=round(last["seconds"], 2))
         row |= dict(wait_share=round(last["wait_s"] / last["seconds"], 4), compiled_late=late)
         row |= dict(eval_s=round(evaluation["seconds"], 2), scoring_s=round(evaluation["scoring_s"], 2))

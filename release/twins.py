@@ -51,10 +51,12 @@ mkdir -p "$root$folder"
 mount --bind "$work" "$root$folder"
 exec chroot "$root" env -C "$folder" "$@"
 """
+TRANSLATED = "zh-CN/"
 BEGIN, END = "<!-- make twins -->", "<!-- end of make twins -->"
 PAGES = {  # page -> its sentences; a result's state names its sentence
     "docs/STATUS.md": dict(
-        when="`make twins`, {date}; small settings, so the seconds compare notebooks, not machines:",
+        when="`make twins`, {date}; small settings, so the seconds compare notebooks, not machines.",
+        translated="The {count} Chinese notebooks, whose code is the same, ended in the same way.",
         notebook="notebook",
         ok="ok, {seconds} s",
         other="ok, {seconds} s, but with tpukit from {copy}",
@@ -62,7 +64,8 @@ PAGES = {  # page -> its sentences; a result's state names its sentence
         failed="**failed** in cell {cell}: `{error}`",
     ),
     "docs/STATUS.zh-CN.md": dict(
-        when="`make twins`，{date}；用的是缩小的设置，所以秒数只能比较笔记本，不能比较机器：",
+        when="`make twins`，{date}；用的是缩小的设置，所以秒数只能比较笔记本，不能比较机器。",
+        translated="{count} 个中文笔记本的代码相同，结果也相同。",
         notebook="笔记本",
         ok="通过，{seconds} 秒",
         other="通过，{seconds} 秒，但 tpukit 来自 {copy}",
@@ -210,7 +213,17 @@ def table(heads, results, words, date):
     """The section of a page: when, and a table of notebooks and images. heads: image -> versions, or why it has no twin."""
     lines = [words["when"].format(date=date), "", f"| {words['notebook']} | {' | '.join(heads)} |"]
     lines += ["|---" * (len(heads) + 1) + "|", f"| | {' | '.join(heads.values())} |"]
-    for name in dict.fromkeys(name for name, _ in results):
+    names = list(dict.fromkeys(name for name, _ in results))
+    translated = [name for name in names if name.startswith(TRANSLATED)]
+    ended = {key: result["state"] for key, result in results.items()}
+
+    def ended_as_in_english(name):
+        return all(ended.get((name, image)) == ended.get((name.removeprefix(TRANSLATED), image)) for image in heads)
+
+    if translated and all(map(ended_as_in_english, translated)):
+        names = [name for name in names if name not in translated]
+        lines.insert(1, words["translated"].format(count=len(translated)))
+    for name in names:
         found = [results.get((name, image)) for image in heads]
         cells = [words[one["state"]].format_map(one).replace("|", "\\|") if one else "" for one in found]
         lines.append(f"| {name} | {' | '.join(cells)} |")

@@ -13,7 +13,6 @@ from tests.conftest import ROOT, refuses
 from tests.host.machines import COLAB_TPU, KAGGLE_TPU, add_chips, nvidia_smi
 from tpukit import TpukitError, detect
 from tpukit.host import environment as module
-from tpukit.host.known_errors import fix_for
 
 
 def test_colab_tpu(tmp_path, versions):
@@ -246,27 +245,3 @@ def test_an_environment_prints_as_a_table(tmp_path):
     env = detect({"COLAB_RELEASE_TAG": "x"}, tmp_path)
     for text in ("colab", "accelerator", "not mounted", sys.version.split()[0]):
         assert text in " ".join(str(env).split()) and text in env._repr_html_()
-
-
-@pytest.mark.parametrize(
-    "message, word",
-    [
-        ("Runtime is already initialized. Do not use the XLA device before calling xmp.spawn", "Restart the session"),
-        ("Expected 4 worker addresses, got 1", "TPU_PROCESS_ADDRESSES"),
-        ("open(/dev/vfio/0): Device or resource busy: Couldn't open iommu group", "doctor"),
-        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.", "smaller batch_size"),
-        ("CUDA out of memory. Tried to allocate 2.00 GiB", "smaller batch_size"),
-        ("_XLAC.cpython-312-x86_64-linux-gnu.so: undefined symbol: _ZN5torch4lazy", "do not match"),
-        ("Failed to get TPU metadata (tpu-env) from instance metadata", "TPU_SKIP_MDS_QUERY=1"),
-        ("0 <= device.index() && device.index() < device_ready_queues_.size()", "Restart the session"),
-    ],
-)
-def test_errors_of_the_runtime_are_raised_with_their_mend(message, word):
-    with pytest.raises(TpukitError, match=word), module.explain_known_errors():
-        raise RuntimeError(message)
-    assert fix_for("some other problem") is None
-
-
-def test_an_error_without_a_known_mend_stays_what_it_was():
-    with pytest.raises(KeyError), module.explain_known_errors():
-        raise KeyError("x")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tpukit import cli
+from tpukit import TpukitError, cli
 from tpukit.host import known_errors
 from tpukit.host.known_errors import KNOWN_ERRORS
 
@@ -151,3 +151,27 @@ def test_a_users_own_description_gets_its_entry(text):
 @pytest.mark.parametrize("text", ["loss 0.5 at step 3", "File tensorflow/python/x.py line 3", "how do I save the model?"])
 def test_an_unrelated_text_is_not_guessed_at(text):
     assert known_errors.find(text) is None
+
+
+@pytest.mark.parametrize(
+    "message, word",
+    [
+        ("Runtime is already initialized. Do not use the XLA device before calling xmp.spawn", "Restart the session"),
+        ("Expected 4 worker addresses, got 1", "TPU_PROCESS_ADDRESSES"),
+        ("open(/dev/vfio/0): Device or resource busy: Couldn't open iommu group", "doctor"),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.", "smaller batch_size"),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", "smaller batch_size"),
+        ("_XLAC.cpython-312-x86_64-linux-gnu.so: undefined symbol: _ZN5torch4lazy", "do not match"),
+        ("Failed to get TPU metadata (tpu-env) from instance metadata", "TPU_SKIP_MDS_QUERY=1"),
+        ("0 <= device.index() && device.index() < device_ready_queues_.size()", "Restart the session"),
+    ],
+)
+def test_errors_of_the_runtime_are_raised_with_their_fix(message, word):
+    with pytest.raises(TpukitError, match=word), known_errors.explain_known_errors():
+        raise RuntimeError(message)
+    assert known_errors.fix_for("some other problem") is None
+
+
+def test_an_error_without_a_known_fix_stays_what_it_was():
+    with pytest.raises(KeyError), known_errors.explain_known_errors():
+        raise KeyError("x")

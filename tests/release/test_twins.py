@@ -102,6 +102,15 @@ def test_a_page_has_the_section_and_every_state_has_its_sentence(page):
         assert datum in line
 
 
+@pytest.mark.parametrize("chinese, rows", [("ok", ["one"]), ("failed", ["one", "zh-CN/one"])])
+def test_translated_notebooks_have_rows_of_their_own_only_where_one_ended_otherwise(chinese, rows):
+    ended = dict(ok=dict(state="ok", seconds=5, copy="x"), failed=dict(state="failed", cell=4, error="E: f"))
+    results = {("one", "An image"): ended["ok"], ("zh-CN/one", "An image"): ended[chinese]}
+    lines = twins.table({"An image": "Python 3"}, results, twins.PAGES["docs/STATUS.md"], DATE).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[lines.index("| | Python 3 |") + 1 :]] == rows
+    assert any("1 Chinese notebooks" in line for line in lines) == (chinese == "ok")
+
+
 def test_a_run_has_the_images_folder_and_no_network_and_writes_to_no_folder_of_this_machine(tmp_path):
     if subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("namespaces are not allowed here")

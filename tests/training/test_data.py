@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, TpukitError
-from tpukit.training.data import BatchLoader, evaluation_plan, training_plan
+from tpukit.training.data import BatchLoader, Draw, evaluation_plan, training_plan
 
 
 def test_an_epoch_sees_every_sample_once_and_drops_only_the_tail():
@@ -70,7 +70,8 @@ def test_pixels_on_the_device_make_the_batches_of_the_host(kind, digits, infrare
     task = tasks.get(kind) or CDEIT(dataset_dir=tank)
     for data, numbers in zip(task.datasets(), (np.random.default_rng(0).random((4, 8)), None)):
         numbers = numbers if numbers is None else numbers[:, : data.num_draws]
-        plan = [(np.array([3, 0, 2, 2]), numbers, None if numbers is not None else np.array([True, True, True, False]))]
+        valid = None if numbers is not None else np.array([True, True, True, False])
+        plan = [Draw(np.array([3, 0, 2, 2]), numbers, valid)]
         there, here = BatchLoader(data, xla), BatchLoader(data, xla, on="host")
         assert there.resident and not here.resident
         found, wanted = ({k: v.cpu() for k, v in one.compose(next(one.batches(plan))).items()} for one in (there, here))

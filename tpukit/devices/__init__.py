@@ -1,10 +1,11 @@
-"""The devices of a training. Opening one is here; nothing is imported before, because the table of chips needs no torch."""
+"""The devices of a training, and `open_runtime`. torch is imported inside it: the table of chips works without."""
 
 import os
 
 from tpukit.host.environment import version_of
 from tpukit.host.errors import TpukitError
 
+LONG_COMPILE_S = 0.5  # graphs of a few operations compile in milliseconds, and go unmentioned
 LIBTPU_VERSIONS = ("0.0.17", "0.0.21")  # whose compilers took the tasks' flags; an unknown flag ends the process
 
 
@@ -18,7 +19,7 @@ def open_runtime(env, precision="auto", *, world=None, spmd_cores=None, libtpu_a
 
     if precision not in PRECISIONS:
         raise TpukitError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
-    if env.accelerator == "tpu" and env.tpu_backend == "torch_tpu":
+    if env.uses_torch_tpu:
         from tpukit.devices.torch_tpu import TorchTPURuntime
 
         if spmd_cores:

@@ -183,8 +183,8 @@ class HostState:
     def __init__(self, optimizer, scaler):
         self.optimizer, self.scaler = optimizer, scaler
         self.states = [(state, dict(state)) for state in optimizer.state.values()]
-        values = [value for state in optimizer.state.values() for value in state.values()]
-        self.numbers = [value for value in values if isinstance(value, torch.Tensor) and value.device.type == "cpu"]
+        of_optimizer = [value for state in optimizer.state.values() for value in state.values()]
+        self.numbers = [value for value in of_optimizer if isinstance(value, torch.Tensor) and value.device.type == "cpu"]
         self.before = [value.clone() for value in self.numbers]
 
     def increments(self):

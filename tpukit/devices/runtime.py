@@ -52,8 +52,8 @@ def check_cuda():
 def keep_freed_memory():
     """Let glibc's malloc keep up to 2 GiB of freed memory in this process, instead of returning it to the system.
 
-    By default it returns what a step on a CPU frees, and the next step waits while the system clears every page of it anew.
-    Nothing changes where the environment says how malloc is to work, or where another allocator or library is in its place.
+    By default malloc returns it to the system, and the next step waits while the system zeroes every page again. Does nothing
+    where the environment configures malloc, or where malloc is not glibc's.
     """
     is_set = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if is_set or not hasattr(libc := ctypes.CDLL(None), "mallopt"):
@@ -168,7 +168,8 @@ class Runtime:
     def scalar(self, number):
         """A number that changes, or None, as an argument of a compiled function: on XLA, and on a GPU that can capture steps, a
         0-d tensor, so that every value runs the same graph."""
-        if number is None or self.accelerator != "cuda" or cuda_graph.obstacle(self):
+        captures = self.accelerator == "cuda" and cuda_graph.obstacle(self) is None
+        if number is None or not (self.compiles or captures):
             return number
         return self.put({"number": torch.tensor(number)})["number"]
 
@@ -423,6 +424,11 @@ class Runtime:
 
 def parameters_with_gradient(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def state_tensors(optimizer):
+    """The tensors of an optimizer's state, wherever they lie."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def _written_by_step(optimizer):

@@ -39,9 +39,6 @@ class TorchTPURuntime(Runtime):
     def place(self, model, *, channels_last="no"):
         return model.to(self.device)  # whose compiler chooses its own layouts
 
-    def scalar(self, number):
-        return None if number is None else self.put({"number": torch.tensor(number)})["number"]
-
     def compile(self, function, *, name=None, max_graphs=1, changes=None):
         # Of the step, which changes weights, the model alone is compiled: see `torch_compile`.
         return function if changes else torch.compile(function, dynamic=False)

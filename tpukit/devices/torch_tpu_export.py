@@ -68,9 +68,6 @@ class TorchTPUExportRuntime(Runtime):
     def put_whole(self, arrays, *, sharded=False):
         return self.put(arrays)
 
-    def scalar(self, number):
-        return None if number is None else self.put({"number": torch.tensor(number)})["number"]
-
     def init_optimizer_state(self, optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         with self._fake, torch_tpu_private.compiling():
@@ -105,5 +102,4 @@ class TorchTPUExportRuntime(Runtime):
 
 def _state(model, optimizer):
     """The tensors that a step may change."""
-    of_optimizer = [v for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
-    return [*model.parameters(), *model.buffers(), *of_optimizer]
+    return [*model.parameters(), *model.buffers(), *runtime.state_tensors(optimizer)]

@@ -17,7 +17,7 @@ from torch_xla import _XLAC
 
 from tpukit.devices import xla_attention
 from tpukit.devices.chips import V5E, find_chip
-from tpukit.devices.runtime import Runtime, parameters_with_gradient
+from tpukit.devices.runtime import Runtime, parameters_with_gradient, state_tensors
 from tpukit.devices.xla_compile import CompiledFunction
 from tpukit.host.errors import TpukitError
 
@@ -240,8 +240,8 @@ class XLARuntime(Runtime):
 
     def written_by_step(self, model, optimizer):
         """What a traced step leaves behind: what it changed of the model and the optimizer, and the gradients."""
-        kept = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
-        state = [v for v in (*model.parameters(), *model.buffers(), *kept) if v.device.type == "xla"]
+        kept = [*model.parameters(), *model.buffers(), *state_tensors(optimizer)]
+        state = [v for v in kept if v.device.type == "xla"]
         changed = _XLAC._check_tensor_need_materialization(state)
         return [v for v, yes in zip(state, changed) if yes] + [p.grad for p in model.parameters() if p.grad is not None]
 

@@ -22,6 +22,7 @@ from torch_xla import _XLAC
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
 from tpukit.devices.recompiles import UnexpectedRecompilation, call_key, new_operation
+from tpukit.devices.runtime import state_tensors
 
 CHECK_EVERY = 64  # replays of a graph, after which it is captured again
 MAX_KEPT = 4  # captured graphs: a step and its variants, for the epochs that differ in an argument
@@ -152,7 +153,7 @@ class GraphReplay:
 
     def _state(self):
         """(tensors on the device that the function may write, the optimizer's numbers on the host)."""
-        of_optimizer = [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        of_optimizer = state_tensors(self.optimizer)
         on_device = [v for v in of_optimizer if v.device.type == "xla"]
         on_host = [v for v in of_optimizer if v.device.type == "cpu"]
         return [*self.model.parameters(), *self.model.buffers(), *on_device], on_host

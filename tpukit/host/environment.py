@@ -3,7 +3,6 @@
 Touches no device and imports no torch, so that it works even where torch is broken.
 """
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import math
@@ -13,11 +12,9 @@ import re
 import shutil
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 from tpukit.host.errors import TpukitError
-from tpukit.host.known_errors import fix_for
 from tpukit.host.tables import Table
 
 PACKAGES = ("torch", "torchvision", "torch_xla", "torch_tpu", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
@@ -86,6 +83,11 @@ class Environment:
     def tpu_backend(self):
         """ "torch_xla" or "torch_tpu", what torch reaches a TPU by here; None where neither is installed."""
         return find_tpu_backend(self.versions)
+
+    @property
+    def uses_torch_tpu(self):
+        """Whether this machine has a TPU and torch reaches it by torch_tpu."""
+        return self.accelerator == "tpu" and self.tpu_backend == "torch_tpu"
 
     def table(self):
         """The environment as a `Table`."""
@@ -340,23 +342,6 @@ def supports(capability, built_for):
         if runs:
             return True
     return not architectures
-
-
-@contextlib.contextmanager
-def explain_known_errors():
-    """Context manager: raise an error of an accelerator's runtime that has a known fix as a TpukitError with the fix."""
-    try:
-        yield
-    except TpukitError:
-        raise
-    except Exception as error:
-        fix = fix_for(str(error))
-        if fix is None:
-            raise
-        traceback.clear_frames(error.__traceback__)  # a notebook keeps it, and with it a step's activations
-        # The runtime's first lines name the problem and, where a shape changed, the shape; the rest is its own stack.
-        lines = [line.strip()[:300] for line in str(error).splitlines() if line.strip()]
-        raise TpukitError("\n".join([*lines[:3], fix])) from error
 
 
 def has_open_page():

@@ -136,7 +136,7 @@ def open_core(job, run, world):
 
 def join(job, index):
     """The `World` of one of this host's processes. On one host they meet in a file and use the loopback device only."""
-    by_torch_xla = job.env.accelerator == "tpu" and job.env.tpu_backend == "torch_xla"
+    by_torch_xla = job.env.accelerator == "tpu" and not job.env.uses_torch_tpu
     if job.env.accelerator == "tpu":
         tpu_chips.clear_variables(job.processes)
     if not by_torch_xla:
@@ -171,7 +171,7 @@ def join_group(job, local_rank, **how):
         check_cuda()
         torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
         backend = "cpu:gloo,cuda:nccl"
-    elif job.env.accelerator == "tpu" and job.env.tpu_backend == "torch_tpu":
+    elif job.env.uses_torch_tpu:
         torch_tpu_private.open_device()  # which makes its backend known to torch.distributed
         backend = torch_tpu_private.BACKEND
     dist.init_process_group(backend, timeout=_group_timeout(job), **how)

@@ -52,7 +52,7 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     _refuse_an_opened_device(env)
     if env.accelerator == "tpu":
         tpu_chips.wait_until_free(run)
-        if env.tpu_backend == "torch_tpu":
+        if env.uses_torch_tpu:
             torch_tpu_private.set_launch_variables(count)
     shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
     lock = files.exclusive_lock(run.path / f".launch-{socket.gethostname()}.lock")
@@ -71,8 +71,7 @@ def _count_cores(env, cores, parallel):
     """How many cores this host runs."""
     if cores is not None and cores < 1:
         raise TpukitError(f"cores={cores}: give 1 or more, or leave it out to use all")
-    by_torch_tpu = env.accelerator == "tpu" and env.tpu_backend == "torch_tpu"
-    if parallel == "spmd" and by_torch_tpu:
+    if parallel == "spmd" and env.uses_torch_tpu:
         raise TpukitError("parallel='spmd' is torch_xla's; with torch_tpu use 'processes'")
     if parallel == "spmd" and env.accelerator not in ("tpu", "xla"):
         raise TpukitError(f"parallel='spmd' is for TPU cores; on a {environment.NAMES[env.accelerator]} use 'processes'")
@@ -92,9 +91,9 @@ def _count_cores(env, cores, parallel):
         return found
     if cores > found:
         env.require(env.accelerator, cores=cores)
-    if by_torch_tpu and cores not in TORCH_TPU_CORES:
+    if env.uses_torch_tpu and cores not in TORCH_TPU_CORES:
         raise TpukitError(f"asked for {cores} of {found} TPU cores: torch_tpu starts {', '.join(map(str, TORCH_TPU_CORES))}")
-    if env.accelerator == "tpu" and cores > 1 and not by_torch_tpu:
+    if env.accelerator == "tpu" and cores > 1 and not env.uses_torch_tpu:
         raise TpukitError(
             f"asked for {cores} of {found} TPU cores: torch_xla starts one or all, so use cores=1 or cores={found}"
         )
@@ -105,7 +104,7 @@ def _refuse_an_opened_device(env):
     """Raise TpukitError where this process has opened the XLA device."""
     if env.accelerator not in ("tpu", "xla"):
         return  # a core checks CUDA, see `core.join_group`: only a forked process can tell
-    if env.accelerator == "tpu" and env.tpu_backend == "torch_tpu":
+    if env.uses_torch_tpu:
         is_open = torch_tpu_private.is_open()
     else:
         import torch_xla
@@ -126,7 +125,7 @@ def _call_under_torchrun(job, parallel):
     """This process is one of torchrun's: join the others and call the function. torchrun watches over it."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    by_torch_tpu = job.env.accelerator == "tpu" and job.env.tpu_backend == "torch_tpu"
+    by_torch_tpu = job.env.uses_torch_tpu
     if (job.env.accelerator == "tpu" and not by_torch_tpu) or parallel == "spmd":
         raise TpukitError("torchrun is for GPUs. On TPUs run `tpukit train` itself on every host: the cores find their peers")
     if by_torch_tpu:

@@ -1,11 +1,11 @@
 """Showing a task, a run, a plan or a comparison, in a notebook or a shell: `show` and its kin."""
 
 import dataclasses
-import io
 
 import numpy as np
 
-from tpukit.host.errors import TpukitError
+from tpukit.host import files
+from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import Sentences, printable
 from tpukit.reporting import figures, findings
 from tpukit.runs.run import Run, settings_dict
@@ -164,9 +164,9 @@ def present_figure(figure, path=None):
     if path is not None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=110)
-        except OSError as error:  # Kaggle's inputs are read-only; the figure is shown all the same
-            print(printable(f"picture not saved at {path}: {error.strerror}"))
+            files.write_atomic(path, figures.as_png(figure))
+        except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only; the figure is shown all the same
+            print(printable(f"picture not saved at {path}: {first_line(error)}"))
             path = None
     if in_notebook():
         from IPython.display import display
@@ -180,9 +180,7 @@ def as_image(figure):
     """A figure as a PNG image that a notebook shows."""
     from IPython.display import Image
 
-    png = io.BytesIO()
-    figure.savefig(png, dpi=110, format="png")
-    return Image(png.getvalue())
+    return Image(figures.as_png(figure))
 
 
 def in_notebook():

@@ -1,5 +1,6 @@
 """Figures from records, panels, plans and comparisons. The only importer of matplotlib; nothing here displays or saves."""
 
+import io
 import itertools
 import math
 
@@ -10,6 +11,13 @@ from tpukit.reporting import findings
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8a94a0"
 SERIES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"), ("#CC79A7", "D"))  # colour and marker of one of several curves
 MAX_LABEL = 60  # characters
+
+
+def as_png(figure):
+    """The bytes of a figure as a PNG file."""
+    png = io.BytesIO()
+    figure.savefig(png, dpi=110, format="png")
+    return png.getvalue()
 
 
 def curves_figure(records, labels=findings.NO_LABELS):

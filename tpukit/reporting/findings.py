@@ -5,8 +5,8 @@ from pathlib import Path
 from types import UnionType
 from typing import NamedTuple, get_args, get_origin
 
+from tpukit.devices import LONG_COMPILE_S
 from tpukit.host.tables import GIB, Table, format_duration
-from tpukit.runs.run import LONG_COMPILE_S
 from tpukit.workloads import WORKLOADS, find
 
 # What is read here of a record, by its kind. What may be None may be missing, too.
@@ -170,7 +170,7 @@ def confusion(records):
 
 
 def per_class_table(confusion):
-    """Of `confusion`, for each class: its test images, the share of images called so that are so, and of those found."""
+    """A table of the classes of `confusion`: number of test images, precision, recall."""
     rows = []
     for number, name in enumerate(confusion["classes"]):
         correct, true = confusion["counts"][number][number], sum(confusion["counts"][number])
@@ -288,9 +288,14 @@ def _why(compilation, before=""):
     return f"{before}{causes}" if causes else ""
 
 
+def waiting_share(speeds):
+    """The share of the time of some intervals, by their `speed`, in which the steps waited for data."""
+    return sum(speed["wait_s"] for speed in speeds) / max(sum(speed["seconds"] for speed in speeds), 1e-9)
+
+
 def _describe_time(session, speeds):
     seconds = sum(speed["seconds"] for speed in speeds)
-    waited = sum(speed["wait_s"] for speed in speeds) / max(seconds, 1e-9)
+    waited = waiting_share(speeds)
     sentences = [f"Fastest interval: {max(speed['images_per_s'] for speed in speeds):.1f} samples per second."]
     advice = ": raise num_workers, or store smaller images" if waited > 0.1 else ""
     sentences.append(f"Waiting for data took {waited:.1%} of the training time{advice}.")
@@ -379,11 +384,10 @@ def live_table(name, records, progress, checkpoints, age_s):
     rows += [(what, progress[what]) for what in ("epoch", "loss") if progress.get(what)]
     if trained := _of_kind(session, "train"):
         speed = trained[-1]["speed"]
-        rate, waited = speed["images_per_s"], speed["wait_s"] / max(speed["seconds"], 1e-9)
-        rows.append(("speed", f"{rate:.1f} samples per second, waiting for data {waited:.1%} of the time"))
-        if progress["unit"] == "step" and step < total and rate > 0:
-            left = format_duration((total - step) * (session[0].get("batch_size") or 1) / rate)
-            rows.append(("left", f"about {left} of training, plus evaluations"))
+        waited = waiting_share([speed])
+        rows.append(("speed", f"{speed['images_per_s']:.1f} samples per second, waiting for data {waited:.1%} of the time"))
+    if left := _time_left(session, progress):
+        rows.append(("left", f"about {left} of training, plus evaluations"))
     if evaluations := _of_kind(session, "evaluation"):
         last = evaluations[-1]
         scores = ", ".join(f"{name} {value:.4g}" for name, value in last["scores"].items() if isinstance(value, float))
@@ -405,15 +409,21 @@ def headline(records, progress):
     parts = [session[0]["device"], f"{progress['unit']} {step} of {total}"]
     if progress.get("epoch"):
         parts.append(f"epoch {progress['epoch']}")
-    if trained := _of_kind(session, "train"):
-        rate = trained[-1]["speed"]["images_per_s"]
-        if progress["unit"] == "step" and step < total and rate > 0:
-            left_s = (total - step) * (session[0].get("batch_size") or 1) / rate
-            parts.append(f"about {format_duration(left_s)} left")
+    if left := _time_left(session, progress):
+        parts.append(f"about {left} left")
     if compiled := [record for record in _of_kind(session, "compile") if _made_graphs(record)]:
         seconds = format_duration(sum(record["seconds"] for record in compiled))
         parts.append(f"{len(compiled)} compilation{'s' if len(compiled) > 1 else ''}, {seconds}")
     return " · ".join(parts)
+
+
+def _time_left(session, progress):
+    """How long the remaining steps take at the speed of the last interval, in words; "" where that is not known."""
+    trained, steps = _of_kind(session, "train"), progress["total"] - progress["step"]
+    rate = trained[-1]["speed"]["images_per_s"] if trained else 0.0
+    if progress["unit"] != "step" or steps <= 0 or rate <= 0:
+        return ""
+    return format_duration(steps * (session[0].get("batch_size") or 1) / rate)
 
 
 def is_finished(progress, checkpoints):

@@ -18,7 +18,7 @@ from tpukit.host.tables import printable
 from tpukit.reporting import figures
 from tpukit.reporting.display import as_image, predictions_figure, present_figure
 
-MOST = 64  # files, and samples in them, that one picture shows
+MAX_SHOWN = 64  # files, and samples in them, that one picture shows
 ZIPPED = ("best.*", "config.json", "records.jsonl", "log.txt", "pictures/*", "predictions/*", "own/*", "own/*/*")
 
 
@@ -41,7 +41,7 @@ def save_predictions(task, samples, folder, *, pictures=True):
         if pictures and not sample.error:
             entry["picture"] = f"pictures/{_with_ending(name, '.png')}"
             figure = figures.panels_figure(task.panels(sample.batch, sample.prediction), sample.name)
-            _save(folder / entry["picture"], lambda file: figure.savefig(file, dpi=110, format="png"))  # noqa: B023
+            _save(folder / entry["picture"], lambda file: file.write(figures.as_png(figure)))  # noqa: B023
         listed.append(entry)
     _save(folder / "predictions.json", lambda file: file.write(json.dumps(listed, indent=1).encode()))
     _save(folder / "predictions.csv", lambda file: file.write(_as_csv(listed).encode()))
@@ -135,18 +135,20 @@ def _predict_and_save(run, task, paths):
 
     best, paths = run.best(), prediction.list_files(paths)
     task = dataclasses.replace(task, weights=best)
-    if len(paths) > MOST:
-        raise TpukitError(f"{len(paths)} files were named; it shows {MOST} at once, `tpukit predict` takes any number")
+    if len(paths) > MAX_SHOWN:
+        raise TpukitError(f"{len(paths)} files were named; it shows {MAX_SHOWN} at once, `tpukit predict` takes any number")
     # On a TPU the notebook's own process must not open the device: no cores could be launched from it afterwards.
-    samples = list(itertools.islice(prediction.predict_files(task, best, paths, Runtime("cpu")), MOST + 1))
-    if len(samples) > MOST:
-        raise TpukitError(f"the files hold more than {MOST} samples, which it shows at once; `tpukit predict` takes any number")
+    samples = list(itertools.islice(prediction.predict_files(task, best, paths, Runtime("cpu")), MAX_SHOWN + 1))
+    if len(samples) > MAX_SHOWN:
+        raise TpukitError(
+            f"the files hold more than {MAX_SHOWN} samples, which it shows at once; `tpukit predict` takes any number"
+        )
     if broken := next((sample for sample in samples if sample.error), None):
         raise TpukitError(broken.error)
     save_predictions(task, samples, run.path / "own", pictures=False)
     rows = [row for sample in samples for row in task.panels(sample.batch, sample.prediction)]
     figure = figures.panels_figure(rows, "Your own files")
-    _save(run.path / "own/predictions.png", lambda file: figure.savefig(file, dpi=110, format="png"))
+    _save(run.path / "own/predictions.png", lambda file: file.write(figures.as_png(figure)))
     return figure
 
 

@@ -17,7 +17,7 @@ from tpukit.reporting.display import as_image, predict_test_images, present_figu
 from tpukit.runs.run import Run
 
 THRESHOLDS = tuple(step / 20 for step in range(1, 20))
-MOST_OF_THE_TIME = 0.02  # that drawing may take: with one core it shares the process with the training
+MAX_SHARE_OF_TIME = 0.02  # that drawing may take: with one core it shares the process with the training
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ class LiveChart:
             if (written_at := self._written_at()) > self._seen:
                 self._seen, start = written_at, time.monotonic()
                 self.update()
-                wait_s = max(every_s, (time.monotonic() - start) / MOST_OF_THE_TIME)
+                wait_s = max(every_s, (time.monotonic() - start) / MAX_SHARE_OF_TIME)
 
     def update(self):
         """Draw the run as it is now, the first time into a new output. What goes wrong is printed once."""

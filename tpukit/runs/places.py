@@ -40,7 +40,7 @@ def address_of(place):
     from fsspec.registry import known_implementations
 
     if scheme not in known_implementations:
-        raise TpukitError(f"{scheme}:// is no kind of address that fsspec knows: {', '.join(sorted(known_implementations))}")
+        raise TpukitError(f"{scheme}:// is not a kind of address that fsspec knows: {', '.join(sorted(known_implementations))}")
     user = rest.partition("/")[0].rpartition("@")[0]
     if ":" in user or SENSITIVE.search(rest.partition("?")[2]):
         names = ", ".join(SECRETS.get(scheme, {}).values())
@@ -167,7 +167,7 @@ class Remote:
             return []
 
     def check(self):
-        """What is lost shows when it is used."""
+        """Nothing to check: a lost connection raises when it is used."""
 
     def check_before_training(self):
         """Raise TpukitError where the address cannot be reached, or its package is missing."""

@@ -36,8 +36,6 @@ from tpukit.runs.backup import Backup, restore_from_backup
 from tpukit.runs.places import open_place
 from tpukit.runs.tensorboard import EventFile
 
-LONG_COMPILE_S = 0.5  # graphs of a few operations compile in milliseconds, and go unmentioned
-
 
 def setting(default, *, free=False):
     """A dataclass field of a workload. free=True: a resumed run may change it, because it does not change the result."""

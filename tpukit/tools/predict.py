@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from tpukit.host import environment, files
+from tpukit.host import environment, files, known_errors
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 
@@ -13,14 +13,14 @@ def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, d
     """Predict images with the best weights of a run. Returns a list of dicts, one for each sample.
 
     run: a `Run`, the path of one, or a weights file. images: paths (files, folders, patterns), numpy arrays or PIL images; of
-    CDEIT, files or arrays of voltages. task: one of a workload of your own, or with other settings,
-    or the name of a workload for a file that does not name its own. out: a new or empty folder for
-    the results, with a picture of each sample unless `pictures` is False. device: "cpu", or "auto", what this machine has: on
-    a TPU, no cores can be launched from this process afterwards.
+    CDEIT, files or arrays of voltages. task: one of a workload of your own, or with other settings, or the name of a workload
+    for a file that does not name its own. out: a new or empty folder for the results, with a picture of each sample unless
+    `pictures` is False. device: "cpu", or "auto", what this machine has: on a TPU, no cores can be launched from this process
+    afterwards.
 
-    Each dict has the `name`, and what the workload's `results` gives: `digit`; `mask`, `boxes` and `targets`; `image`. A file
-    that cannot be read is printed, has its `error` in place of these, and ends nothing. Raises TpukitError where no file can
-    be read, or the run has no weights.
+    Each dict has the `name`, and what the workload's `results` gives: `digit`; `mask`, `boxes` and `targets`; `image`. An
+    unreadable file is printed and has its `error` in place of these; the others are still predicted. Raises TpukitError where
+    no file can be read, or the run has no weights.
     """
     from tpukit.devices import open_runtime
     from tpukit.devices.runtime import Runtime
@@ -31,7 +31,7 @@ def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, d
     if batch_size < 1:
         raise TpukitError(f"batch_size={batch_size}: it must be 1 or more")
     task, best = find_trained(run, task)
-    with environment.explain_known_errors(), prediction.as_files(images) as paths:
+    with known_errors.explain_known_errors(), prediction.as_files(images) as paths:
         if out is not None:
             out = _empty_folder(out)
         if device == "cpu":
@@ -39,7 +39,7 @@ def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, d
         else:
             runtime = open_runtime(environment.detect(), task.precision, libtpu_args=task.libtpu_args(batch_size))
         paths = tqdm(paths, desc=f"predicting {task.name}", unit="file", disable=not progress)
-        samples = _named(prediction.predict_files(task, best, paths, runtime, batch_size=batch_size))
+        samples = _print_errors(prediction.predict_files(task, best, paths, runtime, batch_size=batch_size))
         if out is None:
             results = [own.result_of(task, sample) for sample in samples]
         else:
@@ -49,8 +49,8 @@ def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, d
     return results
 
 
-def _named(samples):
-    """The samples, after printing the error of one that could not be read."""
+def _print_errors(samples):
+    """Yield the samples, after printing the error of one that could not be read."""
     for sample in samples:
         if sample.error:
             tqdm.write(printable(f"left out: {sample.error}"))

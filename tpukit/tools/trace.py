@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpukit.devices import cuda_graph
 from tpukit.devices.recompiles import UnexpectedRecompilation
-from tpukit.host import environment, files
+from tpukit.host import environment, files, known_errors
 from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import fix_for
 from tpukit.launching.launcher import launch
@@ -94,7 +94,7 @@ def trace(task, run, *, steps=5, hlo=False, cores=None, parallel="processes"):
 def _trace_steps(task, run, *, steps, hlo, folder, epoch, runtime=None):
     """On every core: the fields of a StepTrace, and the text of the HLO. All calls into training are here."""
     run.echo = False
-    with StopSignal() as stop, environment.explain_known_errors():
+    with StopSignal() as stop, known_errors.explain_known_errors():
         trainer = Trainer(task, run, runtime, stop)
         runtime = trainer.runtime
         trainer.model.train()

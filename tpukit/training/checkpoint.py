@@ -5,6 +5,7 @@ import time
 
 import torch
 
+from tpukit.devices.runtime import state_tensors
 from tpukit.host.errors import TpukitError
 from tpukit.training import metrics
 
@@ -82,9 +83,8 @@ def restore(trainer):
     _lay_out_as_parameters(trainer.optimizer)
     if runtime.scaler and saved["scaler"]:
         runtime.scaler.load_state_dict(saved["scaler"])
-    of_optimizer = [v for values in trainer.optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
     of_average = trainer.ema.model.buffers() if trainer.ema else []
-    runtime.separate([*trainer.model.buffers(), *of_average, *of_optimizer])
+    runtime.separate([*trainer.model.buffers(), *of_average, *state_tensors(trainer.optimizer)])
     state = TrainState(**saved["state"])
     if len(saved["random"]) == runtime.world.size:
         runtime.set_random_state(saved["random"][runtime.world.rank])

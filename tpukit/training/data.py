@@ -108,7 +108,7 @@ class BatchLoader:
 
     def _make(self, draw):
         """dict of numpy arrays: what goes to the device for this rank's share of a batch."""
-        indices, numbers, valid = Draw(*draw).of_rank(self.runtime.world.rank, self.runtime.world.size)
+        indices, numbers, valid = draw.of_rank(self.runtime.world.rank, self.runtime.world.size)
         if self.resident is None:
             batch = self.data.batch(indices, numbers)
         else:

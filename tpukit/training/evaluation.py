@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from tpukit.devices import open_runtime
 from tpukit.devices.runtime import check_batch
-from tpukit.host import environment
+from tpukit.host import environment, known_errors
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
 from tpukit.training.data import BatchLoader, evaluation_plan
@@ -23,7 +23,7 @@ def test(task, run, *, runtime=None, progress=True):
     """Score the run's best weights, or `task.weights` where it has none, on the test set. Returns the scores, on every rank.
 
     What the task keeps of its predictions is written to the run's folder predictions/. runtime: as for `train`."""
-    with environment.explain_known_errors():
+    with known_errors.explain_known_errors():
         best = run.path / "best.safetensors"
         path = task.weights if task.weights and not best.exists() else best
         task = dataclasses.replace(task, weights=path)

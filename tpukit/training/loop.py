@@ -8,12 +8,11 @@ import itertools
 import torch
 from tqdm.auto import tqdm
 
-from tpukit.devices import open_runtime
+from tpukit.devices import LONG_COMPILE_S, open_runtime
 from tpukit.devices.runtime import check_batch
-from tpukit.host import environment
+from tpukit.host import environment, known_errors
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
-from tpukit.runs.run import LONG_COMPILE_S
 from tpukit.runs.signals import StopSignal
 from tpukit.training import batch_norm, checkpoint, ema, layers, metrics, schedule
 from tpukit.training.data import BatchLoader, training_plan
@@ -31,14 +30,14 @@ def train(task, run, *, runtime=None, progress=True):
     resumed run equals an uninterrupted one, on GPUs except for the rounding of their kernels. Raises `Diverged` when loss or
     gradient stop being finite, and TpukitError for what the user can fix.
     """
-    with StopSignal() as stop, environment.explain_known_errors(), run.lock():
+    with StopSignal() as stop, known_errors.explain_known_errors(), run.lock():
         return Trainer(task, run, runtime, stop).fit(progress)
 
 
 class Trainer:
     """A training with its model, optimizer, data and compiled step on the device; `fit` runs it.
 
-    Nothing in it refers back to it, so that the model is freed as soon as the training ends.
+    No attribute refers back to the Trainer (no reference cycle), so the model is freed when the training ends.
     """
 
     def __init__(self, task, run, runtime, stop):

@@ -54,7 +54,8 @@ def predict_in_batches(predictor, runtime, rows, batch_size):
 def predict_files(task, best, paths, runtime, *, batch_size=16):
     """Yield a `Sample` for each sample of the files, in order: those of a batch when it is predicted.
 
-    best: the file of the weights. paths: as `list_files` returns them. A file that cannot be read ends nothing."""
+    best: the file of the weights. paths: as `list_files` returns them. An unreadable file yields a `Sample`
+    with `error`; the others are still predicted."""
     predictor = open_predictor(task, best, runtime)
     waiting = collections.deque()  # [sample, function that joins its rows' predictions, number of rows]
     predicted = []  # of the rows of waiting[0]
@@ -131,7 +132,7 @@ def _as_file(one, stem):
         one = np.asarray(one if one.mode in ("1", "L", "LA", "RGB", "RGBA") or one.mode[0] == "I" else one.convert("RGB"))
     array = np.asarray(one)
     if array.dtype.kind not in "buif":
-        raise TpukitError(f"{type(one).__name__} is no image: give paths, numpy arrays or PIL images")
+        raise TpukitError(f"{type(one).__name__} is not an image: give paths, numpy arrays or PIL images")
     if array.dtype == np.int32:  # how Pillow holds 16-bit images in some versions
         array = array.clip(0, 65535).astype(np.uint16)
     if array.dtype in (np.bool_, np.uint8, np.uint16):
@@ -139,7 +140,9 @@ def _as_file(one, stem):
         try:
             Image.fromarray(array).save(path, compress_level=1)
         except (TypeError, ValueError, SystemError, OSError) as error:
-            raise TpukitError(f"an array {array.shape} of {array.dtype} is no image ({error}): (H, W) or (H, W, 3)") from error
+            raise TpukitError(
+                f"an array {array.shape} of {array.dtype} is not an image ({error}): (H, W) or (H, W, 3)"
+            ) from error
         return path
     path = stem.with_suffix(".npy")
     np.save(path, array, allow_pickle=False)

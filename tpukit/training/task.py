@@ -85,7 +85,7 @@ class Workload:
     `layers`. Their batch norms use the running statistics; their dropout still drops."""
     micro_batches: int = setting(1, free=True)
     """Parts of a batch whose gradients are computed one after the other and added up, for less memory. The step is the same,
-    except that batch norm takes its statistics of each part, and for a loss that is no mean over samples."""
+    except that batch norm takes its statistics of each part, and for a loss that is not a mean over samples."""
     patience: int | None = setting(None, free=True)
     """Stop after this many evaluations in a row without a better score; None: train all epochs."""
     ema_decay: float | None = None

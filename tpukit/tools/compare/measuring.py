@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tpukit.host import environment
+from tpukit.host import environment, known_errors
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB
 from tpukit.tools.child import last_line, run_python
@@ -43,7 +43,7 @@ def measure(task, run, *, runtime=None, steps=20, started=None):
     from tpukit.training.loop import Trainer
 
     started = started or time.time()
-    with StopSignal() as stop, environment.explain_known_errors():
+    with StopSignal() as stop, known_errors.explain_known_errors():
         trainer = Trainer(task, run, runtime, stop)
         trainer.model.train()
         runtime = trainer.runtime

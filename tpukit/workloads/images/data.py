@@ -204,7 +204,7 @@ def _inside(base, name, where):
     try:
         path = (base / name).resolve()
     except (OSError, ValueError) as error:
-        raise TpukitError(f"{where}: {name!r} is no path ({error})") from error
+        raise TpukitError(f"{where}: {name!r} is not a valid path ({error})") from error
     if not path.is_relative_to(base):
         raise TpukitError(f"{where}: {name} is not in {base}; name the folder of the images as images_dir")
     if path.suffix.lower() not in IMAGE_ENDINGS:
@@ -232,7 +232,7 @@ def _read_tables(folder, tables, label_column):
         split = _split_of(path.relative_to(folder))
         for row, value in enumerate(labels):
             if value is None or (order and isinstance(value, int) and not 0 <= value < len(order)):
-                raise TpukitError(f"{path}, row {row}: {value} is no label")
+                raise TpukitError(f"{path}, row {row}: {value} is not a label")
             name = order[value] if order and isinstance(value, int) else str(value)
             samples.append(Sample(f"{path.relative_to(folder).as_posix()}, row {row}", name, split, path, row, image))
     return samples, order
