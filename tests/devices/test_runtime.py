@@ -202,6 +202,6 @@ def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(
     seen = []
     monkeypatch.setattr("tpukit.devices.xla.XLARuntime", lambda *_: seen.append(os.environ.get("LIBTPU_INIT_ARGS")))
     for accelerator in ("xla", "tpu", "tpu"):  # the CPU XLA device has another compiler
-        env = SimpleNamespace(accelerator=accelerator, tpu_backend="torch_xla")
+        env = SimpleNamespace(accelerator=accelerator, uses_torch_tpu=False)
         open_runtime(env, libtpu_args="--a=1 --b=2")
     assert seen == [given, wanted, wanted]
