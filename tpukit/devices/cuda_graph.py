@@ -61,6 +61,7 @@ class CapturedStep:
         self.captured = {}  # signature -> CapturedGraph
         self.replayed = None  # the graph of the last call, whose gradients the parameters have
         self.may_capture = True
+        runtime.host_may_wait = False
 
     def __call__(self, *arguments):
         if self.may_capture and (reason := obstacle(self.runtime)):
@@ -83,7 +84,7 @@ class CapturedStep:
         return self._replay(captured, tensors)
 
     def _refuse(self, reason):
-        self.may_capture = False
+        self.may_capture, self.runtime.host_may_wait = False, True
         self._record(0, 0.0, [reason])
         self.captured.clear()
         self.replayed = None

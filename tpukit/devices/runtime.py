@@ -69,11 +69,13 @@ class Runtime:
 
     device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become compiled graphs, as on XLA.
     cores: the number of devices that share a global batch, over all processes. shards: those of them in this process.
-    notes: sentences for the run's log about how the placed model is computed, or "".
+    notes: sentences for the run's log about how the placed model is computed, or "". host_may_wait: for the device, within a
+    step; not in one that is captured.
     """
 
     compiles = False
     notes = ""
+    host_may_wait = True
     shards = 1
     step = 0
     watchdog = None
@@ -221,7 +223,7 @@ class Runtime:
                     group["capturable"] = True
                 if type(optimizer) in _FUSED_ON_GPU and group["fused"] is None and not group["foreach"]:
                     group["fused"] = True
-            if optimizer.param_groups and all(group.get("fused") for group in optimizer.param_groups):
+            if type(optimizer) in _FUSED_ON_GPU and all(group["fused"] for group in optimizer.param_groups):
                 optimizer._step_supports_amp_scaling = True  # as torch's constructors say of a fused one
             optimizer._warned_capturable_if_run_uncaptured = True  # the first steps do run so
         return True
@@ -324,10 +326,9 @@ class Runtime:
                 torch._foreach_add_(parameters, before)
 
     def _step_unless_overflow(self, optimizer):
-        """Update the weights, but leave everything on the device as it is where a gradient overflowed: GradScaler's step for an
-        optimizer whose kernel cannot skip, without letting the host wait for the answer."""
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            self.scaler.step(optimizer)  # whose kernel skips by itself
+        """Update the weights, but leave everything on the device as it is where a gradient overflowed."""
+        if self.host_may_wait or getattr(optimizer, "_step_supports_amp_scaling", False):
+            self.scaler.step(optimizer)  # reads whether one did, unless the optimizer's kernel can skip by itself
             return
         [overflows] = self.scaler._found_inf_per_device(optimizer).values()  # as `unscale_` found
         before = {name: value.detach().clone() for name, value in _written_by_step(optimizer).items()}
