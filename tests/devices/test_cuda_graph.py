@@ -291,6 +291,27 @@ def test_what_cannot_be_captured_is_said_once_and_trains_on_as_if_nothing_had_be
     assert emulated.current_stream is emulated.default_stream
 
 
+def test_in_fp16_a_capture_that_fails_within_the_update_leaves_a_scaler_that_goes_on(emulated):
+    calls = []
+
+    def wait_at_the_capture(optimizer, *_):
+        calls.append(None)
+        if len(calls) == cuda_graph.WARM_UP + 1:
+            optimizer.param_groups[0]["params"][0].sum().item()
+
+    def optimizer(parameters):
+        made = torch.optim.Adagrad(parameters, 0.01)
+        made.register_step_pre_hook(wait_at_the_capture)
+        return made
+
+    runtime = Runtime("cuda", "fp16")
+    found = outcome(runtime, optimizer, True, batches=(4,) * 6)
+    (event,) = runtime.take_compile_events()
+    assert "not permitted" in event["why"][0] and len(calls) == 7 and runtime.host_may_wait
+    wanted = outcome(Runtime("cuda", "fp16"), lambda p: torch.optim.Adagrad(p, 0.01), False, batches=(4,) * 6)
+    assert all(torch.equal(a, b) for a, b in zip(found[1], wanted[1], strict=True))
+
+
 def test_only_the_waits_of_the_steps_own_thread_count(emulated):
     def wait():
         warnings.warn("called a synchronizing CUDA operation")

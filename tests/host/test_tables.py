@@ -35,3 +35,8 @@ def test_nothing_in_folded_rows_or_their_summary_is_markup_or_a_control_characte
 )
 def test_a_duration_is_given_in_the_largest_unit_of_which_it_has_two(seconds, words):
     assert format_duration(seconds) == words
+
+
+def test_a_title_longer_than_its_table_stays_on_one_line():
+    title = "Scores after epoch 7, whose weights are kept"
+    assert str(Table(title, ("a", "b"), [(1, 2)])).splitlines()[0] == title

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from tpukit.workloads.mshnet import tiling, upsampling
@@ -32,7 +33,13 @@ def test_doubling_in_bfloat16_keeps_the_mean_of_a_constant_image_whose_weights_i
     assert error.mean().abs() < 2**-10 and error.abs().max() < 2**-6  # a rounding is up to 2**-8
 
 
-def test_under_autocast_what_is_upsampled_stays_in_half_precision():
-    x = torch.rand(1, 2, 4, 4, dtype=torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert upsampling.upsample(x, 2, None).dtype == torch.bfloat16
+def test_under_a_gpus_autocast_what_is_upsampled_stays_in_half_precision():
+    torch.set_autocast_dtype("cuda", torch.float16)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode():  # knows a GPU's rules without one
+            x = torch.empty(1, 2, 4, 4, dtype=torch.float16, device="cuda")
+            assert F.interpolate(x, scale_factor=2, mode="bilinear").dtype == torch.float32
+            assert upsampling.upsample(x, 2, None).dtype == torch.float16
+    finally:
+        torch.set_autocast_enabled("cuda", False)
