@@ -2,7 +2,7 @@
 
     docs/gallery/NAME.png    the output of one cell, as a browser shows it, at most 800 pixels wide
 
-DATA holds IRSTD-1k/ and mnist/; without it the synthetic sets are taken. It needs Chromium. Training takes minutes; the
+DATA holds IRSTD-1k/ and mnist/; without it the synthetic sets are taken. It needs Chromium. Training takes minutes;
 docs/NOTEBOOKS.md says what was trained.
 """
 

@@ -12,7 +12,7 @@ import torch
 from tests.conftest import ROOT
 from tpukit import Run, cli
 from tpukit.cli.commands import COMMANDS, OPTIONS_WITH_WORKLOAD
-from tpukit.cli.options import CoreOptions, current_options
+from tpukit.cli.options import CoreOptions, resolve_aliases
 from tpukit.cli.tools import PlanOptions
 from tpukit.workloads import WORKLOADS
 
@@ -84,7 +84,7 @@ WRONG = [
     ("simulate mri", ["mri", "eit"]),
     ("plan mnist --chip v3-8", ["v3-8", "v5e-1", "v5e-8", "v6e-1"]),
     ("migrate . --format xml", ["xml", "json"]),
-    ("show", ["PATH"]),
+    ("show", ["RUN"]),
 ]
 
 
@@ -154,7 +154,7 @@ def test_the_choices_of_the_command_line_are_those_of_the_library():
 
 def test_older_names_of_options_become_todays_up_to_a_double_dash():
     given = ["train", "--data_path=a", "--global-batch-size", "8", "--", "--data-path", "--use-tpu"]
-    assert current_options(given) == ["train", "--dataset-dir=a", "--batch-size", "8", "--", "--data-path", "--use-tpu"]
+    assert resolve_aliases(given) == ["train", "--dataset-dir=a", "--batch-size", "8", "--", "--data-path", "--use-tpu"]
 
 
 def test_doctor_reports_the_same_as_json_and_as_a_table(capsys, monkeypatch):

@@ -8,7 +8,7 @@ import tyro
 from tpukit import __version__, workloads
 from tpukit.cli import compare, runs, tools
 from tpukit.cli.doctor import doctor
-from tpukit.cli.options import LaunchOptions, current_options
+from tpukit.cli.options import LaunchOptions, resolve_aliases
 from tpukit.tools.rent import rent
 from tpukit.workloads import WORKLOADS
 
@@ -39,7 +39,7 @@ MERGE = "merge"  # the subcommand of `tpukit compare FILES`, which may be left o
 
 def run(argv):
     """Parse a command line, run its command and return what that does. SystemExit ends it after a help text or wrong usage."""
-    argv = current_options(argv)
+    argv = resolve_aliases(argv)
     if argv[0] == "compare" and (len(argv) == 1 or argv[1] not in (*WORKLOADS, MERGE, "-h", "--help")):
         argv.insert(1, MERGE)
     return tyro.cli(

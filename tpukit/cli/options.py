@@ -1,16 +1,21 @@
-"""What several commands share: options of a launch, names of older options, the dataset of a task, where messages go."""
+"""What several commands share: options of a launch, aliases of options, the dataset of a task, where messages go."""
 
 import contextlib
 import dataclasses
 import io
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from tpukit.launching import HANG_TIMEOUT_S
 
-# Other names of options, as published training scripts have them.
+# Aliases of options, as published training scripts call them.
 ALIASES = {"--data-path": "--dataset-dir", "--global-batch-size": "--batch-size", "--model": "--model-name"}
+
+
+RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,15 +29,15 @@ class CoreOptions:
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions(CoreOptions):
     run: Path | None = None
-    """Folder of the run; by default the output folder of this machine and the workload's name."""
+    """Folder of the run; by default WORKLOAD in this machine's output folder."""
     backup: Path | None = None
     """Folder (on Drive, say) or address (s3://bucket/run, gs://, hf://) that gets a copy of the run at every checkpoint."""
     hang_timeout_s: float = HANG_TIMEOUT_S
     """When no step completes for this many seconds, show every core's Python stack and stop."""
 
 
-def current_options(argv):
-    """The words of a command line, with older names of options replaced by today's; words after `--` stay as they are."""
+def resolve_aliases(argv):
+    """The words of a command line with aliases replaced by the options' names; words after `--` stay as they are."""
     own = argv[: argv.index("--")] if "--" in argv else argv
     if own[:1] == ["doctor"]:  # whose --model is a workload
         return argv

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from tpukit.cli.options import CoreOptions, with_dataset
+from tpukit.cli.options import CoreOptions, RunFolder, with_dataset
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Sentences, printable
 
@@ -80,7 +80,7 @@ def _launch_settings(options):
     return dict(cores=options.cores, parallel=options.parallel, hang_timeout_s=options.hang_timeout_s)
 
 
-def show(run: tyro.conf.Positional[Path]):
+def show(run: RunFolder):
     """Scores and curves of a run.
 
     Args:
@@ -92,7 +92,7 @@ def show(run: tyro.conf.Positional[Path]):
 
 
 def report(
-    run: tyro.conf.Positional[Path],
+    run: RunFolder,
     trace: int = 0,
     hlo: bool = False,
     dataset_dir: Path | None = None,
@@ -130,7 +130,7 @@ def _task_of(run, dataset_dir):
     return dataclasses.replace(task, dataset_dir=dataset_dir or task.dataset_dir or Path("."))
 
 
-def watch(run: tyro.conf.Positional[Path], once: bool = False):
+def watch(run: RunFolder, once: bool = False):
     """Follow a run that another process trains: progress, speed, scores, and chip utilization.
 
     Args:
@@ -144,8 +144,8 @@ def watch(run: tyro.conf.Positional[Path], once: bool = False):
 
 
 def predict(
-    run: tyro.conf.Positional[Path],
-    files: tyro.conf.Positional[tuple[str, ...]],
+    run: RunFolder,
+    files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE ...")],
     out: Path,
     workload: str | None = None,
     batch_size: int = 16,

@@ -7,7 +7,7 @@ from typing import Literal
 
 import tyro
 
-from tpukit.cli.options import to_stderr
+from tpukit.cli.options import RunFolder, to_stderr
 from tpukit.host.tables import printable
 
 
@@ -44,7 +44,7 @@ def plan(task, options):
 
 
 def export(
-    run: tyro.conf.Positional[Path],
+    run: RunFolder,
     to: Literal["onnx", "torch-export"],
     out: Path | None = None,
     workload: str | None = None,

@@ -13,7 +13,7 @@ import numpy as np
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, first_line
 
-LARGEST_DIFFERENCE = 1e-4  # of an output, relative to the largest absolute value of any where that is above 1
+LARGEST_DIFFERENCE = 1e-4  # of an output, relative to the largest absolute output, or to 1 if that is smaller
 FORMATS = {"onnx": ".onnx", "torch-export": ".pt2"}
 BATCH = 3  # samples that the graph is traced with; any number works later
 

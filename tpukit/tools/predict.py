@@ -45,7 +45,7 @@ def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, d
         else:
             results = own.save_predictions(task, samples, out, pictures=pictures)
     if all("error" in result for result in results):
-        raise TpukitError(f"none of the {len(results)} files can be read: {results[0]['error']}")
+        raise TpukitError(f"no file could be read: {results[0]['error']}")
     return results
 
 

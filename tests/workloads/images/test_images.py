@@ -15,7 +15,7 @@ from tests.conftest import ROOT, SMALL, best_weights, checkpoint, exact, refuses
 from tests.launching.conftest import CPU, difference, losses
 from tpukit import ImageClassifier, Run, predict, show, train
 from tpukit import test as score_run
-from tpukit.cli.options import current_options
+from tpukit.cli.options import resolve_aliases
 from tpukit.reporting import findings
 from tpukit.reporting.own import show_own
 from tpukit.runs import weights
@@ -218,8 +218,8 @@ def test_weight_decay_spares_biases_and_norms():
 
 
 def test_the_command_line_takes_model_for_the_networks_name():
-    assert current_options(["plan", "images", "--model", "x"]) == ["plan", "images", "--model-name", "x"]
-    assert current_options(["doctor", "--model", "images"]) == ["doctor", "--model", "images"]
+    assert resolve_aliases(["plan", "images", "--model", "x"]) == ["plan", "images", "--model-name", "x"]
+    assert resolve_aliases(["doctor", "--model", "images"]) == ["doctor", "--model", "images"]
 
 
 # Training

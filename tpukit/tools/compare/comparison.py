@@ -118,6 +118,7 @@ class Comparison:
     def _describe(self, candidate):
         estimate, usd = candidate.estimate, candidate.usd
         take = "would take" if estimate.basis == FULL_RATE else "take"
+        epochs = f"{self.epochs} epochs" if self.epochs > 1 else "1 epoch"
         batch = f" at batch {estimate.batch_size}" if estimate.batch_size else ""
         elsewhere = f" (measured at {candidate.measured_elsewhere})" if candidate.measured_elsewhere else ""
         sessions = f"{candidate.sessions or 'an unknown number of'} session{'' if candidate.sessions == 1 else 's'}"
@@ -128,7 +129,7 @@ class Comparison:
             cost = "at an unknown cost, which is not in the price table"
         else:
             cost = f"for {_format_usd(usd)}" if usd else "free"
-        takes = f"{self.epochs} epochs {take} {_format_hours(candidate.machine_h)} in {sessions}{calendar}, {cost}."
+        takes = f"{epochs} {take} {_format_hours(candidate.machine_h)} in {sessions}{calendar}, {cost}."
         return f"{estimate.label}{batch}, {candidate.place}{elsewhere}: {takes}"
 
 

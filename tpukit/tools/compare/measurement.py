@@ -133,7 +133,7 @@ def _check(where, content, types):
 
 
 def build_measurement(task, env, result, rows):
-    """result: what `measure` returned, of one of the rows."""
+    """The `Measurement` of a task. result: what `measure` returned for one of the rows."""
     free = {field.name for field in dataclasses.fields(task) if field.metadata.get("free")}
     return Measurement(
         tpukit=__version__,

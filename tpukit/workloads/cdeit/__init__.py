@@ -101,7 +101,7 @@ class CDEIT(Workload):
     def _read(self, convention):
         root = Path(self.dataset_dir)
         folder = find_split(root, convention)
-        # By other statistics than those that they were trained with, the weights would see out-of-distribution input.
+        # Normalised by other statistics than in training, the input would be out of distribution for these weights.
         if statistics := self._carried_statistics():
             return Impedance(folder, convention, statistics, f"voltage statistics: those that {self.weights} was trained with")
         return Impedance(folder, convention, *find_statistics(folder, root))

@@ -23,7 +23,7 @@ MLP_RATIO = 4
 class Norm(nn.Module):
     """Scales every token to length sqrt(C), then channel by channel by g * (1 + scale), and adds shift.
 
-    Under autocast all of it is in half precision but the sum of squares, which in that loses what distinguishes a wide token.
+    Under autocast everything is in half precision except the sum of squares, which would lose what tells wide tokens apart.
     """
 
     def __init__(self, width):
@@ -203,8 +203,8 @@ class CDEITModel(nn.Module):
         if not positive or image_size % patch or grid % window or grid % 2**levels or width % heads or width % 4:
             raise TpukitError(
                 f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width}, heads={heads} do "
-                f"not fit: all are at least 1, the token grid image_size / patch ({grid}) must be a multiple of the window and "
-                f"of 2^levels ({2**levels}), and the width one of the heads and of 4"
+                "not fit: patch, width, heads and window must be 1 or more, levels 0 or more, image_size a multiple of "
+                f"patch, the token grid image_size / patch ({grid}) of window and of 2^levels, and width of heads and of 4"
             )
         self.patch, self.grid, self.checkpointing = patch, grid, checkpointing
 

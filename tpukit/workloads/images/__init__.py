@@ -26,8 +26,8 @@ from tpukit.workloads.images.synthetic import shapes_set
 
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
 WORST = 16  # images with the largest loss that are kept
-FEW = 10  # images of a class; with fewer `check_labels` warns, as where one has IMBALANCE times as many as another
-IMBALANCE = 10
+FEW = 10  # images of a class, below which `check_labels` warns
+IMBALANCE = 10  # how many times the images of another class one may have before it warns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,8 @@ def block(layers, x, tiles):
     x = tiling.conv2d([layers.conv2], x, tiles)
     sums = _sums(x)
     scale, shift = _scale_and_shift(layers.bn2, layers.conv2.bias, x, *sums)
-    # The mean and the largest value of the normalised images, (B, C): a negative scale, one with a negative weight, turns the
-    # order round. The sign of the weight is known before the convolution, so that its pass finds the largest value too.
+    # The mean and the largest value of the normalised images, (B, C): a negative scale, one with a negative weight, reverses
+    # the order. The sign of the weight is known before the convolution, so that its pass finds the largest value too.
     mean = scale * tiling.by_image(sums[0], tiles).sum(0) / (x.shape[2] * x.shape[3] * tiles) + shift
     largest = tiling.by_image(_LargestOfTile.apply(x, layers.bn2.weight.detach().sign()), tiles).amax(0)
     largest = scale.abs() * largest + shift

@@ -91,7 +91,7 @@ def conv2d(layers, x, tiles):
 
 
 def autocast_dtype(x, layer):
-    """In which a convolution of x computes."""
+    """The dtype in which a convolution of x is computed."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layer.weight.dtype
 

@@ -42,7 +42,7 @@ class _Upsample2xAlong(torch.autograd.Function):
 
     Of S pixels, with u = 1 / (2S - 1), a[i] = u * i * x[i] and d = a[i - 1] - a[i], the new pixels 2i - 1 and 2i are
     S * u * (x[i - 1] + x[i]) + d and u * x[i - 1] + x[i] + d. So a transposed convolution of x and a writes each to its place;
-    elementwise, the compiler writes odd and even pixels apart and then once more, because no pass of its interleaves."""
+    elementwise, the compiler writes odd and even pixels apart and then once more, because none of its passes interleaves."""
 
     @staticmethod
     def forward(ctx, x, position, axis, tiles):

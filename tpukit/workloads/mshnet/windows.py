@@ -51,7 +51,7 @@ def split(image, size):
 
 
 def _places(length, size):
-    """Windows along an axis: a list of (start, first pixel that is taken from it, the one behind the last)."""
+    """Windows along an axis: a list of (start, first pixel taken from it, one past the last)."""
     if length <= size:
         return [(0, 0, length)]
     stride = size - 2 * (size // MARGIN)
