@@ -235,7 +235,7 @@ def test_each_launch_prepares_its_own_chips_and_keeps_what_the_user_has_set(mock
 def test_a_chip_that_fails_ends_the_launch_with_its_rank_and_the_next_launch_resumes(digits, tmp_path):
     found = launched(run=tmp_path / "run", data=digits, cores=[4, 4], accident="raise", save_every_s=0)
     failed, resumed = found["ends"]
-    assert "rank 1 of 4" in failed["error"] and "result" in resumed, found
+    assert "core 1 (rank 1)" in failed["error"] and "result" in resumed, found
 
 
 def test_two_of_eight_chips_are_refused_because_torch_tpu_knows_no_such_shape():

@@ -23,10 +23,10 @@ HANG_TIMEOUT_S = 10  # more than the first step takes on a busy machine
 ACCIDENTS = dict(cpu=("raise", "exit", "kill", "crash", "hang", None), xla=("raise", "hang", None))
 FIRST_CALL = ["in cause", "in all_reduce_gradients|in backward"]  # of the core that hangs, and of the one that waits for it
 FOUND = {  # what the message has to hold
-    "raise": ["core 1 (rank 1 of 2)", "step 30", "ValueError: sample 7 is broken", "launched.py"],
-    "exit": ["core 1 (rank 1 of 2)", "step 30", "SystemExit: 3"],
-    "kill": ["core 1 (rank 1 of 2)", "step 30", "SIGKILL", "memory"],
-    "crash": ["core 1 (rank 1 of 2)", "step 30", "SIGSEGV", "in cause"],
+    "raise": ["core 1 (rank 1) in step 30", "ValueError: sample 7 is broken", "launched.py"],
+    "exit": ["core 1 (rank 1) in step 30", "SystemExit: 3"],
+    "kill": ["core 1 in step 30", "SIGKILL", "memory"],
+    "crash": ["core 1 in step 30", "SIGSEGV", "in cause"],
     "hang": ["core 0", "core 1", f"{HANG_TIMEOUT_S} s", *FIRST_CALL],
 }
 
