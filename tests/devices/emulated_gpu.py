@@ -61,6 +61,7 @@ class EmulatedGpu:
         monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", self.default_stream)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate_to_pool, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release_pool, raising=False)
+        monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)  # which torch without CUDA lacks
         # The CPU's generator stands for the GPU's, which a replay moves on; random numbers of Python are the host's.
         monkeypatch.setattr(cuda_graph, "host_random_state", random.getstate)
         monkeypatch.setattr(runtime, "_is_beside", lambda value, parameter: not self.is_on_host([value]))
@@ -143,7 +144,7 @@ class Graph(TorchDispatchMode):
         self.inside = {}  # memory -> storage, made here
         self.is_broken = False
 
-    def capture_begin(self, pool=None, capture_error_mode="global"):
+    def capture_begin(self, pool=None, capture_error_mode="global", **of_newer_versions):
         assert self.gpu.current_stream is not self.gpu.default_stream, "must be captured on a non-default stream"
         self.pool, self.seed = pool, torch.get_rng_state()
         self.gpu.open_pools.add(pool)
