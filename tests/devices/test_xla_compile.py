@@ -36,6 +36,23 @@ def test_both_phases_are_one_graph_for_the_step_and_one_for_the_prediction(infra
     assert "No operation fell back" in words
 
 
+class WithNAdam(MNIST):
+    """Its optimizer's state cannot be made before the first step, so the second step is another graph."""
+
+    def optimizer(self, model):
+        return torch.optim.NAdam(model.parameters(), 1e-3)
+
+
+@pytest.mark.slow
+def test_a_second_graph_that_the_optimizer_needs_is_not_reported_as_unexpected(digits, tmp_path, xla):
+    task = WithNAdam(dataset_dir=digits, epochs=1, channels=4, batch_size=40, log_every=2)
+    run = Run.open(tmp_path, task)
+    train(task, run, runtime=xla, progress=False)
+    assert [r["step"] for r in run.records("compile") if r["what"] == "step"] == [1, 2]
+    words = " ".join(findings.findings(run.records()))
+    assert "at step 1" in words and "and at step 2" in words and "again" not in words
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peeking(MNIST):
     """Reads the loss back in the middle of the step."""
