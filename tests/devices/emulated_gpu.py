@@ -6,7 +6,9 @@ nothing once another one of them was replayed.
 """
 
 import contextlib
+import os
 import random
+import sys
 import warnings
 
 import torch
@@ -18,6 +20,7 @@ from tpukit.devices import cuda_graph, runtime
 from tpukit.devices.runtime import Runtime
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal")  # operations whose result the host needs
+TORCH = os.path.dirname(torch.__file__)
 NOT_PERMITTED = "CUDA error: operation not permitted when stream is capturing"
 
 
@@ -129,7 +132,11 @@ class SyncWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.overloadpacket.__name__ in WAITS and not self.gpu.is_on_host(tensors_of(args)):
-            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=2)
+            caller = sys._getframe(1)
+            while caller.f_code.co_filename.startswith(TORCH):  # newer versions wrap this method
+                caller = caller.f_back
+            where = caller.f_code.co_filename, caller.f_lineno
+            warnings.warn_explicit("called a synchronizing CUDA operation (Triggered internally)", UserWarning, *where)
         return function(*args, **(kwargs or {}))
 
 
