@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tpukit.devices import cuda_graph, runtime
+from tpukit.devices import cuda_graph, optimizers
 from tpukit.devices.runtime import Runtime
 
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal")  # operations whose result the host needs
@@ -67,7 +67,7 @@ class EmulatedGpu:
         monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)  # which torch without CUDA lacks
         # The CPU's generator stands for the GPU's, which a replay moves on; random numbers of Python are the host's.
         monkeypatch.setattr(cuda_graph, "host_random_state", random.getstate)
-        monkeypatch.setattr(runtime, "_is_beside", lambda value, parameter: not self.is_on_host([value]))
+        monkeypatch.setattr(optimizers, "_is_beside", lambda value, parameter: not self.is_on_host([value]))
         monkeypatch.setattr(Runtime, "_open_device", lambda self: torch.device("cpu"))
         monkeypatch.setattr(Runtime, "_multiply_in_fp32", lambda self: None)
         monkeypatch.setattr(Runtime, "device_name", lambda self: "emulated")

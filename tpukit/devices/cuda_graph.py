@@ -27,6 +27,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import recompiles
+from tpukit.devices.optimizers import state_tensors
 from tpukit.host.tables import GIB
 
 WARM_UP = 3  # calls: cuDNN measures its algorithms, optimizers and libraries make their state
@@ -184,8 +185,7 @@ class HostState:
     def __init__(self, optimizer, scaler):
         self.optimizer, self.scaler = optimizer, scaler
         self.states = [(state, dict(state)) for state in optimizer.state.values()]
-        of_optimizer = [value for state in optimizer.state.values() for value in state.values()]
-        self.numbers = [value for value in of_optimizer if isinstance(value, torch.Tensor) and value.device.type == "cpu"]
+        self.numbers = [value for value in state_tensors(optimizer) if value.device.type == "cpu"]
         self.before = [value.clone() for value in self.numbers]
 
     def increments(self):

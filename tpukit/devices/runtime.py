@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import cuda_graph
 from tpukit.devices.distributed import World
+from tpukit.devices.optimizers import parameters_with_gradient, written_by_step
 from tpukit.devices.watchdog import Watchdog
 from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
@@ -22,7 +23,6 @@ from tpukit.host.errors import TpukitError
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FUSED_ON_GPU = (torch.optim.Adam, torch.optim.AdamW)  # not SGD, whose fused step fails where a gradient comes later
-XLA_DEVICES = {"xla", "tpu"}  # types of device: torch_xla's and torch_tpu's
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}  # modes of torch.compile
 
 
@@ -331,10 +331,10 @@ class Runtime:
             self.scaler.step(optimizer)  # reads whether one did, unless the optimizer's kernel can skip by itself
             return
         [overflows] = self.scaler._found_inf_per_device(optimizer).values()  # as `unscale_` found
-        before = {name: value.detach().clone() for name, value in _written_by_step(optimizer).items()}
+        before = {name: value.detach().clone() for name, value in written_by_step(optimizer).items()}
         optimizer.step()
         with torch.no_grad():
-            for name, value in _written_by_step(optimizer).items():
+            for name, value in written_by_step(optimizer).items():
                 old = before[name] if name in before else torch.zeros_like(value)  # state that this step has made
                 value.copy_(torch.where(overflows.bool(), old, value))
 
@@ -421,67 +421,3 @@ class Runtime:
         """Bytes of memory of one device; of the host where that cannot be read or is the device."""
         found = self.memory()
         return found[0][1] if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def parameters_with_gradient(optimizer):
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def state_tensors(optimizer):
-    """The tensors of an optimizer's state, wherever they lie."""
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-
-
-def _written_by_step(optimizer):
-    """What a step may change on the device: (parameter, name) -> tensor, with name None for the parameter itself."""
-    found = {}
-    for parameter in parameters_with_gradient(optimizer):
-        found[parameter, None] = parameter
-        for name, value in optimizer.state[parameter].items():
-            if isinstance(value, torch.Tensor) and _is_beside(value, parameter):
-                found[parameter, name] = value
-    return found
-
-
-def _is_beside(value, parameter):
-    return value.device == parameter.device  # counters may be on the host
-
-
-def is_on_xla(tensor):
-    """Whether XLA compiles what is computed with a tensor, by torch_xla or by torch_tpu."""
-    return tensor.device.type in XLA_DEVICES
-
-
-def computed_once(tensor, *after):
-    """The tensor, computed apart from what reads it, and after others; of torch_xla's graph, elsewhere nothing changes.
-
-    XLA moves a cheap computation into each operation that reads it. Where that is a convolution and the computation a whole
-    layer's, it takes the compiler minutes."""
-    if tensor.device.type != "xla":
-        return tensor
-    import torch_xla.core.xla_model as xm
-
-    tensor = tensor.clone()
-    xm.optimization_barrier_([tensor, *after])
-    return tensor
-
-
-def checkpointed(block, *inputs):
-    """block(*inputs), a module without randomness whose activations are recomputed in the backward pass, not kept."""
-    if inputs[0].device.type == "xla":
-        # torch's own looks for a module torch.xla; this one also keeps XLA from merging the two computations.
-        from torch_xla.utils.checkpoint import checkpoint
-
-        return checkpoint(block, *inputs, preserve_rng_state=False)
-    from torch.utils.checkpoint import checkpoint
-
-    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-
-def cores_sharing(tensor):
-    """How many cores share the first axis of a tensor on the device: several where one graph runs over them (SPMD)."""
-    if tensor.device.type != "xla":
-        return 1
-    import torch_xla.runtime as xr
-
-    return xr.global_runtime_device_count() if xr.is_spmd() else 1

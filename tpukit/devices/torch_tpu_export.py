@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpukit.devices import runtime, torch_tpu_private
+from tpukit.devices import optimizers, tensors, torch_tpu_private
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
 
@@ -44,7 +44,7 @@ class TorchTPUExportRuntime(Runtime):
                 "choose a machine with one chip, and one core's share of the batch"
             )
         torch_tpu_private.load()
-        runtime.XLA_DEVICES.add("cpu")  # which stands for the TPU while a graph is traced
+        tensors.XLA_DEVICES.add("cpu")  # which stands for the TPU while a graph is traced
         self.graphs, self._memory_size = [], memory_size
         self._fake = FakeTensorMode()
         super().__init__("cpu", "bf16" if precision == "auto" else precision)
@@ -102,4 +102,4 @@ class TorchTPUExportRuntime(Runtime):
 
 def _state(model, optimizer):
     """The tensors that a step may change."""
-    return [*model.parameters(), *model.buffers(), *runtime.state_tensors(optimizer)]
+    return [*model.parameters(), *model.buffers(), *optimizers.state_tensors(optimizer)]

@@ -17,7 +17,8 @@ from torch_xla import _XLAC
 
 from tpukit.devices import xla_attention
 from tpukit.devices.chips import V5E, find_chip
-from tpukit.devices.runtime import Runtime, parameters_with_gradient, state_tensors
+from tpukit.devices.optimizers import parameters_with_gradient, state_tensors
+from tpukit.devices.runtime import Runtime
 from tpukit.devices.xla_compile import CompiledFunction
 from tpukit.host.errors import TpukitError
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch_xla import _XLAC
 
 from tpukit.devices.kernel_counts import count_kernel
-from tpukit.devices.runtime import computed_once, cores_sharing
+from tpukit.devices.tensors import computed_once, cores_sharing
 from tpukit.host.errors import first_line
 
 LANES = 128

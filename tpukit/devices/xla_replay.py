@@ -21,8 +21,8 @@ import torch_xla.core.xla_model as xm
 from torch_xla import _XLAC
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
+from tpukit.devices.optimizers import state_tensors
 from tpukit.devices.recompiles import UnexpectedRecompilation, call_key, new_operation
-from tpukit.devices.runtime import state_tensors
 
 CHECK_EVERY = 64  # replays of a graph, after which it is captured again
 MAX_KEPT = 4  # captured graphs: a step and its variants, for the epochs that differ in an argument

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from tpukit.devices.runtime import is_on_xla
+from tpukit.devices.tensors import is_on_xla
 from tpukit.host.errors import TpukitError
 
 

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from tpukit.devices.runtime import state_tensors
+from tpukit.devices.optimizers import state_tensors
 from tpukit.host.errors import TpukitError
 from tpukit.training import metrics
 

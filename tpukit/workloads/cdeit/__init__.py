@@ -148,7 +148,7 @@ class CDEIT(Workload):
     def optimizer(self, model):
         from torch.optim import Adam
 
-        from tpukit.devices.runtime import is_on_xla
+        from tpukit.devices.tensors import is_on_xla
 
         parameters = [p for p in model.parameters() if p.requires_grad]
         # Steps counted on the host would be constants of the compiled graph, others at every step: on XLA the device counts.

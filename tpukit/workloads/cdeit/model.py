@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tpukit.devices.runtime import checkpointed
+from tpukit.devices.tensors import checkpointed
 from tpukit.host.errors import TpukitError
 from tpukit.workloads.cdeit.diffusion import alphas_cumprod
 

@@ -212,7 +212,7 @@ class ImageClassifier(Workload):
     def optimizer(self, model):
         from torch.optim import AdamW
 
-        from tpukit.devices.runtime import is_on_xla
+        from tpukit.devices.tensors import is_on_xla
 
         parameters = [p for p in model.parameters() if p.requires_grad]
         decayed = [p for p in parameters if p.ndim > 1]

@@ -12,7 +12,7 @@ share the batch. Everywhere tiles=None means torch's own layers, for other devic
 import torch
 from torch.nn import functional as F
 
-from tpukit.devices.runtime import computed_once, cores_sharing, is_on_xla
+from tpukit.devices.tensors import computed_once, cores_sharing, is_on_xla
 
 LANES = 128
 MIN_ROWS = 16  # of a tile of the image; the network halves them twice

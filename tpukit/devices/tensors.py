@@ -1,0 +1,43 @@
+"""What a model asks of the device that its tensors lie on: of XLA, mostly. Elsewhere nothing changes."""
+
+XLA_DEVICES = {"xla", "tpu"}  # types of device: torch_xla's and torch_tpu's
+
+
+def is_on_xla(tensor):
+    """Whether XLA compiles what is computed with a tensor, by torch_xla or by torch_tpu."""
+    return tensor.device.type in XLA_DEVICES
+
+
+def computed_once(tensor, *after):
+    """The tensor, computed apart from what reads it, and after others; of torch_xla's graph, elsewhere nothing changes.
+
+    XLA moves a cheap computation into each operation that reads it. Where that is a convolution and the computation a whole
+    layer's, it takes the compiler minutes."""
+    if tensor.device.type != "xla":
+        return tensor
+    import torch_xla.core.xla_model as xm
+
+    tensor = tensor.clone()
+    xm.optimization_barrier_([tensor, *after])
+    return tensor
+
+
+def checkpointed(block, *inputs):
+    """block(*inputs), a module without randomness whose activations are recomputed in the backward pass, not kept."""
+    if inputs[0].device.type == "xla":
+        # torch's own looks for a module torch.xla; this one also keeps XLA from merging the two computations.
+        from torch_xla.utils.checkpoint import checkpoint
+
+        return checkpoint(block, *inputs, preserve_rng_state=False)
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def cores_sharing(tensor):
+    """How many cores share the first axis of a tensor on the device: several where one graph runs over them (SPMD)."""
+    if tensor.device.type != "xla":
+        return 1
+    import torch_xla.runtime as xr
+
+    return xr.global_runtime_device_count() if xr.is_spmd() else 1
