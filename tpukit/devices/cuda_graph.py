@@ -216,11 +216,13 @@ def host_random_state():
 
 @contextlib.contextmanager
 def _waits_recorded():
-    """Context manager: a list that gets the lines, "file.py line 3", at which this thread waited for the GPU."""
+    """Context manager: a list that gets the lines, "file.py line 3", at which the step waited for the GPU: in this thread, or
+    in autograd's, which runs what is written in Python of a backward pass."""
     waits, mode, thread = [], torch.cuda.get_sync_debug_mode(), threading.get_ident()
 
     def record(message, category, filename, lineno, file=None, line=None):
-        if SYNC_WARNING in str(message) and threading.get_ident() == thread:  # others copy batches meanwhile
+        of_step = threading.get_ident() == thread or torch._C._current_autograd_node() is not None
+        if SYNC_WARNING in str(message) and of_step:  # other threads copy batches meanwhile
             waits.append(f"{Path(filename).name} line {lineno}")
 
     with warnings.catch_warnings():
