@@ -1,7 +1,6 @@
 """Several cores: images per second of 1, 2 and 4 processes on this machine, and what share of a step the gradient all-reduce
 takes; and what the host does for a step of MSHNet on eight TPU cores, traced and replayed."""
 
-import contextlib
 import functools
 import json
 import os
@@ -34,9 +33,8 @@ def timed(task, run, *, runtime):
     model = runtime.place(task.model())
     optimizer = task.optimizer(model)
     runtime.init_optimizer_state(optimizer)
-    parallel = runtime.parallel(model)
     loader = BatchLoader(data, runtime, on="host", workers=1)
-    step = runtime.compile(functools.partial(train_step, task, parallel, optimizer, runtime, loader.compose), name="step")
+    step = runtime.compile(functools.partial(train_step, task, model, optimizer, runtime, loader.compose), name="step")
     sums = new_sums(runtime)
     plan = [(np.arange(task.batch_size), None, None)] * STEPS
     all_reduce = runtime.all_reduce_gradients
@@ -44,12 +42,10 @@ def timed(task, run, *, runtime):
     for round_number in range(2 * ROUNDS + 2):
         summed = round_number % 2 == 0
         runtime.all_reduce_gradients = all_reduce if summed else leave_gradients
-        silent = parallel.no_sync() if hasattr(parallel, "no_sync") and not summed else contextlib.nullcontext()
         runtime.world.all_gather([0.0])
         started = time.perf_counter()
-        with silent:
-            for batch in loader.batches(plan):
-                sums = step(batch, 0, sums)
+        for batch in loader.batches(plan):
+            sums = step(batch, 0, sums)
         runtime.sync()
         slowest = max(row[0] for row in runtime.world.all_gather([time.perf_counter() - started]))
         if round_number > 1:

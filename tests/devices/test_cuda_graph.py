@@ -351,13 +351,6 @@ def test_a_step_that_takes_more_than_half_of_the_memory_is_not_captured(peak, la
     assert emulated.launches == launches and (event["why"] == []) == (launches > 0)
 
 
-def test_several_processes_are_refused_with_the_reason(emulated, gpu):
-    reasons = [cuda_graph.obstacle(gpu)]
-    gpu.world.size = 2
-    reasons.append(cuda_graph.obstacle(gpu))
-    assert reasons[0] is None and "DistributedDataParallel" in reasons[1]
-
-
 # fp16
 
 

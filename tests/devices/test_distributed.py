@@ -26,18 +26,62 @@ tell(world.all_reduce(torch.tensor([1.0, rank])).tolist())
 """
 
 
-def test_every_rank_gets_what_a_collective_promises(tmp_path):
-    command = [sys.executable, "-c", RANK]
+def results_of_ranks(program, tmp_path):
+    """What each of three ranks tells."""
+    command = [sys.executable, "-c", program]
     ranks = [
         subprocess.Popen([*command, str(rank), tmp_path / "store"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
         for rank in range(3)
     ]
     errors = [rank.communicate(timeout=120)[1].splitlines() for rank in ranks]
-    printed = [[line.removeprefix("result: ") for line in lines if line.startswith("result: ")] for lines in errors]
-    for number, lines in enumerate(printed):
+    return [[line.removeprefix("result: ") for line in lines if line.startswith("result: ")] for lines in errors]
+
+
+def test_every_rank_gets_what_a_collective_promises(tmp_path):
+    for number, lines in enumerate(results_of_ranks(RANK, tmp_path)):
         assert lines[0] == str([[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]])
         assert lines[1] == (str([[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]]) if number == 0 else "[]")
         assert lines[2:] == ["[0, 'rank 0'] [0.0]", "[3.0, 3.0]"]
+
+
+REDUCED = """
+import sys
+import torch, torch.distributed as dist
+from tpukit.devices.distributed import World
+from tpukit.devices.runtime import Runtime
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+runtime = Runtime("cpu", "fp16", World(rank, 3))
+made = [torch.ones(2, 3, 2, 2).contiguous(memory_format=torch.channels_last), torch.ones(2), torch.ones(2), torch.ones(())]
+everywhere, on_one, nowhere, frozen = parameters = [torch.nn.Parameter(value) for value in made]
+frozen.requires_grad_(False)
+optimizer = torch.optim.SGD(parameters, 1.0, weight_decay=0.5)
+numbers = torch.arange(24.0).view(2, 3, 2, 2)
+for number in range(3):
+    optimizer.zero_grad()
+    loss = (everywhere * numbers).sum() * (rank + 1)
+    if rank == 1 and number == 0:
+        loss = loss + on_one.sum() * 3
+    if rank == 2 and number == 2:
+        loss = loss * 1e38
+    runtime.backward(loss, optimizer)
+    runtime.all_reduce_gradients(optimizer)
+    missing = [p.grad is None for p in parameters]
+    runtime.optimizer_step(optimizer)
+    print("result:", missing, everywhere[1, 2, 1].tolist(), on_one[0].item(), nowhere[0].item(), file=sys.stderr)
+print("result:", runtime.scaler.get_scale(), file=sys.stderr)
+"""
+
+
+def test_gradients_become_their_mean_and_an_overflow_of_one_rank_skips_the_step_of_all(tmp_path):
+    """Parameters: with a gradient on all ranks, on one rank in the first step, on none, frozen. Weight decay of 0.5 tells a
+    gradient of zero from none."""
+    for printed in results_of_ranks(REDUCED, tmp_path):
+        first = [[False, False, True, True], [1 - 0.5 - 2 * 22.0, 1 - 0.5 - 2 * 23.0], 1 - 0.5 - 1.0, 1.0]
+        second = [[False, True, True, True], [x / 2 - 2 * n for x, n in zip(first[1], (22.0, 23.0))], *first[2:]]
+        third = second  # that overflowed
+        assert printed == [*(" ".join(map(str, row)) for row in (first, second, third)), str(2.0**15)]
 
 
 def test_a_world_of_one_needs_no_process_group():

@@ -124,7 +124,6 @@ def test_a_capture_that_breaks_costs_the_graph_alone_and_the_next_training_is_ca
         assert (sound["ending"], sound["why"], sound["launches"], sound["refused"]) == ("done", [[]], 22, [])
 
 
-@pytest.mark.skip(reason="DDP")
 @pytest.mark.parametrize("batch_norm", ["per-core", "synced"])
 def test_on_two_gpus_a_step_is_one_launch_that_holds_the_all_reduce(batch_norm, on_null_gpu, infrared, tmp_path):
     task = dict(kind="mshnet", folder=infrared, batch_norm=batch_norm, precision="fp16")

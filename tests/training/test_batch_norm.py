@@ -1,10 +1,14 @@
-"""Batch norm with frozen statistics."""
+"""Batch norm with frozen statistics, and on several cores."""
 
 import copy
 
+import pytest
 import torch
 
+from tpukit import MNIST
+from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
+from tpukit.training import batch_norm
 
 
 def test_a_frozen_batch_norm_keeps_the_dtype_under_autocast_and_learns_as_on_xla(cpu, xla):
@@ -26,3 +30,19 @@ def test_a_frozen_batch_norm_keeps_the_dtype_under_autocast_and_learns_as_on_xla
     freeze(layers)
     with Runtime("cpu", "bf16").autocast():
         assert layers(torch.ones(1, 3, 4, 4)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "kind, size, share",
+    [
+        (torch.nn.BatchNorm2d, 2, "3 of 12 samples"),
+        (torch.nn.BatchNorm2d, 1, None),
+        (torch.nn.SyncBatchNorm, 2, None),
+        (batch_norm.FrozenBatchNorm, 2, None),
+        (torch.nn.Conv2d, 2, None),
+    ],
+)
+def test_the_share_of_a_batch_that_batch_norm_sees_is_said_where_it_is_not_all(kind, size, share):
+    model = torch.nn.Sequential(kind(3, 3, 1) if kind is torch.nn.Conv2d else kind(3))
+    said = batch_norm.note(model, MNIST(batch_size=12, micro_batches=2), Runtime("cpu", world=World(0, size)))
+    assert share in said if share else said == ""

@@ -36,13 +36,6 @@ MEMORY_SHARE = 2  # a step may take 1 / MEMORY_SHARE of the memory, because its 
 SYNC_WARNING = "called a synchronizing CUDA operation"  # torch's only way to say so
 
 
-def obstacle(runtime):
-    """Why no step can be captured on this runtime, or None."""
-    if runtime.world.size > 1:
-        return "DistributedDataParallel reads from the GPU which parameters had no gradient"
-    return None
-
-
 class CapturedStep:
     """`function` as a CUDA graph for each signature of its arguments, where it can be captured.
 
@@ -65,8 +58,6 @@ class CapturedStep:
         runtime.host_may_wait = False
 
     def __call__(self, *arguments):
-        if self.may_capture and (reason := obstacle(self.runtime)):
-            self._refuse(reason)
         if not self.may_capture:
             return self.function(*arguments)
         key, tensors = recompiles.call_key(arguments, self.model, self.optimizer)
@@ -91,6 +82,15 @@ class CapturedStep:
         self.replayed = None
         torch.cuda.empty_cache()  # of the graphs' memory, and of the capture's stream
 
+    def _refuse_if_any_rank(self, reason):
+        """`_refuse` on every rank where one has a reason, and return whether it has: NCCL needs an all-reduce to be captured on
+        all ranks or on none."""
+        reasons = self.runtime.world.gather(reason or "")  # on rank 0 alone
+        reason = self.runtime.world.broadcast(next(filter(None, reasons), ""))
+        if reason:
+            self._refuse(reason)
+        return bool(reason)
+
     def _record(self, graphs, seconds, why):
         event = dict(what=self.name, programs=graphs, seconds=seconds, why=why, refused=False)
         self.runtime.compile_events.append(event)
@@ -107,23 +107,38 @@ class CapturedStep:
             waits = stack.enter_context(_waits_recorded()) if is_last else []
             result = self.function(*arguments)
         current.wait_stream(self.stream)
-        if waits:
-            self._refuse(f"the host waits for the GPU in {waits[0]}")
-        elif is_last and self._addresses() != addresses:
-            self._refuse("it replaces parameters or buffers of the model instead of changing them")
-        elif is_last and host_random_state() != random_numbers:
-            self._refuse("it draws random numbers on the host, which would be the same in each replay: draw them on the GPU")
+        if is_last:
+            reason = None
+            if waits:
+                reason = f"the host waits for the GPU in {waits[0]}"
+            elif self._addresses() != addresses:
+                reason = "it replaces parameters or buffers of the model instead of changing them"
+            elif host_random_state() != random_numbers:
+                reason = "it draws random numbers on the host, which would be the same in each replay: draw them on the GPU"
+            self._refuse_if_any_rank(reason)
         return result
 
     def _addresses(self):
         return [value.data_ptr() for value in (*self.model.parameters(), *self.model.buffers())]
 
     def _capture(self, arguments, tensors):
-        """Record the step: a `CapturedGraph`, or None where that fails."""
+        """Record the step: a `CapturedGraph`, or None where that fails on any rank."""
         started = time.monotonic()
+        captured, reason = None, self._size_obstacle()
+        if reason is None:
+            captured, reason = self._record_step(arguments, tensors)
+        if self._refuse_if_any_rank(reason):
+            return None
+        self._record(1, time.monotonic() - started, [])
+        return captured
+
+    def _size_obstacle(self):
         for peak, total in self.runtime.memory():
             if peak > total / MEMORY_SHARE:
-                return self._refuse(f"it takes {peak / GIB:.1f} of {total / GIB:.1f} GiB, which a graph would keep")
+                return f"it takes {peak / GIB:.1f} of {total / GIB:.1f} GiB, which a graph would keep"
+
+    def _record_step(self, arguments, tensors):
+        """(`CapturedGraph`, None), or (None, reason)."""
         inputs = [tensor.clone() for tensor in tensors]
         remaining = iter(inputs)
         arguments = tree_map_only(torch.Tensor, lambda _: next(remaining), arguments)
@@ -139,10 +154,10 @@ class CapturedStep:
             host.restore()
             if not isinstance(error, Exception):  # a signal
                 raise
-            return self._refuse(_first_cause(error))
+            return None, _first_cause(error)
         if host.decides_the_update():
             host.restore()
-            return self._refuse(f"{type(self.optimizer).__name__} computes with numbers on the host that change at each step")
+            return None, f"{type(self.optimizer).__name__} computes with numbers on the host that change at each step"
         captured = CapturedGraph(
             graph=graph,
             inputs=inputs,
@@ -152,8 +167,7 @@ class CapturedStep:
             host_increments=host.increments(),
         )
         host.restore()
-        self._record(1, time.monotonic() - started, [])
-        return captured
+        return captured, None
 
     def _replay(self, captured, tensors):
         torch._foreach_copy_(captured.inputs, tensors)
@@ -221,6 +235,8 @@ def _waits_recorded():
     waits, mode, thread = [], torch.cuda.get_sync_debug_mode(), threading.get_ident()
 
     def record(message, category, filename, lineno, file=None, line=None):
+        if filename.endswith("torch/nn/modules/_functions.py"):  # SyncBatchNorm, which does not wait in a capture
+            return
         of_step = threading.get_ident() == thread or torch._C._current_autograd_node() is not None
         if SYNC_WARNING in str(message) and of_step:  # other threads copy batches meanwhile
             waits.append(f"{Path(filename).name} line {lineno}")

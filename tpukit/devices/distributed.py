@@ -1,6 +1,6 @@
 """Collectives over the processes of one training, through host memory (torch.distributed's gloo).
 
-What crosses the accelerator's own links (gradients on a TPU, or by NCCL) is up to the runtime.
+Gradients alone cross the accelerator's own links: GPUs' by NCCL in `all_reduce`, and TPUs' in `xla.XLARuntime`.
 """
 
 import io
@@ -59,7 +59,7 @@ class World:
         return tree if self.rank == 0 else _unpack(data)
 
     def all_reduce(self, tensor):
-        """Add up a CPU tensor over all ranks, in place."""
+        """Add up a tensor over all ranks, in place: through the links of the device that it lies on."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor

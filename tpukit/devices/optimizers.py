@@ -8,6 +8,17 @@ def parameters_with_gradient(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
+def trainable_parameters(optimizer):
+    """The parameters that can have a gradient."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def in_memory_order(tensor):
+    """The elements of a dense tensor as a vector on the same memory, without gradient."""
+    tensor = tensor.detach()
+    return tensor.flatten() if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
 def state_tensors(optimizer):
     """The tensors of an optimizer's state, wherever they lie."""
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]

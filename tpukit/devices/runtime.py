@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import cuda_graph
 from tpukit.devices.distributed import World
-from tpukit.devices.optimizers import parameters_with_gradient, written_by_step
+from tpukit.devices.optimizers import in_memory_order, parameters_with_gradient, trainable_parameters, written_by_step
 from tpukit.devices.watchdog import Watchdog
 from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
@@ -79,6 +79,7 @@ class Runtime:
     shards = 1
     step = 0
     watchdog = None
+    missing_gradients = missing_everywhere = ()  # of the optimizer's parameters, by number: on this rank, and on all
 
     def __init__(self, accelerator, precision="auto", world=None):
         self.accelerator = accelerator
@@ -168,10 +169,9 @@ class Runtime:
         return {name: torch.as_tensor(np.array(values)).to(self.device) for name, values in arrays.items()}
 
     def scalar(self, number):
-        """A number that changes, or None, as an argument of a compiled function: on XLA, and on a GPU that can capture steps, a
+        """A number that changes, or None, as an argument of a compiled function: on XLA, and on a GPU, which captures steps, a
         0-d tensor, so that every value runs the same graph."""
-        captures = self.accelerator == "cuda" and cuda_graph.obstacle(self) is None
-        if number is None or not (self.compiles or captures):
+        if number is None or not (self.compiles or self.accelerator == "cuda"):
             return number
         return self.put({"number": torch.tensor(number)})["number"]
 
@@ -206,7 +206,7 @@ class Runtime:
 
         name: for the compilation records; defaults to the function's. max_graphs: how many different graphs it may have.
         changes: (model, optimizer), if it changes these and nothing else: its graph is then captured and replayed, on XLA (see
-        `xla_replay`) and on one GPU (see `cuda_graph`).
+        `xla_replay`) and on GPUs (see `cuda_graph`).
         """
         if changes is None or self.accelerator != "cuda":
             return function
@@ -219,7 +219,7 @@ class Runtime:
         """
         if self.accelerator == "cuda":
             for group in optimizer.param_groups:
-                if "capturable" in group and cuda_graph.obstacle(self) is None:
+                if "capturable" in group:
                     group["capturable"] = True
                 if type(optimizer) in _FUSED_ON_GPU and group["fused"] is None and not group["foreach"]:
                     group["fused"] = True
@@ -237,16 +237,9 @@ class Runtime:
         is_captured: the step around it is to become a CUDA graph, which cannot hold those that some modes make of the model.
         accumulates: several backward passes add to a gradient, which those graphs do not survive.
         """
-        if accumulates or (is_captured and self.accelerator == "cuda" and cuda_graph.obstacle(self) is None):
+        if accumulates or (is_captured and self.accelerator == "cuda"):
             mode = _WITHOUT_GRAPHS.get(mode, mode)
         return model if mode == "no" else torch.compile(model, mode=mode)
-
-    def parallel(self, model):
-        """The model to compute a loss with, so that its gradients are those of the global batch."""
-        if self.world.size == 1:
-            return model
-        # find_unused: a variant of the loss may leave parameters out. Buffers: see `broadcast_buffers`.
-        return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
 
     @contextlib.contextmanager
     def broadcast_buffers(self, model):
@@ -287,17 +280,38 @@ class Runtime:
         if is_last:
             self.scaler.unscale_(optimizer)
 
-    def without_all_reduce(self, model):
-        """The context of the micro-batches before the last one. model: of `parallel`."""
-        return model.no_sync() if isinstance(model, torch.nn.parallel.DistributedDataParallel) else contextlib.nullcontext()
-
     def wait_for_gradients(self, optimizer, batch):
         """The batch, a dict of tensors, such that what is computed from it starts after the gradients so far and can take the
         memory of what they were computed from. Only a compiler would start earlier."""
         return batch
 
     def all_reduce_gradients(self, optimizer):
-        """Turn each rank's gradients into their mean over all ranks. DistributedDataParallel has done so in backward."""
+        """Turn each rank's gradients into their mean over all ranks, where a missing one counts as zero; in fp16 an overflow
+        of one rank becomes one of all. A parameter without a gradient on any rank stays without.
+
+        They go as one vector, and nothing waits for the device, so that a captured step can hold it. Whether a gradient that is
+        missing here exists elsewhere only the host can tell: it looks at every step, but in one that is to be captured only
+        when other gradients are missing than before.
+        """
+        if self.world.size == 1:
+            return
+        parameters = trainable_parameters(optimizer)
+        exists = torch.ones(len(parameters), device=self.device)
+        missing = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
+        for number in missing:
+            parameters[number].grad = torch.zeros_like(parameters[number])
+            exists[number].zero_()
+        overflows = [] if self.scaler is None else [*self.scaler._found_inf_per_device(optimizer).values()]
+        vectors = [in_memory_order(tensor) for tensor in (*(p.grad for p in parameters), exists, *overflows)]
+        mean = self.world.all_reduce(torch.cat(vectors)).div_(self.world.size)
+        torch._foreach_copy_(vectors, list(mean.split([len(vector) for vector in vectors])))
+        for overflow in overflows:
+            overflow.sign_()  # optimizers look for exactly 1
+        if missing and (self.host_may_wait or missing != self.missing_gradients):
+            self.missing_gradients, found = missing, exists.tolist()
+            self.missing_everywhere = [number for number in missing if not found[number]]
+        for number in self.missing_everywhere if missing else ():
+            parameters[number].grad = None
 
     def clip_gradients(self, optimizer, max_norm):
         """Scale gradients of a larger norm down to it. Returns the norm they had, a scalar on the device."""

@@ -14,7 +14,7 @@ from tpukit.host.errors import TpukitError
 class TorchTPURuntime(Runtime):
     """One TPU chip in this process. Models and predictions are compiled graphs; what is around them runs by operations.
 
-    Ranks average their gradients by DistributedDataParallel, over the chips' own links.
+    Ranks average their gradients as one vector, over the chips' own links.
     """
 
     compiles = True

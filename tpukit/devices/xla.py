@@ -142,9 +142,6 @@ class XLARuntime(Runtime):
     def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
         return model
 
-    def parallel(self, model):
-        return model
-
     @property
     def reduces_on_the_host(self):
         """Whether the gradient all-reduce goes through host memory: CPU XLA devices of different processes share no link."""

@@ -21,6 +21,19 @@ def apply(model, variant, runtime):
     return model  # with one process, one graph sees the whole batch as it is
 
 
+def note(model, task, runtime):
+    """A sentence on batch norms that see only a part of each batch, or ""."""
+    kinds = {type(module) for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)}
+    if runtime.world.size == 1 or not kinds - {FrozenBatchNorm, torch.nn.SyncBatchNorm}:
+        return ""
+    share = task.batch_size // runtime.cores // task.micro_batches
+    of_whole_batch = dict(cuda="batch_norm='synced' or cores=1", tpu="parallel='spmd' or cores=1")
+    return (
+        f"batch norm takes its statistics from each core's {share} of {task.batch_size} samples; "
+        f"{of_whole_batch.get(runtime.accelerator, 'cores=1')} takes them from the whole batch"
+    )
+
+
 def freeze(model):
     """Make every batch norm a `FrozenBatchNorm`. Its scale and offset still learn."""
     for module in model.modules():

@@ -89,8 +89,8 @@ class Trainer:
     def _compile_step(self, has_optimizer_state):
         task, runtime = self.task, self.runtime
         how = dict(is_captured=task.cuda_graph, accumulates=task.micro_batches > 1)
-        parallel_model = runtime.torch_compile(runtime.parallel(self.model), task.torch_compile, **how)
-        self.plain_step = functools.partial(train_step, task, parallel_model, self.optimizer, runtime, self.loader.compose)
+        model = runtime.torch_compile(self.model, task.torch_compile, **how)
+        self.plain_step = functools.partial(train_step, task, model, self.optimizer, runtime, self.loader.compose)
         self.max_graphs, changes = 1, (self.model, self.optimizer)
         if not has_optimizer_state:  # then the second step has other inputs than the first, which is one more graph
             self.max_graphs, changes = 2, None
@@ -290,6 +290,8 @@ class Trainer:
                 f"{task.epochs} epochs"
             )
         log_notes(run, self.data, self.test_data, runtime)
+        if note := batch_norm.note(self.model, task, runtime):
+            run.print(note)
         run.print(f"training set: {self.loader.description}")
         run.print(f"test set: {self.evaluator.loader.description}")
         about = dict(device=str(runtime), accelerator=runtime.accelerator, versions=environment.detect().versions)

@@ -98,8 +98,8 @@ class Workload:
     """Seconds between two checkpoints; more where they would take over 1% of the time. One is written at the end, too."""
     batch_norm: Literal["per-core", "synced", "frozen"] = "per-core"
     """Statistics of batch norm on several cores. per-core: each core's share of the batch, rank 0's running ones are kept.
-    synced: the whole global batch (GPUs, where each such layer makes the host wait for the device in every step;
-    parallel="spmd" does so on TPU anyway). frozen: the running ones, which no longer change; scale and offset still train."""
+    synced: the whole global batch (GPUs; parallel="spmd" does so on TPU anyway). frozen: the running ones, which no longer
+    change; scale and offset still train."""
     num_workers: int = setting(2, free=True)
     """Threads that read and augment the batches; 0 prepares them between steps."""
     channels_last: Literal["auto", "yes", "no"] = setting("auto", free=True)
@@ -109,7 +109,7 @@ class Workload:
     """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway). Within a
     `cuda_graph` it makes no graphs of its own."""
     cuda_graph: bool = setting(True, free=True)
-    """On one GPU, capture the whole step as a CUDA graph and replay it, where that is possible; the log says why not."""
+    """On GPUs, capture the whole step as a CUDA graph and replay it, where that is possible; the log says why not."""
     data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
     """Where the decoded samples lie. device: all of them on every core, so that a batch is an index, augmented there. host:
     threads make the batches. auto: the device, if it is an accelerator with at least eight times the memory; else

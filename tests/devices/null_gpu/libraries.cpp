@@ -247,7 +247,11 @@ API int cuCtxGetCurrent(void** context) { return make(context); }
 NOTHING(cuCtxSetCurrent)
 NOTHING(cuDeviceGet)
 NOTHING(cuDeviceGetAttribute)
-NOTHING(cuDevicePrimaryCtxGetState)
+API int cuDevicePrimaryCtxGetState(int, unsigned*, int* is_active) {
+  *is_active = 1;
+  return 0;
+}
+
 NOTHING(cuDevicePrimaryCtxRetain)
 NOTHING(cuFuncGetAttribute)
 NOTHING(cuFuncSetAttribute)

@@ -157,7 +157,7 @@ class CDEIT(Workload):
     def loss(self, model, batch, epoch):
         image = batch["image"]
         noise = diffusion.normal(batch["key"], image.shape[1:])
-        alphas = getattr(model, "module", model).alphas_cumprod  # DistributedDataParallel has the model in `module`
+        alphas = model.alphas_cumprod
         return diffusion.loss(model, image, batch["voltages"], batch["t"], noise, alphas, squared=self.objective == "l2")
 
     # Sampling
