@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.devices import open_runtime
 from tpukit.devices.distributed import World
@@ -205,3 +206,43 @@ def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(
         env = SimpleNamespace(accelerator=accelerator, uses_torch_tpu=False)
         open_runtime(env, libtpu_args="--a=1 --b=2")
     assert seen == [given, wanted, wanted]
+
+
+FP32 = """
+import sys, warnings, torch
+from tpukit.devices.runtime import Runtime
+
+warnings.simplefilter("ignore")
+def set_by_the_user():
+    exec(sys.argv[1])
+class Opened(Runtime):
+    _open_device = lambda self: torch.device("cpu")
+    device_name = lambda self: "none"
+set_by_the_user()
+Opened("cuda", "fp32")
+cudnn = torch.backends.cudnn
+print(torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision())
+if hasattr(cudnn, "conv"):
+    print({torch.backends.cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision})
+    torch.backends.fp32_precision = "tf32"
+    print(cudnn.conv.fp32_precision)
+"""
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "",
+        "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True",
+        "torch.set_float32_matmul_precision('high')",
+        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = 'tf32'",
+    ],
+)
+def test_fp32_is_not_tf32_by_any_of_torchs_settings_whatever_the_user_has_set(setting):
+    if "fp32_precision" in setting and not hasattr(torch.backends.cudnn, "conv"):
+        pytest.skip("this torch has one interface")
+    ran = subprocess.run([sys.executable, "-c", FP32, setting], cwd=ROOT, capture_output=True, text=True)
+    old, *new = ran.stdout.splitlines() or [ran.stderr]
+    assert old == "False False highest", old
+    assert new in ([], ["{'ieee'}", "ieee"])

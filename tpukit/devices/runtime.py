@@ -111,10 +111,16 @@ class Runtime:
         """Make fp32 mean fp32: by default convolutions on newer GPUs round their inputs to 10 bits (TF32)."""
         if self.accelerator != "cuda":
             return
+        cudnn = torch.backends.cudnn
         with warnings.catch_warnings():
-            # From 2.9 on torch advises another interface. That leaves this one as it was, and torch fails where it asks both.
+            # From 2.9 on torch has another interface beside this one, and reads of the older fail where the two differ. So both
+            # are set, and the older first: it leaves the newer to what is set for all of torch.
             warnings.simplefilter("ignore")
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+            torch.set_float32_matmul_precision("highest")
+            torch.backends.cuda.matmul.allow_tf32 = cudnn.allow_tf32 = False
+            for operation in (getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
+                if operation is not None:
+                    operation.fp32_precision = "ieee"
 
     def _best_precision(self):
         if self.accelerator != "cuda":
