@@ -245,3 +245,19 @@ def test_an_environment_prints_as_a_table(tmp_path):
     env = detect({"COLAB_RELEASE_TAG": "x"}, tmp_path)
     for text in ("colab", "accelerator", "not mounted", sys.version.split()[0]):
         assert text in " ".join(str(env).split()) and text in env._repr_html_()
+
+
+@pytest.mark.parametrize(
+    "visible, names", [(None, ["Tesla T4", "NVIDIA L4"]), ("1", ["NVIDIA L4"]), ("", []), ("GPU-1", ["Tesla T4"])]
+)
+def test_without_nvidia_smi_the_driver_tells_which_gpus_are_here(visible, names, tmp_path, monkeypatch):
+    for number, name in enumerate(["Tesla T4", "NVIDIA L4"]):
+        card = tmp_path / f"0000:00:0{number}.0"
+        card.mkdir()
+        (card / "information").write_text(
+            f"Model: \t\t {name}\nIRQ:   \t\t 26\nGPU UUID: \t GPU-{number + 1}bc\nDMA Size: \t 47 bits\n"
+        )
+    monkeypatch.setattr(module, "DRIVER_CARDS", tmp_path)
+    environ = dict(PATH=str(tmp_path)) | ({} if visible is None else dict(CUDA_VISIBLE_DEVICES=visible))
+    assert module.nvidia_gpus(environ) == names
+    assert module.detect(environ, tmp_path).cores == max(1, len(names))

@@ -20,6 +20,7 @@ from tpukit.host.tables import Table
 PACKAGES = ("torch", "torchvision", "torch_xla", "torch_tpu", "libtpu", "tensorflow", "tensorflow-cpu", "jax")
 NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
 GOOGLE_PCI_VENDOR, NVIDIA_PCI_VENDOR = "0x1ae0", "0x10de"
+DRIVER_CARDS = Path("/proc/driver/nvidia/gpus")  # a folder for each card
 PCI_DISPLAY = "0x03"  # how the class of a graphics processor begins
 # The PCI devices that are TPU chips, as torch_xla 2.9 lists them; Google's network cards have other ids. All other facts of
 # chips are in devices/chips.py, a layer above, which this file cannot import.
@@ -287,12 +288,12 @@ def nvidia_smi(environ, *arguments):
 
 
 def nvidia_gpus(environ):
-    """Names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L`.
+    """Names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L`, or where it is missing from the driver.
 
     Of a divided GPU (MIG) a process sees one instance, and then no whole GPU (NVIDIA's MIG guide, "CUDA Device Enumeration").
     nvidia-smi numbers the cards by their bus, CUDA the fastest first: where they differ, the count is right, a name may not be.
     """
-    cards = []  # (name, UUID, [(name, UUID) of its instances])
+    cards = [] if shutil.which("nvidia-smi", path=environ.get("PATH")) else _cards_of_driver()
     for line in nvidia_smi(environ, "-L").splitlines():
         if card := re.match(r"GPU \d+: (.+) \(UUID: (\S+)\)", line):
             cards.append((card[1], card[2], []))
@@ -304,6 +305,13 @@ def nvidia_gpus(environ):
         return [name for name, uuid in instances if uuid.startswith(visible.split(",")[0])][:1]
     cards = cards if visible is None else _chosen(cards, visible)
     return [name for card in cards for name, _ in card[2]][:1] or [card[0] for card in cards]
+
+
+def _cards_of_driver():
+    """What `nvidia_gpus` knows of each card, from the driver itself: some containers have it without nvidia-smi."""
+    texts = [path.read_text(errors="replace") for path in sorted(DRIVER_CARDS.glob("*/information"))]
+    facts = [dict(line.split(":", 1) for line in text.splitlines() if ":" in line) for text in texts]
+    return [(of.get("Model", "NVIDIA GPU").strip(), of.get("GPU UUID", "").strip(), []) for of in facts]
 
 
 def _chosen(cards, visible):
