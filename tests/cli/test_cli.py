@@ -280,3 +280,39 @@ def test_where_torch_is_broken_doctor_is_named_instead_of_a_traceback(command, w
 def test_merging_measurements_needs_no_torch(without_torch):
     ran = without_torch("compare")
     assert ran.returncode == 0 and "Published, not measured" in ran.stdout, ran.stderr
+
+
+LEAVING = """
+import atexit, os, sys, types
+torch_version, cudnn_version, used, *sys.argv = sys.argv[1:]
+cudnn = types.SimpleNamespace(version=lambda: int(cudnn_version))
+cuda = types.SimpleNamespace(is_initialized=lambda: used == "used")
+sys.modules["torch"] = types.SimpleNamespace(__version__=torch_version, cuda=cuda, backends=types.SimpleNamespace(cudnn=cudnn))
+atexit.register(os._exit, 99)  # in place of the libraries' end, which comes after what a command registers
+from tpukit import cli
+def command(argv):
+    atexit.register(print, "saved")
+    if argv == ["stopped"]:
+        sys.exit(143)
+    return 2
+cli._run = command
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    "versions, use, command, code",
+    [
+        (("2.9.0+cu128", "91002"), "used", "finished", 2),
+        (("2.9.1", "91002"), "used", "stopped", 143),
+        (("2.9.0", "91002"), "unused", "finished", 99),
+        (("2.9.0", "90900"), "used", "finished", 99),
+        (("2.10.0", "91002"), "used", "finished", 99),
+    ],
+)
+def test_a_command_ends_before_cudnn_does_where_that_crashes_and_after_all_else(versions, use, command, code):
+    """99: the process ended as usual."""
+    words = [sys.executable, "-c", LEAVING, *versions, use, "tpukit", command]
+    ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == code, ran.stderr
+    assert code == 99 or "saved" in ran.stdout

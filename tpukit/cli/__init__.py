@@ -1,16 +1,20 @@
 """The command line. `commands.py` lists the commands; each imports what it needs when it runs."""
 
+import atexit
 import os
 import sys
 
 from tpukit import __version__
+from tpukit.host.environment import release
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 
 
 def main(argv=None):
     """Entry point. Returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        return _main_of_process(sys.argv[1:])
+    argv = list(argv)
     try:
         code = _run(argv)
         sys.stdout.flush()
@@ -30,6 +34,29 @@ def main(argv=None):
     except BrokenPipeError:  # the reader of our output is gone (`| head`); what Python still buffers goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _main_of_process(argv):
+    code = [1]  # of an error that nothing catches
+    atexit.register(_leave, code)  # what is registered first is called last
+    try:
+        code[0] = main(argv)
+    except SystemExit as end:  # a signal's
+        code[0] = end.code
+        raise
+    return code[0]
+
+
+def _leave(code):
+    """End the process here, without taking its libraries down, where that is known to crash: with cuDNN 9.10 and newer under
+    torch 2.9 and older, after a convolution on a GPU. The command has done its work by then."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized() or release(torch.__version__) > (2, 9):
+        return
+    if (torch.backends.cudnn.version() or 0) >= 91000:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code[0])
 
 
 def _run(argv):
