@@ -36,9 +36,11 @@ class EmulatedGpu:
     """What stands for the driver. counts and settings are for tests to read and to change."""
 
     def __init__(self, monkeypatch):
+        cuda_graph._capture_stream.cache_clear()
         self.default_stream = self.current_stream = Stream("default")
         self.graphs = []
         self.open_pools, self.held_pools, self.generator_captures = set(), set(), False  # what a failed capture leaves behind
+        self.ends_broken_captures = False  # as torch 2.12 does
         self.launches = 0
         self.sync_mode, self.sync_watch = 0, SyncWatch(self)
         self.fail_with = None  # an error to raise at the end of the next captured step, such as one of memory
@@ -149,15 +151,20 @@ class Graph(TorchDispatchMode):
         self.operations = []  # (function, args, kwargs, outputs, memory of the inputs)
         self.outside = {}  # memory -> (storage, its content before), touched but not made here
         self.inside = {}  # memory -> storage, made here
-        self.is_broken = False
+        self.is_broken = self.has_ended = False
 
     def capture_begin(self, pool=None, capture_error_mode="global", **of_newer_versions):
         assert self.gpu.current_stream is not self.gpu.default_stream, "must be captured on a non-default stream"
-        self.pool, self.seed = pool, torch.get_rng_state()
+        self.memory, self.seed = pool, torch.get_rng_state()
         self.gpu.open_pools.add(pool)
         self.gpu.held_pools.add(pool)
         self.gpu.generator_captures = True
         self.__enter__()
+
+    def pool(self):
+        if not self.has_ended:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self.memory
 
     def capture_end(self):
         error, self.gpu.fail_with = self.gpu.fail_with, None
@@ -168,9 +175,12 @@ class Graph(TorchDispatchMode):
         for storage in self.inside.values():
             storage.fill_(0xFF)  # NaN
         if self.is_broken:
+            if self.gpu.ends_broken_captures:
+                self.gpu.open_pools.discard(self.memory)
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-        self.gpu.open_pools.discard(self.pool)
-        self.gpu.held_pools.discard(self.pool)  # its own from now on, and given back with it
+        self.has_ended = True
+        self.gpu.open_pools.discard(self.memory)
+        self.gpu.held_pools.discard(self.memory)  # its own from now on, and given back with it
         self.gpu.generator_captures = False
         if error is not None:
             raise error
@@ -202,7 +212,7 @@ class Graph(TorchDispatchMode):
         self.gpu.launches += 1
         with _disable_current_modes(), torch.no_grad():
             for graph in self.gpu.graphs:
-                if graph is not self and graph.pool == self.pool:
+                if graph is not self and graph.memory == self.memory:
                     for storage in graph.inside.values():
                         storage.fill_(0xFF)
             for function, args, kwargs, outputs, known in self.operations:

@@ -3,6 +3,7 @@ function of that name with these arguments and prints what it returns as one lin
 
 import ctypes
 import dataclasses
+import gc
 import json
 import math
 import sys
@@ -57,6 +58,7 @@ def count_steps(task, run, *, runtime, count=7):
     """The counts of each of the first steps of a training, what was said of the capture, and the bytes of an eager step."""
     with StopSignal() as stop:
         trainer = Trainer(task, run, runtime, stop)
+        trainer.model.of = trainer  # a cycle, as a model of a user's may have
         trainer.model.train()
         batches, counts = trainer.endless_batches(), []
         for _ in range(count):
@@ -124,7 +126,10 @@ def trained(task, run):
     counts = take_counts()
     refused = [what for what in counts if what.startswith("refused")]
     why = [event["why"] for event in run.records("compile")]
-    return dict(ending=ending, why=why, launches=counts.get("cudaGraphLaunch", 0), refused=refused)
+    gc.collect()
+    torch.cuda.empty_cache()
+    memory = take_counts()["memory"]
+    return dict(ending=ending, why=why, launches=counts.get("cudaGraphLaunch", 0), refused=refused, memory=memory)
 
 
 def trainings(tasks, run):

@@ -343,6 +343,17 @@ def test_a_capture_that_runs_out_of_memory_falls_back_to_eager_steps(gpu, emulat
     assert "out of memory" in event["why"][0] and not emulated.launches
 
 
+@pytest.mark.parametrize("ends_broken_captures", [False, True])
+def test_the_memory_of_a_broken_capture_is_given_back_whether_torch_has_ended_it_or_not(
+    ends_broken_captures, digits, tmp_path, gpu, emulated
+):
+    emulated.ends_broken_captures = ends_broken_captures
+    task = WaitingLate(dataset_dir=digits, epochs=1, **SMALL)
+    object.__setattr__(task, "calls", [])
+    trained(task, tmp_path, gpu)
+    assert not emulated.open_pools and not emulated.held_pools
+
+
 @pytest.mark.parametrize("peak, launches", [(30, 1), (50, 0)])
 def test_a_step_that_takes_more_than_half_of_the_memory_is_not_captured(peak, launches, gpu, emulated, monkeypatch):
     monkeypatch.setattr(Runtime, "memory", lambda self: [(peak * 2**30, 80 * 2**30)])

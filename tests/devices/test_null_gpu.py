@@ -98,9 +98,11 @@ def test_a_step_of_mshnet_launches_and_moves_no_more_than_it_needs(card, precisi
 
 
 def test_a_training_is_evaluated_saved_and_resumed_around_its_captured_steps(on_null_gpu, digits, tmp_path):
-    tasks = [dict(kind="mnist", folder=digits, epochs=epochs) for epochs in (1, 3)]
-    for ran, steps in zip(on_null_gpu("trainings", tasks=tasks, run=tmp_path / "run"), (25, 50)):
+    tasks = [dict(kind="mnist", folder=digits, epochs=epochs) for epochs in (1, 3, 4)]
+    trainings = on_null_gpu("trainings", tasks=tasks, run=tmp_path / "run")
+    for ran, steps in zip(trainings, (25, 50, 25), strict=True):
         assert (ran["ending"], ran["refused"], ran["launches"]) == ("done", [], steps - 3)
+    assert len({ran["memory"] for ran in trainings}) == 1, "a training leaves memory behind"
 
 
 BROKEN = {  # (what, always) -> the reason in the log

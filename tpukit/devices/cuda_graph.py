@@ -16,6 +16,7 @@ there is nothing to undo. Where a step cannot be captured, all later ones run no
 import collections
 import contextlib
 import dataclasses
+import functools
 import random
 import threading
 import time
@@ -28,12 +29,19 @@ from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import recompiles
 from tpukit.devices.optimizers import state_tensors
+from tpukit.host.environment import release
 from tpukit.host.tables import GIB
 
 WARM_UP = 3  # calls: cuDNN measures its algorithms, optimizers and libraries make their state
 MAX_GRAPHS = 8  # signatures: a step whose arguments are always new would never be replayed
 MEMORY_SHARE = 2  # a step may take 1 / MEMORY_SHARE of the memory, because its graph keeps that from all else
 SYNC_WARNING = "called a synchronizing CUDA operation"  # torch's only way to say so
+
+
+@functools.cache
+def _capture_stream():
+    """The stream on which this process captures: one for all trainings, because cuBLAS keeps memory for each stream."""
+    return torch.cuda.Stream()
 
 
 class CapturedStep:
@@ -49,7 +57,7 @@ class CapturedStep:
     def __init__(self, function, name, model, optimizer, runtime):
         self.function, self.name, self.runtime = function, name, runtime
         self.model, self.optimizer = model, optimizer
-        self.stream = torch.cuda.Stream()
+        self.stream = _capture_stream()
         self.pool = torch.cuda.graph_pool_handle()  # of memory, which the graphs share
         self.warm_ups = collections.Counter()  # signature -> calls
         self.captured = {}  # signature -> CapturedGraph
@@ -150,7 +158,7 @@ class CapturedStep:
                 result = self.function(*arguments)
         except BaseException as error:  # whatever it is: the step that is not captured raises it again, if it is one
             torch.cuda.set_stream(current)
-            _end_capture(self.pool)
+            _end_capture(graph, self.pool)
             host.restore()
             if not isinstance(error, Exception):  # a signal
                 raise
@@ -251,12 +259,16 @@ def _waits_recorded():
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def _end_capture(pool):
-    """Tell torch that a capture is over. Before 2.12 its allocator and generator believe in one that CUDA ended by an error."""
+def _end_capture(graph, pool):
+    """Tell torch that a capture is over: its allocator and generator may believe in one that CUDA ended by an error."""
     device = torch.cuda.current_device()
-    with contextlib.suppress(RuntimeError):  # the capture was still sound, and torch has ended it
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)  # the share of the capture, which nothing else would give back
+    try:
+        graph.pool()
+    except RuntimeError:  # CUDA ended it; of a capture that ended well the graph gives the memory back
+        with contextlib.suppress(RuntimeError):  # which torch 2.12 has done
+            torch._C._cuda_endAllocateToPool(device, pool)
+        if release(torch.__version__) < (2, 14):  # whose graph gives back the memory of a broken capture too
+            torch._C._cuda_releasePool(device, pool)
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())
 

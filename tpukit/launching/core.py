@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import datetime
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 
-# DistributedDataParallel imports it. Imported while there is a process group, its functions' defaults would keep the group,
+# Parts of torch import it late. Imported while there is a process group, its functions' defaults would keep the group,
 # and the group's threads abort the process when Python ends before them.
 import torch.distributed.nn.functional  # noqa: F401
 
@@ -185,4 +186,5 @@ def _group_timeout(job):
 def leave_group():
     """Leave the other ranks after all is done; after a failure they may be gone, and waiting for them would hang."""
     if dist.is_initialized():
+        gc.collect()  # NCCL waits for every graph that holds one of its operations
         dist.destroy_process_group()

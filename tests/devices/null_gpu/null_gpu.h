@@ -8,4 +8,4 @@
 
 int null_gpu_launch(struct CUstream_st* stream, const std::string& name);  // 0, or CUDA's error code
 int null_gpu_count_unsafe(const char* call);                               // the same
-int null_gpu_leave(const char* call);  // the same; NCCL would wait for every graph that holds one of its operations
+void null_gpu_leave();  // ends the process where a graph is left that NCCL would wait for
