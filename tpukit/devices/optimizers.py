@@ -26,3 +26,27 @@ def written_by_step(optimizer):
 
 def _is_beside(value, parameter):
     return value.device == parameter.device  # counters may be on the host
+
+
+# Many tensors as one: an operation of each would be hundreds of kernels
+
+
+def flattened(tensors):
+    """dtype -> (N,): copies of the tensors of that type, one after another, each in the order in which its memory lies."""
+    by_dtype = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(_in_memory_order(tensor).flatten())
+    return {dtype: torch.cat(parts) for dtype, parts in by_dtype.items()}
+
+
+def copy_flattened(tensors, flat):
+    """Write to tensors of one type what `flattened` would make `flat` of."""
+    with torch.no_grad():
+        targets = [_in_memory_order(tensor) for tensor in tensors]
+        parts = flat.split([target.numel() for target in targets])
+        torch._foreach_copy_(targets, [part.view(target.shape) for part, target in zip(parts, targets)])
+
+
+def _in_memory_order(tensor):
+    """A view with the axis of the largest stride first."""
+    return tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))

@@ -15,7 +15,12 @@ from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import cuda_graph
 from tpukit.devices.distributed import World
-from tpukit.devices.optimizers import parameters_with_gradient, written_by_step
+from tpukit.devices.optimizers import (
+    copy_flattened,
+    flattened,
+    parameters_with_gradient,
+    written_by_step,
+)
 from tpukit.devices.watchdog import Watchdog
 from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
@@ -331,12 +336,16 @@ class Runtime:
             self.scaler.step(optimizer)  # reads whether one did, unless the optimizer's kernel can skip by itself
             return
         [overflows] = self.scaler._found_inf_per_device(optimizer).values()  # as `unscale_` found
-        before = {name: value.detach().clone() for name, value in written_by_step(optimizer).items()}
+        written = written_by_step(optimizer)
+        before = flattened(written.values())
         optimizer.step()
-        with torch.no_grad():
-            for name, value in written_by_step(optimizer).items():
-                old = before[name] if name in before else torch.zeros_like(value)  # state that this step has made
-                value.copy_(torch.where(overflows.bool(), old, value))
+        written |= written_by_step(optimizer)  # in the same order; the state that this step has made comes last
+        for dtype, after in flattened(written.values()).items():
+            old = before.get(dtype, after[:0])
+            if len(old) < len(after):
+                old = torch.cat([old, after.new_zeros(len(after) - len(old))])
+            torch.where(overflows.bool(), old, after, out=after)
+            copy_flattened([value for value in written.values() if value.dtype == dtype], after)
 
     def gradient_norm(self, model):
         """(1,) device tensor: the norm of the last step's gradient, 0 where there was none. Not part of the step: only the last
