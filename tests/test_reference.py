@@ -105,14 +105,22 @@ def on_host(image, mask, parameters):
     return [array[0].astype(int) for array in augment.on_host(image, mask, **parameters)]
 
 
-def on_device(image, mask, parameters):
+def on_device(image, mask, parameters, in_bfloat16=False):
     """As on a device that holds the pixels, here the CPU; rounded, as images are."""
     pixels = (torch.as_tensor(array)[None, None] for array in (image, mask))
-    made = augment.on_device(*pixels, **{name: torch.as_tensor(value)[None] for name, value in parameters.items()})
+    parameters = {name: torch.as_tensor(value)[None] for name, value in parameters.items()}
+    made = augment.on_device(*pixels, **parameters, in_bfloat16=in_bfloat16)
     return [array[0, 0].round().int().numpy() for array in made]
 
 
-@pytest.mark.parametrize("way", [on_host, on_device])
+def on_device_in_bfloat16(image, mask, parameters):
+    return on_device(image, mask, parameters, in_bfloat16=True)
+
+
+WAYS = [on_host, on_device, on_device_in_bfloat16]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_augmentation_equals_the_published_one(way, reference, real_data):
     wanted = np.load(reference / "augment.npz")
     assert wanted["cases"] > 0
@@ -126,7 +134,7 @@ def test_augmentation_equals_the_published_one(way, reference, real_data):
         np.testing.assert_array_equal(mask, wanted[f"a{case}_mask"])
 
 
-@pytest.mark.parametrize("way", [on_host, on_device])
+@pytest.mark.parametrize("way", WAYS)
 def test_evaluation_resize_equals_the_published_one(way, reference, real_data):
     wanted = np.load(reference / "augment.npz")
     image, mask = pair(real_data, wanted["eval_name"])
