@@ -12,7 +12,7 @@ from tpukit.workloads.cdeit.data import CONVENTIONS, voltage_map
 from tpukit.workloads.cdeit.model import CDEITModel
 from tpukit.workloads.mshnet import augment
 from tpukit.workloads.mshnet.data import read_image
-from tpukit.workloads.mshnet.loss import location_loss, multiscale_loss, sls_loss
+from tpukit.workloads.mshnet.loss import location_loss, multiscale_loss, sums_over_images
 from tpukit.workloads.mshnet.model import MSHNetModel
 from tpukit.workloads.mshnet.scores import Scores
 
@@ -71,9 +71,9 @@ def test_sls_loss_and_its_gradient_equal_the_published_ones(reference):
         get = lambda name: wanted[f"c{case}_{name}"]  # noqa: E731
         epoch, warm_epoch, with_shape = get("epoch_warm_withshape").tolist()
         logits = get("logits").requires_grad_()
-        loss = sls_loss(logits, get("target"), warm_up=epoch <= warm_epoch)
+        loss = multiscale_loss(logits, [], get("target"), warm_up=epoch <= warm_epoch)
         if epoch > warm_epoch and not with_shape:
-            loss = loss - location_loss(torch.sigmoid(logits), get("target"))
+            loss = loss - location_loss(*sums_over_images(logits, get("target"))[3:]).mean()
         loss.backward()
         assert abs(loss.item() - get("loss")) < 1e-5, case
         torch.testing.assert_close(logits.grad, get("grad"), atol=1e-5, rtol=0)
@@ -105,14 +105,22 @@ def on_host(image, mask, parameters):
     return [array[0].astype(int) for array in augment.on_host(image, mask, **parameters)]
 
 
-def on_device(image, mask, parameters):
+def on_device(image, mask, parameters, in_bfloat16=False):
     """As on a device that holds the pixels, here the CPU; rounded, as images are."""
     pixels = (torch.as_tensor(array)[None, None] for array in (image, mask))
-    made = augment.on_device(*pixels, **{name: torch.as_tensor(value)[None] for name, value in parameters.items()})
+    parameters = {name: torch.as_tensor(value)[None] for name, value in parameters.items()}
+    made = augment.on_device(*pixels, **parameters, in_bfloat16=in_bfloat16)
     return [array[0, 0].round().int().numpy() for array in made]
 
 
-@pytest.mark.parametrize("way", [on_host, on_device])
+def on_device_in_bfloat16(image, mask, parameters):
+    return on_device(image, mask, parameters, in_bfloat16=True)
+
+
+WAYS = [on_host, on_device, on_device_in_bfloat16]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_augmentation_equals_the_published_one(way, reference, real_data):
     wanted = np.load(reference / "augment.npz")
     assert wanted["cases"] > 0
@@ -126,7 +134,7 @@ def test_augmentation_equals_the_published_one(way, reference, real_data):
         np.testing.assert_array_equal(mask, wanted[f"a{case}_mask"])
 
 
-@pytest.mark.parametrize("way", [on_host, on_device])
+@pytest.mark.parametrize("way", WAYS)
 def test_evaluation_resize_equals_the_published_one(way, reference, real_data):
     wanted = np.load(reference / "augment.npz")
     image, mask = pair(real_data, wanted["eval_name"])

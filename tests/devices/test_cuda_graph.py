@@ -414,6 +414,51 @@ def test_steps_in_fp16_skip_overflows_as_torchs_scaler_does_and_are_captured(opt
             torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
 
 
+def overflow_is(overflows):
+    """A runtime in fp16 within a step that is to be captured, whose gradients overflowed or did not."""
+    runtime = Runtime("cuda", "fp16")
+    runtime.host_may_wait = False
+    runtime.scaler._found_inf_per_device = lambda optimizer: {"cuda": torch.tensor([float(overflows)])}
+    return runtime
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_an_overflow_undoes_the_update_of_tensors_of_every_layout_and_type(overflows, emulated):
+    def weights():
+        values = torch.arange(24.0)
+        shapes = values.view(2, 3, 2, 2).to(memory_format=torch.channels_last), values.view(4, 6).T, values[5], values.double()
+        return [torch.nn.Parameter(value.clone()) for value in shapes]
+
+    def step(parameters, optimizer, update, number):
+        for parameter in parameters:
+            parameter.grad = (number + 1) * torch.ones_like(parameter)
+        update(optimizer)
+
+    found, wanted = weights(), weights()
+    ours, theirs = (torch.optim.SGD(parameters, 0.1, momentum=0.9) for parameters in (found, wanted))
+    for number in range(3):
+        step(found, ours, overflow_is(overflows and number != 1)._step_unless_overflow, number)
+        if not overflows or number == 1:
+            step(wanted, theirs, torch.optim.SGD.step, number)
+    for mine, other in zip(found, wanted, strict=True):
+        assert torch.equal(mine, other) and mine.stride() == other.stride()
+        assert torch.equal(ours.state[mine]["momentum_buffer"], theirs.state[other]["momentum_buffer"])
+
+
+def test_undoing_an_overflow_takes_as_many_operations_for_many_tensors_as_for_few(emulated):
+    def operations(count):
+        parameters = [torch.nn.Parameter(torch.ones(2, 3)) for _ in range(count)]
+        optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9, foreach=True)
+        for _ in range(2):  # the first step makes the state
+            for parameter in parameters:
+                parameter.grad = torch.ones(2, 3)
+            with Dispatched() as dispatched:
+                overflow_is(False)._step_unless_overflow(optimizer)
+        return len(dispatched.names)
+
+    assert operations(40) == operations(2)
+
+
 # What the host does in a step
 
 

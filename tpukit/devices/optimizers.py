@@ -13,12 +13,6 @@ def trainable_parameters(optimizer):
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def in_memory_order(tensor):
-    """The elements of a dense tensor as a vector on the same memory, without gradient."""
-    tensor = tensor.detach()
-    return tensor.flatten() if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
-
-
 def state_tensors(optimizer):
     """The tensors of an optimizer's state, wherever they lie."""
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
@@ -37,3 +31,27 @@ def written_by_step(optimizer):
 
 def _is_beside(value, parameter):
     return value.device == parameter.device  # counters may be on the host
+
+
+# Many tensors as one: an operation of each would be hundreds of kernels
+
+
+def flattened(tensors):
+    """dtype -> (N,): copies of the tensors of that type, one after another, each in the order in which its memory lies."""
+    by_dtype = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(_in_memory_order(tensor).flatten())
+    return {dtype: torch.cat(parts) for dtype, parts in by_dtype.items()}
+
+
+def copy_flattened(tensors, flat):
+    """Write to tensors of one type what `flattened` would make `flat` of."""
+    with torch.no_grad():
+        targets = [_in_memory_order(tensor) for tensor in tensors]
+        parts = flat.split([target.numel() for target in targets])
+        torch._foreach_copy_(targets, [part.view(target.shape) for part, target in zip(parts, targets)])
+
+
+def _in_memory_order(tensor):
+    """A view with the axis of the largest stride first."""
+    return tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))

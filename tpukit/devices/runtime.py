@@ -15,7 +15,13 @@ from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import cuda_graph
 from tpukit.devices.distributed import World
-from tpukit.devices.optimizers import in_memory_order, parameters_with_gradient, trainable_parameters, written_by_step
+from tpukit.devices.optimizers import (
+    copy_flattened,
+    flattened,
+    parameters_with_gradient,
+    trainable_parameters,
+    written_by_step,
+)
 from tpukit.devices.watchdog import Watchdog
 from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
@@ -295,7 +301,7 @@ class Runtime:
         """Turn each rank's gradients into their mean over all ranks, where a missing one counts as zero; in fp16 an overflow
         of one rank becomes one of all. A parameter without a gradient on any rank stays without.
 
-        They go as one vector, and nothing waits for the device, so that a captured step can hold it. Whether a gradient that is
+        They go as one vector of each type, and nothing waits for the device, so that a captured step can hold it. Whether a gradient that is
         missing here exists elsewhere only the host can tell: it looks at every step, but in one that is to be captured only
         when other gradients are missing than before.
         """
@@ -308,9 +314,10 @@ class Runtime:
             parameters[number].grad = torch.zeros_like(parameters[number])
             exists[number].zero_()
         overflows = [] if self.scaler is None else [*self.scaler._found_inf_per_device(optimizer).values()]
-        vectors = [in_memory_order(tensor) for tensor in (*(p.grad for p in parameters), exists, *overflows)]
-        mean = self.world.all_reduce(torch.cat(vectors)).div_(self.world.size)
-        torch._foreach_copy_(vectors, list(mean.split([len(vector) for vector in vectors])))
+        tensors = [*(parameter.grad for parameter in parameters), exists, *overflows]
+        for dtype, vector in flattened(tensors).items():
+            mean = self.world.all_reduce(vector).div_(self.world.size)
+            copy_flattened([tensor for tensor in tensors if tensor.dtype == dtype], mean)
         for overflow in overflows:
             overflow.sign_()  # optimizers look for exactly 1
         if missing and (self.host_may_wait or missing != self.missing_gradients):
@@ -351,12 +358,16 @@ class Runtime:
             self.scaler.step(optimizer)  # reads whether one did, unless the optimizer's kernel can skip by itself
             return
         [overflows] = self.scaler._found_inf_per_device(optimizer).values()  # as `unscale_` found
-        before = {name: value.detach().clone() for name, value in written_by_step(optimizer).items()}
+        written = written_by_step(optimizer)
+        before = flattened(written.values())
         optimizer.step()
-        with torch.no_grad():
-            for name, value in written_by_step(optimizer).items():
-                old = before[name] if name in before else torch.zeros_like(value)  # state that this step has made
-                value.copy_(torch.where(overflows.bool(), old, value))
+        written |= written_by_step(optimizer)  # in the same order; the state that this step has made comes last
+        for dtype, after in flattened(written.values()).items():
+            old = before.get(dtype, after[:0])
+            if len(old) < len(after):
+                old = torch.cat([old, after.new_zeros(len(after) - len(old))])
+            torch.where(overflows.bool(), old, after, out=after)
+            copy_flattened([value for value in written.values() if value.dtype == dtype], after)
 
     def gradient_norm(self, model):
         """(1,) device tensor: the norm of the last step's gradient, 0 where there was none. Not part of the step: only the last

@@ -42,6 +42,16 @@ def test_under_autocast_a_norm_is_in_half_precision_but_its_sum_of_squares(dtype
     assert ((found.double() - wanted).abs() <= 2 * torch.finfo(dtype).eps * parts).all()
 
 
+def test_under_autocast_the_table_of_positions_takes_no_block_out_of_half_precision():
+    model, found = CDEITModel(image_size=64, **TINY), []
+    for name, block in model.blocks.named_children():
+        if name.startswith("swin"):
+            block.register_forward_hook(lambda block, arguments, result: found.append(result.dtype))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.randn(2, 1, 64, 64), torch.tensor([0, 5]), torch.randn(2, 1, 16, 16))
+    assert found == [torch.bfloat16] * 4
+
+
 def test_window_attention_adds_the_bias_of_every_offset():
     torch.manual_seed(0)
     attention = RelativeAttention(8, 2, 3)

@@ -1,6 +1,7 @@
 """Augmentation against PIL, on the host and on a device."""
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image, ImageFilter, ImageOps
 from torch.overrides import TorchFunctionMode
@@ -43,10 +44,12 @@ def test_a_set_of_many_sizes_and_modes_gives_what_pil_gives_on_the_host_and_on_a
     indices = rng.integers(0, 4, 40)
     for numbers, size in ((rng.random((40, 6)), 48), (None, 64)):
         host, rows = data.batch(indices, numbers), {k: torch.as_tensor(v[indices]) for k, v in data.device_arrays().items()}
-        device = data.compose(rows, {k: torch.as_tensor(v) for k, v in data.sample_parameters(indices, numbers).items()})
-        assert host["image"].shape == device["image"].shape == (40, 3, size, size)
-        assert np.abs(device["image"].numpy() - host["image"]).max() <= 0.5 + 1e-3  # the host rounds
-        np.testing.assert_array_equal(device["mask"], host["mask"])
+        parameters = {k: torch.as_tensor(v) for k, v in data.sample_parameters(indices, numbers).items()}
+        for in_bfloat16 in (False, True):
+            image, mask = augment.on_device(rows["image"], rows["mask"], **parameters, in_bfloat16=in_bfloat16)
+            assert host["image"].shape == image.shape == (40, 3, size, size)
+            assert np.abs(image.numpy() - host["image"]).max() <= 0.5 + 1e-3  # the host rounds
+            np.testing.assert_array_equal(mask, host["mask"])
         for slot, index in enumerate(indices):
             sample = None if numbers is None else numbers[slot]
             image, mask = by_pil(data.images[index], data.masks[index], sample, 64, 48)
@@ -57,26 +60,43 @@ def test_a_set_of_many_sizes_and_modes_gives_what_pil_gives_on_the_host_and_on_a
             assert host["mask"][slot].max() == 255
 
 
-class BfloatProducts(TorchFunctionMode):
-    """Context manager: multiply matrices as a TPU does: factors rounded to bfloat16, sums in float32."""
+class Products(TorchFunctionMode):
+    """Context manager: counts products of matrices. in_bfloat16: taken as by a TPU, factors rounded to it, sums in float32."""
+
+    def __init__(self, *, in_bfloat16):
+        super().__init__()
+        self.in_bfloat16, self.count = in_bfloat16, 0
 
     def __torch_function__(self, function, types, arguments=(), settings=None):
         if function in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
-            arguments = [factor.bfloat16().float() for factor in arguments]
+            self.count += 1
+            arguments = [factor.bfloat16().float() for factor in arguments] if self.in_bfloat16 else arguments
         return function(*arguments, **(settings or {}))
 
 
-def test_products_in_bfloat16_as_a_tpu_takes_them_move_no_grey_level(infrared):
+@pytest.fixture
+def batch(infrared):
+    """The arguments of `augment.on_device`."""
     data = InfraredSet(infrared, "train", base_size=64, crop_size=64)
     rng = np.random.default_rng(0)
     indices, numbers = rng.integers(0, len(data), 8), rng.random((8, 6))
-    rows = {name: torch.as_tensor(pixels[indices]) for name, pixels in data.device_arrays().items()}
-    parameters = {name: torch.as_tensor(value) for name, value in data.sample_parameters(indices, numbers).items()}
-    wanted = data.compose(rows, parameters)
-    with BfloatProducts():
-        found = data.compose(rows, parameters)
-    assert 0 < (found["image"] - wanted["image"]).abs().max() < 0.05
-    assert torch.equal(found["mask"], wanted["mask"])
+    pixels = [torch.as_tensor(data.device_arrays()[name][indices]) for name in ("image", "mask")]
+    parameters = data.sample_parameters(indices, numbers)
+    return dict(zip(("images", "masks"), pixels)) | {name: torch.as_tensor(value) for name, value in parameters.items()}
+
+
+def test_products_in_bfloat16_as_a_tpu_takes_them_move_no_grey_level(batch):
+    image, mask = augment.on_device(**batch)
+    with Products(in_bfloat16=True):
+        found_image, found_mask = augment.on_device(**batch, in_bfloat16=True)
+    assert 0 < (found_image - image).abs().max() < 0.05
+    assert torch.equal(found_mask, mask)
+
+
+def test_where_products_are_exact_an_image_takes_two_of_them_and_a_mask_none(batch):
+    with Products(in_bfloat16=False) as products:
+        augment.on_device(**batch)
+    assert products.count == 2
 
 
 def test_augmentation_settings_cover_their_whole_range_and_nothing_beyond():

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tpukit import MSHNet, TpukitError
-from tpukit.workloads.mshnet.model import max_over_image
+from tpukit.workloads.mshnet.model import Block, max_over_image
 
 
 def test_the_output_after_the_warm_up_starts_as_what_the_warm_up_trained(infrared):
@@ -32,3 +33,19 @@ def test_the_largest_value_of_an_image_and_its_gradient_are_the_same_by_a_reduct
         found.append((largest, x.grad))
     assert found[0][0].shape == (3, 4, 1, 1) and found[0][1].any()
     assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+class SumsInFloat32(TorchFunctionMode):
+    """Context manager: what autocast does on a GPU, and not on a CPU, to sums that name no type."""
+
+    def __torch_function__(self, function, types, arguments=(), settings=None):
+        settings = settings or {}
+        if function in (torch.sum, torch.Tensor.sum) and arguments[0].is_floating_point():
+            settings = dict(dtype=torch.float32) | settings
+        return function(*arguments, **settings)
+
+
+def test_under_a_gpus_autocast_a_block_stays_in_half_precision():
+    with torch.autocast("cpu", dtype=torch.bfloat16), SumsInFloat32():
+        assert torch.ones(2, dtype=torch.bfloat16).sum().dtype == torch.float32
+        assert Block(16, 32)(torch.randn(2, 16, 8, 8)).dtype == torch.bfloat16

@@ -254,7 +254,8 @@ class CDEITModel(nn.Module):
         factor = image.shape[-1] // columns
         repeated = voltages.view(batch, 1, rows, 1, columns, 1).expand(batch, 1, rows, factor, columns, factor)
         x = torch.cat([image, repeated.reshape(image.shape)], 1)  # (B, 2, S, S)
-        x = self.x_embedder(x) + self.pos_embed  # (B, T, C)
+        x = self.x_embedder(x)  # (B, T, C)
+        x = x + self.pos_embed.to(x.dtype)  # a float32 table would take the first blocks out of autocast's type
         time = self.t_embedder(t)  # (B, C)
         x = self._run(b["swinIn2"], self._run(b["swinIn1"], x, time), time)
         skips = []

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from scipy import ndimage
 
+from tpukit.devices.tensors import is_on_xla
+
 NUM_DRAWS = 6  # uniform numbers for each sample
 
 
@@ -133,20 +135,23 @@ def _sparse_weights(source, target, start, flip, size):
 # On a device
 
 
-def on_device(images, masks, axes, blur, mask_rows, mask_columns):
-    """Resample a batch by two matrix products for the images and two for the masks.
+def on_device(images, masks, axes, blur, mask_rows, mask_columns, *, in_bfloat16=None):
+    """Resample a batch by two matrix products for the images, and by their like, or by reading pixels, for the masks.
 
-    images: (B, C, H, W), masks: (B, 1, H, W), both uint8; smaller images lie in the upper left corner. The rest: of
-    `resampling`, stacked. Returns images (B, C, S, S) float32 in [0, 255], not rounded, and masks (B, 1, S, S) uint8.
+    images: (B, C, H, W), masks: (B, 1, H, W), both uint8; smaller images lie in the upper left corner. in_bfloat16: whether the
+    device rounds the factors of a product to bfloat16, as XLA's do. The rest: of `resampling`, stacked. Returns images
+    (B, C, S, S) float32 in [0, 255], not rounded, and masks (B, 1, S, S) uint8.
     """
+    in_bfloat16 = is_on_xla(images) if in_bfloat16 is None else in_bfloat16
     height, width = images.shape[-2:]
     size = mask_rows.shape[-1]
     with torch.autocast(images.device.type, enabled=False):
-        rows = _blur(_weights(axes[:, 0], size, height), blur)[:, None]  # (B, 1, S, H)
-        columns = _blur(_weights(axes[:, 1], size, width), blur)[:, None]  # (B, 1, S, W)
-        # A TPU rounds the factors of a product to bfloat16, of 8 bits: each is a sum of parts that have no more of them.
+        rows, columns = _weights_of_both_axes(axes, blur, size, height, width)
+        images = images.float()
+        if not in_bfloat16:
+            return rows @ images @ columns.mT, _pixels(masks, mask_rows, mask_columns)
+        # Of 8 bits: each factor is a sum of parts that have no more of them, as whole numbers up to 255.
         coarse, fine = _in_two_parts(rows, 1 / 128)
-        images = images.float()  # whole numbers up to 255: 8 bits
         images = coarse @ images + fine @ images  # (B, C, S, W)
         whole, fraction = _in_two_parts(images, 1)
         coarse, fine = _in_two_parts(columns, 1 / 128)
@@ -155,6 +160,20 @@ def on_device(images, masks, axes, blur, mask_rows, mask_columns):
         columns = _one_hot(mask_columns, width)[:, None]  # (B, 1, S, W)
         masks = rows @ masks.float() @ columns.mT  # (B, 1, S, S)
     return images, masks.to(torch.uint8)
+
+
+def _weights_of_both_axes(axes, blur, size, height, width):
+    """(B, 1, S, H) and (B, 1, S, W): the weights of the original's rows, and of its columns."""
+    weights = _blur(_weights(axes, size, max(height, width)), blur)  # (B, 2, S, the longer one)
+    return weights[:, :1, :, :height], weights[:, 1:, :, :width]
+
+
+def _pixels(masks, rows, columns):
+    """(B, 1, H, W) at rows and columns, (B, S) each -> (B, 1, S, S); 0 for -1."""
+    rows, columns = rows[:, :, None].long(), columns[:, None]  # (B, S, 1), (B, 1, S)
+    index = (rows * masks.shape[3] + columns).flatten(1).clamp(min=0)  # (B, S * S)
+    found = masks.flatten(1).gather(1, index).view(len(masks), 1, rows.shape[1], -1)
+    return found * (torch.minimum(rows, columns) >= 0)[:, None]
 
 
 def _in_two_parts(x, step):
@@ -168,25 +187,25 @@ def _one_hot(index, length):
     return (index[..., None] == _arange(length, index)).float()
 
 
-def _weights(axis, size, length):
-    """Bilinear resampling along an axis, which averages where it shrinks: (B, 4) of `resampling` -> (B, S, length)."""
-    source, target, start, flip = (axis[:, i, None, None] for i in range(4))  # (B, 1, 1)
-    out = _arange(size, axis)[:, None] + start  # (B, S, 1)
+def _weights(axes, size, length):
+    """Bilinear resampling along axes, which averages where it shrinks: (B, 2, 4) of `resampling` -> (B, 2, S, length)."""
+    source, target, start, flip = (axes[..., i, None, None] for i in range(4))  # (B, 2, 1, 1)
+    out = _arange(size, axes)[:, None] + start  # (B, 2, S, 1)
     step = source / target
-    pixel = _arange(length, axis) + 0.5
-    pixel = torch.where(flip > 0, source - pixel, pixel)  # (B, 1, length)
-    weights = (1 - (pixel - (out + 0.5) * step).abs() / step.clamp(min=1)).clamp(min=0)  # (B, S, length)
+    pixel = _arange(length, axes) + 0.5
+    pixel = torch.where(flip > 0, source - pixel, pixel)  # (B, 2, 1, length)
+    weights = (1 - (pixel - (out + 0.5) * step).abs() / step.clamp(min=1)).clamp(min=0)  # (B, 2, S, length)
     weights = weights * ((pixel > 0) & (pixel < source) & (out < target))
-    return weights / weights.sum(2, keepdim=True).clamp(min=1e-6)
+    return weights / weights.sum(3, keepdim=True).clamp(min=1e-6)
 
 
 def _blur(weights, blur):
-    """Three passes of a box filter over the rows of (B, S, length); the edge rows repeat."""
-    blur = blur[:, None, None]
+    """Three passes of a box filter over the rows of (B, 2, S, length); the edge rows repeat. blur: (B,)."""
+    blur = blur[:, None, None, None]
+    total = 1 + 2 * blur
     for _ in range(3):
-        before = torch.cat([weights[:, :1], weights[:, :-1]], 1)
-        after = torch.cat([weights[:, 1:], weights[:, -1:]], 1)
-        weights = (weights + blur * (before + after)) / (1 + 2 * blur)
+        padded = torch.cat([weights[:, :, :1], weights, weights[:, :, -1:]], 2)
+        weights = (weights + blur * (padded[:, :, :-2] + padded[:, :, 2:])) / total
     return weights
 
 

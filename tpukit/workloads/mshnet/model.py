@@ -28,7 +28,8 @@ class ChannelAttention(nn.Module):
 
     def from_pooled(self, mean, largest):  # (B, C, 1, 1) each
         both = self.fc2(F.relu(self.fc1(torch.cat([mean, largest], 3))))  # (B, C, 1, 2)
-        return torch.sigmoid(both.sum(3, keepdim=True))
+        # dtype: autocast on a GPU adds up in float32, which all maps that this multiplies would become.
+        return torch.sigmoid(both.sum(3, keepdim=True, dtype=both.dtype))
 
 
 def max_over_image(x, *, by_reduction):
