@@ -108,7 +108,7 @@ def test_what_a_backup_has_already_is_not_copied_again(tmp_path, monkeypatch):
     run.save_best(dict(weight=torch.ones(3)), epoch=1)
     run.save({}, 5)
     copied, copy = [], files.copy_atomic
-    monkeypatch.setattr(files, "copy_atomic", lambda source, target: (copied.append(source.name), copy(source, target)))
+    monkeypatch.setattr(files, "copy_atomic", lambda source, *how: (copied.append(source.name), copy(source, *how)))
     run.print("something")
     run.save({}, 6)
     assert copied == ["log.txt", "step-00000006.pt"]
@@ -155,7 +155,7 @@ def test_a_backup_restores_a_run_and_nothing_else(tmp_path):
     assert again.restore() == dict(a=2) and (tmp_path / "outside.pt").read_text() == "mine"
     names = {str(p.relative_to(again.path)) for p in again.path.rglob("*") if p.is_file()}
     steps = {"checkpoints/step-00000001.pt", "checkpoints/step-00000002.pt"}
-    assert names == steps | {"checkpoints/checkpoints.json", "config.json"}
+    assert names == steps | {"checkpoints/checkpoints.json", "config.json", ".lock"}
 
 
 class Killed:

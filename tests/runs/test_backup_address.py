@@ -231,7 +231,9 @@ def test_what_an_address_has_already_is_not_copied_again(memory, tmp_path, monke
     run.save_best(dict(weight=torch.ones(3)), epoch=1)
     run.save({}, 5)
     copied, put = [], places.Remote.put
-    monkeypatch.setattr(places.Remote, "put", lambda self, source, name: (copied.append(name), put(self, source, name)))
+    monkeypatch.setattr(
+        places.Remote, "put", lambda self, source, name, *how: (copied.append(name), put(self, source, name, *how))
+    )
     run.print("something")
     run.save({}, 6)
     assert copied == ["log.txt", "checkpoints/step-00000006.pt", "checkpoints/checkpoints.json"]

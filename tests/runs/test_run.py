@@ -337,6 +337,7 @@ def test_a_training_on_another_host_counts_as_long_as_it_gave_a_sign_of_life(fil
 def test_a_lock_that_is_a_hard_link_or_a_pipe_is_refused(plant, tmp_path):
     (tmp_path / "victim").write_text("theirs")
     run = Run.open(tmp_path / "run", MNIST())
+    (run.path / ".lock").unlink()
     plant(run.path / ".lock", tmp_path / "victim")
     with refuses(".lock"):
         with run.lock():
