@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import SMALL, best_weights, exact, refuses, same
+from tests.conftest import SMALL, best_weights, exact, flip, refuses, same
+from tests.runs.test_run import holding
 from tpukit import MNIST, Run, cli, find_dataset, find_run, train
 from tpukit.host import files
+from tpukit.runs import weights
 from tpukit.training import loop
 from tpukit.workloads import mnist
 
@@ -329,3 +331,117 @@ def test_an_earlier_run_of_other_settings_is_refused_by_name_and_not_copied(kagg
 
 def test_only_kaggle_has_inputs_to_find_a_run_in(colab, here):
     assert find_run(colab, "mine") is None and find_run(here, "mine") is None
+
+
+# Damage
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A run with a backup: two checkpoints, records, best weights."""
+    run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
+    for step in (1, 2):
+        run.log("note", step)
+        run.save_best(dict(weight=torch.full((50,), float(step))), epoch=step, accuracy=step / 10)
+        run.save(dict(a=step), step)
+    return run
+
+
+def reopened(run, name="run"):
+    return Run.open(run.path.parent / name, MNIST(), backup=run.path.parent / "drive")
+
+
+NAMES = ["best.safetensors", "checkpoints/step-00000002.pt", "records.jsonl"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_damaged_file_of_a_run_replaces_nothing_in_its_backup_and_is_taken_from_there(name, copied, tmp_path, capsys):
+    whole = (tmp_path / "drive" / name).read_bytes()
+    flip(copied.path / name)
+    again = reopened(copied)
+    assert again.restore() == dict(a=2) and again.mend_best() in (None, weights.metadata(tmp_path / "drive/best.safetensors"))
+    assert (copied.path / name).read_bytes() == whole and name in capsys.readouterr().out
+    again.save(dict(a=3), 3)
+    assert (tmp_path / "drive" / name).read_bytes() == whole and steps_in(tmp_path / "drive") == [3, 2]
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_a_file_that_is_damaged_while_it_trains_replaces_nothing_in_the_backup_that_goes_on(name, copied, tmp_path, capsys):
+    again = reopened(copied)
+    again.restore()
+    whole = (tmp_path / "drive" / name).read_bytes()
+    flip(copied.path / name)
+    again.save(dict(a=3), 3)
+    assert (tmp_path / "drive" / name).read_bytes() == whole and steps_in(tmp_path / "drive") == [3, 2]
+    assert f"{name} in {copied.path} is damaged" in capsys.readouterr().out
+
+
+def test_records_that_were_emptied_are_taken_from_the_backup(copied, tmp_path):
+    whole = (copied.path / "records.jsonl").read_bytes()
+    (copied.path / "records.jsonl").write_bytes(b"")
+    again = reopened(copied)
+    assert again.restore() == dict(a=2) and (copied.path / "records.jsonl").read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_damaged_in_a_backup_is_named_and_the_rest_is_restored_and_backed_up_again(name, copied, tmp_path, capsys):
+    flip(tmp_path / "drive" / name)
+    again = reopened(copied, "again")
+    state = again.restore()
+    again.mend_best()
+    assert name in capsys.readouterr().out and state == dict(a=1 if name.endswith(".pt") else 2)
+    again.save(dict(a=3), 3)
+    assert steps_in(tmp_path / "drive") == [3, 1 if name.endswith(".pt") else 2]
+
+
+def test_a_copy_that_arrived_damaged_replaces_nothing_and_no_checkpoint_is_removed_for_it(
+    copied, tmp_path, monkeypatch, capsys
+):
+    before = {path: path.read_bytes() for path in (tmp_path / "drive/checkpoints").iterdir()}
+    copyfileobj = shutil.copyfileobj
+
+    def damaging(source, target, size):
+        copyfileobj(source, target, size)
+        if "step-00000003" in target.name:
+            target.seek(50)
+            target.write(b"damage")
+
+    monkeypatch.setattr(shutil, "copyfileobj", damaging)
+    copied.save(dict(a=3), 3)
+    assert {path: path.read_bytes() for path in (tmp_path / "drive/checkpoints").iterdir()} == before
+    assert "backup to" in capsys.readouterr().out and steps_in(copied.path) == [3, 2] and copied.restore() == dict(a=3)
+
+
+def test_a_backup_whose_checkpoints_were_deleted_is_not_trained_over(copied, tmp_path):
+    shutil.rmtree(tmp_path / "drive/checkpoints")
+    before = {path: path.read_bytes() for path in (tmp_path / "drive").iterdir()}
+    with refuses(tmp_path / "drive", "best.safetensors"):
+        reopened(copied, "again")
+    assert {path: path.read_bytes() for path in (tmp_path / "drive").iterdir()} == before
+
+
+def test_a_run_that_another_process_restores_or_trains_is_not_restored_into(copied, tmp_path):
+    shutil.rmtree(copied.path)
+    copied.path.mkdir()
+    with holding(copied.path / ".lock") as first:
+        with refuses(first.pid):
+            reopened(copied)
+    assert not (copied.path / "checkpoints").exists()
+    assert reopened(copied).restore() == dict(a=2)
+
+
+def test_what_an_unfinished_restore_of_another_run_left_is_not_taken_for_a_part_of_this_one(copied, tmp_path):
+    left = tmp_path / "left"
+    left.mkdir()
+    shutil.copy(copied.path / "best.safetensors", left)
+    (left / ".restoring").write_text("another id")
+    with refuses(left, copied.config["id"]):
+        reopened(copied, "left")
+    assert not (left / "config.json").exists()
+    (left / ".restoring").write_text(copied.config["id"])
+    assert reopened(copied, "left").restore() == dict(a=2) and not (left / ".restoring").exists()
+
+
+def test_a_backups_place_is_said_at_the_start(tmp_path, capsys):
+    Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
+    assert str(tmp_path / "drive") in capsys.readouterr().out

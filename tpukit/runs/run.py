@@ -287,6 +287,8 @@ class Run:
             if _are_whole(copied, size):
                 records = copied
                 self.print(f"{path} was damaged: taken from {self.backup}")
+        if damaged := [number for number, line in enumerate(records.splitlines(), 1) if not _parse_record(line)]:
+            self.print(f"{path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}")
         if len(records) < size:
             self.print(f"{path} has only {len(records)} of the {size} bytes it had at this checkpoint: some records are lost")
         if records != found:
