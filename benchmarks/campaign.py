@@ -24,8 +24,9 @@ from pathlib import Path
 
 import boto3
 import numpy as np
-import s3fs  # noqa: F401  here, so that no child has to import it
+import s3fs  # noqa: F401  here, as torch._dynamo, so that no child has to import it
 import torch
+import torch._dynamo
 
 from tests.conftest import exact
 from tests.runs.store import s3_server
@@ -382,7 +383,8 @@ def campaign(kills, flips, seed=0, places=PLACES):
     torch.set_num_threads(1)
     saver.MAX_SHARE = float("inf")  # a checkpoint as often as one can be written
     warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory(prefix="campaign-") as work, s3_server() as port:
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a kill loses nothing of what was written, there or on a disk
+    with tempfile.TemporaryDirectory(prefix="campaign-", dir=memory) as work, s3_server() as port:
         address = f"http://127.0.0.1:{port}"
         os.environ.update(TPUKIT_CACHE=f"{work}/cache", AWS_ENDPOINT_URL=address, AWS_DEFAULT_REGION="us-east-1")
         os.environ.update(AWS_ACCESS_KEY_ID="campaign", AWS_SECRET_ACCESS_KEY="campaign")

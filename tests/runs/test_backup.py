@@ -445,3 +445,13 @@ def test_what_an_unfinished_restore_of_another_run_left_is_not_taken_for_a_part_
 def test_a_backups_place_is_said_at_the_start(tmp_path, capsys):
     Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
     assert str(tmp_path / "drive") in capsys.readouterr().out
+
+
+def test_a_finished_run_whose_last_session_was_killed_before_its_backup_catches_up(digits, tmp_path, cpu, monkeypatch):
+    task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
+    with monkeypatch.context() as killed:
+        killed.setattr(Run, "update_backup", lambda self: None)
+        train(task, Run.open(tmp_path / "run", task, backup=tmp_path / "drive"), runtime=cpu, progress=False)
+    assert not (tmp_path / "drive").exists()
+    train(task, Run.open(tmp_path / "run", task, backup=tmp_path / "drive"), runtime=cpu, progress=False)
+    assert steps_in(tmp_path / "drive") == [25]

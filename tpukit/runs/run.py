@@ -332,6 +332,10 @@ class Run:
             if (self.path / name).exists():
                 files.sync(self.path / name)
         checkpoints.save(self.path / "checkpoints", dict(records_size=size, state=state), step)
+        self.update_backup()
+
+    def update_backup(self):
+        """Copy what changed to the backup, if there is one."""
         if self.backup:
             self.backup.update(self)
 
