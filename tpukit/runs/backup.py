@@ -3,6 +3,7 @@
 import functools
 import glob
 import tempfile
+import zlib
 from pathlib import Path
 
 from tpukit.host import files
@@ -31,6 +32,7 @@ class Backup:
         self.place, self.open_run = place, open_run
         self.failed = False
         self.copied = {}  # file name -> the version of the run's file that was copied last
+        self.records = 0, 0  # bytes of the records that were copied last, and their CRC-32
 
     def __str__(self):
         return str(self.place)
@@ -58,7 +60,7 @@ class Backup:
             self.place.put_list([])
         for name in COPIED:
             if (run.path / name).exists():
-                self._copy(run, name, check_of(name, kept))
+                self._copy(run, name, self._check_records if name == "records.jsonl" else check_of(name, kept))
         whole = []
         for entry in kept:
             name = f"checkpoints/{entry['file']}"
@@ -91,13 +93,22 @@ class Backup:
         self.copied[name] = version
         return True
 
+    def _check_records(self, path):
+        """Raise Damaged where records that were copied before have changed since: they only ever grow."""
+        data = path.read_bytes()
+        size, crc32 = self.records
+        if zlib.crc32(data[:size]) != crc32:
+            raise Damaged(f"one of its first {size} bytes has changed since they were copied")
+        self.records = len(data), zlib.crc32(data)
+
     def take_back(self, run, name, check):
         """Replace a damaged file of the run by its copy. Returns whether that is there, and whole."""
+        if not self.place.has(name):
+            return False
         try:
-            if not self.place.has(name):
-                return False
-            self.place.get(name, run.path / name, check)
-        except (OSError, TpukitError):  # damaged as well, or out of reach
+            with self.place.explained():
+                self.place.get(name, run.path / name, check)
+        except Damaged:
             return False
         run.print(f"{name} in {run.path} was damaged: taken from {self}")
         return True
@@ -165,7 +176,7 @@ def restore_from_backup(run, place, task, open_run):
     print(printable(f"run: restoring {run.path} from {place}"))
     with files.explain_unwritable(run.path):
         run.path.mkdir(parents=True, exist_ok=True)
-    with run.lock():
+    with run.lock_to_open():
         if (run.path / "config.json").exists():  # another process has restored it meanwhile
             return
         _check_unfinished(unfinished, str(copy.config.get("id")))

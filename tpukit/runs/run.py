@@ -118,9 +118,7 @@ class Run:
         values = dict(workload=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
         with files.explain_unwritable(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
-        # The hosts of a slice may share the folder, and each opens the run.
-        lock = contextlib.nullcontext() if environment.detect().host == "tpu-vm" else run.lock()
-        with lock, files.explain_unwritable(run.path):
+        with run.lock_to_open(), files.explain_unwritable(run.path):
             files.write_atomic(config, json.dumps(files.with_crc32(values), indent=1))
             (run.path / "checkpoints").mkdir(exist_ok=True)
             if not (checkpoints.has_list(run.path / "checkpoints") or run.checkpoints()):
@@ -159,6 +157,11 @@ class Run:
                 yield
             finally:
                 self._check_lock = None
+
+    def lock_to_open(self):
+        """`lock`, for what opens or restores the run. None on a TPU VM: the hosts of a slice may share the folder, and each
+        opens the run."""
+        return contextlib.nullcontext() if environment.detect().host == "tpu-vm" else self.lock()
 
     def _check_writable(self):
         if self._check_lock is not None:
@@ -291,6 +294,8 @@ class Run:
             self.print(f"{path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}")
         if len(records) < size:
             self.print(f"{path} has only {len(records)} of the {size} bytes it had at this checkpoint: some records are lost")
+        if self.backup:
+            self.backup.records = 0, 0
         if records != found:
             files.write_atomic(path, records)
 
