@@ -456,3 +456,18 @@ def test_a_finished_run_whose_last_session_was_killed_before_its_backup_catches_
     assert not (tmp_path / "drive").exists()
     train(task, Run.open(tmp_path / "run", task, backup=tmp_path / "drive"), runtime=cpu, progress=False)
     assert steps_in(tmp_path / "drive") == [25]
+
+
+def test_a_restore_whose_folder_another_process_took_meanwhile_replaces_nothing_there(copied, tmp_path, monkeypatch):
+    again, copyfileobj = tmp_path / "again", shutil.copyfileobj
+
+    def while_asleep(source, target, size):
+        copyfileobj(source, target, size)
+        if "records.jsonl" in target.name:
+            (again / "records.jsonl").write_text("newer")
+            (again / ".lock").write_text("{}")
+
+    monkeypatch.setattr(shutil, "copyfileobj", while_asleep)
+    with refuses(again):
+        reopened(copied, "again")
+    assert (again / "records.jsonl").read_text() == "newer"

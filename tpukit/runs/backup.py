@@ -204,8 +204,15 @@ def _check_unfinished(path, run_id):
 
 def _get(run, place, name, entries):
     """Restore a file. Returns whether it was whole; a damaged one is named and left out."""
+    own = check_of(name, entries)
+
+    def check(path):
+        if own is not None:
+            own(path)
+        run.check_lock()  # copying may have taken long
+
     try:
-        place.get(name, run.path / name, check_of(name, entries))
+        place.get(name, run.path / name, check)
         return True
     except (Damaged, FileNotFoundError) as error:
         print(printable(f"run: {name} in {place} is damaged ({error}): it is left out"))

@@ -163,7 +163,8 @@ class Run:
         opens the run."""
         return contextlib.nullcontext() if environment.detect().host == "tpu-vm" else self.lock()
 
-    def _check_writable(self):
+    def check_lock(self):
+        """Raise TpukitError where another process has taken the lock that this one holds."""
         if self._check_lock is not None:
             self._check_lock()
 
@@ -246,7 +247,7 @@ class Run:
         """Append one record. Floats that are not finite are kept as null, because JSON has no such numbers."""
         if not self._writes:
             return
-        self._check_writable()
+        self.check_lock()
         record = _finite(dict(kind=kind, step=step, time=round(time.time(), 3), **values))
         files.append(self.path / "records.jsonl", json.dumps(files.with_crc32(record)) + "\n")
         if kind == "start":
@@ -331,7 +332,7 @@ class Run:
         """Write a checkpoint, whole or not at all, and update the backup. state: nest of CPU tensors, numbers and strings.
 
         records_size: bytes of the records that belong to this state; by default all that are there."""
-        self._check_writable()
+        self.check_lock()
         size = self.records_size() if records_size is None else records_size
         for name in ("records.jsonl", "log.txt"):  # the checkpoint must not reach the disk before what it counts on
             if (self.path / name).exists():
@@ -402,7 +403,7 @@ class Run:
 
     def save_best(self, tensors, **values):
         """Write the best weights as best.safetensors. tensors: name -> CPU tensor. values: kept as its metadata."""
-        self._check_writable()
+        self.check_lock()
         data = weights.serialize(tensors, {name: str(value) for name, value in values.items()})
         files.write_atomic(self.path / "best.safetensors", data)
 
