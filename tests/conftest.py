@@ -221,3 +221,10 @@ def same(a, b):
     import torch
 
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def flip(path, at=None):
+    """Flip a bit in the middle of a file, or at this byte."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)

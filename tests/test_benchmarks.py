@@ -1,9 +1,13 @@
 """The benchmarks that stand in for a device still fit the loop that they measure."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from benchmarks import by_hand, loops, overheads
+from tests.conftest import ROOT
 from tpukit import MNIST, MSHNet
 from tpukit.devices.runtime import Runtime
 from tpukit.workloads.datasets import make_synthetic
@@ -49,3 +53,12 @@ def test_the_bare_loop_trains_the_same_network_on_the_same_batches_as_tpukits(di
     assert loops.Ours(task, Runtime("cpu")).run() > 0
     assert len(bare) == 2 * loops.steps_per_epoch(task, task.datasets()[0]) > 2
     torch.testing.assert_close(torch.stack(losses), bare, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_small_campaign_of_kills_and_flipped_bits_loses_nothing():
+    pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    how = [sys.executable, "-m", "benchmarks.campaign", "--kills", "10", "--flips", "30"]
+    ran = subprocess.run(how, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0 and "lost: 0" in ran.stdout, ran.stdout + ran.stderr

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import SMALL, best_weights, exact, refuses, same
+from tests.conftest import SMALL, best_weights, exact, flip, refuses, same
+from tests.runs.test_run import holding
 from tpukit import MNIST, Run, cli, find_dataset, find_run, train
 from tpukit.host import files
+from tpukit.runs import weights
 from tpukit.training import loop
 from tpukit.workloads import mnist
 
@@ -88,7 +90,7 @@ def test_a_drive_that_goes_within_a_backup_is_reported_and_gets_no_further_file(
     run.save({}, 1)  # config, records, log where there is one, the checkpoint
     reported = f"mounted at {drive}" in capsys.readouterr().out
     assert (len(done), reported) == ((copies + 1, True) if gone() else (len(done), False))
-    assert not reported or not (drive / "runs/mnist/checkpoints/checkpoints.json").exists()
+    assert not reported or not Run(drive / "runs/mnist").checkpoints()
 
 
 def test_a_backup_is_compared_by_content_and_not_by_clock(tmp_path):
@@ -108,7 +110,7 @@ def test_what_a_backup_has_already_is_not_copied_again(tmp_path, monkeypatch):
     run.save_best(dict(weight=torch.ones(3)), epoch=1)
     run.save({}, 5)
     copied, copy = [], files.copy_atomic
-    monkeypatch.setattr(files, "copy_atomic", lambda source, target: (copied.append(source.name), copy(source, target)))
+    monkeypatch.setattr(files, "copy_atomic", lambda source, *how: (copied.append(source.name), copy(source, *how)))
     run.print("something")
     run.save({}, 6)
     assert copied == ["log.txt", "step-00000006.pt"]
@@ -155,7 +157,7 @@ def test_a_backup_restores_a_run_and_nothing_else(tmp_path):
     assert again.restore() == dict(a=2) and (tmp_path / "outside.pt").read_text() == "mine"
     names = {str(p.relative_to(again.path)) for p in again.path.rglob("*") if p.is_file()}
     steps = {"checkpoints/step-00000001.pt", "checkpoints/step-00000002.pt"}
-    assert names == steps | {"checkpoints/checkpoints.json", "config.json"}
+    assert names == steps | {"checkpoints/checkpoints.json", "config.json", ".lock"}
 
 
 class Killed:
@@ -329,3 +331,143 @@ def test_an_earlier_run_of_other_settings_is_refused_by_name_and_not_copied(kagg
 
 def test_only_kaggle_has_inputs_to_find_a_run_in(colab, here):
     assert find_run(colab, "mine") is None and find_run(here, "mine") is None
+
+
+# Damage
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A run with a backup: two checkpoints, records, best weights."""
+    run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
+    for step in (1, 2):
+        run.log("note", step)
+        run.save_best(dict(weight=torch.full((50,), float(step))), epoch=step, accuracy=step / 10)
+        run.save(dict(a=step), step)
+    return run
+
+
+def reopened(run, name="run"):
+    return Run.open(run.path.parent / name, MNIST(), backup=run.path.parent / "drive")
+
+
+NAMES = ["best.safetensors", "checkpoints/step-00000002.pt", "records.jsonl"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_damaged_file_of_a_run_replaces_nothing_in_its_backup_and_is_taken_from_there(name, copied, tmp_path, capsys):
+    whole = (tmp_path / "drive" / name).read_bytes()
+    flip(copied.path / name)
+    again = reopened(copied)
+    assert again.restore() == dict(a=2) and again.mend_best() in (None, weights.metadata(tmp_path / "drive/best.safetensors"))
+    assert (copied.path / name).read_bytes() == whole and name in capsys.readouterr().out
+    again.save(dict(a=3), 3)
+    assert (tmp_path / "drive" / name).read_bytes() == whole and steps_in(tmp_path / "drive") == [3, 2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_that_is_damaged_while_it_trains_replaces_nothing_in_the_backup_that_goes_on(name, copied, tmp_path, capsys):
+    again = reopened(copied)
+    again.restore()
+    again.save(dict(a=2), 2)
+    whole = (tmp_path / "drive" / name).read_bytes()
+    flip(copied.path / name)
+    again.save(dict(a=3), 3)
+    assert (tmp_path / "drive" / name).read_bytes() == whole and steps_in(tmp_path / "drive") == [3, 2]
+    assert f"{name} in {copied.path} is damaged" in capsys.readouterr().out
+
+
+def test_records_that_were_emptied_are_taken_from_the_backup(copied, tmp_path):
+    whole = (copied.path / "records.jsonl").read_bytes()
+    (copied.path / "records.jsonl").write_bytes(b"")
+    again = reopened(copied)
+    assert again.restore() == dict(a=2) and (copied.path / "records.jsonl").read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_damaged_in_a_backup_is_named_and_the_rest_is_restored_and_backed_up_again(name, copied, tmp_path, capsys):
+    flip(tmp_path / "drive" / name)
+    again = reopened(copied, "again")
+    state = again.restore()
+    again.mend_best()
+    assert name in capsys.readouterr().out and state == dict(a=1 if name.endswith(".pt") else 2)
+    again.save(dict(a=3), 3)
+    assert steps_in(tmp_path / "drive") == [3, 1 if name.endswith(".pt") else 2]
+
+
+def test_a_copy_that_arrived_damaged_replaces_nothing_and_no_checkpoint_is_removed_for_it(
+    copied, tmp_path, monkeypatch, capsys
+):
+    before = {path: path.read_bytes() for path in (tmp_path / "drive/checkpoints").iterdir()}
+    copyfileobj = shutil.copyfileobj
+
+    def damaging(source, target, size):
+        copyfileobj(source, target, size)
+        if "step-00000003" in target.name:
+            target.seek(50)
+            target.write(b"damage")
+
+    monkeypatch.setattr(shutil, "copyfileobj", damaging)
+    copied.save(dict(a=3), 3)
+    assert {path: path.read_bytes() for path in (tmp_path / "drive/checkpoints").iterdir()} == before
+    assert "backup to" in capsys.readouterr().out and steps_in(copied.path) == [3, 2] and copied.restore() == dict(a=3)
+
+
+def test_a_backup_whose_checkpoints_were_deleted_is_not_trained_over(copied, tmp_path):
+    shutil.rmtree(tmp_path / "drive/checkpoints")
+    before = {path: path.read_bytes() for path in (tmp_path / "drive").iterdir()}
+    with refuses(tmp_path / "drive", "best.safetensors"):
+        reopened(copied, "again")
+    assert {path: path.read_bytes() for path in (tmp_path / "drive").iterdir()} == before
+
+
+def test_a_run_that_another_process_restores_or_trains_is_not_restored_into(copied, tmp_path):
+    shutil.rmtree(copied.path)
+    copied.path.mkdir()
+    with holding(copied.path / ".lock") as first:
+        with refuses(first.pid):
+            reopened(copied)
+    assert not (copied.path / "checkpoints").exists()
+    assert reopened(copied).restore() == dict(a=2)
+
+
+def test_what_an_unfinished_restore_of_another_run_left_is_not_taken_for_a_part_of_this_one(copied, tmp_path):
+    left = tmp_path / "left"
+    left.mkdir()
+    shutil.copy(copied.path / "best.safetensors", left)
+    (left / ".restoring").write_text("another id")
+    with refuses(left, copied.config["id"]):
+        reopened(copied, "left")
+    assert not (left / "config.json").exists()
+    (left / ".restoring").write_text(copied.config["id"])
+    assert reopened(copied, "left").restore() == dict(a=2) and not (left / ".restoring").exists()
+
+
+def test_a_backups_place_is_said_at_the_start(tmp_path, capsys):
+    Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
+    assert str(tmp_path / "drive") in capsys.readouterr().out
+
+
+def test_a_finished_run_whose_last_session_was_killed_before_its_backup_catches_up(digits, tmp_path, cpu, monkeypatch):
+    task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
+    with monkeypatch.context() as killed:
+        killed.setattr(Run, "update_backup", lambda self: None)
+        train(task, Run.open(tmp_path / "run", task, backup=tmp_path / "drive"), runtime=cpu, progress=False)
+    assert not (tmp_path / "drive").exists()
+    train(task, Run.open(tmp_path / "run", task, backup=tmp_path / "drive"), runtime=cpu, progress=False)
+    assert steps_in(tmp_path / "drive") == [25]
+
+
+def test_a_restore_whose_folder_another_process_took_meanwhile_replaces_nothing_there(copied, tmp_path, monkeypatch):
+    again, copyfileobj = tmp_path / "again", shutil.copyfileobj
+
+    def while_asleep(source, target, size):
+        copyfileobj(source, target, size)
+        if "records.jsonl" in target.name:
+            (again / "records.jsonl").write_text("newer")
+            (again / ".lock").write_text("{}")
+
+    monkeypatch.setattr(shutil, "copyfileobj", while_asleep)
+    with refuses(again):
+        reopened(copied, "again")
+    assert (again / "records.jsonl").read_text() == "newer"

@@ -231,7 +231,9 @@ def test_what_an_address_has_already_is_not_copied_again(memory, tmp_path, monke
     run.save_best(dict(weight=torch.ones(3)), epoch=1)
     run.save({}, 5)
     copied, put = [], places.Remote.put
-    monkeypatch.setattr(places.Remote, "put", lambda self, source, name: (copied.append(name), put(self, source, name)))
+    monkeypatch.setattr(
+        places.Remote, "put", lambda self, source, name, *how: (copied.append(name), put(self, source, name, *how))
+    )
     run.print("something")
     run.save({}, 6)
     assert copied == ["log.txt", "checkpoints/step-00000006.pt", "checkpoints/checkpoints.json"]
@@ -269,6 +271,9 @@ def test_where_an_upload_can_be_cut_short_a_file_gets_its_name_when_it_is_comple
         "s3://AKIA:hunter2@bucket/run",
         "https://host/file?X-Amz-Signature=hunter2",
         "https://host/f?token=hunter2",
+        "https://hunter2@host/x",
+        "https://host/f?jwt=hunter2",
+        "s3://bucket/f?pwd=hunter2",
         "ftp://me:hunter2@host/x",
     ],
 )
@@ -289,10 +294,14 @@ def test_a_path_in_which_two_slashes_became_one_is_still_the_address_and_a_path_
 
     assert places.address_of(Path("s3://bucket/run")) == places.address_of("s3://bucket/run/") == "s3://bucket/run"
     assert places.address_of("hf://me/model@main/x.safetensors") == "hf://me/model@main/x.safetensors"
-    for path in (tmp_path, "run", "C:/runs/a", "./s3:/x"):
+    assert places.address_of("S3://Bucket/Run") == "s3://Bucket/Run"
+    for path in (tmp_path, "run", "C:/runs/a", "C:\\runs", "./s3:/x", "runs/12:30"):
         assert places.address_of(path) is None
     with refuses("nothere"):
         places.address_of("nothere://x")
+    for neither in ("s3://", "s3:bucket/x", "s3:", "my:runs/mnist"):
+        with refuses(neither.partition(":")[0]):
+            places.address_of(neither)
 
 
 @pytest.mark.parametrize(
@@ -414,3 +423,73 @@ def test_weights_come_from_s3_and_the_md5_of_the_store_is_checked(bucket, tmp_pa
     assert str(task.weights) == address
     with refuses("gone"):
         weights.read(f"s3://{bucket.name}/gone.safetensors")
+
+
+def test_a_cached_file_of_another_user_is_not_taken_for_the_weights(published, monkeypatch):
+    import os
+
+    address, _ = published
+    weights.read(address)
+    monkeypatch.setattr(os, "getuid", lambda uid=os.getuid(): uid + 1)
+    with refuses(places.files.cache_folder()):
+        weights.read(address)
+
+
+def test_a_cached_file_that_is_not_of_the_stores_sha256_is_downloaded_again_and_leftovers_are_removed(published, monkeypatch):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    address, tensors = published
+    info, content = MemoryFileSystem.info, MemoryFileSystem.store["/models/one.safetensors"].getvalue()
+    about = dict(lfs=dict(sha256=hashlib.sha256(content).hexdigest()))
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path, **_: info(self, path) | about)
+    cached = places.fetch(address)
+    cached.write_bytes(bytes(len(content)))
+    left = cached.with_name(f".{cached.name}.999999999.partial")  # of a process that was killed
+    left.write_bytes(b"half")
+    assert same(weights.read(address), tensors) and not left.exists()
+
+
+# Damage
+
+
+def saved(tmp_path, address):
+    """Leave a run with a backup at an address, of two checkpoints and best weights, and its folder `behind` as of the first."""
+    run = Run.open(tmp_path / "run", MNIST(), backup=address)
+    for step in (1, 2):
+        run.save_best(dict(weight=torch.full((50,), float(step))), epoch=step)
+        run.save(dict(a=step), step)
+        shutil.copytree(run.path, tmp_path / "behind") if step == 1 else None
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_where_the_list_at_an_address_cannot_be_read_the_checkpoints_found_there_are_restored(damage, memory, tmp_path):
+    import fsspec
+
+    address, store = memory
+    saved(tmp_path, address)
+    name = "/backups/mnist/checkpoints/checkpoints.json"
+    data = bytearray(store[name].getvalue())
+    data[1] ^= 0x10
+    fsspec.filesystem("memory").rm_file(name) if damage == "missing" else fsspec.filesystem("memory").pipe_file(name, data)
+    with refuses("step 2", "step 1"):
+        Run.open(tmp_path / "behind", MNIST(), backup=address)
+    again = Run.open(tmp_path / "again", MNIST(), backup=address)
+    assert again.restore() == dict(a=2)
+    again.save(dict(a=3), 3)
+    assert {"checkpoints/step-00000003.pt", "checkpoints/step-00000002.pt"} <= names_in(store)
+
+
+def test_a_file_that_arrives_shorter_than_its_store_says_is_refused_and_replaces_nothing(memory, tmp_path, monkeypatch):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    address, _ = memory
+    saved(tmp_path, address)
+    place, target = places.open_place(address), tmp_path / "kept"
+    target.write_text("whole")
+    info = MemoryFileSystem.info
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path, **_: info(self, path) | dict(size=10_000))
+    with refuses(address, "best.safetensors", 10_000):
+        place.get("best.safetensors", target)
+    with refuses(address):
+        Run.open(tmp_path / "again", MNIST(), backup=address)
+    assert target.read_text() == "whole" and not (tmp_path / "again/config.json").exists()

@@ -9,9 +9,10 @@ import signal
 import pytest
 import torch
 
-from tests.conftest import exact, refuses
+from tests.conftest import exact, flip, refuses
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.host import files
+from tpukit.host.errors import Damaged
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
@@ -119,3 +120,59 @@ def test_a_checkpoint_that_would_run_code_is_skipped_without_advice_to_run_it(tm
     with refuses(run.path / "checkpoints"):
         run.restore()
     assert "could run code" in capsys.readouterr().out and "weights_only" not in (run.path / "log.txt").read_text()
+
+
+def steps_in(run):
+    return [entry["step"] for entry in run.checkpoints()]
+
+
+def test_a_damaged_checkpoint_is_not_kept_in_place_of_a_whole_one(tmp_path):
+    run = Run.open(tmp_path / "run", MNIST())
+    run.save(dict(a=1), 1)
+    run.save(dict(a=2), 2)
+    flip(run.path / "checkpoints/step-00000002.pt")
+    run = Run.open(run.path, MNIST())
+    assert run.restore() == dict(a=1) and steps_in(run) == [1]
+    run.save(dict(a=3), 3)
+    assert steps_in(run) == [3, 1]
+    flip(run.path / "checkpoints/step-00000003.pt")
+    assert run.restore() == dict(a=1)
+
+
+def test_a_flipped_bit_in_the_list_does_not_disown_a_whole_checkpoint(tmp_path):
+    run = Run.open(tmp_path / "run", MNIST())
+    for step in (1, 2):
+        run.save(dict(a=step), step)
+    path = run.path / "checkpoints/checkpoints.json"
+    flip(path, path.read_bytes().index(run.checkpoints()[0]["sha256"].encode()))
+    assert run.restore() == dict(a=2) and steps_in(run) == [2, 1]
+
+
+def test_a_checkpoint_that_reached_the_disk_damaged_does_not_replace_an_older_one(tmp_path, monkeypatch):
+    run = Run.open(tmp_path / "run", MNIST())
+    for step in (1, 2):
+        run.save(dict(a=torch.ones(100)), step)
+    fsync, done = os.fsync, []
+
+    def damaging(file):
+        path = os.readlink(f"/proc/self/fd/{file}")
+        if "step-00000003" in path and not done:
+            done.append(flip(files.Path(path)))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", damaging)
+    with pytest.raises(Damaged):
+        run.save(dict(a=torch.ones(100)), 3)
+    assert done and steps_in(run) == [2, 1] and len(list((run.path / "checkpoints").glob("*.pt"))) == 2
+
+
+def test_records_and_log_reach_the_disk_before_the_checkpoint_that_counts_on_them(tmp_path, monkeypatch):
+    run = Run.open(tmp_path / "run", MNIST())
+    run.log("note", 1)
+    run.print("something")
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    run.save({}, 1)
+    names = [path.rpartition("/")[2] for path in synced]
+    checkpoint = next(number for number, name in enumerate(names) if "step-00000001" in name)
+    assert {"records.jsonl", "log.txt"} <= set(names[:checkpoint])

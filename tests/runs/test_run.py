@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.conftest import SMALL, best_weights, exact, refuses, same
-from tpukit import MNIST, MSHNet, Run, TpukitError, launch, train
+from tpukit import MNIST, ImageClassifier, MSHNet, Run, TpukitError, cli, launch, train
 from tpukit.host import files
 from tpukit.reporting import display, findings
 from tpukit.runs import weights
@@ -337,6 +337,7 @@ def test_a_training_on_another_host_counts_as_long_as_it_gave_a_sign_of_life(fil
 def test_a_lock_that_is_a_hard_link_or_a_pipe_is_refused(plant, tmp_path):
     (tmp_path / "victim").write_text("theirs")
     run = Run.open(tmp_path / "run", MNIST())
+    (run.path / ".lock").unlink()
     plant(run.path / ".lock", tmp_path / "victim")
     with refuses(".lock"):
         with run.lock():
@@ -376,3 +377,72 @@ def test_a_batch_larger_than_the_set_says_how_large_it_may_be(digits, tmp_path, 
     task = MNIST(dataset_dir=digits, batch_size=300)
     with refuses(300, 200):
         train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+
+
+def test_a_second_start_does_not_replace_the_settings_of_a_training_that_runs(trained):
+    task, run = trained
+    before = (run.path / "config.json").read_bytes()
+    with holding(run.path / ".lock") as first:
+        with refuses(first.pid):
+            Run.open(run.path, dataclasses.replace(task, epochs=99))
+    assert (run.path / "config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("other", [dict(host="elsewhere", pid=7), None], ids=["it trains", "it has ended"])
+def test_a_training_whose_folder_another_process_took_meanwhile_stops_before_it_writes(other, trained):
+    _, run = trained
+    text = json.dumps(files.with_crc32(other)) if other else ""
+
+    def content():
+        return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    before = content()
+    with run.lock():
+        (run.path / ".lock").write_text(text)
+        for write in (lambda: run.log("note", 1), lambda: run.save({}, 99), lambda: run.save_best({})):
+            with refuses(run.path, *(other or {}).values()):
+                write()
+    assert content() == before and (run.path / ".lock").read_text() == text
+    with run.lock() if not other else contextlib.nullcontext():
+        run.log("note", 1)
+
+
+@pytest.mark.parametrize("left", [("records.jsonl", "best.safetensors"), ("best.safetensors",), ("records.jsonl",)], ids=str)
+def test_results_whose_checkpoints_are_gone_are_not_trained_over(left, trained):
+    task, run = trained
+    shutil.rmtree(run.path / "checkpoints")
+    for name in {"records.jsonl", "best.safetensors"} - set(left):
+        (run.path / name).unlink()
+    kept = {name: (run.path / name).read_bytes() for name in left}
+    with refuses(run.path, *left):
+        Run.open(run.path, task)
+    with refuses(run.path, *left):
+        run.restore()
+    assert {name: (run.path / name).read_bytes() for name in left} == kept
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_though_it_has_best_weights(digits, tmp_path, cpu):
+    task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
+    run = Run.open(tmp_path / "run", task)
+    run.log("train", 3)
+    run.save_best(dict(weight=torch.ones(1)), epoch=0)
+    with refuses("seed", 7):
+        Run.open(run.path, dataclasses.replace(task, seed=7))
+    train(task, Run.open(run.path, task), runtime=cpu, progress=False)
+    straight = Run.open(tmp_path / "straight", task)
+    train(task, straight, runtime=cpu, progress=False)
+    assert exact(run) == exact(straight) and same(best_weights(run), best_weights(straight))
+
+
+def test_after_an_error_before_the_first_step_the_same_folder_takes_other_settings(digits, shapes, tmp_path):
+    how = ["train", "mnist", "--dataset-dir", str(digits), "--epochs", "1", "--run", str(tmp_path / "run")]
+    assert cli.main([*how, "--batch-size", "300"]) == 1
+    assert cli.main([*how, "--batch-size", "100"]) == 0
+    assert cli.main([*how, "--batch-size", "50"]) == 1  # a run that was trained keeps its settings
+    folder = shutil.copytree(shapes, tmp_path / "shapes")
+    next(folder.rglob("*.png")).write_bytes(b"broken")
+    task = ImageClassifier(dataset_dir=folder, model_name="test_vit", image_size=32, pretrained="no", epochs=0)
+    run = Run.open(tmp_path / "images", task)
+    with refuses("skip_bad"):
+        train(task, run, progress=False)
+    assert Run.open(run.path, dataclasses.replace(task, skip_bad=True)).config["settings"]["skip_bad"]

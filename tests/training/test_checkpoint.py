@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from tests.conftest import SMALL, best_weights, checkpoint, exact, refuses, same
+from tests.conftest import SMALL, best_weights, checkpoint, exact, flip, refuses, same
 from tpukit import MNIST, MSHNet, Run, train
 from tpukit.runs.signals import StopSignal
+from tpukit.runs.weights import epoch_of
 from tpukit.training.loop import Trainer
 
 
@@ -194,3 +195,26 @@ def test_fifty_kills_change_nothing_with_a_schedule_micro_batches_patience_froze
     )
     assert straight.records("stopped") and wanted["state"]["step"] < 400, "it did not stop early"
     assert len({record["lr"] for record in straight.records("train")}) > 50
+
+
+def test_damaged_best_weights_are_named_and_give_way_to_those_of_the_next_evaluation(digits, tmp_path, cpu, capsys):
+    task = MNIST(dataset_dir=digits, epochs=1, lr=0.5, **SMALL)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    flip(run.path / "best.safetensors")
+    more = dataclasses.replace(task, epochs=2)
+    train(more, Run.open(run.path, more), runtime=cpu, progress=False)
+    assert "best.safetensors is damaged" in capsys.readouterr().out
+    assert run.records("evaluation")[1]["kept"] and epoch_of(run.path / "best.safetensors") == 1
+
+
+def test_best_weights_that_are_taken_from_the_backup_count_with_their_own_score(digits, tmp_path, cpu):
+    task = MNIST(dataset_dir=digits, epochs=3, **SMALL)
+    straight = Run.open(tmp_path / "straight", task)
+    train(task, straight, runtime=cpu, progress=False)
+    part = dataclasses.replace(task, epochs=2)
+    train(part, Run.open(tmp_path / "run", part, backup=tmp_path / "drive"), runtime=cpu, progress=False)
+    flip(tmp_path / "run/best.safetensors")
+    again = Run.open(tmp_path / "run", task, backup=tmp_path / "drive")
+    train(task, again, runtime=cpu, progress=False)
+    assert exact(again) == exact(straight) and same(best_weights(again), best_weights(straight))

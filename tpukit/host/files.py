@@ -31,11 +31,12 @@ _written_now = set()  # files that threads of this process are writing for `atom
 
 
 @contextlib.contextmanager
-def atomic_file(path, *, durable=True):
+def atomic_file(path, *, durable=True, check=None):
     """Open `path` for binary writing so that it appears complete or not at all.
 
-    The bytes go to a temporary file beside it, which takes the name when it is complete and, if `durable`, on the disk. Raises
-    TpukitError where the disk is full or cannot be written; a file that was at `path` before stays.
+    The bytes go to a temporary file beside it, which takes the name when it is complete and, if `durable`, on the disk. check:
+    called with the path of that file before it takes the name; what it raises keeps it from doing so. Raises TpukitError where
+    the disk is full or cannot be written; a file that was at `path` before stays.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same file
     in_use = os.path.realpath(partial)
@@ -50,6 +51,8 @@ def atomic_file(path, *, durable=True):
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
+            if check is not None:
+                check(partial)
             with explain_unwritable(path.parent):
                 os.replace(partial, path)
             if durable:
@@ -158,11 +161,18 @@ def write_atomic(path, data, *, durable=True):
         file.write(data.encode() if isinstance(data, str) else data)
 
 
-def copy_atomic(source, target):
-    """Copy one file, whole or not at all."""
+def copy_atomic(source, target, check=None):
+    """Copy one file, whole or not at all. check: see `atomic_file`."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with open(source, "rb") as from_file, atomic_file(target) as to_file:
+    with open(source, "rb") as from_file, atomic_file(target, check=check) as to_file:
         shutil.copyfileobj(from_file, to_file, 1 << 20)
+
+
+def sync(path):
+    """Flush a file that was appended to, and its name, to the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    _sync_names(path.parent)
 
 
 def sha256(path):
@@ -223,7 +233,8 @@ def file_lock(path):
 
 @contextlib.contextmanager
 def exclusive_lock(path, signs=()):
-    """Context manager: take the lock file `path` for this process alone, and write its host and pid into it.
+    """Context manager: take the lock file `path` for this process alone, and write its host and pid into it. Yields a function
+    that raises TpukitError where another process has taken it since: on a disk as below, while this one was suspended.
 
     Raises TpukitError with the host and pid of the process that has it. A lock ends with its process, killed or not. On some
     shared disks (Drive) a lock is seen on its own host only: there the last holder counts as long as it shows a sign of life,
@@ -232,27 +243,53 @@ def exclusive_lock(path, signs=()):
     with explain_unwritable(path.parent):
         file = _open_lock(path)
     with file:
-        holder, got = _read_holder(file), _try_flock(file)
+        holder, got = _holder(file.read()), _try_flock(file)
         if got is False or _may_be_alive(holder, (path, *signs), got):
             who = holder or dict(host="an unknown host", pid="unknown")
             raise TpukitError(
-                f"process {who['pid']} on {who['host']} is already training in {path.parent}: wait for it, end it, or "
-                f"choose another folder. (A lost process on another host is considered dead after {ALIVE_S:.0f} s.)"
+                f"process {who['pid']} on {who['host']} is already training in {path.parent}, or restoring it: wait for "
+                "it, end it, or choose another folder. (A lost process on another host is considered dead after "
+                f"{ALIVE_S:.0f} s.)"
             )
+        mine = dict(host=socket.gethostname(), pid=os.getpid(), token=secrets.token_hex(8))
+        text = json.dumps(with_crc32(mine)).encode()
+
+        def check():
+            if (found := _read_lock(path)) not in (None, text):
+                raise TpukitError(
+                    f"another process{_named_in(found)} has trained in {path.parent} since, while this one was suspended or "
+                    "its disk was away: this training stops here, and writes nothing more. Start it again to resume from "
+                    "what the other one saved."
+                )
+
         try:
             with explain_full_disk(path):
-                _overwrite(file, json.dumps(with_crc32(dict(host=socket.gethostname(), pid=os.getpid()))).encode())
-            yield
+                _overwrite(file, text)
+            yield check
         finally:
             with contextlib.suppress(OSError):  # the disk may be gone, or have no locks; the lock goes with the file
-                _overwrite(file, b"")
+                if _read_lock(path) == text:
+                    _overwrite(file, b"")
                 fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
 
 
-def _read_holder(file):
-    """dict(host, pid) of the last holder of a lock file; None where that is unknown."""
+def _read_lock(path):
+    """The bytes of a lock file, None where it cannot be read."""
     try:
-        holder = parse_with_crc32(file.read())
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _named_in(text):
+    holder = _holder(text)
+    return f" ({holder['pid']} on {holder['host']})" if holder else ""
+
+
+def _holder(text):
+    """dict(host, pid) of the last holder of a lock file, from its content; None where that is unknown."""
+    try:
+        holder = parse_with_crc32(text)
         return dict(host=str(holder["host"]), pid=int(holder["pid"]))
     except (ValueError, KeyError, TypeError):  # nobody's, or not written yet
         return None

@@ -25,28 +25,34 @@ SECRETS = {
 # A lost connection is an error within a minute, not a hang.
 SETTINGS = {"s3": dict(config_kwargs=dict(connect_timeout=10, read_timeout=30, retries=dict(max_attempts=2)))}
 WHOLE_OR_NOT = {"s3", "s3a", "gs", "gcs", "hf", "abfs", "az", "oci", "oss", "memory"}  # a lost upload leaves what was there
-SENSITIVE = re.compile(r"token|sig|key|secret|passw|credential|auth", re.I)
 MAX_WEIGHTS = 50 * 2**30  # bytes
 
 
 def address_of(place):
     """The address that a str or a Path (in which `//` is `/`) holds, or None where it is a path.
 
-    Raises TpukitError, without showing it, for one that holds a password or a token."""
-    found = re.fullmatch(r"([a-z][a-z0-9+]+):/+(.+)", str(place))
-    if not found:
+    Raises TpukitError for what is neither, and, without showing it, for an address that may hold a password or a token."""
+    kind, colon, rest = re.split(r"[/\\]", str(place), maxsplit=1)[0].partition(":")
+    if not colon or len(kind) == 1:  # of a drive of Windows
         return None
-    scheme, rest = found[1], found[2].rstrip("/")
+    found = re.fullmatch(r"([a-z][a-z0-9+]+):/+(.*[^/])/*", str(place), re.I | re.S)
+    if not found:
+        raise TpukitError(
+            f"{kind}: is not the start of an address, such as s3://bucket/folder, and not that of a path: give the full "
+            "address, or the full path of a file or a folder whose name has a colon"
+        )
+    scheme, rest = found[1].lower(), found[2]
     from fsspec.registry import known_implementations
 
     if scheme not in known_implementations:
         raise TpukitError(f"{scheme}:// is not a kind of address that fsspec knows: {', '.join(sorted(known_implementations))}")
     user = rest.partition("/")[0].rpartition("@")[0]
-    if ":" in user or SENSITIVE.search(rest.partition("?")[2]):
+    if ":" in user or (user and scheme in ("http", "https")) or "?" in rest:
         names = ", ".join(SECRETS.get(scheme, {}).values())
         raise TpukitError(
-            f"this {scheme}:// address holds a password or a token, which would be saved with the run: give the address alone, "
-            f"and the secret in the environment, or in the secrets of Colab or Kaggle ({names})"
+            f"this {scheme}:// address has a name before its @ or a query after a ?, which may hold a password or a token and "
+            "would be saved with the run: give the address alone, and the secret in the environment, or in the secrets of "
+            f"Colab or Kaggle ({names})"
         )
     return f"{scheme}:///{rest}" if scheme in ("file", "local") else f"{scheme}://{rest}"
 
@@ -93,18 +99,20 @@ class Folder:
     def check_empty(self, copy):
         copy.check_empty()
 
-    def put(self, source, name):
-        """Copy a file here, whole or not at all."""
+    def put(self, source, name, check=None):
+        """Copy a file here, whole or not at all. check: raises Damaged where the file of a path is not what was written; such a
+        file replaces nothing."""
         self.check()
-        files.copy_atomic(source, self.path / name)
+        files.copy_atomic(source, self.path / name, check)
 
-    def get(self, name, target):
-        """Copy a file from here, whole or not at all."""
-        files.copy_atomic(self.path / name, target)
+    def get(self, name, target, check=None):
+        """Copy a file from here, whole or not at all. check: as for `put`."""
+        files.copy_atomic(self.path / name, target, check)
 
     def put_list(self, entries):
         """Write the list of checkpoints, and remove those that are no longer in it."""
         self.check()
+        (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
         checkpoints.write_list(self.path / "checkpoints", entries)
         self.check()
 
@@ -177,10 +185,17 @@ class Remote:
     def open_copy(self, open_run):
         """What lies here of the run's settings and list of checkpoints, as a run for reading, in a temporary folder."""
         self._copied = tempfile.TemporaryDirectory(prefix="tpukit-")
+        folder = Path(self._copied.name)
         for name in ("config.json", f"checkpoints/{checkpoints.LIST}"):
             if self.has(name):
-                self.get(name, Path(self._copied.name) / name)
-        copy = open_run(Path(self._copied.name))
+                self.get(name, folder / name)
+        if not checkpoints.read_list(folder / "checkpoints"):
+            with self.explained():
+                found = checkpoints.entries_of(self._names("/checkpoints"))
+            if found:
+                (folder / "checkpoints").mkdir(exist_ok=True)
+                checkpoints.write_list(folder / "checkpoints", found)
+        copy = open_run(folder)
         copy.label = self.address
         return copy
 
@@ -195,7 +210,9 @@ class Remote:
             has = printable(", ".join(found[:3]))
             raise TpukitError(f"{self} is not empty and holds no run (it has {has}): choose a new or an empty folder")
 
-    def put(self, source, name):
+    def put(self, source, name, check=None):
+        if check is not None:
+            check(source)
         least = source.stat().st_size  # records and log may grow meanwhile
         with self.explained():
             file_system, root = self._open()
@@ -209,17 +226,20 @@ class Remote:
             if target != path:
                 file_system.mv(target, path)
 
-    def get(self, name, target):
+    def get(self, name, target, check=None):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with files.atomic_file(target) as file, self.explained():
+        with files.atomic_file(target, check=check) as file, self.explained():
             file_system, root = self._open()
+            size = self._size(name)
             with file_system.open(f"{root}/{name}", "rb", cache_type="readahead") as opened:
                 shutil.copyfileobj(opened, file, 1 << 20)
+            if size is not None and file.tell() != size:
+                raise OSError(f"{name} arrived incomplete ({file.tell()} of {size} bytes)")
 
     def put_list(self, entries):
         with tempfile.TemporaryDirectory(prefix="tpukit-") as folder:
             written = Path(folder) / checkpoints.LIST
-            written.write_text(json.dumps(entries, indent=1))
+            written.write_text(checkpoints.list_text(entries))
             self.put(written, f"checkpoints/{checkpoints.LIST}")
         with self.explained():
             file_system, root = self._open()
@@ -245,12 +265,14 @@ def fetch(address):
     size = about.get("size")
     version = hashlib.sha256(json.dumps([address, size, *_checksums(about)], default=str).encode()).hexdigest()[:16]
     target = files.cache_folder() / "weights" / f"{version}-{Path(printable(name)).name}"
+    with files.explain_unwritable(files.cache_folder()):
+        files.make_private(files.cache_folder())  # before anything in it is believed
+        target.parent.mkdir(exist_ok=True)
     with files.file_lock(target):
-        if target.is_file() and target.stat().st_size == size:
+        expected = _checksums(about)[1]
+        if target.is_file() and target.stat().st_size == size and expected in (None, files.sha256(target)):
             return target
-        with files.explain_unwritable(files.cache_folder()):
-            files.make_private(files.cache_folder())
-            target.parent.mkdir(exist_ok=True)
+        files.remove_partials(target.parent)
         free = shutil.disk_usage(target.parent).free
         if not size or size > min(MAX_WEIGHTS, free):
             raise TpukitError(

@@ -14,7 +14,7 @@ cores/                   the output of each core of the last launch: rank-NN.log
                          stop, while the notebook's process stops them
 .lock                    host and pid of the process that trains here
 .launch-HOST.lock        host and pid of the process that launched the cores of that host
-.restoring               only while the run is being restored from a backup
+.restoring               its id, only while the run is being restored from a backup
 """
 
 import contextlib
@@ -29,10 +29,10 @@ import warnings
 from pathlib import Path
 
 from tpukit.host import environment, files
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import Damaged, TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.runs import checkpoints, weights
-from tpukit.runs.backup import Backup, restore_from_backup
+from tpukit.runs.backup import Backup, check_of, restore_from_backup
 from tpukit.runs.places import open_place
 from tpukit.runs.tensorboard import EventFile
 
@@ -61,6 +61,7 @@ class Run:
     """Whether this is a core of a launch, whose launching process passes signals on through `stop_requested`."""
     _writes = True
     _events = None
+    _check_lock = None
 
     def __init__(self, path, backup=None):
         self.path = Path(path)
@@ -85,8 +86,9 @@ class Run:
         is gone and the backup is there, the run is restored from it. earlier: such a place that is only read (`find_run` finds
         one on Kaggle).
         Raises TpukitError if the folder holds a run of another workload or of other settings, naming them; settings that do
-        not change the result (epochs, folders, workers) may differ. It also raises if the folder holds something else, or the
-        backup another run.
+        not change the result (epochs, folders, workers) may differ, and all of them before the first step was trained. It also
+        raises if the folder holds something else, or results without checkpoints, or the backup another run, or where another
+        process trains here.
         """
         from tpukit import __version__
 
@@ -104,8 +106,10 @@ class Run:
         run.check_links()
         run_id = secrets.token_hex(8)
         if config.exists():
-            run.check_settings(task)
             run_id = run.config.get("id", run_id)  # runs of earlier versions have none
+            if run.checkpoints() or run._results():
+                run.check_settings(task)
+            run._check_checkpoints()
         else:
             run.check_empty()
         if backup:
@@ -114,8 +118,13 @@ class Run:
         values = dict(workload=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
         with files.explain_unwritable(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
+        with run.lock_to_open(), files.explain_unwritable(run.path):
             files.write_atomic(config, json.dumps(files.with_crc32(values), indent=1))
             (run.path / "checkpoints").mkdir(exist_ok=True)
+            if not (checkpoints.has_list(run.path / "checkpoints") or run.checkpoints()):
+                checkpoints.write_list(run.path / "checkpoints", [])
+        if backup:
+            print(printable(f"run: every checkpoint is copied to {run.backup}"))
         return run
 
     @classmethod
@@ -135,11 +144,29 @@ class Run:
         run.check_links()
         return run
 
+    @contextlib.contextmanager
     def lock(self):
-        """Context manager: keep other processes from training here. Raises TpukitError with host and pid of one that does."""
+        """Context manager: keep other processes from training here. Raises TpukitError with host and pid of one that does; so
+        does, within it, whatever writes results after another process has taken the lock."""
         if not self._writes:
-            return contextlib.nullcontext()
-        return files.exclusive_lock(self.path / ".lock", signs=[self.path / "progress.json"])
+            yield
+            return
+        with files.exclusive_lock(self.path / ".lock", signs=[self.path / "progress.json"]) as check:
+            self._check_lock = check
+            try:
+                yield
+            finally:
+                self._check_lock = None
+
+    def lock_to_open(self):
+        """`lock`, for what opens or restores the run. None on a TPU VM: the hosts of a slice may share the folder, and each
+        opens the run."""
+        return contextlib.nullcontext() if environment.detect().host == "tpu-vm" else self.lock()
+
+    def check_lock(self):
+        """Raise TpukitError where another process has taken the lock that this one holds."""
+        if self._check_lock is not None:
+            self._check_lock()
 
     # What is in the folder
 
@@ -150,7 +177,10 @@ class Run:
             found = files.parse_with_crc32((self.path / "config.json").read_bytes())
             return dict(found, workload=found["workload"], settings=dict(found["settings"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TpukitError(f"{self.label}/config.json is damaged ({error}); choose another run folder") from error
+            raise TpukitError(
+                f"{self.label}/config.json is damaged ({error}): copy it there from another copy of this run, such as its "
+                "backup, or choose another folder"
+            ) from error
 
     def check_settings(self, task):
         """Raise TpukitError where this is a run of another workload, or of settings that would change its result."""
@@ -167,6 +197,26 @@ class Run:
             raise TpukitError(
                 f"{self.label} holds a run with other settings:\n" + "\n".join(lines) + "\n"
                 "Set them back to resume it, or choose another run folder."
+            )
+
+    def _results(self):
+        """Names of the files that hold results of training steps, other than checkpoints."""
+        found = [name for name in ("best.safetensors",) if (self.path / name).exists()]
+        if any(record["kind"] not in ("start", "compile") for record in self.records()):
+            found.append("records.jsonl")
+        return found
+
+    def _check_checkpoints(self):
+        folder = self.path / "checkpoints"
+        if not self.checkpoints() and not checkpoints.has_list(folder):
+            self.refuse_results(self._results(), self.label)
+
+    def refuse_results(self, names, place):
+        """Raise TpukitError where there are results without the checkpoints of their training, which would be replaced."""
+        if names:
+            raise TpukitError(
+                f"{place} holds {' and '.join(names)} of a training, but none of its checkpoints, so that it would start again "
+                "and replace them: put the checkpoints back, or choose a new run folder (and another backup)"
             )
 
     def check_empty(self):
@@ -197,6 +247,7 @@ class Run:
         """Append one record. Floats that are not finite are kept as null, because JSON has no such numbers."""
         if not self._writes:
             return
+        self.check_lock()
         record = _finite(dict(kind=kind, step=step, time=round(time.time(), 3), **values))
         files.append(self.path / "records.jsonl", json.dumps(files.with_crc32(record)) + "\n")
         if kind == "start":
@@ -217,12 +268,7 @@ class Run:
         damaged line, or a last one cut short by a kill, is left out with a warning."""
         path, records = self.path / "records.jsonl", []
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
-            try:
-                record = files.parse_with_crc32(line)
-                valid = isinstance(record["kind"], str) and all(0 <= record[name] < 2**53 for name in ("step", "time"))
-            except (ValueError, KeyError, TypeError):
-                valid = False
-            if valid:
+            if record := _parse_record(line):
                 records.append(record)
             else:
                 warnings.warn(f"{path}: line {number} is damaged and left out", stacklevel=2)
@@ -234,10 +280,25 @@ class Run:
         path = self.path / "records.jsonl"
         return path.stat().st_size if path.exists() else 0
 
-    def _truncate_records(self, size):
-        """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again."""
-        if self.records_size() > size:
-            files.write_atomic(self.path / "records.jsonl", (self.path / "records.jsonl").read_bytes()[:size])
+    def _restore_records(self, size):
+        """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again. Where they are damaged
+        or cut short, those of the backup take their place if they are whole."""
+        path = self.path / "records.jsonl"
+        found = path.read_bytes() if path.exists() else b""
+        records = found[:size]
+        if not _are_whole(records, size) and self.backup:
+            copied = (self.backup.read("records.jsonl") or b"")[:size]
+            if _are_whole(copied, size):
+                records = copied
+                self.print(f"{path} was damaged: taken from {self.backup}")
+        if damaged := [number for number, line in enumerate(records.splitlines(), 1) if not _parse_record(line)]:
+            self.print(f"{path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}")
+        if len(records) < size:
+            self.print(f"{path} has only {len(records)} of the {size} bytes it had at this checkpoint: some records are lost")
+        if self.backup:
+            self.backup.records = 0, 0
+        if records != found:
+            files.write_atomic(path, records)
 
     def write_progress(self, *, step, total, **values):
         """Replace what `read_progress` returns, at most twice a second and at the end: what a progress bar shows."""
@@ -271,31 +332,67 @@ class Run:
         """Write a checkpoint, whole or not at all, and update the backup. state: nest of CPU tensors, numbers and strings.
 
         records_size: bytes of the records that belong to this state; by default all that are there."""
+        self.check_lock()
         size = self.records_size() if records_size is None else records_size
+        for name in ("records.jsonl", "log.txt"):  # the checkpoint must not reach the disk before what it counts on
+            if (self.path / name).exists():
+                files.sync(self.path / name)
         checkpoints.save(self.path / "checkpoints", dict(records_size=size, state=state), step)
+        self.update_backup()
+
+    def update_backup(self):
+        """Copy what changed to the backup, if there is one."""
         if self.backup:
             self.backup.update(self)
 
     def restore(self):
-        """The newest intact checkpoint's state, or None where the run has none. A damaged one is named and skipped."""
+        """The newest intact checkpoint's state, or None where the run has none. A damaged one is taken from the backup, or else
+        named, skipped, and taken off the list, so that it does not count as one of those that are kept."""
+        self._check_checkpoints()
         found = self.checkpoints()
-        for entry in found:
-            try:
-                saved = checkpoints.load(self.path / "checkpoints", entry)
-            except TpukitError:
-                raise
-            except Exception as error:  # torch and zipfile raise many types for a damaged file
-                self.print(f"checkpoint {entry['file']} is damaged ({first_line(error)}); trying the previous one")
+        for number, entry in enumerate(found):
+            if (saved := self._load(entry)) is None:
                 continue
-            self._truncate_records(saved["records_size"])
+            if number:
+                path = self.path / "checkpoints" / checkpoints.LIST
+                files.write_atomic(path, checkpoints.list_text(found[number:]))
+            self._restore_records(saved["records_size"])
             return saved["state"]
         if found:
             raise TpukitError(
                 f"none of the {len(found)} checkpoints in {self.path}/checkpoints can be read. Restore them from a copy, or "
                 f"delete the folder {self.path} to start again."
             )
-        self._truncate_records(0)
+        self._restore_records(0)
         return None
+
+    def _load(self, entry):
+        """What is in a checkpoint, of the run or else of its backup; None where it is damaged, which is printed."""
+        name = f"checkpoints/{entry['file']}"
+        for is_copy in (False, True):
+            try:
+                return checkpoints.load(self.path / "checkpoints", entry)
+            except Exception as error:  # torch raises many types for a damaged file
+                if isinstance(error, TpukitError) and not isinstance(error, Damaged):
+                    raise
+                reason = first_line(error)
+            if is_copy or not (self.backup and self.backup.take_back(self, name, check_of(name, [entry]))):
+                break
+        self.print(f"checkpoint {entry['file']} is damaged ({reason}); trying the previous one")
+        return None
+
+    def mend_best(self):
+        """None if best.safetensors is whole. Otherwise the metadata of the backup's, which takes its place; {} without one."""
+        path = self.path / "best.safetensors"
+        try:
+            weights.check_embedded_sha256(path)
+            return None
+        except (OSError, Damaged) as error:
+            reason = first_line(error)
+        if self.backup and self.backup.take_back(self, path.name, weights.check_embedded_sha256):
+            return weights.metadata(path)
+        self.print(f"{path.name} is damaged ({reason}): the weights of the next evaluation take its place")
+        return {}
 
     def best(self):
         """The file of the best weights. Raises TpukitError where the run has none yet."""
@@ -306,8 +403,24 @@ class Run:
 
     def save_best(self, tensors, **values):
         """Write the best weights as best.safetensors. tensors: name -> CPU tensor. values: kept as its metadata."""
+        self.check_lock()
         data = weights.serialize(tensors, {name: str(value) for name, value in values.items()})
         files.write_atomic(self.path / "best.safetensors", data)
+
+
+def _parse_record(line):
+    """The record on a line, None where it is damaged."""
+    try:
+        record = files.parse_with_crc32(line)
+        valid = isinstance(record["kind"], str) and all(0 <= record[name] < 2**53 for name in ("step", "time"))
+    except (ValueError, KeyError, TypeError):
+        return None
+    return record if valid else None
+
+
+def _are_whole(lines, size):
+    """Whether these are records of this size in bytes, none of them damaged."""
+    return len(lines) == size and all(map(_parse_record, lines.splitlines()))
 
 
 def _finite(value):

@@ -2,11 +2,13 @@
 
 import contextlib
 import hashlib
+import json
+import os
 import pickle
 import re
 from pathlib import Path
 
-from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.errors import Damaged, TpukitError, first_line
 
 
 def local(path):
@@ -32,7 +34,7 @@ def read(path):
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            _check_embedded_sha256(path)
+            check_embedded_sha256(path)
             content = load_file(path)
         else:
             content = load_tensors(path)
@@ -134,13 +136,22 @@ def serialize(tensors, metadata):
     return data.replace(EMBEDDED % ZEROS, EMBEDDED % digest, 1)
 
 
-def _check_embedded_sha256(path):
-    """Raise TpukitError where a .safetensors file has changed since its SHA-256 was embedded. Others have none."""
-    data = Path(path).read_bytes()
-    header = data[: 8 + int.from_bytes(data[:8], "little")]
-    found = re.search(EMBEDDED % rb"([0-9a-f]{64})", header)
-    if not found:
-        return
-    original = data.replace(found[0], EMBEDDED % ZEROS, 1)
-    if hashlib.sha256(original).hexdigest().encode() != found[1]:
-        raise TpukitError(f"weights {path}: damaged (its {len(data)} bytes do not match the SHA-256 embedded in it)")
+def check_embedded_sha256(path):
+    """Raise Damaged where a .safetensors file has no whole header, or has changed since its SHA-256 was embedded. Others have
+    none."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = file.read(8)
+        header = file.read(min(size, int.from_bytes(length, "little")))
+        try:
+            json.loads(header)
+        except (ValueError, RecursionError) as error:
+            raise Damaged(f"weights {path}: damaged or not a weight file (its header is not JSON)") from error
+        found = re.search(EMBEDDED % rb"([0-9a-f]{64})", header)
+        if not found and not re.search(rb'"tpukit|sha256"', header):  # one of which a flipped bit leaves
+            return
+        original = hashlib.sha256(length + (header.replace(found[0], EMBEDDED % ZEROS, 1) if found else header))
+        while part := file.read(1 << 20):
+            original.update(part)
+    if not found or original.hexdigest().encode() != found[1]:
+        raise Damaged(f"weights {path}: damaged (its {size} bytes do not match the SHA-256 embedded in it)")

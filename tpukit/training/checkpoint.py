@@ -59,7 +59,7 @@ def restore(trainer):
     run, runtime, task, size = trainer.run, trainer.runtime, trainer.task, len(trainer.data)
     _check_newest_is_on_rank_0(run, runtime.world)
     # Rank 0 reads for all: other hosts need not see its disk.
-    saved = runtime.world.broadcast(run.restore() if runtime.world.rank == 0 else None)
+    saved = runtime.world.broadcast(_read(run, task) if runtime.world.rank == 0 else None)
     if saved is None:
         return TrainState(), metrics.new_sums(runtime)
     if saved["format"] != FORMAT:
@@ -93,6 +93,15 @@ def restore(trainer):
     sums = metrics.new_sums(runtime, saved["sums"])
     runtime.sync()
     return state, sums
+
+
+def _read(run, task):
+    """The state of the newest checkpoint. Its best score is that of the best weights that are there."""
+    saved = run.restore()
+    if saved and saved.get("format") == FORMAT and saved["state"]["best"] is not None:
+        if (about := run.mend_best()) is not None:
+            saved["state"]["best"] = float(about[task.score]) if task.score in about else None
+    return saved
 
 
 def _lay_out_as_parameters(optimizer):

@@ -116,6 +116,8 @@ class Trainer:
                         self._train_epoch(bar, batches)
                         self._end_epoch(bar)
                 self.saver.wait()
+                if self.saver.last is None:  # nothing was left to do, but the last session may have ended before its backup
+                    self.run.update_backup()
             except metrics.Diverged:
                 self.evaluator.collect(state, wait=True)  # whose weights may be the best
                 raise
