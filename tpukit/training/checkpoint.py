@@ -1,6 +1,7 @@
 """The state of a training: put together for a checkpoint, and restored from one. Both are collective."""
 
 import dataclasses
+import itertools
 import time
 
 import torch
@@ -40,6 +41,7 @@ def save(trainer, interval):
         content = dict(
             format=FORMAT,
             train_size=len(trainer.data),
+            data_signature=trainer.data_signature,
             state=dataclasses.asdict(trainer.state),
             sums=interval.sums,
             model=runtime.host(trainer.model.state_dict()),
@@ -72,6 +74,7 @@ def restore(trainer):
             f"{run.path} was trained on {saved['train_size']} samples, {task.dataset_dir} has {size}: use the dataset that it "
             "started with, or choose another run folder"
         )
+    _check_data(trainer, saved.get("data_signature", {}))  # runs of earlier versions have none
     trainer.model.load_state_dict(saved["model"])
     if trainer.ema:
         trainer.ema.model.load_state_dict(saved["averaged"])
@@ -93,6 +96,29 @@ def restore(trainer):
     sums = metrics.new_sums(runtime, saved["sums"])
     runtime.sync()
     return state, sums
+
+
+def _check_data(trainer, saved):
+    """Raise TpukitError naming what differs between the training set and the one that the run was trained on.
+
+    saved: that one's `Workload.data_signature`."""
+    own = trainer.data_signature
+    differing = [name for name in saved if name in own and saved[name] != own[name]]
+    if differing:
+        what = " and ".join(_describe_difference(name, saved[name], own[name]) for name in differing)
+        raise TpukitError(
+            f"{trainer.run.path} was trained on other data than {trainer.task.dataset_dir} holds now, with other "
+            f"{what}: use the dataset that it started with, or train anew in another run folder (--run, in a "
+            "notebook RUN_NAME)"
+        )
+
+
+def _describe_difference(name, saved, own):
+    if not (isinstance(saved, list) and isinstance(own, list)):
+        return name
+    pairs = itertools.zip_longest(saved, own, fillvalue="none")
+    number, (old, new) = next((number, pair) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    return f"{name} (number {number} was {old}, is {new})"
 
 
 def _lay_out_as_parameters(optimizer):
