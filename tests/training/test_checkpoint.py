@@ -192,10 +192,27 @@ def test_a_resumed_run_refuses_other_labels_and_takes_the_same_ones_in_another_f
     assert exact(Run.find(run)) == records
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_run_whose_test_labels_changed_says_so_and_compares_no_score_with_the_old_ones(epochs, digits, tmp_path, cpu, capsys):
+    data = tmp_path / "digits"
+    shutil.copytree(digits, data)
+    task = MNIST(dataset_dir=data, epochs=1, channels=4, **SMALL)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    with np.load(data / "mnist.npz") as file:
+        content = dict(file, y_test=np.full_like(file["y_test"], 10))  # so that no score is as good as the old one
+    np.savez(data / "mnist.npz", **content)
+    scores = train(dataclasses.replace(task, epochs=epochs), run, runtime=cpu, progress=False)
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("test set", str(data), "labels", "tpukit test", "--run", "RUN_NAME"))
+    state = checkpoint(run)["state"]
+    assert (scores["accuracy"] == state["best"] == 0) if epochs == 2 else "nothing left to do" in out
+
+
 def test_a_run_that_kept_nothing_of_its_data_resumes(trained, cpu):
     task, run = trained
     state = checkpoint(run)
-    del state["data_signature"]
+    del state["data_signature"], state["test_signature"]
     run.save(state, state["state"]["step"])
     task = dataclasses.replace(task, epochs=3)
     train(task, run, runtime=cpu, progress=False)

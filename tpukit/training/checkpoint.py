@@ -11,6 +11,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.training import metrics
 
 FORMAT = 4  # of a checkpoint's state
+TRAIN_ANEW = "train anew in another run folder (--run, in a notebook RUN_NAME)"
 
 
 @dataclasses.dataclass
@@ -42,6 +43,7 @@ def save(trainer, interval):
             format=FORMAT,
             train_size=len(trainer.data),
             data_signature=trainer.data_signature,
+            test_signature=trainer.test_signature,
             state=dataclasses.asdict(trainer.state),
             sums=interval.sums,
             model=runtime.host(trainer.model.state_dict()),
@@ -74,7 +76,12 @@ def restore(trainer):
             f"{run.path} was trained on {saved['train_size']} samples, {task.dataset_dir} has {size}: use the dataset that it "
             "started with, or choose another run folder"
         )
-    _check_data(trainer, saved.get("data_signature", {}))  # runs of earlier versions have none
+    # Runs of earlier versions have no signatures.
+    if what := _differences(saved.get("data_signature", {}), trainer.data_signature):
+        raise TpukitError(
+            f"{run.path} was trained on other data than {task.dataset_dir} holds now, with other {what}: use the "
+            f"dataset that it started with, or {TRAIN_ANEW}"
+        )
     trainer.model.load_state_dict(saved["model"])
     if trainer.ema:
         trainer.ema.model.load_state_dict(saved["averaged"])
@@ -89,6 +96,12 @@ def restore(trainer):
     of_average = trainer.ema.model.buffers() if trainer.ema else []
     runtime.separate([*trainer.model.buffers(), *of_average, *state_tensors(trainer.optimizer)])
     state = TrainState(**saved["state"])
+    if what := _differences(saved.get("test_signature", {}), trainer.test_signature):
+        state.best = None  # which no score on these samples can be compared with
+        trainer.run.print(
+            f"the test set of {task.dataset_dir} has changed since, with other {what}: the scores so far are those of "
+            f"the old one. `tpukit test` scores the weights that were kept on the new one; or {TRAIN_ANEW}"
+        )
     if len(saved["random"]) == runtime.world.size:
         runtime.set_random_state(saved["random"][runtime.world.rank])
     else:  # the number of ranks has changed, and there is no state for the new ones
@@ -98,19 +111,10 @@ def restore(trainer):
     return state, sums
 
 
-def _check_data(trainer, saved):
-    """Raise TpukitError naming what differs between the training set and the one that the run was trained on.
-
-    saved: that one's `Workload.data_signature`."""
-    own = trainer.data_signature
-    differing = [name for name in saved if name in own and saved[name] != own[name]]
-    if differing:
-        what = " and ".join(_describe_difference(name, saved[name], own[name]) for name in differing)
-        raise TpukitError(
-            f"{trainer.run.path} was trained on other data than {trainer.task.dataset_dir} holds now, with other "
-            f"{what}: use the dataset that it started with, or train anew in another run folder (--run, in a "
-            "notebook RUN_NAME)"
-        )
+def _differences(saved, own):
+    """What differs between two of `Workload.data_signature`, in words; "" where nothing does."""
+    different = [name for name in saved if name in own and saved[name] != own[name]]
+    return " and ".join(_describe_difference(name, saved[name], own[name]) for name in different)
 
 
 def _describe_difference(name, saved, own):

@@ -233,7 +233,7 @@ class Workload:
     def data_signature(self, data):
         """dict: what must be the same in the data when a run is resumed, by what errors call it, whatever folder
         the data is in. Each value is a str, such as a digest of `arrays.digest`, or a list of str. data: the
-        training set."""
+        training set, which a resumed run refuses where this differs, or the test set."""
         return {}
 
     def metadata(self, data):
