@@ -90,7 +90,8 @@ def predictions_figure(run, task, count):
     """The figure of `show_predictions`."""
     best, folder = run.path / "best.safetensors", run.path / "predictions"
     saved = None
-    if folder.is_dir() and best.exists() and folder.stat().st_mtime >= best.stat().st_mtime:
+    # Where foreign weights are tested there are no best ones, and what the last test saved is what there is.
+    if folder.is_dir() and (not best.exists() or folder.stat().st_mtime >= best.stat().st_mtime):
         saved = task.load_predictions(folder)
     if saved:
         batch, prediction = saved
