@@ -38,7 +38,7 @@ def test_a_run_is_resumed_and_test_and_show_agree_with_it(infrared, tmp_path, ca
     assert cli.main(["test", "mshnet", "--weights", "run/best.safetensors", "--dataset-dir", str(infrared), *TINY]) == 0
     out = capsys.readouterr().out
     assert f"{best:.4f}" in out or f"{best:.3e}" in out
-    for score in ("iou", "niou", "pixel_accuracy", "pd", "fa"):
+    for score in ("iou", "niou", "pixel_recall", "pd", "fa"):
         assert score in out
     assert cli.main(["show", "run"]) == 0
     assert "Scores after epoch 2" in capsys.readouterr().out and (tmp_path / "run/pictures/curves.png").exists()

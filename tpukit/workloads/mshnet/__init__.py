@@ -118,7 +118,7 @@ class MSHNet(Workload):
         return "--xla_tpu_msa_inefficient_use_to_copy_ratio=2.5" if is_large else ""
 
     def evaluate(self, predictions, threshold=0.5):
-        """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), roc. threshold: of the probability, in (0, 1)."""
+        """dict: iou, niou, pixel_recall, pd, fa (false pixels per pixel), roc. threshold: of the probability, in (0, 1)."""
         from tpukit.workloads.mshnet.scores import Scores
 
         scores = Scores(threshold)
