@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tpukit import Run, cli
+from tpukit import MNIST, Run, cli
 from tpukit.cli.commands import COMMANDS, OPTIONS_WITH_WORKLOAD
 from tpukit.cli.options import CoreOptions, resolve_aliases
 from tpukit.cli.tools import PlanOptions
@@ -42,6 +42,14 @@ def test_a_run_is_resumed_and_test_and_show_agree_with_it(infrared, tmp_path, ca
         assert score in out
     assert cli.main(["show", "run"]) == 0
     assert "Scores after epoch 2" in capsys.readouterr().out and (tmp_path / "run/pictures/curves.png").exists()
+
+
+def test_the_last_lines_of_a_training_give_the_kept_scores_beside_the_last_ones(digits, monkeypatch, capsys):
+    accuracies = iter((0.75, 0.25))
+    monkeypatch.setattr(MNIST, "evaluate", lambda self, predictions: dict(accuracy=next(accuracies)))
+    assert cli.main(["train", "mnist", "--dataset-dir", str(digits), "--epochs", "2", "--channels", "4", "--run", "run"]) == 0
+    end = capsys.readouterr().out.partition("Scores after epoch 2")[2]
+    assert "0.2500" in end and "0.7500" in end.partition("epoch 1")[2]
 
 
 def test_published_weights_as_a_pickled_state_dict_are_tested(infrared, tmp_path, capsys):

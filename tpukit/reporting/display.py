@@ -22,12 +22,8 @@ def show(run):
         labels = findings.labels_of(run.config)
     except TpukitError:  # a damaged config.json: the curves are worth showing without their names
         labels = findings.NO_LABELS
-    evaluations = [record for record in findings.valid_records(records) if record["kind"] == "evaluation"]
-    if evaluations:
-        last, best = evaluations[-1], findings.kept_evaluation(evaluations)
-        present(findings.scores_table(last["scores"], f"Scores after epoch {last['epoch'] + 1}"))
-        if best and best is not last:
-            present(findings.scores_table(best["scores"], f"Scores after epoch {best['epoch'] + 1}, whose weights are kept"))
+    for table in findings.last_and_kept_tables(records):
+        present(table)
     present_figure(figures.curves_figure(records, labels), run.path / "pictures" / "curves.png")
     if roc := findings.roc(records):
         present_figure(figures.roc_figure(roc), run.path / "pictures" / "roc.png")
