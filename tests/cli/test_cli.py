@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tpukit import Run, cli
+from tpukit import MNIST, Run, cli
 from tpukit.cli.commands import COMMANDS, OPTIONS_WITH_WORKLOAD
 from tpukit.cli.options import CoreOptions, resolve_aliases
 from tpukit.cli.tools import PlanOptions
-from tpukit.workloads import WORKLOADS
+from tpukit.workloads import WORKLOADS, find
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +38,18 @@ def test_a_run_is_resumed_and_test_and_show_agree_with_it(infrared, tmp_path, ca
     assert cli.main(["test", "mshnet", "--weights", "run/best.safetensors", "--dataset-dir", str(infrared), *TINY]) == 0
     out = capsys.readouterr().out
     assert f"{best:.4f}" in out or f"{best:.3e}" in out
-    for score in ("iou", "niou", "pixel_accuracy", "pd", "fa"):
+    for score in ("iou", "niou", "pixel_recall", "pd", "fa"):
         assert score in out
     assert cli.main(["show", "run"]) == 0
     assert "Scores after epoch 2" in capsys.readouterr().out and (tmp_path / "run/pictures/curves.png").exists()
+
+
+def test_the_last_lines_of_a_training_give_the_kept_scores_beside_the_last_ones(digits, monkeypatch, capsys):
+    accuracies = iter((0.75, 0.25))
+    monkeypatch.setattr(MNIST, "evaluate", lambda self, predictions: dict(accuracy=next(accuracies)))
+    assert cli.main(["train", "mnist", "--dataset-dir", str(digits), "--epochs", "2", "--channels", "4", "--run", "run"]) == 0
+    end = capsys.readouterr().out.partition("Scores after epoch 2")[2]
+    assert "0.2500" in end and "0.7500" in end.partition("epoch 1")[2]
 
 
 def test_published_weights_as_a_pickled_state_dict_are_tested(infrared, tmp_path, capsys):
@@ -51,6 +59,24 @@ def test_published_weights_as_a_pickled_state_dict_are_tested(infrared, tmp_path
     torch.save({"state_dict": MSHNetModel().state_dict(), "epoch": 7}, "published.tar")
     assert cli.main(["test", "mshnet", "--weights", "published.tar", "--dataset-dir", str(infrared), *TINY]) == 0
     assert ": 4 samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workload, data", [("images", "shapes"), ("cdeit", "tank")])
+def test_weights_are_tested_in_a_folder_of_their_own_with_a_picture_of_the_predictions(workload, data, request, tmp_path):
+    torch.manual_seed(0)
+    if workload == "images":
+        pytest.importorskip("timm")
+        settings = dict(model_name="test_resnet", image_size=32, pretrained="no")
+    else:
+        settings = dict(patch=16, width=16, heads=2, window=4, levels=1)
+    folder = request.getfixturevalue(data)
+    model = find(workload)(dataset_dir=folder, **settings).model()
+    torch.save(model.state_dict(), "weights.pth")
+    options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    test = ["test", workload, "--weights", "weights.pth", "--dataset-dir", str(folder), "--run", "scored", *options]
+    for _ in range(2):  # the second time in the folder that the first one made
+        assert cli.main(test) == 0
+    assert (tmp_path / "scored/pictures/predictions.png").read_bytes().startswith(b"\x89PNG")
 
 
 # Command line -> what must stand in its explanation: what was wrong, and the choices or the command that helps.

@@ -55,6 +55,17 @@ def test_wrong_usage_is_explained(argv, named, tmp_path, monkeypatch, capsys):
     assert named in capsys.readouterr().err
 
 
+def test_a_measurement_replaces_an_earlier_one_and_no_other_file(digits, tmp_path, monkeypatch, capsys, on_cpu):
+    mine, old = tmp_path / "mine.json", tmp_path / "old.json"
+    mine.write_text('{"format": "my own"}')
+    measurement().write(old)
+    monkeypatch.setattr("tpukit.tools.compare.measuring._run_process", lambda *_: dict(fits=False, why="measured"))
+    for out, named in ((mine, str(mine)), (old, "measured")):
+        assert cli.main(["compare", "mnist", "--dataset-dir", str(digits), "--out", str(out)]) == 1
+        assert named in capsys.readouterr().err
+    assert mine.read_text() == '{"format": "my own"}'
+
+
 @pytest.mark.slow
 def test_the_notebook_measures_merges_and_chooses(tmp_path):
     pytest.importorskip("torch_xla")

@@ -5,7 +5,7 @@ import pytest
 
 from tests.conftest import refuses
 from tests.reporting.hostile import strange_run
-from tpukit import MNIST, Run
+from tpukit import MNIST, MSHNet, Run
 from tpukit.reporting import display, figures
 
 
@@ -60,6 +60,13 @@ def test_in_a_shell_a_picture_is_named_and_where_it_cannot_be_saved_the_rest_is_
     display.show(run)
     output = capsys.readouterr().out
     assert "not saved" in output and "iou" in output
+
+
+def test_a_run_of_an_earlier_version_is_shown_with_a_score_that_has_another_name_today(tmp_path, shown):
+    run = Run.open(tmp_path, MSHNet())
+    run.log("evaluation", 4, epoch=0, scores=dict(iou=0.5, pixel_accuracy=0.9), kept=True, speed=dict(seconds=1.0))
+    display.show(run)
+    assert ("pixel_accuracy", "0.9000") in shown[0].rows and shown[1].data.startswith(b"\x89PNG")
 
 
 def test_a_run_with_a_damaged_config_still_shows_its_curves(trained, shown):

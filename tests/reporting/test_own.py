@@ -5,6 +5,7 @@ import datetime
 import json
 import os
 import pickle
+import shutil
 import struct
 import types
 import zipfile
@@ -18,9 +19,11 @@ from tests.conftest import refuses
 from tests.workloads.cdeit.small import task_of
 from tests.workloads.mshnet.small import Narrow
 from tpukit import Run
+from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.reporting import display, own
+from tpukit.training import prediction
 from tpukit.training.prediction import list_files
 
 
@@ -102,6 +105,33 @@ def test_the_zip_holds_weights_settings_records_and_pictures_and_no_checkpoint(t
         assert archive.testzip() is None
     assert {"best.safetensors", "config.json", "records.jsonl", "own/predictions.json"} <= names
     assert not [name for name in names if name.startswith("checkpoints")]
+
+
+def test_the_zip_replaces_one_of_the_same_run_and_no_other_file(trained, tmp_path):
+    task, run = trained
+    assert own.save_zip(run) == own.save_zip(run)
+    packed = (tmp_path / "run.zip").read_bytes()
+    shutil.rmtree(run.path)  # and another one takes its name
+    Run.open(run.path, task)
+    for content in (packed, b"my dataset"):
+        (tmp_path / "run.zip").write_bytes(content)
+        with refuses(tmp_path / "run.zip"):
+            own.save_zip(Run(run.path))
+        assert (tmp_path / "run.zip").read_bytes() == content
+
+
+def test_files_whose_names_differ_in_the_ending_alone_get_a_mask_and_a_picture_each(bright, infrared_run, tmp_path):
+    task, run = infrared_run
+    for name, size in (("night", (32, 16)), ("night.png", (16, 32)), ("Night.PNG", (48, 16))):
+        Image.fromarray(np.full(size, 200, np.uint8)).save(tmp_path / name, format="PNG")
+    files = [tmp_path / name for name in ("night", "night.png", "Night.PNG")]
+    samples = prediction.predict_files(dataclasses.replace(task, weights=run.best()), run.best(), files, Runtime("cpu"))
+    own.save_predictions(task, samples, tmp_path / "out")
+    listed = json.loads((tmp_path / "out/predictions.json").read_text())
+    assert len({entry["mask"].lower() for entry in listed}) == len({entry["picture"].lower() for entry in listed}) == 3
+    for entry in listed:
+        assert Image.open(tmp_path / "out" / entry["mask"]).size == (entry["width"], entry["height"])
+        assert (tmp_path / "out" / entry["picture"]).is_file()
 
 
 def test_a_run_without_anything_to_pack_says_so(tmp_path):

@@ -256,7 +256,7 @@ def test_a_workload_of_the_users_own_with_a_threshold_is_explored_by_all_its_sco
     figure_of = figures.threshold_figure
     widgets.explore(Run(tmp_path), Mine())
     titles = [axis.get_title("left") for axis in figure_of(*calls[0]).axes]
-    assert {title.split(":")[0] for title in titles if title} == {"iou", "niou", "pixel_accuracy", "pd", "fa"}
+    assert {title.split(":")[0] for title in titles if title} == {"iou", "niou", "pixel_recall", "pd", "fa"}
 
 
 def curved(folder, name, *more, **scores):

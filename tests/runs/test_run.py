@@ -348,11 +348,22 @@ def test_a_lock_that_is_a_hard_link_or_a_pipe_is_refused(plant, tmp_path):
 def test_the_test_of_foreign_weights_writes_through_no_link(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/log.txt").symlink_to(tmp_path / "victim")
-    with refuses("log.txt is a symbolic link"):
+    with refuses("log.txt"):
         Run.find(tmp_path / "folder", trained=False)
     run = Run.find(tmp_path / "new", trained=False)
     run.print("tested")
     assert Run.find(tmp_path / "new", trained=False).path == run.path
+
+
+@pytest.mark.parametrize("name", ["log.txt", "thesis.tex"])
+def test_foreign_weights_are_not_tested_in_a_folder_that_is_not_of_a_test_though_it_has_a_log(name, tmp_path):
+    path = tmp_path / "folder"
+    Run.find(path, trained=False).print("testing weights.pth")
+    (path / "predictions").mkdir()
+    Run.find(path, trained=False)
+    (path / name).write_text("2024: mine\n")
+    with refuses(path, name):
+        Run.find(path, trained=False)
 
 
 def test_a_run_of_other_settings_or_of_another_task_is_refused_naming_them(trained, infrared):

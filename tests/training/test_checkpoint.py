@@ -2,14 +2,19 @@
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.conftest import SMALL, best_weights, checkpoint, exact, flip, refuses, same
-from tpukit import MNIST, MSHNet, Run, train
+from tests.workloads.cdeit import small as cdeit
+from tests.workloads.mshnet.small import Narrow
+from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, train
 from tpukit.runs.signals import StopSignal
 from tpukit.runs.weights import epoch_of
 from tpukit.training.loop import Trainer
@@ -125,6 +130,94 @@ def test_a_checkpoint_of_another_version_or_dataset_is_refused(name, value, datu
     run.save(state | {name: value}, 99)
     with refuses(run.path, datum):
         train(dataclasses.replace(task, epochs=9), run, runtime=cpu, progress=False)
+
+
+def rename_a_class(folder):
+    (folder / "train/bar").rename(folder / "train/a bar")
+    (folder / "test/bar").rename(folder / "test/a bar")
+
+
+def swap_two_files_of_two_classes(folder):
+    first, second = (next((folder / "train" / label).iterdir()) for label in ("bar", "ring"))
+    first.rename(folder / "train/ring" / first.name)
+    second.rename(folder / "train/bar" / second.name)
+
+
+def correct_a_label(folder):
+    with np.load(folder / "mnist.npz") as file:
+        content = dict(file)
+    content["y_train"][7] = (content["y_train"][7] + 1) % 10
+    np.savez(folder / "mnist.npz", **content)
+
+
+def correct_a_mask(folder):
+    path = folder / "masks" / f"{(folder / 'trainval.txt').read_text().split()[0]}.png"
+    mask = np.array(Image.open(path))
+    mask[0, 0] = 255
+    Image.fromarray(mask).save(path)
+
+
+def swap_two_samples(folder):
+    first, second, *_ = sorted((folder / "train").iterdir())
+    contents = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(contents)
+
+
+TINY_IMAGES = dict(model_name="test_resnet", image_size=32, pretrained="no")
+CHANGED = {
+    "class": ("shapes", ImageClassifier(**TINY_IMAGES, **SMALL), rename_a_class, ["classes", "bar", "a bar"]),
+    "file": ("shapes", ImageClassifier(**TINY_IMAGES, **SMALL), swap_two_files_of_two_classes, ["file names and labels"]),
+    "digit": ("digits", MNIST(channels=4, **SMALL), correct_a_label, ["labels"]),
+    "mask": ("infrared", Narrow(base_size=32, crop_size=32, **SMALL), correct_a_mask, ["masks"]),
+    "sample": ("tank", CDEIT(**cdeit.SMALL), swap_two_samples, ["files"]),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED)
+def test_a_resumed_run_refuses_other_labels_and_takes_the_same_ones_in_another_folder(changed, tmp_path, cpu, request):
+    data, task, change, named = CHANGED[changed]
+    if data == "shapes":
+        pytest.importorskip("timm")
+    original, copy, run = request.getfixturevalue(data), tmp_path / "moved" / "copy", tmp_path / "run"
+    shutil.copytree(original, copy)
+    for epochs, folder in ((1, original), (2, copy)):
+        task = dataclasses.replace(task, epochs=epochs, dataset_dir=folder)
+        train(task, Run.open(run, task), runtime=cpu, progress=False)
+    records = exact(Run.find(run))
+    change(copy)
+    for epochs in (2, 3):  # a run that has all its epochs does not show the scores of other labels either
+        task = dataclasses.replace(task, epochs=epochs)
+        with refuses(run, copy, "--run", "RUN_NAME", *named):
+            train(task, Run.open(run, task), runtime=cpu, progress=False)
+    assert exact(Run.find(run)) == records
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_run_whose_test_labels_changed_says_so_and_compares_no_score_with_the_old_ones(epochs, digits, tmp_path, cpu, capsys):
+    data = tmp_path / "digits"
+    shutil.copytree(digits, data)
+    task = MNIST(dataset_dir=data, epochs=1, channels=4, **SMALL)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    with np.load(data / "mnist.npz") as file:
+        content = dict(file, y_test=np.full_like(file["y_test"], 10))  # so that no score is as good as the old one
+    np.savez(data / "mnist.npz", **content)
+    scores = train(dataclasses.replace(task, epochs=epochs), run, runtime=cpu, progress=False)
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("test set", str(data), "labels", "tpukit test", "--run", "RUN_NAME"))
+    state = checkpoint(run)["state"]
+    assert (scores["accuracy"] == state["best"] == 0) if epochs == 2 else "nothing left to do" in out
+
+
+def test_a_run_that_kept_nothing_of_its_data_resumes(trained, cpu):
+    task, run = trained
+    state = checkpoint(run)
+    del state["data_signature"], state["test_signature"]
+    run.save(state, state["state"]["step"])
+    task = dataclasses.replace(task, epochs=3)
+    train(task, run, runtime=cpu, progress=False)
+    assert checkpoint(run)["data_signature"] == task.data_signature(task.datasets()[0])
 
 
 KILLED_OFTEN = """

@@ -27,7 +27,7 @@ def measure(task, options):
 
     env = environment.detect()
     out = options.out or tool.file_for(env.outputs / "comparison", task, env, options.cores)
-    tool.check_writable(out)  # before a dataset is unpacked
+    tool.check_out(out)  # before a dataset is unpacked
     task = with_dataset(task, env, size=tool.SYNTHETIC_IMAGES.get(task.name))
     measured = tool.measure_here(task, log=to_stderr, **dataclasses.asdict(options) | dict(out=out))
     print(f"{measured.table()}\n\nNext, with the files of other machines next to it: tpukit compare {out.parent}/*.json")

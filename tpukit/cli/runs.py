@@ -30,7 +30,9 @@ def train(task, options):
     run = Run.open(path, task, backup=options.backup, earlier=earlier)
     scores = launch(run_training, task, run, **_launch_settings(options))
     if scores and environment.rank() == 0:
-        print(f"\n{findings.scores_table(scores)}\n\nrun: {run.path}  (tpukit show {run.path})")
+        for table in findings.last_and_kept_tables(run.records()):
+            print(f"\n{table}")
+        print(f"\nrun: {run.path}  (tpukit show {run.path})")
 
 
 def test(task, options):

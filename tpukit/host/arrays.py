@@ -27,7 +27,7 @@ def mapped(name, key, make):
     key: what the arrays are made from (`content_key`, settings), for JSON; another key makes other files. make: () -> dict of
     numpy arrays. Returns a dict of read-only arrays. Where the files cannot be written each process keeps its own copy.
     """
-    folder = files.cache_folder() / f"{name}-{_digest(key)[:20]}"
+    folder = files.cache_folder() / f"{name}-{digest(key)[:20]}"
     arrays = None
     try:
         files.make_private(folder.parent)
@@ -55,19 +55,20 @@ def content_key(*folders, like=("*",)):
     paths = [path for folder in folders for pattern in like for path in sorted(folder.glob(pattern)) if path.is_file()]
     stats = [path.stat() for path in paths]
     state = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats)]
-    cached = files.cache_folder() / f"contents-{_digest(state)[:20]}"
+    cached = files.cache_folder() / f"contents-{digest(state)[:20]}"
     with files.file_lock(cached):  # one of several processes reads
         with contextlib.suppress(OSError):
             files.make_private(cached.parent)  # what another user put there is not trusted
             return cached.read_text()
         with concurrent.futures.ThreadPoolExecutor() as pool:  # most of the time goes to waiting for the disk, or Drive
             contents = list(zip([path.name for path in paths], pool.map(files.sha256, paths)))
-        digest = _digest(contents)
+        key = digest(contents)
         with contextlib.suppress(OSError, TpukitError):  # then they are read again next time
             files.make_private(cached.parent)
-            files.write_atomic(cached, digest, durable=False)
-    return digest
+            files.write_atomic(cached, key, durable=False)
+    return key
 
 
-def _digest(values):
+def digest(values):
+    """SHA-256 over lists, dicts, numbers and texts, as 64 characters."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()

@@ -22,12 +22,8 @@ def show(run):
         labels = findings.labels_of(run.config)
     except TpukitError:  # a damaged config.json: the curves are worth showing without their names
         labels = findings.NO_LABELS
-    evaluations = [record for record in findings.valid_records(records) if record["kind"] == "evaluation"]
-    if evaluations:
-        last, best = evaluations[-1], findings.kept_evaluation(evaluations)
-        present(findings.scores_table(last["scores"], f"Scores after epoch {last['epoch'] + 1}"))
-        if best and best is not last:
-            present(findings.scores_table(best["scores"], f"Scores after epoch {best['epoch'] + 1}, whose weights are kept"))
+    for table in findings.last_and_kept_tables(records):
+        present(table)
     present_figure(figures.curves_figure(records, labels), run.path / "pictures" / "curves.png")
     if roc := findings.roc(records):
         present_figure(figures.roc_figure(roc), run.path / "pictures" / "roc.png")
@@ -90,7 +86,8 @@ def predictions_figure(run, task, count):
     """The figure of `show_predictions`."""
     best, folder = run.path / "best.safetensors", run.path / "predictions"
     saved = None
-    if folder.is_dir() and best.exists() and folder.stat().st_mtime >= best.stat().st_mtime:
+    # Where foreign weights are tested there are no best ones, and what the last test saved is what there is.
+    if folder.is_dir() and (not best.exists() or folder.stat().st_mtime >= best.stat().st_mtime):
         saved = task.load_predictions(folder)
     if saved:
         batch, prediction = saved

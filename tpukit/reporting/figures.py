@@ -105,18 +105,37 @@ def roc_figure(roc):
     set_title(axis, "ROC, pixels of the test set")
     axis.set_xlabel("false pixels per background pixel", fontsize=9)
     axis.set_ylabel("recall", fontsize=9)
-    other.plot(roc["tpr"], roc["precision"], color=RED, lw=1.6, marker="s", ms=4)
+    # Where nothing is predicted there is no precision.
+    predicted = [place for place, found in enumerate(zip(roc["tpr"], roc["fpr"])) if any(found)]
+    recall, precision = ([roc[name][place] for place in predicted] for name in ("tpr", "precision"))
+    other.plot(recall, precision, color=RED, lw=1.6, marker="s", ms=4)
     other.set(xlim=(0, 1.08), ylim=(0, 1.08))
     set_title(other, "precision and recall")
     other.set_xlabel("recall", fontsize=9)
     other.set_ylabel("precision", fontsize=9)
-    for x, y, drawn in ((rates, roc["tpr"], axis), (roc["tpr"], roc["precision"], other)):
-        for place, threshold in enumerate(roc["threshold"]):
-            if threshold in (0.1, 0.5, 0.9):
-                offset = dict(textcoords="offset points", xytext=(5, -11), fontsize=8)
-                drawn.annotate(f"{threshold:g}", (x[place], y[place]), **offset)
+    for drawn in (axis, other):
         style(drawn)
+    thresholds = [roc["threshold"][place] for place in predicted]
+    label_points(axis, rates, roc["tpr"], roc["threshold"], ha="left")
+    label_points(other, recall, precision, thresholds, ha="right")
     return figure
+
+
+def label_points(axis, x, y, thresholds, ha):
+    """Write the threshold beside the points of 0.1, 0.5 and 0.9, each text where it covers no other. ha: the side of the text
+    that is next to its point, left or right."""
+    axis.figure.draw_without_rendering()  # lays the axes out
+    low, high = axis.get_ylim()
+    covered = []
+    for place, threshold in enumerate(thresholds):
+        if threshold in (0.1, 0.5, 0.9):
+            step = -9 if y[place] > (low + high) / 2 else 9  # points, towards the middle of the axis
+            beside = 5 if ha == "left" else -5
+            look = dict(textcoords="offset points", ha=ha, fontsize=8)
+            note = axis.annotate(f"{threshold:g}", (x[place], y[place]), (beside, step), **look)
+            while any(note.get_window_extent().overlaps(box) for box in covered):
+                note.xyann = (beside, note.xyann[1] + step)
+            covered.append(note.get_window_extent())
 
 
 def confusion_figure(confusion):

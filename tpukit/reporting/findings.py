@@ -74,6 +74,18 @@ def kept_evaluation(evaluations):
     return next((record for record in reversed(evaluations) if record.get("kept")), None)
 
 
+def last_and_kept_tables(records):
+    """The scores of the last evaluation, and those of the one whose weights are kept where that is another; [] without any."""
+    evaluations = _of_kind(valid_records(records), "evaluation")
+    if not evaluations:
+        return []
+    last, best = evaluations[-1], kept_evaluation(evaluations)
+    tables = [scores_table(last["scores"], f"Scores after epoch {last['epoch'] + 1}")]
+    if best and best is not last:
+        tables.append(scores_table(best["scores"], f"Scores after epoch {best['epoch'] + 1}, whose weights are kept"))
+    return tables
+
+
 def _format_number(value):
     if not isinstance(value, float):
         return value

@@ -29,12 +29,12 @@ def save_predictions(task, samples, folder, *, pictures=True):
     predictions.json and predictions.csv, a folder for each kind of array (masks/NAME.png, images/NAME.npy), and, with
     pictures, pictures/NAME.png.
     """
-    results, listed = [], []
+    results, listed, taken = [], [], set()
     for sample in samples:
         result = result_of(task, sample)
         results.append(result)
         entry = dict(result)
-        name = Path(printable(sample.name).replace("/", "_")).name
+        name = _free_name(Path(printable(sample.name).replace("/", "_")).name, taken)
         for key, value in result.items():
             if isinstance(value, np.ndarray):
                 entry[key] = _save_array(folder, key, name, value)
@@ -64,6 +64,18 @@ def _save_array(folder, key, name, value):
         path = f"{key}s/{name}.npy"
         _save(folder / path, lambda file: np.save(file, value))
     return path
+
+
+def _free_name(name, taken):
+    """The name for a sample's files, with a number where those of an earlier sample have it: night.png is that of night, too.
+
+    taken: the names so far, to which this one is added."""
+    free, number = name, 1
+    while _with_ending(free, ".png").lower() in taken:
+        number += 1
+        free = f"{name}-{number}"
+    taken.add(_with_ending(free, ".png").lower())
+    return free
 
 
 def _with_ending(name, ending):
@@ -175,6 +187,8 @@ def save_zip(run):
     members = [member for pattern in ZIPPED for member in sorted(folder.glob(pattern)) if member.is_file()]
     if not members:
         raise TpukitError(f"{run.path} has nothing to pack yet: train first")
+    if path.exists() and not _is_zip_of(run, path):
+        raise TpukitError(f"{path} would be replaced, and does not hold this run: move it to another folder")
     with files.atomic_file(path) as file, zipfile.ZipFile(file, "w") as archive:
         for member in members:
             archive.write(member, member.relative_to(folder.parent))
@@ -182,6 +196,16 @@ def save_zip(run):
     if environment.has_open_page():
         _offer(path)
     return path
+
+
+def _is_zip_of(run, path):
+    """Whether a file is a zip that `save_zip` made of this run, not of an earlier one in a folder of the same name."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            config = files.parse_with_crc32(archive.read(f"{run.path.resolve().name}/config.json"))
+        return config["id"] == run.config["id"]
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, TpukitError):
+        return False
 
 
 def _offer(path):

@@ -22,7 +22,7 @@ import dataclasses
 import json
 import math
 import operator
-import os
+import re
 import secrets
 import time
 import warnings
@@ -35,6 +35,8 @@ from tpukit.runs import checkpoints, weights
 from tpukit.runs.backup import Backup, check_of, restore_from_backup
 from tpukit.runs.places import open_place
 from tpukit.runs.tensorboard import EventFile
+
+OF_A_TEST = {"log.txt", "predictions", "pictures", "progress.json", "cores"}  # what a test of foreign weights writes
 
 
 def setting(default, *, free=False):
@@ -139,7 +141,7 @@ class Run:
                 raise TpukitError(f"{path} is not a run directory (it has no config.json){hint}")
             with files.explain_unwritable(run.path):
                 run.path.mkdir(parents=True, exist_ok=True)
-            if not os.path.lexists(run.path / "log.txt"):
+            if not run._is_of_a_test():
                 run.check_empty()
         run.check_links()
         return run
@@ -225,6 +227,13 @@ class Run:
         if found:
             has = ", ".join(found[:3])
             raise TpukitError(f"{self.path} is not empty and holds no run (it has {has}): choose a new or an empty folder")
+
+    def _is_of_a_test(self):
+        """Whether a folder without config.json has nothing but what an earlier test of foreign weights wrote."""
+        names = {path.name for path in self.path.glob("*") if not path.name.startswith(".")}
+        with contextlib.suppress(OSError), open(self.path / "log.txt", "rb") as log:
+            return names <= OF_A_TEST and re.match(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", log.read(30)) is not None
+        return False
 
     def check_links(self):
         """Raise TpukitError where a symbolic link could lead what is written or deleted here to another place."""

@@ -1,6 +1,7 @@
 """The state of a training: put together for a checkpoint, and restored from one. Both are collective."""
 
 import dataclasses
+import itertools
 import time
 
 import torch
@@ -10,6 +11,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.training import metrics
 
 FORMAT = 4  # of a checkpoint's state
+TRAIN_ANEW = "train anew in another run folder (--run, in a notebook RUN_NAME)"
 
 
 @dataclasses.dataclass
@@ -40,6 +42,8 @@ def save(trainer, interval):
         content = dict(
             format=FORMAT,
             train_size=len(trainer.data),
+            data_signature=trainer.data_signature,
+            test_signature=trainer.test_signature,
             state=dataclasses.asdict(trainer.state),
             sums=interval.sums,
             model=runtime.host(trainer.model.state_dict()),
@@ -72,6 +76,12 @@ def restore(trainer):
             f"{run.path} was trained on {saved['train_size']} samples, {task.dataset_dir} has {size}: use the dataset that it "
             "started with, or choose another run folder"
         )
+    # Runs of earlier versions have no signatures.
+    if what := _differences(saved.get("data_signature", {}), trainer.data_signature):
+        raise TpukitError(
+            f"{run.path} was trained on other data than {task.dataset_dir} holds now, with other {what}: use the "
+            f"dataset that it started with, or {TRAIN_ANEW}"
+        )
     trainer.model.load_state_dict(saved["model"])
     if trainer.ema:
         trainer.ema.model.load_state_dict(saved["averaged"])
@@ -86,6 +96,12 @@ def restore(trainer):
     of_average = trainer.ema.model.buffers() if trainer.ema else []
     runtime.separate([*trainer.model.buffers(), *of_average, *state_tensors(trainer.optimizer)])
     state = TrainState(**saved["state"])
+    if what := _differences(saved.get("test_signature", {}), trainer.test_signature):
+        state.best = None  # which no score on these samples can be compared with
+        trainer.run.print(
+            f"the test set of {task.dataset_dir} has changed since, with other {what}: the scores so far are those of "
+            f"the old one. `tpukit test` scores the weights that were kept on the new one; or {TRAIN_ANEW}"
+        )
     if len(saved["random"]) == runtime.world.size:
         runtime.set_random_state(saved["random"][runtime.world.rank])
     else:  # the number of ranks has changed, and there is no state for the new ones
@@ -102,6 +118,20 @@ def _read(run, task):
         if (about := run.mend_best()) is not None:
             saved["state"]["best"] = float(about[task.score]) if task.score in about else None
     return saved
+
+
+def _differences(saved, own):
+    """What differs between two of `Workload.data_signature`, in words; "" where nothing does."""
+    different = [name for name in saved if name in own and saved[name] != own[name]]
+    return " and ".join(_describe_difference(name, saved[name], own[name]) for name in different)
+
+
+def _describe_difference(name, saved, own):
+    if not (isinstance(saved, list) and isinstance(own, list)):
+        return name
+    pairs = itertools.zip_longest(saved, own, fillvalue="none")
+    number, (old, new) = next((number, pair) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    return f"{name} (number {number} was {old}, is {new})"
 
 
 def _lay_out_as_parameters(optimizer):

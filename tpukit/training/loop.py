@@ -56,6 +56,8 @@ class Trainer:
             self._place_model(model)
             has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
             self.data, self.test_data = reading.result()
+        self.data_signature = task.data_signature(self.data)
+        self.test_signature = task.data_signature(self.test_data)
         self.steps_per_epoch = len(self.data) // task.batch_size
         if self.steps_per_epoch == 0:
             size = len(self.data)

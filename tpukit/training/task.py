@@ -230,6 +230,12 @@ class Workload:
         """str: what the scores depend on besides the weights. If it changes on resuming, the best score so far is dropped."""
         return ""
 
+    def data_signature(self, data):
+        """dict: what must be the same in the data when a run is resumed, by what errors call it, whatever folder
+        the data is in. Each value is a str, such as a digest of `arrays.digest`, or a list of str. data: the
+        training set, which a resumed run refuses where this differs, or the test set."""
+        return {}
+
     def metadata(self, data):
         """Strings to keep with the best weights, because they only make sense with these. data: the training set."""
         return {}

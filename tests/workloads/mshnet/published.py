@@ -6,12 +6,12 @@ from tpukit.workloads.mshnet.scores import THRESHOLDS, match, predictions_at_thr
 
 
 def published_scores(logits, target):
-    """dict: iou, pixel_accuracy, pd, fa, and tpr, fpr, precision over `THRESHOLDS`, of one epoch of the published code.
+    """dict: iou, pixel_recall, pd, fa, and tpr, fpr, precision over `THRESHOLDS`, of one epoch of the published code.
 
     logits: (N, 1, H, W). target: (N, 1, H, W) in [0, 1]. Two things differ from `Scores`:
     - False alarms: a predicted region counts only if its area differs from that of every matched region of the image.
-    - Grey labels (between 0 and 1): a pixel is labelled from 0.5 on in the union, above 0 in the pixel accuracy, and only
-      at exactly 1 in the intersection and in the regions.
+    - Grey labels (between 0 and 1): a pixel is labelled from 0.5 on in the union, above 0 in the pixel recall (which the
+      published code calls pixel accuracy), and only at exactly 1 in the intersection and in the regions.
     """
     intersection = predicted = labelled = above_zero = targets = detected = false_area = 0
     roc = np.zeros((4, len(THRESHOLDS)), np.int64)  # true positives, false positives, positives, negatives
@@ -34,7 +34,7 @@ def published_scores(logits, target):
     true, false, positives, negatives = roc
     return dict(
         iou=intersection / (predicted + labelled - intersection),
-        pixel_accuracy=intersection / above_zero,
+        pixel_recall=intersection / above_zero,
         pd=detected / targets,
         fa=false_area / np.size(target),
         tpr=true / (positives + 0.001),

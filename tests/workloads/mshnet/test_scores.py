@@ -30,6 +30,13 @@ def test_a_false_region_as_large_as_a_matched_one_counts_here_but_not_in_the_pub
     assert ours["pd"] == published["pd"] == 1
 
 
+def test_the_share_of_labelled_pixels_that_are_predicted_is_called_a_recall():
+    target = square(32, (20, 20), 3)[None, None].astype(float)
+    scores = scores_of(np.full(target.shape, 5.0), target).result()  # all is predicted, and nearly all wrongly
+    assert scores["pixel_recall"] == 1 and scores["iou"] == 9 / 32**2
+    assert not [name for name in scores if "accuracy" in name]
+
+
 def test_grey_labels_count_from_one_half_here_and_only_at_one_in_the_published_intersection():
     target = np.zeros((1, 1, 8, 8))
     target[0, 0, 2, 2:6] = [1, 0.6, 0.5, 0.4]
@@ -37,7 +44,7 @@ def test_grey_labels_count_from_one_half_here_and_only_at_one_in_the_published_i
     scores, published = scores_of(logits, target), published_scores(logits, target)
     assert scores.result()["iou"] == 3 / 4
     assert published["iou"] == 1 / (4 + 3 - 1)
-    assert scores.result()["pixel_accuracy"] == 3 / 3 and published["pixel_accuracy"] == 1 / 4
+    assert scores.result()["pixel_recall"] == 3 / 3 and published["pixel_recall"] == 1 / 4
     # ROC at threshold 0.9, where nothing is predicted, and at 0.5, where all four grey pixels are.
     ours = scores.roc()
     assert ours["tpr"][9] == published["tpr"][9] == 0

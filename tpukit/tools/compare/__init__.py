@@ -6,8 +6,8 @@ published figures and what `tpukit plan` counts; `choosing` says which hardware 
 
 from tpukit.tools.compare.choosing import Candidate, Estimate, choose, sessions_needed
 from tpukit.tools.compare.comparison import Comparison, compare, plan_recipe
-from tpukit.tools.compare.measurement import Measurement, check_writable, file_for, hardware_of
+from tpukit.tools.compare.measurement import Measurement, check_out, check_writable, file_for, hardware_of
 from tpukit.tools.compare.measuring import SYNTHETIC_IMAGES, measure, measure_here
 
-__all__ = ["Candidate", "Comparison", "Estimate", "Measurement", "SYNTHETIC_IMAGES", "check_writable", "choose", "compare"]
-__all__ += ["file_for", "hardware_of", "measure", "measure_here", "plan_recipe", "sessions_needed"]
+__all__ = ["Candidate", "Comparison", "Estimate", "Measurement", "SYNTHETIC_IMAGES", "check_out", "check_writable", "choose"]
+__all__ += ["compare", "file_for", "hardware_of", "measure", "measure_here", "plan_recipe", "sessions_needed"]

@@ -102,7 +102,7 @@ class Comparison:
                 ends = "could finish" if basis == FULL_RATE else "finishes"
                 found.append(f"{name}, the cheapest that {ends}{limits}: {self._describe(cheapest)}")
                 if fastest != cheapest:
-                    found.append(f"{name}, the fastest: {self._describe(fastest)}")
+                    found.append(f"{name}, the fastest that {ends}{limits}: {self._describe(fastest)}")
             elif own:
                 ending = [c for c in own if c.calendar_h is not None]
                 closest = min(ending, key=lambda c: [c.finishes is False, *c.time_then_cost], default=None)

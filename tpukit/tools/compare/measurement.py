@@ -180,6 +180,16 @@ def default_cores(env):
     return env.cores if env.accelerator in ("tpu", "cuda") else 1
 
 
+def check_out(path):
+    """`check_writable` for a measurement, which may replace an earlier one and no other file."""
+    if Path(path).is_file():
+        try:
+            Measurement.read(path)
+        except TpukitError as error:
+            raise TpukitError(f"{path} would be replaced, and is no measurement: choose another place ({error})") from error
+    check_writable(path)
+
+
 def check_writable(path):
     """Make the folder of a file that is to be written. Raises TpukitError where it cannot be written."""
     path = Path(path)

@@ -16,7 +16,7 @@ from tpukit.host import environment, known_errors
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB
 from tpukit.tools.child import last_line, run_python
-from tpukit.tools.compare.measurement import build_measurement, check_writable, default_cores, rate
+from tpukit.tools.compare.measurement import build_measurement, check_out, default_cores, rate
 from tpukit.training.task import to_request
 
 ROUNDS = 5  # of timed steps; each ends with a metric sync, as an interval of a training does
@@ -122,7 +122,7 @@ def measure_here(task, *, batch_sizes=None, steps=20, cores=None, parallel="proc
     if environment.under_torchrun():
         raise TpukitError("start `tpukit compare` without torchrun: it takes all GPUs of this host by itself")
     if out:
-        check_writable(out)  # now, not after minutes
+        check_out(out)  # now, not after minutes
     task.check_dataset_dir()
     env = environment.detect()
     count = cores or default_cores(env)

@@ -109,6 +109,9 @@ class CDEIT(Workload):
     def evaluation_signature(self):
         return f"{self.data} by ddim in {self.sampling_steps} steps with eta {self.eta}"
 
+    def data_signature(self, data):
+        return {"files": data.contents}
+
     def metadata(self, data):
         return dict(voltages=json.dumps([values.tolist() for values in data.statistics]))
 

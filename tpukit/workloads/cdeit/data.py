@@ -54,7 +54,7 @@ class Impedance:
     def __init__(self, folder, convention, statistics, notes=""):
         self.statistics, self.notes = statistics, notes
         stored = _read_split(folder, ("xs", "ys") if convention is TRAINING else ("xs", "ys", *BASELINES))
-        self.names = stored["names"]
+        self.names, self.contents = stored["names"], stored["contents"]
         volts = stored["ys"] / np.float32(convention.volts)
         self.arrays = dict(image=stored["xs"][:, None], voltages=voltage_map(volts, *statistics))
         if convention is not TRAINING:
@@ -119,7 +119,8 @@ def find_split(root, convention):
 
 
 def _read_split(folder, names):
-    """dict of the arrays of a folder's files, (N, ...) each, and `names` of the files; mapped into memory."""
+    """dict of the arrays of a folder's files, (N, ...) each, mapped into memory; `names` of the files; and `contents`, a digest
+    of the files, as str."""
     from tqdm.auto import tqdm
 
     def read():
@@ -130,7 +131,8 @@ def _read_split(folder, names):
         split = {name: np.stack([sample[name] for sample in samples]) for name in names}
         return dict(split, names=np.array([path.stem for path in paths]))
 
-    return arrays.mapped(f"eit-{folder.name}", [names, arrays.content_key(folder, like=("*.npz",))], read)
+    contents = arrays.content_key(folder, like=("*.npz",))
+    return dict(arrays.mapped(f"eit-{folder.name}", [names, contents], read), contents=contents)
 
 
 def _read_file(path, names):

@@ -157,6 +157,9 @@ class ImageClassifier(Workload):
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise TpukitError(f"weights {self.weights} do not say what their classes are ({first_line(error)})") from error
 
+    def data_signature(self, data):
+        return {"classes": data.classes, "file names and labels": arrays.digest([data.names, data.labels.tolist()])}
+
     def metadata(self, data):
         return dict(classes=json.dumps(data.classes), model_name=self.model_name, image_size=self._size())
 

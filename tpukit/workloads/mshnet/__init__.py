@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from tpukit.host import arrays
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
 from tpukit.runs.run import setting
@@ -117,7 +118,7 @@ class MSHNet(Workload):
         return "--xla_tpu_msa_inefficient_use_to_copy_ratio=2.5" if is_large else ""
 
     def evaluate(self, predictions, threshold=0.5):
-        """dict: iou, niou, pixel_accuracy, pd, fa (false pixels per pixel), roc. threshold: of the probability, in (0, 1)."""
+        """dict: iou, niou, pixel_recall, pd, fa (false pixels per pixel), roc. threshold: of the probability, in (0, 1)."""
         from tpukit.workloads.mshnet.scores import Scores
 
         scores = Scores(threshold)
@@ -148,6 +149,9 @@ class MSHNet(Workload):
             return [overlay.sample_row(image, mask) for image, mask in zip(images, masks)]
         predicted = np.asarray(prediction)[:, 0] > logit(threshold)
         return [overlay.prediction_row(*sample) for sample in zip(images, masks, predicted)]
+
+    def data_signature(self, data):
+        return {"image names": arrays.digest(data.names), "masks": data.masks_digest}
 
     def metadata(self, data):
         return dict(image_side=max(data.height, data.width))

@@ -4,6 +4,7 @@ A folder without lists, such as a user's own, is split by the names of its image
 """
 
 import concurrent.futures
+import hashlib
 import math
 import zlib
 from pathlib import Path
@@ -23,7 +24,7 @@ LISTS = dict(
 IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
 MASK_SUFFIXES = ("", "_pixels0")  # SIRST names its masks NAME_pixels0.png
 IMAGES_PER_TEST_IMAGE = 5  # without lists
-VERSION = 3  # of what `_read_split` returns for the same files, which is cached
+VERSION = 4  # of what `_read_split` returns for the same files, which is cached
 
 
 class InfraredSet:
@@ -45,6 +46,7 @@ class InfraredSet:
         decoded = arrays.mapped(f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, lines, skip_bad))
         self.notes = f"{listing}: {decoded['notes']}" if decoded["notes"] else ""
         self.names = decoded["names"].tolist()
+        self.masks_digest = str(decoded["masks_digest"])
         self.images = _unpack(decoded["images"], decoded["images_shapes"])
         self.masks = _unpack(decoded["masks"], decoded["masks_shapes"])
         shapes = [image.shape for image in self.images]
@@ -178,7 +180,10 @@ def _read_split(folder, listing, lines, skip_bad):
                 f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n{problems}\n"
                 "Fix them, or leave them out with skip_bad=True (--skip-bad)."
             )
-    return dict(names=np.array(names), notes=np.array(notes), **_pack("images", images), **_pack("masks", masks))
+    # Kept with the arrays: at the start of a training no pixels are read.
+    masks_digest = arrays.digest([[mask.shape, hashlib.sha256(mask).hexdigest()] for mask in masks])
+    about = dict(names=np.array(names), notes=np.array(notes), masks_digest=np.array(masks_digest))
+    return dict(about, **_pack("images", images), **_pack("masks", masks))
 
 
 def _read_pair(folder, name):

@@ -1,4 +1,4 @@
-"""Scores of infrared small target detection: IoU, nIoU, pixel accuracy, Pd, Fa and ROC.
+"""Scores of infrared small target detection: IoU, nIoU, pixel recall, Pd, Fa and ROC.
 
 All of them are counts until `result()`, so batches of any size give the same scores. Letters: B batch, H and W image size.
 """
@@ -49,11 +49,11 @@ class Scores:
             self.false_positives[place] += np.count_nonzero(above & ~label)
 
     def result(self):
-        """dict of floats: iou, niou, pixel_accuracy, pd in [0, 1]; fa in false pixels per pixel; images, targets."""
+        """dict of floats: iou, niou, pixel_recall, pd in [0, 1]; fa in false pixels per pixel; images, targets."""
         return dict(
             iou=self.intersection / max(self.predicted + self.labelled - self.intersection, 1),
             niou=float(np.mean(self.iou_per_image)) if self.iou_per_image else 0.0,
-            pixel_accuracy=self.intersection / max(self.labelled, 1),
+            pixel_recall=self.intersection / max(self.labelled, 1),
             pd=self.detected / max(self.targets, 1),
             fa=self.false_area / max(self.pixels, 1),
             images=self.images,
