@@ -119,7 +119,11 @@ class Remote:
         named = SECRETS.get(self.scheme, {}).items()
         self._options = {option: value for option, name in named if (value := secrets.find(name))}
         if str(self._options.get("token")).lstrip().startswith("{"):  # of Google: the content of the file, not its path
-            self._options["token"] = json.loads(self._options["token"])
+            try:
+                self._options["token"] = json.loads(self._options["token"])
+            except ValueError:
+                name = SECRETS[self.scheme]["token"]
+                raise TpukitError(f"{name} begins like the JSON of a key file, and is none: paste the whole file") from None
         if self.scheme == "s3" and (endpoint := os.environ.get("AWS_ENDPOINT_URL")):
             self._options["endpoint_url"] = endpoint
         self._opened = None  # (process, file system, root)
