@@ -280,7 +280,8 @@ def nvidia_smi(environ, *arguments):
     if not shutil.which("nvidia-smi", path=environ.get("PATH")):
         return ""
     try:
-        ran = subprocess.run(["nvidia-smi", *arguments], env=dict(environ), capture_output=True, text=True, timeout=30)
+        how = dict(env=dict(environ), capture_output=True, text=True, errors="replace", timeout=30)
+        ran = subprocess.run(["nvidia-smi", *arguments], **how)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return ran.stdout if ran.returncode == 0 else ""
