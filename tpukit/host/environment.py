@@ -184,7 +184,12 @@ def under_torchrun():
 
 def rank():
     """This process's number among those that torchrun started; 0 elsewhere."""
-    return int(os.environ.get("RANK", 0)) if under_torchrun() else 0
+    number = os.environ.get("RANK", "0") if under_torchrun() else "0"
+    if not number.isdecimal():
+        raise TpukitError(
+            f"RANK={number}: it must be a number, which torchrun sets: unset RANK and WORLD_SIZE, or use torchrun"
+        )
+    return int(number)
 
 
 def version_of(package):

@@ -123,11 +123,9 @@ def _refuse_an_opened_device(env):
 
 def _call_under_torchrun(job, parallel):
     """This process is one of torchrun's: join the others and call the function. torchrun watches over it."""
-    import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    if dist.is_torchelastic_launched():  # other launchers may end before what they started
-        end_with_parent(os.getppid())
+    end_with_parent(os.getppid())
     by_torch_tpu = job.env.uses_torch_tpu
     if (job.env.accelerator == "tpu" and not by_torch_tpu) or parallel == "spmd":
         raise TpukitError("torchrun is for GPUs. On TPUs run `tpukit train` itself on every host: the cores find their peers")

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -78,10 +79,14 @@ class Folder:
             raise TpukitError(f"nothing is mounted at {self.mount_point} any more")
 
     def check_before_training(self):
-        """Raise TpukitError where the folder is on Colab's Drive, and that is not mounted."""
+        """Raise TpukitError where the folder is on Colab's Drive, and that is not mounted, or cannot be made and written in."""
         drive = environment.detect().drive
         if drive is not None and self.path.is_relative_to(drive.parent) and not drive.is_dir():
             raise TpukitError(f"the backup {self} is on Drive, which is not mounted: mount it (tpukit.mount_drive) first")
+        with self.explained():
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
 
     def open_copy(self, open_run):
         """The run that lies here, for reading."""

@@ -215,10 +215,8 @@ def _checked(place, images, labels):
     for what, values, shape, largest in (("images", images, (28, 28), 255), ("labels", labels, (), 9)):
         is_shape = values.ndim > 0 and values.shape[1:] == shape
         if not is_shape or values.dtype.kind not in "ui" or (values.size and not 0 <= values.min() <= values.max() <= largest):
-            wanted = ", ".join(("N", *map(str, shape)))
-            raise TpukitError(
-                f"{place}: its {what} are {values.dtype} {values.shape}; whole numbers from 0 to {largest}, ({wanted}), are needed"
-            )
+            wanted = f"whole numbers from 0 to {largest} in the shape ({', '.join(('N', *map(str, shape)))})"
+            raise TpukitError(f"{place}: its {what} are {values.dtype} {values.shape}, and must be {wanted}")
     if len(images) != len(labels):
         raise TpukitError(f"{place} has {len(images)} images and {len(labels)} labels: each image needs one")
     return dict(images=images.astype(np.uint8), labels=labels.astype(np.uint8))
