@@ -45,14 +45,20 @@ def holds_all(folder):  # these files, and no other that Python could import
     found = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     return {{path.relative_to(folder).as_posix(): path.read_bytes() for path in found}} == FILES
 
-cache = Path.home() / ".cache/tpukit"
 try:
+    home = Path.home()
+    cache = home / ".cache/tpukit"
     cache.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(dir=cache))  # readable by this user alone
-except OSError:  # a home that cannot be written to
-    new = Path(tempfile.mkdtemp(prefix="tpukit-"))
-EMBEDDED = new.with_name(SHA256)
-if not holds_all(EMBEDDED):
+    EMBEDDED = new.with_name(SHA256)
+    if len({{path.stat().st_uid for path in (home, cache.parent, cache, new)}}) > 1:
+        new.rmdir()
+        raise OSError("a part of the path is another user's")
+except (OSError, RuntimeError):  # no home, or none where only this user writes: what is there may be another's
+    EMBEDDED = new = Path(tempfile.mkdtemp(prefix="tpukit-"))
+if new != EMBEDDED and holds_all(EMBEDDED) and EMBEDDED.stat().st_uid == new.stat().st_uid:
+    new.rmdir()
+else:
     for name, content in FILES.items():
         (new / name).parent.mkdir(parents=True, exist_ok=True)
         (new / name).write_bytes(content)
@@ -60,8 +66,6 @@ if not holds_all(EMBEDDED):
         new.rename(EMBEDDED)
     except OSError:  # a folder of that name with other files is not ours to replace
         EMBEDDED = new
-else:
-    new.rmdir()
 '''
 
 

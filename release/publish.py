@@ -17,7 +17,7 @@ from release import notebooks
 
 ROOT = notebooks.ROOT
 PLACEHOLDER = "TPUKIT_" + "SOURCE"  # in two parts: this file is published too
-REPOSITORY = re.compile(r"[A-Za-z0-9](?:-?[A-Za-z0-9]){0,38}/[A-Za-z0-9._-]{1,100}")
+REPOSITORY = re.compile(r"[A-Za-z0-9](?:-?[A-Za-z0-9]){0,38}/(?!\.{1,2}$)[A-Za-z0-9._-]{1,100}")
 
 UPLOAD = """\
 # What to upload where

@@ -31,6 +31,6 @@ def nvidia_smi(folder, listed, capabilities=(), cuda="12.8"):
     answers[""] = f"| NVIDIA-SMI 570.86  Driver Version: 570.86  CUDA Version: {cuda}  |"
     cases = "".join(f"'{first}') echo '{text}';;\n" for first, text in answers.items())
     script = folder / "nvidia-smi"
-    script.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\n')
+    script.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\n', errors="surrogateescape")
     script.chmod(0o755)
     return {**os.environ, "PATH": str(folder)}

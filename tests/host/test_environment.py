@@ -163,6 +163,11 @@ def test_the_gpus_are_those_that_cuda_shows_to_the_process(visible, names, tmp_p
     assert module.nvidia_gpus(environ) == names
 
 
+def test_a_gpu_is_found_beside_a_warning_that_is_not_utf_8(tmp_path):
+    environ = nvidia_smi(tmp_path, ["WARNING: infoROM is corrupted \udce9", "GPU 0: Tesla T4 (UUID: GPU-1b7f2c11)"])
+    assert module.nvidia_gpus(environ) == ["Tesla T4"]
+
+
 @pytest.mark.parametrize(
     "visible, names",
     [

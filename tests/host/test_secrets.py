@@ -1,5 +1,6 @@
 """Tokens from the environment, Colab and Kaggle, and text without them."""
 
+import json
 import sys
 import types
 
@@ -60,3 +61,24 @@ def test_what_was_found_is_hidden_in_text_also_quoted_for_an_address(monkeypatch
     assert secrets.hide("a/b+c d") == "a/b+c d"  # unknown so far
     secrets.find("MY_TOKEN")
     assert secrets.hide("key a/b+c d, in https://x?k=a%2Fb%2Bc%20d&l=a/b%2Bc%20d.") == "key ***, in https://x?k=***&l=***."
+
+
+@pytest.mark.parametrize("pasted", ["hf_SECRET\n", "\r\nhf_SECRET\r", " hf_SECRET\t"])
+def test_a_token_that_was_pasted_with_a_newline_is_used_without_it(pasted, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", pasted)
+    assert secrets.find("MY_TOKEN") == "hf_SECRET"
+    assert "SECRET" not in secrets.hide(f"Illegal header value {b'Bearer ' + pasted.encode()!r}")
+
+
+def test_a_blank_secret_is_none(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", " \n")
+    assert secrets.find("MY_TOKEN") is None
+
+
+@pytest.mark.parametrize("value", ["hf_SEC\nRET", "hf_SEC\x00RET", "hf_SEC\u00e9RET", "hf_SEC\\RET"])
+@pytest.mark.parametrize("shown", [repr, lambda value: repr(value.encode()), json.dumps], ids=["str", "bytes", "json"])
+def test_what_was_found_is_hidden_as_messages_of_libraries_show_it(shown, value, vault):
+    vault.values["MY_TOKEN"] = value
+    secrets.find("MY_TOKEN")
+    hidden = secrets.hide(f"Illegal header value {shown(value)}")
+    assert "SEC" not in hidden and "RET" not in hidden and "***" in hidden

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tpukit import TpukitError
 from tpukit.host.tables import Table, format_duration
 
 
@@ -40,3 +41,8 @@ def test_a_duration_is_given_in_the_largest_unit_of_which_it_has_two(seconds, wo
 def test_a_title_longer_than_its_table_stays_on_one_line():
     title = "Scores after epoch 7, whose weights are kept"
     assert str(Table(title, ("a", "b"), [(1, 2)])).splitlines()[0] == title
+
+
+def test_an_error_shows_control_characters_and_does_not_send_them():
+    error = TpukitError("class folder \x1b]0;title\x07\nline 2")  # a notebook prints an error as it is
+    assert str(error) == "class folder \\x1b]0;title\\x07\nline 2"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import checkpoint
+from tests.conftest import checkpoint, refuses
 from tests.launching.conftest import CPU, launched, needs_torch_xla, python, started, steps_logged, wait_for
 from tests.launching.launched import children, machine
 from tpukit import Run, train
@@ -314,3 +314,11 @@ def test_what_rank_0_printed_is_shown_without_the_time_and_otherwise_whole(tmp_p
         run.print(text)
     supervisor._show_log()
     assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_run_folder_that_was_moved_while_it_trains_is_named(tmp_path):
+    run = Run(tmp_path / "run")
+    supervisor = supervisor_of(run)
+    run.path.rename(tmp_path / "moved")
+    with refuses(run.path, "no such file"):
+        supervisor._show_log()

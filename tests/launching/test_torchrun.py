@@ -2,13 +2,16 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.launching.conftest import CPU, difference, losses
+from tests.launching.conftest import CPU, difference, losses, wait_for
 from tpukit import MNIST, Run, train
 from tpukit.devices.runtime import Runtime
 
@@ -71,6 +74,41 @@ def test_torchruns_report_names_the_rank_that_failed_first(odd, tmp_path):
     assert ran.returncode == 1 and "in step 30: sample 7 is broken" in ran.stderr
     first = ran.stderr.split("Root Cause")[1]
     assert "rank      : 1" in first and "ValueError: sample 7 is broken" in first
+
+
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid):
+    """Whether a process has not ended: one that has, and was not waited for, is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_the_ranks_end_with_torchruns_agent_however_it_ends(odd, tmp_path):
+    run = tmp_path / "run"
+    command = [*TORCHRUN, "--nproc-per-node", "2", *train_command(odd, run, "--epochs", "100000")]
+    agent = subprocess.Popen(command, cwd=ROOT, env=CPU, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    ranks = []
+    try:
+        wait_for((run / "progress.json").exists, agent)
+        ranks = children_of(agent.pid)
+        assert len(ranks) == 2 and all(map(is_running, ranks))
+        agent.kill()
+        agent.wait()
+        deadline = time.monotonic() + 20
+        while any(map(is_running, ranks)):
+            assert time.monotonic() < deadline, ranks
+            time.sleep(0.05)
+    finally:
+        agent.kill()
+        agent.wait()
+        for rank in filter(is_running, ranks):
+            os.kill(rank, signal.SIGKILL)
 
 
 @pytest.fixture

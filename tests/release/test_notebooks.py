@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -29,14 +30,14 @@ def archive_cell(path):
     return cell
 
 
-def unpack(cell, home):
+def unpack(cell, home, **variables):
     """Run the archive's cell with another home folder. Returns (the folder it names, the folder's files)."""
     program = f"{cell.source}\nprint(EMBEDDED)"
-    environ = dict(os.environ, HOME=str(home))
+    environ = dict(os.environ, HOME=str(home), **variables)
     ran = subprocess.run([sys.executable, "-"], input=program, env=environ, capture_output=True, text=True)
     if ran.returncode:
         return None, ran.stderr
-    folder = home.__class__(ran.stdout.strip())
+    folder = Path(ran.stdout.strip())
     return folder, {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
 
 
@@ -76,6 +77,35 @@ def test_an_unpacked_copy_is_used_again_and_one_with_other_files_is_left_as_it_i
     (folder / "numpy.py").write_text("raise SystemExit('hostile')")
     other, files = unpack(cell, tmp_path)
     assert other != folder and "numpy.py" not in files and (folder / "numpy.py").exists()
+
+
+def poison(folder):
+    """Put what Python would run instead of the package's own code into an unpacked copy, which stays otherwise whole."""
+    (folder / "tpukit/__pycache__").mkdir()
+    (folder / f"tpukit/__pycache__/__init__.{sys.implementation.cache_tag}.pyc").write_bytes(b"of another user")
+
+
+def test_where_the_home_cannot_be_written_no_folder_that_others_could_have_made_is_used(dist, tmp_path):
+    cell = archive_cell(dist / "mnist_quickstart.ipynb")
+    theirs, _ = unpack(cell, tmp_path / "their-home")
+    poison(theirs)
+    shared = tmp_path / "shared"
+    shutil.copytree(theirs, shared / theirs.name)
+    folder, files = unpack(cell, Path("/dev/null"), TMPDIR=str(shared))
+    assert folder.parent == shared and folder.name != theirs.name
+    assert folder.stat().st_mode & 0o077 == 0 and not [name for name in files if name.endswith(".pyc")]
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.parametrize("part", ["", ".cache", ".cache/tpukit", "the copy itself"])
+def test_a_cache_folder_of_another_user_is_not_used(part, dist, tmp_path):
+    cell, home = archive_cell(dist / "mnist_quickstart.ipynb"), tmp_path / "home"
+    theirs, _ = unpack(cell, home)
+    poison(theirs)
+    os.chown(home / part if part in ("", ".cache", ".cache/tpukit") else theirs, 12345, 12345)
+    folder, files = unpack(cell, home, TMPDIR=str(tmp_path))
+    assert folder != theirs and not [name for name in files if name.endswith(".pyc")]
+    assert folder.parent == (theirs.parent if part == "the copy itself" else tmp_path)
 
 
 def test_a_damaged_copy_is_refused_before_it_is_unpacked(dist, tmp_path):

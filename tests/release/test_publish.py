@@ -39,7 +39,7 @@ def test_every_badge_leads_to_a_built_notebook_that_is_there_and_not_ignored(pub
     assert all(name in listed for name in opened) and "github.com/ada/lace" in listed
 
 
-@pytest.mark.parametrize("name", ["", "ada", "ada/", "/lace", "ada/la ce", "ada/lace/x", "-ada/lace", "ada/$(date)"])
+@pytest.mark.parametrize("name", ["", "ada", "ada/", "/lace", "ada/la ce", "ada/lace/x", "-ada/lace", "ada/..", "ada/$(date)"])
 def test_what_is_no_repository_is_refused_before_anything_is_written(name, tmp_path):
     with pytest.raises(ValueError, match=re.escape(repr(name))):
         publish.publish(name, tmp_path / "out")

@@ -344,6 +344,13 @@ def test_the_content_of_googles_key_file_is_taken_like_its_path(monkeypatch):
         assert places.Remote("gs://me/run")._options == dict(token=expected)
 
 
+def test_googles_key_file_that_was_pasted_in_part_is_named_and_not_shown(monkeypatch):
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", '{"private_key": "PRIVATE')
+    with pytest.raises(TpukitError, match="GOOGLE_APPLICATION_CREDENTIALS") as error:
+        places.open_place("gs://bucket/run")
+    assert "PRIVATE" not in str(error.value)
+
+
 def test_a_missing_package_is_one_sentence(tmp_path, monkeypatch):
     import fsspec
 

@@ -50,6 +50,12 @@ def test_a_run_that_cannot_be_written_in_is_shown_all_the_same(trained, capsys):
     assert "Scores after epoch" in shown and "picture not saved at" in shown and "picture:" not in shown
 
 
+def test_no_control_character_reaches_the_log_or_the_console(tmp_path, capsys):
+    Run(tmp_path).print("class \x1b]0;title\x07 and caf\udce9")
+    shown = (tmp_path / "log.txt").read_text() + "".join(capsys.readouterr())
+    assert shown.count("class \\x1b]0;title\\x07 and caf\\udce9") == 2 and "\x1b" not in shown
+
+
 def test_a_training_leaves_no_file_open(digits, tmp_path, cpu):
     task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
     train(task, Run.open(tmp_path / "run", task), runtime=cpu, progress=False)

@@ -308,6 +308,7 @@ CU128 = dict(cuda="12.8", arch_list=["sm_75", "sm_80", "sm_120"])
     [
         (T4, "12.4", dict(CU128, usable=True), []),
         (T4, "13.0", dict(CU128, usable=True), []),
+        (("Tesla T4", "[N/A]"), "13.0", dict(CU128, usable=True), []),  # as old drivers answer
         (P100, "12.8", dict(CU128, usable=True), ["6.0", "sm_75"]),
         (P100, "12.8", dict(cuda="12.6", arch_list=["sm_50", "sm_60"], usable=True), []),
         (T4, "12.8", dict(cuda=None, arch_list=[]), ["without CUDA", "Tesla T4"]),

@@ -84,6 +84,24 @@ def test_mnist_becomes_a_file_that_gives_the_probabilities_of_any_batch(to, trai
     assert cli.main(["export", str(run.path), "--to", to]) == 0  # again: it is beside the weights
 
 
+@BOTH
+def test_the_file_is_run_where_no_other_user_can_write(to, trained, tmp_path, monkeypatch):
+    task, run = trained
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o777)
+    name = "_run_onnx" if to == "onnx" else "_run_torch_export"
+    run_file, seen = getattr(tool, name), []
+
+    def record(path, inputs):
+        seen.append((path.parent.stat().st_mode & 0o077, list(shared.iterdir())))
+        return run_file(path, inputs)
+
+    monkeypatch.setattr(tool, name, record)
+    path = shared / f"model{tool.FORMATS[to]}"
+    assert export(run, to=to, out=path, task=task).is_equal() and path.is_file()
+    assert seen == [(0, [])]
+
+
 @pytest.mark.slow
 @BOTH
 def test_mshnet_takes_any_batch_and_any_multiple_of_16_and_grey_levels_as_they_are(to, tmp_path):

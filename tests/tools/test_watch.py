@@ -88,6 +88,14 @@ def test_chips_are_described_by_their_tools_or_by_what_is_wrong_with_these(insta
     assert tool.describe_chips() == ["  nvidia-smi does not answer: driver mismatch", "TPU v5 lite  12%"]
 
 
+def test_what_nvidia_smi_prints_besides_its_rows_is_shown_whatever_its_encoding(install):
+    install("nvidia-smi", "printf '0, Card, with a comma, 83, 3277, 15360\\nWARNING: infoROM \\351 is corrupted\\n'")
+    assert tool.describe_chips() == [
+        "  GPU 0 (Card, with a comma): 83% busy, 3.2 of 15.0 GiB",
+        "  nvidia-smi: WARNING: infoROM \ufffd is corrupted",
+    ]
+
+
 def test_watching_ends_with_the_run(run, install, monkeypatch, capsys):
     pauses, live = [], run.read_progress()
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)

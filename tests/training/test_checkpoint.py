@@ -122,6 +122,16 @@ def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(plac
     assert any(resumed), "no checkpoint was found by any session"
 
 
+def test_a_checkpoint_that_does_not_say_its_version_is_refused(trained, cpu):
+    task, run = trained
+    path = run.path / "checkpoints" / run.checkpoints()[0]["file"]
+    state = torch.load(path, weights_only=True)["state"]
+    del state["format"]
+    run.save(state, 99)
+    with refuses(run.path, "best.safetensors"):
+        train(dataclasses.replace(task, epochs=9), run, runtime=cpu, progress=False)
+
+
 @pytest.mark.parametrize("name, value, datum", [("format", 0, "best.safetensors"), ("train_size", 77, 77)])
 def test_a_checkpoint_of_another_version_or_dataset_is_refused(name, value, datum, trained, cpu):
     task, run = trained

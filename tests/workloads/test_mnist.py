@@ -47,6 +47,34 @@ def test_the_original_files_are_read_packed_or_not(tmp_path, folder, ending):
         mnist.read_split(tmp_path, "train")
 
 
+IMAGES, LABELS = np.zeros((6, 28, 28), np.uint8), np.arange(6)
+
+
+@pytest.mark.parametrize(
+    "images, labels, what",
+    [
+        (IMAGES, LABELS[:4], "6 images and 4 labels"),
+        (IMAGES[:4], LABELS, "4 images and 6 labels"),
+        (IMAGES, LABELS + 200, "labels are int64"),
+        (IMAGES, LABELS - 1, "from 0 to 9"),
+        (IMAGES, LABELS / 0.5, "labels are float64"),
+        (IMAGES, LABELS.astype(str), "labels are <U"),
+        (IMAGES, np.eye(10, dtype=np.uint8)[:6], "(6, 10)"),
+        (IMAGES[:, ::2, ::2], LABELS, "(6, 14, 14)"),
+        (IMAGES.reshape(6, -1), LABELS, "(6, 784)"),
+        (IMAGES.astype(complex), LABELS, "complex"),
+        (IMAGES / 255, LABELS, "images are float64"),
+        (np.array(3), LABELS, "images are int64 ()"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_mnist_npz_of_other_arrays_is_refused_by_what_they_are(images, labels, what, tmp_path):
+    np.savez(tmp_path / "mnist.npz", x_train=images, y_train=labels, x_test=IMAGES, y_test=LABELS)
+    with refuses("mnist.npz", what):
+        mnist.read_split(tmp_path, "train")
+    assert len(mnist.read_split(tmp_path, "test")) == 6
+
+
 # The download: torchvision's own class, and a server on this host in the place of the internet.
 
 

@@ -1,6 +1,8 @@
 """The command line. `commands.py` lists the commands; each imports what it needs when it runs."""
 
 import atexit
+import contextlib
+import errno
 import os
 import sys
 
@@ -9,12 +11,17 @@ from tpukit.host.environment import release
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 
+# What is wrong with a path that a user gave, not with tpukit's own code.
+OF_A_PATH = {getattr(errno, name) for name in "EACCES EPERM EROFS ENAMETOOLONG EISDIR ENOTDIR ELOOP EIO ESTALE".split()}
+
 
 def main(argv=None):
     """Entry point. Returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
     if argv is None:
         return _main_of_process(sys.argv[1:])
     argv = list(argv)
+    with contextlib.suppress(AttributeError):  # a notebook's stream takes every character
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = _run(argv)
         sys.stdout.flush()
@@ -33,6 +40,12 @@ def main(argv=None):
         return 130
     except BrokenPipeError:  # the reader of our output is gone (`| head`); what Python still buffers goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.filename is None or error.errno not in OF_A_PATH:
+            raise
+        advice = "check its name and its permissions, or choose another"
+        print(printable(f"tpukit: cannot use {error.filename} ({error.strerror.lower()}): {advice}"), file=sys.stderr)
         return 1
 
 

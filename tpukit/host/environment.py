@@ -185,7 +185,12 @@ def under_torchrun():
 
 def rank():
     """This process's number among those that torchrun started; 0 elsewhere."""
-    return int(os.environ.get("RANK", 0)) if under_torchrun() else 0
+    number = os.environ.get("RANK", "0") if under_torchrun() else "0"
+    if not number.isdecimal():
+        raise TpukitError(
+            f"RANK={number}: it must be a number, which torchrun sets: unset RANK and WORLD_SIZE, or use torchrun"
+        )
+    return int(number)
 
 
 def version_of(package):
@@ -281,7 +286,8 @@ def nvidia_smi(environ, *arguments):
     if not shutil.which("nvidia-smi", path=environ.get("PATH")):
         return ""
     try:
-        ran = subprocess.run(["nvidia-smi", *arguments], env=dict(environ), capture_output=True, text=True, timeout=30)
+        how = dict(env=dict(environ), capture_output=True, text=True, errors="replace", timeout=30)
+        ran = subprocess.run(["nvidia-smi", *arguments], **how)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return ran.stdout if ran.returncode == 0 else ""

@@ -1,8 +1,13 @@
 """The one kind of error that is meant for the user."""
 
+from tpukit.host.tables import printable
+
 
 class TpukitError(ValueError):
     """Names what was found, what is needed and what to do. The command line prints it without a traceback."""
+
+    def __str__(self):
+        return printable(super().__str__())  # a notebook prints it as it is, with the names of files in it
 
 
 class Damaged(TpukitError):

@@ -152,13 +152,17 @@ def append(path, text):
         if file.tell():
             file.seek(-1, os.SEEK_END)
             text = text if file.read(1) == b"\n" else f"\n{text}"
-        file.write(text.encode())
+        file.write(_as_bytes(text))
+
+
+def _as_bytes(data):
+    return data.encode(errors="backslashreplace") if isinstance(data, str) else data  # names of files need not be UTF-8
 
 
 def write_atomic(path, data, *, durable=True):
     """Write bytes or str to `path`, whole or not at all."""
     with atomic_file(path, durable=durable) as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+        file.write(_as_bytes(data))
 
 
 def copy_atomic(source, target, check=None):
@@ -221,7 +225,7 @@ def file_lock(path):
     """
     try:
         make_private(cache_folder())
-        digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:20]
+        digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
         file = _open_lock(cache_folder() / f"{digest}.lock")
     except OSError:
         file = contextlib.nullcontext()

@@ -1,6 +1,7 @@
 """Tokens from where a platform keeps them, and text without them. None is ever printed, saved, or put into the environment."""
 
 import contextlib
+import json
 import os
 import urllib.parse
 
@@ -10,9 +11,10 @@ _found = set()  # every value that was read here, for `hide`
 def find(name):
     """The secret of a name, or None: from the environment, Colab's secrets (the key at the left), or Kaggle's (Add-ons)."""
     value = os.environ.get(name) or _from_colab(name) or _from_kaggle(name)
-    if value:
-        _found.add(value)
-    return value or None
+    if not value or not (value := value.strip()):  # a newline that was copied along is in no token, and breaks headers
+        return None
+    _found.add(value)
+    return value
 
 
 def _from_colab(name):
@@ -34,9 +36,13 @@ def _from_kaggle(name):
 
 
 def hide(text):
-    """The text with every secret that was read here, as it is or quoted for an address, replaced by ***."""
+    """The text with every secret that was read here replaced by ***: as it is, quoted for an address, or as Python or JSON
+    shows it."""
     text = str(text)
     for value in _found:
-        for form in {value, urllib.parse.quote(value), urllib.parse.quote(value, safe="")}:
+        encoded = value.encode(errors="surrogateescape")
+        forms = {value, urllib.parse.quote(encoded), urllib.parse.quote(encoded, safe="")}
+        forms |= {repr(value)[1:-1], repr(encoded)[2:-1], json.dumps(value)[1:-1]}
+        for form in sorted(forms, key=len, reverse=True):  # one may be a part of another
             text = text.replace(form, "***")
     return text

@@ -18,7 +18,7 @@ from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.launching import HANG_TIMEOUT_S, tpu_chips
 from tpukit.launching.core import Job, join_group, leave_group, open_core
-from tpukit.launching.supervisor import Supervisor
+from tpukit.launching.supervisor import Supervisor, end_with_parent
 
 PARALLEL = ("processes", "spmd")
 TORCH_TPU_CORES = (1, 4, 8)  # of a v5e host, for which torch_tpu knows how the chips are linked
@@ -125,6 +125,7 @@ def _call_under_torchrun(job, parallel):
     """This process is one of torchrun's: join the others and call the function. torchrun watches over it."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    end_with_parent(os.getppid())
     by_torch_tpu = job.env.uses_torch_tpu
     if (job.env.accelerator == "tpu" and not by_torch_tpu) or parallel == "spmd":
         raise TpukitError("torchrun is for GPUs. On TPUs run `tpukit train` itself on every host: the cores find their peers")

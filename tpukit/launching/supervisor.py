@@ -127,7 +127,7 @@ class Supervisor:
     # Showing
 
     def _show_log(self):
-        with open(self.run.path / "log.txt", "rb") as file:
+        with files.explain_unwritable(self.run.path), open(self.run.path / "log.txt", "rb") as file:
             file.seek(self.log_shown)
             text = file.read()
         text = text[: text.rfind(b"\n") + 1]

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import hashlib
 import io
 import itertools
 import json
@@ -18,6 +19,7 @@ from tpukit.host.tables import printable
 from tpukit.reporting import figures
 from tpukit.reporting.display import as_image, predictions_figure, present_figure
 
+MAX_NAME = 200  # bytes of the name of a file in the results, without what is added to it
 MAX_SHOWN = 64  # files, and samples in them, that one picture shows
 ZIPPED = ("best.*", "config.json", "records.jsonl", "log.txt", "pictures/*", "predictions/*", "own/*", "own/*/*")
 
@@ -34,7 +36,7 @@ def save_predictions(task, samples, folder, *, pictures=True):
         result = result_of(task, sample)
         results.append(result)
         entry = dict(result)
-        name = _free_name(Path(printable(sample.name).replace("/", "_")).name, taken)
+        name = _free_name(_short(Path(printable(sample.name).replace("/", "_")).name), taken)
         for key, value in result.items():
             if isinstance(value, np.ndarray):
                 entry[key] = _save_array(folder, key, name, value)
@@ -44,7 +46,7 @@ def save_predictions(task, samples, folder, *, pictures=True):
             _save(folder / entry["picture"], lambda file: file.write(figures.as_png(figure)))  # noqa: B023
         listed.append(entry)
     _save(folder / "predictions.json", lambda file: file.write(json.dumps(listed, indent=1).encode()))
-    _save(folder / "predictions.csv", lambda file: file.write(_as_csv(listed).encode()))
+    _save(folder / "predictions.csv", lambda file: file.write(_as_csv(listed).encode(errors="backslashreplace")))
     return results
 
 
@@ -76,6 +78,15 @@ def _free_name(name, taken):
         free = f"{name}-{number}"
     taken.add(_with_ending(free, ".png").lower())
     return free
+
+
+def _short(name):
+    """The name of a file, cut to what leaves room for endings in the 255 bytes that a disk takes; cut names stay apart."""
+    content = name.encode()
+    if len(content) <= MAX_NAME:
+        return name
+    digest = hashlib.sha256(content).hexdigest()[:8]
+    return f"{content[: MAX_NAME - 9].decode(errors='ignore')}-{digest}"
 
 
 def _with_ending(name, ending):

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -84,10 +85,14 @@ class Folder:
             raise TpukitError(f"nothing is mounted at {self.mount_point} any more")
 
     def check_before_training(self):
-        """Raise TpukitError where the folder is on Colab's Drive, and that is not mounted."""
+        """Raise TpukitError where the folder is on Colab's Drive, and that is not mounted, or cannot be made and written in."""
         drive = environment.detect().drive
         if drive is not None and self.path.is_relative_to(drive.parent) and not drive.is_dir():
             raise TpukitError(f"the backup {self} is on Drive, which is not mounted: mount it (tpukit.mount_drive) first")
+        with self.explained():
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
 
     def open_copy(self, open_run):
         """The run that lies here, for reading."""
@@ -127,7 +132,11 @@ class Remote:
         named = SECRETS.get(self.scheme, {}).items()
         self._options = {option: value for option, name in named if (value := secrets.find(name))}
         if str(self._options.get("token")).lstrip().startswith("{"):  # of Google: the content of the file, not its path
-            self._options["token"] = json.loads(self._options["token"])
+            try:
+                self._options["token"] = json.loads(self._options["token"])
+            except ValueError:
+                name = SECRETS[self.scheme]["token"]
+                raise TpukitError(f"{name} begins like the JSON of a key file, and is none: paste the whole file") from None
         if self.scheme == "s3" and (endpoint := os.environ.get("AWS_ENDPOINT_URL")):
             self._options["endpoint_url"] = endpoint
         self._opened = None  # (process, file system, root)

@@ -246,9 +246,10 @@ class Run:
         """Print a line and keep it in log.txt."""
         from tqdm import tqdm  # its write keeps a progress bar below the line
 
+        text = printable(text)
         if self.echo:
             with contextlib.suppress(BrokenPipeError):  # the reader may be gone (`| head`); the run continues
-                tqdm.write(printable(text))
+                tqdm.write(text)
         if self._writes:
             files.append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 

@@ -45,6 +45,13 @@ def read(path):
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
     ):
         raise TpukitError(f"weights {path}: expected a state dict (name -> tensor), got {type(content).__name__}")
+    for name, tensor in content.items():
+        is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if not is_dense or tensor.is_quantized or tensor.is_nested:
+            kind = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
+            raise TpukitError(
+                f"weights {path}: {name} is no plain tensor ({kind}): save it as one (`.to_dense()`, `.dequantize()`)"
+            )
     return {name.removeprefix("module."): tensor for name, tensor in content.items()}
 
 

@@ -17,7 +17,7 @@ def run_python(*arguments, text="", variables=None):
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(variables or {})}
     environ = {name: value for name, value in environ.items() if value is not None}
     command = [sys.executable, "-P", *map(str, arguments)]
-    return subprocess.run(command, input=text, env=environ, capture_output=True, text=True)
+    return subprocess.run(command, input=text, env=environ, capture_output=True, text=True, errors="replace")
 
 
 def last_line(ran):

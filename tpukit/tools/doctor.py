@@ -200,8 +200,8 @@ def _gpu(machine):
 def _compute_capabilities(environ):
     """[(name, compute capability)] of the GPUs; empty for drivers that do not report them."""
     lines = environment.nvidia_smi(environ, "--query-gpu=name,compute_cap", "--format=csv,noheader").splitlines()
-    rows = [line.rsplit(",", 1) for line in dict.fromkeys(lines)]
-    return [(row[0].strip(), row[1].strip()) for row in rows if len(row) == 2]
+    rows = (re.fullmatch(r"(.+), *(\d+\.\d+)", line.strip()) for line in dict.fromkeys(lines))
+    return [row.groups() for row in rows if row]
 
 
 def _torch_xla(machine):

@@ -73,9 +73,10 @@ def export(run, *, to="onnx", out=None, task=None, count=16):
         written = Path(folder) / f"model{FORMATS[to]}"
         program = _trace(task, model, inputs)
         (_write_onnx if to == "onnx" else _write_torch_export)(program, written, about, list(inputs))
+        # Run where no other user can write: torch.export.load unpickles, which can run code.
+        found = _run_onnx(written, arrays) if to == "onnx" else _run_torch_export(written, inputs)
         with files.explain_unwritable(path.parent):
             files.copy_atomic(written, path)
-    found = _run_onnx(path, arrays) if to == "onnx" else _run_torch_export(path, inputs)
     scale = max(float(np.abs(expected).max()), 1.0)
     difference = float(np.abs(found - expected).max()) / scale if found.shape == expected.shape else float("nan")
     return Exported(path, difference, about)
@@ -152,7 +153,7 @@ def _write_torch_export(program, path, about, names):
 
 
 def _run_torch_export(path, inputs):
-    """The output for a batch, by torch. `torch.export.load` unpickles, which can run code: of our own file alone."""
+    """The output for a batch, by torch."""
     import torch
 
     with torch.no_grad(), warnings.catch_warnings():

@@ -1,5 +1,6 @@
 """`tpukit watch`: a run that another process trains, in a terminal: how far, how fast, its scores, and how busy the chip is."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -48,7 +49,11 @@ def describe_chips():
     if shutil.which("nvidia-smi"):
         output, error = _run("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
         for line in output.splitlines():
-            index, name, busy, used, total = (part.strip() for part in line.split(","))
+            row = re.fullmatch(r"(\d+), (.*), ([^,]*), ([^,]*), ([^,]*)", line.strip())
+            if not row:
+                lines.append(f"  nvidia-smi: {line}")  # it warns between its rows, of a damaged infoROM for instance
+                continue
+            index, name, busy, used, total = row.groups()
             # A field that a card does not have reads [N/A].
             use, memory = f"{busy}% busy" if busy.isdigit() else "utilization unknown", "memory unknown"
             if used.isdigit() and total.isdigit():
@@ -64,7 +69,7 @@ def describe_chips():
 def _run(*command):
     """(what a command printed, [a line about what went wrong])."""
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
         if ran.returncode == 0:
             return ran.stdout, []
         error = (ran.stderr.strip() or ran.stdout.strip() or f"exit code {ran.returncode}").splitlines()[-1]

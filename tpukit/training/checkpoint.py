@@ -66,7 +66,7 @@ def restore(trainer):
     saved = runtime.world.broadcast(_read(run, task) if runtime.world.rank == 0 else None)
     if saved is None:
         return TrainState(), metrics.new_sums(runtime)
-    if saved["format"] != FORMAT:
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise TpukitError(
             f"{run.path} was written by another version of tpukit: start a new run, and pass this run's best.safetensors as "
             "weights= to keep its result"

@@ -100,8 +100,10 @@ def list_files(paths):
         path = Path(path).expanduser()
         if path.is_dir():  # in which macOS leaves hidden files
             found += sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
-        elif path.exists():
+        elif path.is_file():
             found.append(path)
+        elif path.exists():
+            raise TpukitError(f"{path} is a device or a named pipe: copy what it gives to a file first")
         elif matching := sorted(map(Path, glob.glob(str(path), recursive=True))):
             found += [file for file in matching if file.is_file()]
         else:

@@ -203,14 +203,26 @@ def _read_arrays(folder, split):
     try:
         if archive.is_file():
             with arrays.load(archive) as found:
-                return dict(images=found[f"x_{split}"], labels=found[f"y_{split}"])
+                return _checked(archive, found[f"x_{split}"], found[f"y_{split}"])
         part = "train" if split == "train" else "t10k"
-        images = _read_idx(folder, f"{part}-images-idx3-ubyte", 3)
-        return dict(images=images, labels=_read_idx(folder, f"{part}-labels-idx1-ubyte", 1))
+        images, labels = (_read_idx(folder, f"{part}-{kind}-ubyte", n) for kind, n in (("images-idx3", 3), ("labels-idx1", 1)))
+        return _checked(folder, images, labels)
     except TpukitError:
         raise
     except Exception as error:  # numpy, zipfile and gzip raise many types for a damaged file
         raise TpukitError(f"{folder}: its MNIST files are damaged ({error}); copy or download them again") from error
+
+
+def _checked(place, images, labels):
+    """dict of images (N, 28, 28) and labels (N,), both uint8. Raises TpukitError for any others."""
+    for what, values, shape, largest in (("images", images, (28, 28), 255), ("labels", labels, (), 9)):
+        is_shape = values.ndim > 0 and values.shape[1:] == shape
+        if not is_shape or values.dtype.kind not in "ui" or (values.size and not 0 <= values.min() <= values.max() <= largest):
+            wanted = f"whole numbers from 0 to {largest} in the shape ({', '.join(('N', *map(str, shape)))})"
+            raise TpukitError(f"{place}: its {what} are {values.dtype} {values.shape}, and must be {wanted}")
+    if len(images) != len(labels):
+        raise TpukitError(f"{place} has {len(images)} images and {len(labels)} labels: each image needs one")
+    return dict(images=images.astype(np.uint8), labels=labels.astype(np.uint8))
 
 
 def _idx_folders(folder):

@@ -1,6 +1,7 @@
 """Image files of users: which formats are opened, how large one may be, 16 bits, and errors that name the file."""
 
 import contextlib
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -22,8 +23,10 @@ MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are dec
 def opened(file):
     """Context manager: the Pillow image of a path or an open file, not decoded yet.
 
-    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS.
+    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS and for a named pipe, which may never be written to.
     """
+    if isinstance(file, (str, Path)) and Path(file).is_fifo():
+        raise TpukitError("it is a named pipe, and not a file")
     with Image.open(file, formats=FORMATS) as image:
         if image.width * image.height > MAX_PIXELS:
             raise TpukitError(f"it claims {image.width}x{image.height} pixels, more than {MAX_PIXELS:,}")

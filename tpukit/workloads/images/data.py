@@ -11,6 +11,8 @@ import functools
 import hashlib
 import io
 import json
+import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -33,6 +35,7 @@ SPLITS = {  # names of folders, of files and in a CSV's column of splits, in low
 PATH_COLUMNS = "path file filename file_name filepath image image_path image_name image_id img id".split()
 LABEL_COLUMNS = ("label", "labels", "class", "class_name", "category", "target", "species", "breed", "diagnosis", "y")
 SPLIT_COLUMNS = ("split", "subset", "partition", "set")
+REST = object()  # the key of the fields of a CSV's row that have no column
 VERSION = 1  # of what `_decode` returns for the same files, which is cached
 
 
@@ -128,10 +131,19 @@ def _find_in_class_folders(folder):
     samples = []
     for top, split in tops:
         for place in _folders(top):
-            paths = (path for path in sorted(place.rglob("*")) if path.suffix.lower() in IMAGE_ENDINGS)
+            paths = (path for path in _files_below(place) if path.suffix.lower() in IMAGE_ENDINGS)
             visible = (path for path in paths if not path.name.startswith("."))
             samples += [Sample(path.relative_to(folder).as_posix(), place.name, split, path) for path in visible]
     return samples
+
+
+def _files_below(folder):
+    """The files below a folder, sorted. Raises OSError for a folder that cannot be read: nothing is left out silently."""
+
+    def refuse(error):
+        raise error
+
+    return sorted(Path(place, name) for place, _, names in os.walk(folder, onerror=refuse) for name in names)
 
 
 def _folders(folder):
@@ -141,7 +153,7 @@ def _folders(folder):
 def _find_csv(folder, path_column, label_column):
     """(CSV file, split or None) for every one in a folder that has a column of paths and one of labels."""
     found = []
-    for path in sorted(folder.glob("*.csv")):
+    for path in sorted(filter(Path.is_file, folder.glob("*.csv"))):
         with _open_csv(path) as reader:
             names = reader.fieldnames or []
             if _column(names, path_column, PATH_COLUMNS) and _column(names, label_column, LABEL_COLUMNS):
@@ -154,14 +166,18 @@ def _find_csv(folder, path_column, label_column):
 
 @contextlib.contextmanager
 def _open_csv(path):
-    """Context manager: a csv.DictReader. Raises TpukitError for a file that is not UTF-8 text."""
+    """Context manager: a csv.DictReader. Raises TpukitError for a file that is not UTF-8 text, or has no valid header."""
     with open(path, encoding="utf-8-sig", newline="") as file:
         try:
             header = file.readline()
+            file.seek(0)
+            reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count), restkey=REST, restval="")
+            _ = reader.fieldnames  # reads the header
         except UnicodeDecodeError as error:
             raise TpukitError(f"{path} is not UTF-8 text ({error.reason}): save it as UTF-8") from error
-        file.seek(0)
-        yield csv.DictReader(file, delimiter=max(",;\t", key=header.count), restval="")
+        except csv.Error as error:
+            raise TpukitError(f"{path}, line 1: no CSV ({first_line(error)})") from error
+        yield reader
 
 
 def _column(names, wanted, known):
@@ -187,6 +203,10 @@ def _read_csv(path, path_column, label_column, images_dir, split=None):
         try:
             for row in reader:
                 name, label = (row[column].strip() for column in columns)
+                if any(field.strip() for field in row.get(REST, ())):
+                    raise TpukitError(
+                        f"{path}, line {reader.line_num}: more fields than columns: put one with a comma in quotes"
+                    )
                 if not name or not label:
                     raise TpukitError(f"{path}, line {reader.line_num}: the {'label' if name else 'path'} is empty")
                 own_split = SPLITS.get(row[of_split].strip().lower()) if of_split else None
@@ -227,7 +247,7 @@ def _read_tables(folder, tables, label_column):
         label = label_column if label_column in names else (is_class or [_column(names, label_column, LABEL_COLUMNS)])[0]
         if image is None or label is None:
             raise TpukitError(f"{path} has the columns {', '.join(names)}: name that of the labels as label_column")
-        order = features.get(label, {}).get("names") or order
+        order = _class_names(path, features.get(label, {})) or order
         labels = _read_column(path, label).to_pylist()
         split = _split_of(path.relative_to(folder))
         for row, value in enumerate(labels):
@@ -236,6 +256,14 @@ def _read_tables(folder, tables, label_column):
             name = order[value] if order and isinstance(value, int) else str(value)
             samples.append(Sample(f"{path.relative_to(folder).as_posix()}, row {row}", name, split, path, row, image))
     return samples, order
+
+
+def _class_names(path, feature):
+    """The names that the Hugging Face library wrote of a column's classes, or None."""
+    names = feature.get("names")
+    if names and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise TpukitError(f"{path}: the names of its classes are {str(names)[:80]}, and must be a list of texts: save it again")
+    return names
 
 
 def _split_of(path):
@@ -252,6 +280,10 @@ def _explain_table(path):
         import pyarrow.parquet
     except ImportError as error:
         raise TpukitError(f"{path}: reading it needs pyarrow: pip install pyarrow") from error
+    if tuple(map(int, re.findall(r"\d+", pyarrow.__version__)[:3])) < (14, 0, 1):
+        raise TpukitError(
+            f"pyarrow {pyarrow.__version__} can run code from a table that it reads (CVE-2023-47248): install 14.0.1 or newer"
+        )
     try:
         yield pyarrow
     except (pyarrow.ArrowException, OSError) as error:
@@ -282,8 +314,9 @@ def _map_arrow(path, pyarrow):
 def _features(schema):
     """What the Hugging Face library wrote of the columns."""
     try:
-        return json.loads(schema.metadata[b"huggingface"])["info"]["features"]
-    except (KeyError, TypeError, ValueError):
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+        return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return {}
 
 

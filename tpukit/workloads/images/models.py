@@ -44,7 +44,11 @@ def describe(name):
         return _describe_torchvision(name)
     if not timm.is_model(name):
         raise _unknown(name, "timm", timm.list_models())
-    cfg = timm.get_pretrained_cfg(name)
+    try:
+        cfg = timm.get_pretrained_cfg(name)
+    except RuntimeError:  # the part after the dot names no weights of this network
+        known = timm.list_models(f"{name.partition('.')[0]}.*", pretrained=True)
+        raise _unknown(name, "timm", known) from None
     if cfg is None:  # of a network without pretrained weights
         return Network("timm", name, 224, False, **IMAGENET, classes=1000)
     heads = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())

@@ -17,6 +17,7 @@ from tpukit.training.task import Workload
 from tpukit.workloads import pictures
 from tpukit.workloads.mshnet.synthetic import infrared_set
 
+MAX_SIDE = 8192  # pixels, as of `pictures.MAX_PIXELS`
 IMAGE_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as published
 IMAGE_STD = (0.229, 0.224, 0.225)
 
@@ -59,8 +60,10 @@ class MSHNet(Workload):
     def __post_init__(self):
         super().__post_init__()
         for name in ("base_size", "crop_size"):
-            if getattr(self, name) < 16 or getattr(self, name) % 16:
-                raise TpukitError(f"{name}={getattr(self, name)}: the network halves it four times; use a multiple of 16")
+            if not 16 <= getattr(self, name) <= MAX_SIDE or getattr(self, name) % 16:
+                raise TpukitError(
+                    f"{name}={getattr(self, name)}: the network halves it four times; use a multiple of 16, up to {MAX_SIDE}"
+                )
 
     def datasets(self):
         from tpukit.workloads.mshnet.data import InfraredSet

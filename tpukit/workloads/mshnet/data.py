@@ -6,6 +6,7 @@ A folder without lists, such as a user's own, is split by the names of its image
 import concurrent.futures
 import hashlib
 import math
+import os
 import zlib
 from pathlib import Path
 
@@ -107,7 +108,8 @@ def read_list(folder, split):
     Raises TpukitError naming the places that were searched."""
     if not folder.is_dir():
         raise TpukitError(f"dataset folder {folder} does not exist")
-    listings = {name: [path for pattern in LISTS[name] for path in sorted(folder.glob(pattern))] for name in LISTS}
+    listed = {name: [path for pattern in LISTS[name] for path in sorted(folder.glob(pattern))] for name in LISTS}
+    listings = {name: [path for path in paths if path.is_file()] for name, paths in listed.items()}
     if listings[split]:
         return listings[split][0], _read_text(listings[split][0]).splitlines()
     images = folder / "images"
@@ -124,7 +126,7 @@ def _split_by_name(names, split):
     """Those of the names that belong to a split: always the same, though in no order that a camera or a person gave them."""
     if len(names) < 2:
         raise TpukitError(f"images/ holds {len(names)} images: it needs 2 or more, one to train on and one to test on")
-    names = sorted(names, key=lambda name: (zlib.crc32(Path(name).stem.encode()), name))
+    names = sorted(names, key=lambda name: (zlib.crc32(os.fsencode(Path(name).stem)), name))
     tests = math.ceil(len(names) / IMAGES_PER_TEST_IMAGE)
     return sorted(names[:tests] if split == "test" else names[tests:])
 

@@ -1,0 +1,346 @@
+"""Bad input to every command: one sentence that names it, and neither a traceback nor an endless wait."""
+
+import contextlib
+import csv
+import io
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.conftest import SMALL
+from tpukit import MNIST, Run, cli, train
+
+LONG = "n" * 300
+MNIST_RUN = "--epochs 1 --batch-size 8 --channels 1 --run".split()
+IMAGES_RUN = "--model-name test_resnet --pretrained no --image-size 32 --batch-size 2 --epochs 0 --num-workers 0 --run".split()
+HUGGING_FACE = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["a", "b"]}}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, digits):
+    """The folder of a finished run of MNIST."""
+    from tpukit.devices.runtime import Runtime
+
+    task = MNIST(dataset_dir=digits, epochs=1, channels=1, **SMALL)
+    run = Run.open(tmp_path_factory.mktemp("bad") / "whole", task)
+    train(task, run, runtime=Runtime("cpu"), progress=False)
+    return run.path
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """call(*words) -> (exit code, what was printed) of a command line in tmp_path; whatever is raised fails the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+
+    def run(*words):
+        code = cli.main([str(word) for word in words])
+        return code, "".join(capsys.readouterr())
+
+    return run
+
+
+def refused(answer, *data):
+    code, printed = answer
+    assert code in (1, 2) and "Traceback" not in printed, printed
+    assert all(str(word) in printed for word in data), printed
+
+
+def picture(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(path, "PNG")
+
+
+def class_folders(folder, *classes):
+    for name in classes or ("cat", "dog"):
+        for number in range(4):
+            picture(folder / name / f"{number}.png")
+    return folder
+
+
+def listed(folder, text):
+    for number in range(4):
+        picture(folder / f"{number}.png")
+    (folder / "labels.csv").write_text(text)
+    return folder
+
+
+def table(folder, features, labels=(0, 1, 0, 1)):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder.mkdir()
+    content = io.BytesIO()
+    Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(content, "PNG")
+    rows = pyarrow.table(dict(image=[dict(bytes=content.getvalue(), path="")] * 4, label=list(labels)))
+    about = features if isinstance(features, bytes) else json.dumps(dict(info=dict(features=features))).encode()
+    for split in ("train", "test"):
+        parquet.write_table(rows.replace_schema_metadata({b"huggingface": about}), folder / f"{split}-0.parquet")
+    return folder
+
+
+def infrared(folder):
+    for number in range(4):
+        picture(folder / f"images/{number}.png")
+        picture(folder / f"masks/{number}.png")
+    return folder
+
+
+# Paths that no system takes, or not as what they are
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"show {LONG}",
+        f"report {LONG}",
+        f"watch {LONG}",
+        f"migrate {LONG}.py",
+        f"predict {LONG} a.png --out out",
+        f"export {LONG} --to onnx",
+        f"train mnist --run {LONG}",
+        f"test mnist --weights {LONG}",
+        f"rent v5litepod-8 --source git+https://github.com/o/n --out {LONG} -- train mnist",
+        f"train images --run run --dataset-dir {LONG}",
+    ],
+    ids=lambda words: words.replace(LONG, "LONG"),
+)
+def test_a_name_that_is_too_long_is_one_sentence(words, call):
+    refused(call(*words.split()), "too long")
+
+
+def test_a_name_that_is_too_long_for_the_files_of_a_run_is_one_sentence(whole, digits, call):
+    picture(Path("a.png"))
+    refused(call("predict", whole, LONG, "--out", "out"), "too long")
+    refused(call("export", whole, "--to", "torch-export", "--out", LONG), "too long")
+    refused(call("train", "mnist", "--dataset-dir", digits, *MNIST_RUN, "run", "--backup", LONG), "too long")
+
+
+def test_a_folder_in_the_place_of_a_file_is_not_read_as_one(call, tmp_path):
+    (tmp_path / "labels/train.csv").mkdir(parents=True)  # how Kaggle shows a CSV file that was uploaded as a zip
+    refused(call("train", "images", "--dataset-dir", "labels", *IMAGES_RUN, "run"), "no images in labels")
+    (infrared(tmp_path / "infrared") / "trainval.txt").mkdir()
+    (tmp_path / "infrared/test.txt").write_text("0\n")
+    refused(call("train", "mshnet", "--dataset-dir", "infrared", "--run", "other"), "no train list")
+
+
+def test_a_backup_that_cannot_be_made_is_refused_before_the_training(digits, call, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for place in ("file", "/proc/backup"):
+        refused(call("train", "mnist", "--dataset-dir", digits, *MNIST_RUN, "run", "--backup", place), place)
+    assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "run/records.jsonl").exists()
+
+
+# What another user owns
+
+
+@pytest.fixture
+def public():
+    """A folder that every user reads and writes."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o777)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def as_nobody(folder):
+    """Context manager: without root's right to every file, in a folder."""
+    here = os.getcwd()
+    is_root = os.geteuid() == 0
+    os.chdir(folder)
+    try:
+        if is_root:
+            os.seteuid(65534)
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        os.chdir(here)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "show private/run",
+        "report private/run",
+        "watch private/run",
+        "train mnist --run private/run",
+        "predict private/run a.png --out out",
+        "export private/run --to onnx",
+        "migrate private/a.py",
+        "rent v5litepod-8 --source git+https://github.com/o/n --out private/task.yaml -- train mnist",
+    ],
+)
+def test_what_may_not_be_read_or_written_is_one_sentence(words, call, public):
+    (public / "private").mkdir(mode=0)
+    with as_nobody(public):
+        answer = call(*words.split())
+    refused(answer, "private", "permission denied")
+
+
+def test_what_a_run_may_not_write_or_read_is_one_sentence(call, public, whole):
+    shutil.copytree(whole, public / "run")
+    (public / "private").mkdir(mode=0)
+    picture(public / "a.png")
+    with as_nobody(public):
+        for words in ("predict run a.png --out private/out", "export run --to torch-export --out private/run.pt2"):
+            refused(call(*words.split()), "private", "permission denied")
+        refused(call("predict", "run", "private/a.png", "--out", "out"), "private", "permission denied")
+
+
+def test_no_part_of_a_dataset_that_may_not_be_read_is_left_out_silently(call, public):
+    for number, closed in enumerate(("dog", "cat/inside", "labels.csv")):
+        folder = class_folders(public / f"set{number}", "bird", "cat", "dog", "cat/inside")
+        if closed == "labels.csv":
+            shutil.rmtree(folder)
+            listed(folder, "path,label\n0.png,a\n1.png,b\n")
+        (folder / closed).chmod(0)
+        with as_nobody(public):
+            answer = call("train", "images", "--dataset-dir", folder.name, *IMAGES_RUN, "run")
+        (folder / closed).chmod(0o755)
+        refused(answer, f"set{number}/{closed}", "permission denied")
+    folder = infrared(public / "infrared")
+    (folder / "images/1.png").chmod(0)
+    with as_nobody(public):
+        refused(call("train", "mshnet", "--dataset-dir", "infrared", "--run", "other"), "1.png", "permission denied")
+
+
+# Datasets
+
+
+@pytest.mark.parametrize(
+    "text, what",
+    [
+        (f"path,label,{'z' * 200_000}\n0.png,a,1\n1.png,b,1\n", "field larger"),
+        ("path,label\n0.png,a\n1.png,cat, dog\n", "line 3"),
+        ("path,label\n0.png,a\n1.png\n", "line 3"),
+    ],
+    ids=["long header", "a comma more", "a comma less"],
+)
+def test_a_csv_that_is_not_a_table_is_named(text, what, call, tmp_path):
+    listed(tmp_path / "set", text)
+    refused(call("train", "images", "--dataset-dir", "set", *IMAGES_RUN, "run"), "labels.csv", what)
+
+
+@pytest.mark.parametrize("names", ["ab", dict(a=1), [1, 2]], ids=str)
+def test_class_names_that_are_no_list_of_texts_are_refused(names, call, tmp_path):
+    table(tmp_path / "set", {**HUGGING_FACE, "label": {"_type": "ClassLabel", "names": names}})
+    refused(call("train", "images", "--dataset-dir", "set", *IMAGES_RUN, "run"), "set/test-0.parquet", "list of texts")
+
+
+@pytest.mark.parametrize(
+    "about",
+    [b"[]", b'{"info": {"features": []}}', b'{"info": {"features": {"label": 7}}}', b'{"a":' * 100_000],
+    ids=["a list", "no features", "a number", "deep"],
+)
+def test_metadata_of_a_table_that_says_nothing_is_passed_over(about, call, tmp_path):
+    table(tmp_path / "set", about)
+    code, printed = call("train", "images", "--dataset-dir", "set", *IMAGES_RUN, "run")
+    assert code == 0 and "Traceback" not in printed, printed
+
+
+def test_a_named_pipe_among_images_is_an_image_that_cannot_be_read(call, tmp_path):
+    os.mkfifo(class_folders(tmp_path / "set") / "cat/z.png")
+    refused(call("train", "images", "--dataset-dir", "set", *IMAGES_RUN, "run"), "cat/z.png", "named pipe")
+
+
+def test_a_named_pipe_to_be_predicted_is_refused(whole, call):
+    os.mkfifo("pipe.png")
+    refused(call("predict", whole, "pipe.png", "--out", "out"), "pipe.png", "named pipe")
+
+
+def test_names_that_are_not_utf_8_are_trained_on_and_predicted(whole, call, tmp_path):
+    cafe = os.fsdecode(b"caf\xe9")
+    try:
+        class_folders(tmp_path / "set", cafe, "dog")
+    except OSError:
+        pytest.skip("this disk takes names in UTF-8 alone")
+    code, printed = call("train", "images", "--dataset-dir", "set", *IMAGES_RUN, cafe)
+    assert code == 0, printed
+    code, printed = call("predict", whole, f"set/{cafe}/0.png", "set/dog/1.png", "--out", "out")
+    assert code == 0, printed
+    picture(tmp_path / f"{cafe}.png")
+    code, printed = call("predict", whole, f"{cafe}.png", "set/dog/1.png", "--out", "out2")
+    assert code == 0 and r"caf\udce9.png" in (tmp_path / "out2/predictions.csv").read_text(), printed
+
+
+@pytest.mark.parametrize("option", ["--base-size", "--crop-size"])
+def test_images_larger_than_any_that_is_read_are_refused(option, call):
+    refused(call("train", "mshnet", option, "100000", "--run", "run"), "=100000", "8192")
+
+
+# Weights, names of models
+
+
+NOT_PLAIN = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "compressed rows": lambda: torch.eye(3).to_sparse_csr(),
+    "meta": lambda: torch.zeros(3, device="meta"),
+    "quantized": lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of what is in beta
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_a_tensor_that_is_not_a_plain_one_is_named(kind, call, digits):
+    torch.save({"0.weight": NOT_PLAIN[kind]()}, "odd.pth")
+    refused(call("train", "mnist", "--dataset-dir", digits, "--weights", "odd.pth", *MNIST_RUN, "run"), "odd.pth", "0.weight")
+
+
+def test_weights_that_no_network_has_are_named_with_the_nearest(call, tmp_path):
+    pytest.importorskip("timm")
+    class_folders(tmp_path / "set")
+    name = "resnet18.a1_in2k"
+    refused(call("train", "images", "--dataset-dir", "set", "--run", "run", "--model-name", name), name, "resnet18.a1_in1k")
+
+
+# Names of files to predict
+
+
+def test_a_long_name_among_the_files_to_predict_loses_no_result(whole, call, tmp_path):
+    long = [f"{'m' * 240}{number}.png" for number in range(2)]
+    for name in (*long, "a.png"):
+        picture(tmp_path / name)
+    code, printed = call("predict", whole, *long, "a.png", "--out", "out")
+    assert code == 0, printed
+    rows = list(csv.DictReader(Path("out/predictions.csv").read_text().splitlines()))
+    assert [row["name"] for row in rows] == [*long, "a.png"]
+    assert len({row["picture"] for row in rows}) == 3 and all(Path("out", row["picture"]).is_file() for row in rows)
+
+
+# The terminal and the environment
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_has_not_every_character_gets_the_others(encoding, whole, monkeypatch):
+    for words in (["show", whole], ["report", whole], ["watch", whole]):
+        written = io.BytesIO()
+        monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding))
+        assert cli.main([str(word) for word in words]) == 0
+        assert b"epoch" in written.getvalue() or b"step" in written.getvalue()
+
+
+def test_a_rank_that_is_not_a_number_is_named(call, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("RANK", "abc")
+    refused(call("train", "mnist", "--run", "run"), "RANK=abc")
+
+
+def test_an_error_of_tpukits_own_keeps_its_traceback(call, monkeypatch):
+    from tpukit.reporting import display
+
+    for error in (FileNotFoundError(2, "No such file", "inner.txt"), PermissionError(1, "Not permitted"), KeyError("x")):
+
+        def fail(run, error=error):
+            raise error
+
+        monkeypatch.setattr(display, "show", fail)
+        with pytest.raises(type(error)):
+            call("show", "run")
