@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("torch_xla")
 
-from tests.conftest import ROOT, checkpoint
+from tests.conftest import ROOT, checkpoint, same
 from tests.devices.conftest import take_step
 from tpukit import MSHNet, Run, train
 from tpukit.devices import xla_replay
@@ -133,6 +133,39 @@ def test_a_number_given_as_a_tensor_is_not_taken_for_the_same_number_in_the_grap
     epochs = [3.0, 0.0, 1.0, 4.0]  # torch_xla folds 0 and 1 into a graph where it can
     losses = [float(compiled(x, xla.put({"epoch": np.float32(epoch)})["epoch"]).cpu()) for epoch in epochs]
     assert losses == pytest.approx([weight * 3 * epoch for epoch in epochs]) and len(calls) == 3
+
+
+def fail(*_):
+    raise RuntimeError("RESOURCE_EXHAUSTED: of the compiler")
+
+
+@pytest.mark.parametrize("how", ["another shape", "another operation", "a value read back", "no memory"])
+def test_a_step_that_is_refused_or_fails_compiles_nothing_more_and_leaves_the_weights(how, xla, monkeypatch):
+    monkeypatch.setattr(xla_replay, "CHECK_EVERY", 4)
+    model = xla.place(torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    xla.init_optimizer_state(optimizer)
+    is_late = False
+
+    def step(x):
+        loss = model(x).square().mean()
+        if is_late and how == "another operation":
+            loss = loss.tanh()
+        take_step(xla, loss, optimizer)
+        return loss.detach() * (loss.item() if is_late and how == "a value read back" else 1.0)
+
+    step = xla.compile(step, max_graphs=2 if how == "no memory" else 1, changes=(model, optimizer))
+    batches = [xla.put({"x": torch.ones(size, 3)})["x"] for size in (7, 6)]
+    for _ in range(4):
+        step(batches[0])
+    weights, compilations = xla.host(model.state_dict()), xla.compilations()[0]
+    is_late = True
+    if how == "no memory":
+        monkeypatch.setattr(xla_replay._XLAC, "_xla_warm_up_cache", fail)
+    with pytest.raises(RuntimeError if how in ("a value read back", "no memory") else UnexpectedRecompilation):
+        step(batches[how in ("another shape", "no memory")])
+    assert xla.compilations()[0] == compilations
+    assert same(xla.host(model.state_dict()), weights)
 
 
 # Several cores, each a process with the all-reduce in its graph

@@ -53,6 +53,7 @@ class GraphReplay:
         self.was_tried = False  # whether `may_replay` is known
         self.captured = {}  # key -> CapturedGraph
         self.trace_of = {}  # hash of a compiled graph -> its trace as text, the last one compiled last
+        self.state_before = []  # while a step is traced: (tensor that the step may write, its data before)
         self.recently_written = collections.deque(maxlen=2)  # the state that the last two replays wrote
 
     def __call__(self, *arguments):
@@ -62,7 +63,7 @@ class GraphReplay:
         graph = self.captured.get(key)
         if graph is None or graph.replays == CHECK_EVERY:
             # full_graph: a hidden `.item()` raises instead of cutting the step.
-            return torch_xla.compile(self._trace, full_graph=True, name=self.name)(arguments, key, tensors)
+            return torch_xla.compile(self._trace_or_discard, full_graph=True, name=self.name)(arguments, key, tensors)
         if graph.host_state:
             torch._foreach_add_(graph.host_state, graph.host_increments)
         return self._replay(graph, tensors)
@@ -72,6 +73,13 @@ class GraphReplay:
         if self.runtime.mesh is None:
             return []
         return [sharding or "{replicated}" for sharding in _XLAC._get_xla_sharding_specs(tensors)]
+
+    def _trace_or_discard(self, *arguments):
+        try:
+            return self._trace(*arguments)
+        except BaseException:
+            self._discard()  # torch_xla.compile compiles and runs what is pending when it ends, also after an error
+            raise
 
     def _trace(self, arguments, key, tensors):
         """Capture the step, check it against what was captured before, and run it."""
@@ -91,7 +99,7 @@ class GraphReplay:
         seed = xm.get_rng_state()
         first = self._capture(arguments, tensors)
         first_text, host_before = first.trace(), first.host_before
-        self._discard(first)
+        self._discard()
         # The second capture finds the optimizer's numbers on the host one step further: what depends on them differs.
         second = self._capture(arguments, tensors)
         if second.hash != first.hash and not first.draws_random_numbers:
@@ -99,7 +107,7 @@ class GraphReplay:
         # A traced step and a replayed one are different graphs, and an all-reduce needs the same graph on all ranks.
         answers = self.runtime.world.all_gather([first.is_equivalent(second)])
         self.was_tried, self.may_replay = True, all(is_equivalent for [is_equivalent] in answers)
-        self._discard(second)
+        self._discard()
         for value, before in zip(first.host_state, host_before):
             value.copy_(before)
         if first.draws_random_numbers:
@@ -117,7 +125,9 @@ class GraphReplay:
         sources = [("argument", i) for i in range(len(tensors))] + [("state", i) for i in range(len(state))]
         source_of = dict(zip(_XLAC._get_tensors_handle([*tensors, *state]), sources))
         # Keeps their data, whose handles new data could otherwise take over while the function is traced.
-        held = _XLAC._get_tensors_xla_device_data_node([*tensors, *state])
+        _, held = _XLAC._get_tensors_xla_device_data_node([*tensors, *state])
+        data_of = dict(zip(_XLAC._get_tensors_handle(held), held))
+        self.state_before = [(v, data_of[handle]) for v, handle in zip(state, _XLAC._get_tensors_handle(state))]
         host_before = [value.clone() for value in host_state]
         debugs = _XLAC._get_ir_debug()
         _XLAC._set_ir_debug(True)  # the trace keeps the line of each operation; the graph is the same
@@ -135,7 +145,6 @@ class GraphReplay:
         for kind, index, value in inputs:  # what the step writes may take the memory of its old value
             if kind == "state" and index in written:
                 _XLAC._set_buffer_donation(value, True)
-        del held
         with alias_with_buffer_donor_config():
             graph_hash = _XLAC._get_graph_hash(outputs)
         return CapturedGraph(
@@ -158,15 +167,14 @@ class GraphReplay:
         on_host = [v for v in of_optimizer if v.device.type == "cpu"]
         return [*self.model.parameters(), *self.model.buffers(), *on_device], on_host
 
-    def _discard(self, graph):
-        """Undo the traced step, except for the optimizer's numbers on the host."""
-        for kind, index, value in graph.inputs:
-            if kind == "state":
-                graph.state[index].data = value
-        for p in graph.parameters:
-            p.grad = None
-        graph.outputs = None
-        _XLAC._clear_pending_irs(str(self.runtime.device))
+    def _discard(self):
+        """Undo the traced step, if there is one, except for the optimizer's numbers on the host."""
+        for tensor, data in self.state_before:
+            tensor.data = data
+        if self.state_before:
+            self.state_before = []
+            self.model.zero_grad(set_to_none=True)
+            _XLAC._clear_pending_irs(str(self.runtime.device))
 
     def _compile(self, graph, key, tensors):
         """Compile a captured graph where it is new, and run it."""
@@ -180,7 +188,7 @@ class GraphReplay:
             with alias_with_buffer_donor_config():
                 _XLAC._xla_warm_up_cache(graph.outputs, [])
             self.trace_of[graph.hash] = text
-        self._discard(graph)
+        self._discard()
         graph.release_values()
         while len(self.captured) >= MAX_KEPT:
             del self.captured[next(iter(self.captured))]
