@@ -245,3 +245,18 @@ def test_an_environment_prints_as_a_table(tmp_path):
     env = detect({"COLAB_RELEASE_TAG": "x"}, tmp_path)
     for text in ("colab", "accelerator", "not mounted", sys.version.split()[0]):
         assert text in " ".join(str(env).split()) and text in env._repr_html_()
+
+
+WARNING = "WARNING: could not determine TPU worker hostnames or IP addresses, please set env var `TPU_WORKER_HOSTNAMES`"
+
+
+@pytest.mark.parametrize("on_bus, kind", [(True, "v5litepod-8"), (False, "")])
+def test_a_warning_in_place_of_a_variables_value_is_neither_several_hosts_nor_a_device(on_bus, kind, tmp_path, versions):
+    versions(torch="2.8.0", torch_xla="2.8.0", libtpu="0.0.17")
+    if on_bus:
+        add_chips(tmp_path, 8)
+    broken = dict(KAGGLE_TPU, TPU_WORKER_HOSTNAMES=WARNING, TPU_ACCELERATOR_TYPE=WARNING, PJRT_DEVICE="TPU")
+    mended = dict(TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE=kind)
+    assert module.failed_lookups(broken, tmp_path) == mended
+    assert module.failed_lookups(dict(TPU_WORKER_HOSTNAMES="host-0,host-1", TPU_ACCELERATOR_TYPE="v6e-1"), tmp_path) == {}
+    assert detect(broken, tmp_path).device_name == (kind or "TPU") and "WARNING" not in str(detect(broken, tmp_path))
