@@ -144,7 +144,7 @@ def on_device(images, masks, axes, blur, mask_rows, mask_columns):
     with torch.autocast(images.device.type, enabled=False):
         rows = _blur(_weights(axes[:, 0], size, height), blur)[:, None]  # (B, 1, S, H)
         columns = _blur(_weights(axes[:, 1], size, width), blur)[:, None]  # (B, 1, S, W)
-        # A TPU rounds the factors of a product to bfloat16, of 8 bits: each is a sum of parts that have no more of them.
+        # By default a TPU rounds the factors of a product to bfloat16, of 8 bits: each is a sum of parts that have no more.
         coarse, fine = _in_two_parts(rows, 1 / 128)
         images = images.float()  # whole numbers up to 255: 8 bits
         images = coarse @ images + fine @ images  # (B, C, S, W)
