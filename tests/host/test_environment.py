@@ -260,3 +260,12 @@ def test_a_warning_in_place_of_a_variables_value_is_neither_several_hosts_nor_a_
     assert module.failed_lookups(broken, tmp_path) == mended
     assert module.failed_lookups(dict(TPU_WORKER_HOSTNAMES="host-0,host-1", TPU_ACCELERATOR_TYPE="v6e-1"), tmp_path) == {}
     assert detect(broken, tmp_path).device_name == (kind or "TPU") and "WARNING" not in str(detect(broken, tmp_path))
+
+
+@pytest.mark.parametrize("pci_id, name", [("0x0063", "v5litepod-8"), ("0x006f", "v6e-8"), ("0x005e", "TPU")])
+def test_a_tpu_that_no_variable_names_is_known_by_its_pci_id(pci_id, name, tmp_path, versions):
+    versions(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21")
+    add_chips(tmp_path, 8)
+    for device in tmp_path.glob("sys/bus/pci/devices/0000:00:*/device"):
+        device.write_text(pci_id)
+    assert detect({}, tmp_path).device_name == name

@@ -2,6 +2,7 @@
 
 import os
 
+from tpukit.devices.chips import V6E, find_chip
 from tpukit.host.environment import failed_lookups, release, tpu_chips, version_of
 from tpukit.host.errors import TpukitError
 
@@ -35,6 +36,16 @@ def open_runtime(env, precision="auto", *, world=None, spmd_cores=None, libtpu_a
 
         return XLARuntime(env.accelerator, precision, world, spmd_cores)
     return Runtime(env.accelerator, precision, world)
+
+
+def check_micro_batches(env, count):
+    """Raise TpukitError where gradients that are accumulated in one graph may be wrong."""
+    if count > 1 and env.accelerator == "tpu" and not env.uses_torch_tpu and find_chip(env.device_name) is V6E:
+        raise TpukitError(
+            f"micro_batches={count} on a {V6E.name}: torch_xla 2.8 was reported to compute wrong gradients there where a step "
+            "accumulates them, and nobody has checked this step on that chip. Use micro_batches=1 with a smaller batch_size, "
+            "or a v5e"
+        )
 
 
 def add_libtpu_args(libtpu_args):

@@ -235,7 +235,7 @@ def _accelerator(environ, root, versions):
         return "xla", 1, "CPU XLA device (PJRT_DEVICE=CPU), for trying things out, not for speed"
     chips = chips_here(environ, root)
     if find_tpu_backend(versions) and chosen in ("", "TPU") and (chips or chosen == "TPU"):
-        return "tpu", chips, environ.get("TPU_ACCELERATOR_TYPE") or "TPU"
+        return "tpu", chips, environ.get("TPU_ACCELERATOR_TYPE") or _accelerator_type(root) or "TPU"
     gpus = nvidia_gpus(environ)
     if gpus:
         return "cuda", len(gpus), ", ".join(sorted(set(gpus)))
@@ -257,6 +257,13 @@ def tpu_chips(root="/"):
     return len(_tpu_chip_ids(root))
 
 
+def _accelerator_type(root):
+    """The chips on the PCI bus as TPU_ACCELERATOR_TYPE names them, or "" for those that ACCELERATOR_TYPES lacks."""
+    ids = _tpu_chip_ids(root)
+    kind = ACCELERATOR_TYPES.get(ids[0]) if ids else None
+    return f"{kind}-{len(ids)}" if kind else ""
+
+
 def _tpu_chip_ids(root):
     google = [device for device, vendor in _pci_devices(root) if vendor == GOOGLE_PCI_VENDOR]
     ids = [(device / "device").read_text().strip() for device in google]
@@ -265,9 +272,7 @@ def _tpu_chip_ids(root):
 
 def failed_lookups(environ, root="/"):
     """The LOOKED_UP_VARIABLES that hold a warning, with the values of a single host for them; "" where the chip is unknown."""
-    ids = _tpu_chip_ids(root)
-    kind = ACCELERATOR_TYPES.get(ids[0]) if ids else None
-    of_one_host = dict(TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE=f"{kind}-{len(ids)}" if kind else "")
+    of_one_host = dict(TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE=_accelerator_type(root))
     return {name: of_one_host[name] for name in LOOKED_UP_VARIABLES if " " in environ.get(name, "").strip()}
 
 
