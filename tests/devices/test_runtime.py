@@ -185,17 +185,22 @@ def test_the_peak_of_a_gpus_memory_starts_anew_with_each_training(digits, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("version", "given", "wanted"),
+    ("version", "chips", "given", "wanted"),
     [
-        ("0.0.21", None, "--a=1 --b=2"),
-        ("0.0.17", "--c=3", "--c=3 --a=1 --b=2"),
-        ("0.0.21", "--c=3 --a=5", "--c=3 --a=5 --b=2"),  # the user's own win
-        ("0.0.99", "--c=3", "--c=3"),  # a flag that it does not know would end the process
-        (None, None, None),
+        ("0.0.21", 1, None, "--a=1 --b=2"),
+        ("0.0.21.1", 1, None, "--a=1 --b=2"),
+        ("0.0.17", 8, "--c=3", "--c=3 --a=1 --b=2"),
+        ("0.0.21", 1, "--c=3 --a=5", "--c=3 --a=5 --b=2"),  # the user's own win
+        ("0.0.17", 0, None, "--a=1 --b=2 --xla_tpu_use_enhanced_launch_barrier=false"),  # as torch_xla does for chips on a bus
+        ("0.0.17", 0, *["--xla_tpu_use_enhanced_launch_barrier=true --a=1 --b=2"] * 2),
+        ("0.0.99", 0, "--c=3", "--c=3"),  # a flag that it does not know would end the process
+        ("0.0.2", 1, "--c=3", "--c=3"),
+        (None, 1, None, None),
     ],
 )
-def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(monkeypatch, version, given, wanted):
+def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(monkeypatch, version, chips, given, wanted):
     pytest.importorskip("torch_xla")
+    monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: chips)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", given or "")
     if given is None:
         monkeypatch.delenv("LIBTPU_INIT_ARGS")
@@ -246,3 +251,12 @@ def test_fp32_is_not_tf32_by_any_of_torchs_settings_whatever_the_user_has_set(se
     old, *new = ran.stdout.splitlines() or [ran.stderr]
     assert old == "False False highest", old
     assert new in ([], ["{'ieee'}", "ieee"])
+
+
+def test_a_warning_where_a_variable_should_be_is_gone_before_a_chip_is_opened(monkeypatch):
+    pytest.importorskip("torch_xla")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "WARNING: could not determine TPU worker hostnames, please set env var")
+    seen = []
+    monkeypatch.setattr("tpukit.devices.xla.XLARuntime", lambda *_: seen.append(os.environ["TPU_WORKER_HOSTNAMES"]))
+    open_runtime(SimpleNamespace(accelerator="tpu", uses_torch_tpu=False))
+    assert seen == ["localhost"]

@@ -64,6 +64,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one_and_the_chips_generator_
 
 def test_a_chip_computes_in_bf16_reports_its_memory_and_refuses_fp16_and_spmd(mock, tmp_path):
     runtime = TorchTPURuntime()
+    assert ("torch.set_float32_matmul_precision", ("highest",), {}) in mock.calls  # for what stays fp32
     assert runtime.precision == "bf16" and runtime.memory_size() == 16 * 2**30 and runtime.memory() == []
     assert "TPU v5 lite" in str(runtime) and float(runtime.scalar(3)) == 3
     with runtime.traced(tmp_path):

@@ -16,9 +16,9 @@ from tpukit.workloads.mnist import MNIST
 
 
 @pytest.mark.parametrize(
-    "accelerator, precision, wanted", [("tpu", "fp32", ["highest"]), ("tpu", "auto", []), ("xla", "fp32", [])]
+    "accelerator, precision, wanted", [("tpu", "fp32", ["highest"]), ("tpu", "auto", ["highest"]), ("xla", "fp32", [])]
 )
-def test_fp32_on_a_tpu_multiplies_in_fp32(accelerator, precision, wanted, monkeypatch, xla):
+def test_what_is_fp32_is_multiplied_in_fp32_on_a_tpu_in_a_bf16_training_too(accelerator, precision, wanted, monkeypatch, xla):
     from torch_xla import _XLAC
 
     precisions = []

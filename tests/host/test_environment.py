@@ -266,3 +266,27 @@ def test_without_nvidia_smi_the_driver_tells_which_gpus_are_here(visible, names,
     environ = dict(PATH=str(tmp_path)) | ({} if visible is None else dict(CUDA_VISIBLE_DEVICES=visible))
     assert module.nvidia_gpus(environ) == names
     assert module.detect(environ, tmp_path).cores == max(1, len(names))
+
+
+WARNING = "WARNING: could not determine TPU worker hostnames or IP addresses, please set env var `TPU_WORKER_HOSTNAMES`"
+
+
+@pytest.mark.parametrize("on_bus, kind", [(True, "v5litepod-8"), (False, "")])
+def test_a_warning_in_place_of_a_variables_value_is_neither_several_hosts_nor_a_device(on_bus, kind, tmp_path, versions):
+    versions(torch="2.8.0", torch_xla="2.8.0", libtpu="0.0.17")
+    if on_bus:
+        add_chips(tmp_path, 8)
+    broken = dict(KAGGLE_TPU, TPU_WORKER_HOSTNAMES=WARNING, TPU_ACCELERATOR_TYPE=WARNING, PJRT_DEVICE="TPU")
+    mended = dict(TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE=kind)
+    assert module.failed_lookups(broken, tmp_path) == mended
+    assert module.failed_lookups(dict(TPU_WORKER_HOSTNAMES="host-0,host-1", TPU_ACCELERATOR_TYPE="v6e-1"), tmp_path) == {}
+    assert detect(broken, tmp_path).device_name == (kind or "TPU") and "WARNING" not in str(detect(broken, tmp_path))
+
+
+@pytest.mark.parametrize("pci_id, name", [("0x0063", "v5litepod-8"), ("0x006f", "v6e-8"), ("0x005e", "TPU")])
+def test_a_tpu_that_no_variable_names_is_known_by_its_pci_id(pci_id, name, tmp_path, versions):
+    versions(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21")
+    add_chips(tmp_path, 8)
+    for device in tmp_path.glob("sys/bus/pci/devices/0000:00:*/device"):
+        device.write_text(pci_id)
+    assert detect({}, tmp_path).device_name == name

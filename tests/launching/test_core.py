@@ -10,8 +10,21 @@ import pytest
 from tests.conftest import ROOT
 from tests.launching.conftest import CPU, HEAD, launched, needs_torch_xla, python, xla_environ
 from tests.launching.launched import machine
-from tpukit import Run, train
+from tpukit import MNIST, Run, train
 from tpukit.launching import core, tpu_chips
+
+
+class Flagged(MNIST):
+    def libtpu_args(self, batch_size):
+        return f"--images={batch_size}"
+
+
+def test_spmd_gives_the_compilers_flags_for_a_cores_share_before_it_opens_the_chips(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr("tpukit.devices.version_of", lambda package: "0.0.17")
+    monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: 8)
+    core.join(core.Job(train, Flagged(batch_size=64), Run(tmp_path), machine("tpu", 8), None, 60.0, spmd_cores=8), 0)
+    assert os.environ["LIBTPU_INIT_ARGS"] == "--images=8"
 
 
 @pytest.mark.parametrize("size", [8, 16])
@@ -22,13 +35,23 @@ def test_tpu_cores_of_one_host_meet_in_a_file_and_those_of_several_by_pjrt(size,
         needs_torch_xla()
     calls = []
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(tpu_chips, "open_chip", lambda index, processes: (5, size))
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost" if size == 8 else "host-0,host-1")
+    monkeypatch.setattr("tpukit.devices.version_of", lambda package: "0.0.21.1")
+    monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: 8)
+
+    def open_chip(index, processes):
+        calls.append(os.environ["LIBTPU_INIT_ARGS"])
+        return 5, size
+
+    monkeypatch.setattr(tpu_chips, "open_chip", open_chip)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: calls.append((backend, how)))
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda: size)
-    job = core.Job(train, None, Run(tmp_path), machine("tpu", 8), None, 60.0, processes=8, rendezvous=tmp_path / "rendezvous")
+    task = Flagged(batch_size=128)
+    job = core.Job(train, task, Run(tmp_path), machine("tpu", 8), None, 60.0, processes=8, rendezvous=tmp_path / "rendezvous")
     world = core.join(job, 3)
-    [(backend, how)] = calls
+    [flags, (backend, how)] = calls
+    assert flags == f"--images={128 // size}"  # libtpu reads them when the chip is opened
     assert (backend, world.rank, world.size) == ("gloo", 5, size)
     if size == 8:
         assert isinstance(how["store"], dist.FileStore) and (how["rank"], how["world_size"]) == (5, 8)

@@ -2,6 +2,7 @@
 
 import collections
 import json
+import os
 
 import numpy as np
 import pytest
@@ -253,6 +254,29 @@ def test_fewer_cores_than_asked_and_other_impossible_shapes_are_errors(env, aske
 )
 def test_all_cores_that_are_here_are_taken_unless_fewer_are_asked_for(env, asked, count):
     assert launcher._count_cores(env, asked, "processes") == count
+
+
+@pytest.mark.parametrize(
+    "accelerator, is_open, visible, waits",
+    [("tpu", False, "", 1), ("tpu", True, "", 0), ("tpu", False, "3", 0), ("cpu", False, "", 0)],
+)
+def test_one_core_too_waits_until_its_chip_is_free_unless_this_process_has_it(
+    accelerator, is_open, visible, waits, digits, tmp_path, monkeypatch
+):
+    needs_torch_xla()
+    import torch_xla
+
+    waited = []
+    monkeypatch.setenv("TPU_VISIBLE_CHIPS", visible)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "WARNING: could not determine them, please set env var")
+    here = machine(accelerator, 1)
+    monkeypatch.setattr(environment, "detect", lambda: here)
+    monkeypatch.setattr(torch_xla._XLAC, "_xla_runtime_is_initialized", lambda: is_open)
+    monkeypatch.setattr(launcher.tpu_chips, "wait_until_free", lambda run: waited.append(os.environ["TPU_WORKER_HOSTNAMES"]))
+    monkeypatch.setattr(launcher, "open_runtime", lambda *_, **__: None)
+    task = Watched(dataset_dir=digits)
+    assert launcher.launch(lambda task, run, runtime: "done", task, Run.open(tmp_path, task)) == "done"
+    assert waited == ["localhost"] * waits
 
 
 def test_a_kernel_that_already_used_the_device_is_told_to_restart(digits, tmp_path, xla):

@@ -90,3 +90,14 @@ def test_a_copy_to_the_host_waits_also_where_it_is_asked_not_to():
     assert not _copies_to_host("aten::copy_", (device, host, True), device)
     assert not _copies_to_host("aten::copy_", (host, 1.0), host)
     assert not _copies_to_host("aten::add", (device, 1), host)
+
+
+def test_of_a_step_that_the_compiler_refuses_the_fix_is_named_instead_of_a_trace(trained, xla, monkeypatch):
+    from tpukit.devices.xla_compile import CompiledFunction
+
+    def refuse(*_):
+        raise ValueError("Ran out of memory in memory space hbm. Used 18.2G of 15.75G hbm.")
+
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setattr(CompiledFunction, "_call", refuse)
+    assert "batch" in trace(*trained, steps=1).error

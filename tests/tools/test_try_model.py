@@ -1,7 +1,11 @@
 """`tpukit doctor --model`."""
 
+import pytest
+
 from tests.workloads.cdeit.small import SMALL
-from tpukit import CDEIT, detect
+from tpukit import CDEIT, MNIST, TpukitError, detect
+from tpukit.tools import try_model as module
+from tpukit.tools.doctor import BLOCKS
 from tpukit.tools.try_model import try_model
 
 
@@ -11,3 +15,16 @@ def test_doctor_says_how_far_half_precision_moves_the_model(cpu):
     assert [c.what for c in checks] == ["cdeit in fp32", "cdeit in bf16"] and {c.level for c in checks} == {"ok"}
     moved = float(checks[1].found.split("changes by ")[1].split("%")[0])
     assert 0.01 < moved < 5
+
+
+def test_what_a_compiler_refuses_is_a_finding_with_its_reason_and_what_tpukit_refuses_an_error(monkeypatch):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(module, "_one_step", refuse)
+    error = ValueError("Ran out of memory in memory space hbm. Used 18.2G of 15.75G hbm.\nmore")  # XLA's type for it
+    checks = try_model(MNIST(), detect({}, "/nowhere"))
+    assert checks[0].level == BLOCKS and "18.2G of 15.75G" in checks[0].found and checks[0].fix
+    error = TpukitError("no such chip")
+    with pytest.raises(TpukitError, match="no such chip"):
+        try_model(MNIST(), detect({}, "/nowhere"))

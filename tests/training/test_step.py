@@ -1,6 +1,8 @@
 """One training step: precision, clipping, and gradient accumulation."""
 
+import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from tests.conftest import SMALL, checkpoint, exact, refuses
 from tests.workloads.cdeit.small import task_of
 from tpukit import MNIST, MSHNet, Run, train
 from tpukit.devices.runtime import Runtime, check_batch
+from tpukit.host import environment
 from tpukit.training.step import add_gradients, micro_batch
 
 
@@ -109,4 +112,18 @@ def test_a_batch_that_cannot_be_split_is_refused_with_sizes_that_can(size, cores
 def test_a_training_whose_batch_cannot_be_split_is_refused(digits, tmp_path, cpu):
     task = MNIST(dataset_dir=digits, micro_batches=3, **SMALL)
     with refuses(8, 3):
+        train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+
+
+@pytest.mark.parametrize(
+    "kind, count, torch_tpu, refused",
+    [("v6e-1", 2, False, True), ("v6e-1", 1, False, False), ("v5e-1", 2, False, False), ("v6e-8", 4, True, False)],
+)
+def test_micro_batches_are_refused_where_a_graph_that_accumulates_them_was_wrong(
+    kind, count, torch_tpu, refused, digits, tmp_path, cpu, monkeypatch
+):
+    env = SimpleNamespace(accelerator="tpu", device_name=kind, uses_torch_tpu=torch_tpu, versions={})
+    monkeypatch.setattr(environment, "detect", lambda: env)
+    task = MNIST(dataset_dir=digits, epochs=1, micro_batches=count, **SMALL)
+    with refuses("TPU v6e", f"micro_batches={count}", "micro_batches=1") if refused else contextlib.nullcontext():
         train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)

@@ -2,11 +2,14 @@
 
 import os
 
-from tpukit.host.environment import version_of
+from tpukit.devices.chips import V6E, find_chip
+from tpukit.host.environment import failed_lookups, release, tpu_chips, version_of
 from tpukit.host.errors import TpukitError
 
 LONG_COMPILE_S = 0.5  # graphs of a few operations compile in milliseconds, and go unmentioned
-LIBTPU_VERSIONS = ("0.0.17", "0.0.21")  # whose compilers took the tasks' flags; an unknown flag ends the process
+LIBTPU_RELEASES = ((0, 0, 17), (0, 0, 21))  # whose compilers took the tasks' flags; an unknown flag ends the process
+# Without it one process that opens several chips hangs (pytorch/xla #9084).
+NO_LAUNCH_BARRIER = "--xla_tpu_use_enhanced_launch_barrier=false"
 
 
 def open_runtime(env, precision="auto", *, world=None, spmd_cores=None, libtpu_args=""):
@@ -26,6 +29,7 @@ def open_runtime(env, precision="auto", *, world=None, spmd_cores=None, libtpu_a
             raise TpukitError("parallel='spmd' is torch_xla's: with torch_tpu use 'processes'")
         return TorchTPURuntime(env.accelerator, precision, world)
     if env.accelerator == "tpu":
+        os.environ.update(failed_lookups(os.environ))
         add_libtpu_args(libtpu_args)
     if env.accelerator in ("tpu", "xla"):
         from tpukit.devices.xla import XLARuntime
@@ -34,11 +38,23 @@ def open_runtime(env, precision="auto", *, world=None, spmd_cores=None, libtpu_a
     return Runtime(env.accelerator, precision, world)
 
 
-def add_libtpu_args(libtpu_args, environ=os.environ):
+def check_micro_batches(env, count):
+    """Raise TpukitError where gradients that are accumulated in one graph may be wrong."""
+    if count > 1 and env.accelerator == "tpu" and not env.uses_torch_tpu and find_chip(env.device_name) is V6E:
+        raise TpukitError(
+            f"micro_batches={count} on a {V6E.name}: torch_xla 2.8 was reported to compute wrong gradients there where a step "
+            "accumulates them, and nobody has checked this step on that chip. Use micro_batches=1 with a smaller batch_size, "
+            "or a v5e"
+        )
+
+
+def add_libtpu_args(libtpu_args):
     """Give flags to libtpu, which reads them when it opens the chips: those that it knows and the user has not set."""
-    if version_of("libtpu") not in LIBTPU_VERSIONS:
+    if release(version_of("libtpu") or "", 3) not in LIBTPU_RELEASES:
         return
-    given = environ.get("LIBTPU_INIT_ARGS", "").split()
+    given, wanted = os.environ.get("LIBTPU_INIT_ARGS", "").split(), libtpu_args.split()
+    if not tpu_chips():  # a container hides the bus; torch_xla gives this flag where it sees chips there
+        wanted.append(NO_LAUNCH_BARRIER)
     names = {flag.partition("=")[0] for flag in given}
-    given += [flag for flag in libtpu_args.split() if flag.partition("=")[0] not in names]
-    environ["LIBTPU_INIT_ARGS"] = " ".join(given)
+    given += [flag for flag in wanted if flag.partition("=")[0] not in names]
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(given)

@@ -25,10 +25,8 @@ class TorchTPURuntime(Runtime):
         super().__init__(accelerator, precision, world)
 
     def _open_device(self):
+        torch.set_float32_matmul_precision("highest")  # else a TPU rounds fp32 factors to bfloat16, in a bf16 training too
         return torch_tpu_private.open_device()
-
-    def _multiply_in_fp32(self):
-        torch.set_float32_matmul_precision("highest")  # else a TPU rounds the operands to bfloat16
 
     def _best_precision(self):
         return "bf16"

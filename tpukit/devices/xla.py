@@ -53,12 +53,11 @@ class XLARuntime(Runtime):
             if found != self.spmd_cores:
                 raise TpukitError(f"asked for {self.spmd_cores} cores, found {found}: leave cores out to use all")
             self.mesh = xs.Mesh(np.arange(found), (found,), ("data",))
-        return torch_xla.device()
-
-    def _multiply_in_fp32(self):
         if self.accelerator == "tpu":
-            # Otherwise a TPU rounds them to bfloat16. (`torch_xla.backends` does the same, with a warning at the first time.)
+            # Otherwise a TPU rounds fp32 factors to bfloat16, also those that a bf16 training keeps in fp32, as pixels that it
+            # augments. (`torch_xla.backends` does the same, with a warning at the first time.)
             _XLAC._xla_set_mat_mul_precision("highest")
+        return torch_xla.device()
 
     def _best_precision(self):
         return "bf16" if self.accelerator == "tpu" else "fp32"

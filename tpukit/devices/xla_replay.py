@@ -8,7 +8,8 @@ all cores.
 
     first call of a signature    capture: trace the step, twice for the very first one, to check that both traces agree
     later calls                  replay: run the compiled graph, move its outputs into the model, optimizer and gradients
-    every CHECK_EVERY replays    capture again, to check that the step is still that graph
+    after some replays           check: capture again, to see that the step is still that graph; the first time after
+                                 CHECK_AFTER replays, then after twice as many as before, up to MAX_UNCHECKED
 """
 
 import collections
@@ -24,7 +25,8 @@ from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 from tpukit.devices.optimizers import state_tensors
 from tpukit.devices.recompiles import UnexpectedRecompilation, call_key, new_operation
 
-CHECK_EVERY = 64  # replays of a graph, after which it is captured again
+CHECK_AFTER = 64  # replays of a new graph
+MAX_UNCHECKED = 4096  # replays. A check drains the device and traces the step, which takes as long as some 20 fast replays
 MAX_KEPT = 4  # captured graphs: a step and its variants, for the epochs that differ in an argument
 MAX_COMPARED = 4096  # elements of a constant that is compared by its values
 
@@ -53,6 +55,7 @@ class GraphReplay:
         self.was_tried = False  # whether `may_replay` is known
         self.captured = {}  # key -> CapturedGraph
         self.trace_of = {}  # hash of a compiled graph -> its trace as text, the last one compiled last
+        self.state_before = []  # while a step is traced: (tensor that the step may write, its data before)
         self.recently_written = collections.deque(maxlen=2)  # the state that the last two replays wrote
 
     def __call__(self, *arguments):
@@ -60,9 +63,9 @@ class GraphReplay:
         key += repr(self._shardings(tensors))
         self.calls += 1
         graph = self.captured.get(key)
-        if graph is None or graph.replays == CHECK_EVERY:
+        if graph is None or graph.replays == graph.check_after:
             # full_graph: a hidden `.item()` raises instead of cutting the step.
-            return torch_xla.compile(self._trace, full_graph=True, name=self.name)(arguments, key, tensors)
+            return torch_xla.compile(self._trace_or_discard, full_graph=True, name=self.name)(arguments, key, tensors)
         if graph.host_state:
             torch._foreach_add_(graph.host_state, graph.host_increments)
         return self._replay(graph, tensors)
@@ -73,25 +76,42 @@ class GraphReplay:
             return []
         return [sharding or "{replicated}" for sharding in _XLAC._get_xla_sharding_specs(tensors)]
 
+    def _trace_or_discard(self, *arguments):
+        try:
+            return self._trace(*arguments)
+        except BaseException:
+            self._discard()  # torch_xla.compile compiles and runs what is pending when it ends, also after an error
+            raise
+
     def _trace(self, arguments, key, tensors):
         """Capture the step, check it against what was captured before, and run it."""
         if not self.was_tried:
             graph = self._capture_twice(arguments, tensors)
+        elif known := self.captured.pop(key, None):
+            graph = self._check(known, arguments, tensors)
         else:
             graph = self._capture(arguments, tensors)
-            known = self.captured.get(key)
-            if known is not None and not (known.hash == graph.hash and known.is_equivalent(graph)):
-                raise self._unexpected(self.trace_of[known.hash], graph.trace())
         if not self.may_replay:
             return self.function(*arguments)  # the end of torch_xla.compile runs it
         return self._compile(graph, key, tensors)
+
+    def _check(self, known, arguments, tensors):
+        """Capture a known graph again; UnexpectedRecompilation where the step has become another one."""
+        graph = self._capture(arguments, tensors, with_lines=False)  # which take time
+        if known.hash == graph.hash and known.is_equivalent(graph):
+            graph.check_after = min(2 * known.check_after, MAX_UNCHECKED)
+            return graph
+        self._discard()
+        for value, before in zip(graph.host_state, graph.host_before):
+            value.copy_(before)
+        raise self._unexpected(self.trace_of[known.hash], self._capture(arguments, tensors).trace())
 
     def _capture_twice(self, arguments, tensors):
         """Find out whether the step can be replayed (`may_replay`), and capture it if so."""
         seed = xm.get_rng_state()
         first = self._capture(arguments, tensors)
         first_text, host_before = first.trace(), first.host_before
-        self._discard(first)
+        self._discard()
         # The second capture finds the optimizer's numbers on the host one step further: what depends on them differs.
         second = self._capture(arguments, tensors)
         if second.hash != first.hash and not first.draws_random_numbers:
@@ -99,7 +119,7 @@ class GraphReplay:
         # A traced step and a replayed one are different graphs, and an all-reduce needs the same graph on all ranks.
         answers = self.runtime.world.all_gather([first.is_equivalent(second)])
         self.was_tried, self.may_replay = True, all(is_equivalent for [is_equivalent] in answers)
-        self._discard(second)
+        self._discard()
         for value, before in zip(first.host_state, host_before):
             value.copy_(before)
         if first.draws_random_numbers:
@@ -110,17 +130,20 @@ class GraphReplay:
         self.new_operation = new_operation(expected_text, text)
         return UnexpectedRecompilation(self.name, self.calls, self.max_graphs, self.new_operation)
 
-    def _capture(self, arguments, tensors):
-        """Trace the function, which leaves its results uncomputed: a `CapturedGraph`."""
+    def _capture(self, arguments, tensors, with_lines=True):
+        """Trace the function, which leaves its results uncomputed: a `CapturedGraph`. with_lines: its `trace` names the line of
+        each operation; the graph is the same."""
         state, host_state = self._state()
         xm.wait_device_ops()  # what is still being computed has no handle
         sources = [("argument", i) for i in range(len(tensors))] + [("state", i) for i in range(len(state))]
         source_of = dict(zip(_XLAC._get_tensors_handle([*tensors, *state]), sources))
         # Keeps their data, whose handles new data could otherwise take over while the function is traced.
-        held = _XLAC._get_tensors_xla_device_data_node([*tensors, *state])
+        _, held = _XLAC._get_tensors_xla_device_data_node([*tensors, *state])
+        data_of = dict(zip(_XLAC._get_tensors_handle(held), held))
+        self.state_before = [(v, data_of[handle]) for v, handle in zip(state, _XLAC._get_tensors_handle(state))]
         host_before = [value.clone() for value in host_state]
         debugs = _XLAC._get_ir_debug()
-        _XLAC._set_ir_debug(True)  # the trace keeps the line of each operation; the graph is the same
+        _XLAC._set_ir_debug(with_lines)
         try:
             result = self.function(*arguments)
         finally:
@@ -135,7 +158,6 @@ class GraphReplay:
         for kind, index, value in inputs:  # what the step writes may take the memory of its old value
             if kind == "state" and index in written:
                 _XLAC._set_buffer_donation(value, True)
-        del held
         with alias_with_buffer_donor_config():
             graph_hash = _XLAC._get_graph_hash(outputs)
         return CapturedGraph(
@@ -149,6 +171,7 @@ class GraphReplay:
             outputs=outputs,
             inputs=inputs,
             draws_random_numbers=_XLAC._get_seed_info_id() in ids,
+            check_after=CHECK_AFTER,
         )
 
     def _state(self):
@@ -158,15 +181,14 @@ class GraphReplay:
         on_host = [v for v in of_optimizer if v.device.type == "cpu"]
         return [*self.model.parameters(), *self.model.buffers(), *on_device], on_host
 
-    def _discard(self, graph):
-        """Undo the traced step, except for the optimizer's numbers on the host."""
-        for kind, index, value in graph.inputs:
-            if kind == "state":
-                graph.state[index].data = value
-        for p in graph.parameters:
-            p.grad = None
-        graph.outputs = None
-        _XLAC._clear_pending_irs(str(self.runtime.device))
+    def _discard(self):
+        """Undo the traced step, if there is one, except for the optimizer's numbers on the host."""
+        for tensor, data in self.state_before:
+            tensor.data = data
+        if self.state_before:
+            self.state_before = []
+            self.model.zero_grad(set_to_none=True)
+            _XLAC._clear_pending_irs(str(self.runtime.device))
 
     def _compile(self, graph, key, tensors):
         """Compile a captured graph where it is new, and run it."""
@@ -180,7 +202,7 @@ class GraphReplay:
             with alias_with_buffer_donor_config():
                 _XLAC._xla_warm_up_cache(graph.outputs, [])
             self.trace_of[graph.hash] = text
-        self._discard(graph)
+        self._discard()
         graph.release_values()
         while len(self.captured) >= MAX_KEPT:
             del self.captured[next(iter(self.captured))]
@@ -227,6 +249,7 @@ class CapturedGraph:
     outputs: list | None  # the traced tensors, the function's result last
     inputs: list  # of `Input`, in the graph's order
     draws_random_numbers: bool
+    check_after: int  # how many replays
     replays: int = 0
 
     def is_equivalent(self, other):

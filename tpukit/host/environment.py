@@ -59,6 +59,9 @@ OLD_VARIABLES = {
 }
 # The versions that torch_tpu 0.2 asks for in its metadata; before 2.11 and after 2.15 it has no code for torch.
 TORCH_TPU_NEEDS = "torch 2.11 to 2.15 and libtpu 0.0.50 or newer"
+# Where the look-up of these failed, they hold the text of a warning, which libtpu refuses.
+LOOKED_UP_VARIABLES = ("TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")
+ACCELERATOR_TYPES = {"0x0063": "v5litepod", "0x006f": "v6e"}  # by PCI device
 # Only these are recorded: a host's other variables can hold secrets (Colab's COLAB_JUPYTER_TOKEN).
 TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_PROCESS_ADDRESSES", "TPU_SKIP_MDS_QUERY")
 OTHER_VARIABLES = ("PJRT_DEVICE", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "COLAB_TPU_1VM")
@@ -152,6 +155,7 @@ def detect(environ=None, root="/"):
     """
     environ = os.environ if environ is None else environ
     root = Path(root)
+    environ = {**environ, **failed_lookups(environ, root)}
     host = _host(environ)
     versions = {name: version for name in PACKAGES if (version := version_of(name))}
     accelerator, cores, device_name = _accelerator(environ, root, versions)
@@ -237,7 +241,7 @@ def _accelerator(environ, root, versions):
         return "xla", 1, "CPU XLA device (PJRT_DEVICE=CPU), for trying things out, not for speed"
     chips = chips_here(environ, root)
     if find_tpu_backend(versions) and chosen in ("", "TPU") and (chips or chosen == "TPU"):
-        return "tpu", chips, environ.get("TPU_ACCELERATOR_TYPE") or "TPU"
+        return "tpu", chips, environ.get("TPU_ACCELERATOR_TYPE") or _accelerator_type(root) or "TPU"
     gpus = nvidia_gpus(environ)
     if gpus:
         return "cuda", len(gpus), ", ".join(sorted(set(gpus)))
@@ -256,10 +260,26 @@ def chips_here(environ, root="/"):
 
 def tpu_chips(root="/"):
     """Number of TPU chips on the PCI bus, which is what torch_xla counts."""
-    return sum(
-        vendor == GOOGLE_PCI_VENDOR and (device / "device").read_text().strip() in TPU_PCI_DEVICES
-        for device, vendor in _pci_devices(root)
-    )
+    return len(_tpu_chip_ids(root))
+
+
+def _accelerator_type(root):
+    """The chips on the PCI bus as TPU_ACCELERATOR_TYPE names them, or "" for those that ACCELERATOR_TYPES lacks."""
+    ids = _tpu_chip_ids(root)
+    kind = ACCELERATOR_TYPES.get(ids[0]) if ids else None
+    return f"{kind}-{len(ids)}" if kind else ""
+
+
+def _tpu_chip_ids(root):
+    google = [device for device, vendor in _pci_devices(root) if vendor == GOOGLE_PCI_VENDOR]
+    ids = [(device / "device").read_text().strip() for device in google]
+    return [name for name in ids if name in TPU_PCI_DEVICES]
+
+
+def failed_lookups(environ, root="/"):
+    """The LOOKED_UP_VARIABLES that hold a warning, with the values of a single host for them; "" where the chip is unknown."""
+    of_one_host = dict(TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE=_accelerator_type(root))
+    return {name: of_one_host[name] for name in LOOKED_UP_VARIABLES if " " in environ.get(name, "").strip()}
 
 
 def nvidia_cards_on_bus(root="/"):

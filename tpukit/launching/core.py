@@ -22,7 +22,7 @@ import torch.distributed as dist
 # and the group's threads abort the process when Python ends before them.
 import torch.distributed.nn.functional  # noqa: F401
 
-from tpukit.devices import open_runtime, torch_tpu_private
+from tpukit.devices import add_libtpu_args, open_runtime, torch_tpu_private
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import check_cuda
 from tpukit.host import environment, files
@@ -116,8 +116,7 @@ def open_core(job, run, world):
     one_thread = is_forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
     processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", job.processes))  # torchrun's, or ours
     torch.set_num_threads(1 if one_thread else max(1, os.cpu_count() // processes_here))
-    libtpu_args = job.task.libtpu_args(job.task.batch_size // (job.spmd_cores or world.size))
-    runtime = open_runtime(job.env, job.task.precision, world=world, spmd_cores=job.spmd_cores, libtpu_args=libtpu_args)
+    runtime = open_runtime(job.env, job.task.precision, world=world, spmd_cores=job.spmd_cores)
     if job.asked_cores and runtime.cores != job.asked_cores:
         raise TpukitError(f"asked for {job.asked_cores} cores, found {runtime.cores}: the log of each is in {job.folder}")
     memory = runtime.memory()
@@ -140,6 +139,9 @@ def join(job, index):
     by_torch_xla = job.env.accelerator == "tpu" and not job.env.uses_torch_tpu
     if job.env.accelerator == "tpu":
         tpu_chips.clear_variables(job.processes)
+    if by_torch_xla:  # before `open_chip`: libtpu reads them once
+        cores = job.spmd_cores or job.processes * tpu_chips.count_hosts()
+        add_libtpu_args(job.task.libtpu_args(job.task.batch_size // cores))
     if not by_torch_xla:
         os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(job.processes))
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # torch_tpu opens no chip without; they meet in a file

@@ -42,12 +42,17 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     if hang_timeout_s <= 0:
         raise TpukitError(f"hang_timeout_s={hang_timeout_s:g}: it must be more than 0 seconds")
     env = environment.detect()
+    os.environ.update(environment.failed_lookups(os.environ))
     job = Job(function, task, run, env, cores, hang_timeout_s)
     if environment.under_torchrun():
         return _call_under_torchrun(job, parallel)
     count = _count_cores(env, cores, parallel)
     check_batch(task.batch_size, count)
     if count == 1:
+        # With TPU_VISIBLE_CHIPS another training may rightly hold another chip.
+        shares_the_chips = os.environ.get("TPU_VISIBLE_CHIPS") or _has_opened_a_device(env)
+        if env.accelerator == "tpu" and not shares_the_chips:
+            tpu_chips.wait_until_free(run)
         return function(task, run, runtime=open_runtime(env, task.precision, libtpu_args=task.libtpu_args(task.batch_size)))
     _refuse_an_opened_device(env)
     if env.accelerator == "tpu":
@@ -100,17 +105,19 @@ def _count_cores(env, cores, parallel):
     return cores
 
 
-def _refuse_an_opened_device(env):
-    """Raise TpukitError where this process has opened the XLA device."""
+def _has_opened_a_device(env):
+    """Whether this process has opened the XLA device."""
     if env.accelerator not in ("tpu", "xla"):
-        return  # a core checks CUDA, see `core.join_group`: only a forked process can tell
+        return False  # a core checks CUDA, see `core.join_group`: only a forked process can tell
     if env.uses_torch_tpu:
-        is_open = torch_tpu_private.is_open()
-    else:
-        import torch_xla
+        return torch_tpu_private.is_open()
+    import torch_xla
 
-        is_open = torch_xla._XLAC._xla_runtime_is_initialized()
-    if is_open:
+    return torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+def _refuse_an_opened_device(env):
+    if _has_opened_a_device(env):
         raise TpukitError(
             f"Runtime is already initialized: this kernel has already used the {environment.NAMES[env.accelerator]}, and "
             "processes forked from it cannot use it. Restart the session, and use no device (a training on one core, "

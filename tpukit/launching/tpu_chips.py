@@ -20,7 +20,7 @@ BOUNDS = {"TPU_PROCESS_BOUNDS": "TPU_HOST_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS
 def clear_variables(processes):
     """Remove from the environment what would send the processes of this host to the wrong chips and peers."""
     names = LEFTOVER_VARIABLES
-    if "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
+    if count_hosts() > 1:
         names = ONE_PROCESS_VARIABLES  # the others give each of several hosts its place
     elif processes > 1:
         names = LEFTOVER_VARIABLES + ONE_PROCESS_VARIABLES
@@ -28,6 +28,11 @@ def clear_variables(processes):
         value = os.environ.pop(name, None)
         if value and name in BOUNDS and os.environ.get("TPU_SKIP_MDS_QUERY"):  # then torch_xla asks nobody else
             os.environ.setdefault(BOUNDS[name], value)
+
+
+def count_hosts():
+    """How many hosts the slice of this TPU has."""
+    return os.environ.get("TPU_WORKER_HOSTNAMES", "").count(",") + 1
 
 
 def wait_until_free(run, root=Path("/"), timeout_s=60.0):

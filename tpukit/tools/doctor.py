@@ -320,6 +320,9 @@ def _variables(machine):
         if environ.get(name):
             level = WARNING if name.endswith("BF16") else NOTE  # these are still read
             yield Check("variable", level, f"{name}={environ[name]}: {why}", f"unset it. Instead: {instead}")
+    for name, value in environment.failed_lookups(environ, machine.root).items():
+        fix = f"tpukit takes {value!r} for it; for other code set {name} before it imports torch_xla or jax"
+        yield Check("variable", NOTE, f"{name} holds no value but a warning: {environ[name]}", fix)
     if flags := environ.get("XLA_FLAGS"):
         yield Check("variable", NOTE, f"XLA_FLAGS={flags}", "unset it unless you know why it is set")
 

@@ -113,7 +113,9 @@ def _trace_steps(task, run, *, steps, hlo, folder, epoch, runtime=None):
                     run_steps(steps)
             except UnexpectedRecompilation as failure:
                 error = str(failure)
-            except RuntimeError as failure:
+            except TpukitError:
+                raise
+            except (RuntimeError, ValueError) as failure:  # the second is XLA's of a graph that it refuses
                 error = fix_for(str(failure))
                 if error is None:
                     raise

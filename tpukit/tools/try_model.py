@@ -2,7 +2,7 @@
 
 import copy
 
-from tpukit.host.errors import first_line
+from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.known_errors import fix_for
 from tpukit.tools.doctor import BLOCKS, OK, WARNING, Check
 
@@ -35,7 +35,9 @@ def try_model(task, env):
         try:
             runtime = open_runtime(env, precision)
             output, loss, norm = _one_step(task, model, runtime)
-        except (RuntimeError, TypeError, NotImplementedError) as error:
+        except TpukitError:
+            raise
+        except (RuntimeError, TypeError, NotImplementedError, ValueError) as error:  # the last is XLA's of a graph it refuses
             reason = first_line(error)
             level, fix = (BLOCKS, fix_for(reason) or "") if exact is None else (WARNING, "train in fp32")
             checks.append(Check(f"{task.name} in {precision}", level, f"does not run: {reason}", fix))

@@ -8,7 +8,7 @@ import itertools
 import torch
 from tqdm.auto import tqdm
 
-from tpukit.devices import LONG_COMPILE_S, open_runtime
+from tpukit.devices import LONG_COMPILE_S, check_micro_batches, open_runtime
 from tpukit.devices.runtime import check_batch
 from tpukit.host import environment, known_errors
 from tpukit.host.errors import TpukitError
@@ -42,6 +42,8 @@ class Trainer:
 
     def __init__(self, task, run, runtime, stop):
         task.check_dataset_dir()
+        if task.micro_batches > 1:
+            check_micro_batches(environment.detect(), task.micro_batches)
         self.task, self.stop = task, stop
         torch.manual_seed(task.seed)
         model = task.model()
