@@ -1,6 +1,7 @@
 # make run    executes the TPU notebook on this machine's CPU XLA device; make run DATA=path/to/IRSTD-1k on real images
 # make check  lint and the fast tests, in two minutes; JOBS=4 on a machine with more than two cores
 # make test   everything: lint, unit tests, launches, notebooks, browser
+# make nightly  what neither runs: the kernels with the jax and the libtpu of each image, which it downloads (2 GB)
 # make bench  how fast, in ratios; make bench PARTS="data loops" for some parts, DATA=path/to/IRSTD-1k for real images
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough
 # make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour
@@ -21,7 +22,7 @@ JOBS ?= 2
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run lint check test bench plan notebooks twins gallery publish clean
+.PHONY: run lint check test nightly bench plan notebooks twins gallery publish clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -49,10 +50,13 @@ lint: .venv/installed
 	$(BIN)/ruff format --quiet --check .
 
 check: lint
-	$(PYTEST) --dist worksteal -m "not slow"
+	$(PYTEST) --dist worksteal -m "not slow and not nightly"
 
 test: lint
-	$(PYTEST) --dist loadfile
+	$(PYTEST) --dist loadfile -m "not nightly"
+
+nightly: .venv/installed
+	$(PYTEST) --dist loadfile -m nightly
 
 .venv/bench-installed: .venv/installed benchmarks/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
