@@ -155,7 +155,8 @@ class XLARuntime(Runtime):
             return
         gradients = [p.grad for p in parameters_with_gradient(optimizer)]
         if not self.reduces_on_the_host:
-            xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / self.world.size)
+            # All ranks run one program, so none needs its layouts pinned, which can cost a copy of each gradient.
+            xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / self.world.size, pin_layout=False)
             return
         flat = torch.cat([g.reshape(-1) for g in gradients]).cpu()  # as one vector
         flat = (self.world.all_reduce(flat) / self.world.size).to(self.device)
