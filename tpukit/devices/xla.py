@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import os
 
 import numpy as np
@@ -130,6 +131,7 @@ class XLARuntime(Runtime):
         return tensors
 
     def host(self, tree):
+        tree = self._whole(tree)
         # All in one call: one by one, each of a model's hundreds of tensors waits for a transfer of its own.
         on_device = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf) and leaf.device == self.device]
         copied = iter(_XLAC._xla_get_cpu_tensors(on_device))
@@ -138,6 +140,25 @@ class XLARuntime(Runtime):
             return (next(copied) if value.device == self.device else value.clone()).detach()
 
         return tree_map_only(torch.Tensor, of, tree)
+
+    def host_later(self, tree):
+        return functools.partial(self.host, self._whole(tree))
+
+    def _whole(self, tree):
+        """The tree with each of its sharded tensors whole on every device, by one graph: to read a sharded one, torch_xla
+        compiles a program of its own, every time."""
+        if self.mesh is None:
+            return tree
+        found = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf) and leaf.device == self.device]
+        shardings = _XLAC._get_xla_sharding_specs(found)
+        whole = {}
+        for tensor, sharding in zip(found, shardings):
+            if "devices=" in sharding:
+                copy = whole[id(tensor)] = tensor.detach().clone()
+                _XLAC._xla_annotate_custom_sharding(copy, self.mesh.get_op_sharding((None,) * copy.dim()))
+        if whole:
+            torch_xla.sync()
+        return tree_map_only(torch.Tensor, lambda tensor: whole.get(id(tensor), tensor), tree)
 
     def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
         return model
