@@ -1,7 +1,8 @@
 """`make twins`: runs every built notebook in environments like those of Colab and Kaggle, in an empty folder, without network.
 
 A twin is a virtual environment in .twins/ with the Python, the torch and the packages of an image (images.toml), and the
-image's variables and folder. It has no accelerator: the notebooks run on the CPU, with small settings. This machine's own
+image's variables and folder. It has no accelerator: the notebooks run on the CPU, with small settings, and of CDEIT's kernels
+it is seen only that the image's jax lowers them. This machine's own
 folders stay as they are: /content exists for the run alone, in a namespace. The table of results goes into docs/STATUS.md and
 its Chinese page. Needs Linux with unshare, about 18 GB, and an hour. `python -m release.twins kaggle-tpu mnist` runs what
 has these words in its name, and changes no page.
@@ -33,8 +34,10 @@ SETTINGS_OF = {
     "gpu_to_tpu_migration": dict(BATCH_SIZE=32),
     "cloud_tpu_vm": dict(ACCELERATOR="v5litepod-1"),  # the one to rent
 }
+KERNELS = ROOT / "tpukit/devices/pallas_attention.py"
 NEEDS_INTERNET = {"gpu_to_tpu_migration": "libcst"}  # notebook -> the package that no image has
 CELL_LIMIT_S = 600
+VERSIONS = ("torch", "torch-xla", "jax", "libtpu")  # that the table names
 # XLA optimises less, as in the Makefile: a step compiles in a third of the time.
 ON_CPU = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"}
 # A root folder with this machine's folders and the image's; of the network, the loopback, which a kernel needs.
@@ -62,6 +65,7 @@ PAGES = {  # page -> its sentences; a result's state names its sentence
         other="ok, {seconds} s, but with tpukit from {copy}",
         internet="asks for the internet in cell {cell}: the image has no {package}",
         failed="**failed** in cell {cell}: `{error}`",
+        refused="**refused** by the image's jax: `{error}`",
     ),
     "docs/STATUS.zh-CN.md": dict(
         when="`make twins`，{date}；用的是缩小的设置，所以秒数只能比较笔记本，不能比较机器。",
@@ -71,6 +75,7 @@ PAGES = {  # page -> its sentences; a result's state names its sentence
         other="通过，{seconds} 秒，但 tpukit 来自 {copy}",
         internet="在第 {cell} 个单元格要求联网：镜像中没有 {package}",
         failed="在第 {cell} 个单元格**失败**：`{error}`",
+        refused="镜像的 jax **拒绝**：`{error}`",
     ),
 }
 
@@ -91,6 +96,9 @@ def main():
             heads[image] = str(error)
             print(f"{image}: {error}", flush=True)
             continue
+        if "torch-xla" not in IMAGES[image]["lacks"]:
+            results[KERNELS.stem, image] = lower_kernels(image)
+            print(f"{image}: {KERNELS.stem}: {results[KERNELS.stem, image]}", flush=True)
         for name in chosen(books, only):
             results[name, image] = run(books[name], name, image)
             print(f"{image}: {name}: {results[name, image]}", flush=True)
@@ -101,7 +109,7 @@ def main():
         else:
             text = (ROOT / page).read_text()
             (ROOT / page).write_text(text[: text.index(BEGIN)] + f"{BEGIN}\n{section}\n" + text[text.index(END) :])
-    sys.exit(any(result["state"] in ("failed", "other") for result in results.values()))
+    sys.exit(any(result["state"] in ("failed", "other", "refused") for result in results.values()))
 
 
 def chosen(names, only):
@@ -137,7 +145,7 @@ def make(image):
     if surplus:
         raise LookupError(f"its twin has {', '.join(surplus)}, which the image lacks: correct release/images.toml")
     python = subprocess.run([folder / "bin/python", "--version"], capture_output=True, text=True, check=True).stdout.strip()
-    return ", ".join([python, *(f"{name} {versions[name]}" for name in ("torch", "torch-xla") if name in versions)])
+    return ", ".join([python, *(f"{name} {versions[name]}" for name in VERSIONS if name in versions)])
 
 
 def slug(name):
@@ -156,6 +164,27 @@ def interpreter(version, environ):
         if ran.stdout.startswith(f"Python {version}."):  # pyenv's names on PATH may lead nowhere
             return path
     raise LookupError(f"no Python {version} here: pyenv install {version}, or uv python install {version}")
+
+
+def lower_kernels(image):
+    """Let an image's jax lower CDEIT's kernels, which no notebook does on the CPU. Returns a dict of state (ok, refused) and
+    what its sentence names."""
+    requests = [
+        dict(kind=kind, shape=[1, tokens, 384], heads=4, biased=biased)
+        for tokens, biased in ((4096, False), (256, True))
+        for kind in ("forward", "backward")
+    ]
+    text = "".join(json.dumps(request) + "\n" for request in requests)
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [TWINS / slug(image) / "bin/python", "-P", "-s", KERNELS]
+    start = time.monotonic()
+    ran = subprocess.run(command, input=text, env=environ, capture_output=True, text=True)
+    seconds = round(time.monotonic() - start)
+    answers = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    errors = [answer["error"].splitlines()[0] for answer in answers if "error" in answer]
+    if len(answers) < len(requests):
+        errors.append((ran.stderr.strip().splitlines() or ["no output"])[-1])
+    return dict(state="refused", error=errors[0]) if errors else dict(state="ok", seconds=seconds)
 
 
 # Notebooks

@@ -55,6 +55,33 @@ def test_an_spmd_training_looks_for_no_jax_and_counts_the_programs_it_runs(digit
     assert ran.stdout.splitlines()[-1:] == ["[] True"], ran.stdout + ran.stderr
 
 
+SPMD_EVALUATION = """
+import sys
+import torch
+from tpukit import MNIST
+from tpukit.devices.xla import XLARuntime
+from tpukit.training.evaluation import evaluate
+
+runtime = XLARuntime("xla", spmd_cores=8)
+for where in ("device", "host"):
+    task, compiled = MNIST(dataset_dir=sys.argv[1], batch_size=8, data_on=where), []
+    model = runtime.place(task.model())
+    evaluate(task, model, task.test_set(), runtime, after_batch=lambda: compiled.append(runtime.compilations()[0]))
+    print("compiled in later batches:", compiled[-1] - compiled[0], "of", len(compiled) - 1)
+batch = dict(number=torch.arange(16), pixels=torch.rand(16, 3), valid=torch.arange(16) > 3)
+found = runtime.host_later([runtime.put_batch(batch), "text"])()
+print("the same:", all(torch.equal(found[0][name], value) for name, value in batch.items()), found[1])
+"""
+
+
+@pytest.mark.slow
+def test_an_spmd_evaluation_compiles_nothing_after_its_first_batch(digits, tmp_path, xla):
+    command = [sys.executable, "-c", SPMD_EVALUATION, str(digits)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    wanted = 2 * ["compiled in later batches: 0 of 4"] + ["the same: True text"]
+    assert ran.stdout.splitlines()[-3:] == wanted, ran.stdout + ran.stderr
+
+
 def test_an_spmd_process_takes_the_chips_known_memory_and_not_the_hosts(xla, monkeypatch):
     monkeypatch.setattr(xla, "accelerator", "tpu")
     for kind, gib in (("v5litepod-8", 15.75), ("v6e-1", 31.25), ("something new", 15.75)):

@@ -1,6 +1,7 @@
 """Attention on XLA: its kernels, interpreted on the CPU; attention in slices; which of the two is used, and what is said."""
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -13,18 +14,34 @@ import torch
 from torch.nn import functional as F
 
 pytest.importorskip("torch_xla")
+from release import twins
+from tests.conftest import ROOT
 from tpukit import CDEIT
 from tpukit.devices import kernel_counts, xla_attention
 from tpukit.devices.xla_attention import attention, kernel_flops
-from tpukit.tools.plan import install_compiler, plan
+from tpukit.tools.plan import COMPILER_SCRIPT, COMPILERS, install_compiler, plan
 
 INTERPRETER = Path(__file__).with_name("kernel_interpreter.py")
+# jax and the libtpu of each image with a TPU, as in release/images.toml
+OF_IMAGES = {
+    image: tuple(package for package in about["packages"] if package.partition("==")[0] in ("jax", "jaxlib", "libtpu"))
+    for image, about in twins.IMAGES.items()
+    if image.endswith("TPU")
+}
 
 
-@pytest.fixture(scope="session")
-def jax():
+@pytest.fixture(scope="session", params=["plan", *(pytest.param(image, marks=pytest.mark.nightly) for image in OF_IMAGES)])
+def compiler(request):
+    """A folder with jax and libtpu: of what `tpukit plan` installs, or of an image."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param != "plan":
+            patch.setitem(COMPILERS, "torch_xla", OF_IMAGES[request.param])
+        yield install_compiler(lambda text: None)
+
+
+@pytest.fixture
+def jax(compiler):
     """Run the interpreter's script, where jax is: jax(*arguments) -> what it prints."""
-    compiler = install_compiler(lambda text: None)
 
     def run(*arguments):
         command = [sys.executable, "-s", INTERPRETER, *map(str, arguments)]
@@ -107,16 +124,58 @@ def test_every_array_of_a_kernel_crosses_the_memory_bus_once(kind, arrays, biase
 
 
 @pytest.mark.slow
-def test_a_kernel_is_written_in_the_mosaic_that_the_oldest_libtpu_reads_and_is_the_same_everywhere(jax, monkeypatch):
+@pytest.mark.parametrize("compiler", ["plan"], indirect=True)
+def test_a_kernel_is_written_in_the_mosaic_that_the_oldest_libtpu_reads(jax):
     assert jax("version", "backward", 4, 256, 128, 4, 1) == "4"  # libtpu 0.0.17: "expected <= 4 but got 7"
-    monkeypatch.setenv("PYTHONPATH", str(install_compiler(lambda text: None)))
-    lower = xla_attention.kernel_payload.__wrapped__
-    assert lower("forward", (2, 128, 384), 4, False) == lower("forward", (2, 128, 384), 4, False)
-    assert str(xla_attention.KERNEL_SCRIPT.parent) not in lower("forward", (2, 128, 384), 4, False)
 
 
 @pytest.mark.slow
-def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_and_counts_their_traffic(jax):
+def test_a_kernel_is_the_same_everywhere_and_whatever_was_lowered_before(compiler, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(compiler))
+    request = dict(kind="forward", shape=(2, 128, 384), heads=4, biased=False)
+    busy, fresh = xla_attention.KernelLowering(), xla_attention.KernelLowering()
+    busy.payload(kind="backward", shape=(1, 256, 384), heads=4, biased=True)
+    assert busy.payload(**request) == fresh.payload(**request)
+    assert str(xla_attention.KERNEL_SCRIPT.parent) not in fresh.payload(**request)
+
+
+TRACER = """
+import os, sys
+from pathlib import Path
+import torch
+from tpukit.devices import xla_attention
+from tpukit.devices.xla_export import ExportRuntime
+
+runtime = ExportRuntime("bf16")
+xla_attention.choose(runtime)
+assert not xla_attention._unavailable, xla_attention._unavailable
+inputs = [torch.zeros(1, int(sys.argv[2]), 3 * 128, dtype=torch.bfloat16, device=runtime.device)]
+if sys.argv[3] == "True":
+    inputs.append(torch.zeros(1, 4, 256, 256, device=runtime.device))
+runtime.sync()
+runtime.compile(lambda *inputs: xla_attention._output_and_gradients(list(inputs)))(*inputs)
+Path(sys.argv[1]).write_bytes(runtime.graphs[0]["stablehlo"])
+os._exit(0)  # else the graph, which is for a TPU, would run
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens, biased", [(4096, False), (1024, False), (256, True)])
+def test_the_kernels_that_this_jax_lowers_are_compiled_by_this_libtpu(tokens, biased, compiler, tmp_path):
+    graph = tmp_path / "graph.mlirbc"
+    trace = [sys.executable, "-c", TRACER, str(graph), str(tokens), str(biased)]
+    environ = {**os.environ, "PYTHONPATH": str(compiler)}
+    traced = subprocess.run(trace, env=environ, cwd=ROOT, capture_output=True, text=True)
+    assert traced.returncode == 0, traced.stderr
+    for chip in ("v5e:1x1", "v6e:1x1"):
+        compile_ = [sys.executable, "-s", COMPILER_SCRIPT, graph, chip, "1", "processes"]
+        ran = subprocess.run(compile_, env=environ, capture_output=True, text=True)
+        answer = json.loads(ran.stdout.splitlines()[-1])
+        assert answer.get("hlo", "").count('custom_call_target="tpu_custom_call"') == 2, answer.get("error", ran.stderr)
+
+
+@pytest.mark.slow
+def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_and_counts_their_traffic():
     batch, width, heads = 2, 128, 4
     task = CDEIT(batch_size=batch, patch=4, width=width, heads=heads, window=16, levels=1)
     (row,) = plan(task, log=lambda text: None).rows
@@ -239,22 +298,49 @@ def test_a_device_whose_kernels_compute_something_else_is_found_out(kernels, xla
         xla_attention.try_kernel(xla.device)
 
 
-def test_a_script_that_fails_gives_its_last_words(monkeypatch, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import nothing_of_this_name\n")
-    monkeypatch.setattr(xla_attention, "KERNEL_SCRIPT", script)
-    with pytest.raises(RuntimeError, match="nothing_of_this_name"):
-        xla_attention.kernel_payload.__wrapped__("forward", (1, 128, 384), 4, False)
+@pytest.fixture
+def answering(monkeypatch, tmp_path):
+    """answering(text): a lowering whose script answers each request, a dict named `request`, by what the text evaluates to."""
+
+    def make(answer, before=""):
+        script = tmp_path / "script.py"
+        answers = f"for line in sys.stdin:\n    request = json.loads(line)\n    print(json.dumps({answer}), flush=True)\n"
+        script.write_text(f"import json, os, sys\n{before}\n{answers}")
+        monkeypatch.setattr(xla_attention, "KERNEL_SCRIPT", script)
+        return xla_attention.KernelLowering()
+
+    return make
 
 
-def test_flags_of_this_process_for_its_own_device_do_not_reach_the_script(monkeypatch, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        'import json, os; print(json.dumps({"payload": [os.environ.get("XLA_FLAGS"), os.environ["JAX_PLATFORMS"]]}))'
-    )
-    monkeypatch.setattr(xla_attention, "KERNEL_SCRIPT", script)
+def test_a_script_that_fails_gives_its_last_words_each_time_it_is_asked(answering):
+    lowering = answering("{}", before="import nothing_of_this_name")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="nothing_of_this_name"):
+            lowering.payload(kind="forward")
+
+
+def test_flags_of_this_process_for_its_own_device_do_not_reach_the_script(answering, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_tpu_a_flag_that_no_cpu_knows=true")
-    assert xla_attention.kernel_payload.__wrapped__("forward", (1, 128, 384), 4, False) == [None, "cpu"]
+    lowering = answering('{"payload": [os.environ.get("XLA_FLAGS"), os.environ["JAX_PLATFORMS"]]}')
+    assert lowering.payload(kind="forward") == [None, "cpu"]
+
+
+def test_one_process_lowers_every_kernel_and_one_that_cannot_be_lowered_is_an_answer_too(answering):
+    unknown, known = '{"error": "ValueError: no such kind"}', '{"payload": [os.getpid(), request["shape"]]}'
+    answer = f'{unknown} if request["kind"] == "sideways" else {known}'
+    lowering = answering(answer, before='print("a library speaks", flush=True)')
+    first, shape = lowering.payload(kind="forward", shape=(1, 128, 384))
+    with pytest.raises(RuntimeError, match="ValueError: no such kind"):
+        lowering.payload(kind="sideways", shape=(1, 128, 384))
+    assert lowering.payload(kind="backward", shape=(2, 256, 384)) == [first, [2, 256, 384]] and shape == [1, 128, 384]
+
+
+def test_after_an_interrupt_a_question_does_not_get_the_answer_to_the_one_before(answering):
+    interrupt = 'os.kill(os.getppid(), signal.SIGINT) if request["kind"] == "sideways" else None'
+    lowering = answering(f'({interrupt}, dict(payload=request["kind"]))[1]', before="import signal")
+    with pytest.raises(KeyboardInterrupt):
+        lowering.payload(kind="sideways")
+    assert lowering.payload(kind="forward") == "forward"
 
 
 def test_slices_are_captured_once_and_replayed_with_the_result_of_a_traced_step(xla, monkeypatch):

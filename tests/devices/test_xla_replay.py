@@ -184,9 +184,9 @@ def core(xla, monkeypatch):
     monkeypatch.setattr(runtime.world, "all_gather", lambda values: [values, *runtime.answers], raising=False)
     all_reduce = xm.all_reduce
 
-    def recorded(kind, gradients, scale):
-        runtime.reduced.append((kind, len(gradients), scale))
-        return all_reduce(kind, gradients, scale=scale)
+    def recorded(kind, gradients, **how):
+        runtime.reduced.append((kind, len(gradients), how["scale"]))
+        return all_reduce(kind, gradients, **how)
 
     monkeypatch.setattr(xm, "all_reduce", recorded)
     return runtime

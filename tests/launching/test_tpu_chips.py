@@ -102,7 +102,7 @@ def test_on_tpu_cores_the_gradients_are_summed_within_the_step_by_torch_xla(xla,
     from tpukit.devices.xla import XLARuntime
 
     seen = []
-    monkeypatch.setattr(xm, "all_reduce", lambda kind, tensors, scale: seen.append((kind, len(tensors), scale)))
+    monkeypatch.setattr(xm, "all_reduce", lambda kind, tensors, **how: seen.append((kind, len(tensors), how)))
     runtime = XLARuntime("tpu", "fp32", World(3, 8))
     model = runtime.place(torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -114,5 +114,5 @@ def test_on_tpu_cores_the_gradients_are_summed_within_the_step_by_torch_xla(xla,
         runtime.optimizer_step(optimizer)
 
     runtime.compile(one_step)(torch.ones(4, 3, device=runtime.device))
-    assert seen == [(xm.REDUCE_SUM, 2, 1 / 8)]
+    assert seen == [(xm.REDUCE_SUM, 2, dict(scale=1 / 8, pin_layout=False))]
     assert not torch.equal(runtime.host(model.weight), before)

@@ -43,6 +43,32 @@ def test_an_image_has_torch_of_one_release_and_what_the_library_needs_but_what_i
         assert name in listed or brought[name] in listed, name
 
 
+def test_an_image_with_torch_xla_has_the_jax_that_lowers_kernels_and_the_libtpu_that_reads_them():
+    for about in twins.IMAGES.values():
+        listed = dict(package.split("==") for package in about["packages"] if "==" in package)
+        assert {"jax", "jaxlib", "libtpu"} <= listed.keys() or "torch_xla" not in listed
+        assert listed.get("jax") == listed.get("jaxlib")
+
+
+@pytest.mark.parametrize(
+    "script, datum",
+    [
+        ("""while read line; do echo '{"payload": ""}'; done""", None),
+        ("""while read line; do echo '{"error": "ValueError: no"}'; done""", "ValueError: no"),
+        ("""read line; echo '{"payload": ""}'; echo 'it ended' >&2""", "it ended"),
+        ("echo 'No module named jax' >&2", "No module named jax"),
+    ],
+)
+def test_a_jax_that_lowers_no_kernel_is_a_failure_of_its_image(script, datum, tmp_path, monkeypatch):
+    monkeypatch.setattr(twins, "TWINS", tmp_path)
+    python = tmp_path / "kaggle-tpu/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    found = twins.lower_kernels("Kaggle TPU")
+    assert (found["state"], found.get("error")) == ("refused" if datum else "ok", datum)
+
+
 @pytest.mark.parametrize("path", BOOKS, ids=[path.stem for path in BOOKS])
 def test_every_notebook_with_an_accelerator_is_run_on_the_cpu_and_shortly(path):
     notebook = nbformat.read(path, 4)
@@ -93,12 +119,13 @@ def test_a_page_has_the_section_and_every_state_has_its_sentence(page):
         dict(state="other", seconds=5, copy="/elsewhere"),
         dict(state="internet", cell=3, package="libcst"),
         dict(state="failed", cell=4, error="E: f"),
+        dict(state="refused", error="ValueError: g"),
     ]
     results = {(state["state"], "An image"): state for state in states}
     heads = {"An image": "Python 3", "Another": "no Python 3.99"}
     lines = twins.table(heads, results, twins.PAGES[page], DATE).splitlines()
     assert "2026-02-01" in lines[0] and "no Python 3.99" in lines[4] and {line.count("|") for line in lines[2:]} == {4}
-    for line, datum in zip(lines[5:], ("5", "/elsewhere", "libcst", "E: f"), strict=True):
+    for line, datum in zip(lines[5:], ("5", "/elsewhere", "libcst", "E: f", "ValueError: g"), strict=True):
         assert datum in line
 
 

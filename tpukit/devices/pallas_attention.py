@@ -1,9 +1,9 @@
 """Attention as TPU kernels in Pallas: what `xla_attention` hands to the compiler. A script, run where jax is installed.
 
-    python pallas_attention.py '{"kind": "forward", "shape": [16, 4096, 1536], "heads": 16, "biased": false}'
+    echo '{"kind": "forward", "shape": [16, 4096, 1536], "heads": 16, "biased": false}' | python pallas_attention.py
 
-Prints one line of JSON, {"payload": what a `tpu_custom_call` carries}. Imports nothing of tpukit: jax stays out of the process
-in which torch_xla holds the TPU.
+Answers each line with a line of JSON, {"payload": what a `tpu_custom_call` carries} or {"error": its reason}, until its input
+ends. Imports nothing of tpukit: jax stays out of the process in which torch_xla holds the TPU.
 
 Letters: B batch, T tokens, H heads, D channels of a head, C = H * D; g = 128 / D heads fill the 128 lanes of a register,
 G = H / g is the number of such groups; Q queries at a time.
@@ -42,7 +42,7 @@ def forward(qkv, bias=None, *, heads, interpret=False):
     shape = Shape(qkv, heads)
     operands, specs = shape.inputs(qkv, bias)
     return pallas.pallas_call(
-        functools.partial(_forward, shape),
+        _as_main(_forward, shape),
         grid=(shape.groups, shape.batch, shape.tokens // shape.queries),
         in_specs=specs,
         out_specs=[shape.rows],
@@ -63,7 +63,7 @@ def backward(qkv, gradient, bias=None, *, heads, interpret=False):
         outputs.append(jax.ShapeDtypeStruct(bias.shape, bias.dtype))
         output_specs.append(shape.table)
     return pallas.pallas_call(
-        functools.partial(_backward, shape, steps, bias is not None),
+        _as_main(_backward, shape, steps, bias is not None),
         grid=(shape.groups, shape.batch, steps + 2),
         in_specs=specs,
         out_specs=output_specs,
@@ -71,6 +71,16 @@ def backward(qkv, gradient, bias=None, *, heads, interpret=False):
         scratch_shapes=[tpu.VMEM((shape.tokens, LANES), jnp.float32)] * 2,
         interpret=interpret,
     )(*operands)
+
+
+def _as_main(kernel, *given):
+    """The kernel with its first arguments given, as a function called main: jax 0.10 names a kernel's code after its function,
+    and the libtpu of torch_xla looks for main."""
+
+    def main(*refs):
+        return kernel(*given, *refs)
+
+    return main
 
 
 class Shape:
@@ -98,16 +108,21 @@ class Shape:
             specs.append(self.table)
         return operands, specs
 
+    def head_of_lane(self, rows):
+        """(rows, 128) int32: which head of the group a lane belongs to."""
+        # Not `//`, which jax 0.10 lowers only where there is a TPU.
+        return jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1), self.dim)
+
     def spread(self, x):
         """(Q, 128) -> (g * Q, 128): for each head of the group the rows with zeros in the lanes of the others."""
-        lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) // self.dim
-        return jnp.concatenate([jnp.where(lane == head, x, jnp.zeros_like(x)) for head in range(self.heads)], 0)
+        head_of_lane = self.head_of_lane(x.shape[0])
+        return jnp.concatenate([jnp.where(head_of_lane == head, x, jnp.zeros_like(x)) for head in range(self.heads)], 0)
 
     def gather(self, x):
         """(g * Q, 128) -> (Q, 128): from the rows of each head its own lanes."""
         rows = x.shape[0] // self.heads
-        lane = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1) // self.dim
-        parts = [jnp.where(lane == head, x[head * rows : (head + 1) * rows], 0) for head in range(self.heads)]
+        head_of_lane = self.head_of_lane(rows)
+        parts = [jnp.where(head_of_lane == head, x[head * rows : (head + 1) * rows], 0) for head in range(self.heads)]
         return sum(parts[1:], parts[0])
 
     def softmax(self, keys, queries, bias):
@@ -195,6 +210,10 @@ def payload(kind, shape, heads, biased):
 
 
 if __name__ == "__main__":
-    print(json.dumps(dict(payload=payload(**json.loads(sys.argv[1])))))
-    sys.stdout.flush()
+    for line in sys.stdin:
+        try:
+            answer = dict(payload=payload(**json.loads(line)))
+        except Exception as error:  # jax raises many types for what it cannot lower
+            answer = dict(error=f"{type(error).__name__}: {error}")
+        print(json.dumps(answer), flush=True)
     os._exit(0)

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import os
 
 import numpy as np
@@ -129,6 +130,7 @@ class XLARuntime(Runtime):
         return tensors
 
     def host(self, tree):
+        tree = self._whole(tree)
         # All in one call: one by one, each of a model's hundreds of tensors waits for a transfer of its own.
         on_device = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf) and leaf.device == self.device]
         copied = iter(_XLAC._xla_get_cpu_tensors(on_device))
@@ -137,6 +139,25 @@ class XLARuntime(Runtime):
             return (next(copied) if value.device == self.device else value.clone()).detach()
 
         return tree_map_only(torch.Tensor, of, tree)
+
+    def host_later(self, tree):
+        return functools.partial(self.host, self._whole(tree))
+
+    def _whole(self, tree):
+        """The tree with each of its sharded tensors whole on every device, by one graph: to read a sharded one, torch_xla
+        compiles a program of its own, every time."""
+        if self.mesh is None:
+            return tree
+        found = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf) and leaf.device == self.device]
+        shardings = _XLAC._get_xla_sharding_specs(found)
+        whole = {}
+        for tensor, sharding in zip(found, shardings):
+            if "devices=" in sharding:
+                copy = whole[id(tensor)] = tensor.detach().clone()
+                _XLAC._xla_annotate_custom_sharding(copy, self.mesh.get_op_sharding((None,) * copy.dim()))
+        if whole:
+            torch_xla.sync()
+        return tree_map_only(torch.Tensor, lambda tensor: whole.get(id(tensor), tensor), tree)
 
     def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
         return model
@@ -151,7 +172,8 @@ class XLARuntime(Runtime):
             return
         gradients = [p.grad for p in parameters_with_gradient(optimizer)]
         if not self.reduces_on_the_host:
-            xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / self.world.size)
+            # All ranks run one program, so none needs its layouts pinned, which can cost a copy of each gradient.
+            xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / self.world.size, pin_layout=False)
             return
         flat = torch.cat([g.reshape(-1) for g in gradients]).cpu()  # as one vector
         flat = (self.world.all_reduce(flat) / self.world.size).to(self.device)

@@ -6,11 +6,13 @@ computation. The kernels (`pallas_attention`) keep them in fast memory.
 Letters: B batch, T tokens, H heads, D channels of a head, C = H * D, g = 128 / D heads fill the lanes of a register.
 """
 
+import contextlib
 import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -150,14 +152,58 @@ def kernel_flops(kind, batch, tokens, width):
 
 @functools.cache
 def kernel_payload(kind, shape, heads, biased):
-    """The kernel's code, a string, lowered by jax in a process of its own, which leaves the TPU alone."""
-    request = json.dumps(dict(kind=kind, shape=shape, heads=heads, biased=biased))
-    command = [sys.executable, "-P", "-s", str(KERNEL_SCRIPT), request]
-    environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # those are for torch_xla's compiler
-    ran = subprocess.run(command, env={**environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
-    if ran.returncode:
-        raise RuntimeError((ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1])
-    return json.loads(ran.stdout.splitlines()[-1])["payload"]
+    """The kernel's code, a string, lowered by jax. Raises RuntimeError with jax's words where it cannot."""
+    return _lowering(os.getpid()).payload(kind=kind, shape=shape, heads=heads, biased=biased)
+
+
+@functools.lru_cache(maxsize=1)
+def _lowering(pid):
+    """The `KernelLowering` of this process: a fork must not read the answers to its parent."""
+    return KernelLowering()
+
+
+class KernelLowering:
+    """jax in a process of its own, which leaves the TPU alone. It lowers all kernels, one after the other, because importing
+    jax takes longer than lowering one; and ends with this process, whose pipe it reads."""
+
+    process = None
+
+    def payload(self, **request):
+        """What a `tpu_custom_call` of the kernel carries. request: the arguments of `pallas_attention.payload`."""
+        if self.process is None:
+            self._start()
+        try:
+            answer = self._ask(request)
+        except BaseException:  # an interrupt, too: the next question must not get this one's answer
+            self.process.kill()
+            self.process = None
+            raise
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["payload"]
+
+    def _start(self):
+        self.errors = tempfile.TemporaryFile("w+")  # no pipe, which would fill
+        environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # for torch_xla's compiler
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-s", str(KERNEL_SCRIPT)],
+            env={**environ, "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+
+    def _ask(self, request):
+        with contextlib.suppress(BrokenPipeError):  # it has ended: see below
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+        for line in self.process.stdout:
+            if line.startswith("{"):  # jax's libraries print, too
+                return json.loads(line)
+        code = self.process.wait()
+        self.errors.seek(0)
+        raise RuntimeError((self.errors.read().strip().splitlines() or [f"exit code {code}"])[-1])
 
 
 # Without
