@@ -233,7 +233,8 @@ class Runtime:
             for group in optimizer.param_groups:
                 if "capturable" in group:
                     group["capturable"] = True
-                if type(optimizer) in _FUSED_ON_GPU and group["fused"] is None and not group["foreach"]:
+                chosen = group.get("foreach") or group.get("differentiable")  # a fused step is neither
+                if type(optimizer) in _FUSED_ON_GPU and group["fused"] is None and not chosen:
                     group["fused"] = True
             if type(optimizer) in _FUSED_ON_GPU and all(group["fused"] for group in optimizer.param_groups):
                 optimizer._step_supports_amp_scaling = True  # as torch's constructors say of a fused one
@@ -301,9 +302,9 @@ class Runtime:
         """Turn each rank's gradients into their mean over all ranks, where a missing one counts as zero; in fp16 an overflow
         of one rank becomes one of all. A parameter without a gradient on any rank stays without.
 
-        They go as one vector of each type, and nothing waits for the device, so that a captured step can hold it. Whether a gradient that is
-        missing here exists elsewhere only the host can tell: it looks at every step, but in one that is to be captured only
-        when other gradients are missing than before.
+        They go as one vector of each type, and nothing waits for the device, so that a captured step can hold it. Whether a
+        gradient that is missing here exists elsewhere only the host can tell: it looks at every step, but in one that is to be
+        captured only when other gradients are missing than before.
         """
         if self.world.size == 1:
             return
