@@ -205,3 +205,24 @@ def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(
         env = SimpleNamespace(accelerator=accelerator, uses_torch_tpu=False)
         open_runtime(env, libtpu_args="--a=1 --b=2")
     assert seen == [given, wanted, wanted]
+
+
+@pytest.mark.parametrize(
+    "batch_size, peak, wanted",
+    [
+        (4, 0.5, 64),
+        (5, 0.5, 60),  # whole batches
+        (4, 2, 20),  # half of 20 GiB holds what 5 batches take
+        (4, 11, 4),
+        (128, 0.5, 128),
+    ],
+)
+def test_one_gpu_predicts_as_many_samples_at_once_as_half_of_its_memory_would_train(batch_size, peak, wanted, monkeypatch, cpu):
+    monkeypatch.setattr(Runtime, "memory", lambda self: [(peak * 2**30, 20 * 2**30)])
+    assert cpu.evaluation_batch(batch_size) == batch_size
+    monkeypatch.setattr(cpu, "accelerator", "cuda")
+    assert cpu.evaluation_batch(batch_size) == batch_size  # no step yet
+    monkeypatch.setattr(cpu, "step", 1)
+    assert cpu.evaluation_batch(batch_size) == wanted
+    monkeypatch.setattr(cpu.world, "size", 2)
+    assert cpu.evaluation_batch(batch_size) == batch_size
