@@ -244,3 +244,24 @@ def test_fp32_is_not_tf32_by_any_of_torchs_settings_whatever_the_user_has_set(se
     old, *new = ran.stdout.splitlines() or [ran.stderr]
     assert old == "False False highest", old
     assert new in ([], ["{'ieee'}", "ieee"])
+
+
+@pytest.mark.parametrize(
+    "batch_size, peak, wanted",
+    [
+        (4, 0.5, 64),
+        (5, 0.5, 60),  # whole batches
+        (4, 2, 20),  # half of 20 GiB holds what 5 batches take
+        (4, 11, 4),
+        (128, 0.5, 128),
+    ],
+)
+def test_one_gpu_predicts_as_many_samples_at_once_as_half_of_its_memory_would_train(batch_size, peak, wanted, monkeypatch, cpu):
+    monkeypatch.setattr(Runtime, "memory", lambda self: [(peak * 2**30, 20 * 2**30)])
+    assert cpu.evaluation_batch(batch_size) == batch_size
+    monkeypatch.setattr(cpu, "accelerator", "cuda")
+    assert cpu.evaluation_batch(batch_size) == batch_size  # no step yet
+    monkeypatch.setattr(cpu, "step", 1)
+    assert cpu.evaluation_batch(batch_size) == wanted
+    monkeypatch.setattr(cpu.world, "size", 2)
+    assert cpu.evaluation_batch(batch_size) == batch_size

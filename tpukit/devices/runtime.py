@@ -27,6 +27,7 @@ from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+EVALUATION_BATCH = 64
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FUSED_ON_GPU = (torch.optim.Adam, torch.optim.AdamW)  # not SGD, whose fused step fails where a gradient comes later
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}  # modes of torch.compile
@@ -448,6 +449,16 @@ class Runtime:
             return []
         total = torch.cuda.get_device_properties(self.device).total_memory
         return [(torch.cuda.max_memory_allocated(), total)]
+
+    def evaluation_batch(self, batch_size):
+        """How many samples to predict at once in a training of batches of `batch_size`: on one GPU up to EVALUATION_BATCH, as a
+        few take the host longer than the GPU. They fit, as one predicted takes no more memory than one trained."""
+        memory = self.memory()
+        # Without a step the memory that one takes is unknown.
+        if self.accelerator != "cuda" or self.world.size > 1 or self.step == 0 or not memory:
+            return batch_size
+        [(peak, total)] = memory
+        return batch_size * max(min(EVALUATION_BATCH // batch_size, int(total / cuda_graph.MEMORY_SHARE / peak)), 1)
 
     def memory_size(self):
         """Bytes of memory of one device; of the host where that cannot be read or is the device."""
