@@ -89,7 +89,7 @@ def test_a_step_of_each_workload_is_one_launch_and_waits_for_nothing(of_workload
         check_steps(found)
 
 
-@pytest.mark.parametrize("card, precision, nodes", [("H200", "bf16", 2300), ("T4", "auto", 2200)])
+@pytest.mark.parametrize("card, precision, nodes", [("H200", "bf16", 2000), ("T4", "auto", 2400)])
 def test_a_step_of_mshnet_launches_and_moves_no_more_than_it_needs(card, precision, nodes, of_workloads):
     found = of_workloads[card, "mshnet", precision]
     captured = found["steps"][3]
