@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -51,7 +52,8 @@ def small(kind, folder, **settings):
     if kind == "images":
         how = dict(model_name="resnet18", image_size=32, pretrained="no", batch_size=4, num_workers=1)
         return ImageClassifier(dataset_dir=folder, **how, **settings)
-    return MNIST(dataset_dir=folder, batch_size=8, num_workers=1, **settings)
+    kind = Breaking if kind == "breaking" else MNIST
+    return kind(dataset_dir=folder, batch_size=8, num_workers=1, **settings)
 
 
 def count_steps(task, run, *, runtime, count=7):
@@ -155,10 +157,11 @@ class BackwardWaits(torch.autograd.Function):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Breaking(MNIST):
-    """Does what a capture does not survive, in the captured step or in every one."""
+    """Does what a capture does not survive, in the captured step or in every one, on all ranks or on one."""
 
     what: str = ""
     always: bool = False
+    rank: str | None = None
 
     def loss(self, model, batch, epoch):
         loss = super().loss(model, batch, epoch)
@@ -166,6 +169,7 @@ class Breaking(MNIST):
             return loss
         _calls.append(loss)
         is_due = self.always or len(_calls) == cuda_graph.WARM_UP + 1
+        is_due = is_due and self.rank in (None, os.environ.get("RANK"))
         if self.what == "backward":
             return BackwardWaits.apply(loss, is_due)
         if is_due:

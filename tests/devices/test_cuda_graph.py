@@ -1,7 +1,6 @@
 """A step that is captured as a CUDA graph gives what an eager one gives. There is no GPU here: see `emulated_gpu`."""
 
 import dataclasses
-import inspect
 import random
 import re
 import threading
@@ -18,8 +17,6 @@ from tpukit import MNIST, Run, train
 from tpukit.devices import cuda_graph
 from tpukit.devices.runtime import Runtime
 from tpukit.training import metrics
-from tpukit.training.data import already_composed
-from tpukit.training.step import train_step
 
 
 @pytest.fixture
@@ -104,16 +101,6 @@ def test_a_number_that_changes_in_a_tensor_needs_no_other_graph(gpu, emulated):
 def test_warm_ups_run_on_the_stream_of_the_capture_and_each_stream_waits_for_the_other(gpu, emulated):
     outcome(gpu, lambda p: torch.optim.SGD(p, 0.01), True, batches=(4,) * 4)
     assert emulated.default_stream.waited_for == ["side"] * 4 and emulated.current_stream is emulated.default_stream
-
-
-def test_the_emulated_calls_have_the_signatures_of_torch():
-    parameters = list(inspect.signature(torch.cuda.graph.__init__).parameters)
-    assert parameters == ["self", "cuda_graph", "pool", "stream", "capture_error_mode"]
-    assert list(inspect.signature(torch.cuda.CUDAGraph.capture_begin).parameters) == ["self", "pool", "capture_error_mode"]
-    for function in (torch.cuda.CUDAGraph.replay, torch.cuda.CUDAGraph.capture_end, torch.cuda.Stream.wait_stream):
-        assert callable(function)
-    assert hasattr(torch.Generator, "graphsafe_set_state") and hasattr(torch.Generator, "clone_state")
-    assert list(inspect.signature(torch.cuda.set_sync_debug_mode).parameters) == ["debug_mode"]
 
 
 # Whole trainings
@@ -263,7 +250,7 @@ REFUSED = {
     WaitingLate: "CUDA error: operation not permitted when stream is capturing",
     Decaying: "Adagrad computes with numbers on the host",
     Replacing: "replaces parameters or buffers",
-    Drawing: "draws random numbers on the host",
+    Drawing: "random numbers were drawn on the host",
     Counting: "have had 9 different values",
 }
 
@@ -457,31 +444,3 @@ def test_undoing_an_overflow_takes_as_many_operations_for_many_tensors_as_for_fe
         return len(dispatched.names)
 
     assert operations(40) == operations(2)
-
-
-# What the host does in a step
-
-
-def test_a_captured_step_is_one_launch_and_at_most_twenty_operations_of_the_host(gpu, emulated):
-    from tpukit import MSHNet
-
-    task = MSHNet(base_size=16, crop_size=16, batch_size=2)
-    counts = {}
-    for captured in (False, True):
-        torch.manual_seed(0)
-        model = task.model().train()
-        optimizer = task.optimizer(model)
-        batch, sums = gpu.put(task.example(2)), metrics.new_sums(gpu)
-
-        def step(batch, sums, model=model, optimizer=optimizer):
-            return train_step(task, model, optimizer, gpu, already_composed, batch, task.epochs, sums)
-
-        step = gpu.compile(step, name="step", changes=(model, optimizer) if captured else None)
-        for _ in range(cuda_graph.WARM_UP + 1):
-            sums = step(batch, sums)
-        launched = emulated.launches
-        with Dispatched() as dispatched:
-            step(batch, sums)
-        counts[captured] = len(dispatched.names), emulated.launches - launched
-    assert counts[False][0] > 1500 and counts[False][1] == 0
-    assert counts[True][0] <= 20 and counts[True][1] == 1

@@ -56,7 +56,7 @@ runtime = Runtime("cpu", "fp16", World(rank, 3))
 made = [torch.ones(2, 3, 2, 2).contiguous(memory_format=torch.channels_last), torch.ones(2), torch.ones(2), torch.ones(())]
 everywhere, on_one, nowhere, frozen = parameters = [torch.nn.Parameter(value) for value in made]
 frozen.requires_grad_(False)
-optimizer = torch.optim.SGD(parameters, 1.0, weight_decay=0.5)
+optimizer = torch.optim.SGD(parameters, 1.0, weight_decay=0.5, fused=True)  # whose kernel skips where the flag is exactly 1
 numbers = torch.arange(24.0).view(2, 3, 2, 2)
 for number in range(3):
     optimizer.zero_grad()

@@ -133,3 +133,13 @@ def test_on_two_gpus_a_step_is_one_launch_that_holds_the_all_reduce(batch_norm, 
     check_steps(found)
     assert found["steps"][3]["launched ncclAllReduce"] >= 1
     assert found["of_the_launching_process"] == {"memory": 0}, "which then could not fork"
+
+
+@pytest.mark.parametrize(
+    "what, always, reason", [("forward", True, "the host waits for the GPU in on_null_gpu.py line"), ("error", False, "mine")]
+)
+def test_what_one_gpu_cannot_capture_no_gpu_captures_and_rank_0_says_why(what, always, reason, on_null_gpu, digits, tmp_path):
+    task = dict(kind="breaking", folder=digits, what=what, always=always, rank="1")
+    found = on_null_gpu("steps_of_two", cards=2, task=task, run=tmp_path / "run")
+    assert len(found["why"]) == 1 and reason in found["why"][0][0]
+    assert not [counts for counts in found["steps"] if "cudaGraphLaunch" in counts]

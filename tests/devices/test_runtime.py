@@ -13,7 +13,6 @@ import torch
 from tests.conftest import ROOT
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.devices import open_runtime
-from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 
 
@@ -102,17 +101,16 @@ def test_a_gpu_updates_by_fused_kernels_and_counts_steps_itself_unless_asked_oth
         torch.optim.Adam(weights): dict(fused=True, capturable=True),
         torch.optim.SGD(weights, 0.1): dict(fused=None),  # whose fused step fails where a gradient comes later
         torch.optim.AdamW(weights, foreach=True): dict(fused=None, foreach=True, capturable=True),
+        torch.optim.Adam(weights, differentiable=True): dict(fused=None),  # which torch's fused step refuses
         torch.optim.Adagrad(weights): dict(fused=None),  # torch has its fused kernel for CPUs only
         torch.optim.RMSprop(weights): dict(capturable=True),
     }
     for optimizer, wanted in expected.items():
         assert Runtime("cuda", "bf16").init_optimizer_state(optimizer)
         assert {name: optimizer.param_groups[0][name] for name in wanted} == wanted
-    adam, of_a_rank = torch.optim.Adam(weights), torch.optim.Adam(weights)
+    adam = torch.optim.Adam(weights)
     Runtime("cpu").init_optimizer_state(adam)
-    Runtime("cuda", "bf16", World(0, 2)).init_optimizer_state(of_a_rank)  # whose step is not captured
     assert not adam.param_groups[0]["capturable"] and adam.param_groups[0]["fused"] is None
-    assert not of_a_rank.param_groups[0]["capturable"] and of_a_rank.param_groups[0]["fused"]
 
 
 def test_torch_compile_makes_no_cuda_graphs_within_one(monkeypatch):
@@ -260,3 +258,24 @@ def test_a_warning_where_a_variable_should_be_is_gone_before_a_chip_is_opened(mo
     monkeypatch.setattr("tpukit.devices.xla.XLARuntime", lambda *_: seen.append(os.environ["TPU_WORKER_HOSTNAMES"]))
     open_runtime(SimpleNamespace(accelerator="tpu", uses_torch_tpu=False))
     assert seen == ["localhost"]
+
+
+@pytest.mark.parametrize(
+    "batch_size, peak, wanted",
+    [
+        (4, 0.5, 64),
+        (5, 0.5, 60),  # whole batches
+        (4, 2, 20),  # half of 20 GiB holds what 5 batches take
+        (4, 11, 4),
+        (128, 0.5, 128),
+    ],
+)
+def test_one_gpu_predicts_as_many_samples_at_once_as_half_of_its_memory_would_train(batch_size, peak, wanted, monkeypatch, cpu):
+    monkeypatch.setattr(Runtime, "memory", lambda self: [(peak * 2**30, 20 * 2**30)])
+    assert cpu.evaluation_batch(batch_size) == batch_size
+    monkeypatch.setattr(cpu, "accelerator", "cuda")
+    assert cpu.evaluation_batch(batch_size) == batch_size  # no step yet
+    monkeypatch.setattr(cpu, "step", 1)
+    assert cpu.evaluation_batch(batch_size) == wanted
+    monkeypatch.setattr(cpu.world, "size", 2)
+    assert cpu.evaluation_batch(batch_size) == batch_size

@@ -82,6 +82,25 @@ def test_evaluation_scores_do_not_depend_on_the_batch_size(infrared, cpu):
     assert one == three and one["images"] == 4
 
 
+@pytest.mark.parametrize("data_on, wanted", [("device", [3, 3]), ("host", [1, 1, 1, 1])])
+def test_an_epoch_is_predicted_in_batches_of_the_runtimes_size_with_the_same_scores(
+    data_on, wanted, infrared, cpu, tmp_path, monkeypatch
+):
+    sizes = []
+
+    class Noted(MSHNet):
+        def predict(self, model, batch, epoch=None):
+            sizes.append(len(batch["image"]))
+            return super().predict(model, batch, epoch)
+
+    task = Noted(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=1, epochs=1, data_on=data_on)
+    plain = train(task, Run.open(tmp_path / "plain", task), runtime=cpu, progress=False)
+    sizes.clear()
+    monkeypatch.setattr(Runtime, "evaluation_batch", lambda self, batch_size: 3 * batch_size)
+    assert train(task, Run.open(tmp_path / "large", task), runtime=cpu, progress=False) == plain
+    assert sizes == wanted
+
+
 def test_predictions_are_copied_before_the_next_batch_is_asked_for_and_waited_for_after_it(digits, cpu, monkeypatch):
     order, count = [], itertools.count(1)
 

@@ -122,7 +122,10 @@ class CapturedStep:
             elif self._addresses() != addresses:
                 reason = "it replaces parameters or buffers of the model instead of changing them"
             elif host_random_state() != random_numbers:
-                reason = "it draws random numbers on the host, which would be the same in each replay: draw them on the GPU"
+                reason = (
+                    "random numbers were drawn on the host, which would be the same in each replay: draw them on the GPU in a "
+                    "step, and from a generator of their own in threads that make batches"
+                )
             self._refuse_if_any_rank(reason)
         return result
 

@@ -27,6 +27,7 @@ from tpukit.host.environment import supports
 from tpukit.host.errors import TpukitError
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+EVALUATION_BATCH = 64
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FUSED_ON_GPU = (torch.optim.Adam, torch.optim.AdamW)  # not SGD, whose fused step fails where a gradient comes later
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}  # modes of torch.compile
@@ -233,7 +234,8 @@ class Runtime:
             for group in optimizer.param_groups:
                 if "capturable" in group:
                     group["capturable"] = True
-                if type(optimizer) in _FUSED_ON_GPU and group["fused"] is None and not group["foreach"]:
+                chosen = group.get("foreach") or group.get("differentiable")  # a fused step is neither
+                if type(optimizer) in _FUSED_ON_GPU and group["fused"] is None and not chosen:
                     group["fused"] = True
             if type(optimizer) in _FUSED_ON_GPU and all(group["fused"] for group in optimizer.param_groups):
                 optimizer._step_supports_amp_scaling = True  # as torch's constructors say of a fused one
@@ -301,9 +303,9 @@ class Runtime:
         """Turn each rank's gradients into their mean over all ranks, where a missing one counts as zero; in fp16 an overflow
         of one rank becomes one of all. A parameter without a gradient on any rank stays without.
 
-        They go as one vector of each type, and nothing waits for the device, so that a captured step can hold it. Whether a gradient that is
-        missing here exists elsewhere only the host can tell: it looks at every step, but in one that is to be captured only
-        when other gradients are missing than before.
+        They go as one vector of each type, and nothing waits for the device, so that a captured step can hold it. Whether a
+        gradient that is missing here exists elsewhere only the host can tell: it looks at every step, but in one that is to be
+        captured only when other gradients are missing than before.
         """
         if self.world.size == 1:
             return
@@ -447,6 +449,16 @@ class Runtime:
             return []
         total = torch.cuda.get_device_properties(self.device).total_memory
         return [(torch.cuda.max_memory_allocated(), total)]
+
+    def evaluation_batch(self, batch_size):
+        """How many samples to predict at once in a training of batches of `batch_size`: on one GPU up to EVALUATION_BATCH, as a
+        few take the host longer than the GPU. They fit, as one predicted takes no more memory than one trained."""
+        memory = self.memory()
+        # Without a step the memory that one takes is unknown.
+        if self.accelerator != "cuda" or self.world.size > 1 or self.step == 0 or not memory:
+            return batch_size
+        [(peak, total)] = memory
+        return batch_size * max(min(EVALUATION_BATCH // batch_size, int(total / cuda_graph.MEMORY_SHARE / peak)), 1)
 
     def memory_size(self):
         """Bytes of memory of one device; of the host where that cannot be read or is the device."""

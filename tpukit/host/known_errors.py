@@ -336,7 +336,7 @@ KNOWN_ERRORS = {
     "cuda-graph": KnownError(
         title="`step` is not captured as a CUDA graph, because the host waits for the GPU in loss.py line 12",
         cause="Something in the step cannot be replayed: a value is read on the host (`.item()`, `if tensor:`, a mask that "
-        "makes a shape), a random number is drawn there, several GPUs share the batch, the optimizer computes on the host, or "
+        "makes a shape), a random number is drawn there, the optimizer computes on the host, or "
         "the step takes over half of the memory. PyTorch says: operation not permitted when stream is capturing.",
         fix="The training is right, only slower. Keep values in tensors on the GPU (torch.where instead of if), use a smaller "
         "batch, or an optimizer with capturable=True. `--no-cuda-graph` captures nothing.",

@@ -66,13 +66,15 @@ def evaluate(task, model, data, runtime, *, epoch=None, after_batch=None, folder
     return scores_of(task, found)
 
 
-def predict(task, model, loader, runtime, *, epoch, after_batch=None):
-    """list of (prediction, batch), on the CPU; on rank 0 those of all ranks. batch: the arrays in `task.evaluation_keys`."""
+def predict(task, model, loader, runtime, *, epoch, batch_size=None, after_batch=None):
+    """list of (prediction, batch), on the CPU; on rank 0 those of all ranks. batch: the arrays in `task.evaluation_keys`.
+
+    batch_size: samples of a batch, over all ranks; None for the task's."""
     predictor = task.predictor(model, runtime, epoch)
     compose = loader.compose if loader.resident is None else runtime.inference(loader.compose)
     found, pending = [], None
     model.eval()
-    plan = evaluation_plan(len(loader.data), task.batch_size)
+    plan = evaluation_plan(len(loader.data), batch_size or task.batch_size)
     with contextlib.closing(loader.batches(plan)) as batches:
         for batch in batches:
             batch = compose(batch)
@@ -143,8 +145,11 @@ class Evaluator:
             if after_batch is not None:
                 after_batch()
 
+        how = dict(epoch=finished.epoch, after_batch=after_each)
+        if self.loader.resident is not None:  # the host would hold several of the batches that it makes
+            how["batch_size"] = self.runtime.evaluation_batch(self.task.batch_size)
         with self.runtime.broadcast_buffers(model):
-            found = predict(self.task, model, self.loader, self.runtime, epoch=finished.epoch, after_batch=after_each)
+            found = predict(self.task, model, self.loader, self.runtime, **how)
         finished.predict_s = time.monotonic() - started
         if is_rank_0:
             finished.scores = self.executor.submit(self._score, found)

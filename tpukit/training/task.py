@@ -164,7 +164,8 @@ class Workload:
         raise self._missing("loss")
 
     def predict(self, model, batch, epoch=None):
-        """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One compiled graph on XLA.
+        """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One compiled graph on XLA. On
+        one GPU a batch may have more samples than `batch_size`.
 
         epoch: as for `loss`, the one that the weights come from, for a model that has a warm-up; None for finished weights."""
         raise self._missing("predict")

@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.workloads.mshnet.small import Narrow
 from tpukit import MSHNet, TpukitError
+from tpukit.training import batch_norm
+from tpukit.workloads.mshnet import model as network
 from tpukit.workloads.mshnet.model import Block, max_over_image
 
 
@@ -49,3 +52,28 @@ def test_under_a_gpus_autocast_a_block_stays_in_half_precision():
     with torch.autocast("cpu", dtype=torch.bfloat16), SumsInFloat32():
         assert torch.ones(2, dtype=torch.bfloat16).sum().dtype == torch.float32
         assert Block(16, 32)(torch.randn(2, 16, 8, 8)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("variant", ["per-core", "frozen"])
+def test_biases_before_batch_statistics_are_left_out_of_all_but_the_running_means(variant, cpu, monkeypatch):
+    image = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+
+    def trained():
+        torch.manual_seed(0)
+        model = batch_norm.apply(Narrow().model().double().train(), variant, cpu)
+        for _ in range(2):
+            outputs = model(image)[0].square().mean(), *model(image)[1]
+            sum(output.mean() for output in outputs).backward()
+        return model, outputs
+
+    model, found = trained()
+    biases = [f"{name}.{one}.bias" for name in dict(model.named_modules()) for one in ("conv1", "conv2", "shortcut.0")]
+    monkeypatch.setattr(network, "takes_batch_statistics", lambda norm: False)
+    plain, wanted = trained()
+    torch.testing.assert_close(found, wanted, atol=1e-11, rtol=1e-9)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), atol=1e-11, rtol=1e-9)
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if variant == "per-core" and name in biases:
+            assert mine.grad is None and theirs.grad.abs().max() < 1e-10
+        else:
+            torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-11, rtol=1e-8)

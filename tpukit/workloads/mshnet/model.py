@@ -27,9 +27,12 @@ class ChannelAttention(nn.Module):
         return self.from_pooled(x.mean((2, 3), keepdim=True), max_over_image(x, by_reduction=x.device.type == "cuda"))
 
     def from_pooled(self, mean, largest):  # (B, C, 1, 1) each
-        both = self.fc2(F.relu(self.fc1(torch.cat([mean, largest], 3))))  # (B, C, 1, 2)
+        # As products of matrices: of convolutions a GPU would copy inputs and gradients into other layouts.
+        both = torch.stack([mean, largest], 1).flatten(2)  # (B, 2, C)
+        both = F.relu(F.linear(both, self.fc1.weight.flatten(1)))
         # dtype: autocast on a GPU adds up in float32, which all maps that this multiplies would become.
-        return torch.sigmoid(both.sum(3, keepdim=True, dtype=both.dtype))
+        found = F.linear(both.sum(1, dtype=both.dtype), self.fc2.weight.flatten(1))  # (B, C)
+        return torch.sigmoid(found)[..., None, None]
 
 
 def max_over_image(x, *, by_reduction):
@@ -37,6 +40,31 @@ def max_over_image(x, *, by_reduction):
     if by_reduction:
         return x.flatten(2).max(2, keepdim=True).values[..., None]
     return F.adaptive_max_pool2d(x, 1)
+
+
+def conv_and_norm(conv, norm, x):
+    """norm(conv(x)). Batch statistics take the bias away again: there no pass over the maps adds it, it gets no gradient, and
+    `finish_statistics` does the rest."""
+    if not takes_batch_statistics(norm):
+        return norm(conv(x))
+    x = F.conv2d(x, conv.weight, padding=conv.padding)
+    return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, True, norm.momentum, norm.eps)
+
+
+def takes_batch_statistics(norm):
+    return norm.training and type(norm) is nn.BatchNorm2d  # neither frozen nor synced
+
+
+def finish_statistics(model):
+    """What `conv_and_norm` leaves of all batch norms, together: a GPU would need longer to start an operation for each."""
+    pairs = [pair for block in model.modules() if isinstance(block, Block) for pair in block.convolutions()]
+    pairs = [(conv, norm) for conv, norm in pairs if takes_batch_statistics(norm)]
+    if not pairs:
+        return
+    # data: autograd would take a mean for an input of the batch norm that changed.
+    means, biases = [norm.running_mean.data for _, norm in pairs], [conv.bias.data for conv, _ in pairs]
+    torch._foreach_add_(means, biases, alpha=pairs[0][1].momentum)
+    torch._foreach_add_([norm.num_batches_tracked for _, norm in pairs], 1)
 
 
 class SpatialAttention(nn.Module):
@@ -67,12 +95,17 @@ class Block(nn.Module):
     def forward(self, x, tiles=None):  # (B, channels_in, H, W) -> (B, channels, H, W)
         if tiles is not None:
             return fused.block(self, x, tiles)
-        residual = x if self.shortcut is None else self.shortcut(x)
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = self.bn2(self.conv2(x))
+        residual = x if self.shortcut is None else conv_and_norm(*self.shortcut, x)
+        x = F.relu(conv_and_norm(self.conv1, self.bn1, x))
+        x = conv_and_norm(self.conv2, self.bn2, x)
         x = self.ca(x) * x
         x = self.sa(x) * x
         return F.relu(x + residual)
+
+    def convolutions(self):
+        """[(convolution, its batch norm)]"""
+        shortcut = [] if self.shortcut is None else [tuple(self.shortcut)]
+        return [(self.conv1, self.bn1), (self.conv2, self.bn2), *shortcut]
 
 
 class Stage(nn.Sequential):
@@ -128,6 +161,8 @@ class MSHNetModel(nn.Module):
         d2 = self.decoder_2(concat_channels(e2, up3, tiles=tiles), tiles)  # (B, 64, H/4, W/4)
         d1 = self.decoder_1(concat_channels(e1, upsample(d2, 2, tiles), tiles=tiles), tiles)  # (B, 32, H/2, W/2)
         d0 = self.decoder_0(concat_channels(e0, upsample(d1, 2, tiles), tiles=tiles), tiles)  # (B, 16, H, W)
+        if tiles is None:
+            finish_statistics(self)
         mask0 = conv2d_of_pixels(self.output_0, d0, tiles)
         if not torch.is_tensor(warm_up) and warm_up:
             return mask0, []
