@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,6 +52,28 @@ def test_mapped_arrays_are_made_once_and_again_when_what_they_are_made_from_chan
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "file"))
     assert arrays.mapped("set", "one", make)["a"].tolist() == [0, 1, 2, 3, 4]
     assert "every process keeps its own copy" in capsys.readouterr().out
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:140])
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_bit, Path.unlink, lambda path: path.with_name(arrays.WHOLE).write_text("[1")])
+def test_mapped_arrays_that_are_damaged_are_made_again(damage, tmp_path, monkeypatch):
+    monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "cache"))
+    values = dict(labels=np.arange(5), images=np.zeros((5, 2)))
+    arrays.mapped("set", "key", lambda: values)
+    [path] = tmp_path.glob("cache/set-*/labels.npy")
+    damage(path)
+    found = arrays.mapped("set", "key", lambda: values)
+    assert found.keys() == values.keys() and found["labels"].tolist() == [0, 1, 2, 3, 4]
+    arrays.mapped("set", "key", lambda: pytest.fail("made again, though it is whole"))
 
 
 @pytest.mark.parametrize("values", [b"no array", pickle.dumps({}), np.array([{}], object)], ids=["text", "pickle", "objects"])

@@ -220,10 +220,50 @@ def test_a_run_whose_test_labels_changed_says_so_and_compares_no_score_with_the_
     assert (scores["accuracy"] == state["best"] == 0) if epochs == 2 else "nothing left to do" in out
 
 
+def edited(layers=(8,), make=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9)):
+    """A class of a notebook's cell, which may be edited between two sessions."""
+
+    class Mine(MNIST):
+        def model(self):
+            hidden = [torch.nn.Sequential(torch.nn.LazyLinear(size), torch.nn.ReLU()) for size in layers]
+            model = torch.nn.Sequential(torch.nn.Flatten(), *hidden, torch.nn.LazyLinear(10))
+            model(torch.zeros(1, 1, 28, 28))
+            return model
+
+        def optimizer(self, model):
+            return make(model.parameters())
+
+    return Mine
+
+
+EDITS = {
+    "wider": (edited((16,)), ["1.0.weight", "(8, 784)", "(16, 784)"]),
+    "deeper": (edited((8, 8)), ["2.0.weight"]),
+    "optimizer": (edited(make=torch.optim.Adam), ["SGD", "Adam"]),
+    "momentum": (edited(make=lambda parameters: torch.optim.SGD(parameters, lr=0.01)), ["momentum", "0.9", "0"]),
+}
+
+
+@pytest.mark.parametrize("edit, has_signature", [*((edit, True) for edit in EDITS), ("wider", False), ("optimizer", False)])
+def test_a_run_whose_code_was_edited_is_refused_naming_the_first_difference(edit, has_signature, digits, tmp_path, cpu):
+    kind, named = EDITS[edit]
+    settings = dict(dataset_dir=digits, **SMALL)
+    run = Run.open(tmp_path, edited()(epochs=1, **settings))
+    train(edited()(epochs=1, **settings), run, runtime=cpu, progress=False)
+    train(edited()(epochs=2, **settings), run, runtime=cpu, progress=False)  # the same code resumes
+    if not has_signature:  # of an earlier version
+        state = checkpoint(run)
+        del state["optimizer_signature"]
+        run.save(state, state["state"]["step"])
+        named = [] if edit == "optimizer" else named
+    with refuses(tmp_path, "RUN_NAME", *named):
+        train(kind(epochs=3, **settings), run, runtime=cpu, progress=False)
+
+
 def test_a_run_that_kept_nothing_of_its_data_resumes(trained, cpu):
     task, run = trained
     state = checkpoint(run)
-    del state["data_signature"], state["test_signature"]
+    del state["data_signature"], state["test_signature"], state["optimizer_signature"]
     run.save(state, state["state"]["step"])
     task = dataclasses.replace(task, epochs=3)
     train(task, run, runtime=cpu, progress=False)

@@ -1,4 +1,4 @@
-"""The tensors of an optimizer: those that it updates, and those that it keeps."""
+"""The tensors of an optimizer, those that it updates and those that it keeps, and its settings."""
 
 import torch
 
@@ -55,3 +55,17 @@ def copy_flattened(tensors, flat):
 def _in_memory_order(tensor):
     """A view with the axis of the largest stride first."""
     return tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+OF_THE_DEVICE = ("params", "capturable", "fused", "foreach")  # in a group of parameters
+
+
+def optimizer_signature(optimizer):
+    """dict setting -> its value as text, of an optimizer that was just made: what the code of the task says of it."""
+    found = {"optimizer": type(optimizer).__name__, "groups": str(len(optimizer.param_groups))}
+    for number, group in enumerate(optimizer.param_groups):
+        settings = {name: value for name, value in group.items() if name not in OF_THE_DEVICE}
+        settings = {name: value for name, value in settings.items() if isinstance(value, (bool, int, float, tuple, str))}
+        settings["parameters"] = len(group["params"])
+        found |= {f"{name} of group {number}": str(value) for name, value in settings.items()}
+    return found

@@ -11,6 +11,8 @@ from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 
+WHOLE = "whole.json"  # in the folder of `mapped` once all is there: the fingerprint of every array
+
 
 def load(path):
     """An .npz or .npy file by `numpy.load`. Raises ValueError for pickled objects and for what has no such format, without
@@ -25,26 +27,45 @@ def mapped(name, key, make):
     """Arrays that are made once and memory-mapped from files, shared by all processes of a host and by later sessions.
 
     key: what the arrays are made from (`content_key`, settings), for JSON; another key makes other files. make: () -> dict of
-    numpy arrays. Returns a dict of read-only arrays. Where the files cannot be written each process keeps its own copy.
+    numpy arrays. Returns a dict of read-only arrays. Files that are missing or damaged are made again; where they cannot be
+    written each process keeps its own copy.
     """
     folder = files.cache_folder() / f"{name}-{digest(key)[:20]}"
     arrays = None
     try:
         files.make_private(folder.parent)
         with files.file_lock(folder):
-            if not (folder / "whole").exists():
+            parts = _whole_parts(folder)
+            if parts is None:
                 arrays = make()
                 folder.mkdir(exist_ok=True)
                 for part, value in arrays.items():
                     with files.atomic_file(folder / f"{part}.npy") as file:
                         np.save(file, value, allow_pickle=False)
-                files.write_atomic(folder / "whole", "")
-        return {part.stem: np.load(part, mmap_mode="r", allow_pickle=False) for part in folder.glob("*.npy")}
+                parts = {part: _fingerprint(folder / f"{part}.npy") for part in arrays}
+                files.write_atomic(folder / WHOLE, json.dumps(parts))
+        return {part: np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in parts}
     except (OSError, TpukitError) as error:
         if arrays is None and isinstance(error, TpukitError):
             raise  # from `make`
         print(printable(f"{folder} cannot be used ({error}): every process keeps its own copy of the data in memory"))
         return make() if arrays is None else arrays
+
+
+def _whole_parts(folder):
+    """The names of the arrays that `mapped` wrote to a folder; None where one is missing or damaged, or there are none yet."""
+    try:
+        parts = json.loads((folder / WHOLE).read_bytes())
+        same = all(_fingerprint(folder / f"{part}.npy") == expected for part, expected in parts.items())
+    except (OSError, ValueError, AttributeError):
+        return None
+    return parts if same else None
+
+
+def _fingerprint(path):
+    """[size, SHA-256 of the first MiB] of a file. Labels are in there whole; images would take long to read."""
+    with open(path, "rb") as file:
+        return [path.stat().st_size, hashlib.sha256(file.read(2**20)).hexdigest()]
 
 
 def content_key(*folders, like=("*",)):

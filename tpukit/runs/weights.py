@@ -80,19 +80,26 @@ def load_tensors(path):
 def load(model, path):
     """Load a weight file into a model. Raises TpukitError naming the first entries that differ."""
     new, own = read(path), model.state_dict()
+    if different := differences(new, own):
+        raise TpukitError(f"weights {path} belong to another model: {different}")
+    model.load_state_dict({name: new.get(name, tensor) for name, tensor in own.items()})
+
+
+def differences(new, own):
+    """How the weights of a file differ from those of a model, in words; "" where neither names nor shapes do.
+
+    new, own: name -> tensor."""
     # Counters of batch norm do not change what a model computes; old files lack them.
     missing = [n for n in own if n not in new and not n.endswith("num_batches_tracked")]
     unknown = [n for n in new if n not in own]
     shapes = [n for n in own if n in new and own[n].shape != new[n].shape]
-    if missing or unknown or shapes:
-        lines = [f"  {n}: shape {tuple(new[n].shape)} in the file, {tuple(own[n].shape)} in the model" for n in shapes[:3]]
-        lines += [f"  {n}: missing in the file" for n in missing[:3]]
-        lines += [f"  {n}: not in the model" for n in unknown[:3]]
-        raise TpukitError(
-            f"weights {path} belong to another model ({len(shapes)} other shapes, {len(missing)} missing, "
-            f"{len(unknown)} unknown of {len(own)}). First differences:\n" + "\n".join(lines)
-        )
-    model.load_state_dict({name: new.get(name, tensor) for name, tensor in own.items()})
+    if not (missing or unknown or shapes):
+        return ""
+    lines = [f"  {n}: shape {tuple(new[n].shape)} in the file, {tuple(own[n].shape)} in the model" for n in shapes[:3]]
+    lines += [f"  {n}: missing in the file" for n in missing[:3]]
+    lines += [f"  {n}: not in the model" for n in unknown[:3]]
+    counts = f"{len(shapes)} other shapes, {len(missing)} missing, {len(unknown)} unknown of {len(own)}"
+    return f"{counts}. First differences:\n" + "\n".join(lines)
 
 
 def metadata(path):

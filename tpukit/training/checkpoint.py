@@ -8,6 +8,7 @@ import torch
 
 from tpukit.devices.optimizers import state_tensors
 from tpukit.host.errors import TpukitError
+from tpukit.runs import weights
 from tpukit.training import metrics
 
 FORMAT = 4  # of a checkpoint's state
@@ -44,6 +45,7 @@ def save(trainer, interval):
             train_size=len(trainer.data),
             data_signature=trainer.data_signature,
             test_signature=trainer.test_signature,
+            optimizer_signature=trainer.optimizer_signature,
             state=dataclasses.asdict(trainer.state),
             sums=interval.sums,
             model=runtime.host(trainer.model.state_dict()),
@@ -82,6 +84,7 @@ def restore(trainer):
             f"{run.path} was trained on other data than {task.dataset_dir} holds now, with other {what}: use the "
             f"dataset that it started with, or {TRAIN_ANEW}"
         )
+    _check_code(trainer, saved)
     trainer.model.load_state_dict(saved["model"])
     if trainer.ema:
         trainer.ema.model.load_state_dict(saved["averaged"])
@@ -89,7 +92,13 @@ def restore(trainer):
         for name in ("capturable", "fused"):  # as this device counts the steps and updates, not as the other one did
             if name in own:
                 group[name] = own[name]
-    trainer.optimizer.load_state_dict(saved["optimizer"])
+    try:
+        trainer.optimizer.load_state_dict(saved["optimizer"])
+    except (ValueError, KeyError) as error:  # of a run that has no signature
+        raise TpukitError(
+            f"{run.path} was trained with another optimizer than {type(task).__name__}.optimizer() makes now "
+            f"({error!r}): undo the change, or {TRAIN_ANEW}"
+        ) from error
     _lay_out_as_parameters(trainer.optimizer)
     if runtime.scaler and saved["scaler"]:
         runtime.scaler.load_state_dict(saved["scaler"])
@@ -118,6 +127,25 @@ def _read(run, task):
         if (about := run.mend_best()) is not None:
             saved["state"]["best"] = float(about[task.score]) if task.score in about else None
     return saved
+
+
+def _check_code(trainer, saved):
+    """Raise TpukitError naming the first tensors, or settings of the optimizer, that differ from those of the checkpoint: the
+    code of the task has changed."""
+    path, kind = trainer.run.path, type(trainer.task).__name__
+    if different := weights.differences(saved["model"], trainer.model.state_dict()):
+        raise TpukitError(
+            f"{path} was trained with another model than {kind}.model() makes now: {different}\n"
+            f"Undo the change, or {TRAIN_ANEW}"
+        )
+    old, new = saved.get("optimizer_signature", {}), trainer.optimizer_signature
+    # Another version of torch may have more settings.
+    changed = [f"{name} was {old[name]}, is {new[name]}" for name in old if name in new and old[name] != new[name]]
+    if changed:
+        raise TpukitError(
+            f"{path} was trained with another optimizer than {kind}.optimizer() makes now: {', '.join(changed[:3])}. "
+            f"Undo the change, or {TRAIN_ANEW}"
+        )
 
 
 def _differences(saved, own):

@@ -9,6 +9,7 @@ import torch
 from tqdm.auto import tqdm
 
 from tpukit.devices import LONG_COMPILE_S, check_micro_batches, open_runtime
+from tpukit.devices.optimizers import optimizer_signature
 from tpukit.devices.runtime import check_batch
 from tpukit.host import environment, known_errors
 from tpukit.host.errors import TpukitError
@@ -89,6 +90,7 @@ class Trainer:
         self.model = runtime.place(model, channels_last=task.channels_last)
         self.ema = ema.WeightEMA(self.model, task.ema_decay, runtime) if task.ema_decay else None
         self.optimizer = layers.make_optimizer(task, self.model)
+        self.optimizer_signature = optimizer_signature(self.optimizer)
 
     def _compile_step(self, has_optimizer_state):
         task, runtime = self.task, self.runtime

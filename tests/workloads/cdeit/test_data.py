@@ -1,9 +1,12 @@
 """Sets on disk, and the statistics of their voltages."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 
+from tests.conftest import refuses
 from tests.workloads.cdeit.small import task_of
 from tpukit import TpukitError
 from tpukit.workloads.cdeit import simulator
@@ -50,6 +53,29 @@ def test_statistics_are_taken_beside_the_split_then_from_data_then_computed_and_
     (FALLBACK / "mean.pth").unlink()  # half of a pair is none
     data, _ = task_of(root).datasets()
     assert np.allclose(data.statistics[0], volts.mean(0), rtol=1e-5) and "computed" in data.notes
+
+
+def test_statistics_of_a_sample_with_nan_are_not_saved_and_those_that_are_there_not_used(tank, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tank, tmp_path / "eit")
+    for name in ("mean.pth", "std.pth"):
+        (tmp_path / "eit" / name).unlink(missing_ok=True)
+    sample = tmp_path / "eit/train/000003.npz"
+    whole = sample.read_bytes()
+    with np.load(sample) as file:
+        np.savez(sample, **{**file, "ys": np.full((208, 1), np.nan, np.float32)})
+    with refuses(tmp_path / "eit/train", "000003"):
+        task_of(tmp_path / "eit").datasets()
+    assert not list((tmp_path / "eit").glob("*.pth"))
+    sample.write_bytes(whole)
+    data, _ = task_of(tmp_path / "eit").datasets()
+    assert np.isfinite(data.statistics).all()
+    for name, value in (("mean.pth", np.nan), ("std.pth", 0.0)):
+        saved = torch.load(tmp_path / "eit" / name, weights_only=True)
+        torch.save(torch.full((1, 16, 13), value), tmp_path / "eit" / name)
+        with refuses(tmp_path / "eit" / name):
+            task_of(tmp_path / "eit").datasets()
+        torch.save(saved, tmp_path / "eit" / name)
 
 
 def test_statistics_that_cannot_be_saved_are_used_all_the_same(tank, tmp_path, monkeypatch):

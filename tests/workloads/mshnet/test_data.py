@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.conftest import refuses
 from tpukit import MSHNet, TpukitError
 from tpukit.workloads.mshnet.data import InfraredSet, read_image
 
@@ -60,6 +61,15 @@ def test_the_lists_of_the_published_sets_are_found(tmp_path, lists, suffix):
     write_set(tmp_path, ["a", "b"], lists=lists, mask_suffix=suffix)
     for split in ("train", "test"):
         assert InfraredSet(tmp_path, split).names == ["a", "b"]
+
+
+def test_a_list_that_names_an_image_outside_of_the_set_is_refused(tmp_path):
+    write_set(tmp_path / "set", ["a"])
+    (tmp_path / "private").mkdir()
+    Image.new("L", (32, 32), 50).save(tmp_path / "private/passport.png")  # where its mask would be, too
+    (tmp_path / "set/test.txt").write_text("a\n../../private/passport\n")
+    with refuses("line 2", "../../private/passport", "images/"):
+        InfraredSet(tmp_path / "set", "test")
 
 
 def test_a_folder_without_lists_is_split_by_name_always_alike_and_leaves_none_out(tmp_path):

@@ -209,13 +209,26 @@ def find_statistics(split_folder, root):
 
 def _read_statistic(path):
     try:
-        return weights.load_tensors(path).float().numpy().reshape(ELECTRODES, ELECTRODES - 3)
+        values = weights.load_tensors(path).float().numpy().reshape(ELECTRODES, ELECTRODES - 3)
     except Exception as error:  # torch raises many types for a damaged file
         raise TpukitError(f"{path} is not a tensor of {ELECTRODES} x {ELECTRODES - 3} numbers ({error})") from error
+    if not np.isfinite(values).all() or path.name == STATISTICS[1] and not (values > 0).all():
+        raise TpukitError(
+            f"{path} holds NaN, infinity, or a deviation that is not above 0: delete {' and '.join(STATISTICS)} there, and "
+            "they are computed anew from the training set"
+        )
+    return values
 
 
 def _compute_statistics(training):
-    volts = _read_split(training, ("xs", "ys"))["ys"].reshape(-1, ELECTRODES, ELECTRODES - 3)
+    split = _read_split(training, ("xs", "ys"))
+    volts = split["ys"].reshape(-1, ELECTRODES, ELECTRODES - 3)
+    broken = split["names"][~np.isfinite(volts).all((1, 2))]
+    if len(broken):
+        raise TpukitError(
+            f"{training}: the voltages of {len(broken)} samples hold NaN or infinity ({', '.join(broken[:3])}): make "
+            "them again, or delete them"
+        )
     deviation = volts.std(0, dtype=np.float64)
     if len(volts) < 2 or not deviation.all():
         raise TpukitError(f"{training}: the voltages of its {len(volts)} samples do not vary; simulate more")

@@ -213,7 +213,8 @@ def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_d
         _check_settings(folder / "simulation.json", settings)
         for split, count in zip(SPLITS, (samples, test_samples)):
             (folder / split).mkdir(exist_ok=True)
-            existing = {entry.name for entry in os.scandir(folder / split)}
+            # A power cut can leave a file that is listed and empty, because the files are not durable.
+            existing = {entry.name for entry in os.scandir(folder / split) if entry.stat().st_size}
             missing += [(split, number) for number in range(count) if _file_name(number) not in existing]
     total = samples + test_samples
     make = functools.partial(_make_file, folder, settings)

@@ -7,6 +7,7 @@ import concurrent.futures
 import hashlib
 import math
 import os
+import posixpath
 import zlib
 from pathlib import Path
 
@@ -190,6 +191,10 @@ def _read_split(folder, listing, lines, skip_bad):
 
 def _read_pair(folder, name):
     """(image, mask) of a name in a list. Raises TpukitError with what is wrong."""
+    # A list from elsewhere could name any file of the user's, whose picture would then be kept with the predictions. What
+    # counts is the name: folders of a dataset may be links, as on Kaggle.
+    if not posixpath.normpath(f"images/{name}").startswith("images/"):
+        raise TpukitError("the name leads out of images/; name a file in it")
     stem = name.rsplit(".", 1)[0] if Path(name).suffix.lower() in IMAGE_ENDINGS else name
     image = _read_first(folder, [f"images/{stem}"])
     mask = _read_first(folder, [f"masks/{stem}{suffix}" for suffix in MASK_SUFFIXES], grey=True)
