@@ -52,7 +52,8 @@ for path in /*; do
 done
 mkdir -p "$root$folder"
 mount --bind "$work" "$root$folder"
-exec chroot "$root" env -C "$folder" "$@"
+chroot=$(PATH="$PATH:/usr/sbin:/sbin" command -v chroot)  # no user but root has it on the path in Debian
+exec "$chroot" "$root" env -C "$folder" "$@"
 """
 TRANSLATED = "zh-CN/"
 BEGIN, END = "<!-- make twins -->", "<!-- end of make twins -->"

@@ -60,6 +60,41 @@ def test_what_cannot_be_written_is_said(tmp_path, monkeypatch):
         tool.write(path, "x")
 
 
+def test_a_file_that_is_edited_while_it_is_checked_keeps_the_edit(tmp_path, monkeypatch, capsys):
+    edited, other = written(tmp_path, "model.cuda()\n", "a.py"), written(tmp_path, "model.cuda()\n", "b.py")
+
+    def examine_all(paths, to):
+        yield from list(examine_paths(paths, to))
+        edited.write_text("model.cuda()\nmine = 1\n")
+
+    examine_paths = tool.examine_all
+    monkeypatch.setattr(tool, "examine_all", examine_all)
+    assert cli.main(["migrate", "--fix", str(tmp_path)]) == 1
+    assert edited.read_text() == "model.cuda()\nmine = 1\n" and "a.py was edited" in capsys.readouterr().out
+    assert "cuda" not in other.read_text()
+
+
+def test_each_file_that_is_rewritten_leaves_a_copy_that_replaces_none(tmp_path):
+    path = written(tmp_path, "model.cuda()\n")
+    (tmp_path / "script.py.orig").write_text("mine")
+    cli.main(["migrate", "--fix", str(path)])
+    path.write_text("again.cuda()\n")
+    cli.main(["migrate", "--fix", str(path)])
+    copies = [(tmp_path / f"script.py.orig{number}").read_text() for number in ("", 2, 3)]
+    assert copies == ["mine", "model.cuda()\n", "again.cuda()\n"] and "cuda" not in path.read_text()
+
+
+def test_what_a_link_in_a_folder_leads_to_is_not_rewritten(tmp_path):
+    outside, repository = tmp_path / "outside", tmp_path / "repository"
+    for folder in (outside, repository):
+        folder.mkdir()
+        written(folder, "model.cuda()\n")
+    (repository / "link.py").symlink_to(outside / "script.py")
+    (repository / "folder").symlink_to(outside)
+    cli.main(["migrate", "--fix", str(repository)])
+    assert (outside / "script.py").read_text() == "model.cuda()\n" and "cuda" not in (repository / "script.py").read_text()
+
+
 def test_what_is_shown_of_a_file_holds_no_control_character(tmp_path, capsys):
     path = tmp_path / "\x1b[2J.py"
     path.write_text("model.cuda()  # \x1b]0;title\x07\nx = f'{loss.item()}\x9b'\n")

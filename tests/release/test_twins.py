@@ -1,6 +1,7 @@
 """The twins of Colab's and Kaggle's images: their lists, the settings of a run, what a result says. No environment is built."""
 
 import datetime
+import os
 import subprocess
 import tomllib
 from pathlib import Path
@@ -146,7 +147,8 @@ def test_a_run_has_the_images_folder_and_no_network_and_writes_to_no_folder_of_t
     work.mkdir()
     command = ["unshare", "--net", "--mount", "bash", "-c", twins.SANDBOX, "bash", root, "/no/such/folder", work]
     command += ["sh", "-c", "pwd; echo out > here; tail -n +3 /proc/net/dev"]  # two lines of headings, then a line for each
-    ran = subprocess.run(command, capture_output=True, text=True)
+    environ = dict(os.environ, PATH="/usr/bin:/bin")  # of a user who is not root
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     folder, *interfaces = ran.stdout.splitlines()
     assert folder == "/no/such/folder" and [line.split(":")[0].strip() for line in interfaces] == ["lo"]

@@ -81,7 +81,8 @@ def migrate(
 
     Args:
         files: scripts, notebooks, or folders of them.
-        fix: rewrite what is safe to rewrite, in place, and show the difference.
+        fix: rewrite what is safe to rewrite, in place, and show the difference. A copy of each file as it was stays beside it
+            (NAME.orig).
         to: torch_xla: checks code for GPUs, or for an old torch_xla. torch_tpu: checks code for torch_xla.
         format: text, or json, for machines.
     """
@@ -89,13 +90,17 @@ def migrate(
 
     findings = []
     paths = tool.files_in(files)
+    before = tool.contents(paths) if fix else {}
     examined = list(tool.examine_all(paths, to))  # all before any is rewritten
+    show = print if format == "text" else to_stderr
     for path, (found, fixed) in zip(paths, examined):
         if fix and any(f.fixable for f in found):
-            print_difference = print if format == "text" else to_stderr
-            print_difference(tool.difference(path, fixed))
-            tool.write(path, fixed)
-            found, _ = tool.examine(path, to)
+            if tool.contents([path]).get(path) != before.get(path):
+                show(printable(f"{path} was edited while it was checked, and stays as it is: start this again"))
+            else:
+                show(tool.difference(path, fixed))
+                show(printable(f"{path} as it was: {tool.write(path, fixed)}"))
+                found, _ = tool.examine(path, to)
         findings += found
     print(tool.FORMATS[format](findings))
     return 1 if any(f.level == "error" for f in findings) else 0

@@ -62,6 +62,15 @@ def test_a_word_that_no_device_can_replace_is_found_and_left(place, tmp_path):
     assert [f.rule for f in findings] == ["cuda"] and fixed == code
 
 
+def test_an_optimizers_state_beside_a_copied_model_is_still_a_warning(tmp_path):
+    code = "import torch\ntorch.save({'model': model.state_dict(), 'opt': opt.state_dict()}, 'a.pt')\n"
+    findings, fixed = examine(written(tmp_path, code))
+    assert [(f.rule, f.fixable) for f in findings] == [("save", True)]
+    assert "model.state_dict().items()" in fixed and "'opt': opt.state_dict()" in fixed
+    findings, again = examine(written(tmp_path, fixed))
+    assert [(f.rule, f.fixable) for f in findings] == [("save", False)] and again == fixed
+
+
 def test_a_launched_script_gets_the_gradient_sum_and_todays_names(tmp_path):
     code = (
         "import torch\nimport torch_xla.core.xla_model as xm\nimport torch_xla.distributed.xla_multiprocessing as xmp\n\n\n"

@@ -98,3 +98,19 @@ def test_the_notebooks_and_workloads_of_tpukit_have_nothing_to_fix():
     paths = tool.files_in([ROOT / "notebooks", ROOT / "tpukit" / "workloads"])
     assert len(paths) > 10
     assert [f.place for path in paths for f in examine(path)[0] if f.level == "error"] == []
+
+
+def test_half_a_character_in_a_cell_of_text_stays_half_and_the_code_is_fixed(tmp_path):
+    text = notebook("model = model.cuda()").replace("# Title", "\\ud83d and \u00e9")
+    path = written(tmp_path, text, "half.ipynb")
+    findings, fixed = examine(path)
+    assert [f.rule for f in findings] == ["cuda"]
+    tool.write(path, fixed)
+    after = json.loads(path.read_text())
+    assert after["cells"][0]["source"] == ["\ud83d and \u00e9"] and "cuda" not in path.read_text()
+
+
+def test_a_number_that_cannot_be_written_again_is_named_and_the_notebook_stays(tmp_path):
+    text = notebook("model = model.cuda()").replace('"nbformat": 4', '"big": 1e999, "nbformat": 4')
+    findings, _ = examine(written(tmp_path, text, "big.ipynb"))
+    assert [(f.rule, "1e999" in f.found) for f in findings] == [("unreadable", True)]

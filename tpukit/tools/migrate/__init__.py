@@ -11,7 +11,15 @@ about the code. rules.py lists the rules, and prints what they find.
 import importlib.util
 
 from tpukit.host.errors import TpukitError
-from tpukit.tools.migrate.files import copy_example, difference, examine, examine_all, files_in, write  # noqa: F401 for users
+from tpukit.tools.migrate.files import (  # noqa: F401 for users
+    contents,
+    copy_example,
+    difference,
+    examine,
+    examine_all,
+    files_in,
+    write,
+)
 from tpukit.tools.migrate.rules import FORMATS, RULES, Finding, as_table, as_text  # noqa: F401
 
 if importlib.util.find_spec("libcst") is None:

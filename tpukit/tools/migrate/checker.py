@@ -51,6 +51,8 @@ SHOWING_METHODS = {"debug", "info", "warning", "error", "set_postfix", "set_post
 NOT_ON_CUDA = {"cuda", "cuda-check", "fp16", "data-parallel", "torch-compile"}
 MODELS = re.compile(r"(^|_)(model|net|network|encoder|decoder|generator|discriminator|unet|backbone|module)\d*$", re.IGNORECASE)
 # A shell's command that installs packages, and those among them whose versions the image has matched to one another.
+ON_HOST = re.compile(r"\.cpu\(\)|\.to\(['\"]cpu['\"]\)")
+STATE = m.Call(func=m.Attribute(attr=m.Name("state_dict")), args=[])
 INSTALL = re.compile(r"\b(pip[\d.]*|conda|mamba)\s(.*\s)?install\s+(?P<packages>.*)")
 MATCHED = re.compile(r"(py)?torch([\[=<>~!@ ].*)?|(torch[-_]xla|libtpu)\b.*|.*/(torch|torch_xla|libtpu)-.*\.whl", re.IGNORECASE)
 ENVIRONMENT = re.compile(r"%(?:set_)?env\s+(\w+)")
@@ -297,12 +299,15 @@ class Checker(cst.CSTVisitor):
             return
         saved = call.args[0].value
         for value in self.source.assigned.get(saved.value, []) if isinstance(saved, cst.Name) else [saved]:
-            if re.search(r"\.cpu\(\)|\.to\(['\"]cpu['\"]\)", self.source.code(value)):
-                continue
-            for state in m.findall(value, m.Call(func=m.Attribute(attr=m.Name("state_dict")), args=[])):
+            parts = [element.value for element in value.elements] if isinstance(value, cst.Dict) else [value]
+            on_device = [part for part in parts if not ON_HOST.search(self.source.code(part))]
+            for state in (state for part in on_device for state in m.findall(part, STATE)):
                 copies = f"{{name: value.cpu() for name, value in {self.source.code(state)}.items()}}"
-                if MODELS.search(last_name(state.func.value)):
+                owner = last_name(state.func.value)
+                if MODELS.search(owner):
                     self.report(state, "save", replace=copies if value is saved else "")
+                elif len(on_device) < len(parts) and re.search("opt", owner, re.I):  # beside copies: the file still needs a TPU
+                    self.report(state, "save")
 
     def check_early_device(self, call, name):
         """A call that opens the device surely before a launch: at the top of the module, or in a block around the launch."""

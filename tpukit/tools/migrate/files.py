@@ -1,7 +1,9 @@
 """The files that are checked: found, checked in a process of their own, and rewritten in their own encodings."""
 
+import contextlib
 import difflib
 import io
+import itertools
 import json
 import os
 import signal
@@ -23,7 +25,8 @@ def files_in(paths):
     found = []
     for path in map(Path, paths):
         if path.is_dir():
-            inside = [p for p in sorted(path.rglob("*")) if p.suffix in KINDS and p.is_file()]
+            # A link leads to a file that is listed anyway, or out of the folder, where nothing may be rewritten.
+            inside = [p for p in sorted(path.rglob("*")) if p.suffix in KINDS and p.is_file() and not p.is_symlink()]
             found += [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
         elif path.suffix in KINDS and path.is_file():
             found.append(path)
@@ -69,15 +72,38 @@ def read(path):
     return text
 
 
+def contents(paths):
+    """path -> bytes of the files that can be read."""
+    found = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found[path] = Path(path).read_bytes()
+    return found
+
+
 def write(path, fixed):
-    """Replace a file by its fixed text, whole or not at all; its mode and encoding stay. Raises TpukitError."""
+    """Replace a file by its fixed text, whole or not at all; its mode and encoding stay. Returns the path of a copy of the file
+    as it was, beside it: NAME.orig, or NAME.orig2 and so on where there is one. Raises TpukitError."""
     path = Path(path).resolve()
     try:
-        encoding, mode = _encoding(path.read_bytes()), path.stat().st_mode
-        write_atomic(path, fixed.encode(encoding))
+        data, mode = path.read_bytes(), path.stat().st_mode
+        copy = _write_copy(path, data)
+        write_atomic(path, fixed.encode(_encoding(data)))
         os.chmod(path, mode & 0o7777)
     except OSError as error:
         raise TpukitError(f"{path} cannot be written ({error.strerror}): copy it to a folder of yours first") from error
+    return copy
+
+
+def _write_copy(path, data):
+    """Write bytes to a new file beside `path`. Returns its path."""
+    for number in itertools.count(1):
+        copy = path.with_name(f"{path.name}.orig{number if number > 1 else ''}")
+        with contextlib.suppress(FileExistsError), open(copy, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            return copy
 
 
 def difference(path, fixed):

@@ -1,6 +1,7 @@
 """The code cells of a notebook as one module, so that a name from the first cell means the same in the last."""
 
 import json
+import math
 import re
 import secrets
 
@@ -22,7 +23,7 @@ class Notebook:
 
     def __init__(self, text):
         try:
-            self.notebook = json.loads(text)
+            self.notebook = json.loads(text, parse_float=_finite)
             self.cells = {n: c for n, c in enumerate(self.notebook["cells"], 1) if c["cell_type"] == "code"}
             sources = {n: "".join(cell["source"]) for n, cell in self.cells.items()}
         except (ValueError, KeyError, TypeError) as error:
@@ -94,7 +95,19 @@ class Notebook:
                 cell["source"] = source.splitlines(True) if isinstance(cell["source"], list) else source
         indent = re.search(r'\n([ \t]+)"', self.text)
         end = "\n" if self.text.endswith("\n") else ""
-        return json.dumps(self.notebook, indent=indent[1] if indent else None, ensure_ascii=False) + end
+        form = dict(indent=indent[1] if indent else None)
+        fixed = json.dumps(self.notebook, ensure_ascii=False, **form)
+        if re.search(r"[\ud800-\udfff]", fixed):  # half a character, which can only be written escaped
+            fixed = json.dumps(self.notebook, **form)
+        return fixed + end
+
+
+def _finite(text):
+    """The number that JSON text stands for. Raises ValueError for one that could not be written again."""
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text} is too large")
+    return number
 
 
 def _logical_lines(source):
