@@ -257,7 +257,10 @@ def test_a_warning_where_a_variable_should_be_is_gone_before_a_chip_is_opened(mo
     seen = []
     monkeypatch.setattr("tpukit.devices.xla.XLARuntime", lambda *_: seen.append(os.environ["TPU_WORKER_HOSTNAMES"]))
     open_runtime(SimpleNamespace(accelerator="tpu", uses_torch_tpu=False))
-    assert seen == ["localhost"]
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "WARNING: another one")
+    monkeypatch.setattr("tpukit.devices.torch_tpu.TorchTPURuntime", lambda *_: seen.append(os.environ["TPU_WORKER_HOSTNAMES"]))
+    open_runtime(SimpleNamespace(accelerator="tpu", uses_torch_tpu=True))
+    assert seen == ["localhost", "localhost"]
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,16 @@ def test_every_known_error_can_be_recognized():
 def test_the_texts_of_torch_tpu_are_not_taken_for_those_of_cuda_or_torch_xla():
     codes = [code for code in KNOWN_ERRORS if code.startswith("torch-tpu")]
     assert [known_errors.match(KNOWN_ERRORS[code].title) for code in codes] == [KNOWN_ERRORS[code] for code in codes]
-    assert "forked subprocess" in KNOWN_ERRORS["torch-tpu-fork"].title and len(codes) == 8
+    assert "forked subprocess" in KNOWN_ERRORS["torch-tpu-fork"].title and len(codes) == 9
 
 
 # What users posted -> the code of its entry.
 THREADS = {
     # huggingface/accelerate #3358
     "FileNotFoundError: [Errno 2] No such file or directory: 'nvidia-smi'": "gpu-expected",
+    # a log of February 2026
+    "Failed to find host bounds for accelerator type: WARNING: could not determine TPU accelerator type, please set env var "
+    "`TPU_ACCELERATOR_TYPE` manually, otherwise libtpu.so may not properly initialize.": "worker-hostname",
     # huggingface/trl #4182
     "AttributeError: module 'torch' has no attribute 'xla'": "checkpointing",
     # pytorch/xla #9614

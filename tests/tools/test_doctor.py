@@ -421,3 +421,11 @@ def test_doctor_answers_where_the_parser_of_the_command_line_is_missing(monkeypa
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert cli.main(["doctor"]) in (0, 1)
     assert "Checks" in capsys.readouterr().out
+
+
+def test_a_warning_in_place_of_a_variables_value_is_shown_with_what_tpukit_takes_for_it(tmp_path, versions):
+    add_chips(tmp_path, 8)
+    versions(torch="2.8.0", torch_xla="2.8.0", libtpu="0.0.17")
+    given = dict(KAGGLE_TPU, TPU_ACCELERATOR_TYPE="WARNING: could not determine TPU accelerator type")
+    check = find(examine(given, tmp_path), "variable", doctor.NOTE)
+    assert "TPU_ACCELERATOR_TYPE" in check.found and "'v5litepod-8'" in check.fix

@@ -21,6 +21,10 @@ def test_the_shipped_prices_name_the_source_of_every_figure_and_are_shipped():
     assert all(p.source and p.as_of <= "2026-11" for p in table)
     assert find(table, "TPU v5e", "Kaggle").week_h == 20
     assert find(table, "TPU v5e", "Google Cloud").usd_per_hour == 1.2
+    for chip, units in (("TPU v5e", 3.14), ("TPU v6e", 3.71)):
+        of_colab = find(table, chip, "Colab")
+        assert of_colab.usd_per_hour == pytest.approx(units * 0.0999, abs=5e-4) and "not checked" in of_colab.source
+    assert "12 h" in find(table, "T4", "Kaggle").source and "9 h" in find(table, "T4", "Kaggle").source
     for hardware, *_ in comparison.PUBLISHED_EPOCHS:
         assert any(p.hardware == hardware for p in table), hardware
     assert {p.hardware for p in table if p.excludes_host} == {"T4", "L4", "V100", "P100"}

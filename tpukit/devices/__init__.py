@@ -22,6 +22,8 @@ def open_runtime(env, precision="auto", *, world=None, spmd_cores=None, libtpu_a
 
     if precision not in PRECISIONS:
         raise TpukitError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
+    if env.accelerator == "tpu":
+        os.environ.update(failed_lookups(os.environ))
     if env.uses_torch_tpu:
         from tpukit.devices.torch_tpu import TorchTPURuntime
 
@@ -29,7 +31,6 @@ def open_runtime(env, precision="auto", *, world=None, spmd_cores=None, libtpu_a
             raise TpukitError("parallel='spmd' is torch_xla's: with torch_tpu use 'processes'")
         return TorchTPURuntime(env.accelerator, precision, world)
     if env.accelerator == "tpu":
-        os.environ.update(failed_lookups(os.environ))
         add_libtpu_args(libtpu_args)
     if env.accelerator in ("tpu", "xla"):
         from tpukit.devices.xla import XLARuntime

@@ -97,6 +97,15 @@ KNOWN_ERRORS = {
         "before Python starts. On Colab and Kaggle start a fresh session instead.",
         pattern=r"Failed to get TPU metadata|metadata\.google\.internal.*tpu-env",
     ),
+    "worker-hostname": KnownError(  # ARahim3/kaggle-tpu-lab #6
+        title="INVALID_ARGUMENT: Error: unexpected worker hostname 'WARNING: could not determine TPU worker hostnames or IP "
+        "addresses' from env var TPU_WORKER_HOSTNAMES",
+        cause="The host's look-up of its own addresses failed, and the text of the warning was left in TPU_WORKER_HOSTNAMES, "
+        "in TPU_ACCELERATOR_TYPE, or in both. libtpu takes it for a value.",
+        fix="tpukit replaces these texts before it opens a chip. In other code set TPU_WORKER_HOSTNAMES=localhost and "
+        "TPU_ACCELERATOR_TYPE (v5litepod-8 on Kaggle) before torch_xla or jax is imported, or start a fresh session.",
+        pattern=r"unexpected worker hostname|could not determine TPU (worker|accelerator)|Failed to find host bounds",
+    ),
     "chip-busy": KnownError(
         title="open(/dev/vfio/0): Device or resource busy: Couldn't open iommu group /dev/vfio/0",
         cause="Only one process at a time can use a chip. Often another notebook's kernel still holds it.",
@@ -168,6 +177,19 @@ KNOWN_ERRORS = {
         cause="torch_tpu has a backend of its own for torch.compile, and refuses torch's default one where it is named.",
         fix="Leave `backend` out of torch.compile, or pass backend='tpu'.",
         pattern=r"backend='inductor'\) on TPU",
+    ),
+    "torch-tpu-dynamic": KnownError(
+        title="NotImplementedError: TPU backend does not support torch.compile(..., dynamic=True, ...).",
+        cause="torch_tpu compiles a graph for each shape, and refuses dynamic shapes.",
+        fix="Pass dynamic=False to torch.compile, and keep every batch the same shape.",
+        pattern=r"TPU backend does not support torch\.compile",
+    ),
+    "inference-tensor": KnownError(
+        title="RuntimeError: Cannot set version_counter for inference tensor",
+        cause="torch.inference_mode makes tensors that a TPU's backends cannot use: torch_xla raises this error, and "
+        "torch.compile through torch_tpu is reported to crash.",
+        fix="Use torch.no_grad() instead of torch.inference_mode().",
+        pattern=r"Cannot set version_counter for inference tensor",
     ),
     "torch-tpu-device": KnownError(
         title="ValueError: Cannot set TPU device to index 1, current process is bound to device index 0.",

@@ -308,7 +308,7 @@ def test_code_that_only_looks_like_trouble_is_left_alone(code, tmp_path):
 
 
 def test_every_rule_has_an_example():
-    elsewhere = {"install", "torch-xla"}  # test_notebook.py, test_to_torch_tpu.py
+    elsewhere = {"install", "torch-xla", "torch-tpu"}  # test_notebook.py, test_to_torch_tpu.py
     assert {rule for rule, _ in BROKEN} | elsewhere == set(tool.RULES)
 
 

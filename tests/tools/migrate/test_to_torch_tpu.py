@@ -54,6 +54,20 @@ def test_names_of_torch_xla_are_found_and_what_is_safe_is_rewritten(tmp_path):
     assert same == fixed and not any(finding.fixable for finding in again)
 
 
+def test_what_torch_tpu_does_not_take_of_torch_is_found(tmp_path):
+    code = """import torch
+with torch.inference_mode():
+    model = torch.compile(net, dynamic=True)
+other = torch.compile(net, mode="max-autotune", dynamic=False)
+with torch.inference_mode(mode=asked), torch.no_grad():
+    again = torch.compile(net)
+"""
+    findings, fixed = check_safely(str(written(tmp_path, code)), "torch_tpu")
+    found = sorted((f.line, f.fixable) for f in findings if f.rule == "torch-tpu")
+    assert found == [(2, True), (3, False), (4, False), (5, False)]
+    assert fixed == code.replace("torch.inference_mode():", "torch.no_grad():")
+
+
 def test_the_command_says_what_is_left_and_clean_code_passes(tmp_path, capsys):
     path = written(tmp_path, CODE)
     assert cli.main(["migrate", str(path), "--to", "torch_tpu", "--fix"]) == 1

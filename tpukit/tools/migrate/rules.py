@@ -39,6 +39,7 @@ RULES = {
     ),
     "install": Rule("error", "replaces the image's torch and torch_xla by versions that may not match: use the image's"),
     "torch-compile": Rule("warning", "the default backend does not support XLA: pass backend='openxla', or leave it out"),
+    "torch-tpu": Rule("error", "does not work with torch_tpu"),
     "torch-xla": Rule("error", "belongs to torch_xla, which torch_tpu replaces"),
     "unreadable": Rule("error", "fix the file first"),
 }

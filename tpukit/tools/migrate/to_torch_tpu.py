@@ -95,6 +95,11 @@ class ToTorchTPU:
         for arg in call.args:
             if name in TAKES_DEVICE or method_of(call) == "to" or arg.keyword and arg.keyword.value == "device":
                 self._check_device(arg.value)
+        if name == "torch.compile":
+            self._check_compile(call)
+        if name == "torch.inference_mode":
+            new = "" if call.args else "torch.no_grad()"
+            self._report(call, f"`{name}`", new, "it is reported to crash with torch.compile: use torch.no_grad()", "torch-tpu")
         if name == "torch.distributed.init_process_group" and "xla" in self.source.code(call):
             self._report(call, f"`{name}`", "", "use init_process_group('tpu_dist'), with the variables that torchrun sets")
         if name == MATMUL_PRECISION:
@@ -107,8 +112,15 @@ class ToTorchTPU:
         elif name.startswith("torch_xla."):
             self._report(call, f"`{name}`", "", advice_for(name))
 
-    def _report(self, node, found, replace, advice):
-        self.findings.append((*self.source.position(node), "torch-xla", " ".join(found.split())[:60], bool(replace), advice))
+    def _check_compile(self, call):
+        dynamic = argument(call, "dynamic")
+        if dynamic is not None and self.source.code(dynamic) == "True":
+            self._report(call, "`torch.compile(dynamic=True)`", "", "torch_tpu refuses it: pass dynamic=False", "torch-tpu")
+        if argument(call, "mode") is not None:
+            self._report(call, "`torch.compile(mode=...)`", "", "torch_tpu refuses modes: leave it out", "torch-tpu")
+
+    def _report(self, node, found, replace, advice, rule="torch-xla"):
+        self.findings.append((*self.source.position(node), rule, " ".join(found.split())[:60], bool(replace), advice))
         if replace:
             self.changes[node] = fixes.replacement(replace)
 
