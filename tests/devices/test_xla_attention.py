@@ -253,8 +253,12 @@ def test_what_a_kernel_cannot_take_is_computed_in_slices(shape, heads, dtype, bi
     assert xla_attention._kernel_takes(qkv, shape[2] // 3 // heads, biased) == uses_kernel
 
 
-def runtime_of(accelerator="tpu", precision="bf16", mesh=None, attempt=lambda: None):
-    return types.SimpleNamespace(accelerator=accelerator, precision=precision, mesh=mesh, try_attention_kernel=attempt)
+def runtime_of(accelerator="tpu", precision="bf16", mesh=None, attempt=lambda: None, others=()):
+    """others: what the other ranks answer, whether they can use the kernels."""
+    world = types.SimpleNamespace(all_gather=lambda values: [list(values), *([works] for works in others)])
+    return types.SimpleNamespace(
+        accelerator=accelerator, precision=precision, mesh=mesh, try_attention_kernel=attempt, world=world
+    )
 
 
 def failing(error):
@@ -268,6 +272,9 @@ def failing(error):
     "runtime, datum",
     [
         (runtime_of(), None),
+        (runtime_of(others=[1.0, 1.0]), None),
+        (runtime_of(others=[1.0, 0.0, 0.0]), "on rank 2, 3"),
+        (runtime_of(attempt=failing(RuntimeError("no jax")), others=[1.0]), "no jax"),
         (runtime_of("xla"), "for TPUs"),
         (runtime_of(mesh="mesh"), "SPMD"),
         (runtime_of(precision="fp32"), "fp32"),

@@ -84,7 +84,7 @@ def test_pixels_on_the_device_make_the_batches_of_the_host(kind, digits, infrare
 
 def test_a_set_is_streamed_where_it_would_take_too_much_of_the_device_and_the_loader_says_so(digits, xla, cpu, monkeypatch):
     data = MNIST(dataset_dir=digits).datasets()[0]
-    size = data.device_nbytes()
+    size = xla.whole_nbytes(data.device_arrays())
     assert "on the device, whole: a batch is an index" in BatchLoader(data, xla).description
     monkeypatch.setattr(type(xla), "memory_size", lambda self: 8 * size - 1)
     loader = BatchLoader(data, xla)
@@ -104,6 +104,7 @@ def test_a_set_is_streamed_where_it_would_take_too_much_of_the_device_and_the_lo
 
 def test_a_set_lies_whole_on_each_core_or_in_parts_and_is_never_whole_where_only_parts_fit(digits, cpu, monkeypatch):
     data, asked = MNIST(dataset_dir=digits).datasets()[0], []
+    size = cpu.whole_nbytes(data.device_arrays())
     put_whole = lambda arrays, sharded: asked.append(sharded) or arrays  # noqa: E731
     for name, value in dict(accelerator="xla", shards=8, put_whole=put_whole).items():
         monkeypatch.setattr(cpu, name, value, raising=False)
@@ -115,11 +116,8 @@ def test_a_set_lies_whole_on_each_core_or_in_parts_and_is_never_whole_where_only
         (0.1, "device", True, True),
         (1.0, "host", False, False),
     ):
-        monkeypatch.setattr(cpu, "memory_size", lambda share=share: 8 * int(share * data.device_nbytes() + 1))
+        monkeypatch.setattr(cpu, "memory_size", lambda share=share: 8 * int(share * size + 1))
         loader = BatchLoader(data, cpu, on=on)
-        assert (loader.resident is not None, loader.bytes_per_core) == (
-            resident,
-            data.device_nbytes() // (8 if parts else 1) * resident,
-        )
+        assert (loader.resident is not None, loader.bytes_per_core) == (resident, size // (8 if parts else 1) * resident)
         assert not resident or asked.pop() == parts
         assert ("sharded over 8 cores" in loader.description) == parts

@@ -177,9 +177,17 @@ class Runtime:
         return self.put(arrays)
 
     def put_whole(self, arrays, *, sharded=False):
-        """`put` for a whole dataset, (N, ...) each, that stays. sharded: over this process's `shards` devices."""
+        """`put` for a whole dataset, (N, ...) each, that stays, for `take`. sharded: over this process's `shards` devices."""
         # Copies, because torch warns of mapped files, which cannot be written. Not pinned: torch never frees pinned memory.
         return {name: torch.as_tensor(np.array(values)).to(self.device) for name, values in arrays.items()}
+
+    def whole_nbytes(self, arrays):
+        """Bytes that a whole dataset takes on the device."""
+        return sum(values.nbytes for values in arrays.values())
+
+    def take(self, whole, index):
+        """Samples of what `put_whole` returned, (B, ...) each. index: (B,). To be called in a compiled function."""
+        return {name: values.index_select(0, index) for name, values in whole.items()}
 
     def scalar(self, number):
         """A number that changes, or None, as an argument of a compiled function: on XLA, and on a GPU, which captures steps, a

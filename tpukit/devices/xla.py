@@ -16,7 +16,7 @@ import torch_xla.runtime as xr
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_xla import _XLAC
 
-from tpukit.devices import xla_attention
+from tpukit.devices import lanes, xla_attention
 from tpukit.devices.chips import V5E, find_chip
 from tpukit.devices.optimizers import parameters_with_gradient, state_tensors
 from tpukit.devices.runtime import Runtime
@@ -110,8 +110,16 @@ class XLARuntime(Runtime):
         return self._shard(batch) if self.mesh is not None else batch
 
     def put_whole(self, arrays, *, sharded=False):
-        whole = super().put_whole(arrays)
-        return self._shard(whole) if sharded else whole
+        rows = {name: torch.as_tensor(lanes.to_rows(values)).to(self.device) for name, values in arrays.items()}
+        if sharded:
+            self._shard(rows)
+        return {name: lanes.Stored(rows[name], values.shape) for name, values in arrays.items()}
+
+    def whole_nbytes(self, arrays):
+        return sum(lanes.stored_nbytes(values) for values in arrays.values())
+
+    def take(self, whole, index):
+        return {name: lanes.take(stored, index) for name, stored in whole.items()}
 
     def scalar(self, number):
         if number is None:

@@ -54,9 +54,9 @@ def attention(qkv, heads, bias=None):
 
 
 def choose(runtime):
-    """Find out whether this process can use the kernels, before its first graph. Returns a sentence for the log.
+    """Find out whether all ranks can use the kernels, before their first graph. Returns a sentence for the log.
 
-    runtime: an XLARuntime."""
+    runtime: an XLARuntime. Collective: an all-reduce needs the same graph on all ranks."""
     global _unavailable
     if runtime.accelerator != "tpu":
         _unavailable = "it is for TPUs"
@@ -70,6 +70,10 @@ def choose(runtime):
             runtime.try_attention_kernel()
         except Exception as error:  # jax, its lowering and libtpu raise many types for what they do not support
             _unavailable = f"it does not work here ({first_line(error)})"
+    answers = runtime.world.all_gather([not _unavailable])
+    failed = ", ".join(str(rank) for rank, [works] in enumerate(answers) if not works)
+    if failed and not _unavailable:
+        _unavailable = f"it does not work on rank {failed}"
     if _unavailable:
         return f"attention: in slices, not by the TPU kernel, which needs a fraction of the memory traffic: {_unavailable}"
     return "attention: by a TPU kernel (Pallas)"

@@ -71,11 +71,14 @@ class BatchLoader:
             )
         size = data.device_nbytes() if can_be_stored else 0
         limit = runtime.memory_size() // MEMORY_SHARE
-        fits = size <= limit * runtime.shards
         is_wanted = on == "device" or (on == "auto" and runtime.accelerator != "cpu")
-        if can_be_stored and is_wanted and (fits or on == "device"):
+        may_be_stored = can_be_stored and is_wanted and (size <= limit * runtime.shards or on == "device")
+        if may_be_stored:
+            arrays = data.device_arrays()
+            size = runtime.whole_nbytes(arrays)  # with what the device pads
+        if may_be_stored and (size <= limit * runtime.shards or on == "device"):
             is_sharded = size > limit and runtime.shards > 1
-            self.resident = runtime.put_whole(data.device_arrays(), sharded=is_sharded)
+            self.resident = runtime.put_whole(arrays, sharded=is_sharded)
             self.bytes_per_core = size // runtime.shards if is_sharded else size
             how = f"sharded over {runtime.shards} cores" if is_sharded else "whole"
             where = f"{size / 2**20:.0f} MiB on the device, {how}: a batch is an index"
@@ -119,7 +122,7 @@ class BatchLoader:
         """The workload's batch from what `batches` put on the device. To be called in a compiled function."""
         if self.resident is None:
             return batch
-        rows = {name: values.index_select(0, batch["index"]) for name, values in self.resident.items()}
+        rows = self.runtime.take(self.resident, batch["index"])
         parameters = {name: values for name, values in batch.items() if name not in ("index", "valid")}
         valid = {"valid": batch["valid"]} if "valid" in batch else {}
         return self.data.compose(rows, parameters) | valid

@@ -1,0 +1,100 @@
+"""A dataset in rows of lanes: the same samples, and in the TPU compiler's graph no copy of the set."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("torch_xla")
+
+from tests.conftest import ROOT
+from tpukit.tools import hlo
+from tpukit.tools.plan import COMPILER_SCRIPT, install_compiler
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, rows",
+    [
+        ((7, 3, 32, 32), np.uint8, (7, 24, 128)),
+        ((7, 1, 480, 640), np.uint8, (14, 1200, 128)),  # 300 KiB
+        ((7, 3, 31, 33), np.uint8, (7, 24, 128)),  # 3,069 of 3,072 bytes
+        ((7, 3, 333, 111), np.float32, (14, 440, 128)),  # 434 KiB
+        ((7, 600), np.int16, (7, 8, 128)),
+        ((7, 8, 128), np.bool_, (7, 8, 128)),
+        ((7, 512), np.uint8, (7, 512)),  # a row would be half empty
+        ((7, 64, 64), np.int64, (7, 64, 64)),
+        ((7,), np.int64, (7,)),
+    ],
+)
+def test_samples_in_rows_are_the_samples_of_the_array_bit_by_bit(shape, dtype, rows, xla):
+    array = np.random.default_rng(0).integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8).view(dtype)[..., 0]
+    array = array.view(np.uint8) % 2 == 1 if dtype is np.bool_ else array
+    whole = xla.put_whole(dict(one=array, label=np.arange(len(array))))
+    assert whole["one"].rows.shape == rows and xla.whole_nbytes(dict(one=array)) == whole["one"].rows.nbytes
+    index = np.array([6, 0, 3, 3])
+    found = xla.compile(xla.take)(whole, torch.as_tensor(index).to(xla.device))
+    assert found["one"].cpu().numpy().tobytes() == array[index].tobytes() and found["one"].shape == (4, *shape[1:])
+    assert found["label"].cpu().tolist() == index.tolist()
+
+
+def test_an_array_that_is_put_on_the_device_may_be_changed_afterwards(xla):
+    array, labels = np.zeros((2, 3, 32, 32), np.uint8), np.zeros(2, np.int64)
+    whole = xla.put_whole(dict(image=array, label=labels))
+    array += 1
+    labels += 1
+    assert not any(value.any() for value in xla.host(xla.take(whole, torch.arange(2).to(xla.device))).values())
+
+
+TRACER = """
+import os, sys
+from pathlib import Path
+import numpy as np, torch
+from tpukit.devices.xla_export import ExportRuntime
+from tpukit.training.data import BatchLoader, Draw
+
+path, dtype, *shape = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+class Data:
+    device_arrays = lambda self: dict(image=np.zeros(shape, dtype))
+    device_nbytes = lambda self: np.zeros(shape, dtype).nbytes
+    sample_parameters = lambda self, indices, numbers: {}
+    compose = lambda self, rows, parameters: rows
+    __len__ = lambda self: shape[0]
+
+runtime = ExportRuntime("fp32", memory_size=2**34)
+loader = BatchLoader(Data(), runtime, workers=0)
+batch = next(loader.batches([Draw(np.arange(16))]))
+weight = torch.ones(8, shape[1], 3, 3).to(runtime.device)
+runtime.sync()
+runtime.compile(lambda batch: torch.nn.functional.conv2d(loader.compose(batch)["image"].float(), weight))(batch)
+Path(path).write_bytes(runtime.graphs[0]["stablehlo"])
+os._exit(0)  # else what is still pending would run
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape, dtype", [((1800, 3, 224, 224), "uint8"), ((700, 1, 480, 640), "uint8"), ((400, 3, 224, 224), "float32")]
+)
+def test_the_compiled_graph_reads_a_batch_of_the_set_and_nothing_of_its_size(shape, dtype, tmp_path):
+    graph = tmp_path / "graph.mlirbc"
+    trace = [sys.executable, "-c", TRACER, graph, dtype, *map(str, shape)]
+    subprocess.run(trace, cwd=ROOT, check=True, capture_output=True)
+    environ = {**os.environ, "PYTHONPATH": str(install_compiler(lambda text: None))}
+    compile_ = [sys.executable, "-s", COMPILER_SCRIPT, graph, "v5e:1x1", "1", "processes"]
+    ran = subprocess.run(compile_, env=environ, capture_output=True, text=True)
+    text = json.loads(ran.stdout.splitlines()[-1])["hlo"]
+    computations, entry = hlo.parse(text)
+    whole = np.zeros(shape, dtype).nbytes
+    # The set is an argument of the graph. What reads it, or the same bytes by another name, reads no quarter of it.
+    names, readers = set(), []
+    for one in computations[entry].values():
+        if one.opcode == "parameter" and one.arrays[0].nbytes >= whole:
+            names.add(one.name)
+        elif names & set(one.operands):
+            (names.add if one.opcode == "bitcast" else readers.append)(one.name)
+    moved = {one.name: one.hbm_bytes + one.vmem_bytes for one in hlo.operations(text) if one.name in readers}
+    assert moved and max(moved.values()) < whole / 4, moved
