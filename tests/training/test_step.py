@@ -122,7 +122,7 @@ def test_a_training_whose_batch_cannot_be_split_is_refused(digits, tmp_path, cpu
 def test_micro_batches_are_refused_where_a_graph_that_accumulates_them_was_wrong(
     kind, count, torch_tpu, refused, digits, tmp_path, cpu, monkeypatch
 ):
-    env = SimpleNamespace(accelerator="tpu", device_name=kind, uses_torch_tpu=torch_tpu, versions={})
+    env = SimpleNamespace(accelerator="tpu", host="local", device_name=kind, uses_torch_tpu=torch_tpu, versions={})
     monkeypatch.setattr(environment, "detect", lambda: env)
     task = MNIST(dataset_dir=digits, epochs=1, micro_batches=count, **SMALL)
     with refuses("TPU v6e", f"micro_batches={count}", "micro_batches=1") if refused else contextlib.nullcontext():
