@@ -25,7 +25,8 @@ from tpukit.tools.plan import COMPILER_SCRIPT, install_compiler
         ((7, 3, 333, 111), np.float32, (14, 440, 128)),  # 434 KiB
         ((7, 600), np.int16, (7, 8, 128)),
         ((7, 8, 128), np.bool_, (7, 8, 128)),
-        ((7, 512), np.uint8, (7, 512)),  # a row would be half empty
+        ((7, 512), np.float32, (7, 512)),  # a row would be half empty
+        ((7, 28, 28), np.uint8, (7, 28, 28)),
         ((7, 64, 64), np.int64, (7, 64, 64)),
         ((7,), np.int64, (7,)),
     ],
