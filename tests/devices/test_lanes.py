@@ -78,7 +78,7 @@ os._exit(0)  # else what is still pending would run
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shape, dtype", [((1800, 3, 224, 224), "uint8"), ((700, 1, 480, 640), "uint8"), ((400, 3, 224, 224), "float32")]
+    "shape, dtype", [((1800, 3, 224, 224), "uint8"), ((700, 1, 480, 640), "uint8"), ((500, 3, 333, 111), "float32")]
 )
 def test_the_compiled_graph_reads_a_batch_of_the_set_and_nothing_of_its_size(shape, dtype, tmp_path):
     graph = tmp_path / "graph.mlirbc"
