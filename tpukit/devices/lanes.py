@@ -27,8 +27,10 @@ class Stored(NamedTuple):
 
 
 def is_split(array):
-    """Whether an array is stored in rows: not where these would be half empty, nor where a TPU holds a number as two."""
-    return math.prod(array.shape[1:]) > TILE // 2 and array.dtype.itemsize <= 4
+    """Whether an array is stored in rows: not where these would be half empty, and not where a TPU holds a number as two.
+    Samples of less than 1 KiB make sets that fast memory mostly holds whole, without padding them further."""
+    size, itemsize = math.prod(array.shape[1:]), array.dtype.itemsize
+    return size > TILE // 2 and size * itemsize >= 1024 and itemsize <= 4
 
 
 def part_sizes(array):
