@@ -49,10 +49,10 @@ def address_of(place):
     user = rest.partition("/")[0].rpartition("@")[0]
     if ":" in user or (user and scheme in ("http", "https")) or "?" in rest:
         names = ", ".join(SECRETS.get(scheme, {}).values())
+        secret = f"the secret in the environment, or in the secrets of Colab or Kaggle ({names})"
         raise TpukitError(
             f"this {scheme}:// address has a name before its @ or a query after a ?, which may hold a password or a token and "
-            "would be saved with the run: give the address alone, and the secret in the environment, or in the secrets of "
-            f"Colab or Kaggle ({names})"
+            f"would be saved with the run: give the address alone, {f'and {secret}' if names else 'or a copy of what is there'}"
         )
     return f"{scheme}:///{rest}" if scheme in ("file", "local") else f"{scheme}://{rest}"
 
