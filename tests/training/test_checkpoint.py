@@ -353,9 +353,10 @@ def test_damaged_best_weights_are_named_and_give_way_to_those_of_the_next_evalua
 
 
 def test_best_weights_that_are_taken_from_the_backup_count_with_their_own_score(digits, tmp_path, cpu):
-    task = MNIST(dataset_dir=digits, epochs=3, **SMALL)
+    task = MNIST(dataset_dir=digits, epochs=3, lr=0.5, **SMALL)
     straight = Run.open(tmp_path / "straight", task)
     train(task, straight, runtime=cpu, progress=False)
+    assert not straight.records("evaluation")[2]["kept"]
     part = dataclasses.replace(task, epochs=2)
     train(part, Run.open(tmp_path / "run", part, backup=tmp_path / "drive"), runtime=cpu, progress=False)
     flip(tmp_path / "run/best.safetensors")
