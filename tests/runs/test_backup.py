@@ -260,9 +260,11 @@ def test_a_lost_session_is_restored_from_its_backup(digits, tmp_path, cpu, capsy
 
 
 def test_a_backup_that_fails_is_reported_once_and_does_not_stop_the_training(digits, tmp_path, cpu, capsys):
-    (tmp_path / "drive").write_text("a file where the folder should be")
     task = MNIST(dataset_dir=digits, epochs=3, **SMALL)
-    train(task, Run.open(tmp_path / "run", task, backup=tmp_path / "drive/run"), runtime=cpu, progress=False)
+    run = Run.open(tmp_path / "run", task, backup=tmp_path / "drive/run")
+    (tmp_path / "drive").rename(tmp_path / "lost")
+    (tmp_path / "drive").write_text("a file where the folder should be")
+    train(task, run, runtime=cpu, progress=False)
     assert capsys.readouterr().out.count("backup to") == 1
 
 
