@@ -279,19 +279,22 @@ def test_images_larger_than_any_that_is_read_are_refused(option, call):
 
 
 NOT_PLAIN = {
-    "sparse": lambda: torch.eye(3).to_sparse(),
-    "compressed rows": lambda: torch.eye(3).to_sparse_csr(),
-    "meta": lambda: torch.zeros(3, device="meta"),
-    "quantized": lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8),
-    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "sparse": lambda value: value.to_sparse(),
+    "compressed rows": lambda value: value.to_sparse_csr(),
+    "meta": lambda value: value.to("meta"),
+    "quantized": lambda value: torch.quantize_per_tensor(value, 0.1, 0, torch.qint8),
+    "nested": lambda value: torch.nested.nested_tensor([value, value]),
 }
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of what is in beta
 @pytest.mark.parametrize("kind", NOT_PLAIN)
 def test_a_tensor_that_is_not_a_plain_one_is_named(kind, call, digits):
-    torch.save({"0.weight": NOT_PLAIN[kind]()}, "odd.pth")
-    refused(call("train", "mnist", "--dataset-dir", digits, "--weights", "odd.pth", *MNIST_RUN, "run"), "odd.pth", "0.weight")
+    state = MNIST(channels=1).model().state_dict()
+    state["9.weight"] = NOT_PLAIN[kind](state["9.weight"])
+    torch.save(state, "odd.pth")
+    answer = call("train", "mnist", "--dataset-dir", digits, "--weights", "odd.pth", *MNIST_RUN, "run")
+    refused(answer, "odd.pth", "9.weight is no plain tensor")
 
 
 def test_weights_that_no_network_has_are_named_with_the_nearest(call, tmp_path):
