@@ -316,7 +316,7 @@ gpus, init = machine("cuda", 2), dist.init_process_group
 environment.detect = lambda: gpus
 core.check_cuda = torch.cuda.set_device = lambda *_: None
 dist.init_process_group = lambda backend, **how: init("gloo", **how)
-core.open_runtime = lambda env, precision, world, spmd_cores, libtpu_args: Runtime("cpu", world=world)
+core.open_runtime = lambda env, precision, world, spmd_cores: Runtime("cpu", world=world)
 task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1)
 try:
     launch(train, task, Run.open(sys.argv[2], task))
@@ -339,7 +339,7 @@ def join_group(job, local_rank, **how):
     dist.init_process_group("gloo", **how)
     return World(how["rank"], how["world_size"])
 environment.detect, core.join_group = lambda: gpus, join_group
-core.open_runtime = lambda env, precision, world, spmd_cores, libtpu_args: Runtime("cpu", world=world)
+core.open_runtime = lambda env, precision, world, spmd_cores: Runtime("cpu", world=world)
 task = Watched(dataset_dir=Path(sys.argv[1]))
 print("RESULT", launch(bad_fork, task, Run.open(sys.argv[2], task)))
 """
