@@ -281,6 +281,7 @@ TEXTS = {
     "torch-tpu-torch": "torch_tpu has no extension module compatible with PyTorch ",
     "torch-tpu-shape": "No TPU topology found for count: ",
     "torch-tpu-inductor": "torch.compile(..., backend='inductor') on TPU is experimental and does",
+    "torch-tpu-dynamic": "TPU backend does not support torch.compile(..., dynamic=True, ...).",
     "torch-tpu-device": "Cannot set TPU device to index ",
     "torch-tpu-internal": "is internal to TorchTPU",
 }

@@ -353,7 +353,7 @@ def test_damaged_best_weights_are_named_and_give_way_to_those_of_the_next_evalua
 
 
 def test_best_weights_that_are_taken_from_the_backup_count_with_their_own_score(digits, tmp_path, cpu):
-    task = MNIST(dataset_dir=digits, epochs=3, lr=0.5, **SMALL)
+    task = MNIST(dataset_dir=digits, epochs=3, lr=1e-12, **SMALL)  # so small that no later score is better
     straight = Run.open(tmp_path / "straight", task)
     train(task, straight, runtime=cpu, progress=False)
     assert not straight.records("evaluation")[2]["kept"]
