@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import SMALL, best_weights, checkpoint, exact, same
 from tpukit import MNIST, Run, train
 from tpukit.runs import checkpoints
+from tpukit.runs.signals import StopSignal
 from tpukit.training import metrics, saver
 from tpukit.training.loop import Trainer
 from tpukit.training.saver import Saver
@@ -157,6 +158,31 @@ def test_a_stop_waits_for_scores_and_saves_and_the_resumed_run_is_the_same(stops
     monkeypatch.undo()
     train(task, stopped, runtime=cpu, progress=False)
     assert exact(stopped) == exact(straight) and same(best_weights(stopped), best_weights(straight))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_that_comes_while_ranks_tell_each_other_of_signals_is_not_lost(ranks, digits, tmp_path, cpu, monkeypatch):
+    came_in, sync = [], metrics.sync
+
+    def with_signal(*arguments, **how):
+        interval = sync(*arguments, **how)
+        if not came_in:
+            came_in.append(trainer.stop.signal)
+            trainer.stop.signal = signal.SIGINT
+        return interval
+
+    task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
+    trainer = Trainer(task, Run.open(tmp_path, task), cpu, StopSignal())
+    monkeypatch.setattr(metrics, "sync", with_signal)
+    monkeypatch.setattr(cpu.world, "size", ranks)
+    monkeypatch.setattr(cpu.world, "all_gather_dicts", lambda values: [values])
+    trainer.sync()
+    if ranks == 2:  # the other one does not know of it yet
+        trainer._check_stop()
+        trainer.sync()
+    with pytest.raises(KeyboardInterrupt):
+        trainer._check_stop()
+    assert came_in == [None]
 
 
 def test_a_training_that_diverges_while_an_epoch_is_scored_keeps_its_weights_if_they_are_the_best(

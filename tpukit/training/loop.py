@@ -46,6 +46,7 @@ class Trainer:
         if task.micro_batches > 1:
             check_micro_batches(environment.detect(), task.micro_batches)
         self.task, self.stop = task, stop
+        self.ranks_stop = False  # whether all ranks know of a signal
         torch.manual_seed(task.seed)
         model = task.model()
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="datasets") as thread:
@@ -150,7 +151,7 @@ class Trainer:
             self._write_progress(bar, epoch)
             # Several ranks have to stop and save at the same step: where they sync.
             if syncs or self.runtime.world.size == 1:
-                self.stop.check()
+                self._check_stop()
                 if save_due and state.step < bar.total:  # the last step is saved with its scores
                     self._save()
 
@@ -206,9 +207,15 @@ class Trainer:
         how = dict(clipped=self.task.clip_norm is not None, save_due=self._save_is_due())
         how["stop_signal"] = self.stop.signal or (self.run.stop_requested() if self.run.is_launched else None)
         interval = metrics.sync(self.sums, self.model, self.runtime, **how)
-        self.stop.signal = interval.stop_signal
+        self.ranks_stop = interval.stop_signal is not None
+        self.stop.signal = interval.stop_signal or self.stop.signal  # one may have come meanwhile
         metrics.check_finite(interval, self.state.step, self.task, self.run, self.runtime)
         return interval
+
+    def _check_stop(self):
+        """Stop where a signal came; several ranks where all know of it, so that one that came since waits for the next sync."""
+        if self.runtime.world.size == 1 or self.ranks_stop:
+            self.stop.check()
 
     def _log_interval(self, epoch, bar):
         """Record the interval that ends here and start another. Returns whether a checkpoint is due."""
@@ -239,7 +246,7 @@ class Trainer:
         if epochs % task.eval_every == 0 or epochs >= task.epochs:
             bar.set_description("evaluating")
             # Ranks stop together, after the evaluation.
-            after_batch = self.stop.check if self.runtime.world.size == 1 else None
+            after_batch = self._check_stop if self.runtime.world.size == 1 else None
             model = self.ema.model if self.ema and state.step >= ema.EVERY else self.model  # the average, once there is one
             self.evaluator.predict(finished, model, after_batch=after_batch)
             self._log_compilations(state.step)
