@@ -30,9 +30,9 @@ class ChannelAttention(nn.Module):
         # As products of matrices: of convolutions a GPU would copy inputs and gradients into other layouts.
         both = torch.stack([mean, largest], 1).flatten(2)  # (B, 2, C)
         both = F.relu(F.linear(both, self.fc1.weight.flatten(1)))
+        both = F.linear(both, self.fc2.weight.flatten(1))  # (B, 2, C)
         # dtype: autocast on a GPU adds up in float32, which all maps that this multiplies would become.
-        found = F.linear(both.sum(1, dtype=both.dtype), self.fc2.weight.flatten(1))  # (B, C)
-        return torch.sigmoid(found)[..., None, None]
+        return torch.sigmoid(both.sum(1, dtype=both.dtype))[..., None, None]
 
 
 def max_over_image(x, *, by_reduction):
