@@ -11,11 +11,12 @@ import torch
 from tests.conftest import best_weights, checkpoint, exact, same
 from tests.launching.conftest import CPU, difference, launched, losses, needs_torch_xla, python
 from tests.launching.launched import Descending, Watched, machine
-from tpukit import Run, TpukitError, train
+from tpukit import CDEIT, MSHNet, Run, TpukitError, launch, train
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
 from tpukit.launching import launcher
+from tpukit.launching.supervisor import Supervisor
 from tpukit.runs import weights
 from tpukit.training import batch_norm
 from tpukit.training.data import training_plan
@@ -254,6 +255,34 @@ def test_fewer_cores_than_asked_and_other_impossible_shapes_are_errors(env, aske
 )
 def test_all_cores_that_are_here_are_taken_unless_fewer_are_asked_for(env, asked, count):
     assert launcher._count_cores(env, asked, "processes") == count
+
+
+@pytest.mark.parametrize(
+    "task, gpus, one",
+    [
+        (MSHNet(batch_size=4), 2, True),  # the recipe, of which two cards would see two images each
+        (MSHNet(batch_size=32), 2, False),
+        (MSHNet(batch_size=32), 4, True),
+        (MSHNet(batch_size=4, batch_norm="synced"), 2, False),
+        (MSHNet(batch_size=4, batch_norm="frozen"), 2, False),
+        (CDEIT(batch_size=4, width=64, heads=2, levels=1), 2, False),  # has no batch norm
+    ],
+)
+def test_one_gpu_is_taken_if_a_share_of_the_batch_is_too_small_for_batch_norm(task, gpus, one):
+    assert batch_norm.wants_one_gpu(task, gpus) == one
+
+
+@pytest.mark.parametrize("cores, processes", [(None, 1), (2, 2)])
+def test_a_launch_says_why_it_leaves_a_gpu_idle_and_takes_it_if_told_to(cores, processes, monkeypatch, tmp_path, capsys):
+    gpus = machine("cuda", 2)
+    monkeypatch.setattr(environment, "detect", lambda: gpus)
+    monkeypatch.setattr(launcher, "open_runtime", lambda *_, **__: Runtime("cpu"))
+    monkeypatch.setattr(Supervisor, "wait", lambda supervisor: supervisor.job.processes)
+    monkeypatch.setattr(launcher, "_refuse_an_opened_device", lambda _: None)
+    task = MSHNet(dataset_dir=str(tmp_path), batch_size=4)
+    run = Run.open(tmp_path / "run", task)
+    assert launch(lambda task, run, runtime: runtime.cores, task, run, cores=cores) == processes
+    assert ("training on 1 of 2 GPUs" in capsys.readouterr().out) == (cores is None)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.launching import HANG_TIMEOUT_S, tpu_chips
 from tpukit.launching.core import Job, join_group, leave_group, open_core
 from tpukit.launching.supervisor import Supervisor, end_with_parent
+from tpukit.training import batch_norm
 
 PARALLEL = ("processes", "spmd")
 TORCH_TPU_CORES = (1, 4, 8)  # of a v5e host, for which torch_tpu knows how the chips are linked
@@ -28,7 +29,8 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     """Call `function(task, run, runtime=...)` on every core and return what rank 0's call returned.
 
     function: `tpukit.train`, or one like it; it may be defined in a notebook cell, as may the task. cores: by default all
-    of this host (one on a CPU, where any number of processes can be tried). parallel: "processes", one for each core, or
+    of this host (one on a CPU, where any number of processes can be tried, and one GPU where each would see fewer than
+    `batch_norm.MIN_SHARE` samples of a model with batch norm). parallel: "processes", one for each core, or
     "spmd", one process for all TPU cores of this host. hang_timeout_s: when no step completes for this long, every core's
     stack is shown and the launch ends; it must be longer than reading the dataset, the first compilation, and rank 0's scoring
     of an evaluation.
@@ -47,6 +49,12 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     if environment.under_torchrun():
         return _call_under_torchrun(job, parallel)
     count = _count_cores(env, cores, parallel)
+    if cores is None and env.accelerator == "cuda" and count > 1 and batch_norm.wants_one_gpu(task, count):
+        run.print(
+            f"training on 1 of {count} GPUs: on each, batch norm would see {task.batch_size // count} of {task.batch_size} "
+            f"samples, too few for its statistics and to be faster; cores={count} uses all"
+        )
+        count = 1
     check_batch(task.batch_size, count)
     if count == 1:
         # With TPU_VISIBLE_CHIPS another training may rightly hold another chip.

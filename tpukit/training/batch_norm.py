@@ -21,10 +21,21 @@ def apply(model, variant, runtime):
     return model  # with one process, one graph sees the whole batch as it is
 
 
+MIN_SHARE = 16
+"""Samples that batch norm needs: with fewer its error rises (Wu and He, Group Normalization, 2018, figure 1)."""
+
+
+def wants_one_gpu(task, gpus):
+    """Whether each of several GPUs would have fewer than `MIN_SHARE` samples for its batch norms.
+
+    Such a share is also too little work for a card: a step is bound by its launches, of which each card does all."""
+    share = task.batch_size // gpus // task.micro_batches
+    return share < MIN_SHARE and task.batch_norm == "per-core" and _has_statistics_of_the_batch(task.model())
+
+
 def note(model, task, runtime):
     """A sentence on batch norms that see only a part of each batch, or ""."""
-    kinds = {type(module) for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)}
-    if runtime.world.size == 1 or not kinds - {FrozenBatchNorm, torch.nn.SyncBatchNorm}:
+    if runtime.world.size == 1 or not _has_statistics_of_the_batch(model):
         return ""
     share = task.batch_size // runtime.cores // task.micro_batches
     of_whole_batch = dict(cuda="batch_norm='synced' or cores=1", tpu="parallel='spmd' or cores=1")
@@ -32,6 +43,11 @@ def note(model, task, runtime):
         f"batch norm takes its statistics from each core's {share} of {task.batch_size} samples; "
         f"{of_whole_batch.get(runtime.accelerator, 'cores=1')} takes them from the whole batch"
     )
+
+
+def _has_statistics_of_the_batch(model):
+    kinds = {type(module) for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)}
+    return bool(kinds - {FrozenBatchNorm, torch.nn.SyncBatchNorm})
 
 
 def freeze(model):
