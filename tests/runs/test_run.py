@@ -25,6 +25,11 @@ from tpukit.runs import weights
 from tpukit.workloads.datasets import make_synthetic
 
 
+def test_a_path_that_no_folder_can_have_is_an_error_of_ours():
+    with pytest.raises(TpukitError, match="NUL"):
+        Run("run\0")
+
+
 @pytest.mark.parametrize("content", ["", "{", "{}", '{"workload": "mnist", "settings": 3}', "[]"])
 def test_a_damaged_config_is_named_whoever_reads_it(content, digits, tmp_path):
     task = MNIST(dataset_dir=digits)

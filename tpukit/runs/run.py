@@ -66,6 +66,8 @@ class Run:
     _check_lock = None
 
     def __init__(self, path, backup=None):
+        if "\0" in str(path):
+            raise TpukitError(f"a run's folder cannot be named {str(path)!r}: give a path without NUL")
         self.path = Path(path)
         self.label = str(path)  # how errors call it
         self.backup = Backup(open_place(backup), Run) if backup else None

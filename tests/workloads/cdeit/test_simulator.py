@@ -98,6 +98,12 @@ def test_noise_has_the_power_that_was_asked_for(model_tank):
     assert noise == pytest.approx(20, abs=1)
 
 
+def test_more_samples_than_the_disk_can_hold_are_refused_before_the_first(tmp_path):
+    with pytest.raises(TpukitError, match="GB free"):
+        simulator.simulate(tmp_path / "set", samples=10**12)
+    assert list((tmp_path / "set").iterdir()) == []
+
+
 def test_without_pyeit_the_simulator_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyeit.mesh", None)
     with pytest.raises(TpukitError, match="pyeit>=1.2.4"):

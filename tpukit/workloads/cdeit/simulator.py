@@ -12,6 +12,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -31,6 +32,7 @@ VOLTS = 0.87e-3
 TIKHONOV, GAUSS_NEWTON = 1e-6, 3e-3
 SPLITS = ("train", "test")
 CHUNK = 25  # samples that a worker gets at a time
+FILE_BYTES = 31_200  # of one sample
 
 
 # Scenes
@@ -210,6 +212,12 @@ def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_d
     missing = []
     with files.explain_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        needed, free = (samples + test_samples) * FILE_BYTES, shutil.disk_usage(folder).free
+        if needed > free:
+            raise TpukitError(
+                f"{samples} training and {test_samples} test samples need about {needed / 1e9:,.0f} GB, {folder} has "
+                f"{free / 1e9:,.1f} GB free: simulate fewer, or choose a folder on a larger disk"
+            )
         _check_settings(folder / "simulation.json", settings)
         for split, count in zip(SPLITS, (samples, test_samples)):
             (folder / split).mkdir(exist_ok=True)
