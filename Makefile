@@ -7,7 +7,7 @@
 # make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour
 # make publish REPO=owner/name  the repository with its home filled in, and what to upload where, in dist/publish/
 # make gallery DATA=folder  the small pictures of docs/gallery/, from notebooks run on this machine
-# make plan   asks the TPU compiler again about every workload's step (benchmarks/plan.json); half an hour or more
+# make plan   asks the TPU compiler again about every task's step (benchmarks/plan.json); half an hour or more
 
 PYTHON ?= python3
 BIN := .venv/bin

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tpukit.host import environment
 from tpukit.host.tables import Table
-from tpukit.workloads.datasets import make_synthetic
+from tpukit.tasks.datasets import make_synthetic
 
 PARTS = ("data", "steps", "epochs", "overheads", "loops", "images", "cores", "host", "start")
 

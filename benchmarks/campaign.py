@@ -30,7 +30,7 @@ import torch._dynamo
 
 from tests.conftest import exact
 from tests.runs.store import s3_server
-from tpukit import Run, TpukitError, Workload, train
+from tpukit import Run, Task, TpukitError, train
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import Damaged
 from tpukit.host.tables import Table
@@ -62,7 +62,7 @@ class Points:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tiny(Workload):
+class Tiny(Task):
     """A linear classifier, of which a training takes a fraction of a second."""
 
     name = "tiny"

@@ -14,10 +14,10 @@ import torch
 
 from tpukit import MNIST, MSHNet, Run, launch
 from tpukit.devices.distributed import World
+from tpukit.tasks.mshnet.model import MSHNetModel
 from tpukit.training.data import BatchLoader, already_composed
 from tpukit.training.metrics import new_sums
 from tpukit.training.step import train_step
-from tpukit.workloads.mshnet.model import MSHNetModel
 
 ROUNDS, STEPS = 7, 20
 

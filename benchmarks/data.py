@@ -16,8 +16,8 @@ from PIL import Image, ImageFilter, ImageOps
 
 from tpukit import MSHNet
 from tpukit.devices.runtime import Runtime
+from tpukit.tasks.mshnet import IMAGE_MEAN, IMAGE_STD, augment, normalise
 from tpukit.training.data import BatchLoader, training_plan
-from tpukit.workloads.mshnet import IMAGE_MEAN, IMAGE_STD, augment, normalise
 
 ROUNDS, BATCH = 7, 16
 

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 from tpukit import MSHNet
-from tpukit.workloads.mshnet import model, tiling, upsampling
+from tpukit.tasks.mshnet import model, tiling, upsampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

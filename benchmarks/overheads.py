@@ -18,8 +18,8 @@ import torch
 
 from tpukit import MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
+from tpukit.tasks.datasets import make_synthetic
 from tpukit.training import evaluation, loop
-from tpukit.workloads.datasets import make_synthetic
 
 STEP_S, PREDICT_S = 0.010, 0.004
 RUNS, EPOCHS, BATCH = 5, 12, 8

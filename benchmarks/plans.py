@@ -1,4 +1,4 @@
-"""`make plan`: what the TPU compiler says of every workload's step at a small and a full size, kept in plan.json next to this.
+"""`make plan`: what the TPU compiler says of every task's step at a small and a full size, kept in plan.json next to this.
 
 The committed plan.json is a gate: a test compiles some of its small graphs and compares. Renew it when a step has changed on
 purpose. The seconds of compilation are of the machine that renewed it.

@@ -51,7 +51,7 @@ def cpu():
 @pytest.fixture(scope="session")
 def infrared(tmp_path_factory):
     """A synthetic IRSTD-1k of 20 images: 16 to train, 4 to test."""
-    from tpukit.workloads.datasets import make_synthetic
+    from tpukit.tasks.datasets import make_synthetic
 
     return make_synthetic("IRSTD-1k", tmp_path_factory.mktemp("data") / "infrared", size=20)
 
@@ -59,7 +59,7 @@ def infrared(tmp_path_factory):
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory):
     """A synthetic MNIST of 240 images: 200 to train, 40 to test."""
-    from tpukit.workloads.datasets import make_synthetic
+    from tpukit.tasks.datasets import make_synthetic
 
     return make_synthetic("mnist", tmp_path_factory.mktemp("data") / "mnist", size=240)
 
@@ -67,7 +67,7 @@ def digits(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tank(tmp_path_factory):
     """A simulated set for electrical impedance tomography: 21 samples to train, 5 to test."""
-    from tpukit.workloads.cdeit import simulator
+    from tpukit.tasks.cdeit import simulator
 
     return simulator.simulate(tmp_path_factory.mktemp("tank") / "eit", samples=21, test_samples=5, seed=3, progress=False)
 
@@ -75,7 +75,7 @@ def tank(tmp_path_factory):
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory):
     """Synthetic images in six class folders: 54 to train, 18 to test."""
-    from tpukit.workloads.datasets import make_synthetic
+    from tpukit.tasks.datasets import make_synthetic
 
     return make_synthetic("my-images", tmp_path_factory.mktemp("data") / "shapes", size=72)
 
@@ -96,7 +96,7 @@ def infrared_run(tmp_path):
     """(task, run) of an MSHNet with random weights, trained on crops of 32 pixels."""
     import torch
 
-    from tests.workloads.mshnet.small import Narrow
+    from tests.tasks.mshnet.small import Narrow
     from tpukit import Run
 
     task, run = Narrow(base_size=32, crop_size=32), Run(tmp_path / "run")
@@ -110,8 +110,8 @@ def infrared_run(tmp_path):
 def bright(monkeypatch):
     """An MSHNet that takes a pixel for a target from a grey of 129 on, with a logit of its grey level less 128. Images keep
     their size."""
-    from tests.workloads.mshnet.small import Narrow
-    from tpukit.workloads.mshnet import windows
+    from tests.tasks.mshnet.small import Narrow
+    from tpukit.tasks.mshnet import windows
 
     monkeypatch.setattr(windows, "scale", lambda image, size, smallest: image)
     monkeypatch.setattr(Narrow, "predictor", lambda *_, **__: lambda batch: batch["image"][:, :1].float() - 128)

@@ -10,7 +10,7 @@ from benchmarks import by_hand, loops, overheads
 from tests.conftest import ROOT
 from tpukit import MNIST, MSHNet
 from tpukit.devices.runtime import Runtime
-from tpukit.workloads.datasets import make_synthetic
+from tpukit.tasks.datasets import make_synthetic
 
 
 @pytest.mark.parametrize("scored", [True, False])

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-LAYERS = ("host", "runs", "devices", "training", "launching", "workloads", "reporting", "tools", "cli")  # the lowest first
+LAYERS = ("host", "runs", "devices", "training", "launching", "tasks", "reporting", "tools", "cli")  # the lowest first
 MODULES = sorted(p for p in (ROOT / "tpukit").rglob("*.py"))
 
 

@@ -23,7 +23,7 @@ ENGLISH = sorted([ROOT / "README.md", *(p for p in (ROOT / "docs").glob("*.md") 
 PAGES = [page for path in ENGLISH for page in (path, path.with_name(path.name.replace(".md", ".zh-CN.md")))]
 CHINESE = [page for page in PAGES if ".zh-CN" in page.name]
 HAN = r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"  # characters between which a line break would render as a blank
-# What makes each workload small, and numbers that would make a command long -> what the test takes.
+# What makes each task small, and numbers that would make a command long -> what the test takes.
 TINY = {
     "mshnet": {"--base-size": "32", "--crop-size": "32", "--batch-size": "4"},
     "mnist": {"--batch-size": "8"},
@@ -34,7 +34,7 @@ SMALL = {option: value for options in TINY.values() for option, value in options
 SMALL |= {"--epochs": "1", "--warm-epoch": "0", "--steps": "2", "--trace": "2", "--cores": "1", "--sampling-steps": "1"}
 SMALL |= {"--batch-size": "4", "--global-batch-size": "4", "--samples": "6", "--test-samples": "3", "--workers": "1"}
 # Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), what rents machines
-# (tests/tools/test_rent.py runs it against a recording sky), and a model of 110 million parameters (tests/workloads/cdeit).
+# (tests/tools/test_rent.py runs it against a recording sky), and a model of 110 million parameters (tests/tasks/cdeit).
 ELSEWHERE = ("tpukit plan", "tpukit rent", "tpukit doctor --model cdeit")
 
 

@@ -111,7 +111,7 @@ def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
                 page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
                 asked = True
             page.wait_for_timeout(500)
-        expect(last.first).to_contain_text("class MNIST(Workload)")
+        expect(last.first).to_contain_text("class MNIST(Task)")
         bars = page.locator(".jupyter-widgets .widget-hprogress, .widget-hprogress")
         expect(bars).to_have_count(2)
         pictures = page.locator(".jp-OutputArea-output img")

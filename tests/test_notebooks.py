@@ -201,7 +201,7 @@ def test_a_notebook_without_its_hardware_stops_with_the_menu_to_open(name, menu,
 def test_the_quickstart_trains_goes_on_and_shows(digits, tmp_path):
     notebook = run_notebook("mnist_quickstart.ipynb", tmp_path, RUN_NAME="mnist", DATASET_DIR=str(digits), BATCH_SIZE=8)
     output = text(notebook)
-    assert "resuming at step 25 of 50" in output and "class MNIST(Workload)" in output
+    assert "resuming at step 25 of 50" in output and "class MNIST(Task)" in output
     assert len(outputs(notebook, "image/png")) == 5  # samples, curves, report, predictions, own
     assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 2  # a live bar for each training
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workloads.mshnet.published import published_scores
-from tpukit.workloads.cdeit import diffusion
-from tpukit.workloads.cdeit.data import CONVENTIONS, voltage_map
-from tpukit.workloads.cdeit.model import CDEITModel
-from tpukit.workloads.mshnet import augment
-from tpukit.workloads.mshnet.data import read_image
-from tpukit.workloads.mshnet.loss import location_loss, multiscale_loss, sums_over_images
-from tpukit.workloads.mshnet.model import MSHNetModel
-from tpukit.workloads.mshnet.scores import Scores
+from tests.tasks.mshnet.published import published_scores
+from tpukit.tasks.cdeit import diffusion
+from tpukit.tasks.cdeit.data import CONVENTIONS, voltage_map
+from tpukit.tasks.cdeit.model import CDEITModel
+from tpukit.tasks.mshnet import augment
+from tpukit.tasks.mshnet.data import read_image
+from tpukit.tasks.mshnet.loss import location_loss, multiscale_loss, sums_over_images
+from tpukit.tasks.mshnet.model import MSHNetModel
+from tpukit.tasks.mshnet.scores import Scores
 
 
 def fill(model, names, seed):

@@ -11,10 +11,10 @@ import torch
 
 from tests.conftest import ROOT
 from tpukit import MNIST, Run, cli
-from tpukit.cli.commands import COMMANDS, OPTIONS_WITH_WORKLOAD
+from tpukit.cli.commands import COMMANDS, OPTIONS_WITH_TASK
 from tpukit.cli.options import CoreOptions, resolve_aliases
 from tpukit.cli.tools import PlanOptions
-from tpukit.workloads import WORKLOADS, find
+from tpukit.tasks import TASKS, find
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_the_last_lines_of_a_training_give_the_kept_scores_beside_the_last_ones(
 
 
 def test_published_weights_as_a_pickled_state_dict_are_tested(infrared, tmp_path, capsys):
-    from tpukit.workloads.mshnet.model import MSHNetModel
+    from tpukit.tasks.mshnet.model import MSHNetModel
 
     torch.manual_seed(0)
     torch.save({"state_dict": MSHNetModel().state_dict(), "epoch": 7}, "published.tar")
@@ -61,19 +61,19 @@ def test_published_weights_as_a_pickled_state_dict_are_tested(infrared, tmp_path
     assert ": 4 samples" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("workload, data", [("images", "shapes"), ("cdeit", "tank")])
-def test_weights_are_tested_in_a_folder_of_their_own_with_a_picture_of_the_predictions(workload, data, request, tmp_path):
+@pytest.mark.parametrize("task, data", [("images", "shapes"), ("cdeit", "tank")])
+def test_weights_are_tested_in_a_folder_of_their_own_with_a_picture_of_the_predictions(task, data, request, tmp_path):
     torch.manual_seed(0)
-    if workload == "images":
+    if task == "images":
         pytest.importorskip("timm")
         settings = dict(model_name="test_resnet", image_size=32, pretrained="no")
     else:
         settings = dict(patch=16, width=16, heads=2, window=4, levels=1)
     folder = request.getfixturevalue(data)
-    model = find(workload)(dataset_dir=folder, **settings).model()
+    model = find(task)(dataset_dir=folder, **settings).model()
     torch.save(model.state_dict(), "weights.pth")
     options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    test = ["test", workload, "--weights", "weights.pth", "--dataset-dir", str(folder), "--run", "scored", *options]
+    test = ["test", task, "--weights", "weights.pth", "--dataset-dir", str(folder), "--run", "scored", *options]
     for _ in range(2):  # the second time in the folder that the first one made
         assert cli.main(test) == 0
     assert (tmp_path / "scored/pictures/predictions.png").read_bytes().startswith(b"\x89PNG")
@@ -129,7 +129,7 @@ def test_wrong_usage_ends_with_2_and_names_the_choices(line, words, capsys):
 
 
 HELPS = [[], *([name] for name in COMMANDS if name != "simulate"), ["simulate", "eit"], ["compare", "merge"]]
-HELPS += [[name, workload] for name in OPTIONS_WITH_WORKLOAD for workload in WORKLOADS]
+HELPS += [[name, task] for name in OPTIONS_WITH_TASK for task in TASKS]
 # Prints the exit code and what was loaded after a help text, for many command lines in one process.
 PROGRAM = """
 import contextlib, io, json, sys
@@ -157,10 +157,10 @@ def test_every_command_has_help_which_loads_no_torch(words, helps):
     assert code == 0 and loaded == [] and text.startswith(" ".join(["usage: tpukit", *words[:1]]))
 
 
-def test_help_lists_commands_workloads_and_settings_with_their_explanations(helps):
+def test_help_lists_commands_tasks_and_settings_with_their_explanations(helps):
     assert all(f" {name} " in helps[""][1] for name in COMMANDS)
-    for name in OPTIONS_WITH_WORKLOAD:
-        assert all(f" {workload} " in helps[name][1] for workload in WORKLOADS)
+    for name in OPTIONS_WITH_TASK:
+        assert all(f" {task} " in helps[name][1] for task in TASKS)
     text = helps["train mshnet"][1]
     for flag in ("--dataset-dir", "--base-size", "--crop-size", "--warm-epoch", "--batch-size", "--epochs", "--lr", "--run"):
         assert f" {flag} " in text
@@ -176,6 +176,11 @@ def test_the_choices_of_the_command_line_are_those_of_the_library():
     assert choices["chip"] == tuple(MACHINES) and choices["part"] == tuple(plan.PARTS)
     assert get_args(get_type_hints(CoreOptions)["parallel"]) == tuple(PARALLEL)
     assert get_args(get_type_hints(COMMANDS["migrate"])["format"]) == tuple(migrate.FORMATS)
+
+
+def test_the_word_of_earlier_versions_is_accepted_with_a_note(capsys):
+    assert resolve_aliases(["predict", "w.pt", "--workload=mnist"]) == ["predict", "w.pt", "--task=mnist"]
+    assert "--task" in capsys.readouterr().err
 
 
 def test_older_names_of_options_become_todays_up_to_a_double_dash():

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tpukit
-from tests.workloads.cdeit.small import TINY
+from tests.tasks.cdeit.small import TINY
 from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, launch
 from tpukit.devices import cuda_graph
 from tpukit.devices.runtime import Runtime
@@ -43,7 +43,7 @@ metrics.sync = finite_sums
 
 
 def small(kind, folder, **settings):
-    """A small task of a workload."""
+    """A small task of a task."""
     folder = Path(folder)
     if kind == "mshnet":
         return MSHNet(dataset_dir=folder, **{**dict(base_size=32, crop_size=32, num_workers=1), **settings})
@@ -89,7 +89,7 @@ def steps_of_two(task, run):
     task = small(**task)
     run = Run.open(run, task)
     take_counts()
-    counts = launch(count_steps, task, run)
+    counts = launch(count_steps, task, run, cores=2)
     return dict(counts, log=(run.path / "log.txt").read_text(), of_the_launching_process=take_counts())
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.conftest import SMALL, checkpoint, exact, same
 from tests.devices.emulated_gpu import Dispatched, EmulatedGpu
-from tests.workloads.mshnet.small import Narrow
+from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run, train
 from tpukit.devices import cuda_graph
 from tpukit.devices.runtime import Runtime

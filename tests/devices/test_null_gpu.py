@@ -69,7 +69,7 @@ def check_steps(found):
 
 
 @pytest.fixture(scope="session")
-def of_workloads(on_null_gpu, digits, infrared, tank, shapes, tmp_path_factory):
+def of_tasks(on_null_gpu, digits, infrared, tank, shapes, tmp_path_factory):
     """(card, kind, precision) -> `count_steps`. MSHNet as published: 256 pixels, 4 images a step."""
     pytest.importorskip("timm")
     mnist, cdeit = dict(kind="mnist", folder=digits), dict(kind="cdeit", folder=tank)
@@ -83,15 +83,15 @@ def of_workloads(on_null_gpu, digits, infrared, tank, shapes, tmp_path_factory):
     return found
 
 
-def test_a_step_of_each_workload_is_one_launch_and_waits_for_nothing(of_workloads):
-    assert len(of_workloads) == 8
-    for found in of_workloads.values():
+def test_a_step_of_each_task_is_one_launch_and_waits_for_nothing(of_tasks):
+    assert len(of_tasks) == 8
+    for found in of_tasks.values():
         check_steps(found)
 
 
 @pytest.mark.parametrize("card, precision, nodes", [("H200", "bf16", 2000), ("T4", "auto", 2400)])
-def test_a_step_of_mshnet_launches_and_moves_no_more_than_it_needs(card, precision, nodes, of_workloads):
-    found = of_workloads[card, "mshnet", precision]
+def test_a_step_of_mshnet_launches_and_moves_no_more_than_it_needs(card, precision, nodes, of_tasks):
+    found = of_tasks[card, "mshnet", precision]
     captured = found["steps"][3]
     assert captured["captured nodes"] <= nodes, frequent(captured)
     assert found["bytes"] <= 6.0e9

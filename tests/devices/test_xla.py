@@ -12,7 +12,7 @@ pytest.importorskip("torch_xla")
 from tests.devices.conftest import take_step
 from tpukit import Run, TpukitError, train
 from tpukit.devices.xla import XLARuntime
-from tpukit.workloads.mnist import MNIST
+from tpukit.tasks.mnist import MNIST
 
 
 @pytest.mark.parametrize(

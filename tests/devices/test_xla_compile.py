@@ -6,11 +6,11 @@ import re
 import pytest
 import torch
 
-from tests.workloads.mshnet.small import Narrow
+from tests.tasks.mshnet.small import Narrow
 from tpukit import Run, TpukitError, train
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.reporting import findings
-from tpukit.workloads.mnist import MNIST
+from tpukit.tasks.mnist import MNIST
 
 RECIPE = dict(batch_size=4, base_size=64, crop_size=64, log_every=1, num_workers=1)
 

@@ -17,7 +17,7 @@ from tpukit import MSHNet, Run, train
 from tpukit.devices import xla_replay
 from tpukit.devices.distributed import World
 from tpukit.devices.recompiles import UnexpectedRecompilation
-from tpukit.workloads.mnist import MNIST
+from tpukit.tasks.mnist import MNIST
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

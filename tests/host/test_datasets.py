@@ -81,7 +81,7 @@ def test_another_archive_for_the_same_name_is_unpacked_beside_the_first(here, tm
     assert (newer / "trainval.txt").read_text() == "a newer one"
 
 
-def test_a_workloads_own_fallback_folder_is_taken_for_a_missing_path_and_named(here, capsys):
+def test_a_tasks_own_fallback_folder_is_taken_for_a_missing_path_and_named(here, capsys):
     with refuses("gone", "data"):
         find_dataset(here, "eit", "gone", fallback="data")
     Path("data").mkdir()

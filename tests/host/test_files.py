@@ -8,8 +8,8 @@ import pytest
 from tests.conftest import refuses
 from tests.host.test_archives import make_archive
 from tpukit.host import archives, files
-from tpukit.workloads.cdeit import simulator
-from tpukit.workloads.datasets import make_synthetic
+from tpukit.tasks.cdeit import simulator
+from tpukit.tasks.datasets import make_synthetic
 
 
 @pytest.fixture

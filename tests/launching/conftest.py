@@ -90,7 +90,7 @@ def difference(a, b):
 def odd(tmp_path_factory):
     """Digits of which neither the training set (196) nor the test set (37) is a multiple of every batch."""
     folder = tmp_path_factory.mktemp("data") / "odd"
-    from tpukit.workloads.datasets import make_synthetic
+    from tpukit.tasks.datasets import make_synthetic
 
     with np.load(make_synthetic("mnist", folder, size=240) / "mnist.npz") as arrays:
         parts = {name: arrays[name][: 37 if "test" in name else 196] for name in arrays}

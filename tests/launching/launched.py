@@ -1,4 +1,4 @@
-"""What the tests of `launch` run in processes of their own: a workload that watches itself, and a program that launches it.
+"""What the tests of `launch` run in processes of their own: a task that watches itself, and a program that launches it.
 
 `python -m tests.launching.launched '{"run": ..., "data": ..., ...}'` prints one JSON line: the result, or the error, of one or
 more launches.
@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tests.workloads.mshnet.small import Narrow
+from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run, TpukitError, launch, train
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
 from tpukit.runs.run import setting
-from tpukit.workloads.mnist import Digits
+from tpukit.tasks.mnist import Digits
 
 
 class Witnessed(Digits):

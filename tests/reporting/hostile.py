@@ -37,7 +37,7 @@ def strange_run(folder, word):
         ),
     ]
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(dict(workload=word, settings={word: word})))
+    (folder / "config.json").write_text(json.dumps(dict(task=word, settings={word: word})))
     (folder / "records.jsonl").write_text("".join(json.dumps(dict(record, time=0.0)) + "\n" for record in records))
     (folder / "progress.json").write_text(json.dumps(dict(step=4, total=9, unit=word, name=word, epoch=word, loss=word)))
     (folder / "checkpoints/checkpoints.json").write_text(json.dumps([dict(file=word, step=8, sha256=word)]))
@@ -58,7 +58,7 @@ def strange_measurement(path, word):
         place=word,
         device=word,
     )
-    kept |= dict(cores=1, processes=1, precision=word, python=word, versions={word: word}, workload=word, recipe={word: word})
+    kept |= dict(cores=1, processes=1, precision=word, python=word, versions={word: word}, task=word, recipe={word: word})
     kept |= dict(samples=80, synthetic=True, rows=[row, dict(row, batch_size=16), dict(batch_size=32, fits=False, why=word)])
     path.write_text(json.dumps(kept))
     return path

@@ -134,7 +134,7 @@ def test_memory_stands_in_the_report_device_by_device():
     assert len(figures.report_figure(records).axes) == 1
 
 
-# What a workload says of its scores, and a run that is still training
+# What a task says of its scores, and a run that is still training
 
 
 def test_the_paper_is_named_beside_its_own_dataset_alone():
@@ -147,21 +147,21 @@ def test_the_paper_is_named_beside_its_own_dataset_alone():
         ("datasets/NUDT-SIRST", False),
         (None, False),
     ):
-        labels = findings.labels_of(dict(workload="mshnet", settings=dict(settings, dataset_dir=folder)))
+        labels = findings.labels_of(dict(task="mshnet", settings=dict(settings, dataset_dir=folder)))
         assert labels.published == (dict(iou=0.6716, pd=0.9388, fa=15.03e-6) if published else {}), folder
         assert labels.score == "iou" and list(labels.names) == ["iou", "pd", "fa"] and labels.milestones == {6: "warm-up ends"}
     assert labels.hides("niou") and not labels.hides("loss") and not labels.hides("iou")
 
 
-@pytest.mark.parametrize("workload", ["word", "", None, 3, [], {}, ["mshnet"]])
-def test_a_workload_that_is_unknown_or_no_name_has_no_labels(workload):
-    labels = findings.labels_of(dict(workload=workload, settings={}))
+@pytest.mark.parametrize("task", ["word", "", None, 3, [], {}, ["mshnet"]])
+def test_a_task_that_is_unknown_or_no_name_has_no_labels(task):
+    labels = findings.labels_of(dict(task=task, settings={}))
     assert labels == findings.NO_LABELS and not labels.hides("anything")
 
 
 @pytest.mark.parametrize("settings", [{}, dict(warm_epoch="5"), dict(warm_epoch=None, dataset_dir=[1])])
 def test_settings_that_are_missing_or_damaged_leave_the_names_of_the_scores(settings):
-    labels = findings.labels_of(dict(workload="mshnet", settings=settings))
+    labels = findings.labels_of(dict(task="mshnet", settings=settings))
     assert (labels.published, labels.milestones) == ({}, {}) and labels.score == "iou"
 
 

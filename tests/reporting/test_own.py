@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from tests.conftest import refuses
-from tests.workloads.cdeit.small import task_of
-from tests.workloads.mshnet.small import Narrow
+from tests.tasks.cdeit.small import task_of
+from tests.tasks.mshnet.small import Narrow
 from tpukit import Run
 from tpukit.devices.runtime import Runtime
 from tpukit.host import environment

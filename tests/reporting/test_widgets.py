@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ROOT, refuses
 from tests.reporting.hostile import EVIL, strange_run
-from tests.workloads.mshnet.small import Narrow
+from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run
 from tpukit.host import environment
 from tpukit.reporting import display, figures, widgets
@@ -245,7 +245,7 @@ def test_a_task_without_a_threshold_is_refused_before_anything_is_predicted(tmp_
         widgets.explore(Run(tmp_path), MNIST())
 
 
-def test_a_workload_of_the_users_own_with_a_threshold_is_explored_by_all_its_scores(drawn, tmp_path):
+def test_a_task_of_the_users_own_with_a_threshold_is_explored_by_all_its_scores(drawn, tmp_path):
     task, _, calls = drawn
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,7 +266,7 @@ def curved(folder, name, *more, **scores):
         records.append(dict(kind="evaluation", step=step, epoch=step // 2 - 1, scores=scores, speed=dict(seconds=1.0)))
     path = folder / name
     path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(dict(workload="mnist", settings={})))
+    (path / "config.json").write_text(json.dumps(dict(task="mnist", settings={})))
     (path / "records.jsonl").write_text("".join(json.dumps(dict(record, time=0.0)) + "\n" for record in [*records, *more]))
     return path
 

@@ -14,8 +14,8 @@ from tests.runs.test_run import holding
 from tpukit import MNIST, Run, cli, find_dataset, find_run, train
 from tpukit.host import files
 from tpukit.runs import weights
+from tpukit.tasks import mnist
 from tpukit.training import loop
-from tpukit.workloads import mnist
 
 
 def steps_in(folder):

@@ -22,7 +22,8 @@ from tpukit import MNIST, ImageClassifier, MSHNet, Run, TpukitError, cli, launch
 from tpukit.host import files
 from tpukit.reporting import display, findings
 from tpukit.runs import weights
-from tpukit.workloads.datasets import make_synthetic
+from tpukit.tasks.datasets import make_synthetic
+from tpukit.tasks.trained import find_trained
 
 
 def test_a_path_that_no_folder_can_have_is_an_error_of_ours():
@@ -30,7 +31,7 @@ def test_a_path_that_no_folder_can_have_is_an_error_of_ours():
         Run("run\0")
 
 
-@pytest.mark.parametrize("content", ["", "{", "{}", '{"workload": "mnist", "settings": 3}', "[]"])
+@pytest.mark.parametrize("content", ["", "{", "{}", '{"task": "mnist", "settings": 3}', "[]"])
 def test_a_damaged_config_is_named_whoever_reads_it(content, digits, tmp_path):
     task = MNIST(dataset_dir=digits)
     run = Run.open(tmp_path / "run", task)
@@ -173,9 +174,11 @@ def test_a_run_of_an_earlier_version_is_resumed_though_it_has_no_checksums_and_n
     run = Run.open(tmp_path / "old", part)
     train(part, run, runtime=cpu, progress=False)
     as_an_earlier_version_wrote_it(run.path)
+    part_best = shutil.copy(run.path / "best.safetensors", tmp_path)
     again = Run.open(run.path, task, backup=tmp_path / "drive")
     train(task, again, runtime=cpu, progress=False)
     assert exact(again) == exact(straight) and same(best_weights(again), best_weights(straight))
+    assert find_trained(part_best)[0].name == "mnist"
     assert Run(tmp_path / "drive").checkpoints() == again.checkpoints()
     assert Run(tmp_path / "drive").config["id"] == again.config["id"]
 
@@ -184,11 +187,12 @@ def as_an_earlier_version_wrote_it(folder):
     from safetensors.torch import save_file
 
     config, records, best = (folder / name for name in ("config.json", "records.jsonl", "best.safetensors"))
-    config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k not in ("id", "crc32")}))
+    values = {k: v for k, v in json.loads(config.read_text()).items() if k not in ("id", "crc32")}
+    config.write_text(json.dumps(dict(values, workload=values.pop("task"))))
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     records.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "crc32"}) + "\n" for line in lines))
     about = {name: value for name, value in weights.metadata(best).items() if name != "tpukit.sha256"}
-    save_file(weights.read(best), best, metadata=about)
+    save_file(weights.read(best), best, metadata=dict(about, workload=about.pop("task")))
 
 
 @pytest.mark.parametrize("call", ["open", "replace"])

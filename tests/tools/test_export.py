@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.conftest import refuses
-from tests.workloads.cdeit.small import task_of
-from tests.workloads.mshnet.small import Narrow
+from tests.tasks.cdeit.small import task_of
+from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run, cli, export
 from tpukit.runs import weights
+from tpukit.tasks.cdeit import diffusion
 from tpukit.tools import export as tool
-from tpukit.workloads.cdeit import diffusion
 
 BOTH = pytest.mark.parametrize("to", ["onnx", "torch-export"])
 
@@ -34,7 +34,7 @@ def run_of(task, folder, **metadata):
         n: v + 0.02 * torch.rand_like(v) - 0.01 * (v.dim() > 1) if v.is_floating_point() else v
         for n, v in task.model().state_dict().items()
     }
-    run.save_best(state, workload=task.name, **metadata)
+    run.save_best(state, task=task.name, **metadata)
     return run
 
 
@@ -76,11 +76,7 @@ def test_mnist_becomes_a_file_that_gives_the_probabilities_of_any_batch(to, trai
             expected = model_of(task, run)(torch.as_tensor(images[:count]).float() / 255).softmax(1).numpy()
         np.testing.assert_allclose(output_of(path, dict(image=images[:count])), expected, atol=1e-5)
     about = metadata_of(path)
-    assert (
-        about["workload"] == "mnist"
-        and "uint8 (batch, 1, 28, 28)" in about["inputs"]
-        and "test samples" in about["compared_on"]
-    )
+    assert about["task"] == "mnist" and "uint8 (batch, 1, 28, 28)" in about["inputs"] and "test samples" in about["compared_on"]
     assert cli.main(["export", str(run.path), "--to", to]) == 0  # again: it is beside the weights
 
 

@@ -16,7 +16,7 @@ COMMAND_LINE = "import sys; from tpukit.cli import main; sys.exit(main())"  # as
 
 @pytest.fixture
 def hostile(tmp_path, monkeypatch):
-    """The current folder, where files with the names of packages leave a mark when they are imported; and a workload."""
+    """The current folder, where files with the names of packages leave a mark when they are imported; and a task."""
     folder = tmp_path / "hostile"
     for name in ("torch", "numpy", "json", "pip", "tqdm", "tpukit/__init__"):
         path = folder / f"{name}.py"
@@ -58,7 +58,7 @@ def test_doctor_runs_nothing_of_the_current_folder(hostile):
 
 
 @pytest.mark.slow
-def test_compare_measures_a_workload_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile):
+def test_compare_measures_a_task_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile):
     from tpukit.tools.compare import measuring
 
     found = measuring._run_process(mine, steps=5, cores=1, parallel="processes")
@@ -66,7 +66,7 @@ def test_compare_measures_a_workload_of_the_users_own_and_runs_nothing_else_besi
 
 
 @pytest.mark.slow
-def test_plan_traces_a_workload_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile, xla, tmp_path):
+def test_plan_traces_a_task_of_the_users_own_and_runs_nothing_else_beside_it(mine, hostile, xla, tmp_path):
     from tpukit.devices.chips import MACHINES
     from tpukit.tools import plan
 

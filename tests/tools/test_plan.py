@@ -16,12 +16,12 @@ from tpukit.devices import lanes
 from tpukit.devices.chips import MACHINES
 from tpukit.host.tables import GIB
 from tpukit.reporting import display
+from tpukit.tasks.datasets import make_synthetic
 from tpukit.tools import hlo
 from tpukit.tools import plan as tool
 from tpukit.tools.child import run_python
 from tpukit.tools.plan import PARALLEL, Plan, plan
 from tpukit.training.task import to_request
-from tpukit.workloads.datasets import make_synthetic
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = json.loads(plans.PATH.read_text())
@@ -219,7 +219,7 @@ def test_the_average_of_the_weights_is_counted_beside_the_step(needs_xla, tmp_pa
     assert resident_bytes == weights > 0
 
 
-def test_a_workload_of_a_notebook_cell_is_refused_by_name(tmp_path):
+def test_a_task_of_a_notebook_cell_is_refused_by_name(tmp_path):
     Celled = type("Celled", (MNIST,), {"__module__": "__main__"})
     with pytest.raises(TpukitError, match="Celled.* module"):
         tool._trace(Celled(), "train", 8, MACHINES["v5e-1"], tmp_path)

@@ -11,14 +11,14 @@ from PIL import Image
 from scipy import ndimage
 
 from tests.conftest import refuses
-from tests.workloads.cdeit.small import task_of
-from tests.workloads.mshnet.small import Narrow
+from tests.tasks.cdeit.small import task_of
+from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, MSHNet, Run, TpukitError, cli, predict
 from tpukit.host import environment
 from tpukit.runs import weights
+from tpukit.tasks.mshnet import windows
 from tpukit.training import prediction
 from tpukit.training.task import model_settings
-from tpukit.workloads.mshnet import windows
 
 SIZES = [(256, 256), (100, 300), (1, 1), (32, 32), (33, 31), (70, 16)]
 
@@ -249,10 +249,10 @@ def test_a_weights_file_alone_carries_what_its_model_needs_and_no_path(digits, t
     image = task.test_set().batch([3])["image"][0, 0]
     assert predict(alone, image, progress=False) == predict(run, image, progress=False)
     assert str(tmp_path) not in json.dumps(weights.metadata(alone)) and str(digits) not in json.dumps(weights.metadata(alone))
-    # Naming the workload, too, changes nothing; another one is refused.
+    # Naming the task, too, changes nothing; another one is refused.
     assert predict(alone, image, task="mnist", progress=False) == predict(run.path, image, task="mnist", progress=False)
     for source in (alone, run):
-        with pytest.raises(TpukitError, match="of the workload mnist, not of mshnet"):
+        with pytest.raises(TpukitError, match="of the task mnist, not of mshnet"):
             predict(source, image, task="mshnet", progress=False)
 
 
@@ -270,13 +270,13 @@ def test_test_and_doctor_take_the_settings_that_a_weights_file_carries(digits, t
     assert "mnist in fp32" in capsys.readouterr().out
     assert cli.main(["test", "mshnet", *best, "--dataset-dir", str(digits), "--run", str(tmp_path / "other")]) == 1
     assert cli.main(["test", "mshnet", "--dataset-dir", str(digits), "--run", str(run.path)]) == 1
-    assert capsys.readouterr().err.count("of the workload mnist, not of mshnet") == 2
+    assert capsys.readouterr().err.count("of the task mnist, not of mshnet") == 2
 
 
 def test_settings_and_statistics_that_are_damaged_are_named(tank, tmp_path):
     task = task_of(tank)
     state = task.model().state_dict()
-    about = dict(workload="cdeit", settings=json.dumps(model_settings(task)), epoch="0")
+    about = dict(task="cdeit", settings=json.dumps(model_settings(task)), epoch="0")
     for number, damage in enumerate([dict(voltages="[1"), dict(voltages="[[1], [2]]"), dict(settings='{"patch": "x"}')]):
         path = tmp_path / f"{number}.safetensors"
         path.write_bytes(weights.serialize(state, about | damage))
@@ -292,18 +292,16 @@ def test_a_digit_of_16_bits_is_read_with_its_whole_range(tmp_path):
     assert np.array_equal(read[0, 0], levels // 257)
 
 
-def test_weights_of_others_need_the_workloads_name(tmp_path, capsys):
+def test_weights_of_others_need_the_tasks_name(tmp_path, capsys):
     torch.manual_seed(0)
     torch.save(MNIST().model().state_dict(), tmp_path / "published.pth")
     Image.new("L", (28, 28)).save(tmp_path / "a.png")
     assert cli.main(words(tmp_path / "published.pth", tmp_path / "a.png", "--out", tmp_path / "out")) == 1
     assert "mnist" in capsys.readouterr().err
-    assert (
-        cli.main(words(tmp_path / "published.pth", tmp_path / "a.png", "--out", tmp_path / "out", "--workload", "mnist")) == 0
-    )
+    assert cli.main(words(tmp_path / "published.pth", tmp_path / "a.png", "--out", tmp_path / "out", "--task", "mnist")) == 0
 
 
-def test_a_workload_of_ones_own_predicts_without_further_methods(trained):
+def test_a_task_of_ones_own_predicts_without_further_methods(trained):
     task, run = trained
 
     class Plain(MNIST):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.workloads.cdeit.small import SMALL
+from tests.tasks.cdeit.small import SMALL
 from tpukit import CDEIT, MNIST, TpukitError, detect
 from tpukit.tools import try_model as module
 from tpukit.tools.doctor import BLOCKS

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from tests.conftest import SMALL, best_weights, checkpoint, exact, flip, refuses, same
-from tests.workloads.cdeit import small as cdeit
-from tests.workloads.mshnet.small import Narrow
+from tests.tasks.cdeit import small as cdeit
+from tests.tasks.mshnet.small import Narrow
 from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, train
 from tpukit.runs.signals import StopSignal
 from tpukit.runs.weights import epoch_of

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.conftest import SMALL, best_weights, checkpoint, exact, refuses, same
-from tests.workloads.cdeit.small import TINY
+from tests.tasks.cdeit.small import TINY
 from tpukit import CDEIT, MNIST, MSHNet, Run, train
 from tpukit.training import layers
 
@@ -71,7 +71,7 @@ def test_layers_are_the_children_in_order_with_lists_expanded():
 
 
 @pytest.mark.parametrize("task", [MNIST(), MSHNet(), CDEIT(**TINY)], ids=lambda task: task.name)
-def test_every_workload_has_layers_that_hold_each_parameter_once(task):
+def test_every_task_has_layers_that_hold_each_parameter_once(task):
     model = task.model()
     assert len(layers.checked_layers(task, model)) > 3
     optimizer = layers.make_optimizer(dataclasses.replace(task, layer_decay=0.5), model)

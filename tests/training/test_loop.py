@@ -16,16 +16,14 @@ import pytest
 import torch
 
 from tests.conftest import SMALL, best_weights, checkpoint, exact, same
-from tests.workloads.mshnet.small import Narrow
-from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, TpukitError, Workload, train
+from tests.tasks.mshnet.small import Narrow
+from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, Task, TpukitError, train
 from tpukit.runs.run import setting
 
 
 @pytest.mark.parametrize("name", ["mnist", "mshnet", "cdeit", "images"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
-def test_every_workload_moves_its_weights_scores_and_shows(
-    name, device, digits, infrared, tank, shapes, tmp_path, request, capsys
-):
+def test_every_task_moves_its_weights_scores_and_shows(name, device, digits, infrared, tank, shapes, tmp_path, request, capsys):
     from tpukit import show
     from tpukit.reporting import display
 
@@ -152,7 +150,7 @@ def test_the_model_of_a_training_that_ran_out_of_memory_is_freed_though_its_erro
         gc.enable()
 
 
-def test_the_readme_way_of_writing_a_workload_trains(tmp_path, cpu):
+def test_the_readme_way_of_writing_a_task_trains(tmp_path, cpu):
     class Line:
         num_draws = 0
 
@@ -166,7 +164,7 @@ def test_the_readme_way_of_writing_a_workload_trains(tmp_path, cpu):
             return dict(x=self.x[indices], y=3 * self.x[indices] + 1)
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Fit(Workload):
+    class Fit(Task):
         name, score = "fit", "fit"
         epochs: int = setting(20, free=True)
         lr: float = 0.1

@@ -74,9 +74,9 @@ def test_steps_are_those_of_torchs_schedulers_with_every_optimizer(optimizer, se
     assert our_optimizer.param_groups[0]["lr"] == 0.1  # a checkpoint holds the number that it started with
 
 
-@pytest.mark.parametrize("workload", [MNIST, MSHNet, CDEIT])
-def test_without_a_schedule_a_step_gets_no_factor(workload):
-    assert lr_factor(workload(), 7, 10) is None
+@pytest.mark.parametrize("task", [MNIST, MSHNet, CDEIT])
+def test_without_a_schedule_a_step_gets_no_factor(task):
+    assert lr_factor(task(), 7, 10) is None
 
 
 def test_the_factor_of_a_step_beyond_the_last_one_is_that_of_the_end():

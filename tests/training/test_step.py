@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import SMALL, checkpoint, exact, refuses
-from tests.workloads.cdeit.small import task_of
+from tests.tasks.cdeit.small import task_of
 from tpukit import MNIST, MSHNet, Run, train
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment

@@ -1,4 +1,4 @@
-"""What a workload must implement, settings that are refused, and a task on its way to another process."""
+"""What a task must implement, settings that are refused, and a task on its way to another process."""
 
 import dataclasses
 import inspect
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, TpukitError, Workload
+from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Task, TpukitError
 from tpukit.training.task import from_settings, to_request
 
 
 @pytest.mark.parametrize("method", ["datasets", "model", "optimizer", "loss", "predict", "evaluate", "panels"])
-def test_a_workload_that_leaves_a_method_out_is_told_which(method):
+def test_a_task_that_leaves_a_method_out_is_told_which(method):
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Empty(Workload):
+    class Empty(Task):
         name, dataset, score = "empty", "none", "x"
 
     arguments = inspect.signature(getattr(Empty(), method)).parameters.values()
@@ -29,15 +29,15 @@ WRONG += [dict(warmup_epochs=math.nan)]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
-@pytest.mark.parametrize("workload", [MNIST, MSHNet, CDEIT, ImageClassifier])
-def test_settings_that_no_training_can_have_are_refused_by_their_name(workload, wrong):
+@pytest.mark.parametrize("task", [MNIST, MSHNet, CDEIT, ImageClassifier])
+def test_settings_that_no_training_can_have_are_refused_by_their_name(task, wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(TpukitError, match=rf"{name}={value}: .* [01] or more"):
-        workload(**wrong)
+        task(**wrong)
 
 
 @pytest.mark.parametrize(
-    "workload, wrong",
+    "task, wrong",
     [
         (MSHNet, dict(ema_decay=2.0)),
         (MNIST, dict(channels=0)),
@@ -47,15 +47,15 @@ def test_settings_that_no_training_can_have_are_refused_by_their_name(workload, 
     ],
     ids=str,
 )
-def test_settings_of_one_workload_that_make_no_sense_are_refused_by_their_name(workload, wrong):
+def test_settings_of_one_task_that_make_no_sense_are_refused_by_their_name(task, wrong):
     ((name, value),) = wrong.items()
     with pytest.raises(TpukitError, match=f"{name}={value}: "):
-        workload(**wrong)
+        task(**wrong)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Own(MNIST):
-    """A workload with settings of every type."""
+    """A task with settings of every type."""
 
     notes: Path | None = Path("notes")
     places: tuple[Path, ...] = (Path("a"), Path("b"))

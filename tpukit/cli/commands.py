@@ -5,12 +5,12 @@ from typing import Annotated, Any, Union
 
 import tyro
 
-from tpukit import __version__, workloads
+from tpukit import __version__, tasks
 from tpukit.cli import compare, runs, tools
 from tpukit.cli.doctor import doctor
 from tpukit.cli.options import LaunchOptions, resolve_aliases
+from tpukit.tasks import TASKS
 from tpukit.tools.rent import rent
-from tpukit.workloads import WORKLOADS
 
 COMMANDS = {
     "doctor": doctor,
@@ -27,8 +27,8 @@ COMMANDS = {
     "simulate": tools.simulate,
     "rent": rent,
 }
-# The commands with a subcommand for each workload, and their options besides the workload's settings.
-OPTIONS_WITH_WORKLOAD = {
+# The commands with a subcommand for each task, and their options besides the task's settings.
+OPTIONS_WITH_TASK = {
     "train": LaunchOptions,
     "test": LaunchOptions,
     "plan": tools.PlanOptions,
@@ -40,7 +40,7 @@ MERGE = "merge"  # the subcommand of `tpukit compare FILES`, which may be left o
 def run(argv):
     """Parse a command line, run its command and return what that does. SystemExit ends it after a help text or wrong usage."""
     argv = resolve_aliases(argv)
-    if argv[0] == "compare" and (len(argv) == 1 or argv[1] not in (*WORKLOADS, MERGE, "-h", "--help")):
+    if argv[0] == "compare" and (len(argv) == 1 or argv[1] not in (*TASKS, MERGE, "-h", "--help")):
         argv.insert(1, MERGE)
     return tyro.cli(
         Union[tuple(_subcommand(name) for name in COMMANDS)],
@@ -52,20 +52,20 @@ def run(argv):
 
 
 def _subcommand(name):
-    if name not in OPTIONS_WITH_WORKLOAD:
+    if name not in OPTIONS_WITH_TASK:
         return Annotated[Any, tyro.conf.subcommand(name, constructor=COMMANDS[name])]
     nested = []
-    for workload, entry in WORKLOADS.items():
-        factory = functools.partial(_with_workload, name, workload)  # imports the workload, so not before it is asked for
-        nested.append(Annotated[Any, tyro.conf.subcommand(workload, constructor_factory=factory, description=entry.summary)])
+    for task, entry in TASKS.items():
+        factory = functools.partial(_with_task, name, task)  # imports the task, so not before it is asked for
+        nested.append(Annotated[Any, tyro.conf.subcommand(task, constructor_factory=factory, description=entry.summary)])
     if name == "compare":
         nested.append(Annotated[Any, tyro.conf.subcommand(MERGE, constructor=compare.merge)])
     return Annotated[Any, tyro.conf.subcommand(name, constructor=Union[tuple(nested)], description=COMMANDS[name].__doc__)]
 
 
-def _with_workload(name, workload):
-    """The command as a function whose options are the settings of a workload and the command's own."""
-    settings, own_options = workloads.find(workload), OPTIONS_WITH_WORKLOAD[name]
+def _with_task(name, task):
+    """The command as a function whose options are the settings of a task and the command's own."""
+    settings, own_options = tasks.find(task), OPTIONS_WITH_TASK[name]
 
     def command(task: Annotated[settings, tyro.conf.arg(name="")], options: Annotated[own_options, tyro.conf.arg(name="")]):
         return COMMANDS[name](task, options)

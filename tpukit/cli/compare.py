@@ -1,4 +1,4 @@
-"""`tpukit compare`: measure a workload here, or merge what was measured here and elsewhere."""
+"""`tpukit compare`: measure a task here, or merge what was measured here and elsewhere."""
 
 import dataclasses
 from pathlib import Path
@@ -7,7 +7,7 @@ import tyro
 
 from tpukit.cli.options import CoreOptions, to_stderr, with_dataset
 from tpukit.host.errors import TpukitError
-from tpukit.workloads import WORKLOADS
+from tpukit.tasks import TASKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +17,11 @@ class MeasureOptions(CoreOptions):
     steps: int = 20
     """Timed steps of each batch size, after the first ones."""
     out: Path | None = None
-    """The JSON file; by default comparison/WORKLOAD-HARDWARE-PLACE.json in the output folder of this machine."""
+    """The JSON file; by default comparison/TASK-HARDWARE-PLACE.json in the output folder of this machine."""
 
 
 def measure(task, options):
-    """Measure a workload here at several batch sizes (WORKLOAD), or compare such measurements of several machines (FILES)."""
+    """Measure a task here at several batch sizes (TASK), or compare such measurements of several machines (FILES)."""
     from tpukit.host import environment
     from tpukit.tools import compare as tool
 
@@ -45,11 +45,11 @@ def merge(
     prices_out: Path | None = None,
     plan: tuple[str, ...] = (),
 ):
-    """Which hardware finishes a training in time, and at what cost: from FILES that `tpukit compare WORKLOAD` wrote. The word
+    """Which hardware finishes a training in time, and at what cost: from FILES that `tpukit compare TASK` wrote. The word
     merge may be left out.
 
     Args:
-        files: files of one workload; without any, the published figures alone.
+        files: files of one task; without any, the published figures alone.
         epochs: epochs of the whole training.
         images: images in an epoch; by default those of the largest measured set, but 800, as published, for a synthetic set
             of MSHNet.
@@ -72,8 +72,8 @@ def merge(
         return
     for path in files:
         if not path.exists():
-            names = ", ".join(WORKLOADS)
-            raise TpukitError(f"'{path}' is neither a workload ({names}) nor a file of `tpukit compare WORKLOAD`")
+            names = ", ".join(TASKS)
+            raise TpukitError(f"'{path}' is neither a task ({names}) nor a file of `tpukit compare TASK`")
     measurements = [tool.Measurement.read(path) for path in files]
     picture = environment.detect().outputs / "comparison/comparison.png"
     tool.check_writable(picture)

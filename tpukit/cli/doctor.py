@@ -12,12 +12,12 @@ def doctor(json: bool = False, model: str | None = None, weights: Path | None = 
 
     Args:
         json: print one JSON object, for machines.
-        model: also compute this workload's loss and gradients on the device, in fp32, bf16 and (GPUs) fp16, and how much
+        model: also compute this task's loss and gradients on the device, in fp32, bf16 and (GPUs) fp16, and how much
             the model's output changes.
         weights: weights for that model; by default fresh ones.
         error: check nothing; print how to fix this error message.
     """
-    from tpukit import workloads
+    from tpukit import tasks
     from tpukit.host import environment
     from tpukit.tools import doctor as tool
     from tpukit.tools.try_model import try_model
@@ -25,14 +25,14 @@ def doctor(json: bool = False, model: str | None = None, weights: Path | None = 
     if error is not None:
         return _explain(error)
     if weights and not model:
-        raise TpukitError(f"--weights {weights} needs --model, the workload that they are of")
-    workload = workloads.find(model) if model else None
+        raise TpukitError(f"--weights {weights} needs --model, the task that they are of")
+    task = tasks.find(model) if model else None
     env = environment.detect()
     checks = tool.examine(env)
-    if workload and not tool.blocked(checks):
-        from tpukit.workloads.trained import find_trained
+    if task and not tool.blocked(checks):
+        from tpukit.tasks.trained import find_trained
 
-        checks += try_model(find_trained(weights, model)[0] if weights else workload(), env)
+        checks += try_model(find_trained(weights, model)[0] if weights else task(), env)
     if json:
         rows = [dataclasses.asdict(check) for check in checks]
         found = {**dataclasses.asdict(env), "checks": rows, "blocked": tool.blocked(checks)}

@@ -13,6 +13,7 @@ from tpukit.launching import HANG_TIMEOUT_S
 
 # Aliases of options, as published training scripts call them.
 ALIASES = {"--data-path": "--dataset-dir", "--global-batch-size": "--batch-size", "--model": "--model-name"}
+OLD_OPTIONS = {"--workload": "--task"}  # accepted for one more release
 
 
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -29,7 +30,7 @@ class CoreOptions:
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions(CoreOptions):
     run: Path | None = None
-    """Folder of the run; by default WORKLOAD in this machine's output folder."""
+    """Folder of the run; by default TASK in this machine's output folder."""
     backup: Path | None = None
     """Folder (on Drive, say) or address (s3://bucket/run, gs://, hf://) that gets a copy of the run at every checkpoint."""
     hang_timeout_s: float = HANG_TIMEOUT_S
@@ -39,13 +40,16 @@ class LaunchOptions(CoreOptions):
 def resolve_aliases(argv):
     """The words of a command line with aliases replaced by the options' names; words after `--` stay as they are."""
     own = argv[: argv.index("--")] if "--" in argv else argv
-    if own[:1] == ["doctor"]:  # whose --model is a workload
+    if own[:1] == ["doctor"]:  # whose --model is a task
         return argv
     words = []
     for word in own:
         name, equals, value = word.partition("=")
         option = name.replace("_", "-")
-        words.append(f"{ALIASES[option]}{equals}{value}" if option in ALIASES else word)
+        if option in OLD_OPTIONS:
+            to_stderr(f"{option} is called {OLD_OPTIONS[option]} now")
+        new = (ALIASES | OLD_OPTIONS).get(option)
+        words.append(f"{new}{equals}{value}" if new else word)
     return words + argv[len(own) :]
 
 
@@ -54,7 +58,7 @@ def with_dataset(task, env, size=None):
 
     Of the processes that torchrun started, only rank 0 prints which one."""
     from tpukit.host import environment
-    from tpukit.workloads.datasets import find_dataset
+    from tpukit.tasks.datasets import find_dataset
 
     printing = contextlib.nullcontext() if environment.rank() == 0 else contextlib.redirect_stdout(io.StringIO())
     with printing:

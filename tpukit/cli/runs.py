@@ -15,7 +15,7 @@ NOT_OF_THE_RUN = ("weights", "batch_size", "precision")
 
 
 def train(task, options):
-    """Train a workload, or resume a run that was stopped."""
+    """Train a task, or resume a run that was stopped."""
     from tpukit.host import environment
     from tpukit.launching.launcher import launch
     from tpukit.reporting import findings
@@ -42,8 +42,8 @@ def test(task, options):
     from tpukit.reporting import display, findings
     from tpukit.runs import weights
     from tpukit.runs.run import Run
+    from tpukit.tasks.trained import config_of
     from tpukit.training.evaluation import test as run_test
-    from tpukit.workloads.trained import config_of
 
     env = environment.detect()
     path = options.run or env.outputs / (f"{task.name}-test" if task.weights else task.name)
@@ -68,10 +68,10 @@ def test(task, options):
 def _as_trained(task, config, source):
     """The task with the settings of its training (of the model, above all), where the command line leaves them at their
     defaults. source: the run or file that has this config."""
-    from tpukit.workloads.trained import task_of
+    from tpukit.tasks.trained import task_of
 
-    if config["workload"] != task.name:
-        raise TpukitError(f"{source} is of the workload {config['workload']}, not of {task.name}")
+    if config["task"] != task.name:
+        raise TpukitError(f"{source} is of the task {config['task']}, not of {task.name}")
     trained = task_of(config)
     fixed = [f for f in dataclasses.fields(task) if not f.metadata.get("free") and f.name not in NOT_OF_THE_RUN]
     own = {f.name: getattr(trained, f.name) for f in fixed if getattr(task, f.name) == f.default}
@@ -126,7 +126,7 @@ def report(
 
 def _task_of(run, dataset_dir):
     """The task of a run, with fresh weights: those that it started from may be gone."""
-    from tpukit.workloads.trained import task_of
+    from tpukit.tasks.trained import task_of
 
     task = task_of(run.config)
     return dataclasses.replace(task, dataset_dir=dataset_dir or task.dataset_dir or Path("."))
@@ -149,7 +149,7 @@ def predict(
     run: RunFolder,
     files: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE ...")],
     out: Path,
-    workload: str | None = None,
+    task: str | None = None,
     batch_size: int = 16,
     pictures: bool = True,
     device: Literal["auto", "cpu"] = "auto",
@@ -161,14 +161,14 @@ def predict(
         run: the folder of a run, or a weights file.
         files: files, folders of them, or patterns such as 'night/*.png'.
         out: a new or empty folder for the results.
-        workload: the workload, for a weights file that does not name its own.
+        task: the task, for a weights file that does not name its own.
         batch_size: samples, or windows of large images, that are predicted at once.
         pictures: also draw a picture of every sample.
         device: auto, what this machine has, or the CPU.
     """
     from tpukit.tools.predict import predict as run_predict
 
-    results = run_predict(run, files, task=workload, out=out, batch_size=batch_size, pictures=pictures, device=device)
+    results = run_predict(run, files, task=task, out=out, batch_size=batch_size, pictures=pictures, device=device)
     broken = [result for result in results if "error" in result]
     print(printable(f"{len(results) - len(broken)} samples predicted: {out / 'predictions.csv'}"))
     return 1 if broken else 0

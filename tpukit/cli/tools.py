@@ -47,7 +47,7 @@ def export(
     run: RunFolder,
     to: Literal["onnx", "torch-export"],
     out: Path | None = None,
-    workload: str | None = None,
+    task: str | None = None,
     dataset_dir: Path | None = None,
 ):
     """Write the best weights of a run as one file for other programs, and measure how much its output differs.
@@ -57,13 +57,13 @@ def export(
         run: the folder of a run, or a weights file.
         to: onnx, or torch-export, which torch.export.load reads.
         out: a new file; by default best.onnx or best.pt2 beside the weights.
-        workload: the workload, for a weights file that does not name its own.
+        task: the task, for a weights file that does not name its own.
         dataset_dir: the dataset whose test samples are compared, if it has moved; random ones where there is none.
     """
+    from tpukit.tasks.trained import find_trained
     from tpukit.tools import export as tool
-    from tpukit.workloads.trained import find_trained
 
-    task, best = find_trained(run, workload)
+    task, best = find_trained(run, task)
     task = dataclasses.replace(task, dataset_dir=dataset_dir or task.dataset_dir)
     exported = tool.export(best, to=to, out=out, task=task)
     print(printable(exported))
@@ -129,7 +129,7 @@ def simulate(
         snr_db: signal to noise of the voltages, in decibels.
         mismatch: how far a real tank is from the model: relative deviation of every voltage's gain, and of the gain of all.
     """
-    from tpukit.workloads.cdeit import simulator
+    from tpukit.tasks.cdeit import simulator
 
     settings = dict(workers=workers, seed=seed, snr_db=snr_db, mismatch=mismatch)
     simulator.simulate(out, samples=samples, test_samples=test_samples, **settings)

@@ -151,7 +151,7 @@ class Runtime:
     def place(self, model, *, channels_last="no"):
         """Move a model to the device. Build the optimizer from what this returns: on XLA its parameters are new objects.
 
-        channels_last: the layout of images, "yes", "no", or "auto" for what is faster here, see `Workload.channels_last`.
+        channels_last: the layout of images, "yes", "no", or "auto" for what is faster here, see `Task.channels_last`.
         """
         if channels_last == "auto":
             channels_last = "yes" if self._computes_faster_channels_last(model) else "no"

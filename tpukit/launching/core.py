@@ -31,7 +31,7 @@ from tpukit.host.known_errors import fix_for
 from tpukit.host.tables import GIB
 from tpukit.launching import tpu_chips
 from tpukit.runs.run import Run
-from tpukit.training.task import Workload
+from tpukit.training.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Job:
     """What every process of a launch is given."""
 
     function: Callable
-    task: Workload
+    task: Task
     run: Run
     env: environment.Environment
     asked_cores: int | None

@@ -49,9 +49,9 @@ def show_report(run):
 
 
 def show_task(task):
-    """Show every setting of a workload as a table; in a notebook those at their defaults are folded away."""
+    """Show every setting of a task as a table; in a notebook those at their defaults are folded away."""
     defaults = [field.name for field in dataclasses.fields(task) if getattr(task, field.name) == field.default]
-    present(findings.settings_table(dict(workload=task.name, settings=settings_dict(task)), defaults))
+    present(findings.settings_table(dict(task=task.name, settings=settings_dict(task)), defaults))
 
 
 def show_samples(task, *, count=4):
@@ -76,7 +76,7 @@ def show_labels(task, *, count=4):
 def show_predictions(run, task, *, count=4):
     """Show what the run's best weights predict for test images, next to the truth.
 
-    The predictions are those that `test` saved, if the workload saves them; otherwise they are made here, on the CPU. Also
+    The predictions are those that `test` saved, if the task saves them; otherwise they are made here, on the CPU. Also
     saved as pictures/predictions.png in the run's folder.
     """
     present_figure(predictions_figure(run, task, count), run.path / "pictures" / "predictions.png")

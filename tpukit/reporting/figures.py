@@ -40,7 +40,7 @@ def curves_figure(records, labels=findings.NO_LABELS):
 
 
 def plot_curve(axis, name, epochs, values, labels):
-    """One series of a run over the epochs, with what its workload says of it: unit, best value, the paper's, milestones."""
+    """One series of a run over the epochs, with what its task says of it: unit, best value, the paper's, milestones."""
     is_score = name not in findings.NO_SCORES
     axis.plot(epochs, values, color=RED if is_score else BLUE, lw=1.6, marker="o", ms=3 if len(values) < 60 else 0)
     set_title(axis, labels.names.get(name, name))
@@ -189,7 +189,7 @@ def report_figure(records):
 def threshold_figure(scores, score_names, threshold, panels):
     """Panels of an image, and below them the scores over the threshold with a line at the one that the panels show.
 
-    scores: dict threshold -> dict of scores. score_names: of the workload. panels: list of (title, array)."""
+    scores: dict threshold -> dict of scores. score_names: of the task. panels: list of (title, array)."""
     names = list(score_names) or [name for name, value in scores[threshold].items() if isinstance(value, float)]
     columns = max(len(panels), len(names))
     figure, axes = subplots(2, columns, (3.2 * columns, 5.6), height_ratios=(3.4, 2.2))
@@ -262,7 +262,7 @@ def plan_figure(plan):
     axis.text(0.01, plan.hbm_gib, text, transform=axis.get_yaxis_transform(), va="bottom", fontsize=8)
     axis.set(xlabel="global batch size", ylabel="peak HBM per core, GiB", ylim=(0, 1.3 * max([plan.hbm_gib, *heights])))
     fits = any(row["fits"] for row in plan.rows)
-    set_title(axis, f"{plan.workload} on {plan.chip}{'' if fits else ': nothing fits'}")
+    set_title(axis, f"{plan.task} on {plan.chip}{'' if fits else ': nothing fits'}")
     return figure
 
 

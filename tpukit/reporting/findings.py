@@ -7,7 +7,7 @@ from typing import NamedTuple, get_args, get_origin
 
 from tpukit.devices import LONG_COMPILE_S
 from tpukit.host.tables import GIB, Table, format_duration
-from tpukit.workloads import WORKLOADS, find
+from tpukit.tasks import TASKS, find
 
 # What is read here of a record, by its kind. What may be None may be missing, too.
 SPEED = dict(seconds=float, images_per_s=float, wait_s=float, to_device_s=float | None, from_device_s=float | None)
@@ -50,11 +50,11 @@ def _fits(value, kind):
 
 
 def settings_table(config, defaults=()):
-    """A workload's settings. config: dict(workload, settings). defaults: names of those to fold, because they are defaults."""
+    """A task's settings. config: dict(task, settings). defaults: names of those to fold, because they are defaults."""
     settings = config["settings"].items()
     rows = [row for row in settings if row[0] not in defaults]
     folded = [row for row in settings if row[0] in defaults]
-    title, summary = f"Settings of {config['workload']}", f"{len(folded)} settings at their defaults"
+    title, summary = f"Settings of {config['task']}", f"{len(folded)} settings at their defaults"
     return Table(title, ("setting", "value"), rows, folded=folded, summary=summary)
 
 
@@ -116,7 +116,7 @@ def curves(records):
 
 
 class Labels(NamedTuple):
-    """What a workload says of its scores. Empty for a workload that tpukit does not know."""
+    """What a task says of its scores. Empty for a task that tpukit does not know."""
 
     score: str | None
     """The one that decides which weights are best."""
@@ -137,9 +137,9 @@ NO_LABELS = Labels(None, {}, {}, {})
 
 def labels_of(config):
     """The `Labels` of a run. config: `Run.config`."""
-    if config["workload"] not in list(WORKLOADS):  # a list, because a damaged config may hold what has no hash
+    if config["task"] not in list(TASKS):  # a list, because a damaged config may hold what has no hash
         return NO_LABELS
-    kind, settings = find(config["workload"]), config["settings"]
+    kind, settings = find(config["task"]), config["settings"]
     folders = Path(str(settings.get("dataset_dir")).lower()).parts
     published = kind.published if kind.dataset.lower() in folders else {}
     return Labels(kind.score, kind.score_names, published, kind.milestones(settings))

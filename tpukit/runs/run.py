@@ -1,6 +1,6 @@
 """A run directory: settings, records, checkpoints, best weights. The only channel between a training and its readers.
 
-config.json              workload, settings, and the run's id
+config.json              task, settings, and the run's id
 records.jsonl            one JSON object per line: kind, step, time, values, CRC-32
 log.txt                  what was printed, as plain lines
 checkpoints/             step-N.pt (the newest two) and checkpoints.json, newest first, with SHA-256
@@ -40,12 +40,12 @@ OF_A_TEST = {"log.txt", "predictions", "pictures", "progress.json", "cores"}  # 
 
 
 def setting(default, *, free=False):
-    """A dataclass field of a workload. free=True: a resumed run may change it, because it does not change the result."""
+    """A dataclass field of a task. free=True: a resumed run may change it, because it does not change the result."""
     return dataclasses.field(default=default, metadata={"free": free})
 
 
 def settings_dict(task):
-    """The settings of a workload as a dict that JSON keeps unchanged."""
+    """The settings of a task as a dict that JSON keeps unchanged."""
     return _plain({field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
 
 
@@ -89,7 +89,7 @@ class Run:
         backup: a folder (on Drive, say) or an address (s3://, gs://, hf://) that gets a copy at every checkpoint; when `path`
         is gone and the backup is there, the run is restored from it. earlier: such a place that is only read (`find_run` finds
         one on Kaggle).
-        Raises TpukitError if the folder holds a run of another workload or of other settings, naming them; settings that do
+        Raises TpukitError if the folder holds a run of another task or of other settings, naming them; settings that do
         not change the result (epochs, folders, workers) may differ, and all of them before the first step was trained. It also
         raises if the folder holds something else, or results without checkpoints, or the backup another run, or where another
         process trains here.
@@ -119,7 +119,7 @@ class Run:
         if backup:
             with run.backup.place.explained():
                 run.backup.check_run(run, run_id)
-        values = dict(workload=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
+        values = dict(task=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
         with files.explain_unwritable(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
         with run.lock_to_open(), files.explain_unwritable(run.path):
@@ -176,10 +176,12 @@ class Run:
 
     @property
     def config(self):
-        """dict(workload, settings, id) that the run was opened with. Raises TpukitError where the file is damaged."""
+        """dict(task, settings, id) that the run was opened with. Raises TpukitError where the file is damaged."""
         try:
             found = files.parse_with_crc32((self.path / "config.json").read_bytes())
-            return dict(found, workload=found["workload"], settings=dict(found["settings"]))
+            # Runs of earlier versions call the task a workload.
+            name = found["workload"] if "workload" in found else found["task"]
+            return dict(found, task=name, settings=dict(found["settings"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TpukitError(
                 f"{self.label}/config.json is damaged ({error}): copy it there from another copy of this run, such as its "
@@ -187,9 +189,9 @@ class Run:
             ) from error
 
     def check_settings(self, task):
-        """Raise TpukitError where this is a run of another workload, or of settings that would change its result."""
+        """Raise TpukitError where this is a run of another task, or of settings that would change its result."""
         config, new = self.config, settings_dict(task)
-        if (found := config["workload"]) != task.name:
+        if (found := config["task"]) != task.name:
             raise TpukitError(f"{self.label} holds a run of {found}, not of {task.name}: choose another run folder")
         old = config["settings"]
         fields = [field for field in dataclasses.fields(task) if not field.metadata.get("free")]

@@ -110,7 +110,10 @@ def metadata(path):
     if path.suffix != ".safetensors" or not path.is_file():
         return {}
     with _explain_damage(path), safe_open(path, "pt") as file:
-        return file.metadata() or {}
+        found = file.metadata() or {}
+    if "workload" in found:  # as earlier versions call the task
+        found["task"] = found["workload"]
+    return found
 
 
 def epoch_of(path):

@@ -50,7 +50,7 @@ def export(run, *, to="onnx", out=None, task=None, count=16):
     import torch
 
     from tpukit.runs import weights
-    from tpukit.workloads.trained import find_trained
+    from tpukit.tasks.trained import find_trained
 
     if to not in FORMATS:
         raise TpukitError(f"to={to!r}: choose one of {', '.join(FORMATS)}")
@@ -65,7 +65,7 @@ def export(run, *, to="onnx", out=None, task=None, count=16):
     arrays = task.export_inputs(batch)
     inputs = {name: torch.as_tensor(np.ascontiguousarray(values)) for name, values in arrays.items()}
     about = {name: value for name, value in weights.metadata(best).items() if not name.startswith("tpukit.")}
-    about |= dict(workload=task.name, output=task.export_output, compared_on=source)
+    about |= dict(task=task.name, output=task.export_output, compared_on=source)
     about["inputs"] = json.dumps({name: _describe(values, task.export_multiple) for name, values in arrays.items()})
     with torch.no_grad():
         expected = task.exported(model, inputs).numpy()

@@ -51,7 +51,7 @@ def plan(
     find_batch=False,
     log=print,
 ):
-    """What a workload's step needs on a TPU: a `Plan`.
+    """What a task's step needs on a TPU: a `Plan`.
 
     batch_sizes: global ones; by default the task's own. part: "train", the whole training step; "evaluate", the graphs that
     predict a batch of the test set; "session", every graph that a training compiles. parallel: how eight cores share the step,
@@ -121,7 +121,7 @@ def _bisect(fits, size, parts):
 class Plan:
     """What the compiler reports; printed, a table with its explanation. rows: a dict for each batch size."""
 
-    workload: str
+    task: str
     part: str
     chip: str
     rows: list
@@ -150,7 +150,7 @@ class Plan:
                 answer = ["no", f"needs {used[1]}" if used else "more than available", *[""] * 6]
             rows.append([row["batch_size"], *answer, round(row["compile_s"])])
         what = dict(train="training step", evaluate="prediction of one batch", session="all graphs of a training, once each")
-        return Table(f"{self.workload}: {what[self.part]} on {self.chip}, per core", [*columns, "compiled in, s"], rows)
+        return Table(f"{self.task}: {what[self.part]} on {self.chip}, per core", [*columns, "compiled in, s"], rows)
 
     def graphs_table(self):
         """A Table of the compiled graphs at the largest batch that fits."""
@@ -159,7 +159,7 @@ class Plan:
             figures = [f"{graph['peak_bytes'] / GIB:.2f}", f"{graph['hbm_bytes'] / 1e9:.3g}", f"{graph['cycles'] / 1e6:.4g}"]
             rows.append([graph["name"], graph["times"], *figures, f"{graph['compile_s']:.0f}"])
         columns = ("graph", "times", "peak HBM, GiB", "HBM GB", "Mcycles*", "compiled in, s")
-        return Table(f"{self.workload}: its {len(rows)} graphs at batch {self.largest_batch}", columns, rows)
+        return Table(f"{self.task}: its {len(rows)} graphs at batch {self.largest_batch}", columns, rows)
 
     @property
     def caption(self):
@@ -194,7 +194,7 @@ class Plan:
             figures = [f"{times * value / 1e6:.3g}" for value in (one.hbm_bytes, one.vmem_bytes, one.cycles)]
             rows.append([f"{one.opcode} {one.name}", one.result, one.source, *figures])
         columns = ("operation", "result", "traced from", "HBM MB", "VMEM MB", "Mcycles*")
-        return Table(f"{self.workload}: the heaviest operations of {len(found)}, at batch {self.largest_batch}", columns, rows)
+        return Table(f"{self.task}: the heaviest operations of {len(found)}, at batch {self.largest_batch}", columns, rows)
 
     @property
     def _largest_row(self):

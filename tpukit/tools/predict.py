@@ -13,20 +13,20 @@ def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, d
     """Predict images with the best weights of a run. Returns a list of dicts, one for each sample.
 
     run: a `Run`, the path of one, or a weights file. images: paths (files, folders, patterns), numpy arrays or PIL images; of
-    CDEIT, files or arrays of voltages. task: one of a workload of your own, or with other settings, or the name of a workload
+    CDEIT, files or arrays of voltages. task: one of a task of your own, or with other settings, or the name of a task
     for a file that does not name its own. out: a new or empty folder for the results, with a picture of each sample unless
     `pictures` is False. device: "cpu", or "auto", what this machine has: on a TPU, no cores can be launched from this process
     afterwards.
 
-    Each dict has the `name`, and what the workload's `results` gives: `digit`; `mask`, `boxes` and `targets`; `image`. An
+    Each dict has the `name`, and what the task's `results` gives: `digit`; `mask`, `boxes` and `targets`; `image`. An
     unreadable file is printed and has its `error` in place of these; the others are still predicted. Raises TpukitError where
     no file can be read, or the run has no weights.
     """
     from tpukit.devices import open_runtime
     from tpukit.devices.runtime import Runtime
     from tpukit.reporting import own
+    from tpukit.tasks.trained import find_trained
     from tpukit.training import prediction
-    from tpukit.workloads.trained import find_trained
 
     if batch_size < 1:
         raise TpukitError(f"batch_size={batch_size}: it must be 1 or more")

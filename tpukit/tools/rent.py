@@ -19,8 +19,8 @@ from typing import NamedTuple
 from tpukit.devices.chips import CHIPS
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, first_line
+from tpukit.tasks import TASKS
 from tpukit.tools import prices
-from tpukit.workloads import WORKLOADS
 
 GITHUB = "git+https://github.com/"
 SOURCE = f"{GITHUB}TPUKIT_SOURCE"
@@ -128,7 +128,7 @@ def rent(
 
     Args:
         accelerator: a TPU with its number of chips (v5litepod-8, v6e-4) or cores (v5p-8, v4-8), or a GPU with its count (T4:1).
-        command: after `--`, what tpukit should run: train WORKLOAD [options].
+        command: after `--`, what tpukit should run: train TASK [options].
         name: name of the machine or job, and of the run's folder in the bucket.
         spot: spare capacity: cheaper, but can be taken away at any time.
         zone: use this zone alone (us-central1-a); by default SkyPilot chooses.
@@ -223,8 +223,8 @@ def _yaml(text):
 
 def _check_words(command, source):
     """Raises TpukitError for what is not a training, for words of several lines, and for a source that pip cannot install."""
-    if len(command) < 2 or command[0] != "train" or command[1] not in WORKLOADS:
-        raise TpukitError(f"give the training after `--`: train WORKLOAD [options]. Workloads: {', '.join(WORKLOADS)}")
+    if len(command) < 2 or command[0] != "train" or command[1] not in TASKS:
+        raise TpukitError(f"give the training after `--`: train TASK [options]. Tasks: {', '.join(TASKS)}")
     for word in (*command, source):
         if not word.isprintable():
             raise TpukitError(f"{word!r} has characters that cannot be printed, such as a line break")

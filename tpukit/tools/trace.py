@@ -31,7 +31,7 @@ WARM_UP = cuda_graph.WARM_UP + 1  # steps before the trace: the first compiles, 
 # What waits for the device, or has no fixed shape.
 BLOCKING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TRAINING, WORKLOADS = (os.path.join(PACKAGE, name, "") for name in ("training", "workloads"))
+TRAINING, TASKS = (os.path.join(PACKAGE, name, "") for name in ("training", "tasks"))
 TORCH_OPTIM = os.path.join(os.path.dirname(torch.__file__), "optim", "")
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
@@ -175,7 +175,7 @@ def _frames():
 
 
 def _line(frames):
-    """The innermost line of a workload or of the user's own code; where there is none, the innermost line."""
+    """The innermost line of a task or of the user's own code; where there is none, the innermost line."""
     own = [frame for frame in frames if not _is_library(frame[0])] or frames or [("?", 0)]
     path, number = own[-1]
     return f"{path}:{number}" + (" (its backward pass)" if torch._C._current_autograd_node() is not None else "")
@@ -183,5 +183,5 @@ def _line(frames):
 
 def _is_library(path):
     if path.startswith(PACKAGE + os.sep):
-        return not path.startswith(WORKLOADS)
+        return not path.startswith(TASKS)
     return path.startswith(("<", STANDARD_LIBRARY)) or f"{os.sep}site-packages{os.sep}" in path

@@ -1,4 +1,4 @@
-"""`tpukit doctor --model`: whether a workload's model computes here, in which precisions, and how much its output changes."""
+"""`tpukit doctor --model`: whether a task's model computes here, in which precisions, and how much its output changes."""
 
 import copy
 
@@ -10,7 +10,7 @@ LARGEST_CHANGE = 0.05  # of an output by half precision, relative to its norm
 
 
 def try_model(task, env):
-    """Compute a workload's loss and gradients on this machine's device in every precision that suits it.
+    """Compute a task's loss and gradients on this machine's device in every precision that suits it.
 
     The batch is one synthetic sample. Weights are the task's own, or fresh ones, where what starts at zero becomes small random
     numbers, so that every part of the model affects its output. Returns a list of `Check`.

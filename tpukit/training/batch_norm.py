@@ -8,7 +8,7 @@ from tpukit.host.errors import TpukitError
 
 
 def apply(model, variant, runtime):
-    """The model with its batch norms made "per-core", "synced" or "frozen", see `Workload.batch_norm`."""
+    """The model with its batch norms made "per-core", "synced" or "frozen", see `Task.batch_norm`."""
     if variant == "frozen":
         freeze(model)
     elif variant == "synced" and runtime.device.type == "cuda":

@@ -27,7 +27,7 @@ class TrainState:
     best: float | None = None
     """the best score so far"""
     best_on: str = ""
-    """what that score was taken on, see `Workload.evaluation_signature`"""
+    """what that score was taken on, see `Task.evaluation_signature`"""
     evaluations_without_best: int = 0
     """in a row, up to the last one"""
 
@@ -149,7 +149,7 @@ def _check_code(trainer, saved):
 
 
 def _differences(saved, own):
-    """What differs between two of `Workload.data_signature`, in words; "" where nothing does."""
+    """What differs between two of `Task.data_signature`, in words; "" where nothing does."""
     different = [name for name in saved if name in own and saved[name] != own[name]]
     return " and ".join(_describe_difference(name, saved[name], own[name]) for name in different)
 

@@ -51,7 +51,7 @@ def evaluation_plan(size, batch_size):
 class BatchLoader:
     """Brings the batches of a dataset to a runtime's device.
 
-    data: as `Workload.datasets` returns it. on: "device" stores all its arrays there once, so that a batch is an index and
+    data: as `Task.datasets` returns it. on: "device" stores all its arrays there once, so that a batch is an index and
     a few numbers per sample; "host" makes every batch on `workers` threads, a few ahead, with 0 in the thread that asks; "auto"
     stores them on an accelerator where they take at most an eighth of its memory, whole or sharded over the devices of this
     process.
@@ -67,7 +67,7 @@ class BatchLoader:
         if on == "device" and not can_be_stored:
             raise TpukitError(
                 f"data_on='device': {type(data).__name__} only makes batches on the host; use 'auto' or 'host', or implement "
-                "device_arrays, device_nbytes, sample_parameters and compose (tpukit/workloads/mnist.py has them)"
+                "device_arrays, device_nbytes, sample_parameters and compose (tpukit/tasks/mnist.py has them)"
             )
         size = data.device_nbytes() if can_be_stored else 0
         limit = runtime.memory_size() // MEMORY_SHARE
@@ -119,7 +119,7 @@ class BatchLoader:
         return batch if valid is None else {**batch, "valid": valid}
 
     def compose(self, batch):
-        """The workload's batch from what `batches` put on the device. To be called in a compiled function."""
+        """The task's batch from what `batches` put on the device. To be called in a compiled function."""
         if self.resident is None:
             return batch
         rows = self.runtime.take(self.resident, batch["index"])

@@ -54,7 +54,7 @@ def evaluate(task, model, data, runtime, *, epoch=None, after_batch=None, folder
     """Scores of a model on a device over a test set. With several ranks each predicts its share, and rank 0 scores them all, in
     the order that one device would give; the other ranks return None.
 
-    epoch: see `Workload.predict`. after_batch: called without arguments. folder: where the task keeps what it wants of the
+    epoch: see `Task.predict`. after_batch: called without arguments. folder: where the task keeps what it wants of the
     predictions."""
     loader = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
     found = predict(task, model, loader, runtime, epoch=epoch, after_batch=after_batch)
@@ -178,7 +178,7 @@ class Evaluator:
             state.evaluations_without_best += 1
             if is_best:
                 state.best, state.best_on, state.evaluations_without_best = score, on, 0
-                about = dict(workload=task.name, step=finished.step, epoch=finished.epoch)
+                about = dict(task=task.name, step=finished.step, epoch=finished.epoch)
                 about["settings"] = json.dumps(model_settings(task))
                 self.saver.save_best(finished.weights, **about, **{task.score: score}, **task.metadata(self.train_data))
         self.run.print(f"epoch {finished.epoch + 1}: loss {finished.loss:.4f}{shown}")

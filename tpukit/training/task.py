@@ -1,4 +1,4 @@
-"""What a training task must implement: `Workload`; and tasks on their way to another process."""
+"""What a training task must implement: `Task`; and tasks on their way to another process."""
 
 import dataclasses
 import functools
@@ -15,8 +15,8 @@ from tpukit.runs.run import setting, settings_dict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A training task. Its fields are its whole configuration; copy `workloads/mnist.py` to write your own.
+class Task:
+    """A training task. Its fields are its whole configuration; copy `tasks/mnist.py` to write your own.
 
     A subclass implements `datasets`, `model`, `optimizer`, `loss`, `predict` and `evaluate`. Fields declared with
     `setting(free=True)` may change when a run is resumed.
@@ -136,7 +136,7 @@ class Workload:
                 raise TpukitError(f"{name}={value}: it must be from 0 to 1")
 
     def _missing(self, method):
-        return NotImplementedError(f"{type(self).__name__} must implement {method}(): copy tpukit/workloads/mnist.py")
+        return NotImplementedError(f"{type(self).__name__} must implement {method}(): copy tpukit/tasks/mnist.py")
 
     def datasets(self):
         """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`, and may have

@@ -25,7 +25,7 @@ def measurement(**other):
         precision="fp16",
         python="3.12.0",
         versions={"torch": "2.11"},
-        workload="mshnet",
+        task="mshnet",
         recipe=dict(base_size=256, crop_size=256, lr=0.05),
         samples=800,
         synthetic=False,

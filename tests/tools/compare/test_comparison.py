@@ -34,7 +34,7 @@ def test_published_figures_are_for_their_images_alone_and_never_pass_for_measure
     assert any(sentence.startswith(PUBLISHED.capitalize()) for sentence in found.sentences())
     small = compare.compare([measurement(recipe=dict(base_size=64, crop_size=64))])
     assert not of_basis(small, PUBLISHED) and any("256x256" in note for note in small.notes)
-    assert not of_basis(compare.compare([measurement(workload="mnist", recipe={})]), PUBLISHED)
+    assert not of_basis(compare.compare([measurement(task="mnist", recipe={})]), PUBLISHED)
 
 
 def test_a_full_rate_time_of_the_compiler_is_marked_everywhere_and_is_the_longer_of_the_two():
@@ -68,15 +68,15 @@ def test_synthetic_images_count_as_an_epoch_of_the_published_set_and_that_is_not
     assert found.images == 800 and any("synthetic" in note and "800" in note for note in found.notes)
     both = [measurement(synthetic=True, samples=512), measurement(samples=300, hardware="L4")]
     assert compare.compare(both).images == 300
-    assert compare.compare([measurement(workload="mnist", recipe={}, synthetic=True, samples=512)]).images == 512
+    assert compare.compare([measurement(task="mnist", recipe={}, synthetic=True, samples=512)]).images == 512
 
 
-def test_different_recipes_and_workloads_are_refused_naming_them():
+def test_different_recipes_and_tasks_are_refused_naming_them():
     other = measurement(hardware="L4", recipe=dict(base_size=256, crop_size=192, lr=0.05))
     with pytest.raises(TpukitError, match="\n  crop_size: 256 in T4, 192 in L4\n"):
         compare.compare([measurement(), other])
     with pytest.raises(TpukitError, match="T4 measured mshnet, L4 mnist"):
-        compare.compare([measurement(), measurement(hardware="L4", workload="mnist")])
+        compare.compare([measurement(), measurement(hardware="L4", task="mnist")])
 
 
 @pytest.mark.parametrize("limit", [dict(epochs=0), dict(images=0), dict(deadline_h=float("nan")), dict(budget_usd=-1.0)])

@@ -116,7 +116,7 @@ def test_sizes_double_in_processes_of_their_own_until_a_step_does_not_fit(digits
     found = compare.measure_here(task, steps=2, out=out, log=messages.append)
     assert [(r["batch_size"], r["fits"]) for r in found.rows] == [(16, True), (32, False)]
     assert "RESOURCE_EXHAUSTED" in found.rows[-1]["why"] and Measurement.read(out) == found
-    assert (found.hardware, found.place, found.workload, found.samples, found.synthetic) == ("CPU", "local", "mnist", 200, True)
+    assert (found.hardware, found.place, found.task, found.samples, found.synthetic) == ("CPU", "local", "mnist", 200, True)
     assert found.engine == dict(torch_compile="no", channels_last="auto", cuda_graph=True, data_on="auto")
     assert "batch_size" not in found.recipe and "dataset_dir" not in found.recipe and str(digits) not in out.read_text()
     assert "failure" not in found.recipe and found.versions["torch"] and found.fitting[0]["timed_steps"] == 2

@@ -94,8 +94,8 @@ def test_a_notebook_without_code_has_nothing_to_fix(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_notebooks_and_workloads_of_tpukit_have_nothing_to_fix():
-    paths = tool.files_in([ROOT / "notebooks", ROOT / "tpukit" / "workloads"])
+def test_the_notebooks_and_tasks_of_tpukit_have_nothing_to_fix():
+    paths = tool.files_in([ROOT / "notebooks", ROOT / "tpukit" / "tasks"])
     assert len(paths) > 10
     assert [f.place for path in paths for f in examine(path)[0] if f.level == "error"] == []
 

@@ -5,7 +5,7 @@ import math
 
 from tpukit.devices.chips import session_chips
 from tpukit.tools.prices import Price
-from tpukit.training.task import Workload
+from tpukit.training.task import Task
 
 WEEK_H = 168.0
 ROUNDING_H = 1e-9  # sums of hours are exact to this
@@ -93,7 +93,7 @@ def choose(estimates, prices, *, epochs, deadline_h=None, budget_usd=None, spot=
     found = []
     for estimate in estimates:
         for price in _places(estimate, estimates, prices):
-            limits = dict(session_h=price.session_h, week_h=price.week_h, lost_h=Workload.save_every_s / 3600)
+            limits = dict(session_h=price.session_h, week_h=price.week_h, lost_h=Task.save_every_s / 3600)
             needed = sessions_needed(estimate.hours(epochs), start_h=estimate.start_s / 3600, **limits)
             if needed is None:
                 found.append(Candidate(estimate=estimate, place=price.place, why="never ends within its sessions"))

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from tpukit import workloads
+from tpukit import tasks
 from tpukit.devices.chips import MACHINES
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Sentences, Table, format_duration
@@ -20,14 +20,14 @@ PUBLISHED_EPOCHS = (
     ("T4", 1, "T4", 180.0),
     ("CPU", 1, "CPU", 600.0),
 )
-PUBLISHED_WORKLOAD, PUBLISHED_IMAGES, PUBLISHED_SIZE = "mshnet", 800, 256
+PUBLISHED_TASK, PUBLISHED_IMAGES, PUBLISHED_SIZE = "mshnet", 800, 256
 
 
 @dataclasses.dataclass
 class Comparison:
     """Estimates of every hardware, and the candidates for the whole training. `tpukit.show_comparison` shows it."""
 
-    workload: str
+    task: str
     epochs: int
     images: int
     deadline_h: float | None
@@ -68,7 +68,7 @@ class Comparison:
                 )
             )
         columns = ("hardware", "basis", "batch", "s per epoch", f"{self.epochs} epochs", "start, s", "peak GiB")
-        return Table(f"{self.workload}, epochs of {self.images} images", columns, rows)
+        return Table(f"{self.task}, epochs of {self.images} images", columns, rows)
 
     def candidates_table(self):
         rows = []
@@ -160,8 +160,8 @@ def compare(
             raise TpukitError(f"{name}={limit}: it must be zero or more")
     measurements = list(measurements)
     _check_same_recipe(measurements)
-    workload = measurements[0].workload if measurements else PUBLISHED_WORKLOAD
-    published = workload == PUBLISHED_WORKLOAD
+    task = measurements[0].task if measurements else PUBLISHED_TASK
+    published = task == PUBLISHED_TASK
     real = [m.samples for m in measurements if not m.synthetic]
     synthetic = [m.samples for m in measurements if not published]
     images = images or max(real or synthetic, default=PUBLISHED_IMAGES)
@@ -186,7 +186,7 @@ def compare(
     prices = price_table.read() if prices is None else prices
     candidates = choose(estimates, prices, epochs=epochs, spot=spot, **limits)
     notes += _notes(measurements, images, estimates, candidates, prices)
-    return Comparison(workload, epochs, images, deadline_h, budget_usd, measurements, list(plans), estimates, candidates, notes)
+    return Comparison(task, epochs, images, deadline_h, budget_usd, measurements, list(plans), estimates, candidates, notes)
 
 
 def _notes(measurements, images, estimates, candidates, prices):
@@ -208,12 +208,12 @@ def _check_same_recipe(measurements):
     for other in measurements[1:]:
         first = measurements[0]
         one, two = first.file or first.label, other.file or other.label
-        if other.workload != first.workload:
-            raise TpukitError(f"{one} measured {first.workload}, {two} {other.workload}: compare one workload at a time")
+        if other.task != first.task:
+            raise TpukitError(f"{one} measured {first.task}, {two} {other.task}: compare one task at a time")
         names = sorted(first.recipe.keys() | other.recipe.keys())
         # A file of an earlier version, which did not have a setting yet, was measured as by its default.
-        known = first.workload in workloads.WORKLOADS
-        defaults = settings_dict(workloads.find(first.workload)()) if known else {}
+        known = first.task in tasks.TASKS
+        defaults = settings_dict(tasks.find(first.task)()) if known else {}
         one_recipe, other_recipe = defaults | first.recipe, defaults | other.recipe
         settings = [(name, one_recipe.get(name), other_recipe.get(name)) for name in names]
         if lines := [f"  {name}: {a!r} in {one}, {b!r} in {two}" for name, a, b in settings if a != b]:
@@ -258,13 +258,13 @@ def plan_recipe(measurements, chips, *, batch_size=None, log=print):
     """
     if not chips:  # and torch is not needed
         return []
-    from tpukit import workloads
+    from tpukit import tasks
     from tpukit.tools import plan as planner
 
     recipe = measurements[0].recipe if measurements else {}
-    workload = workloads.find(measurements[0].workload if measurements else PUBLISHED_WORKLOAD)
+    task = tasks.find(measurements[0].task if measurements else PUBLISHED_TASK)
     try:
-        task = workload(**recipe)
+        task = task(**recipe)
     except TypeError as error:
         raise TpukitError(f"the measured recipe is of another version of tpukit ({error}): measure it again") from error
     sizes = {row["batch_size"] for m in measurements for row in m.fitting} or {task.batch_size, 32}

@@ -14,7 +14,7 @@ from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Table
 from tpukit.runs.run import settings_dict
-from tpukit.workloads.datasets import SYNTHETIC_NOTE
+from tpukit.tasks.datasets import SYNTHETIC_NOTE
 
 FORMAT = "tpukit comparison 1"
 PLACE_OF_HOST = {"colab": "Colab", "kaggle": "Kaggle", "tpu-vm": "Google Cloud", "local": "local"}
@@ -42,7 +42,7 @@ class Measurement:
     precision: str
     python: str
     versions: dict
-    workload: str
+    task: str
     recipe: dict  # the settings that decide the work of a step; only files that agree in them can be compared
     engine: dict = dataclasses.field(default_factory=dict)  # the settings that decide how fast the same work is done
     samples: int
@@ -84,7 +84,7 @@ class Measurement:
             )
         columns = ["batch", "first step, s", "ms per step", "range", "steps/s", "data wait", "images/s"]
         columns += [f"epoch of {self.samples}, s", "peak GiB", "compiled late"]
-        title = f"{self.workload} on {self.label}, {self.precision}: measured {self.date}{conditions}"
+        title = f"{self.task} on {self.label}, {self.precision}: measured {self.date}{conditions}"
         return Table(title, columns, rows)
 
     def write(self, path):
@@ -145,7 +145,7 @@ def build_measurement(task, env, result, rows):
         device=env.device_name,
         python=env.python,
         versions=env.versions,
-        workload=task.name,
+        task=task.name,
         recipe={name: value for name, value in settings_dict(task).items() if name not in NOT_THE_RECIPE and name not in free},
         engine={name: getattr(task, name) for name in ENGINE},
         synthetic=bool(task.dataset_dir) and _is_synthetic(Path(task.dataset_dir)),
@@ -167,7 +167,7 @@ def hardware_of(env):
 
 
 def file_for(folder, task, env, cores=None):
-    """The file of a measurement of this machine: its name says workload, hardware, place and engine, without the defaults."""
+    """The file of a measurement of this machine: its name says task, hardware, place and engine, without the defaults."""
     hardware = hardware_of(env) + (" XLA" if env.accelerator == "xla" else "")
     count = cores or default_cores(env)
     parts = [task.name, hardware, f"x{count}" if count > 1 else "", "" if _place_of(env) == "local" else _place_of(env)]

@@ -1,0 +1,136 @@
+"""Sets on disk, and the statistics of their voltages."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import refuses
+from tests.tasks.cdeit.small import task_of
+from tpukit import TpukitError
+from tpukit.tasks.cdeit import simulator
+from tpukit.tasks.cdeit.data import FALLBACK, find_statistics, voltage_map
+
+
+def test_a_batch_holds_images_maps_times_and_keys(tank):
+    data, test_data = task_of(tank).datasets()
+    assert (len(data), len(test_data)) == (21, 5)
+    batch = data.batch(np.array([2, 9]), np.array([[0.25, 0.999], [0.5, 0.0]]))
+    assert batch["t"].tolist() == [999, 0] and batch["key"].tolist() == [2**38, 2**39]
+    with np.load(tank / "train/000009.npz") as sample:
+        assert np.array_equal(batch["image"][1, 0], sample["xs"])
+        mean, deviation = data.statistics
+        assert np.array_equal(batch["voltages"][1], voltage_map(sample["ys"].T, mean, deviation)[0])
+    normal = np.concatenate([data.batch(np.arange(21))["voltages"]])
+    filled = normal[:, 0, np.arange(16), (np.arange(16) + 5) % 16]
+    assert abs(filled.mean()) < 1e-4 and filled.std() == pytest.approx(1, abs=1e-3)
+    assert not normal[:, 0, np.arange(16), (np.arange(16) + 1) % 16].any()
+
+
+def test_statistics_are_taken_beside_the_split_then_from_data_then_computed_and_saved(tank, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "root"
+    for split in ("train", "test"):
+        (root / split).mkdir(parents=True)
+        for path in (tank / split).glob("*.npz"):
+            (root / split / path.name).write_bytes(path.read_bytes())
+    data, test_data = task_of(root).datasets()
+    assert f"computed from the training set in {root}, and saved there" in data.notes
+    assert f"mean.pth and std.pth of {root}" in test_data.notes
+    volts = np.stack([np.load(path)["ys"].ravel() for path in sorted((root / "train").glob("*.npz"))]).reshape(-1, 16, 13)
+    saved = torch.load(root / "mean.pth", weights_only=True)
+    assert saved.shape == (1, 16, 13) and np.allclose(saved[0], volts.mean(0), rtol=1e-5)
+    assert np.allclose(data.statistics[1], volts.std(0), rtol=1e-4)
+    FALLBACK.mkdir()
+    for name in ("mean.pth", "std.pth"):
+        torch.save(torch.full((1, 16, 13), 2.0), FALLBACK / name)
+    data, _ = task_of(root).datasets()
+    assert not np.allclose(data.statistics[0], 2.0) and f"mean.pth and std.pth of {root}" in data.notes
+    (root / "mean.pth").unlink()
+    data, _ = task_of(root).datasets()
+    assert np.allclose(data.statistics[0], 2.0) and f"mean.pth and std.pth of {FALLBACK}" in data.notes
+    (FALLBACK / "mean.pth").unlink()  # half of a pair is none
+    data, _ = task_of(root).datasets()
+    assert np.allclose(data.statistics[0], volts.mean(0), rtol=1e-5) and "computed" in data.notes
+
+
+def test_statistics_of_a_sample_with_nan_are_not_saved_and_those_that_are_there_not_used(tank, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tank, tmp_path / "eit")
+    for name in ("mean.pth", "std.pth"):
+        (tmp_path / "eit" / name).unlink(missing_ok=True)
+    sample = tmp_path / "eit/train/000003.npz"
+    whole = sample.read_bytes()
+    with np.load(sample) as file:
+        np.savez(sample, **{**file, "ys": np.full((208, 1), np.nan, np.float32)})
+    with refuses(tmp_path / "eit/train", "000003"):
+        task_of(tmp_path / "eit").datasets()
+    assert not list((tmp_path / "eit").glob("*.pth"))
+    sample.write_bytes(whole)
+    data, _ = task_of(tmp_path / "eit").datasets()
+    assert np.isfinite(data.statistics).all()
+    for name, value in (("mean.pth", np.nan), ("std.pth", 0.0)):
+        saved = torch.load(tmp_path / "eit" / name, weights_only=True)
+        torch.save(torch.full((1, 16, 13), value), tmp_path / "eit" / name)
+        with refuses(tmp_path / "eit" / name):
+            task_of(tmp_path / "eit").datasets()
+        torch.save(saved, tmp_path / "eit" / name)
+
+
+def test_statistics_that_cannot_be_saved_are_used_all_the_same(tank, tmp_path, monkeypatch):
+    (tmp_path / "train").symlink_to(tank / "train")
+
+    def read_only(*arguments, **more):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tpukit.tasks.cdeit.data.files.atomic_file", read_only)
+    statistics, note = find_statistics(tmp_path / "train", tmp_path)
+    assert "not saved" in note and "Read-only file system" in note and statistics[1].all()
+
+
+@pytest.mark.parametrize("spelling", ["data2017", "test2017"])
+def test_real_sets_are_found_in_both_spellings_and_in_their_own_units(uef2017, tmp_path, spelling):
+    (tmp_path / spelling).symlink_to(uef2017 / "test")
+    for name in ("mean.pth", "std.pth"):
+        (tmp_path / name).symlink_to(uef2017 / name)
+    data = task_of(tmp_path, data="uef2017").test_set()
+    assert len(data) == 22
+    batch = data.batch(np.arange(22))
+    truth = batch["image"][:, 0]
+    assert np.mean(np.sqrt((truth**2).mean((1, 2)))) == pytest.approx(0.253, abs=5e-4)  # the all-zero guess, as published
+    inside = simulator.disk()
+    correlation = np.mean([np.corrcoef(a[inside], b[inside])[0, 1] for a, b in zip(batch["TR"], truth)])
+    assert correlation == pytest.approx(0.695, abs=1e-3)  # Tikhonov's, as published
+
+
+def test_the_folder_of_a_test_set_is_no_training_set(uef2017):
+    with pytest.raises(TpukitError, match="train/"):
+        task_of(uef2017 / "test").datasets()
+
+
+@pytest.mark.parametrize(
+    "content, datum",
+    [
+        (b"not a zip", ""),
+        (dict(xs=np.zeros((128, 128))), "'ys'"),
+        (dict(xs=np.zeros((64, 64)), ys=np.zeros(208)), r"xs.*\(64, 64\).*\(128, 128\)"),
+        (dict(xs=np.zeros((2, 128, 128)), ys=np.zeros(208)), r"xs.*\(2, 128, 128\)"),
+        (dict(xs=np.zeros((128, 128)), ys=np.zeros((208, 2))), r"ys.*\(208, 2\).*\(208,\)"),
+    ],
+)
+def test_a_file_that_is_no_sample_is_named_with_what_is_wrong(tmp_path, content, datum):
+    (tmp_path / "train").mkdir()
+    if isinstance(content, bytes):
+        (tmp_path / "train/bad.npz").write_bytes(content)
+    else:
+        np.savez(tmp_path / "train/bad.npz", **content)
+    with pytest.raises(TpukitError, match=rf"bad\.npz.*{datum}"):
+        task_of(tmp_path).datasets()
+
+
+def test_a_folder_without_the_split_is_refused_with_what_is_there(tmp_path):
+    (tmp_path / "other").mkdir()
+    with pytest.raises(TpukitError, match="train/.*other.*tpukit simulate eit"):
+        task_of(tmp_path).datasets()

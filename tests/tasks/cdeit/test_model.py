@@ -1,0 +1,110 @@
+"""The network of CDEIT: attention, checkpointing, sizes."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.tasks.cdeit.small import TINY
+from tpukit import CDEIT, TpukitError
+from tpukit.tasks.cdeit.model import CDEITModel, Norm, RelativeAttention
+
+
+def modulated(x, shift, scale, g):
+    """The published norm and modulation in float64."""
+    x, shift, scale, g = (value.double() for value in (x, shift, scale, g))
+    return (1 + scale) * F.normalize(x, dim=-1) * g * x.shape[-1] ** 0.5 + shift
+
+
+def test_norm_and_modulation_are_the_published_ones():
+    torch.manual_seed(0)
+    norm = Norm(16).double()
+    torch.nn.init.normal_(norm.g)
+    x, shift, scale = (torch.randn(2, n, 16, dtype=torch.float64) for n in (5, 1, 1))
+    torch.testing.assert_close(norm(x, shift, scale), modulated(x, shift, scale, norm.g), atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("residual", [torch.float32, "half"])
+def test_under_autocast_a_norm_is_in_half_precision_but_its_sum_of_squares(dtype, residual):
+    torch.manual_seed(0)
+    norm = Norm(512)
+    torch.nn.init.normal_(norm.g)
+    x = 100 * torch.randn(2, 64, 512)  # whose squares add up to 5e6: fp16 ends at 65504
+    x[0, 0] = 0
+    x = x.to(dtype if residual == "half" else residual)
+    shift, scale = (torch.randn(2, 1, 512).to(dtype) for _ in range(2))
+    with torch.autocast("cpu", dtype=dtype):
+        found = norm(x, shift, scale)
+    assert found.dtype == dtype and torch.equal(found[0, 0], shift[0, 0])
+    # Rounded are the token, its normalised value, g * (1 + scale), and the sum: four times half a unit in the last place each.
+    wanted = modulated(x, shift, scale, norm.g)
+    parts = wanted.abs() + 2 * (wanted - shift.double()).abs()
+    assert ((found.double() - wanted).abs() <= 2 * torch.finfo(dtype).eps * parts).all()
+
+
+def test_under_autocast_the_table_of_positions_takes_no_block_out_of_half_precision():
+    model, found = CDEITModel(image_size=64, **TINY), []
+    for name, block in model.blocks.named_children():
+        if name.startswith("swin"):
+            block.register_forward_hook(lambda block, arguments, result: found.append(result.dtype))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.randn(2, 1, 64, 64), torch.tensor([0, 5]), torch.randn(2, 1, 16, 16))
+    assert found == [torch.bfloat16] * 4
+
+
+def test_window_attention_adds_the_bias_of_every_offset():
+    torch.manual_seed(0)
+    attention = RelativeAttention(8, 2, 3)
+    x = torch.randn(1, 9, 8)
+    query, key, value = attention.qkv(x).view(9, 3, 2, 4).permute(1, 2, 0, 3)
+    out = torch.zeros(9, 2, 4)
+    for head in range(2):
+        for i in range(9):
+            logits = [
+                float(query[head, i].detach() @ key[head, j].detach()) / 2
+                + float(attention.relative_position_bias_table[(i // 3 - j // 3 + 2) * 5 + i % 3 - j % 3 + 2, head])
+                for j in range(9)
+            ]
+            out[i, head] = torch.softmax(torch.tensor(logits), 0) @ value[head]
+    assert torch.allclose(attention(x)[0], attention.proj(out.reshape(9, 8)), atol=1e-5)
+
+
+def test_the_bias_of_a_window_is_a_mask_that_torchs_kernels_for_gpus_take(monkeypatch):
+    masks, compute = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *q, attn_mask: masks.append(attn_mask) or compute(*q, attn_mask)
+    )
+    RelativeAttention(8, 2, 3)(torch.rand(4, 9, 8))
+    assert masks[0].shape == (1, 2, 9, 9) and masks[0].stride()[-1] == 1
+
+
+def test_sizes_that_do_not_fit_are_refused_with_all_of_them():
+    with pytest.raises(TpukitError, match="window=5"):
+        CDEIT(patch=8, window=5).model()
+    with pytest.raises(TpukitError, match="patch=0"):
+        CDEIT(patch=0).model()
+    with pytest.raises(TpukitError, match="sampling_steps=0.*1000"):
+        CDEIT(sampling_steps=0)
+    with pytest.raises(TpukitError, match="eta=1.2"):
+        CDEIT(eta=1.2)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
+def test_checkpointing_changes_no_gradient(device, request):
+    runtime, gradients = request.getfixturevalue(device), []
+    inputs = (torch.randn(2, 1, 128, 128), torch.tensor([3, 900]), torch.randn(2, 1, 16, 16))
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        model = CDEITModel(**TINY, checkpointing=checkpointing)
+        for parameter in model.parameters():
+            if not parameter.any():
+                torch.nn.init.normal_(parameter, std=0.1)
+        model = runtime.place(model)
+
+        def step(image, t, voltages):
+            model(image, t, voltages).square().mean().backward()
+
+        runtime.compile(step)(*runtime.put(dict(enumerate(inputs))).values())
+        gradients.append(runtime.host([p.grad for p in model.parameters() if p.requires_grad]))
+    assert all(g.any() for g in gradients[0])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients))

@@ -1,0 +1,204 @@
+"""Training, sampling, and what a test saves."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import best_weights, checkpoint, exact, same
+from tests.tasks.cdeit.small import SMALL, task_of
+from tpukit import CDEIT, Run, TpukitError, train
+from tpukit.tasks.cdeit import simulator
+from tpukit.training.evaluation import test as score_run  # under its own name pytest would run it
+from tpukit.training.layers import checked_layers
+
+
+@pytest.mark.slow
+def test_training_lowers_the_loss_moves_the_weights_and_keeps_their_average(tank, tmp_path, cpu):
+    task = task_of(tank, epochs=30, eval_every=30)
+    run = Run.open(tmp_path / "run", task)
+    scores = train(task, run, runtime=cpu, progress=False)
+    losses = [r["loss"] for r in run.records("train")]
+    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:3])
+    torch.manual_seed(task.seed)
+    kept, now, start = best_weights(run), checkpoint(run)["model"], task.model().state_dict()
+    moved = [n for n in start if start[n].is_floating_point() and n != "pos_embed"]
+    assert all(not torch.equal(now[n], start[n]) for n in moved)
+    assert torch.equal(now["pos_embed"], start["pos_embed"])
+    assert same(kept, checkpoint(run)["averaged"]) and not torch.equal(kept["pos_embed"], 0 * kept["pos_embed"])
+    assert not same({n: kept[n] for n in moved}, {n: now[n] for n in moved})
+    assert set(scores) == {"rmse", "psnr", "ssim", "cc", "images", "broken", "beside"} and scores["images"] == 5
+    assert set(scores["beside"]) == {"Tikhonov", "Gauss-Newton", "all zero"}
+
+
+@pytest.mark.slow
+def test_training_is_one_graph_and_sampling_two_on_xla_and_both_equal_the_cpu(tank, tmp_path, cpu, xla):
+    task = task_of(tank, epochs=13, eval_every=13, lr=1e-3, precision="fp32")  # 26 steps: two averages of the weights
+    runs = []
+    for runtime in (cpu, xla):
+        run = Run.open(tmp_path / str(runtime.device), task)
+        scores = train(task, run, runtime=runtime, progress=False)
+        runs.append(([r["loss"] for r in run.records("train")], scores, run))
+    (losses, scores, _), (xla_losses, xla_scores, run) = runs
+    assert np.allclose(losses, xla_losses, rtol=1e-2) and np.allclose(losses[:5], xla_losses[:5], rtol=1e-4)
+    assert scores["rmse"] == pytest.approx(xla_scores["rmse"], rel=1e-2) and scores["cc"] != 0
+    large = [r["step"] for r in run.records("compile") if r["what"] == "step" and r["seconds"] > 0.5]
+    assert large == [1], "the step is compiled once, whatever the timesteps are"
+    assert (run.path / "log.txt").read_text().count("attention: in slices") == 1
+    model, batch = xla.place(task.model()), xla.put(task.test_set().batch(np.arange(4)))
+    for steps, graphs in ((3, 2), (6, 0)):  # another number of steps needs no other graph
+        before = xla.compilations()[0]
+        CDEIT(**{**SMALL, "sampling_steps": steps}).predictor(model, xla)(batch)
+        xla.sync()
+        assert xla.compilations()[0] - before == graphs
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_equals_straight(tank, tmp_path, cpu):
+    task = task_of(tank, epochs=12, eval_every=4)  # 24 steps
+    straight, stopped = Run.open(tmp_path / "straight", task), Run.open(tmp_path / "stopped", task)
+    train(task, straight, runtime=cpu, progress=False)
+    for epochs in (6, 12):
+        train(task_of(tank, epochs=epochs, eval_every=4), stopped, runtime=cpu, progress=False)
+    # The sixth epoch was the last of one, and was evaluated there.
+    kept = [[r for r in exact(run) if (r["kind"], r["step"]) != ("evaluation", 12)] for run in (straight, stopped)]
+    assert kept[0] == kept[1]
+    for name in ("model", "averaged"):
+        assert same(checkpoint(straight)[name], checkpoint(stopped)[name])
+
+
+def test_weights_carry_the_statistics_that_they_were_trained_with(tank, tmp_path, cpu):
+    task = task_of(tank, epochs=1)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    other = tmp_path / "other"
+    (other / "test").mkdir(parents=True)
+    for path in (tank / "test").glob("*.npz"):
+        (other / "test" / path.name).write_bytes(path.read_bytes())
+    for name in ("mean.pth", "std.pth"):
+        torch.save(torch.full((1, 16, 13), 9.0), other / name)
+    data = task_of(other, weights=run.path / "best.safetensors").test_set()
+    assert "those that" in data.notes
+    assert np.array_equal(data.statistics[0], task.datasets()[0].statistics[0])
+
+
+def test_ktc2023_has_its_own_folder_and_units_and_may_lack_the_classical_images(tank, tmp_path, cpu):
+    (tmp_path / "data2023").mkdir()
+    (tmp_path / "train").symlink_to(tank / "train")
+    for path in sorted((tank / "test").glob("*.npz"))[:2]:
+        sample = np.load(path)
+        np.savez(tmp_path / "data2023" / path.name, xs=sample["xs"], ys=sample["ys"] * 1978)
+    task = task_of(tmp_path, data="ktc2023", sampling_steps=1)
+    data = task.test_set()
+    assert np.allclose(data.batch([1])["voltages"], task_of(tank).test_set().batch([1])["voltages"], atol=1e-4)
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    torch.save(task.model().state_dict(), tmp_path / "weights.pth")
+    scores = score_run(
+        task_of(tmp_path, data="ktc2023", sampling_steps=1, weights=tmp_path / "weights.pth"), run, runtime=cpu, progress=False
+    )
+    assert set(scores["beside"]) == {"all zero"} and scores["images"] == 2
+    with np.load(run.path / "predictions/ktc2023.npz") as kept:
+        assert np.isnan(kept["TR"]).all()
+    batch, images = task.load_predictions(run.path / "predictions")
+    assert task.panels(batch, images)[0][1][1].shape == (128, 128, 3)  # Tikhonov's panel is grey
+
+
+def test_damaged_predictions_are_named(tmp_path):
+    names = dict(xs=(2, 8, 8), TR=(2, 8, 8), xs_gn=(2, 8, 8), prediction=(2, 8, 8))
+    path, task = tmp_path / "ktc2023.npz", CDEIT(data="ktc2023")
+    np.savez_compressed(path, **{name: np.random.default_rng(0).random(shape, np.float32) for name, shape in names.items()})
+    whole = path.read_bytes()
+    assert task.load_predictions(tmp_path)[1].shape == (2, 1, 8, 8)
+    for place in (2, 100, len(whole) // 2, len(whole) - 10):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :])
+        with pytest.raises(TpukitError, match="ktc2023.npz"):
+            task.load_predictions(tmp_path)
+
+
+def test_a_test_saves_its_predictions_in_the_unit_of_the_files_and_scores_them(tank, uef2017, tmp_path, cpu):
+    task = task_of(tank, epochs=1)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    root = tmp_path / "real"
+    root.mkdir()
+    (root / "data2017").symlink_to(uef2017 / "test")
+    task = task_of(root, data="uef2017", sampling_steps=2)
+    scores = score_run(task, run, runtime=cpu, progress=False)
+    assert scores["broken"] == 0
+    with np.load(run.path / "predictions/uef2017.npz") as kept:
+        prediction, truth, tikhonov = kept["prediction"], kept["xs"], kept["TR"]
+        assert kept["names"][0] == "1_1" and prediction.shape == (22, 128, 128) and prediction.any((1, 2)).all()
+    with np.load(uef2017 / "test/1_1.npz") as original:
+        assert np.array_equal(original["xs"], truth[0]) and np.allclose(original["TR"], tikhonov[0], rtol=1e-5)
+    inside, unit = simulator.disk(), 2 / 1040.856
+    by_hand = [np.sqrt(np.mean((p[inside] / unit - t[inside]) ** 2)) for p, t in zip(prediction, truth)]
+    assert scores["rmse"] == pytest.approx(np.mean(by_hand), rel=1e-4)
+    assert scores["beside"]["Tikhonov"]["cc"] == pytest.approx(0.695, abs=1e-3)
+    batch, images = task.load_predictions(run.path / "predictions")
+    panels = task.panels({name: values[:2] for name, values in batch.items()}, images[:2])
+    assert [title for title, _ in panels[0]] == ["conductivity", "Tikhonov", "Gauss-Newton", "CDEIT"]
+    assert panels[0][0][1].shape == (128, 128, 3)
+
+
+def test_a_prediction_that_is_no_number_is_counted_and_loses_no_run(tank):
+    data = task_of(tank).test_set()
+    batch = {name: torch.as_tensor(value) for name, value in data.batch(np.arange(5)).items()}
+    images = batch["image"].clone()
+    images[3, 0, 64, 64] = float("nan")
+    scores = task_of(tank).evaluate([(images, dict(batch, valid=torch.ones(5, dtype=bool)))])
+    assert scores["broken"] == 1 and scores["rmse"] == pytest.approx(
+        float(batch["image"][3, 0][simulator.disk()].square().mean().sqrt()) / 5, rel=1e-4
+    )
+
+
+@pytest.mark.slow
+def test_sampling_visits_every_timestep_of_its_schedule_and_signs_the_scores_with_it(tank, cpu):
+    task = task_of(tank, sampling_steps=1000)
+    assert task.evaluation_signature() == "simulated by ddim in 1000 steps with eta 1.0"
+    seen = []
+    model = task.model().eval()
+    model.register_forward_pre_hook(lambda module, inputs: seen.append(int(inputs[1][0])))
+    batch = {name: torch.as_tensor(value) for name, value in task.test_set().batch(np.arange(1)).items()}
+    image = task.predictor(model, cpu)(batch)
+    assert seen == list(range(999, -1, -1)) and not image.any()  # an untrained network predicts an empty image
+
+
+def test_every_sample_is_sampled_from_noise_of_its_own_whatever_batch_it_is_in(tank, cpu):
+    task, seen = task_of(tank, sampling_steps=3), []
+    model, data = task.model().eval(), task.test_set()
+    model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    for chosen in ([0, 1, 2], [2]):
+        task.predictor(model, cpu)({name: torch.as_tensor(value) for name, value in data.batch(np.array(chosen)).items()})
+    three, alone = seen[:3], seen[3:]  # its input at each of the steps
+    assert all(torch.equal(a[2], b[0]) for a, b in zip(three, alone))
+    assert np.abs(np.corrcoef(torch.cat([x.flatten(1) for x in (three[0], three[1])]).numpy())[0, 1:3]).max() < 0.05
+    # The network predicts 0, so the second input is what is left of the first and new noise: it is not the first, scaled.
+    assert abs(np.corrcoef(three[0][0].ravel(), three[1][0].ravel())[0, 1]) < 0.9
+
+
+def test_the_best_score_is_dropped_when_another_set_is_scored(tank, uef2017, tmp_path, cpu):
+    root = tmp_path / "root"
+    root.mkdir()
+    for name, target in (("train", tank / "train"), ("test", tank / "test"), ("data2017", uef2017 / "test")):
+        (root / name).symlink_to(target)
+    run = Run.open(tmp_path / "run", task_of(root, epochs=1))
+    train(task_of(root, epochs=1), run, runtime=cpu, progress=False)
+    task = task_of(root, epochs=2, data="uef2017")
+    train(task, Run.open(run.path, task), runtime=cpu, progress=False)
+    scores = run.records("evaluation")[-1]["scores"]
+    state = checkpoint(run)["state"]
+    assert state["best"] == scores["cc"] and state["best_on"].startswith("uef2017")
+
+
+def test_its_layers_are_in_the_order_in_which_they_compute():
+    task = CDEIT(**{**SMALL, "levels": 2, "patch": 8})
+    model = task.model()
+    number = {name: place for place, names in enumerate(checked_layers(task, model)) for name in names}
+    called = []
+    for name, module in model.named_modules():
+        if name and (own := [f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)]):
+            module.register_forward_pre_hook(lambda *_, own=own: called.extend(own))
+    batch = {name: torch.as_tensor(values) for name, values in task.example(2).items()}
+    task.loss(model, batch, 0)
+    places = [number[name] for name in called]
+    assert places == sorted(places) and set(places) == set(range(len(checked_layers(task, model))))

@@ -1,0 +1,327 @@
+"""Images and their classes from folders, CSV lists and saved datasets; their splits; bad ones; and the decoded pixels."""
+
+import csv
+import json
+import shutil
+from hashlib import sha256
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.conftest import refuses
+from tpukit import ImageClassifier, TpukitError
+from tpukit.tasks.images import data
+from tpukit.tasks.images.data import find_samples, read_image
+
+COLOURS = dict(blue=(0, 0, 200), green=(0, 200, 0), red=(200, 0, 0))
+
+
+def paint(folder, count=5, splits=("train", "test")):
+    """Class folders of small images, each of its class's colour but for the number of the image in one channel."""
+    for split in splits:
+        for name, colour in COLOURS.items():
+            (folder / split / name).mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (9, 7), tuple(max(c, number) for c in colour)).save(folder / split / name / f"{number}.png")
+    return folder
+
+
+def task(folder, **settings):
+    return ImageClassifier(dataset_dir=folder, image_size=8, model_name="test_resnet", pretrained="no", **settings)
+
+
+def split_names(folder, **options):
+    found = find_samples(folder, **options)
+    return {split: {sample.name for sample in samples} for split, samples in found.splits.items()}
+
+
+def check_colours(dataset):
+    """Each image has the colour of its label's class."""
+    batch = dataset.batch(np.arange(len(dataset)))
+    for image, label in zip(batch["image"], batch["label"]):
+        assert COLOURS[dataset.classes[label]] == tuple(np.where(image[:, 3, 3] > 100, 200, 0))
+
+
+def test_class_folders_in_split_folders_give_each_image_its_class(tmp_path):
+    train, test = task(paint(tmp_path)).datasets()
+    assert train.classes == ["blue", "green", "red"] and (len(train), len(test)) == (15, 15)
+    check_colours(train), check_colours(test)
+    batch = train.batch([0, 14])
+    assert batch["image"].shape == (2, 3, 8, 8) and batch["image"].dtype == np.uint8 and batch["label"].tolist() == [0, 2]
+
+
+def test_a_training_is_scored_on_val_and_tested_on_test(tmp_path):
+    paint(tmp_path, 2, ("Train", "valid", "TEST"))
+    shutil.rmtree(tmp_path / "valid/red")
+    shutil.copytree(tmp_path / "Train/red", tmp_path / "valid/red")
+    found = find_samples(tmp_path)
+    assert sorted(found.splits) == ["test", "train", "val"]
+    assert task(tmp_path).datasets()[1].names[0] == "valid/blue/0.png"
+    assert task(tmp_path).test_set().names[0] == "TEST/blue/0.png"
+
+
+def test_a_tree_without_splits_is_split_by_its_names_alone_and_every_class_is_in_both(tmp_path):
+    paint(tmp_path / "a", 10, ("",))
+    shutil.copytree(tmp_path / "a", tmp_path / "other/place")
+    one, other = split_names(tmp_path / "a"), split_names(tmp_path / "other")
+    by_hash = [sorted((sha256(f"{c}/{n}.png".encode()).hexdigest(), f"{c}/{n}.png") for n in range(10))[:2] for c in COLOURS]
+    assert one["test"] == {name for pairs in by_hash for _, name in pairs}
+    assert one == other and len(one["test"]) == 6 and len(one["train"]) == 24
+    assert {name.split("/")[0] for name in one["test"]} == set(COLOURS)
+    assert len(split_names(tmp_path / "a", test_share=0.5)["test"]) == 15
+    assert one["test"] < split_names(tmp_path / "a", test_share=0.5)["test"]
+    check_colours(task(tmp_path / "a").datasets()[1])
+
+
+def write_csv(path, rows, delimiter=",", encoding="utf-8"):
+    with open(path, "w", newline="", encoding=encoding) as file:
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+
+
+@pytest.mark.parametrize("delimiter, ending", [(",", ".png"), (";", ""), ("\t", ".png")])
+def test_a_csv_gives_the_images_of_the_folders_that_it_lists(delimiter, ending, tmp_path):
+    paint(tmp_path / "images", 4)
+    rows = [("Image_ID", "species", "split")]
+    rows += [(f"images/{s}/{name}/{n}{ending}", name, s) for s in ("train", "test") for name in COLOURS for n in range(4)]
+    write_csv(tmp_path / "list.csv", rows, delimiter, "utf-8-sig")
+    train, test = task(tmp_path / "list.csv").datasets()
+    check_colours(train), check_colours(test)
+    assert (len(train), len(test)) == (12, 12)
+
+
+def test_the_one_csv_beside_a_folder_of_images_is_found(tmp_path):
+    paint(tmp_path / "sorted", 4, ("",))
+    (tmp_path / "set/images").mkdir(parents=True)
+    rows = [("file", "class")]
+    for name in COLOURS:
+        for number in range(4):
+            shutil.copy(tmp_path / f"sorted/{name}/{number}.png", tmp_path / f"set/images/{name[0]}{number}.png")
+            rows.append((f"images/{name[0]}{number}.png", name))
+    write_csv(tmp_path / "set/train.csv", rows)
+    write_csv(tmp_path / "set/sample_submission.csv", [("id", "probability"), ("1", "0.5")])
+    train, test = task(tmp_path / "set").datasets()
+    check_colours(train), check_colours(test)
+    assert (len(train), len(test)) == (9, 3)
+    shutil.copy(tmp_path / "set/train.csv", tmp_path / "set/more.csv")
+    with refuses("more.csv, train.csv"):
+        find_samples(tmp_path / "set")
+
+
+def test_classes_that_are_numbers_are_sorted_as_numbers_and_columns_can_be_named(tmp_path):
+    rows = [("f", "y2"), *[(f"{n}-{k}.png", str(n)) for n in (10, 9, 2) for k in (0, 1, 1)]]  # one is listed twice
+    write_csv(tmp_path / "list.csv", rows)
+    found = find_samples(tmp_path / "list.csv", path_column="f", label_column="y2")
+    assert found.classes == ["2", "9", "10"]
+    assert not {s.name for s in found.splits["train"]} & {s.name for s in found.splits["test"]}
+    with refuses("f, y2", "label_column"):
+        find_samples(tmp_path / "list.csv")
+
+
+def table(folder, split, features=True, count=4):
+    """A pyarrow.Table as the Hugging Face library writes one: images as bytes, classes as numbers."""
+    pyarrow = pytest.importorskip("pyarrow")
+    names = ["red", "green", "blue"]  # not sorted
+    rows = [(folder / split / name / f"{n}.png", names.index(name)) for name in COLOURS for n in range(count)]
+    images = [dict(bytes=path.read_bytes(), path=None) for path, _ in rows]
+    found = pyarrow.table(dict(image=images, label=[label for _, label in rows]))
+    about = dict(image=dict(_type="Image"), label=dict(_type="ClassLabel", names=names))
+    return found.replace_schema_metadata({"huggingface": json.dumps(dict(info=dict(features=about)))} if features else None)
+
+
+def test_parquet_files_of_a_saved_dataset_keep_its_order_of_classes(tmp_path):
+    paint(tmp_path / "png", 4)
+    (tmp_path / "hf/data").mkdir(parents=True)
+    for split in ("train", "test"):
+        content = table(tmp_path / "png", split)
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(content, tmp_path / f"hf/data/{split}-00000-of-00001.parquet")
+    train, test = task(tmp_path / "hf").datasets()
+    assert train.classes == ["red", "green", "blue"] and (len(train), len(test)) == (12, 12)
+    check_colours(train), check_colours(test)
+
+
+def test_arrow_files_without_a_split_are_split_by_their_rows(tmp_path):
+    paint(tmp_path / "png", 5)
+    content = table(tmp_path / "png", "train", count=5)
+    import pyarrow
+
+    (tmp_path / "hf").mkdir()
+    with pyarrow.OSFile(str(tmp_path / "hf/data-00000-of-00001.arrow"), "wb") as file:
+        with pyarrow.ipc.new_stream(file, content.schema) as writer:
+            writer.write_table(content)
+    train, test = task(tmp_path / "hf").datasets()
+    assert (len(train), len(test)) == (12, 3)
+    check_colours(train), check_colours(test)
+
+
+def test_what_the_hugging_face_library_saves_is_read_without_it(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    paint(tmp_path / "png", 4)
+    saved = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "png"), cache_dir=str(tmp_path / "cache"))
+    saved.save_to_disk(str(tmp_path / "hf"))
+    train, test = task(tmp_path / "hf").datasets()
+    assert (len(train), len(test)) == (12, 12)
+    check_colours(train), check_colours(test)
+
+
+@pytest.mark.parametrize("version, is_read", [("13.0.0", False), ("14.0.0", False), ("14.0.1", True), ("15.0.0.dev3", True)])
+def test_a_pyarrow_that_can_run_code_from_a_table_is_not_asked_to_read_one(version, is_read, tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    monkeypatch.setattr(pyarrow, "__version__", version)
+    (tmp_path / "train-0.parquet").write_bytes(b"no table")
+    with refuses("train-0.parquet is damaged" if is_read else version):
+        find_samples(tmp_path)
+
+
+def test_a_saved_dataset_without_pyarrow_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "data.parquet").write_bytes(b"PAR1")
+    with refuses("data.parquet"):
+        find_samples(tmp_path)
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with refuses("pip install pyarrow"):
+        find_samples(tmp_path)
+
+
+# What cannot be trained on
+
+
+def spoil_nothing(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "notes.txt").touch()
+
+
+BAD = "train/red/2.png"
+SPOILED = {
+    "empty folder": (spoil_nothing, ["notes.txt"]),
+    "no folder": (shutil.rmtree, ["does not exist"]),
+    "one class": (lambda folder: [shutil.rmtree(f) for f in folder.glob("*/[gr]*")], ["blue"]),
+    "a class missing in test": (lambda folder: shutil.rmtree(folder / "test/red"), ["test", "red", "1 of 3"]),
+    "a class only in test": (lambda folder: shutil.rmtree(folder / "train/red"), ["train", "red", "1 of 3"]),
+    "a broken image": (
+        lambda folder: (folder / "train/red/2.png").write_bytes(b"no image"),
+        ["1 of 15", "red/2.png", "skip_bad"],
+    ),
+    "a cut image": (
+        lambda folder: (folder / "test/red/2.png").write_bytes((folder / "test/red/2.png").read_bytes()[:40]),
+        ["1 of 15", "red/2.png", "skip_bad"],
+    ),
+    "an image of a format that is not read": (lambda folder: Image.new("RGB", (4, 4)).save(folder / BAD, "PPM"), [BAD]),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_set_that_cannot_be_trained_on_is_refused_by_what_is_wrong(name, tmp_path):
+    spoil, told = SPOILED[name]
+    spoil(paint(tmp_path / "set"))
+    with refuses(*told):
+        task(tmp_path / "set").datasets()
+
+
+def test_a_class_of_one_image_cannot_be_split(tmp_path):
+    paint(tmp_path, 3, ("",))
+    for number in (1, 2):
+        (tmp_path / f"red/{number}.png").unlink()
+    with refuses("red", "two images"):
+        find_samples(tmp_path)
+
+
+def test_bad_images_are_left_out_where_that_is_asked_for_and_the_log_names_them(tmp_path):
+    paint(tmp_path)
+    for broken in ("red/2.png", "blue/0.png"):
+        (tmp_path / "train" / broken).write_bytes(b"no image")
+    train, _ = task(tmp_path, skip_bad=True).datasets()
+    assert len(train) == 13 and "left out 2 of 15" in train.notes and "red/2.png" in train.notes
+    assert not {"train/red/2.png", "train/blue/0.png"} & set(train.names)
+    check_colours(train)
+
+
+def test_an_image_that_claims_a_billion_pixels_is_not_decoded(tmp_path, monkeypatch):
+    Image.new("1", (9000, 9000)).save(tmp_path / "bomb.png")
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    with refuses("9000x9000"):
+        read_image(tmp_path / "bomb.png", 8, "crop")
+
+
+@pytest.mark.parametrize("leave", ["../secret.png", "{outside}/secret.png", "link.png", "folder/../../secret.png"])
+def test_a_path_of_a_csv_may_not_leave_its_folder(leave, tmp_path):
+    (tmp_path / "set/folder").mkdir(parents=True)
+    Image.new("RGB", (4, 4)).save(tmp_path / "secret.png")
+    (tmp_path / "set/link.png").symlink_to(tmp_path / "secret.png")
+    write_csv(tmp_path / "set/list.csv", [("path", "label"), (leave.format(outside=tmp_path), "a")])
+    with refuses("line 2", "images_dir"):
+        find_samples(tmp_path / "set/list.csv")
+
+
+def test_the_folder_of_a_csvs_images_can_be_named(tmp_path):
+    paint(tmp_path / "images")
+    rows = [("path", "label"), *[(f"train/{name}/{n}.png", name) for name in COLOURS for n in range(5)]]
+    (tmp_path / "lists").mkdir()
+    write_csv(tmp_path / "lists/list.csv", rows)
+    check_colours(task(tmp_path / "lists", images_dir=tmp_path / "images").datasets()[0])
+    with refuses("12 of 12", "No such file", "skip_bad"):
+        task(tmp_path / "lists").datasets()
+
+
+NO_CSV = {b"path,label\na.png,\n": "line 2", b"path,label\n": "no images", b"p\xe4th,label\n": "UTF-8"}
+
+
+@pytest.mark.parametrize("content", [*NO_CSV, b"path,label\n\x00\n"])
+def test_a_csv_that_is_not_one_names_the_line(content, tmp_path):
+    (tmp_path / "list.csv").write_bytes(content)
+    with refuses("list.csv", NO_CSV.get(content, "line 2")):
+        find_samples(tmp_path / "list.csv")
+
+
+# Pixels
+
+
+def test_images_of_every_kind_become_rgb_of_the_wanted_size(tmp_path):
+    grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    Image.fromarray(grey).convert("P").save(tmp_path / "palette.gif")
+    Image.fromarray(np.dstack([grey] * 3 + [grey // 2])).save(tmp_path / "alpha.png")
+    for path in tmp_path.iterdir():
+        image = read_image(path, 16, "crop")
+        assert image.shape == (16, 16, 3) and image.dtype == np.uint8
+        assert np.array_equal(image, np.dstack([grey] * 3)), path.name
+
+
+def test_crop_keeps_the_middle_squash_keeps_all_and_a_photo_is_turned_upright(tmp_path):
+    pixels = np.zeros((8, 24, 3), np.uint8)
+    pixels[:, :8] = 255
+    Image.fromarray(pixels).save(tmp_path / "wide.png")
+    assert read_image(tmp_path / "wide.png", 8, "crop").max() == 0
+    squashed = read_image(tmp_path / "wide.png", 8, "squash")
+    assert squashed[:, 0].min() > 250 and squashed[:, 5:].max() < 5
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees to the right
+    Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
+    upright = read_image(tmp_path / "turned.png", 8, "squash")
+    assert upright[0].min() > 250 and upright[5:].max() < 5
+
+
+def test_a_large_jpeg_is_close_to_what_decoding_it_whole_gives(tmp_path):
+    y, x = np.mgrid[:900, :1200]
+    pixels = np.stack([x / 5, y / 4, 128 + 100 * np.sin((x + y) / 90)], 2).clip(0, 255).astype(np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "large.jpg", quality=95)
+    with Image.open(tmp_path / "large.jpg") as whole:
+        wanted = np.asarray(whole.crop((150, 0, 1050, 900)).resize((64, 64), Image.Resampling.BICUBIC)).astype(float)
+    assert abs(read_image(tmp_path / "large.jpg", 64, "crop") - wanted).max() < 6
+
+
+def test_a_changed_image_is_decoded_again(tmp_path):
+    paint(tmp_path)
+    before = task(tmp_path).datasets()[0].batch([0])["image"]
+    Image.new("RGB", (30, 30), (255, 255, 255)).save(tmp_path / "train/blue/0.png")
+    assert (task(tmp_path).datasets()[0].batch([0])["image"] != before).any()
+
+
+def test_more_pixels_than_the_disk_holds_are_refused_before_decoding(tmp_path, monkeypatch):
+    paint(tmp_path)
+    monkeypatch.setattr(data.shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(100, 90, 10))
+    with pytest.raises(TpukitError, match="image_size"):
+        task(tmp_path, test_share=0.3, fit="squash").datasets()

@@ -1,0 +1,331 @@
+"""The task as a whole: its loss, scores, files, resuming, several cores, and one graph on XLA."""
+
+import csv
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.conftest import ROOT, SMALL, best_weights, checkpoint, exact, refuses, same
+from tests.launching.conftest import CPU, difference, losses
+from tpukit import ImageClassifier, Run, predict, show, train
+from tpukit import test as score_run
+from tpukit.cli.options import resolve_aliases
+from tpukit.reporting import findings
+from tpukit.reporting.own import show_own
+from tpukit.runs import weights
+
+pytest.importorskip("timm")
+OFF = dict(flip=0, crop=1, brightness=0, contrast=0, saturation=0)
+TINY = dict(model_name="test_resnet", image_size=32, pretrained="no", batch_size=8, log_every=1, num_workers=1)
+
+
+@pytest.fixture
+def finished(shapes, tmp_path, cpu):
+    """(task, run) of two epochs."""
+    task = ImageClassifier(dataset_dir=shapes, epochs=2, lr=1e-3, **TINY)
+    run = Run.open(tmp_path / "run", task)
+    train(task, run, runtime=cpu, progress=False)
+    return task, run
+
+
+# Loss and scores
+
+
+def one_hot_loss(logits, shares):
+    """Cross-entropy with shares (B, K) of the classes, a sample at a time."""
+    found = []
+    for row, share in zip(logits.double().numpy(), shares):
+        found.append(-(share * (row - np.log(np.exp(row).sum()))).sum())
+    return np.mean(found)
+
+
+@pytest.mark.parametrize("smoothing, mixup", [(0.0, 0.0), (0.3, 0.0), (0.2, 0.5)])
+def test_the_loss_is_the_cross_entropy_with_smoothed_and_mixed_labels(smoothing, mixup):
+    task = ImageClassifier(
+        **TINY, label_smoothing=smoothing, mixup=mixup, flip=0, crop=1, brightness=0, contrast=0, saturation=0
+    )
+    batch = {name: torch.as_tensor(values) for name, values in task.example(4).items()}
+    batch["label"] = torch.tensor([1, 4, 4, 0])
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    shares = np.eye(6)[batch["label"]] * (1 - smoothing) + smoothing / 6
+    if mixup:
+        own = batch["augment"][:, -1:].double().numpy()
+        shares = own * shares + (1 - own) * shares[[1, 0, 3, 2]]
+    seen = []
+    loss = task.loss(lambda images: (seen.append(images), logits)[1], batch, 0)
+    assert float(loss) == pytest.approx(one_hot_loss(logits, shares), abs=1e-5)
+    assert seen[0].shape == (4, 3, 32, 32) and abs(float(seen[0].mean())) < 1
+
+
+def some_predictions(count=41, classes=7, per_batch=8):
+    """Logits and labels in padded batches, and the same without padding."""
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(0, 1, (count, classes)).astype(np.float32), rng.integers(0, classes, count)
+    logits[np.arange(count), labels] += rng.normal(1, 1, count)
+    logits[3] = np.nan  # of a model that diverged
+    batches = []
+    for first in range(0, count, per_batch):
+        index = np.arange(first, first + per_batch)
+        valid, index = index < count, np.where(index < count, index, 0)
+        batch = dict(label=torch.from_numpy(labels[index]), valid=torch.from_numpy(valid))
+        batches.append((torch.from_numpy(logits[index]), batch))
+    return batches, logits, labels
+
+
+def test_scores_equal_those_counted_one_by_one():
+    batches, logits, labels = some_predictions()
+    first = fifth = 0
+    for row, label in zip(logits, labels):
+        order = sorted(range(7), key=lambda k: -row[k])
+        bad = np.isnan(row).any()
+        first, fifth = first + (order[0] == label and not bad), fifth + (label in order[:5] and not bad)
+    scores = ImageClassifier().evaluate(batches)
+    assert (scores["accuracy"], scores["top5"], scores["images"]) == (first / 41, fifth / 41, 41)
+    counts = np.array(scores["confusion"]["counts"])
+    assert counts.shape == (7, 7) and counts.sum() == 41 and counts.sum(1).tolist() == np.bincount(labels, minlength=7).tolist()
+    assert json.loads(json.dumps(scores)) == scores
+
+
+def test_five_classes_have_no_top_five_and_many_no_matrix_in_every_record():
+    assert "top5" not in ImageClassifier().evaluate(some_predictions(classes=5)[0])
+    assert "confusion" not in ImageClassifier().evaluate(some_predictions(classes=31)[0])
+
+
+def test_the_tables_of_a_test_say_what_was_taken_for_what(finished, cpu):
+    task, run = finished
+    scores = score_run(task, run, runtime=cpu, progress=False)
+    rows = {
+        name: list(csv.DictReader(open(run.path / f"predictions/{name}.csv")))
+        for name in ("predictions", "per_class", "confusion")
+    }
+    predicted = rows["predictions"]
+    right = [row["class"] == row["predicted"] for row in predicted]
+    assert len(predicted) == 18 and np.mean(right) == pytest.approx(scores["accuracy"])
+    assert all(row["file"].startswith(f"test/{row['class']}/") for row in predicted)
+    loss = [float(row["loss"]) for row in predicted]
+    assert loss == sorted(loss, reverse=True)
+    for line, row in zip(rows["per_class"], rows["confusion"]):
+        name = line["class"]
+        of_class, taken = ([r for r in predicted if r[column] == name] for column in ("class", "predicted"))
+        hits = sum(r["predicted"] == name for r in of_class)
+        assert int(line["images"]) == 3 and float(line["recall"]) == pytest.approx(hits / 3, abs=1e-4)
+        assert float(line["precision"]) == pytest.approx(hits / max(len(taken), 1), abs=1e-4)
+        assert int(row[name]) == hits
+    batch, logits = task.load_predictions(run.path / "predictions")
+    assert len(logits) == 16 and batch["image"].shape == (16, 3, 32, 32)
+    assert [task.class_names[k] for k in batch["label"]] == [row["class"] for row in predicted[:16]]
+    titles = [panels[0][0] for panels in task.panels(batch, logits)]
+    assert titles[0].startswith(f"{predicted[0]['class']}, predicted {predicted[0]['predicted']} ")
+
+
+def test_a_run_shows_its_confusion_matrix(finished, capsys):
+    task, run = finished
+    show(run)
+    assert (run.path / "pictures/confusion.png").stat().st_size > 5000
+    found = findings.confusion(run.records())
+    assert found["classes"] == task.class_names and np.sum(found["counts"]) == 18
+    records = run.records()
+    records[-1]["scores"]["confusion"]["counts"][0] = [1, 2]  # damaged
+    assert findings.confusion(records[-1:]) is None
+
+
+# Weights and classes of a run
+
+
+def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_dataset(finished, shapes, capsys):
+    task, run = finished
+    away = dataclasses.replace(task, dataset_dir=None)
+    paths = sorted(shapes.glob("test/ring/*.png"))[:2]
+    found = predict(run, paths, task=away, progress=False)
+    model = task.model().eval()
+    weights.load(model, run.path / "best.safetensors")
+    with torch.no_grad():
+        logits = task.predict(
+            model, {name: torch.as_tensor(values) for name, values in task.read_files(paths, None)[0].items()}
+        )
+    wanted, order = logits.softmax(1), logits.argsort(1, descending=True)
+    assert [one["name"] for one in found] == [path.name for path in paths]
+    for one, shares, best in zip(found, wanted, order, strict=True):
+        assert [one["class"], one["next_class"]] == [task.class_names[k] for k in best[:2]]
+        assert [one["probability"], one["next_probability"]] == pytest.approx(shares[best[:2]].tolist(), rel=1e-4)
+    show_own(run, away, paths)
+    rows = list(csv.DictReader(open(run.path / "own/predictions.csv")))
+    assert [row["class"] for row in rows] == [one["class"] for one in found]
+
+
+def test_weights_of_a_run_with_other_classes_are_refused_with_the_way_out(finished, shapes, tmp_path, cpu):
+    task, run = finished
+    best = run.path / "best.safetensors"
+    assert json.loads(weights.metadata(best)["classes"]) == sorted(path.name for path in (shapes / "train").iterdir())
+    for split in ("train", "test"):
+        for name in ("ring", "bar"):
+            (tmp_path / "two" / split).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "two" / split / name).symlink_to(shapes / split / name)
+    other = dataclasses.replace(task, dataset_dir=tmp_path / "two", weights=best)
+    with refuses("6 classes", "2 classes", "pretrained=PATH"):
+        train(other, Run.open(tmp_path / "other", other), runtime=cpu, progress=False)
+    tuned = dataclasses.replace(task, dataset_dir=tmp_path / "two", pretrained=str(best)).model().state_dict()
+    wanted = best_weights(run)
+    assert tuned["fc.weight"].shape[0] == 2 and torch.equal(tuned["conv1.0.weight"], wanted["conv1.0.weight"])
+
+
+def test_a_file_that_claims_to_be_of_a_run_but_names_no_classes_is_refused(tmp_path):
+    for number, classes in enumerate(({}, dict(classes="["), dict(classes="7"))):
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(weights.serialize(dict(a=torch.zeros(1)), dict(task="images", **classes)))
+        with refuses(path.name, "classes"):
+            ImageClassifier(weights=path).model()
+
+
+def test_a_run_starts_from_the_weights_of_another(finished, tmp_path, cpu):
+    task, run = finished
+    again = dataclasses.replace(task, weights=run.path / "best.safetensors", epochs=0)
+    other = Run.open(tmp_path / "again", again)
+    train(again, other, runtime=cpu, progress=False)
+    assert score_run(again, other, runtime=cpu, progress=False)["accuracy"] == max(
+        record["scores"]["accuracy"] for record in run.records("evaluation")
+    )
+
+
+def test_a_broken_file_of_ones_own_is_named(finished, tmp_path):
+    task, run = finished
+    (tmp_path / "mine.jpg").write_bytes(b"no image")
+    with refuses("mine.jpg"):
+        predict(run, tmp_path / "mine.jpg", progress=False)
+
+
+OUT_OF_RANGE = dict(flip=1.5, crop=0.0, test_share=0.0, image_size=0, mixup=-1.0, brightness=-0.1)
+
+
+@pytest.mark.parametrize("name, value", OUT_OF_RANGE.items())
+def test_a_setting_out_of_its_range_is_refused_by_its_name(name, value):
+    with refuses(f"{name}={value:g}"):
+        ImageClassifier(**{name: value})
+
+
+def test_weight_decay_spares_biases_and_norms():
+    task = ImageClassifier(model_name="test_vit", image_size=32, weight_decay=0.3)
+    model = task.model()
+    decay = {id(p): group["weight_decay"] for group in task.optimizer(model).param_groups for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        assert decay[id(parameter)] == (0.0 if "norm" in name or name.endswith("bias") else 0.3), name
+
+
+def test_the_command_line_takes_model_for_the_networks_name():
+    assert resolve_aliases(["plan", "images", "--model", "x"]) == ["plan", "images", "--model-name", "x"]
+    assert resolve_aliases(["doctor", "--model", "images"]) == ["doctor", "--model", "images"]
+
+
+# Training
+
+
+def test_a_resumed_training_equals_an_uninterrupted_one(shapes, tmp_path, cpu):
+    task = ImageClassifier(dataset_dir=shapes, epochs=4, mixup=0.2, **TINY)
+    whole, parts = Run.open(tmp_path / "whole", task), Run.open(tmp_path / "parts", task)
+    train(task, whole, runtime=cpu, progress=False)
+    for epochs in (2, 4):
+        train(dataclasses.replace(task, epochs=epochs), parts, runtime=cpu, progress=False)
+    assert exact(whole) == exact(parts) and len(losses(whole)) == 24
+    assert same(checkpoint(whole)["model"], checkpoint(parts)["model"])
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from tpukit import ImageClassifier, Run, launch, train
+
+task = ImageClassifier(dataset_dir=Path(sys.argv[1]), epochs=7, mixup=0.2, model_name="test_vit", image_size=32,
+                       pretrained="no", batch_size=16, log_every=1, num_workers=1)
+if __name__ == "__main__":
+    launch(train, task, Run.open(sys.argv[2], task), cores=int(sys.argv[3]))
+"""
+
+
+@pytest.mark.slow
+def test_eight_processes_train_as_one_does_augmentation_and_mixture_included(shapes, tmp_path):
+    import os
+
+    for cores in (1, 8):
+        command = [sys.executable, "-c", PROGRAM, str(shapes), str(tmp_path / str(cores)), str(cores)]
+        own = dict(CPU, TPUKIT_CACHE=os.environ["TPUKIT_CACHE"], TPUKIT_OFFLINE="1", OMP_NUM_THREADS="1")
+        ran = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=500)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+    one, eight = Run(tmp_path / "1"), Run(tmp_path / "8")
+    assert eight.records("start")[0]["cores"] == 8
+    assert difference(losses(one), losses(eight)) < 1e-4
+    ours, theirs = best_weights(one), best_weights(eight)
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], atol=1e-3, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["test_vit", "test_convnext"])
+def test_a_network_is_one_graph_on_xla_without_fallback_and_trains_as_on_the_cpu(name, shapes, tmp_path, xla, cpu):
+    task = ImageClassifier(dataset_dir=shapes, epochs=2, mixup=0.2, **TINY | dict(model_name=name, image_size=64))
+    runs = {}
+    for runtime in (xla, cpu):
+        runs[runtime] = Run.open(tmp_path / runtime.accelerator, task)
+        train(task, runs[runtime], runtime=runtime, progress=False)
+    assert max(abs(a - b) for a, b in zip(losses(runs[xla]), losses(runs[cpu]), strict=True)) < 1e-3
+    compiled = {record["what"]: record for record in runs[xla].records("compile")}
+    assert compiled["step"]["programs"] == compiled["predict"]["programs"] == 1
+    assert len(runs[xla].records("compile")) == len(compiled)  # none again
+    fallbacks = [record["speed"]["counters"]["fallbacks"] for record in runs[xla].records("train")]
+    assert len(fallbacks) == 12 and not any(fallbacks)
+
+
+@pytest.mark.slow
+def test_shapes_are_learnt_from_scratch(tmp_path, cpu):
+    from tpukit.tasks.datasets import make_synthetic
+
+    folder = make_synthetic("my-images", tmp_path / "shapes", size=720)
+    settings = SMALL | dict(batch_size=32, epochs=12, lr=2e-3)
+    task = ImageClassifier(dataset_dir=folder, model_name="test_resnet", image_size=32, crop=0.8, **settings)
+    assert train(task, Run.open(tmp_path / "run", task), runtime=cpu, progress=False)["accuracy"] > 0.7  # 1/6 by guessing
+
+
+# What is said of the labels before training
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Class folders of noise: pictures(dict of class -> number of images, copies=[(from, to)])."""
+    rng = np.random.default_rng(0)
+
+    def write(counts, copies=()):
+        for name, count in counts.items():
+            (tmp_path / "train" / name).mkdir(parents=True)
+            (tmp_path / "test" / name).mkdir(parents=True)
+            for number in range(count + 1):
+                path = tmp_path / ("train" if number else "test") / name / f"{number}.png"
+                Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(path)
+        for old, new in copies:
+            (tmp_path / "train" / new).write_bytes((tmp_path / "train" / old).read_bytes())
+        return ImageClassifier(dataset_dir=tmp_path, **TINY)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "counts, copies, named",
+    [
+        (dict(cat=12, dog=14), (), None),
+        (dict(cat=12, dog=4), (), "dog"),
+        (dict(cat=121, dog=12), (), "many times"),
+        (dict(cat=12, dog=12), [("cat/3.png", "dog/copy.png")], "dog/copy.png"),
+        (dict(cat=12, dog=12), [("cat/3.png", "cat/copy.png")], None),
+    ],
+)
+def test_classes_with_few_images_and_an_image_with_two_labels_are_named(counts, copies, named, pictures):
+    task = pictures(counts, copies)
+    sentences, indices = task.check_labels(task.datasets()[0])
+    assert str(min(counts.values())) in sentences[0] and len(sentences) == 1 + bool(named)
+    assert named is None or named in sentences[1]
+    labels = task.datasets()[0].labels[indices[:2]]
+    assert sorted(labels) == [0, 1]

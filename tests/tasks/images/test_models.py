@@ -1,0 +1,183 @@
+"""Networks by name, where their pretrained weights are found, and which files are refused."""
+
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.conftest import refuses
+from tpukit import ImageClassifier
+from tpukit.tasks.images import models
+from tpukit.tasks.images.models import build, describe, find_pretrained
+
+timm = pytest.importorskip("timm")
+
+
+@pytest.fixture
+def without_timm(monkeypatch):
+    """As where timm is not installed."""
+    monkeypatch.setitem(sys.modules, "timm", None)
+    describe.cache_clear()
+    yield
+    describe.cache_clear()
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Weights of test_vit with five classes, and its state dict."""
+    torch.manual_seed(7)
+    state = timm.create_model("test_vit", num_classes=5).state_dict()
+    save_file(state, tmp_path / "five.safetensors")
+    return tmp_path / "five.safetensors", state
+
+
+def test_a_network_says_its_size_and_how_its_images_are_normalised():
+    vit = describe("vit_small_patch16_224")
+    assert (vit.size, vit.mean, vit.classes, vit.heads) == (224, (0.5, 0.5, 0.5), 1000, ("head",))
+    assert vit.repository.startswith("timm/vit_small_patch16_224")
+
+
+NEAREST = {"resnet-18": "resnet18", "vit_smal_patch16_224": "vit_small_patch16_224", "": "resnet18"}
+
+
+@pytest.mark.parametrize("name, nearest", NEAREST.items())
+def test_an_unknown_name_gets_the_nearest_ones(name, nearest):
+    with refuses(repr(name), nearest):
+        describe(name)
+
+
+@pytest.mark.parametrize("name, size", [("test_convnext2", 20), ("test_vit", 100)])
+def test_a_size_that_a_network_does_not_take_is_refused_before_training(name, size):
+    with refuses(name, f"{size}x{size}", "160"):
+        build(describe(name), 3, size)
+
+
+def test_a_network_that_gives_no_logits_is_refused(monkeypatch):
+    monkeypatch.setattr(models, "_make", lambda *given: torch.nn.Conv2d(3, 4, 1))
+    with refuses("test_vit", "(1, 3)"):
+        build(describe("test_vit"), 3, 8)
+
+
+def test_pretrained_weights_are_taken_but_for_a_head_of_other_classes(file):
+    path, wanted = file
+    model = build(describe("test_vit"), 3, 160, path)
+    found = model.state_dict()
+    assert found["head.weight"].shape == (3, 64) and model.training
+    assert all(torch.equal(found[name], wanted[name]) for name in found if not name.startswith("head."))
+
+
+def test_a_head_of_the_same_classes_is_taken_too(file):
+    path, wanted = file
+    assert torch.equal(build(describe("test_vit"), 5, 160, path).state_dict()["head.weight"], wanted["head.weight"])
+
+
+def test_positions_are_adapted_to_another_size(file):
+    path, wanted = file
+    found = build(describe("test_vit"), 3, 64, path).state_dict()
+    assert found["pos_embed"].shape != wanted["pos_embed"].shape
+    assert torch.equal(found["blocks.0.attn.qkv.weight"], wanted["blocks.0.attn.qkv.weight"])
+
+
+@pytest.mark.parametrize("name", ["test_convnext", "test_resnet"])
+def test_a_file_of_another_network_is_refused(name, file):
+    with refuses(name, "five.safetensors"):
+        build(describe(name), 3, 160, file[0])
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (print, ("run",))
+
+    torch.save({"head.weight": Evil()}, tmp_path / "evil.pth")
+    with refuses("evil.pth", "print"):
+        build(describe("test_vit"), 3, 160, tmp_path / "evil.pth")
+
+
+def test_a_kept_head_needs_its_own_number_of_classes(shapes):
+    with refuses("6 classes", "1000", "keep_head"):
+        ImageClassifier(dataset_dir=shapes, model_name="test_vit", keep_head=True, pretrained="no").model()
+
+
+def test_ten_thousand_and_one_classes_do_not_fit_a_head_that_is_kept(monkeypatch):
+    monkeypatch.setattr(ImageClassifier, "class_names", [str(number) for number in range(10_001)])
+    with refuses("10001 classes", "1000"):
+        ImageClassifier(model_name="test_vit", keep_head=True).model()
+
+
+def test_weights_are_found_in_the_cache_of_the_hub(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    network = describe("test_vit")
+    snapshot = tmp_path / f"models--{network.repository.replace('/', '--')}"
+    (snapshot / "snapshots/abc").mkdir(parents=True)
+    (snapshot / "refs").mkdir()
+    (snapshot / "refs/main").write_text("abc")
+    (snapshot / "snapshots/abc/model.safetensors").touch()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    path, note = find_pretrained(network, "auto")
+    assert path == snapshot / "snapshots/abc/model.safetensors" and str(path) in note
+    assert find_pretrained(network, "no")[0] is None
+
+
+@pytest.mark.parametrize(
+    "place", ["some/vit-small-patch16-224/pytorch/1/2/model.safetensors", "weights/vit_small_patch16_224.augreg_in21k.pth"]
+)
+def test_weights_are_found_in_a_kaggle_input_by_the_networks_name(place, kaggle, monkeypatch):
+    monkeypatch.setattr(models.environment, "detect", lambda: kaggle)
+    monkeypatch.setattr(models, "_cached", lambda network: None)
+    for other in ("other/model.safetensors", "my-images/vit_small_patch16_224/a.pth", place):
+        (kaggle.inputs / other).parent.mkdir(parents=True, exist_ok=True)
+        (kaggle.inputs / other).touch()
+    name = "vit_small_patch16_224.augreg_in21k" if "augreg" in place else "vit_small_patch16_224"
+    assert find_pretrained(describe(name), "auto", kaggle.inputs / "my-images")[0] == kaggle.inputs / place
+
+
+def test_without_internet_the_log_says_that_weights_are_random_and_yes_is_an_error():
+    path, note = find_pretrained(describe("vit_small_patch16_224"), "auto")
+    assert path is None and "random weights" in note and "TPUKIT_OFFLINE" in note
+    with refuses("vit_small_patch16_224", "TPUKIT_OFFLINE", "Kaggle input", "pretrained=PATH"):
+        find_pretrained(describe("vit_small_patch16_224"), "yes")
+
+
+def test_the_log_of_a_training_says_where_its_weights_are_from(shapes, file):
+    task = ImageClassifier(dataset_dir=shapes, model_name="test_vit", image_size=32, pretrained=str(file[0]))
+    assert str(file[0]) in task.datasets()[0].notes
+
+
+def test_torchvisions_networks_serve_where_timm_is_missing(without_timm, tmp_path, monkeypatch):
+    pytest.importorskip("torchvision")
+    network = describe("resnet18")
+    assert (network.library, network.size, network.classes) == ("torchvision", 224, 1000)
+    with refuses("'resnet-18'", "torchvision", "resnet18"):
+        describe("resnet-18")
+    with refuses("vit_b_16", "30x30"):
+        build(describe("vit_b_16"), 3, 30)
+    state = build(network, 5, 32).state_dict()
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    torch.save(state, tmp_path / "checkpoints" / network.url.rpartition("/")[2])
+    path, _ = find_pretrained(network, "auto")
+    found = build(network, 3, 32, path).state_dict()
+    assert found["fc.weight"].shape == (3, 512) and torch.equal(found["conv1.weight"], state["conv1.weight"])
+
+
+ENDS = [("test_vit", "patch_embed", "head"), ("test_convnext", "stem", "head"), ("test_resnet", "conv1", "fc")]
+
+
+@pytest.mark.parametrize("name, first, last", ENDS)
+def test_layers_go_from_the_input_to_the_output_and_hold_every_parameter_once(name, first, last):
+    task = ImageClassifier(model_name=name, image_size=64)
+    model = task.model()
+    groups = task.layers(model)
+    names = [name for group in groups for name in group]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    assert any(name.startswith(first) for name in groups[0]) and any(name.startswith(last) for name in groups[-1])
+    assert len(groups) >= 4
+
+
+def test_layers_of_torchvision_are_its_models_children(without_timm):
+    task = ImageClassifier(model_name="resnet18", image_size=32)
+    groups = task.layers(task.model())
+    assert groups[0] == ["conv1.weight"] and groups[-1] == ["fc.weight", "fc.bias"] and len(groups) == 7

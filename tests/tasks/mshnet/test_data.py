@@ -1,0 +1,179 @@
+"""Infrared sets on disk: their lists, their images, and what is wrong with them."""
+
+import random
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.conftest import refuses
+from tpukit import MSHNet, TpukitError
+from tpukit.tasks.mshnet.data import InfraredSet, read_image
+
+
+def write_set(folder, names, *, lists=("trainval.txt", "test.txt"), mask_suffix="", size=(32, 32)):
+    for kind, suffix in (("images", ""), ("masks", mask_suffix)):
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+        for name in names:
+            Image.new("L", size, 50).save(folder / kind / f"{name}{suffix}.png")
+    for name in lists:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("\n".join(names) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "mode, wanted", [("L", 102), ("RGB", 102), ("RGBA", 102), ("P", 102), ("LA", 102), ("I;16", 102), ("1", 255)]
+)
+def test_a_grey_image_of_every_mode_is_read_to_the_same_grey(tmp_path, mode, wanted):
+    path = tmp_path / "image.png"
+    if mode == "I;16":
+        Image.fromarray(np.full((8, 8), 102 * 257, np.uint16)).save(path)
+    elif mode == "1":
+        Image.new("1", (8, 8), 1).save(path)
+    else:
+        Image.new("RGB", (8, 8), (102,) * 3).convert(mode).save(path)
+    array = read_image(path)
+    assert array.dtype == np.uint8 and (array == wanted).all() and array.shape == (8, 8)
+
+
+@pytest.mark.parametrize("apart, shape", [(1, (8, 8)), (2, (8, 8, 3))])
+def test_colours_that_differ_by_more_than_rounding_are_kept(tmp_path, apart, shape):
+    colours = np.full((8, 8, 3), 100, np.uint8)
+    colours[2, 3, 1] += apart
+    Image.fromarray(colours).save(tmp_path / "image.png")
+    array = read_image(tmp_path / "image.png")
+    assert array.shape == shape and np.abs(array.reshape(8, 8, -1) - colours.astype(int)).max() <= (apart == 1)
+
+
+@pytest.mark.parametrize(
+    "lists, suffix",
+    [
+        (("trainval.txt", "test.txt"), ""),
+        (("img_idx/train_NUDT-SIRST.txt", "img_idx/test_NUDT-SIRST.txt"), ""),
+        (("50_50/train.txt", "50_50/test.txt"), ""),
+        (("idx_427/trainval.txt", "idx_427/test.txt"), "_pixels0"),
+    ],
+)
+def test_the_lists_of_the_published_sets_are_found(tmp_path, lists, suffix):
+    write_set(tmp_path, ["a", "b"], lists=lists, mask_suffix=suffix)
+    for split in ("train", "test"):
+        assert InfraredSet(tmp_path, split).names == ["a", "b"]
+
+
+def test_a_list_that_names_an_image_outside_of_the_set_is_refused(tmp_path):
+    write_set(tmp_path / "set", ["a"])
+    (tmp_path / "private").mkdir()
+    Image.new("L", (32, 32), 50).save(tmp_path / "private/passport.png")  # where its mask would be, too
+    (tmp_path / "set/test.txt").write_text("a\n../../private/passport\n")
+    with refuses("line 2", "../../private/passport", "images/"):
+        InfraredSet(tmp_path / "set", "test")
+
+
+def test_a_folder_without_lists_is_split_by_name_always_alike_and_leaves_none_out(tmp_path):
+    names = [f"frame{number}" for number in range(12)]
+    write_set(tmp_path, names, lists=())
+    (tmp_path / "images/frame3.png").rename(tmp_path / "images/frame3.PNG")
+    (tmp_path / "images/notes.txt").write_text("not an image")
+    train, test = (InfraredSet(tmp_path, split).names for split in ("train", "test"))
+    assert len(test) == 3 and sorted(path.split(".")[0] for path in train + test) == sorted(names)
+    assert test != sorted(train + test)[:3]  # such as the first ones of a film
+    for path in (tmp_path / "images").glob("frame1*"):
+        path.touch()
+    assert InfraredSet(tmp_path, "test").names == test
+
+
+@pytest.mark.parametrize("names, lists", [([], ()), (["one"], ()), (["a", "b"], ("trainval.txt",))])
+def test_a_folder_that_cannot_be_split_is_refused(tmp_path, names, lists):
+    write_set(tmp_path, names, lists=lists)
+    with pytest.raises(TpukitError, match="test.txt" if lists else f"{len(names)} images"):
+        InfraredSet(tmp_path, "test")
+
+
+def test_all_bad_pairs_are_listed_with_their_line_before_training(tmp_path):
+    write_set(tmp_path, ["good", "noimage", "nomask", "othersize", "damaged"])
+    (tmp_path / "images/noimage.png").unlink()
+    (tmp_path / "masks/nomask.png").unlink()
+    Image.new("L", (16, 32)).save(tmp_path / "masks/othersize.png")
+    data = (tmp_path / "images/damaged.png").read_bytes()
+    (tmp_path / "images/damaged.png").write_bytes(data[: len(data) // 2])
+    with pytest.raises(TpukitError) as error:
+        MSHNet(dataset_dir=tmp_path).datasets()
+    for line, name, what in (
+        (2, "noimage", "images/noimage"),
+        (3, "nomask", "masks/nomask"),
+        (4, "othersize", "mask is 16x32"),
+        (5, "damaged", "unreadable"),
+    ):
+        assert any(f"line {line}: {name}" in text and what in text for text in str(error.value).splitlines()), name
+    assert "4 of 5 entries" in str(error.value) and "--skip-bad" in str(error.value)
+    data, _ = MSHNet(dataset_dir=tmp_path, skip_bad=True).datasets()
+    assert data.names == ["good"] and "left out 4 of 5" in data.notes
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("size", [(8193, 8192), (12000, 12000), (1 << 30, 1 << 30)])
+def test_an_image_that_claims_a_huge_size_is_named_and_not_decoded(tmp_path, size, monkeypatch):
+    write_set(tmp_path, ["good", "bomb"])
+    path = tmp_path / "images/bomb.png"
+    data = bytearray(path.read_bytes())
+    data[16:24] = struct.pack(">II", *size)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    path.write_bytes(data)
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda image: pytest.fail(f"{image.size} decoded"))
+    with pytest.raises((TpukitError, Image.DecompressionBombError), match="pixels"):
+        read_image(path)
+    monkeypatch.undo()
+    with pytest.raises(TpukitError, match="line 2: bomb: images/bomb.png"):
+        MSHNet(dataset_dir=tmp_path).datasets()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("ending", [".png", ".bmp", ".jpg", ".tif"])
+def test_a_damaged_image_of_any_kind_is_a_sentence_and_no_traceback(tmp_path, ending):
+    rng = random.Random(ending)
+    names = [f"{number:03d}" for number in range(150)]
+    write_set(tmp_path, names)
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    for name in names:
+        (tmp_path / f"images/{name}.png").unlink()
+        path = tmp_path / f"images/{name}{ending}"
+        Image.fromarray(pixels).save(path)
+        data = bytearray(path.read_bytes())
+        for _ in range(rng.choice((1, 8))):
+            data[rng.randrange(rng.choice((64, len(data))))] = rng.randrange(256)
+        path.write_bytes(data[: rng.choice((len(data), rng.randrange(len(data))))])
+    with pytest.raises(TpukitError, match=f"of 150 entries.*\n.*images/.*{ending}"):
+        MSHNet(dataset_dir=tmp_path).datasets()
+
+
+def test_missing_folder_missing_list_and_empty_list_say_what_to_do(tmp_path):
+    with pytest.raises(TpukitError, match="nowhere"):
+        InfraredSet(tmp_path / "nowhere", "train")
+    write_set(tmp_path, ["a"], lists=("test.txt",))
+    with pytest.raises(TpukitError, match="images/.*trainval.txt"):
+        InfraredSet(tmp_path, "train")
+    (tmp_path / "trainval.txt").write_text("\n\n")
+    with pytest.raises(TpukitError, match="trainval.txt"):
+        InfraredSet(tmp_path, "train")
+    (tmp_path / "trainval.txt").write_bytes("gelände".encode("latin-1"))
+    with pytest.raises(TpukitError, match="trainval.txt.*UTF-8.*byte 3"):
+        InfraredSet(tmp_path, "train")
+
+
+def test_a_list_with_the_mark_of_a_windows_editor_is_read(tmp_path):
+    write_set(tmp_path, ["a", "b"])
+    path = tmp_path / "trainval.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert InfraredSet(tmp_path, "train").names == ["a", "b"]
+
+
+@pytest.mark.slow
+def test_real_irstd1k_is_read_whole(real_data):
+    data, test = MSHNet(dataset_dir=real_data / "IRSTD-1k", base_size=64, crop_size=64).datasets()
+    assert (len(data), len(test)) == (800, 201)
+    assert data.colours == test.colours == 1  # three of its images are stored in colour and grey to within a level
+    batch = data.batch([0, 1], np.random.default_rng(0).random((2, 6)))
+    assert batch["image"].shape == batch["mask"].shape == (2, 1, 64, 64)

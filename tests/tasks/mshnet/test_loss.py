@@ -1,0 +1,85 @@
+"""The SLS loss against a plain loop, and where it could be NaN."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpukit.tasks.mshnet.loss import multiscale_loss
+
+
+def test_loss_is_the_mean_over_samples_of_a_plain_loop():
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(3, 1, 16, 24, generator=generator)
+    target = (torch.rand(3, 1, 16, 24, generator=generator) > 0.9).float()
+    for warm_up in (True, False):
+        alone = [multiscale_loss(logits[i : i + 1], [], target[i : i + 1], warm_up=warm_up) for i in range(3)]
+        assert abs(multiscale_loss(logits, [], target, warm_up=warm_up) - sum(alone) / 3) < 1e-6
+
+
+def test_loss_of_an_image_without_target_is_finite_and_so_is_its_gradient():
+    logits = torch.full((2, 1, 16, 16), -200.0, requires_grad=True)
+    for warm_up in (True, False):
+        loss = multiscale_loss(logits, [], torch.zeros(2, 1, 16, 16), warm_up=warm_up)
+        loss.backward()
+        assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
+
+
+@pytest.fixture
+def outputs_and_target():
+    """Logits of the output and of the masks, of two images: one has no target, and a prediction that underflows."""
+    generator = torch.Generator().manual_seed(4)
+    target = (torch.rand(2, 1, 32, 32, generator=generator) > 0.9).float()
+    target[0] = 0
+    far_below = torch.tensor([-200.0, 0.0]).view(2, 1, 1, 1)
+    outputs = [torch.randn(2, 1, size, size, generator=generator) + far_below for size in (32, 32, 16, 8, 4)]
+    return [output.requires_grad_() for output in outputs], target
+
+
+def with_gradients(loss, outputs):
+    return [loss, *torch.autograd.grad(loss, outputs, allow_unused=True, materialize_grads=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_all_scales_at_once_have_the_loss_and_the_gradients_of_one_after_another(warm_up, dtype, outputs_and_target):
+    outputs, target = outputs_and_target
+    outputs = [output.detach().to(dtype).requires_grad_() for output in outputs]
+    targets = [target, target, *(F.max_pool2d(target, 2**scale) for scale in (1, 2, 3))]
+    alone = [multiscale_loss(output, [], small, warm_up=warm_up) for output, small in zip(outputs, targets)]
+    together = multiscale_loss(outputs[0], outputs[1:], target, warm_up=warm_up)
+    pairs = zip(with_gradients(together, outputs), with_gradients(torch.stack(alone).mean(), outputs))
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+class Operations(TorchDispatchMode):
+    """Context manager: counts the operations that make a tensor, in backward too."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), settings=None):
+        self.count += not function.is_view
+        return function(*arguments, **(settings or {}))
+
+
+def test_a_further_scale_costs_a_small_part_of_the_operations_of_the_first(outputs_and_target):
+    outputs, target = outputs_and_target
+
+    def operations(masks):
+        with Operations() as operations:
+            multiscale_loss(outputs[0], masks, target, warm_up=torch.tensor(False)).backward()
+        return operations.count
+
+    of_one = operations([])
+    assert operations(outputs[1:]) - of_one < 4 * 0.2 * of_one
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_a_phase_that_is_a_tensor_gives_the_loss_and_the_gradient_of_one_that_is_a_bool(warm_up, outputs_and_target):
+    outputs, target = outputs_and_target
+
+    def loss_and_gradients(phase):
+        return with_gradients(multiscale_loss(outputs[0], [] if phase is True else outputs[1:], target, warm_up=phase), outputs)
+
+    for found, wanted in zip(loss_and_gradients(torch.tensor(warm_up)), loss_and_gradients(warm_up), strict=True):
+        assert torch.isfinite(found).all() and torch.equal(found, wanted)

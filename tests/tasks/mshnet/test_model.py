@@ -1,0 +1,79 @@
+"""The network and the settings that shape it."""
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tests.tasks.mshnet.small import Narrow
+from tpukit import MSHNet, TpukitError
+from tpukit.tasks.mshnet import model as network
+from tpukit.tasks.mshnet.model import Block, max_over_image
+from tpukit.training import batch_norm
+
+
+def test_the_output_after_the_warm_up_starts_as_what_the_warm_up_trained(infrared):
+    model = MSHNet(dataset_dir=infrared).model().eval()
+    image = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(image)[0], model(image, warm_up=True)[0])
+    assert MSHNet(dataset_dir=infrared, final_init="random").model().final.weight.std() > 0.05
+
+
+def test_sizes_that_the_network_cannot_halve_are_refused(infrared):
+    with pytest.raises(TpukitError, match="crop_size=100.*16"):
+        MSHNet(dataset_dir=infrared, crop_size=100)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"])
+def test_the_largest_value_of_an_image_and_its_gradient_are_the_same_by_a_reduction_as_by_pooling(layout):
+    torch.manual_seed(0)
+    image = torch.rand(3, 4, 6, 5).to(memory_format=layout)
+    found = []
+    for by_reduction in (False, True):
+        x = image.clone(memory_format=torch.preserve_format).requires_grad_()
+        largest = max_over_image(x, by_reduction=by_reduction)
+        (largest * torch.arange(12).view(3, 4, 1, 1)).sum().backward()
+        found.append((largest, x.grad))
+    assert found[0][0].shape == (3, 4, 1, 1) and found[0][1].any()
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+class SumsInFloat32(TorchFunctionMode):
+    """Context manager: what autocast does on a GPU, and not on a CPU, to sums that name no type."""
+
+    def __torch_function__(self, function, types, arguments=(), settings=None):
+        settings = settings or {}
+        if function in (torch.sum, torch.Tensor.sum) and arguments[0].is_floating_point():
+            settings = dict(dtype=torch.float32) | settings
+        return function(*arguments, **settings)
+
+
+def test_under_a_gpus_autocast_a_block_stays_in_half_precision():
+    with torch.autocast("cpu", dtype=torch.bfloat16), SumsInFloat32():
+        assert torch.ones(2, dtype=torch.bfloat16).sum().dtype == torch.float32
+        assert Block(16, 32)(torch.randn(2, 16, 8, 8)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("variant", ["per-core", "frozen"])
+def test_biases_before_batch_statistics_are_left_out_of_all_but_the_running_means(variant, cpu, monkeypatch):
+    image = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+
+    def trained():
+        torch.manual_seed(0)
+        model = batch_norm.apply(Narrow().model().double().train(), variant, cpu)
+        for _ in range(2):
+            outputs = model(image)[0].square().mean(), *model(image)[1]
+            sum(output.mean() for output in outputs).backward()
+        return model, outputs
+
+    model, found = trained()
+    biases = [f"{name}.{one}.bias" for name in dict(model.named_modules()) for one in ("conv1", "conv2", "shortcut.0")]
+    monkeypatch.setattr(network, "takes_batch_statistics", lambda norm: False)
+    plain, wanted = trained()
+    torch.testing.assert_close(found, wanted, atol=1e-11, rtol=1e-9)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), atol=1e-11, rtol=1e-9)
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if variant == "per-core" and name in biases:
+            assert mine.grad is None and theirs.grad.abs().max() < 1e-10
+        else:
+            torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-11, rtol=1e-8)

@@ -1,0 +1,343 @@
+"""CDEIT: a conditional diffusion transformer for electrical impedance tomography (Shi et al., IEEE TIM 2025).
+
+torch is imported where it is used, so that the help of the command line need not wait for it.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from tpukit.host import arrays, files
+from tpukit.host.errors import TpukitError, first_line
+from tpukit.runs import weights
+from tpukit.runs.run import setting
+from tpukit.tasks.cdeit import diffusion
+from tpukit.tasks.cdeit.data import (
+    BASELINES,
+    CONVENTIONS,
+    FALLBACK,
+    PARTS,
+    SIZE,
+    TRAINING,
+    Impedance,
+    find_split,
+    find_statistics,
+    measured_electrodes,
+    read_voltages,
+    voltage_map,
+)
+from tpukit.tasks.cdeit.simulator import disk, simulate
+from tpukit.training.task import Task
+
+CLASSICAL = dict(zip(("Tikhonov", "Gauss-Newton"), BASELINES))  # name -> array of the files
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CDEIT(Task):
+    """From 208 boundary voltages to a 128 x 128 conductivity image, by a diffusion transformer.
+
+    Defaults are the published recipe."""
+
+    name: ClassVar[str] = "cdeit"
+    dataset: ClassVar[str] = "eit"
+    dataset_parts: ClassVar[tuple[str, ...]] = PARTS
+    synthetic_size: ClassVar[int] = 400
+    score: ClassVar[str] = "cc"
+    score_names: ClassVar[dict[str, str]] = dict(cc="correlation", rmse="RMSE per pixel", psnr="PSNR, dB", ssim="SSIM")
+    evaluation_keys: ClassVar[tuple[str, ...]] = ("image", *CLASSICAL.values())
+    export_output: ClassVar[str] = "the image (batch, 1, 128, 128) in the unit of the files; noise is standard normal"
+    fallback: ClassVar[Path] = FALLBACK
+
+    data: Literal["simulated", "uef2017", "ktc2023"] = setting("simulated", free=True)
+    """Which test set is scored: its folder below dataset_dir (test, data2017 or test2017, data2023 or test2023) and its units.
+    Training is always on train/."""
+    epochs: int = setting(50, free=True)
+    """Passes over the training set."""
+    batch_size: int = 16
+    """Global batch size: images in one optimizer step, over all cores."""
+    lr: float = 1e-5
+    """Learning rate of Adam."""
+    objective: Literal["l1", "l2"] = "l1"
+    """Mean absolute or squared error of the predicted image. l1 is published, but first learns an empty image, because most
+    of it is background: for over 600 steps in our small model. l2 does not."""
+    clip_norm: float | None = 1.0
+    """Gradients of a larger norm are scaled down to it; None does not clip."""
+    ema_decay: float | None = 0.995
+    """Decay of the moving average of the weights, which is evaluated and saved; None: no average."""
+    sampling_steps: int = setting(5, free=True)
+    """Steps of DDIM from noise to an image, 1 to 1000."""
+    eta: float = setting(1.0, free=True)
+    """Noise that DDIM adds in each step: 0 none, 1 as much as in training; with 1000 steps that is ancestral sampling."""
+    patch: int = 2
+    """Side of the patches that become tokens."""
+    width: int = 512
+    """Channels of a token."""
+    heads: int = 16
+    """Attention heads."""
+    window: int = 16
+    """Side, in tokens, of the windows of the first two and last two blocks."""
+    levels: int = 4
+    """How often the token grid is halved on the way down."""
+    checkpointing: bool = setting(False, free=True)
+    """Activation checkpointing: recompute activations in the backward pass. Less memory, a third more time."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        diffusion.ddim_schedule(self.sampling_steps, self.eta)  # refuses values out of range
+
+    # Data
+
+    def datasets(self):
+        return self._read(TRAINING), self.test_set()
+
+    def test_set(self):
+        from tpukit.tasks.cdeit import scores  # noqa: F401  a missing package is found before the training, not after
+
+        return self._read(CONVENTIONS[self.data])
+
+    def _read(self, convention):
+        root = Path(self.dataset_dir)
+        folder = find_split(root, convention)
+        # Normalised by other statistics than in training, the input would be out of distribution for these weights.
+        if statistics := self._carried_statistics():
+            return Impedance(folder, convention, statistics, f"voltage statistics: those that {self.weights} was trained with")
+        return Impedance(folder, convention, *find_statistics(folder, root))
+
+    def evaluation_signature(self):
+        return f"{self.data} by ddim in {self.sampling_steps} steps with eta {self.eta}"
+
+    def data_signature(self, data):
+        return {"files": data.contents}
+
+    def metadata(self, data):
+        return dict(voltages=json.dumps([values.tolist() for values in data.statistics]))
+
+    @staticmethod
+    def synthesize(folder, size, rng):
+        """Simulated tanks, four fifths of them to train: see `simulator.py`."""
+        cut = size * 4 // 5
+        simulate(folder, samples=cut, test_samples=size - cut, seed=int(rng.integers(2**31)))
+
+    def example(self, count):
+        rng = np.random.default_rng(0)
+        return dict(
+            image=rng.integers(-1, 2, (count, 1, SIZE, SIZE)).astype(np.float32),
+            voltages=rng.standard_normal((count, 1, 16, 16)).astype(np.float32),
+            key=np.arange(count),
+            t=np.linspace(0, diffusion.STEPS - 1, count).astype(np.int64),
+        )
+
+    # Training
+
+    def model(self):
+        from tpukit.tasks.cdeit.model import CDEITModel
+
+        sizes = dict(patch=self.patch, width=self.width, heads=self.heads, window=self.window, levels=self.levels)
+        return CDEITModel(image_size=SIZE, **sizes, checkpointing=self.checkpointing)
+
+    def layers(self, model):
+        """In the order of the computation; the embeddings, of pixels and of time, are the first."""
+        levels = len(model.blocks["downs"])
+        order = ["swinIn1", "swinIn2", *(f"downs.{level}" for level in range(levels)), "mid"]
+        order += [*(f"ups.{level}" for level in range(levels)), "swinOut1", "swinOut2"]
+        parts = [f"blocks.{part}." for part in order] + ["final_layer."]
+        names = [name for name, _ in model.named_parameters()]
+        first = [name for name in names if not name.startswith(tuple(parts))]
+        return [first, *([name for name in names if name.startswith(part)] for part in parts)]
+
+    def optimizer(self, model):
+        from torch.optim import Adam
+
+        from tpukit.devices.tensors import is_on_xla
+
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        # Steps counted on the host would be constants of the compiled graph, others at every step: on XLA the device counts.
+        return Adam(parameters, lr=self.lr, capturable=is_on_xla(parameters[0]))
+
+    def loss(self, model, batch, epoch):
+        image = batch["image"]
+        noise = diffusion.normal(batch["key"], image.shape[1:])
+        alphas = model.alphas_cumprod
+        return diffusion.loss(model, image, batch["voltages"], batch["t"], noise, alphas, squared=self.objective == "l2")
+
+    # Sampling
+
+    def predictor(self, model, runtime, epoch=None):
+        """Two compiled graphs: one draws the initial noise, the other makes a step of DDIM, whichever it is."""
+        import torch
+
+        def initial_noise(keys):
+            return diffusion.normal(_noise_keys(keys, -1), (1, SIZE, SIZE))
+
+        def sampling_step(x, voltages, keys, row):
+            noise = diffusion.normal(_noise_keys(keys, row[0].long()), x.shape[1:])
+            return diffusion.sampling_step(model, x, voltages, row, noise)
+
+        start, step = runtime.inference(initial_noise), runtime.inference(sampling_step)
+        # A tensor for each row: a slice of one tensor would be another graph at every step.
+        rows = [torch.tensor(row, dtype=torch.float32) for row in diffusion.ddim_schedule(self.sampling_steps, self.eta)]
+        rows = [runtime.put({"row": row})["row"] for row in rows]
+
+        def predict(batch):
+            x = start(batch["key"])
+            for row in rows:
+                x = step(x, batch["voltages"], batch["key"], row)
+                runtime.heartbeat(runtime.step)
+            return x
+
+        return predict
+
+    # The whole sampler as one graph. Its noise is an input, because no format of a graph has the same random numbers as torch.
+
+    def export_inputs(self, batch):
+        import torch
+
+        mean, deviation = self._carried_statistics()
+        steps, keys = self.sampling_steps, torch.as_tensor(batch["key"])
+        times = [-1, *(int(row[0]) for row in diffusion.ddim_schedule(steps, self.eta)[:-1])]
+        noise = [diffusion.normal(_noise_keys(keys, time), (1, SIZE, SIZE)) for time in times]
+        measured = np.asarray(batch["voltages"])[:, 0][:, measured_electrodes()].reshape(-1, *mean.shape)
+        volts = (measured * deviation + mean) * np.float32(CONVENTIONS[self.data].volts)
+        return dict(voltages=volts.reshape(len(volts), -1).astype(np.float32), noise=torch.stack(noise, 1).numpy())
+
+    def exported(self, model, inputs):
+        import torch
+
+        mean, deviation = (torch.from_numpy(values).reshape(1, -1) for values in self._carried_statistics())
+        normalised = (inputs["voltages"] / CONVENTIONS[self.data].volts - mean) / deviation  # (B, 208)
+        # Where each number of the map (16, 16) comes from; the last place is a zero.
+        source = np.full(measured_electrodes().shape, mean.shape[1])
+        source[measured_electrodes()] = np.arange(mean.shape[1])
+        padded = torch.nn.functional.pad(normalised, (0, 1))
+        voltages = padded[:, torch.from_numpy(source.reshape(-1))].reshape(-1, 1, *source.shape)
+        x, noise = inputs["noise"][:, 0], inputs["noise"]
+        for step, row in enumerate(torch.tensor(diffusion.ddim_schedule(self.sampling_steps, self.eta), dtype=torch.float32)):
+            # The last step adds no noise.
+            x = diffusion.sampling_step(model, x, voltages, row, noise[:, (step + 1) % self.sampling_steps])
+        return x * CONVENTIONS[self.data].unit
+
+    def _carried_statistics(self):
+        """[mean, deviation] of the voltages, (16, 13) each, that `weights` was trained with, or None where it does not say."""
+        carried = weights.metadata(self.weights).get("voltages") if self.weights else None
+        if not carried:
+            return None
+        try:
+            mean, deviation = (np.array(values, np.float32).reshape(16, 13) for values in json.loads(carried))
+            return [mean, deviation]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise TpukitError(
+                f"{self.weights}: the statistics of the voltages in its metadata are damaged ({error})"
+            ) from error
+
+    def evaluate(self, predictions):
+        """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same scores of the
+        classical methods and of an empty image; `broken`, how many predictions hold NaN or infinity and count as empty."""
+        from tpukit.tasks.cdeit.scores import image_scores, mean_scores
+
+        inside = disk()
+        scores = {name: [] for name in (*CLASSICAL, "all zero", "CDEIT")}
+        broken = 0
+        for images, batch in predictions:
+            valid = batch["valid"]
+            truth, image = batch["image"][valid, 0].numpy(), images[valid, 0].numpy()  # (B, S, S)
+            finite = np.isfinite(image).all((1, 2), keepdims=True)
+            broken += int((~finite).sum())
+            compared = {name: batch[key][valid].numpy() for name, key in CLASSICAL.items()}
+            compared |= {"all zero": np.zeros_like(truth), "CDEIT": np.where(finite, image, 0)}
+            for name, reconstructed in compared.items():
+                reconstructed = np.where(inside, reconstructed, 0)  # nothing outside the tank counts
+                scores[name] += [image_scores(*pair, inside) for pair in zip(reconstructed, truth)]
+        means = {name: mean_scores(rows) for name, rows in scores.items()}
+        ours = means.pop("CDEIT")
+        beside = {name: mean for name, mean in means.items() if mean}
+        return dict(ours, images=len(scores["CDEIT"]), broken=broken, beside=beside)
+
+    def save_predictions(self, folder, predictions, data):
+        """An npz named after the test set: prediction and TR in the unit of its files, xs_gn, xs (N, S, S each), names."""
+        unit = CONVENTIONS[self.data].unit
+        parts = []
+        for images, batch in predictions:
+            values = dict(prediction=images[:, 0] * unit, TR=batch["TR"] * unit, xs_gn=batch["xs_gn"], xs=batch["image"][:, 0])
+            parts.append({name: value[batch["valid"]].numpy() for name, value in values.items()})
+        whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        with files.atomic_file(folder / f"{self.data}.npz") as file:
+            np.savez_compressed(file, **whole, names=data.names)
+
+    def load_predictions(self, folder):
+        path = folder / f"{self.data}.npz"
+        if not path.is_file():
+            return None
+        unit = np.float32(CONVENTIONS[self.data].unit)
+        try:
+            with arrays.load(path) as saved:
+                batch = dict(image=saved["xs"][:, None], TR=saved["TR"] / unit, xs_gn=saved["xs_gn"])
+                return batch, saved["prediction"][:, None] / unit
+        except Exception as error:  # zipfile, zlib and numpy raise many types for a damaged file
+            raise TpukitError(f"{path} is damaged ({first_line(error)}); `tpukit test` writes it again") from error
+
+    def panels(self, batch, prediction=None):
+        if "image" not in batch:  # a user's own voltages
+            pairs = zip(batch["voltages"], np.asarray(prediction))
+            return [[voltages_panel(voltages), ("CDEIT", colour(image[0]))] for voltages, image in pairs]
+        rows = []
+        for index, image in enumerate(np.asarray(batch["image"])):
+            row = [("conductivity", colour(image[0]))]
+            if prediction is not None:
+                row += [(name, colour(np.asarray(batch[key][index]))) for name, key in CLASSICAL.items()]
+                row.append(("CDEIT", colour(np.asarray(prediction[index, 0]))))
+            else:
+                row.append(voltages_panel(batch["voltages"][index]))
+                if "t" in batch:
+                    row.append(_noisy_panel(image, int(batch["t"][index]), int(batch["key"][index])))
+            rows.append(row)
+        return rows
+
+    def results(self, batch, predictions):
+        """image: (S, S) float32 in the unit of `data`'s files, NaN outside the tank."""
+        unit = np.float32(CONVENTIONS[self.data].unit)
+        return [dict(image=np.where(disk(), image[0] * unit, np.float32(np.nan))) for image in np.asarray(predictions)]
+
+    def read_files(self, paths, best):
+        """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit of `data`'s files."""
+        statistics = dataclasses.replace(self, weights=best)._carried_statistics()
+        if not statistics:
+            raise TpukitError(f"{best} does not say how its voltages were normalised: train the run again")
+        read = [read_voltages(path) for path in paths]
+        volts = np.concatenate(read) / np.float32(CONVENTIONS[self.data].volts)
+        names = [f"{path.name}, {row + 1}" for path, rows in zip(paths, read) for row in range(len(rows))]
+        return dict(voltages=voltage_map(volts, *statistics), key=np.arange(len(volts))), names
+
+
+def voltages_panel(voltages):
+    """(1, 16, 16) normalised voltages as a panel."""
+    return "voltages, normalised", colour(np.asarray(voltages[0]) / 3)
+
+
+def _noisy_panel(image, t, key):
+    """What the network is trained on. image: (1, S, S)."""
+    import torch
+
+    noise = diffusion.normal(torch.tensor([key]), image.shape)
+    alphas = torch.tensor(diffusion.alphas_cumprod(), dtype=torch.float32)
+    noisy = diffusion.add_noise(torch.as_tensor(image)[None], torch.tensor([t]), noise, alphas)
+    return f"noisy at step {t}", colour(noisy[0, 0].numpy())
+
+
+def _noise_keys(keys, t):
+    """(B,) keys of the noise at a timestep, from those of the samples; -1 is the start."""
+    return keys * (diffusion.STEPS + 1) + t + 1
+
+
+def colour(image):
+    """(S, S) in [-1, 1] -> (S, S, 3): blue is resistive, red conductive, white the background; grey is NaN, or outside the
+    tank."""
+    level = np.clip(np.nan_to_num(image), -1, 1)[..., None]
+    blue_or_red = np.where(level < 0, (0.13, 0.35, 0.65), (0.75, 0.15, 0.15))
+    coloured = 1 - abs(level) * (1 - blue_or_red)
+    grey = np.isnan(image)
+    if image.shape == (SIZE, SIZE):
+        grey |= ~disk()
+    return np.where(grey[..., None], 0.9, coloured)

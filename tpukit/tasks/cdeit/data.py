@@ -1,0 +1,248 @@
+"""Sets for electrical impedance tomography on disk: a folder of npz files for each split, and the statistics of the voltages.
+
+A file holds xs, a conductivity image (128, 128), and ys, 208 voltages; test files also xs_gn and TR, the images of two
+classical methods. The conventions are those of the published code.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from tpukit.host import arrays, files
+from tpukit.host.errors import TpukitError
+from tpukit.runs import weights
+from tpukit.tasks.cdeit.diffusion import STEPS
+
+ELECTRODES = 16
+SIZE = 128  # of the images
+FALLBACK = Path("data")
+STATISTICS = ("mean.pth", "std.pth")  # of the voltages
+BASELINES = ("TR", "xs_gn")  # the images of the classical methods: Tikhonov, Gauss-Newton
+
+
+@dataclasses.dataclass(frozen=True)
+class Convention:
+    """How a set is stored: the names of its folders, and the constants V and I of its tank.
+
+    The network gets ys / V. A prediction is saved as prediction * I / V, the `unit`, which is also that of TR in the files.
+    """
+
+    folders: tuple[str, ...]
+    volts: float
+    unit: float
+
+
+CONVENTIONS = dict(
+    simulated=Convention(("test", "valid", "val"), 1.0, 1.0),
+    uef2017=Convention(("data2017", "test2017"), 1040.856, 2.0 / 1040.856),
+    ktc2023=Convention(("data2023", "test2023"), 1978.0, 2.0 / 1978.0),
+)
+TRAINING = Convention(("train",), 1.0, 1.0)
+PARTS = tuple(name for convention in (TRAINING, *CONVENTIONS.values()) for name in convention.folders)
+
+
+class Impedance:
+    """One split, whose images all processes of a host share.
+
+    `batch(indices, numbers)` -> dict of image (B, 1, 128, 128) float32, voltages (B, 1, 16, 16) float32, of a test set TR and
+    xs_gn (B, 128, 128) float32, key (B,) int64 for the noise; with numbers (B, 2) in [0, 1) also t (B,) int64, the timestep.
+    """
+
+    num_draws = 2  # for the noise and for the timestep
+
+    def __init__(self, folder, convention, statistics, notes=""):
+        self.statistics, self.notes = statistics, notes
+        stored = _read_split(folder, ("xs", "ys") if convention is TRAINING else ("xs", "ys", *BASELINES))
+        self.names, self.contents = stored["names"], stored["contents"]
+        volts = stored["ys"] / np.float32(convention.volts)
+        self.arrays = dict(image=stored["xs"][:, None], voltages=voltage_map(volts, *statistics))
+        if convention is not TRAINING:
+            self.arrays |= dict(TR=stored["TR"] * np.float32(1 / convention.unit), xs_gn=stored["xs_gn"])
+
+    def __len__(self):
+        return len(self.names)
+
+    def batch(self, indices, numbers=None):
+        return {name: values[indices] for name, values in self.arrays.items()} | self.sample_parameters(indices, numbers)
+
+    # On the device
+
+    def device_nbytes(self):
+        return sum(values.nbytes for values in self.arrays.values())
+
+    def device_arrays(self):
+        return self.arrays
+
+    def sample_parameters(self, indices, numbers=None):
+        if numbers is None:
+            return dict(key=np.asarray(indices, np.int64))
+        return dict(key=(numbers[:, 0] * 2**40).astype(np.int64), t=(numbers[:, 1] * STEPS).astype(np.int64))
+
+    def compose(self, rows, parameters):
+        return rows | parameters
+
+
+def voltage_map(volts, mean, deviation):
+    """(B, 208) voltages -> (B, 1, 16, 16) normalised map: row r is the drive pattern, zero at the columns r - 1, r, r + 1.
+
+    mean, deviation: (16, 13) each.
+    """
+    normalised = (volts.reshape(-1, ELECTRODES, ELECTRODES - 3) - mean) / deviation
+    out = np.zeros((len(volts), ELECTRODES, ELECTRODES), np.float32)
+    out[:, measured_electrodes()] = normalised.reshape(len(volts), -1)
+    return out[:, None]
+
+
+def measured_electrodes():
+    """(16, 16) bool, 208 true: which electrodes (columns) each drive pattern (row) measures."""
+    electrode = np.arange(ELECTRODES)
+    distance = (electrode[None, :] - electrode[:, None]) % ELECTRODES  # from the drive pattern
+    return (distance > 1) & (distance < ELECTRODES - 1)
+
+
+# Reading
+
+
+def find_split(root, convention):
+    """The folder of a split below root: one of the convention's names, or root itself if it holds a test set's files.
+
+    Raises TpukitError with the folders that were searched for."""
+    for name in convention.folders:
+        if (root / name).is_dir():
+            return root / name
+    if convention is not TRAINING and any(root.glob("*.npz")):
+        return root
+    wanted = " or ".join(f"{name}/" for name in convention.folders)
+    here = ", ".join(sorted(path.name for path in root.glob("*/"))) or "no folder"
+    raise TpukitError(f"no {wanted} with npz files in {root} (found: {here}). `tpukit simulate eit` makes train/ and test/")
+
+
+def _read_split(folder, names):
+    """dict of the arrays of a folder's files, (N, ...) each, mapped into memory; `names` of the files; and `contents`, a digest
+    of the files, as str."""
+    from tqdm.auto import tqdm
+
+    def read():
+        paths = sorted(folder.glob("*.npz"))
+        if not paths:
+            raise TpukitError(f"no npz files in {folder}")
+        samples = [_read_file(path, names) for path in tqdm(paths, desc=f"reading {folder.name}", disable=len(paths) < 1000)]
+        split = {name: np.stack([sample[name] for sample in samples]) for name in names}
+        return dict(split, names=np.array([path.stem for path in paths]))
+
+    contents = arrays.content_key(folder, like=("*.npz",))
+    return dict(arrays.mapped(f"eit-{folder.name}", [names, contents], read), contents=contents)
+
+
+def _read_file(path, names):
+    """dict of float32 arrays: ys (208,), the others (128, 128); a baseline that the file lacks is all NaN."""
+    try:
+        with arrays.load(path) as file:
+            found = {name: np.asarray(file[name], np.float32) for name in names if name in file}
+    except Exception as error:  # numpy and zipfile raise many types for a damaged file
+        raise TpukitError(f"{path} cannot be read ({error}): copy or create it again") from error
+    sample = {}
+    for name in names:
+        shape = (ELECTRODES * (ELECTRODES - 3),) if name == "ys" else (SIZE, SIZE)
+        if name not in found and name not in BASELINES:
+            raise TpukitError(f"{path} has no array {name!r}: a sample needs xs, the image, and ys, the voltages")
+        values = found.get(name, np.full(shape, np.nan, np.float32))
+        if values.squeeze().shape != shape:
+            raise TpukitError(f"{path}: {name} has shape {values.shape}, a sample needs {shape}")
+        sample[name] = values.reshape(shape)
+    return sample
+
+
+def read_voltages(path):
+    """(N, 208) float32 voltages of a file: .npz (its array ys), .npy, or rows of numbers as text (.csv, .txt).
+
+    A sample is a row of 208, or 16 rows of 13; one alone may be a column. Raises TpukitError for a file that cannot be read,
+    has another shape, or holds a number that is not finite.
+    """
+    try:
+        if path.suffix.lower() in (".npz", ".npy"):
+            found = arrays.load(path)
+            values = found["ys"] if path.suffix.lower() == ".npz" else found
+        else:
+            text = path.read_text("utf-8-sig")  # spreadsheets write a byte order mark
+            # Where semicolons separate the numbers, a comma is a decimal point.
+            text = text.replace(",", ".").replace(";", " ") if ";" in text else text.replace(",", " ")
+            values = [line.split() for line in text.splitlines() if line.strip()]
+        volts = np.asarray(values, np.float32)
+        count, shape = ELECTRODES * (ELECTRODES - 3), volts.squeeze().shape
+        if shape[-1:] != (count,) and shape[-2:] != (ELECTRODES, ELECTRODES - 3):  # of another, samples would be mixed
+            raise ValueError(f"shape {volts.shape}")
+        volts = volts.reshape(-1, count)
+    except Exception as error:  # numpy and zipfile raise many types for a damaged file
+        raise TpukitError(
+            f"{path} holds no voltages that can be read ({error}): a sample is 208 numbers, in .npz (ys), .npy, .csv or .txt"
+        ) from error
+    if not np.isfinite(volts).all() or not len(volts):
+        raise TpukitError(f"{path}: {len(volts)} samples, of which some hold NaN or infinity; a sample is 208 finite voltages")
+    return volts
+
+
+# Statistics of the voltages
+
+
+def find_statistics(split_folder, root):
+    """((mean, deviation), note): what voltages are normalised by, (16, 13) float32 each, and where it comes from, a sentence.
+
+    In this order: mean.pth and std.pth beside the split's folder, or in it; in ./data; computed from root's training set, and
+    saved beside it.
+    """
+    for folder in (split_folder.parent, split_folder, FALLBACK):
+        paths = [folder / name for name in STATISTICS]
+        if all(path.is_file() for path in paths):
+            return tuple(map(_read_statistic, paths)), f"voltage statistics: {' and '.join(STATISTICS)} of {folder}"
+    try:
+        training = find_split(root, TRAINING)
+    except TpukitError as error:
+        raise TpukitError(
+            f"no {' and '.join(STATISTICS)} beside {split_folder} or in {FALLBACK.resolve()}, and no training set in {root} to "
+            "compute them from: copy the two files there from the set that the network was trained on"
+        ) from error
+    statistics = _compute_statistics(training)
+    return statistics, _save_statistics(training.parent, statistics)
+
+
+def _read_statistic(path):
+    try:
+        values = weights.load_tensors(path).float().numpy().reshape(ELECTRODES, ELECTRODES - 3)
+    except Exception as error:  # torch raises many types for a damaged file
+        raise TpukitError(f"{path} is not a tensor of {ELECTRODES} x {ELECTRODES - 3} numbers ({error})") from error
+    if not np.isfinite(values).all() or path.name == STATISTICS[1] and not (values > 0).all():
+        raise TpukitError(
+            f"{path} holds NaN, infinity, or a deviation that is not above 0: delete {' and '.join(STATISTICS)} there, and "
+            "they are computed anew from the training set"
+        )
+    return values
+
+
+def _compute_statistics(training):
+    split = _read_split(training, ("xs", "ys"))
+    volts = split["ys"].reshape(-1, ELECTRODES, ELECTRODES - 3)
+    broken = split["names"][~np.isfinite(volts).all((1, 2))]
+    if len(broken):
+        raise TpukitError(
+            f"{training}: the voltages of {len(broken)} samples hold NaN or infinity ({', '.join(broken[:3])}): make "
+            "them again, or delete them"
+        )
+    deviation = volts.std(0, dtype=np.float64)
+    if len(volts) < 2 or not deviation.all():
+        raise TpukitError(f"{training}: the voltages of its {len(volts)} samples do not vary; simulate more")
+    return volts.mean(0, dtype=np.float64).astype(np.float32), deviation.astype(np.float32)
+
+
+def _save_statistics(folder, statistics):
+    import torch
+
+    note = f"voltage statistics: computed from the training set in {folder}"
+    try:
+        for name, values in zip(STATISTICS, statistics):
+            with files.atomic_file(folder / name) as file:
+                torch.save(torch.from_numpy(values)[None], file)  # (1, 16, 13), as published
+    except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only
+        return f"{note}; not saved ({error})"
+    return f"{note}, and saved there as {' and '.join(STATISTICS)}"

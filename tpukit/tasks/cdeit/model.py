@@ -1,0 +1,281 @@
+"""The conditional diffusion transformer of Shi et al., "A Conditional Diffusion Model for Electrical Impedance Tomography Image
+Reconstruction", IEEE TIM 2025, arXiv 2412.16979, with the published parameter names, so that published weights load.
+
+Letters: B batch, S side of the image, P side of a patch, G = S / P side of the token grid, T tokens, C width, H heads, W side
+of a window.
+"""
+
+import collections
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tpukit.devices.tensors import checkpointed
+from tpukit.host.errors import TpukitError
+from tpukit.tasks.cdeit.diffusion import alphas_cumprod
+
+TIME_FEATURES = 256
+MLP_RATIO = 4
+
+
+class Norm(nn.Module):
+    """Scales every token to length sqrt(C), then channel by channel by g * (1 + scale), and adds shift.
+
+    Under autocast everything is in half precision except the sum of squares, which would lose what tells wide tokens apart.
+    """
+
+    def __init__(self, width):
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(1, 1, width))
+
+    def forward(self, x, shift, scale):  # (B, T, C), (B, 1, C), (B, 1, C)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        x = F.rms_norm(x.to(dtype), x.shape[-1:], eps=1e-24)  # whose sums torch takes in float32
+        return torch.addcmul(shift.to(dtype), x, (self.g * (1 + scale)).to(dtype))
+
+
+class Attention(nn.Module):
+    """Attention of all tokens with all, plus a bias (H, T, T) where one is given."""
+
+    uses_xla_attention = True  # see `XLARuntime.place`
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x, bias=None):  # (B, T, C)
+        batch, tokens, width = x.shape
+        qkv = self.qkv(x)
+        if qkv.device.type == "xla":
+            from tpukit.devices.xla_attention import attention
+
+            return self.proj(attention(qkv, self.heads, bias))
+        query, key, value = qkv.view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        # Contiguous, because torch's kernels for GPUs refuse any other mask and leave it to the plain formula.
+        bias = None if bias is None else bias.to(query.dtype).contiguous()
+        x = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+        return self.proj(x.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class RelativeAttention(Attention):
+    """Attention within a window, with a learned bias for every offset between two tokens (Swin, Liu et al., ICCV 2021)."""
+
+    def __init__(self, width, heads, window):
+        super().__init__(width, heads)
+        # Named and ordered as published: the table and its index come before qkv in a state dict.
+        linear = {name: self._modules.pop(name) for name in ("qkv", "proj")}
+        self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, heads))
+        place = torch.stack(torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")).flatten(1)  # (2, T)
+        row, column = place[:, :, None] - place[:, None, :] + window - 1  # (T, T) each, in 0 .. 2 W - 2
+        self.register_buffer("relative_position_index", row * (2 * window - 1) + column)
+        self._modules.update(linear)
+        nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
+
+    def forward(self, x):
+        table = self.relative_position_bias_table[self.relative_position_index.flatten()]  # (T * T, H)
+        tokens = self.relative_position_index.shape[0]
+        return super().forward(x, table.view(tokens, tokens, self.heads).permute(2, 0, 1)[None])
+
+
+class WindowAttention(nn.Module):
+    """Attention inside each W x W window of the token grid."""
+
+    def __init__(self, width, heads, window):
+        super().__init__()
+        self.window = window
+        self.attn = RelativeAttention(width, heads, window)
+
+    def forward(self, x):  # (B, G * G, C)
+        batch, tokens, width = x.shape
+        window, count = self.window, math.isqrt(tokens) // self.window
+        x = x.view(batch, count, window, count, window, width).transpose(2, 3)
+        x = self.attn(x.reshape(batch * count**2, window**2, width))
+        x = x.view(batch, count, count, window, window, width).transpose(2, 3)
+        return x.reshape(batch, tokens, width)
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each shifted, scaled and gated by the timestep (adaLN-zero: Peebles and Xie, ICCV 2023)."""
+
+    def __init__(self, width, heads, window=None):
+        super().__init__()
+        self.norm1 = Norm(width)
+        self.attn = WindowAttention(width, heads, window) if window else Attention(width, heads)
+        self.norm2 = Norm(width)
+        wide, narrow = nn.Linear(width, MLP_RATIO * width), nn.Linear(MLP_RATIO * width, width)
+        self.mlp = nn.Sequential(collections.OrderedDict(fc1=wide, silu=nn.SiLU(), fc2=narrow))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+
+    def forward(self, x, time):  # (B, T, C), (B, C)
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(time)[:, None].chunk(6, -1)  # (B, 1, C) each
+        x = torch.addcmul(x, gate1, self.attn(self.norm1(x, shift1, scale1)))
+        return torch.addcmul(x, gate2, self.mlp(self.norm2(x, shift2, scale2)))
+
+
+class Merge(nn.Module):
+    """Four neighbouring tokens become one: (B, G * G, C) -> (B, G * G / 4, C)."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.reduction = nn.Linear(4 * width, width, bias=False)
+        self.norm = nn.LayerNorm(4 * width)
+
+    def forward(self, x):
+        batch, tokens, width = x.shape
+        half = math.isqrt(tokens) // 2
+        x = x.view(batch, half, 2, half, 2, width)
+        # Even row and column, odd row, odd column, both odd, as in Swin.
+        x = torch.cat([x[:, :, 0, :, 0], x[:, :, 1, :, 0], x[:, :, 0, :, 1], x[:, :, 1, :, 1]], -1)
+        return self.reduction(self.norm(x.reshape(batch, half * half, 4 * width)))
+
+
+class Split(nn.Sequential):
+    """One token becomes four: nearest upsampling and a 1x1 convolution. (B, G * G, C) -> (B, 4 * G * G, C)."""
+
+    def __init__(self, width):
+        super().__init__(nn.Identity(), nn.Identity(), nn.Conv2d(width, width, 1))  # published as the third of a sequence
+
+    def forward(self, x):
+        batch, tokens, width = x.shape
+        grid = math.isqrt(tokens)
+        # A 1x1 convolution works on one token at a time, so it comes before the copies, at a quarter of the work.
+        x = F.linear(x, self[2].weight[:, :, 0, 0], self[2].bias)
+        x = x.view(batch, grid, 1, grid, 1, width).expand(batch, grid, 2, grid, 2, width)
+        return x.reshape(batch, 4 * tokens, width)
+
+
+class Final(nn.Module):
+    """Tokens to patches: (B, T, C) -> (B, T, P * P)."""
+
+    def __init__(self, width, patch):
+        super().__init__()
+        self.norm_final = Norm(width)
+        self.linear = nn.Linear(width, patch * patch)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+
+    def forward(self, x, time):
+        shift, scale = self.adaLN_modulation(time)[:, None].chunk(2, -1)
+        return self.linear(self.norm_final(x, shift, scale))
+
+
+class TimeEmbedder(nn.Module):
+    """(B,) timesteps -> (B, C)."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(TIME_FEATURES, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, t):
+        half = TIME_FEATURES // 2
+        frequency = torch.exp(-math.log(10_000) / half * torch.arange(half, dtype=torch.float32, device=t.device))
+        angle = t.float()[:, None] * frequency
+        return self.mlp(torch.cat([angle.cos(), angle.sin()], -1))
+
+
+class PatchEmbedder(nn.Module):
+    """(B, 2, S, S) -> (B, G * G, C)."""
+
+    def __init__(self, width, patch):
+        super().__init__()
+        self.proj = nn.Conv2d(2, width, patch, stride=patch)
+
+    def forward(self, x):
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class CDEITModel(nn.Module):
+    """A U-shaped transformer that predicts the clean image from a noisy one and the voltages; 109,719,108 parameters as
+    published.
+
+    image_size: S. patch: P. width: C. heads: H. window: W, at most G. levels: how often the token grid is halved.
+    checkpointing: compute each block again in the backward pass instead of keeping its activations.
+    """
+
+    def __init__(self, *, image_size=128, patch=2, width=512, heads=16, window=16, levels=4, checkpointing=False):
+        super().__init__()
+        grid = image_size // max(patch, 1)
+        positive = min(patch, width, heads, window) >= 1 and levels >= 0
+        if not positive or image_size % patch or grid % window or grid % 2**levels or width % heads or width % 4:
+            raise TpukitError(
+                f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width}, heads={heads} do "
+                "not fit: patch, width, heads and window must be 1 or more, levels 0 or more, image_size a multiple of "
+                f"patch, the token grid image_size / patch ({grid}) of window and of 2^levels, and width of heads and of 4"
+            )
+        self.patch, self.grid, self.checkpointing = patch, grid, checkpointing
+
+        def block(window=None):
+            return Block(width, heads, window)
+
+        self.pos_embed = nn.Parameter(positions(grid, width), requires_grad=False)
+        self.x_embedder = PatchEmbedder(width, patch)
+        self.t_embedder = TimeEmbedder(width)
+        # A buffer, so that it moves to the device with the model; not one of the weights.
+        self.register_buffer("alphas_cumprod", torch.tensor(alphas_cumprod(), dtype=torch.float32), persistent=False)
+        self.blocks = nn.ModuleDict({name: block(window) for name in ("swinIn1", "swinIn2", "swinOut1", "swinOut2")})
+        self.blocks["downs"] = nn.ModuleList(nn.ModuleList([Merge(width), block(), block()]) for _ in range(levels))
+        self.blocks["ups"] = nn.ModuleList(
+            nn.ModuleList([Split(width), nn.Linear(2 * width, width), block(), block()]) for _ in range(levels)
+        )
+        self.blocks["mid"] = block()
+        self.final_layer = Final(width, patch)
+        self._init_weights()
+
+    def _init_weights(self):
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
+        nn.init.zeros_(self.x_embedder.proj.bias)
+        for layer in self.t_embedder.mlp[0], self.t_embedder.mlp[2]:
+            nn.init.normal_(layer.weight, std=0.02)
+        # Every block starts as the identity, and the image as zero.
+        for module in self.modules():
+            if isinstance(module, (Block, Final)):
+                nn.init.zeros_(module.adaLN_modulation[1].weight)
+        nn.init.zeros_(self.final_layer.linear.weight)
+
+    def _run(self, block, *inputs):
+        if self.checkpointing and torch.is_grad_enabled():
+            return checkpointed(block, *inputs)
+        return block(*inputs)
+
+    def forward(self, image, t, voltages):
+        """The clean image. image: (B, 1, S, S), noisy. t: (B,) timesteps. voltages: (B, 1, N, N) map, N a divisor of S. ->
+        (B, 1, S, S)"""
+        b = self.blocks
+        batch, _, rows, columns = voltages.shape
+        factor = image.shape[-1] // columns
+        repeated = voltages.view(batch, 1, rows, 1, columns, 1).expand(batch, 1, rows, factor, columns, factor)
+        x = torch.cat([image, repeated.reshape(image.shape)], 1)  # (B, 2, S, S)
+        x = self.x_embedder(x)  # (B, T, C)
+        x = x + self.pos_embed.to(x.dtype)  # a float32 table would take the first blocks out of autocast's type
+        time = self.t_embedder(t)  # (B, C)
+        x = self._run(b["swinIn2"], self._run(b["swinIn1"], x, time), time)
+        skips = []
+        for merge, first, second in b["downs"]:
+            skips.append(x)
+            x = self._run(second, self._run(first, merge(x), time), time)
+        x = self._run(b["mid"], x, time)
+        for split, join, first, second in b["ups"]:
+            x = join(torch.cat([split(x), skips.pop()], -1))
+            x = self._run(second, self._run(first, x, time), time)
+        x = self._run(b["swinOut2"], self._run(b["swinOut1"], x, time), time)
+        x = self.final_layer(x, time)  # (B, T, P * P)
+        x = x.view(-1, self.grid, self.grid, self.patch, self.patch).transpose(2, 3)
+        return x.reshape(image.shape)
+
+
+def positions(grid, width):
+    """(1, grid * grid, width) fixed sine-cosine table: the first half encodes the column, the second the row."""
+    frequency = 10_000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    angle = torch.arange(grid, dtype=torch.float64)[:, None] * frequency  # (grid, C / 4)
+    line = torch.cat([angle.sin(), angle.cos()], 1)  # (grid, C / 2)
+    column, row = line[None].expand(grid, -1, -1), line[:, None].expand(-1, grid, -1)
+    return torch.cat([column, row], 2).reshape(1, grid * grid, width).float()

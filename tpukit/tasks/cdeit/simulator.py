@@ -1,0 +1,292 @@
+"""A simulated water tank for electrical impedance tomography: conductivity images in, electrode voltages out, by pyEIT.
+
+16 electrodes on the unit disk, current through neighbouring pairs, voltages between all other neighbouring pairs: 208 numbers.
+Images are 128 x 128 with the disk inscribed: 0 is the background, +1 a conductive and -1 a resistive inclusion.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import importlib.util
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+
+from tpukit.host import files
+from tpukit.host.errors import TpukitError
+from tpukit.tasks.cdeit.data import ELECTRODES, SIZE
+
+MESH_SPACING = 0.05  # 2821 elements
+# Metal and plastic in tap water. Anything far from 1 gives nearly the same voltages.
+CONDUCTIVE, RESISTIVE = 20.0, 0.01
+# Volts of this model -> the unit of UEF2017's voltages divided by 1040.856, whose published mean and deviation then fit.
+VOLTS = 0.87e-3
+# Regularisation of the two linear images, about the best for synthetic scenes.
+TIKHONOV, GAUSS_NEWTON = 1e-6, 3e-3
+SPLITS = ("train", "test")
+CHUNK = 25  # samples that a worker gets at a time
+FILE_BYTES = 31_200  # of one sample
+
+
+# Scenes
+
+
+def scene(rng):
+    """A synthetic conductivity image: 1 to 4 circles, polygons or L-shapes that do not touch. Returns (SIZE, SIZE) float32."""
+    x, y = pixel_places()
+    image = np.zeros((SIZE, SIZE), np.float32)
+    taken = []
+    for _ in range(rng.integers(1, 5)):
+        for _ in range(50):  # attempts to find a free place
+            radius = rng.uniform(0.12, 0.36)
+            distance, angle = (0.95 - radius) * np.sqrt(rng.random()), rng.uniform(0, 2 * np.pi)
+            centre_x, centre_y = distance * np.cos(angle), distance * np.sin(angle)
+            if all(np.hypot(centre_x - x2, centre_y - y2) > radius + radius2 + 0.03 for x2, y2, radius2 in taken):
+                break
+        else:
+            break
+        taken.append((centre_x, centre_y, radius))
+        turn = rng.uniform(0, 2 * np.pi)
+        u = ((x - centre_x) * np.cos(turn) + (y - centre_y) * np.sin(turn)) / radius
+        v = ((y - centre_y) * np.cos(turn) - (x - centre_x) * np.sin(turn)) / radius
+        shape = rng.choice(("circle", "polygon", "L"), p=(0.5, 0.35, 0.15))
+        image[_inside(shape, u, v, rng)] = rng.choice((-1, 1))
+    return image
+
+
+def _inside(shape, u, v, rng):
+    """Which points (u, v), in units of the bounding circle's radius, lie in a shape."""
+    if shape == "circle":
+        return u**2 + v**2 < 0.8 * 0.8  # about the area of a polygon in the same bounding circle
+    if shape == "polygon":  # regular, with 3 to 6 corners
+        corners = rng.integers(3, 7)
+        sides = 2 * np.pi * np.arange(corners) / corners
+        return np.max([u * np.cos(a) + v * np.sin(a) for a in sides], axis=0) < np.cos(np.pi / corners)
+    square = np.maximum(abs(u), abs(v)) < 0.7
+    return square & ~((u > -0.1) & (v > -0.1))
+
+
+def pixel_places():
+    """(x, y), each (SIZE, SIZE): where a pixel's centre lies. Rows run down x and columns up y, as in the UEF2017 images."""
+    line = (np.arange(SIZE) + 0.5) / (SIZE / 2) - 1
+    return np.meshgrid(-line, line, indexing="ij")
+
+
+def disk():
+    """(SIZE, SIZE) bool: the pixels inside the tank."""
+    x, y = pixel_places()
+    return x**2 + y**2 <= 1
+
+
+# Physics
+
+
+class Tank:
+    """The finite element model of the tank; all that does not depend on the inclusions is computed once.
+
+    Raises TpukitError where pyEIT is not installed.
+    """
+
+    def __init__(self):
+        try:
+            with _shapely_or_placeholder():
+                from pyeit.eit import fem, protocol
+                from pyeit.mesh import create
+        except ImportError as error:
+            raise TpukitError("the simulator of impedance tomography needs pyEIT: pip install 'pyeit>=1.2.4'") from error
+        self.mesh = create(ELECTRODES, h0=MESH_SPACING)
+        self.protocol = protocol.create(ELECTRODES, dist_exc=1, step_meas=1, parser_meas="std")
+        self.elements = len(self.mesh.element)
+        self._stiffness = fem.calculate_ke(self.mesh.node, self.mesh.element)  # (elements, 3, 3)
+        self._currents = np.zeros((self.mesh.n_nodes, ELECTRODES))  # into every node, for each drive pattern
+        for pattern, (source, sink) in enumerate(self.mesh.el_pos[self.protocol.ex_mat]):
+            self._currents[source, pattern] = 1
+            self._currents[sink, pattern] = -1
+        self.centres = self.mesh.node[self.mesh.element][:, :, :2].mean(1)  # (elements, 2)
+        x, y = self.centres.T
+        row, column = (1 - x) * SIZE / 2, (1 + y) * SIZE / 2
+        self._pixel = row.astype(int).clip(0, SIZE - 1), column.astype(int).clip(0, SIZE - 1)  # of each element
+        self.empty = self.volts(np.ones(self.elements))
+
+    def volts(self, conductivity):
+        """(208,) voltages of the 16 drive patterns for (elements,) conductivities, the background being 1."""
+        from scipy import sparse
+        from scipy.sparse.linalg import splu
+
+        corners = self.mesh.element  # (elements, 3)
+        rows, columns = np.repeat(corners, 3, 1).ravel(), np.tile(corners, (1, 3)).ravel()  # (elements * 9,)
+        values = (self._stiffness * conductivity[:, None, None]).ravel()
+        # One more conductance fixes the potential, of which only differences are read.
+        ground = self.mesh.ref_node
+        rows, columns, values = np.append(rows, ground), np.append(columns, ground), np.append(values, 1.0)
+        matrix = sparse.csc_matrix((values, (rows, columns)))  # (nodes, nodes), entries of the same place added
+        factors = splu(matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0, options=dict(SymmetricMode=True))
+        at_electrodes = factors.solve(self._currents)[self.mesh.el_pos]  # (electrode, pattern)
+        pairs = self.protocol.meas_mat  # (pattern, 13, 2)
+        pattern = np.arange(ELECTRODES)[:, None]
+        return (at_electrodes[pairs[..., 0], pattern] - at_electrodes[pairs[..., 1], pattern]).ravel()
+
+    def simulate(self, image):
+        """(SIZE, SIZE) image in [-1, 1] -> (208,) differences to the empty tank, in the unit of the sets (`VOLTS`)."""
+        level = image[self._pixel]  # (elements,)
+        conductivity = np.where(level > 0, CONDUCTIVE ** level.clip(0), RESISTIVE ** (-level).clip(0))
+        return VOLTS * (self.volts(conductivity) - self.empty) * np.sign(self.empty)
+
+    @functools.cached_property
+    def baselines(self):
+        """dict TR, xs_gn -> (SIZE * SIZE, 208) matrix from voltages to the image: Tikhonov, and one step of Gauss-Newton.
+
+        Gauss-Newton weighs the elements by their sensitivity (NOSER, Cheney et al., 1990). Source: Adler et al., 2007, by
+        pyEIT.
+        """
+        from pyeit.eit.jac import JAC
+        from scipy.spatial import cKDTree
+
+        solver = JAC(self.mesh, self.protocol)
+        inside = disk()
+        x, y = pixel_places()
+        _, nearest = cKDTree(self.centres).query(np.stack([x[inside], y[inside]], 1))  # element of each pixel
+        matrices = {}
+        for name, options in (
+            ("TR", dict(method="dgn", lamb=TIKHONOV)),
+            ("xs_gn", dict(method="kotre", p=0.5, lamb=GAUSS_NEWTON)),
+        ):
+            solver.setup(**options)
+            matrices[name] = np.zeros((SIZE * SIZE, len(self.empty)), np.float32)
+            matrices[name][inside.ravel()] = -(solver.H * np.sign(self.empty) / VOLTS)[nearest]
+        return matrices
+
+
+@contextlib.contextmanager
+def _shapely_or_placeholder():
+    """While pyEIT is imported, an empty shapely where there is none.
+
+    pyEIT's meshes import shapely's Point and Polygon, and use them for outlines given by corners alone. The tank is a circle,
+    and Kaggle's TPU image and Colab's have no shapely.
+    """
+    if importlib.util.find_spec("shapely") is not None:
+        yield
+        return
+    names = "shapely", "shapely.geometry", "shapely.geometry.polygon"
+    for name in names:
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules["shapely.geometry"].Point = None
+    sys.modules["shapely.geometry.polygon"].Polygon = None
+    try:
+        yield
+    finally:  # other code finds no shapely, as before
+        for name in names:
+            del sys.modules[name]
+
+
+# Sets
+
+
+def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_db=40.0, mismatch=0.15, progress=True):
+    """Make a set: folder/train and folder/test with an npz file for every sample, and folder/simulation.json.
+
+    A file holds xs, the image (SIZE, SIZE); ys, the voltages (208, 1); TR and xs_gn, the Tikhonov and Gauss-Newton images of
+    ys; seed. Existing files are kept: a simulation that was stopped continues, and more samples can be added. Returns the
+    folder.
+
+    workers: processes. snr_db: signal to noise of the voltages, in decibels. mismatch: how far a real tank is from this model,
+    as the relative deviation of every voltage's gain and of the gain of all. Every sample depends on (seed, split, its number)
+    alone. Raises TpukitError if the folder holds a set of other settings, or cannot be written.
+    """
+    from tqdm.auto import tqdm
+
+    folder = Path(folder)
+    if min(samples, test_samples, seed) < 0 or workers < 1:
+        counts = f"samples={samples}, test_samples={test_samples}, seed={seed}, workers={workers}"
+        raise TpukitError(f"{counts}: none may be negative, and workers must be 1 or more")
+    if not (0 <= mismatch < math.inf and snr_db > -math.inf):
+        raise TpukitError(f"mismatch={mismatch}, snr_db={snr_db}: mismatch must be 0 or more, and both must be numbers")
+    settings = dict(seed=seed, snr_db=snr_db, mismatch=mismatch)
+    missing = []
+    with files.explain_unwritable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        needed, free = (samples + test_samples) * FILE_BYTES, shutil.disk_usage(folder).free
+        if needed > free:
+            raise TpukitError(
+                f"{samples} training and {test_samples} test samples need about {needed / 1e9:,.0f} GB, {folder} has "
+                f"{free / 1e9:,.1f} GB free: simulate fewer, or choose a folder on a larger disk"
+            )
+        _check_settings(folder / "simulation.json", settings)
+        for split, count in zip(SPLITS, (samples, test_samples)):
+            (folder / split).mkdir(exist_ok=True)
+            # A power cut can leave a file that is listed and empty, because the files are not durable.
+            existing = {entry.name for entry in os.scandir(folder / split) if entry.stat().st_size}
+            missing += [(split, number) for number in range(count) if _file_name(number) not in existing]
+    total = samples + test_samples
+    make = functools.partial(_make_file, folder, settings)
+    workers = min(workers, len(missing) // CHUNK + 1)
+    with tqdm(total=total, initial=total - len(missing), desc="simulating", unit="sample", disable=not progress) as bar:
+        if workers <= 1:
+            for sample in missing:
+                make(sample)
+                bar.update()
+            return folder
+        # Fresh processes: a fork of a notebook's kernel would take its threads' locks along.
+        spawn = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+            try:
+                for _ in pool.map(make, missing, chunksize=CHUNK):
+                    bar.update()
+            except concurrent.futures.process.BrokenProcessPool as error:
+                raise TpukitError(
+                    "a worker process died (out of memory, or killed): start again to continue, with fewer workers. In a "
+                    "script, several workers need `if __name__ == '__main__':` around the call"
+                ) from error
+    return folder
+
+
+def _check_settings(path, settings):
+    """Write the settings of a new set, or compare them with those of an existing one."""
+    if not path.exists():
+        files.write_atomic(path, json.dumps(settings, indent=1))
+        return
+    try:
+        saved = json.loads(path.read_text())
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise TpukitError(f"{path} is damaged ({error}): delete it, or choose another folder") from error
+    different = [f"{name}={saved.get(name)}, not {value}" for name, value in settings.items() if saved.get(name) != value]
+    if different:
+        raise TpukitError(f"{path.parent} was simulated with {'; '.join(different)}: give the same, or another folder")
+
+
+def _file_name(number):
+    return f"{number:06d}.npz"
+
+
+@functools.cache
+def _tank():
+    return Tank()
+
+
+def _make_file(folder, settings, sample):
+    """Make the file of one sample, given as (split, number)."""
+    split, number = sample
+    path = folder / split / _file_name(number)
+    # Not durable: there are thousands, and each would wait for the disk.
+    with files.explain_unwritable(folder), files.atomic_file(path, durable=False) as file:
+        np.savez_compressed(file, **make_sample(_tank(), split, number, **settings))
+
+
+def make_sample(tank, split, number, *, seed, snr_db, mismatch):
+    """One sample as a dict of arrays; see `simulate`."""
+    origin = (seed, SPLITS.index(split), number)
+    rng = np.random.default_rng(np.random.SeedSequence(origin))
+    image = scene(rng)
+    volts = tank.simulate(image)
+    volts = volts * np.exp(mismatch * rng.standard_normal()) * np.exp(mismatch * rng.standard_normal(volts.shape))
+    volts += rng.standard_normal(volts.shape) * np.sqrt(np.mean(volts**2)) * 10 ** (-snr_db / 20)
+    volts = volts.astype(np.float32)
+    baselines = {name: (matrix @ volts).reshape(SIZE, SIZE).astype(np.float16) for name, matrix in tank.baselines.items()}
+    return dict(xs=image, ys=volts[:, None], **baselines, seed=np.array(origin))

@@ -1,0 +1,404 @@
+"""One's own images, classified by any network of timm or torchvision.
+
+torch is imported where it is used, so that the help of the command line need not wait for it. Letters: B batch, S side of the
+images, K classes.
+"""
+
+import csv
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from tpukit.host import arrays, files
+from tpukit.host.errors import TpukitError, first_line
+from tpukit.host.tables import printable
+from tpukit.runs import weights
+from tpukit.runs.run import setting
+from tpukit.tasks import pictures
+from tpukit.tasks.images.synthetic import shapes_set
+from tpukit.training.task import Task
+
+CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
+WORST = 16  # images with the largest loss that are kept
+FEW = 10  # images of a class, below which `check_labels` warns
+IMBALANCE = 10  # how many times the images of another class one may have before it warns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageClassifier(Task):
+    """One's own images in classes, with a network of timm (or torchvision), fine-tuned or from scratch.
+
+    dataset_dir: a folder of class folders, with train/ and test/ (or val/) above them or not; a CSV file with paths and labels,
+    or its folder; or a Hugging Face dataset saved on disk.
+    """
+
+    name: ClassVar[str] = "images"
+    dataset: ClassVar[str] = "my-images"
+    dataset_parts: ClassVar[tuple[str, ...]] = ("train", "training", "test", "testing", "val", "valid", "validation", "dev")
+    synthetic_size: ClassVar[int] = 480
+    synthetic_size_accelerator: ClassVar[int] = 2400
+    synthesize = staticmethod(shapes_set)
+    score: ClassVar[str] = "accuracy"
+    score_names: ClassVar[dict[str, str]] = dict(
+        accuracy="accuracy, share of test images", top5="top-5, share of test images with their class among five"
+    )
+    evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
+    saved_title: ClassVar[str] = "Test images with the largest loss"
+
+    batch_size: int = 64
+    """Global batch size: images in one optimizer step, over all cores."""
+    lr: float = 3e-4
+    """Learning rate of AdamW."""
+    weight_decay: float = 0.05
+    """Of AdamW; not for biases and norms."""
+    model_name: str = "resnet18"
+    """A classification model of timm, or of torchvision where timm is not installed."""
+    pretrained: str = "auto"
+    """yes, no, auto (where they are found, otherwise random weights) or a file: pretrained weights. They are looked for in
+    timm's cache, in Kaggle's inputs and on the internet. A head of other classes is replaced."""
+    keep_head: bool = False
+    """Keep the head of the pretrained weights, whose classes the dataset has in the same order."""
+    image_size: int | None = None
+    """Side of the images in pixels, as the network gets them; None: that of the pretrained network."""
+    fit: Literal["crop", "squash"] = "crop"
+    """crop: the short side is scaled to image_size and the middle kept. squash: both sides are, whatever the proportions."""
+    test_share: float = 0.2
+    """Of a set without a test split: the share of every class that is held out, by a hash of the files' names."""
+    path_column: str | None = None
+    """Column of a CSV with the paths; None: the first with a usual name."""
+    label_column: str | None = None
+    """Column of a CSV, or of a Hugging Face dataset, with the labels; None: the first with a usual name."""
+    images_dir: Path | None = setting(None, free=True)
+    """Folder that the paths in a CSV are relative to, and may not leave; None: the folder of the CSV."""
+    skip_bad: bool = False
+    """Leave out images that are missing or cannot be read, instead of stopping."""
+    flip: float = 0.5
+    """Share of the training images that are mirrored, left to right. 0 for digits and letters."""
+    crop: float = 0.5
+    """Smallest share of an image's area that a random crop keeps, enlarged to the whole size; 1: no crops."""
+    brightness: float = 0.2
+    """Training images are made darker or brighter by up to this share; 0: not."""
+    contrast: float = 0.2
+    """The same for their contrast."""
+    saturation: float = 0.2
+    """The same for their saturation."""
+    mixup: float = 0.0
+    """Mix pairs of images and their labels, with shares drawn from Beta(mixup, mixup) (Zhang et al., ICLR 2018); 0: not."""
+    label_smoothing: float = 0.1
+    """Share of each label that is spread evenly over all classes."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_at_least(1, "image_size")
+        self.require_at_least(0, "mixup", "weight_decay")
+        self.require_shares("flip", "brightness", "contrast", "saturation", "label_smoothing", "test_share", "crop")
+        for name in ("crop", "test_share"):
+            if getattr(self, name) == 0:
+                raise TpukitError(f"{name}=0: it must be more than 0")
+
+    # Data
+
+    def datasets(self):
+        found = self._find_samples()
+        split = "val" if "val" in found.splits else "test"
+        source = f"{self.model_name}: weights of {self.weights}" if self.weights else self._find_pretrained()[1]
+        return self._open(found, "train", f"{source}\n{_listed(found.classes)}"), self._open(found, split)
+
+    def test_set(self):
+        """test/ where there is one; of a set with a val/ alone, that."""
+        found = self._find_samples()
+        return self._open(found, "test" if "test" in found.splits else "val")
+
+    def _open(self, found, split, notes=""):
+        from tpukit.tasks.images.augment import Augmentation
+        from tpukit.tasks.images.data import ImageSet
+
+        augmentation = self._augmentation() if split == "train" else Augmentation()
+        how = dict(size=self._size(), fit=self.fit, skip_bad=self.skip_bad, augmentation=augmentation, notes=notes)
+        return ImageSet(found.splits[split], found.classes, what=split, **how)
+
+    def _augmentation(self):
+        from tpukit.tasks.images.augment import Augmentation
+
+        return Augmentation(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Augmentation)})
+
+    def _find_samples(self):
+        from tpukit.tasks.images.data import find_samples
+
+        columns = dict(path_column=self.path_column, label_column=self.label_column, images_dir=self.images_dir)
+        found = find_samples(self.dataset_dir, test_share=self.test_share, **columns)
+        if (kept := self._classes_of_weights()) and kept != found.classes:
+            raise TpukitError(
+                f"weights {self.weights} were trained for {_listed(kept)}, {self.dataset_dir} has {_listed(found.classes)}: "
+                "give the file as pretrained=PATH, which replaces its head"
+            )
+        return found
+
+    @functools.cached_property
+    def class_names(self):
+        """Names of the classes: of the run that `weights` is from, or of the dataset; None where there is neither."""
+        if kept := self._classes_of_weights():
+            return kept
+        return None if self.dataset_dir is None else self._find_samples().classes
+
+    def _classes_of_weights(self):
+        """Names of the classes that a run kept with its weights; None for a file from elsewhere."""
+        kept = weights.metadata(self.weights) if self.weights else {}
+        if kept.get("task") != self.name:
+            return None
+        try:
+            return [str(name) for name in json.loads(kept["classes"])]
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise TpukitError(f"weights {self.weights} do not say what their classes are ({first_line(error)})") from error
+
+    def data_signature(self, data):
+        return {"classes": data.classes, "file names and labels": arrays.digest([data.names, data.labels.tolist()])}
+
+    def metadata(self, data):
+        return dict(classes=json.dumps(data.classes), model_name=self.model_name, image_size=self._size())
+
+    def example(self, count):
+        from tpukit.tasks.images.augment import NUM_DRAWS
+
+        rng, size = np.random.default_rng(0), self._size()
+        batch = dict(image=rng.integers(0, 256, (count, 3, size, size), np.uint8), label=np.arange(count) % 2)
+        augmentation = self._augmentation()
+        if augmentation.num_draws:
+            batch["augment"] = augmentation.parameters(rng.random((count, NUM_DRAWS)))
+        return batch
+
+    @staticmethod
+    def download(folder):
+        raise TpukitError("the images are your own: put them into ./datasets/my-images, or give their folder as dataset_dir")
+
+    # Model
+
+    def _network(self):
+        from tpukit.tasks.images import models
+
+        return models.describe(self.model_name)
+
+    def _size(self):
+        return self.image_size or self._network().size
+
+    def _find_pretrained(self):
+        """(file or None, a sentence). Weights are not looked for where there is nothing to train on."""
+        from tpukit.tasks.images import models
+
+        wanted = "no" if self.dataset_dir is None and self.pretrained == "auto" else self.pretrained
+        return models.find_pretrained(self._network(), wanted, self.dataset_dir)
+
+    def model(self):
+        from tpukit.tasks.images import models
+
+        network, names = self._network(), self.class_names
+        count = len(names) if names else network.classes or 1000
+        if self.keep_head and count != network.classes:
+            raise TpukitError(
+                f"{count} classes for the {network.classes} of the head of {network.name}: train a new one with keep_head=False"
+            )
+        pretrained = None if self.weights else self._find_pretrained()[0]
+        return models.build(network, count, self._size(), pretrained, keep_head=self.keep_head)
+
+    def layers(self, model):
+        """Lists of parameter names, from the input to the output."""
+        from tpukit.tasks.images import models
+
+        return models.layers(model)
+
+    def optimizer(self, model):
+        from torch.optim import AdamW
+
+        from tpukit.devices.tensors import is_on_xla
+
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        decayed = [p for p in parameters if p.ndim > 1]
+        others = [p for p in parameters if p.ndim <= 1]  # biases, norms, scales of layers
+        groups = [dict(params=decayed, weight_decay=self.weight_decay), dict(params=others, weight_decay=0.0)]
+        # Steps counted on the host would be constants of the compiled graph: on XLA the device counts.
+        return AdamW([g for g in groups if g["params"]], lr=self.lr, capturable=is_on_xla(parameters[0]))
+
+    def loss(self, model, batch, epoch):
+        from torch.nn.functional import cross_entropy
+
+        from tpukit.tasks.images.augment import partners
+
+        image, label = batch["image"], batch["label"]
+        if "augment" in batch:
+            image = self._augmentation().apply(image, batch["augment"])
+        logits = self._logits(model, image)  # (B, K)
+        if not (self.mixup and "augment" in batch):
+            return cross_entropy(logits, label, label_smoothing=self.label_smoothing)
+        own = batch["augment"][:, -1]
+        first, second = (
+            cross_entropy(logits, target, label_smoothing=self.label_smoothing, reduction="none")
+            for target in (label, partners(label))
+        )
+        return (own * first + (1 - own) * second).mean()
+
+    def predict(self, model, batch, epoch=None):
+        return self._logits(model, batch["image"])  # (B, K)
+
+    def _logits(self, model, image):
+        from tpukit.tasks.images.augment import normalise
+
+        network = self._network()
+        return model(normalise(image, network.mean, network.std)).float()
+
+    # Scores and predictions
+
+    def evaluate(self, predictions):
+        """dict: accuracy and top5 in [0, 1] (top5 of more than five classes), images; `confusion`, a row of predicted classes
+        for each true one, where there are at most 30."""
+        logits, labels = _gather(predictions)
+        ranks = _ranks(logits, labels)
+        scores = dict(accuracy=float((ranks == 0).mean()), images=len(labels))
+        count = logits.shape[1]
+        if count > 5:
+            scores["top5"] = float((ranks < 5).mean())
+        if count <= CONFUSION_CLASSES:
+            names = self.class_names or [str(number) for number in range(count)]
+            scores["confusion"] = dict(classes=names, counts=_confusion(logits, labels).tolist())
+        return scores
+
+    def save_predictions(self, folder, predictions, data):
+        """predictions.csv, the largest loss first; per_class.csv: precision, recall, count; confusion.csv; and worst.npz, the
+        images with the largest loss."""
+        logits, labels = _gather(predictions)
+        probabilities, losses = _softmax(logits, labels)
+        order = np.argsort(-losses, kind="stable")
+        names, predicted = data.classes, logits.argmax(1)
+        rows = [
+            (data.names[i], names[labels[i]], names[predicted[i]], f"{probabilities[i, predicted[i]]:.4f}", f"{losses[i]:.4f}")
+            for i in order
+        ]
+        _write_csv(folder / "predictions.csv", ("file", "class", "predicted", "probability", "loss"), rows)
+        confusion = _confusion(logits, labels)
+        found, true, correct = confusion.sum(0), confusion.sum(1), confusion.diagonal()
+        rows = [
+            (name, f"{correct[k] / max(found[k], 1):.4f}", f"{correct[k] / max(true[k], 1):.4f}", true[k])
+            for k, name in enumerate(names)
+        ]
+        _write_csv(folder / "per_class.csv", ("class", "precision", "recall", "images"), rows)
+        _write_csv(folder / "confusion.csv", ("class", *names), [(name, *row) for name, row in zip(names, confusion.tolist())])
+        worst = order[:WORST]
+        with files.atomic_file(folder / "worst.npz") as file:
+            np.savez_compressed(file, image=data.images[worst], label=labels[worst], prediction=logits[worst])
+
+    def load_predictions(self, folder):
+        path = folder / "worst.npz"
+        if not path.is_file():
+            return None
+        try:
+            with arrays.load(path) as saved:
+                return dict(image=saved["image"], label=saved["label"]), saved["prediction"]
+        except Exception as error:  # zipfile, zlib and numpy raise many types for a damaged file
+            raise TpukitError(f"{path} is damaged ({first_line(error)}); `tpukit test` writes it again") from error
+
+    def panels(self, batch, prediction=None):
+        import torch
+
+        images = torch.as_tensor(np.asarray(batch["image"]))
+        if "augment" in batch:
+            images = self._augmentation().apply(images, torch.as_tensor(np.asarray(batch["augment"])))
+        images = images.round().byte().permute(0, 2, 3, 1).numpy()  # (B, S, S, 3)
+        names = self.class_names
+        truth = [_name(names, label) for label in batch["label"]] if "label" in batch else ["your own"] * len(images)
+        if prediction is None:
+            return [[(name, image)] for name, image in zip(truth, images)]
+        probabilities, _ = _softmax(np.asarray(prediction))
+        best = [f"{_name(names, row.argmax())} {row.max():.0%}" for row in probabilities]
+        return [[(f"{name}, predicted {found}", image)] for name, found, image in zip(truth, best, images)]
+
+    def check_labels(self, data):
+        counts = np.bincount(data.labels, minlength=len(data.classes))
+        fewest, most = counts.argmin(), counts.argmax()
+        spread = f"{counts[fewest]} of {data.classes[fewest]} to {counts[most]} of {data.classes[most]}"
+        if counts[fewest] == counts[most]:
+            spread = f"{counts[most]} of each"
+        sentences = [f"{len(data)} training images of {len(data.classes)} classes: {spread}"]
+        if small := [name for name, count in zip(data.classes, counts) if count < FEW]:
+            sentences.append(f"fewer than {FEW} images to learn from: {_listed(small)}")
+        if counts[most] > IMBALANCE * counts[fewest]:
+            sentences.append("one class has many times the images of another: the accuracy hides the mistakes in small ones")
+        contradictory = _find_contradictions(data)
+        if contradictory:
+            names = ", ".join(f"{data.names[first]} and {data.names[second]}" for first, second in contradictory[:3])
+            sentences.append(f"{len(contradictory)} images are there twice, in two classes: {names}")
+        of_each = [int(np.flatnonzero(data.labels == label)[0]) for label in np.flatnonzero(counts)]
+        return sentences, [index for pair in contradictory[:2] for index in pair] + of_each
+
+    def read_files(self, paths, best):
+        from tpukit.tasks.images.data import read_image
+
+        size = self._size()
+        images = pictures.read_each(paths, lambda path: read_image(path, size, self.fit).transpose(2, 0, 1))
+        return dict(image=np.stack(images)), [path.name for path in paths]
+
+    def results(self, batch, predictions):
+        """class and probability, and next_class and next_probability, the second most probable one."""
+        names, found = self.class_names, []
+        for row in _softmax(np.asarray(predictions))[0]:
+            first, second = np.argsort(-row, kind="stable")[:2]
+            best = {"class": _name(names, first), "probability": float(row[first])}
+            found.append(best | dict(next_class=_name(names, second), next_probability=float(row[second])))
+        return found
+
+
+def _gather(predictions):
+    """(logits (N, K), labels (N,)) of the valid samples of what `evaluate` gets."""
+    pairs = [(logits[batch["valid"]], batch["label"][batch["valid"]]) for logits, batch in predictions]
+    logits, labels = (np.concatenate([np.asarray(part) for part in parts]) for parts in zip(*pairs))
+    return logits, labels
+
+
+def _ranks(logits, labels):
+    """(N,): how many classes are above the true one; all of them, where its logit is not a number."""
+    own = np.take_along_axis(logits, labels[:, None], 1)
+    return (~(logits <= own)).sum(1)
+
+
+def _softmax(logits, labels=None):
+    """(probabilities (N, K), cross-entropy losses (N,) or None)."""
+    from scipy.special import log_softmax
+
+    found = log_softmax(logits.astype(np.float64), 1)
+    return np.exp(found), None if labels is None else -np.take_along_axis(found, labels[:, None], 1)[:, 0]
+
+
+def _confusion(logits, labels):
+    """(K, K) counts: a row for each true class, a column for each predicted one."""
+    count = logits.shape[1]
+    return np.bincount(labels * count + logits.argmax(1), minlength=count * count).reshape(count, count)
+
+
+def _find_contradictions(data):
+    """Pairs of indices of equal images with two labels."""
+    first, found = {}, []
+    for index, image in enumerate(data.images):
+        other = first.setdefault(hashlib.sha256(image.tobytes()).digest(), index)
+        if data.labels[other] != data.labels[index]:
+            found.append((other, index))
+    return found
+
+
+def _name(names, number):
+    return names[int(number)] if names else f"class {int(number)}"
+
+
+def _listed(names):
+    return f"{len(names)} classes ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+
+
+def _write_csv(path, header, rows):
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(header)
+    writer.writerows([printable(str(value)) for value in row] for row in rows)
+    files.write_atomic(path, text.getvalue(), durable=False)

@@ -1,0 +1,214 @@
+"""MSHNet: infrared small target detection (Liu et al., CVPR 2024).
+
+torch is imported where it is used, so that the help of the command line need not wait for it.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from tpukit.host import arrays
+from tpukit.host.errors import TpukitError
+from tpukit.runs import weights
+from tpukit.runs.run import setting
+from tpukit.tasks import pictures
+from tpukit.tasks.mshnet.synthetic import infrared_set
+from tpukit.training.task import Task
+
+MAX_SIDE = 8192  # pixels, as of `pictures.MAX_PIXELS`
+IMAGE_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as published
+IMAGE_STD = (0.229, 0.224, 0.225)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MSHNet(Task):
+    """Infrared small target detection with the multi-scale head network and the SLS loss; defaults are the published recipe."""
+
+    name: ClassVar[str] = "mshnet"
+    dataset: ClassVar[str] = "IRSTD-1k"
+    dataset_parts: ClassVar[tuple[str, ...]] = ("images", "masks", "img_idx", "50_50", "idx_427", "idx_320")
+    synthetic_size: ClassVar[int] = 40
+    synthetic_size_accelerator: ClassVar[int] = 400
+    synthesize = staticmethod(infrared_set)
+    score: ClassVar[str] = "iou"
+    score_names: ClassVar[dict[str, str]] = dict(iou="IoU", pd="Pd, share of targets found", fa="Fa, false pixels per pixel")
+    published: ClassVar[dict[str, float]] = dict(iou=0.6716, pd=0.9388, fa=15.03e-6)
+    evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
+    export_output: ClassVar[str] = "the probability of a target (batch, 1, height, width); images are RGB or three times grey"
+    export_multiple: ClassVar[int] = 16
+
+    epochs: int = setting(400, free=True)
+    """Passes over the training set."""
+    batch_size: int = 4
+    """Global batch size: images in one optimizer step, over all cores."""
+    lr: float = 0.05
+    """Learning rate of Adagrad."""
+    base_size: int = 256
+    """Images are evaluated at base_size x base_size; in training their long side is scaled to 0.5 to 2 times it."""
+    crop_size: int = 256
+    """Side of the training crops, a multiple of 16."""
+    warm_epoch: int = 5
+    """Last epoch of the warm-up phase (counted from 0), which trains one output with a plain IoU loss."""
+    final_init: Literal["mask0", "random"] = "mask0"
+    """Initial weights of the last convolution. mask0: those that copy the output that the warm-up trained. random: as
+    published, which after the warm-up can saturate the sigmoid on the wrong side, where it hardly learns."""
+    skip_bad: bool = False
+    """Leave out list entries whose image or mask is missing or unreadable, instead of stopping."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("base_size", "crop_size"):
+            if not 16 <= getattr(self, name) <= MAX_SIDE or getattr(self, name) % 16:
+                raise TpukitError(
+                    f"{name}={getattr(self, name)}: the network halves it four times; use a multiple of 16, up to {MAX_SIDE}"
+                )
+
+    def datasets(self):
+        from tpukit.tasks.mshnet.data import InfraredSet
+
+        options = dict(base_size=self.base_size, crop_size=self.crop_size, skip_bad=self.skip_bad)
+        return InfraredSet(self.dataset_dir, "train", **options), InfraredSet(self.dataset_dir, "test", **options)
+
+    def model(self):
+        import torch
+
+        from tpukit.tasks.mshnet.model import MSHNetModel
+
+        model = MSHNetModel()
+        if self.final_init == "mask0":
+            with torch.no_grad():
+                model.final.weight.zero_()
+                model.final.weight[0, 0, 1, 1] = 1
+                model.final.bias.zero_()
+        return model
+
+    def optimizer(self, model):
+        from torch.optim import Adagrad
+
+        return Adagrad(model.parameters(), lr=self.lr)
+
+    def loss(self, model, batch, epoch):
+        from tpukit.tasks.mshnet import tiling
+        from tpukit.tasks.mshnet.loss import multiscale_loss
+
+        warm_up = epoch <= self.warm_epoch
+        tiles = tiling.num_tiles(batch["image"])
+        image, mask = tiling.split(batch["image"], tiles), tiling.split(batch["mask"], tiles)
+        logits, masks = model(normalise(image), warm_up, tiles)
+        # Grey mask values stay as they are in the loss, as published.
+        return multiscale_loss(logits, masks, mask.float() / 255, warm_up=warm_up, tiles=tiles)
+
+    def predict(self, model, batch, epoch=None):
+        from tpukit.tasks.mshnet import tiling
+
+        warm_up = epoch is not None and epoch <= self.warm_epoch
+        tiles = tiling.num_tiles(batch["image"])
+        logits, _ = model(normalise(tiling.split(batch["image"], tiles)), warm_up, tiles)
+        return tiling.merge(logits, tiles).float()
+
+    def export_inputs(self, batch):
+        image = np.asarray(batch["image"])
+        return dict(image=np.ascontiguousarray(np.broadcast_to(image, (len(image), 3, *image.shape[2:]))))
+
+    def exported(self, model, inputs):
+        return self.predict(model, inputs).sigmoid()
+
+    def libtpu_args(self, batch_size):
+        # Where a map of the full size takes a quarter of a v5e's fast memory, what is read there once pushes out results.
+        is_large = batch_size * self.crop_size**2 >= 16 * 256**2
+        return "--xla_tpu_msa_inefficient_use_to_copy_ratio=2.5" if is_large else ""
+
+    def evaluate(self, predictions, threshold=0.5):
+        """dict: iou, niou, pixel_recall, pd, fa (false pixels per pixel), roc. threshold: of the probability, in (0, 1)."""
+        from tpukit.tasks.mshnet.scores import Scores
+
+        scores = Scores(threshold)
+        for logits, batch in predictions:
+            scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
+        return {**scores.result(), "roc": scores.roc()}
+
+    @staticmethod
+    def download(folder):
+        raise TpukitError("its authors share it on Google Drive and Baidu, see github.com/RuiZhang97/ISNet")
+
+    @staticmethod
+    def milestones(settings):
+        return {settings["warm_epoch"] + 1: "warm-up ends"} if isinstance(settings.get("warm_epoch"), int) else {}
+
+    def example(self, count):
+        rng, size = np.random.default_rng(0), self.crop_size
+        image = rng.integers(0, 256, (count, 1, size, size), np.uint8)
+        return dict(image=image, mask=np.where(image > 250, 255, 0).astype(np.uint8))
+
+    def panels(self, batch, prediction=None, threshold=0.5):
+        from tpukit.tasks.mshnet import overlay
+        from tpukit.tasks.mshnet.scores import logit
+
+        images = np.asarray(batch["image"])
+        masks = np.asarray(batch["mask"])[:, 0] if "mask" in batch else [None] * len(images)
+        if prediction is None:
+            return [overlay.sample_row(image, mask) for image, mask in zip(images, masks)]
+        predicted = np.asarray(prediction)[:, 0] > logit(threshold)
+        return [overlay.prediction_row(*sample) for sample in zip(images, masks, predicted)]
+
+    def data_signature(self, data):
+        return {"image names": arrays.digest(data.names), "masks": data.masks_digest}
+
+    def metadata(self, data):
+        return dict(image_side=max(data.height, data.width))
+
+    # A user's own images, of any size
+
+    @functools.cached_property
+    def _smallest_scale(self):
+        """By what the training of `weights` shrank its largest images; a half, as IRSTD-1k's are, where they do not say."""
+        side = weights.metadata(self.weights).get("image_side", "") if self.weights else ""
+        return min(self.base_size / int(side), 1.0) if side.isdecimal() and int(side) else 0.5
+
+    def read_files(self, paths, best):
+        """Images in their own size; several at once must have the same."""
+        from tpukit.tasks.mshnet import augment
+        from tpukit.tasks.mshnet.data import read_image
+
+        images = pictures.read_each(paths, lambda path: augment.planes(read_image(path)))
+        return dict(image=np.stack([np.broadcast_to(image, (3, *image.shape[1:])) for image in images])), [
+            p.name for p in paths
+        ]
+
+    def check_labels(self, data):
+        from tpukit.tasks.mshnet.labels import check
+
+        return check(data)
+
+    def split(self, batch):
+        from tpukit.tasks.mshnet import windows
+
+        image = batch["image"][0]
+        rows, join = windows.split(windows.scale(image, self.base_size, self._smallest_scale), self.base_size)
+        size = image.shape[1:]
+        return [dict(image=row) for row in rows], lambda predictions: windows.resize(join(predictions), size)
+
+    def results(self, batch, predictions, threshold=0.5):
+        """height, width, targets (how many), mask (H, W) bool in the image's own pixels, boxes as of `scores.boxes`."""
+        from tpukit.tasks.mshnet.scores import boxes
+
+        found = [boxes(logits[0], threshold) for logits in np.asarray(predictions)]
+        sizes = [dict(zip(("height", "width"), mask.shape)) for mask, _ in found]
+        return [size | dict(targets=len(rows), mask=mask, boxes=rows) for size, (mask, rows) in zip(sizes, found)]
+
+
+def normalise(image):
+    """(B, 1 or 3, H, W) in [0, 255] -> (B, 3, H, W) float32 with ImageNet's mean and standard deviation."""
+    # (image / 255 - mean) / std, in fewer passes.
+    factor = _constants([1 / (255 * std) for std in IMAGE_STD], image.device)
+    offset = _constants([-mean / std for mean, std in zip(IMAGE_MEAN, IMAGE_STD)], image.device)
+    return (image.float() * factor).add_(offset)
+
+
+def _constants(values, device):
+    """(C, 1, 1), made in the compiled graph: a tensor from the host would be sent with every step."""
+    import torch
+
+    return torch.stack([torch.full((1, 1), value, device=device) for value in values])

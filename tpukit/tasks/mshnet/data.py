@@ -1,0 +1,232 @@
+"""Infrared small target sets on disk: images/, masks/ and lists of names, as IRSTD-1k, NUDT-SIRST and SIRST have them.
+
+A folder without lists, such as a user's own, is split by the names of its images.
+"""
+
+import concurrent.futures
+import hashlib
+import math
+import os
+import posixpath
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from tpukit.host import arrays
+from tpukit.host.errors import TpukitError
+from tpukit.tasks import pictures
+from tpukit.tasks.mshnet import augment
+
+# Where the published sets keep their lists, relative to the set's folder.
+LISTS = dict(
+    train=("trainval.txt", "train.txt", "img_idx/train*.txt", "50_50/train.txt", "idx_427/trainval.txt", "idx_320/train.txt"),
+    test=("test.txt", "img_idx/test*.txt", "50_50/test.txt", "idx_427/test.txt", "idx_320/test.txt"),
+)
+IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
+MASK_SUFFIXES = ("", "_pixels0")  # SIRST names its masks NAME_pixels0.png
+IMAGES_PER_TEST_IMAGE = 5  # without lists
+VERSION = 4  # of what `_read_split` returns for the same files, which is cached
+
+
+class InfraredSet:
+    """One split of a set, decoded once to uint8, in memory that all processes of a host share.
+
+    `batch(indices, numbers)` -> dict of image (B, C, S, S) uint8 and mask (B, 1, S, S) uint8, where S is crop_size with
+    augmentation (numbers: (B, 6) in [0, 1)) and base_size without (numbers: None). C is 1 where all images are grey, else 3.
+    `compose` makes the same on a device, with the image in float32, not rounded to whole grey levels.
+    """
+
+    num_draws = augment.NUM_DRAWS
+
+    def __init__(self, folder, split, *, base_size=256, crop_size=256, skip_bad=False):
+        self.base_size, self.crop_size = base_size, crop_size
+        folder = Path(folder)
+        listing, lines = read_list(folder, split)
+        inside = [place for place in (folder / "images", folder / "masks") if place.is_dir()]
+        key = [VERSION, skip_bad, "\n".join(lines), arrays.content_key(*inside)]
+        decoded = arrays.mapped(f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, lines, skip_bad))
+        self.notes = f"{listing}: {decoded['notes']}" if decoded["notes"] else ""
+        self.names = decoded["names"].tolist()
+        self.masks_digest = str(decoded["masks_digest"])
+        self.images = _unpack(decoded["images"], decoded["images_shapes"])
+        self.masks = _unpack(decoded["masks"], decoded["masks_shapes"])
+        shapes = [image.shape for image in self.images]
+        self.colours = 3 if any(len(shape) == 3 for shape in shapes) else 1
+        self.height, self.width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
+
+    def __len__(self):
+        return len(self.names)
+
+    def batch(self, indices, numbers=None):
+        images, masks = [], []
+        for index, parameters in zip(indices, self._resampling(indices, numbers)):
+            image, mask = augment.on_host(self.images[index], self.masks[index], **parameters)
+            images.append(np.broadcast_to(image, (self.colours, *image.shape[1:])))
+            masks.append(mask)
+        return dict(image=np.stack(images), mask=np.stack(masks))
+
+    def _resampling(self, indices, numbers):
+        """`augment.resampling` of each sample."""
+        for slot, index in enumerate(indices):
+            height, width = self.images[index].shape[:2]
+            if numbers is None:
+                yield augment.resampling((width, height), self.base_size)
+            else:
+                crop = augment.random_crop(numbers[slot], (width, height), self.base_size, self.crop_size)
+                yield augment.resampling((width, height), self.crop_size, **crop)
+
+    # On the device
+
+    def device_nbytes(self):
+        return len(self) * (self.colours + 1) * self.height * self.width
+
+    def device_arrays(self):
+        size = self.height, self.width
+        return dict(image=_pad(self.images, self.colours, *size), mask=_pad(self.masks, 1, *size))
+
+    def sample_parameters(self, indices, numbers=None):
+        samples = list(self._resampling(indices, numbers))
+        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    def compose(self, rows, parameters):
+        image, mask = augment.on_device(rows["image"], rows["mask"], **parameters)
+        return dict(image=image, mask=mask)
+
+
+def _pad(images, colours, height, width):
+    """Images of many sizes, each in the upper left corner of (N, C, H, W) uint8."""
+    padded = np.zeros((len(images), colours, height, width), np.uint8)
+    for index, image in enumerate(images):
+        plane = augment.planes(image)
+        padded[index, :, : plane.shape[1], : plane.shape[2]] = plane
+    return padded
+
+
+def read_list(folder, split):
+    """(The file that lists a split's names, its lines). Without any list, (images/, the names that are chosen of it).
+
+    Raises TpukitError naming the places that were searched."""
+    if not folder.is_dir():
+        raise TpukitError(f"dataset folder {folder} does not exist")
+    listed = {name: [path for pattern in LISTS[name] for path in sorted(folder.glob(pattern))] for name in LISTS}
+    listings = {name: [path for path in paths if path.is_file()] for name, paths in listed.items()}
+    if listings[split]:
+        return listings[split][0], _read_text(listings[split][0]).splitlines()
+    images = folder / "images"
+    if images.is_dir() and not any(listings.values()):
+        return images, _split_by_name([path.name for path in images.iterdir() if path.suffix.lower() in IMAGE_ENDINGS], split)
+    here = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+    raise TpukitError(
+        f"no {split} list in {folder}, which should hold images/, masks/, and both trainval.txt and test.txt or no lists: "
+        f"looked for {', '.join(LISTS[split])}; found {here}"
+    )
+
+
+def _split_by_name(names, split):
+    """Those of the names that belong to a split: always the same, though in no order that a camera or a person gave them."""
+    if len(names) < 2:
+        raise TpukitError(f"images/ holds {len(names)} images: it needs 2 or more, one to train on and one to test on")
+    names = sorted(names, key=lambda name: (zlib.crc32(os.fsencode(Path(name).stem)), name))
+    tests = math.ceil(len(names) / IMAGES_PER_TEST_IMAGE)
+    return sorted(names[:tests] if split == "test" else names[tests:])
+
+
+def _read_text(listing):
+    try:
+        return listing.read_text("utf-8-sig")  # editors on Windows write a byte order mark
+    except UnicodeDecodeError as error:
+        raise TpukitError(f"{listing} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from error
+
+
+def _pack(name, images):
+    """Images of any sizes as one vector of pixels and their shapes (N, 3), the last one 0 for grey images."""
+    shapes = [(*image.shape, 0)[:3] for image in images]
+    return {name: np.concatenate([image.reshape(-1) for image in images]), f"{name}_shapes": np.array(shapes)}
+
+
+def _unpack(pixels, shapes):
+    """The images that `_pack` packed, as views."""
+    shapes = [(height, width, colours) if colours else (height, width) for height, width, colours in shapes.tolist()]
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(np.split(np.asarray(pixels), ends[:-1]), shapes)]
+
+
+def _read_split(folder, listing, lines, skip_bad):
+    """Names, pixels and `notes` of a split as a dict of arrays. Decodes on all cores. listing, lines: of `read_list`."""
+    from tqdm.auto import tqdm
+
+    entries = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not entries:
+        raise TpukitError(f"{listing} is empty: it should hold one image name per line")
+    names, images, masks, bad = [], [], [], []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        pairs = [pool.submit(_read_pair, folder, name) for _, name in entries]
+        progress = tqdm(pairs, desc=f"decoding {listing.stem}", unit="image", disable=len(pairs) < 200)
+        for (number, name), pair in zip(entries, progress):
+            try:
+                image, mask = pair.result()
+            except TpukitError as error:
+                bad.append(f"  line {number}: {name}: {error}")
+            else:
+                names.append(name)
+                images.append(image)
+                masks.append(mask)
+    notes = ""
+    if bad:
+        problems = "\n".join(bad[:20])
+        if len(bad) > 20:
+            problems += f"\n  ... and {len(bad) - 20} more"
+        notes = f"left out {len(bad)} of {len(entries)} entries:\n{problems}"
+        if not skip_bad or not names:
+            raise TpukitError(
+                f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n{problems}\n"
+                "Fix them, or leave them out with skip_bad=True (--skip-bad)."
+            )
+    # Kept with the arrays: at the start of a training no pixels are read.
+    masks_digest = arrays.digest([[mask.shape, hashlib.sha256(mask).hexdigest()] for mask in masks])
+    about = dict(names=np.array(names), notes=np.array(notes), masks_digest=np.array(masks_digest))
+    return dict(about, **_pack("images", images), **_pack("masks", masks))
+
+
+def _read_pair(folder, name):
+    """(image, mask) of a name in a list. Raises TpukitError with what is wrong."""
+    # A list from elsewhere could name any file of the user's, whose picture would then be kept with the predictions. What
+    # counts is the name: folders of a dataset may be links, as on Kaggle.
+    if not posixpath.normpath(f"images/{name}").startswith("images/"):
+        raise TpukitError("the name leads out of images/; name a file in it")
+    stem = name.rsplit(".", 1)[0] if Path(name).suffix.lower() in IMAGE_ENDINGS else name
+    image = _read_first(folder, [f"images/{stem}"])
+    mask = _read_first(folder, [f"masks/{stem}{suffix}" for suffix in MASK_SUFFIXES], grey=True)
+    if image.shape[:2] != mask.shape[:2]:
+        (height, width), (mask_height, mask_width) = image.shape[:2], mask.shape[:2]
+        raise TpukitError(f"image is {width}x{height}, mask is {mask_width}x{mask_height}")
+    return image, mask
+
+
+def _read_first(folder, stems, grey=False):
+    """The pixels of the first image file with one of these names, without ending, that is there."""
+    for stem in stems:
+        for ending in (*IMAGE_ENDINGS, *map(str.upper, IMAGE_ENDINGS)):
+            if (folder / f"{stem}{ending}").is_file():
+                try:
+                    return read_image(folder / f"{stem}{ending}", grey=grey)
+                except Exception as error:  # Pillow raises many types for a damaged file
+                    raise TpukitError(f"{stem}{ending} is unreadable ({error})") from error
+    raise TpukitError(f"no image {stems[0]}")
+
+
+def read_image(path, *, grey=False):
+    """An image file -> uint8, (H, W) for grey images and (H, W, 3) for colour.
+
+    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and 16-bit grey, whose whole range 0..65535 maps to 0..255.
+    Colours that differ by one level at most are a grey image that some software has converted and rounded (three of IRSTD-1k's
+    are such). Raises what `pictures.opened` does.
+    """
+    with pictures.opened(path) as image:
+        image = pictures.in_8_bits(image)
+        if grey or image.mode in ("1", "L", "LA"):
+            return np.array(image.convert("L"))
+        image = image.convert("RGB")
+        colours = np.array(image)
+        return np.array(image.convert("L")) if np.ptp(colours, axis=2).max() <= 1 else colours

@@ -1,0 +1,51 @@
+"""The task and the weights of a finished training, from a run's folder or from a weights file alone."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from tpukit import tasks
+from tpukit.host.errors import TpukitError
+from tpukit.runs import weights
+from tpukit.runs.run import Run
+from tpukit.training.task import from_settings
+
+
+def task_of(config):
+    """The task of a run's config, dict(task, settings), with fresh weights: those that it started from may be gone."""
+    try:
+        return from_settings(tasks.find(config["task"]), config["settings"] | dict(weights=None))
+    except TypeError as error:  # of a damaged file: a text in place of a number
+        raise TpukitError(f"the settings of a {config['task']} are damaged ({error})") from error
+
+
+def config_of(path):
+    """What a weights file says of its task, as a run's config; None where it does not name a task."""
+    about = weights.metadata(path)
+    if about.get("task") not in tasks.TASKS:
+        return None
+    try:
+        return dict(task=about["task"], settings=dict(json.loads(about.get("settings", "{}"))))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise TpukitError(f"{path}: the settings in its metadata are damaged ({error})") from error
+
+
+def find_trained(source, task=None):
+    """(task, weights file) of a `Run`, a run's folder, a weights file, or the address of one.
+
+    The task has the file as its `weights`, because what it says of classes may count. task: one of the user's own, or the name
+    of a task, for a file that does not name its own. Raises TpukitError where there are no weights, or they are of no
+    task that is known, or of another.
+    """
+    run = source if isinstance(source, Run) else Run.find(source) if Path(source).is_dir() else None
+    path = run.best() if run else weights.local(source)
+    if not path.is_file():
+        raise TpukitError(f"{path} does not exist: name the folder of a run, or a weights file")
+    if task is None or isinstance(task, str):
+        config = run.config if run else config_of(path)
+        if not (config or task):
+            raise TpukitError(f"{path} does not say of which task it is: name one of {', '.join(tasks.TASKS)} (--task)")
+        if config and task not in (None, config["task"]):
+            raise TpukitError(f"{source} is of the task {config['task']}, not of {task}")
+        task = task_of(config or dict(task=task, settings={}))
+    return dataclasses.replace(task, weights=path), path
