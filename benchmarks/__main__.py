@@ -1,15 +1,14 @@
-"""`python -m benchmarks [PART...]`: measure, print tables, and write one JSON. All figures are of one machine in one run.
+"""`python -m benchmarks [PART...]`: measure, print tables, and write one JSON. All figures are of one machine
+in one run.
 
 data    images per second of each way from a set on disk to a batch, next to a plain PIL pipeline; one core
 steps   MSHNet's training step written by hand and with each way of making it faster
-epochs  an epoch around it: waiting for data, compilations after warm-up, evaluation, time to the first step, peak memory
-overheads  what saving, scoring and recording take away from a fast device with epochs of a second
+epochs  an epoch around it: waiting for data, compilations after warm-up, evaluation, time to the first step,
+peak memory overheads  what saving, scoring and recording take away from a fast device with epochs of a second
 loops   the cost of tpukit's loop next to a bare loop, Lightning and accelerate: same model, same device
-images  a network of timm trained by tpukit and by a plain loop: time and accuracy
-cores   2 and 4 processes against one, and what share of a step the gradient all-reduce takes
-host    what the host does for a step of MSHNet on eight TPU cores, traced and replayed
-start   from the launch line to the end of the first step
-"""
+images  a network of timm trained by tpukit and by a plain loop: time and accuracy cores   2 and 4 processes
+against one, and what share of a step the gradient all-reduce takes host    what the host does for a step of
+MSHNet on eight TPU cores, traced and replayed start   from the launch line to the end of the first step"""
 
 import argparse
 import json
@@ -33,14 +32,20 @@ def main():
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; by default all")
     parser.add_argument(
-        "--data", type=Path, help="a real infrared set, for the parts that read one; by default synthetic images"
+        "--data",
+        type=Path,
+        help="a real infrared set, for the parts that read one; by default synthetic images",
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/bench.json"))
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no part {', '.join(unknown)}; there are: {', '.join(PARTS)}")
-    versions = {name: environment.version_of(name) for name in ("torch", "torch_xla", "lightning", "accelerate")}
-    machine = dict(processor=platform.machine(), cores=os.cpu_count(), python=platform.python_version(), **versions)
+    versions = {
+        name: environment.version_of(name) for name in ("torch", "torch_xla", "lightning", "accelerate")
+    }
+    machine = dict(
+        processor=platform.machine(), cores=os.cpu_count(), python=platform.python_version(), **versions
+    )
     found = dict(machine=machine)
     print(Table("Machine", ("what", "value"), machine.items()))
     with tempfile.TemporaryDirectory() as work:
@@ -55,51 +60,101 @@ def main():
 
 
 def measure(part, digits, synthetic, infrared):
-    """One part's rows, each a dict; printed as a table. infrared: the real set, or `synthetic`, which is 120 images."""
+    """One part's rows, each a dict; printed as a table. infrared: the real set, or `synthetic`, which is 120
+    images."""
     gpu = ["cuda"] if has_gpu() else []
     if part == "data":
         rows = [row for device in ["cpu", *gpu] for row in ask("data", device, infrared)]
         columns = ("device", "way", "images_per_s", "times_plain", "rounds")
-        title = "From the set to batches of 256x256, one thread: times_plain is against decoding and augmenting by PIL"
+        title = (
+            "From the set to batches of 256x256, one thread: times_plain is against decoding and augmenting"
+            " by PIL"
+        )
     elif part == "steps":
         cases = [("cpu", 256, 4), ("xla", 128, 4)] + [("cuda", 256, size) for size in (4, 16, 64) if gpu]
-        rows = [dict(row, size=case[1], batch=case[2]) for case in cases for row in ask("steps", "steps", *case)]
+        rows = [
+            dict(row, size=case[1], batch=case[2]) for case in cases for row in ask("steps", "steps", *case)
+        ]
         columns = ("device", "size", "batch", "way", "ms_per_step", "times_first", "lowest", "highest")
         columns += ("host_ms", "first_step_s", "rounds")
-        title = "MSHNet's training step, each way in turn with its device's first; host_ms: until the host has handed it over"
+        title = (
+            "MSHNet's training step, each way in turn with its device's first; host_ms: until the host has"
+            " handed it over"
+        )
     elif part == "epochs":
         cases = [("cpu", 64, 8), ("xla", 64, 8)] + [("cuda", 256, size) for size in (4, 16) if gpu]
-        rows = [dict(row, size=case[1], batch=case[2]) for case in cases for row in ask("steps", "epochs", *case, infrared)]
+        rows = [
+            dict(row, size=case[1], batch=case[2])
+            for case in cases
+            for row in ask("steps", "epochs", *case, infrared)
+        ]
         columns = ("device", "size", "batch", "data_on", "images_per_s", "wait_share", "compiled_late")
         columns += ("eval_s", "scoring_s", "first_step_s", "peak_gib")
         title = "The second epoch of a training of MSHNet"
     elif part == "overheads":
         rows = ask("overheads")
-        columns = ("way", "lost_percent", "lowest", "highest", "lost_ms", "saves_ms", "scores_ms", "evaluation_ms")
+        columns = (
+            "way",
+            "lost_percent",
+            "lowest",
+            "highest",
+            "lost_ms",
+            "saves_ms",
+            "scores_ms",
+            "evaluation_ms",
+        )
         columns += ("records_ms", "end_ms", "runs", "epochs")
-        title = "What an epoch of a second takes longer than its mocked device: MSHNet's sizes, evaluated every epoch"
+        title = (
+            "What an epoch of a second takes longer than its mocked device: MSHNet's sizes, evaluated every"
+            " epoch"
+        )
     elif part == "loops":
         rows = [
-            row for case in ("cpu mnist", "xla mnist", "xla mshnet") for row in ask("loops", *case.split(), digits, synthetic)
+            row
+            for case in ("cpu mnist", "xla mnist", "xla mshnet")
+            for row in ask("loops", *case.split(), digits, synthetic)
         ]
         columns = ("device", "model", "loop", "ms_per_step", "times_bare", "lowest", "highest", "rounds")
-        title = "One loop against another, in turn: times_bare compares medians, lowest and highest are of single rounds"
+        title = (
+            "One loop against another, in turn: times_bare compares medians, lowest and highest are of single"
+            " rounds"
+        )
     elif part == "images":
         with tempfile.TemporaryDirectory() as work:
             rows = ask("images", make_synthetic("my-images", Path(work) / "shapes", size=4800))
-        columns = ("model", "images", "epochs", "loop", "seconds", "seconds_times_plain", "seconds_range", "processor_s")
+        columns = (
+            "model",
+            "images",
+            "epochs",
+            "loop",
+            "seconds",
+            "seconds_times_plain",
+            "seconds_range",
+            "processor_s",
+        )
         columns += ("processor_s_times_plain", "processor_s_range", "accuracy", "accuracy_range", "rounds")
-        title = "A network of timm from scratch, in turn: seconds of steps and predictions, processor_s of everything"
+        title = (
+            "A network of timm from scratch, in turn: seconds of steps and predictions, processor_s of"
+            " everything"
+        )
     elif part == "cores":
-        rows = [row for kind in ("cpu", "xla") for count in (1, 2, 4) for row in ask("cores", kind, count, digits)]
+        rows = [
+            row for kind in ("cpu", "xla") for count in (1, 2, 4) for row in ask("cores", kind, count, digits)
+        ]
         alone = {row["device"]: row["images_per_s"] for row in rows if row["processes"] == 1}
         rows = [dict(row, times_one=round(row["images_per_s"] / alone[row["device"]], 2)) for row in rows]
         columns = ("device", "processes", "images_per_s", "times_one", "gradient_all_reduce_share", "rounds")
-        title = "Several processes on this machine's cores, global batch 128: gradient_all_reduce_share is the part of a step"
+        title = (
+            "Several processes on this machine's cores, global batch 128: gradient_all_reduce_share is the"
+            " part of a step"
+        )
     elif part == "host":
         rows = [row for parallel in ("processes", "spmd") for row in ask("cores", "host", parallel)]
         columns = ("parallel", "way", "host_ms", "lowest", "highest", "times_traced", "wall_ms", "steps")
-        title = "MSHNet on eight TPU cores: processor time of a host's thread for a step of a process, or of all by SPMD"
+        title = (
+            "MSHNet on eight TPU cores: processor time of a host's thread for a step of a process, or of all"
+            " by SPMD"
+        )
     else:
         cases = (("cpu", 1), ("cpu", 2), ("cpu", 4), ("xla", 1), ("xla", 2), ("spmd", 8))
         rows = [row for kind, count in cases for row in ask("start", kind, count, digits)]

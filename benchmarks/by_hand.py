@@ -1,5 +1,6 @@
-"""MSHNet and its loss as one would write them by hand, with torch's layers and a loop over the images: what `steps` compares
-with. The parameters have the published names, so that both networks can have the same weights."""
+"""MSHNet and its loss as one would write them by hand, with torch's layers and a loop over the images: what
+`steps` compares with. The parameters have the published names, so that both networks can have the same
+weights."""
 
 import math
 
@@ -97,7 +98,9 @@ class Step:
         layout = torch.channels_last if channels_last else torch.preserve_format
         self.network = Network().to(device, memory_format=layout)
         self.optimizer = torch.optim.Adagrad(self.network.parameters(), lr=0.05)
-        self.mean, self.std = (torch.tensor(values, device=device)[:, None, None] for values in (IMAGE_MEAN, IMAGE_STD))
+        self.mean, self.std = (
+            torch.tensor(values, device=device)[:, None, None] for values in (IMAGE_MEAN, IMAGE_STD)
+        )
 
     def __call__(self, batch):
         loss = self.loss(batch)

@@ -1,10 +1,11 @@
-"""`python -m benchmarks.campaign`: kill a training, and flip bits in what it left, a thousand times each; nothing may be lost.
+"""`python -m benchmarks.campaign`: kill a training, and flip bits in what it left, a thousand times each;
+nothing may be lost.
 
-The places are a run's folder alone, with a backup in a folder, and with one in a bucket (an S3 server on loopback). After each
-kill the newest whole checkpoint of every place is at least as new as before; a run that has come to its end equals one that was
-never killed. After each flipped bit the resumed run equals that one too, or says what is damaged, or is refused, and no place
-that was whole has lost anything. Exit code 1, with the lines to repeat it, where that does not hold.
-"""
+The places are a run's folder alone, with a backup in a folder, and with one in a bucket (an S3 server on
+loopback). After each kill the newest whole checkpoint of every place is at least as new as before; a run that
+has come to its end equals one that was never killed. After each flipped bit the resumed run equals that one
+too, or says what is damaged, or is refused, and no place that was whole has lost anything. Exit code 1, with
+the lines to repeat it, where that does not hold."""
 
 import argparse
 import collections
@@ -47,7 +48,7 @@ LOSE_SHARE = 0.1  # of the kills after which the run's folder is lost, where the
 class Points:
     """Two clouds of points in eight dimensions."""
 
-    num_draws = 0
+    num_uniforms = 0
 
     def __init__(self, seed, size):
         rng = np.random.default_rng(seed)
@@ -88,14 +89,17 @@ class Tiny(Task):
         return dict(accuracy=sum(hits) / 40)
 
 
-TASK = Tiny(batch_size=8, epochs=4, log_every=3, num_workers=0, save_every_s=0.0, ema_decay=0.9, schedule="cosine")
+TASK = Tiny(
+    batch_size=8, epochs=4, log_every=3, num_workers=0, save_every_s=0.0, ema_decay=0.9, schedule="cosine"
+)
 
 
 # A training in a process of its own
 
 
 def resume(folder, backup, stop_at=None, kill_at=None):
-    """Train in a run's folder to the end, or to a step, or to the n-th change of a file, before which the process is killed."""
+    """Train in a run's folder to the end, or to a step, or to the n-th change of a file, before which the
+    process is killed."""
     if kill_at:
         for place, name in ((os, "replace"), (os, "fsync"), (os, "unlink"), (os, "mkdir")):
             setattr(place, name, counted(getattr(place, name), kill_at))
@@ -122,7 +126,8 @@ def counted(function, left):
 
 
 def forked(log, function, *arguments, kill_after_s=None, **options):
-    """Call a function in a forked process. Returns (exit code: 1 for a TpukitError, 2 for any other, -9 if killed; output)."""
+    """Call a function in a forked process. Returns (exit code: 1 for a TpukitError, 2 for any other, -9 if
+    killed; output)."""
     if (pid := os.fork()) == 0:
         code = 2
         try:
@@ -191,7 +196,9 @@ class Campaign:
             self.client.delete_object(Bucket=BUCKET, Key=one["Key"])
         for path in folder.rglob("*"):
             if path.is_file() and not path.name.startswith("."):
-                self.client.put_object(Bucket=BUCKET, Key=prefix + str(path.relative_to(folder)), Body=path.read_bytes())
+                self.client.put_object(
+                    Bucket=BUCKET, Key=prefix + str(path.relative_to(folder)), Body=path.read_bytes()
+                )
 
     def backup(self, kind, name):
         return dict(run=None, folder=self.work / f"{name}-copy", bucket=f"s3://{BUCKET}/{name}")[kind]
@@ -238,7 +245,11 @@ class Campaign:
                         self.report(f"{', '.join(different)} differ after {kills} kills", f"{place}", out)
                 self.tally["equal runs", kind] += 1
             for place in filter(None, (folder, backup)):
-                self.store(self.work / "nothing", place) if str(place).startswith("s3:") else shutil.rmtree(place, True)
+                (
+                    self.store(self.work / "nothing", place)
+                    if str(place).startswith("s3:")
+                    else shutil.rmtree(place, True)
+                )
 
     def _check_kept(self, folder, backup, newest, name):
         for what, place in (("run", folder), ("backup", backup)):
@@ -246,7 +257,10 @@ class Campaign:
                 continue
             step = newest_whole(self.fetch(place, self.work / "fetched"))
             if step < newest.get(what, 0):
-                self.report(f"the newest whole checkpoint of the {what} was of step {newest[what]}, is of {step}", name)
+                self.report(
+                    f"the newest whole checkpoint of the {what} was of step {newest[what]}, is of {step}",
+                    name,
+                )
             newest[what] = step
 
     # Flipped bits
@@ -277,7 +291,10 @@ class Campaign:
             self.client.put_object(Bucket=BUCKET, Key=f"flipped/{name}", Body=bytes(data))
         else:
             ((folder if where == "run" else backup) / name).write_bytes(data)
-        repeat = f"bit {bit} of {name} in the {where}, backup {kind}, {'with' if has_run else 'without'} the run's folder"
+        repeat = (
+            f"bit {bit} of {name} in the {where}, backup {kind}, {'with' if has_run else 'without'} the run's"
+            " folder"
+        )
         code, out = forked(self.log, resume, folder, backup)
         outcome = self._judge(code, out, repeat, folder, backup)
         self.tally[outcome, where] += 1
@@ -383,10 +400,14 @@ def campaign(kills, flips, seed=0, places=PLACES):
     torch.set_num_threads(1)
     saver.MAX_SHARE = float("inf")  # a checkpoint as often as one can be written
     warnings.simplefilter("ignore")
-    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a kill loses nothing of what was written, there or on a disk
+    memory = (
+        "/dev/shm" if os.path.isdir("/dev/shm") else None
+    )  # a kill loses nothing of what was written, there or on a disk
     with tempfile.TemporaryDirectory(prefix="campaign-", dir=memory) as work, s3_server() as port:
         address = f"http://127.0.0.1:{port}"
-        os.environ.update(TPUKIT_CACHE=f"{work}/cache", AWS_ENDPOINT_URL=address, AWS_DEFAULT_REGION="us-east-1")
+        os.environ.update(
+            TPUKIT_CACHE=f"{work}/cache", AWS_ENDPOINT_URL=address, AWS_DEFAULT_REGION="us-east-1"
+        )
         os.environ.update(AWS_ACCESS_KEY_ID="campaign", AWS_SECRET_ACCESS_KEY="campaign")
         client = boto3.client("s3", endpoint_url=address)
         client.create_bucket(Bucket=BUCKET)

@@ -1,5 +1,6 @@
-"""Several cores: images per second of 1, 2 and 4 processes on this machine, and what share of a step the gradient all-reduce
-takes; and what the host does for a step of MSHNet on eight TPU cores, traced and replayed."""
+"""Several cores: images per second of 1, 2 and 4 processes on this machine, and what share of a step the
+gradient all-reduce takes; and what the host does for a step of MSHNet on eight TPU cores, traced and
+replayed."""
 
 import functools
 import json
@@ -15,7 +16,7 @@ import torch
 from tpukit import MNIST, MSHNet, Run, launch
 from tpukit.devices.distributed import World
 from tpukit.tasks.mshnet.model import MSHNetModel
-from tpukit.training.data import BatchLoader, already_composed
+from tpukit.training.data import BatchLoader, identity
 from tpukit.training.metrics import new_sums
 from tpukit.training.step import train_step
 
@@ -27,14 +28,17 @@ def leave_gradients(optimizer):
 
 
 def timed(task, run, *, runtime):
-    """Rounds of steps with and without the gradient all-reduce, in turn. Returns seconds per step of the slowest rank."""
+    """Rounds of steps with and without the gradient all-reduce, in turn. Returns seconds per step of the
+    slowest rank."""
     torch.manual_seed(0)
     data, _ = task.datasets()
     model = runtime.place(task.model())
     optimizer = task.optimizer(model)
     runtime.init_optimizer_state(optimizer)
     loader = BatchLoader(data, runtime, on="host", workers=1)
-    step = runtime.compile(functools.partial(train_step, task, model, optimizer, runtime, loader.compose), name="step")
+    step = runtime.compile(
+        functools.partial(train_step, task, model, optimizer, runtime, loader.compose), name="step"
+    )
     sums = new_sums(runtime)
     plan = [(np.arange(task.batch_size), None, None)] * STEPS
     all_reduce = runtime.all_reduce_gradients
@@ -61,12 +65,16 @@ class OneOf(World):
 
 
 def time_host(parallel, cores=8, size=16, samples=4):
-    """What the host of a TPU takes to hand a step of MSHNet to its cores, in rounds of traced and replayed steps in turn.
+    """What the host of a TPU takes to hand a step of MSHNet to its cores, in rounds of traced and replayed
+    steps in turn.
 
-    The graphs run on the CPU XLA device, which a TPU's would not do, so wall_ms includes that the device and the host share the
-    processor; host_ms is the processor time of the Python thread alone. The size of the images does not matter.
-    SPMD has one block a level and 16 channels: over eight virtual devices a step of the whole network takes minutes."""
-    os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")  # else an all-reduce over one visible core is left out
+    The graphs run on the CPU XLA device, which a TPU's would not do, so wall_ms includes that the device and
+    the host share the processor; host_ms is the processor time of the Python thread alone. The size of the
+    images does not matter. SPMD has one block a level and 16 channels: over eight virtual devices a step of
+    the whole network takes minutes."""
+    os.environ.update(
+        PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1"
+    )  # else an all-reduce over one visible core is left out
     os.environ.update(XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0")
     from tpukit.devices.xla import XLARuntime
 
@@ -83,7 +91,7 @@ def time_host(parallel, cores=8, size=16, samples=4):
     batch, sums = runtime.put_batch(task.example(task.batch_size)), new_sums(runtime)
 
     def step(batch, sums):
-        return train_step(task, model, optimizer, runtime, already_composed, batch, task.epochs, sums)
+        return train_step(task, model, optimizer, runtime, identity, batch, task.epochs, sums)
 
     ways = dict(traced=runtime.compile(step), replayed=runtime.compile(step, changes=(model, optimizer)))
     wall, host = {way: [] for way in ways}, {way: [] for way in ways}
@@ -95,7 +103,9 @@ def time_host(parallel, cores=8, size=16, samples=4):
                 used, taken = time.thread_time() - used, time.perf_counter() - started
                 runtime.sync()
                 float(sums[0])
-                if round_number and number:  # the first round compiles; the first step of a way waits for the other's memory
+                if (
+                    round_number and number
+                ):  # the first round compiles; the first step of a way waits for the other's memory
                     wall[way].append(1e3 * taken)
                     host[way].append(1e3 * used)
     for way in ways:
@@ -118,7 +128,9 @@ def compare_processes(kind, count, digits):
     with tempfile.TemporaryDirectory() as folder:
         summed, alone = launch(timed, task, Run.open(folder, task), cores=int(count))
     share = statistics.median(1 - b / a for a, b in zip(summed, alone)) if int(count) > 1 else 0.0
-    row = dict(device=kind, processes=int(count), images_per_s=round(task.batch_size / statistics.median(summed)))
+    row = dict(
+        device=kind, processes=int(count), images_per_s=round(task.batch_size / statistics.median(summed))
+    )
     print("ROW " + json.dumps(dict(row, gradient_all_reduce_share=round(share, 3), rounds=len(summed))))
 
 

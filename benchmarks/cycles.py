@@ -1,8 +1,9 @@
-"""`python -m benchmarks.cycles`: the compiler's cycle estimates of matrix products whose time on a v5e is published.
+"""`python -m benchmarks.cycles`: the compiler's cycle estimates of matrix products whose time on a v5e is
+published.
 
-Published: XLA's products of bfloat16 matrices in JAX's guide "Matrix Multiplication" for Pallas on TPUs (docs.jax.dev,
-pallas/tpu/matmul, read in November 2026), the mean of 100 calls with the time to dispatch them, on a TPU v5e.
-"""
+Published: XLA's products of bfloat16 matrices in JAX's guide "Matrix Multiplication" for Pallas on TPUs
+(docs.jax.dev, pallas/tpu/matmul, read in November 2026), the mean of 100 calls with the time to dispatch
+them, on a TPU v5e."""
 
 import json
 import os
@@ -36,12 +37,28 @@ def main():
             command = [sys.executable, "-P", "-s", plan.COMPILER_SCRIPT, graph, "v5e:1x1", "1", "processes"]
             ran = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE, text=True)
         operations = hlo.operations(json.loads(ran.stdout.splitlines()[-1])["hlo"])
-        cycles, hbm_bytes = (sum(getattr(one, name) for one in operations) for name in ("cycles", "hbm_bytes"))
+        cycles, hbm_bytes = (
+            sum(getattr(one, name) for one in operations) for name in ("cycles", "hbm_bytes")
+        )
         estimate_ms = 1e3 * cycles / CLOCK_HZ
         flop_ms, hbm_ms = 1e3 * 2 * side**3 / 197e12, 1e3 * hbm_bytes / 819e9
-        figures = (f"{flop_ms:.3g}", f"{hbm_ms:.3g}", f"{cycles / 1e6:.4g}", f"{estimate_ms:.3g}", published_ms)
+        figures = (
+            f"{flop_ms:.3g}",
+            f"{hbm_ms:.3g}",
+            f"{cycles / 1e6:.4g}",
+            f"{estimate_ms:.3g}",
+            published_ms,
+        )
         rows.append((side, *figures, f"{published_ms / estimate_ms:.2f}"))
-    columns = ("side", "FLOP ms", "HBM ms", "Mcycles", "cycles at 1.5 GHz, ms", "published ms", "published / cycles")
+    columns = (
+        "side",
+        "FLOP ms",
+        "HBM ms",
+        "Mcycles",
+        "cycles at 1.5 GHz, ms",
+        "published ms",
+        "published / cycles",
+    )
     print(Table("Products of square bfloat16 matrices on a v5e", columns, rows))
 
 

@@ -1,8 +1,9 @@
-"""Images per second of every way from a set on disk to a training batch, on one core: MSHNet's recipe at 256x256 from 512x512.
+"""Images per second of every way from a set on disk to a training batch, on one core: MSHNet's recipe at
+256x256 from 512x512.
 
-plain: what published training code does for every image, every epoch: open, decode, augment with PIL, to a normalised tensor.
-host: tpukit's threads, from pixels decoded once. device: the pixels lie on the device, which augments by matrix products.
-"""
+plain: what published training code does for every image, every epoch: open, decode, augment with PIL, to a
+normalised tensor. host: tpukit's threads, from pixels decoded once. device: the pixels lie on the device,
+which augments by matrix products."""
 
 import json
 import statistics
@@ -17,7 +18,7 @@ from PIL import Image, ImageFilter, ImageOps
 from tpukit import MSHNet
 from tpukit.devices.runtime import Runtime
 from tpukit.tasks.mshnet import IMAGE_MEAN, IMAGE_STD, augment, normalise
-from tpukit.training.data import BatchLoader, training_plan
+from tpukit.training.data import BatchLoader, training_index_batches
 
 ROUNDS, BATCH = 7, 16
 
@@ -32,13 +33,18 @@ def plain(folder, names, numbers, size):
         if how["flip"]:
             image, mask = ImageOps.mirror(image), ImageOps.mirror(mask)
         scaled = augment.scaled_size(image.size, how["long_size"])
-        image, mask = image.resize(scaled, Image.Resampling.BILINEAR), mask.resize(scaled, Image.Resampling.NEAREST)
+        image, mask = (
+            image.resize(scaled, Image.Resampling.BILINEAR),
+            mask.resize(scaled, Image.Resampling.NEAREST),
+        )
         box = (how["x1"], how["y1"], how["x1"] + size, how["y1"] + size)
         image, mask = image.crop(box), mask.crop(box)
         if how["blur"] is not None:
             image = image.filter(ImageFilter.GaussianBlur(how["blur"]))
         image = torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy()).float() / 255
-        images.append((image - torch.tensor(IMAGE_MEAN).view(3, 1, 1)) / torch.tensor(IMAGE_STD).view(3, 1, 1))
+        images.append(
+            (image - torch.tensor(IMAGE_MEAN).view(3, 1, 1)) / torch.tensor(IMAGE_STD).view(3, 1, 1)
+        )
         masks.append(torch.from_numpy(np.asarray(mask)[None].copy()).float() / 255)
     return torch.stack(images), torch.stack(masks)
 
@@ -48,13 +54,17 @@ def main(device, folder):
     folder = Path(folder)
     data, _ = MSHNet(dataset_dir=folder).datasets()
     runtime = Runtime(device)
-    plan = list(training_plan(len(data), BATCH, seed=0, epoch=0, num_draws=data.num_draws))[:6]
+    plan = list(training_index_batches(len(data), BATCH, seed=0, epoch=0, num_uniforms=data.num_uniforms))[:6]
     ways = {
-        "plain": lambda steps: (plain(folder, [data.names[i] for i in indices], numbers, 256) for indices, numbers, _ in steps)
+        "plain": lambda steps: (
+            plain(folder, [data.names[i] for i in indices], numbers, 256) for indices, numbers, _ in steps
+        )
     }
     for on in ("host", "device"):
         loader = BatchLoader(data, runtime, on=on, workers=0)
-        ways[on] = lambda steps, loader=loader: (normalise(loader.compose(batch)["image"]) for batch in loader.batches(steps))
+        ways[on] = lambda steps, loader=loader: (
+            normalise(loader.compose(batch)["image"]) for batch in loader.batches(steps)
+        )
     seconds = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():
@@ -67,7 +77,12 @@ def main(device, folder):
     rates = {name: len(plan) * BATCH / statistics.median(times) for name, times in seconds.items()}
     for name, rate in rates.items():
         ratio = round(rate / rates["plain"], 1)
-        print("ROW " + json.dumps(dict(device=device, way=name, images_per_s=round(rate), times_plain=ratio, rounds=ROUNDS)))
+        print(
+            "ROW "
+            + json.dumps(
+                dict(device=device, way=name, images_per_s=round(rate), times_plain=ratio, rounds=ROUNDS)
+            )
+        )
 
 
 if __name__ == "__main__":

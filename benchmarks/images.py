@@ -1,9 +1,10 @@
-"""`ImageClassifier` next to a plain loop over a network of timm: the same images, weights, epochs and processor, in turn.
+"""`ImageClassifier` next to a plain loop over a network of timm: the same images, weights, epochs and
+processor, in turn.
 
-`python -m benchmarks.images FOLDER [ROUNDS [EPOCHS]]`. Both find the images decoded; both score the test set after each epoch.
-The plain loop is what one would write by hand over two tensors: no threads, no checkpoints, no records.
-Seconds are of steps and predictions; processor_s is of all threads in the whole call, checkpoints and records included.
-"""
+`python -m benchmarks.images FOLDER [ROUNDS [EPOCHS]]`. Both find the images decoded; both score the test set
+after each epoch. The plain loop is what one would write by hand over two tensors: no threads, no checkpoints,
+no records. Seconds are of steps and predictions; processor_s is of all threads in the whole call, checkpoints
+and records included."""
 
 import dataclasses
 import json
@@ -32,10 +33,14 @@ def plain(train_set, test_set, epochs, seed):
     network = timm.create_model(MODEL, num_classes=len(train_set.classes))
     decayed = [p for p in network.parameters() if p.ndim > 1]
     others = [p for p in network.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW([dict(params=decayed, weight_decay=0.05), dict(params=others, weight_decay=0.0)], lr=LR)
+    optimizer = torch.optim.AdamW(
+        [dict(params=decayed, weight_decay=0.05), dict(params=others, weight_decay=0.0)], lr=LR
+    )
     mean, std = (255 * torch.tensor(network.pretrained_cfg[name]).view(3, 1, 1) for name in ("mean", "std"))
     images, labels, test_images, test_labels = (
-        torch.from_numpy(np.array(values)) for data in (train_set, test_set) for values in (data.images, data.labels)
+        torch.from_numpy(np.array(values))
+        for data in (train_set, test_set)
+        for values in (data.images, data.labels)
     )
     accuracies, started = [], time.perf_counter()
     for epoch in range(epochs):
@@ -44,7 +49,9 @@ def plain(train_set, test_set, epochs, seed):
         for first in range(0, len(images) - BATCH + 1, BATCH):
             chosen = order[first : first + BATCH]
             optimizer.zero_grad(set_to_none=True)
-            loss = cross_entropy(network((images[chosen].float() - mean) / std), labels[chosen], label_smoothing=0.1)
+            loss = cross_entropy(
+                network((images[chosen].float() - mean) / std), labels[chosen], label_smoothing=0.1
+            )
             loss.backward()
             optimizer.step()
         network.eval()
@@ -70,8 +77,13 @@ def ours(task, runtime):
 
 def main(folder, rounds=6, epochs=2):
     warnings.simplefilter("ignore")
-    settings = dict(model_name=MODEL, image_size=SIZE, pretrained="no", batch_size=BATCH, lr=LR, epochs=int(epochs), **OFF)
-    task, runtime = ImageClassifier(dataset_dir=folder, num_workers=1, log_every=100, **settings), Runtime("cpu")
+    settings = dict(
+        model_name=MODEL, image_size=SIZE, pretrained="no", batch_size=BATCH, lr=LR, epochs=int(epochs), **OFF
+    )
+    task, runtime = (
+        ImageClassifier(dataset_dir=folder, num_workers=1, log_every=100, **settings),
+        Runtime("cpu"),
+    )
     train_set, test_set = task.datasets()
     found = dict(plain=[], tpukit=[])
     for seed in range(int(rounds) + 1):
@@ -87,7 +99,10 @@ def main(folder, rounds=6, epochs=2):
         row = dict(model=MODEL, images=len(train_set), epochs=int(epochs), loop=loop)
         for name, number, own in zip(("seconds", "processor_s"), (1, 2), times):
             ratios = [value / other[number] for value, other in zip(own, found["plain"][1:])]
-            row |= {name: round(statistics.median(own), 2), f"{name}_times_plain": round(statistics.median(ratios), 3)}
+            row |= {
+                name: round(statistics.median(own), 2),
+                f"{name}_times_plain": round(statistics.median(ratios), 3),
+            }
             row |= {f"{name}_range": f"{min(ratios):.3f} to {max(ratios):.3f}"}
         row |= dict(accuracy=round(statistics.mean(accuracies), 4))
         row |= dict(accuracy_range=f"{min(accuracies):.4f} to {max(accuracies):.4f}", rounds=len(accuracies))

@@ -24,8 +24,8 @@ class LiteralMSHNet(MSHNet):
 
 @contextlib.contextmanager
 def literal_layers():
-    """Context manager: let MSHNet on XLA compute as elsewhere. What gathers or scatters there is replaced: interpolation, and
-    the maxima of the attention."""
+    """Context manager: let MSHNet on XLA compute as elsewhere. What gathers or scatters there is replaced:
+    interpolation, and the maxima of the attention."""
 
     def channel_attention(self, x):
         return self.from_pooled(x.mean((2, 3), keepdim=True), x.amax((2, 3), keepdim=True))

@@ -1,11 +1,12 @@
-"""The cost of tpukit's loop: the same steps of the same model by a bare hand-written loop, by tpukit, Lightning and accelerate.
+"""The cost of tpukit's loop: the same steps of the same model by a bare hand-written loop, by tpukit,
+Lightning and accelerate.
 
-In every round each contender trains a new model for two epochs, in changing order, each in a process of its own, which is
-started anew a few times; times are of the second epoch's steps alone, and the first round does not count. The bare loop makes
-its batches in line; it does nothing but train. It starts from tpukit's weights and takes tpukit's batches, because what is
-computed counts: max-pooling takes longer where its branches are harder to predict. On a CPU it also runs with the memory kept
-as tpukit keeps it; what tpukit's takes longer than that, the cost of its loop, is measured in one process: `both`.
-"""
+In every round each contender trains a new model for two epochs, in changing order, each in a process of its
+own, which is started anew a few times; times are of the second epoch's steps alone, and the first round does
+not count. The bare loop makes its batches in line; it does nothing but train. It starts from tpukit's weights
+and takes tpukit's batches, because what is computed counts: max-pooling takes longer where its branches are
+harder to predict. On a CPU it also runs with the memory kept as tpukit keeps it; what tpukit's takes longer
+than that, the cost of its loop, is measured in one process: `both`."""
 
 import concurrent.futures
 import dataclasses
@@ -27,11 +28,14 @@ from tpukit import MNIST, MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
 
 ROUNDS = 5  # each is noisy on a shared machine
-LAUNCHES = dict(cpu=3, xla=1)  # where a process's memory lies makes it faster or slower for all its rounds on a CPU
+LAUNCHES = dict(
+    cpu=3, xla=1
+)  # where a process's memory lies makes it faster or slower for all its rounds on a CPU
 
 
 class Bare:
-    """What one would write by hand: the optimizer's state and the loss stay on the device, the loss is read once an epoch."""
+    """What one would write by hand: the optimizer's state and the loss stay on the device, the loss is read
+    once an epoch."""
 
     def __init__(self, task, device):
         self.task, self.device = task, device
@@ -60,8 +64,11 @@ class Bare:
             order = np.random.default_rng((seed, epoch)).permutation(len(self.data))
             for step in range(steps_per_epoch(self.task, self.data)):
                 chosen = order[step * size : (step + 1) * size]
-                numbers = np.random.default_rng((seed, epoch, step)).random((size, self.data.num_draws))
-                batch = {name: torch.as_tensor(v).to(self.device) for name, v in self.data.batch(chosen, numbers).items()}
+                numbers = np.random.default_rng((seed, epoch, step)).random((size, self.data.num_uniforms))
+                batch = {
+                    name: torch.as_tensor(v).to(self.device)
+                    for name, v in self.data.batch(chosen, numbers).items()
+                }
                 optimizer.zero_grad(set_to_none=True)
                 loss = self.task.loss(model, batch, epoch)
                 loss.backward()
@@ -97,7 +104,10 @@ def loader(task):
     data, _ = task.datasets()
     arrays = data.batch(np.arange(len(data)))
     return torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(*map(torch.as_tensor, arrays.values())), task.batch_size, shuffle=True, drop_last=True
+        torch.utils.data.TensorDataset(*map(torch.as_tensor, arrays.values())),
+        task.batch_size,
+        shuffle=True,
+        drop_last=True,
     ), list(arrays)
 
 
@@ -130,7 +140,9 @@ class Lightning:
     def run(self):
         torch.manual_seed(self.task.seed)
         module = self.module()
-        quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        quiet = dict(
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False
+        )
         self.trainer(accelerator="cpu", max_epochs=2, **quiet).fit(module, self.batches)
         return module.seconds  # of the second epoch
 
@@ -168,7 +180,9 @@ def contender(name, device, model, digits, infrared):
     if model == "mnist":
         task = MNIST(dataset_dir=digits, **settings)
     else:
-        task = MSHNet(dataset_dir=infrared, batch_size=4, base_size=64, crop_size=64, num_workers=1, **settings)
+        task = MSHNet(
+            dataset_dir=infrared, batch_size=4, base_size=64, crop_size=64, num_workers=1, **settings
+        )
     if name in ("lightning", "accelerate"):
         return (Lightning if name == "lightning" else Accelerate)(task)
     if device == "xla":
@@ -195,7 +209,9 @@ def main(device, model, *folders):
     loops = ["bare", "tpukit"]
     if device == "cpu":
         loops[1:1] = ["bare, memory kept"]
-    if model == "mnist":  # Lightning takes no XLA device but a TPU; accelerate takes XLA's wherever torch_xla is installed
+    if (
+        model == "mnist"
+    ):  # Lightning takes no XLA device but a TPU; accelerate takes XLA's wherever torch_xla is installed
         loops.append("lightning" if device == "cpu" else "accelerate")
     rounds = [found for _ in range(LAUNCHES[device]) for found in launch(loops, device, model, *folders)]
     rows = [dict(loop=name, **compare(rounds, name, "bare")) for name in loops]
@@ -210,8 +226,9 @@ def main(device, model, *folders):
 
 
 def both(*which):
-    """tpukit and the bare loop in one process: after each interval of tpukit's training the bare loop takes the same steps with
-    a model of its own, so that they differ in nothing but the loop. [{loop: seconds per step} of an interval]"""
+    """tpukit and the bare loop in one process: after each interval of tpukit's training the bare loop takes
+    the same steps with a model of its own, so that they differ in nothing but the loop. [{loop: seconds per
+    step} of an interval]"""
     warnings.simplefilter("ignore")
     ours = contender("tpukit", *which)
     task = dataclasses.replace(ours.task, epochs=12, eval_every=99, log_every=26)
@@ -236,7 +253,8 @@ def both(*which):
 
 
 def launch(loops, *which):
-    """Let every loop run ROUNDS times, in turn, in a process of its own: [{loop: seconds per step} of a round]."""
+    """Let every loop run ROUNDS times, in turn, in a process of its own: [{loop: seconds per step} of a
+    round]."""
     context, ends, processes = multiprocessing.get_context("spawn"), {}, []
     for name in loops:
         ends[name], end = context.Pipe()

@@ -1,9 +1,10 @@
-"""What tpukit's loop takes away from a device that is fast: MSHNet's sizes, epochs of a second, scored every one.
+"""What tpukit's loop takes away from a device that is fast: MSHNet's sizes, epochs of a second, scored every
+one.
 
-The device is mocked: a step takes it 10 ms and a batch of the test set 4 ms, which it works off in order, with at most two
-waiting, while the host sleeps as it would beside a real one. All else is real: MSHNet's 4 million weights with Adagrad's state
-are copied and saved, 201 maps of 256x256 are read back and scored, and each epoch's weights are the best so far.
-"""
+The device is mocked: a step takes it 10 ms and a batch of the test set 4 ms, which it works off in order,
+with at most two waiting, while the host sleeps as it would beside a real one. All else is real: MSHNet's 4
+million weights with Adagrad's state are copied and saved, 201 maps of 256x256 are read back and scored, and
+each epoch's weights are the best so far."""
 
 import collections
 import contextlib
@@ -27,7 +28,8 @@ IMAGES, STEPS, BATCHES = 1005, 100, 26  # as many as IRSTD-1k has: 804 to train,
 
 
 class FastDevice(Runtime):
-    """A device that works in order and answers with constants. ends: when each step will have ended, by its place."""
+    """A device that works in order and answers with constants. ends: when each step will have ended, by its
+    place."""
 
     compiles = True  # as on a TPU: the data lies on the device, and steps are handed over whole
 
@@ -60,14 +62,14 @@ class FastDevice(Runtime):
 
         return dict(step=step, predict=predict, compose=compose)[name]
 
-    def put_whole(self, arrays, *, sharded=False):
+    def put_dataset(self, arrays, *, sharded=False):
         noise = torch.randn(BATCH, 1, 256, 256, generator=torch.Generator().manual_seed(0)) - 8
         self.mask = torch.zeros(BATCH, 1, 256, 256, dtype=torch.uint8)
         for row, column in ((20, 30), (120, 90), (200, 220)):
             self.mask[..., row : row + 5, column : column + 5] = 255
         # Better from one epoch to the next, so that each writes the best weights.
         self.logits = [noise + self.mask * (0.032 + 0.0002 * epoch) for epoch in range(EPOCHS + 1)]
-        return super().put_whole(arrays)
+        return super().put_dataset(arrays)
 
     def gradient_norm(self, model):
         return torch.ones(1)
@@ -76,7 +78,7 @@ class FastDevice(Runtime):
         self._wait(self.free_at)
         return super().host(tree)
 
-    def host_later(self, tree):
+    def to_cpu_async(self, tree):
         ready_at = self.free_at
 
         def wait():
@@ -88,7 +90,8 @@ class FastDevice(Runtime):
 
 @contextlib.contextmanager
 def timed(spans, owner, name, part):
-    """Context manager: add up in spans[part] what calls of owner.name take, without the timed calls within."""
+    """Context manager: add up in spans[part] what calls of owner.name take, without the timed calls
+    within."""
     whole = getattr(owner, name)
 
     def call(*args, **how):
@@ -113,19 +116,16 @@ PARTS = (
     (Run, "write_progress", "records"),
     (Run, "print", "records"),
 )
-# Each against the first. A checkpoint a minute would seldom fall into these runs: the second way writes one in every epoch.
-WAYS = {
-    "as it is": {},
-    "a checkpoint every second": dict(save_every_s=1.0),
-    "not scored": dict(scored=False),
-}
+# Each against the first. A checkpoint a minute would seldom fall into these runs: the second way writes one
+# in every epoch.
+WAYS = {"as it is": {}, "a checkpoint every second": dict(save_every_s=1.0), "not scored": dict(scored=False)}
 
 
 def measure_bare():
     """The same device in a loop that only hands over its work: what this machine itself loses."""
     runtime = FastDevice()
     step, predict = (runtime.compile(None, name=name) for name in ("step", "predict"))
-    runtime.put_whole({})
+    runtime.put_dataset({})
     sums = torch.zeros(4)
     for _ in range(EPOCHS):
         for _ in range(STEPS):
@@ -137,7 +137,8 @@ def measure_bare():
 
 
 def lost(runtime):
-    """What the epochs took longer than the device needed. The first one counts for nothing: it starts the threads."""
+    """What the epochs took longer than the device needed. The first one counts for nothing: it starts the
+    threads."""
     ideal_s = STEPS * STEP_S + BATCHES * PREDICT_S
     epoch_s = (runtime.ends[-1] - runtime.ends[STEPS - 1]) / (EPOCHS - 1)
     return dict(lost_percent=100 * (epoch_s / ideal_s - 1), lost_ms=1e3 * (epoch_s - ideal_s))
@@ -157,7 +158,9 @@ def measure(folder, scored=True, **settings):
         train(task, run, runtime=runtime, progress=False)
         ended = time.monotonic()
     found = lost(runtime)
-    found |= {f"{part}_ms": 1e3 * spans[part] / EPOCHS for part in ("saves", "scores", "evaluation", "records")}
+    found |= {
+        f"{part}_ms": 1e3 * spans[part] / EPOCHS for part in ("saves", "scores", "evaluation", "records")
+    }
     found["evaluation_ms"] -= 1e3 * BATCHES * PREDICT_S
     return dict(found, end_ms=1e3 * (ended - runtime.ends[-1] - BATCHES * PREDICT_S))
 
@@ -173,7 +176,9 @@ def main():
     for way, rows in found.items():
         row = {name: round(statistics.median(row[name] for row in rows), 2) for name in rows[0]}
         percents = [row["lost_percent"] for row in rows]
-        row |= dict(way=way, lowest=round(min(percents), 2), highest=round(max(percents), 2), runs=RUNS, epochs=EPOCHS)
+        row |= dict(
+            way=way, lowest=round(min(percents), 2), highest=round(max(percents), 2), runs=RUNS, epochs=EPOCHS
+        )
         print("ROW " + json.dumps(row), flush=True)
 
 

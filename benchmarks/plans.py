@@ -1,8 +1,8 @@
-"""`make plan`: what the TPU compiler says of every task's step at a small and a full size, kept in plan.json next to this.
+"""`make plan`: what the TPU compiler says of every task's step at a small and a full size, kept in plan.json
+next to this.
 
-The committed plan.json is a gate: a test compiles some of its small graphs and compares. Renew it when a step has changed on
-purpose. The seconds of compilation are of the machine that renewed it.
-"""
+The committed plan.json is a gate: a test compiles some of its small graphs and compares. Renew it when a step
+has changed on purpose. The seconds of compilation are of the machine that renewed it."""
 
 import json
 import sys
@@ -16,7 +16,8 @@ PATH = Path(__file__).with_name("plan.json")
 SMALL_CDEIT = CDEIT(batch_size=8, patch=16, width=64, heads=2, window=4, levels=1)
 
 
-# name -> task, part, chip, and how its cores share the step; a name that ends in ", torch_tpu" is lowered by it
+# name -> task, part, chip, and how its cores share the step; a name that ends in ", torch_tpu" is lowered by
+# it
 CASES = {
     "mnist small": (MNIST(batch_size=32, channels=8), "train", "v5e-1"),
     "mnist small, torch_tpu": (MNIST(batch_size=32, channels=8), "train", "v5e-1"),
@@ -55,7 +56,9 @@ def measure(name, log=print):
     backend = "torch_tpu" if name.endswith(", torch_tpu") else "torch_xla"
     (row,) = plan(task, part=part, chip=chip, parallel=parallel, backend=backend, log=log).rows
     found = dict(chip=chip, part=part, parallel=parallel, **{key: row[key] for key in KEPT if key in row})
-    return found | dict(graphs=[{key: graph[key] for key in KEPT_OF_GRAPHS} for graph in row.get("graphs", [])])
+    return found | dict(
+        graphs=[{key: graph[key] for key in KEPT_OF_GRAPHS} for graph in row.get("graphs", [])]
+    )
 
 
 def main(names):

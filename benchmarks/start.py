@@ -1,4 +1,5 @@
-"""How long a user waits: from the launch line to the end of the first step, in a process that has imported torch."""
+"""How long a user waits: from the launch line to the end of the first step, in a process that has imported
+torch."""
 
 import json
 import statistics

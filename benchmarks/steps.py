@@ -17,7 +17,7 @@ from tpukit import MSHNet, Run, train
 from tpukit.devices import cuda_graph
 from tpukit.devices.runtime import Runtime
 from tpukit.host.tables import GIB
-from tpukit.training.data import already_composed
+from tpukit.training.data import identity
 from tpukit.training.metrics import new_sums
 from tpukit.training.step import train_step
 
@@ -33,7 +33,11 @@ WAYS = {
         "tpukit, bf16": dict(precision="bf16"),
         "tpukit, torch.compile": dict(torch_compile="default"),
     },
-    "xla": {"traced": {}, "tiled, traced": dict(tiled=True), "tiled, replayed": dict(tiled=True, replayed=True)},
+    "xla": {
+        "traced": {},
+        "tiled, traced": dict(tiled=True),
+        "tiled, replayed": dict(tiled=True, replayed=True),
+    },
     "cuda": {
         "by hand": dict(by_hand=True),
         "by hand, channels last": dict(by_hand=True, channels_last="yes"),
@@ -43,7 +47,9 @@ WAYS = {
         "half precision": dict(precision="half"),
         "half precision, CUDA graphs of the model": dict(precision="half", torch_compile="reduce-overhead"),
         "half precision, captured": dict(precision="half", replayed=True),
-        "half precision, torch.compile, captured": dict(precision="half", torch_compile="default", replayed=True),
+        "half precision, torch.compile, captured": dict(
+            precision="half", torch_compile="default", replayed=True
+        ),
     },
 }
 
@@ -57,12 +63,15 @@ def open_runtime(device, precision):
 
 
 class ByHand:
-    """The step of a script without tpukit, which reads the loss after every step as most do, and leaves torch's settings for
-    GPUs as they are: convolutions in TF32, by the first algorithm that cuDNN suggests."""
+    """The step of a script without tpukit, which reads the loss after every step as most do, and leaves
+    torch's settings for GPUs as they are: convolutions in TF32, by the first algorithm that cuDNN
+    suggests."""
 
     def __init__(self, device, task):
         self.runtime = open_runtime(device, "fp32")
-        defaults = functools.partial(torch.backends.cudnn.flags, enabled=True, benchmark=False, allow_tf32=True)
+        defaults = functools.partial(
+            torch.backends.cudnn.flags, enabled=True, benchmark=False, allow_tf32=True
+        )
         self.settings = defaults if device == "cuda" else contextlib.nullcontext
         torch.manual_seed(0)
         self.batch = self.runtime.put(task.example(task.batch_size))
@@ -93,13 +102,15 @@ class Ours:
         self.batch, self.sums = runtime.put(task.example(task.batch_size)), new_sums(runtime)
 
         def step(batch, sums):
-            return train_step(task, faster, optimizer, runtime, already_composed, batch, task.epochs, sums)
+            return train_step(task, faster, optimizer, runtime, identity, batch, task.epochs, sums)
 
         self.train = runtime.compile(step, name="step", changes=(model, optimizer) if replayed else None)
         self.first_s, _ = self.seconds()
         for _ in range(4):  # these are watched or captured, and slower
             self.seconds()
-        refusals = [event["why"][0] for event in runtime.take_compile_events() if replayed and not event["programs"]]
+        refusals = [
+            event["why"][0] for event in runtime.pop_compile_events() if replayed and not event["programs"]
+        ]
         if refusals:
             sys.exit(f"the step is not captured, because {refusals[0]}")
 
@@ -126,14 +137,19 @@ def steps(device, size, batch_size):
         if settings.get("precision") == "half":  # of this GPU: fp16 on a T4
             settings["precision"] = open_runtime(device, "auto").precision
         how = {part: settings.pop(part) for part in ("by_hand", "tiled", "replayed") if part in settings}
-        way = contender(device, MSHNet(base_size=size, crop_size=size, batch_size=batch_size, **settings), **how)
+        way = contender(
+            device, MSHNet(base_size=size, crop_size=size, batch_size=batch_size, **settings), **how
+        )
         first = first or way
         rounds = {one: [] for one in (first, way)}
         for number in range(ROUNDS):
             for one in list(rounds)[:: (-1) ** number]:
                 rounds[one].append([one.seconds() for _ in range(STEPS[device])])
         host = statistics.median(handed_over for part in rounds[way] for _, handed_over in part)
-        ms, base_ms = ([1e3 * statistics.median(whole for whole, _ in part) for part in rounds[one]] for one in (way, first))
+        ms, base_ms = (
+            [1e3 * statistics.median(whole for whole, _ in part) for part in rounds[one]]
+            for one in (way, first)
+        )
         ratios = [one / base for one, base in zip(ms, base_ms)]
         row = dict(device=device, way=name, ms_per_step=round(statistics.median(ms), 1))
         row |= dict(times_first=round(statistics.median(ms) / statistics.median(base_ms), 2))
@@ -147,7 +163,13 @@ def epochs(device, size, batch_size, folder):
     runtime = open_runtime(device, "auto")
     for on in ("device", "host"):
         task = MSHNet(
-            dataset_dir=folder, base_size=size, crop_size=size, batch_size=batch_size, epochs=2, warm_epoch=-1, data_on=on
+            dataset_dir=folder,
+            base_size=size,
+            crop_size=size,
+            batch_size=batch_size,
+            epochs=2,
+            warm_epoch=-1,
+            data_on=on,
         )
         with tempfile.TemporaryDirectory() as place:
             run = Run.open(place, dataclasses.replace(task, log_every=10**6))
@@ -157,8 +179,15 @@ def epochs(device, size, batch_size, folder):
             last, evaluation = run.records("train")[-1]["speed"], run.records("evaluation")[-1]["speed"]
             compiled = [r for r in run.records("compile") if r["what"] == "step"]
             late = sum(r["programs"] for r in compiled if r["step"] > cuda_graph.WARM_UP + 1)
-            first = [r["time"] - started for r in compiled if device != "cuda"][:1]  # whose graph is made at a later step
-        row = dict(device=device, data_on=on, images_per_s=round(last["images_per_s"], 1), epoch_s=round(last["seconds"], 2))
+            first = [r["time"] - started for r in compiled if device != "cuda"][
+                :1
+            ]  # whose graph is made at a later step
+        row = dict(
+            device=device,
+            data_on=on,
+            images_per_s=round(last["images_per_s"], 1),
+            epoch_s=round(last["seconds"], 2),
+        )
         row |= dict(wait_share=round(last["wait_s"] / last["seconds"], 4), compiled_late=late)
         row |= dict(eval_s=round(evaluation["seconds"], 2), scoring_s=round(evaluation["scoring_s"], 2))
         row |= dict(first_step_s=round(first[0], 1) if first else None)

@@ -1,10 +1,10 @@
-"""`make gallery DATA=folder`: runs notebooks on this machine's CPU and keeps a small picture of what each shows.
+"""`make gallery DATA=folder`: runs notebooks on this machine's CPU and keeps a small picture of what each
+shows.
 
     docs/gallery/NAME.png    the output of one cell, as a browser shows it, at most 800 pixels wide
 
-DATA holds IRSTD-1k/ and mnist/; without it the synthetic sets are taken. It needs Chromium. Training takes minutes;
-docs/NOTEBOOKS.md says what was trained.
-"""
+DATA holds IRSTD-1k/ and mnist/; without it the synthetic sets are taken. It needs Chromium. Training takes
+minutes; docs/NOTEBOOKS.md says what was trained."""
 
 import argparse
 import io
@@ -23,7 +23,8 @@ ROOT = Path(__file__).parent.parent
 WIDTH = 800  # pixels
 COLOURS = 128  # and as many greys
 
-# Name of the picture -> (notebook, the cell whose output it shows, parameters, name of the dataset below DATA, caption).
+# Name of the picture -> (notebook, the cell whose output it shows, parameters, name of the dataset below
+# DATA, caption).
 PICTURES = {
     "mnist": ("mnist_quickstart", "tpukit.show_predictions", dict(EPOCHS=2), "mnist", "two epochs of MNIST"),
     "mshnet": (
@@ -49,7 +50,9 @@ PICTURES = {
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m release.gallery", description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which pictures (default: all of {', '.join(PICTURES)})")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"which pictures (default: all of {', '.join(PICTURES)})"
+    )
     parser.add_argument("--data", type=Path, help="folder that holds IRSTD-1k/ and mnist/")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/gallery")
     given = parser.parse_args()
@@ -59,7 +62,9 @@ def main():
     for name in given.names or PICTURES:
         notebook, cell, parameters, dataset, caption = PICTURES[name]
         if dataset:
-            parameters = dict(parameters, DATASET_DIR=str(given.data.resolve() / dataset) if given.data else "")
+            parameters = dict(
+                parameters, DATASET_DIR=str(given.data.resolve() / dataset) if given.data else ""
+            )
         picture = shrink(photograph(execute(notebook, parameters), cell))
         (given.out / f"{name}.png").write_bytes(picture)
         print(f"{len(picture) / 1e3:5.0f} kB  {given.out / name}.png: {caption}")
@@ -84,7 +89,9 @@ def photograph(notebook, text):
     """The output of the cell that holds a text, as PNG, in headless Chromium."""
     from playwright.sync_api import sync_playwright
 
-    [number] = [n for n, cell in enumerate(notebook.cells) if cell.cell_type == "code" and text in cell.source]
+    [number] = [
+        n for n, cell in enumerate(notebook.cells) if cell.cell_type == "code" and text in cell.source
+    ]
     notebook.cells = [notebook.cells[number]]
     page_html, _ = HTMLExporter().from_notebook_node(notebook)
     with sync_playwright() as playwright:
@@ -103,11 +110,14 @@ def shrink(png):
 
     picture = Image.open(io.BytesIO(png)).convert("RGB")
     picture.thumbnail((WIDTH, WIDTH))
-    # Greys and colours apart: else the few coloured pixels of a picture that is mostly grey lose their colour.
+    # Greys and colours apart: else the few coloured pixels of a picture that is mostly grey lose their
+    # colour.
     pixels = np.asarray(picture).reshape(-1, 3)
     coloured = pixels[np.ptp(pixels, axis=1) > 12]
     greys = np.repeat(np.linspace(0, 255, 256 - COLOURS).astype(np.uint8), 3).tolist()
-    colours = Image.fromarray(coloured[None]).quantize(COLOURS).getpalette()[: 3 * COLOURS] if len(coloured) else []
+    colours = (
+        Image.fromarray(coloured[None]).quantize(COLOURS).getpalette()[: 3 * COLOURS] if len(coloured) else []
+    )
     palette = Image.new("P", (1, 1))
     palette.putpalette(greys + colours)
     out = io.BytesIO()

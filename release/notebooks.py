@@ -3,10 +3,10 @@
     notebooks/NAME.ipynb        ->  dist/NAME.ipynb
     notebooks/zh-CN/NAME.ipynb  ->  dist/zh-CN/NAME.ipynb
 
-A built notebook has one more cell, collapsed, before the cell that finds tpukit: an archive of tpukit/ (tar, xz, base85) and
-the lines that check and unpack it. Notebooks on impedance tomography carry the part of pyEIT that the simulator imports too,
-because neither Colab nor Kaggle has it. Pictures of the notebook's texts become part of it. Building twice gives equal bytes.
-"""
+A built notebook has one more cell, collapsed, before the cell that finds tpukit: an archive of tpukit/ (tar,
+xz, base85) and the lines that check and unpack it. Notebooks on impedance tomography carry the part of pyEIT
+that the simulator imports too, because neither Colab nor Kaggle has it. Pictures of the notebook's texts
+become part of it. Building twice gives equal bytes."""
 
 import argparse
 import base64
@@ -70,7 +70,9 @@ else:
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m release.notebooks", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m release.notebooks", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder to write to (default: dist)")
     for path in build(parser.parse_args().out):
         print(f"{path.stat().st_size / 1e3:6.0f} kB  {path}")
@@ -93,7 +95,8 @@ def build(out):
 
 
 def library(others=None):
-    """tpukit/ and its licence as the bytes of a tar.xz archive. others: dict of more files, name -> content."""
+    """tpukit/ and its licence as the bytes of a tar.xz archive. others: dict of more files, name ->
+    content."""
     paths = [path for path in (ROOT / "tpukit").rglob("*") if path.suffix in (".py", ".csv")]
     files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
     files["tpukit/LICENSE"] = (ROOT / "LICENSE").read_bytes()
@@ -116,18 +119,29 @@ def pyeit_files():
 
 
 def embed(notebook, archive, folder):
-    """Put the archive before the cell that finds tpukit, and the pictures of its texts, relative to `folder`, into them."""
-    [number] = [n for n, cell in enumerate(notebook.cells) if cell.cell_type == "code" and cell.source.startswith(FIND_CELL)]
+    """Put the archive before the cell that finds tpukit, and the pictures of its texts, relative to `folder`,
+    into them."""
+    [number] = [
+        n
+        for n, cell in enumerate(notebook.cells)
+        if cell.cell_type == "code" and cell.source.startswith(FIND_CELL)
+    ]
     text = base64.b85encode(archive).decode()
     lines = "\n".join(text[start : start + LINE] for start in range(0, len(text), LINE))
     source = CELL.format(sha256=hashlib.sha256(archive).hexdigest(), text=lines).rstrip()
-    hidden = {"cellView": "form", "_kg_hide-input": True, "jupyter": {"source_hidden": True}}  # Colab, Kaggle, JupyterLab
+    hidden = {
+        "cellView": "form",
+        "_kg_hide-input": True,
+        "jupyter": {"source_hidden": True},
+    }  # Colab, Kaggle, JupyterLab
     notebook.cells[number].metadata |= hidden
     metadata = dict(hidden, tags=["tpukit-archive"])
     notebook.cells.insert(number, nbformat.v4.new_code_cell(source, id="tpukit-archive", metadata=metadata))
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = re.sub(r"(?<=\]\()[^):]+\.png(?=\))", lambda found: _as_data(folder / found[0]), cell.source)
+            cell.source = re.sub(
+                r"(?<=\]\()[^):]+\.png(?=\))", lambda found: _as_data(folder / found[0]), cell.source
+            )
 
 
 def _as_data(picture):

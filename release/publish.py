@@ -1,8 +1,7 @@
 """`make publish REPO=owner/name`: a copy of the repository with its home filled in, ready to upload.
 
-Every file that git tracks is copied with the placeholder of the repository's address replaced by owner/name; the built
-notebooks, which the badges open, are in its dist/. UPLOAD.md lists what to upload where.
-"""
+Every file that git tracks is copied with the placeholder of the repository's address replaced by owner/name;
+the built notebooks, which the badges open, are in its dist/. UPLOAD.md lists what to upload where."""
 
 import argparse
 import re
@@ -43,10 +42,14 @@ The notebooks in dist/:
 def main():
     parser = argparse.ArgumentParser(prog="python -m release.publish", description=__doc__.partition("\n")[0])
     parser.add_argument("repository", help="where the repository will live on GitHub: owner/name")
-    parser.add_argument("--out", type=Path, help="folder to write to, which must not exist (default: dist/publish/NAME)")
+    parser.add_argument(
+        "--out", type=Path, help="folder to write to, which must not exist (default: dist/publish/NAME)"
+    )
     given = parser.parse_args()
     try:
-        out = publish(given.repository, given.out or ROOT / "dist/publish" / given.repository.rpartition("/")[2])
+        out = publish(
+            given.repository, given.out or ROOT / "dist/publish" / given.repository.rpartition("/")[2]
+        )
     except ValueError as error:
         sys.exit(f"make publish: {error}")
     print(f"{out}: read {out / 'UPLOAD.md'}")
@@ -59,24 +62,40 @@ def publish(repository, out):
         ValueError: `repository` is not owner/name, `out` exists, or this is not a git checkout.
     """
     if not REPOSITORY.fullmatch(repository):
-        raise ValueError(f"REPO={repository!r} is not an owner/name of GitHub; for instance: make publish REPO=ada/tpukit")
+        raise ValueError(
+            f"REPO={repository!r} is not an owner/name of GitHub; for instance: make publish REPO=ada/tpukit"
+        )
     if out.exists():
         raise ValueError(f"{out} exists already: remove it, or publish to another folder")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
-        raise ValueError(f"{ROOT} is not a git checkout, so which files to publish is not known: clone the repository with git")
+        raise ValueError(
+            f"{ROOT} is not a git checkout, so which files to publish is not known: clone the repository"
+            " with git"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(dir=out.parent))
     for name in listed.stdout.split("\0")[:-1]:
         (new / name).parent.mkdir(parents=True, exist_ok=True)
-        (new / name).write_bytes((ROOT / name).read_bytes().replace(PLACEHOLDER.encode(), repository.encode()))
+        (new / name).write_bytes(
+            (ROOT / name).read_bytes().replace(PLACEHOLDER.encode(), repository.encode())
+        )
         shutil.copymode(ROOT / name, new / name)
     # Built from the copy: the library inside a notebook has its home filled in too.
-    subprocess.run([sys.executable, "-m", "release.notebooks", "--out", "dist"], cwd=new, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "release.notebooks", "--out", "dist"],
+        cwd=new,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     names = "\n".join(f"- {path.relative_to(new).as_posix()}" for path in sorted(new.glob("dist/**/*.ipynb")))
     ignored = new / ".gitignore"
-    ignored.write_text("".join(line for line in ignored.read_text().splitlines(keepends=True) if line.strip() != "dist/"))
-    (new / "UPLOAD.md").write_text(UPLOAD.format(repository=repository, version=tpukit.__version__, notebooks=names))
+    ignored.write_text(
+        "".join(line for line in ignored.read_text().splitlines(keepends=True) if line.strip() != "dist/")
+    )
+    (new / "UPLOAD.md").write_text(
+        UPLOAD.format(repository=repository, version=tpukit.__version__, notebooks=names)
+    )
     new.chmod(0o755)
     new.rename(out)
     return out

@@ -1,12 +1,12 @@
-"""`make twins`: runs every built notebook in environments like those of Colab and Kaggle, in an empty folder, without network.
+"""`make twins`: runs every built notebook in environments like those of Colab and Kaggle, in an empty folder,
+without network.
 
-A twin is a virtual environment in .twins/ with the Python, the torch and the packages of an image (images.toml), and the
-image's variables and folder. It has no accelerator: the notebooks run on the CPU, with small settings, and of CDEIT's kernels
-it is seen only that the image's jax lowers them. This machine's own
-folders stay as they are: /content exists for the run alone, in a namespace. The table of results goes into docs/STATUS.md and
-its Chinese page. Needs Linux with unshare, about 18 GB, and an hour. `python -m release.twins kaggle-tpu mnist` runs what
-has these words in its name, and changes no page.
-"""
+A twin is a virtual environment in .twins/ with the Python, the torch and the packages of an image
+(images.toml), and the image's variables and folder. It has no accelerator: the notebooks run on the CPU, with
+small settings, and of CDEIT's kernels it is seen only that the image's jax lowers them. This machine's own
+folders stay as they are: /content exists for the run alone, in a namespace. The table of results goes into
+docs/STATUS.md and its Chinese page. Needs Linux with unshare, about 18 GB, and an hour. `python -m
+release.twins kaggle-tpu mnist` runs what has these words in its name, and changes no page."""
 
 import argparse
 import datetime
@@ -28,7 +28,9 @@ from release import notebooks
 ROOT = notebooks.ROOT
 TWINS = ROOT / ".twins"
 IMAGES = tomllib.loads((ROOT / "release/images.toml").read_text())  # name -> what is copied of it
-SETTINGS = dict(ACCELERATOR="cpu", EPOCHS=2, WARM_EPOCH=1, IMAGE_SIZE=32, BATCH_SIZE=4, CORES=2, SAMPLES=8, STEPS=2)
+SETTINGS = dict(
+    ACCELERATOR="cpu", EPOCHS=2, WARM_EPOCH=1, IMAGE_SIZE=32, BATCH_SIZE=4, CORES=2, SAMPLES=8, STEPS=2
+)
 SETTINGS_OF = {
     "mnist_quickstart": dict(BATCH_SIZE=64),
     "gpu_to_tpu_migration": dict(BATCH_SIZE=32),
@@ -39,8 +41,12 @@ NEEDS_INTERNET = {"gpu_to_tpu_migration": "libcst"}  # notebook -> the package t
 CELL_LIMIT_S = 600
 VERSIONS = ("torch", "torch-xla", "jax", "libtpu")  # that the table names
 # XLA optimises less, as in the Makefile: a step compiles in a third of the time.
-ON_CPU = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"}
-# A root folder with this machine's folders and the image's; of the network, the loopback, which a kernel needs.
+ON_CPU = {
+    "PJRT_DEVICE": "CPU",
+    "XLA_FLAGS": "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0",
+}
+# A root folder with this machine's folders and the image's; of the network, the loopback, which a kernel
+# needs.
 SANDBOX = """\
 set -e
 root=$1 folder=$2 work=$3; shift 3
@@ -109,7 +115,9 @@ def main():
             print(section)
         else:
             text = (ROOT / page).read_text()
-            (ROOT / page).write_text(text[: text.index(BEGIN)] + f"{BEGIN}\n{section}\n" + text[text.index(END) :])
+            (ROOT / page).write_text(
+                text[: text.index(BEGIN)] + f"{BEGIN}\n{section}\n" + text[text.index(END) :]
+            )
     sys.exit(any(result["state"] in ("failed", "other", "refused") for result in results.values()))
 
 
@@ -132,7 +140,13 @@ def make(image):
         python = interpreter(wanted["python"], os.environ)
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([python, "-m", "venv", folder], check=True)
-        uv = ["uv", "pip", "install", "--python", folder / "bin/python"]  # environments share the files of packages
+        uv = [
+            "uv",
+            "pip",
+            "install",
+            "--python",
+            folder / "bin/python",
+        ]  # environments share the files of packages
         pip = [folder / "bin/pip", "install", "--no-cache-dir"]
         subprocess.run([*(uv if shutil.which("uv") else pip), "--quiet", *wanted["packages"]], check=True)
         kernel = folder / "share/jupyter/kernels/twin/kernel.json"
@@ -141,11 +155,17 @@ def make(image):
         kernel.write_text(json.dumps(dict(argv=command, display_name=image, language="python")))
         done.write_text(made_of)
     site = [str(path) for path in folder.glob("lib/python*/site-packages")]
-    versions = {one.name.lower().replace("_", "-"): one.version for one in importlib.metadata.distributions(path=site)}
+    versions = {
+        one.name.lower().replace("_", "-"): one.version for one in importlib.metadata.distributions(path=site)
+    }
     surplus = [package for package in wanted["lacks"] if package in versions]
     if surplus:
-        raise LookupError(f"its twin has {', '.join(surplus)}, which the image lacks: correct release/images.toml")
-    python = subprocess.run([folder / "bin/python", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+        raise LookupError(
+            f"its twin has {', '.join(surplus)}, which the image lacks: correct release/images.toml"
+        )
+    python = subprocess.run(
+        [folder / "bin/python", "--version"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     return ", ".join([python, *(f"{name} {versions[name]}" for name in VERSIONS if name in versions)])
 
 
@@ -156,7 +176,10 @@ def slug(name):
 def interpreter(version, environ):
     """A Python of this version: pyenv's, one on PATH, or uv's. Raises LookupError if there is none."""
     pyenv = Path(environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-    found = [*sorted(pyenv.glob(f"versions/{version}.*/bin/python")), shutil.which(f"python{version}", path=environ["PATH"])]
+    found = [
+        *sorted(pyenv.glob(f"versions/{version}.*/bin/python")),
+        shutil.which(f"python{version}", path=environ["PATH"]),
+    ]
     if uv := shutil.which("uv", path=environ["PATH"]):
         command = [uv, "python", "find", "--no-python-downloads", version]
         found.append(subprocess.run(command, env=environ, capture_output=True, text=True).stdout.strip())
@@ -168,8 +191,8 @@ def interpreter(version, environ):
 
 
 def lower_kernels(image):
-    """Let an image's jax lower CDEIT's kernels, which no notebook does on the CPU. Returns a dict of state (ok, refused) and
-    what its sentence names."""
+    """Let an image's jax lower CDEIT's kernels, which no notebook does on the CPU. Returns a dict of state
+    (ok, refused) and what its sentence names."""
     requests = [
         dict(kind=kind, shape=[1, tokens, 384], heads=4, biased=biased)
         for tokens, biased in ((4096, False), (256, True))
@@ -200,7 +223,18 @@ def run(path, name, image):
     out = folder / "executed.ipynb"
     command = ["unshare", "--net", "--mount", *(["--map-root-user"] if os.getuid() else [])]
     command += ["bash", "-c", SANDBOX, "bash", folder / "root", IMAGES[image]["folder"], folder / "work"]
-    command += [sys.executable, "-m", "papermill", path, out, "-k", "twin", "--no-progress-bar", "--log-level", "ERROR"]
+    command += [
+        sys.executable,
+        "-m",
+        "papermill",
+        path,
+        out,
+        "-k",
+        "twin",
+        "--no-progress-bar",
+        "--log-level",
+        "ERROR",
+    ]
     command += ["--execution-timeout", str(CELL_LIMIT_S)]
     for setting, value in settings(nbformat.read(path, 4), name).items():
         command += ["-p", setting, str(value)]
@@ -219,7 +253,9 @@ def settings(notebook, name):
     """Of the small settings, those that the notebook has."""
     [cell] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     wanted = SETTINGS | SETTINGS_OF.get(Path(name).name, {})
-    return {setting: value for setting, value in wanted.items() if re.search(rf"^{setting} = ", cell.source, re.M)}
+    return {
+        setting: value for setting, value in wanted.items() if re.search(rf"^{setting} = ", cell.source, re.M)
+    }
 
 
 def result(notebook, name, seconds, home):
@@ -232,7 +268,9 @@ def result(notebook, name, seconds, home):
             if output.output_type == "error":
                 offline = package and package in output.evalue and "internet" in output.evalue
                 error = f"{output.ename}: {output.evalue}".strip().splitlines()[-1]
-                return dict(state="internet" if offline else "failed", cell=number, error=error, package=package)
+                return dict(
+                    state="internet" if offline else "failed", cell=number, error=error, package=package
+                )
             if found := re.search(r"^tpukit \S+ from (.+)$", output.get("text", ""), re.M):
                 copy = found[1]
     embedded = Path(copy).is_relative_to(home / ".cache/tpukit")
@@ -240,7 +278,8 @@ def result(notebook, name, seconds, home):
 
 
 def table(heads, results, words, date):
-    """The section of a page: when, and a table of notebooks and images. heads: image -> versions, or why it has no twin."""
+    """The section of a page: when, and a table of notebooks and images. heads: image -> versions, or why it
+    has no twin."""
     lines = [words["when"].format(date=date), "", f"| {words['notebook']} | {' | '.join(heads)} |"]
     lines += ["|---" * (len(heads) + 1) + "|", f"| | {' | '.join(heads.values())} |"]
     names = list(dict.fromkeys(name for name, _ in results))
@@ -248,7 +287,9 @@ def table(heads, results, words, date):
     ended = {key: result["state"] for key, result in results.items()}
 
     def ended_as_in_english(name):
-        return all(ended.get((name, image)) == ended.get((name.removeprefix(TRANSLATED), image)) for image in heads)
+        return all(
+            ended.get((name, image)) == ended.get((name.removeprefix(TRANSLATED), image)) for image in heads
+        )
 
     if translated and all(map(ended_as_in_english, translated)):
         names = [name for name in names if name not in translated]

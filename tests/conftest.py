@@ -26,7 +26,8 @@ def _cache(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def _opened():
-    """An open CPU XLA runtime, or None. Opened before any gradient is computed: afterwards autograd refuses XLA."""
+    """An open CPU XLA runtime, or None. Opened before any gradient is computed: afterwards autograd refuses
+    XLA."""
     try:
         import torch_xla  # noqa: F401
     except ImportError:
@@ -69,7 +70,9 @@ def tank(tmp_path_factory):
     """A simulated set for electrical impedance tomography: 21 samples to train, 5 to test."""
     from tpukit.tasks.cdeit import simulator
 
-    return simulator.simulate(tmp_path_factory.mktemp("tank") / "eit", samples=21, test_samples=5, seed=3, progress=False)
+    return simulator.simulate(
+        tmp_path_factory.mktemp("tank") / "eit", samples=21, test_samples=5, seed=3, progress=False
+    )
 
 
 @pytest.fixture(scope="session")
@@ -108,13 +111,15 @@ def infrared_run(tmp_path):
 
 @pytest.fixture
 def bright(monkeypatch):
-    """An MSHNet that takes a pixel for a target from a grey of 129 on, with a logit of its grey level less 128. Images keep
-    their size."""
+    """An MSHNet that takes a pixel for a target from a grey of 129 on, with a logit of its grey level less
+    128. Images keep their size."""
     from tests.tasks.mshnet.small import Narrow
     from tpukit.tasks.mshnet import windows
 
     monkeypatch.setattr(windows, "scale", lambda image, size, smallest: image)
-    monkeypatch.setattr(Narrow, "predictor", lambda *_, **__: lambda batch: batch["image"][:, :1].float() - 128)
+    monkeypatch.setattr(
+        Narrow, "predictor", lambda *_, **__: lambda batch: batch["image"][:, :1].float() - 128
+    )
 
 
 @pytest.fixture
@@ -151,7 +156,9 @@ def versions(monkeypatch):
     def pretend(**installed):
         wanted = {name.replace("_cpu", "-cpu"): version for name, version in installed.items()}
         real = environment.version_of
-        monkeypatch.setattr(environment, "version_of", lambda p: wanted.get(p) if p in environment.PACKAGES else real(p))
+        monkeypatch.setattr(
+            environment, "version_of", lambda p: wanted.get(p) if p in environment.PACKAGES else real(p)
+        )
 
     return pretend
 
@@ -159,7 +166,9 @@ def versions(monkeypatch):
 @pytest.fixture
 def gpu(monkeypatch):
     """Pretend that nvidia-smi lists these GPUs."""
-    return lambda *names: monkeypatch.setattr("tpukit.host.environment.nvidia_gpus", lambda environ: list(names))
+    return lambda *names: monkeypatch.setattr(
+        "tpukit.host.environment.nvidia_gpus", lambda environ: list(names)
+    )
 
 
 def _folder(variable, default):

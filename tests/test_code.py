@@ -1,4 +1,5 @@
-"""What holds for the tree as a whole: layers, packages that one layer alone imports, thin notebooks, a light core."""
+"""What holds for the tree as a whole: layers, packages that one layer alone imports, thin notebooks, a light
+core."""
 
 import ast
 import json
@@ -10,7 +11,17 @@ import pytest
 
 from tests.conftest import ROOT
 
-LAYERS = ("host", "runs", "devices", "training", "launching", "tasks", "reporting", "tools", "cli")  # the lowest first
+LAYERS = (
+    "host",
+    "runs",
+    "devices",
+    "training",
+    "launching",
+    "tasks",
+    "reporting",
+    "tools",
+    "cli",
+)  # the lowest first
 MODULES = sorted(p for p in (ROOT / "tpukit").rglob("*.py"))
 
 
@@ -98,15 +109,25 @@ def test_notebooks_are_thin_have_no_outputs_and_preselect_their_hardware(path):
     for cell in cells:
         assert not cell["outputs"] and cell["execution_count"] is None
         lines = "".join(cell["source"]).splitlines()
-        most = 22 if lines[0].startswith("# @title tpukit:") else 15 if lines[0] == "# @title Settings" else 12
+        most = (
+            22 if lines[0].startswith("# @title tpukit:") else 15 if lines[0] == "# @title Settings" else 12
+        )
         assert len(lines) <= most, "".join(cell["source"])
         assert max(map(len, lines)) <= 100, max(lines, key=len)  # more is cut at the width of a laptop
     parameters = [c for c in cells if "parameters" in c["metadata"].get("tags", [])]
     assert len(parameters) == 1 and "# @param" in "".join(parameters[0]["source"])
-    if path.name == "cloud_tpu_vm.ipynb":  # rents its hardware: no session of Colab or Kaggle should spend one on it
-        assert "accelerator" not in notebook["metadata"] and notebook["metadata"]["kaggle"]["accelerator"] == "none"
+    if (
+        path.name == "cloud_tpu_vm.ipynb"
+    ):  # rents its hardware: no session of Colab or Kaggle should spend one on it
+        assert (
+            "accelerator" not in notebook["metadata"]
+            and notebook["metadata"]["kaggle"]["accelerator"] == "none"
+        )
     else:
-        assert notebook["metadata"]["accelerator"] in ("TPU", "GPU") and "accelerator" in notebook["metadata"]["kaggle"]
+        assert (
+            notebook["metadata"]["accelerator"] in ("TPU", "GPU")
+            and "accelerator" in notebook["metadata"]["kaggle"]
+        )
     assert notebook["cells"][0]["cell_type"] == "markdown"
 
 
@@ -135,7 +156,9 @@ def test_every_notebook_has_a_chinese_twin():
 
 @pytest.mark.parametrize("path", CHINESE, ids=lambda p: p.name)
 def test_a_chinese_notebook_has_the_code_of_the_english_one_and_its_texts_in_chinese(path):
-    english, chinese = (json.loads((ROOT / "notebooks" / name).read_text()) for name in (path.name, f"zh-CN/{path.name}"))
+    english, chinese = (
+        json.loads((ROOT / "notebooks" / name).read_text()) for name in (path.name, f"zh-CN/{path.name}")
+    )
     assert path.read_text() == json.dumps(chinese, indent=1, ensure_ascii=False) + "\n"
     for ours, theirs in zip(texts(english), texts(chinese), strict=True):
         assert re.search(r"[\u4e00-\u9fff]", theirs), theirs
@@ -143,7 +166,10 @@ def test_a_chinese_notebook_has_the_code_of_the_english_one_and_its_texts_in_chi
         links, translated = (sorted(re.findall(r"\]\(([^)\s]+)\)", text)) for text in (ours, theirs))
         assert sorted(map(chinese_link, links)) == translated
         assert not re.search(rf"{HAN}\n *{HAN}", theirs), theirs
-    for notebook in (english, chinese):  # all the rest is equal: code, ids, metadata, the cells' order and types
+    for notebook in (
+        english,
+        chinese,
+    ):  # all the rest is equal: code, ids, metadata, the cells' order and types
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":
                 cell["source"] = []
@@ -197,4 +223,7 @@ def test_nothing_in_the_tree_names_a_machine_or_a_registry():
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     for name in files or pytest.skip("not a git checkout"):
         text = (ROOT / name).read_text(errors="ignore")
-        assert not re.search(r"pythonhosted|pypi\.org/simple|/home/\w+|/Users/\w+", text) or name == "tests/test_code.py", name
+        assert (
+            not re.search(r"pythonhosted|pypi\.org/simple|/home/\w+|/Users/\w+", text)
+            or name == "tests/test_code.py"
+        ), name

@@ -1,4 +1,5 @@
-"""The pages: commands and examples run, links lead somewhere, both languages agree, Chinese by the glossary, known errors."""
+"""The pages: commands and examples run, links lead somewhere, both languages agree, Chinese by the glossary,
+known errors."""
 
 import ast
 import glob
@@ -19,22 +20,54 @@ from tpukit.devices.runtime import Runtime
 from tpukit.host import known_errors
 
 GLOSSARY = ROOT / "docs/GLOSSARY.md"  # one page for both languages
-ENGLISH = sorted([ROOT / "README.md", *(p for p in (ROOT / "docs").glob("*.md") if ".zh-CN" not in p.name and p != GLOSSARY)])
+ENGLISH = sorted(
+    [
+        ROOT / "README.md",
+        *(p for p in (ROOT / "docs").glob("*.md") if ".zh-CN" not in p.name and p != GLOSSARY),
+    ]
+)
 PAGES = [page for path in ENGLISH for page in (path, path.with_name(path.name.replace(".md", ".zh-CN.md")))]
 CHINESE = [page for page in PAGES if ".zh-CN" in page.name]
-HAN = r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"  # characters between which a line break would render as a blank
+# characters between which a line break would render as a blank
+HAN = r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
 # What makes each task small, and numbers that would make a command long -> what the test takes.
 TINY = {
     "mshnet": {"--base-size": "32", "--crop-size": "32", "--batch-size": "4"},
     "mnist": {"--batch-size": "8"},
     "images": {"--image-size": "32", "--batch-size": "4"},
-    "cdeit": {"--patch": "16", "--width": "16", "--heads": "2", "--window": "4", "--levels": "1", "--batch-size": "4"},
+    "cdeit": {
+        "--patch": "16",
+        "--width": "16",
+        "--heads": "2",
+        "--window": "4",
+        "--levels": "1",
+        "--batch-size": "4",
+    },
 }
-SMALL = {option: value for options in TINY.values() for option, value in options.items() if option != "--batch-size"}
-SMALL |= {"--epochs": "1", "--warm-epoch": "0", "--steps": "2", "--trace": "2", "--cores": "1", "--sampling-steps": "1"}
-SMALL |= {"--batch-size": "4", "--global-batch-size": "4", "--samples": "6", "--test-samples": "3", "--workers": "1"}
-# Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), what rents machines
-# (tests/tools/test_rent.py runs it against a recording sky), and a model of 110 million parameters (tests/tasks/cdeit).
+SMALL = {
+    option: value
+    for options in TINY.values()
+    for option, value in options.items()
+    if option != "--batch-size"
+}
+SMALL |= {
+    "--epochs": "1",
+    "--warm-epoch": "0",
+    "--steps": "2",
+    "--trace": "2",
+    "--cores": "1",
+    "--sampling-steps": "1",
+}
+SMALL |= {
+    "--batch-size": "4",
+    "--global-batch-size": "4",
+    "--samples": "6",
+    "--test-samples": "3",
+    "--workers": "1",
+}
+# Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), what
+# rents machines (tests/tools/test_rent.py runs it against a recording sky), and a model of 110 million
+# parameters (tests/tasks/cdeit).
 ELSEWHERE = ("tpukit plan", "tpukit rent", "tpukit doctor --model cdeit")
 
 
@@ -44,7 +77,11 @@ def name(path):
 
 def commands(path):
     """The tpukit commands of a page's code blocks, without their comments, with what stands before them."""
-    lines = [line for line in path.read_text().splitlines() if re.match(r"(    )?(\w+=\S+ |timeout \S+ )*tpukit \w", line)]
+    lines = [
+        line
+        for line in path.read_text().splitlines()
+        if re.match(r"(    )?(\w+=\S+ |timeout \S+ )*tpukit \w", line)
+    ]
     return [shlex.join(shlex.split(line, comments=True)) for line in lines]
 
 
@@ -59,7 +96,9 @@ def anchor(heading):
 @pytest.mark.parametrize("path", PAGES, ids=name)
 def test_every_page_is_there_and_begins_with_a_way_to_its_other_language(path):
     other = path.with_name(
-        path.name.replace(".zh-CN.md", ".md") if ".zh-CN" in path.name else path.name.replace(".md", ".zh-CN.md")
+        path.name.replace(".zh-CN.md", ".md")
+        if ".zh-CN" in path.name
+        else path.name.replace(".md", ".zh-CN.md")
     )
     top = "\n".join(path.read_text().splitlines()[:8])
     assert f"({other.name})" in top
@@ -74,7 +113,8 @@ def test_both_languages_have_the_same_headings_levels_and_commands(path):
 
 
 def figures(path):
-    """The numbers of a page outside its code, as floats; those below 100 without a fraction may be words in one language."""
+    """The numbers of a page outside its code, as floats; those below 100 without a fraction may be words in
+    one language."""
     code = r"```.*?```|^    .*?$|`[^`\n]*`|\]\([^)]*\)|^\[[\w-]+\]: .*?$"
     text = re.sub(code, " ", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     found = set()
@@ -124,8 +164,12 @@ def test_a_chinese_page_uses_the_words_of_the_glossary(path):
 @pytest.mark.parametrize("path", CHINESE, ids=name)
 def test_links_of_a_chinese_page_lead_to_chinese_pages(path):
     own = path.name.replace(".zh-CN.md", ".md")
-    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+\.md[^)\s]*)\)", path.read_text())]
-    wrong = [t for t in targets if "://" not in t and not t.endswith((".zh-CN.md", "GLOSSARY.md")) and t != own]
+    targets = [
+        target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+\.md[^)\s]*)\)", path.read_text())
+    ]
+    wrong = [
+        t for t in targets if "://" not in t and not t.endswith((".zh-CN.md", "GLOSSARY.md")) and t != own
+    ]
     assert not wrong
 
 
@@ -154,13 +198,18 @@ def test_troubleshooting_is_generated_from_the_known_errors_and_both_languages_h
 @pytest.mark.skipif(not shutil.which("make"), reason="no make here")
 @pytest.mark.parametrize(
     "lacking, message",
-    [("sys.version_info = (3, 10, 13)", "3.11 to 3.13"), ("sys.modules['ensurepip'] = None", "apt install python3-venv")],
+    [
+        ("sys.version_info = (3, 10, 13)", "3.11 to 3.13"),
+        ("sys.modules['ensurepip'] = None", "apt install python3-venv"),
+    ],
 )
 def test_make_says_what_a_python_lacks_before_it_installs_anything(lacking, message, tmp_path):
     for file in ("Makefile", "requirements.txt", "pyproject.toml"):
         shutil.copy(ROOT / file, tmp_path)
     python = tmp_path / "python"  # answers `-c PROGRAM` alone
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "import sys; {lacking}; exec(sys.argv[2])" "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "import sys; {lacking}; exec(sys.argv[2])" "$@"\n'
+    )
     python.chmod(0o755)
     ran = subprocess.run(["make", "test", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode and message in ran.stdout and not (tmp_path / ".venv").exists()
@@ -179,7 +228,9 @@ def smaller(command):
     if words[0] in ("train", "compare") and words[1] in TINY:
         less = {"--epochs": "1", "--run": "outputs/new"} if words[0] == "train" else {"--steps": "2"}
         wanted = TINY[words[1]] | less
-        given = {"--batch-size" if word in ("--global-batch-size", "--batch-sizes") else word for word in words}
+        given = {
+            "--batch-size" if word in ("--global-batch-size", "--batch-sizes") else word for word in words
+        }
         words += [part for option, value in wanted.items() if option not in given for part in (option, value)]
     return words
 
@@ -196,7 +247,10 @@ def alone():
 def test_there_are_commands_to_run_and_they_are_made_small():
     assert len(unique()) > 10
     small = smaller("tpukit train mshnet --epochs 400 --lr 0.05")
-    assert small[:6] == ["train", "mshnet", "--epochs", "1", "--lr", "0.05"] and small[6:8] == ["--base-size", "32"]
+    assert small[:6] == ["train", "mshnet", "--epochs", "1", "--lr", "0.05"] and small[6:8] == [
+        "--base-size",
+        "32",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +278,12 @@ def place(tmp_path_factory, digits, infrared, tank, shapes):
     code = "import torch\n\nmodel = torch.nn.Linear(3, 1).cuda()\n"
     cell = dict(cell_type="code", id="a", metadata={}, outputs=[], execution_count=None, source=code)
     book = json.dumps(dict(cells=[cell], metadata={}, nbformat=4, nbformat_minor=5))
-    for name, text in (("train.py", code), ("src/model.py", code), ("notebook.ipynb", book), ("notebooks/one.ipynb", book)):
+    for name, text in (
+        ("train.py", code),
+        ("src/model.py", code),
+        ("notebook.ipynb", book),
+        ("notebooks/one.ipynb", book),
+    ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     return folder
@@ -241,7 +300,9 @@ def test_a_command_with_something_before_it_runs_as_it_stands(command, place, mo
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     shutil.rmtree("outputs/new", ignore_errors=True)
     line = f"{before}{shlex.quote(sys.executable)} -m tpukit {shlex.join(words)}"
-    ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    ran = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     assert ran.returncode == 0 and "Scores" in ran.stdout, ran.stdout + ran.stderr
 
 
@@ -252,7 +313,10 @@ def examples(path):
 @pytest.mark.parametrize("path", [p for p in ENGLISH if examples(p)], ids=name)
 def test_the_python_of_both_languages_is_the_same(path):
     other = path.with_name(path.name.replace(".md", ".zh-CN.md"))
-    ours, theirs = ([ast.dump(ast.parse(re.sub('""".*?"""', "pass", code))) for code in examples(p)] for p in (path, other))
+    ours, theirs = (
+        [ast.dump(ast.parse(re.sub('""".*?"""', "pass", code))) for code in examples(p)]
+        for p in (path, other)
+    )
     assert ours == theirs
 
 
@@ -289,6 +353,8 @@ def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, c
     code = cli.main(words)
     output = capfd.readouterr()
     assert "Traceback" not in output.err
-    allowed = {0, 1} if words[0] in ("doctor", "migrate") else {0}  # which end with 1 where they found something
+    allowed = (
+        {0, 1} if words[0] in ("doctor", "migrate") else {0}
+    )  # which end with 1 where they found something
     assert "tpukit: " not in output.err
     assert code in allowed, f"{words}: {output.err[-2000:]}"

@@ -13,14 +13,18 @@ from tests.conftest import ROOT
 
 @pytest.fixture
 def find_cell(tmp_path):
-    """Runs that cell in tmp_path/content, or in `folder`, with a Kaggle below tmp_path. Returns its output, or its error.
+    """Runs that cell in tmp_path/content, or in `folder`, with a Kaggle below tmp_path. Returns its output,
+    or its error.
 
-    embedded: the folder that a built notebook unpacked its copy to. A fake pip only prints that it was called.
-    """
+    embedded: the folder that a built notebook unpacked its copy to. A fake pip only prints that it was
+    called."""
     cell = nbformat.read(ROOT / "notebooks/mnist_quickstart.ipynb", 4).cells[2].source
     assert cell.count('"/kaggle/input') == 1
     cell = cell.replace('"/kaggle/input', f'"{tmp_path}/kaggle/input')
-    pip = "import subprocess\ndef run(command, check): print('asked:', *command[1:]); raise SystemExit\nsubprocess.run = run\n"
+    pip = (
+        "import subprocess\ndef run(command, check): print('asked:', *command[1:]); raise"
+        " SystemExit\nsubprocess.run = run\n"
+    )
     tell = "\nprint(os.environ['PYTHONPATH'].split(os.pathsep)[0] == sys.path[0])"
 
     def run(folder=tmp_path / "content", embedded=None):
@@ -36,7 +40,8 @@ def find_cell(tmp_path):
 
 
 def place_tpukit(folder, layers=9):
-    """A repository with a package tpukit/ of that many layers in it. Returns what the cell prints when it takes it."""
+    """A repository with a package tpukit/ of that many layers in it. Returns what the cell prints when it
+    takes it."""
     (folder / "tpukit").mkdir(parents=True)
     (folder / "tpukit/__init__.py").write_text("__version__ = '7.0'\n")
     for number in range(layers):
@@ -49,7 +54,9 @@ ASKED = re.compile(r"asked: -m pip install -q git\+https://github\.com/\S+")
 
 
 @pytest.mark.parametrize("notebook", ["repository/notebooks", "repository/notebooks/zh-CN", "repository"])
-def test_a_clone_around_the_notebook_comes_before_the_copy_inside_it_and_a_kaggle_input(notebook, find_cell, tmp_path):
+def test_a_clone_around_the_notebook_comes_before_the_copy_inside_it_and_a_kaggle_input(
+    notebook, find_cell, tmp_path
+):
     assert ASKED.fullmatch(find_cell(tmp_path / notebook))
     clone = place_tpukit(tmp_path / "repository")
     place_tpukit(tmp_path / "kaggle/input/tpukit")
@@ -76,7 +83,9 @@ def test_half_a_tpukit_is_left_aside_for_the_copy_and_refused_where_there_is_non
     assert refused.startswith("ImportError") and str(tmp_path / "content/tpukit") in refused
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.skipif(
+    not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder to another user"
+)
 def test_another_users_tpukit_above_the_notebook_is_not_run(find_cell, tmp_path):
     place_tpukit(tmp_path)
     os.chown(tmp_path / "tpukit", 12345, 12345)
@@ -85,14 +94,23 @@ def test_another_users_tpukit_above_the_notebook_is_not_run(find_cell, tmp_path)
     assert find_cell(embedded=tmp_path / "embedded") == embedded
 
 
-@pytest.mark.parametrize("place", ["tpukit", "datasets/me/tpukit", "tpukit/tpukit-main", "datasets/me/tpukit/a/b"])
+@pytest.mark.parametrize(
+    "place", ["tpukit", "datasets/me/tpukit", "tpukit/tpukit-main", "datasets/me/tpukit/a/b"]
+)
 def test_a_kaggle_input_of_that_name_is_taken_whatever_its_nesting(place, find_cell, tmp_path):
     output = place_tpukit(tmp_path / "kaggle/input" / place)
     assert find_cell() == output
 
 
 @pytest.mark.parametrize(
-    "place", ["some-images", "some-images/tpukit", "datasets/a-stranger/images", "datasets/a-stranger/images/tpukit", "."]
+    "place",
+    [
+        "some-images",
+        "some-images/tpukit",
+        "datasets/a-stranger/images",
+        "datasets/a-stranger/images/tpukit",
+        ".",
+    ],
 )
 def test_no_code_of_an_input_of_another_name_is_run(place, find_cell, tmp_path):
     place_tpukit(tmp_path / "kaggle/input" / place)

@@ -23,7 +23,7 @@ def test_a_kernel_knows_whether_somebody_could_answer_a_question():
     try:
         for answers in (True, False):  # a page; papermill
             client.execute_interactive(
-                "from tpukit.host import environment; print(environment.has_open_page())",
+                "from tpukit.host import environment; print(environment.is_interactive_notebook())",
                 allow_stdin=answers,
                 stdin_hook=pytest.fail,
                 timeout=60,
@@ -42,7 +42,8 @@ def lab(tmp_path):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     settings = {
-        "notebook-extension/tracker": '{"windowingMode": "none"}',  # render all cells, not the visible ones alone
+        # render all cells, not the visible ones alone
+        "notebook-extension/tracker": '{"windowingMode": "none"}',
         "apputils-extension/notification": '{"fetchNews": "false", "checkForUpdates": false}',
     }
     for name, content in settings.items():
@@ -55,10 +56,21 @@ def lab(tmp_path):
         "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings"),
         "JUPYTER_CONFIG_DIR": str(tmp_path / "config"),
     }
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        f"--port={port}",
+        "--ip=127.0.0.1",
+    ]
     log = open(tmp_path / "lab.log", "w")
     server = subprocess.Popen(
-        [*command, f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={tmp_path}"], env=environ, stdout=log, stderr=log
+        [*command, f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={tmp_path}"],
+        env=environ,
+        stdout=log,
+        stderr=log,
     )
     try:
         address = f"http://127.0.0.1:{port}"
@@ -68,7 +80,9 @@ def lab(tmp_path):
                 urllib.request.urlopen(f"{address}/api?token={token}", timeout=2)
                 break
             except OSError:
-                assert time.monotonic() < deadline and server.poll() is None, (tmp_path / "lab.log").read_text()
+                assert time.monotonic() < deadline and server.poll() is None, (
+                    tmp_path / "lab.log"
+                ).read_text()
                 time.sleep(0.3)
         yield lambda path: f"{address}/lab/tree/{path}?token={token}"
     finally:
@@ -99,7 +113,9 @@ def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
         expect(page.locator(".jp-Notebook .jp-CodeCell").first).to_be_visible(timeout=60_000)
         expect(page.get_by_text("Python 3 (ipykernel) | Idle")).to_be_visible(timeout=60_000)
         last = page.locator(".jp-CodeCell").last.locator(".jp-OutputArea-output")
-        select = page.get_by_role("button", name="Select Kernel")  # JupyterLab asks when its list of kernels comes late
+        select = page.get_by_role(
+            "button", name="Select Kernel"
+        )  # JupyterLab asks when its list of kernels comes late
         deadline, asked = time.monotonic() + 180, False
         while not last.count():
             assert time.monotonic() < deadline, page.screenshot(path=str(tmp_path / "stuck.png")) and tmp_path
@@ -118,7 +134,9 @@ def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
         expect(pictures).to_have_count(7)  # two live charts, samples, curves, report, predictions, own
         for index in range(7):
             assert pictures.nth(index).evaluate("image => image.complete && image.naturalWidth") > 300
-        expect(page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")).to_have_count(0)
+        expect(
+            page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")
+        ).to_have_count(0)
         page.locator(".jp-CodeCell").nth(5).scroll_into_view_if_needed()
         page.screenshot(path=str(tmp_path / "quickstart.png"))
         chromium.close()

@@ -31,11 +31,15 @@ def run_notebook(name, tmp_path, replace=None, **parameters):
 
 
 def outputs(notebook, mime):
-    return [o["data"][mime] for c in notebook.cells for o in c.get("outputs", []) if mime in o.get("data", {})]
+    return [
+        o["data"][mime] for c in notebook.cells for o in c.get("outputs", []) if mime in o.get("data", {})
+    ]
 
 
 def text(notebook):
-    streams = "".join(o["text"] for c in notebook.cells for o in c.get("outputs", []) if o["output_type"] == "stream")
+    streams = "".join(
+        o["text"] for c in notebook.cells for o in c.get("outputs", []) if o["output_type"] == "stream"
+    )
     return streams + "".join(outputs(notebook, "text/plain"))
 
 
@@ -52,7 +56,9 @@ def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
         "IoU ",
     ):
         assert words in output, words
-    assert len(outputs(notebook, "image/png")) == 8  # samples, curves, ROC, report, predictions, threshold, own, runs
+    assert (
+        len(outputs(notebook, "image/png")) == 8
+    )  # samples, curves, ROC, report, predictions, threshold, own, runs
     assert "CPU XLA device" in "".join(outputs(notebook, "text/html"))
     assert (tmp_path / "outputs/run/best.safetensors").exists()
 
@@ -69,9 +75,17 @@ environment.detect = lambda: torch_tpu_mock.machine(4)
 @pytest.mark.slow
 def test_the_eight_core_notebook_runs_unchanged_through_torch_tpu_on_four_mock_chips(tmp_path):
     mocked = ("env = tpukit.detect()", f"{ON_MOCK_CHIPS}env = tpukit.detect()")
-    notebook = run_notebook("kaggle_tpu_v5e.ipynb", tmp_path, mocked, **SMALL | dict(EPOCHS=1, CORES=4, BATCH_SIZE=4))
+    notebook = run_notebook(
+        "kaggle_tpu_v5e.ipynb", tmp_path, mocked, **SMALL | dict(EPOCHS=1, CORES=4, BATCH_SIZE=4)
+    )
     output = text(notebook)
-    for words in ("core 3: TPU v5 lite through torch_tpu", "1 samples", "all 4 cores started", "epoch 1: loss", "IoU "):
+    for words in (
+        "core 3: TPU v5 lite through torch_tpu",
+        "1 samples",
+        "all 4 cores started",
+        "epoch 1: loss",
+        "IoU ",
+    ):
         assert words in output, words
     assert (tmp_path / "outputs/run/best.safetensors").exists()
 
@@ -101,10 +115,19 @@ def test_the_eight_core_notebook_runs_on_two_cpu_xla_devices(parallel, share, tm
 def test_the_cdeit_notebook_simulates_trains_on_two_devices_samples_and_shows_the_grid(tmp_path):
     pytest.importorskip("torch_xla")
     small = dict(SAMPLES=8, EPOCHS=1, BATCH_SIZE=4, CORES=2, RUN_NAME="run")
-    tiny = ("patch=8, width=128, heads=4, window=8, levels=3", "patch=16, width=16, heads=2, window=4, levels=1")
+    tiny = (
+        "patch=8, width=128, heads=4, window=8, levels=3",
+        "patch=16, width=16, heads=2, window=4, levels=1",
+    )
     notebook = run_notebook("kaggle_cdeit_tpu.ipynb", tmp_path, replace=tiny, **small)
     output = text(notebook)
-    for words in ("voltage statistics: computed", "all 2 cores started", "epoch 1: loss", "It ran on 2 x xla", "correlation "):
+    for words in (
+        "voltage statistics: computed",
+        "all 2 cores started",
+        "epoch 1: loss",
+        "It ran on 2 x xla",
+        "correlation ",
+    ):
         assert words in output, words
     assert len(outputs(notebook, "image/png")) == 6  # samples, curves, report, the grid, own, runs
     shown = "".join(outputs(notebook, "text/html"))
@@ -115,29 +138,40 @@ def test_the_cdeit_notebook_simulates_trains_on_two_devices_samples_and_shows_th
 
 def test_the_cdeit_notebook_asks_for_a_gpu_by_its_metadata_alone():
     tpu, gpu = (nbformat.read(ROOT / f"notebooks/kaggle_cdeit_{kind}.ipynb", 4) for kind in ("tpu", "gpu"))
-    tpu_code, gpu_code = ([cell.source for cell in book.cells if cell.cell_type == "code"] for book in (tpu, gpu))
+    tpu_code, gpu_code = (
+        [cell.source for cell in book.cells if cell.cell_type == "code"] for book in (tpu, gpu)
+    )
     assert tpu_code == gpu_code
     assert (tpu.metadata.accelerator, gpu.metadata.accelerator) == ("TPU", "GPU")
     assert (tpu.metadata.kaggle.accelerator, gpu.metadata.kaggle.accelerator) == ("tpuV5e8", "nvidiaTeslaT4")
 
 
 @pytest.mark.slow
-def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until_the_kernel_uses_the_device(tmp_path, digits):
+def test_a_function_and_a_class_of_a_cell_run_on_all_cores_again_and_again_until_the_kernel_uses_the_device(
+    tmp_path, digits
+):
     pytest.importorskip("torch_xla")
     cells = [
-        f"import sys, dataclasses; sys.path.insert(0, {str(ROOT)!r}); import tpukit\n"
-        "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
-        "class Mine(tpukit.MNIST):\n"
-        "    def loss(self, model, batch, epoch):\n"
-        "        return super().loss(model, batch, epoch) * 2\n"
-        "def mine(task, run, *, runtime):\n"
-        "    print('from core', runtime.world.rank)\n"
-        "    return dict(cores=runtime.cores, **tpukit.train(task, run, runtime=runtime))\n"
-        f"task = Mine(dataset_dir={str(digits)!r}, epochs=1, batch_size=8, channels=4)",
-        "for name in ('one', 'two'):\n    print(tpukit.launch(mine, task, tpukit.Run.open(name, task), cores=2))",
+        (
+            f"import sys, dataclasses; sys.path.insert(0, {str(ROOT)!r}); import tpukit\n"
+            "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
+            "class Mine(tpukit.MNIST):\n"
+            "    def loss(self, model, batch, epoch):\n"
+            "        return super().loss(model, batch, epoch) * 2\n"
+            "def mine(task, run, *, runtime):\n"
+            "    print('from core', runtime.world.rank)\n"
+            "    return dict(cores=runtime.cores, **tpukit.train(task, run, runtime=runtime))\n"
+            f"task = Mine(dataset_dir={str(digits)!r}, epochs=1, batch_size=8, channels=4)"
+        ),
+        (
+            "for name in ('one', 'two'):\n    print(tpukit.launch(mine, task, tpukit.Run.open(name, task),"
+            " cores=2))"
+        ),
         "tpukit.launch(mine, task, tpukit.Run.open('three', task), cores=1)",
-        "try: tpukit.launch(mine, task, tpukit.Run.open('four', task), cores=2)\nexcept tpukit.TpukitError as e: "
-        "print('REFUSED', e)",
+        (
+            "try: tpukit.launch(mine, task, tpukit.Run.open('four', task), cores=2)\nexcept"
+            " tpukit.TpukitError as e: print('REFUSED', e)"
+        ),
     ]
     written = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     nbformat.write(written, tmp_path / "cells.ipynb")
@@ -170,8 +204,15 @@ def test_the_migration_notebook_mends_a_script_runs_it_and_reads_ones_own(tmp_pa
         f"{own}:1:9: error [cuda]",
     ):
         assert words in output, words
-    assert output.count("epoch 4: loss") == 2 and "did not run" not in output and own.read_text() == "model = model.cuda()\n"
-    assert any("7 that will not work on a TPU, 3 that will be slow" in shown for shown in outputs(notebook, "text/html"))
+    assert (
+        output.count("epoch 4: loss") == 2
+        and "did not run" not in output
+        and own.read_text() == "model = model.cuda()\n"
+    )
+    assert any(
+        "7 that will not work on a TPU, 3 that will be slow" in shown
+        for shown in outputs(notebook, "text/html")
+    )
     (table,) = [shown for shown in outputs(notebook, "text/html") if "images per second" in shown]
     assert "nan" not in table and "tpukit, 1 x " in table
 
@@ -187,7 +228,11 @@ def test_the_gpu_notebook_runs_on_the_cpu_when_told_to(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, menu",
-    [("colab_tpu_setup.ipynb", "TPU needed"), ("colab_setup.ipynb", "GPU needed"), ("kaggle_cdeit_gpu.ipynb", "GPU needed")],
+    [
+        ("colab_tpu_setup.ipynb", "TPU needed"),
+        ("colab_setup.ipynb", "GPU needed"),
+        ("kaggle_cdeit_gpu.ipynb", "GPU needed"),
+    ],
 )
 def test_a_notebook_without_its_hardware_stops_with_the_menu_to_open(name, menu, tmp_path, monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE")
@@ -199,11 +244,15 @@ def test_a_notebook_without_its_hardware_stops_with_the_menu_to_open(name, menu,
 
 @pytest.mark.slow
 def test_the_quickstart_trains_goes_on_and_shows(digits, tmp_path):
-    notebook = run_notebook("mnist_quickstart.ipynb", tmp_path, RUN_NAME="mnist", DATASET_DIR=str(digits), BATCH_SIZE=8)
+    notebook = run_notebook(
+        "mnist_quickstart.ipynb", tmp_path, RUN_NAME="mnist", DATASET_DIR=str(digits), BATCH_SIZE=8
+    )
     output = text(notebook)
     assert "resuming at step 25 of 50" in output and "class MNIST(Task)" in output
     assert len(outputs(notebook, "image/png")) == 5  # samples, curves, report, predictions, own
-    assert len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 2  # a live bar for each training
+    assert (
+        len(outputs(notebook, "application/vnd.jupyter.widget-view+json")) == 2
+    )  # a live bar for each training
 
 
 @pytest.mark.slow
@@ -211,19 +260,37 @@ def test_the_quickstart_trains_goes_on_and_shows(digits, tmp_path):
 def test_the_fine_tuning_notebook_trains_shows_the_mistakes_predicts_and_exports(cores, shapes, tmp_path):
     pytest.importorskip("timm")
     own = sorted(shapes.glob("test/*/*.png"))[0]
-    small = dict(MODEL="test_resnet", PRETRAINED="no", IMAGE_SIZE=32, EPOCHS=2, BATCH_SIZE=8, CORES=cores, MICRO_BATCHES=2)
+    small = dict(
+        MODEL="test_resnet",
+        PRETRAINED="no",
+        IMAGE_SIZE=32,
+        EPOCHS=2,
+        BATCH_SIZE=8,
+        CORES=cores,
+        MICRO_BATCHES=2,
+    )
     parameters = dict(DATASET_DIR=str(shapes), RUN_NAME="run", **small)
-    notebook = run_notebook("finetune_images.ipynb", tmp_path, replace=('OWN = ""', f"OWN = {str(own)!r}"), **parameters)
+    notebook = run_notebook(
+        "finetune_images.ipynb", tmp_path, replace=('OWN = ""', f"OWN = {str(own)!r}"), **parameters
+    )
     output, tables = text(notebook), "".join(outputs(notebook, "text/html"))
     assert "9 of each" in tables and all(f">{name}<" in tables for name in ("precision", "recall", "ring"))
-    assert "epoch 2: loss" in output and "largest difference to the trained model" in output and "accuracy " in output
-    assert len(outputs(notebook, "image/png")) == 8  # labels, samples, curves, confusion, report, worst, own, runs
+    assert (
+        "epoch 2: loss" in output
+        and "largest difference to the trained model" in output
+        and "accuracy " in output
+    )
+    assert (
+        len(outputs(notebook, "image/png")) == 8
+    )  # labels, samples, curves, confusion, report, worst, own, runs
     for name in ("best.pt2", "predictions/per_class.csv", "predictions/worst.npz", "own/predictions.csv"):
         assert (tmp_path / "outputs/run" / name).exists(), name
 
 
 @pytest.mark.slow
-def test_the_notebook_on_ones_own_targets_names_wrong_masks_and_starts_from_weights_without_a_warm_up(infrared, tmp_path):
+def test_the_notebook_on_ones_own_targets_names_wrong_masks_and_starts_from_weights_without_a_warm_up(
+    infrared, tmp_path
+):
     data = shutil.copytree(infrared, tmp_path / "mine")
     for listing in ("trainval.txt", "test.txt"):
         (data / listing).unlink()
@@ -234,21 +301,39 @@ def test_the_notebook_on_ones_own_targets_names_wrong_masks_and_starts_from_weig
     notebook = run_notebook("segment_your_own.ipynb", tmp_path, RUN_NAME="run", **small)
     tables = "".join(outputs(notebook, "text/html"))
     assert "hold no value of 128 or more" in tables and "IoU " in text(notebook)
-    assert len(outputs(notebook, "image/png")) == 9  # labels, samples, curves, ROC, report, predictions, threshold, own, runs
+    assert (
+        len(outputs(notebook, "image/png")) == 9
+    )  # labels, samples, curves, ROC, report, predictions, threshold, own, runs
     again = run_notebook(
-        "segment_your_own.ipynb", tmp_path, RUN_NAME="more", WEIGHTS=str(tmp_path / "outputs/run/best.safetensors"), **small
+        "segment_your_own.ipynb",
+        tmp_path,
+        RUN_NAME="more",
+        WEIGHTS=str(tmp_path / "outputs/run/best.safetensors"),
+        **small,
     )
     settings = json.loads((tmp_path / "outputs/more/config.json").read_text())["settings"]
-    assert settings["warm_epoch"] == -1 and settings["weights"].endswith("run/best.safetensors") and "IoU " in text(again)
+    assert (
+        settings["warm_epoch"] == -1
+        and settings["weights"].endswith("run/best.safetensors")
+        and "IoU " in text(again)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["colab", "kaggle"])
-def test_a_session_that_ended_is_resumed_from_drive_or_from_the_output_of_an_earlier_version(platform, digits, tmp_path):
+def test_a_session_that_ended_is_resumed_from_drive_or_from_the_output_of_an_earlier_version(
+    platform, digits, tmp_path
+):
     drive, inputs = tmp_path / "drive/MyDrive", tmp_path / "input"
     drive.mkdir(parents=True)
-    where = f"host={platform!r}, drive=Path({str(drive)!r}) if {platform == 'colab'} else None, inputs=Path({str(inputs)!r})"
-    fake = ("env = tpukit.detect()", f"import dataclasses\nenv = dataclasses.replace(tpukit.detect(), {where})")
+    where = (
+        f"host={platform!r}, drive=Path({str(drive)!r}) if {platform == 'colab'} else None,"
+        f" inputs=Path({str(inputs)!r})"
+    )
+    fake = (
+        "env = tpukit.detect()",
+        f"import dataclasses\nenv = dataclasses.replace(tpukit.detect(), {where})",
+    )
     small = dict(DATASET_DIR=str(digits), BATCH_SIZE=8, RUN_NAME="mnist", SAVE_TO_DRIVE=platform == "colab")
     for session in ("first", "second"):
         (tmp_path / session).mkdir()
@@ -257,12 +342,17 @@ def test_a_session_that_ended_is_resumed_from_drive_or_from_the_output_of_an_ear
         shutil.copytree(tmp_path / "first/outputs", inputs / "my-notebook/outputs")
     again = text(run_notebook("mnist_quickstart.ipynb", tmp_path / "second", replace=fake, EPOCHS=3, **small))
     assert "resuming at step 50 of 75" in again
-    records = [json.loads(line) for line in (tmp_path / "second/outputs/mnist/records.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (tmp_path / "second/outputs/mnist/records.jsonl").read_text().splitlines()
+    ]
     assert [record["epoch"] for record in records if record["kind"] == "evaluation"] == [0, 1, 2]
     assert (drive / "tpukit/mnist/best.safetensors").exists() == (platform == "colab")
 
 
-OUTPUTS = json.loads((ROOT / "tests/notebook_outputs.json").read_text())  # what no machine changes: notebook -> cell -> text
+OUTPUTS = json.loads(
+    (ROOT / "tests/notebook_outputs.json").read_text()
+)  # what no machine changes: notebook -> cell -> text
 SANITIZE = "[folders]\nregex: (/[^\\s/]+)+/(?=tpukit.yaml|outputs/)\nreplace: /folder/\n"
 
 
@@ -279,7 +369,17 @@ def test_the_quick_notebooks_pass_nbval_with_the_outputs_that_do_not_depend_on_t
     assert not expected, "cells that the notebook no longer has"
     nbformat.write(book, tmp_path / f"{name}.ipynb")
     (tmp_path / "sanitize.cfg").write_text(SANITIZE)
-    command = [sys.executable, "-m", "pytest", "-q", "--nbval-lax", "--nbval-cell-timeout", "300", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--nbval-lax",
+        "--nbval-cell-timeout",
+        "300",
+        "-p",
+        "no:cacheprovider",
+    ]
     command += ["--nbval-sanitize-with", "sanitize.cfg", "--nbval-kernel-name", "python3", f"{name}.ipynb"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout[-3000:]

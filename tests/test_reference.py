@@ -1,4 +1,5 @@
-"""MSHNet and CDEIT against values computed with the published code. All seeds and cases come from the reference folder."""
+"""MSHNet and CDEIT against values computed with the published code. All seeds and cases come from the
+reference folder."""
 
 import json
 
@@ -61,7 +62,9 @@ def test_forward_equals_the_published_network(reference, names, mode):
             outputs["warmup"], none = model(wanted["x"], warm_up=True)
             assert none == []
     for name, output in outputs.items():
-        torch.testing.assert_close(output, wanted[f"{mode}_{name}"], atol=1e-4, rtol=0, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            output, wanted[f"{mode}_{name}"], atol=1e-4, rtol=0, msg=lambda m: f"{name}: {m}"
+        )
 
 
 def test_sls_loss_and_its_gradient_equal_the_published_ones(reference):
@@ -82,7 +85,9 @@ def test_sls_loss_and_its_gradient_equal_the_published_ones(reference):
 def test_multiscale_loss_equals_the_published_one(reference):
     wanted = tensors(reference / "multiscale_loss.npz")
     masks = [wanted[f"mask{i}"] for i in range(4)]
-    loss = multiscale_loss(wanted["final"], masks, wanted["target"], warm_up=wanted["epoch"] <= wanted["warm_epoch"])
+    loss = multiscale_loss(
+        wanted["final"], masks, wanted["target"], warm_up=wanted["epoch"] <= wanted["warm_epoch"]
+    )
     assert abs(loss.item() - wanted["loss"]) < 1e-5
 
 
@@ -94,7 +99,9 @@ def test_scores_equal_the_published_ones_whatever_the_batch(reference, batch):
         scores.add(wanted["logits"][first : first + batch], wanted["target"][first : first + batch])
     published = published_scores(wanted["logits"], wanted["target"])
     for found in (published, {**scores.result(), **scores.roc(), "fa": published["fa"]}):
-        assert found["fa"] == wanted["false_alarm_rate"]  # the one score in which ours differs, as the labels are not grey
+        assert (
+            found["fa"] == wanted["false_alarm_rate"]
+        )  # the one score in which ours differs, as the labels are not grey
         assert found["iou"] == wanted["iou"] and found["pd"] == wanted["detection_probability"]
         assert abs(found["pixel_recall"] - wanted["pixel_accuracy"]) < 1e-7  # published in float32
         for name in ("tpr", "fpr", "precision"):
@@ -126,7 +133,9 @@ def test_augmentation_equals_the_published_one(way, reference, real_data):
     assert wanted["cases"] > 0
     for case in range(int(wanted["cases"])):
         flip, long_size, x1, y1, blur = wanted[f"a{case}_params"].tolist()
-        how = dict(flip=bool(flip), long_size=int(long_size), x1=int(x1), y1=int(y1), blur=None if blur < 0 else blur)
+        how = dict(
+            flip=bool(flip), long_size=int(long_size), x1=int(x1), y1=int(y1), blur=None if blur < 0 else blur
+        )
         image, mask = pair(real_data, wanted[f"a{case}_name"])
         image, mask = way(image, mask, augment.resampling(image.shape[::-1], 256, **how))
         difference = np.abs(image - wanted[f"a{case}_image"].astype(int))
@@ -144,7 +153,9 @@ def test_evaluation_resize_equals_the_published_one(way, reference, real_data):
 
 
 def pair(real_data, name):
-    return [read_image(real_data / "IRSTD-1k" / kind / f"{name}.png", grey=True) for kind in ("images", "masks")]
+    return [
+        read_image(real_data / "IRSTD-1k" / kind / f"{name}.png", grey=True) for kind in ("images", "masks")
+    ]
 
 
 # CDEIT
@@ -159,7 +170,9 @@ def cdeit(reference):
 
 def test_cdeit_has_the_published_names_shapes_and_count(cdeit):
     model, names = cdeit
-    assert {n: list(v.shape) for n, v in model.state_dict().items()} == names and list(model.state_dict()) == list(names)
+    assert {n: list(v.shape) for n, v in model.state_dict().items()} == names and list(
+        model.state_dict()
+    ) == list(names)
     assert sum(p.numel() for p in model.parameters()) == 109_719_108
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 107_621_956
 
@@ -168,7 +181,9 @@ def test_cdeit_has_the_published_names_shapes_and_count(cdeit):
 def test_cdeit_forward_equals_the_published_network(reference, cdeit):
     model, _ = cdeit
     wanted = tensors(reference / "cdeit_forward.npz")
-    torch.testing.assert_close(model.pos_embed[0, 5], wanted["pos_embed_row_5"], atol=1e-6, rtol=0)  # sines and cosines
+    torch.testing.assert_close(
+        model.pos_embed[0, 5], wanted["pos_embed_row_5"], atol=1e-6, rtol=0
+    )  # sines and cosines
     with torch.no_grad():
         for t in (0, 417, 999):
             found, right = model(wanted["x"], torch.tensor([t]), wanted["y"]), wanted[f"out_t{t}"]
@@ -177,7 +192,9 @@ def test_cdeit_forward_equals_the_published_network(reference, cdeit):
 
 def toy(x, t, voltages):
     """The network of the reference's diffusion values."""
-    return 0.3 * x + 0.1 * torch.nn.functional.interpolate(voltages, scale_factor=8) + t.view(-1, 1, 1, 1) / 1000
+    return (
+        0.3 * x + 0.1 * torch.nn.functional.interpolate(voltages, scale_factor=8) + t.view(-1, 1, 1, 1) / 1000
+    )
 
 
 def test_diffusion_and_ddim_equal_the_published_ones(reference):
@@ -187,7 +204,9 @@ def test_diffusion_and_ddim_equal_the_published_ones(reference):
     table = torch.tensor(diffusion.alphas_cumprod(), dtype=torch.float32)
     x, t, noise, voltages = (wanted[name] for name in ("x_start", "t", "noise", "voltage_map"))
     assert torch.allclose(diffusion.add_noise(x, t, noise, table), wanted["q_sample"], rtol=1e-5, atol=1e-5)
-    assert float(diffusion.loss(toy, x, voltages, t, noise, table)) == pytest.approx(float(wanted["loss"]), rel=1e-5)
+    assert float(diffusion.loss(toy, x, voltages, t, noise, table)) == pytest.approx(
+        float(wanted["loss"]), rel=1e-5
+    )
     noises = wanted["ddim_noises"]
     x = noises[0]
     for row, noise in zip(diffusion.ddim_schedule(wanted["ddim_steps"]), [*noises[1:], torch.zeros_like(x)]):
@@ -200,7 +219,12 @@ def test_voltage_map_equals_the_published_one(reference, real_data):
     tank = real_data / "eit-uef2017"
     with np.load(tank / "test" / str(wanted["sample"])) as sample:
         volts = sample["ys"].reshape(1, 208) / float(wanted["V"])
-    mean, deviation = (torch.load(tank / name, weights_only=True).numpy()[0] for name in ("mean.pth", "std.pth"))
+    mean, deviation = (
+        torch.load(tank / name, weights_only=True).numpy()[0] for name in ("mean.pth", "std.pth")
+    )
     assert np.abs(voltage_map(volts, mean, deviation)[0] - wanted["voltage_map"]).max() < 1e-6
     convention = CONVENTIONS["uef2017"]
-    assert (convention.volts, convention.unit) == (float(wanted["V"]), float(wanted["I"]) / float(wanted["V"]))
+    assert (convention.volts, convention.unit) == (
+        float(wanted["V"]),
+        float(wanted["I"]) / float(wanted["V"]),
+    )

@@ -36,7 +36,8 @@ def whole(tmp_path_factory, digits):
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """call(*words) -> (exit code, what was printed) of a command line in tmp_path; whatever is raised fails the test."""
+    """call(*words) -> (exit code, what was printed) of a command line in tmp_path; whatever is raised fails
+    the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
 
@@ -79,9 +80,13 @@ def table(folder, features, labels=(0, 1, 0, 1)):
     content = io.BytesIO()
     Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(content, "PNG")
     rows = pyarrow.table(dict(image=[dict(bytes=content.getvalue(), path="")] * 4, label=list(labels)))
-    about = features if isinstance(features, bytes) else json.dumps(dict(info=dict(features=features))).encode()
+    about = (
+        features if isinstance(features, bytes) else json.dumps(dict(info=dict(features=features))).encode()
+    )
     for split in ("train", "test"):
-        parquet.write_table(rows.replace_schema_metadata({b"huggingface": about}), folder / f"{split}-0.parquet")
+        parquet.write_table(
+            rows.replace_schema_metadata({b"huggingface": about}), folder / f"{split}-0.parquet"
+        )
     return folder
 
 
@@ -123,7 +128,9 @@ def test_a_name_that_is_too_long_for_the_files_of_a_run_is_one_sentence(whole, d
 
 
 def test_a_folder_in_the_place_of_a_file_is_not_read_as_one(call, tmp_path):
-    (tmp_path / "labels/train.csv").mkdir(parents=True)  # how Kaggle shows a CSV file that was uploaded as a zip
+    (tmp_path / "labels/train.csv").mkdir(
+        parents=True
+    )  # how Kaggle shows a CSV file that was uploaded as a zip
     refused(call("train", "images", "--dataset-dir", "labels", *IMAGES_RUN, "run"), "no images in labels")
     (infrared(tmp_path / "infrared") / "trainval.txt").mkdir()
     (tmp_path / "infrared/test.txt").write_text("0\n")
@@ -189,7 +196,10 @@ def test_what_a_run_may_not_write_or_read_is_one_sentence(call, public, whole):
     (public / "private").mkdir(mode=0)
     picture(public / "a.png")
     with as_nobody(public):
-        for words in ("predict run a.png --out private/out", "export run --to torch-export --out private/run.pt2"):
+        for words in (
+            "predict run a.png --out private/out",
+            "export run --to torch-export --out private/run.pt2",
+        ):
             refused(call(*words.split()), "private", "permission denied")
         refused(call("predict", "run", "private/a.png", "--out", "out"), "private", "permission denied")
 
@@ -208,7 +218,11 @@ def test_no_part_of_a_dataset_that_may_not_be_read_is_left_out_silently(call, pu
     folder = infrared(public / "infrared")
     (folder / "images/1.png").chmod(0)
     with as_nobody(public):
-        refused(call("train", "mshnet", "--dataset-dir", "infrared", "--run", "other"), "1.png", "permission denied")
+        refused(
+            call("train", "mshnet", "--dataset-dir", "infrared", "--run", "other"),
+            "1.png",
+            "permission denied",
+        )
 
 
 # Datasets
@@ -231,7 +245,11 @@ def test_a_csv_that_is_not_a_table_is_named(text, what, call, tmp_path):
 @pytest.mark.parametrize("names", ["ab", dict(a=1), [1, 2]], ids=str)
 def test_class_names_that_are_no_list_of_texts_are_refused(names, call, tmp_path):
     table(tmp_path / "set", {**HUGGING_FACE, "label": {"_type": "ClassLabel", "names": names}})
-    refused(call("train", "images", "--dataset-dir", "set", *IMAGES_RUN, "run"), "set/test-0.parquet", "list of texts")
+    refused(
+        call("train", "images", "--dataset-dir", "set", *IMAGES_RUN, "run"),
+        "set/test-0.parquet",
+        "list of texts",
+    )
 
 
 @pytest.mark.parametrize(
@@ -301,7 +319,11 @@ def test_weights_that_no_network_has_are_named_with_the_nearest(call, tmp_path):
     pytest.importorskip("timm")
     class_folders(tmp_path / "set")
     name = "resnet18.a1_in2k"
-    refused(call("train", "images", "--dataset-dir", "set", "--run", "run", "--model-name", name), name, "resnet18.a1_in1k")
+    refused(
+        call("train", "images", "--dataset-dir", "set", "--run", "run", "--model-name", name),
+        name,
+        "resnet18.a1_in1k",
+    )
 
 
 # Names of files to predict
@@ -315,7 +337,9 @@ def test_a_long_name_among_the_files_to_predict_loses_no_result(whole, call, tmp
     assert code == 0, printed
     rows = list(csv.DictReader(Path("out/predictions.csv").read_text().splitlines()))
     assert [row["name"] for row in rows] == [*long, "a.png"]
-    assert len({row["picture"] for row in rows}) == 3 and all(Path("out", row["picture"]).is_file() for row in rows)
+    assert len({row["picture"] for row in rows}) == 3 and all(
+        Path("out", row["picture"]).is_file() for row in rows
+    )
 
 
 # The terminal and the environment
@@ -339,7 +363,11 @@ def test_a_rank_that_is_not_a_number_is_named(call, monkeypatch):
 def test_an_error_of_tpukits_own_keeps_its_traceback(call, monkeypatch):
     from tpukit.reporting import display
 
-    for error in (FileNotFoundError(2, "No such file", "inner.txt"), PermissionError(1, "Not permitted"), KeyError("x")):
+    for error in (
+        FileNotFoundError(2, "No such file", "inner.txt"),
+        PermissionError(1, "Not permitted"),
+        KeyError("x"),
+    ):
 
         def fail(run, error=error):
             raise error

@@ -24,7 +24,18 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
 
 
-TINY = ["--base-size", "32", "--crop-size", "32", "--batch-size", "4", "--warm-epoch", "0", "--eval-every", "1"]
+TINY = [
+    "--base-size",
+    "32",
+    "--crop-size",
+    "32",
+    "--batch-size",
+    "4",
+    "--warm-epoch",
+    "0",
+    "--eval-every",
+    "1",
+]
 
 
 @pytest.mark.slow
@@ -35,19 +46,42 @@ def test_a_run_is_resumed_and_test_and_show_agree_with_it(infrared, tmp_path, ca
     assert cli.main([*train, "--epochs", "2"]) == 0
     assert "resuming at step 4 of 8" in capsys.readouterr().out
     best = max(r["scores"]["iou"] for r in Run.find("run").records("evaluation"))
-    assert cli.main(["test", "mshnet", "--weights", "run/best.safetensors", "--dataset-dir", str(infrared), *TINY]) == 0
+    assert (
+        cli.main(
+            ["test", "mshnet", "--weights", "run/best.safetensors", "--dataset-dir", str(infrared), *TINY]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert f"{best:.4f}" in out or f"{best:.3e}" in out
     for score in ("iou", "niou", "pixel_recall", "pd", "fa"):
         assert score in out
     assert cli.main(["show", "run"]) == 0
-    assert "Scores after epoch 2" in capsys.readouterr().out and (tmp_path / "run/pictures/curves.png").exists()
+    assert (
+        "Scores after epoch 2" in capsys.readouterr().out and (tmp_path / "run/pictures/curves.png").exists()
+    )
 
 
 def test_the_last_lines_of_a_training_give_the_kept_scores_beside_the_last_ones(digits, monkeypatch, capsys):
     accuracies = iter((0.75, 0.25))
     monkeypatch.setattr(MNIST, "evaluate", lambda self, predictions: dict(accuracy=next(accuracies)))
-    assert cli.main(["train", "mnist", "--dataset-dir", str(digits), "--epochs", "2", "--channels", "4", "--run", "run"]) == 0
+    assert (
+        cli.main(
+            [
+                "train",
+                "mnist",
+                "--dataset-dir",
+                str(digits),
+                "--epochs",
+                "2",
+                "--channels",
+                "4",
+                "--run",
+                "run",
+            ]
+        )
+        == 0
+    )
     end = capsys.readouterr().out.partition("Scores after epoch 2")[2]
     assert "0.2500" in end and "0.7500" in end.partition("epoch 1")[2]
 
@@ -57,12 +91,16 @@ def test_published_weights_as_a_pickled_state_dict_are_tested(infrared, tmp_path
 
     torch.manual_seed(0)
     torch.save({"state_dict": MSHNetModel().state_dict(), "epoch": 7}, "published.tar")
-    assert cli.main(["test", "mshnet", "--weights", "published.tar", "--dataset-dir", str(infrared), *TINY]) == 0
+    assert (
+        cli.main(["test", "mshnet", "--weights", "published.tar", "--dataset-dir", str(infrared), *TINY]) == 0
+    )
     assert ": 4 samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("task, data", [("images", "shapes"), ("cdeit", "tank")])
-def test_weights_are_tested_in_a_folder_of_their_own_with_a_picture_of_the_predictions(task, data, request, tmp_path):
+def test_weights_are_tested_in_a_folder_of_their_own_with_a_picture_of_the_predictions(
+    task, data, request, tmp_path
+):
     torch.manual_seed(0)
     if task == "images":
         pytest.importorskip("timm")
@@ -73,13 +111,24 @@ def test_weights_are_tested_in_a_folder_of_their_own_with_a_picture_of_the_predi
     model = find(task)(dataset_dir=folder, **settings).model()
     torch.save(model.state_dict(), "weights.pth")
     options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-    test = ["test", task, "--weights", "weights.pth", "--dataset-dir", str(folder), "--run", "scored", *options]
+    test = [
+        "test",
+        task,
+        "--weights",
+        "weights.pth",
+        "--dataset-dir",
+        str(folder),
+        "--run",
+        "scored",
+        *options,
+    ]
     for _ in range(2):  # the second time in the folder that the first one made
         assert cli.main(test) == 0
     assert (tmp_path / "scored/pictures/predictions.png").read_bytes().startswith(b"\x89PNG")
 
 
-# Command line -> what must stand in its explanation: what was wrong, and the choices or the command that helps.
+# Command line -> what must stand in its explanation: what was wrong, and the choices or the command that
+# helps.
 EXPLAINED = [
     ("train mshnet --dataset-dir /nowhere", ["/nowhere"]),
     ("train mshnet --batch-size 0", ["batch_size=0"]),
@@ -90,7 +139,10 @@ EXPLAINED = [
     ("doctor --weights none.pth", ["none.pth", "--model"]),
     ("compare merge --batch-size 0", ["batch_size=0"]),
     ("migrate", ["scripts"]),
-    ("rent v5litepod-8 --out / --source git+https://github.com/o/n -- train mnist", ["/ is a folder", "--out"]),
+    (
+        "rent v5litepod-8 --out / --source git+https://github.com/o/n -- train mnist",
+        ["/ is a folder", "--out"],
+    ),
     ("plan mshnet --chip v5e-8 --batch-sizes 12", ["v5e-8", "12"]),
     ("doctor --model resnet", ["'resnet'", "mnist, mshnet, cdeit, images"]),
     ("compare resnet", ["'resnet'", "mnist, mshnet, cdeit, images"]),
@@ -146,9 +198,15 @@ for argv in json.loads(sys.argv[1]):
 def helps():
     """Words of a command line -> (exit code, help text, heavy packages that were loaded)."""
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(HELPS)], capture_output=True, text=True, cwd=ROOT, check=True
+        [sys.executable, "-c", PROGRAM, json.dumps(HELPS)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
     )
-    return {" ".join(argv): json.loads(line) for argv, line in zip(HELPS, ran.stdout.splitlines(), strict=True)}
+    return {
+        " ".join(argv): json.loads(line) for argv, line in zip(HELPS, ran.stdout.splitlines(), strict=True)
+    }
 
 
 @pytest.mark.parametrize("words", HELPS, ids=" ".join)
@@ -162,7 +220,16 @@ def test_help_lists_commands_tasks_and_settings_with_their_explanations(helps):
     for name in OPTIONS_WITH_TASK:
         assert all(f" {task} " in helps[name][1] for task in TASKS)
     text = helps["train mshnet"][1]
-    for flag in ("--dataset-dir", "--base-size", "--crop-size", "--warm-epoch", "--batch-size", "--epochs", "--lr", "--run"):
+    for flag in (
+        "--dataset-dir",
+        "--base-size",
+        "--crop-size",
+        "--warm-epoch",
+        "--batch-size",
+        "--epochs",
+        "--lr",
+        "--run",
+    ):
         assert f" {flag} " in text
     assert "Learning rate of Adagrad" in text and "(default: 0.05)" in text
 
@@ -185,7 +252,15 @@ def test_the_word_of_earlier_versions_is_accepted_with_a_note(capsys):
 
 def test_older_names_of_options_become_todays_up_to_a_double_dash():
     given = ["train", "--data_path=a", "--global-batch-size", "8", "--", "--data-path", "--use-tpu"]
-    assert resolve_aliases(given) == ["train", "--dataset-dir=a", "--batch-size", "8", "--", "--data-path", "--use-tpu"]
+    assert resolve_aliases(given) == [
+        "train",
+        "--dataset-dir=a",
+        "--batch-size",
+        "8",
+        "--",
+        "--data-path",
+        "--use-tpu",
+    ]
 
 
 def test_doctor_reports_the_same_as_json_and_as_a_table(capsys, monkeypatch):
@@ -213,7 +288,9 @@ def test_ctrl_c_ends_with_130(infrared, monkeypatch):
 def test_the_installed_command_runs_without_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ran = subprocess.run([sys.executable, "-m", "tpukit", "--version"], env=environ, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-m", "tpukit", "--version"], env=environ, capture_output=True, text=True
+    )
     assert ran.returncode == 0 and ran.stdout.strip()
 
 
@@ -222,7 +299,10 @@ def test_simulate_train_and_test_cdeit_as_the_readme_says(real_data, tmp_path, c
     assert cli.main("simulate eit --samples 16 --test-samples 3 --workers 1 --out data --seed 5".split()) == 0
     assert len(list((tmp_path / "data/train").glob("*.npz"))) == 16
     sizes = "--patch 16 --width 16 --heads 2 --window 4 --levels 1".split()
-    command = "train cdeit --data-path gone --global-batch-size 8 --epochs 2 --log-every 1 --num-workers 2 --run run".split()
+    command = (
+        "train cdeit --data-path gone --global-batch-size 8 --epochs 2 --log-every 1 --num-workers 2"
+        " --run run".split()
+    )
     assert cli.main([*command, *sizes]) == 0
     out = capsys.readouterr().out
     assert "because gone does not exist" in out and "batch 8, 4 steps" in out and "Tikhonov" in out
@@ -238,7 +318,8 @@ def test_simulate_train_and_test_cdeit_as_the_readme_says(real_data, tmp_path, c
 
 @pytest.mark.slow
 def test_cdeit_on_two_processes_and_as_one_program_on_four_devices_equals_one(tank, tmp_path, xla):
-    """The same timesteps and the same noise for every sample, the same scores: by the command line, each in a process."""
+    """The same timesteps and the same noise for every sample, the same scores: by the command line, each in a
+    process."""
     both = "--batch-size 8 --sampling-steps 2".split()
     options = "--epochs 2 --log-every 1 --lr 1e-3 --objective l2 --eval-every 2".split()
     sizes = "--patch 16 --width 16 --heads 2 --window 4 --levels 1".split()
@@ -246,11 +327,16 @@ def test_cdeit_on_two_processes_and_as_one_program_on_four_devices_equals_one(ta
     def ran(*commands, **variables):
         """What the last of these commands printed, all run by one process."""
         program = (
-            "import json, sys; from tpukit import cli\nfor c in json.loads(sys.argv[1]): print('NEXT'); assert cli.main(c) == 0"
+            "import json, sys; from tpukit import cli\nfor c in json.loads(sys.argv[1]): print('NEXT');"
+            " assert cli.main(c) == 0"
         )
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables}
         done = subprocess.run(
-            [sys.executable, "-c", program, json.dumps(commands)], env=environ, capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", program, json.dumps(commands)],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout.split("NEXT")[-1]
@@ -267,16 +353,23 @@ def test_cdeit_on_two_processes_and_as_one_program_on_four_devices_equals_one(ta
         losses[name] = [r["loss"] for r in run.records("train")]
         scores[name] = run.records("evaluation")[-1]["scores"]
         assert f"{scores[name]['rmse']:.4f}" in tested
-    assert losses["two"] == pytest.approx(losses["one"], rel=1e-4) and losses["spmd"] == pytest.approx(losses["one"], rel=1e-3)
+    assert losses["two"] == pytest.approx(losses["one"], rel=1e-4) and losses["spmd"] == pytest.approx(
+        losses["one"], rel=1e-3
+    )
     assert scores["one"]["cc"] != 0
-    assert all(s["images"] == 5 and s["rmse"] == pytest.approx(scores["one"]["rmse"], rel=1e-3) for s in scores.values())
+    assert all(
+        s["images"] == 5 and s["rmse"] == pytest.approx(scores["one"]["rmse"], rel=1e-3)
+        for s in scores.values()
+    )
 
 
 @pytest.mark.parametrize("words", [["--help"], ["doctor", "--error", "Unsupported nprocs (8)"]])
 def test_a_reader_that_goes_away_gives_no_traceback(words):
     reader, writer = os.pipe()
     os.close(reader)
-    ran = subprocess.run([sys.executable, "-m", "tpukit", *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-m", "tpukit", *words], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
     os.close(writer)
     assert ran.returncode == 1 and ran.stderr == ""
 
@@ -285,7 +378,11 @@ def test_a_reader_that_goes_away_gives_no_traceback(words):
 def test_a_training_whose_reader_goes_away_is_trained_to_its_end(digits, tmp_path):
     words = f"train mnist --dataset-dir {digits} --run {tmp_path / 'run'} --epochs 1 --batch-size 16".split()
     ran = subprocess.Popen(
-        [sys.executable, "-u", "-m", "tpukit", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-u", "-m", "tpukit", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert ran.stdout.readline().startswith("dataset mnist")
     ran.stdout.close()
@@ -298,7 +395,9 @@ def without_torch(tmp_path):
     """Runs the command line in a process that finds a broken torch."""
     (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    return lambda *argv: subprocess.run([sys.executable, "-m", "tpukit", *argv], env=environ, capture_output=True, text=True)
+    return lambda *argv: subprocess.run(
+        [sys.executable, "-m", "tpukit", *argv], env=environ, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "test"])

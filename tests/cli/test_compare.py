@@ -17,7 +17,18 @@ def on_cpu(monkeypatch):
 @pytest.mark.slow
 def test_the_command_measures_merges_and_chooses(digits, tmp_path, monkeypatch, capsys, on_cpu):
     monkeypatch.chdir(tmp_path)
-    command = ["compare", "mnist", "--dataset-dir", str(digits), "--channels", "4", "--batch-sizes", "8", "--steps", "2"]
+    command = [
+        "compare",
+        "mnist",
+        "--dataset-dir",
+        str(digits),
+        "--channels",
+        "4",
+        "--batch-sizes",
+        "8",
+        "--steps",
+        "2",
+    ]
     assert cli.main(command) == 0
     assert "mnist on CPU, fp32: measured" in capsys.readouterr().out
     assert cli.main(["compare", "--prices-out", "mine.csv"]) == 0
@@ -29,7 +40,9 @@ def test_the_command_measures_merges_and_chooses(digits, tmp_path, monkeypatch, 
     assert "within 5.0 h and 5.00 USD: CPU at batch 8, local: 7 epochs take" in capsys.readouterr().out
     assert Path("outputs/comparison/comparison.png").stat().st_size > 10_000
     assert cli.main("compare --deadline-h 24 --budget-usd 10".split()) == 0
-    assert "T4, Kaggle: 400 epochs take 20.0 h in 2 sessions, free." in capsys.readouterr().out  # as in the guide
+    assert (
+        "T4, Kaggle: 400 epochs take 20.0 h in 2 sessions, free." in capsys.readouterr().out
+    )  # as in the guide
 
 
 @pytest.mark.parametrize(
@@ -55,11 +68,15 @@ def test_wrong_usage_is_explained(argv, named, tmp_path, monkeypatch, capsys):
     assert named in capsys.readouterr().err
 
 
-def test_a_measurement_replaces_an_earlier_one_and_no_other_file(digits, tmp_path, monkeypatch, capsys, on_cpu):
+def test_a_measurement_replaces_an_earlier_one_and_no_other_file(
+    digits, tmp_path, monkeypatch, capsys, on_cpu
+):
     mine, old = tmp_path / "mine.json", tmp_path / "old.json"
     mine.write_text('{"format": "my own"}')
     measurement().write(old)
-    monkeypatch.setattr("tpukit.tools.compare.measuring._run_process", lambda *_: dict(fits=False, why="measured"))
+    monkeypatch.setattr(
+        "tpukit.tools.compare.measuring._run_process", lambda *_: dict(fits=False, why="measured")
+    )
     for out, named in ((mine, str(mine)), (old, "measured")):
         assert cli.main(["compare", "mnist", "--dataset-dir", str(digits), "--out", str(out)]) == 1
         assert named in capsys.readouterr().err

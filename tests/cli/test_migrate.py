@@ -1,4 +1,5 @@
-"""`tpukit migrate` on the command line: formats, files that cannot be read or written, what is shown of them."""
+"""`tpukit migrate` on the command line: formats, files that cannot be read or written, what is shown of
+them."""
 
 import json
 import re
@@ -92,7 +93,9 @@ def test_what_a_link_in_a_folder_leads_to_is_not_rewritten(tmp_path):
     (repository / "link.py").symlink_to(outside / "script.py")
     (repository / "folder").symlink_to(outside)
     cli.main(["migrate", "--fix", str(repository)])
-    assert (outside / "script.py").read_text() == "model.cuda()\n" and "cuda" not in (repository / "script.py").read_text()
+    assert (outside / "script.py").read_text() == "model.cuda()\n" and "cuda" not in (
+        repository / "script.py"
+    ).read_text()
 
 
 def test_what_is_shown_of_a_file_holds_no_control_character(tmp_path, capsys):
@@ -101,4 +104,6 @@ def test_what_is_shown_of_a_file_holds_no_control_character(tmp_path, capsys):
     for form in tool.FORMATS:
         cli.main(["migrate", str(path), "--format", form])
     cli.main(["migrate", str(path), "--fix"])
-    assert "cuda" not in path.read_text() and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(capsys.readouterr()))
+    assert "cuda" not in path.read_text() and not re.search(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "".join(capsys.readouterr())
+    )

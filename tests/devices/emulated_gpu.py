@@ -1,9 +1,10 @@
-"""CUDA graphs on a machine without a GPU: `torch.cuda`'s calls, and what a graph does with memory, on CPU tensors.
+"""CUDA graphs on a machine without a GPU: `torch.cuda`'s calls, and what a graph does with memory, on CPU
+tensors.
 
-A capture records each operation with the memory of its inputs and outputs, and leaves all memory as it was; what was made
-within it holds garbage. A replay runs the operations again on the same memory. The memory of graphs that share a pool is worth
-nothing once another one of them was replayed. What torch's own CUDA code does is told by `test_null_gpu`, without numbers.
-"""
+A capture records each operation with the memory of its inputs and outputs, and leaves all memory as it was;
+what was made within it holds garbage. A replay runs the operations again on the same memory. The memory of
+graphs that share a pool is worth nothing once another one of them was replayed. What torch's own CUDA code
+does is told by `test_null_gpu`, without numbers."""
 
 import contextlib
 import os
@@ -39,7 +40,11 @@ class EmulatedGpu:
         cuda_graph._capture_stream.cache_clear()
         self.default_stream = self.current_stream = Stream("default")
         self.graphs = []
-        self.open_pools, self.held_pools, self.generator_captures = set(), set(), False  # what a failed capture leaves behind
+        self.open_pools, self.held_pools, self.generator_captures = (
+            set(),
+            set(),
+            False,
+        )  # what a failed capture leaves behind
         self.ends_broken_captures = False  # as torch 2.12 does
         self.launches = 0
         self.sync_mode, self.sync_watch = 0, SyncWatch(self)
@@ -66,8 +71,11 @@ class EmulatedGpu:
         monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", self.default_stream)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocate_to_pool, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release_pool, raising=False)
-        monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)  # which torch without CUDA lacks
-        # The CPU's generator stands for the GPU's, which a replay moves on; random numbers of Python are the host's.
+        monkeypatch.setattr(
+            torch._C, "_host_emptyCache", lambda: None, raising=False
+        )  # which torch without CUDA lacks
+        # The CPU's generator stands for the GPU's, which a replay moves on; random numbers of Python are the
+        # host's.
         monkeypatch.setattr(cuda_graph, "host_random_state", random.getstate)
         monkeypatch.setattr(optimizers, "_is_beside", lambda value, parameter: not self.is_on_host([value]))
         monkeypatch.setattr(Runtime, "_open_device", lambda self: torch.device("cpu"))
@@ -77,7 +85,11 @@ class EmulatedGpu:
     def _note_counters(self, optimizer, arguments, settings):
         for group in optimizer.param_groups:
             if not (group.get("capturable") or group.get("fused")):
-                steps = [optimizer.state[p]["step"] for p in group["params"] if "step" in optimizer.state.get(p, {})]
+                steps = [
+                    optimizer.state[p]["step"]
+                    for p in group["params"]
+                    if "step" in optimizer.state.get(p, {})
+                ]
                 self.host |= {memory_of(step): step for step in tensors_of(steps)}
 
     def is_on_host(self, tensors):
@@ -90,7 +102,9 @@ class EmulatedGpu:
     def stream(self, stream):
         before, self.current_stream = self.current_stream, stream
         yield
-        self.current_stream = before  # as in torch, nobody does so after an error within `torch.cuda.graph.__exit__`
+        self.current_stream = (
+            before  # as in torch, nobody does so after an error within `torch.cuda.graph.__exit__`
+        )
 
     def set_sync_debug_mode(self, mode):
         self.sync_mode = mode
@@ -138,7 +152,9 @@ class SyncWatch(TorchDispatchMode):
             while caller.f_code.co_filename.startswith(TORCH):  # newer versions wrap this method
                 caller = caller.f_back
             where = caller.f_code.co_filename, caller.f_lineno
-            warnings.warn_explicit("called a synchronizing CUDA operation (Triggered internally)", UserWarning, *where)
+            warnings.warn_explicit(
+                "called a synchronizing CUDA operation (Triggered internally)", UserWarning, *where
+            )
         return function(*args, **(kwargs or {}))
 
 
@@ -154,7 +170,9 @@ class Graph(TorchDispatchMode):
         self.is_broken = self.has_ended = False
 
     def capture_begin(self, pool=None, capture_error_mode="global", **of_newer_versions):
-        assert self.gpu.current_stream is not self.gpu.default_stream, "must be captured on a non-default stream"
+        assert self.gpu.current_stream is not self.gpu.default_stream, (
+            "must be captured on a non-default stream"
+        )
         self.memory, self.seed = pool, torch.get_rng_state()
         self.gpu.open_pools.add(pool)
         self.gpu.held_pools.add(pool)
@@ -189,7 +207,9 @@ class Graph(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, inputs = kwargs or {}, tensors_of((args, kwargs))
         if self.gpu.is_on_host(inputs):
-            outputs = function(*args, **kwargs)  # the host computes at once, and the graph knows nothing of it
+            outputs = function(
+                *args, **kwargs
+            )  # the host computes at once, and the graph knows nothing of it
             self.gpu.host |= {memory_of(output): output for output in tensors_of(outputs)}
             return outputs
         if function.overloadpacket.__name__ in WAITS:

@@ -1,9 +1,9 @@
 """A script for a Python with jax: `pallas_attention`'s kernels, interpreted on the CPU or counted.
 
-python kernel_interpreter.py run KIND HEADS ARRAYS.npz RESULTS.npz    # arrays a, b, ... in the order of the arguments
-python kernel_interpreter.py count KIND B T C HEADS BIASED            # prints the bytes that its blocks move
-python kernel_interpreter.py version KIND B T C HEADS BIASED          # prints the Mosaic version of its payload
-"""
+python kernel_interpreter.py run KIND HEADS ARRAYS.npz RESULTS.npz    # arrays a, b, ... in the order of the
+arguments python kernel_interpreter.py count KIND B T C HEADS BIASED            # prints the bytes that its
+blocks move python kernel_interpreter.py version KIND B T C HEADS BIASED          # prints the Mosaic version
+of its payload"""
 
 import base64
 import itertools
@@ -24,7 +24,9 @@ import pallas_attention as kernels
 def run(kind, heads, path, results):
     arrays = [jnp.asarray(value) for _, value in sorted(np.load(path).items())]
     if arrays[0].dtype == jnp.uint16:  # bfloat16 has no type in numpy
-        arrays = [jax.lax.bitcast_convert_type(a, jnp.bfloat16) if a.dtype == jnp.uint16 else a for a in arrays]
+        arrays = [
+            jax.lax.bitcast_convert_type(a, jnp.bfloat16) if a.dtype == jnp.uint16 else a for a in arrays
+        ]
     found = getattr(kernels, kind)(*arrays, heads=int(heads), interpret=True)
     np.savez(results, *[np.asarray(value.astype(jnp.float32)) for value in found])
 
@@ -50,7 +52,9 @@ def version(kind, *sizes):
     from jaxlib.mlir import ir
 
     batch, tokens, width, heads, biased = map(int, sizes)
-    config = json.loads(kernels.payload(kind, (batch, tokens, 3 * width), heads, bool(biased)))["custom_call_config"]
+    config = json.loads(kernels.payload(kind, (batch, tokens, 3 * width), heads, bool(biased)))[
+        "custom_call_config"
+    ]
     context = ir.Context()
     context.allow_unregistered_dialects = True
     with context:

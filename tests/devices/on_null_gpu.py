@@ -1,5 +1,6 @@
-"""What the tests of the null GPU run in processes of their own. `python -m tests.devices.on_null_gpu NAME '{...}'` calls the
-function of that name with these arguments and prints what it returns as one line of JSON."""
+"""What the tests of the null GPU run in processes of their own. `python -m tests.devices.on_null_gpu NAME
+'{...}'` calls the function of that name with these arguments and prints what it returns as one line of
+JSON."""
 
 import ctypes
 import dataclasses
@@ -36,7 +37,9 @@ def take_counts():
 
 def finite_sums(*arguments, of_device=metrics.sync, **how):
     """In place of `metrics.sync`: no kernel has computed a loss."""
-    return dataclasses.replace(of_device(*arguments, **how), sums=dict(loss=1.0, steps=1.0, bad_step=-1.0, grad_norm=1.0))
+    return dataclasses.replace(
+        of_device(*arguments, **how), sums=dict(loss=1.0, steps=1.0, bad_step=-1.0, grad_norm=1.0)
+    )
 
 
 metrics.sync = finite_sums
@@ -57,7 +60,8 @@ def small(kind, folder, **settings):
 
 
 def count_steps(task, run, *, runtime, count=7):
-    """The counts of each of the first steps of a training, what was said of the capture, and the bytes of an eager step."""
+    """The counts of each of the first steps of a training, what was said of the capture, and the bytes of an
+    eager step."""
     with StopSignal() as stop:
         trainer = Trainer(task, run, runtime, stop)
         trainer.model.of = trainer  # a cycle, as a model of a user's may have
@@ -100,10 +104,18 @@ class Moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         outputs = function(*args, **(kwargs or {}))
-        if function.namespace == "aten" and not function.is_view and function.overloadpacket.__name__ not in ALLOCATES:
+        if (
+            function.namespace == "aten"
+            and not function.is_view
+            and function.overloadpacket.__name__ not in ALLOCATES
+        ):
             given = () if function.overloadpacket.__name__ == "copy_" else tree_leaves(outputs)
-            tensors = [leaf for leaf in (*tree_leaves((args, kwargs)), *given) if isinstance(leaf, torch.Tensor)]
-            self.bytes += sum(bytes_of(tensor) for tensor in {id(t): t for t in tensors if t.is_cuda}.values())
+            tensors = [
+                leaf for leaf in (*tree_leaves((args, kwargs)), *given) if isinstance(leaf, torch.Tensor)
+            ]
+            self.bytes += sum(
+                bytes_of(tensor) for tensor in {id(t): t for t in tensors if t.is_cuda}.values()
+            )
         return outputs
 
 
@@ -131,11 +143,14 @@ def trained(task, run):
     gc.collect()
     torch.cuda.empty_cache()
     memory = take_counts()["memory"]
-    return dict(ending=ending, why=why, launches=counts.get("cudaGraphLaunch", 0), refused=refused, memory=memory)
+    return dict(
+        ending=ending, why=why, launches=counts.get("cudaGraphLaunch", 0), refused=refused, memory=memory
+    )
 
 
 def trainings(tasks, run):
-    """`trained` of the tasks, arguments of `small`, one after another in one process; they continue one run."""
+    """`trained` of the tasks, arguments of `small`, one after another in one process; they continue one
+    run."""
     return [trained(small(**arguments), run) for arguments in tasks]
 
 
@@ -186,13 +201,15 @@ def _interrupt(loss):
 
 
 _calls = []
-_BREAKS = dict(forward=lambda loss: loss.item(), copy=lambda loss: torch.tensor([1.0, 2.0], device=loss.device))
+_BREAKS = dict(
+    forward=lambda loss: loss.item(), copy=lambda loss: torch.tensor([1.0, 2.0], device=loss.device)
+)
 _BREAKS |= dict(error=_fail, interrupt=_interrupt)
 
 
 def broken(folder, run, ways):
-    """For each way to break a capture, (what, always): `trained`, and `trained` of a sound training after it in the same
-    process."""
+    """For each way to break a capture, (what, always): `trained`, and `trained` of a sound training after it
+    in the same process."""
     found = []
     how = dict(dataset_dir=Path(folder), batch_size=8, num_workers=1, epochs=1)
     for number, (what, always) in enumerate(ways):

@@ -18,7 +18,14 @@ def test_every_chip_has_a_price_at_google_cloud():
 
 @pytest.mark.parametrize(
     "accelerator_type, name",
-    [("v5litepod-8", "TPU v5e"), ("v5e-1", "TPU v5e"), ("v5p-8", "TPU v5p"), ("v2-8", "TPU v2"), ("v5", None), ("TPU", None)],
+    [
+        ("v5litepod-8", "TPU v5e"),
+        ("v5e-1", "TPU v5e"),
+        ("v5p-8", "TPU v5p"),
+        ("v2-8", "TPU v2"),
+        ("v5", None),
+        ("TPU", None),
+    ],
 )
 def test_a_chip_is_found_by_the_type_that_a_host_reports(accelerator_type, name):
     chip = chips.find_chip(accelerator_type)

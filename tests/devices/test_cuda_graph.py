@@ -1,4 +1,5 @@
-"""A step that is captured as a CUDA graph gives what an eager one gives. There is no GPU here: see `emulated_gpu`."""
+"""A step that is captured as a CUDA graph gives what an eager one gives. There is no GPU here: see
+`emulated_gpu`."""
 
 import dataclasses
 import random
@@ -36,19 +37,24 @@ def gpu(emulated):
 
 
 def outcome(runtime, optimizer, captured, dropout=False, batches=(4,) * 12, as_epoch=int):
-    """(losses, final state, random numbers that come next) of steps of a small model, the last third with another loss.
+    """(losses, final state, random numbers that come next) of steps of a small model, the last third with
+    another loss.
 
     as_epoch: makes the argument by which the loss differs."""
     torch.manual_seed(0)
     layers = [torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten()]
-    model = torch.nn.Sequential(*layers, torch.nn.Dropout(0.5 if dropout else 0.0), torch.nn.Linear(4 * 26 * 26, 10)).train()
+    model = torch.nn.Sequential(
+        *layers, torch.nn.Dropout(0.5 if dropout else 0.0), torch.nn.Linear(4 * 26 * 26, 10)
+    ).train()
     made = optimizer(model.parameters())
     runtime.init_optimizer_state(made)
     runtime.seed(5)
 
     def step(batch, epoch, total):
         made.zero_grad(set_to_none=True)
-        loss = torch.nn.functional.cross_entropy(model(batch["image"].float() / 255), batch["label"]) * (epoch + 1)
+        loss = torch.nn.functional.cross_entropy(model(batch["image"].float() / 255), batch["label"]) * (
+            epoch + 1
+        )
         runtime.backward(loss, made)
         norm = runtime.clip_gradients(made, 0.5)
         runtime.optimizer_step(made)
@@ -80,14 +86,16 @@ def outcome(runtime, optimizer, captured, dropout=False, batches=(4,) * 12, as_e
     [((4,) * 12, 2, 6), ((4, 3) * 12 + (4,), 4, 12), ((4,) * 18 + (3, 4), 2, 7)],
     ids=["one shape", "two shapes", "a shape met once"],
 )
-def test_captured_steps_equal_eager_ones_bit_for_bit(optimizer, dropout, batches, graphs, eager, gpu, emulated):
+def test_captured_steps_equal_eager_ones_bit_for_bit(
+    optimizer, dropout, batches, graphs, eager, gpu, emulated
+):
     found = outcome(gpu, optimizer, True, dropout, batches)
     # The number that changes in the last third makes another graph of each shape.
     assert len(emulated.graphs) == graphs and emulated.launches == len(batches) - eager
     wanted = outcome(gpu, optimizer, False, dropout, batches)
     for a, b in zip(found, wanted, strict=True):
         assert len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
-    assert [event["programs"] for event in gpu.take_compile_events()] == [1] * graphs
+    assert [event["programs"] for event in gpu.pop_compile_events()] == [1] * graphs
 
 
 def test_a_number_that_changes_in_a_tensor_needs_no_other_graph(gpu, emulated):
@@ -100,7 +108,10 @@ def test_a_number_that_changes_in_a_tensor_needs_no_other_graph(gpu, emulated):
 
 def test_warm_ups_run_on_the_stream_of_the_capture_and_each_stream_waits_for_the_other(gpu, emulated):
     outcome(gpu, lambda p: torch.optim.SGD(p, 0.01), True, batches=(4,) * 4)
-    assert emulated.default_stream.waited_for == ["side"] * 4 and emulated.current_stream is emulated.default_stream
+    assert (
+        emulated.default_stream.waited_for == ["side"] * 4
+        and emulated.current_stream is emulated.default_stream
+    )
 
 
 # Whole trainings
@@ -118,7 +129,14 @@ def trained(task, folder, runtime):
     [
         {},
         dict(ema_decay=0.9, clip_norm=0.1),
-        dict(schedule="step", warmup_epochs=2.5, decay_epochs=3, micro_batches=2, layer_decay=0.9, freeze=("conv_init",)),
+        dict(
+            schedule="step",
+            warmup_epochs=2.5,
+            decay_epochs=3,
+            micro_batches=2,
+            layer_decay=0.9,
+            freeze=("conv_init",),
+        ),
     ],
     ids=["plain", "EMA and clipping", "schedule, micro-batches, fine-tuning"],
 )
@@ -130,17 +148,23 @@ def test_a_captured_training_equals_an_eager_one_over_both_phases_and_resumes_in
     eager = trained(dataclasses.replace(task, cuda_graph=False), tmp_path / "eager", gpu)
     assert not emulated.launches
     captured = trained(task, tmp_path / "captured", gpu)
-    assert len(emulated.graphs) == 1 and emulated.launches == 32 - cuda_graph.WARM_UP  # one graph for both phases
+    assert (
+        len(emulated.graphs) == 1 and emulated.launches == 32 - cuda_graph.WARM_UP
+    )  # one graph for both phases
     for epochs in (1, 3, 4):
         parted = trained(dataclasses.replace(task, epochs=epochs), tmp_path / "parted", gpu)
     wanted = checkpoint(eager)
     for run in (captured, parted):
         found = checkpoint(run)
         assert same(found["model"], wanted["model"]) and same(found["averaged"], wanted["averaged"])
-        for mine, other in zip(found["optimizer"]["state"].values(), wanted["optimizer"]["state"].values(), strict=True):
+        for mine, other in zip(
+            found["optimizer"]["state"].values(), wanted["optimizer"]["state"].values(), strict=True
+        ):
             assert same(mine, other)
     assert exact(captured) == exact(eager)
-    assert [r for r in exact(parted) if r["kind"] == "train"] == [r for r in exact(eager) if r["kind"] == "train"]
+    assert [r for r in exact(parted) if r["kind"] == "train"] == [
+        r for r in exact(eager) if r["kind"] == "train"
+    ]
 
 
 class WithAdam(MNIST):
@@ -167,7 +191,9 @@ class Growing(MNIST):
         return super().loss(model, batch, epoch) - 1e3 * next(model.parameters()).square().sum()
 
 
-def test_a_captured_training_that_diverges_ends_at_the_step_where_an_eager_one_does(digits, tmp_path, gpu, emulated):
+def test_a_captured_training_that_diverges_ends_at_the_step_where_an_eager_one_does(
+    digits, tmp_path, gpu, emulated
+):
     messages = []
     for captured in (False, True):
         task = Growing(dataset_dir=digits, epochs=1, cuda_graph=captured, **SMALL | dict(log_every=25))
@@ -175,7 +201,11 @@ def test_a_captured_training_that_diverges_ends_at_the_step_where_an_eager_one_d
             trained(task, tmp_path / str(captured), gpu)
         messages.append(str(error.value).split(";")[0])
     step = int(messages[0].split()[-1])
-    assert cuda_graph.WARM_UP + 1 < step < 25 and messages[0] == messages[1] and emulated.launches == 25 - cuda_graph.WARM_UP
+    assert (
+        cuda_graph.WARM_UP + 1 < step < 25
+        and messages[0] == messages[1]
+        and emulated.launches == 25 - cuda_graph.WARM_UP
+    )
 
 
 # What cannot be captured
@@ -191,7 +221,8 @@ class Waiting(MNIST):
 
 
 class WaitingLate(MNIST):
-    """Reads its loss on the host in one step, the one that would be captured. Its optimizer counts its steps there."""
+    """Reads its loss on the host in one step, the one that would be captured. Its optimizer counts its steps
+    there."""
 
     def optimizer(self, model):
         return torch.optim.Adagrad(model.parameters(), self.lr)
@@ -256,7 +287,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_captured_is_said_once_and_trains_on_as_if_nothing_had_been_tried(kind, digits, tmp_path, gpu, emulated):
+def test_what_cannot_be_captured_is_said_once_and_trains_on_as_if_nothing_had_been_tried(
+    kind, digits, tmp_path, gpu, emulated
+):
     finals = []
     for captured in (True, False):
         task = kind(dataset_dir=digits, epochs=2, cuda_graph=captured, **SMALL)
@@ -270,7 +303,9 @@ def test_what_cannot_be_captured_is_said_once_and_trains_on_as_if_nothing_had_be
             assert (run.path / "log.txt").read_text().count("not captured as a CUDA graph, because") == 1
     (records, state), (wanted_records, wanted_state) = finals
     assert records == wanted_records and same(state["model"], wanted_state["model"])
-    for mine, other in zip(state["optimizer"]["state"].values(), wanted_state["optimizer"]["state"].values(), strict=True):
+    for mine, other in zip(
+        state["optimizer"]["state"].values(), wanted_state["optimizer"]["state"].values(), strict=True
+    ):
         assert same(mine, other)
     assert not emulated.launches
     # torch's allocator, generator and current stream are as before.
@@ -293,8 +328,8 @@ def test_in_fp16_a_capture_that_fails_within_the_update_leaves_a_scaler_that_goe
 
     runtime = Runtime("cuda", "fp16")
     found = outcome(runtime, optimizer, True, batches=(4,) * 6)
-    (event,) = runtime.take_compile_events()
-    assert "not permitted" in event["why"][0] and len(calls) == 7 and runtime.host_may_wait
+    (event,) = runtime.pop_compile_events()
+    assert "not permitted" in event["why"][0] and len(calls) == 7 and runtime.allow_sync
     wanted = outcome(Runtime("cuda", "fp16"), lambda p: torch.optim.Adagrad(p, 0.01), False, batches=(4,) * 6)
     assert all(torch.equal(a, b) for a, b in zip(found[1], wanted[1], strict=True))
 
@@ -326,7 +361,7 @@ def test_a_capture_that_runs_out_of_memory_falls_back_to_eager_steps(gpu, emulat
     wanted = outcome(gpu, lambda p: torch.optim.Adagrad(p, 0.01), False)
     for a, b in zip(found, wanted, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b))
-    (event,) = gpu.take_compile_events()
+    (event,) = gpu.pop_compile_events()
     assert "out of memory" in event["why"][0] and not emulated.launches
 
 
@@ -342,10 +377,12 @@ def test_the_memory_of_a_broken_capture_is_given_back_whether_torch_has_ended_it
 
 
 @pytest.mark.parametrize("peak, launches", [(30, 1), (50, 0)])
-def test_a_step_that_takes_more_than_half_of_the_memory_is_not_captured(peak, launches, gpu, emulated, monkeypatch):
+def test_a_step_that_takes_more_than_half_of_the_memory_is_not_captured(
+    peak, launches, gpu, emulated, monkeypatch
+):
     monkeypatch.setattr(Runtime, "memory", lambda self: [(peak * 2**30, 80 * 2**30)])
     outcome(gpu, lambda p: torch.optim.SGD(p, 0.01), True, batches=(4,) * 6)
-    (event,) = gpu.take_compile_events()
+    (event,) = gpu.pop_compile_events()
     assert emulated.launches == launches and (event["why"] == []) == (launches > 0)
 
 
@@ -363,8 +400,8 @@ def test_a_step_that_takes_more_than_half_of_the_memory_is_not_captured(peak, la
 )
 @pytest.mark.parametrize("captured", [False, True])
 def test_steps_in_fp16_skip_overflows_as_torchs_scaler_does_and_are_captured(optimizer, captured, emulated):
-    """The oracle is GradScaler's own step, which reads on the host whether to skip. Two batches overflow: the first, before
-    there is a state, and one that is replayed."""
+    """The oracle is GradScaler's own step, which reads on the host whether to skip. Two batches overflow: the
+    first, before there is a state, and one that is replayed."""
 
     def trained(by_torch):
         runtime = Runtime("cuda", "fp16")
@@ -373,7 +410,7 @@ def test_steps_in_fp16_skip_overflows_as_torchs_scaler_does_and_are_captured(opt
         made = optimizer(model.parameters())
         if not by_torch:
             runtime.init_optimizer_state(made)
-            runtime.host_may_wait = False
+            runtime.allow_sync = False
 
         def step(batch, factor):
             made.zero_grad(set_to_none=True)
@@ -383,7 +420,9 @@ def test_steps_in_fp16_skip_overflows_as_torchs_scaler_does_and_are_captured(opt
             runtime.optimizer_step(made)
             return loss.detach()
 
-        compiled = runtime.compile(step, name="step", changes=(model, made) if captured and not by_torch else None)
+        compiled = runtime.compile(
+            step, name="step", changes=(model, made) if captured and not by_torch else None
+        )
         weights = []
         for number in range(12):
             batch = MNIST().example(4)
@@ -395,7 +434,9 @@ def test_steps_in_fp16_skip_overflows_as_torchs_scaler_does_and_are_captured(opt
     (found, scaler), (wanted, wanted_scaler) = trained(False), trained(True)
     assert emulated.launches == (12 - cuda_graph.WARM_UP) * captured
     assert scaler == wanted_scaler and scaler["scale"] == 2.0**14  # 2 ** 16, halved twice
-    assert all(torch.equal(x, y) for x, y in zip(found[6], found[7])) and not torch.equal(found[7][0], found[8][0])
+    assert all(torch.equal(x, y) for x, y in zip(found[6], found[7])) and not torch.equal(
+        found[7][0], found[8][0]
+    )
     for mine, theirs in zip(found, wanted, strict=True):
         for x, y in zip(mine, theirs, strict=True):  # torch's fused update rounds differently
             torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
@@ -404,7 +445,7 @@ def test_steps_in_fp16_skip_overflows_as_torchs_scaler_does_and_are_captured(opt
 def overflow_is(overflows):
     """A runtime in fp16 within a step that is to be captured, whose gradients overflowed or did not."""
     runtime = Runtime("cuda", "fp16")
-    runtime.host_may_wait = False
+    runtime.allow_sync = False
     runtime.scaler._found_inf_per_device = lambda optimizer: {"cuda": torch.tensor([float(overflows)])}
     return runtime
 
@@ -413,7 +454,12 @@ def overflow_is(overflows):
 def test_an_overflow_undoes_the_update_of_tensors_of_every_layout_and_type(overflows, emulated):
     def weights():
         values = torch.arange(24.0)
-        shapes = values.view(2, 3, 2, 2).to(memory_format=torch.channels_last), values.view(4, 6).T, values[5], values.double()
+        shapes = (
+            values.view(2, 3, 2, 2).to(memory_format=torch.channels_last),
+            values.view(4, 6).T,
+            values[5],
+            values.double(),
+        )
         return [torch.nn.Parameter(value.clone()) for value in shapes]
 
     def step(parameters, optimizer, update, number):

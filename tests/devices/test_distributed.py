@@ -30,11 +30,15 @@ def results_of_ranks(program, tmp_path):
     """What each of three ranks tells."""
     command = [sys.executable, "-c", program]
     ranks = [
-        subprocess.Popen([*command, str(rank), tmp_path / "store"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), tmp_path / "store"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
         for rank in range(3)
     ]
     errors = [rank.communicate(timeout=120)[1].splitlines() for rank in ranks]
-    return [[line.removeprefix("result: ") for line in lines if line.startswith("result: ")] for lines in errors]
+    return [
+        [line.removeprefix("result: ") for line in lines if line.startswith("result: ")] for lines in errors
+    ]
 
 
 def test_every_rank_gets_what_a_collective_promises(tmp_path):
@@ -75,16 +79,22 @@ print("result:", runtime.scaler.get_scale(), file=sys.stderr)
 
 
 def test_gradients_become_their_mean_and_an_overflow_of_one_rank_skips_the_step_of_all(tmp_path):
-    """Parameters: with a gradient on all ranks, on one rank in the first step, on none, frozen. Weight decay of 0.5 tells a
-    gradient of zero from none."""
+    """Parameters: with a gradient on all ranks, on one rank in the first step, on none, frozen. Weight decay
+    of 0.5 tells a gradient of zero from none."""
     for printed in results_of_ranks(REDUCED, tmp_path):
         first = [[False, False, True, True], [1 - 0.5 - 2 * 22.0, 1 - 0.5 - 2 * 23.0], 1 - 0.5 - 1.0, 1.0]
-        second = [[False, True, True, True], [x / 2 - 2 * n for x, n in zip(first[1], (22.0, 23.0))], *first[2:]]
+        second = [
+            [False, True, True, True],
+            [x / 2 - 2 * n for x, n in zip(first[1], (22.0, 23.0))],
+            *first[2:],
+        ]
         third = second  # that overflowed
         assert printed == [*(" ".join(map(str, row)) for row in (first, second, third)), str(2.0**15)]
 
 
 def test_a_world_of_one_needs_no_process_group():
     world, tree = World(), dict(a=torch.ones(2))
-    assert world.all_gather([1.0]) == [[1.0]] and world.gather(tree) == [tree] and world.broadcast(tree) is tree
+    assert (
+        world.all_gather([1.0]) == [[1.0]] and world.gather(tree) == [tree] and world.broadcast(tree) is tree
+    )
     assert world.all_reduce(tree["a"]).tolist() == [1.0, 1.0]

@@ -32,22 +32,31 @@ from tpukit.tools.plan import COMPILER_SCRIPT, install_compiler
     ],
 )
 def test_samples_in_rows_are_the_samples_of_the_array_bit_by_bit(shape, dtype, rows, xla):
-    array = np.random.default_rng(0).integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8).view(dtype)[..., 0]
+    array = (
+        np.random.default_rng(0)
+        .integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8)
+        .view(dtype)[..., 0]
+    )
     array = array.view(np.uint8) % 2 == 1 if dtype is np.bool_ else array
-    whole = xla.put_whole(dict(one=array, label=np.arange(len(array))))
+    whole = xla.put_dataset(dict(one=array, label=np.arange(len(array))))
     assert whole["one"].rows.shape == rows and xla.whole_nbytes(dict(one=array)) == whole["one"].rows.nbytes
     index = np.array([6, 0, 3, 3])
     found = xla.compile(xla.take)(whole, torch.as_tensor(index).to(xla.device))
-    assert found["one"].cpu().numpy().tobytes() == array[index].tobytes() and found["one"].shape == (4, *shape[1:])
+    assert found["one"].cpu().numpy().tobytes() == array[index].tobytes() and found["one"].shape == (
+        4,
+        *shape[1:],
+    )
     assert found["label"].cpu().tolist() == index.tolist()
 
 
 def test_an_array_that_is_put_on_the_device_may_be_changed_afterwards(xla):
     array, labels = np.zeros((2, 3, 32, 32), np.uint8), np.zeros(2, np.int64)
-    whole = xla.put_whole(dict(image=array, label=labels))
+    whole = xla.put_dataset(dict(image=array, label=labels))
     array += 1
     labels += 1
-    assert not any(value.any() for value in xla.host(xla.take(whole, torch.arange(2).to(xla.device))).values())
+    assert not any(
+        value.any() for value in xla.host(xla.take(whole, torch.arange(2).to(xla.device))).values()
+    )
 
 
 TRACER = """
@@ -55,7 +64,7 @@ import os, sys
 from pathlib import Path
 import numpy as np, torch
 from tpukit.devices.xla_export import ExportRuntime
-from tpukit.training.data import BatchLoader, Draw
+from tpukit.training.data import BatchLoader, BatchSpec
 
 path, dtype, *shape = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 class Data:
@@ -67,7 +76,7 @@ class Data:
 
 runtime = ExportRuntime("fp32", memory_size=2**34)
 loader = BatchLoader(Data(), runtime, workers=0)
-batch = next(loader.batches([Draw(np.arange(16))]))
+batch = next(loader.batches([BatchSpec(np.arange(16))]))
 weight = torch.ones(8, shape[1], 3, 3).to(runtime.device)
 runtime.sync()
 runtime.compile(lambda batch: torch.nn.functional.conv2d(loader.compose(batch)["image"].float(), weight))(batch)
@@ -78,7 +87,8 @@ os._exit(0)  # else what is still pending would run
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shape, dtype", [((1800, 3, 224, 224), "uint8"), ((700, 1, 480, 640), "uint8"), ((500, 3, 333, 111), "float32")]
+    "shape, dtype",
+    [((1800, 3, 224, 224), "uint8"), ((700, 1, 480, 640), "uint8"), ((500, 3, 333, 111), "float32")],
 )
 def test_the_compiled_graph_reads_a_batch_of_the_set_and_nothing_of_its_size(shape, dtype, tmp_path):
     graph = tmp_path / "graph.mlirbc"
@@ -90,7 +100,8 @@ def test_the_compiled_graph_reads_a_batch_of_the_set_and_nothing_of_its_size(sha
     text = json.loads(ran.stdout.splitlines()[-1])["hlo"]
     computations, entry = hlo.parse(text)
     whole = np.zeros(shape, dtype).nbytes
-    # The set is an argument of the graph. What reads it, or the same bytes by another name, reads no quarter of it.
+    # The set is an argument of the graph. What reads it, or the same bytes by another name, reads no quarter
+    # of it.
     names, readers = set(), []
     for one in computations[entry].values():
         if one.opcode == "parameter" and one.arrays[0].nbytes >= whole:

@@ -1,4 +1,5 @@
-"""PyTorch's own CUDA code on a GPU that computes nothing, see null_gpu/cuda.cpp: what is launched, captured and waited for."""
+"""PyTorch's own CUDA code on a GPU that computes nothing, see null_gpu/cuda.cpp: what is launched, captured
+and waited for."""
 
 import json
 import os
@@ -16,7 +17,14 @@ from tests.launching.conftest import CPU
 SITE = Path(torch.__file__).parent.parent
 HEADERS = [SITE / "nvidia/cudnn/include", SITE / "triton/backends/nvidia/include"]
 SOURCES = [ROOT / f"tests/devices/null_gpu/{name}.cpp" for name in ("cuda", "libraries")]
-WAITS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMalloc", "cudaHostAlloc"}
+WAITS = {
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cudaMalloc",
+    "cudaHostAlloc",
+}
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +35,18 @@ def null_gpu(tmp_path_factory):
     if not shutil.which("g++") or not all(folder.is_dir() for folder in HEADERS):
         pytest.skip("needs g++, and the headers that come with torch's CUDA packages and triton")
     library = tmp_path_factory.mktemp("null_gpu") / "libcuda.so.1"
-    command = ["g++", "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1", "-o", library, *SOURCES]
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-fPIC",
+        "-shared",
+        "-Wl,-soname,libcuda.so.1",
+        "-o",
+        library,
+        *SOURCES,
+    ]
     subprocess.run([*command, *(f"-I{folder}" for folder in HEADERS)], check=True, timeout=300)
     return library
 
@@ -40,7 +59,13 @@ def on_null_gpu(null_gpu):
         environ = {name: value for name, value in CPU.items() if name != "CUDA_VISIBLE_DEVICES"}
         environ |= dict(TPUKIT_CACHE=os.environ["TPUKIT_CACHE"], TPUKIT_OFFLINE="1", OMP_NUM_THREADS="1")
         environ |= dict(LD_PRELOAD=str(null_gpu), NULL_GPU_NAME=card, NULL_GPU_CARDS=str(cards))
-        command = [sys.executable, "-m", "tests.devices.on_null_gpu", function, json.dumps(arguments, default=str)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.devices.on_null_gpu",
+            function,
+            json.dumps(arguments, default=str),
+        ]
         ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=500)
         assert "RESULT " in ran.stdout, ran.stdout[-2000:] + ran.stderr[-4000:]
         return json.loads(ran.stdout.split("RESULT ")[1])
@@ -58,7 +83,8 @@ def frequent(counts):
 
 
 def check_steps(found):
-    """Three steps as they are, one that is captured, and then each is one launch, for which the host waits for nothing."""
+    """Three steps as they are, one that is captured, and then each is one launch, for which the host waits
+    for nothing."""
     *warm_ups, captured, first, second, last = found["steps"]
     assert found["why"] == [[]]
     assert [counts.get("cudaGraphLaunch", 0) for counts in found["steps"]] == [0, 0, 0, 1, 1, 1, 1]
@@ -79,7 +105,9 @@ def of_tasks(on_null_gpu, digits, infrared, tank, shapes, tmp_path_factory):
     found = {}
     for card, ours in dict(H200=tasks, T4=[mnist, mshnet, cdeit]).items():
         counted = on_null_gpu("steps", card, tasks=ours, run=tmp_path_factory.mktemp(card) / "run")
-        found |= {(card, task["kind"], task.get("precision", "auto")): steps for task, steps in zip(ours, counted)}
+        found |= {
+            (card, task["kind"], task.get("precision", "auto")): steps for task, steps in zip(ours, counted)
+        }
     return found
 
 
@@ -116,18 +144,28 @@ BROKEN = {  # (what, always) -> the reason in the log
 }
 
 
-def test_a_capture_that_breaks_costs_the_graph_alone_and_the_next_training_is_captured(on_null_gpu, digits, tmp_path):
-    for (what, always), ran in zip(BROKEN, on_null_gpu("broken", folder=digits, run=tmp_path / "run", ways=list(BROKEN))):
+def test_a_capture_that_breaks_costs_the_graph_alone_and_the_next_training_is_captured(
+    on_null_gpu, digits, tmp_path
+):
+    for (what, always), ran in zip(
+        BROKEN, on_null_gpu("broken", folder=digits, run=tmp_path / "run", ways=list(BROKEN))
+    ):
         reason = BROKEN[what, always]
         broken, sound = ran["broken"], ran["sound"]
-        assert broken["launches"] == 0 and broken["ending"] == ("done" if reason else "KeyboardInterrupt"), what
-        assert len(broken["why"]) == (1 if reason else 0) and (not reason or reason in broken["why"][0][0]), broken
+        assert broken["launches"] == 0 and broken["ending"] == ("done" if reason else "KeyboardInterrupt"), (
+            what
+        )
+        assert len(broken["why"]) == (1 if reason else 0) and (not reason or reason in broken["why"][0][0]), (
+            broken
+        )
         assert not always or not broken["refused"], "found before the capture"
         assert (sound["ending"], sound["why"], sound["launches"], sound["refused"]) == ("done", [[]], 22, [])
 
 
 @pytest.mark.parametrize("batch_norm", ["per-core", "synced"])
-def test_on_two_gpus_a_step_is_one_launch_that_holds_the_all_reduce(batch_norm, on_null_gpu, infrared, tmp_path):
+def test_on_two_gpus_a_step_is_one_launch_that_holds_the_all_reduce(
+    batch_norm, on_null_gpu, infrared, tmp_path
+):
     task = dict(kind="mshnet", folder=infrared, batch_norm=batch_norm, precision="fp16")
     found = on_null_gpu("steps_of_two", cards=2, task=task, run=tmp_path / "run")
     check_steps(found)
@@ -136,9 +174,12 @@ def test_on_two_gpus_a_step_is_one_launch_that_holds_the_all_reduce(batch_norm, 
 
 
 @pytest.mark.parametrize(
-    "what, always, reason", [("forward", True, "the host waits for the GPU in on_null_gpu.py line"), ("error", False, "mine")]
+    "what, always, reason",
+    [("forward", True, "the host waits for the GPU in on_null_gpu.py line"), ("error", False, "mine")],
 )
-def test_what_one_gpu_cannot_capture_no_gpu_captures_and_rank_0_says_why(what, always, reason, on_null_gpu, digits, tmp_path):
+def test_what_one_gpu_cannot_capture_no_gpu_captures_and_rank_0_says_why(
+    what, always, reason, on_null_gpu, digits, tmp_path
+):
     task = dict(kind="breaking", folder=digits, what=what, always=always, rank="1")
     found = on_null_gpu("steps_of_two", cards=2, task=task, run=tmp_path / "run")
     assert len(found["why"]) == 1 and reason in found["why"][0][0]

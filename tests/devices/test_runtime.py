@@ -36,7 +36,9 @@ def test_gpus_without_bf16_take_fp16_with_a_scaler_and_unknown_precisions_are_re
 
 
 @pytest.mark.parametrize("precision, allowed", [("fp32", False), ("bf16", True)])
-def test_fp32_on_a_gpu_rounds_no_factor_to_tf32_and_cudnn_measures_its_algorithms(precision, allowed, monkeypatch):
+def test_fp32_on_a_gpu_rounds_no_factor_to_tf32_and_cudnn_measures_its_algorithms(
+    precision, allowed, monkeypatch
+):
     gpu(monkeypatch, capability=(8, 0))
     cudnn = torch.backends.cudnn
     monkeypatch.setattr(cudnn, "benchmark", False)
@@ -50,7 +52,9 @@ def test_fp32_on_a_gpu_rounds_no_factor_to_tf32_and_cudnn_measures_its_algorithm
         cudnn.allow_tf32 = True
 
 
-@pytest.mark.parametrize("capability, fine", [((6, 0), False), ((7, 5), True), ((8, 9), True), ((12, 0), True)])
+@pytest.mark.parametrize(
+    "capability, fine", [((6, 0), False), ((7, 5), True), ((8, 9), True), ((12, 0), True)]
+)
 def test_a_gpu_that_torch_was_not_built_for_is_refused_before_its_first_kernel(capability, fine, monkeypatch):
     gpu(monkeypatch, capability)
     if fine:
@@ -78,11 +82,21 @@ print(alone, faults())
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ, reason="another malloc than glibc's")
-@pytest.mark.parametrize("own_setting", [{}, {"MALLOC_TOP_PAD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.top_pad=131072"}])
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ, reason="another malloc than glibc's"
+)
+@pytest.mark.parametrize(
+    "own_setting", [{}, {"MALLOC_TOP_PAD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.top_pad=131072"}]
+)
 def test_memory_that_a_step_on_a_cpu_frees_is_there_for_the_next_unless_the_user_sets_malloc(own_setting):
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-    ran = subprocess.run([sys.executable, "-c", COUNT_FAULTS], env=environ | own_setting, capture_output=True, text=True)
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", COUNT_FAULTS], env=environ | own_setting, capture_output=True, text=True
+    )
     alone, with_runtime = map(int, ran.stdout.split())
     assert alone >= 5 * 32  # of 2 MiB each, where the system has large pages
     assert (with_runtime < alone / 10) == (not own_setting)
@@ -99,7 +113,9 @@ def test_a_gpu_updates_by_fused_kernels_and_counts_steps_itself_unless_asked_oth
     weights = [torch.nn.Parameter(torch.ones(3))]
     expected = {
         torch.optim.Adam(weights): dict(fused=True, capturable=True),
-        torch.optim.SGD(weights, 0.1): dict(fused=None),  # whose fused step fails where a gradient comes later
+        torch.optim.SGD(weights, 0.1): dict(
+            fused=None
+        ),  # whose fused step fails where a gradient comes later
         torch.optim.AdamW(weights, foreach=True): dict(fused=None, foreach=True, capturable=True),
         torch.optim.Adam(weights, differentiable=True): dict(fused=None),  # which torch's fused step refuses
         torch.optim.Adagrad(weights): dict(fused=None),  # torch has its fused kernel for CPUs only
@@ -159,7 +175,7 @@ def test_a_set_that_stays_on_a_gpu_is_not_pinned_on_its_way(monkeypatch, cpu):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *more, **named: moved.append(self) or self)
     cpu.device = torch.device("cuda")
-    cpu.put_whole({"image": np.zeros((3, 2), np.uint8)})
+    cpu.put_dataset({"image": np.zeros((3, 2), np.uint8)})
     assert len(moved) == 1 and not pinned
     cpu.put({"image": np.zeros((3, 2), np.uint8)})
     assert len(moved) == 2 and len(pinned) == 1
@@ -189,14 +205,21 @@ def test_the_peak_of_a_gpus_memory_starts_anew_with_each_training(digits, tmp_pa
         ("0.0.21.1", 1, None, "--a=1 --b=2"),
         ("0.0.17", 8, "--c=3", "--c=3 --a=1 --b=2"),
         ("0.0.21", 1, "--c=3 --a=5", "--c=3 --a=5 --b=2"),  # the user's own win
-        ("0.0.17", 0, None, "--a=1 --b=2 --xla_tpu_use_enhanced_launch_barrier=false"),  # as torch_xla does for chips on a bus
+        (
+            "0.0.17",
+            0,
+            None,
+            "--a=1 --b=2 --xla_tpu_use_enhanced_launch_barrier=false",
+        ),  # as torch_xla does for chips on a bus
         ("0.0.17", 0, *["--xla_tpu_use_enhanced_launch_barrier=true --a=1 --b=2"] * 2),
         ("0.0.99", 0, "--c=3", "--c=3"),  # a flag that it does not know would end the process
         ("0.0.2", 1, "--c=3", "--c=3"),
         (None, 1, None, None),
     ],
 )
-def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(monkeypatch, version, chips, given, wanted):
+def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(
+    monkeypatch, version, chips, given, wanted
+):
     pytest.importorskip("torch_xla")
     monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: chips)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", given or "")
@@ -204,7 +227,9 @@ def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(
         monkeypatch.delenv("LIBTPU_INIT_ARGS")
     monkeypatch.setattr("tpukit.devices.version_of", lambda package: version if package == "libtpu" else "1")
     seen = []
-    monkeypatch.setattr("tpukit.devices.xla.XLARuntime", lambda *_: seen.append(os.environ.get("LIBTPU_INIT_ARGS")))
+    monkeypatch.setattr(
+        "tpukit.devices.xla.XLARuntime", lambda *_: seen.append(os.environ.get("LIBTPU_INIT_ARGS"))
+    )
     for accelerator in ("xla", "tpu", "tpu"):  # the CPU XLA device has another compiler
         env = SimpleNamespace(accelerator=accelerator, uses_torch_tpu=False)
         open_runtime(env, libtpu_args="--a=1 --b=2")
@@ -253,12 +278,18 @@ def test_fp32_is_not_tf32_by_any_of_torchs_settings_whatever_the_user_has_set(se
 
 def test_a_warning_where_a_variable_should_be_is_gone_before_a_chip_is_opened(monkeypatch):
     pytest.importorskip("torch_xla")
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "WARNING: could not determine TPU worker hostnames, please set env var")
+    monkeypatch.setenv(
+        "TPU_WORKER_HOSTNAMES", "WARNING: could not determine TPU worker hostnames, please set env var"
+    )
     seen = []
-    monkeypatch.setattr("tpukit.devices.xla.XLARuntime", lambda *_: seen.append(os.environ["TPU_WORKER_HOSTNAMES"]))
+    monkeypatch.setattr(
+        "tpukit.devices.xla.XLARuntime", lambda *_: seen.append(os.environ["TPU_WORKER_HOSTNAMES"])
+    )
     open_runtime(SimpleNamespace(accelerator="tpu", uses_torch_tpu=False))
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "WARNING: another one")
-    monkeypatch.setattr("tpukit.devices.torch_tpu.TorchTPURuntime", lambda *_: seen.append(os.environ["TPU_WORKER_HOSTNAMES"]))
+    monkeypatch.setattr(
+        "tpukit.devices.torch_tpu.TorchTPURuntime", lambda *_: seen.append(os.environ["TPU_WORKER_HOSTNAMES"])
+    )
     open_runtime(SimpleNamespace(accelerator="tpu", uses_torch_tpu=True))
     assert seen == ["localhost", "localhost"]
 
@@ -273,7 +304,9 @@ def test_a_warning_where_a_variable_should_be_is_gone_before_a_chip_is_opened(mo
         (128, 0.5, 128),
     ],
 )
-def test_one_gpu_predicts_as_many_samples_at_once_as_half_of_its_memory_would_train(batch_size, peak, wanted, monkeypatch, cpu):
+def test_one_gpu_predicts_as_many_samples_at_once_as_half_of_its_memory_would_train(
+    batch_size, peak, wanted, monkeypatch, cpu
+):
     monkeypatch.setattr(Runtime, "memory", lambda self: [(peak * 2**30, 20 * 2**30)])
     assert cpu.evaluation_batch(batch_size) == batch_size
     monkeypatch.setattr(cpu, "accelerator", "cuda")

@@ -1,4 +1,5 @@
-"""The runtime of torch_tpu, on CPU tensors with a recording mock of the package, and its calls against the package itself."""
+"""The runtime of torch_tpu, on CPU tensors with a recording mock of the package, and its calls against the
+package itself."""
 
 import dataclasses
 import functools
@@ -27,7 +28,9 @@ SMALL = dict(epochs=2, batch_size=16, channels=4, log_every=3, precision="fp32")
 
 @pytest.fixture
 def mock(monkeypatch):
-    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if not name.startswith("TORCH_TPU")})
+    monkeypatch.setattr(
+        os, "environ", {name: value for name, value in os.environ.items() if not name.startswith("TORCH_TPU")}
+    )
     yield torch_tpu_mock.install(functools.partial(monkeypatch.setattr, raising=False))
     torch_tpu_mock.remove()
 
@@ -39,21 +42,29 @@ def test_a_training_through_torch_tpu_gives_the_records_and_weights_of_the_cpu(m
         runs[name] = Run.open(tmp_path / name, task)
         train(task, runs[name], runtime=runtime, progress=False)
     assert isinstance(runtime, TorchTPURuntime)
-    assert exact(runs["cpu"]) == exact(runs["tpu"]) and same(best_weights(runs["cpu"]), best_weights(runs["tpu"]))
+    assert exact(runs["cpu"]) == exact(runs["tpu"]) and same(
+        best_weights(runs["cpu"]), best_weights(runs["tpu"])
+    )
     assert not same(task.model().state_dict(), best_weights(runs["tpu"]))
     # fp32 is exact. The model and the predictions are compiled graphs, the step around the model is not.
     assert ("torch.set_float32_matmul_precision", ("highest",), {}) in mock.calls
-    compiled = [(arguments[0], keywords) for name, arguments, keywords in mock.calls if name == "torch.compile"]
+    compiled = [
+        (arguments[0], keywords) for name, arguments, keywords in mock.calls if name == "torch.compile"
+    ]
     assert all(keywords == dict(dynamic=False) for _, keywords in compiled)
     names = {getattr(function, "__name__", type(function).__name__) for function, _ in compiled}
     assert names == {"Sequential", "without_gradient", "compose"}
 
 
-def test_a_resumed_training_equals_an_uninterrupted_one_and_the_chips_generator_is_restored(mock, digits, tmp_path):
+def test_a_resumed_training_equals_an_uninterrupted_one_and_the_chips_generator_is_restored(
+    mock, digits, tmp_path
+):
     task = MNIST(dataset_dir=digits, **SMALL)
     whole, halves = Run.open(tmp_path / "whole", task), Run.open(tmp_path / "halves", task)
     train(task, whole, runtime=TorchTPURuntime(precision="fp32"), progress=False)
-    train(dataclasses.replace(task, epochs=1), halves, runtime=TorchTPURuntime(precision="fp32"), progress=False)
+    train(
+        dataclasses.replace(task, epochs=1), halves, runtime=TorchTPURuntime(precision="fp32"), progress=False
+    )
     saved = torch.tpu.default_generators[0].get_state()
     torch.tpu.default_generators[0].manual_seed(99)
     train(task, halves, runtime=TorchTPURuntime(precision="fp32"), progress=False)
@@ -69,7 +80,11 @@ def test_a_chip_computes_in_bf16_reports_its_memory_and_refuses_fp16_and_spmd(mo
     assert "TPU v5 lite" in str(runtime) and float(runtime.scalar(3)) == 3
     with runtime.traced(tmp_path):
         pass
-    assert ("torch_tpu._internal.profiler.xprof_trace_handler", (), dict(dir_name=str(tmp_path))) in mock.calls
+    assert (
+        "torch_tpu._internal.profiler.xprof_trace_handler",
+        (),
+        dict(dir_name=str(tmp_path)),
+    ) in mock.calls
     with refuses("fp16", "bf16"):
         TorchTPURuntime(precision="fp16")
     with refuses("spmd", "processes"):
@@ -88,7 +103,17 @@ def test_the_commands_run_unchanged_through_torch_tpu(mock, digits, tmp_path, mo
     report = capsys.readouterr().out
     assert "torch_tpu compiled the model" in report and "Nothing is compiled" not in report
     assert (
-        cli.main(["test", "mnist", "--dataset-dir", str(digits), "--weights", str(run / "best.safetensors"), *settings[4:6]])
+        cli.main(
+            [
+                "test",
+                "mnist",
+                "--dataset-dir",
+                str(digits),
+                "--weights",
+                str(run / "best.safetensors"),
+                *settings[4:6],
+            ]
+        )
         == 0
     )
     assert "accuracy" in capsys.readouterr().out
@@ -98,8 +123,12 @@ def test_models_batches_and_numbers_are_placed_on_the_chip(mock):
     runtime = TorchTPURuntime(precision="fp32")
     runtime.device = torch.device("meta")
     model = runtime.place(torch.nn.Linear(2, 2), channels_last="yes")
-    placed = [*model.parameters(), *runtime.put(dict(x=np.ones(2))).values(), *runtime.put_batch(dict(x=np.ones(2))).values()]
-    placed += [*runtime.put_whole(dict(x=np.ones(2))).values(), runtime.scalar(0.5), runtime.scalar(3)]
+    placed = [
+        *model.parameters(),
+        *runtime.put(dict(x=np.ones(2))).values(),
+        *runtime.put_batch(dict(x=np.ones(2))).values(),
+    ]
+    placed += [*runtime.put_dataset(dict(x=np.ones(2))).values(), runtime.scalar(0.5), runtime.scalar(3)]
     assert {tensor.device.type for tensor in placed} == {"meta"} and runtime.scalar(None) is None
 
 
@@ -122,7 +151,9 @@ def test_the_random_state_is_the_hosts_and_the_chips_and_a_state_of_another_devi
 @pytest.mark.parametrize("found, opens", [(None, False), ("cuda", False), ("tpu", True)])
 def test_where_torch_tpu_finds_no_tpu_the_error_says_so(found, opens, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_tpu", torch)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found and SimpleNamespace(type=found))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda: found and SimpleNamespace(type=found)
+    )
     monkeypatch.setattr(torch, "device", str)  # this torch may know no "tpu"
     if opens:
         assert torch_tpu_private.open_device() == "tpu"
@@ -156,7 +187,9 @@ def started(options, torchrun=0, **variables):
         start += ["-m", "torch.distributed.run", "--nproc-per-node", str(torchrun)]
     command = [*start, "-m", "tests.devices.torch_tpu_mock", json.dumps(options, default=str)]
     environ = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "XLA_FLAGS")}
-    return subprocess.run(command, cwd=ROOT, env=environ | variables, capture_output=True, text=True, timeout=400)
+    return subprocess.run(
+        command, cwd=ROOT, env=environ | variables, capture_output=True, text=True, timeout=400
+    )
 
 
 def launched(**options):
@@ -175,7 +208,10 @@ def test_eight_chips_give_the_losses_of_one_and_their_variables_are_set_before_t
     assert len(losses[0]) == len(losses[1]) > 3 and losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-OF_FOUR = dict(TORCH_TPU_SLICEBUILDER_ADDRESSES=",".join(f"localhost:{port}" for port in range(4)), TORCH_TPU_TOPOLOGY="2,2,1")
+OF_FOUR = dict(
+    TORCH_TPU_SLICEBUILDER_ADDRESSES=",".join(f"localhost:{port}" for port in range(4)),
+    TORCH_TPU_TOPOLOGY="2,2,1",
+)
 
 
 @pytest.mark.slow
@@ -186,15 +222,20 @@ def test_torchrun_starts_four_chips_which_give_the_losses_of_one(digits, tmp_pat
     assert ran.returncode == 0 and ran.stdout.count("all 4 cores started") == 1, ran.stderr[-4000:]
     # Ranks write at once: the lines of two may follow one another before their ends.
     ends = [json.JSONDecoder().raw_decode(part)[0] for part in ran.stdout.split("DONE ")[1:]]
-    assert len(ends) == 4 and all(end["ends"][0]["result"] == one["ends"][0]["result"] for end in ends if end["rank"] == 0)
-    # A leftover of one chip is cleared, or every rank would open that one; torchrun's processes set nothing of their own.
+    assert len(ends) == 4 and all(
+        end["ends"][0]["result"] == one["ends"][0]["result"] for end in ends if end["rank"] == 0
+    )
+    # A leftover of one chip is cleared, or every rank would open that one; torchrun's processes set nothing
+    # of their own.
     assert all(end["visible"] is None and end["launches"] == [] for end in ends)
     losses = [[r["loss"] for r in Run(tmp_path / name).records("train")] for name in ("one", "four")]
     assert len(losses[0]) == len(losses[1]) > 3 and losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_under_torchrun_ends_all_although_torch_tpu_would_wait_for_the_others_at_exit(digits, tmp_path):
+def test_a_rank_that_fails_under_torchrun_ends_all_although_torch_tpu_would_wait_for_the_others_at_exit(
+    digits, tmp_path
+):
     options = dict(run=tmp_path / "run", data=digits, cores=[4], accident="raise")
     ran = started(options, torchrun=4, **OF_FOUR)
     assert ran.returncode == 1 and "rank 1 on" in ran.stderr and "sample 7 is broken" in ran.stderr
@@ -252,20 +293,26 @@ def test_every_name_that_tpukit_uses_is_in_the_real_package_and_every_call_fits_
     uses = torch_tpu_calls.used()
     (tmp_path / "tpukit/host").mkdir(parents=True)
     (tmp_path / "tpukit/host/new.py").write_text(
-        "import torch, torch_tpu\nfrom torch_tpu import _loader as loader, no_such_module\n"
-        "import torch_tpu._internal.profiler as p\n"
-        "def f():\n    torch.tpu.no_such_name(1)\n    torch.tpu.get_device_name(1, 2)\n    loader._init_device(name='tpu')\n"
-        "    torch.tpu.get_device_properties().no_such_field\n    torch.tpu.synchronize()\n    tpu = torch.tpu\n"
+        "import torch, torch_tpu\nfrom torch_tpu import _loader as loader, no_such_module\nimport"
+        " torch_tpu._internal.profiler as p\ndef f():\n    torch.tpu.no_such_name(1)\n   "
+        " torch.tpu.get_device_name(1, 2)\n    loader._init_device(name='tpu')\n   "
+        " torch.tpu.get_device_properties().no_such_field\n    torch.tpu.synchronize()\n    tpu = torch.tpu\n"
         "    p.profile(folder='x')\n    return torch.tpu.default_generators[0].get_state()\n"
     )
     wrong = torch_tpu_calls.used(tmp_path / "tpukit")  # so that this test can fail
-    ran = in_the_real_package(tmp_path, "-m", "tests.devices.torch_tpu_calls", text=json.dumps([*uses, *wrong]))
+    ran = in_the_real_package(
+        tmp_path, "-m", "tests.devices.torch_tpu_calls", text=json.dumps([*uses, *wrong])
+    )
     assert "FAULTS" in ran.stdout, ran.stderr[-3000:]
     faults = json.loads(ran.stdout.split("FAULTS")[1])
-    assert sorted(place for place, _, _ in faults) == [f"host/new.py:{line}" for line in (10, 11, 2, 5, 6, 7, 8, 9)], faults
+    assert sorted(place for place, _, _ in faults) == [
+        f"host/new.py:{line}" for line in (10, 11, 2, 5, 6, 7, 8, 9)
+    ], faults
 
 
-def test_the_mock_knows_only_names_that_tpukit_uses_and_that_the_real_package_is_searched_for(mock, digits, tmp_path):
+def test_the_mock_knows_only_names_that_tpukit_uses_and_that_the_real_package_is_searched_for(
+    mock, digits, tmp_path
+):
     runtime = TorchTPURuntime(precision="fp32")
     str(runtime), runtime.sync(), runtime.memory_size(), runtime.traced(tmp_path), runtime.random_state()
     runtime.torch_compile(torch.nn.Linear(2, 2), "no")
@@ -291,7 +338,10 @@ TEXTS = {
 def test_the_known_errors_of_torch_tpu_are_texts_of_the_real_package(tmp_path):
     folder = in_the_real_package(tmp_path, "-c", "").folder / "torch_tpu"
     files = [*folder.rglob("*.py"), *folder.rglob("libpywrap_2_13_0_common.so")]
-    source = b"".join(path.read_bytes() for path in files) + " ".join(path.name for path in folder.rglob("*.so")).encode()
+    source = (
+        b"".join(path.read_bytes() for path in files)
+        + " ".join(path.name for path in folder.rglob("*.so")).encode()
+    )
     assert TEXTS.keys() == {code for code in KNOWN_ERRORS if code.startswith("torch-tpu")}
     for code, text in TEXTS.items():
         assert text.encode() in source and text in KNOWN_ERRORS[code].title, code
@@ -334,7 +384,8 @@ if sys.argv[2] == "failed":
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["done", "failed"])
 def test_a_forked_rank_gets_as_far_in_the_real_package_as_one_can_without_a_chip(end, tmp_path):
-    """It takes the variables of the last launch, and for each rank those that the package asks for before it opens a chip."""
+    """It takes the variables of the last launch, and for each rank those that the package asks for before it
+    opens a chip."""
     ran = in_the_real_package(tmp_path, "-c", RANK, str(tmp_path / "rendezvous"), end)
     assert "SET 8 8 2,4,1\nSET 1 1 1,1,1\n" in ran.stdout, ran.stderr[-3000:]
     assert "No jellyfish device found" in ran.stdout.split("JOINED")[1], ran.stdout

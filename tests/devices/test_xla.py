@@ -16,9 +16,12 @@ from tpukit.tasks.mnist import MNIST
 
 
 @pytest.mark.parametrize(
-    "accelerator, precision, wanted", [("tpu", "fp32", ["highest"]), ("tpu", "auto", ["highest"]), ("xla", "fp32", [])]
+    "accelerator, precision, wanted",
+    [("tpu", "fp32", ["highest"]), ("tpu", "auto", ["highest"]), ("xla", "fp32", [])],
 )
-def test_what_is_fp32_is_multiplied_in_fp32_on_a_tpu_in_a_bf16_training_too(accelerator, precision, wanted, monkeypatch, xla):
+def test_what_is_fp32_is_multiplied_in_fp32_on_a_tpu_in_a_bf16_training_too(
+    accelerator, precision, wanted, monkeypatch, xla
+):
     from torch_xla import _XLAC
 
     precisions = []
@@ -51,7 +54,9 @@ print(Recorder.asked, runtime.counters()["executions"] - before > 25)
 
 @pytest.mark.slow
 def test_an_spmd_training_looks_for_no_jax_and_counts_the_programs_it_runs(digits, tmp_path, xla):
-    ran = subprocess.run([sys.executable, "-c", SPMD, str(digits)], capture_output=True, text=True, cwd=tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "-c", SPMD, str(digits)], capture_output=True, text=True, cwd=tmp_path
+    )
     assert ran.stdout.splitlines()[-1:] == ["[] True"], ran.stdout + ran.stderr
 
 
@@ -69,7 +74,7 @@ for where in ("device", "host"):
     evaluate(task, model, task.test_set(), runtime, after_batch=lambda: compiled.append(runtime.compilations()[0]))
     print("compiled in later batches:", compiled[-1] - compiled[0], "of", len(compiled) - 1)
 batch = dict(number=torch.arange(16), pixels=torch.rand(16, 3), valid=torch.arange(16) > 3)
-found = runtime.host_later([runtime.put_batch(batch), "text"])()
+found = runtime.to_cpu_async([runtime.put_batch(batch), "text"])()
 print("the same:", all(torch.equal(found[0][name], value) for name, value in batch.items()), found[1])
 """
 
@@ -108,7 +113,9 @@ def test_bf16_autocast_runs_on_the_xla_device(digits, tmp_path):
     task = MNIST(dataset_dir=digits, epochs=1, batch_size=8)
     train(task, Run.open(tmp_path, task), runtime=runtime, progress=False)
     with runtime.autocast():
-        assert (torch.ones(2, 2, device=runtime.device) @ torch.ones(2, 2, device=runtime.device)).dtype == torch.bfloat16
+        assert (
+            torch.ones(2, 2, device=runtime.device) @ torch.ones(2, 2, device=runtime.device)
+        ).dtype == torch.bfloat16
 
 
 def test_a_run_moves_between_devices(digits, tmp_path, xla, cpu):
@@ -127,7 +134,8 @@ def test_memory_and_counters_are_absent_where_they_cannot_be_read(xla, cpu):
 
 
 def test_adams_bias_correction_that_rounds_to_one_late_in_a_training_compiles_nothing_anew(xla):
-    """From step 36,314 on the square root of 1 - 0.999^step is exactly 1, and some operations fold that number."""
+    """From step 36,314 on the square root of 1 - 0.999^step is exactly 1, and some operations fold that
+    number."""
     model = xla.place(torch.nn.Linear(3, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     assert xla.init_optimizer_state(optimizer)
@@ -168,7 +176,9 @@ def test_priming_an_optimizer_changes_no_step_of_it(make, cpu):
     torch.testing.assert_close(trajectory(True), trajectory(False))
 
 
-@pytest.mark.parametrize("make", [torch.optim.NAdam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5)])
+@pytest.mark.parametrize(
+    "make", [torch.optim.NAdam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5)]
+)
 def test_an_optimizer_whose_state_does_not_start_at_zero_is_left_alone(make, cpu):
     optimizer = make(torch.nn.Linear(2, 2).parameters())
     assert XLARuntime.init_optimizer_state(cpu, optimizer) is False and not optimizer.state
@@ -178,12 +188,21 @@ def test_a_nest_of_tensors_comes_to_the_host_in_one_transfer_each_at_its_place(x
     from torch_xla import _XLAC
 
     transfer, calls = _XLAC._xla_get_cpu_tensors, []
-    monkeypatch.setattr(_XLAC, "_xla_get_cpu_tensors", lambda tensors: (calls.append(len(tensors)), transfer(tensors))[1])
-    values = [torch.arange(5), torch.randn(2, 3).bfloat16(), torch.tensor([True, False]), torch.tensor(2.5, requires_grad=True)]
+    monkeypatch.setattr(
+        _XLAC, "_xla_get_cpu_tensors", lambda tensors: (calls.append(len(tensors)), transfer(tensors))[1]
+    )
+    values = [
+        torch.arange(5),
+        torch.randn(2, 3).bfloat16(),
+        torch.tensor([True, False]),
+        torch.tensor(2.5, requires_grad=True),
+    ]
     wanted = dict(a=values[0], nest=[values[1], "text", (values[2], 7)], there=values[3].detach(), none=None)
     kept = torch.ones(3)
     there = [value.to(xla.device) for value in values]
-    found = xla.host(dict(a=there[0], nest=[there[1], "text", (there[2], 7)], there=there[3], none=None) | dict(kept=kept))
+    found = xla.host(
+        dict(a=there[0], nest=[there[1], "text", (there[2], 7)], there=there[3], none=None) | dict(kept=kept)
+    )
     kept.zero_()
     assert torch.equal(found.pop("kept"), torch.ones(3)) and calls == [4] and not found["there"].requires_grad
     assert str(found) == str(wanted)
@@ -194,7 +213,9 @@ def test_equal_counts_of_loaded_batch_norms_have_a_buffer_each(xla):
     from torch_xla import _XLAC
 
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2))
-    saved = {name: torch.tensor(10) if value.dim() == 0 else value for name, value in model.state_dict().items()}
+    saved = {
+        name: torch.tensor(10) if value.dim() == 0 else value for name, value in model.state_dict().items()
+    }
 
     def counts_with_buffers():
         xla.sync()

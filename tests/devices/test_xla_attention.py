@@ -1,4 +1,5 @@
-"""Attention on XLA: its kernels, interpreted on the CPU; attention in slices; which of the two is used, and what is said."""
+"""Attention on XLA: its kernels, interpreted on the CPU; attention in slices; which of the two is used, and
+what is said."""
 
 import functools
 import json
@@ -24,13 +25,17 @@ from tpukit.tools.plan import COMPILER_SCRIPT, COMPILERS, install_compiler, plan
 INTERPRETER = Path(__file__).with_name("kernel_interpreter.py")
 # jax and the libtpu of each image with a TPU, as in release/images.toml
 OF_IMAGES = {
-    image: tuple(package for package in about["packages"] if package.partition("==")[0] in ("jax", "jaxlib", "libtpu"))
+    image: tuple(
+        package for package in about["packages"] if package.partition("==")[0] in ("jax", "jaxlib", "libtpu")
+    )
     for image, about in twins.IMAGES.items()
     if image.endswith("TPU")
 }
 
 
-@pytest.fixture(scope="session", params=["plan", *(pytest.param(image, marks=pytest.mark.nightly) for image in OF_IMAGES)])
+@pytest.fixture(
+    scope="session", params=["plan", *(pytest.param(image, marks=pytest.mark.nightly) for image in OF_IMAGES)]
+)
 def compiler(request):
     """A folder with jax and libtpu: of what `tpukit plan` installs, or of an image."""
     with pytest.MonkeyPatch.context() as patch:
@@ -55,7 +60,8 @@ def jax(compiler):
 
 @pytest.fixture
 def kernels(jax, monkeypatch, tmp_path):
-    """The kernels in use on the CPU XLA device: interpreted, with the operands and for the results of the real call."""
+    """The kernels in use on the CPU XLA device: interpreted, with the operands and for the results of the
+    real call."""
     calls = []
 
     def payload(kind, shape, heads, biased):
@@ -66,7 +72,9 @@ def kernels(jax, monkeypatch, tmp_path):
         calls.append(kind)
         query, key, value, *others = operands
         assert query is key is value and len(others) == biased + (kind == "backward")
-        arrays = [x.cpu().view(torch.uint16) if x.dtype == torch.bfloat16 else x.cpu() for x in (query, *others)]
+        arrays = [
+            x.cpu().view(torch.uint16) if x.dtype == torch.bfloat16 else x.cpu() for x in (query, *others)
+        ]
         np.savez(tmp_path / "in.npz", **{chr(97 + i): x.detach().numpy() for i, x in enumerate(arrays)})
         jax("run", kind, heads, tmp_path / "in.npz", tmp_path / "out.npz")
         found = np.load(tmp_path / "out.npz")
@@ -97,8 +105,12 @@ def with_gradients(out, inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads, tokens, biased", [(8, 256, True), (4, 128, False), (2, 1024, False), (1, 4096, False)])
-def test_the_kernels_are_attention_forward_and_backward_to_the_rounding_of_bf16(heads, tokens, biased, kernels, xla):
+@pytest.mark.parametrize(
+    "heads, tokens, biased", [(8, 256, True), (4, 128, False), (2, 1024, False), (1, 4096, False)]
+)
+def test_the_kernels_are_attention_forward_and_backward_to_the_rounding_of_bf16(
+    heads, tokens, biased, kernels, xla
+):
     torch.manual_seed(0)
     batch, width = (2 if tokens < 4096 else 1), (256 if heads == 8 else 128)
     qkv = torch.randn(batch, tokens, 3 * width).bfloat16()
@@ -106,8 +118,9 @@ def test_the_kernels_are_attention_forward_and_backward_to_the_rounding_of_bf16(
     on_xla = [x.to(xla.device).requires_grad_() for x in inputs]
     found = with_gradients(attention(on_xla[0], heads, *on_xla[1:]), on_xla)
     assert kernels == ["forward", "backward"]
-    # Weights, the gradients of the logits and every result are rounded to bf16 once, to 8 bits: each number is wrong by 2^-9
-    # at most. Along a chain of three roundings a whole array can be wrong by three times that.
+    # Weights, the gradients of the logits and every result are rounded to bf16 once, to 8 bits: each number
+    # is wrong by 2^-9 at most. Along a chain of three roundings a whole array can be wrong by three times
+    # that.
     for a, b in zip(found, wanted(qkv, heads, *inputs[1:])):
         assert a.shape == b.shape and (a.cpu().double() - b).norm() < 3 * 2**-9 * b.norm()
 
@@ -171,7 +184,9 @@ def test_the_kernels_that_this_jax_lowers_are_compiled_by_this_libtpu(tokens, bi
         compile_ = [sys.executable, "-s", COMPILER_SCRIPT, graph, chip, "1", "processes"]
         ran = subprocess.run(compile_, env=environ, capture_output=True, text=True)
         answer = json.loads(ran.stdout.splitlines()[-1])
-        assert answer.get("hlo", "").count('custom_call_target="tpu_custom_call"') == 2, answer.get("error", ran.stderr)
+        assert answer.get("hlo", "").count('custom_call_target="tpu_custom_call"') == 2, answer.get(
+            "error", ran.stderr
+        )
 
 
 @pytest.mark.slow
@@ -180,13 +195,16 @@ def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_and_counts_thei
     task = CDEIT(batch_size=batch, patch=4, width=width, heads=heads, window=16, levels=1)
     (row,) = plan(task, log=lambda text: None).rows
     (graph,) = row["graphs"]
-    # Four blocks attend in 4 windows of 16 x 16 tokens, with a bias; three to all 256 tokens, and two to all 1024.
+    # Four blocks attend in 4 windows of 16 x 16 tokens, with a bias; three to all 256 tokens, and two to all
+    # 1024.
     attending = [(4 * batch, 256, True)] * 4 + [(batch, 256, False)] * 3 + [(batch, 1024, False)] * 2
     moved = sum(11 * b * t * width * 2 + biased * 3 * heads * t**2 * 4 for b, t, biased in attending)
     found = [one for one in graph["operations"] if one.custom_call == "tpu_custom_call"]
     assert row["fits"] and sum(one.times for one in found) == len(graph["kernels"]) == 2 * len(attending)
     assert sum(one.hbm_bytes + one.vmem_bytes for one in found) == moved
-    assert sum(call["flops"] for call in graph["kernels"]) == sum(14 * b * t**2 * width for b, t, _ in attending)
+    assert sum(call["flops"] for call in graph["kernels"]) == sum(
+        14 * b * t**2 * width for b, t, _ in attending
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])
@@ -197,7 +215,10 @@ def test_attention_in_slices_is_attention_forward_and_backward(device, biased, c
     monkeypatch.setattr(xla_attention, "cores_sharing", lambda tensor: cores)
     torch.manual_seed(0)
     place = request.getfixturevalue(device).device
-    qkv, bias = torch.randn(3 * cores, 24, 3 * 32, dtype=torch.float64), torch.randn(1, 4, 24, 24, dtype=torch.float64)
+    qkv, bias = (
+        torch.randn(3 * cores, 24, 3 * 32, dtype=torch.float64),
+        torch.randn(1, 4, 24, 24, dtype=torch.float64),
+    )
     inputs = [x.to(place).requires_grad_() for x in (qkv, bias)][: 1 + biased]
     found = with_gradients(attention(inputs[0], 4, *inputs[1:]), inputs)
     for a, b in zip(found, wanted(qkv, 4, bias if biased else None)):
@@ -213,9 +234,13 @@ def test_each_slice_has_as_many_images_of_every_core(count, slices, monkeypatch)
 
 
 def test_what_a_plan_adds_for_a_kernel_is_its_arithmetic(kernels_without_jax, xla):
-    # By hand: 2 images, 4 heads, 128 x 128 pairs, 32 channels: 2 products forward, 5 backward, of 2 FLOP a channel.
+    # By hand: 2 images, 4 heads, 128 x 128 pairs, 32 channels: 2 products forward, 5 backward, of 2 FLOP a
+    # channel.
     product = 2 * 4 * 128 * 128 * 32 * 2
-    assert [kernel_flops(kind, 2, 128, 3 * 128) for kind in ("forward", "backward")] == [2 * product, 5 * product]
+    assert [kernel_flops(kind, 2, 128, 3 * 128) for kind in ("forward", "backward")] == [
+        2 * product,
+        5 * product,
+    ]
     qkv = torch.zeros(2, 128, 3 * 128, dtype=torch.bfloat16, device=xla.device, requires_grad=True)
     with kernel_counts.recorded() as found:
         attention(qkv, 4).sum().backward()
@@ -227,7 +252,9 @@ def kernels_without_jax(monkeypatch):
     """A custom call that returns zeros."""
 
     def zeros(operands, payload, shapes, dtypes):
-        return [torch.zeros(shape, dtype=dtype, device=operands[0].device) for shape, dtype in zip(shapes, dtypes)]
+        return [
+            torch.zeros(shape, dtype=dtype, device=operands[0].device) for shape, dtype in zip(shapes, dtypes)
+        ]
 
     monkeypatch.setattr(xla_attention, "_XLAC", types.SimpleNamespace(_xla_tpu_custom_call=zeros))
     monkeypatch.setattr(xla_attention, "kernel_payload", lambda *arguments: "")
@@ -245,10 +272,18 @@ def kernels_without_jax(monkeypatch):
         ((1, 384, 384), 4, torch.bfloat16, False, False),
         ((1, 8192, 384), 1, torch.bfloat16, False, False),  # more than fast memory holds
         ((1, 256, 3 * 64), 2, torch.bfloat16, False, False),  # heads do not fill the lanes
-        ((1, 256, 3 * 384), 8, torch.bfloat16, False, False),  # a head of 48 channels lies across two registers
+        (
+            (1, 256, 3 * 384),
+            8,
+            torch.bfloat16,
+            False,
+            False,
+        ),  # a head of 48 channels lies across two registers
     ],
 )
-def test_what_a_kernel_cannot_take_is_computed_in_slices(shape, heads, dtype, biased, uses_kernel, kernels_without_jax, xla):
+def test_what_a_kernel_cannot_take_is_computed_in_slices(
+    shape, heads, dtype, biased, uses_kernel, kernels_without_jax, xla
+):
     qkv = torch.zeros(shape, dtype=dtype, device=xla.device)
     assert xla_attention._kernel_takes(qkv, shape[2] // 3 // heads, biased) == uses_kernel
 
@@ -278,8 +313,14 @@ def failing(error):
         (runtime_of("xla"), "for TPUs"),
         (runtime_of(mesh="mesh"), "SPMD"),
         (runtime_of(precision="fp32"), "fp32"),
-        (runtime_of(attempt=failing(RuntimeError("ModuleNotFoundError: No module named 'jax'"))), "No module named 'jax'"),
-        (runtime_of(attempt=failing(RuntimeError("Unsupported version: expected <= 3 but got 4\nmore"))), "expected <= 3"),
+        (
+            runtime_of(attempt=failing(RuntimeError("ModuleNotFoundError: No module named 'jax'"))),
+            "No module named 'jax'",
+        ),
+        (
+            runtime_of(attempt=failing(RuntimeError("Unsupported version: expected <= 3 but got 4\nmore"))),
+            "expected <= 3",
+        ),
         (runtime_of(attempt=failing(ArithmeticError("it is wrong by 7.0% for 256 tokens"))), "7.0%"),
     ],
 )
@@ -307,11 +348,15 @@ def test_a_device_whose_kernels_compute_something_else_is_found_out(kernels, xla
 
 @pytest.fixture
 def answering(monkeypatch, tmp_path):
-    """answering(text): a lowering whose script answers each request, a dict named `request`, by what the text evaluates to."""
+    """answering(text): a lowering whose script answers each request, a dict named `request`, by what the text
+    evaluates to."""
 
     def make(answer, before=""):
         script = tmp_path / "script.py"
-        answers = f"for line in sys.stdin:\n    request = json.loads(line)\n    print(json.dumps({answer}), flush=True)\n"
+        answers = (
+            f"for line in sys.stdin:\n    request = json.loads(line)\n    print(json.dumps({answer}),"
+            " flush=True)\n"
+        )
         script.write_text(f"import json, os, sys\n{before}\n{answers}")
         monkeypatch.setattr(xla_attention, "KERNEL_SCRIPT", script)
         return xla_attention.KernelLowering()
@@ -339,7 +384,11 @@ def test_one_process_lowers_every_kernel_and_one_that_cannot_be_lowered_is_an_an
     first, shape = lowering.payload(kind="forward", shape=(1, 128, 384))
     with pytest.raises(RuntimeError, match="ValueError: no such kind"):
         lowering.payload(kind="sideways", shape=(1, 128, 384))
-    assert lowering.payload(kind="backward", shape=(2, 256, 384)) == [first, [2, 256, 384]] and shape == [1, 128, 384]
+    assert lowering.payload(kind="backward", shape=(2, 256, 384)) == [first, [2, 256, 384]] and shape == [
+        1,
+        128,
+        384,
+    ]
 
 
 def test_after_an_interrupt_a_question_does_not_get_the_answer_to_the_one_before(answering):
@@ -363,7 +412,11 @@ def test_slices_are_captured_once_and_replayed_with_the_result_of_a_traced_step(
             torch.manual_seed(seed)
             loss = compiled(torch.randn(2, 16, 8).to(xla.device))
         if changes:
-            assert compiled.replay.may_replay and compiled.replay.calls == 4 and len(compiled.replay.captured) == 1
+            assert (
+                compiled.replay.may_replay
+                and compiled.replay.calls == 4
+                and len(compiled.replay.captured) == 1
+            )
         results.append([float(loss), model.weight.detach().cpu()])
     (loss, weight), (traced_loss, traced_weight) = results
     assert loss == traced_loss and torch.equal(weight, traced_weight)

@@ -64,7 +64,8 @@ class Peeking(MNIST):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Growing(MNIST):
-    """Multiplies the loss by a Python number that XLA folds into the compiled graph at step 2 (1.0), so it compiles again."""
+    """Multiplies the loss by a Python number that XLA folds into the compiled graph at step 2 (1.0), so it
+    compiles again."""
 
     def loss(self, model, batch, epoch):
         self.calls.append(1)
@@ -99,7 +100,8 @@ def test_every_common_optimizer_costs_one_compiled_graph(optimizer, digits, tmp_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ragged(MNIST):
-    """Its training set gives fewer samples from the third batch on, as a last batch that is not dropped does."""
+    """Its training set gives fewer samples from the third batch on, as a last batch that is not dropped
+    does."""
 
     def datasets(self):
         train, test = super().datasets()
@@ -113,7 +115,9 @@ class Ragged(MNIST):
         return train, test
 
 
-def test_a_ragged_batch_ends_the_run_and_error_and_report_name_the_argument_and_its_shapes(digits, tmp_path, xla):
+def test_a_ragged_batch_ends_the_run_and_error_and_report_name_the_argument_and_its_shapes(
+    digits, tmp_path, xla
+):
     task = Ragged(dataset_dir=digits, epochs=1, batch_size=8, num_workers=0, data_on="host")
     run = Run.open(tmp_path, task)
     why = "image went from (8, 1, 28, 28) to (6, 1, 28, 28): the last batch is ragged"
@@ -125,9 +129,15 @@ def test_a_ragged_batch_ends_the_run_and_error_and_report_name_the_argument_and_
 
 
 def test_the_report_names_a_step_that_compiled_again_and_what_fell_back():
-    counters = dict(compilations=3, compile_s=9.0, executions=9, execute_s=1.0, to_device_s=0.1, from_device_s=0.1)
+    counters = dict(
+        compilations=3, compile_s=9.0, executions=9, execute_s=1.0, to_device_s=0.1, from_device_s=0.1
+    )
     speed = dict(
-        seconds=10.0, images_per_s=4.0, wait_s=6.0, memory=[], counters={**counters, "fallbacks": {"aten::nonzero": 7}}
+        seconds=10.0,
+        images_per_s=4.0,
+        wait_s=6.0,
+        memory=[],
+        counters={**counters, "fallbacks": {"aten::nonzero": 7}},
     )
     records = [
         dict(kind="start", step=0, device="tpu (v5e), bf16"),

@@ -43,7 +43,9 @@ def outcome(xla, optimizer, dropout, replayed):
     """(losses of 8 steps, final state, how often the step was traced) of a small model."""
     torch.manual_seed(0)
     layers = [
-        torch.nn.Conv2d(1, 4, 3, bias=False),  # whose gradient would be nothing but rounding, before a batch norm
+        torch.nn.Conv2d(
+            1, 4, 3, bias=False
+        ),  # whose gradient would be nothing but rounding, before a batch norm
         torch.nn.BatchNorm2d(4),
         torch.nn.ReLU(),
         torch.nn.Flatten(),
@@ -57,7 +59,9 @@ def outcome(xla, optimizer, dropout, replayed):
 
     def step(batch, epoch, total):
         calls.append(epoch)
-        loss = torch.nn.functional.cross_entropy(model(batch["image"].float() / 255), batch["label"]) * (epoch + 1)
+        loss = torch.nn.functional.cross_entropy(model(batch["image"].float() / 255), batch["label"]) * (
+            epoch + 1
+        )
         take_step(xla, loss, made)
         return total + loss.detach().reshape(1)
 
@@ -70,7 +74,11 @@ def outcome(xla, optimizer, dropout, replayed):
         losses.append(float(total.cpu()[0]))
     state = [v.cpu() for v in model.state_dict().values()] + [p.grad.cpu() for p in model.parameters()]
     kept = made.state_dict()["state"]
-    return losses, state + [v.cpu() for values in kept.values() for v in values.values() if torch.is_tensor(v)], len(calls)
+    return (
+        losses,
+        state + [v.cpu() for values in kept.values() for v in values.values() if torch.is_tensor(v)],
+        len(calls),
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,8 +86,16 @@ def outcome(xla, optimizer, dropout, replayed):
     [
         (lambda p: torch.optim.SGD(p, 0.001, momentum=0.9, weight_decay=1e-3), False, 4),
         (lambda p: torch.optim.Adagrad(p, 0.001, eps=1e-3), False, 4),  # counts its steps on the host
-        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3, capturable=True), False, 4),  # counts them on the device
-        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3), False, 8 + 2),  # makes other constants of them at every step
+        (
+            lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3, capturable=True),
+            False,
+            4,
+        ),  # counts them on the device
+        (
+            lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3),
+            False,
+            8 + 2,
+        ),  # makes other constants of them at every step
         (lambda p: torch.optim.SGD(p, 0.001), True, 8 + 2),
     ],
     ids=["SGD", "Adagrad", "capturable AdamW", "AdamW", "dropout"],
@@ -87,9 +103,10 @@ def outcome(xla, optimizer, dropout, replayed):
 def test_a_replayed_step_gives_what_a_traced_one_gives_but_for_rounding(optimizer, dropout, traces, xla):
     losses, state, calls = outcome(xla, optimizer, dropout, replayed=True)
     wanted_losses, wanted_state, all_calls = outcome(xla, optimizer, dropout, replayed=False)
-    # The two are different graphs, and on some processors round differently: by 3e-8 in a gradient, where it was seen. These
-    # optimizers divide by eps=1e-3 or more, and so make little of it: noise of 2e-7 of the largest gradient, in every gradient
-    # of every step, moved a loss by 1e-7 of it and a state by 1e-6; an lr that is 1 % off by 1e-3 and 9e-4.
+    # The two are different graphs, and on some processors round differently: by 3e-8 in a gradient, where it
+    # was seen. These optimizers divide by eps=1e-3 or more, and so make little of it: noise of 2e-7 of the
+    # largest gradient, in every gradient of every step, moved a loss by 1e-7 of it and a state by 1e-6; an lr
+    # that is 1 % off by 1e-3 and 9e-4.
     assert losses == pytest.approx(wanted_losses, rel=1e-5) and losses[-1] > losses[0] + 1
     assert len(state) == len(wanted_state)
     for found, wanted in zip(state, wanted_state):
@@ -162,7 +179,9 @@ def test_a_step_that_is_refused_or_fails_compiles_nothing_more_and_leaves_the_we
     is_late = True
     if how == "no memory":
         monkeypatch.setattr(xla_replay._XLAC, "_xla_warm_up_cache", fail)
-    with pytest.raises(RuntimeError if how in ("a value read back", "no memory") else UnexpectedRecompilation):
+    with pytest.raises(
+        RuntimeError if how in ("a value read back", "no memory") else UnexpectedRecompilation
+    ):
         step(batches[how in ("another shape", "no memory")])
     assert xla.compilations()[0] == compilations
     assert same(xla.host(model.state_dict()), weights)
@@ -173,8 +192,9 @@ def test_a_step_that_is_refused_or_fails_compiles_nothing_more_and_leaves_the_we
 
 @pytest.fixture
 def core(xla, monkeypatch):
-    """One TPU core of eight, whose graphs run on this device, where an all-reduce adds up its own gradients alone. `reduced`
-    has the arguments of each xm.all_reduce that was traced, `answers` what the other ranks say of every question."""
+    """One TPU core of eight, whose graphs run on this device, where an all-reduce adds up its own gradients
+    alone. `reduced` has the arguments of each xm.all_reduce that was traced, `answers` what the other ranks
+    say of every question."""
     import torch_xla.core.xla_model as xm
 
     monkeypatch.setenv("XLA_ALWAYS_ALLREDUCE", "1")
@@ -199,7 +219,8 @@ def momentum(lr):
 def test_a_core_of_several_replays_a_step_with_the_gradients_mean_over_all_ranks_in_its_graph(core, xla):
     losses, state, traces = outcome(core, momentum(0.008), False, replayed=True)
     assert core.reduced == [("sum", 5, 1 / 8)] * traces and traces == 4
-    # The other seven add nothing, so that a gradient is an eighth of what one core has, and eight times the lr makes up for it.
+    # The other seven add nothing, so that a gradient is an eighth of what one core has, and eight times the
+    # lr makes up for it.
     wanted_losses, wanted_state, _ = outcome(xla, momentum(0.001), False, replayed=False)
     assert losses == pytest.approx(wanted_losses, rel=1e-5)
     for found, wanted in zip(state[:8], wanted_state[:8], strict=True):  # parameters and statistics
@@ -214,7 +235,9 @@ def test_every_rank_traces_where_one_of_them_has_to(core):
     assert traces == 8 + 2 and losses[-1] > losses[0] + 1
 
 
-def test_all_ranks_check_at_the_same_calls_whatever_their_data_twice_as_late_each_time_and_without_lines(core, monkeypatch):
+def test_all_ranks_check_at_the_same_calls_whatever_their_data_twice_as_late_each_time_and_without_lines(
+    core, monkeypatch
+):
     monkeypatch.setattr(xla_replay, "CHECK_AFTER", 3)
     monkeypatch.setattr(xla_replay, "MAX_UNCHECKED", 10)
 
@@ -237,7 +260,10 @@ def test_all_ranks_check_at_the_same_calls_whatever_their_data_twice_as_late_eac
             compiled(core.put({"x": torch.randn(4, 3)})["x"])
         return calls
 
-    with_lines, without = [(1, True)] * 3, [(1 + 3, False), (4 + 6, False), (10 + 10, False), (20 + 10, False)]
+    with_lines, without = (
+        [(1, True)] * 3,
+        [(1 + 3, False), (4 + 6, False), (10 + 10, False), (20 + 10, False)],
+    )
     assert captured_at(0) == captured_at(7) == with_lines + without
 
 
@@ -252,7 +278,9 @@ def test_the_checks_of_a_long_training_cost_less_than_a_hundredth_of_its_replays
 
 def test_a_core_of_several_refuses_a_step_that_changes_and_names_the_operation(core, monkeypatch):
     monkeypatch.setattr(xla_replay, "CHECK_AFTER", 4)
-    with pytest.raises(UnexpectedRecompilation, match=r"call 5 of `step`(?s:.*)New in it: aten::tanh in step"):
+    with pytest.raises(
+        UnexpectedRecompilation, match=r"call 5 of `step`(?s:.*)New in it: aten::tanh in step"
+    ):
         change_later(core, lambda batch: core.put(batch))
 
 
@@ -325,7 +353,9 @@ torch.save(found, sys.argv[1])
 def spmd(tmp_path_factory):
     """What trainings over eight devices gave, by name."""
     path = tmp_path_factory.mktemp("spmd") / "found.pt"
-    ran = subprocess.run([sys.executable, "-c", SPMD, path], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", SPMD, path], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     return torch.load(path, weights_only=True)
 
@@ -334,7 +364,10 @@ def spmd(tmp_path_factory):
 def test_a_graph_over_eight_devices_is_replayed_and_gives_what_a_traced_one_and_one_device_give(spmd, xla):
     losses, state, traces = spmd["replayed"]
     assert (traces, spmd["traced"][2]) == (4, 8)
-    for wanted_losses, wanted_state, _ in (spmd["traced"], outcome(xla, momentum(0.001), False, replayed=False)):
+    for wanted_losses, wanted_state, _ in (
+        spmd["traced"],
+        outcome(xla, momentum(0.001), False, replayed=False),
+    ):
         assert losses == pytest.approx(wanted_losses, rel=1e-5)
         for found, wanted in zip(state, wanted_state, strict=True):
             torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
@@ -363,8 +396,12 @@ class Normed(MNIST):
         return super().model().insert(1, torch.nn.BatchNorm2d(32))
 
 
-def test_an_average_keeps_its_own_running_statistics_while_replayed_steps_write_over_the_models(digits, tmp_path, xla, cpu):
-    task = Normed(dataset_dir=digits, epochs=1, batch_size=8, ema_decay=0.9)  # 25 steps, averaged at the 10th and the 20th
+def test_an_average_keeps_its_own_running_statistics_while_replayed_steps_write_over_the_models(
+    digits, tmp_path, xla, cpu
+):
+    task = Normed(
+        dataset_dir=digits, epochs=1, batch_size=8, ema_decay=0.9
+    )  # 25 steps, averaged at the 10th and the 20th
     kept = {}
     for name, runtime in (("cpu", cpu), ("xla", xla)):
         run = Run.open(tmp_path / name, task)
@@ -394,8 +431,9 @@ def test_shapes_that_change_within_the_step_are_an_error_that_names_the_line(dig
 
 @pytest.mark.slow
 def test_twenty_steps_give_the_losses_of_eager_pytorch_but_for_rounding(infrared, tmp_path, xla, cpu):
-    # Adagrad's first step moves every weight by lr times the sign of its gradient, so at the recipe's lr the rounding of
-    # near-zero gradients is amplified without bound; with a small lr the two devices can be compared.
+    # Adagrad's first step moves every weight by lr times the sign of its gradient, so at the recipe's lr the
+    # rounding of near-zero gradients is amplified without bound; with a small lr the two devices can be
+    # compared.
     recipe = dict(batch_size=4, base_size=64, crop_size=64, log_every=1, num_workers=1)
     task = MSHNet(dataset_dir=infrared, epochs=5, warm_epoch=1, eval_every=9, lr=1e-4, **recipe)
     losses = {}
@@ -404,6 +442,6 @@ def test_twenty_steps_give_the_losses_of_eager_pytorch_but_for_rounding(infrared
         train(task, run, runtime=runtime, progress=False)
         losses[name] = [r["loss"] for r in run.records("train")]
     assert len(losses["cpu"]) == 20 and max(losses["cpu"]) - min(losses["cpu"]) > 0.5  # both phases are in
-    # The two differed by 6e-4 and 1e-3 on two processors, as noise of 2e-7 in eager gradients (2e-4) leads to expect; twice the
-    # lr differs by 1.5e-2. The bound is four times the one and a quarter of the other.
+    # The two differed by 6e-4 and 1e-3 on two processors, as noise of 2e-7 in eager gradients (2e-4) leads to
+    # expect; twice the lr differs by 1.5e-2. The bound is four times the one and a quarter of the other.
     assert max(abs(a - b) for a, b in zip(losses["cpu"], losses["xla"])) < 4e-3

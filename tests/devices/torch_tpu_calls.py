@@ -1,8 +1,7 @@
 """What tpukit uses of torch_tpu, read from the source of tpukit, and whether the real package has it.
 
-In an environment with torch_tpu: `python -m tests.devices.torch_tpu_calls` reads what `used()` gave as JSON, and prints what
-does not fit, as JSON.
-"""
+In an environment with torch_tpu: `python -m tests.devices.torch_tpu_calls` reads what `used()` gave as JSON,
+and prints what does not fit, as JSON."""
 
 import ast
 import inspect
@@ -20,9 +19,9 @@ from tpukit.tools.child import run_python
 
 
 def used(folder=ROOT / "tpukit"):
-    """Every name of torch_tpu and torch.tpu in the files of a folder, and of torch where the file is torch_tpu's: a list of
-    (place, name, number of positional arguments, keywords); without a number where nothing is called, and without keywords
-    where it is imported.
+    """Every name of torch_tpu and torch.tpu in the files of a folder, and of torch where the file is
+    torch_tpu's: a list of (place, name, number of positional arguments, keywords); without a number where
+    nothing is called, and without keywords where it is imported.
 
     "torch.tpu.f().x" is the attribute of what a call returns, "torch.tpu.x[]" an element.
     """
@@ -48,7 +47,9 @@ def _names(tree):
         inside = node.func if isinstance(node, ast.Call) else node.value
         name = full(inside)
         inner.add(inside)
-        suffix = {ast.Attribute: f".{getattr(node, 'attr', '')}", ast.Call: "()", ast.Subscript: "[]"}[type(node)]
+        suffix = {ast.Attribute: f".{getattr(node, 'attr', '')}", ast.Call: "()", ast.Subscript: "[]"}[
+            type(node)
+        ]
         return name and name + suffix
 
     for node in ast.walk(tree):
@@ -68,7 +69,12 @@ def _names(tree):
             splat = any(isinstance(argument, ast.Starred) for argument in node.args) or any(
                 k.arg is None for k in node.keywords
             )
-            yield node.lineno, name, None if splat else len(node.args), [keyword.arg for keyword in node.keywords]
+            yield (
+                node.lineno,
+                name,
+                None if splat else len(node.args),
+                [keyword.arg for keyword in node.keywords],
+            )
         elif node not in inner and isinstance(node, (ast.Attribute, ast.Name)) and (name := full(node)):
             yield node.lineno, name, None, []
 
@@ -114,7 +120,9 @@ def in_the_real_package(tmp_path, *arguments, text=""):
     if sys.platform != "linux" or shutil.disk_usage(tmp_path).free < 6e9:
         pytest.skip("torch_tpu has wheels for Linux, and takes 2.5 GB")
     folder = plan.install_compiler(backend="torch_tpu")
-    variables = dict(PYTHONPATH=f"{ROOT}{os.pathsep}{folder}", TORCH_DEVICE_BACKEND_AUTOLOAD="0", TPU_SKIP_MDS_QUERY="1")
+    variables = dict(
+        PYTHONPATH=f"{ROOT}{os.pathsep}{folder}", TORCH_DEVICE_BACKEND_AUTOLOAD="0", TPU_SKIP_MDS_QUERY="1"
+    )
     ran = run_python(*arguments, text=text, variables=variables)
     ran.folder = folder
     return ran

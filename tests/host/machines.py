@@ -25,9 +25,12 @@ def add_chips(root, count):
 
 
 def nvidia_smi(folder, listed, capabilities=(), cuda="12.8"):
-    """Variables of a process for which nvidia-smi lists these GPUs, with these rows of (name, capability), by a driver of this
-    CUDA."""
-    answers = {"-L": "\n".join(listed), "--query-gpu=name,compute_cap": "\n".join(f"{n}, {c}" for n, c in capabilities)}
+    """Variables of a process for which nvidia-smi lists these GPUs, with these rows of (name, capability), by
+    a driver of this CUDA."""
+    answers = {
+        "-L": "\n".join(listed),
+        "--query-gpu=name,compute_cap": "\n".join(f"{n}, {c}" for n, c in capabilities),
+    }
     answers[""] = f"| NVIDIA-SMI 570.86  Driver Version: 570.86  CUDA Version: {cuda}  |"
     cases = "".join(f"'{first}') echo '{text}';;\n" for first, text in answers.items())
     script = folder / "nvidia-smi"

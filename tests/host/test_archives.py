@@ -79,7 +79,8 @@ def test_an_archive_that_leads_outside_is_refused_and_nothing_is_written(tmp_pat
 
 
 def tar_of(path, *members, **how):
-    """A .tar.gz of TarInfo objects, without content but for regular files, which hold as many x as their size says."""
+    """A .tar.gz of TarInfo objects, without content but for regular files, which hold as many x as their size
+    says."""
     with tarfile.open(path, "w:gz", **how) as archive:
         for member in members:
             archive.addfile(member, io.BytesIO(b"x" * member.size) if member.isreg() else None)
@@ -94,7 +95,12 @@ def member(name, kind=tarfile.REGTYPE, link="", size=0, **more):
     return info
 
 
-SPARSE = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.map": "0,4", "GNU.sparse.size": "1000000000000"}
+SPARSE = {
+    "GNU.sparse.major": "0",
+    "GNU.sparse.minor": "1",
+    "GNU.sparse.map": "0,4",
+    "GNU.sparse.size": "1000000000000",
+}
 
 
 @pytest.mark.parametrize(
@@ -112,10 +118,24 @@ SPARSE = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.map": "0
         member("bad", size=4, pax_headers=SPARSE),
         member("bad", size=4, pax_headers={"size": "-1024"}),
     ],
-    ids=["link", "inner link", "hard link", "outer hard link", "pipe", "tty", "disk", "sparse", "unknown", "pax", "negative"],
+    ids=[
+        "link",
+        "inner link",
+        "hard link",
+        "outer hard link",
+        "pipe",
+        "tty",
+        "disk",
+        "sparse",
+        "unknown",
+        "pax",
+        "negative",
+    ],
 )
 def test_a_tar_gives_regular_files_and_folders_only(tmp_path, bad):
-    path = tar_of(tmp_path / "bad.tar.gz", member("top", tarfile.DIRTYPE), member("top/good.txt", size=1), bad)
+    path = tar_of(
+        tmp_path / "bad.tar.gz", member("top", tarfile.DIRTYPE), member("top/good.txt", size=1), bad
+    )
     with pytest.raises(TpukitError, match="'bad'|header"):  # some Pythons refuse -1024
         archives.unpack(path, tmp_path / "here/target")
     assert list((tmp_path / "here").iterdir()) == []
@@ -154,7 +174,11 @@ def test_a_zip_gives_regular_files_and_folders_only(tmp_path, kind):
 @pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
 def test_an_archive_decides_nothing_but_names_and_contents(tmp_path, ending):
     path, long = tmp_path / f"set{ending}", "n" * 200
-    names = [f"set/./{long}/tool", "set/a.txt", "set/a.txt"]  # the last of a name counts, as when tar itself unpacks
+    names = [
+        f"set/./{long}/tool",
+        "set/a.txt",
+        "set/a.txt",
+    ]  # the last of a name counts, as when tar itself unpacks
     if ending == ".zip":
         with zipfile.ZipFile(path, "w") as archive, pytest.warns(UserWarning, match="Duplicate"):
             for number, name in enumerate(names):
@@ -186,7 +210,9 @@ def test_a_zip_written_with_backslashes_gives_folders(tmp_path):
 
 
 @pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
-@pytest.mark.parametrize("holds", [{"big.bin": "0" * 2_000_000}, {f"{n}.txt": "" for n in range(300)}], ids=["big", "many"])
+@pytest.mark.parametrize(
+    "holds", [{"big.bin": "0" * 2_000_000}, {f"{n}.txt": "" for n in range(300)}], ids=["big", "many"]
+)
 def test_an_archive_that_the_disk_cannot_hold_is_refused_beforehand(tmp_path, ending, holds, monkeypatch):
     archive = make_archive(tmp_path / f"bomb{ending}", holds)
     usage = shutil.disk_usage(tmp_path)
@@ -201,7 +227,9 @@ def test_a_file_that_is_larger_than_its_archive_says_is_an_error_and_not_read_on
     with zipfile.ZipFile(tmp_path / "lies.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.txt", bytes(3_000_000))
     small = dict(zip(range(4), (1000).to_bytes(4, "little")))
-    patched(tmp_path / "lies.zip", {22 + n: v for n, v in small.items()}, {24 + n: v for n, v in small.items()})
+    patched(
+        tmp_path / "lies.zip", {22 + n: v for n, v in small.items()}, {24 + n: v for n, v in small.items()}
+    )
     folder = tmp_path / "unpacked"
     folder.mkdir()
     with pytest.raises(zipfile.BadZipFile):
@@ -231,12 +259,20 @@ def test_what_a_killed_process_left_is_gone_after_the_next_and_nothing_else(tmp_
         assert ran.returncode == -9
     (left,) = target.parent.iterdir()  # the second and the third removed what the one before had left
     start = left.name.removesuffix(f"{left.name.split('.')[-2]}.partial")
-    for name in (left.name.replace(platform.node(), "elsewhere"), f"{start}xx.partial", ".set.v1.original", f"x{left.name}"):
+    for name in (
+        left.name.replace(platform.node(), "elsewhere"),
+        f"{start}xx.partial",
+        ".set.v1.original",
+        f"x{left.name}",
+    ):
         (target.parent / name).mkdir()
     (target.parent / f"{start}afileaaa.partial").write_text("a file")
     (target.parent / f"{start}alinkaaa.partial").symlink_to(tmp_path)
     kept = {*target.parent.iterdir()} - {left}
-    with files.atomic_folder(target.with_name("set")) as other, files.atomic_folder(target) as same:  # of a process that lives
+    with (
+        files.atomic_folder(target.with_name("set")) as other,
+        files.atomic_folder(target) as same,
+    ):  # of a process that lives
         archives.unpack(archive, target)
         assert {*target.parent.iterdir()} == kept | {other, same, target}
         shutil.rmtree(target)
@@ -267,7 +303,8 @@ def test_one_changed_byte_of_a_tar_is_an_error_and_no_smaller_or_other_set(tmp_p
 
 
 def patched(archive, local, central):
-    """A .zip with one entry in which some bytes of its two headers are others. local, central: offset -> byte."""
+    """A .zip with one entry in which some bytes of its two headers are others. local, central: offset ->
+    byte."""
     data = bytearray(archive.read_bytes())
     for start, changes in ((data.index(b"PK\3\4"), local), (data.index(b"PK\1\2"), central)):
         for offset, value in changes.items():

@@ -36,7 +36,9 @@ def test_the_key_of_a_folder_is_that_of_its_contents(tmp_path, monkeypatch):
     assert key(first) != before
 
 
-def test_mapped_arrays_are_made_once_and_again_when_what_they_are_made_from_changes(tmp_path, monkeypatch, capsys):
+def test_mapped_arrays_are_made_once_and_again_when_what_they_are_made_from_changes(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "cache"))
     made = []
 
@@ -64,7 +66,9 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [cut, flip_a_bit, Path.unlink, lambda path: path.with_name(arrays.WHOLE).write_text("[1")])
+@pytest.mark.parametrize(
+    "damage", [cut, flip_a_bit, Path.unlink, lambda path: path.with_name(arrays.WHOLE).write_text("[1")]
+)
 def test_mapped_arrays_that_are_damaged_are_made_again(damage, tmp_path, monkeypatch):
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "cache"))
     values = dict(labels=np.arange(5), images=np.zeros((5, 2)))
@@ -76,7 +80,9 @@ def test_mapped_arrays_that_are_damaged_are_made_again(damage, tmp_path, monkeyp
     arrays.mapped("set", "key", lambda: pytest.fail("made again, though it is whole"))
 
 
-@pytest.mark.parametrize("values", [b"no array", pickle.dumps({}), np.array([{}], object)], ids=["text", "pickle", "objects"])
+@pytest.mark.parametrize(
+    "values", [b"no array", pickle.dumps({}), np.array([{}], object)], ids=["text", "pickle", "objects"]
+)
 def test_what_numpy_would_unpickle_is_refused_without_its_advice_to_do_so(tmp_path, values):
     path = tmp_path / "values.npy"
     path.write_bytes(values) if isinstance(values, bytes) else np.save(path, values, allow_pickle=True)

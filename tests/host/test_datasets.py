@@ -59,7 +59,9 @@ def test_kaggle_inputs_are_searched_whatever_their_nesting_and_case(kaggle, plac
 @pytest.mark.parametrize("top", ["", "IRSTD-1k/"])
 def test_an_archive_is_found_and_unpacked_whole_with_or_without_a_top_folder(here, tmp_path, ending, top):
     (tmp_path / "datasets").mkdir()
-    make_archive(tmp_path / f"datasets/IRSTD-1k{ending}", {f"{top}trainval.txt": "a", f"{top}images/a.png": "x"})
+    make_archive(
+        tmp_path / f"datasets/IRSTD-1k{ending}", {f"{top}trainval.txt": "a", f"{top}images/a.png": "x"}
+    )
     found = find_dataset(here, "IRSTD-1k")
     assert (found / "trainval.txt").read_text() == "a" and (found / "images/a.png").exists()
     assert find_dataset(here, "IRSTD-1k") == found

@@ -25,7 +25,9 @@ def page(colab, tmp_path, monkeypatch):
             raise RuntimeError("Error: credential propagation was unsuccessful")
         touch(colab.drive / "datasets/IRSTD-1k")
 
-    kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=SimpleNamespace(_allow_stdin=found.answers)))
+    kernel = SimpleNamespace(
+        get_ipython=lambda: SimpleNamespace(kernel=SimpleNamespace(_allow_stdin=found.answers))
+    )
     monkeypatch.setitem(sys.modules, "IPython", kernel)
     drive = SimpleNamespace(drive=SimpleNamespace(mount=mount))
     monkeypatch.setitem(sys.modules, "google", SimpleNamespace(colab=drive))

@@ -53,12 +53,15 @@ def test_kaggle_tpu_has_eight_chips(tmp_path, versions):
 def test_the_first_cells_know_the_backend_of_a_tpu_and_whether_it_fits_and_import_none_of_it(
     torch, torch_xla, torch_tpu, libtpu, backend, fits, tmp_path
 ):
-    """In an image of packages that cannot even be imported: a notebook's first cell, `detect`, its table and `require`."""
+    """In an image of packages that cannot even be imported: a notebook's first cell, `detect`, its table and
+    `require`."""
     add_chips(tmp_path, 8)
     for name, version in dict(torch=torch, torch_xla=torch_xla, torch_tpu=torch_tpu, libtpu=libtpu).items():
         if version:
             (tmp_path / f"site/{name}-{version}.dist-info").mkdir(parents=True)
-            (tmp_path / f"site/{name}-{version}.dist-info/METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+            (tmp_path / f"site/{name}-{version}.dist-info/METADATA").write_text(
+                f"Name: {name}\nVersion: {version}\n"
+            )
             (tmp_path / "site" / name).mkdir()
             (tmp_path / "site" / name / "__init__.py").write_text("raise ImportError(__name__)")
     for name in ("rich", "pygments", "markdown_it", "mdurl"):  # which print the table
@@ -70,12 +73,18 @@ def test_the_first_cells_know_the_backend_of_a_tpu_and_whether_it_fits_and_impor
     assert ran.returncode == 0, ran.stderr
     words = ran.stdout.splitlines()
     assert f"backend {backend}" in words and "imported []" in words
-    assert ("through" in ran.stdout) == bool(backend) and (f"through {backend}" in ran.stdout) == bool(backend)
+    assert ("through" in ran.stdout) == bool(backend) and (f"through {backend}" in ran.stdout) == bool(
+        backend
+    )
     required = next(line for line in words if line.startswith("require: "))
     if fits is None:
         assert all(text in ran.stdout for text in ("neither torch_xla nor torch_tpu", "fresh session"))
     else:
-        assert required == "require: ok" if fits else f"{backend} " in required and "fresh session" in required.lower()
+        assert (
+            required == "require: ok"
+            if fits
+            else f"{backend} " in required and "fresh session" in required.lower()
+        )
 
 
 FIRST_CELLS = """
@@ -121,7 +130,9 @@ def test_the_cpu_xla_device_is_chosen_by_its_variable_only(tmp_path, versions):
         ({}, "open the notebook on Colab or Kaggle"),
     ],
 )
-def test_requiring_a_tpu_where_there_is_none_names_the_menu_of_the_host(environ, menu, tmp_path, versions, gpu):
+def test_requiring_a_tpu_where_there_is_none_names_the_menu_of_the_host(
+    environ, menu, tmp_path, versions, gpu
+):
     versions(torch="2.9.0")
     gpu()
     with pytest.raises(TpukitError) as error:
@@ -158,13 +169,18 @@ def test_what_an_old_guide_left_set_is_explained_where_a_tpu_is_required(name, t
     ],
 )
 def test_the_gpus_are_those_that_cuda_shows_to_the_process(visible, names, tmp_path):
-    listed = ["GPU 0: Tesla T4 (UUID: GPU-1b7f2c11-0a6e-4c6e)", "GPU 1: NVIDIA A100 (UUID: GPU-8932f937-d72c-4106)"]
+    listed = [
+        "GPU 0: Tesla T4 (UUID: GPU-1b7f2c11-0a6e-4c6e)",
+        "GPU 1: NVIDIA A100 (UUID: GPU-8932f937-d72c-4106)",
+    ]
     environ = nvidia_smi(tmp_path, listed) | ({} if visible is None else dict(CUDA_VISIBLE_DEVICES=visible))
     assert module.nvidia_gpus(environ) == names
 
 
 def test_a_gpu_is_found_beside_a_warning_that_is_not_utf_8(tmp_path):
-    environ = nvidia_smi(tmp_path, ["WARNING: infoROM is corrupted \udce9", "GPU 0: Tesla T4 (UUID: GPU-1b7f2c11)"])
+    environ = nvidia_smi(
+        tmp_path, ["WARNING: infoROM is corrupted \udce9", "GPU 0: Tesla T4 (UUID: GPU-1b7f2c11)"]
+    )
     assert module.nvidia_gpus(environ) == ["Tesla T4"]
 
 
@@ -181,7 +197,10 @@ def test_a_gpu_is_found_beside_a_warning_that_is_not_utf_8(tmp_path):
     ],
 )
 def test_of_a_divided_gpu_a_process_has_one_instance_and_no_whole_gpu_beside_it(visible, names, tmp_path):
-    listed = ["GPU 0: Tesla T4 (UUID: GPU-1b7f2c11-0a6e-4c6e)", "GPU 1: NVIDIA A100 (UUID: GPU-8932f937-d72c-4106)"]
+    listed = [
+        "GPU 0: Tesla T4 (UUID: GPU-1b7f2c11-0a6e-4c6e)",
+        "GPU 1: NVIDIA A100 (UUID: GPU-8932f937-d72c-4106)",
+    ]
     listed += [
         "  MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef-42e4)",
         "  MIG 1g.5gb      Device  1: (UUID: MIG-c7384736-a75d)",
@@ -212,9 +231,12 @@ def test_which_cards_a_torch_was_built_for(capability, built_for, runs):
 
 
 @pytest.mark.parametrize(
-    "files, cores", [(["vfio/vfio", "vfio/0", "vfio/1"], 2), (["accel0", "accel1", "accel/accel0"], 2), ([], 0)]
+    "files, cores",
+    [(["vfio/vfio", "vfio/0", "vfio/1"], 2), (["accel0", "accel1", "accel/accel0"], 2), ([], 0)],
 )
-def test_where_the_pci_bus_is_hidden_chips_are_counted_by_their_device_files(files, cores, tmp_path, versions, gpu):
+def test_where_the_pci_bus_is_hidden_chips_are_counted_by_their_device_files(
+    files, cores, tmp_path, versions, gpu
+):
     versions(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21")
     gpu()
     for name in files:
@@ -231,7 +253,9 @@ def test_chips_are_those_that_torch_xla_knows():
     assert set(tpu._TPU_PCI_DEVICE_IDS) <= set(module.TPU_PCI_DEVICES)
 
 
-def test_a_gpu_that_is_required_and_missing_names_the_menu_and_a_wrong_name_is_refused(tmp_path, versions, gpu):
+def test_a_gpu_that_is_required_and_missing_names_the_menu_and_a_wrong_name_is_refused(
+    tmp_path, versions, gpu
+):
     versions(torch="2.9.0")
     gpu()
     with refuses(module.GPU_MENU["colab"]):
@@ -241,7 +265,10 @@ def test_a_gpu_that_is_required_and_missing_names_the_menu_and_a_wrong_name_is_r
 
 
 def test_no_secret_of_the_host_is_kept_or_printed(tmp_path):
-    env = detect({**COLAB_TPU, "COLAB_JUPYTER_TOKEN": "s3cret", "TPU_API_KEY": "s3cret", "HF_TOKEN": "s3cret"}, tmp_path)
+    env = detect(
+        {**COLAB_TPU, "COLAB_JUPYTER_TOKEN": "s3cret", "TPU_API_KEY": "s3cret", "HF_TOKEN": "s3cret"},
+        tmp_path,
+    )
     assert env.variables["TPU_ACCELERATOR_TYPE"] == "v5e-1"
     assert "s3cret" not in f"{env} {env.variables} {dataclasses.asdict(env)}"
 
@@ -253,7 +280,8 @@ def test_an_environment_prints_as_a_table(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "visible, names", [(None, ["Tesla T4", "NVIDIA L4"]), ("1", ["NVIDIA L4"]), ("", []), ("GPU-1", ["Tesla T4"])]
+    "visible, names",
+    [(None, ["Tesla T4", "NVIDIA L4"]), ("1", ["NVIDIA L4"]), ("", []), ("GPU-1", ["Tesla T4"])],
 )
 def test_without_nvidia_smi_the_driver_tells_which_gpus_are_here(visible, names, tmp_path, monkeypatch):
     for number, name in enumerate(["Tesla T4", "NVIDIA L4"]):
@@ -268,19 +296,31 @@ def test_without_nvidia_smi_the_driver_tells_which_gpus_are_here(visible, names,
     assert module.detect(environ, tmp_path).cores == max(1, len(names))
 
 
-WARNING = "WARNING: could not determine TPU worker hostnames or IP addresses, please set env var `TPU_WORKER_HOSTNAMES`"
+WARNING = (
+    "WARNING: could not determine TPU worker hostnames or IP addresses, please set env var"
+    " `TPU_WORKER_HOSTNAMES`"
+)
 
 
 @pytest.mark.parametrize("on_bus, kind", [(True, "v5litepod-8"), (False, "")])
-def test_a_warning_in_place_of_a_variables_value_is_neither_several_hosts_nor_a_device(on_bus, kind, tmp_path, versions):
+def test_a_warning_in_place_of_a_variables_value_is_neither_several_hosts_nor_a_device(
+    on_bus, kind, tmp_path, versions
+):
     versions(torch="2.8.0", torch_xla="2.8.0", libtpu="0.0.17")
     if on_bus:
         add_chips(tmp_path, 8)
     broken = dict(KAGGLE_TPU, TPU_WORKER_HOSTNAMES=WARNING, TPU_ACCELERATOR_TYPE=WARNING, PJRT_DEVICE="TPU")
     mended = dict(TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE=kind)
     assert module.failed_lookups(broken, tmp_path) == mended
-    assert module.failed_lookups(dict(TPU_WORKER_HOSTNAMES="host-0,host-1", TPU_ACCELERATOR_TYPE="v6e-1"), tmp_path) == {}
-    assert detect(broken, tmp_path).device_name == (kind or "TPU") and "WARNING" not in str(detect(broken, tmp_path))
+    assert (
+        module.failed_lookups(
+            dict(TPU_WORKER_HOSTNAMES="host-0,host-1", TPU_ACCELERATOR_TYPE="v6e-1"), tmp_path
+        )
+        == {}
+    )
+    assert detect(broken, tmp_path).device_name == (kind or "TPU") and "WARNING" not in str(
+        detect(broken, tmp_path)
+    )
 
 
 @pytest.mark.parametrize("pci_id, name", [("0x0063", "v5litepod-8"), ("0x006f", "v6e-8"), ("0x005e", "TPU")])

@@ -60,7 +60,10 @@ def test_what_was_found_is_hidden_in_text_also_quoted_for_an_address(monkeypatch
     monkeypatch.setenv("MY_TOKEN", "a/b+c d")
     assert secrets.hide("a/b+c d") == "a/b+c d"  # unknown so far
     secrets.find("MY_TOKEN")
-    assert secrets.hide("key a/b+c d, in https://x?k=a%2Fb%2Bc%20d&l=a/b%2Bc%20d.") == "key ***, in https://x?k=***&l=***."
+    assert (
+        secrets.hide("key a/b+c d, in https://x?k=a%2Fb%2Bc%20d&l=a/b%2Bc%20d.")
+        == "key ***, in https://x?k=***&l=***."
+    )
 
 
 @pytest.mark.parametrize("pasted", ["hf_SECRET\n", "\r\nhf_SECRET\r", " hf_SECRET\t"])
@@ -76,7 +79,9 @@ def test_a_blank_secret_is_none(monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["hf_SEC\nRET", "hf_SEC\x00RET", "hf_SEC\u00e9RET", "hf_SEC\\RET"])
-@pytest.mark.parametrize("shown", [repr, lambda value: repr(value.encode()), json.dumps], ids=["str", "bytes", "json"])
+@pytest.mark.parametrize(
+    "shown", [repr, lambda value: repr(value.encode()), json.dumps], ids=["str", "bytes", "json"]
+)
 def test_what_was_found_is_hidden_as_messages_of_libraries_show_it(shown, value, vault):
     vault.values["MY_TOKEN"] = value
     secrets.find("MY_TOKEN")

@@ -7,7 +7,9 @@ from tpukit.host.tables import Table, format_duration
 
 
 def test_folded_rows_are_behind_a_click_in_a_notebook_and_printed_in_a_terminal():
-    table = Table("Prices", ("what", "USD"), [("T4", 1)], folded=[("A100", None), ("H100", 9)], summary="2 more")
+    table = Table(
+        "Prices", ("what", "USD"), [("T4", 1)], folded=[("A100", None), ("H100", 9)], summary="2 more"
+    )
     page, printed = table._repr_html_(), repr(table)
     before, after = page.split("<details><summary>2 more</summary>")
     assert "T4" in before and "A100" not in before and "T4" not in after
@@ -16,7 +18,8 @@ def test_folded_rows_are_behind_a_click_in_a_notebook_and_printed_in_a_terminal(
 
 
 @pytest.mark.parametrize(
-    "rows, folded, tables", [([("a", 1)], [], 1), ([], [], 1), ([], [("a", 1)], 1), ([("a", 1)], [("b", 2)], 2)]
+    "rows, folded, tables",
+    [([("a", 1)], [], 1), ([], [], 1), ([], [("a", 1)], 1), ([("a", 1)], [("b", 2)], 2)],
 )
 def test_there_is_nothing_to_click_without_folded_rows_and_no_empty_table_beside_them(rows, folded, tables):
     page = Table("title", ("what", "value"), rows, folded=folded, summary="more")._repr_html_()
@@ -27,12 +30,24 @@ def test_nothing_in_folded_rows_or_their_summary_is_markup_or_a_control_characte
     evil = "<script>\x1b[2J$x$"
     table = Table("title", ("what",), [], folded=[(evil,)], summary=evil)
     page = table._repr_html_()
-    assert page.count("&lt;script&gt;\\x1b[2J$x$") == 2 and "<script>" not in page and "\x1b" not in page + repr(table)
+    assert (
+        page.count("&lt;script&gt;\\x1b[2J$x$") == 2
+        and "<script>" not in page
+        and "\x1b" not in page + repr(table)
+    )
 
 
 @pytest.mark.parametrize(
     "seconds, words",
-    [(None, ""), (-5, "0 s"), (119, "119 s"), (150, "2.5 min"), (9000, "2.5 h"), (47 * 3600, "47.0 h"), (259200, "3.0 days")],
+    [
+        (None, ""),
+        (-5, "0 s"),
+        (119, "119 s"),
+        (150, "2.5 min"),
+        (9000, "2.5 h"),
+        (47 * 3600, "47.0 h"),
+        (259200, "3.0 days"),
+    ],
 )
 def test_a_duration_is_given_in_the_largest_unit_of_which_it_has_two(seconds, words):
     assert format_duration(seconds) == words

@@ -52,8 +52,8 @@ def started(kind, environ=None, **options):
 
 
 def launched(kind, **options):
-    """What the launches of a process gave, and what it printed: a list of dict(result) or dict(error, message), each with
-    `seconds`, and with `left`, the pids of processes that were not gone."""
+    """What the launches of a process gave, and what it printed: a list of dict(result) or dict(error,
+    message), each with `seconds`, and with `left`, the pids of processes that were not gone."""
     out, err = started(kind, **options).communicate(timeout=500)
     assert "DONE " in out, out[-2000:] + err[-4000:]
     return json.loads(out.split("DONE ")[1]), out
@@ -101,7 +101,8 @@ def odd(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def alone(odd, tmp_path_factory):
-    """The training on one core that every other shape has to equal: two epochs of 24 steps, batch norm frozen."""
+    """The training on one core that every other shape has to equal: two epochs of 24 steps, batch norm
+    frozen."""
     task = Watched(dataset_dir=odd, log_every=1, num_workers=1, batch_norm="frozen")
     run = Run.open(tmp_path_factory.mktemp("alone"), task)
     scores = train(task, run, runtime=Runtime("cpu"), progress=False)

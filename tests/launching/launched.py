@@ -1,8 +1,8 @@
-"""What the tests of `launch` run in processes of their own: a task that watches itself, and a program that launches it.
+"""What the tests of `launch` run in processes of their own: a task that watches itself, and a program that
+launches it.
 
-`python -m tests.launching.launched '{"run": ..., "data": ..., ...}'` prints one JSON line: the result, or the error, of one or
-more launches.
-"""
+`python -m tests.launching.launched '{"run": ..., "data": ..., ...}'` prints one JSON line: the result, or the
+error, of one or more launches."""
 
 import dataclasses
 import json
@@ -42,8 +42,8 @@ class Witnessed(Digits):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Watched(MNIST):
-    """A small network with batch norm and, if asked for, dropout, devices with the given bytes of memory, or an accident in one
-    step of one rank."""
+    """A small network with batch norm and, if asked for, dropout, devices with the given bytes of memory, or
+    an accident in one step of one rank."""
 
     epochs: int = setting(2, free=True)
     batch_size: int = 8
@@ -159,7 +159,9 @@ def main(options):
         task = Watched(dataset_dir=Path(options["data"]), log_every=1, num_workers=1, **settings)
         started = time.monotonic()
         try:
-            outcome = dict(result=launch(function, task, Run.open(run, task), hang_timeout_s=hang_timeout_s, **how))
+            outcome = dict(
+                result=launch(function, task, Run.open(run, task), hang_timeout_s=hang_timeout_s, **how)
+            )
         except TpukitError as error:
             outcome = dict(error=type(error).__name__, message=str(error))
         done.append(dict(outcome, seconds=time.monotonic() - started, left=children(os.getpid())))

@@ -1,4 +1,5 @@
-"""What a core does beside its training: where it meets the others, what it shares with them, what it knows of Drive."""
+"""What a core does beside its training: where it meets the others, what it shares with them, what it knows of
+Drive."""
 
 import os
 import subprocess
@@ -23,7 +24,9 @@ def test_spmd_gives_the_compilers_flags_for_a_cores_share_before_it_opens_the_ch
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr("tpukit.devices.version_of", lambda package: "0.0.17")
     monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: 8)
-    core.join(core.Job(train, Flagged(batch_size=64), Run(tmp_path), machine("tpu", 8), None, 60.0, spmd_cores=8), 0)
+    core.join(
+        core.Job(train, Flagged(batch_size=64), Run(tmp_path), machine("tpu", 8), None, 60.0, spmd_cores=8), 0
+    )
     assert os.environ["LIBTPU_INIT_ARGS"] == "--images=8"
 
 
@@ -48,7 +51,16 @@ def test_tpu_cores_of_one_host_meet_in_a_file_and_those_of_several_by_pjrt(size,
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda: size)
     task = Flagged(batch_size=128)
-    job = core.Job(train, task, Run(tmp_path), machine("tpu", 8), None, 60.0, processes=8, rendezvous=tmp_path / "rendezvous")
+    job = core.Job(
+        train,
+        task,
+        Run(tmp_path),
+        machine("tpu", 8),
+        None,
+        60.0,
+        processes=8,
+        rendezvous=tmp_path / "rendezvous",
+    )
     world = core.join(job, 3)
     [flags, (backend, how)] = calls
     assert flags == f"--images={128 // size}"  # libtpu reads them when the chip is opened
@@ -62,7 +74,8 @@ def test_tpu_cores_of_one_host_meet_in_a_file_and_those_of_several_by_pjrt(size,
 
 @pytest.mark.slow
 def test_two_hosts_of_a_slice_that_share_a_disk_keep_their_cores_apart_and_each_get_the_result(odd, tmp_path):
-    """Two launches of two cores each, as on two hosts: PJRT's ranks and rendezvous are mocked, all else is real."""
+    """Two launches of two cores each, as on two hosts: PJRT's ranks and rendezvous are mocked, all else is
+    real."""
     needs_torch_xla()
     program = """
 import socket
@@ -92,7 +105,8 @@ print("RESULT", launch(noise, task, Run.open(sys.argv[2], task)))
 
 @pytest.mark.slow
 def test_a_drive_that_goes_after_the_run_was_opened_is_noticed_by_the_cores(odd, tmp_path):
-    """The kernel's run knows where Drive was mounted; a folder of that name that stays behind is not Drive."""
+    """The kernel's run knows where Drive was mounted; a folder of that name that stays behind is not
+    Drive."""
     program = """
 import shutil
 drive, gone = Path(sys.argv[2]) / "drive", []
@@ -113,13 +127,16 @@ print("LEFT", list(drive.rglob("*")))
 
 @pytest.mark.slow
 def test_the_dataset_is_held_once_for_all_processes_of_a_host(tmp_path):
-    """Four processes that have read every pixel: their shares of the map (Pss) add up to one dataset, not to four."""
+    """Four processes that have read every pixel: their shares of the map (Pss) add up to one dataset, not to
+    four."""
     folder = tmp_path / "big"
     folder.mkdir()
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (60_000, 28, 28), np.uint8), rng.integers(0, 10, 60_000, np.uint8)
     np.savez(folder / "mnist.npz", x_train=images, y_train=labels, x_test=images[:100], y_test=labels[:100])
-    [done], _ = launched("cpu", run=tmp_path / "run", data=folder, cores=4, launches=[dict(function="mapped_memory")])
+    [done], _ = launched(
+        "cpu", run=tmp_path / "run", data=folder, cores=4, launches=[dict(function="mapped_memory")]
+    )
     rows = done["result"]
     assert [total for total, *_ in rows] == [int(images.sum())] * 4
     assert all(whole >= images.nbytes for _, _, whole, _ in rows)

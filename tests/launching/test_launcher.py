@@ -19,16 +19,22 @@ from tpukit.launching import launcher
 from tpukit.launching.supervisor import Supervisor
 from tpukit.runs import weights
 from tpukit.training import batch_norm
-from tpukit.training.data import training_plan
+from tpukit.training.data import training_index_batches
 
 IN_PARTS = "spmd over 8, the set in parts"  # each core may hold 100 kB of the set's 154
-SHAPES = {"2 processes": ("cpu", 2), "8 processes": ("cpu", 8), "8 XLA devices": ("xla", 8), "spmd over 8": ("spmd", 8)}
+SHAPES = {
+    "2 processes": ("cpu", 2),
+    "8 processes": ("cpu", 8),
+    "8 XLA devices": ("xla", 8),
+    "spmd over 8": ("spmd", 8),
+}
 SHAPES |= {IN_PARTS: ("spmd", 8)}
 
 
 @pytest.fixture(scope="session", params=[pytest.param(name, marks=pytest.mark.slow) for name in SHAPES])
 def shape(request, odd, tmp_path_factory):
-    """The same training on several cores: kind, cores, run, scores, what was printed, and which samples were requested."""
+    """The same training on several cores: kind, cores, run, scores, what was printed, and which samples were
+    requested."""
     kind, cores = SHAPES[request.param]
     folder = tmp_path_factory.mktemp("shape")
     (folder / "witness").mkdir()
@@ -49,7 +55,10 @@ def test_several_cores_give_the_losses_and_scores_of_one(shape, alone):
     assert difference(losses(run), losses(alone[0])) < 1e-4
     # Another compiled graph rounds differently: one of the 37 digits may lie on the edge.
     assert scores["images"] == 37 and abs(scores["accuracy"] - alone[1]["accuracy"]) < 1.5 / 37
-    assert (run.records("start")[0]["cores"], run.records("start")[0]["processes"]) == (cores, 1 if kind == "spmd" else cores)
+    assert (run.records("start")[0]["cores"], run.records("start")[0]["processes"]) == (
+        cores,
+        1 if kind == "spmd" else cores,
+    )
 
 
 def test_several_cores_end_with_the_weights_of_one_as_plain_cpu_tensors(shape, alone):
@@ -69,7 +78,7 @@ def test_no_sample_is_seen_twice_in_an_epoch_and_none_is_lost_in_an_evaluation(s
         assert len(files) == (1 if kind == "spmd" else cores)
         seen = collections.Counter(int(line) for file in files for line in file.read_text().split())
         if split == "train":
-            plan = [i for epoch in (0, 1) for i, _, _ in training_plan(196, 8, seed=0, epoch=epoch)]
+            plan = [i for epoch in (0, 1) for i, _, _ in training_index_batches(196, 8, seed=0, epoch=epoch)]
             assert seen == collections.Counter(np.concatenate(plan).tolist()) and max(seen.values()) == 2
         else:
             padding = 2 * 3  # 37 samples in 5 batches of 8, in two evaluations; sample 0 fills up
@@ -117,8 +126,12 @@ launch(train, task, Run.open(sys.argv[2], task), cores=2, parallel="spmd")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, cores", [("cpu", 2), ("xla", 2), ("spmd", 4)])
-def test_several_cores_with_a_schedule_micro_batches_frozen_parts_and_patience_equal_one(kind, cores, odd, tmp_path):
-    settings = dict(schedule="cosine", warmup_epochs=0.5, micro_batches=2, layer_decay=0.5, freeze=["0"], clip_norm=0.5)
+def test_several_cores_with_a_schedule_micro_batches_frozen_parts_and_patience_equal_one(
+    kind, cores, odd, tmp_path
+):
+    settings = dict(
+        schedule="cosine", warmup_epochs=0.5, micro_batches=2, layer_decay=0.5, freeze=["0"], clip_norm=0.5
+    )
     settings |= dict(batch_norm="frozen", batch_size=16, epochs=9, patience=1)
     [done], _ = launched(kind, run=tmp_path / "several", data=odd, cores=cores, launches=[dict(settings)])
     assert "result" in done, done["message"]
@@ -154,13 +167,16 @@ def launches(odd, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_per_core_batch_norm_differs_from_one_core_and_every_rank_scores_with_rank_0s_statistics(launches, odd, tmp_path):
+def test_per_core_batch_norm_differs_from_one_core_and_every_rank_scores_with_rank_0s_statistics(
+    launches, odd, tmp_path
+):
     run, done = launches["per_core"]
     task = Watched(dataset_dir=odd, log_every=1, num_workers=1, epochs=1)
     one = Run.open(tmp_path / "one", task)
     train(task, one, runtime=Runtime("cpu"), progress=False)
     assert difference(losses(run), losses(one)) > 1e-3
-    # The oracle: rank 0's weights and statistics, as they were saved, score on one core what the two cores reported.
+    # The oracle: rank 0's weights and statistics, as they were saved, score on one core what the two cores
+    # reported.
     from tpukit.training.evaluation import evaluate
 
     model = task.model()
@@ -204,7 +220,9 @@ def test_a_run_moves_between_numbers_and_kinds_of_cores_and_equals_a_straight_on
     """One epoch each on 8 XLA devices in one process, 1 CPU core, 8 processes, and 1 XLA device."""
     settings = dict(batch_norm="frozen")
     for epochs, (kind, cores) in enumerate((("spmd", 8), ("cpu", 1), ("cpu", 8), ("xla", 1)), 1):
-        [done], _ = launched(kind, run=tmp_path / "run", data=odd, cores=cores, launches=[dict(settings, epochs=epochs)])
+        [done], _ = launched(
+            kind, run=tmp_path / "run", data=odd, cores=cores, launches=[dict(settings, epochs=epochs)]
+        )
         assert "result" in done, done["message"]
     task = Watched(dataset_dir=odd, log_every=1, num_workers=1, epochs=4, **settings)
     straight = Run.open(tmp_path / "straight", task)
@@ -249,7 +267,12 @@ def test_fewer_cores_than_asked_and_other_impossible_shapes_are_errors(env, aske
 
 @pytest.mark.parametrize(
     "env, asked, count",
-    [(machine("tpu", 8), None, 8), (machine("tpu", 8), 1, 1), (machine("cuda", 4), 2, 2), (machine("cpu", 1), None, 1)]
+    [
+        (machine("tpu", 8), None, 8),
+        (machine("tpu", 8), 1, 1),
+        (machine("cuda", 4), 2, 2),
+        (machine("cpu", 1), None, 1),
+    ]
     + [(machine("cpu", 1), 3, 3), (machine("xla", 1), 8, 8), (machine("tpu", 4, "tpu-vm", **BOUNDS), 16, 4)]
     + [(machine("tpu", 1, "colab", **BOUNDS), None, 1), (machine("tpu", 2, **BOUNDS), 1, 1)],
 )
@@ -273,7 +296,9 @@ def test_one_gpu_is_taken_if_a_share_of_the_batch_is_too_small_for_batch_norm(ta
 
 
 @pytest.mark.parametrize("cores, processes", [(None, 1), (2, 2)])
-def test_a_launch_says_why_it_leaves_a_gpu_idle_and_takes_it_if_told_to(cores, processes, monkeypatch, tmp_path, capsys):
+def test_a_launch_says_why_it_leaves_a_gpu_idle_and_takes_it_if_told_to(
+    cores, processes, monkeypatch, tmp_path, capsys
+):
     gpus = machine("cuda", 2)
     monkeypatch.setattr(environment, "detect", lambda: gpus)
     monkeypatch.setattr(launcher, "open_runtime", lambda *_, **__: Runtime("cpu"))
@@ -301,7 +326,9 @@ def test_one_core_too_waits_until_its_chip_is_free_unless_this_process_has_it(
     here = machine(accelerator, 1)
     monkeypatch.setattr(environment, "detect", lambda: here)
     monkeypatch.setattr(torch_xla._XLAC, "_xla_runtime_is_initialized", lambda: is_open)
-    monkeypatch.setattr(launcher.tpu_chips, "wait_until_free", lambda run: waited.append(os.environ["TPU_WORKER_HOSTNAMES"]))
+    monkeypatch.setattr(
+        launcher.tpu_chips, "wait_until_free", lambda run: waited.append(os.environ["TPU_WORKER_HOSTNAMES"])
+    )
     monkeypatch.setattr(launcher, "open_runtime", lambda *_, **__: None)
     task = Watched(dataset_dir=digits)
     assert launcher.launch(lambda task, run, runtime: "done", task, Run.open(tmp_path, task)) == "done"
@@ -315,7 +342,9 @@ def test_a_kernel_that_already_used_the_device_is_told_to_restart(digits, tmp_pa
     assert environment.NAMES["xla"] in str(refused.value) and "Restart the session" in str(refused.value)
 
 
-@pytest.mark.parametrize("options", [dict(parallel="threads"), dict(hang_timeout_s=0), dict(hang_timeout_s=-1)])
+@pytest.mark.parametrize(
+    "options", [dict(parallel="threads"), dict(hang_timeout_s=0), dict(hang_timeout_s=-1)]
+)
 def test_an_unknown_way_and_no_time_at_all_until_a_core_hangs_are_refused(options, digits, tmp_path):
     task = Watched(dataset_dir=digits)
     [(name, value)] = options.items()
@@ -333,7 +362,8 @@ def test_an_unknown_way_and_no_time_at_all_until_a_core_hangs_are_refused(option
     ],
 )
 def test_a_kernel_from_which_no_gpu_process_can_be_forked_is_refused(before, well, odd, tmp_path):
-    """Each core finds out. gloo and the CPU replace NCCL and the cards; the check of `join_group` is the real one."""
+    """Each core finds out. gloo and the CPU replace NCCL and the cards; the check of `join_group` is the real
+    one."""
     if "cuda" in before and not torch.backends.cuda.is_built():
         pytest.skip("this torch was built without CUDA")
     if "torch_xla" in before:

@@ -1,4 +1,5 @@
-"""A launch that is watched: cores that fail, hang, do not start, are interrupted; and that no process outlives its parent."""
+"""A launch that is watched: cores that fail, hang, do not start, are interrupted; and that no process
+outlives its parent."""
 
 import json
 import re
@@ -17,11 +18,15 @@ from tpukit import Run, train
 from tpukit.launching.core import Job
 from tpukit.launching.supervisor import Supervisor
 
-# Failures. One kernel launches again and again in one run; in each launch but the last, rank 1 has an accident in step 30.
+# Failures. One kernel launches again and again in one run; in each launch but the last, rank 1 has an
+# accident in step 30.
 
 HANG_TIMEOUT_S = 10  # more than the first step takes on a busy machine
 ACCIDENTS = dict(cpu=("raise", "exit", "kill", "crash", "hang", None), xla=("raise", "hang", None))
-FIRST_CALL = ["in cause", "in all_reduce_gradients|in backward"]  # of the core that hangs, and of the one that waits for it
+FIRST_CALL = [
+    "in cause",
+    "in all_reduce_gradients|in backward",
+]  # of the core that hangs, and of the one that waits for it
 FOUND = {  # what the message has to hold
     "raise": ["core 1 (rank 1) in step 30", "ValueError: sample 7 is broken", "launched.py"],
     "exit": ["core 1 (rank 1) in step 30", "SystemExit: 3"],
@@ -52,7 +57,9 @@ def accidents(odd, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, accident", [(kind, name) for kind, names in ACCIDENTS.items() for name in names if name])
+@pytest.mark.parametrize(
+    "kind, accident", [(kind, name) for kind, names in ACCIDENTS.items() for name in names if name]
+)
 def test_a_core_that_fails_ends_the_launch_with_its_rank_step_and_traceback(kind, accident, accidents):
     failed = accidents(kind)[1][ACCIDENTS[kind].index(accident)]
     assert failed["error"] == "CoreFailed" and failed["seconds"] < (45 if accident == "hang" else 30)
@@ -67,14 +74,21 @@ def test_a_core_that_fails_ends_the_launch_with_its_rank_step_and_traceback(kind
 def test_after_a_failure_a_launch_resumes_from_the_checkpoint_that_was_left_whole(kind, accidents):
     run, done = accidents(kind)
     assert done[-1]["result"]["images"] == 37, done[-1]
-    assert [r["step"] for r in run.records("start")] == [0, 24]  # of a session, what came after the checkpoint is cut off
+    assert [r["step"] for r in run.records("start")] == [
+        0,
+        24,
+    ]  # of a session, what came after the checkpoint is cut off
     assert [r["step"] for r in run.records("train")] == list(range(1, 49))
     assert done[-1]["left"] == []
 
 
 # Eight cores of a TPU, of which one does not start. The others wait for it, as libtpu does.
 
-WAYS = [(way, where) for way in ("kill", "hang", "raise") for where in ("before its first line", "while it opens its chip")]
+WAYS = [
+    (way, where)
+    for way in ("kill", "hang", "raise")
+    for where in ("before its first line", "while it opens its chip")
+]
 
 
 @pytest.fixture(scope="session")
@@ -132,7 +146,11 @@ def test_one_of_eight_cores_that_fails_to_start_ends_the_launch_with_its_cause(w
     """Where it is gone the launch ends without waiting for the deadline."""
     message, left = failed_starts[way, where]
     assert "core 3" in message and left == []
-    expected = {"kill": "SIGKILL", "hang": "8 of 8 cores did not start within 3 s", "raise": "open(/dev/vfio/3)"}
+    expected = {
+        "kill": "SIGKILL",
+        "hang": "8 of 8 cores did not start within 3 s",
+        "raise": "open(/dev/vfio/3)",
+    }
     assert [name for name, words in expected.items() if words in message] == [way]
     if way == "hang":
         inside = message.partition("core 3 (full stack")[2].partition("core 4 (")[0]
@@ -143,7 +161,11 @@ def test_one_of_eight_cores_that_fails_to_start_ends_the_launch_with_its_cause(w
 @pytest.mark.slow
 def test_an_error_before_any_core_came_up_is_shown_with_its_fix(failed_starts):
     message, left = failed_starts["refuse", "before any core came up"]
-    assert "Expected 4 worker addresses" in message and "os.environ.pop('TPU_PROCESS_ADDRESSES')" in message and left == []
+    assert (
+        "Expected 4 worker addresses" in message
+        and "os.environ.pop('TPU_PROCESS_ADDRESSES')" in message
+        and left == []
+    )
 
 
 # Interrupts, and parents that are killed
@@ -181,8 +203,8 @@ def test_an_interrupt_lets_all_cores_save_at_one_step_before_they_leave(number, 
 
 @pytest.fixture(scope="module")
 def killed(odd, tmp_path_factory):
-    """Of a launch of four cores whose kernel was killed: (addresses on which its processes listened, pids of its cores, mode of
-    the folder in which they met)."""
+    """Of a launch of four cores whose kernel was killed: (addresses on which its processes listened, pids of
+    its cores, mode of the folder in which they met)."""
     temporary = tmp_path_factory.mktemp("temporary")
     process = launched_in_step(5, odd, tmp_path_factory.mktemp("killed"), cores=4, TMPDIR=str(temporary))
     try:
@@ -191,7 +213,9 @@ def killed(odd, tmp_path_factory):
         cores = children(process.pid)
         addresses = None
         if shutil.which("ss"):
-            sockets = subprocess.run(["ss", "-Hlntup"], capture_output=True, text=True, check=True).stdout.splitlines()
+            sockets = subprocess.run(
+                ["ss", "-Hlntup"], capture_output=True, text=True, check=True
+            ).stdout.splitlines()
             ours = [f"pid={pid}," for pid in (*cores, process.pid)]
             addresses = [line.split()[4] for line in sockets if any(pid in line for pid in ours)]
     finally:
@@ -221,7 +245,8 @@ def test_cores_end_when_the_process_that_launched_them_is_killed(killed):
 
 @pytest.mark.slow
 def test_no_process_is_left_wherever_in_a_launch_its_parent_is_killed(odd, tmp_path):
-    """20 kernels, each killed at a random moment of its launch. Everything that came from them carries their environment."""
+    """20 kernels, each killed at a random moment of its launch. Everything that came from them carries their
+    environment."""
     program = """
 import random, signal
 data, folder = map(Path, sys.argv[1:])

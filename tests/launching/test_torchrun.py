@@ -53,11 +53,17 @@ def test_no_thread_of_the_process_group_is_left_when_a_rank_ends(odd, tmp_path):
         "groups = []\n"
         f"task = Watched(dataset_dir=Path({str(odd)!r}), epochs=1)\n"
         f"launch(function, task, Run.open({str(tmp_path / 'run')!r}, task))\n"
-        "Path('left' + os.environ['RANK']).write_text(str(groups[0]()))\n"  # ranks that print at once would mix their lines
+        # ranks that print at once would mix their lines
+        "Path('left' + os.environ['RANK']).write_text(str(groups[0]()))\n"
     )
     command = [*TORCHRUN, "--nproc-per-node", "2", str(program)]
     ran = subprocess.run(
-        command, cwd=tmp_path, env={**CPU, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
+        command,
+        cwd=tmp_path,
+        env={**CPU, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
     assert [(tmp_path / f"left{rank}").read_text() for rank in range(2)] == ["None", "None"]
@@ -66,12 +72,14 @@ def test_no_thread_of_the_process_group_is_left_when_a_rank_ends(odd, tmp_path):
 def test_torchruns_report_names_the_rank_that_failed_first(odd, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "from pathlib import Path; from tests.launching.launched import Watched; from tpukit import Run, launch, train\n"
-        f"task = Watched(dataset_dir=Path({str(odd)!r}), accident='raise')\n"
-        f"launch(train, task, Run.open({str(tmp_path / 'run')!r}, task))\n"
+        "from pathlib import Path; from tests.launching.launched import Watched; from tpukit import Run,"
+        f" launch, train\ntask = Watched(dataset_dir=Path({str(odd)!r}), accident='raise')\nlaunch(train,"
+        f" task, Run.open({str(tmp_path / 'run')!r}, task))\n"
     )
     command = [*TORCHRUN, "--nproc-per-node", "2", str(program)]
-    ran = subprocess.run(command, env={**CPU, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        command, env={**CPU, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
+    )
     assert ran.returncode == 1 and "in step 30: sample 7 is broken" in ran.stderr
     first = ran.stderr.split("Root Cause")[1]
     assert "rank      : 1" in first and "ValueError: sample 7 is broken" in first
@@ -129,7 +137,20 @@ def two_hosts():
             for name in names:
                 ip("netns", "add", name)
                 made.append(name)
-            ip("link", "add", "link0", "netns", names[0], "type", "veth", "peer", "name", "link0", "netns", names[1])
+            ip(
+                "link",
+                "add",
+                "link0",
+                "netns",
+                names[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "link0",
+                "netns",
+                names[1],
+            )
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
         for name, address in zip(names, addresses):
@@ -143,7 +164,8 @@ def two_hosts():
 
 
 def test_two_hosts_that_share_no_disk_train_as_one_and_resume(two_hosts, odd, tmp_path, mnist_alone):
-    """Two processes on each of two hosts. Only the first host has the run; the second gets the checkpoint over the network."""
+    """Two processes on each of two hosts. Only the first host has the run; the second gets the checkpoint
+    over the network."""
 
     def train_on_both(epochs, node_ranks=(0, 1)):
         first = two_hosts[node_ranks.index(0)][1]
@@ -151,7 +173,11 @@ def test_two_hosts_that_share_no_disk_train_as_one_and_resume(two_hosts, odd, tm
         for host, ((name, address), node_rank) in enumerate(zip(two_hosts, node_ranks)):
             command = ["ip", "netns", "exec", name, *TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2"]
             command += ["--node-rank", str(node_rank), "--master-addr", first, "--master-port", "29511"]
-            command += ["--local-addr", address, *train_command(odd, tmp_path / f"host{host}", "--epochs", str(epochs))]
+            command += [
+                "--local-addr",
+                address,
+                *train_command(odd, tmp_path / f"host{host}", "--epochs", str(epochs)),
+            ]
             environ = {**CPU, "GLOO_SOCKET_IFNAME": "link0", "TPUKIT_CACHE": str(tmp_path / f"cache{host}")}
             pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             agents.append(subprocess.Popen(command, cwd=ROOT, env=environ, **pipes))

@@ -20,23 +20,39 @@ from tpukit.launching import tpu_chips
         ("host-0,host-1", 4, tpu_chips.LEFTOVER_VARIABLES),  # which give each host its place
     ],
 )
-def test_variables_that_would_send_cores_to_the_wrong_chip_or_peers_are_cleared(hosts, processes, kept, monkeypatch):
+def test_variables_that_would_send_cores_to_the_wrong_chip_or_peers_are_cleared(
+    hosts, processes, kept, monkeypatch
+):
     names = {*tpu_chips.ONE_PROCESS_VARIABLES, *tpu_chips.LEFTOVER_VARIABLES}
-    monkeypatch.setattr(os, "environ", {"TPU_WORKER_HOSTNAMES": hosts, "TPU_HOST_BOUNDS": "1,1,1", **dict.fromkeys(names, "0")})
+    monkeypatch.setattr(
+        os,
+        "environ",
+        {"TPU_WORKER_HOSTNAMES": hosts, "TPU_HOST_BOUNDS": "1,1,1", **dict.fromkeys(names, "0")},
+    )
     tpu_chips.clear_variables(processes)
     assert names & os.environ.keys() == set(kept) and os.environ["TPU_HOST_BOUNDS"] == "1,1,1"
 
 
-KAGGLE = dict(TPU_SKIP_MDS_QUERY="1", TPU_ACCELERATOR_TYPE="v5litepod-8", TPU_WORKER_ID="0", TPU_PROCESS_ADDRESSES="local")
+KAGGLE = dict(
+    TPU_SKIP_MDS_QUERY="1",
+    TPU_ACCELERATOR_TYPE="v5litepod-8",
+    TPU_WORKER_ID="0",
+    TPU_PROCESS_ADDRESSES="local",
+)
 OLDER = dict(TPU_HOST_BOUNDS="1,1,1", TPU_CHIPS_PER_HOST_BOUNDS="2,4,1")
 ONE_CHIP = dict(
-    TPU_PROCESS_BOUNDS="1,1,1", TPU_CHIPS_PER_PROCESS_BOUNDS="1,1,1", TPU_VISIBLE_CHIPS="0", TPU_PROCESS_PORT="8476"
+    TPU_PROCESS_BOUNDS="1,1,1",
+    TPU_CHIPS_PER_PROCESS_BOUNDS="1,1,1",
+    TPU_VISIBLE_CHIPS="0",
+    TPU_PROCESS_PORT="8476",
 )
 NEWER = dict(TPU_PROCESS_BOUNDS="1,1,1", TPU_CHIPS_PER_PROCESS_BOUNDS="2,4,1")
 
 
 @pytest.mark.parametrize(
-    "left", [OLDER, OLDER | ONE_CHIP, NEWER], ids=["Kaggle's", "Kaggle's after one chip was used", "newer names alone"]
+    "left",
+    [OLDER, OLDER | ONE_CHIP, NEWER],
+    ids=["Kaggle's", "Kaggle's after one chip was used", "newer names alone"],
 )
 def test_torch_xla_gives_each_of_eight_processes_a_chip_and_a_port_of_its_own(left, monkeypatch, xla):
     """By torch_xla's own function, which reads what `clear_variables` leaves."""
@@ -51,16 +67,22 @@ def test_torch_xla_gives_each_of_eight_processes_a_chip_and_a_port_of_its_own(le
             monkeypatch.setenv(name, value)
         tpu_chips.clear_variables(8)
         tpu.configure_topology(index, 8)
-        found.append({name: value for name, value in os.environ.items() if name.startswith(("TPU_", "CLOUD_TPU"))})
+        found.append(
+            {name: value for name, value in os.environ.items() if name.startswith(("TPU_", "CLOUD_TPU"))}
+        )
     for name in ("TPU_VISIBLE_CHIPS", "TPU_PROCESS_PORT", "CLOUD_TPU_TASK_ID"):
         assert len({variables[name] for variables in found}) == 8, name
-    same = {(v["TPU_PROCESS_BOUNDS"], v["TPU_CHIPS_PER_PROCESS_BOUNDS"], v["TPU_PROCESS_ADDRESSES"]) for v in found}
+    same = {
+        (v["TPU_PROCESS_BOUNDS"], v["TPU_CHIPS_PER_PROCESS_BOUNDS"], v["TPU_PROCESS_ADDRESSES"])
+        for v in found
+    }
     assert same == {("2,4,1", "1,1,1", ",".join(f"localhost:{port}" for port in range(8476, 8484)))}
 
 
 @pytest.mark.slow
 def test_a_tpu_core_is_opened_by_torch_xlas_own_function(odd, tmp_path):
-    """PJRT's opening of one of several processes and the run directory for real, with the one core that PJRT_DEVICE=CPU has."""
+    """PJRT's opening of one of several processes and the run directory for real, with the one core that
+    PJRT_DEVICE=CPU has."""
     needs_torch_xla()
     program = """
 task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1, precision="fp32")
@@ -69,7 +91,9 @@ job = core.Job(train, task, Run.open(folder, task), machine("tpu", 8), None, 60.
 print(supervisor.Supervisor(job).wait())
 """
     ran = python(program, odd, tmp_path)
-    assert ran.returncode == 0 and "'images': 37" in ran.stdout and "all 1 cores started" in ran.stdout, ran.stderr[-3000:]
+    assert ran.returncode == 0 and "'images': 37" in ran.stdout and "all 1 cores started" in ran.stdout, (
+        ran.stderr[-3000:]
+    )
 
 
 def test_a_launch_waits_for_chips_that_a_dying_process_still_holds(tmp_path, monkeypatch, capsys):

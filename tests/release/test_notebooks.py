@@ -22,11 +22,16 @@ def dist(tmp_path_factory):
 
 
 def can_unshare():
-    return bool(shutil.which("unshare")) and not subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode
+    return (
+        bool(shutil.which("unshare"))
+        and not subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode
+    )
 
 
 def archive_cell(path):
-    [cell] = [cell for cell in nbformat.read(path, 4).cells if "tpukit-archive" in cell.metadata.get("tags", [])]
+    [cell] = [
+        cell for cell in nbformat.read(path, 4).cells if "tpukit-archive" in cell.metadata.get("tags", [])
+    ]
     return cell
 
 
@@ -44,11 +49,17 @@ def unpack(cell, home, **variables):
 def test_every_notebook_is_built_with_the_library_of_this_tree_inside(dist, tmp_path):
     sources = sorted(path.relative_to(ROOT / "notebooks") for path in (ROOT / "notebooks").glob("**/*.ipynb"))
     assert sources == sorted(path.relative_to(dist) for path in dist.glob("**/*.ipynb"))
-    embedded = {hashlib.sha256(notebooks.library(others)).hexdigest() for others in (None, notebooks.pyeit_files())}
+    embedded = {
+        hashlib.sha256(notebooks.library(others)).hexdigest() for others in (None, notebooks.pyeit_files())
+    }
     for path in dist.glob("**/*.ipynb"):
         assert any(f'SHA256 = "{sha256}"' in archive_cell(path).source for sha256 in embedded), path
     folder, files = unpack(archive_cell(dist / "mnist_quickstart.ipynb"), tmp_path)
-    code = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "tpukit").rglob("*") if path.suffix in (".py", ".csv")}
+    code = {
+        path.relative_to(ROOT).as_posix(): path
+        for path in (ROOT / "tpukit").rglob("*")
+        if path.suffix in (".py", ".csv")
+    }
     assert set(files) == {*code, "tpukit/LICENSE"}
     assert all(files[name].read_bytes() == path.read_bytes() for name, path in code.items())
     assert folder.name in embedded and folder.parent == tmp_path / ".cache/tpukit"
@@ -62,9 +73,14 @@ def test_building_twice_gives_equal_bytes(dist, tmp_path):
 def test_the_tomography_notebooks_bring_the_part_of_pyeit_that_simulates_and_its_licence(dist, tmp_path):
     folder, files = unpack(archive_cell(dist / "kaggle_cdeit_tpu.ipynb"), tmp_path)
     assert "Benyuan Liu" in files["pyeit/LICENSE.txt"].read_text() and "pyeit/eit/fem.py" in files
-    program = "import sys, tpukit; sys.path.insert(0, sys.argv[1]); import pyeit; print(pyeit.__file__); tpukit.simulate"
+    program = (
+        "import sys, tpukit; sys.path.insert(0, sys.argv[1]); import pyeit; print(pyeit.__file__);"
+        " tpukit.simulate"
+    )
     command = [sys.executable, "-c", program, str(folder)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ, PYTHONPATH=str(folder)))
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=dict(os.environ, PYTHONPATH=str(folder))
+    )
     assert ran.stdout.strip() == str(folder / "pyeit/__init__.py")
 
 
@@ -80,9 +96,12 @@ def test_an_unpacked_copy_is_used_again_and_one_with_other_files_is_left_as_it_i
 
 
 def poison(folder):
-    """Put what Python would run instead of the package's own code into an unpacked copy, which stays otherwise whole."""
+    """Put what Python would run instead of the package's own code into an unpacked copy, which stays
+    otherwise whole."""
     (folder / "tpukit/__pycache__").mkdir()
-    (folder / f"tpukit/__pycache__/__init__.{sys.implementation.cache_tag}.pyc").write_bytes(b"of another user")
+    (folder / f"tpukit/__pycache__/__init__.{sys.implementation.cache_tag}.pyc").write_bytes(
+        b"of another user"
+    )
 
 
 def test_where_the_home_cannot_be_written_no_folder_that_others_could_have_made_is_used(dist, tmp_path):
@@ -96,7 +115,9 @@ def test_where_the_home_cannot_be_written_no_folder_that_others_could_have_made_
     assert folder.stat().st_mode & 0o077 == 0 and not [name for name in files if name.endswith(".pyc")]
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.skipif(
+    not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder to another user"
+)
 @pytest.mark.parametrize("part", ["", ".cache", ".cache/tpukit", "the copy itself"])
 def test_a_cache_folder_of_another_user_is_not_used(part, dist, tmp_path):
     cell, home = archive_cell(dist / "mnist_quickstart.ipynb"), tmp_path / "home"
@@ -111,7 +132,9 @@ def test_a_cache_folder_of_another_user_is_not_used(part, dist, tmp_path):
 def test_a_damaged_copy_is_refused_before_it_is_unpacked(dist, tmp_path):
     cell = archive_cell(dist / "mnist_quickstart.ipynb")
     middle = cell.source.index('"""') + 5000
-    cell.source = cell.source[:middle] + ("0" if cell.source[middle] != "0" else "1") + cell.source[middle + 1 :]
+    cell.source = (
+        cell.source[:middle] + ("0" if cell.source[middle] != "0" else "1") + cell.source[middle + 1 :]
+    )
     folder, error = unpack(cell, tmp_path)
     assert folder is None and "RuntimeError" in error and not (tmp_path / ".cache").exists()
 
@@ -125,9 +148,18 @@ def test_one_built_notebook_runs_alone_in_an_empty_folder_without_network(dist, 
     run = f"ip link set lo up; {sys.executable} -m papermill mnist_quickstart.ipynb out.ipynb -k python3"
     environ = dict(os.environ, HOME=str(tmp_path / "home"))
     environ.pop("PYTHONPATH", None)
-    subprocess.run(["unshare", "-n", "bash", "-c", run], cwd=folder, env=environ, check=True, capture_output=True, timeout=500)
+    subprocess.run(
+        ["unshare", "-n", "bash", "-c", run],
+        cwd=folder,
+        env=environ,
+        check=True,
+        capture_output=True,
+        timeout=500,
+    )
     cells = nbformat.read(folder / "out.ipynb", 4).cells
     [find] = [cell for cell in cells if cell.source.startswith(notebooks.FIND_CELL)]
     assert str(tmp_path / "home/.cache/tpukit") in find.outputs[0].text
-    pictures = [cell for cell in cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
+    pictures = [
+        cell for cell in cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})
+    ]
     assert "tpukit.show_own" in pictures[-1].source

@@ -10,7 +10,10 @@ from release import publish
 from tests.conftest import ROOT
 
 if not shutil.which("git") or subprocess.run(["git", "status"], cwd=ROOT, capture_output=True).returncode:
-    pytest.skip("git or the checkout is missing: what is published are the files that git tracks", allow_module_level=True)
+    pytest.skip(
+        "git or the checkout is missing: what is published are the files that git tracks",
+        allow_module_level=True,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +31,24 @@ def test_no_placeholder_is_left_in_any_file(published):
 def test_every_badge_leads_to_a_built_notebook_that_is_there_and_not_ignored(published):
     pages = [published / "README.md", published / "README.zh-CN.md", *published.glob("docs/*.md")]
     opened = {
-        name for page in pages for name in re.findall(r"github(?:\.com)?/ada/lace/blob/main/([^)\s]+\.ipynb)", page.read_text())
+        name
+        for page in pages
+        for name in re.findall(r"github(?:\.com)?/ada/lace/blob/main/([^)\s]+\.ipynb)", page.read_text())
     }
     assert len(opened) >= 9
     assert all(name.startswith("dist/") and (published / name).is_file() for name in opened)
     subprocess.run(["git", "init", "-q"], cwd=published, check=True)
-    ignored = subprocess.run(["git", "check-ignore", *opened], cwd=published, capture_output=True, text=True).stdout
+    ignored = subprocess.run(
+        ["git", "check-ignore", *opened], cwd=published, capture_output=True, text=True
+    ).stdout
     assert ignored == ""
     listed = (published / "UPLOAD.md").read_text()
     assert all(name in listed for name in opened) and "github.com/ada/lace" in listed
 
 
-@pytest.mark.parametrize("name", ["", "ada", "ada/", "/lace", "ada/la ce", "ada/lace/x", "-ada/lace", "ada/..", "ada/$(date)"])
+@pytest.mark.parametrize(
+    "name", ["", "ada", "ada/", "/lace", "ada/la ce", "ada/lace/x", "-ada/lace", "ada/..", "ada/$(date)"]
+)
 def test_what_is_no_repository_is_refused_before_anything_is_written(name, tmp_path):
     with pytest.raises(ValueError, match=re.escape(repr(name))):
         publish.publish(name, tmp_path / "out")

@@ -1,4 +1,5 @@
-"""The twins of Colab's and Kaggle's images: their lists, the settings of a run, what a result says. No environment is built."""
+"""The twins of Colab's and Kaggle's images: their lists, the settings of a run, what a result says. No
+environment is built."""
 
 import datetime
 import os
@@ -32,14 +33,22 @@ def executed(*cells):
 
 @pytest.mark.parametrize("image", twins.IMAGES)
 def test_an_image_has_torch_of_one_release_and_what_the_library_needs_but_what_it_lacks(image):
-    listed = {package.partition("==")[0]: package.partition("==")[2] for package in twins.IMAGES[image]["packages"]}
+    listed = {
+        package.partition("==")[0]: package.partition("==")[2] for package in twins.IMAGES[image]["packages"]
+    }
     lacks = set(twins.IMAGES[image]["lacks"])
     assert not lacks & {name.replace("_", "-") for name in listed}
     assert listed["torch"].startswith("2.") and listed.get("torch_xla", listed["torch"]) == listed["torch"]
     assert ("torch-xla" in lacks) == ("torch_xla" not in listed) == ("GPU" in image)
     assert {"tyro", "libcst", "pyeit"} <= lacks
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    brought = {"numpy": "torchvision", "pillow": "torchvision", "scipy": "scikit-learn", "safetensors": "timm", "tqdm": "timm"}
+    brought = {
+        "numpy": "torchvision",
+        "pillow": "torchvision",
+        "scipy": "scikit-learn",
+        "safetensors": "timm",
+        "tqdm": "timm",
+    }
     for name in {name.partition(">=")[0] for name in needed} - lacks:
         assert name in listed or brought[name] in listed, name
 
@@ -100,7 +109,9 @@ def test_a_result_names_the_copy_of_tpukit_or_the_failing_cell(tmp_path):
     failed = twins.result(executed(own, ValueError("first\nlast | line")), "one", 5, tmp_path)
     assert (failed["state"], failed["cell"], failed["error"]) == ("failed", 2, "last | line")
     words = twins.PAGES["docs/STATUS.md"]
-    assert "last \\| line" in twins.table({"An image": "Python 3"}, {("one", "An image"): failed}, words, DATE)
+    assert "last \\| line" in twins.table(
+        {"An image": "Python 3"}, {("one", "An image"): failed}, words, DATE
+    )
 
 
 def test_only_the_package_that_needs_the_internet_excuses_a_notebook(tmp_path):
@@ -114,7 +125,9 @@ def test_only_the_package_that_needs_the_internet_excuses_a_notebook(tmp_path):
 @pytest.mark.parametrize("page", twins.PAGES)
 def test_a_page_has_the_section_and_every_state_has_its_sentence(page):
     text = (ROOT / page).read_text()
-    assert text.count(twins.BEGIN) == text.count(twins.END) == 1 and text.index(twins.BEGIN) < text.index(twins.END)
+    assert text.count(twins.BEGIN) == text.count(twins.END) == 1 and text.index(twins.BEGIN) < text.index(
+        twins.END
+    )
     states = [
         dict(state="ok", seconds=5, copy="x"),
         dict(state="other", seconds=5, copy="/elsewhere"),
@@ -125,7 +138,11 @@ def test_a_page_has_the_section_and_every_state_has_its_sentence(page):
     results = {(state["state"], "An image"): state for state in states}
     heads = {"An image": "Python 3", "Another": "no Python 3.99"}
     lines = twins.table(heads, results, twins.PAGES[page], DATE).splitlines()
-    assert "2026-02-01" in lines[0] and "no Python 3.99" in lines[4] and {line.count("|") for line in lines[2:]} == {4}
+    assert (
+        "2026-02-01" in lines[0]
+        and "no Python 3.99" in lines[4]
+        and {line.count("|") for line in lines[2:]} == {4}
+    )
     for line, datum in zip(lines[5:], ("5", "/elsewhere", "libcst", "E: f", "ValueError: g"), strict=True):
         assert datum in line
 
@@ -145,8 +162,23 @@ def test_a_run_has_the_images_folder_and_no_network_and_writes_to_no_folder_of_t
     root, work = tmp_path / "root", tmp_path / "work"
     root.mkdir()
     work.mkdir()
-    command = ["unshare", "--net", "--mount", "bash", "-c", twins.SANDBOX, "bash", root, "/no/such/folder", work]
-    command += ["sh", "-c", "pwd; echo out > here; tail -n +3 /proc/net/dev"]  # two lines of headings, then a line for each
+    command = [
+        "unshare",
+        "--net",
+        "--mount",
+        "bash",
+        "-c",
+        twins.SANDBOX,
+        "bash",
+        root,
+        "/no/such/folder",
+        work,
+    ]
+    command += [
+        "sh",
+        "-c",
+        "pwd; echo out > here; tail -n +3 /proc/net/dev",
+    ]  # two lines of headings, then a line for each
     environ = dict(os.environ, PATH="/usr/bin:/bin")  # of a user who is not root
     ran = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

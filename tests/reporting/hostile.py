@@ -4,9 +4,11 @@ import json
 
 from tpukit.runs.run import Run
 
-# What a file may hold that a stranger gave away: markup of notebooks, of rich, of matplotlib, and what a terminal obeys.
+# What a file may hold that a stranger gave away: markup of notebooks, of rich, of matplotlib, and what a
+# terminal obeys.
 EVIL = (
-    "$\\frac$<script>alert(1)</script><img src=x onerror=alert(1)>`<img src='https://a.example/b.png'>\n\n# x\n"
+    "$\\frac$<script>alert(1)</script><img src=x onerror=alert(1)>`<img"
+    " src='https://a.example/b.png'>\n\n# x\n"
     "[x](javascript:alert(1))![x](https://a.example/b.png)|a|b|\n|-|-|\n[/b][link=https://a.example]$\\href{javascript:x}{y}$"
     "</li></ul></td></table></style><script>\x1b[2J\x1b]0;x\x07\x9b\u202e\ud800&lt;script&gt;\\"
 )
@@ -14,9 +16,15 @@ EVIL = (
 
 def strange_run(folder, word):
     """A run whose files hold a word wherever they can."""
-    counters = dict.fromkeys(("compilations", "compile_s", "executions", "execute_s", "to_device_s", "from_device_s"), 1)
+    counters = dict.fromkeys(
+        ("compilations", "compile_s", "executions", "execute_s", "to_device_s", "from_device_s"), 1
+    )
     speed = dict(
-        seconds=2.0, images_per_s=8.0, wait_s=0.5, memory=[[2**30, 2**34]], counters={**counters, "fallbacks": {word: 3}}
+        seconds=2.0,
+        images_per_s=8.0,
+        wait_s=0.5,
+        memory=[[2**30, 2**34]],
+        counters={**counters, "fallbacks": {word: 3}},
     )
     compiled = dict(kind="compile", programs=1, seconds=9.0, why=[word], refused=False)
     records = [
@@ -38,8 +46,12 @@ def strange_run(folder, word):
     ]
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dict(task=word, settings={word: word})))
-    (folder / "records.jsonl").write_text("".join(json.dumps(dict(record, time=0.0)) + "\n" for record in records))
-    (folder / "progress.json").write_text(json.dumps(dict(step=4, total=9, unit=word, name=word, epoch=word, loss=word)))
+    (folder / "records.jsonl").write_text(
+        "".join(json.dumps(dict(record, time=0.0)) + "\n" for record in records)
+    )
+    (folder / "progress.json").write_text(
+        json.dumps(dict(step=4, total=9, unit=word, name=word, epoch=word, loss=word))
+    )
     (folder / "checkpoints/checkpoints.json").write_text(json.dumps([dict(file=word, step=8, sha256=word)]))
     return Run.find(folder)
 
@@ -47,7 +59,9 @@ def strange_run(folder, word):
 def strange_measurement(path, word):
     """A file of `tpukit compare` that holds a word wherever it can."""
     times = dict(first_step_s=2.0, start_s=3.0, step_ms=9.0, step_ms_low=8.0, step_ms_high=10.0, wait_ms=1.0)
-    row = dict(times, batch_size=8, fits=True, timed_steps=20, compiled_late=0, memory_bytes=2**30, memory_of=word)
+    row = dict(
+        times, batch_size=8, fits=True, timed_steps=20, compiled_late=0, memory_bytes=2**30, memory_of=word
+    )
     kept = dict(
         format="tpukit comparison 1",
         tpukit=word,
@@ -58,7 +72,19 @@ def strange_measurement(path, word):
         place=word,
         device=word,
     )
-    kept |= dict(cores=1, processes=1, precision=word, python=word, versions={word: word}, task=word, recipe={word: word})
-    kept |= dict(samples=80, synthetic=True, rows=[row, dict(row, batch_size=16), dict(batch_size=32, fits=False, why=word)])
+    kept |= dict(
+        cores=1,
+        processes=1,
+        precision=word,
+        python=word,
+        versions={word: word},
+        task=word,
+        recipe={word: word},
+    )
+    kept |= dict(
+        samples=80,
+        synthetic=True,
+        rows=[row, dict(row, batch_size=16), dict(batch_size=32, fits=False, why=word)],
+    )
     path.write_text(json.dumps(kept))
     return path

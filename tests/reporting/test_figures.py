@@ -15,7 +15,8 @@ from tpukit.reporting import display, figures, findings
 
 
 class Page(HTMLParser):
-    """A page of HTML. elements: the names of its elements. attributes: (element, name, value). words: its text."""
+    """A page of HTML. elements: the names of its elements. attributes: (element, name, value). words: its
+    text."""
 
     def __init__(self, text):
         super().__init__()
@@ -41,7 +42,13 @@ def test_the_report_says_words_first_then_numbers_then_a_picture(trained, capsys
 
 
 def test_sentences_are_the_same_in_a_notebook_as_in_a_shell_whatever_signs_they_hold():
-    shown = Sentences(["<lambda> took 2*3*4 ms, `a*b*c` and `<lambda>`: snake_case_name", "between $1 and $2", "one ` alone"])
+    shown = Sentences(
+        [
+            "<lambda> took 2*3*4 ms, `a*b*c` and `<lambda>`: snake_case_name",
+            "between $1 and $2",
+            "one ` alone",
+        ]
+    )
     assert repr(shown).splitlines() == [f"- {sentence}" for sentence in shown]
     page = Page(shown._repr_html_())
     assert page.words == "".join(shown).replace("`a*b*c`", "a*b*c").replace("`<lambda>`", "<lambda>")
@@ -98,7 +105,9 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
     assert evil.words.count("<script>alert(1)</script>") >= 20  # it was all there, as words
 
 
-@pytest.mark.parametrize("command", [["show", "run"], ["report", "run"], ["watch", "run"], ["compare", "m.json"]], ids=str)
+@pytest.mark.parametrize(
+    "command", [["show", "run"], ["report", "run"], ["watch", "run"], ["compare", "m.json"]], ids=str
+)
 def test_a_terminal_gets_no_control_character_from_a_file(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     strange_run(tmp_path / "run", EVIL)
@@ -117,7 +126,9 @@ def test_an_error_shows_a_control_character_by_its_name(tmp_path, monkeypatch, c
     assert r"runs below it: \x1b[2J" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"9" * 10_000, b"null"], ids=range(5))
+@pytest.mark.parametrize(
+    "data", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"9" * 10_000, b"null"], ids=range(5)
+)
 def test_a_comparison_file_that_is_no_json_to_be_read_is_named(data, tmp_path, capsys):
     (tmp_path / "m.json").write_bytes(data)
     assert cli.main(["compare", str(tmp_path / "m.json")]) == 1
@@ -155,7 +166,9 @@ def records_of(ious, **start):
         step = 4 * epoch + 4
         records.append(dict(kind="train", step=step, loss=1.0 / step, grad_norm=2.0, speed=speed))
         scores = dict(iou=iou, fa=0.5, hidden=0.25, images=4)
-        records.append(dict(kind="evaluation", step=step, epoch=epoch, scores=scores, speed=dict(seconds=1.0)))
+        records.append(
+            dict(kind="evaluation", step=step, epoch=epoch, scores=scores, speed=dict(seconds=1.0))
+        )
     return records
 
 
@@ -178,10 +191,20 @@ def test_curves_stand_over_epochs_with_the_best_mark_the_papers_line_and_where_t
     iou, loss, fa = axes["IoU"], axes["loss"], axes["Fa"]
     curve, star, paper = lines(iou)
     assert curve == ([1, 2, 3], [0.25, 0.75, 0.5]) and star == ([2], [0.75]) and paper[1] == [0.9, 0.9]
-    assert words(iou) == ["best 0.75", "the paper"] and iou.get_ylim()[1] > 0.9 and iou.get_xlabel() == "epoch"
-    assert lines(loss)[1][0] == [2, 2] and words(loss) == ["warm-up ends"] and len(lines(loss)) == 2  # 9 has not come
+    assert (
+        words(iou) == ["best 0.75", "the paper"] and iou.get_ylim()[1] > 0.9 and iou.get_xlabel() == "epoch"
+    )
+    assert (
+        lines(loss)[1][0] == [2, 2] and words(loss) == ["warm-up ends"] and len(lines(loss)) == 2
+    )  # 9 has not come
     assert words(fa) == [] and len(lines(fa)) == 1
-    assert list(axes_of(figures.curves_figure(records_of([0.5])))) == ["loss", "gradient norm", "iou", "fa", "hidden"]
+    assert list(axes_of(figures.curves_figure(records_of([0.5])))) == [
+        "loss",
+        "gradient norm",
+        "iou",
+        "fa",
+        "hidden",
+    ]
     assert figures.curves_figure([]) is None
 
 
@@ -203,7 +226,9 @@ def test_a_live_chart_shows_loss_the_deciding_score_and_speed_with_compilations_
         axes = axes_of(figures.live_figure(given, {}, LABELS))
         assert list(axes) == ["loss", "IoU", "samples per second"]
         assert all(words(axis) == ["nothing yet"] for axis in axes.values())
-    figure = figures.live_figure(records_of([0.25, 0.75]), dict(step=8, total=12, unit="step", epoch="3 of 3"), LABELS)
+    figure = figures.live_figure(
+        records_of([0.25, 0.75]), dict(step=8, total=12, unit="step", epoch="3 of 3"), LABELS
+    )
     axes = axes_of(figure)
     assert lines(axes["loss"])[0] == ([1, 2], [0.25, 0.125]) and lines(axes["IoU"])[0][1] == [0.25, 0.75]
     speed, compiled = lines(axes["samples per second"])
@@ -223,10 +248,15 @@ def test_an_roc_marks_the_thresholds_on_both_curves_and_draws_a_rate_of_zero_on_
     left, right = axes_of(figures.roc_figure(roc)).values()
     (x, y), (recall, precision) = lines(left)[0], lines(right)[0]
     assert y == roc["tpr"] and x[:-1] == roc["fpr"][:-1] and 0 < x[-1] < 1e-5 and left.get_xscale() == "log"
-    assert (recall, precision) == (roc["tpr"][:-1], roc["precision"][:-1])  # where nothing is predicted there is none
+    assert (recall, precision) == (
+        roc["tpr"][:-1],
+        roc["precision"][:-1],
+    )  # where nothing is predicted there is none
     for axis, places in ((left, zip(x, y)), (right, zip(recall, precision))):
         at = list(places)
-        assert [(note.get_text(), note.xy) for note in axis.texts] == [(f"{t / 10:g}", at[t]) for t in (1, 5, 9)]
+        assert [(note.get_text(), note.xy) for note in axis.texts] == [
+            (f"{t / 10:g}", at[t]) for t in (1, 5, 9)
+        ]
     roc = dict.fromkeys(("tpr", "fpr", "precision"), [0.0, 0.0]) | dict(threshold=[0.0, 1.0])
     axes_of(figures.roc_figure(roc))  # nothing was predicted at all
 
@@ -270,7 +300,9 @@ def test_no_text_of_a_file_is_a_formula_or_breaks_a_figure():
     axes |= axes_of(figures.live_figure(records, progress, findings.NO_LABELS))
     axes |= axes_of(figures.threshold_figure({0.5: {EVIL: 0.5}}, {}, 0.5, [(EVIL, np.eye(4))]))
     axes |= axes_of(figures.runs_figure({EVIL: ([1.0], [0.5])}, EVIL))
-    assert len(axes) > 8 and not [title for title in axes if re.search(r"(?<!\\)\$|[\x00-\x1f\x7f-\x9f\ud800]", title)]
+    assert len(axes) > 8 and not [
+        title for title in axes if re.search(r"(?<!\\)\$|[\x00-\x1f\x7f-\x9f\ud800]", title)
+    ]
 
 
 @pytest.mark.parametrize("value", [1e308, -1e308, 1e18, -1e18, 5e-324, 0.0])

@@ -16,7 +16,10 @@ def test_a_finished_run_that_is_started_again_is_still_reported_by_the_session_t
     before = findings.findings(run.records()), [str(t) for t in findings.accelerator_tables(run.records())]
     train(task, Run.open(run.path, task), runtime=cpu, progress=False)
     assert len(run.records("start")) == 2
-    assert (findings.findings(run.records()), [str(t) for t in findings.accelerator_tables(run.records())]) == before
+    assert (
+        findings.findings(run.records()),
+        [str(t) for t in findings.accelerator_tables(run.records())],
+    ) == before
 
 
 @pytest.mark.parametrize(
@@ -28,8 +31,12 @@ def test_a_finished_run_that_is_started_again_is_still_reported_by_the_session_t
         ("checkpoints/checkpoints.json", 30),
     ],
 )
-def test_one_flipped_bit_in_a_file_of_a_run_never_gives_a_traceback(name, times, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *a, **k: None)  # what is drawn shows when it is laid out
+def test_one_flipped_bit_in_a_file_of_a_run_never_gives_a_traceback(
+    name, times, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda *a, **k: None
+    )  # what is drawn shows when it is laid out
     run, random = strange_run(tmp_path / "run", "word"), np.random.default_rng(0)
     whole = (run.path / name).read_bytes()
     for place in random.integers(8 * len(whole), size=times):
@@ -60,7 +67,10 @@ def test_a_damaged_record_is_left_out_and_counted(damage, tmp_path):
     records = strange_run(tmp_path / "run", "word").records()
     first, second = [r for r in records if r["kind"] == "train"]
     damage(second)
-    assert [i["to"] for i in findings.intervals(records)] == [4] and findings.curves(records)["loss"] == ([4], [1.0])
+    assert [i["to"] for i in findings.intervals(records)] == [4] and findings.curves(records)["loss"] == (
+        [4],
+        [1.0],
+    )
     assert findings.findings(records) == [
         "Left out: 1 damaged record.",
         *findings.findings([r for r in records if r is not second]),
@@ -70,8 +80,12 @@ def test_a_damaged_record_is_left_out_and_counted(damage, tmp_path):
 
 def test_intervals_divide_their_own_times_by_their_steps():
     def reading(step, seconds, sent):
-        counters = dict.fromkeys(("compilations", "compile_s", "executions", "execute_s"), 1) | dict(fallbacks={})
-        counters |= dict(to_device_s=99.0, from_device_s=99.0)  # since the process began: of the whole dataset too
+        counters = dict.fromkeys(("compilations", "compile_s", "executions", "execute_s"), 1) | dict(
+            fallbacks={}
+        )
+        counters |= dict(
+            to_device_s=99.0, from_device_s=99.0
+        )  # since the process began: of the whole dataset too
         speed = dict(
             to_device_s=sent,
             from_device_s=sent / 2,
@@ -83,7 +97,11 @@ def test_intervals_divide_their_own_times_by_their_steps():
         )
         return dict(kind="train", step=step, speed=speed)
 
-    records = [dict(kind="start", step=0, device="tpu", batch_size=4), reading(5, 1.0, 0.05), reading(10, 2.0, 0.15)]
+    records = [
+        dict(kind="start", step=0, device="tpu", batch_size=4),
+        reading(5, 1.0, 0.05),
+        reading(10, 2.0, 0.15),
+    ]
     first, second = findings.intervals(records)
     assert (first["from"], first["to"], second["from"], second["to"]) == (1, 5, 6, 10)
     assert first["step_ms"] == pytest.approx(200) and second["step_ms"] == pytest.approx(400)
@@ -105,7 +123,10 @@ def test_a_step_that_was_captured_on_a_gpu_is_reported_and_one_that_could_not_be
     trained = dict(kind="train", step=8, epoch=0, loss=1.0, grad_norm=1.0, speed=speed)
     start = dict(kind="start", step=0, device="cuda", batch_size=1, torch_compile="no")
     event = dict(kind="compile", step=4, what="step", seconds=0.5, refused=False)
-    for programs, why, words, marked in ((1, [], "at step 4 (0.5 s)", [4]), (0, ["in fp16 so"], "because in fp16 so.", [])):
+    for programs, why, words, marked in (
+        (1, [], "at step 4 (0.5 s)", [4]),
+        (0, ["in fp16 so"], "because in fp16 so.", []),
+    ):
         records = [start, event | dict(programs=programs, why=why), trained]
         sentences = " ".join(findings.findings(records))
         assert words in sentences and "Nothing is compiled" not in sentences
@@ -114,7 +135,13 @@ def test_a_step_that_was_captured_on_a_gpu_is_reported_and_one_that_could_not_be
 
 def test_memory_stands_in_the_report_device_by_device():
     counters = dict(
-        compilations=1, compile_s=1.0, executions=9, execute_s=1.0, to_device_s=0.0, from_device_s=0.0, fallbacks={}
+        compilations=1,
+        compile_s=1.0,
+        executions=9,
+        execute_s=1.0,
+        to_device_s=0.0,
+        from_device_s=0.0,
+        fallbacks={},
     )
     memory = [[12 * 2**30, 16 * 2**30], [8 * 2**30, 16 * 2**30]]
     speed = dict(seconds=1.0, images_per_s=8.0, wait_s=0.0, memory=memory, counters=counters)
@@ -122,12 +149,24 @@ def test_memory_stands_in_the_report_device_by_device():
         dict(kind="start", step=0, device="tpu", batch_size=8),
         dict(kind="compile", step=1, what="step", programs=1, seconds=30.0, why=[], refused=False),
         dict(kind="compile", step=9, what="predict", programs=1, seconds=4.0, why=[], refused=False),
-        dict(kind="compile", step=12, what="step", programs=1, seconds=20.0, why=["lr went from 0.1 to 0.0"], refused=False),
+        dict(
+            kind="compile",
+            step=12,
+            what="step",
+            programs=1,
+            seconds=20.0,
+            why=["lr went from 0.1 to 0.0"],
+            refused=False,
+        ),
         dict(kind="train", step=12, loss=1.0, grad_norm=1.0, speed=speed),
     ]
     tables = {t.title: t for t in findings.accelerator_tables(records)}
     assert tables["Memory"].rows == [("0", "12.00", "16.00", "75%"), ("1", "8.00", "16.00", "50%")]
-    assert [row[3] for row in tables["Compilations"].rows] == ["the first time", "the first time", "lr went from 0.1 to 0.0"]
+    assert [row[3] for row in tables["Compilations"].rows] == [
+        "the first time",
+        "the first time",
+        "lr went from 0.1 to 0.0",
+    ]
     words = findings.findings(records)
     assert "Step 12 compiled again (20.0 s) because lr went from 0.1 to 0.0." in words
     assert tables["Compilations"].rows[1] == ("9", "predict", "4.0", "the first time")
@@ -149,7 +188,11 @@ def test_the_paper_is_named_beside_its_own_dataset_alone():
     ):
         labels = findings.labels_of(dict(task="mshnet", settings=dict(settings, dataset_dir=folder)))
         assert labels.published == (dict(iou=0.6716, pd=0.9388, fa=15.03e-6) if published else {}), folder
-        assert labels.score == "iou" and list(labels.names) == ["iou", "pd", "fa"] and labels.milestones == {6: "warm-up ends"}
+        assert (
+            labels.score == "iou"
+            and list(labels.names) == ["iou", "pd", "fa"]
+            and labels.milestones == {6: "warm-up ends"}
+        )
     assert labels.hides("niou") and not labels.hides("loss") and not labels.hides("iou")
 
 
@@ -194,7 +237,10 @@ def test_curves_over_epochs_count_the_steps_of_one_also_in_a_run_of_an_earlier_v
         assert findings.steps_per_epoch(records) == per_epoch
         curves = findings.epoch_curves(records)
         if records:
-            assert curves["loss"] == ([6 / per_epoch, 15 / per_epoch], [0.5, 0.5]) and "gradient norm" not in curves
+            assert (
+                curves["loss"] == ([6 / per_epoch, 15 / per_epoch], [0.5, 0.5])
+                and "gradient norm" not in curves
+            )
     assert findings.epoch_curves([started(), *rest])["iou"] == ([2.0], [0.5]) and "images" not in curves
 
 
@@ -219,7 +265,14 @@ def test_an_roc_is_that_of_the_last_evaluation_that_has_one_with_its_thresholds(
 
 
 @pytest.mark.parametrize(
-    "damage", [dict(tpr=None), dict(fpr=[1.0]), dict(precision=[1, 2, "3"]), dict(tpr=[0.5, float("nan"), 1.0]), dict(tpr=3)]
+    "damage",
+    [
+        dict(tpr=None),
+        dict(fpr=[1.0]),
+        dict(precision=[1, 2, "3"]),
+        dict(tpr=[0.5, float("nan"), 1.0]),
+        dict(tpr=3),
+    ],
 )
 def test_a_damaged_roc_is_passed_over(damage):
     records = [evaluated_at(6, 0, roc=ROC), evaluated_at(12, 1, roc=ROC | damage)]
@@ -231,15 +284,28 @@ def test_a_damaged_roc_is_passed_over(damage):
 def test_the_headline_says_where_a_training_is_and_what_is_left():
     compiled = dict(kind="compile", step=1, seconds=90.0, what="step")
     progress = dict(step=20, total=100, unit="step", epoch="1 of 5")
-    records = [started(), compiled, dict(compiled, refused=True), dict(compiled, what="predict", seconds=60.0), trained_at(20)]
+    records = [
+        started(),
+        compiled,
+        dict(compiled, refused=True),
+        dict(compiled, what="predict", seconds=60.0),
+        trained_at(20),
+    ]
     where = "2 x tpu · step 20 of 100 · epoch 1 of 5"
     assert findings.headline(records, progress) == f"{where} · about 40 s left · 2 compilations, 2.5 min"
     assert findings.headline(records[:2], progress) == f"{where} · 1 compilation, 90 s"
-    assert findings.headline([started(), trained_at(100)], progress | dict(step=100)) == where.replace("20 of", "100 of")
+    assert findings.headline([started(), trained_at(100)], progress | dict(step=100)) == where.replace(
+        "20 of", "100 of"
+    )
     batches = dict(step=3, total=9, unit="batch")
-    assert findings.headline([started(), trained_at(20)], batches) == "2 x tpu · batch 3 of 9"  # of an evaluation
+    assert (
+        findings.headline([started(), trained_at(20)], batches) == "2 x tpu · batch 3 of 9"
+    )  # of an evaluation
     # Of the session that runs now, not of the one before.
-    assert findings.headline([*records, started(device="cpu")], progress) == "cpu · step 20 of 100 · epoch 1 of 5"
+    assert (
+        findings.headline([*records, started(device="cpu")], progress)
+        == "cpu · step 20 of 100 · epoch 1 of 5"
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,4 +336,8 @@ def test_a_damaged_record_changes_no_chart(damage, tmp_path):
 def test_the_table_of_classes_has_precision_and_recall_by_hand_and_nothing_for_a_class_that_is_never_called():
     counts = [[8, 2, 0], [1, 4, 0], [3, 0, 0]]
     table = findings.per_class_table(dict(classes=["a", "b", "c"], counts=counts))
-    assert table.rows == [("a", "10", "0.6667", "0.8000"), ("b", "5", "0.6667", "0.8000"), ("c", "3", "", "0.0000")]
+    assert table.rows == [
+        ("a", "10", "0.6667", "0.8000"),
+        ("b", "5", "0.6667", "0.8000"),
+        ("c", "3", "", "0.0000"),
+    ]

@@ -20,7 +20,8 @@ from tpukit.reporting import display, figures, widgets
 
 
 class Page:
-    """An open page: `shown` is what was displayed anew, `updates` what took the place of a picture, each by which thread."""
+    """An open page: `shown` is what was displayed anew, `updates` what took the place of a picture, each by
+    which thread."""
 
     def __init__(self):
         self.shown, self.updates, self.threads = [], [], []
@@ -37,7 +38,7 @@ class Page:
 @pytest.fixture
 def page(monkeypatch):
     opened = Page()
-    monkeypatch.setattr(environment, "has_open_page", lambda: True)
+    monkeypatch.setattr(environment, "is_interactive_notebook", lambda: True)
     monkeypatch.setattr("IPython.display.display", opened.display)
     return opened
 
@@ -71,7 +72,9 @@ def test_where_no_page_is_open_nothing_is_shown_and_no_thread_started(run, monke
     assert capsys.readouterr().out == ""
 
 
-def test_the_chart_is_there_at_once_is_redrawn_when_something_was_written_and_a_last_time_at_the_end(run, page):
+def test_the_chart_is_there_at_once_is_redrawn_when_something_was_written_and_a_last_time_at_the_end(
+    run, page
+):
     with widgets.live(run, every_s=0.01):
         assert len(page.shown) == 1 and page.shown[0].data.startswith(b"\x89PNG")
         time.sleep(0.2)
@@ -90,7 +93,9 @@ def test_an_exception_of_the_training_passes_through_and_the_last_chart_is_drawn
     assert len(page.updates) == 1
 
 
-def test_the_thread_draws_nothing_when_a_launch_deletes_the_progress_of_an_earlier_one_before_it_forks(run, page):
+def test_the_thread_draws_nothing_when_a_launch_deletes_the_progress_of_an_earlier_one_before_it_forks(
+    run, page
+):
     run.write_progress(step=1, total=1, unit="step")
     with widgets.live(run, every_s=0.01):
         (run.path / "progress.json").unlink()
@@ -147,7 +152,9 @@ with tpukit.live(run, every_s=0.1):
 
 
 @pytest.mark.slow
-def test_in_a_kernel_one_picture_is_redrawn_in_place_on_one_core_and_on_two_and_none_where_nobody_looks(digits, tmp_path):
+def test_in_a_kernel_one_picture_is_redrawn_in_place_on_one_core_and_on_two_and_none_where_nobody_looks(
+    digits, tmp_path
+):
     from jupyter_client.manager import start_new_kernel
 
     environ = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
@@ -167,7 +174,11 @@ def test_in_a_kernel_one_picture_is_redrawn_in_place_on_one_core_and_on_two_and_
     try:
         for cores in (1, 2):
             (first, place), *others = pictures(cores, True, f"cores-{cores}")
-            assert first == "display_data" and len(others) >= 2 and set(others) == {("update_display_data", place)}
+            assert (
+                first == "display_data"
+                and len(others) >= 2
+                and set(others) == {("update_display_data", place)}
+            )
             assert Run(tmp_path / f"cores-{cores}").records("start")[0]["cores"] == cores
         assert pictures(1, False, "unseen") == []
     finally:
@@ -184,8 +195,9 @@ def logits_of(probability):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Two images of 32 x 32 with a target of 2 x 2 each: the first is predicted with 0.8 and beside it, far away, a false
-    region of 3 pixels with 0.4; of the second, two pixels with 0.6. Returns (task, run, what `threshold_figure` got)."""
+    """Two images of 32 x 32 with a target of 2 x 2 each: the first is predicted with 0.8 and beside it, far
+    away, a false region of 3 pixels with 0.4; of the second, two pixels with 0.6. Returns (task, run, what
+    `threshold_figure` got)."""
     import torch
 
     label, probability = np.zeros((2, 1, 32, 32), np.uint8), np.full((2, 1, 32, 32), 0.01)
@@ -233,7 +245,7 @@ def test_without_a_page_or_without_ipywidgets_one_picture_is_shown(why, drawn, p
     task, _, _ = drawn
     monkeypatch.setattr(display, "in_notebook", lambda: True)
     if why == "no page":
-        monkeypatch.setattr(environment, "has_open_page", lambda: False)
+        monkeypatch.setattr(environment, "is_interactive_notebook", lambda: False)
     else:
         monkeypatch.setitem(sys.modules, "ipywidgets", None)
     widgets.explore(Run(tmp_path), task)
@@ -263,11 +275,15 @@ def curved(folder, name, *more, **scores):
     """A run of two epochs with these scores, and more records."""
     records = [dict(kind="start", step=0, device="cpu", batch_size=4, steps_per_epoch=2)]
     for step in (2, 4):
-        records.append(dict(kind="evaluation", step=step, epoch=step // 2 - 1, scores=scores, speed=dict(seconds=1.0)))
+        records.append(
+            dict(kind="evaluation", step=step, epoch=step // 2 - 1, scores=scores, speed=dict(seconds=1.0))
+        )
     path = folder / name
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(dict(task="mnist", settings={})))
-    (path / "records.jsonl").write_text("".join(json.dumps(dict(record, time=0.0)) + "\n" for record in [*records, *more]))
+    (path / "records.jsonl").write_text(
+        "".join(json.dumps(dict(record, time=0.0)) + "\n" for record in [*records, *more])
+    )
     return path
 
 
@@ -293,7 +309,12 @@ def test_runs_are_compared_by_the_curve_that_is_chosen(page, tmp_path, monkeypat
     with pytest.warns(UserWarning, match="damaged"):
         widgets.compare_runs(tmp_path)
     box = page.shown[-2]
-    assert options(box) == (["a", "b", "c"], ["a", "b", "c"], ["accuracy", "gradient norm", "iou", "loss"], "loss")
+    assert options(box) == (
+        ["a", "b", "c"],
+        ["a", "b", "c"],
+        ["accuracy", "gradient norm", "iou", "loss"],
+        "loss",
+    )
     assert calls[-1] == ({"b": ([2.0], [1.0])}, "loss")
     box.children[1].value = "iou"
     assert calls[-1] == ({"b": ([1.0, 2.0], [0.25, 0.25]), "c": ([1.0], [0.75])}, "iou")

@@ -16,7 +16,9 @@ def s3_server():
         port = free.getsockname()[1]
     program = "import sys, threading; from moto.server import ThreadedMotoServer; "
     program += "ThreadedMotoServer('127.0.0.1', int(sys.argv[1])).start(); threading.Event().wait()"
-    server = subprocess.Popen([sys.executable, "-c", program, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [sys.executable, "-c", program, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         for _ in range(600):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
@@ -30,7 +32,8 @@ def s3_server():
 
 
 class Line:
-    """A TCP proxy: passes bytes both ways, until `cut`, or until `cut_after` bytes have gone to the server."""
+    """A TCP proxy: passes bytes both ways, until `cut`, or until `cut_after` bytes have gone to the
+    server."""
 
     def __init__(self, port):
         self.target, self.sent, self.cut_after = port, 0, None

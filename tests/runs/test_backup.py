@@ -27,7 +27,9 @@ def test_a_backup_of_another_run_is_refused_before_the_training_and_left_as_it_i
     first = Run.open(tmp_path / "first/mnist", task, backup=tmp_path / "drive")
     train(task, first, runtime=cpu, progress=False)
     kept = {p: p.read_bytes() for p in (tmp_path / "drive").rglob("*") if p.is_file()}
-    tried = dataclasses.replace(task, epochs=1)  # a second session on a fresh disk tries one epoch, without the backup
+    tried = dataclasses.replace(
+        task, epochs=1
+    )  # a second session on a fresh disk tries one epoch, without the backup
     train(tried, Run.open(tmp_path / "second/mnist", tried), runtime=cpu, progress=False)
     with refuses(first.config["id"], tmp_path / "drive", tmp_path / "second/mnist"):
         Run.open(tmp_path / "second/mnist", tried, backup=tmp_path / "drive")
@@ -67,14 +69,18 @@ def test_a_backup_that_is_further_than_the_run_is_not_replaced(tmp_path):
 
 def test_of_two_sessions_of_one_run_the_one_behind_does_not_move_the_backup_back(tmp_path, capsys):
     Run.open(tmp_path / "first", MNIST(), backup=tmp_path / "drive").save({}, 1)
-    ahead, behind = (Run.open(tmp_path / name, MNIST(), backup=tmp_path / "drive") for name in ("ahead", "behind"))
+    ahead, behind = (
+        Run.open(tmp_path / name, MNIST(), backup=tmp_path / "drive") for name in ("ahead", "behind")
+    )
     ahead.save({}, 3)
     behind.save({}, 2)
     assert steps_in(tmp_path / "drive") == [3, 1] and "step 3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("copies", range(4))
-def test_a_drive_that_goes_within_a_backup_is_reported_and_gets_no_further_file(copies, tmp_path, monkeypatch, capsys):
+def test_a_drive_that_goes_within_a_backup_is_reported_and_gets_no_further_file(
+    copies, tmp_path, monkeypatch, capsys
+):
     drive, done = tmp_path / "drive", []
     drive.mkdir()
     ismount, copy = os.path.ismount, files.copy_atomic
@@ -111,7 +117,9 @@ def test_what_a_backup_has_already_is_not_copied_again(tmp_path, monkeypatch):
     run.save_best(dict(weight=torch.ones(3)), epoch=1)
     run.save({}, 5)
     copied, copy = [], files.copy_atomic
-    monkeypatch.setattr(files, "copy_atomic", lambda source, *how: (copied.append(source.name), copy(source, *how)))
+    monkeypatch.setattr(
+        files, "copy_atomic", lambda source, *how: (copied.append(source.name), copy(source, *how))
+    )
     run.print("something")
     run.save({}, 6)
     assert copied == ["log.txt", "step-00000006.pt"]
@@ -133,10 +141,15 @@ def test_a_drive_that_vanished_is_reported_and_nothing_goes_to_its_bare_folder(t
     (tmp_path / "away").rename(drive)
     mounted[0] = True
     run.save({}, 3)
-    assert steps_in(drive / "runs/mnist") == [3, 2] and f"backup to {drive / 'runs/mnist'} works" in capsys.readouterr().out
+    assert (
+        steps_in(drive / "runs/mnist") == [3, 2]
+        and f"backup to {drive / 'runs/mnist'} works" in capsys.readouterr().out
+    )
 
 
-def test_a_backup_on_a_drive_that_was_not_mounted_is_refused_before_the_training(colab, tmp_path, monkeypatch):
+def test_a_backup_on_a_drive_that_was_not_mounted_is_refused_before_the_training(
+    colab, tmp_path, monkeypatch
+):
     monkeypatch.setattr("tpukit.host.environment.detect", lambda: colab)
     with refuses(colab.drive / "runs/mnist", "mount_drive"):
         Run.open(tmp_path / "run", MNIST(), backup=colab.drive / "runs/mnist")
@@ -149,7 +162,9 @@ def test_a_backup_restores_a_run_and_nothing_else(tmp_path):
     run.save(dict(a=2), 2)
     listed = tmp_path / "drive/checkpoints/checkpoints.json"
     found = json.loads(listed.read_text())
-    listed.write_text(json.dumps([dict(found[0], file="../../../outside.pt"), *found]))  # not written by tpukit
+    listed.write_text(
+        json.dumps([dict(found[0], file="../../../outside.pt"), *found])
+    )  # not written by tpukit
     (tmp_path / "outside.pt").write_text("mine")
     for name in ("notes.txt", "run.py", "checkpoints/other.pt", "cores/stop"):
         (tmp_path / "drive" / name).parent.mkdir(exist_ok=True)
@@ -191,7 +206,8 @@ def forked(function):
 
 
 def codes_of_kills(prepare, act, check):
-    """Kill `act` before its first, second, ... step until it comes to its end; prepare before and check after each."""
+    """Kill `act` before its first, second, ... step until it comes to its end; prepare before and check after
+    each."""
     codes = []
     while not codes or codes[-1] == 9:
         prepare()
@@ -222,7 +238,10 @@ def test_a_kill_at_any_point_of_saving_and_backing_up_loses_no_checkpoint(tmp_pa
         again.save(dict(a=torch.full((4,), 3.0)), 3)
 
     def check():
-        found = [opened.restore()["a"][0] for opened in (Run(run), Run.open(tmp_path / "back", MNIST(), backup=drive))]
+        found = [
+            opened.restore()["a"][0]
+            for opened in (Run(run), Run.open(tmp_path / "back", MNIST(), backup=drive))
+        ]
         assert found[0] in (2, 3) and 2 <= found[1] <= found[0]
         Run.open(run, MNIST(), backup=drive).save(dict(a=torch.full((4,), 4.0)), 4)
         assert steps_in(drive)[0] == 4 and not list(tmp_path.rglob("*.partial"))
@@ -271,7 +290,9 @@ def test_a_backup_that_fails_is_reported_once_and_does_not_stop_the_training(dig
     assert capsys.readouterr().out.count("backup to") == 1
 
 
-@pytest.mark.parametrize("place", ["notebooks/me/my-notebook/outputs", "my-notebook/outputs", "datasets/me/a-copy", "."])
+@pytest.mark.parametrize(
+    "place", ["notebooks/me/my-notebook/outputs", "my-notebook/outputs", "datasets/me/a-copy", "."]
+)
 def test_a_run_is_found_in_kaggle_inputs_whatever_their_nesting(kaggle, place):
     assert find_run(kaggle, "mine") is None
     run = Run.open(kaggle.inputs / place / "mine", mnist.MNIST())
@@ -279,7 +300,9 @@ def test_a_run_is_found_in_kaggle_inputs_whatever_their_nesting(kaggle, place):
 
 
 def test_a_run_is_resumed_from_an_earlier_versions_output_that_is_only_read(kaggle, digits, cpu):
-    first, second = (mnist.MNIST(dataset_dir=digits, epochs=n, channels=2, batch_size=50, log_every=2) for n in (1, 2))
+    first, second = (
+        mnist.MNIST(dataset_dir=digits, epochs=n, channels=2, batch_size=50, log_every=2) for n in (1, 2)
+    )
     run = Run.open(kaggle.outputs / "mine", first, earlier=find_run(kaggle, "mine"))
     loop.train(first, run, runtime=cpu)
     earlier = kaggle.inputs / "notebooks/me/my-notebook/outputs/mine"
@@ -312,7 +335,9 @@ def test_an_input_that_is_no_run_is_not_taken_for_one_and_two_runs_of_a_name_are
     (kaggle.inputs / "some-model/mine").mkdir(parents=True)
     (kaggle.inputs / "some-model/mine/config.json").write_text("{}")  # as many published models have one
     assert find_run(kaggle, "mine") is None and find_run(kaggle, "") is None
-    (kaggle.inputs / "notebook/outputs/mnist/checkpoints").mkdir(parents=True)  # a run has the name of its dataset here
+    (kaggle.inputs / "notebook/outputs/mnist/checkpoints").mkdir(
+        parents=True
+    )  # a run has the name of its dataset here
     (kaggle.inputs / "notebook/outputs/mnist/config.json").write_text("{}")
     assert find_run(kaggle, "mnist") == kaggle.inputs / "notebook/outputs/mnist"
     assert "synthetic" in find_dataset(kaggle, "mnist", size=12).name
@@ -358,18 +383,25 @@ NAMES = ["best.safetensors", "checkpoints/step-00000002.pt", "records.jsonl"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_damaged_file_of_a_run_replaces_nothing_in_its_backup_and_is_taken_from_there(name, copied, tmp_path, capsys):
+def test_a_damaged_file_of_a_run_replaces_nothing_in_its_backup_and_is_taken_from_there(
+    name, copied, tmp_path, capsys
+):
     whole = (tmp_path / "drive" / name).read_bytes()
     flip(copied.path / name)
     again = reopened(copied)
-    assert again.restore() == dict(a=2) and again.mend_best() in (None, weights.metadata(tmp_path / "drive/best.safetensors"))
+    assert again.restore() == dict(a=2) and again.mend_best() in (
+        None,
+        weights.metadata(tmp_path / "drive/best.safetensors"),
+    )
     assert (copied.path / name).read_bytes() == whole and name in capsys.readouterr().out
     again.save(dict(a=3), 3)
     assert (tmp_path / "drive" / name).read_bytes() == whole and steps_in(tmp_path / "drive") == [3, 2]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_that_is_damaged_while_it_trains_replaces_nothing_in_the_backup_that_goes_on(name, copied, tmp_path, capsys):
+def test_a_file_that_is_damaged_while_it_trains_replaces_nothing_in_the_backup_that_goes_on(
+    name, copied, tmp_path, capsys
+):
     again = reopened(copied)
     again.restore()
     again.save(dict(a=2), 2)
@@ -388,7 +420,9 @@ def test_records_that_were_emptied_are_taken_from_the_backup(copied, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_damaged_in_a_backup_is_named_and_the_rest_is_restored_and_backed_up_again(name, copied, tmp_path, capsys):
+def test_what_is_damaged_in_a_backup_is_named_and_the_rest_is_restored_and_backed_up_again(
+    name, copied, tmp_path, capsys
+):
     flip(tmp_path / "drive" / name)
     again = reopened(copied, "again")
     state = again.restore()
@@ -413,7 +447,11 @@ def test_a_copy_that_arrived_damaged_replaces_nothing_and_no_checkpoint_is_remov
     monkeypatch.setattr(shutil, "copyfileobj", damaging)
     copied.save(dict(a=3), 3)
     assert {path: path.read_bytes() for path in (tmp_path / "drive/checkpoints").iterdir()} == before
-    assert "backup to" in capsys.readouterr().out and steps_in(copied.path) == [3, 2] and copied.restore() == dict(a=3)
+    assert (
+        "backup to" in capsys.readouterr().out
+        and steps_in(copied.path) == [3, 2]
+        and copied.restore() == dict(a=3)
+    )
 
 
 def test_a_backup_whose_checkpoints_were_deleted_is_not_trained_over(copied, tmp_path):
@@ -451,7 +489,9 @@ def test_a_backups_place_is_said_at_the_start(tmp_path, capsys):
     assert str(tmp_path / "drive") in capsys.readouterr().out
 
 
-def test_a_finished_run_whose_last_session_was_killed_before_its_backup_catches_up(digits, tmp_path, cpu, monkeypatch):
+def test_a_finished_run_whose_last_session_was_killed_before_its_backup_catches_up(
+    digits, tmp_path, cpu, monkeypatch
+):
     task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
     with monkeypatch.context() as killed:
         killed.setattr(Run, "update_backup", lambda self: None)
@@ -461,7 +501,9 @@ def test_a_finished_run_whose_last_session_was_killed_before_its_backup_catches_
     assert steps_in(tmp_path / "drive") == [25]
 
 
-def test_a_restore_whose_folder_another_process_took_meanwhile_replaces_nothing_there(copied, tmp_path, monkeypatch):
+def test_a_restore_whose_folder_another_process_took_meanwhile_replaces_nothing_there(
+    copied, tmp_path, monkeypatch
+):
     again, copyfileobj = tmp_path / "again", shutil.copyfileobj
 
     def while_asleep(source, target, size):

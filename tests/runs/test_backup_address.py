@@ -1,4 +1,5 @@
-"""Backups and weights at an address: a real S3 server on loopback, over a connection that vanishes; and what is refused."""
+"""Backups and weights at an address: a real S3 server on loopback, over a connection that vanishes; and what
+is refused."""
 
 import dataclasses
 import hashlib
@@ -29,7 +30,9 @@ def server():
 @pytest.fixture
 def line(server, monkeypatch):
     line = Line(server)
-    for name, value in dict(AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_DEFAULT_REGION="us-east-1").items():
+    for name, value in dict(
+        AWS_ACCESS_KEY_ID=KEY, AWS_SECRET_ACCESS_KEY=SECRET, AWS_DEFAULT_REGION="us-east-1"
+    ).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{line.port}")
     yield line
@@ -49,7 +52,10 @@ def bucket(line, server, request):
 def stored(bucket):
     """Key -> bytes of all that is in the bucket."""
     found = bucket.client.list_objects_v2(Bucket=bucket.name).get("Contents", [])
-    return {one["Key"]: bucket.client.get_object(Bucket=bucket.name, Key=one["Key"])["Body"].read() for one in found}
+    return {
+        one["Key"]: bucket.client.get_object(Bucket=bucket.name, Key=one["Key"])["Body"].read()
+        for one in found
+    }
 
 
 def without_secrets(*texts):
@@ -81,7 +87,9 @@ def test_a_training_resumes_on_a_fresh_machine_from_an_s3_address(bucket, digits
         assert found[f"runs/mnist/{name}"] == (again.path / name).read_bytes(), name
     assert len([key for key in found if key.endswith(".pt")]) == 2
     kept = [path.read_text(errors="ignore") for path in again.path.rglob("*") if path.is_file()]
-    assert without_secrets(*capsys.readouterr(), *kept, *(value.decode(errors="ignore") for value in found.values()))
+    assert without_secrets(
+        *capsys.readouterr(), *kept, *(value.decode(errors="ignore") for value in found.values())
+    )
 
 
 @pytest.mark.slow
@@ -118,7 +126,9 @@ def content(step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut_after", [0, 500, 5_000, 400_000, 810_000], ids=lambda size: f"after {size} bytes")
+@pytest.mark.parametrize(
+    "cut_after", [0, 500, 5_000, 400_000, 810_000], ids=lambda size: f"after {size} bytes"
+)
 def test_a_connection_that_vanishes_within_a_backup_loses_nothing_and_the_backup_catches_up(
     cut_after, bucket, line, tmp_path, capsys
 ):
@@ -184,7 +194,11 @@ def test_an_address_gets_what_a_folder_gets(memory, tmp_path):
         for step in (1, 2, 3):
             one.save_best(dict(weight=torch.ones(3)), epoch=step)
             one.save({}, step)
-    on_disk = {str(path.relative_to(tmp_path / "drive")) for path in (tmp_path / "drive").rglob("*") if path.is_file()}
+    on_disk = {
+        str(path.relative_to(tmp_path / "drive"))
+        for path in (tmp_path / "drive").rglob("*")
+        if path.is_file()
+    }
     assert names_in(store) == on_disk and "checkpoints/step-00000003.pt" in on_disk
     for name in on_disk:
         assert store[f"/backups/mnist/{name}"].getvalue() == (run.path / name).read_bytes()
@@ -232,7 +246,9 @@ def test_what_an_address_has_already_is_not_copied_again(memory, tmp_path, monke
     run.save({}, 5)
     copied, put = [], places.Remote.put
     monkeypatch.setattr(
-        places.Remote, "put", lambda self, source, name, *how: (copied.append(name), put(self, source, name, *how))
+        places.Remote,
+        "put",
+        lambda self, source, name, *how: (copied.append(name), put(self, source, name, *how)),
     )
     run.print("something")
     run.save({}, 6)
@@ -292,7 +308,11 @@ def test_an_address_that_holds_a_secret_is_refused_without_showing_it(address, t
 def test_a_path_in_which_two_slashes_became_one_is_still_the_address_and_a_path_stays_one(tmp_path):
     from pathlib import Path
 
-    assert places.address_of(Path("s3://bucket/run")) == places.address_of("s3://bucket/run/") == "s3://bucket/run"
+    assert (
+        places.address_of(Path("s3://bucket/run"))
+        == places.address_of("s3://bucket/run/")
+        == "s3://bucket/run"
+    )
     assert places.address_of("hf://me/model@main/x.safetensors") == "hf://me/model@main/x.safetensors"
     assert places.address_of("S3://Bucket/Run") == "s3://Bucket/Run"
     for path in (tmp_path, "run", "C:/runs/a", "C:\\runs", "./s3:/x", "runs/12:30"):
@@ -305,7 +325,9 @@ def test_a_path_in_which_two_slashes_became_one_is_still_the_address_and_a_path_
 
 
 @pytest.mark.parametrize(
-    "scheme, name, option", [("hf", "HF_TOKEN", "token"), ("s3", "AWS_SECRET_ACCESS_KEY", "secret")], ids=["hf", "s3"]
+    "scheme, name, option",
+    [("hf", "HF_TOKEN", "token"), ("s3", "AWS_SECRET_ACCESS_KEY", "secret")],
+    ids=["hf", "s3"],
 )
 def test_a_secret_goes_to_the_library_alone_and_is_scrubbed_from_its_errors(
     scheme, name, option, tmp_path, monkeypatch, capsys
@@ -324,7 +346,9 @@ def test_a_secret_goes_to_the_library_alone_and_is_scrubbed_from_its_errors(
 
     monkeypatch.setattr(fsspec, "url_to_fs", url_to_fs)
     monkeypatch.setattr(
-        secrets, "find", lambda key: secrets._found.add("hf_TOPSECRET") or "hf_TOPSECRET" if key == name else None
+        secrets,
+        "find",
+        lambda key: secrets._found.add("hf_TOPSECRET") or "hf_TOPSECRET" if key == name else None,
     )
     with pytest.raises(TpukitError) as error:
         Run.open(tmp_path / "run", MNIST(), backup=f"{scheme}://me/run")
@@ -347,7 +371,7 @@ def test_the_content_of_googles_key_file_is_taken_like_its_path(monkeypatch):
 def test_googles_key_file_that_was_pasted_in_part_is_named_and_not_shown(monkeypatch):
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", '{"private_key": "PRIVATE')
     with pytest.raises(TpukitError, match="GOOGLE_APPLICATION_CREDENTIALS") as error:
-        places.open_place("gs://bucket/run")
+        places.open_storage("gs://bucket/run")
     assert "PRIVATE" not in str(error.value)
 
 
@@ -371,21 +395,29 @@ def published(tmp_path, memory):
     import fsspec
 
     tensors = dict(weight=torch.arange(6.0))
-    fsspec.filesystem("memory").pipe_file("/models/one.safetensors", weights.serialize(tensors, dict(epoch="3")))
+    fsspec.filesystem("memory").pipe_file(
+        "/models/one.safetensors", weights.serialize(tensors, dict(epoch="3"))
+    )
     return "memory://models/one.safetensors", tensors
 
 
-def test_weights_at_an_address_are_downloaded_once_and_again_where_they_changed(published, monkeypatch, capsys):
+def test_weights_at_an_address_are_downloaded_once_and_again_where_they_changed(
+    published, monkeypatch, capsys
+):
     import fsspec
 
     address, tensors = published
     assert same(weights.read(address), tensors) and weights.metadata(address)["epoch"] == "3"
     assert capsys.readouterr().out.count("downloading") == 1
-    fsspec.filesystem("memory").pipe_file("/models/one.safetensors", weights.serialize(dict(other=torch.ones(70)), {}))
+    fsspec.filesystem("memory").pipe_file(
+        "/models/one.safetensors", weights.serialize(dict(other=torch.ones(70)), {})
+    )
     assert list(weights.read(address)) == ["other"]
 
 
-def test_a_download_that_is_cut_short_or_changed_or_too_large_is_refused_and_nothing_stays(published, monkeypatch):
+def test_a_download_that_is_cut_short_or_changed_or_too_large_is_refused_and_nothing_stays(
+    published, monkeypatch
+):
     address, _ = published
     from fsspec.implementations.memory import MemoryFileSystem
 
@@ -442,7 +474,9 @@ def test_a_cached_file_of_another_user_is_not_taken_for_the_weights(published, m
         weights.read(address)
 
 
-def test_a_cached_file_that_is_not_of_the_stores_sha256_is_downloaded_again_and_leftovers_are_removed(published, monkeypatch):
+def test_a_cached_file_that_is_not_of_the_stores_sha256_is_downloaded_again_and_leftovers_are_removed(
+    published, monkeypatch
+):
     from fsspec.implementations.memory import MemoryFileSystem
 
     address, tensors = published
@@ -460,7 +494,8 @@ def test_a_cached_file_that_is_not_of_the_stores_sha256_is_downloaded_again_and_
 
 
 def saved(tmp_path, address):
-    """Leave a run with a backup at an address, of two checkpoints and best weights, and its folder `behind` as of the first."""
+    """Leave a run with a backup at an address, of two checkpoints and best weights, and its folder `behind`
+    as of the first."""
     run = Run.open(tmp_path / "run", MNIST(), backup=address)
     for step in (1, 2):
         run.save_best(dict(weight=torch.full((50,), float(step))), epoch=step)
@@ -469,7 +504,9 @@ def saved(tmp_path, address):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing"])
-def test_where_the_list_at_an_address_cannot_be_read_the_checkpoints_found_there_are_restored(damage, memory, tmp_path):
+def test_where_the_list_at_an_address_cannot_be_read_the_checkpoints_found_there_are_restored(
+    damage, memory, tmp_path
+):
     import fsspec
 
     address, store = memory
@@ -477,7 +514,9 @@ def test_where_the_list_at_an_address_cannot_be_read_the_checkpoints_found_there
     name = "/backups/mnist/checkpoints/checkpoints.json"
     data = bytearray(store[name].getvalue())
     data[1] ^= 0x10
-    fsspec.filesystem("memory").rm_file(name) if damage == "missing" else fsspec.filesystem("memory").pipe_file(name, data)
+    fsspec.filesystem("memory").rm_file(name) if damage == "missing" else fsspec.filesystem(
+        "memory"
+    ).pipe_file(name, data)
     with refuses("step 2", "step 1"):
         Run.open(tmp_path / "behind", MNIST(), backup=address)
     again = Run.open(tmp_path / "again", MNIST(), backup=address)
@@ -486,15 +525,19 @@ def test_where_the_list_at_an_address_cannot_be_read_the_checkpoints_found_there
     assert {"checkpoints/step-00000003.pt", "checkpoints/step-00000002.pt"} <= names_in(store)
 
 
-def test_a_file_that_arrives_shorter_than_its_store_says_is_refused_and_replaces_nothing(memory, tmp_path, monkeypatch):
+def test_a_file_that_arrives_shorter_than_its_store_says_is_refused_and_replaces_nothing(
+    memory, tmp_path, monkeypatch
+):
     from fsspec.implementations.memory import MemoryFileSystem
 
     address, _ = memory
     saved(tmp_path, address)
-    place, target = places.open_place(address), tmp_path / "kept"
+    place, target = places.open_storage(address), tmp_path / "kept"
     target.write_text("whole")
     info = MemoryFileSystem.info
-    monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path, **_: info(self, path) | dict(size=10_000))
+    monkeypatch.setattr(
+        MemoryFileSystem, "info", lambda self, path, **_: info(self, path) | dict(size=10_000)
+    )
     with refuses(address, "best.safetensors", 10_000):
         place.get("best.safetensors", target)
     with refuses(address):

@@ -61,7 +61,9 @@ def test_a_full_disk_stops_with_a_clear_error_and_keeps_the_last_checkpoint(limi
     limit_bytes = limit_bytes or (run.path / "best.safetensors").stat().st_size * 5 // 4
     old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit[1]))  # a write beyond it fails, as on a full disk
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (limit_bytes, limit[1])
+    )  # a write beyond it fails, as on a full disk
     try:
         more = dataclasses.replace(task, epochs=3)
         with pytest.raises(TpukitError, match=rf"{file}.*MiB"):
@@ -119,7 +121,10 @@ def test_a_checkpoint_that_would_run_code_is_skipped_without_advice_to_run_it(tm
     (run.path / "checkpoints/checkpoints.json").unlink()
     with refuses(run.path / "checkpoints"):
         run.restore()
-    assert "could run code" in capsys.readouterr().out and "weights_only" not in (run.path / "log.txt").read_text()
+    assert (
+        "could run code" in capsys.readouterr().out
+        and "weights_only" not in (run.path / "log.txt").read_text()
+    )
 
 
 def steps_in(run):
@@ -171,7 +176,9 @@ def test_records_and_log_reach_the_disk_before_the_checkpoint_that_counts_on_the
     run.log("note", 1)
     run.print("something")
     synced, fsync = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file))
+    )
     run.save({}, 1)
     names = [path.rpartition("/")[2] for path in synced]
     checkpoint = next(number for number, name in enumerate(names) if "step-00000001" in name)

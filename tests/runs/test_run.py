@@ -89,10 +89,18 @@ def test_a_record_that_nests_deeper_than_python_reads_is_left_out(tmp_path):
         assert [r["value"] for r in run.records()] == [1]
 
 
-RECORDS = [dict(kind="evaluation", step=1, time=1), dict(kind="train", step=1, time=1), dict(kind="note", step="x", time="y")]
+RECORDS = [
+    dict(kind="evaluation", step=1, time=1),
+    dict(kind="train", step=1, time=1),
+    dict(kind="note", step="x", time="y"),
+]
 
 
-RECORDS += [dict(kind="note", step=10**30, time=1), dict(kind="train", step=1, time=1, speed=[], loss={}), dict(kind=[])]
+RECORDS += [
+    dict(kind="note", step=10**30, time=1),
+    dict(kind="train", step=1, time=1, speed=[], loss={}),
+    dict(kind=[]),
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*is damaged and left out")
@@ -101,7 +109,12 @@ def test_a_run_continues_over_a_record_that_no_training_wrote(record, tmp_path):
     run = Run.open(tmp_path / "run", MNIST())
     (run.path / "records.jsonl").write_text(json.dumps(record) + "\n")
     run.log("start", 1)
-    run.log(**dict(dict(kind="note", step=2), **{k: v for k, v in record.items() if k not in ("kind", "step", "time")}))
+    run.log(
+        **dict(
+            dict(kind="note", step=2),
+            **{k: v for k, v in record.items() if k not in ("kind", "step", "time")},
+        )
+    )
     run.close()
     assert [r["kind"] for r in run.records()][-2:] == ["start", "note"]
 
@@ -113,9 +126,15 @@ def readings(path):
     yield "records", lambda: run.records()
     yield "findings", lambda: findings.findings(run.records())
     yield "tables", lambda: [str(table) for table in findings.accelerator_tables(run.records())]
-    yield "live", lambda: str(findings.live_table("run", run.records(), run.read_progress(), run.checkpoints(), 1.0))
+    yield (
+        "live",
+        lambda: str(findings.live_table("run", run.records(), run.read_progress(), run.checkpoints(), 1.0)),
+    )
     yield "best", lambda: best_weights(run)
-    yield "metadata", lambda: weights.metadata(run.path / "best.safetensors") | dict(epoch=weights.epoch_of(best_of(run)))
+    yield (
+        "metadata",
+        lambda: weights.metadata(run.path / "best.safetensors") | dict(epoch=weights.epoch_of(best_of(run))),
+    )
     yield "restored", lambda: run.restore()
 
 
@@ -136,7 +155,9 @@ def test_a_flipped_bit_in_any_file_of_a_run_changes_nothing_or_is_named(trained,
     _, run = trained
     wanted = {name: read() for name, read in readings(shutil.copytree(run.path, tmp_path / "whole"))}
     names = sorted(p.relative_to(run.path) for p in run.path.rglob("*") if p.is_file() and p.stat().st_size)
-    assert {"config.json", "records.jsonl", "best.safetensors", "progress.json"} <= {str(name) for name in names}
+    assert {"config.json", "records.jsonl", "best.safetensors", "progress.json"} <= {
+        str(name) for name in names
+    }
     draw = random.Random(13)
     named = 0
     for number in range(200):
@@ -156,7 +177,9 @@ def test_a_flipped_bit_in_any_file_of_a_run_changes_nothing_or_is_named(trained,
                     found, messages = None, str(error)
             messages += capsys.readouterr().out + "".join(str(w.message) for w in warned)
             if not alike(found, wanted[what]):
-                words = messages if name.name != "progress.json" else " ".join(found.split())  # the next step replaces it
+                words = (
+                    messages if name.name != "progress.json" else " ".join(found.split())
+                )  # the next step replaces it
                 wanted_words = {"checkpoints.json": "is damaged", "progress.json": "has not started yet"}
                 assert wanted_words.get(name.name, name.name) in words, (
                     f"bit {at} of {name}: {what} is {found}, messages: {messages}"
@@ -190,7 +213,9 @@ def as_an_earlier_version_wrote_it(folder):
     values = {k: v for k, v in json.loads(config.read_text()).items() if k not in ("id", "crc32")}
     config.write_text(json.dumps(dict(values, workload=values.pop("task"))))
     lines = [json.loads(line) for line in records.read_text().splitlines()]
-    records.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "crc32"}) + "\n" for line in lines))
+    records.write_text(
+        "".join(json.dumps({k: v for k, v in line.items() if k != "crc32"}) + "\n" for line in lines)
+    )
     about = {name: value for name, value in weights.metadata(best).items() if name != "tpukit.sha256"}
     save_file(weights.read(best), best, metadata=dict(about, workload=about.pop("task")))
 
@@ -248,7 +273,10 @@ def test_a_run_does_not_start_and_is_not_backed_up_among_other_files(tmp_path):
     assert not (tmp_path / "run/config.json").exists()
     (tmp_path / "strange/cores").mkdir(parents=True)
     (tmp_path / "strange/cores/rank-00.log").write_text("theirs")
-    for call in (lambda: Run.open(tmp_path / "strange", MNIST()), lambda: Run.find(tmp_path / "strange", trained=False)):
+    for call in (
+        lambda: Run.open(tmp_path / "strange", MNIST()),
+        lambda: Run.find(tmp_path / "strange", trained=False),
+    ):
         with refuses(tmp_path / "strange", "cores"):
             call()
     hidden = tmp_path / "looked at/.ipynb_checkpoints"
@@ -256,7 +284,9 @@ def test_a_run_does_not_start_and_is_not_backed_up_among_other_files(tmp_path):
     assert Run.open(hidden.parent, MNIST()).checkpoints() == []
 
 
-@pytest.mark.parametrize("name", ["records.jsonl", "checkpoints", "checkpoints/step-00000001.pt", "tensorboard", ".lock"])
+@pytest.mark.parametrize(
+    "name", ["records.jsonl", "checkpoints", "checkpoints/step-00000001.pt", "tensorboard", ".lock"]
+)
 def test_a_link_in_the_folder_of_a_run_or_of_its_backup_is_refused(name, tmp_path):
     run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
     run.save({}, 1)
@@ -288,7 +318,9 @@ with files.exclusive_lock(Path(sys.argv[1])):
 
 @contextlib.contextmanager
 def holding(path):
-    process = subprocess.Popen([sys.executable, "-c", HOLDS, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     process.stdout.readline()
     try:
         yield process
@@ -308,8 +340,12 @@ def test_a_second_training_in_a_run_folder_is_refused_with_host_and_pid_until_th
     assert (run.path / ".lock").read_text() == ""
 
 
-def test_a_second_launch_in_a_run_folder_is_refused_before_it_touches_what_the_first_wrote(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr("tpukit.launching.launcher._refuse_an_opened_device", lambda env: None)  # other tests have opened it
+def test_a_second_launch_in_a_run_folder_is_refused_before_it_touches_what_the_first_wrote(
+    digits, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "tpukit.launching.launcher._refuse_an_opened_device", lambda env: None
+    )  # other tests have opened it
     task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
     run = Run.open(tmp_path / "run", task)
     (run.path / "cores").mkdir()
@@ -348,7 +384,9 @@ def test_a_training_on_another_host_counts_as_long_as_it_gave_a_sign_of_life(fil
         assert not refused
 
 
-@pytest.mark.parametrize("plant", [lambda path, victim: os.link(victim, path), lambda path, victim: os.mkfifo(path)])
+@pytest.mark.parametrize(
+    "plant", [lambda path, victim: os.link(victim, path), lambda path, victim: os.mkfifo(path)]
+)
 def test_a_lock_that_is_a_hard_link_or_a_pipe_is_refused(plant, tmp_path):
     (tmp_path / "victim").write_text("theirs")
     run = Run.open(tmp_path / "run", MNIST())
@@ -394,7 +432,9 @@ def test_a_run_of_other_settings_or_of_another_task_is_refused_naming_them(train
 
 def test_a_run_is_resumed_only_with_a_dataset_of_the_same_size(trained, tmp_path, cpu):
     task, run = trained
-    other = dataclasses.replace(task, dataset_dir=make_synthetic("mnist", tmp_path / "other", size=120), epochs=3)
+    other = dataclasses.replace(
+        task, dataset_dir=make_synthetic("mnist", tmp_path / "other", size=120), epochs=3
+    )
     with refuses(200, 100):
         train(other, Run.open(run.path, other), runtime=cpu, progress=False)
 
@@ -420,7 +460,9 @@ def test_a_training_whose_folder_another_process_took_meanwhile_stops_before_it_
     text = json.dumps(files.with_crc32(other)) if other else ""
 
     def content():
-        return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
+        return {
+            path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"
+        }
 
     before = content()
     with run.lock():
@@ -433,7 +475,9 @@ def test_a_training_whose_folder_another_process_took_meanwhile_stops_before_it_
         run.log("note", 1)
 
 
-@pytest.mark.parametrize("left", [("records.jsonl", "best.safetensors"), ("best.safetensors",), ("records.jsonl",)], ids=str)
+@pytest.mark.parametrize(
+    "left", [("records.jsonl", "best.safetensors"), ("best.safetensors",), ("records.jsonl",)], ids=str
+)
 def test_results_whose_checkpoints_are_gone_are_not_trained_over(left, trained):
     task, run = trained
     shutil.rmtree(run.path / "checkpoints")
@@ -447,7 +491,9 @@ def test_results_whose_checkpoints_are_gone_are_not_trained_over(left, trained):
     assert {name: (run.path / name).read_bytes() for name in left} == kept
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_though_it_has_best_weights(digits, tmp_path, cpu):
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_though_it_has_best_weights(
+    digits, tmp_path, cpu
+):
     task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
     run = Run.open(tmp_path / "run", task)
     run.log("train", 3)
@@ -467,7 +513,9 @@ def test_after_an_error_before_the_first_step_the_same_folder_takes_other_settin
     assert cli.main([*how, "--batch-size", "50"]) == 1  # a run that was trained keeps its settings
     folder = shutil.copytree(shapes, tmp_path / "shapes")
     next(folder.rglob("*.png")).write_bytes(b"broken")
-    task = ImageClassifier(dataset_dir=folder, model_name="test_vit", image_size=32, pretrained="no", epochs=0)
+    task = ImageClassifier(
+        dataset_dir=folder, model_name="test_vit", image_size=32, pretrained="no", epochs=0
+    )
     run = Run.open(tmp_path / "images", task)
     with refuses("skip_bad"):
         train(task, run, progress=False)

@@ -31,9 +31,14 @@ def test_events_import_no_tensorflow_though_it_is_there(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     (tmp_path / "tensorflow").mkdir()
     (tmp_path / "tensorflow/__init__.py").write_text("raise SystemExit('took the TPU')")
-    code = "from pathlib import Path; from tpukit.runs.tensorboard import EventFile; file = EventFile(Path('e'))\n"
+    code = (
+        "from pathlib import Path; from tpukit.runs.tensorboard import EventFile; file ="
+        " EventFile(Path('e'))\n"
+    )
     code += "file.write(dict(kind='evaluation', step=1, time=0.0, scores=dict(a=1.0))); assert file._writer"
-    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    )
     assert ran.returncode == 0 and len(list((tmp_path / "e").iterdir())) == 1
 
 
@@ -65,7 +70,9 @@ def test_tensorboard_shows_of_a_resumed_run_what_its_records_say_and_nothing_twi
 
 
 @pytest.mark.parametrize("broken", ["absent", "at odds"])
-def test_a_run_does_without_tensorboard_where_it_is_absent_or_broken(broken, digits, tmp_path, cpu, monkeypatch):
+def test_a_run_does_without_tensorboard_where_it_is_absent_or_broken(
+    broken, digits, tmp_path, cpu, monkeypatch
+):
     if broken == "absent":
         monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     else:

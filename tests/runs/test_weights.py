@@ -46,7 +46,9 @@ def test_weights_of_another_model_are_refused_naming_the_first_differences(tmp_p
     before = {n: v.clone() for n, v in model.state_dict().items()}
     with pytest.raises(TpukitError) as error:
         weights.load(model, tmp_path / "other.pth")
-    assert re.search(r"0\.weight: .*\(2, 3, 3, 3\).*\(2, 1, 3, 3\)", str(error.value)) and "2.weight" in str(error.value)
+    assert re.search(r"0\.weight: .*\(2, 3, 3, 3\).*\(2, 1, 3, 3\)", str(error.value)) and "2.weight" in str(
+        error.value
+    )
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
 
 
@@ -63,7 +65,9 @@ def test_a_pickle_that_would_run_code_is_refused_and_never_run(tmp_path, model, 
     assert not (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize("name", ["missing.pth", "damaged.pth", "empty.pth", "damaged.safetensors", "list.pth"])
+@pytest.mark.parametrize(
+    "name", ["missing.pth", "damaged.pth", "empty.pth", "damaged.safetensors", "list.pth"]
+)
 def test_missing_and_damaged_weight_files_are_named(tmp_path, model, name):
     (tmp_path / "damaged.pth").write_bytes(b"not a weight file")
     (tmp_path / "empty.pth").touch()
@@ -110,4 +114,6 @@ def test_odd_weights_from_elsewhere_are_explained_or_taken(tmp_path):
         weights.read(tmp_path / "numbers.pt")
     for epoch in ("²", "٣", "9" * 5000):
         save_file(dict(a=torch.ones(1)), tmp_path / "odd.safetensors", metadata=dict(epoch=epoch))
-        assert weights.epoch_of(tmp_path / "odd.safetensors") is None and weights.read(tmp_path / "odd.safetensors")
+        assert weights.epoch_of(tmp_path / "odd.safetensors") is None and weights.read(
+            tmp_path / "odd.safetensors"
+        )

@@ -23,7 +23,9 @@ def test_a_name_that_no_task_knows_is_an_error_that_lists_the_names(here, tmp_pa
 
 
 def test_every_folder_that_a_task_looks_for_is_one_of_the_parts():
-    names = {name for convention in (*cdeit.CONVENTIONS.values(), cdeit.TRAINING) for name in convention.folders}
+    names = {
+        name for convention in (*cdeit.CONVENTIONS.values(), cdeit.TRAINING) for name in convention.folders
+    }
     names |= {pattern.split("/")[0] for patterns in LISTS.values() for pattern in patterns if "/" in pattern}
     names |= set(SPLITS)
     parts = {name for key in tasks.TASKS for name in tasks.find(key).dataset_parts}
@@ -31,7 +33,8 @@ def test_every_folder_that_a_task_looks_for_is_one_of_the_parts():
 
 
 @pytest.mark.parametrize(
-    "accelerator, name, size", [("tpu", "TPU", 9), ("cuda", "GPU", 9), ("xla", "CPU XLA device", 6), ("cpu", "CPU", 6)]
+    "accelerator, name, size",
+    [("tpu", "TPU", 9), ("cuda", "GPU", 9), ("xla", "CPU XLA device", 6), ("cpu", "CPU", 6)],
 )
 def test_an_accelerator_gets_a_larger_synthetic_set_and_the_number_is_printed(
     here, accelerator, name, size, monkeypatch, capsys
@@ -53,5 +56,9 @@ def test_a_given_size_and_a_task_of_one_size_hold_on_an_accelerator_too(here, mo
 
 
 def test_the_sets_for_an_accelerator_are_large_and_those_for_a_cpu_small():
-    sizes = {name: (task.synthetic_size, task.synthetic_size_accelerator) for name in tasks.TASKS if (task := tasks.find(name))}
+    sizes = {
+        name: (task.synthetic_size, task.synthetic_size_accelerator)
+        for name in tasks.TASKS
+        if (task := tasks.find(name))
+    }
     assert sizes["mshnet"] == (40, 400) and sizes["mnist"] == (6000, 12_000)

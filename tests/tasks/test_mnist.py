@@ -25,7 +25,9 @@ from tpukit.tasks import mnist
     ids=["cut short", "empty", "changed"],
 )
 def test_a_damaged_mnist_is_named(tmp_path, damage):
-    values = dict.fromkeys(("x_train", "x_test"), np.random.default_rng(0).integers(0, 256, (5, 28, 28), np.uint8))
+    values = dict.fromkeys(
+        ("x_train", "x_test"), np.random.default_rng(0).integers(0, 256, (5, 28, 28), np.uint8)
+    )
     np.savez_compressed(tmp_path / "mnist.npz", **values, y_train=np.arange(5), y_test=np.arange(5))
     path = tmp_path / "mnist.npz"
     path.write_bytes(damage(path.read_bytes()))
@@ -40,7 +42,9 @@ def test_the_original_files_are_read_packed_or_not(tmp_path, folder, ending):
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     for kind, values in (("images-idx3", images), ("labels-idx1", labels)):
         data = bytes((0, 0, 8, values.ndim)) + np.array(values.shape, ">u4").tobytes() + values.tobytes()
-        (tmp_path / folder / f"t10k-{kind}-ubyte{ending}").write_bytes(gzip.compress(data) if ending else data)
+        (tmp_path / folder / f"t10k-{kind}-ubyte{ending}").write_bytes(
+            gzip.compress(data) if ending else data
+        )
     batch = mnist.read_split(tmp_path, "test").batch(np.arange(5))
     assert np.array_equal(batch["image"][:, 0], images) and np.array_equal(batch["label"], labels)
     with refuses(tmp_path, "mnist.npz"):
@@ -80,7 +84,8 @@ def test_an_mnist_npz_of_other_arrays_is_refused_by_what_they_are(images, labels
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """Serves the folder `www`, where torchvision looks for MNIST; with .folder and .asked, the requests so far."""
+    """Serves the folder `www`, where torchvision looks for MNIST; with .folder and .asked, the requests so
+    far."""
     from torchvision.datasets import MNIST as Published
 
     monkeypatch.delenv("TPUKIT_OFFLINE")
@@ -106,14 +111,20 @@ def server(tmp_path, monkeypatch):
 
 @pytest.fixture
 def publish(server, monkeypatch):
-    """Puts the four files of MNIST on the server. Returns the function; known: whether their SHA-256 are the ones expected."""
+    """Puts the four files of MNIST on the server. Returns the function; known: whether their SHA-256 are the
+    ones expected."""
     from torchvision.datasets import MNIST as Published
 
     def put(splits, known=True):
         md5, sha256 = [], {}
         for part, (images, labels) in splits.items():
-            for name, values in ((f"{part}-images-idx3-ubyte", images), (f"{part}-labels-idx1-ubyte", labels)):
-                data = bytes((0, 0, 8, values.ndim)) + np.array(values.shape, ">u4").tobytes() + values.tobytes()
+            for name, values in (
+                (f"{part}-images-idx3-ubyte", images),
+                (f"{part}-labels-idx1-ubyte", labels),
+            ):
+                data = (
+                    bytes((0, 0, 8, values.ndim)) + np.array(values.shape, ">u4").tobytes() + values.tobytes()
+                )
                 packed = gzip.compress(data, 1)
                 (server.folder / f"{name}.gz").write_bytes(packed)
                 md5.append((f"{name}.gz", hashlib.md5(packed).hexdigest()))
@@ -129,7 +140,8 @@ def publish(server, monkeypatch):
 def few_digits():
     rng = np.random.default_rng(0)
     return {
-        part: (rng.integers(0, 256, (12, 28, 28), np.uint8), rng.integers(0, 10, 12, np.uint8)) for part in ("train", "t10k")
+        part: (rng.integers(0, 256, (12, 28, 28), np.uint8), rng.integers(0, 10, 12, np.uint8))
+        for part in ("train", "t10k")
     }
 
 
@@ -138,19 +150,32 @@ def test_the_real_set_is_downloaded_once_and_read(server, publish, here, tmp_pat
     publish(splits)
     found = find_dataset(here, "mnist")
     printed = capsys.readouterr()
-    assert found == here.outputs / "datasets/mnist-downloaded" and "synthetic" not in printed.out and printed.err == ""
+    assert (
+        found == here.outputs / "datasets/mnist-downloaded"
+        and "synthetic" not in printed.out
+        and printed.err == ""
+    )
     assert "downloading" in printed.out and "checksums verified" in printed.out
     for split, part in (("train", "train"), ("test", "t10k")):
         batch = mnist.read_split(found, split).batch(np.arange(12))
-        assert np.array_equal(batch["image"][:, 0], splits[part][0]) and np.array_equal(batch["label"], splits[part][1])
+        assert np.array_equal(batch["image"][:, 0], splits[part][0]) and np.array_equal(
+            batch["label"], splits[part][1]
+        )
     assert not list(found.rglob("*.gz"))
     server.asked.clear()
-    assert find_dataset(here, "mnist") == found and not server.asked and "downloading" not in capsys.readouterr().out
+    assert (
+        find_dataset(here, "mnist") == found
+        and not server.asked
+        and "downloading" not in capsys.readouterr().out
+    )
 
 
 def test_the_checksums_are_those_of_the_original_files(server, publish, real_data, here):
     with np.load(real_data / "mnist/mnist.npz") as found:
-        splits = {part: (found[f"x_{name}"], found[f"y_{name}"]) for part, name in (("train", "train"), ("t10k", "test"))}
+        splits = {
+            part: (found[f"x_{name}"], found[f"y_{name}"])
+            for part, name in (("train", "train"), ("t10k", "test"))
+        }
     assert publish(splits, known=False) == mnist.SHA256
     assert "downloaded" in find_dataset(here, "mnist").name
 
@@ -164,7 +189,9 @@ def corrupt(path):
 
 
 @pytest.mark.parametrize("damage", [cut_short, corrupt, Path.unlink], ids=["cut short", "corrupt", "missing"])
-def test_a_damaged_download_leaves_nothing_and_a_synthetic_set_takes_its_place(server, publish, here, damage, capsys):
+def test_a_damaged_download_leaves_nothing_and_a_synthetic_set_takes_its_place(
+    server, publish, here, damage, capsys
+):
     publish(few_digits())
     damage(server.folder / "t10k-labels-idx1-ubyte.gz")
     assert find_dataset(here, "mnist", size=12).name == "mnist-synthetic-12"
@@ -172,14 +199,18 @@ def test_a_damaged_download_leaves_nothing_and_a_synthetic_set_takes_its_place(s
     assert [path.name for path in (here.outputs / "datasets").iterdir()] == ["mnist-synthetic-12"]
 
 
-def test_files_that_torchvision_takes_and_that_are_not_the_original_ones_are_refused(server, publish, here, capsys):
+def test_files_that_torchvision_takes_and_that_are_not_the_original_ones_are_refused(
+    server, publish, here, capsys
+):
     publish(few_digits(), known=False)
     assert "synthetic" in find_dataset(here, "mnist", size=12).name
     assert "train-images-idx3-ubyte" in capsys.readouterr().out
     assert [path.name for path in (here.outputs / "datasets").iterdir()] == ["mnist-synthetic-12"]
 
 
-def test_without_torchvision_the_set_is_synthetic_and_the_reason_is_printed(server, here, monkeypatch, capsys):
+def test_without_torchvision_the_set_is_synthetic_and_the_reason_is_printed(
+    server, here, monkeypatch, capsys
+):
     monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
     assert "synthetic" in find_dataset(here, "mnist", size=12).name
     assert "torchvision" in capsys.readouterr().out and not server.asked
@@ -214,7 +245,7 @@ def test_a_download_that_stalls_is_given_up(publish, here, tmp_path, monkeypatch
 
     publish(few_digits())
     monkeypatch.setattr(downloads, "STALL_S", 0.3)
-    monkeypatch.setattr(downloads, "check_answer", lambda url: None)
+    monkeypatch.setattr(downloads, "check_reachable", lambda url: None)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         monkeypatch.setattr(Published, "mirrors", [f"http://127.0.0.1:{listening.getsockname()[1]}/"])
         start = time.monotonic()

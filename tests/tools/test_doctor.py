@@ -26,7 +26,9 @@ def find(checks, what, level):
 def imports_work(monkeypatch, request):
     if "real_imports" not in request.keywords:
         cuda = dict(built="12.8", usable=True, arch_list=["sm_75", "sm_80"], reason="")
-        monkeypatch.setattr(doctor, "import_packages", lambda packages, environ: (dict.fromkeys(packages), cuda))
+        monkeypatch.setattr(
+            doctor, "import_packages", lambda packages, environ: (dict.fromkeys(packages), cuda)
+        )
 
 
 def examine(environ, root):
@@ -48,12 +50,20 @@ def test_doctor_and_migrate_say_the_same_of_what_an_old_guide_left_set(name, tmp
 
     versions(torch="2.9.0")
     gpu()
-    check = find(examine({name: "1"}, tmp_path), "variable", doctor.WARNING if "BF16" in name else doctor.NOTE)
-    assert check.found.startswith(f"{name}=1: ") and check.fix.removeprefix("unset it. ") in OLD_VARIABLES[name]
+    check = find(
+        examine({name: "1"}, tmp_path), "variable", doctor.WARNING if "BF16" in name else doctor.NOTE
+    )
+    assert (
+        check.found.startswith(f"{name}=1: ") and check.fix.removeprefix("unset it. ") in OLD_VARIABLES[name]
+    )
 
 
-@pytest.mark.parametrize("files, level", [(["vfio/0", "vfio/1"], doctor.OK), (["accel0"], doctor.OK), ([], doctor.BLOCKS)])
-def test_where_the_pci_bus_is_hidden_the_accelerator_is_judged_by_device_files(files, level, tmp_path, versions, gpu):
+@pytest.mark.parametrize(
+    "files, level", [(["vfio/0", "vfio/1"], doctor.OK), (["accel0"], doctor.OK), ([], doctor.BLOCKS)]
+)
+def test_where_the_pci_bus_is_hidden_the_accelerator_is_judged_by_device_files(
+    files, level, tmp_path, versions, gpu
+):
     versions(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21")
     gpu()
     for name in files:
@@ -62,9 +72,13 @@ def test_where_the_pci_bus_is_hidden_the_accelerator_is_judged_by_device_files(f
     find(examine({"PJRT_DEVICE": "TPU"}, tmp_path), "accelerator", level)
 
 
-# The images by their own lists of August 2026: variables, chips, versions, the libtpu that torch_xla names, what is not there.
+# The images by their own lists of August 2026: variables, chips, versions, the libtpu that torch_xla names,
+# what is not there.
 HAS_NO = {"tyro", "libcst", "pyeit"}
-COLAB_GPU, KAGGLE_GPU = {"COLAB_RELEASE_TAG": "x", "COLAB_TPU_1VM": ""}, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
+COLAB_GPU, KAGGLE_GPU = (
+    {"COLAB_RELEASE_TAG": "x", "COLAB_TPU_1VM": ""},
+    {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"},
+)
 IMAGES = {
     "colab tpu": (
         COLAB_TPU,
@@ -89,15 +103,20 @@ IMAGES = {
 
 @pytest.fixture
 def image(tmp_path, monkeypatch, gpu):
-    """Make this process look like one of an image, and return the checks: image(name), image(name, libtpu=None)."""
+    """Make this process look like one of an image, and return the checks: image(name), image(name,
+    libtpu=None)."""
 
     def pretend(name, **other):
         environ, chips, python, installed, wanted, missing = IMAGES[name]
         packages = dict.fromkeys(set(doctor.NEEDED) - missing, "1.0") | installed | other
         monkeypatch.setattr(environment, "version_of", packages.get)
-        monkeypatch.setattr(importlib.metadata, "requires", lambda name: [f"libtpu=={wanted}; extra == 'tpu'"])
+        monkeypatch.setattr(
+            importlib.metadata, "requires", lambda name: [f"libtpu=={wanted}; extra == 'tpu'"]
+        )
         monkeypatch.setattr(platform, "python_version", lambda: python)
-        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), dict(free=50 * 2**30)))
+        monkeypatch.setattr(
+            doctor.shutil, "disk_usage", lambda path: type("Usage", (), dict(free=50 * 2**30))
+        )
         gpu(*(["Tesla T4"] if not chips else []))
         if chips:
             add_chips(tmp_path, chips)
@@ -145,7 +164,9 @@ def test_doctor_never_tells_to_install_over_an_image(name, broken, image):
     assert not [c.fix for c in checks if re.search(r"pip install.*\b(torch|torch_xla|libtpu)\b", c.fix)]
 
 
-def test_doctor_needs_no_torch_xla_to_be_installed_where_a_version_of_it_is_given(tmp_path, versions, monkeypatch):
+def test_doctor_needs_no_torch_xla_to_be_installed_where_a_version_of_it_is_given(
+    tmp_path, versions, monkeypatch
+):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -173,12 +194,16 @@ def fake_packages(folder, **sources):
 
 @pytest.mark.real_imports
 @pytest.mark.parametrize("given, level", [({}, doctor.OK), ({"TPU_SKIP_MDS_QUERY": "1"}, doctor.BLOCKS)])
-def test_torch_xla_is_imported_under_the_variables_that_a_training_would_have(given, level, tmp_path, versions):
+def test_torch_xla_is_imported_under_the_variables_that_a_training_would_have(
+    given, level, tmp_path, versions
+):
     add_chips(tmp_path, 4)
     versions(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21")
-    # What torch_xla does when it is imported beside a chip: ask the metadata server, or else read this variable.
+    # What torch_xla does when it is imported beside a chip: ask the metadata server, or else read this
+    # variable.
     code = (
-        "import os, re\nif os.environ.get('TPU_SKIP_MDS_QUERY'):\n    re.match('v', os.environ.get('TPU_ACCELERATOR_TYPE'))\n"
+        "import os, re\nif os.environ.get('TPU_SKIP_MDS_QUERY'):\n    re.match('v',"
+        " os.environ.get('TPU_ACCELERATOR_TYPE'))\n"
     )
     fake_packages(tmp_path, torch=TORCH, torch_xla=code)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "PJRT_"))}
@@ -187,7 +212,8 @@ def test_torch_xla_is_imported_under_the_variables_that_a_training_would_have(gi
 
 
 @pytest.mark.parametrize(
-    "version, level", [("2.5.1", doctor.BLOCKS), ("2.6.0", doctor.WARNING), ("2.8.0", doctor.OK), ("2.11.0+cu128", doctor.OK)]
+    "version, level",
+    [("2.5.1", doctor.BLOCKS), ("2.6.0", doctor.WARNING), ("2.8.0", doctor.OK), ("2.11.0+cu128", doctor.OK)],
 )
 def test_a_torch_whose_checkpoints_can_run_code_blocks(version, level, tmp_path, versions, gpu):
     versions(torch=version)
@@ -213,7 +239,9 @@ def test_versions_that_do_not_match_block(tmp_path, versions):
         (dict(torch="2.9.0", torch_xla="2.9.0", torch_tpu="0.2.0", libtpu="0.0.21"), doctor.NOTE, "not used"),
     ],
 )
-def test_torch_tpu_is_judged_by_its_versions_and_never_installed_over_an_image(installed, level, needs, tmp_path, versions):
+def test_torch_tpu_is_judged_by_its_versions_and_never_installed_over_an_image(
+    installed, level, needs, tmp_path, versions
+):
     versions(**installed)
     check = find(examine({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, tmp_path), "torch_tpu", level)
     assert needs in check.found and "pip install" not in check.fix
@@ -224,7 +252,9 @@ def test_torch_tpu_is_judged_by_its_versions_and_never_installed_over_an_image(i
 def test_torch_tpu_beside_an_old_numpy_blocks(tmp_path, versions, monkeypatch):
     versions(torch="2.13.0", torch_tpu="0.2.0", libtpu="0.0.52")
     installed = environment.version_of
-    monkeypatch.setattr(environment, "version_of", lambda name: "1.26.4" if name == "numpy" else installed(name))
+    monkeypatch.setattr(
+        environment, "version_of", lambda name: "1.26.4" if name == "numpy" else installed(name)
+    )
     check = find(examine({}, tmp_path), "torch_tpu", doctor.BLOCKS)
     assert "1.26.4" in check.found and "numpy>=2" in check.fix
 
@@ -232,7 +262,9 @@ def test_torch_tpu_beside_an_old_numpy_blocks(tmp_path, versions, monkeypatch):
 def test_a_torch_xla_beside_a_torch_tpu_that_fits_does_not_block(tmp_path, versions):
     versions(torch="2.13.0", torch_xla="2.9.0", torch_tpu="0.2.0", libtpu="0.0.52")
     checks = examine({}, tmp_path)
-    assert "torch_tpu" in find(checks, "torch_xla", doctor.NOTE).found and find(checks, "torch_tpu", doctor.OK)
+    assert "torch_tpu" in find(checks, "torch_xla", doctor.NOTE).found and find(
+        checks, "torch_tpu", doctor.OK
+    )
 
 
 def test_tensorflow_beside_torch_xla_is_a_warning_and_tensorflow_cpu_is_not(tmp_path, versions):
@@ -275,9 +307,19 @@ def test_variables_of_old_guides_are_explained(tmp_path, versions):
 @pytest.mark.parametrize(
     "environ, chips, installed, found",
     [
-        ({"PJRT_DEVICE": "TPU"}, 0, dict(torch="2.9.0", torch_xla="2.9.0"), "no TPU chip is on the PCI bus or in /dev"),
+        (
+            {"PJRT_DEVICE": "TPU"},
+            0,
+            dict(torch="2.9.0", torch_xla="2.9.0"),
+            "no TPU chip is on the PCI bus or in /dev",
+        ),
         ({"PJRT_DEVICE": "CUDA"}, 0, dict(torch="2.9.0", torch_xla="2.9.0"), "PJRT_DEVICE=CUDA"),
-        ({"TPU_NAME": "n"}, 4, dict(torch="2.9.0"), "4 TPU chips found, but neither torch_xla nor torch_tpu is installed"),
+        (
+            {"TPU_NAME": "n"},
+            4,
+            dict(torch="2.9.0"),
+            "4 TPU chips found, but neither torch_xla nor torch_tpu is installed",
+        ),
         ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, 0, dict(torch="2.9.0"), "batch run got no accelerator"),
     ],
 )
@@ -290,12 +332,17 @@ def test_an_accelerator_that_cannot_be_used_blocks(environ, chips, installed, fo
     assert found in find(checks, "accelerator", doctor.BLOCKS).found and doctor.blocked(checks)
 
 
-@pytest.mark.parametrize("installed", [dict(torch="2.9.0", torch_xla="2.9.0"), dict(torch="2.13.0", torch_tpu="0.2.0")])
+@pytest.mark.parametrize(
+    "installed", [dict(torch="2.9.0", torch_xla="2.9.0"), dict(torch="2.13.0", torch_tpu="0.2.0")]
+)
 def test_chips_that_pjrt_device_hides_are_a_warning_with_either_backend(installed, tmp_path, versions, gpu):
     add_chips(tmp_path, 8)
     gpu()
     versions(**installed)
-    assert "unset PJRT_DEVICE" in find(examine({"PJRT_DEVICE": "CPU"}, tmp_path), "accelerator", doctor.WARNING).fix
+    assert (
+        "unset PJRT_DEVICE"
+        in find(examine({"PJRT_DEVICE": "CPU"}, tmp_path), "accelerator", doctor.WARNING).fix
+    )
 
 
 T4, P100 = ("Tesla T4", "7.5"), ("Tesla P100-PCIE-16GB", "6.0")
@@ -315,7 +362,9 @@ CU128 = dict(cuda="12.8", arch_list=["sm_75", "sm_80", "sm_120"])
         (T4, "12.8", dict(CU128, reason="CUDA unknown error"), ["CUDA unknown error"]),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_is_reported_with_its_cause(card, driver, torch, reasons, tmp_path, versions):
+def test_a_gpu_that_torch_cannot_use_is_reported_with_its_cause(
+    card, driver, torch, reasons, tmp_path, versions
+):
     source = f"""
 class version:
     cuda = {torch["cuda"]!r}
@@ -383,7 +432,9 @@ def test_a_torch_that_cannot_be_imported_blocks_with_its_error_and_fix(tmp_path,
         ("raise SystemExit(5)", "SystemExit"),
     ],
 )
-def test_an_import_that_ends_python_or_hangs_is_the_fault_of_its_package_alone(source, found, tmp_path, versions, monkeypatch):
+def test_an_import_that_ends_python_or_hangs_is_the_fault_of_its_package_alone(
+    source, found, tmp_path, versions, monkeypatch
+):
     monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 3)
     fake_packages(tmp_path, torch=f"print('{{ no JSON')\n{TORCH}", torch_xla=source)
     versions(torch="2.9.0", torch_xla="2.9.0")
@@ -412,7 +463,9 @@ def test_doctor_answers_and_ends_with_1_where_torch_is_broken(tmp_path):
     assert plain.returncode == 1 and "libcudart" in plain.stdout and "Traceback" not in plain.stderr
     machine = subprocess.run([*command, "--json"], env=broken, capture_output=True, text=True)
     told = json.loads(machine.stdout)
-    assert machine.returncode == 1 and told["blocked"] and told["host"] in ("local", "colab", "kaggle", "tpu-vm")
+    assert (
+        machine.returncode == 1 and told["blocked"] and told["host"] in ("local", "colab", "kaggle", "tpu-vm")
+    )
 
 
 def test_doctor_answers_where_the_parser_of_the_command_line_is_missing(monkeypatch, capsys):

@@ -1,4 +1,5 @@
-"""A trained model as one file: the same numbers as tpukit's own, at any batch, with what it takes to use it."""
+"""A trained model as one file: the same numbers as tpukit's own, at any batch, with what it takes to use
+it."""
 
 import json
 import sys
@@ -49,9 +50,15 @@ def output_of(path, inputs):
     if path.suffix == ".onnx":
         import onnxruntime
 
-        return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, inputs)[0]
+        return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, inputs)[
+            0
+        ]
     with torch.no_grad():
-        return torch.export.load(path).module()({name: torch.as_tensor(values) for name, values in inputs.items()}).numpy()
+        return (
+            torch.export.load(path)
+            .module()({name: torch.as_tensor(values) for name, values in inputs.items()})
+            .numpy()
+        )
 
 
 def metadata_of(path):
@@ -76,7 +83,11 @@ def test_mnist_becomes_a_file_that_gives_the_probabilities_of_any_batch(to, trai
             expected = model_of(task, run)(torch.as_tensor(images[:count]).float() / 255).softmax(1).numpy()
         np.testing.assert_allclose(output_of(path, dict(image=images[:count])), expected, atol=1e-5)
     about = metadata_of(path)
-    assert about["task"] == "mnist" and "uint8 (batch, 1, 28, 28)" in about["inputs"] and "test samples" in about["compared_on"]
+    assert (
+        about["task"] == "mnist"
+        and "uint8 (batch, 1, 28, 28)" in about["inputs"]
+        and "test samples" in about["compared_on"]
+    )
     assert cli.main(["export", str(run.path), "--to", to]) == 0  # again: it is beside the weights
 
 
@@ -122,16 +133,24 @@ def test_cdeit_becomes_its_whole_sampler_from_volts_to_the_image_that_it_predict
     assert exported.is_equal() and "5 test samples" in str(exported)
     data = task.test_set()
     batch = data.batch(np.arange(3))
-    expected = task.predictor(model_of(task, run), cpu)({n: torch.as_tensor(batch[n]) for n in ("voltages", "key")}).numpy()
-    volts = np.stack([np.load(tank / f"test/{name}.npz")["ys"].reshape(-1) for name in data.names[:3]]).astype(np.float32)
+    expected = task.predictor(model_of(task, run), cpu)(
+        {n: torch.as_tensor(batch[n]) for n in ("voltages", "key")}
+    ).numpy()
+    volts = np.stack(
+        [np.load(tank / f"test/{name}.npz")["ys"].reshape(-1) for name in data.names[:3]]
+    ).astype(np.float32)
     keys = torch.as_tensor(batch["key"]) * (diffusion.STEPS + 1)
     noise = torch.stack([diffusion.normal(keys + t, (1, 128, 128)) for t in (0, diffusion.STEPS)], 1).numpy()
-    np.testing.assert_allclose(output_of(exported.path, dict(voltages=volts, noise=noise)), expected, atol=1e-3)
+    np.testing.assert_allclose(
+        output_of(exported.path, dict(voltages=volts, noise=noise)), expected, atol=1e-3
+    )
     assert expected.std() > 0.01 and json.loads(metadata_of(exported.path)["voltages"])
 
 
 @BOTH
-def test_a_file_that_differs_from_the_trained_model_is_reported_and_ends_with_1(to, trained, monkeypatch, capsys):
+def test_a_file_that_differs_from_the_trained_model_is_reported_and_ends_with_1(
+    to, trained, monkeypatch, capsys
+):
     task, run = trained
     traced = tool._trace
 

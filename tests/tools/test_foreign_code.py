@@ -16,12 +16,15 @@ COMMAND_LINE = "import sys; from tpukit.cli import main; sys.exit(main())"  # as
 
 @pytest.fixture
 def hostile(tmp_path, monkeypatch):
-    """The current folder, where files with the names of packages leave a mark when they are imported; and a task."""
+    """The current folder, where files with the names of packages leave a mark when they are imported; and a
+    task."""
     folder = tmp_path / "hostile"
     for name in ("torch", "numpy", "json", "pip", "tqdm", "tpukit/__init__"):
         path = folder / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"open({str(folder / 'ran')!r}, 'a').write('{name} ')\nraise SystemExit('a stranger was run')\n")
+        path.write_text(
+            f"open({str(folder / 'ran')!r}, 'a').write('{name} ')\nraise SystemExit('a stranger was run')\n"
+        )
     (folder / "mine.py").write_text(MINE)
     monkeypatch.chdir(folder)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)

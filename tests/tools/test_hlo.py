@@ -40,7 +40,8 @@ def test_an_operation_moves_each_operand_once_and_its_result_and_only_those_outs
         "%p = f32[8,128]{1,0:T(8,128)} parameter(0)",
         "%c = f32[]{:T(128)} constant(1)",
         "%a = f32[8,256]{1,0:T(8,128)S(1)} concatenate(%p, %p), dimensions={1}",
-        'ROOT %b = f32[8,128]{1,0:T(8,128)} slice(%a), slice={[0:8], [0:128]}, backend_config={"estimated_cycles":"70"}',
+        "ROOT %b = f32[8,128]{1,0:T(8,128)} slice(%a), slice={[0:8], [0:128]},"
+        ' backend_config={"estimated_cycles":"70"}',
     )
     # concatenate: p once, and two tiles in VMEM; slice: half of these, and its result.
     assert total(text) == (TILE + TILE, 2 * TILE + TILE, 70)
@@ -51,7 +52,8 @@ def test_an_asynchronous_copy_into_vmem_moves_its_bytes_once():
         "%p = f32[16,128]{1,0:T(8,128)} parameter(0)",
         "%s = (f32[16,128]{1,0:T(8,128)S(1)}, f32[16,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%p)",
         "%d = f32[16,128]{1,0:T(8,128)S(1)} copy-done(%s)",
-        "%t = ((f32[16,128]{1,0:T(8,128)}), f32[8,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%p), slice={[0:8]}",
+        "%t = ((f32[16,128]{1,0:T(8,128)}), f32[8,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%p),"
+        " slice={[0:8]}",
         "ROOT %e = f32[8,128]{1,0:T(8,128)S(1)} slice-done(%t)",
     )
     # The copy reads and writes two tiles; the slice one of the two.
@@ -66,10 +68,11 @@ def test_a_loop_counts_as_often_as_it_runs():
         '  %n = f32[8,128]{1,0:T(8,128)} negate(%g), backend_config={"estimated_cycles":"5"}\n'
         "  ROOT %r = (f32[8,128]{1,0:T(8,128)}) tuple(%n)\n"
         "}\n\n"
-    ) + entry(
-        "%p = (f32[8,128]{1,0:T(8,128)}) parameter(0)",
-        "ROOT %w = (f32[8,128]{1,0:T(8,128)}) while(%p), condition=%c, body=%body, "
-        'backend_config={"known_trip_count":{"n":"7"}}',
+        + entry(
+            "%p = (f32[8,128]{1,0:T(8,128)}) parameter(0)",
+            "ROOT %w = (f32[8,128]{1,0:T(8,128)}) while(%p), condition=%c, body=%body, "
+            'backend_config={"known_trip_count":{"n":"7"}}',
+        )
     )
     assert total(text) == (7 * 2 * TILE, 0, 7 * 5)
     (negate,) = hlo.operations(text)
@@ -85,11 +88,12 @@ def test_a_fusion_reads_of_an_operand_what_it_slices_and_writes_of_an_array_in_p
         "  %x = f32[8,128]{1,0:T(8,128)} dynamic-slice(%b, %i, %i), dynamic_slice_sizes={8,128}\n"
         "  ROOT %u = f32[80,128]{1,0:T(8,128)} dynamic-update-slice(%a, %x, %i, %i)\n"
         "}\n\n"
-    ) + entry(
-        "%p = f32[80,128]{1,0:T(8,128)} parameter(0)",
-        "%q = f32[80,128]{1,0:T(8,128)} parameter(1)",
-        "%i = s32[]{:S(2)} parameter(2)",
-        "ROOT %f = f32[80,128]{1,0:T(8,128)} fusion(%p, %q, %i), kind=kLoop, calls=%fused",
+        + entry(
+            "%p = f32[80,128]{1,0:T(8,128)} parameter(0)",
+            "%q = f32[80,128]{1,0:T(8,128)} parameter(1)",
+            "%i = s32[]{:S(2)} parameter(2)",
+            "ROOT %f = f32[80,128]{1,0:T(8,128)} fusion(%p, %q, %i), kind=kLoop, calls=%fused",
+        )
     )
     assert total(text) == (2 * TILE, 0, 0)  # one tile of ten is read of q, and one written into p
 
@@ -98,8 +102,9 @@ def test_a_custom_call_is_known_by_its_target_and_what_only_renames_is_free():
     text = entry(
         "%p = s64[8,128]{1,0:T(8,128)} parameter(0)",
         '%l = u32[8,128]{1,0:T(8,128)} custom-call(%p), custom_call_target="X64SplitLow"',
-        '%k = f32[8,128]{1,0:T(8,128)} custom-call(%l), custom_call_target="tpu_custom_call", '
-        'metadata={op_name="x/flash" source_file="/a/b/attention.py" source_line=7}, backend_config={"body":"%nothing = (x)"}',
+        '%k = f32[8,128]{1,0:T(8,128)} custom-call(%l), custom_call_target="tpu_custom_call",'
+        ' metadata={op_name="x/flash" source_file="/a/b/attention.py" source_line=7},'
+        ' backend_config={"body":"%nothing = (x)"}',
         "ROOT %b = f32[1024]{0:T(1024)} bitcast(%k)",
     )
     (kernel,) = hlo.operations(text)

@@ -79,17 +79,24 @@ def lowered_by_torch_tpu(quiet, tmp_path):
     tool.install_compiler(quiet, "torch_tpu")
 
     def lower(task):
-        (graph,), _ = tool._trace(task, "train", task.batch_size, MACHINES["v5e-1"], tmp_path, backend="torch_tpu")
+        (graph,), _ = tool._trace(
+            task, "train", task.batch_size, MACHINES["v5e-1"], tmp_path, backend="torch_tpu"
+        )
         return graph["digest"]
 
     return lower
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [TINY, MSHNet(batch_size=4, base_size=64, crop_size=64)], ids=["mnist", "mshnet"])
+@pytest.mark.parametrize(
+    "task", [TINY, MSHNet(batch_size=4, base_size=64, crop_size=64)], ids=["mnist", "mshnet"]
+)
 def test_a_step_lowered_by_torch_tpu_has_the_schedules_factor_as_an_argument(lowered_by_torch_tpu, task):
-    # The first step's factor is 1 with the cosine and 1/2 with the warm-up: as constants they would be two graphs.
-    cosine, warm_up = (dataclasses.replace(task, **options) for options in (dict(schedule="cosine"), dict(warmup_epochs=1)))
+    # The first step's factor is 1 with the cosine and 1/2 with the warm-up: as constants they would be two
+    # graphs.
+    cosine, warm_up = (
+        dataclasses.replace(task, **options) for options in (dict(schedule="cosine"), dict(warmup_epochs=1))
+    )
     plain, scheduled = lowered_by_torch_tpu(task), lowered_by_torch_tpu(cosine)
     assert plain != scheduled == lowered_by_torch_tpu(warm_up)
     halves = dataclasses.replace(cosine, micro_batches=2)
@@ -103,7 +110,9 @@ def test_torch_tpu_lowers_a_layer_norm_of_bf16_values(lowered_by_torch_tpu):
 
 
 @pytest.mark.parametrize("options", [dict(chip="v5e-8"), dict(part="session"), dict(backend="jax")])
-def test_what_torch_tpu_cannot_lower_without_a_tpu_is_refused_before_anything_is_installed(options, quiet, monkeypatch):
+def test_what_torch_tpu_cannot_lower_without_a_tpu_is_refused_before_anything_is_installed(
+    options, quiet, monkeypatch
+):
     monkeypatch.setattr(tool, "install_compiler", None)
     with refuses(*options.values()):
         plan(TINY, **dict(backend="torch_tpu", batch_sizes=[32], log=quiet) | options)
@@ -120,7 +129,8 @@ def test_eight_cores_sum_their_gradients_in_the_graph_and_each_has_an_eighth_of_
 @pytest.mark.slow
 def test_one_graph_over_eight_cores_computes_on_each_what_eight_replicas_do(needs_xla, quiet):
     replicas, spmd = (
-        plan(TINY, chip="v5e-8", batch_sizes=[8 * 32], parallel=parallel, log=quiet).rows[0] for parallel in PARALLEL
+        plan(TINY, chip="v5e-8", batch_sizes=[8 * 32], parallel=parallel, log=quiet).rows[0]
+        for parallel in PARALLEL
     )
     assert spmd["graphs"][0]["all_reduces"] > 0
     assert spmd["flops"] == pytest.approx(replicas["flops"], rel=0.05)
@@ -130,17 +140,24 @@ def test_one_graph_over_eight_cores_computes_on_each_what_eight_replicas_do(need
 @pytest.mark.slow
 def test_micro_batches_need_less_memory_and_the_gradients_cross_the_cores_once(needs_xla, quiet):
     wide = MNIST(batch_size=512, channels=128)
-    whole, parts = (plan(dataclasses.replace(wide, micro_batches=count), log=quiet).rows[0] for count in (1, 2))
-    assert parts["peak_bytes"] < 0.9 * whole["peak_bytes"] and parts["flops"] == pytest.approx(whole["flops"], rel=0.01)
+    whole, parts = (
+        plan(dataclasses.replace(wide, micro_batches=count), log=quiet).rows[0] for count in (1, 2)
+    )
+    assert parts["peak_bytes"] < 0.9 * whole["peak_bytes"] and parts["flops"] == pytest.approx(
+        whole["flops"], rel=0.01
+    )
     scheduled = dataclasses.replace(TINY, micro_batches=2, schedule="cosine")
-    one, two = (plan(task, chip="v5e-8", batch_sizes=[8 * 32], log=quiet).rows[0] for task in (TINY, scheduled))
+    one, two = (
+        plan(task, chip="v5e-8", batch_sizes=[8 * 32], log=quiet).rows[0] for task in (TINY, scheduled)
+    )
     assert one["graphs"][0]["all_reduces"] == two["graphs"][0]["all_reduces"] > 0
 
 
 @pytest.mark.slow
 def test_a_batch_that_cannot_fit_is_an_answer_with_what_it_needs(needs_xla, monkeypatch, capsys):
     why = (
-        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 21.52G of 15.75G hbm."
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used"
+        " 21.52G of 15.75G hbm."
     )
     monkeypatch.setattr(
         tool,
@@ -185,7 +202,9 @@ print(runtime.compilations()[0])
 )
 def test_a_session_has_as_many_graphs_as_a_training_compiles(task, needs_xla, tmp_path):
     task = dataclasses.replace(task, dataset_dir=make_synthetic(task.dataset, tmp_path / "set", size=80))
-    trained = run_python("-c", TRAIN, tmp_path / "run", text=json.dumps(to_request(task)), variables=dict(PJRT_DEVICE="CPU"))
+    trained = run_python(
+        "-c", TRAIN, tmp_path / "run", text=json.dumps(to_request(task)), variables=dict(PJRT_DEVICE="CPU")
+    )
     graphs, _ = tool._trace(task, "session", task.batch_size, MACHINES["v5e-1"], tmp_path)
     assert len(graphs) == int(trained.stdout.splitlines()[-1]), trained.stderr
     assert [graph["name"] for graph in graphs].count("step") == 1
@@ -199,7 +218,9 @@ def test_sampling_is_two_graphs_one_of_which_a_batch_runs_at_every_step(needs_xl
 
 
 @pytest.mark.slow
-def test_with_a_dataset_its_pixels_lie_beside_the_graph_and_the_test_set_counts_too(needs_xla, infrared, tmp_path):
+def test_with_a_dataset_its_pixels_lie_beside_the_graph_and_the_test_set_counts_too(
+    needs_xla, infrared, tmp_path
+):
     task = MSHNet(dataset_dir=infrared, base_size=32, crop_size=32)
     sizes, beside = {}, {}
     for name, task in (("with", task), ("without", MSHNet(base_size=32, crop_size=32))):
@@ -226,7 +247,9 @@ def test_a_task_of_a_notebook_cell_is_refused_by_name(tmp_path):
 
 
 def test_without_torch_xla_the_error_says_what_to_install(tmp_path, monkeypatch):
-    ran = subprocess.CompletedProcess([], 1, "", "Traceback\nModuleNotFoundError: No module named 'torch_xla'\n")
+    ran = subprocess.CompletedProcess(
+        [], 1, "", "Traceback\nModuleNotFoundError: No module named 'torch_xla'\n"
+    )
     monkeypatch.setattr(tool, "run_python", lambda *_, **__: ran)
     with pytest.raises(TpukitError, match="pip install torch==2.9.0 torch-xla==2.9.0"):
         tool._trace(TINY, "train", 8, MACHINES["v5e-1"], tmp_path)
@@ -235,7 +258,9 @@ def test_without_torch_xla_the_error_says_what_to_install(tmp_path, monkeypatch)
 @pytest.mark.slow
 def test_a_model_that_cannot_be_built_says_why_and_no_traceback(needs_xla, tmp_path):
     with pytest.raises(TpukitError, match="cdeit.*heads") as caught:
-        tool._trace(CDEIT(width=64, heads=7, patch=16, window=4, levels=1), "train", 8, MACHINES["v5e-1"], tmp_path)
+        tool._trace(
+            CDEIT(width=64, heads=7, patch=16, window=4, levels=1), "train", 8, MACHINES["v5e-1"], tmp_path
+        )
     assert "Traceback" not in str(caught.value)
 
 
@@ -272,7 +297,9 @@ def test_the_largest_batch_is_found_to_within_a_sixteenth(chip, limit, start, mo
     monkeypatch.setattr(
         tool,
         "_plan_batch",
-        lambda task, machine, size, part, parallel, log, backend: asked.append(size) or row(size, size <= limit),
+        lambda task, machine, size, part, parallel, log, backend: (
+            asked.append(size) or row(size, size <= limit)
+        ),
     )
     found = plan(TINY, chip=chip, batch_sizes=[start], find_batch=True, log=quiet)
     step = max(MACHINES[chip].chips, limit // 16)
@@ -281,7 +308,9 @@ def test_the_largest_batch_is_found_to_within_a_sixteenth(chip, limit, start, mo
 
 
 def test_nothing_fits_is_an_answer_too(monkeypatch, quiet):
-    monkeypatch.setattr(tool, "_plan_batch", lambda task, machine, size, part, parallel, log, backend: row(size, False))
+    monkeypatch.setattr(
+        tool, "_plan_batch", lambda task, machine, size, part, parallel, log, backend: row(size, False)
+    )
     found = plan(TINY, batch_sizes=[8], find_batch=True, log=quiet)
     assert found.largest_batch is None and [r["batch_size"] for r in found.rows] == [1, 2, 4, 8]
     assert "needs 31.25G" in str(found)
@@ -311,20 +340,26 @@ def test_what_kernels_do_beyond_their_operands_is_added_and_the_caption_says_so(
     monkeypatch.setattr(tool, "_compile", lambda graph, machine, parallel, log, backend: dict(answer))
     found = plan(TINY, log=quiet)
     assert found.rows[0]["hbm_bytes"] == 5 * (2 * 4096 + 3e9) and found.rows[0]["flops"] == 5 * 3e12
-    assert found.rows[0]["graphs"][0]["custom_calls"] == {"tpu_custom_call": dict(calls=1, hbm_bytes=2 * 4096)}
+    assert found.rows[0]["graphs"][0]["custom_calls"] == {
+        "tpu_custom_call": dict(calls=1, hbm_bytes=2 * 4096)
+    }
     for words in ("flash attention", "15 GB", "10 TFLOP", "counted by hand"):
         assert words in found.caption, words
     monkeypatch.setattr(tool, "_trace", lambda *_: ([graph | dict(kernels=[])], 0))
     assert "by hand" not in plan(TINY, log=quiet).caption
 
 
-@pytest.mark.parametrize(("chip", "size", "flagged"), [("v5e-1", 16, 1), ("v5e-1", 8, 0), ("v5e-8", 128, 1), ("v5e-8", 32, 0)])
+@pytest.mark.parametrize(
+    ("chip", "size", "flagged"), [("v5e-1", 16, 1), ("v5e-1", 8, 0), ("v5e-8", 128, 1), ("v5e-8", 32, 0)]
+)
 def test_the_flags_of_mshnet_depend_on_the_images_of_one_core(monkeypatch, quiet, chip, size, flagged):
     monkeypatch.setattr(tool, "install_compiler", lambda log, backend: None)
     monkeypatch.setattr(tool, "_trace", lambda *_: ([dict(name="step", digest="x", times=1, kernels=[])], 0))
     flags = []
     answer = dict(peak_bytes=1, flops=1e12, hlo=KERNEL, compile_s=1.0)
-    monkeypatch.setattr(tool, "_compile", lambda graph, *_: flags.append(graph["libtpu_args"]) or dict(answer))
+    monkeypatch.setattr(
+        tool, "_compile", lambda graph, *_: flags.append(graph["libtpu_args"]) or dict(answer)
+    )
     plan(MSHNet(), chip=chip, batch_sizes=[size], log=quiet)
     assert [len(found.split()) for found in flags] == [flagged]
 
@@ -334,7 +369,11 @@ def test_the_heaviest_operations_come_first_by_their_share_of_bytes_or_cycles(mo
         return hlo.Operation(name, "fusion", "f32[8]", "aten__add, step.py:1", "", 1, hbm_bytes, 0.0, cycles)
 
     graph = dict(times=1, kernels=[], custom_calls={})
-    graph["operations"] = [operation("small", 1e6, 10), operation("slow", 0.0, 900), operation("large", 3e6, 0)]
+    graph["operations"] = [
+        operation("small", 1e6, 10),
+        operation("slow", 0.0, 900),
+        operation("large", 3e6, 0),
+    ]
     heavy = row(32) | dict(hbm_bytes=4e6, cycles=910, graphs=[graph])
     table = Plan("mshnet", "train", "v5e-1", [heavy]).heaviest(2)
     assert [line[0] for line in table.rows] == ["fusion slow", "fusion large"] and table.rows[1][3] == "3"
@@ -355,15 +394,26 @@ def ran(stdout="", stderr="", code=1):
             "libtpu_lockfile",
         ),
         (ran(stderr="x", code=-9), "killed.*memory"),
-        (ran(stderr="F0000 check failed: no layout", code=-6), "does not run.* F0000 check failed: no layout"),
+        (
+            ran(stderr="F0000 check failed: no layout", code=-6),
+            "does not run.* F0000 check failed: no layout",
+        ),
         (ran(stderr="OSError: wrong ELF class"), "does not run.* OSError: wrong ELF class.*Linux on x86-64"),
         (
             ran(
-                json.dumps(dict(error='UNIMPLEMENTED: no backward of this pool\nmetadata={op_name="reduce-window.5"}')), code=0
+                json.dumps(
+                    dict(
+                        error='UNIMPLEMENTED: no backward of this pool\nmetadata={op_name="reduce-window.5"}'
+                    )
+                ),
+                code=0,
             ),
             "refuses.* UNIMPLEMENTED: no backward of this pool.*reduce-window.5",
         ),
-        (ran(json.dumps(dict(error="INTERNAL: bad\n  %fusion.3 = f32[8] fusion(x)")), code=0), "refuses.*%fusion.3 = f32"),
+        (
+            ran(json.dumps(dict(error="INTERNAL: bad\n  %fusion.3 = f32[8] fusion(x)")), code=0),
+            "refuses.*%fusion.3 = f32",
+        ),
     ],
 )
 def test_a_failure_of_the_compiler_is_explained(result, words, tmp_path):
@@ -385,7 +435,9 @@ def test_an_answer_is_cached(tmp_path, monkeypatch, quiet):
     monkeypatch.setattr(tool, "install_compiler", lambda log, backend: tmp_path)
     calls = []
     answer = dict(peak_bytes=1, flops=1.0, hlo="HloModule x")
-    monkeypatch.setattr(tool, "run_python", lambda *a, **_: calls.append(a) or ran(json.dumps(answer), code=0))
+    monkeypatch.setattr(
+        tool, "run_python", lambda *a, **_: calls.append(a) or ran(json.dumps(answer), code=0)
+    )
     path = tmp_path / "0.mlirbc"
     path.write_bytes(b"a graph")
     graph = dict(path=path, digest="one")
@@ -398,24 +450,36 @@ def test_an_answer_is_cached(tmp_path, monkeypatch, quiet):
     assert len(calls) == 4
 
 
-def test_a_task_is_compiled_with_its_own_flags_and_not_with_those_of_this_process(tmp_path, monkeypatch, quiet):
+def test_a_task_is_compiled_with_its_own_flags_and_not_with_those_of_this_process(
+    tmp_path, monkeypatch, quiet
+):
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path))
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--of_this_process=1")
     monkeypatch.setattr(tool, "install_compiler", lambda log, backend: tmp_path)
     given = []
     answer = json.dumps(dict(peak_bytes=1, flops=1.0, hlo="HloModule x"))
-    monkeypatch.setattr(tool, "run_python", lambda *_, variables: given.append(variables) or ran(answer, code=0))
+    monkeypatch.setattr(
+        tool, "run_python", lambda *_, variables: given.append(variables) or ran(answer, code=0)
+    )
     path = tmp_path / "0.mlirbc"
     path.write_bytes(b"a graph")
     for flags in ("", "--of_the_task=2", "--of_the_task=3"):
         graph = dict(path=path, digest="one", libtpu_args=flags)
         tool._compile(graph, MACHINES["v5e-1"], "processes", quiet)
-    assert [variables["LIBTPU_INIT_ARGS"] for variables in given] == [None, "--of_the_task=2", "--of_the_task=3"]
+    assert [variables["LIBTPU_INIT_ARGS"] for variables in given] == [
+        None,
+        "--of_the_task=2",
+        "--of_the_task=3",
+    ]
 
 
 def test_the_compilers_script_imports_nothing_of_tpukit():
     text = (ROOT / "tpukit/tools/tpu_compiler.py").read_text()
-    assert "import tpukit" not in text and "from tpukit" not in text and "torch" not in text.replace("torch_xla", "")
+    assert (
+        "import tpukit" not in text
+        and "from tpukit" not in text
+        and "torch" not in text.replace("torch_xla", "")
+    )
 
 
 @pytest.mark.slow
@@ -423,11 +487,13 @@ def test_the_same_step_is_traced_into_the_same_graph_every_time(needs_xla, tmp_p
     texts = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        ((graph,), _) = tool._trace(TINY, "train", 32, MACHINES["v5e-1"], tmp_path / name)
+        (graph,), _ = tool._trace(TINY, "train", 32, MACHINES["v5e-1"], tmp_path / name)
         texts.append(graph["path"].read_bytes())
     assert texts[0] == texts[1]
 
 
 def test_help_names_the_chips_and_the_parts():
-    shown = subprocess.run([sys.executable, "-m", "tpukit", "plan", "mshnet", "--help"], capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-m", "tpukit", "plan", "mshnet", "--help"], capture_output=True, text=True
+    ).stdout
     assert "{v5e-1,v5e-8,v6e-1}" in shown and "{train,evaluate,session}" in shown and "--find-batch" in shown

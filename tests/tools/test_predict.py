@@ -1,4 +1,5 @@
-"""Predicting a user's own files: any size, any number, on every device; what is saved, and what is refused."""
+"""Predicting a user's own files: any size, any number, on every device; what is saved, and what is
+refused."""
 
 import csv
 import dataclasses
@@ -29,7 +30,9 @@ def test_windows_cover_every_pixel_once_and_keep_away_from_their_edges_within_th
     parts, join = windows.split(image, 32)
     assert {part.shape for part in parts} == {(3, 32, 32)}
     np.testing.assert_array_equal(join([part[:1] for part in parts])[0], image[:1])
-    far = np.minimum(*np.meshgrid(*[np.minimum(np.arange(32), np.arange(32)[::-1])] * 2))  # from a window's edge
+    far = np.minimum(
+        *np.meshgrid(*[np.minimum(np.arange(32), np.arange(32)[::-1])] * 2)
+    )  # from a window's edge
     distance = join([far[None]] * len(parts))[0, 0]
     assert distance[4:-4, 4:-4].size == 0 or distance[4:-4, 4:-4].min() >= 4
 
@@ -40,7 +43,11 @@ def save_kinds(folder):
     grey[10:12, 20:23] = 200
     images = dict(grey=Image.fromarray(grey), wide=Image.fromarray(grey.astype(np.uint16) * 257))
     images |= dict(palette=Image.fromarray(grey).convert("P"), rgba=Image.fromarray(grey).convert("RGBA"))
-    images |= dict(dot=Image.new("L", (1, 1), 102), nudt=Image.new("L", (256, 256), 102), long=Image.new("L", (300, 100), 102))
+    images |= dict(
+        dot=Image.new("L", (1, 1), 102),
+        nudt=Image.new("L", (256, 256), 102),
+        long=Image.new("L", (300, 100), 102),
+    )
     for name, image in images.items():
         image.save(folder / f"{name}.png")
     return {f"{name}.png": image.size[::-1] for name, image in images.items()}
@@ -95,10 +102,14 @@ def test_boxes_are_the_connected_regions_with_the_mean_probability_of_their_pixe
         assert box["score"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_on_xla_images_of_many_sizes_share_one_compiled_graph_and_equal_the_cpu(infrared_run, xla, monkeypatch):
+def test_on_xla_images_of_many_sizes_share_one_compiled_graph_and_equal_the_cpu(
+    infrared_run, xla, monkeypatch
+):
     task, run = infrared_run
     rng = np.random.default_rng(0)
-    images = [rng.integers(0, 256, size).astype(np.uint8) for size in ((20, 20), (70, 66), (140, 140))]  # 1, 4 and 9 windows
+    images = [
+        rng.integers(0, 256, size).astype(np.uint8) for size in ((20, 20), (70, 66), (140, 140))
+    ]  # 1, 4 and 9 windows
     with prediction.as_files(images) as paths:
         shapes, opened = [], prediction.open_predictor
 
@@ -149,19 +160,30 @@ def test_the_command_predicts_digits_names_a_broken_file_and_ends_with_1(trained
     assert "\x1b" not in "".join(capsys.readouterr())
     listed = json.loads((tmp_path / "out/predictions.json").read_text())
     good = [entry for entry in listed if "error" not in entry]
-    assert [entry["digit"] for entry in good] == [result["digit"] for result in predict(run, mine / "?.png", progress=False)]
+    assert [entry["digit"] for entry in good] == [
+        result["digit"] for result in predict(run, mine / "?.png", progress=False)
+    ]
     assert all((tmp_path / "out" / entry["picture"]).read_bytes().startswith(b"\x89PNG") for entry in good)
     assert len(good) == 4 and len(listed) == 5
     with open(tmp_path / "out/predictions.csv") as file:
         rows = list(csv.DictReader(file))
-    assert {row["name"]: row["digit"] for row in rows if not row["error"]} == {e["name"]: str(e["digit"]) for e in good}
+    assert {row["name"]: row["digit"] for row in rows if not row["error"]} == {
+        e["name"]: str(e["digit"]) for e in good
+    }
 
 
 def test_the_table_has_a_line_for_each_box_and_one_for_an_image_without(infrared_run, bright, tmp_path):
     task, run = infrared_run
     two = np.zeros((40, 40), np.uint8)
     two[3, 4] = two[30:32, 30] = 255
-    predict(run, [two, np.zeros((5, 5), np.uint8)], task=task, out=tmp_path / "out", pictures=False, progress=False)
+    predict(
+        run,
+        [two, np.zeros((5, 5), np.uint8)],
+        task=task,
+        out=tmp_path / "out",
+        pictures=False,
+        progress=False,
+    )
     with open(tmp_path / "out/predictions.csv") as file:
         rows = [(row["name"], row["left"], row["bottom"]) for row in csv.DictReader(file)]
     assert rows == [("0000.png", "4", "4"), ("0000.png", "30", "32"), ("0001.png", "", "")]
@@ -182,7 +204,11 @@ def test_voltages_become_images_from_files_and_from_arrays(tank, tmp_path):
         np.testing.assert_array_equal(one["image"], other["image"])
         saved = np.load(tmp_path / f"out/images/{path.name}, 1.npy")
         np.testing.assert_array_equal(saved, one["image"])
-        assert one["image"].shape == (128, 128) and np.isnan(one["image"][0, 0]) and np.isfinite(one["image"][64, 64])
+        assert (
+            one["image"].shape == (128, 128)
+            and np.isnan(one["image"][0, 0])
+            and np.isfinite(one["image"][64, 64])
+        )
 
 
 # What is refused
@@ -195,7 +221,9 @@ def test_a_folder_that_holds_anything_is_not_written_in(trained, tmp_path, capsy
     (tmp_path / "out/predictions.csv").write_text("mine")
     assert cli.main(words(run.path, tmp_path / "a.png", "--out", tmp_path / "out")) == 1
     assert str(tmp_path / "out") in capsys.readouterr().err
-    assert (tmp_path / "out/predictions.csv").read_text() == "mine" and len(list((tmp_path / "out").iterdir())) == 1
+    assert (tmp_path / "out/predictions.csv").read_text() == "mine" and len(
+        list((tmp_path / "out").iterdir())
+    ) == 1
 
 
 def test_no_readable_file_no_weights_and_no_run_are_errors_that_name_the_path(trained, tmp_path):
@@ -248,9 +276,13 @@ def test_a_weights_file_alone_carries_what_its_model_needs_and_no_path(digits, t
     alone.write_bytes(run.best().read_bytes())
     image = task.test_set().batch([3])["image"][0, 0]
     assert predict(alone, image, progress=False) == predict(run, image, progress=False)
-    assert str(tmp_path) not in json.dumps(weights.metadata(alone)) and str(digits) not in json.dumps(weights.metadata(alone))
+    assert str(tmp_path) not in json.dumps(weights.metadata(alone)) and str(digits) not in json.dumps(
+        weights.metadata(alone)
+    )
     # Naming the task, too, changes nothing; another one is refused.
-    assert predict(alone, image, task="mnist", progress=False) == predict(run.path, image, task="mnist", progress=False)
+    assert predict(alone, image, task="mnist", progress=False) == predict(
+        run.path, image, task="mnist", progress=False
+    )
     for source in (alone, run):
         with pytest.raises(TpukitError, match="of the task mnist, not of mshnet"):
             predict(source, image, task="mshnet", progress=False)
@@ -264,11 +296,17 @@ def test_test_and_doctor_take_the_settings_that_a_weights_file_carries(digits, t
     run = Run.open(tmp_path / "run", task)
     scores = train(task, run, runtime=cpu, progress=False)
     best = ["--weights", str(run.best())]
-    assert cli.main(["test", "mnist", *best, "--dataset-dir", str(digits), "--run", str(tmp_path / "tested")]) == 0
+    assert (
+        cli.main(["test", "mnist", *best, "--dataset-dir", str(digits), "--run", str(tmp_path / "tested")])
+        == 0
+    )
     assert f"{scores['accuracy']:.4f}" in capsys.readouterr().out
     cli.main(["doctor", "--model", "mnist", *best])
     assert "mnist in fp32" in capsys.readouterr().out
-    assert cli.main(["test", "mshnet", *best, "--dataset-dir", str(digits), "--run", str(tmp_path / "other")]) == 1
+    assert (
+        cli.main(["test", "mshnet", *best, "--dataset-dir", str(digits), "--run", str(tmp_path / "other")])
+        == 1
+    )
     assert cli.main(["test", "mshnet", "--dataset-dir", str(digits), "--run", str(run.path)]) == 1
     assert capsys.readouterr().err.count("of the task mnist, not of mshnet") == 2
 
@@ -277,7 +315,9 @@ def test_settings_and_statistics_that_are_damaged_are_named(tank, tmp_path):
     task = task_of(tank)
     state = task.model().state_dict()
     about = dict(task="cdeit", settings=json.dumps(model_settings(task)), epoch="0")
-    for number, damage in enumerate([dict(voltages="[1"), dict(voltages="[[1], [2]]"), dict(settings='{"patch": "x"}')]):
+    for number, damage in enumerate(
+        [dict(voltages="[1"), dict(voltages="[[1], [2]]"), dict(settings='{"patch": "x"}')]
+    ):
         path = tmp_path / f"{number}.safetensors"
         path.write_bytes(weights.serialize(state, about | damage))
         with pytest.raises(TpukitError, match="damaged|patch"):
@@ -298,7 +338,14 @@ def test_weights_of_others_need_the_tasks_name(tmp_path, capsys):
     Image.new("L", (28, 28)).save(tmp_path / "a.png")
     assert cli.main(words(tmp_path / "published.pth", tmp_path / "a.png", "--out", tmp_path / "out")) == 1
     assert "mnist" in capsys.readouterr().err
-    assert cli.main(words(tmp_path / "published.pth", tmp_path / "a.png", "--out", tmp_path / "out", "--task", "mnist")) == 0
+    assert (
+        cli.main(
+            words(
+                tmp_path / "published.pth", tmp_path / "a.png", "--out", tmp_path / "out", "--task", "mnist"
+            )
+        )
+        == 0
+    )
 
 
 def test_a_task_of_ones_own_predicts_without_further_methods(trained):
@@ -318,7 +365,8 @@ def test_the_device_is_the_cpu_unless_the_machines_own_is_asked_for(trained, mon
     _, run = trained
     opened = []
     monkeypatch.setattr(
-        "tpukit.devices.open_runtime", lambda env, precision, libtpu_args: opened.append(env.accelerator) or 1 / 0
+        "tpukit.devices.open_runtime",
+        lambda env, precision, libtpu_args: opened.append(env.accelerator) or 1 / 0,
     )
     image = np.zeros((28, 28), np.uint8)
     predict(run, image, progress=False)
@@ -328,15 +376,21 @@ def test_the_device_is_the_cpu_unless_the_machines_own_is_asked_for(trained, mon
     assert opened == [environment.detect().accelerator]
 
 
-@pytest.mark.parametrize("shape, count", [((512, 512), 1), ((300, 100), 1), ((8, 8), 1), ((600, 400), 2), ((1024, 1024), 9)])
-def test_an_image_is_scaled_as_in_an_evaluation_and_one_of_more_than_twice_the_size_cut_into_windows(shape, count):
+@pytest.mark.parametrize(
+    "shape, count", [((512, 512), 1), ((300, 100), 1), ((8, 8), 1), ((600, 400), 2), ((1024, 1024), 9)]
+)
+def test_an_image_is_scaled_as_in_an_evaluation_and_one_of_more_than_twice_the_size_cut_into_windows(
+    shape, count
+):
     # Twice, because the weights do not say how large the images of their training were.
     rows, join = MSHNet().split(dict(image=np.zeros((1, 3, *shape), np.uint8)))
     assert len(rows) == count and join([np.zeros((1, 256, 256), np.float32)] * count).shape == (1, 1, *shape)
 
 
 @pytest.mark.parametrize("base_size", [32, 64, 128])
-def test_a_test_image_is_predicted_from_the_pixels_that_its_evaluation_sees(base_size, infrared_run, infrared):
+def test_a_test_image_is_predicted_from_the_pixels_that_its_evaluation_sees(
+    base_size, infrared_run, infrared
+):
     _, run = infrared_run
     test = MSHNet(dataset_dir=infrared, base_size=base_size).test_set()
     run.save_best(Narrow().model().state_dict(), **MSHNet().metadata(test))
@@ -344,4 +398,6 @@ def test_a_test_image_is_predicted_from_the_pixels_that_its_evaluation_sees(base
     batch, _ = task.read_files([infrared / f"images/{test.names[0]}.png"], None)
     (row,), _ = task.split(batch)
     difference = np.abs(row["image"].astype(int) - test.batch([0])["image"][0])
-    assert row["image"].shape == (3, base_size, base_size) and difference.max() <= 1  # a grey level, by rounding
+    assert (
+        row["image"].shape == (3, base_size, base_size) and difference.max() <= 1
+    )  # a grey level, by rounding

@@ -23,7 +23,10 @@ def test_the_shipped_prices_name_the_source_of_every_figure_and_are_shipped():
     assert find(table, "TPU v5e", "Google Cloud").usd_per_hour == 1.2
     for chip, units in (("TPU v5e", 3.14), ("TPU v6e", 3.71)):
         of_colab = find(table, chip, "Colab")
-        assert of_colab.usd_per_hour == pytest.approx(units * 0.0999, abs=5e-4) and "not checked" in of_colab.source
+        assert (
+            of_colab.usd_per_hour == pytest.approx(units * 0.0999, abs=5e-4)
+            and "not checked" in of_colab.source
+        )
     assert "12 h" in find(table, "T4", "Kaggle").source and "9 h" in find(table, "T4", "Kaggle").source
     for hardware, *_ in comparison.PUBLISHED_EPOCHS:
         assert any(p.hardware == hardware for p in table), hardware
@@ -93,7 +96,9 @@ def test_a_table_of_prices_leads_with_what_is_free_and_what_the_user_changed_and
     shipped = prices.read()
     mine = [price("T4", "Colab", 0.5), price("RTX 3090", "local", 0.14), price(usd=None)]
     shown = prices.table([*shipped, *mine])
-    assert {row[1] for row in shown.rows[:-3]} == {"Kaggle", "Colab free"} and {row[2] for row in shown.rows[:-3]} == {"0"}
+    assert {row[1] for row in shown.rows[:-3]} == {"Kaggle", "Colab free"} and {
+        row[2] for row in shown.rows[:-3]
+    } == {"0"}
     assert [row[:3] for row in shown.rows[-3:]] == [
         ("T4", "Colab", "0.5"),
         ("RTX 3090", "local", "0.14"),

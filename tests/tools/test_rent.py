@@ -1,4 +1,5 @@
-"""Renting through SkyPilot: the cost, the task file as YAML, a shell and SkyPilot's parser read it, a recording `sky`."""
+"""Renting through SkyPilot: the cost, the task file as YAML, a shell and SkyPilot's parser read it, a
+recording `sky`."""
 
 import importlib.util
 import os
@@ -34,7 +35,8 @@ def task(accelerator="v5litepod-8", command=TRAIN, **options):
 
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
-    """A `sky` on PATH that records how it was called, prints $SKY_SAYS and ends with $SKY_CODE. Returns the list of calls."""
+    """A `sky` on PATH that records how it was called, prints $SKY_SAYS and ends with $SKY_CODE. Returns the
+    list of calls."""
     monkeypatch.chdir(tmp_path)
     write_program(tmp_path / "bin/sky", 'echo "$@" >> "$SKY_CALLS"; echo "$SKY_SAYS"; exec $SKY_THEN')
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
@@ -61,7 +63,9 @@ def calls(tmp_path, monkeypatch):
     ],
 )
 def test_the_cost_is_the_list_price_of_all_chips_for_all_hours(accelerator, hardware, count):
-    (price,) = [price for price in prices.read() if (price.hardware, price.place) == (hardware, "Google Cloud")]
+    (price,) = [
+        price for price in prices.read() if (price.hardware, price.place) == (hardware, "Google Cloud")
+    ]
     assert f"${count * price.usd_per_hour * 3:.2f} for 3 h" in tool.describe_cost(accelerator, hours=3)
     assert f"${count * price.spot_usd_per_hour:.2f} per hour" in tool.describe_cost(accelerator, spot=True)
 
@@ -103,7 +107,9 @@ def test_nothing_starts_where_nobody_can_be_asked(calls, capsys):
 
 
 @pytest.mark.parametrize("accelerator", ["v5litepod-1", "v6e-8", "v4-16", "T4:1"])
-@pytest.mark.parametrize("options", [{}, dict(spot=True, bucket="gs://my-runs"), dict(zone="us-east5-a", data="gs://my-data")])
+@pytest.mark.parametrize(
+    "options", [{}, dict(spot=True, bucket="gs://my-runs"), dict(zone="us-east5-a", data="gs://my-data")]
+)
 def test_every_task_deletes_its_machine_when_idle(accelerator, options):
     assert yaml.safe_load(task(accelerator, **options))["resources"]["autostop"] == dict(
         idle_minutes=10, wait_for="jobs", down=True
@@ -113,16 +119,35 @@ def test_every_task_deletes_its_machine_when_idle(accelerator, options):
 def test_the_options_are_in_the_task():
     plain = yaml.safe_load(task("T4:2"))
     assert plain["resources"]["accelerators"] == "T4:2" and plain["resources"]["use_spot"] is False
-    assert "file_mounts" not in plain and "accelerator_args" not in plain["resources"] and "torch_xla" not in plain["setup"]
+    assert (
+        "file_mounts" not in plain
+        and "accelerator_args" not in plain["resources"]
+        and "torch_xla" not in plain["setup"]
+    )
     full = yaml.safe_load(
-        task("v6e-8", name="no", spot=True, zone="us-east5-a", hours=1.5, data="gs://my-data", bucket="gs://my-runs")
+        task(
+            "v6e-8",
+            name="no",
+            spot=True,
+            zone="us-east5-a",
+            hours=1.5,
+            data="gs://my-data",
+            bucket="gs://my-runs",
+        )
     )
     assert full["name"] == "no"  # a string, not YAML's false
     resources = full["resources"]
-    assert resources["accelerators"] == "tpu-v6e-8" and resources["accelerator_args"] == dict(runtime_version="v2-alpha-tpuv6e")
+    assert resources["accelerators"] == "tpu-v6e-8" and resources["accelerator_args"] == dict(
+        runtime_version="v2-alpha-tpuv6e"
+    )
     assert resources["use_spot"] is True and resources["infra"] == "gcp/us-east5/us-east5-a"
-    assert full["file_mounts"] == {"/data": "gs://my-data", "/backup": dict(source="gs://my-runs", mode="MOUNT")}
-    assert "timeout --kill-after=10m 5400s" in full["run"] and full["run"].endswith("--epochs 3 --backup /backup/no\n")
+    assert full["file_mounts"] == {
+        "/data": "gs://my-data",
+        "/backup": dict(source="gs://my-runs", mode="MOUNT"),
+    }
+    assert "timeout --kill-after=10m 5400s" in full["run"] and full["run"].endswith(
+        "--epochs 3 --backup /backup/no\n"
+    )
 
 
 HOSTILE = [
@@ -139,7 +164,12 @@ def test_hostile_words_reach_the_training_as_they_are_and_run_nothing(tmp_path):
     write_program(tmp_path / "tpukit-python/bin/tpukit", record)
     write_program(tmp_path / ".local/bin/uv", record)
     for script, expected in (("run", [*command, "--backup", "/backup/tpukit"]), ("setup", None)):
-        subprocess.run(["bash", "-c", written[script]], env=dict(os.environ, HOME=str(tmp_path)), cwd=tmp_path, check=True)
+        subprocess.run(
+            ["bash", "-c", written[script]],
+            env=dict(os.environ, HOME=str(tmp_path)),
+            cwd=tmp_path,
+            check=True,
+        )
         got = (tmp_path / "args").read_bytes().decode().split("\0")[:-1]
         assert got == expected if expected else got[-1] == source
     assert not (tmp_path / "pwned").exists()
@@ -148,12 +178,23 @@ def test_hostile_words_reach_the_training_as_they_are_and_run_nothing(tmp_path):
 @pytest.mark.parametrize(
     "refused",
     [
-        *[dict(command=(*TRAIN, word)) for word in ("a\nb", "\r", "\0", "\x7f", "\x85", "\u2028", "\ud800", "\t")],
+        *[
+            dict(command=(*TRAIN, word))
+            for word in ("a\nb", "\r", "\0", "\x7f", "\x85", "\u2028", "\ud800", "\t")
+        ],
         *[dict(command=command) for command in ((), ("train",), ("doctor",), ("train", "rm"))],
         *[dict(name=name) for name in ("", "A", "a b", "-a", "a-", "a" * 31, "../a", "a\n", "ä")],
         *[
             dict(bucket=bucket)
-            for bucket in ("b", "s3://bbb", "gs://", "gs://a b", "gs://bbb\n", "gs://bbb}, x: {", "gs://bbb/x")
+            for bucket in (
+                "b",
+                "s3://bbb",
+                "gs://",
+                "gs://a b",
+                "gs://bbb\n",
+                "gs://bbb}, x: {",
+                "gs://bbb/x",
+            )
         ],
         *[dict(data=data) for data in ("/home", "gs://b;x", "gs://bbb\nx: y")],
         *[dict(zone=zone) for zone in ("us-central1", "us-central1-a/x", "us-central1-a\n", "*")],
@@ -198,7 +239,9 @@ for path in sys.argv[1:]:
 """
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("sky"), reason="SkyPilot is not installed: pip install 'skypilot[gcp]'")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("sky"), reason="SkyPilot is not installed: pip install 'skypilot[gcp]'"
+)
 def test_skypilots_own_parser_reads_the_tasks(tmp_path):
     written = {
         "v5litepod-8": task(spot=True, bucket="gs://my-runs", data="gs://my-data"),
@@ -209,7 +252,9 @@ def test_skypilots_own_parser_reads_the_tasks(tmp_path):
     for number, content in enumerate(written.values()):
         (tmp_path / f"{number}.yaml").write_text(content)
     words = [sys.executable, "-c", PARSE, *sorted(map(str, tmp_path.glob("*.yaml")))]
-    ran = subprocess.run(words, capture_output=True, text=True, env=dict(os.environ, HOME=str(tmp_path)), check=True)
+    ran = subprocess.run(
+        words, capture_output=True, text=True, env=dict(os.environ, HOME=str(tmp_path)), check=True
+    )
     assert ran.stdout.splitlines() == [
         "{'tpu-v5litepod-8': 1} {'runtime_version': 'v2-alpha-tpuv5-lite'} True None 10 True",
         "{'tpu-v6e-4': 1} {'runtime_version': 'v2-alpha-tpuv6e'} False us-east5-a 10 True",
@@ -220,7 +265,9 @@ def test_skypilots_own_parser_reads_the_tasks(tmp_path):
 
 @pytest.mark.parametrize("accepts", [True, False])
 def test_skypilots_parser_is_asked_where_it_is_installed(accepts, calls, tmp_path, monkeypatch):
-    (tmp_path / "sky.py").write_text(f"class Task:\n    from_yaml = {{'{tmp_path}/{accepts}.yaml': None}}.__getitem__\n")
+    (tmp_path / "sky.py").write_text(
+        f"class Task:\n    from_yaml = {{'{tmp_path}/{accepts}.yaml': None}}.__getitem__\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "sky", raising=False)
     path = tmp_path / "True.yaml"  # the one that this parser knows
@@ -240,7 +287,10 @@ def test_a_start_hands_the_file_to_sky_and_names_the_commands_that_follow(calls,
     given = ["rent", "v5litepod-8", "--name", "mine", "--source", SOURCE, "--start", "--yes"]
     assert cli.main([*given, "--", *TRAIN]) == 0
     assert "sky down mine" in capsys.readouterr().out
-    assert cli.main([*given, "--jobs", "--spot", "--bucket", "gs://my-runs", "--out", "jobs.yaml", "--", *TRAIN]) == 0
+    assert (
+        cli.main([*given, "--jobs", "--spot", "--bucket", "gs://my-runs", "--out", "jobs.yaml", "--", *TRAIN])
+        == 0
+    )
     assert "sky jobs cancel -n mine" in capsys.readouterr().out
     assert calls() == [
         f"launch --cluster mine --detach-run --yes {tmp_path}/mine.yaml",
@@ -257,14 +307,28 @@ def test_a_managed_job_without_a_bucket_is_refused(calls):
 # What SkyPilot 0.14.1 printed here, without an account or network, or has in its source -> the code.
 REFUSALS = {
     "sky.exceptions.NoCloudAccessError: Cloud access is not set up. Run: sky check": "access",
-    "ResourcesUnavailableError: Storage 'store: gcs' specified, but GCP access is disabled. To fix, enable": "access",
-    "NotSupportedError: Cloud-based file_mounts are specified, but no cloud storage is available. Please": "access",
-    "Task 'tpukit' requires GCP which is not enabled. To enable access, change the task cloud requirement": "access",
-    "google.auth.exceptions.RefreshError: ('invalid_grant: Bad Request', {'error': 'invalid_grant'})": "access",
+    "ResourcesUnavailableError: Storage 'store: gcs' specified, but GCP access is disabled. To fix, enable": (
+        "access"
+    ),
+    "NotSupportedError: Cloud-based file_mounts are specified, but no cloud storage is available. Please": (
+        "access"
+    ),
+    "Task 'tpukit' requires GCP which is not enabled. To enable access, change the task cloud requirement": (
+        "access"
+    ),
+    "google.auth.exceptions.RefreshError: ('invalid_grant: Bad Request', {'error': 'invalid_grant'})": (
+        "access"
+    ),
     "google.auth.exceptions.RefreshError: Reauthentication is needed. Please run `gcloud auth": "access",
-    "Found no quota for tpu-v6e-8 (Spot) in region us-east5. To request quotas, check the instruction": "quota",
-    "Quota 'TPUV2sPreemptiblePodPerProjectPerRegionForTPUAPI' exhausted. Limit 32 in region europe-west4": "quota",
-    "Quota limit 'TPUV5sLitepodPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in zone us-central1-a.": "quota",
+    "Found no quota for tpu-v6e-8 (Spot) in region us-east5. To request quotas, check the instruction": (
+        "quota"
+    ),
+    "Quota 'TPUV2sPreemptiblePodPerProjectPerRegionForTPUAPI' exhausted. Limit 32 in region europe-west4": (
+        "quota"
+    ),
+    "Quota limit 'TPUV5sLitepodPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in zone us-central1-a.": (
+        "quota"
+    ),
     'There is no more capacity in the zone "europe-west4-a"; you can try in another zone': "capacity",
     "code ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS": "capacity",
     "Location us-east1-d is not found or access is unauthorized.": "permission",
@@ -294,7 +358,19 @@ def test_a_missing_sky_is_told_how_to_install_before_anything_is_asked(tmp_path,
 
 def test_an_interrupt_tells_that_skypilot_continues_and_how_to_delete(calls, monkeypatch):
     monkeypatch.setenv("SKY_THEN", "sleep 60")
-    words = [sys.executable, "-m", "tpukit", "rent", "v5litepod-8", "--source", SOURCE, "--start", "--yes", "--", *TRAIN]
+    words = [
+        sys.executable,
+        "-m",
+        "tpukit",
+        "rent",
+        "v5litepod-8",
+        "--source",
+        SOURCE,
+        "--start",
+        "--yes",
+        "--",
+        *TRAIN,
+    ]
 
     def as_in_a_terminal():
         os.setsid()
@@ -341,6 +417,11 @@ def test_the_notebook_starts_nothing_before_it_knows_where_the_machine_gets_tpuk
 
 
 def test_the_notebook_starts_a_managed_job_when_told_to(calls, tmp_path):
-    run_notebook(NOTEBOOK, tmp_path, GO=True, SPOT=True, JOBS=True, NAME="mine", BUCKET="gs://my-runs", SOURCE=SOURCE)
-    assert calls() == [f"jobs launch --name mine --detach-run --yes {tmp_path}/mine.yaml", "status -u --refresh"]
+    run_notebook(
+        NOTEBOOK, tmp_path, GO=True, SPOT=True, JOBS=True, NAME="mine", BUCKET="gs://my-runs", SOURCE=SOURCE
+    )
+    assert calls() == [
+        f"jobs launch --name mine --detach-run --yes {tmp_path}/mine.yaml",
+        "status -u --refresh",
+    ]
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["resources"]["use_spot"] is True

@@ -33,9 +33,13 @@ LINE = next(n for n, text in enumerate(open(__file__), 1) if text.endswith("# th
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])
-def test_what_an_optimizer_counts_on_the_host_is_no_wait_for_the_device(device, digits, tmp_path, request, monkeypatch):
+def test_what_an_optimizer_counts_on_the_host_is_no_wait_for_the_device(
+    device, digits, tmp_path, request, monkeypatch
+):
     request.getfixturevalue(device)
-    monkeypatch.setenv("PJRT_DEVICE", "CPU") if device == "xla" else monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    monkeypatch.setenv("PJRT_DEVICE", "CPU") if device == "xla" else monkeypatch.delenv(
+        "PJRT_DEVICE", raising=False
+    )
     task = Stepping(dataset_dir=digits, epochs=1, batch_size=16)
     assert trace(task, Run.open(tmp_path, task), steps=1).rows == []
 
@@ -59,7 +63,11 @@ def test_a_trace_of_an_xla_run_keeps_a_profile_and_the_steps_hlo_with_its_lines(
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     task, run = trained
     found = trace(task, run, steps=2, hlo=True)
-    assert found.rows == [] and found.hlo == str(run.path / "step.hlo") and found.hlo in " ".join(found.findings())
+    assert (
+        found.rows == []
+        and found.hlo == str(run.path / "step.hlo")
+        and found.hlo in " ".join(found.findings())
+    )
     assert next((run.path / "trace").rglob("*.xplane.pb")).stat().st_size > 1000
     text = (run.path / "step.hlo").read_text()
     assert text.startswith("HloModule") and re.search(r'source_file="[^"]*mnist\.py" source_line=\d+', text)
@@ -83,7 +91,10 @@ def test_an_operation_without_an_xla_form_is_named_with_its_line(xla):
 
 
 def test_a_copy_to_the_host_waits_also_where_it_is_asked_not_to():
-    device, host = torch.empty(2, device="meta"), torch.empty(2)  # meta stands for a device other than the host
+    device, host = (
+        torch.empty(2, device="meta"),
+        torch.empty(2),
+    )  # meta stands for a device other than the host
     for arguments in ((host, device), (host, device, True)):
         assert _copies_to_host("aten::copy_", arguments, host)
     assert _copies_to_host("aten::_to_copy", (device,), host)

@@ -12,7 +12,9 @@ from tpukit.tools.try_model import try_model
 def test_doctor_says_how_far_half_precision_moves_the_model(cpu):
     env = detect({}, "/nowhere")
     checks = try_model(CDEIT(**SMALL), env)
-    assert [c.what for c in checks] == ["cdeit in fp32", "cdeit in bf16"] and {c.level for c in checks} == {"ok"}
+    assert [c.what for c in checks] == ["cdeit in fp32", "cdeit in bf16"] and {c.level for c in checks} == {
+        "ok"
+    }
     moved = float(checks[1].found.split("changes by ")[1].split("%")[0])
     assert 0.01 < moved < 5
 
@@ -22,7 +24,9 @@ def test_what_a_compiler_refuses_is_a_finding_with_its_reason_and_what_tpukit_re
         raise error
 
     monkeypatch.setattr(module, "_one_step", refuse)
-    error = ValueError("Ran out of memory in memory space hbm. Used 18.2G of 15.75G hbm.\nmore")  # XLA's type for it
+    error = ValueError(
+        "Ran out of memory in memory space hbm. Used 18.2G of 15.75G hbm.\nmore"
+    )  # XLA's type for it
     checks = try_model(MNIST(), detect({}, "/nowhere"))
     assert checks[0].level == BLOCKS and "18.2G of 15.75G" in checks[0].found and checks[0].fix
     error = TpukitError("no such chip")

@@ -36,9 +36,18 @@ def run(digits, cpu, tmp_path):
 def test_a_run_is_shown_as_its_records_have_it(run, install, capsys):
     assert cli.main(["watch", str(run.path)]) == 0  # no terminal: once
     shown = capsys.readouterr().out
-    assert "digits-run" in shown and "20 of 20 (100.0%), finished" in shown and "cpu (host processor)" in shown
-    rate, accuracy = run.records("train")[-1]["speed"]["images_per_s"], run.records("evaluation")[-1]["scores"]["accuracy"]
-    assert f"{rate:.1f} samples per second" in shown and "scores of epoch 2" in shown and f"accuracy {accuracy:.4g}" in shown
+    assert (
+        "digits-run" in shown and "20 of 20 (100.0%), finished" in shown and "cpu (host processor)" in shown
+    )
+    rate, accuracy = (
+        run.records("train")[-1]["speed"]["images_per_s"],
+        run.records("evaluation")[-1]["scores"]["accuracy"],
+    )
+    assert (
+        f"{rate:.1f} samples per second" in shown
+        and "scores of epoch 2" in shown
+        and f"accuracy {accuracy:.4g}" in shown
+    )
     assert "step 20" in shown and "left" not in shown and "GPU" not in shown
     assert f"{run.records('train')[-1]['loss']:.4f}" in shown  # the last one
 
@@ -48,15 +57,24 @@ def test_a_run_on_its_way_shows_what_is_left_and_since_when_it_stands():
         dict(kind="start", step=0, device="tpu", batch_size=4),
         dict(kind="compile", step=1, programs=1, seconds=60.0),
         dict(kind="compile", step=7, programs=1, seconds=50.0),
-        dict(kind="train", step=100, speed=dict(images_per_s=40.0, wait_s=1.0, seconds=10.0, memory=[], counters={})),
+        dict(
+            kind="train",
+            step=100,
+            speed=dict(images_per_s=40.0, wait_s=1.0, seconds=10.0, memory=[], counters={}),
+        ),
     ]
     live = dict(step=100, total=1000, unit="step", epoch=2, loss="0.5")
     rows = dict(findings.live_table("run", records, live, [], 3.0).rows)
     assert rows["step"] == "100 of 1000 (10.0%), just now" and rows["last checkpoint"] == "none yet"
     assert (
-        rows["left"].startswith("about 90 s") and "10.0% of the time" in rows["speed"] and rows["compiled again"] == "at step 7"
+        rows["left"].startswith("about 90 s")
+        and "10.0% of the time" in rows["speed"]
+        and rows["compiled again"] == "at step 7"
     )
-    assert "2.0 min ago: it waits, compiles" in dict(findings.live_table("run", records, live, [], 121.0).rows)["step"]
+    assert (
+        "2.0 min ago: it waits, compiles"
+        in dict(findings.live_table("run", records, live, [], 121.0).rows)["step"]
+    )
     assert "has not started" in findings.live_table("run", [], {}, [], None).title
     # A launch has just taken progress.json away.
     assert "has not started" in findings.live_table("run", records, {}, [], 3.0).title
@@ -89,7 +107,10 @@ def test_chips_are_described_by_their_tools_or_by_what_is_wrong_with_these(insta
 
 
 def test_what_nvidia_smi_prints_besides_its_rows_is_shown_whatever_its_encoding(install):
-    install("nvidia-smi", "printf '0, Card, with a comma, 83, 3277, 15360\\nWARNING: infoROM \\351 is corrupted\\n'")
+    install(
+        "nvidia-smi",
+        "printf '0, Card, with a comma, 83, 3277, 15360\\nWARNING: infoROM \\351 is corrupted\\n'",
+    )
     assert tool.describe_chips() == [
         "  GPU 0 (Card, with a comma): 83% busy, 3.2 of 15.0 GiB",
         "  nvidia-smi: WARNING: infoROM \ufffd is corrupted",

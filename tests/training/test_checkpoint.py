@@ -36,7 +36,9 @@ def test_two_and_two_epochs_equal_four(device, digits, tmp_path, request):
 
 @pytest.mark.slow
 def test_mshnet_resumes_exactly_across_its_phases_with_augmentation(infrared, tmp_path, cpu):
-    task = MSHNet(dataset_dir=infrared, epochs=4, warm_epoch=1, base_size=32, crop_size=32, batch_size=4, log_every=3)
+    task = MSHNet(
+        dataset_dir=infrared, epochs=4, warm_epoch=1, base_size=32, crop_size=32, batch_size=4, log_every=3
+    )
     straight = Run.open(tmp_path / "straight", task)
     train(task, straight, runtime=cpu, progress=False)
     for epochs in (1, 3, 4):
@@ -50,14 +52,22 @@ class WithMomentum(MSHNet):
         return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
 
 
-def test_a_run_resumed_in_another_layout_has_the_optimizers_state_in_that_of_the_weights(infrared, tmp_path, cpu):
-    task = WithMomentum(dataset_dir=infrared, epochs=1, base_size=16, crop_size=16, channels_last="no", **SMALL)
+def test_a_run_resumed_in_another_layout_has_the_optimizers_state_in_that_of_the_weights(
+    infrared, tmp_path, cpu
+):
+    task = WithMomentum(
+        dataset_dir=infrared, epochs=1, base_size=16, crop_size=16, channels_last="no", **SMALL
+    )
     train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
     task = dataclasses.replace(task, epochs=2, channels_last="yes")
     resumed = Trainer(task, Run.open(tmp_path, task), cpu, StopSignal())
     kernel = resumed.model.encoder_0[0].conv1.weight
     buffer = resumed.optimizer.state[kernel]["momentum_buffer"]
-    assert kernel.stride() == torch.empty(kernel.shape).to(memory_format=torch.channels_last).stride() == buffer.stride()
+    assert (
+        kernel.stride()
+        == torch.empty(kernel.shape).to(memory_format=torch.channels_last).stride()
+        == buffer.stride()
+    )
     saved = checkpoint(Run.find(tmp_path))["optimizer"]["state"]
     number = next(n for n, p in enumerate(resumed.model.parameters()) if p is kernel)
     assert torch.equal(buffer, saved[number]["momentum_buffer"]) and buffer.any()
@@ -113,7 +123,9 @@ def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(plac
     codes, resumed = [], []
     for kill_at in (*KILLS[place], 9999):
         command = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), str(digits), place, str(kill_at)]
-        ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+        ran = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        )
         codes.append(ran.returncode)
         resumed += ["resuming at step" in ran.stdout]
     assert codes == [-9] * len(KILLS[place]) + [0], ran.stderr
@@ -177,7 +189,12 @@ def swap_two_samples(folder):
 TINY_IMAGES = dict(model_name="test_resnet", image_size=32, pretrained="no")
 CHANGED = {
     "class": ("shapes", ImageClassifier(**TINY_IMAGES, **SMALL), rename_a_class, ["classes", "bar", "a bar"]),
-    "file": ("shapes", ImageClassifier(**TINY_IMAGES, **SMALL), swap_two_files_of_two_classes, ["file names and labels"]),
+    "file": (
+        "shapes",
+        ImageClassifier(**TINY_IMAGES, **SMALL),
+        swap_two_files_of_two_classes,
+        ["file names and labels"],
+    ),
     "digit": ("digits", MNIST(channels=4, **SMALL), correct_a_label, ["labels"]),
     "mask": ("infrared", Narrow(base_size=32, crop_size=32, **SMALL), correct_a_mask, ["masks"]),
     "sample": ("tank", CDEIT(**cdeit.SMALL), swap_two_samples, ["files"]),
@@ -185,7 +202,9 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("changed", CHANGED)
-def test_a_resumed_run_refuses_other_labels_and_takes_the_same_ones_in_another_folder(changed, tmp_path, cpu, request):
+def test_a_resumed_run_refuses_other_labels_and_takes_the_same_ones_in_another_folder(
+    changed, tmp_path, cpu, request
+):
     data, task, change, named = CHANGED[changed]
     if data == "shapes":
         pytest.importorskip("timm")
@@ -204,7 +223,9 @@ def test_a_resumed_run_refuses_other_labels_and_takes_the_same_ones_in_another_f
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_a_run_whose_test_labels_changed_says_so_and_compares_no_score_with_the_old_ones(epochs, digits, tmp_path, cpu, capsys):
+def test_a_run_whose_test_labels_changed_says_so_and_compares_no_score_with_the_old_ones(
+    epochs, digits, tmp_path, cpu, capsys
+):
     data = tmp_path / "digits"
     shutil.copytree(digits, data)
     task = MNIST(dataset_dir=data, epochs=1, channels=4, **SMALL)
@@ -241,12 +262,19 @@ EDITS = {
     "wider": (edited((16,)), ["1.0.weight", "(8, 784)", "(16, 784)"]),
     "deeper": (edited((8, 8)), ["2.0.weight"]),
     "optimizer": (edited(make=torch.optim.Adam), ["SGD", "Adam"]),
-    "momentum": (edited(make=lambda parameters: torch.optim.SGD(parameters, lr=0.01)), ["momentum", "0.9", "0"]),
+    "momentum": (
+        edited(make=lambda parameters: torch.optim.SGD(parameters, lr=0.01)),
+        ["momentum", "0.9", "0"],
+    ),
 }
 
 
-@pytest.mark.parametrize("edit, has_signature", [*((edit, True) for edit in EDITS), ("wider", False), ("optimizer", False)])
-def test_a_run_whose_code_was_edited_is_refused_naming_the_first_difference(edit, has_signature, digits, tmp_path, cpu):
+@pytest.mark.parametrize(
+    "edit, has_signature", [*((edit, True) for edit in EDITS), ("wider", False), ("optimizer", False)]
+)
+def test_a_run_whose_code_was_edited_is_refused_naming_the_first_difference(
+    edit, has_signature, digits, tmp_path, cpu
+):
     kind, named = EDITS[edit]
     settings = dict(dataset_dir=digits, **SMALL)
     run = Run.open(tmp_path, edited()(epochs=1, **settings))
@@ -327,7 +355,9 @@ def test_fifty_kills_change_nothing_with_a_schedule_micro_batches_patience_froze
 ):
     request.getfixturevalue(device)  # skips where there is none
     command = [sys.executable, "-c", KILLED_OFTEN, str(tmp_path), str(digits), device, str(kills)]
-    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    ran = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    )
     assert f"KILLED {kills}" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
     straight, found = Run.find(tmp_path / "straight"), Run.find(tmp_path / "killed")
     assert exact(found) == exact(straight) and same(best_weights(found), best_weights(straight))
@@ -341,7 +371,9 @@ def test_fifty_kills_change_nothing_with_a_schedule_micro_batches_patience_froze
     assert len({record["lr"] for record in straight.records("train")}) > 50
 
 
-def test_damaged_best_weights_are_named_and_give_way_to_those_of_the_next_evaluation(digits, tmp_path, cpu, capsys):
+def test_damaged_best_weights_are_named_and_give_way_to_those_of_the_next_evaluation(
+    digits, tmp_path, cpu, capsys
+):
     task = MNIST(dataset_dir=digits, epochs=1, lr=0.5, **SMALL)
     run = Run.open(tmp_path / "run", task)
     train(task, run, runtime=cpu, progress=False)

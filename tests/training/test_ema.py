@@ -6,7 +6,9 @@ from tests.conftest import SMALL, checkpoint
 from tpukit import MNIST, Run, train
 
 
-def test_the_average_of_the_weights_forgets_the_start_quickly_and_then_as_slowly_as_asked(digits, tmp_path, cpu, monkeypatch):
+def test_the_average_of_the_weights_forgets_the_start_quickly_and_then_as_slowly_as_asked(
+    digits, tmp_path, cpu, monkeypatch
+):
     from tpukit.training import ema
 
     task = MNIST(dataset_dir=digits, epochs=4, ema_decay=0.6, **SMALL)  # 25 steps per epoch

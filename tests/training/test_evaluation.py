@@ -25,12 +25,18 @@ def test_a_test_set_without_samples_is_an_error_that_says_so(digits, cpu):
 
 
 @pytest.mark.slow
-def test_scores_counted_while_the_next_epoch_trains_are_recorded_in_the_same_order(infrared, cpu, tmp_path, monkeypatch):
-    task = MSHNet(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=4, epochs=3, log_every=2, data_on="host")
+def test_scores_counted_while_the_next_epoch_trains_are_recorded_in_the_same_order(
+    infrared, cpu, tmp_path, monkeypatch
+):
+    task = MSHNet(
+        dataset_dir=infrared, base_size=32, crop_size=32, batch_size=4, epochs=3, log_every=2, data_on="host"
+    )
     order = []
     for name, delay in (("fast", 0), ("slow", 0.5)):
         count = MSHNet.evaluate
-        monkeypatch.setattr(MSHNet, "evaluate", lambda self, found: (time.sleep(delay), count(self, found))[1])
+        monkeypatch.setattr(
+            MSHNet, "evaluate", lambda self, found: (time.sleep(delay), count(self, found))[1]
+        )
         run = Run.open(tmp_path / name, task)
         assert train(task, run, runtime=cpu, progress=False) == run.records("evaluation")[-1]["scores"]
         monkeypatch.undo()
@@ -55,8 +61,12 @@ def test_scores_of_numpy_and_torch_are_recorded_as_plain_numbers(digits, cpu, tm
     assert record["scores"] == dict(accuracy=0.5, of=dict(each=[0, 1], one=3)) and record["kept"]
 
 
-@pytest.mark.parametrize("scores", [dict(loss=1.0), dict(accuracy="high"), dict(accuracy=1j), [0.5], None], ids=str)
-def test_scores_that_cannot_be_recorded_or_do_not_decide_are_refused(scores, digits, cpu, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "scores", [dict(loss=1.0), dict(accuracy="high"), dict(accuracy=1j), [0.5], None], ids=str
+)
+def test_scores_that_cannot_be_recorded_or_do_not_decide_are_refused(
+    scores, digits, cpu, tmp_path, monkeypatch
+):
     with pytest.raises(TpukitError, match="evaluate"):
         trained_with_scores([scores], digits, cpu, tmp_path, monkeypatch)
 
@@ -101,7 +111,9 @@ def test_an_epoch_is_predicted_in_batches_of_the_runtimes_size_with_the_same_sco
     assert sizes == wanted
 
 
-def test_predictions_are_copied_before_the_next_batch_is_asked_for_and_waited_for_after_it(digits, cpu, monkeypatch):
+def test_predictions_are_copied_before_the_next_batch_is_asked_for_and_waited_for_after_it(
+    digits, cpu, monkeypatch
+):
     order, count = [], itertools.count(1)
 
     class Event:
@@ -123,14 +135,14 @@ def test_predictions_are_copied_before_the_next_batch_is_asked_for_and_waited_fo
     model, data = task.model(), task.test_set()
     wanted, order[:] = evaluate(task, model, data, cpu), []
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    host_later = Runtime.host_later
+    to_cpu_async = Runtime.to_cpu_async
 
     def on_a_gpu(self, tree):
         self.device = torch.device("cuda")
-        waited = host_later(self, tree)
+        waited = to_cpu_async(self, tree)
         self.device = torch.device("cpu")
         return waited
 
-    monkeypatch.setattr(Runtime, "host_later", on_a_gpu)
+    monkeypatch.setattr(Runtime, "to_cpu_async", on_a_gpu)
     assert evaluate(task, model, data, cpu) == wanted
     assert order == "predict,copy 1,predict,copy 2,wait 1,predict,copy 3,wait 2,wait 3".split(",")

@@ -76,7 +76,10 @@ def test_every_task_has_layers_that_hold_each_parameter_once(task):
     assert len(layers.checked_layers(task, model)) > 3
     optimizer = layers.make_optimizer(dataclasses.replace(task, layer_decay=0.5), model)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    assert len(rates) == len([p for p in model.parameters() if p.requires_grad]) and max(rates.values()) == task.lr
+    assert (
+        len(rates) == len([p for p in model.parameters() if p.requires_grad])
+        and max(rates.values()) == task.lr
+    )
 
 
 @pytest.mark.parametrize("wrong, name", [([], "head.bias"), ([["nose"]], "nose"), ([["scale"]], "scale")])
@@ -120,12 +123,16 @@ class WithAdagrad(Deep):
 
 class WithAdam(Deep):
     def optimizer(self, model):
-        return torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.1, capturable=next(model.parameters()).is_xla)
+        return torch.optim.AdamW(
+            model.parameters(), 1e-3, weight_decay=0.1, capturable=next(model.parameters()).is_xla
+        )
 
 
 @pytest.mark.parametrize("kind", [Deep, WithAdagrad, WithAdam])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
-def test_frozen_parts_do_not_move_have_no_gradient_and_no_state_and_the_others_train(kind, device, digits, tmp_path, request):
+def test_frozen_parts_do_not_move_have_no_gradient_and_no_state_and_the_others_train(
+    kind, device, digits, tmp_path, request
+):
     settings = dict(SMALL, epochs=2, freeze=("stem", "scale", "blocks.0"), ema_decay=0.9, clip_norm=1.0)
     task = kind(dataset_dir=digits, **settings)
     run = Run.open(tmp_path, task)
@@ -135,7 +142,9 @@ def test_frozen_parts_do_not_move_have_no_gradient_and_no_state_and_the_others_t
     frozen = [n for n in start if n.split(".")[0] in ("stem", "scale") or n.startswith("blocks.0.")]
     assert any("running_mean" in name for name in frozen)
     for name in frozen:
-        assert torch.equal(saved["model"][name], start[name]) and torch.equal(saved["averaged"][name], start[name]), name
+        assert torch.equal(saved["model"][name], start[name]) and torch.equal(
+            saved["averaged"][name], start[name]
+        ), name
     others = [name for name in start if name not in frozen]
     assert all(not torch.equal(saved["model"][name], start[name]) for name in others)
     parameters = [name for name in others if name in dict(task.model().named_parameters())]
@@ -154,15 +163,22 @@ def test_the_norm_of_the_gradient_is_that_of_the_parts_that_train(digits, tmp_pa
     loss = task.loss(trainer.model, batch, 0)
     head = torch.autograd.grad(loss, list(trainer.model.head.parameters()))
     trainer.take_step(batch, 0)
-    assert {n for n, p in trainer.model.named_parameters() if p.grad is not None} == {"head.weight", "head.bias"}
-    assert float(cpu.gradient_norm(trainer.model)) == pytest.approx(float(torch.nn.utils.get_total_norm(head)), rel=1e-5)
+    assert {n for n, p in trainer.model.named_parameters() if p.grad is not None} == {
+        "head.weight",
+        "head.bias",
+    }
+    assert float(cpu.gradient_norm(trainer.model)) == pytest.approx(
+        float(torch.nn.utils.get_total_norm(head)), rel=1e-5
+    )
 
 
 def test_backbone_is_all_but_the_last_layer(digits):
     task, model = Deep(freeze=("backbone",)), Net()
     layers.freeze(task, model)
     assert [n for n, p in model.named_parameters() if p.requires_grad] == LAYERS[-1]
-    assert type(model.blocks[1].norm).__name__ == "FrozenBatchNorm" and type(model.plain_norm) is nn.BatchNorm2d
+    assert (
+        type(model.blocks[1].norm).__name__ == "FrozenBatchNorm" and type(model.plain_norm) is nn.BatchNorm2d
+    )
 
     class Own(nn.Module):
         def __init__(self):
@@ -171,7 +187,10 @@ def test_backbone_is_all_but_the_last_layer(digits):
 
     model = Own()
     layers.freeze(task, model)
-    assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["backbone.weight", "backbone.bias"]
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == [
+        "backbone.weight",
+        "backbone.bias",
+    ]
 
 
 def test_a_name_freezes_its_own_part_and_none_whose_name_only_begins_so():

@@ -23,7 +23,9 @@ from tpukit.runs.run import setting
 
 @pytest.mark.parametrize("name", ["mnist", "mshnet", "cdeit", "images"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
-def test_every_task_moves_its_weights_scores_and_shows(name, device, digits, infrared, tank, shapes, tmp_path, request, capsys):
+def test_every_task_moves_its_weights_scores_and_shows(
+    name, device, digits, infrared, tank, shapes, tmp_path, request, capsys
+):
     from tpukit import show
     from tpukit.reporting import display
 
@@ -33,15 +35,21 @@ def test_every_task_moves_its_weights_scores_and_shows(name, device, digits, inf
         "mshnet": lambda: (MSHNet if device == "cpu" else Narrow)(
             dataset_dir=infrared, epochs=2, warm_epoch=0, base_size=32, crop_size=32, **SMALL
         ),
-        "cdeit": lambda: CDEIT(dataset_dir=tank, epochs=2, patch=16, width=16, heads=2, window=4, levels=1, lr=1e-3, **SMALL),
-        "images": lambda: ImageClassifier(dataset_dir=shapes, epochs=2, model_name="test_vit", image_size=32, lr=1e-3, **SMALL),
+        "cdeit": lambda: CDEIT(
+            dataset_dir=tank, epochs=2, patch=16, width=16, heads=2, window=4, levels=1, lr=1e-3, **SMALL
+        ),
+        "images": lambda: ImageClassifier(
+            dataset_dir=shapes, epochs=2, model_name="test_vit", image_size=32, lr=1e-3, **SMALL
+        ),
     }[name]()
     run = Run.open(tmp_path / "run", task)
     torch.manual_seed(task.seed)
     before = task.model().state_dict()
     scores = train(task, run, runtime=runtime, progress=False)
     after = checkpoint(run)["model"]
-    assert all(not torch.equal(before[n], after[n]) for n in before if n.endswith("weight")), "a weight did not move"
+    assert all(not torch.equal(before[n], after[n]) for n in before if n.endswith("weight")), (
+        "a weight did not move"
+    )
     assert -1 <= scores[task.score] <= 1
     assert all(v.device.type == "cpu" for v in after.values())
     assert run.records("train")[-1]["grad_norm"] > 0
@@ -60,7 +68,9 @@ def test_every_task_moves_its_weights_scores_and_shows(name, device, digits, inf
 @pytest.mark.slow
 def test_mnist_learns_made_up_digits(digits, tmp_path, cpu):
     task = MNIST(dataset_dir=digits, epochs=16, lr=0.03, **SMALL)
-    assert train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["accuracy"] > 0.7  # 0.1 by guessing
+    assert (
+        train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["accuracy"] > 0.7
+    )  # 0.1 by guessing
 
 
 STOPPED = """
@@ -77,7 +87,9 @@ train(task, Run.open(sys.argv[1], task), runtime=Runtime("cpu"), progress=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, code, word", [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, None, "interrupted")])
+@pytest.mark.parametrize(
+    "number, code, word", [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, None, "interrupted")]
+)
 def test_sigterm_and_interrupt_save_before_leaving(number, code, word, digits, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", STOPPED, str(tmp_path / "run"), str(digits)],
@@ -137,7 +149,9 @@ def test_the_model_of_a_training_is_freed_as_soon_as_it_ends(device, settings, d
         gc.enable()
 
 
-def test_the_model_of_a_training_that_ran_out_of_memory_is_freed_though_its_error_is_kept(digits, tmp_path, cpu):
+def test_the_model_of_a_training_that_ran_out_of_memory_is_freed_though_its_error_is_kept(
+    digits, tmp_path, cpu
+):
     task = Remembered(dataset_dir=digits, epochs=2, full_at=1, **SMALL)
     run = Run.open(tmp_path, task)
     gc.collect()
@@ -152,7 +166,7 @@ def test_the_model_of_a_training_that_ran_out_of_memory_is_freed_though_its_erro
 
 def test_the_readme_way_of_writing_a_task_trains(tmp_path, cpu):
     class Line:
-        num_draws = 0
+        num_uniforms = 0
 
         def __init__(self, n):
             self.x = np.linspace(-1, 1, n, dtype=np.float32)[:, None]
@@ -199,7 +213,9 @@ class Turning(MNIST):
     """Predicts by another compiled graph from the second epoch on."""
 
     def predictor(self, model, runtime, epoch=None):
-        return runtime.inference(functools.partial(self.predict, model, epoch=epoch))  # a number, not `runtime.scalar`
+        return runtime.inference(
+            functools.partial(self.predict, model, epoch=epoch)
+        )  # a number, not `runtime.scalar`
 
     def predict(self, model, batch, epoch=None):
         digit = super().predict(model, batch)
@@ -217,7 +233,8 @@ def test_an_evaluation_that_compiles_again_names_the_epoch_that_made_it(digits, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlowToRead(MNIST):
-    """MNIST that is read only once the model and the optimizer's state are on the device, or after 30 seconds."""
+    """MNIST that is read only once the model and the optimizer's state are on the device, or after 30
+    seconds."""
 
     placed: threading.Event = dataclasses.field(default_factory=threading.Event)
     waited: list = dataclasses.field(default_factory=list)
@@ -236,7 +253,9 @@ def test_the_datasets_are_read_while_the_model_and_its_optimizer_go_to_the_devic
     task = SlowToRead(dataset_dir=digits, epochs=1, **SMALL)
     initialised = type(cpu).init_optimizer_state
     monkeypatch.setattr(
-        type(cpu), "init_optimizer_state", lambda self, optimizer: (initialised(self, optimizer), task.placed.set())[0]
+        type(cpu),
+        "init_optimizer_state",
+        lambda self, optimizer: (initialised(self, optimizer), task.placed.set())[0],
     )
     run = Run.open(tmp_path / "run", task)
     train(task, run, runtime=cpu, progress=False)
@@ -261,18 +280,25 @@ class Scripted(MNIST):
 
 def scripted(folder, cpu, digits, earlier=0, **settings):
     """(run, epochs that were trained) of a training that follows `earlier` evaluations."""
-    task = Scripted(dataset_dir=digits, **dict(SMALL, epochs=10, channels=4) | settings, evaluated=[1] * earlier)
+    task = Scripted(
+        dataset_dir=digits, **dict(SMALL, epochs=10, channels=4) | settings, evaluated=[1] * earlier
+    )
     run = Run.open(folder, task)
     train(task, run, runtime=cpu, progress=False)
     return run, len(run.records("epoch"))
 
 
 @pytest.mark.parametrize("patience, epochs", [(None, 10), (1, 2), (2, 5), (3, 9), (4, 10)])
-def test_a_training_ends_with_the_first_evaluation_that_exhausts_its_patience(patience, epochs, digits, tmp_path, cpu):
+def test_a_training_ends_with_the_first_evaluation_that_exhausts_its_patience(
+    patience, epochs, digits, tmp_path, cpu
+):
     from tpukit.reporting import findings
 
     run, trained = scripted(tmp_path, cpu, digits, patience=patience)
-    assert trained == epochs == len(run.records("evaluation")) and checkpoint(run)["state"]["step"] == 25 * epochs
+    assert (
+        trained == epochs == len(run.records("evaluation"))
+        and checkpoint(run)["state"]["step"] == 25 * epochs
+    )
     stopped = [(r["step"], r["epoch"], r["patience"]) for r in run.records("stopped")]
     assert stopped == ([(25 * epochs, epochs - 1, patience)] if epochs < 10 else [])
     sentences = [s for s in findings.findings(run.records()) if "stopped early" in s]
@@ -281,13 +307,17 @@ def test_a_training_ends_with_the_first_evaluation_that_exhausts_its_patience(pa
 
 
 def test_only_evaluations_count_and_the_best_weights_are_those_of_the_best_one(digits, tmp_path, cpu):
-    run, epochs = scripted(tmp_path, cpu, digits, patience=2, eval_every=2, accuracies=(0.3, 0.5, 0.4, 0.5, 0.9))
+    run, epochs = scripted(
+        tmp_path, cpu, digits, patience=2, eval_every=2, accuracies=(0.3, 0.5, 0.4, 0.5, 0.9)
+    )
     from tpukit.runs import weights
 
     assert epochs == 8 and weights.metadata(run.path / "best.safetensors")["epoch"] == "3"
 
 
-def test_a_run_that_stopped_early_says_so_trains_on_with_more_patience_and_equals_one_that_had_it(digits, tmp_path, cpu):
+def test_a_run_that_stopped_early_says_so_trains_on_with_more_patience_and_equals_one_that_had_it(
+    digits, tmp_path, cpu
+):
     straight, _ = scripted(tmp_path / "straight", cpu, digits, patience=3)
     run, epochs = scripted(tmp_path / "parted", cpu, digits, patience=2)
     weights = checkpoint(run)["model"]
@@ -303,7 +333,9 @@ def test_patience_is_counted_across_interruptions(digits, tmp_path, cpu):
     straight, _ = scripted(tmp_path / "straight", cpu, digits, patience=3)
     for epochs in (1, 4, 7, 8, 10):
         earlier = {1: 0, 4: 1, 7: 4, 8: 7, 10: 8}[epochs]
-        parted, trained = scripted(tmp_path / "parted", cpu, digits, earlier=earlier, epochs=epochs, patience=3)
+        parted, trained = scripted(
+            tmp_path / "parted", cpu, digits, earlier=earlier, epochs=epochs, patience=3
+        )
     assert trained == 9 and exact(parted) == exact(straight)
 
 

@@ -50,23 +50,35 @@ class Starving(MNIST):
         return loss + (next(model.parameters()).square().sum() * 0).sqrt() if epoch >= 1 else loss
 
 
-def test_an_fp16_training_whose_every_gradient_overflows_ends_and_names_the_scale_of_its_loss(digits, tmp_path):
-    task = Starving(dataset_dir=digits, epochs=3, batch_size=8, channels=4, log_every=1, num_workers=1)  # 25 steps per epoch
+def test_an_fp16_training_whose_every_gradient_overflows_ends_and_names_the_scale_of_its_loss(
+    digits, tmp_path
+):
+    task = Starving(
+        dataset_dir=digits, epochs=3, batch_size=8, channels=4, log_every=1, num_workers=1
+    )  # 25 steps per epoch
     one = dataclasses.replace(task, epochs=1)
     train(one, Run.open(tmp_path, one), runtime=Runtime("cpu", "fp16"), progress=False)
     run = Run.open(tmp_path, task)
-    with pytest.raises(Diverged, match=r"at step 56 even with the loss scaled down to 3\.1e-05; .*step-00000025\.pt"):
-        train(task, run, runtime=Runtime("cpu", "fp16"), progress=False)  # from 2 ** 16 to 2 ** -15: 31 steps are skipped
+    with pytest.raises(
+        Diverged, match=r"at step 56 even with the loss scaled down to 3\.1e-05; .*step-00000025\.pt"
+    ):
+        train(
+            task, run, runtime=Runtime("cpu", "fp16"), progress=False
+        )  # from 2 ** 16 to 2 ** -15: 31 steps are skipped
     assert run.records("diverged")[0]["step"] == 56
     assert all(r["loss"] < 9 for r in run.records("train"))
 
 
 def test_memory_of_every_device_of_every_rank_is_recorded(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr(Runtime, "memory", lambda self: [(self.world.rank + 1.0, 16.0), (self.world.rank + 5.0, 16.0)])
+    monkeypatch.setattr(
+        Runtime, "memory", lambda self: [(self.world.rank + 1.0, 16.0), (self.world.rank + 5.0, 16.0)]
+    )
 
     class Two(World):
         def all_gather(self, values):  # the other rank says the same of its own devices
-            other = [v + 10 if n >= 4 and n % 2 == 0 and n < len(values) - 2 else v for n, v in enumerate(values)]
+            other = [
+                v + 10 if n >= 4 and n % 2 == 0 and n < len(values) - 2 else v for n, v in enumerate(values)
+            ]
             return [list(values), other]
 
     task = MNIST(dataset_dir=digits, epochs=1, batch_size=16, log_every=99)

@@ -45,7 +45,9 @@ def test_steps_are_taken_while_a_checkpoint_is_written_and_what_it_holds_does_no
         write(folder, content, step)
 
     def keep(trainer):
-        weights[trainer.state.step] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        weights[trainer.state.step] = {
+            name: value.clone() for name, value in trainer.model.state_dict().items()
+        }
         if trainer.state.step == 20:
             release.set()
 
@@ -76,10 +78,14 @@ def test_a_save_that_fails_ends_the_training_at_a_later_sync_with_its_error_and_
     with pytest.raises(OSError, match="Input/output error"):
         train(task, run, runtime=cpu, progress=False)
     assert steps[-1] < 50 * 25 and len(written) == 2
-    assert [entry["step"] for entry in run.checkpoints()] == written[:1] and run.restore()["state"]["step"] == written[0]
+    assert [entry["step"] for entry in run.checkpoints()] == written[:1] and run.restore()["state"][
+        "step"
+    ] == written[0]
 
 
-def test_the_next_checkpoint_is_due_when_the_training_has_spent_a_hundred_times_its_cost(tmp_path, monkeypatch):
+def test_the_next_checkpoint_is_due_when_the_training_has_spent_a_hundred_times_its_cost(
+    tmp_path, monkeypatch
+):
     now = [1000.0]
     monkeypatch.setattr(saver.time, "monotonic", lambda: now[0])
     kept = Saver(Run.open(tmp_path, MNIST()), 60.0)
@@ -98,8 +104,12 @@ def test_best_weights_are_on_the_disk_before_the_checkpoint_that_knows_of_them_a
 ):
     order, release = [], threading.Event()
     run = Run.open(tmp_path, MNIST())
-    monkeypatch.setattr(Run, "save", lambda self, state, step, size: (release.wait(60), order.append(f"step {step}")))
-    monkeypatch.setattr(Run, "save_best", lambda self, tensors, **about: order.append(f"best of epoch {about['epoch']}"))
+    monkeypatch.setattr(
+        Run, "save", lambda self, state, step, size: (release.wait(60), order.append(f"step {step}"))
+    )
+    monkeypatch.setattr(
+        Run, "save_best", lambda self, tensors, **about: order.append(f"best of epoch {about['epoch']}")
+    )
     kept = Saver(run, 60.0)
     kept.save({}, 1, cost_s=0.0)
     for epoch in (1, 2, 3):
@@ -112,9 +122,11 @@ def test_best_weights_are_on_the_disk_before_the_checkpoint_that_knows_of_them_a
     assert order == ["step 1", "best of epoch 3", "step 2"]
 
 
-def test_steps_are_taken_and_no_checkpoint_is_written_while_an_epoch_is_scored(always, digits, tmp_path, cpu, monkeypatch):
-    """Scores of the first epoch that take until the 40th step, of epochs of 25: such a state knows nothing of an evaluation
-    that a resumed run could not repeat."""
+def test_steps_are_taken_and_no_checkpoint_is_written_while_an_epoch_is_scored(
+    always, digits, tmp_path, cpu, monkeypatch
+):
+    """Scores of the first epoch that take until the 40th step, of epochs of 25: such a state knows nothing of
+    an evaluation that a resumed run could not repeat."""
     release, steps, score = threading.Event(), [], MNIST.evaluate
     monkeypatch.setattr(MNIST, "evaluate", lambda self, found: (release.wait(60), score(self, found))[1])
     saved, write = [], checkpoints.save
@@ -125,7 +137,9 @@ def test_steps_are_taken_and_no_checkpoint_is_written_while_an_epoch_is_scored(a
             release.set()
 
     after_steps(monkeypatch, count)
-    monkeypatch.setattr(checkpoints, "save", lambda folder, content, step: (saved.append(step), write(folder, content, step)))
+    monkeypatch.setattr(
+        checkpoints, "save", lambda folder, content, step: (saved.append(step), write(folder, content, step))
+    )
     task = MNIST(dataset_dir=digits, epochs=3, **SMALL, **always)
     run = Run.open(tmp_path / "run", task)
     train(task, run, runtime=cpu, progress=False)
@@ -138,7 +152,9 @@ def test_steps_are_taken_and_no_checkpoint_is_written_while_an_epoch_is_scored(a
 
 
 @pytest.mark.parametrize("stops_at", [30, 50])
-def test_a_stop_waits_for_scores_and_saves_and_the_resumed_run_is_the_same(stops_at, digits, tmp_path, cpu, monkeypatch):
+def test_a_stop_waits_for_scores_and_saves_and_the_resumed_run_is_the_same(
+    stops_at, digits, tmp_path, cpu, monkeypatch
+):
     task = MNIST(dataset_dir=digits, epochs=3, **SMALL)
     straight = Run.open(tmp_path / "straight", task)
     train(task, straight, runtime=cpu, progress=False)
@@ -161,7 +177,9 @@ def test_a_stop_waits_for_scores_and_saves_and_the_resumed_run_is_the_same(stops
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_that_comes_while_ranks_tell_each_other_of_signals_is_not_lost(ranks, digits, tmp_path, cpu, monkeypatch):
+def test_a_signal_that_comes_while_ranks_tell_each_other_of_signals_is_not_lost(
+    ranks, digits, tmp_path, cpu, monkeypatch
+):
     came_in, sync = [], metrics.sync
 
     def with_signal(*arguments, **how):
@@ -207,15 +225,15 @@ def test_a_training_that_diverges_while_an_epoch_is_scored_keeps_its_weights_if_
 
 
 def test_weights_are_copied_while_the_device_has_a_batch_to_predict(digits, tmp_path, cpu, monkeypatch):
-    order, host_later = [], type(cpu).host_later
+    order, to_cpu_async = [], type(cpu).to_cpu_async
 
     def later(self, tree):
         name = "weights" if isinstance(tree, dict) else "predictions"
-        wait = host_later(self, tree)
+        wait = to_cpu_async(self, tree)
         order.append(f"start {name}")
         return lambda: (order.append(f"wait for {name}"), wait())[1]
 
-    monkeypatch.setattr(type(cpu), "host_later", later)
+    monkeypatch.setattr(type(cpu), "to_cpu_async", later)
     task = MNIST(dataset_dir=digits, epochs=1, **{**SMALL, "batch_size": 20})  # two batches of test samples
     train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
     assert order == [

@@ -28,14 +28,19 @@ def cosine_after_warm_up(optimizer, task):
 
 SCHEDULES = {
     "cosine": (dict(schedule="cosine"), cosine_after_warm_up),
-    "cosine to a tenth after warm-up": (dict(schedule="cosine", warmup_epochs=1.4, final_lr=0.1), cosine_after_warm_up),
+    "cosine to a tenth after warm-up": (
+        dict(schedule="cosine", warmup_epochs=1.4, final_lr=0.1),
+        cosine_after_warm_up,
+    ),
     "step": (
         dict(schedule="step", decay_epochs=2, decay_factor=0.3),
         lambda optimizer, task: lr_scheduler.StepLR(optimizer, 2 * STEPS, 0.3),
     ),
     "warm-up alone": (
         dict(warmup_epochs=2.0),
-        lambda optimizer, task: lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / (2 * STEPS + 1))),
+        lambda optimizer, task: lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1, (step + 1) / (2 * STEPS + 1))
+        ),
     ),
 }
 OPTIMIZERS = {
@@ -51,7 +56,9 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("settings, scheduler", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_steps_are_those_of_torchs_schedulers_with_every_optimizer(optimizer, settings, scheduler, as_tensor, cpu):
+def test_steps_are_those_of_torchs_schedulers_with_every_optimizer(
+    optimizer, settings, scheduler, as_tensor, cpu
+):
     task = MNIST(epochs=6, **settings)
     torch.manual_seed(0)
     ours, theirs = (torch.nn.Linear(4, 3, dtype=torch.float64) for _ in range(2))
@@ -86,7 +93,7 @@ def test_the_factor_of_a_step_beyond_the_last_one_is_that_of_the_end():
 
 def plain_loop(task, digits, epochs, scheduler):
     """The weights of a training by torch alone."""
-    from tpukit.training.data import training_plan
+    from tpukit.training.data import training_index_batches
 
     torch.manual_seed(task.seed)
     model = task.model()
@@ -94,7 +101,7 @@ def plain_loop(task, digits, epochs, scheduler):
     schedule = scheduler(optimizer)
     data, _ = task.datasets()
     for epoch in range(epochs):
-        for indices, _, _ in training_plan(len(data), task.batch_size, seed=task.seed, epoch=epoch):
+        for indices, _, _ in training_index_batches(len(data), task.batch_size, seed=task.seed, epoch=epoch):
             batch = {name: torch.as_tensor(values) for name, values in data.batch(indices).items()}
             optimizer.zero_grad()
             task.loss(model, batch, epoch).backward()
@@ -110,12 +117,17 @@ def test_a_training_with_a_schedule_is_one_graph_and_ends_where_a_loop_of_torch_
     traces, whole = [], loop.train_step
     monkeypatch.setattr(loop, "train_step", lambda *arguments: (traces.append(1), whole(*arguments))[1])
     settings = dict(SMALL, log_every=1, eval_every=9)
-    task = MNIST(dataset_dir=digits, epochs=2, channels=4, schedule="cosine", warmup_epochs=0.5, **settings)  # 25 steps each
+    task = MNIST(
+        dataset_dir=digits, epochs=2, channels=4, schedule="cosine", warmup_epochs=0.5, **settings
+    )  # 25 steps each
     run = Run.open(tmp_path, task)
     train(task, run, runtime=request.getfixturevalue(device), progress=False)
 
     def scheduler(optimizer):
-        linear, cosine = lr_scheduler.LinearLR(optimizer, 1 / 13, total_iters=12), lr_scheduler.CosineAnnealingLR(optimizer, 38)
+        linear, cosine = (
+            lr_scheduler.LinearLR(optimizer, 1 / 13, total_iters=12),
+            lr_scheduler.CosineAnnealingLR(optimizer, 38),
+        )
         return lr_scheduler.SequentialLR(optimizer, [linear, cosine], [12])
 
     wanted = plain_loop(task, digits, 2, scheduler)
@@ -146,7 +158,9 @@ def test_more_epochs_on_resuming_stretch_the_cosine_from_there_and_the_log_says_
         task = MNIST(dataset_dir=digits, epochs=epochs, channels=4, **SMALL, **settings)
         run = Run.open(tmp_path / "-".join(settings), task)
         train(task, run, runtime=cpu, progress=False)
-        return (run.path / "log.txt").read_text().count("learning rate continues"), [r["lr"] for r in run.records("train")]
+        return (run.path / "log.txt").read_text().count("learning rate continues"), [
+            r["lr"] for r in run.records("train")
+        ]
 
     said, rates = trained(1, schedule="cosine")
     assert not said and rates[-1] < 1e-3
@@ -183,19 +197,33 @@ def test_the_learning_rate_is_drawn_where_it_changes_only(digits, tmp_path, cpu)
     assert found[1] == sorted(found[1], reverse=True)
 
 
-def test_a_run_of_an_earlier_version_resumes_with_the_new_settings_at_their_defaults_and_not_with_others(trained, cpu):
-    """Its config has no such settings, its records no learning rate, its checkpoint no count of evaluations."""
+def test_a_run_of_an_earlier_version_resumes_with_the_new_settings_at_their_defaults_and_not_with_others(
+    trained, cpu
+):
+    """Its config has no such settings, its records no learning rate, its checkpoint no count of
+    evaluations."""
     from tests.conftest import refuses
     from tpukit.host import files
 
     task, run = trained
-    new = ("schedule", "warmup_epochs", "final_lr", "decay_epochs", "decay_factor", "layer_decay", "freeze", "micro_batches")
+    new = (
+        "schedule",
+        "warmup_epochs",
+        "final_lr",
+        "decay_epochs",
+        "decay_factor",
+        "layer_decay",
+        "freeze",
+        "micro_batches",
+    )
     config = run.config
     for name in (*new, "patience"):
         del config["settings"][name]
     config.pop("crc32", None)
     (run.path / "config.json").write_text(json.dumps(files.with_crc32(config)))
-    checkpoint = torch.load(run.path / "checkpoints" / run.checkpoints()[0]["file"], weights_only=True)["state"]
+    checkpoint = torch.load(run.path / "checkpoints" / run.checkpoints()[0]["file"], weights_only=True)[
+        "state"
+    ]
     del checkpoint["state"]["evaluations_without_best"]
     run.save(checkpoint, 24)
     longer = dataclasses.replace(task, epochs=3)

@@ -22,7 +22,9 @@ def test_reduced_precision_trains_and_fp16_resumes_with_its_scaler(precision, di
     runtime = Runtime("cpu", precision)
     run = Run.open(tmp_path / "straight", task)
     scores = train(task, run, runtime=runtime, progress=False)
-    assert scores["accuracy"] > 0.3 and run.records("epoch")[-1]["loss"] < 0.6 * run.records("epoch")[0]["loss"]
+    assert (
+        scores["accuracy"] > 0.3 and run.records("epoch")[-1]["loss"] < 0.6 * run.records("epoch")[0]["loss"]
+    )
     assert bool(checkpoint(run)["scaler"]) == (precision == "fp16")
     for epochs in (4, 8):
         part = dataclasses.replace(task, epochs=epochs)
@@ -70,7 +72,9 @@ def test_micro_batches_give_the_losses_gradients_and_weights_of_the_whole_batch(
 ):
     """With CDEIT, also its noise: the numbers of each sample are the same."""
     small = dict(SMALL, log_every=1, clip_norm=clip_norm)
-    task = MNIST(dataset_dir=digits, epochs=1, **small) if name == "mnist" else task_of(tank, epochs=4, **small)
+    task = (
+        MNIST(dataset_dir=digits, epochs=1, **small) if name == "mnist" else task_of(tank, epochs=4, **small)
+    )
     found = {}
     for count in (1, 2, 8):
         part = dataclasses.replace(task, micro_batches=count)
@@ -101,7 +105,9 @@ def test_every_sample_is_in_one_micro_batch_and_those_of_each_core_stay_on_it():
     assert parts == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
-@pytest.mark.parametrize("size, cores, micro_batches, sizes", [(32, 8, 8, (64,)), (100, 4, 8, (96, 128)), (6, 1, 4, (4, 8))])
+@pytest.mark.parametrize(
+    "size, cores, micro_batches, sizes", [(32, 8, 8, (64,)), (100, 4, 8, (96, 128)), (6, 1, 4, (4, 8))]
+)
 def test_a_batch_that_cannot_be_split_is_refused_with_sizes_that_can(size, cores, micro_batches, sizes):
     with refuses(size, f"{micro_batches} micro-batches", *sizes):
         check_batch(size, cores, micro_batches=micro_batches)
@@ -117,13 +123,24 @@ def test_a_training_whose_batch_cannot_be_split_is_refused(digits, tmp_path, cpu
 
 @pytest.mark.parametrize(
     "kind, count, torch_tpu, refused",
-    [("v6e-1", 2, False, True), ("v6e-1", 1, False, False), ("v5e-1", 2, False, False), ("v6e-8", 4, True, False)],
+    [
+        ("v6e-1", 2, False, True),
+        ("v6e-1", 1, False, False),
+        ("v5e-1", 2, False, False),
+        ("v6e-8", 4, True, False),
+    ],
 )
 def test_micro_batches_are_refused_where_a_graph_that_accumulates_them_was_wrong(
     kind, count, torch_tpu, refused, digits, tmp_path, cpu, monkeypatch
 ):
-    env = SimpleNamespace(accelerator="tpu", host="local", device_name=kind, uses_torch_tpu=torch_tpu, versions={})
+    env = SimpleNamespace(
+        accelerator="tpu", host="local", device_name=kind, uses_torch_tpu=torch_tpu, versions={}
+    )
     monkeypatch.setattr(environment, "detect", lambda: env)
     task = MNIST(dataset_dir=digits, epochs=1, micro_batches=count, **SMALL)
-    with refuses("TPU v6e", f"micro_batches={count}", "micro_batches=1") if refused else contextlib.nullcontext():
+    with (
+        refuses("TPU v6e", f"micro_batches={count}", "micro_batches=1")
+        if refused
+        else contextlib.nullcontext()
+    ):
         train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)

@@ -12,7 +12,9 @@ from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Task, TpukitError
 from tpukit.training.task import from_settings, to_request
 
 
-@pytest.mark.parametrize("method", ["datasets", "model", "optimizer", "loss", "predict", "evaluate", "panels"])
+@pytest.mark.parametrize(
+    "method", ["datasets", "model", "optimizer", "loss", "predict", "evaluate", "panels"]
+)
 def test_a_task_that_leaves_a_method_out_is_told_which(method):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Empty(Task):
@@ -23,8 +25,22 @@ def test_a_task_that_leaves_a_method_out_is_told_which(method):
         getattr(Empty(), method)(*[None for a in arguments if a.default is a.empty])
 
 
-WRONG = [dict(batch_size=0), dict(batch_size=-4), dict(log_every=0), dict(eval_every=0), dict(num_workers=-1), dict(seed=-1)]
-WRONG += [dict(seed=10**20), dict(lr=-1.0), dict(lr=math.nan), dict(lr=math.inf), dict(clip_norm=-1.0), dict(save_every_s=-1.0)]
+WRONG = [
+    dict(batch_size=0),
+    dict(batch_size=-4),
+    dict(log_every=0),
+    dict(eval_every=0),
+    dict(num_workers=-1),
+    dict(seed=-1),
+]
+WRONG += [
+    dict(seed=10**20),
+    dict(lr=-1.0),
+    dict(lr=math.nan),
+    dict(lr=math.inf),
+    dict(clip_norm=-1.0),
+    dict(save_every_s=-1.0),
+]
 WRONG += [dict(warmup_epochs=math.nan)]
 
 

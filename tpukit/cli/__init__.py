@@ -12,11 +12,14 @@ from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 
 # What is wrong with a path that a user gave, not with tpukit's own code.
-OF_A_PATH = {getattr(errno, name) for name in "EACCES EPERM EROFS ENAMETOOLONG EISDIR ENOTDIR ELOOP EIO ESTALE".split()}
+OF_A_PATH = {
+    getattr(errno, name) for name in "EACCES EPERM EROFS ENAMETOOLONG EISDIR ENOTDIR ELOOP EIO ESTALE".split()
+}
 
 
 def main(argv=None):
-    """Entry point. Returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
+    """Entry point. Returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130
+    interrupted."""
     if argv is None:
         return _main_of_process(sys.argv[1:])
     argv = list(argv)
@@ -25,7 +28,9 @@ def main(argv=None):
     try:
         code = _run(argv)
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0  # functions that Python users call too return what they made
+        return (
+            code if isinstance(code, int) else 0
+        )  # functions that Python users call too return what they made
     except TpukitError as error:
         print(printable(f"tpukit: {error}"), file=sys.stderr)
         return 1
@@ -38,14 +43,19 @@ def main(argv=None):
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output is gone (`| head`); what Python still buffers goes nowhere
+    except (
+        BrokenPipeError
+    ):  # the reader of our output is gone (`| head`); what Python still buffers goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         if error.filename is None or error.errno not in OF_A_PATH:
             raise
         advice = "check its name and its permissions, or choose another"
-        print(printable(f"tpukit: cannot use {error.filename} ({error.strerror.lower()}): {advice}"), file=sys.stderr)
+        print(
+            printable(f"tpukit: cannot use {error.filename} ({error.strerror.lower()}): {advice}"),
+            file=sys.stderr,
+        )
         return 1
 
 
@@ -61,8 +71,9 @@ def _main_of_process(argv):
 
 
 def _leave(code):
-    """End the process here, without taking its libraries down, where that is known to crash: with cuDNN 9.10 and newer under
-    torch 2.9 and older, after a convolution on a GPU. The command has done its work by then."""
+    """End the process here, without taking its libraries down, where that is known to crash: with cuDNN 9.10
+    and newer under torch 2.9 and older, after a convolution on a GPU. The command has done its work by
+    then."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized() or release(torch.__version__) > (2, 9):
         return

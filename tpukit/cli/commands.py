@@ -1,4 +1,5 @@
-"""The table of commands. tyro reads their options from the parameters of functions and the fields of dataclasses."""
+"""The table of commands. tyro reads their options from the parameters of functions and the fields of
+dataclasses."""
 
 import functools
 from typing import Annotated, Any, Union
@@ -38,7 +39,8 @@ MERGE = "merge"  # the subcommand of `tpukit compare FILES`, which may be left o
 
 
 def run(argv):
-    """Parse a command line, run its command and return what that does. SystemExit ends it after a help text or wrong usage."""
+    """Parse a command line, run its command and return what that does. SystemExit ends it after a help text
+    or wrong usage."""
     argv = resolve_aliases(argv)
     if argv[0] == "compare" and (len(argv) == 1 or argv[1] not in (*TASKS, MERGE, "-h", "--help")):
         argv.insert(1, MERGE)
@@ -46,7 +48,10 @@ def run(argv):
         Union[tuple(_subcommand(name) for name in COMMANDS)],
         args=argv,
         prog="tpukit",
-        description=f"tpukit {__version__}: PyTorch training on TPU, GPU and CPU. `tpukit COMMAND --help` lists the options.",
+        description=(
+            f"tpukit {__version__}: PyTorch training on TPU, GPU and CPU. `tpukit COMMAND --help` lists the"
+            " options."
+        ),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
 
@@ -57,17 +62,24 @@ def _subcommand(name):
     nested = []
     for task, entry in TASKS.items():
         factory = functools.partial(_with_task, name, task)  # imports the task, so not before it is asked for
-        nested.append(Annotated[Any, tyro.conf.subcommand(task, constructor_factory=factory, description=entry.summary)])
+        nested.append(
+            Annotated[Any, tyro.conf.subcommand(task, constructor_factory=factory, description=entry.summary)]
+        )
     if name == "compare":
         nested.append(Annotated[Any, tyro.conf.subcommand(MERGE, constructor=compare.merge)])
-    return Annotated[Any, tyro.conf.subcommand(name, constructor=Union[tuple(nested)], description=COMMANDS[name].__doc__)]
+    return Annotated[
+        Any, tyro.conf.subcommand(name, constructor=Union[tuple(nested)], description=COMMANDS[name].__doc__)
+    ]
 
 
 def _with_task(name, task):
     """The command as a function whose options are the settings of a task and the command's own."""
     settings, own_options = tasks.find(task), OPTIONS_WITH_TASK[name]
 
-    def command(task: Annotated[settings, tyro.conf.arg(name="")], options: Annotated[own_options, tyro.conf.arg(name="")]):
+    def command(
+        task: Annotated[settings, tyro.conf.arg(name="")],
+        options: Annotated[own_options, tyro.conf.arg(name="")],
+    ):
         return COMMANDS[name](task, options)
 
     return command

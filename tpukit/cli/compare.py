@@ -13,7 +13,8 @@ from tpukit.tasks import TASKS
 @dataclasses.dataclass(frozen=True)
 class MeasureOptions(CoreOptions):
     batch_sizes: tuple[int, ...] = ()
-    """Global batch sizes; by default they double from --batch-size on, until a step does not fit; on a CPU once."""
+    """Global batch sizes; by default they double from --batch-size on, until a step does not fit; on a CPU
+    once."""
     steps: int = 20
     """Timed steps of each batch size, after the first ones."""
     out: Path | None = None
@@ -21,7 +22,8 @@ class MeasureOptions(CoreOptions):
 
 
 def measure(task, options):
-    """Measure a task here at several batch sizes (TASK), or compare such measurements of several machines (FILES)."""
+    """Measure a task here at several batch sizes (TASK), or compare such measurements of several machines
+    (FILES)."""
     from tpukit.host import environment
     from tpukit.tools import compare as tool
 
@@ -30,7 +32,10 @@ def measure(task, options):
     tool.check_out(out)  # before a dataset is unpacked
     task = with_dataset(task, env, size=tool.SYNTHETIC_IMAGES.get(task.name))
     measured = tool.measure_here(task, log=to_stderr, **dataclasses.asdict(options) | dict(out=out))
-    print(f"{measured.table()}\n\nNext, with the files of other machines next to it: tpukit compare {out.parent}/*.json")
+    print(
+        f"{measured.table()}\n\nNext, with the files of other machines next to it: tpukit compare"
+        f" {out.parent}/*.json"
+    )
 
 
 def merge(
@@ -45,13 +50,14 @@ def merge(
     prices_out: Path | None = None,
     plan: tuple[str, ...] = (),
 ):
-    """Which hardware finishes a training in time, and at what cost: from FILES that `tpukit compare TASK` wrote. The word
-    merge may be left out.
+    """Which hardware finishes a training in time, and at what cost: from FILES that `tpukit compare TASK`
+    wrote. The word merge may be left out.
 
     Args:
         files: files of one task; without any, the published figures alone.
         epochs: epochs of the whole training.
-        images: images in an epoch; by default those of the largest measured set, but 800, as published, for a synthetic set
+        images: images in an epoch; by default those of the largest measured set, but 800, as published, for a
+        synthetic set
             of MSHNet.
         batch_size: use only this batch size; by default each hardware's fastest.
         deadline_h: hours of calendar time until it must be done.
@@ -59,7 +65,8 @@ def merge(
         spot: count with Google Cloud's prices of spare capacity, which can be taken away at any time.
         prices: an edited copy of the price table.
         prices_out: write a copy of the price table there, to be edited, and do nothing else.
-        plan: TPUs to add by their compiler's figures (v5e-1, v5e-8, v6e-1); you need not have one. Takes minutes.
+        plan: TPUs to add by their compiler's figures (v5e-1, v5e-8, v6e-1); you need not have one. Takes
+        minutes.
     """
     from tpukit.host import environment
     from tpukit.reporting import display

@@ -7,12 +7,16 @@ from pathlib import Path
 from tpukit.host.errors import TpukitError
 
 
-def doctor(json: bool = False, model: str | None = None, weights: Path | None = None, error: str | None = None):
-    """Check this machine: what is here, what is wrong, and how to fix it. Exit code 1 if something blocks training.
+def doctor(
+    json: bool = False, model: str | None = None, weights: Path | None = None, error: str | None = None
+):
+    """Check this machine: what is here, what is wrong, and how to fix it. Exit code 1 if something blocks
+    training.
 
     Args:
         json: print one JSON object, for machines.
-        model: also compute this task's loss and gradients on the device, in fp32, bf16 and (GPUs) fp16, and how much
+        model: also compute this task's loss and gradients on the device, in fp32, bf16 and (GPUs) fp16, and
+        how much
             the model's output changes.
         weights: weights for that model; by default fresh ones.
         error: check nothing; print how to fix this error message.

@@ -1,4 +1,5 @@
-"""What several commands share: options of a launch, aliases of options, the dataset of a task, where messages go."""
+"""What several commands share: options of a launch, aliases of options, the dataset of a task, where messages
+go."""
 
 import contextlib
 import dataclasses
@@ -24,7 +25,8 @@ class CoreOptions:
     cores: int | None = None
     """TPU cores or GPUs to use; by default all. On a CPU: processes; by default one."""
     parallel: Literal["processes", "spmd"] = "processes"
-    """processes: one for each core. spmd: one process and one compiled graph over all TPU cores of this host."""
+    """processes: one for each core. spmd: one process and one compiled graph over all TPU cores of this
+    host."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +34,15 @@ class LaunchOptions(CoreOptions):
     run: Path | None = None
     """Folder of the run; by default TASK in this machine's output folder."""
     backup: Path | None = None
-    """Folder (on Drive, say) or address (s3://bucket/run, gs://, hf://) that gets a copy of the run at every checkpoint."""
+    """Folder (on Drive, say) or address (s3://bucket/run, gs://, hf://) that gets a copy of the run at every
+    checkpoint."""
     hang_timeout_s: float = HANG_TIMEOUT_S
     """When no step completes for this many seconds, show every core's Python stack and stop."""
 
 
 def resolve_aliases(argv):
-    """The words of a command line with aliases replaced by the options' names; words after `--` stay as they are."""
+    """The words of a command line with aliases replaced by the options' names; words after `--` stay as they
+    are."""
     own = argv[: argv.index("--")] if "--" in argv else argv
     if own[:1] == ["doctor"]:  # whose --model is a task
         return argv
@@ -54,13 +58,16 @@ def resolve_aliases(argv):
 
 
 def with_dataset(task, env, size=None):
-    """The task with the folder of its dataset: the given one, one that is found here, or a synthetic set of `size` images.
+    """The task with the folder of its dataset: the given one, one that is found here, or a synthetic set of
+    `size` images.
 
     Of the processes that torchrun started, only rank 0 prints which one."""
     from tpukit.host import environment
     from tpukit.tasks.datasets import find_dataset
 
-    printing = contextlib.nullcontext() if environment.rank() == 0 else contextlib.redirect_stdout(io.StringIO())
+    printing = (
+        contextlib.nullcontext() if environment.rank() == 0 else contextlib.redirect_stdout(io.StringIO())
+    )
     with printing:
         found = find_dataset(env, task.dataset, task.dataset_dir, fallback=task.fallback or False, size=size)
     return dataclasses.replace(task, dataset_dir=found)

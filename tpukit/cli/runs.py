@@ -11,7 +11,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Sentences, printable
 
 # Settings that a test does not take over from the training.
-NOT_OF_THE_RUN = ("weights", "batch_size", "precision")
+NOT_INHERITED = ("weights", "batch_size", "precision")
 
 
 def train(task, options):
@@ -49,7 +49,8 @@ def test(task, options):
     path = options.run or env.outputs / (f"{task.name}-test" if task.weights else task.name)
     if task.weights and (path / "best.safetensors").exists():
         raise TpukitError(
-            f"--weights {task.weights} and the run {path}, which has best weights: give only one of --weights and --run"
+            f"--weights {task.weights} and the run {path}, which has best weights: give only one of --weights"
+            " and --run"
         )
     if (path / "config.json").is_file():
         task = _as_trained(task, Run.find(path).config, path)
@@ -66,14 +67,16 @@ def test(task, options):
 
 
 def _as_trained(task, config, source):
-    """The task with the settings of its training (of the model, above all), where the command line leaves them at their
-    defaults. source: the run or file that has this config."""
+    """The task with the settings of its training (of the model, above all), where the command line leaves
+    them at their defaults. source: the run or file that has this config."""
     from tpukit.tasks.trained import task_of
 
     if config["task"] != task.name:
         raise TpukitError(f"{source} is of the task {config['task']}, not of {task.name}")
     trained = task_of(config)
-    fixed = [f for f in dataclasses.fields(task) if not f.metadata.get("free") and f.name not in NOT_OF_THE_RUN]
+    fixed = [
+        f for f in dataclasses.fields(task) if not f.metadata.get("free") and f.name not in NOT_INHERITED
+    ]
     own = {f.name: getattr(trained, f.name) for f in fixed if getattr(task, f.name) == f.default}
     return dataclasses.replace(task, **own)
 
@@ -104,11 +107,13 @@ def report(
 
     Args:
         run: the folder of a run.
-        trace: also run this number of steps of its task again, here, and keep a profiler's trace of them for TensorBoard.
-            Names the lines of operations that ran on the CPU instead or waited for the device. The run is not changed.
-        hlo: also keep the step's compiled graph as the XLA device receives it, with the line of each operation.
-        dataset_dir: the dataset for these steps, if it has moved since the run.
-        on: the cores for these steps.
+        trace: also run this number of steps of its task again, here, and keep a profiler's trace of them for
+        TensorBoard.
+            Names the lines of operations that ran on the CPU instead or waited for the device. The run is not
+            changed.
+        hlo: also keep the step's compiled graph as the XLA device receives it, with the line of each
+        operation. dataset_dir: the dataset for these steps, if it has moved since the run. on: the cores for
+        these steps.
     """
     from tpukit.host import environment
     from tpukit.reporting import display
@@ -154,8 +159,8 @@ def predict(
     pictures: bool = True,
     device: Literal["auto", "cpu"] = "auto",
 ):
-    """Predict your own files with the best weights of a run: results as JSON and CSV, masks or images, pictures.
-    Exit code 1 if a file could not be read; the others are predicted.
+    """Predict your own files with the best weights of a run: results as JSON and CSV, masks or images,
+    pictures. Exit code 1 if a file could not be read; the others are predicted.
 
     Args:
         run: the folder of a run, or a weights file.
@@ -168,7 +173,9 @@ def predict(
     """
     from tpukit.tools.predict import predict as run_predict
 
-    results = run_predict(run, files, task=task, out=out, batch_size=batch_size, pictures=pictures, device=device)
+    results = run_predict(
+        run, files, task=task, out=out, batch_size=batch_size, pictures=pictures, device=device
+    )
     broken = [result for result in results if "error" in result]
     print(printable(f"{len(results) - len(broken)} samples predicted: {out / 'predictions.csv'}"))
     return 1 if broken else 0

@@ -16,14 +16,16 @@ class PlanOptions:
     chip: Literal["v5e-1", "v5e-8", "v6e-1"] = "v5e-1"
     """The TPU: one v5e chip (Colab), eight (Kaggle), or one v6e chip."""
     parallel: Literal["processes", "spmd"] = "processes"
-    """How eight chips share a step: 8 replicas and their gradient all-reduce, or one graph over all of them (SPMD)."""
+    """How eight chips share a step: 8 replicas and their gradient all-reduce, or one graph over all of them
+    (SPMD)."""
     backend: Literal["torch_xla", "torch_tpu"] = "torch_xla"
-    """What lowers the step: torch_xla, as on today's images, or torch_tpu, which takes its place and plans one chip only."""
+    """What lowers the step: torch_xla, as on today's images, or torch_tpu, which takes its place and plans
+    one chip only."""
     batch_sizes: tuple[int, ...] = ()
     """Global batch sizes to try; by default --batch-size alone."""
     part: Literal["train", "evaluate", "session"] = "train"
-    """train: the whole training step. evaluate: the compiled graphs that predict a batch (of CDEIT: its sampler). session:
-    every graph that a training compiles, and how long that takes here."""
+    """train: the whole training step. evaluate: the compiled graphs that predict a batch (of CDEIT: its
+    sampler). session: every graph that a training compiles, and how long that takes here."""
     find_batch: bool = False
     """Bisect the largest batch that fits, to within a sixteenth. Each try compiles the step."""
     top: int = 0
@@ -50,15 +52,16 @@ def export(
     task: str | None = None,
     dataset_dir: Path | None = None,
 ):
-    """Write the best weights of a run as one file for other programs, and measure how much its output differs.
-    Exit code 1 if that is more than 1e-4.
+    """Write the best weights of a run as one file for other programs, and measure how much its output
+    differs. Exit code 1 if that is more than 1e-4.
 
     Args:
         run: the folder of a run, or a weights file.
         to: onnx, or torch-export, which torch.export.load reads.
         out: a new file; by default best.onnx or best.pt2 beside the weights.
         task: the task, for a weights file that does not name its own.
-        dataset_dir: the dataset whose test samples are compared, if it has moved; random ones where there is none.
+        dataset_dir: the dataset whose test samples are compared, if it has moved; random ones where there is
+        none.
     """
     from tpukit.tasks.trained import find_trained
     from tpukit.tools import export as tool
@@ -76,12 +79,13 @@ def migrate(
     to: Literal["torch_xla", "torch_tpu"] = "torch_xla",
     format: Literal["text", "json"] = "text",
 ):
-    """List what in PyTorch code will not work, or will be slow, on a TPU: by line, each with its fix. Runs none of the code.
-    Exit code 1 if anything is left that will not work.
+    """List what in PyTorch code will not work, or will be slow, on a TPU: by line, each with its fix. Runs
+    none of the code. Exit code 1 if anything is left that will not work.
 
     Args:
         files: scripts, notebooks, or folders of them.
-        fix: rewrite what is safe to rewrite, in place, and show the difference. A copy of each file as it was stays beside it
+        fix: rewrite what is safe to rewrite, in place, and show the difference. A copy of each file as it was
+        stays beside it
             (NAME.orig).
         to: torch_xla: checks code for GPUs, or for an old torch_xla. torch_tpu: checks code for torch_xla.
         format: text, or json, for machines.
@@ -96,7 +100,9 @@ def migrate(
     for path, (found, fixed) in zip(paths, examined):
         if fix and any(f.fixable for f in found):
             if tool.contents([path]).get(path) != before.get(path):
-                show(printable(f"{path} was edited while it was checked, and stays as it is: start this again"))
+                show(
+                    printable(f"{path} was edited while it was checked, and stays as it is: start this again")
+                )
             else:
                 show(tool.difference(path, fixed))
                 show(printable(f"{path} as it was: {tool.write(path, fixed)}"))
@@ -127,7 +133,8 @@ def simulate(
         workers: processes.
         seed: every sample depends on the seed and its number alone.
         snr_db: signal to noise of the voltages, in decibels.
-        mismatch: how far a real tank is from the model: relative deviation of every voltage's gain, and of the gain of all.
+        mismatch: how far a real tank is from the model: relative deviation of every voltage's gain, and of
+        the gain of all.
     """
     from tpukit.tasks.cdeit import simulator
 

@@ -1,4 +1,5 @@
-"""The devices of a training, and `open_runtime`. torch is imported inside it: the table of chips works without."""
+"""The devices of a training, and `open_runtime`. torch is imported inside it: the table of chips works
+without."""
 
 import os
 
@@ -7,17 +8,20 @@ from tpukit.host.environment import failed_lookups, release, tpu_chips, version_
 from tpukit.host.errors import TpukitError
 
 LONG_COMPILE_S = 0.5  # graphs of a few operations compile in milliseconds, and go unmentioned
-LIBTPU_RELEASES = ((0, 0, 17), (0, 0, 21))  # whose compilers took the tasks' flags; an unknown flag ends the process
+LIBTPU_RELEASES = (
+    (0, 0, 17),
+    (0, 0, 21),
+)  # whose compilers took the tasks' flags; an unknown flag ends the process
 # Without it one process that opens several chips hangs (pytorch/xla #9084).
 NO_LAUNCH_BARRIER = "--xla_tpu_use_enhanced_launch_barrier=false"
 
 
 def open_runtime(env, precision="auto", *, world=None, spmd_cores=None, libtpu_args=""):
-    """The runtime of the accelerator that `environment.detect()` found. This is where a device is first touched.
+    """The runtime of the accelerator that `environment.detect()` found. This is where a device is first
+    touched.
 
-    world: this process among others; by default it is alone. spmd_cores: run one graph over that many XLA devices.
-    libtpu_args: of the task, for torch_xla on a TPU.
-    """
+    world: this process among others; by default it is alone. spmd_cores: run one graph over that many XLA
+    devices. libtpu_args: of the task, for torch_xla on a TPU."""
     from tpukit.devices.runtime import PRECISIONS, Runtime
 
     if precision not in PRECISIONS:
@@ -41,16 +45,22 @@ def open_runtime(env, precision="auto", *, world=None, spmd_cores=None, libtpu_a
 
 def check_micro_batches(env, count):
     """Raise TpukitError where gradients that are accumulated in one graph may be wrong."""
-    if count > 1 and env.accelerator == "tpu" and not env.uses_torch_tpu and find_chip(env.device_name) is V6E:
+    if (
+        count > 1
+        and env.accelerator == "tpu"
+        and not env.uses_torch_tpu
+        and find_chip(env.device_name) is V6E
+    ):
         raise TpukitError(
-            f"micro_batches={count} on a {V6E.name}: torch_xla 2.8 was reported to compute wrong gradients there where a step "
-            "accumulates them, and nobody has checked this step on that chip. Use micro_batches=1 with a smaller batch_size, "
-            "or a v5e"
+            f"micro_batches={count} on a {V6E.name}: torch_xla 2.8 was reported to compute wrong gradients"
+            " there where a step accumulates them, and nobody has checked this step on that chip. Use"
+            " micro_batches=1 with a smaller batch_size, or a v5e"
         )
 
 
 def add_libtpu_args(libtpu_args):
-    """Give flags to libtpu, which reads them when it opens the chips: those that it knows and the user has not set."""
+    """Give flags to libtpu, which reads them when it opens the chips: those that it knows and the user has
+    not set."""
     if release(version_of("libtpu") or "", 3) not in LIBTPU_RELEASES:
         return
     given, wanted = os.environ.get("LIBTPU_INIT_ARGS", "").split(), libtpu_args.split()

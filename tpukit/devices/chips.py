@@ -12,14 +12,16 @@ from tpukit.host.tables import GIB
 class Chip:
     """One generation of TPU. Memory and rates are None where nothing in tpukit needs them.
 
-    Sources: Google Cloud's documentation ("TPU versions" with the page of each version, "TPU architecture", and "TPU software
-    versions", read in November 2026); of hbm_bytes libtpu's compiler, whose refusal of a larger graph names the limit.
-    """
+    Sources: Google Cloud's documentation ("TPU versions" with the page of each version, "TPU architecture",
+    and "TPU software versions", read in November 2026); of hbm_bytes libtpu's compiler, whose refusal of a
+    larger graph names the limit."""
 
     name: str  # as in the price table, prices.csv
     cloud_type: str  # how the accelerator types of Google Cloud begin: v5litepod-8
     image: str  # runtime version of a TPU VM for PyTorch
-    cores_counted: int = 1  # what the number in an accelerator type counts on one chip: v5litepod-8 has 8 chips, v4-8 has 4
+    cores_counted: int = (
+        1  # what the number in an accelerator type counts on one chip: v5litepod-8 has 8 chips, v4-8 has 4
+    )
     devices: int = 1  # PyTorch devices on one chip
     hbm_bytes: float | None = None  # what a compiled graph may use of the memory of one chip
     flops: float | None = None  # bf16 FLOP/s of one chip
@@ -41,9 +43,21 @@ class Machine:
 
 
 V5E = Chip(
-    name="TPU v5e", cloud_type="v5litepod", image="v2-alpha-tpuv5-lite", hbm_bytes=15.75 * GIB, flops=197e12, bandwidth=819e9
+    name="TPU v5e",
+    cloud_type="v5litepod",
+    image="v2-alpha-tpuv5-lite",
+    hbm_bytes=15.75 * GIB,
+    flops=197e12,
+    bandwidth=819e9,
 )
-V6E = Chip(name="TPU v6e", cloud_type="v6e", image="v2-alpha-tpuv6e", hbm_bytes=31.25 * GIB, flops=918e12, bandwidth=1640e9)
+V6E = Chip(
+    name="TPU v6e",
+    cloud_type="v6e",
+    image="v2-alpha-tpuv6e",
+    hbm_bytes=31.25 * GIB,
+    flops=918e12,
+    bandwidth=1640e9,
+)
 CHIPS = (
     V5E,
     V6E,
@@ -58,12 +72,14 @@ MACHINES = {
     "v6e-1": Machine(V6E, 1, "v6e:1x1"),
 }
 
-# How many chips or cards one session gets, from the accelerator menus of Kaggle and Colab; no limit is known elsewhere.
+# How many chips or cards one session gets, from the accelerator menus of Kaggle and Colab; no limit is known
+# elsewhere.
 _SESSION_CHIPS = {("TPU v5e", "Kaggle"): 8, ("T4", "Kaggle"): 2}
 
 
 def find_chip(accelerator_type):
-    """The Chip of an accelerator type, which some hosts call v5litepod-8 and others v5e-8; None for an unknown one."""
+    """The Chip of an accelerator type, which some hosts call v5litepod-8 and others v5e-8; None for an
+    unknown one."""
     generation = accelerator_type.partition("-")[0]
     return next((chip for chip in CHIPS if generation in (chip.cloud_type, chip.short_name)), None)
 

@@ -1,17 +1,17 @@
 """A training step on a GPU as one CUDA graph: captured once, then launched as a whole.
 
-PyTorch hands each operation of a step to the GPU on its own. For a network of a thousand operations that can take the host
-longer than the GPU needs for the step. A CUDA graph holds all of them with the addresses of their tensors, so that later steps
-copy their arguments to where the captured ones lay, and launch it.
+PyTorch hands each operation of a step to the GPU on its own. For a network of a thousand operations that can
+take the host longer than the GPU needs for the step. A CUDA graph holds all of them with the addresses of
+their tensors, so that later steps copy their arguments to where the captured ones lay, and launch it.
 
-    first calls of a signature    warm-up: run normally, on the stream of the capture; the last one is searched for what a
+    first calls of a signature    warm-up: run normally, on the stream of the capture; the last one is
+    searched for what a
                                   replay would not repeat
     the next call                 capture: the operations are recorded and none runs; then the first replay
     later calls                   replay: copy the arguments, launch, copy the result
 
-All of these are steps of the training: a warm-up changes what a step changes, and a capture changes nothing on the GPU, so
-there is nothing to undo. Where a step cannot be captured, all later ones run normally.
-"""
+All of these are steps of the training: a warm-up changes what a step changes, and a capture changes nothing
+on the GPU, so there is nothing to undo. Where a step cannot be captured, all later ones run normally."""
 
 import collections
 import contextlib
@@ -40,19 +40,20 @@ SYNC_WARNING = "called a synchronizing CUDA operation"  # torch's only way to sa
 
 @functools.cache
 def _capture_stream():
-    """The stream on which this process captures: one for all trainings, because cuBLAS keeps memory for each stream."""
+    """The stream on which this process captures: one for all trainings, because cuBLAS keeps memory for each
+    stream."""
     return torch.cuda.Stream()
 
 
 class CapturedStep:
     """`function` as a CUDA graph for each signature of its arguments, where it can be captured.
 
-    function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and buffers of `model`
-    and the state of `optimizer`, in place, and the gradients. A new number among the arguments, a new shape or a new setting of
-    the optimizer is captured again. It sets the gradients to None first, so that they are made in the graph's memory; they stay
-    valid until the next call. What it does besides, a replay does not repeat: random numbers that it draws on the host are
-    noticed, a counter in Python is not.
-    """
+    function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and
+    buffers of `model` and the state of `optimizer`, in place, and the gradients. A new number among the
+    arguments, a new shape or a new setting of the optimizer is captured again. It sets the gradients to None
+    first, so that they are made in the graph's memory; they stay valid until the next call. What it does
+    besides, a replay does not repeat: random numbers that it draws on the host are noticed, a counter in
+    Python is not."""
 
     def __init__(self, function, name, model, optimizer, runtime):
         self.function, self.name, self.runtime = function, name, runtime
@@ -63,7 +64,7 @@ class CapturedStep:
         self.captured = {}  # signature -> CapturedGraph
         self.replayed = None  # the graph of the last call, whose gradients the parameters have
         self.may_capture = True
-        runtime.host_may_wait = False
+        runtime.allow_sync = False
 
     def __call__(self, *arguments):
         if not self.may_capture:
@@ -74,7 +75,10 @@ class CapturedStep:
         if self.warm_ups[key] < WARM_UP:
             self.warm_ups[key] += 1
             if len(self.warm_ups) > MAX_GRAPHS:
-                self._refuse(f"its arguments or the optimizer's settings have had {len(self.warm_ups)} different values")
+                self._refuse(
+                    f"its arguments or the optimizer's settings have had {len(self.warm_ups)} different"
+                    " values"
+                )
                 return self.function(*arguments)
             return self._warm_up(arguments, is_last=self.warm_ups[key] == WARM_UP)
         captured = self._capture(arguments, tensors)
@@ -84,15 +88,15 @@ class CapturedStep:
         return self._replay(captured, tensors)
 
     def _refuse(self, reason):
-        self.may_capture, self.runtime.host_may_wait = False, True
+        self.may_capture, self.runtime.allow_sync = False, True
         self._record(0, 0.0, [reason])
         self.captured.clear()
         self.replayed = None
         torch.cuda.empty_cache()  # of the graphs' memory, and of the capture's stream
 
     def _refuse_if_any_rank(self, reason):
-        """`_refuse` on every rank where one has a reason, and return whether it has: NCCL needs an all-reduce to be captured on
-        all ranks or on none."""
+        """`_refuse` on every rank where one has a reason, and return whether it has: NCCL needs an all-reduce
+        to be captured on all ranks or on none."""
         reasons = self.runtime.world.gather(reason or "")  # on rank 0 alone
         reason = self.runtime.world.broadcast(next(filter(None, reasons), ""))
         if reason:
@@ -108,7 +112,11 @@ class CapturedStep:
         self.replayed = None
         if is_last:
             torch.cuda.reset_peak_memory_stats()  # which held what cuDNN tried out in the first step
-        addresses, random_numbers, current = self._addresses(), host_random_state(), torch.cuda.current_stream()
+        addresses, random_numbers, current = (
+            self._addresses(),
+            host_random_state(),
+            torch.cuda.current_stream(),
+        )
         self.stream.wait_stream(current)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.stream(self.stream))
@@ -123,8 +131,8 @@ class CapturedStep:
                 reason = "it replaces parameters or buffers of the model instead of changing them"
             elif host_random_state() != random_numbers:
                 reason = (
-                    "random numbers were drawn on the host, which would be the same in each replay: draw them on the GPU in a "
-                    "step, and from a generator of their own in threads that make batches"
+                    "random numbers were drawn on the host, which would be the same in each replay: draw them"
+                    " on the GPU in a step, and from a generator of their own in threads that make batches"
                 )
             self._refuse_if_any_rank(reason)
         return result
@@ -157,9 +165,13 @@ class CapturedStep:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # Only this thread: others make batches and compute scores meanwhile.
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+            ):
                 result = self.function(*arguments)
-        except BaseException as error:  # whatever it is: the step that is not captured raises it again, if it is one
+        except (
+            BaseException
+        ) as error:  # whatever it is: the step that is not captured raises it again, if it is one
             torch.cuda.set_stream(current)
             _end_capture(graph, self.pool)
             host.restore()
@@ -168,7 +180,10 @@ class CapturedStep:
             return None, _first_cause(error)
         if host.decides_the_update():
             host.restore()
-            return None, f"{type(self.optimizer).__name__} computes with numbers on the host that change at each step"
+            return (
+                None,
+                f"{type(self.optimizer).__name__} computes with numbers on the host that change at each step",
+            )
         captured = CapturedGraph(
             graph=graph,
             inputs=inputs,
@@ -205,7 +220,8 @@ class CapturedGraph:
 
 
 class HostState:
-    """What an optimizer keeps on the host, as it was when this was made: counters, mostly. scaler: of the loss, or None."""
+    """What an optimizer keeps on the host, as it was when this was made: counters, mostly. scaler: of the
+    loss, or None."""
 
     def __init__(self, optimizer, scaler):
         self.optimizer, self.scaler = optimizer, scaler
@@ -220,7 +236,9 @@ class HostState:
         """Whether the optimizer has changed its numbers, and so may compute with others at each step."""
         if any(state[name] is not value for state, saved in self.states for name, value in saved.items()):
             return True
-        if isinstance(self.optimizer, torch.optim.Adagrad) and not any(g["lr_decay"] for g in self.optimizer.param_groups):
+        if isinstance(self.optimizer, torch.optim.Adagrad) and not any(
+            g["lr_decay"] for g in self.optimizer.param_groups
+        ):
             return False  # it counts its steps for the decay alone
         return any(increment.any() for increment in self.increments())
 
@@ -230,7 +248,8 @@ class HostState:
         for value, before in zip(self.numbers, self.before):
             value.copy_(before)
         if self.scaler is not None:
-            self.scaler._per_optimizer_states.clear()  # as after `update`: how far a step got that was not finished
+            # as after `update`: how far a step got that was not finished
+            self.scaler._per_optimizer_states.clear()
 
 
 def host_random_state():
@@ -241,12 +260,14 @@ def host_random_state():
 
 @contextlib.contextmanager
 def _waits_recorded():
-    """Context manager: a list that gets the lines, "file.py line 3", at which the step waited for the GPU: in this thread, or
-    in autograd's, which runs what is written in Python of a backward pass."""
+    """Context manager: a list that gets the lines, "file.py line 3", at which the step waited for the GPU: in
+    this thread, or in autograd's, which runs what is written in Python of a backward pass."""
     waits, mode, thread = [], torch.cuda.get_sync_debug_mode(), threading.get_ident()
 
     def record(message, category, filename, lineno, file=None, line=None):
-        if filename.endswith("torch/nn/modules/_functions.py"):  # SyncBatchNorm, which does not wait in a capture
+        if filename.endswith(
+            "torch/nn/modules/_functions.py"
+        ):  # SyncBatchNorm, which does not wait in a capture
             return
         of_step = threading.get_ident() == thread or torch._C._current_autograd_node() is not None
         if SYNC_WARNING in str(message) and of_step:  # other threads copy batches meanwhile
@@ -263,7 +284,8 @@ def _waits_recorded():
 
 
 def _end_capture(graph, pool):
-    """Tell torch that a capture is over: its allocator and generator may believe in one that CUDA ended by an error."""
+    """Tell torch that a capture is over: its allocator and generator may believe in one that CUDA ended by an
+    error."""
     device = torch.cuda.current_device()
     try:
         graph.pool()

@@ -1,7 +1,7 @@
 """Collectives over the processes of one training, through host memory (torch.distributed's gloo).
 
-Gradients alone cross the accelerator's own links: GPUs' by NCCL in `all_reduce`, and TPUs' in `xla.XLARuntime`.
-"""
+Gradients alone cross the accelerator's own links: GPUs' by NCCL in `all_reduce`, and TPUs' in
+`xla.XLARuntime`."""
 
 import io
 
@@ -29,7 +29,8 @@ class World:
         return [row.tolist() for row in rows]
 
     def all_gather_dicts(self, values):
-        """A dict of lists of floats from every rank, of the same lengths -> list of those dicts, rank by rank."""
+        """A dict of lists of floats from every rank, of the same lengths -> list of those dicts, rank by
+        rank."""
         found = []
         for row in self.all_gather([number for numbers in values.values() for number in numbers]):
             numbers = iter(row)
@@ -37,7 +38,8 @@ class World:
         return found
 
     def gather(self, tree):
-        """A nest of CPU tensors, numbers and strings from every rank -> on rank 0 the list of them, elsewhere []."""
+        """A nest of CPU tensors, numbers and strings from every rank -> on rank 0 the list of them, elsewhere
+        []."""
         if self.size == 1:
             return [tree]
         data = _pack(tree)
@@ -49,7 +51,8 @@ class World:
         return [_unpack(row[:length]) for row, length in zip(rows or [], lengths)]
 
     def broadcast(self, tree):
-        """Rank 0's nest of CPU tensors, numbers and strings, on every rank. What the others pass is ignored."""
+        """Rank 0's nest of CPU tensors, numbers and strings, on every rank. What the others pass is
+        ignored."""
         if self.size == 1:
             return tree
         data = _pack(tree) if self.rank == 0 else None

@@ -1,7 +1,7 @@
 """What a compiler cannot see of hand-written TPU kernels, reported where they are called, for `tpukit plan`.
 
-The compiler knows a kernel as one operation with operands and results: not how often it reads them again, nor what it computes.
-"""
+The compiler knows a kernel as one operation with operands and results: not how often it reads them again, nor
+what it computes."""
 
 import contextlib
 
@@ -11,8 +11,8 @@ _open = []  # the lists of `recorded`
 def count_kernel(name, *, hbm_bytes, flops):
     """Report one call of a kernel, for one core. Does nothing unless a plan is being made.
 
-    hbm_bytes: what it reads and writes in HBM beyond each operand and each result once, padded as they lie there.
-    """
+    hbm_bytes: what it reads and writes in HBM beyond each operand and each result once, padded as they lie
+    there."""
     for found in _open:
         found.append(dict(name=name, hbm_bytes=hbm_bytes, flops=flops))
 

@@ -1,8 +1,10 @@
-"""How a dataset lies in the memory of an XLA device, so that a step gathers samples of it and copies nothing else.
+"""How a dataset lies in the memory of an XLA device, so that a step gathers samples of it and copies nothing
+else.
 
-Left to itself, the TPU's compiler stores images with the samples in the lanes, which pads least, and begins every step with a
-copy of the whole set, because a gather needs each sample together. Samples of more than 256 KiB it gathers from slices of the
-whole set. A set that is stored in rows of 128 lanes, each sample in parts of at most 256 KiB, is gathered as it lies.
+Left to itself, the TPU's compiler stores images with the samples in the lanes, which pads least, and begins
+every step with a copy of the whole set, because a gather needs each sample together. Samples of more than 256
+KiB it gathers from slices of the whole set. A set that is stored in rows of 128 lanes, each sample in parts
+of at most 256 KiB, is gathered as it lies.
 
 N samples, B of them in a batch.
 """
@@ -19,16 +21,17 @@ MAX_PART = 2**18  # bytes
 
 
 class Stored(NamedTuple):
-    """An array on the device. rows: (N * parts, elements of a part / 128, 128), or as `is_split` says the array itself. shape:
-    the array's, (N, ...)."""
+    """An array on the device. rows: (N * parts, elements of a part / 128, 128), or as `is_split` says the
+    array itself. shape: the array's, (N, ...)."""
 
     rows: torch.Tensor
     shape: tuple
 
 
 def is_split(array):
-    """Whether an array is stored in rows: not where these would be half empty, and not where a TPU holds a number as two.
-    Samples of less than 1 KiB make sets that fast memory mostly holds whole, without padding them further."""
+    """Whether an array is stored in rows: not where these would be half empty, and not where a TPU holds a
+    number as two. Samples of less than 1 KiB make sets that fast memory mostly holds whole, without padding
+    them further."""
     size, itemsize = math.prod(array.shape[1:]), array.dtype.itemsize
     return size > TILE // 2 and size * itemsize >= 1024 and itemsize <= 4
 

@@ -15,11 +15,17 @@ def trainable_parameters(optimizer):
 
 def state_tensors(optimizer):
     """The tensors of an optimizer's state, wherever they lie."""
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 def written_by_step(optimizer):
-    """What a step may change on the device: (parameter, name) -> tensor, with name None for the parameter itself."""
+    """What a step may change on the device: (parameter, name) -> tensor, with name None for the parameter
+    itself."""
     found = {}
     for parameter in parameters_with_gradient(optimizer):
         found[parameter, None] = parameter
@@ -37,7 +43,8 @@ def _is_beside(value, parameter):
 
 
 def flattened(tensors):
-    """dtype -> (N,): copies of the tensors of that type, one after another, each in the order in which its memory lies."""
+    """dtype -> (N,): copies of the tensors of that type, one after another, each in the order in which its
+    memory lies."""
     by_dtype = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(_in_memory_order(tensor).flatten())
@@ -61,11 +68,16 @@ OF_THE_DEVICE = ("params", "capturable", "fused", "foreach")  # in a group of pa
 
 
 def optimizer_signature(optimizer):
-    """dict setting -> its value as text, of an optimizer that was just made: what the code of the task says of it."""
+    """dict setting -> its value as text, of an optimizer that was just made: what the code of the task says
+    of it."""
     found = {"optimizer": type(optimizer).__name__, "groups": str(len(optimizer.param_groups))}
     for number, group in enumerate(optimizer.param_groups):
         settings = {name: value for name, value in group.items() if name not in OF_THE_DEVICE}
-        settings = {name: value for name, value in settings.items() if isinstance(value, (bool, int, float, tuple, str))}
+        settings = {
+            name: value
+            for name, value in settings.items()
+            if isinstance(value, (bool, int, float, tuple, str))
+        }
         settings["parameters"] = len(group["params"])
         found |= {f"{name} of group {number}": str(value) for name, value in settings.items()}
     return found

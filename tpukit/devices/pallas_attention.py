@@ -1,25 +1,31 @@
-"""Attention as TPU kernels in Pallas: what `xla_attention` hands to the compiler. A script, run where jax is installed.
+"""Attention as TPU kernels in Pallas: what `xla_attention` hands to the compiler. A script, run where jax is
+installed.
 
-    echo '{"kind": "forward", "shape": [16, 4096, 1536], "heads": 16, "biased": false}' | python pallas_attention.py
+    echo '{"kind": "forward", "shape": [16, 4096, 1536], "heads": 16, "biased": false}' | python
+    pallas_attention.py
 
-Answers each line with a line of JSON, {"payload": what a `tpu_custom_call` carries} or {"error": its reason}, until its input
-ends. Imports nothing of tpukit: jax stays out of the process in which torch_xla holds the TPU.
+Answers each line with a line of JSON, {"payload": what a `tpu_custom_call` carries} or {"error": its reason},
+until its input ends. Imports nothing of tpukit: jax stays out of the process in which torch_xla holds the
+TPU.
 
-Letters: B batch, T tokens, H heads, D channels of a head, C = H * D; g = 128 / D heads fill the 128 lanes of a register,
+Letters: B batch, T tokens, H heads, D channels of a head, C = H * D; g = 128 / D heads fill the 128 lanes of
+a register,
 G = H / g is the number of such groups; Q queries at a time.
 
-A kernel reads (B, T, 3 C), as the linear layer before it wrote it, in blocks of one group, and writes (B, T, C): in the TPU's
-memory no head is padded to 128 lanes or transposed. The g heads of a block are told apart by zeros: g copies of its queries,
-each with the lanes of one head only, are multiplied with the keys of the whole group at once. All keys of an image are in fast
-memory together, and so are whole columns of the logits (T, g * Q): a softmax needs no second pass, and nothing has to be kept
-for the backward pass, which computes it again.
+A kernel reads (B, T, 3 C), as the linear layer before it wrote it, in blocks of one group, and writes (B, T,
+C): in the TPU's memory no head is padded to 128 lanes or transposed. The g heads of a block are told apart by
+zeros: g copies of its queries, each with the lanes of one head only, are multiplied with the keys of the
+whole group at once. All keys of an image are in fast memory together, and so are whole columns of the logits
+(T, g * Q): a softmax needs no second pass, and nothing has to be kept for the backward pass, which computes
+it again.
 
-Traffic: the grid is (group, image, queries), and a block moves only when it changes from one step to the next. Queries, result
-and its gradient change with every step, keys and values with group and image, the bias and its gradient with the group. So in
-each kernel every array crosses the memory bus exactly once:
+Traffic: the grid is (group, image, queries), and a block moves only when it changes from one step to the
+next. Queries, result and its gradient change with every step, keys and values with group and image, the bias
+and its gradient with the group. So in each kernel every array crosses the memory bus exactly once:
 
-    forward   queries, keys, values -> result                     4 B T C * 2 bytes, with a bias H T T * 4 bytes more
-    backward  queries, keys, values, gradient -> three gradients  7 B T C * 2 bytes, with a bias 2 H T T * 4 bytes more
+    forward   queries, keys, values -> result                     4 B T C * 2 bytes, with a bias H T T * 4
+    bytes more backward  queries, keys, values, gradient -> three gradients  7 B T C * 2 bytes, with a bias 2
+    H T T * 4 bytes more
 """
 
 import functools
@@ -33,12 +39,15 @@ from jax.experimental import pallas
 from jax.experimental.pallas import tpu
 
 LANES = 128
-LOGITS = 2**19  # of a block, 4 bytes each; the backward kernel has five such arrays, and 16 MiB of fast memory
+LOGITS = (
+    2**19
+)  # of a block, 4 bytes each; the backward kernel has five such arrays, and 16 MiB of fast memory
 MOSAIC_VERSION = 4  # of the kernel's code: read by the libtpu of torch_xla 2.8 (0.0.17) and by newer ones
 
 
 def forward(qkv, bias=None, *, heads, interpret=False):
-    """qkv: (B, T, 3 C) queries, keys and values. bias: (G, T keys, g * T queries) float32, for the logits. -> [(B, T, C)]"""
+    """qkv: (B, T, 3 C) queries, keys and values. bias: (G, T keys, g * T queries) float32, for the logits. ->
+    [(B, T, C)]"""
     shape = Shape(qkv, heads)
     operands, specs = shape.inputs(qkv, bias)
     return pallas.pallas_call(
@@ -56,8 +65,11 @@ def backward(qkv, gradient, bias=None, *, heads, interpret=False):
     shape = Shape(qkv, heads)
     steps = shape.tokens // shape.queries
     operands, specs = shape.inputs(qkv, bias, gradient)
-    # The gradients of queries, keys and values are three blocks of one result. Two more steps write the last two.
-    part = pallas.BlockSpec((1, shape.tokens, LANES), lambda h, b, i: (b, 0, jnp.clip(i - steps + 1, 0, 2) * shape.groups + h))
+    # The gradients of queries, keys and values are three blocks of one result. Two more steps write the last
+    # two.
+    part = pallas.BlockSpec(
+        (1, shape.tokens, LANES), lambda h, b, i: (b, 0, jnp.clip(i - steps + 1, 0, 2) * shape.groups + h)
+    )
     outputs, output_specs = [jax.ShapeDtypeStruct(qkv.shape, qkv.dtype)], [part]
     if bias is not None:
         outputs.append(jax.ShapeDtypeStruct(bias.shape, bias.dtype))
@@ -74,8 +86,8 @@ def backward(qkv, gradient, bias=None, *, heads, interpret=False):
 
 
 def _as_main(kernel, *given):
-    """The kernel with its first arguments given, as a function called main: jax 0.10 names a kernel's code after its function,
-    and the libtpu of torch_xla looks for main."""
+    """The kernel with its first arguments given, as a function called main: jax 0.10 names a kernel's code
+    after its function, and the libtpu of torch_xla looks for main."""
 
     def main(*refs):
         return kernel(*given, *refs)
@@ -98,7 +110,8 @@ class Shape:
         self.table = pallas.BlockSpec((1, self.tokens, self.heads * self.tokens), lambda h, b, i: (h, 0, 0))
 
     def inputs(self, qkv, bias, *more):
-        """(operands, their blocks): queries, keys, values, more blocks of rows, and the bias where there is one."""
+        """(operands, their blocks): queries, keys, values, more blocks of rows, and the bias where there is
+        one."""
         groups, columns = self.groups, (1, self.tokens, LANES)
         keys = pallas.BlockSpec(columns, lambda h, b, i: (b, 0, groups + h))
         values = pallas.BlockSpec(columns, lambda h, b, i: (b, 0, 2 * groups + h))
@@ -114,19 +127,26 @@ class Shape:
         return jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1), self.dim)
 
     def spread(self, x):
-        """(Q, 128) -> (g * Q, 128): for each head of the group the rows with zeros in the lanes of the others."""
+        """(Q, 128) -> (g * Q, 128): for each head of the group the rows with zeros in the lanes of the
+        others."""
         head_of_lane = self.head_of_lane(x.shape[0])
-        return jnp.concatenate([jnp.where(head_of_lane == head, x, jnp.zeros_like(x)) for head in range(self.heads)], 0)
+        return jnp.concatenate(
+            [jnp.where(head_of_lane == head, x, jnp.zeros_like(x)) for head in range(self.heads)], 0
+        )
 
     def gather(self, x):
         """(g * Q, 128) -> (Q, 128): from the rows of each head its own lanes."""
         rows = x.shape[0] // self.heads
         head_of_lane = self.head_of_lane(rows)
-        parts = [jnp.where(head_of_lane == head, x[head * rows : (head + 1) * rows], 0) for head in range(self.heads)]
+        parts = [
+            jnp.where(head_of_lane == head, x[head * rows : (head + 1) * rows], 0)
+            for head in range(self.heads)
+        ]
         return sum(parts[1:], parts[0])
 
     def softmax(self, keys, queries, bias):
-        """(numerators, denominators) of the weights, (T, g * Q) and (1, g * Q) float32: keys are rows, queries columns."""
+        """(numerators, denominators) of the weights, (T, g * Q) and (1, g * Q) float32: keys are rows,
+        queries columns."""
         logits = _dot(keys, queries, 1, 1) * self.scale
         if bias is not None:
             logits += bias[0]
@@ -183,7 +203,9 @@ def _backward(shape, steps, biased, queries, keys, values, gradient, *refs):
 
 def _dot(a, b, axis_of_a, axis_of_b):
     """The product of two matrices, summed in float32 over an axis of each."""
-    return jax.lax.dot_general(a, b, (((axis_of_a,), (axis_of_b,)), ((), ())), preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        a, b, (((axis_of_a,), (axis_of_b,)), ((), ())), preferred_element_type=jnp.float32
+    )
 
 
 def payload(kind, shape, heads, biased):

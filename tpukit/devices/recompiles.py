@@ -1,4 +1,5 @@
-"""Why a graph was compiled again: what differs from the call before it. Pure functions of arguments and traces."""
+"""Why a graph was compiled again: what differs from the call before it. Pure functions of arguments and
+traces."""
 
 import collections
 import re
@@ -13,15 +14,17 @@ from tpukit.host.errors import TpukitError
 class UnexpectedRecompilation(TpukitError):
     """A call of a compiled function traced a graph beyond the number it is allowed.
 
-    Its arguments: the function's name, the number of the call, the number of graphs allowed, and the first operation that the
-    expected graph does not have, as `new_operation` names it, or None.
-    """
+    Its arguments: the function's name, the number of the call, the number of graphs allowed, and the first
+    operation that the expected graph does not have, as `new_operation` names it, or None."""
 
     causes = ()  # sentences about arguments that differ from the call before
 
     def __str__(self):
         function, call, max_graphs, operation = self.args
-        lines = [*self.causes, f"call {call} of `{function}` traced a new graph, but at most {max_graphs} may be compiled"]
+        lines = [
+            *self.causes,
+            f"call {call} of `{function}` traced a new graph, but at most {max_graphs} may be compiled",
+        ]
         if operation:
             lines.append(f"New in it: {operation}")
         lines.append("Keep every batch the same shape; choose between losses by `torch.where`;")
@@ -38,7 +41,8 @@ class TensorType(NamedTuple):
 
 
 def signature(names, arguments):
-    """The arguments of a call, whose parameters have these names, as name -> TensorType or number. In a dict the key names."""
+    """The arguments of a call, whose parameters have these names, as name -> TensorType or number. In a dict
+    the key names."""
     found = {}
     for name, argument in zip(names, arguments):
         for path, leaf in tree_flatten_with_path(argument)[0]:
@@ -62,7 +66,11 @@ def differences(before, after):
     """What differs between two signatures, as a list of sentences."""
     sentences = [f"{name} is new: {value}" for name, value in after.items() if name not in before]
     sentences += [f"{name} is missing" for name in before if name not in after]
-    sentences += [_change(name, before[name], after[name]) for name in after if before.get(name, after[name]) != after[name]]
+    sentences += [
+        _change(name, before[name], after[name])
+        for name in after
+        if before.get(name, after[name]) != after[name]
+    ]
     return sentences
 
 
@@ -74,8 +82,8 @@ def _change(name, old, new):
 
 
 def new_operation(before, after):
-    """The first operation of a trace, as torch_xla prints it, that the previous trace does not have, or None: "aten::mul in
-    loss, mnist.py line 40" if torch_xla's IR debugging was on."""
+    """The first operation of a trace, as torch_xla prints it, that the previous trace does not have, or None:
+    "aten::mul in loss, mnist.py line 40" if torch_xla's IR debugging was on."""
     known = collections.Counter(map(_without_numbers, before.splitlines()))
     fresh = []
     for line in after.splitlines():

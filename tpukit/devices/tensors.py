@@ -8,11 +8,12 @@ def is_on_xla(tensor):
     return tensor.device.type in XLA_DEVICES
 
 
-def computed_once(tensor, *after):
-    """The tensor, computed apart from what reads it, and after others; of torch_xla's graph, elsewhere nothing changes.
+def with_optimization_barrier(tensor, *after):
+    """The tensor, computed apart from what reads it, and after others; of torch_xla's graph, elsewhere
+    nothing changes.
 
-    XLA moves a cheap computation into each operation that reads it. Where that is a convolution and the computation a whole
-    layer's, it takes the compiler minutes."""
+    XLA moves a cheap computation into each operation that reads it. Where that is a convolution and the
+    computation a whole layer's, it takes the compiler minutes."""
     if tensor.device.type != "xla":
         return tensor
     import torch_xla.core.xla_model as xm
@@ -23,7 +24,8 @@ def computed_once(tensor, *after):
 
 
 def checkpointed(block, *inputs):
-    """block(*inputs), a module without randomness whose activations are recomputed in the backward pass, not kept."""
+    """block(*inputs), a module without randomness whose activations are recomputed in the backward pass, not
+    kept."""
     if inputs[0].device.type == "xla":
         # torch's own looks for a module torch.xla; this one also keeps XLA from merging the two computations.
         from torch_xla.utils.checkpoint import checkpoint
@@ -35,7 +37,8 @@ def checkpointed(block, *inputs):
 
 
 def cores_sharing(tensor):
-    """How many cores share the first axis of a tensor on the device: several where one graph runs over them (SPMD)."""
+    """How many cores share the first axis of a tensor on the device: several where one graph runs over them
+    (SPMD)."""
     if tensor.device.type != "xla":
         return 1
     import torch_xla.runtime as xr

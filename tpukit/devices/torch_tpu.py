@@ -1,8 +1,8 @@
-"""The runtime of a TPU chip through torch_tpu, Google's backend for torch 2.11 and newer; its device is called "tpu".
+"""The runtime of a TPU chip through torch_tpu, Google's backend for torch 2.11 and newer; its device is
+called "tpu".
 
-Not yet run on a TPU. Tests run it on CPU tensors with a recording mock of the package, and compare its calls with the package's
-own signatures; docs/TORCHTPU.md says what that leaves open.
-"""
+Not yet run on a TPU. Tests run it on CPU tensors with a recording mock of the package, and compare its calls
+with the package's own signatures; docs/TORCHTPU.md says what that leaves open."""
 
 import torch
 
@@ -12,7 +12,8 @@ from tpukit.host.errors import TpukitError
 
 
 class TorchTPURuntime(Runtime):
-    """One TPU chip in this process. Models and predictions are compiled graphs; what is around them runs by operations.
+    """One TPU chip in this process. Models and predictions are compiled graphs; what is around them runs by
+    operations.
 
     Ranks average their gradients as one vector, over the chips' own links.
     """
@@ -21,11 +22,15 @@ class TorchTPURuntime(Runtime):
 
     def __init__(self, accelerator="tpu", precision="auto", world=None):
         if precision == "fp16":
-            raise TpukitError("precision='fp16': TPUs train in bf16, which needs no loss scaling; use 'bf16' or 'auto'")
+            raise TpukitError(
+                "precision='fp16': TPUs train in bf16, which needs no loss scaling; use 'bf16' or 'auto'"
+            )
         super().__init__(accelerator, precision, world)
 
     def _open_device(self):
-        torch.set_float32_matmul_precision("highest")  # else a TPU rounds fp32 factors to bfloat16, in a bf16 training too
+        torch.set_float32_matmul_precision(
+            "highest"
+        )  # else a TPU rounds fp32 factors to bfloat16, in a bf16 training too
         return torch_tpu_private.open_device()
 
     def _best_precision(self):
@@ -61,4 +66,6 @@ class TorchTPURuntime(Runtime):
         return torch_tpu_private.profile(folder)
 
     def memory_size(self):
-        return torch.tpu.get_device_properties().total_memory  # torch_tpu reports no peak, so `memory` stays empty
+        return (
+            torch.tpu.get_device_properties().total_memory
+        )  # torch_tpu reports no peak, so `memory` stays empty

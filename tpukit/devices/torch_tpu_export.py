@@ -1,15 +1,15 @@
-"""Graphs of a TPU core as StableHLO, lowered by torch_tpu on a machine without one: for `tpukit plan --backend torch_tpu`.
+"""Graphs of a TPU core as StableHLO, lowered by torch_tpu on a machine without one: for `tpukit plan
+--backend torch_tpu`.
 
-Without a TPU torch_tpu does not differentiate. So the CPU traces a step to ATen operations, forward, backward and update, on
-tensors that have a shape and no memory; then torch_tpu lowers these operations. Attention is traced as its plain mathematics,
-because the trace would hold the CPU's own kernel otherwise.
-"""
+Without a TPU torch_tpu does not differentiate. So the CPU traces a step to ATen operations, forward, backward
+and update, on tensors that have a shape and no memory; then torch_tpu lowers these operations. Attention is
+traced as its plain mathematics, because the trace would hold the CPU's own kernel otherwise."""
 
 import hashlib
 import os
 
-# That torch loads no other backend that is installed; that libtpu does not look for a TPU in Google's cloud, for minutes; and
-# that two processes may load it.
+# That torch loads no other backend that is installed; that libtpu does not look for a TPU in Google's cloud,
+# for minutes; and that two processes may load it.
 os.environ.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 import torch
@@ -23,16 +23,19 @@ from tpukit.devices import optimizers, tensors, torch_tpu_private
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
 
-# A layer norm of bf16 values with float32 weights, as autocast leaves it, is traced as torch's own smaller operations, because
-# torch_tpu 0.2 does not lower it forward, and gives its weights gradients in bf16 instead of float32.
-DECOMPOSITIONS = get_decompositions([torch.ops.aten.native_layer_norm, torch.ops.aten.native_layer_norm_backward])
+# A layer norm of bf16 values with float32 weights, as autocast leaves it, is traced as torch's own smaller
+# operations, because torch_tpu 0.2 does not lower it forward, and gives its weights gradients in bf16 instead
+# of float32.
+DECOMPOSITIONS = get_decompositions(
+    [torch.ops.aten.native_layer_norm, torch.ops.aten.native_layer_norm_backward]
+)
 
 
 class TorchTPUExportRuntime(Runtime):
     """A TPU core whose graphs are exported instead of run. Needs torch_tpu, no TPU, and a fresh process.
 
-    memory_size: of a core, in bytes. `graphs`, in the order of the calls: dicts of `name`, `stablehlo` (a portable artifact),
-    `digest` (of the graph without source lines), and `kernels`, of which there are none.
+    memory_size: of a core, in bytes. `graphs`, in the order of the calls: dicts of `name`, `stablehlo` (a
+    portable artifact), `digest` (of the graph without source lines), and `kernels`, of which there are none.
     """
 
     compiles = True
@@ -40,8 +43,8 @@ class TorchTPUExportRuntime(Runtime):
     def __init__(self, precision="auto", cores=1, memory_size=0, *, spmd=False):
         if cores > 1 or spmd:
             raise TpukitError(
-                "torch_tpu lowers collectives only between cores that run, so its graphs of several cores cannot be planned: "
-                "choose a machine with one chip, and one core's share of the batch"
+                "torch_tpu lowers collectives only between cores that run, so its graphs of several cores"
+                " cannot be planned: choose a machine with one chip, and one core's share of the batch"
             )
         torch_tpu_private.load()
         tensors.XLA_DEVICES.add("cpu")  # which stands for the TPU while a graph is traced
@@ -59,13 +62,19 @@ class TorchTPUExportRuntime(Runtime):
     def place(self, model, *, channels_last="no"):
         for module in model.modules():
             for values in (module._parameters, module._buffers):
-                values.update({name: self._fake.from_tensor(value) for name, value in values.items() if value is not None})
+                values.update(
+                    {
+                        name: self._fake.from_tensor(value)
+                        for name, value in values.items()
+                        if value is not None
+                    }
+                )
         return model
 
     def put(self, arrays):
         return {name: self._fake.from_tensor(torch.as_tensor(value)) for name, value in arrays.items()}
 
-    def put_whole(self, arrays, *, sharded=False):
+    def put_dataset(self, arrays, *, sharded=False):
         return self.put(arrays)
 
     def init_optimizer_state(self, optimizer):
@@ -94,7 +103,9 @@ class TorchTPUExportRuntime(Runtime):
                 graph = make_fx(traced, decomposition_table=DECOMPOSITIONS)(inputs, state)
             text, stablehlo = torch_tpu_private.lower(graph, [*inputs, *state])
             digest = hashlib.sha256(text.encode()).hexdigest()
-            self.graphs.append(dict(name=name or function.__name__, stablehlo=stablehlo, digest=digest, kernels=[]))
+            self.graphs.append(
+                dict(name=name or function.__name__, stablehlo=stablehlo, digest=digest, kernels=[])
+            )
             return tree_map_only(torch.Tensor, self._fake.from_tensor, result)
 
         return export

@@ -1,7 +1,7 @@
 """What torch_tpu 0.2 keeps under private names, or changes from one torch to the next, in one place.
 
-tests/devices/test_torch_tpu.py compares every name that is used here, and the public ones, with the package itself.
-"""
+tests/devices/test_torch_tpu.py compares every name that is used here, and the public ones, with the package
+itself."""
 
 import atexit
 import contextlib
@@ -19,7 +19,9 @@ def open_device():
 
     found = torch.accelerator.current_accelerator()
     if found is None or found.type != "tpu":
-        raise TpukitError(f"torch_tpu finds no TPU here (torch's accelerator is {found}): `tpukit doctor` shows why")
+        raise TpukitError(
+            f"torch_tpu finds no TPU here (torch's accelerator is {found}): `tpukit doctor` shows why"
+        )
     return torch.device("tpu")
 
 
@@ -32,44 +34,52 @@ def is_open():
 
 
 def set_launch_variables(processes):
-    """Set the variables by which the processes of this host, forked later, find each other and their chips."""
+    """Set the variables by which the processes of this host, forked later, find each other and their
+    chips."""
     import torch_tpu  # noqa: F401
     from torch.tpu.distributed import set_tpu_launch_env
     from torch_tpu._internal import env_utils
 
     for name, value in env_utils._resolved_values.items():
-        if os.environ.get(name) == value:  # of an earlier launch, perhaps for other chips; torch_tpu would keep it
+        if (
+            os.environ.get(name) == value
+        ):  # of an earlier launch, perhaps for other chips; torch_tpu would keep it
             del os.environ[name]
     env_utils._resolved_values.clear()
     try:
         set_tpu_launch_env(nproc_per_node=processes)
     except (RuntimeError, ValueError) as error:
-        raise TpukitError(f"torch_tpu cannot start {processes} processes here: {error}. See `tpukit doctor`") from error
+        raise TpukitError(
+            f"torch_tpu cannot start {processes} processes here: {error}. See `tpukit doctor`"
+        ) from error
     check_launch_variables(processes)
 
 
 def check_launch_variables(processes):
-    """Raise TpukitError unless these variables are set for this number of processes, over all hosts: others would wait for
-    chips that nobody opens."""
+    """Raise TpukitError unless these variables are set for this number of processes, over all hosts: others
+    would wait for chips that nobody opens."""
     addresses = os.environ.get("TORCH_TPU_SLICEBUILDER_ADDRESSES", "")
     chips = len(addresses.split(",")) if addresses else 0
     if chips != processes:
         raise TpukitError(
-            f"TORCH_TPU_SLICEBUILDER_ADDRESSES names {chips} TPU chips, but {processes} processes were to run, one on each. "
-            '`tpukit train` without torchrun sets it for one host: unset it. Before torchrun run `set -a; eval "$(python -m '
-            'torch.tpu.distributed)"; set +a` on every host, and start as many processes as it names chips'
+            f"TORCH_TPU_SLICEBUILDER_ADDRESSES names {chips} TPU chips, but {processes} processes were to"
+            " run, one on each. `tpukit train` without torchrun sets it for one host: unset it. Before"
+            ' torchrun run `set -a; eval "$(python -m torch.tpu.distributed)"; set +a` on every host, and'
+            " start as many processes as it names chips"
         )
 
 
 def leave_without_waiting():
-    """Let this process end after an error. (torch_tpu would first wait for the other ranks, which wait for this one.)"""
+    """Let this process end after an error. (torch_tpu would first wait for the other ranks, which wait for
+    this one.)"""
     import torch
 
     atexit.unregister(torch.tpu._shutdown_runtime)
 
 
 def random_generator():
-    """The torch.Generator of the TPU's random numbers. (`torch.tpu.get_rng_state` refuses from torch 2.13 on.)"""
+    """The torch.Generator of the TPU's random numbers. (`torch.tpu.get_rng_state` refuses from torch 2.13
+    on.)"""
     import torch
 
     return torch.tpu.default_generators[torch.accelerator.current_device_index()]
@@ -108,7 +118,8 @@ def compiling():
 def lower(graph, inputs):
     """(text, portable artifact) of the StableHLO of a torch.fx graph of ATen operations, traced on the CPU.
 
-    inputs: tensors in the shapes and types of its placeholders. What the graph returns as it came is no result."""
+    inputs: tensors in the shapes and types of its placeholders. What the graph returns as it came is no
+    result."""
     from torch_tpu._internal import execution_mode
     from torch_tpu._internal.compile import tpu_torch_compile
     from torch_tpu._internal.export.export import EagerLikeFxInterpreter

@@ -6,10 +6,11 @@ import time
 
 
 class Watchdog:
-    """Writes every thread's Python stack to the open file `stacks` after timeout_s seconds without a `heartbeat`.
+    """Writes every thread's Python stack to the open file `stacks` after timeout_s seconds without a
+    `heartbeat`.
 
-    kills_process: also end this process then. steps: an open file that always holds the step of the last heartbeat.
-    """
+    kills_process: also end this process then. steps: an open file that always holds the step of the last
+    heartbeat."""
 
     def __init__(self, timeout_s, stacks, *, kills_process, steps=None):
         self.timer = dict(timeout=timeout_s, file=stacks, exit=kills_process)

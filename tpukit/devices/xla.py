@@ -1,4 +1,5 @@
-"""The runtime of XLA devices: a TPU chip, the CPU XLA device, or by SPMD all devices of a host in one graph."""
+"""The runtime of XLA devices: a TPU chip, the CPU XLA device, or by SPMD all devices of a host in one
+graph."""
 
 import collections
 import contextlib
@@ -29,16 +30,18 @@ _STATE_STARTS_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "
 class XLARuntime(Runtime):
     """One XLA device in this process, or, with spmd_cores, one graph over that many of them.
 
-    Under SPMD the batch axis of every batch is sharded over the devices; the model is written as for one device, the compiler
-    inserts the all-reduces, and batch norm sees the whole global batch.
-    """
+    Under SPMD the batch axis of every batch is sharded over the devices; the model is written as for one
+    device, the compiler inserts the all-reduces, and batch norm sees the whole global batch."""
 
     compiles = True
     mesh = None
 
     def __init__(self, accelerator, precision="auto", world=None, spmd_cores=None):
         if precision == "fp16":
-            raise TpukitError("precision='fp16': XLA devices train in bf16, which needs no loss scaling; use 'bf16' or 'auto'")
+            raise TpukitError(
+                "precision='fp16': XLA devices train in bf16, which needs no loss scaling; use 'bf16' or"
+                " 'auto'"
+            )
         self.spmd_cores, self.shards = spmd_cores, spmd_cores or 1
         self._last_scalars = {}  # type -> (number, its tensor)
         self.reset_statistics()
@@ -52,11 +55,14 @@ class XLARuntime(Runtime):
             xr.use_spmd()
             found = xr.global_runtime_device_count()
             if found != self.spmd_cores:
-                raise TpukitError(f"asked for {self.spmd_cores} cores, found {found}: leave cores out to use all")
+                raise TpukitError(
+                    f"asked for {self.spmd_cores} cores, found {found}: leave cores out to use all"
+                )
             self.mesh = xs.Mesh(np.arange(found), (found,), ("data",))
         if self.accelerator == "tpu":
-            # Otherwise a TPU rounds fp32 factors to bfloat16, also those that a bf16 training keeps in fp32, as pixels that it
-            # augments. (`torch_xla.backends` does the same, with a warning at the first time.)
+            # Otherwise a TPU rounds fp32 factors to bfloat16, also those that a bf16 training keeps in fp32,
+            # as pixels that it augments. (`torch_xla.backends` does the same, with a warning at the first
+            # time.)
             _XLAC._xla_set_mat_mul_precision("highest")
         return torch_xla.device()
 
@@ -76,8 +82,8 @@ class XLARuntime(Runtime):
         model = model.to(self.device)  # whose compiler chooses its own layouts
         self._separate(model.buffers(), buffers)
         with torch.no_grad():
-            # A tensor that was never written in place is traced differently the first time; and SPMD marks as replicated what
-            # a graph wrote.
+            # A tensor that was never written in place is traced differently the first time; and SPMD marks as
+            # replicated what a graph wrote.
             for value in (*model.parameters(), *model.buffers()):
                 value.copy_(value.clone())
         return model
@@ -91,8 +97,8 @@ class XLARuntime(Runtime):
         self._separate(tensors, self.host(tensors))
 
     def _separate(self, tensors, values):
-        # torch_xla uploads equal numbers once: the counts of all batch norms are one buffer. A step gives the memory of its old
-        # state to the new one, this buffer several times, which crashes.
+        # torch_xla uploads equal numbers once: the counts of all batch norms are one buffer. A step gives the
+        # memory of its old state to the new one, this buffer several times, which crashes.
         for tensor, value in zip(tensors, values):
             if not tensor.dim():
                 tensor.data = self._put(value)
@@ -101,16 +107,20 @@ class XLARuntime(Runtime):
         return {name: self._put(torch.as_tensor(value)) for name, value in arrays.items()}
 
     def _put(self, tensor):
-        # Of a tensor without dimensions `.to` makes a constant of the graph where it is 0 or 1; elsewhere it shares the data of
-        # equal numbers in the graph.
-        return tensor.to(self.device) if tensor.dim() else xm.send_cpu_data_to_device([tensor], self.device)[0]
+        # Of a tensor without dimensions `.to` makes a constant of the graph where it is 0 or 1; elsewhere it
+        # shares the data of equal numbers in the graph.
+        return (
+            tensor.to(self.device) if tensor.dim() else xm.send_cpu_data_to_device([tensor], self.device)[0]
+        )
 
     def put_batch(self, arrays):
         batch = self.put(arrays)
         return self._shard(batch) if self.mesh is not None else batch
 
-    def put_whole(self, arrays, *, sharded=False):
-        rows = {name: torch.as_tensor(lanes.to_rows(values)).to(self.device) for name, values in arrays.items()}
+    def put_dataset(self, arrays, *, sharded=False):
+        rows = {
+            name: torch.as_tensor(lanes.to_rows(values)).to(self.device) for name, values in arrays.items()
+        }
         if sharded:
             self._shard(rows)
         return {name: lanes.Stored(rows[name], values.shape) for name, values in arrays.items()}
@@ -134,13 +144,17 @@ class XLARuntime(Runtime):
         """Shard the first axis of each tensor over the mesh."""
         for value in tensors.values():
             # Not `xs.mark_sharding`, which tries to import torchax and jax at every call.
-            _XLAC._xla_mark_sharding(value, self.mesh.get_op_sharding(("data",) + (None,) * (value.dim() - 1)))
+            _XLAC._xla_mark_sharding(
+                value, self.mesh.get_op_sharding(("data",) + (None,) * (value.dim() - 1))
+            )
         return tensors
 
     def host(self, tree):
         tree = self._whole(tree)
         # All in one call: one by one, each of a model's hundreds of tensors waits for a transfer of its own.
-        on_device = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf) and leaf.device == self.device]
+        on_device = [
+            leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf) and leaf.device == self.device
+        ]
         copied = iter(_XLAC._xla_get_cpu_tensors(on_device))
 
         def of(value):
@@ -148,12 +162,12 @@ class XLARuntime(Runtime):
 
         return tree_map_only(torch.Tensor, of, tree)
 
-    def host_later(self, tree):
+    def to_cpu_async(self, tree):
         return functools.partial(self.host, self._whole(tree))
 
     def _whole(self, tree):
-        """The tree with each of its sharded tensors whole on every device, by one graph: to read a sharded one, torch_xla
-        compiles a program of its own, every time."""
+        """The tree with each of its sharded tensors whole on every device, by one graph: to read a sharded
+        one, torch_xla compiles a program of its own, every time."""
         if self.mesh is None:
             return tree
         found = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf) and leaf.device == self.device]
@@ -172,7 +186,8 @@ class XLARuntime(Runtime):
 
     @property
     def reduces_on_the_host(self):
-        """Whether the gradient all-reduce goes through host memory: CPU XLA devices of different processes share no link."""
+        """Whether the gradient all-reduce goes through host memory: CPU XLA devices of different processes
+        share no link."""
         return self.world.size > 1 and self.accelerator != "tpu"
 
     def all_reduce_gradients(self, optimizer):
@@ -180,7 +195,8 @@ class XLARuntime(Runtime):
             return
         gradients = [p.grad for p in parameters_with_gradient(optimizer)]
         if not self.reduces_on_the_host:
-            # All ranks run one program, so none needs its layouts pinned, which can cost a copy of each gradient.
+            # All ranks run one program, so none needs its layouts pinned, which can cost a copy of each
+            # gradient.
             xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / self.world.size, pin_layout=False)
             return
         flat = torch.cat([g.reshape(-1) for g in gradients]).cpu()  # as one vector
@@ -188,18 +204,21 @@ class XLARuntime(Runtime):
         for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
             gradient.copy_(part.view_as(gradient))
 
-    def wait_for_gradients(self, optimizer, batch):
+    def barrier_after_gradients(self, optimizer, batch):
         if gradients := [p.grad for p in parameters_with_gradient(optimizer)]:
-            batch = {name: values.clone() for name, values in batch.items()}  # of the step's own, to be changed
+            batch = {
+                name: values.clone() for name, values in batch.items()
+            }  # of the step's own, to be changed
             xm.optimization_barrier_([*gradients, *batch.values()])
         return batch
 
     def init_optimizer_state(self, optimizer):
-        """Create the optimizer's state before the first step; created in it, it would cost a second compilation.
+        """Create the optimizer's state before the first step; created in it, it would cost a second
+        compilation.
 
-        One step with zero gradients and no weight decay creates it; then it is set to zero, which is where the optimizers
-        of `_STATE_STARTS_AT_ZERO` start. For others it returns False: their second step compiles once more.
-        """
+        One step with zero gradients and no weight decay creates it; then it is set to zero, which is where
+        the optimizers of `_STATE_STARTS_AT_ZERO` start. For others it returns False: their second step
+        compiles once more."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         exists = all(optimizer.state.get(p) for p in parameters)  # Adagrad has made it already
         dampens = any(group.get("dampening") for group in optimizer.param_groups)
@@ -235,11 +254,13 @@ class XLARuntime(Runtime):
         return _timed("CompileTime")
 
     def counters(self):
-        """dict, since this process started: compilations, executions (counts); compile_s, execute_s, to_device_s, from_device_s
-        (seconds); and since `reset_statistics`: fallbacks, operation that XLA could not lower and the CPU ran instead -> count.
-        """
+        """dict, since this process started: compilations, executions (counts); compile_s, execute_s,
+        to_device_s, from_device_s (seconds); and since `reset_statistics`: fallbacks, operation that XLA
+        could not lower and the CPU ran instead -> count."""
         compilations, compile_s = self.compilations()
-        executions, execute_s = map(sum, zip(_timed("ExecuteTime"), _timed("ExecuteReplicatedTime")))  # the second: SPMD
+        executions, execute_s = map(
+            sum, zip(_timed("ExecuteTime"), _timed("ExecuteReplicatedTime"))
+        )  # the second: SPMD
         return dict(
             compilations=compilations,
             compile_s=compile_s,
@@ -259,18 +280,21 @@ class XLARuntime(Runtime):
             xp.stop_trace()
 
     def hlo_of(self, step, model, optimizer):
-        """The graph of a step as HLO, with the line of each operation. The step is traced and not run, which leaves its model
-        and optimizer unusable."""
+        """The graph of a step as HLO, with the line of each operation. The step is traced and not run, which
+        leaves its model and optimizer unusable."""
         _XLAC._set_ir_debug(True)
         outputs = [step(), *self.written_by_step(model, optimizer)]
         return _XLAC._get_xla_tensors_hlo(outputs)
 
     def written_by_step(self, model, optimizer):
-        """What a traced step leaves behind: what it changed of the model and the optimizer, and the gradients."""
+        """What a traced step leaves behind: what it changed of the model and the optimizer, and the
+        gradients."""
         kept = [*model.parameters(), *model.buffers(), *state_tensors(optimizer)]
         state = [v for v in kept if v.device.type == "xla"]
         changed = _XLAC._check_tensor_need_materialization(state)
-        return [v for v, yes in zip(state, changed) if yes] + [p.grad for p in model.parameters() if p.grad is not None]
+        return [v for v, yes in zip(state, changed) if yes] + [
+            p.grad for p in model.parameters() if p.grad is not None
+        ]
 
     def memory(self):
         try:

@@ -1,10 +1,11 @@
-"""Attention on an XLA device, forward and backward: by TPU kernels where they can be had, otherwise in slices.
+"""Attention on an XLA device, forward and backward: by TPU kernels where they can be had, otherwise in
+slices.
 
-XLA alone writes the numbers of all pairs of tokens to the device's memory and reads them again in every part of the
-computation. The kernels (`pallas_attention`) keep them in fast memory.
+XLA alone writes the numbers of all pairs of tokens to the device's memory and reads them again in every part
+of the computation. The kernels (`pallas_attention`) keep them in fast memory.
 
-Letters: B batch, T tokens, H heads, D channels of a head, C = H * D, g = 128 / D heads fill the lanes of a register.
-"""
+Letters: B batch, T tokens, H heads, D channels of a head, C = H * D, g = 128 / D heads fill the lanes of a
+register."""
 
 import contextlib
 import functools
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from torch_xla import _XLAC
 
 from tpukit.devices.kernel_counts import count_kernel
-from tpukit.devices.tensors import computed_once, cores_sharing
+from tpukit.devices.tensors import cores_sharing, with_optimization_barrier
 from tpukit.host.errors import first_line
 
 LANES = 128
@@ -29,7 +30,9 @@ KERNEL_TOKENS = (128, 256, 512, 1024, 2048, 4096)  # those whose keys and logits
 KERNEL_TOKENS_BIASED = (128, 256)  # and the bias with its gradient, all queries at a time
 KERNEL_SCRIPT = Path(__file__).with_name("pallas_attention.py")
 TOLERANCE = 0.02  # of `try_kernel`, relative: a few roundings to bf16, of 0.4% at most each
-MAX_PAIRS = 2**29  # of tokens at a time on a core, over batch and heads, without the kernels; 2 bytes each in bf16
+MAX_PAIRS = (
+    2**29
+)  # of tokens at a time on a core, over batch and heads, without the kernels; 2 bytes each in bf16
 
 _unavailable = "it is for TPUs"  # why this process does without the kernels; "": it uses them
 
@@ -54,7 +57,8 @@ def attention(qkv, heads, bias=None):
 
 
 def choose(runtime):
-    """Find out whether all ranks can use the kernels, before their first graph. Returns a sentence for the log.
+    """Find out whether all ranks can use the kernels, before their first graph. Returns a sentence for the
+    log.
 
     runtime: an XLARuntime. Collective: an all-reduce needs the same graph on all ranks."""
     global _unavailable
@@ -68,19 +72,25 @@ def choose(runtime):
         _unavailable = ""
         try:
             runtime.try_attention_kernel()
-        except Exception as error:  # jax, its lowering and libtpu raise many types for what they do not support
+        except (
+            Exception
+        ) as error:  # jax, its lowering and libtpu raise many types for what they do not support
             _unavailable = f"it does not work here ({first_line(error)})"
     answers = runtime.world.all_gather([not _unavailable])
     failed = ", ".join(str(rank) for rank, [works] in enumerate(answers) if not works)
     if failed and not _unavailable:
         _unavailable = f"it does not work on rank {failed}"
     if _unavailable:
-        return f"attention: in slices, not by the TPU kernel, which needs a fraction of the memory traffic: {_unavailable}"
+        return (
+            "attention: in slices, not by the TPU kernel, which needs a fraction of the memory traffic:"
+            f" {_unavailable}"
+        )
     return "attention: by a TPU kernel (Pallas)"
 
 
 def try_kernel(device):
-    """Run both kernels, for the most tokens and with a bias, and compare them with slices. Raises where they fail or differ."""
+    """Run both kernels, for the most tokens and with a bias, and compare them with slices. Raises where they
+    fail or differ."""
     generator = torch.Generator().manual_seed(0)
     for tokens, heads_of_bias in ((KERNEL_TOKENS[-1], 0), (256, 4)):
         inputs = [torch.randn(1, tokens, 3 * LANES, generator=generator).bfloat16()]
@@ -102,7 +112,11 @@ def _output_and_gradients(inputs):
 
 def _kernel_takes(qkv, dim, biased):
     _, tokens, width = qkv.shape
-    fits = tokens in (KERNEL_TOKENS_BIASED if biased else KERNEL_TOKENS) and dim in KERNEL_DIMS and width % (3 * LANES) == 0
+    fits = (
+        tokens in (KERNEL_TOKENS_BIASED if biased else KERNEL_TOKENS)
+        and dim in KERNEL_DIMS
+        and width % (3 * LANES) == 0
+    )
     return fits and not _unavailable and qkv.dtype == torch.bfloat16 and qkv.device.type == "xla"
 
 
@@ -110,7 +124,8 @@ def _kernel_takes(qkv, dim, biased):
 
 
 def _kernel_bias(bias, group):
-    """(1, H, T queries, T keys) -> (H / g, T keys, g * T queries) float32, which lies as the kernel's logits do."""
+    """(1, H, T queries, T keys) -> (H / g, T keys, g * T queries) float32, which lies as the kernel's logits
+    do."""
     _, heads, tokens, _ = bias.shape
     bias = bias.float().view(heads // group, group, tokens, tokens).permute(0, 3, 1, 2)
     return bias.reshape(heads // group, tokens, group * tokens)
@@ -125,7 +140,9 @@ class KernelAttention(torch.autograd.Function):
         ctx.heads = heads
         batch, tokens, width = qkv.shape
         operands = [qkv, qkv, qkv] if bias is None else [qkv, qkv, qkv, bias]
-        (out,) = _call("forward", heads, operands, [((batch, tokens, width // 3), qkv.dtype)], bias is not None)
+        (out,) = _call(
+            "forward", heads, operands, [((batch, tokens, width // 3), qkv.dtype)], bias is not None
+        )
         return out
 
     @staticmethod
@@ -140,17 +157,20 @@ class KernelAttention(torch.autograd.Function):
 
 
 def _call(kind, heads, operands, outputs, biased):
-    """A kernel's results, as traced tensors. operands: queries, keys and values are three times the same tensor. outputs:
-    [(shape, dtype)]."""
+    """A kernel's results, as traced tensors. operands: queries, keys and values are three times the same
+    tensor. outputs: [(shape, dtype)]."""
     shape = tuple(operands[0].shape)
-    # Operands and results cross the memory bus once each (see the kernels' docstring): the compiler's own count has that.
+    # Operands and results cross the memory bus once each (see the kernels' docstring): the compiler's own
+    # count has that.
     count_kernel(f"attention {kind}", hbm_bytes=0, flops=kernel_flops(kind, *shape))
-    return _XLAC._xla_tpu_custom_call(operands, kernel_payload(kind, shape, heads, biased), *map(list, zip(*outputs)))
+    return _XLAC._xla_tpu_custom_call(
+        operands, kernel_payload(kind, shape, heads, biased), *map(list, zip(*outputs))
+    )
 
 
 def kernel_flops(kind, batch, tokens, width):
-    """FLOP of one kernel: for every head two matrix products forward and five backward, of 2 T T D each. (The zeros by which a
-    kernel tells heads apart do not count, though the chip multiplies them.) width: 3 C."""
+    """FLOP of one kernel: for every head two matrix products forward and five backward, of 2 T T D each. (The
+    zeros by which a kernel tells heads apart do not count, though the chip multiplies them.) width: 3 C."""
     return dict(forward=2, backward=5)[kind] * 2 * batch * tokens**2 * width // 3
 
 
@@ -167,13 +187,14 @@ def _lowering(pid):
 
 
 class KernelLowering:
-    """jax in a process of its own, which leaves the TPU alone. It lowers all kernels, one after the other, because importing
-    jax takes longer than lowering one; and ends with this process, whose pipe it reads."""
+    """jax in a process of its own, which leaves the TPU alone. It lowers all kernels, one after the other,
+    because importing jax takes longer than lowering one; and ends with this process, whose pipe it reads."""
 
     process = None
 
     def payload(self, **request):
-        """What a `tpu_custom_call` of the kernel carries. request: the arguments of `pallas_attention.payload`."""
+        """What a `tpu_custom_call` of the kernel carries. request: the arguments of
+        `pallas_attention.payload`."""
         if self.process is None:
             self._start()
         try:
@@ -188,7 +209,9 @@ class KernelLowering:
 
     def _start(self):
         self.errors = tempfile.TemporaryFile("w+")  # no pipe, which would fill
-        environ = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # for torch_xla's compiler
+        environ = {
+            name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
+        }  # for torch_xla's compiler
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-s", str(KERNEL_SCRIPT)],
             env={**environ, "JAX_PLATFORMS": "cpu"},
@@ -214,9 +237,11 @@ class KernelLowering:
 
 
 class SlicedAttention(torch.autograd.Function):
-    """softmax(query key^T / sqrt(D)) value, (N, T, D) each, for some of the N at a time, of each core where several share them.
+    """softmax(query key^T / sqrt(D)) value, (N, T, D) each, for some of the N at a time, of each core where
+    several share them.
 
-    Kept for the backward pass is the logarithm of the softmax's denominator, from which a weight is one exponential:
+    Kept for the backward pass is the logarithm of the softmax's denominator, from which a weight is one
+    exponential:
     p = exp(s - lse). (As in FlashAttention, Dao et al., NeurIPS 2022.)
     """
 
@@ -225,7 +250,7 @@ class SlicedAttention(torch.autograd.Function):
         outs, lses = [], []
         for q, k, v in _slices(query, key, value):
             if outs:  # XLA would otherwise hold the pairs of all slices at a time
-                q = computed_once(q, outs[-1])
+                q = with_optimization_barrier(q, outs[-1])
             s = _logits(q, k)
             lses.append(s.to(torch.promote_types(s.dtype, torch.float32)).logsumexp(-1, keepdim=True))
             outs.append(_weights(s, lses[-1]) @ v)
@@ -241,7 +266,7 @@ class SlicedAttention(torch.autograd.Function):
         parts, last = [], ()
         for q, k, v, d, lse, mean in _slices(query, key, value, gradient, lse, mean):
             if last:
-                q = computed_once(q, *last)
+                q = with_optimization_barrier(q, *last)
             p = _weights(_logits(q, k), lse)
             ds = (p * (d @ v.mT - mean)).to(q.dtype) * q.shape[-1] ** -0.5
             last = ds @ k, ds.mT @ q, p.mT @ d
@@ -252,7 +277,9 @@ class SlicedAttention(torch.autograd.Function):
 def _slices(*tensors):
     """Tuples of a slice of each tensor (N, ...)."""
     count, cores = max(1, MAX_PAIRS // tensors[0].shape[1] ** 2), cores_sharing(tensors[0])
-    return zip(*([part.flatten(0, 1) for part in x.unflatten(0, (cores, -1)).split(count, 1)] for x in tensors))
+    return zip(
+        *([part.flatten(0, 1) for part in x.unflatten(0, (cores, -1)).split(count, 1)] for x in tensors)
+    )
 
 
 def _joined(slices):

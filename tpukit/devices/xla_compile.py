@@ -15,9 +15,8 @@ GUARDED_CALLS = 3
 class CompiledFunction:
     """`function` as one compiled graph per call, with at most `max_graphs` different graphs.
 
-    A call that needs one graph more raises UnexpectedRecompilation with its causes. What was compiled, and why, is added to the
-    runtime's compile events. changes: see `Runtime.compile`.
-    """
+    A call that needs one graph more raises UnexpectedRecompilation with its causes. What was compiled, and
+    why, is added to the runtime's compile events. changes: see `Runtime.compile`."""
 
     calls = 0
     graphs = 0  # compiled so far, without those of the replay
@@ -28,7 +27,9 @@ class CompiledFunction:
         self.parameter_names = tuple(inspect.signature(function).parameters)
         # The keywords of a partial: another number makes another partial, of the same name.
         keywords = getattr(inspect.unwrap(function), "keywords", {})
-        self.bound = {keyword: value for keyword, value in keywords.items() if not isinstance(value, torch.Tensor)}
+        self.bound = {
+            keyword: value for keyword, value in keywords.items() if not isinstance(value, torch.Tensor)
+        }
         if not self.bound:
             runtime.last_signatures.pop(name, None)  # of another function with this name
         self.replay = None
@@ -58,16 +59,21 @@ class CompiledFunction:
             refusal.causes = tuple(causes)
         if last and self.replay and self.replay.new_operation:
             causes.append(f"first new operation: {self.replay.new_operation}")
-        event = dict(what=self.name, programs=graphs, seconds=seconds, why=causes, refused=refusal is not None)
+        event = dict(
+            what=self.name, programs=graphs, seconds=seconds, why=causes, refused=refusal is not None
+        )
         self.runtime.compile_events.append(event)
 
     def _signature(self, arguments):
-        """What may change the graph: shapes, types and numbers of the arguments, and the optimizer's settings."""
+        """What may change the graph: shapes, types and numbers of the arguments, and the optimizer's
+        settings."""
         found = recompiles.signature(self.parameter_names, arguments) | self.bound
         groups = self.optimizer.param_groups if self.optimizer else []
         for number, group in enumerate(groups):
             which = f" of group {number}" if len(groups) > 1 else ""
-            found |= {f"the optimizer's {name}{which}": value for name, value in group.items() if name != "params"}
+            found |= {
+                f"the optimizer's {name}{which}": value for name, value in group.items() if name != "params"
+            }
         return found
 
     def _call(self, arguments):
@@ -75,15 +81,16 @@ class CompiledFunction:
         if self.replay is not None and self.replay.may_replay:
             return self.replay(*arguments)
         before, _ = self.runtime.compilations()
-        # full_graph: a hidden `.item()` raises instead of cutting the step. It also makes the host wait for the device before
-        # it traces the next step, so only the first calls are guarded.
+        # full_graph: a hidden `.item()` raises instead of cutting the step. It also makes the host wait for
+        # the device before it traces the next step, so only the first calls are guarded.
         if self.calls <= GUARDED_CALLS and not self.runtime.reduces_on_the_host:
             result = torch_xla.compile(self.function, full_graph=True, name=self.name)(*arguments)
         else:
             result = self.function(*arguments)
             torch_xla.sync()
         compiled = self.runtime.compilations()[0] - before
-        # The first call has one graph, even if this process had compiled it before, or also compiled what was pending.
+        # The first call has one graph, even if this process had compiled it before, or also compiled what was
+        # pending.
         self.graphs = self.graphs + compiled if self.graphs else 1
         # An all-reduce on the host cuts the step into two graphs.
         if self.graphs > self.max_graphs and not self.runtime.reduces_on_the_host:

@@ -4,7 +4,9 @@ import gc
 import hashlib
 import os
 
-os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")  # else an all-reduce over one visible core is left out
+os.environ.update(
+    PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1"
+)  # else an all-reduce over one visible core is left out
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -17,12 +19,13 @@ from tpukit.host.errors import TpukitError
 
 
 class ExportRuntime(XLARuntime):
-    """A TPU core, alone or one of several, whose graphs are exported instead of run. Needs no TPU, but a fresh process.
+    """A TPU core, alone or one of several, whose graphs are exported instead of run. Needs no TPU, but a
+    fresh process.
 
-    cores: of the machine; one graph over all of them if `spmd`. memory_size: of a core, in bytes. exports_pending: whether what
-    runs outside `compile` is exported too. `graphs`, in the order of the calls: dicts of `name`, `stablehlo` (a portable
-    artifact), `digest` (of the graph without source lines), and `kernels` (see `kernel_counts`).
-    """
+    cores: of the machine; one graph over all of them if `spmd`. memory_size: of a core, in bytes.
+    exports_pending: whether what runs outside `compile` is exported too. `graphs`, in the order of the calls:
+    dicts of `name`, `stablehlo` (a portable artifact), `digest` (of the graph without source lines), and
+    `kernels` (see `kernel_counts`)."""
 
     exports_pending = False
 
@@ -74,7 +77,9 @@ class ExportRuntime(XLARuntime):
             self._export(name, pending)
 
     def _export(self, name, outputs, kernels=()):
-        text, stablehlo = (_XLAC._get_stablehlo(outputs, str(self.device), [], is_binary) for is_binary in (False, True))
+        text, stablehlo = (
+            _XLAC._get_stablehlo(outputs, str(self.device), [], is_binary) for is_binary in (False, True)
+        )
         digest = hashlib.sha256(text).hexdigest()
         self.graphs.append(dict(name=name, stablehlo=stablehlo, digest=digest, kernels=list(kernels)))
 
@@ -85,9 +90,15 @@ class ExportRuntime(XLARuntime):
 
 def _pending_tensors():
     """The tensors of this process whose values are still to be computed, in the order of their creation."""
-    found = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "xla"]
+    found = [
+        one
+        for one in gc.get_objects()
+        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "xla"
+    ]
     found.sort(key=_XLAC._xla_get_tensor_id)
-    return [one for one, is_pending in zip(found, _XLAC._check_tensor_need_materialization(found)) if is_pending]
+    return [
+        one for one, is_pending in zip(found, _XLAC._check_tensor_need_materialization(found)) if is_pending
+    ]
 
 
 class _OneOf(World):

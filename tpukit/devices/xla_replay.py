@@ -1,14 +1,15 @@
 """Graph capture and replay: a training step on an XLA device that is traced once and then run by its hash.
 
-torch_xla traces every step again, only to find that it has compiled the graph already. For a network of a thousand operations
-that can take the host longer than the device needs for the step. Here the traced graph is kept with the list of its inputs, and
-later steps hand it the current tensors. (The calls are those of torch_xla's own bridge to torch.compile, which takes no
-optimizer.) With several cores every process does so, and the all-reduce is part of the graph; under SPMD it is the one graph of
-all cores.
+torch_xla traces every step again, only to find that it has compiled the graph already. For a network of a
+thousand operations that can take the host longer than the device needs for the step. Here the traced graph is
+kept with the list of its inputs, and later steps hand it the current tensors. (The calls are those of
+torch_xla's own bridge to torch.compile, which takes no optimizer.) With several cores every process does so,
+and the all-reduce is part of the graph; under SPMD it is the one graph of all cores.
 
-    first call of a signature    capture: trace the step, twice for the very first one, to check that both traces agree
-    later calls                  replay: run the compiled graph, move its outputs into the model, optimizer and gradients
-    after some replays           check: capture again, to see that the step is still that graph; the first time after
+    first call of a signature    capture: trace the step, twice for the very first one, to check that both
+    traces agree later calls                  replay: run the compiled graph, move its outputs into the model,
+    optimizer and gradients after some replays           check: capture again, to see that the step is still
+    that graph; the first time after
                                  CHECK_AFTER replays, then after twice as many as before, up to MAX_UNCHECKED
 """
 
@@ -26,7 +27,8 @@ from tpukit.devices.optimizers import state_tensors
 from tpukit.devices.recompiles import UnexpectedRecompilation, call_key, new_operation
 
 CHECK_AFTER = 64  # replays of a new graph
-MAX_UNCHECKED = 4096  # replays. A check drains the device and traces the step, which takes as long as some 20 fast replays
+# replays. A check drains the device and traces the step, which takes as long as some 20 fast replays
+MAX_UNCHECKED = 4096
 MAX_KEPT = 4  # captured graphs: a step and its variants, for the epochs that differ in an argument
 MAX_COMPARED = 4096  # elements of a constant that is compared by its values
 
@@ -34,16 +36,16 @@ MAX_COMPARED = 4096  # elements of a constant that is compared by its values
 class GraphReplay:
     """`function` as a captured graph that is replayed, where that gives the same result.
 
-    function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and buffers of `model`
-    and the state of `optimizer`. max_graphs: how many different graphs may be compiled. A new number among the arguments, a new
-    shape or sharding, or a new setting of the optimizer is captured again. A graph that differs without any of these, or one
-    more than max_graphs, raises UnexpectedRecompilation.
+    function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and
+    buffers of `model` and the state of `optimizer`. max_graphs: how many different graphs may be compiled. A
+    new number among the arguments, a new shape or sharding, or a new setting of the optimizer is captured
+    again. A graph that differs without any of these, or one more than max_graphs, raises
+    UnexpectedRecompilation.
 
-    may_replay: False once a capture has found that every step has to be traced: on some rank two captures have different
-    constants (Adam's bias corrections on the host), or it draws random numbers on the device, or under SPMD it shards the state
-    in another way than it found it.
-    new_operation: the first operation of the last graph that the graph before does not have, see `recompiles.new_operation`.
-    """
+    may_replay: False once a capture has found that every step has to be traced: on some rank two captures
+    have different constants (Adam's bias corrections on the host), or it draws random numbers on the device,
+    or under SPMD it shards the state in another way than it found it. new_operation: the first operation of
+    the last graph that the graph before does not have, see `recompiles.new_operation`."""
 
     may_replay = True
     new_operation = None
@@ -65,7 +67,9 @@ class GraphReplay:
         graph = self.captured.get(key)
         if graph is None or graph.replays == graph.check_after:
             # full_graph: a hidden `.item()` raises instead of cutting the step.
-            return torch_xla.compile(self._trace_or_discard, full_graph=True, name=self.name)(arguments, key, tensors)
+            return torch_xla.compile(self._trace_or_discard, full_graph=True, name=self.name)(
+                arguments, key, tensors
+            )
         if graph.host_state:
             torch._foreach_add_(graph.host_state, graph.host_increments)
         return self._replay(graph, tensors)
@@ -80,7 +84,8 @@ class GraphReplay:
         try:
             return self._trace(*arguments)
         except BaseException:
-            self._discard()  # torch_xla.compile compiles and runs what is pending when it ends, also after an error
+            # torch_xla.compile compiles and runs what is pending when it ends, also after an error
+            self._discard()
             raise
 
     def _trace(self, arguments, key, tensors):
@@ -112,11 +117,13 @@ class GraphReplay:
         first = self._capture(arguments, tensors)
         first_text, host_before = first.trace(), first.host_before
         self._discard()
-        # The second capture finds the optimizer's numbers on the host one step further: what depends on them differs.
+        # The second capture finds the optimizer's numbers on the host one step further: what depends on them
+        # differs.
         second = self._capture(arguments, tensors)
         if second.hash != first.hash and not first.draws_random_numbers:
             raise self._unexpected(first_text, second.trace())
-        # A traced step and a replayed one are different graphs, and an all-reduce needs the same graph on all ranks.
+        # A traced step and a replayed one are different graphs, and an all-reduce needs the same graph on all
+        # ranks.
         answers = self.runtime.world.all_gather([first.is_equivalent(second)])
         self.was_tried, self.may_replay = True, all(is_equivalent for [is_equivalent] in answers)
         self._discard()
@@ -131,8 +138,8 @@ class GraphReplay:
         return UnexpectedRecompilation(self.name, self.calls, self.max_graphs, self.new_operation)
 
     def _capture(self, arguments, tensors, with_lines=True):
-        """Trace the function, which leaves its results uncomputed: a `CapturedGraph`. with_lines: its `trace` names the line of
-        each operation; the graph is the same."""
+        """Trace the function, which leaves its results uncomputed: a `CapturedGraph`. with_lines: its `trace`
+        names the line of each operation; the graph is the same."""
         state, host_state = self._state()
         xm.wait_device_ops()  # what is still being computed has no handle
         sources = [("argument", i) for i in range(len(tensors))] + [("state", i) for i in range(len(state))]
@@ -140,7 +147,9 @@ class GraphReplay:
         # Keeps their data, whose handles new data could otherwise take over while the function is traced.
         _, held = _XLAC._get_tensors_xla_device_data_node([*tensors, *state])
         data_of = dict(zip(_XLAC._get_tensors_handle(held), held))
-        self.state_before = [(v, data_of[handle]) for v, handle in zip(state, _XLAC._get_tensors_handle(state))]
+        self.state_before = [
+            (v, data_of[handle]) for v, handle in zip(state, _XLAC._get_tensors_handle(state))
+        ]
         host_before = [value.clone() for value in host_state]
         debugs = _XLAC._get_ir_debug()
         _XLAC._set_ir_debug(with_lines)
@@ -154,7 +163,9 @@ class GraphReplay:
         outputs = [*(state[i] for i in written), *(p.grad for p in parameters), result]
         ids, values = _XLAC._get_tensors_xla_device_data_node(outputs)
         handles = _XLAC._get_tensors_handle(values)  # of the data: the ids of tensors change under SPMD
-        inputs = [Input(*source_of.get(handle, ("constant", None)), value) for handle, value in zip(handles, values)]
+        inputs = [
+            Input(*source_of.get(handle, ("constant", None)), value) for handle, value in zip(handles, values)
+        ]
         for kind, index, value in inputs:  # what the step writes may take the memory of its old value
             if kind == "state" and index in written:
                 _XLAC._set_buffer_donation(value, True)
@@ -209,16 +220,21 @@ class GraphReplay:
         self.captured[key] = graph
         shardings = self._shardings(graph.state)
         result = self._replay(graph, tensors)
-        self.may_replay = self._shardings(graph.state) == shardings  # because the next replay reads what this one wrote
+        self.may_replay = (
+            self._shardings(graph.state) == shardings
+        )  # because the next replay reads what this one wrote
         return result
 
     def _replay(self, graph, tensors):
         graph.replays += 1
         current = dict(state=graph.state, argument=tensors)
-        inputs = [value if kind == "constant" else current[kind][index] for kind, index, value in graph.inputs]
+        inputs = [
+            value if kind == "constant" else current[kind][index] for kind, index, value in graph.inputs
+        ]
         *outputs, result = _XLAC._run_cached_graph(graph.hash, inputs)
         written, gradients = outputs[: len(graph.written)], outputs[len(graph.written) :]
-        # Keeps the state that this graph reads until the next replay: the host would wait here for the graph to release it.
+        # Keeps the state that this graph reads until the next replay: the host would wait here for the graph
+        # to release it.
         self.recently_written.append(written)
         for index, value in zip(graph.written, written):
             graph.state[index].data = value
@@ -228,7 +244,8 @@ class GraphReplay:
 
 
 class Input(NamedTuple):
-    """An input of a graph: at each replay the index-th of the "state" or "argument" tensors, or a "constant"."""
+    """An input of a graph: at each replay the index-th of the "state" or "argument" tensors, or a
+    "constant"."""
 
     kind: str
     index: int | None
@@ -253,7 +270,8 @@ class CapturedGraph:
     replays: int = 0
 
     def is_equivalent(self, other):
-        """Whether the two differ in nothing but the values of state and arguments, so that one can replace the other."""
+        """Whether the two differ in nothing but the values of state and arguments, so that one can replace
+        the other."""
         if self.draws_random_numbers or self.written != other.written:
             return False
         if [(x.kind, x.index) for x in self.inputs] != [(x.kind, x.index) for x in other.inputs]:
@@ -262,7 +280,11 @@ class CapturedGraph:
             return False
         if not all(torch.equal(a, b) for a, b in zip(self.host_increments, other.host_increments)):
             return False
-        return all(_same_constant(a.value, b.value) for a, b in zip(self.inputs, other.inputs) if a.kind == "constant")
+        return all(
+            _same_constant(a.value, b.value)
+            for a, b in zip(self.inputs, other.inputs)
+            if a.kind == "constant"
+        )
 
     def trace(self):
         """The graph as text, see `recompiles.new_operation`."""
@@ -279,4 +301,9 @@ def _same_constant(a, b):
     mine, other = _XLAC._get_tensors_handle([a, b])
     if mine == other:
         return True
-    return a.shape == b.shape and a.dtype == b.dtype and a.numel() <= MAX_COMPARED and torch.equal(a.cpu(), b.cpu())
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and a.numel() <= MAX_COMPARED
+        and torch.equal(a.cpu(), b.cpu())
+    )

@@ -15,8 +15,8 @@ WHOLE = "whole.json"  # in the folder of `mapped` once all is there: the fingerp
 
 
 def load(path):
-    """An .npz or .npy file by `numpy.load`. Raises ValueError for pickled objects and for what has no such format, without
-    numpy's advice to unpickle it: a pickle can run code."""
+    """An .npz or .npy file by `numpy.load`. Raises ValueError for pickled objects and for what has no such
+    format, without numpy's advice to unpickle it: a pickle can run code."""
     try:
         return np.load(path, allow_pickle=False)
     except ValueError:
@@ -24,12 +24,12 @@ def load(path):
 
 
 def mapped(name, key, make):
-    """Arrays that are made once and memory-mapped from files, shared by all processes of a host and by later sessions.
+    """Arrays that are made once and memory-mapped from files, shared by all processes of a host and by later
+    sessions.
 
-    key: what the arrays are made from (`content_key`, settings), for JSON; another key makes other files. make: () -> dict of
-    numpy arrays. Returns a dict of read-only arrays. Files that are missing or damaged are made again; where they cannot be
-    written each process keeps its own copy.
-    """
+    key: what the arrays are made from (`content_key`, settings), for JSON; another key makes other files.
+    make: () -> dict of numpy arrays. Returns a dict of read-only arrays. Files that are missing or damaged
+    are made again; where they cannot be written each process keeps its own copy."""
     folder = files.cache_folder() / f"{name}-{digest(key)[:20]}"
     arrays = None
     try:
@@ -48,12 +48,17 @@ def mapped(name, key, make):
     except (OSError, TpukitError) as error:
         if arrays is None and isinstance(error, TpukitError):
             raise  # from `make`
-        print(printable(f"{folder} cannot be used ({error}): every process keeps its own copy of the data in memory"))
+        print(
+            printable(
+                f"{folder} cannot be used ({error}): every process keeps its own copy of the data in memory"
+            )
+        )
         return make() if arrays is None else arrays
 
 
 def _whole_parts(folder):
-    """The names of the arrays that `mapped` wrote to a folder; None where one is missing or damaged, or there are none yet."""
+    """The names of the arrays that `mapped` wrote to a folder; None where one is missing or damaged, or there
+    are none yet."""
     try:
         parts = json.loads((folder / WHOLE).read_bytes())
         same = all(_fingerprint(folder / f"{part}.npy") == expected for part, expected in parts.items())
@@ -63,17 +68,25 @@ def _whole_parts(folder):
 
 
 def _fingerprint(path):
-    """[size, SHA-256 of the first MiB] of a file. Labels are in there whole; images would take long to read."""
+    """[size, SHA-256 of the first MiB] of a file. Labels are in there whole; images would take long to
+    read."""
     with open(path, "rb") as file:
         return [path.stat().st_size, hashlib.sha256(file.read(2**20)).hexdigest()]
 
 
 def content_key(*folders, like=("*",)):
-    """SHA-256 over the names and contents of the files in some folders, as a key for `mapped`: copies share their arrays.
+    """SHA-256 over the names and contents of the files in some folders, as a key for `mapped`: copies share
+    their arrays.
 
-    like: patterns of the names. The files are read once; the digest is cached until a path, a size or a time changes.
-    """
-    paths = [path for folder in folders for pattern in like for path in sorted(folder.glob(pattern)) if path.is_file()]
+    like: patterns of the names. The files are read once; the digest is cached until a path, a size or a time
+    changes."""
+    paths = [
+        path
+        for folder in folders
+        for pattern in like
+        for path in sorted(folder.glob(pattern))
+        if path.is_file()
+    ]
     stats = [path.stat() for path in paths]
     state = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats)]
     cached = files.cache_folder() / f"contents-{digest(state)[:20]}"
@@ -81,7 +94,9 @@ def content_key(*folders, like=("*",)):
         with contextlib.suppress(OSError):
             files.make_private(cached.parent)  # what another user put there is not trusted
             return cached.read_text()
-        with concurrent.futures.ThreadPoolExecutor() as pool:  # most of the time goes to waiting for the disk, or Drive
+        with (
+            concurrent.futures.ThreadPoolExecutor() as pool
+        ):  # most of the time goes to waiting for the disk, or Drive
             contents = list(zip([path.name for path in paths], pool.map(files.sha256, paths)))
         key = digest(contents)
         with contextlib.suppress(OSError, TpukitError):  # then they are read again next time

@@ -11,11 +11,11 @@ from tpukit.host.tables import printable
 def find(env, name, path=None, *, fallback=False, parts=()):
     """The folder of a dataset, or None where it is not found; prints which place was taken and why.
 
-    In this order: `path`; Drive (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; `fallback`, if it is a folder; on
-    Colab a Drive that is not mounted yet, for which the user is asked once. Archives (.zip, .tar.gz) at these places are
-    unpacked below `env.outputs`; parts: see `archives.unpack`. A given `path` that does not exist raises TpukitError, unless
-    `fallback=True` allows the other places, or `fallback` is a folder, which is then taken.
-    """
+    In this order: `path`; Drive (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; `fallback`, if it is
+    a folder; on Colab a Drive that is not mounted yet, for which the user is asked once. Archives (.zip,
+    .tar.gz) at these places are unpacked below `env.outputs`; parts: see `archives.unpack`. A given `path`
+    that does not exist raises TpukitError, unless `fallback=True` allows the other places, or `fallback` is a
+    folder, which is then taken."""
     instead = None if isinstance(fallback, bool) else Path(fallback)
     if path:
         path = Path(path).expanduser()
@@ -27,7 +27,10 @@ def find(env, name, path=None, *, fallback=False, parts=()):
             return _take(env, name, parts, instead, f"because {path} does not exist")
         if fallback is not True:
             what = f"dataset path {path} does not exist{f', nor does {instead}' if instead else ''}"
-            raise TpukitError(f"{what}. Check its spelling (is Drive mounted?), or leave it empty to search the usual places")
+            raise TpukitError(
+                f"{what}. Check its spelling (is Drive mounted?), or leave it empty to search the usual"
+                " places"
+            )
         print(printable(f"dataset {name}: {path} does not exist, looking elsewhere as allowed"))
     for place, why in _places(env, name, instead):
         if place.exists():
@@ -41,13 +44,24 @@ def is_run(folder):
 
 
 def _places(env, name, instead):
-    """Yield (path, why) in the order of preference, archives beside folders. The user is asked for Drive at the end."""
-    on_drive = [env.drive / "datasets" / f"{name}{ending}" for ending in ("", *archives.ENDINGS)] if env.drive else []
+    """Yield (path, why) in the order of preference, archives beside folders. The user is asked for Drive at
+    the end."""
+    on_drive = (
+        [env.drive / "datasets" / f"{name}{ending}" for ending in ("", *archives.ENDINGS)]
+        if env.drive
+        else []
+    )
     yield from ((place, "found on Drive") for place in on_drive)
     if env.host == "kaggle":
-        for depth in ("*", "*/*", "*/*/*", "*/*/*/*"):  # Kaggle nests a dataset below its owner and lower-cases names
+        for depth in (
+            "*",
+            "*/*",
+            "*/*/*",
+            "*/*/*/*",
+        ):  # Kaggle nests a dataset below its owner and lower-cases names
             for place in sorted(env.inputs.glob(depth)):
-                # The output of an earlier version may hold a run of this name: `tpukit train mnist` creates one.
+                # The output of an earlier version may hold a run of this name: `tpukit train mnist` creates
+                # one.
                 if (archives.stem(place) or place.name).lower() == name.lower() and not is_run(place):
                     yield place, "found in the Kaggle inputs"
     for ending in ("", *archives.ENDINGS):
@@ -67,11 +81,14 @@ def _take(env, name, parts, place, why):
 
 
 def _unpacked(folder, name, archive, parts):
-    """The folder with the unpacked content of an archive: `folder`, or one next to it where that has other content."""
+    """The folder with the unpacked content of an archive: `folder`, or one next to it where that has other
+    content."""
     try:
         content = arrays.content_key(archive.parent, like=(glob.escape(archive.name),))
     except OSError as error:
-        raise TpukitError(f"{archive} cannot be read ({error.strerror}); copy or download it again") from error
+        raise TpukitError(
+            f"{archive} cannot be read ({error.strerror}); copy or download it again"
+        ) from error
     source = folder.with_name(f".{folder.name}.archive")  # holds the key of the content of `folder`
     with files.file_lock(folder):
         if not folder.exists():

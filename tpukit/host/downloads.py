@@ -1,4 +1,5 @@
-"""Downloads that do not hang: a server is asked first, and one that stalls is given up. Nothing else here uses the internet."""
+"""Downloads that do not hang: a server is asked first, and one that stalls is given up. Nothing else here
+uses the internet."""
 
 import contextlib
 import os
@@ -13,8 +14,9 @@ ANSWER_S = 2.5  # for a first answer, the look-up of the server's name included
 STALL_S = 20.0  # without a byte
 
 
-def check_answer(url):
-    """Raise TpukitError with the reason where no server answers for `url` within ANSWER_S seconds, or TPUKIT_OFFLINE is set."""
+def check_reachable(url):
+    """Raise TpukitError with the reason where no server answers for `url` within ANSWER_S seconds, or
+    TPUKIT_OFFLINE is set."""
     if os.environ.get("TPUKIT_OFFLINE"):
         raise TpukitError("TPUKIT_OFFLINE forbids downloads")
     answers = queue.SimpleQueue()
@@ -26,8 +28,8 @@ def check_answer(url):
         except Exception as error:  # urllib, http and ssl raise many types
             answers.put(first_line(error))
 
-    # In a thread, because a look-up of a name and a server of many addresses take longer than urlopen's timeout. The shorter
-    # one, below, decides.
+    # In a thread, because a look-up of a name and a server of many addresses take longer than urlopen's
+    # timeout. The shorter one, below, decides.
     threading.Thread(target=ask, daemon=True).start()
     try:
         reason = answers.get(timeout=ANSWER_S)
@@ -38,7 +40,7 @@ def check_answer(url):
 
 
 @contextlib.contextmanager
-def stalls_refused():
+def stall_timeout():
     """Context manager: a connection opened here that gets no byte for STALL_S seconds raises TimeoutError."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(STALL_S)

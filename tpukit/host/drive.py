@@ -17,15 +17,18 @@ def mount_drive(env):
 
             drive.mount(str(env.drive.parent))
         except Exception as error:  # the user closed the consent window, or the account has no Drive
-            print(f"Drive: not mounted ({error}). Results stay in {env.outputs} and are lost with this session.")
+            print(
+                f"Drive: not mounted ({error}). Results stay in {env.outputs} and are lost with this session."
+            )
             return None
     print(f"Drive: {env.drive}")
     return env.drive
 
 
 def ask_for_drive(env):
-    """Mount a Drive that is not mounted, if the user was not asked before and can answer. Returns whether it was mounted."""
-    if env.drive.is_dir() or env.drive in _asked or not environment.has_open_page():
+    """Mount a Drive that is not mounted, if the user was not asked before and can answer. Returns whether it
+    was mounted."""
+    if env.drive.is_dir() or env.drive in _asked or not environment.is_interactive_notebook():
         return False
     print("Drive: the dataset may be there, so Colab asks whether to mount it")
     return mount_drive(env) is not None

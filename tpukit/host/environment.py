@@ -1,4 +1,5 @@
-"""Which host this is, and which accelerator it has, from environment variables, PCI folders and package metadata.
+"""Which host this is, and which accelerator it has, from environment variables, PCI folders and package
+metadata.
 
 Touches no device and imports no torch, so that it works even where torch is broken.
 """
@@ -22,13 +23,19 @@ NAMES = {"tpu": "TPU", "cuda": "GPU", "xla": "CPU XLA device", "cpu": "CPU"}
 GOOGLE_PCI_VENDOR, NVIDIA_PCI_VENDOR = "0x1ae0", "0x10de"
 DRIVER_CARDS = Path("/proc/driver/nvidia/gpus")  # a folder for each card
 PCI_DISPLAY = "0x03"  # how the class of a graphics processor begins
-# The PCI devices that are TPU chips, as torch_xla 2.9 lists them; Google's network cards have other ids. All other facts of
-# chips are in devices/chips.py, a layer above, which this file cannot import.
+# The PCI devices that are TPU chips, as torch_xla 2.9 lists them; Google's network cards have other ids. All
+# other facts of chips are in devices/chips.py, a layer above, which this file cannot import.
 TPU_PCI_DEVICES = ("0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076")
 TPU_MENU = {
     "colab": "Colab menu: Runtime > Change runtime type > Hardware accelerator > v5e-1 TPU (or v6e-1)",
-    "kaggle": "Kaggle: Settings (or Session options) > Accelerator > TPU v5e-8; for a batch run, choose it before Save Version",
-    "tpu-vm": "on this TPU VM, install what matches torch: pip install 'torch_xla[tpu]', or torch_tpu from torch 2.11 on",
+    "kaggle": (
+        "Kaggle: Settings (or Session options) > Accelerator > TPU v5e-8; for a batch run, choose it before"
+        " Save Version"
+    ),
+    "tpu-vm": (
+        "on this TPU VM, install what matches torch: pip install 'torch_xla[tpu]', or torch_tpu from torch"
+        " 2.11 on"
+    ),
     "local": "there is no TPU to switch on here: open the notebook on Colab or Kaggle, or rent a TPU VM",
 }
 GPU_MENU = {
@@ -49,7 +56,10 @@ OLD_VARIABLES = {
         "leave it out, nothing replaces it",
     ),
     "XLA_USE_BF16": (
-        "it silently turns every float32 tensor into bf16, the loss and the weights too; torch_xla will drop it",
+        (
+            "it silently turns every float32 tensor into bf16, the loss and the weights too; torch_xla will"
+            " drop it"
+        ),
         AUTOCAST,
     ),
     "XLA_DOWNCAST_BF16": (
@@ -57,13 +67,19 @@ OLD_VARIABLES = {
         AUTOCAST,
     ),
 }
-# The versions that torch_tpu 0.2 asks for in its metadata; before 2.11 and after 2.15 it has no code for torch.
+# The versions that torch_tpu 0.2 asks for in its metadata; before 2.11 and after 2.15 it has no code for
+# torch.
 TORCH_TPU_NEEDS = "torch 2.11 to 2.15 and libtpu 0.0.50 or newer"
 # Where the look-up of these failed, they hold the text of a warning, which libtpu refuses.
 LOOKED_UP_VARIABLES = ("TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")
 ACCELERATOR_TYPES = {"0x0063": "v5litepod", "0x006f": "v6e"}  # by PCI device
 # Only these are recorded: a host's other variables can hold secrets (Colab's COLAB_JUPYTER_TOKEN).
-TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_PROCESS_ADDRESSES", "TPU_SKIP_MDS_QUERY")
+TPU_VARIABLES = (
+    "TPU_ACCELERATOR_TYPE",
+    "TPU_CHIPS_PER_HOST_BOUNDS",
+    "TPU_PROCESS_ADDRESSES",
+    "TPU_SKIP_MDS_QUERY",
+)
 OTHER_VARIABLES = ("PJRT_DEVICE", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "COLAB_TPU_1VM")
 RECORDED_VARIABLES = (*OTHER_VARIABLES, *TPU_VARIABLES, *OLD_VARIABLES)
 
@@ -115,17 +131,24 @@ class Environment:
         return self.table()._repr_html_()
 
     def require(self, accelerator, *, cores=1):
-        """Return self if this accelerator is here, with at least this many cores; else a TpukitError names the menu to open.
+        """Return self if this accelerator is here, with at least this many cores; else a TpukitError names
+        the menu to open.
 
-        accelerator: "tpu" (the CPU XLA device counts, so that a notebook can be tried without a TPU), "cuda" or "cpu". On a CPU
-        a core is a process, so any number will do.
-        """
-        accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "cpu": ("tpu", "cuda", "xla", "cpu")}
+        accelerator: "tpu" (the CPU XLA device counts, so that a notebook can be tried without a TPU), "cuda"
+        or "cpu". On a CPU a core is a process, so any number will do."""
+        accepted = {
+            "tpu": ("tpu", "xla"),
+            "cuda": ("cuda",),
+            "xla": ("xla",),
+            "cpu": ("tpu", "cuda", "xla", "cpu"),
+        }
         if accelerator not in accepted:
             raise TpukitError(f"require({accelerator!r}): choose 'tpu', 'cuda', 'xla' or 'cpu'")
         found = self.accelerator in accepted[accelerator]
         if found and self.accelerator == "tpu" and (reason := misfit(self.versions)):
-            raise TpukitError(f"{reason}. Start a fresh session and install nothing over its versions; see `tpukit doctor`")
+            raise TpukitError(
+                f"{reason}. Start a fresh session and install nothing over its versions; see `tpukit doctor`"
+            )
         if found and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
             return self
         if found:
@@ -134,13 +157,17 @@ class Environment:
             has = f"{NAMES[self.accelerator]} ({self.device_name})"
             lines = [f"{NAMES[accelerator]} needed, but this {self.host} session has: {has}."]
         menus = {"tpu": TPU_MENU, "cuda": GPU_MENU}
-        lines.append(menus[accelerator][self.host] if accelerator in menus else "set PJRT_DEVICE=CPU before Python starts")
+        lines.append(
+            menus[accelerator][self.host]
+            if accelerator in menus
+            else "set PJRT_DEVICE=CPU before Python starts"
+        )
         # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
         tpu_machine = self.variables.get("TPU_ACCELERATOR_TYPE") or self.variables.get("COLAB_TPU_1VM")
         if accelerator == "tpu" and self.tpu_backend is None and tpu_machine:
             lines.append(
-                "There seems to be a TPU, but neither torch_xla nor torch_tpu: something removed it from this image; start a "
-                "fresh session."
+                "There seems to be a TPU, but neither torch_xla nor torch_tpu: something removed it from this"
+                " image; start a fresh session."
             )
         for name, (why, instead) in OLD_VARIABLES.items():
             if self.variables.get(name):
@@ -151,8 +178,8 @@ class Environment:
 def detect(environ=None, root="/"):
     """Find out where this Python runs, without touching a device.
 
-    environ: environment variables; by default those of this process. root: the file system's root (for tests).
-    """
+    environ: environment variables; by default those of this process. root: the file system's root (for
+    tests)."""
     environ = os.environ if environ is None else environ
     root = Path(root)
     environ = {**environ, **failed_lookups(environ, root)}
@@ -192,7 +219,8 @@ def rank():
     number = os.environ.get("RANK", "0") if under_torchrun() else "0"
     if not number.isdecimal():
         raise TpukitError(
-            f"RANK={number}: it must be a number, which torchrun sets: unset RANK and WORLD_SIZE, or use torchrun"
+            f"RANK={number}: it must be a number, which torchrun sets: unset RANK and WORLD_SIZE, or use"
+            " torchrun"
         )
     return int(number)
 
@@ -221,14 +249,18 @@ def misfit(versions):
     torch, libtpu = versions.get("torch"), versions.get("libtpu")
     backend = find_tpu_backend(versions)
     if backend == "torch_tpu" and not torch_tpu_fits(versions):
-        return f"torch_tpu {versions['torch_tpu']} with torch {torch} and libtpu {libtpu}: it needs {TORCH_TPU_NEEDS}"
+        return (
+            f"torch_tpu {versions['torch_tpu']} with torch {torch} and libtpu {libtpu}: it needs"
+            f" {TORCH_TPU_NEEDS}"
+        )
     if backend == "torch_xla" and release(versions["torch_xla"]) != release(torch or ""):
         return f"torch_xla {versions['torch_xla']} does not match torch {torch}"
     return ""
 
 
 def find_tpu_backend(versions):
-    """What torch reaches a TPU by: of two installed backends the one that fits torch, of which there is one at most."""
+    """What torch reaches a TPU by: of two installed backends the one that fits torch, of which there is one
+    at most."""
     if "torch_tpu" in versions and ("torch_xla" not in versions or torch_tpu_fits(versions)):
         return "torch_tpu"
     return "torch_xla" if "torch_xla" in versions else None
@@ -249,7 +281,8 @@ def _accelerator(environ, root, versions):
 
 
 def chips_here(environ, root="/"):
-    """Number of TPU chips on the PCI bus, or where a container hides it and PJRT_DEVICE=TPU, of their device files."""
+    """Number of TPU chips on the PCI bus, or where a container hides it and PJRT_DEVICE=TPU, of their device
+    files."""
     on_bus = tpu_chips(root)
     if on_bus or environ.get("PJRT_DEVICE", "").upper() != "TPU":
         return on_bus
@@ -264,7 +297,8 @@ def tpu_chips(root="/"):
 
 
 def _accelerator_type(root):
-    """The chips on the PCI bus as TPU_ACCELERATOR_TYPE names them, or "" for those that ACCELERATOR_TYPES lacks."""
+    """The chips on the PCI bus as TPU_ACCELERATOR_TYPE names them, or "" for those that ACCELERATOR_TYPES
+    lacks."""
     ids = _tpu_chip_ids(root)
     kind = ACCELERATOR_TYPES.get(ids[0]) if ids else None
     return f"{kind}-{len(ids)}" if kind else ""
@@ -277,7 +311,8 @@ def _tpu_chip_ids(root):
 
 
 def failed_lookups(environ, root="/"):
-    """The LOOKED_UP_VARIABLES that hold a warning, with the values of a single host for them; "" where the chip is unknown."""
+    """The LOOKED_UP_VARIABLES that hold a warning, with the values of a single host for them; "" where the
+    chip is unknown."""
     of_one_host = dict(TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE=_accelerator_type(root))
     return {name: of_one_host[name] for name in LOOKED_UP_VARIABLES if " " in environ.get(name, "").strip()}
 
@@ -314,11 +349,12 @@ def nvidia_smi(environ, *arguments):
 
 
 def nvidia_gpus(environ):
-    """Names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L`, or where it is missing from the driver.
+    """Names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L`, or where it is missing
+    from the driver.
 
-    Of a divided GPU (MIG) a process sees one instance, and then no whole GPU (NVIDIA's MIG guide, "CUDA Device Enumeration").
-    nvidia-smi numbers the cards by their bus, CUDA the fastest first: where they differ, the count is right, a name may not be.
-    """
+    Of a divided GPU (MIG) a process sees one instance, and then no whole GPU (NVIDIA's MIG guide, "CUDA
+    Device Enumeration"). nvidia-smi numbers the cards by their bus, CUDA the fastest first: where they
+    differ, the count is right, a name may not be."""
     cards = [] if shutil.which("nvidia-smi", path=environ.get("PATH")) else _cards_of_driver()
     for line in nvidia_smi(environ, "-L").splitlines():
         if card := re.match(r"GPU \d+: (.+) \(UUID: (\S+)\)", line):
@@ -334,15 +370,16 @@ def nvidia_gpus(environ):
 
 
 def _cards_of_driver():
-    """What `nvidia_gpus` knows of each card, from the driver itself: some containers have it without nvidia-smi."""
+    """What `nvidia_gpus` knows of each card, from the driver itself: some containers have it without
+    nvidia-smi."""
     texts = [path.read_text(errors="replace") for path in sorted(DRIVER_CARDS.glob("*/information"))]
     facts = [dict(line.split(":", 1) for line in text.splitlines() if ":" in line) for text in texts]
     return [(of.get("Model", "NVIDIA GPU").strip(), of.get("GPU UUID", "").strip(), []) for of in facts]
 
 
 def _chosen(cards, visible):
-    """The cards that CUDA_VISIBLE_DEVICES names, by number or by the start of a UUID, as CUDA reads it: up to the first unknown
-    one; none where one is named twice."""
+    """The cards that CUDA_VISIBLE_DEVICES names, by number or by the start of a UUID, as CUDA reads it: up to
+    the first unknown one; none where one is named twice."""
     chosen = []
     for part in visible.split(","):
         number = re.match(r"\s*\+?(\d+)", part)
@@ -359,10 +396,10 @@ def _chosen(cards, visible):
 def supports(capability, built_for):
     """Whether a GPU can run a torch with these architectures (NVIDIA, CUDA C++ Programming Guide, 6.1).
 
-    capability: of the GPU, (major, minor). built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code for 8.0 and newer
-    8.x; "compute_90" is compiled by the driver, for 9.0 and newer; a suffix "a" restricts either to exactly that capability,
-    "f" to newer ones of the same major number.
-    """
+    capability: of the GPU, (major, minor). built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code
+    for 8.0 and newer
+    8.x; "compute_90" is compiled by the driver, for 9.0 and newer; a suffix "a" restricts either to exactly
+    that capability, "f" to newer ones of the same major number."""
     architectures = [m for name in built_for if (m := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name))]
     for kind, major, minor, suffix in (m.groups() for m in architectures):
         target = int(major), int(minor)
@@ -378,7 +415,10 @@ def supports(capability, built_for):
     return not architectures
 
 
-def has_open_page():
-    """Whether this is a notebook on a page, whose user sees what changes and can answer; not papermill, not a shell."""
+def is_interactive_notebook():
+    """Whether this is a notebook on a page, whose user sees what changes and can answer; not papermill, not a
+    shell."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return getattr(getattr(shell, "kernel", None), "_allow_stdin", False)  # as the page set it when it sent the cell
+    return getattr(
+        getattr(shell, "kernel", None), "_allow_stdin", False
+    )  # as the page set it when it sent the cell

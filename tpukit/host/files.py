@@ -34,10 +34,10 @@ _written_now = set()  # files that threads of this process are writing for `atom
 def atomic_file(path, *, durable=True, check=None):
     """Open `path` for binary writing so that it appears complete or not at all.
 
-    The bytes go to a temporary file beside it, which takes the name when it is complete and, if `durable`, on the disk. check:
-    called with the path of that file before it takes the name; what it raises keeps it from doing so. Raises TpukitError where
-    the disk is full or cannot be written; a file that was at `path` before stays.
-    """
+    The bytes go to a temporary file beside it, which takes the name when it is complete and, if `durable`, on
+    the disk. check: called with the path of that file before it takes the name; what it raises keeps it from
+    doing so. Raises TpukitError where the disk is full or cannot be written; a file that was at `path` before
+    stays."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same file
     in_use = os.path.realpath(partial)
     _written_now.add(in_use)
@@ -68,7 +68,9 @@ def remove_partials(folder):
     for partial in folder.glob(".*.partial"):
         pid = partial.name.split(".")[-2]
         own = pid == str(os.getpid())  # of another thread, or of a killed process that had this one's number
-        if pid.isdecimal() and (os.path.realpath(partial) not in _written_now if own else not _lives(int(pid))):
+        if pid.isdecimal() and (
+            os.path.realpath(partial) not in _written_now if own else not _lives(int(pid))
+        ):
             partial.unlink(missing_ok=True)
 
 
@@ -97,9 +99,8 @@ def _sync_names(folder):
 def atomic_folder(folder):
     """Yield an empty folder that takes the name `folder` when the block ends without an error.
 
-    Parent folders are created; what killed processes left is removed. Raises TpukitError where the disk is full or cannot be
-    written.
-    """
+    Parent folders are created; what killed processes left is removed. Raises TpukitError where the disk is
+    full or cannot be written."""
     folder = Path(folder)
     prefix = f".{folder.name}.{socket.gethostname()}."  # hosts may share a disk
     with explain_unwritable(folder.parent):
@@ -137,7 +138,8 @@ def explain_full_disk(path):
 
 @contextlib.contextmanager
 def explain_unwritable(folder):
-    """Context manager: raise any OSError as a TpukitError that names `folder`. Only for code that just writes there."""
+    """Context manager: raise any OSError as a TpukitError that names `folder`. Only for code that just writes
+    there."""
     try:
         yield
     except OSError as error:
@@ -147,7 +149,8 @@ def explain_unwritable(folder):
 
 
 def append(path, text):
-    """Append lines to a file, on a new line if a kill cut the last one short. Raises TpukitError where it cannot be written."""
+    """Append lines to a file, on a new line if a kill cut the last one short. Raises TpukitError where it
+    cannot be written."""
     with explain_unwritable(path.parent), explain_full_disk(path), open(path, "a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -156,7 +159,9 @@ def append(path, text):
 
 
 def _as_bytes(data):
-    return data.encode(errors="backslashreplace") if isinstance(data, str) else data  # names of files need not be UTF-8
+    return (
+        data.encode(errors="backslashreplace") if isinstance(data, str) else data
+    )  # names of files need not be UTF-8
 
 
 def write_atomic(path, data, *, durable=True):
@@ -194,7 +199,8 @@ def with_crc32(values):
 
 
 def parse_with_crc32(text):
-    """The dict that JSON text holds. Raises ValueError where it is damaged; one without a CRC-32 is accepted."""
+    """The dict that JSON text holds. Raises ValueError where it is damaged; one without a CRC-32 is
+    accepted."""
     try:
         values = json.loads(text)
     except RecursionError as error:
@@ -203,7 +209,9 @@ def parse_with_crc32(text):
         raise ValueError(f"it holds a {type(values).__name__}")
     last = next(reversed(values), None)
     content = {name: value for name, value in values.items() if name != last}
-    if last is not None and values[last] == _crc32(content):  # also where the flipped bit is in the name crc32
+    if last is not None and values[last] == _crc32(
+        content
+    ):  # also where the flipped bit is in the name crc32
         return content
     if "crc32" in values:
         raise ValueError("its content does not match its CRC-32")
@@ -219,7 +227,8 @@ def _crc32(values):
 
 @contextlib.contextmanager
 def file_lock(path):
-    """Context manager: a lock that no other process of this user on this host holds at the same time. Waits for its turn.
+    """Context manager: a lock that no other process of this user on this host holds at the same time. Waits
+    for its turn.
 
     Where the cache folder cannot be used there is no lock; what is written is still atomic.
     """
@@ -231,19 +240,21 @@ def file_lock(path):
         file = contextlib.nullcontext()
     with file as opened:
         if opened:
-            fcntl.flock(opened, fcntl.LOCK_EX)  # released by the system when the process ends, however it ends
+            fcntl.flock(
+                opened, fcntl.LOCK_EX
+            )  # released by the system when the process ends, however it ends
         yield
 
 
 @contextlib.contextmanager
 def exclusive_lock(path, signs=()):
-    """Context manager: take the lock file `path` for this process alone, and write its host and pid into it. Yields a function
-    that raises TpukitError where another process has taken it since: on a disk as below, while this one was suspended.
+    """Context manager: take the lock file `path` for this process alone, and write its host and pid into it.
+    Yields a function that raises TpukitError where another process has taken it since: on a disk as below,
+    while this one was suspended.
 
-    Raises TpukitError with the host and pid of the process that has it. A lock ends with its process, killed or not. On some
-    shared disks (Drive) a lock is seen on its own host only: there the last holder counts as long as it shows a sign of life,
-    a recent change of this file or of one of the files `signs`.
-    """
+    Raises TpukitError with the host and pid of the process that has it. A lock ends with its process, killed
+    or not. On some shared disks (Drive) a lock is seen on its own host only: there the last holder counts as
+    long as it shows a sign of life, a recent change of this file or of one of the files `signs`."""
     with explain_unwritable(path.parent):
         file = _open_lock(path)
     with file:
@@ -251,9 +262,9 @@ def exclusive_lock(path, signs=()):
         if got is False or _may_be_alive(holder, (path, *signs), got):
             who = holder or dict(host="an unknown host", pid="unknown")
             raise TpukitError(
-                f"process {who['pid']} on {who['host']} is already training in {path.parent}, or restoring it: wait for "
-                "it, end it, or choose another folder. (A lost process on another host is considered dead after "
-                f"{ALIVE_S:.0f} s.)"
+                f"process {who['pid']} on {who['host']} is already training in {path.parent}, or restoring"
+                " it: wait for it, end it, or choose another folder. (A lost process on another host is"
+                f" considered dead after {ALIVE_S:.0f} s.)"
             )
         mine = dict(host=socket.gethostname(), pid=os.getpid(), token=secrets.token_hex(8))
         text = json.dumps(with_crc32(mine)).encode()
@@ -261,9 +272,9 @@ def exclusive_lock(path, signs=()):
         def check():
             if (found := _read_lock(path)) not in (None, text):
                 raise TpukitError(
-                    f"another process{_named_in(found)} has trained in {path.parent} since, while this one was suspended or "
-                    "its disk was away: this training stops here, and writes nothing more. Start it again to resume from "
-                    "what the other one saved."
+                    f"another process{_named_in(found)} has trained in {path.parent} since, while this one"
+                    " was suspended or its disk was away: this training stops here, and writes nothing more."
+                    " Start it again to resume from what the other one saved."
                 )
 
         try:
@@ -271,7 +282,9 @@ def exclusive_lock(path, signs=()):
                 _overwrite(file, text)
             yield check
         finally:
-            with contextlib.suppress(OSError):  # the disk may be gone, or have no locks; the lock goes with the file
+            with contextlib.suppress(
+                OSError
+            ):  # the disk may be gone, or have no locks; the lock goes with the file
                 if _read_lock(path) == text:
                     _overwrite(file, b"")
                 fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
@@ -300,7 +313,8 @@ def _holder(text):
 
 
 def _try_flock(file):
-    """True if the lock is this process's now, False if another process has it, None on a disk that has no locks."""
+    """True if the lock is this process's now, False if another process has it, None on a disk that has no
+    locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -311,7 +325,8 @@ def _try_flock(file):
 
 
 def _may_be_alive(holder, signs, got):
-    """Whether the last holder of a lock file may still train, although its lock was not seen here. got: see `_try_flock`."""
+    """Whether the last holder of a lock file may still train, although its lock was not seen here. got: see
+    `_try_flock`."""
     if holder is None:
         return False
     if holder["host"] != socket.gethostname():  # whose clock may be ahead
@@ -320,7 +335,8 @@ def _may_be_alive(holder, signs, got):
 
 
 def _open_lock(path):
-    """Open a lock file without emptying it. Raises OSError where it is a symbolic or hard link, or not a regular file."""
+    """Open a lock file without emptying it. Raises OSError where it is a symbolic or hard link, or not a
+    regular file."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
@@ -339,7 +355,8 @@ def _overwrite(file, data):
 
 
 def cache_folder():
-    """The folder for what later sessions reuse: TPUKIT_CACHE, or one of this user below the system's temporary folder."""
+    """The folder for what later sessions reuse: TPUKIT_CACHE, or one of this user below the system's
+    temporary folder."""
     if chosen := os.environ.get("TPUKIT_CACHE"):
         return Path(chosen).resolve()
     try:
@@ -350,7 +367,8 @@ def cache_folder():
 
 
 def make_private(folder):
-    """Create a folder that no other user can write in. Raises OSError where it is a link or another user's."""
+    """Create a folder that no other user can write in. Raises OSError where it is a link or another
+    user's."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):

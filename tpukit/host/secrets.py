@@ -1,4 +1,5 @@
-"""Tokens from where a platform keeps them, and text without them. None is ever printed, saved, or put into the environment."""
+"""Tokens from where a platform keeps them, and text without them. None is ever printed, saved, or put into
+the environment."""
 
 import contextlib
 import json
@@ -9,9 +10,12 @@ _found = set()  # every value that was read here, for `hide`
 
 
 def find(name):
-    """The secret of a name, or None: from the environment, Colab's secrets (the key at the left), or Kaggle's (Add-ons)."""
+    """The secret of a name, or None: from the environment, Colab's secrets (the key at the left), or Kaggle's
+    (Add-ons)."""
     value = os.environ.get(name) or _from_colab(name) or _from_kaggle(name)
-    if not value or not (value := value.strip()):  # a newline that was copied along is in no token, and breaks headers
+    if not value or not (
+        value := value.strip()
+    ):  # a newline that was copied along is in no token, and breaks headers
         return None
     _found.add(value)
     return value
@@ -22,7 +26,9 @@ def _from_colab(name):
         from google.colab import userdata
     except ImportError:
         return None
-    with contextlib.suppress(Exception):  # no such secret, no access given to this notebook, or no page to ask
+    with contextlib.suppress(
+        Exception
+    ):  # no such secret, no access given to this notebook, or no page to ask
         return userdata.get(name)
 
 
@@ -36,8 +42,8 @@ def _from_kaggle(name):
 
 
 def hide(text):
-    """The text with every secret that was read here replaced by ***: as it is, quoted for an address, or as Python or JSON
-    shows it."""
+    """The text with every secret that was read here replaced by ***: as it is, quoted for an address, or as
+    Python or JSON shows it."""
     text = str(text)
     for value in _found:
         encoded = value.encode(errors="surrogateescape")

@@ -1,4 +1,5 @@
-"""Tables and lists of sentences for shell and notebook, durations in words, and text that is safe to print."""
+"""Tables and lists of sentences for shell and notebook, durations in words, and text that is safe to
+print."""
 
 import html
 import io
@@ -9,11 +10,14 @@ GIB = 2**30
 UNPRINTABLE = re.compile(
     r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
-NO_FORMULAS = 'class="tex2jax_ignore mathjax_ignore"'  # else MathJax 2 and 3 take $...$ in a notebook for formulas
+NO_FORMULAS = (  # else MathJax 2 and 3 take $...$ in a notebook for formulas
+    'class="tex2jax_ignore mathjax_ignore"'
+)
 
 
 def printable(text):
-    """The text with its control characters escaped (\\x1b), so that a terminal shows them and does not obey them."""
+    """The text with its control characters escaped (\\x1b), so that a terminal shows them and does not obey
+    them."""
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
@@ -24,7 +28,11 @@ class Table:
     """
 
     def __init__(self, title, columns, rows, *, folded=(), summary=""):
-        self.title, self.columns, self.summary = printable(title), tuple(map(printable, columns)), printable(summary)
+        self.title, self.columns, self.summary = (
+            printable(title),
+            tuple(map(printable, columns)),
+            printable(summary),
+        )
         self.rows, self.folded = _texts(rows), _texts(folded)
 
     def __repr__(self):
@@ -40,7 +48,9 @@ class Table:
         for row in self.rows + self.folded:
             table.add_row(*(Text(value) for value in row))
         out = io.StringIO()
-        Console(file=out, width=118, force_jupyter=False).print(table)  # in Jupyter it would display, not write
+        Console(file=out, width=118, force_jupyter=False).print(
+            table
+        )  # in Jupyter it would display, not write
         return "\n".join([self.title, *(line.rstrip() for line in out.getvalue().splitlines())]).rstrip()
 
     def _repr_html_(self):

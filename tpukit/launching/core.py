@@ -1,4 +1,5 @@
-"""What every core of a launch does: join the others, open its device, call the function, and write how that ended."""
+"""What every core of a launch does: join the others, open its device, call the function, and write how that
+ended."""
 
 import copy
 import dataclasses
@@ -18,8 +19,8 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 
-# Parts of torch import it late. Imported while there is a process group, its functions' defaults would keep the group,
-# and the group's threads abort the process when Python ends before them.
+# Parts of torch import it late. Imported while there is a process group, its functions' defaults would keep
+# the group, and the group's threads abort the process when Python ends before them.
 import torch.distributed.nn.functional  # noqa: F401
 
 from tpukit.devices import add_libtpu_args, open_runtime, torch_tpu_private
@@ -42,7 +43,7 @@ class Job:
     task: Task
     run: Run
     env: environment.Environment
-    asked_cores: int | None
+    requested_cores: int | None
     hang_timeout_s: float
     processes: int = 1
     """how many run on this host"""
@@ -64,10 +65,9 @@ class Job:
 def run_core(job, index):
     """Call the job's function as one rank, in a process of its own, which is number `index` on this host.
 
-    Writes how that ended to its file `end`, as JSON: dict(outcome="done", rank), with the `result` of rank 0 and of the first
-    core of a host; dict(outcome="stopped") after a signal; or dict(outcome="failed", core, rank, step, host, time,
-    description).
-    """
+    Writes how that ended to its file `end`, as JSON: dict(outcome="done", rank), with the `result` of rank 0
+    and of the first core of a host; dict(outcome="stopped") after a signal; or dict(outcome="failed", core,
+    rank, step, host, time, description)."""
     runtime = None
     try:
         # All stay open until the process ends: faulthandler writes to its files at any moment.
@@ -104,21 +104,27 @@ def _describe(error, index, runtime):
     if not isinstance(error, TpukitError):
         description = "\n".join([traceback.format_exc(), fix_for(str(error)) or ""]).strip()
     rank, step = (runtime.world.rank, runtime.step) if runtime else (index, None)
-    about = dict(outcome="failed", core=index, rank=rank, step=step, host=socket.gethostname(), time=time.time())
+    about = dict(
+        outcome="failed", core=index, rank=rank, step=step, host=socket.gethostname(), time=time.time()
+    )
     return dict(about, description=description)
 
 
 def open_core(job, run, world):
     """Open this core's device as one rank of `world`, and let rank 0 print which cores started."""
-    # OpenMP's threads do not survive a fork, and it waits for them forever: where the launching process may have computed with
-    # torch, as in a notebook, each core's host part takes one thread. Next to an accelerator that is enough.
+    # OpenMP's threads do not survive a fork, and it waits for them forever: where the launching process may
+    # have computed with torch, as in a notebook, each core's host part takes one thread. Next to an
+    # accelerator that is enough.
     is_forked = job.rendezvous is not None  # torchrun's processes are not
     one_thread = is_forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
     processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", job.processes))  # torchrun's, or ours
     torch.set_num_threads(1 if one_thread else max(1, os.cpu_count() // processes_here))
     runtime = open_runtime(job.env, job.task.precision, world=world, spmd_cores=job.spmd_cores)
-    if job.asked_cores and runtime.cores != job.asked_cores:
-        raise TpukitError(f"asked for {job.asked_cores} cores, found {runtime.cores}: the log of each is in {job.folder}")
+    if job.requested_cores and runtime.cores != job.requested_cores:
+        raise TpukitError(
+            f"asked for {job.requested_cores} cores, found {runtime.cores}: the log of each is in"
+            f" {job.folder}"
+        )
     memory = runtime.memory()
     about = f"on {socket.gethostname()}, {job.task.batch_size // runtime.cores} samples per step"
     about += f", {memory[0][1] / GIB:.2f} GiB" if memory else ""
@@ -135,7 +141,8 @@ def open_core(job, run, world):
 
 
 def join(job, index):
-    """The `World` of one of this host's processes. On one host they meet in a file and use the loopback device only."""
+    """The `World` of one of this host's processes. On one host they meet in a file and use the loopback
+    device only."""
     by_torch_xla = job.env.accelerator == "tpu" and not job.env.uses_torch_tpu
     if job.env.accelerator == "tpu":
         tpu_chips.clear_variables(job.processes)
@@ -144,7 +151,9 @@ def join(job, index):
         add_libtpu_args(job.task.libtpu_args(job.task.batch_size // cores))
     if not by_torch_xla:
         os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(job.processes))
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # torch_tpu opens no chip without; they meet in a file
+        os.environ.update(
+            MASTER_ADDR="localhost", MASTER_PORT="0"
+        )  # torch_tpu opens no chip without; they meet in a file
     if job.spmd_cores:
         return World()
     rank, size = index, job.processes
@@ -162,14 +171,15 @@ def join(job, index):
 
 
 def join_group(job, local_rank, **how):
-    """The `World` of this process, after it has joined the others. how: arguments of torch.distributed.init_process_group."""
+    """The `World` of this process, after it has joined the others. how: arguments of
+    torch.distributed.init_process_group."""
     backend = "gloo"
     if job.env.accelerator == "cuda":
         if torch.cuda._is_in_bad_fork():
             raise TpukitError(
-                "Cannot re-initialize CUDA in forked subprocess: the kernel that launched this core has already used or "
-                "queried CUDA (`torch.cuda.is_available()` is enough). Restart the session, and launch before anything that "
-                "uses a GPU; `tpukit.detect()` is safe."
+                "Cannot re-initialize CUDA in forked subprocess: the kernel that launched this core has"
+                " already used or queried CUDA (`torch.cuda.is_available()` is enough). Restart the session,"
+                " and launch before anything that uses a GPU; `tpukit.detect()` is safe."
             )
         check_cuda()
         torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
@@ -186,7 +196,8 @@ def _group_timeout(job):
 
 
 def leave_group():
-    """Leave the other ranks after all is done; after a failure they may be gone, and waiting for them would hang."""
+    """Leave the other ranks after all is done; after a failure they may be gone, and waiting for them would
+    hang."""
     if dist.is_initialized():
         gc.collect()  # NCCL waits for every graph that holds one of its operations
         dist.destroy_process_group()

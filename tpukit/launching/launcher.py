@@ -1,8 +1,8 @@
 """One function on one core, on all cores of a machine, on many hosts: `launch(train, task, run)`.
 
-The notebook's process forks one process for each core (a single one for SPMD) and watches them (supervisor.py). It opens no
-device itself, so that it can launch again. What a core does is in core.py; docs/CONTRIBUTING.md lists the files of a launch.
-"""
+The notebook's process forks one process for each core (a single one for SPMD) and watches them
+(supervisor.py). It opens no device itself, so that it can launch again. What a core does is in core.py;
+docs/CONTRIBUTING.md lists the files of a launch."""
 
 import dataclasses
 import faulthandler
@@ -28,17 +28,16 @@ TORCH_TPU_CORES = (1, 4, 8)  # of a v5e host, for which torch_tpu knows how the 
 def launch(function, task, run, *, cores=None, parallel="processes", hang_timeout_s=HANG_TIMEOUT_S):
     """Call `function(task, run, runtime=...)` on every core and return what rank 0's call returned.
 
-    function: `tpukit.train`, or one like it; it may be defined in a notebook cell, as may the task. cores: by default all
-    of this host (one on a CPU, where any number of processes can be tried, and one GPU where each would see fewer than
-    `batch_norm.MIN_SHARE` samples of a model with batch norm). parallel: "processes", one for each core, or
-    "spmd", one process for all TPU cores of this host. hang_timeout_s: when no step completes for this long, every core's
-    stack is shown and the launch ends; it must be longer than reading the dataset, the first compilation, and rank 0's scoring
-    of an evaluation.
+    function: `tpukit.train`, or one like it; it may be defined in a notebook cell, as may the task. cores: by
+    default all of this host (one on a CPU, where any number of processes can be tried, and one GPU where each
+    would see fewer than `batch_norm.MIN_SHARE` samples of a model with batch norm). parallel: "processes",
+    one for each core, or "spmd", one process for all TPU cores of this host. hang_timeout_s: when no step
+    completes for this long, every core's stack is shown and the launch ends; it must be longer than reading
+    the dataset, the first compilation, and rank 0's scoring of an evaluation.
 
-    On one core the function runs in this process. Under `torchrun` this process already is one of the cores. JSON must be able
-    to hold the result. Raises TpukitError before anything starts; `CoreFailed`, leaving no process behind, when a core fails,
-    hangs, or has not started after `supervisor.START_TIMEOUT_S`.
-    """
+    On one core the function runs in this process. Under `torchrun` this process already is one of the cores.
+    JSON must be able to hold the result. Raises TpukitError before anything starts; `CoreFailed`, leaving no
+    process behind, when a core fails, hangs, or has not started after `supervisor.START_TIMEOUT_S`."""
     if parallel not in PARALLEL:
         raise TpukitError(f"parallel={parallel!r}: choose one of {', '.join(PARALLEL)}")
     if hang_timeout_s <= 0:
@@ -51,8 +50,8 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     count = _count_cores(env, cores, parallel)
     if cores is None and env.accelerator == "cuda" and count > 1 and batch_norm.wants_one_gpu(task, count):
         run.print(
-            f"training on 1 of {count} GPUs: on each, batch norm would see {task.batch_size // count} of {task.batch_size} "
-            f"samples, too few for its statistics and to be faster; cores={count} uses all"
+            f"training on 1 of {count} GPUs: on each, batch norm would see {task.batch_size // count} of"
+            f" {task.batch_size} samples, too few for its statistics and to be faster; cores={count} uses all"
         )
         count = 1
     check_batch(task.batch_size, count)
@@ -61,7 +60,11 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
         shares_the_chips = os.environ.get("TPU_VISIBLE_CHIPS") or _has_opened_a_device(env)
         if env.accelerator == "tpu" and not shares_the_chips:
             tpu_chips.wait_until_free(run)
-        return function(task, run, runtime=open_runtime(env, task.precision, libtpu_args=task.libtpu_args(task.batch_size)))
+        return function(
+            task,
+            run,
+            runtime=open_runtime(env, task.precision, libtpu_args=task.libtpu_args(task.batch_size)),
+        )
     _refuse_an_opened_device(env)
     if env.accelerator == "tpu":
         tpu_chips.wait_until_free(run)
@@ -71,7 +74,9 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     lock = files.exclusive_lock(run.path / f".launch-{socket.gethostname()}.lock")
     # In the folder, which is this user's alone, the cores leave their addresses for each other.
     with lock, tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True) as folder:
-        if env.host != "tpu-vm":  # whose hosts share a run's folder; elsewhere another host that trains there keeps its files
+        if (
+            env.host != "tpu-vm"
+        ):  # whose hosts share a run's folder; elsewhere another host that trains there keeps its files
             with run.lock():
                 pass
         return Supervisor(dataclasses.replace(job, rendezvous=Path(folder) / "rendezvous", **shape)).wait()
@@ -87,7 +92,9 @@ def _count_cores(env, cores, parallel):
     if parallel == "spmd" and env.uses_torch_tpu:
         raise TpukitError("parallel='spmd' is torch_xla's; with torch_tpu use 'processes'")
     if parallel == "spmd" and env.accelerator not in ("tpu", "xla"):
-        raise TpukitError(f"parallel='spmd' is for TPU cores; on a {environment.NAMES[env.accelerator]} use 'processes'")
+        raise TpukitError(
+            f"parallel='spmd' is for TPU cores; on a {environment.NAMES[env.accelerator]} use 'processes'"
+        )
     if env.accelerator in ("cpu", "xla"):
         return cores or 1
     found = env.cores
@@ -95,8 +102,9 @@ def _count_cores(env, cores, parallel):
     # Colab's one chip reports 2,2,1 too, and works: on one core nobody waits for others.
     if env.accelerator == "tpu" and found > 1 and cores != 1 and expected != found:
         raise TpukitError(
-            f"found {found} TPU chips, but TPU_CHIPS_PER_HOST_BOUNDS={env.variables['TPU_CHIPS_PER_HOST_BOUNDS']} declares "
-            f"{expected}, and the cores would wait for the missing ones: start a fresh session, or use cores=1"
+            f"found {found} TPU chips, but"
+            f" TPU_CHIPS_PER_HOST_BOUNDS={env.variables['TPU_CHIPS_PER_HOST_BOUNDS']} declares {expected},"
+            " and the cores would wait for the missing ones: start a fresh session, or use cores=1"
         )
     if cores is None or cores == found:
         return found
@@ -105,10 +113,13 @@ def _count_cores(env, cores, parallel):
     if cores > found:
         env.require(env.accelerator, cores=cores)
     if env.uses_torch_tpu and cores not in TORCH_TPU_CORES:
-        raise TpukitError(f"asked for {cores} of {found} TPU cores: torch_tpu starts {', '.join(map(str, TORCH_TPU_CORES))}")
+        raise TpukitError(
+            f"asked for {cores} of {found} TPU cores: torch_tpu starts {', '.join(map(str, TORCH_TPU_CORES))}"
+        )
     if env.accelerator == "tpu" and cores > 1 and not env.uses_torch_tpu:
         raise TpukitError(
-            f"asked for {cores} of {found} TPU cores: torch_xla starts one or all, so use cores=1 or cores={found}"
+            f"asked for {cores} of {found} TPU cores: torch_xla starts one or all, so use cores=1 or"
+            f" cores={found}"
         )
     return cores
 
@@ -127,9 +138,10 @@ def _has_opened_a_device(env):
 def _refuse_an_opened_device(env):
     if _has_opened_a_device(env):
         raise TpukitError(
-            f"Runtime is already initialized: this kernel has already used the {environment.NAMES[env.accelerator]}, and "
-            "processes forked from it cannot use it. Restart the session, and use no device (a training on one core, "
-            '`torch_xla.device()`, a tensor on "tpu") before the launch.'
+            "Runtime is already initialized: this kernel has already used the"
+            f" {environment.NAMES[env.accelerator]}, and processes forked from it cannot use it. Restart the"
+            ' session, and use no device (a training on one core, `torch_xla.device()`, a tensor on "tpu")'
+            " before the launch."
         )
 
 
@@ -143,7 +155,10 @@ def _call_under_torchrun(job, parallel):
     end_with_parent(os.getppid())
     by_torch_tpu = job.env.uses_torch_tpu
     if (job.env.accelerator == "tpu" and not by_torch_tpu) or parallel == "spmd":
-        raise TpukitError("torchrun is for GPUs. On TPUs run `tpukit train` itself on every host: the cores find their peers")
+        raise TpukitError(
+            "torchrun is for GPUs. On TPUs run `tpukit train` itself on every host: the cores find their"
+            " peers"
+        )
     if by_torch_tpu:
         torch_tpu_private.check_launch_variables(int(os.environ["WORLD_SIZE"]))
         tpu_chips.clear_variables(int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -160,7 +175,9 @@ def _call_under_torchrun(job, parallel):
             return result
         except Exception as error:
             step = f" in step {runtime.step + 1}" if runtime else ""
-            print(f"rank {environment.rank()} on {socket.gethostname()} failed{step}: {error}", file=sys.stderr)
+            print(
+                f"rank {environment.rank()} on {socket.gethostname()} failed{step}: {error}", file=sys.stderr
+            )
             if by_torch_tpu:
                 torch_tpu_private.leave_without_waiting()
             raise

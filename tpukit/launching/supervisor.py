@@ -1,4 +1,5 @@
-"""The notebook's side of a launch: fork the cores, watch the files that they leave, end them, explain how one failed."""
+"""The notebook's side of a launch: fork the cores, watch the files that they leave, end them, explain how one
+failed."""
 
 import contextlib
 import ctypes
@@ -23,7 +24,7 @@ POLL_S = 0.1
 GRACE_S = 3.0  # from the first core's failure to the end of all
 START_TIMEOUT_S = 300.0
 PR_SET_PDEATHSIG = 1
-LEFT_BY_A_LAUNCH = re.compile(r"rank-\d+\.(log|step|stacks|hang|end)")  # what the next launch deletes
+STALE_FILES = re.compile(r"rank-\d+\.(log|step|stacks|hang|end)")  # what the next launch deletes
 
 
 class CoreFailed(TpukitError):
@@ -43,13 +44,15 @@ class Supervisor:
         self.bar = None
         job.folder.mkdir(parents=True, exist_ok=True)
         for old in job.folder.iterdir():
-            if LEFT_BY_A_LAUNCH.fullmatch(old.name):
+            if STALE_FILES.fullmatch(old.name):
                 old.unlink()
         self.stop_file = self.run.path / "cores/stop"
         self.stop_file.unlink(missing_ok=True)
         (self.run.path / "progress.json").unlink(missing_ok=True)
         fork, here = multiprocessing.get_context("fork"), os.getpid()
-        self.processes = [fork.Process(target=_run_forked, args=(job, index, here)) for index in range(job.processes)]
+        self.processes = [
+            fork.Process(target=_run_forked, args=(job, index, here)) for index in range(job.processes)
+        ]
 
     def wait(self):
         """Start the cores and wait until all have ended. Returns the result of one; raises `CoreFailed`."""
@@ -74,7 +77,8 @@ class Supervisor:
         return self._result(stop)
 
     def _watch(self, stop):
-        """Return when all cores have ended, or GRACE_S after the first failure, in which the others leave errors and stacks."""
+        """Return when all cores have ended, or GRACE_S after the first failure, in which the others leave
+        errors and stacks."""
         start_by, failed_at = time.monotonic() + self.start_timeout_s, None
         while any(process.is_alive() for process in self.processes):
             time.sleep(POLL_S)
@@ -141,7 +145,9 @@ class Supervisor:
         if not now:
             return
         if self.bar is None:
-            self.bar = tqdm(total=now["total"], initial=now["step"], desc=now["name"], unit=now["unit"], mininterval=0.5)
+            self.bar = tqdm(
+                total=now["total"], initial=now["step"], desc=now["name"], unit=now["unit"], mininterval=0.5
+            )
         self.bar.set_postfix({name: now[name] for name in ("epoch", "loss") if name in now}, refresh=False)
         self.bar.update(now["step"] - self.bar.n)
 
@@ -159,7 +165,9 @@ class Supervisor:
 
     def _find_dead(self):
         gone = [index for index, process in enumerate(self.processes) if not process.is_alive()]
-        return [index for index in gone if not self._read(index, "end")]  # looked for second: it is written before
+        return [
+            index for index in gone if not self._read(index, "end")
+        ]  # looked for second: it is written before
 
     def _is_hung(self):
         return any(self._read(index, "hang") for index in range(self.job.processes))
@@ -188,7 +196,10 @@ class Supervisor:
     def _hang(self):
         event = f"no core completed a step for {self.job.hang_timeout_s:g} s"
         if self.not_started:
-            event = f"{len(self.not_started)} of {self.job.processes} cores did not start within {self.start_timeout_s:g} s"
+            event = (
+                f"{len(self.not_started)} of {self.job.processes} cores did not start within"
+                f" {self.start_timeout_s:g} s"
+            )
         lines = [f"{event}. What each was doing, most recent call first:"]
         for index in range(self.job.processes):
             lines += ["", f"core {index} (full stack: {self.job.file(index, 'stacks')})"]
@@ -212,7 +223,8 @@ def _run_forked(job, index, parent):
 
 
 def end_with_parent(parent):
-    """Let Linux end this process when its parent (a pid) ends, so that a restarted kernel leaves no core behind."""
+    """Let Linux end this process when its parent (a pid) ends, so that a restarted kernel leaves no core
+    behind."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before that was asked
@@ -224,7 +236,9 @@ def _relevant_stack_lines(stacks):
     lines = []
     for thread in re.split(r"(?m)^(?=Thread 0x|Current thread 0x|Fatal )", stacks):
         frames = thread.strip().splitlines()
-        if any("tqdm/_monitor.py" in frame for frame in frames) or (len(frames) > 1 and frames[1].endswith("in _worker")):
+        if any("tqdm/_monitor.py" in frame for frame in frames) or (
+            len(frames) > 1 and frames[1].endswith("in _worker")
+        ):
             continue  # idle
         for frame in frames:
             if frame.endswith("in run_core"):

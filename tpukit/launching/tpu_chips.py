@@ -1,4 +1,5 @@
-"""The chips of a TPU host: the variables that give each process its own, chips that are still busy, opening one."""
+"""The chips of a TPU host: the variables that give each process its own, chips that are still busy, opening
+one."""
 
 import errno
 import os
@@ -7,14 +8,22 @@ from pathlib import Path
 
 from tpukit.host.errors import TpukitError
 
-# What an earlier training on one chip, or a guide, leaves behind. torch_xla keeps what it finds, and all processes would open
-# the same chip.
-LEFTOVER_VARIABLES = ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS")
+# What an earlier training on one chip, or a guide, leaves behind. torch_xla keeps what it finds, and all
+# processes would open the same chip.
+LEFTOVER_VARIABLES = (
+    "TPU_VISIBLE_CHIPS",
+    "TPU_VISIBLE_DEVICES",
+    "TPU_PROCESS_BOUNDS",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS",
+)
 LEFTOVER_VARIABLES += ("TPU_PROCESS_PORT", "PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT")
 # Kaggle sets these for one process; several would each wait for the wrong peers.
 ONE_PROCESS_VARIABLES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
 # Both name the same bounds; torch_xla takes the second where the first is not set.
-BOUNDS = {"TPU_PROCESS_BOUNDS": "TPU_HOST_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS": "TPU_CHIPS_PER_HOST_BOUNDS"}
+BOUNDS = {
+    "TPU_PROCESS_BOUNDS": "TPU_HOST_BOUNDS",
+    "TPU_CHIPS_PER_PROCESS_BOUNDS": "TPU_CHIPS_PER_HOST_BOUNDS",
+}
 
 
 def clear_variables(processes):
@@ -26,7 +35,9 @@ def clear_variables(processes):
         names = LEFTOVER_VARIABLES + ONE_PROCESS_VARIABLES
     for name in names:
         value = os.environ.pop(name, None)
-        if value and name in BOUNDS and os.environ.get("TPU_SKIP_MDS_QUERY"):  # then torch_xla asks nobody else
+        if (
+            value and name in BOUNDS and os.environ.get("TPU_SKIP_MDS_QUERY")
+        ):  # then torch_xla asks nobody else
             os.environ.setdefault(BOUNDS[name], value)
 
 
@@ -45,7 +56,10 @@ def wait_until_free(run, root=Path("/"), timeout_s=60.0):
                 "`tpukit doctor` names it: end it, or restart the session of its notebook."
             )
         if not printed:
-            run.print(f"another process still holds {', '.join(busy)}; waiting up to {timeout_s:g} s until it is free")
+            run.print(
+                f"another process still holds {', '.join(busy)}; waiting up to {timeout_s:g} s until it is"
+                " free"
+            )
             printed = True
         time.sleep(min(1.0, timeout_s / 10))
 
@@ -59,12 +73,14 @@ def is_busy(device):
 
 
 def open_chip(index, processes):
-    """Open one of this host's chips in this process, as `torch_xla.launch` does in each of its own; waits in libtpu for the
-    other processes. Returns (rank, world size) over all hosts."""
+    """Open one of this host's chips in this process, as `torch_xla.launch` does in each of its own; waits in
+    libtpu for the other processes. Returns (rank, world size) over all hosts."""
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt
 
     pjrt.initialize_multiprocess(index, processes)
     if xr.addressable_device_count() > 1:
-        raise TpukitError("each chip of this TPU has two cores (v2, v3): use parallel='spmd', one process for all of them")
+        raise TpukitError(
+            "each chip of this TPU has two cores (v2, v3): use parallel='spmd', one process for all of them"
+        )
     return xr.global_ordinal(), xr.world_size()

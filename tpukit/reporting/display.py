@@ -37,9 +37,8 @@ def show(run):
 def show_report(run):
     """Show what the accelerator did in the last session of a run: in sentences, then numbers, then a picture.
 
-    Compilations with their causes, where a step's time went, memory of every device. run: a `Run`, or the path of one. The
-    picture is also saved as pictures/report.png in its folder.
-    """
+    Compilations with their causes, where a step's time went, memory of every device. run: a `Run`, or the
+    path of one. The picture is also saved as pictures/report.png in its folder."""
     run = run if isinstance(run, Run) else Run.find(run)
     records = run.records()
     present(Sentences(findings.findings(records)))
@@ -50,7 +49,9 @@ def show_report(run):
 
 def show_task(task):
     """Show every setting of a task as a table; in a notebook those at their defaults are folded away."""
-    defaults = [field.name for field in dataclasses.fields(task) if getattr(task, field.name) == field.default]
+    defaults = [
+        field.name for field in dataclasses.fields(task) if getattr(task, field.name) == field.default
+    ]
     present(findings.settings_table(dict(task=task.name, settings=settings_dict(task)), defaults))
 
 
@@ -58,27 +59,35 @@ def show_samples(task, *, count=4):
     """Show samples of the training set as the model gets them, augmented, with their labels."""
     data, _ = task.datasets()
     indices = _evenly_spaced(len(data), count)
-    numbers = np.random.default_rng(task.seed).random((len(indices), data.num_draws)) if data.num_draws else None
+    numbers = (
+        np.random.default_rng(task.seed).random((len(indices), data.num_uniforms))
+        if data.num_uniforms
+        else None
+    )
     if notes := getattr(data, "notes", ""):
         print(printable(notes))
     present_figure(figures.panels_figure(task.panels(data.batch(indices, numbers)), "Training samples"))
 
 
 def show_labels(task, *, count=4):
-    """Show what is worth knowing about the labels of the training set before training on them, with the samples concerned."""
+    """Show what is worth knowing about the labels of the training set before training on them, with the
+    samples concerned."""
     data, _ = task.datasets()
     sentences, indices = task.check_labels(data)
     present(Sentences(sentences))
     if indices:
-        present_figure(figures.panels_figure(task.panels(data.batch(indices[:count])), "Samples to look at, not augmented"))
+        present_figure(
+            figures.panels_figure(
+                task.panels(data.batch(indices[:count])), "Samples to look at, not augmented"
+            )
+        )
 
 
 def show_predictions(run, task, *, count=4):
     """Show what the run's best weights predict for test images, next to the truth.
 
-    The predictions are those that `test` saved, if the task saves them; otherwise they are made here, on the CPU. Also
-    saved as pictures/predictions.png in the run's folder.
-    """
+    The predictions are those that `test` saved, if the task saves them; otherwise they are made here, on the
+    CPU. Also saved as pictures/predictions.png in the run's folder."""
     present_figure(predictions_figure(run, task, count), run.path / "pictures" / "predictions.png")
 
 
@@ -106,7 +115,8 @@ def show_plan(plan):
 
 
 def show_comparison(comparison, picture=None):
-    """Show what `compare` found: tables, plots, and the choice in words. picture: also save the plots there, as a PNG file."""
+    """Show what `compare` found: tables, plots, and the choice in words. picture: also save the plots there,
+    as a PNG file."""
     for table in comparison.tables():
         present(table)
     present_figure(figures.comparison_figure(comparison), picture)
@@ -114,7 +124,8 @@ def show_comparison(comparison, picture=None):
 
 
 def predict_test_images(run, task, count):
-    """(batch, predictions) of up to `count` test images, evenly spaced, by the run's best weights, on the CPU, as tensors.
+    """(batch, predictions) of up to `count` test images, evenly spaced, by the run's best weights, on the
+    CPU, as tensors.
 
     Raises TpukitError where the run has no best weights yet.
     """
@@ -123,7 +134,8 @@ def predict_test_images(run, task, count):
     from tpukit.devices.runtime import Runtime
     from tpukit.training import prediction
 
-    # On a TPU the notebook's own process must not open the device: no cores could be launched from it afterwards.
+    # On a TPU the notebook's own process must not open the device: no cores could be launched from it
+    # afterwards.
     best, runtime = run.best(), Runtime("cpu")
     task = dataclasses.replace(task, weights=best)
     predictor = prediction.open_predictor(task, best, runtime)
@@ -162,7 +174,10 @@ def present_figure(figure, path=None):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             files.write_atomic(path, figures.as_png(figure))
-        except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only; the figure is shown all the same
+        except (
+            OSError,
+            TpukitError,
+        ) as error:  # Kaggle's inputs are read-only; the figure is shown all the same
             print(printable(f"picture not saved at {path}: {first_line(error)}"))
             path = None
     if in_notebook():

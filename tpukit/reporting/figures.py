@@ -1,4 +1,5 @@
-"""Figures from records, panels, plans and comparisons. The only importer of matplotlib; nothing here displays or saves."""
+"""Figures from records, panels, plans and comparisons. The only importer of matplotlib; nothing here displays
+or saves."""
 
 import io
 import itertools
@@ -7,9 +8,15 @@ import math
 from tpukit.host.tables import GIB, printable
 from tpukit.reporting import findings
 
-# Of Okabe and Ito: told apart with every common colour blindness. Black is left to matplotlib, for dark backgrounds.
+# Of Okabe and Ito: told apart with every common colour blindness. Black is left to matplotlib, for dark
+# backgrounds.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8a94a0"
-SERIES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"), ("#CC79A7", "D"))  # colour and marker of one of several curves
+SERIES = (
+    (BLUE, "o"),
+    (ORANGE, "s"),
+    (GREEN, "^"),
+    ("#CC79A7", "D"),
+)  # colour and marker of one of several curves
 MAX_LABEL = 60  # characters
 
 
@@ -24,7 +31,9 @@ def curves_figure(records, labels=findings.NO_LABELS):
     """Loss, gradient norm, learning rate and scores over the epochs of a run; None without any.
 
     labels: of `findings.labels_of`."""
-    series = {name: points for name, points in findings.epoch_curves(records).items() if not labels.hides(name)}
+    series = {
+        name: points for name, points in findings.epoch_curves(records).items() if not labels.hides(name)
+    }
     if not series:
         return None
     columns = min(3, len(series))
@@ -40,9 +49,12 @@ def curves_figure(records, labels=findings.NO_LABELS):
 
 
 def plot_curve(axis, name, epochs, values, labels):
-    """One series of a run over the epochs, with what its task says of it: unit, best value, the paper's, milestones."""
+    """One series of a run over the epochs, with what its task says of it: unit, best value, the paper's,
+    milestones."""
     is_score = name not in findings.NO_SCORES
-    axis.plot(epochs, values, color=RED if is_score else BLUE, lw=1.6, marker="o", ms=3 if len(values) < 60 else 0)
+    axis.plot(
+        epochs, values, color=RED if is_score else BLUE, lw=1.6, marker="o", ms=3 if len(values) < 60 else 0
+    )
     set_title(axis, labels.names.get(name, name))
     label_epochs(axis)
     style(axis)
@@ -58,7 +70,14 @@ def plot_curve(axis, name, epochs, values, labels):
                       ha="right" if epochs[best] > max(epochs) / 2 else "left", fontsize=8)  # fmt: skip
     if name in labels.published:
         axis.axhline(labels.published[name], color=GREY, ls="--", lw=1.2)
-        axis.text(0.01, labels.published[name], "the paper", transform=axis.get_yaxis_transform(), va="bottom", fontsize=8)
+        axis.text(
+            0.01,
+            labels.published[name],
+            "the paper",
+            transform=axis.get_yaxis_transform(),
+            va="bottom",
+            fontsize=8,
+        )
         axis.set_ylim(0, 1.25 * max(*values, labels.published[name]))
     for epoch, what in labels.milestones.items():
         if min(epochs) < epoch < max(epochs) and not is_score:
@@ -67,7 +86,8 @@ def plot_curve(axis, name, epochs, values, labels):
 
 
 def live_figure(records, progress, labels):
-    """A training as it stands: loss, the score that decides, and speed with the compilations of the step, over the epochs."""
+    """A training as it stands: loss, the score that decides, and speed with the compilations of the step,
+    over the epochs."""
     figure, ((loss, score, speed),) = subplots(1, 3, (12.6, 3.0))
     steps_per_epoch, series = findings.steps_per_epoch(records), findings.epoch_curves(records)
     scores = [name for name in series if name not in findings.NO_SCORES]
@@ -88,7 +108,8 @@ def live_figure(records, progress, labels):
 
 
 def mark_compilations(axis, places):
-    """A dotted line at each place on the x axis where the training step was compiled, and a legend where there are any."""
+    """A dotted line at each place on the x axis where the training step was compiled, and a legend where
+    there are any."""
     for number, place in enumerate(places):
         axis.axvline(place, color=RED, ls=":", lw=1.4, label=None if number else "step compiled")
     if places:
@@ -96,7 +117,8 @@ def mark_compilations(axis, places):
 
 
 def roc_figure(roc):
-    """Recall over the false pixels per pixel, and precision over recall. roc: dict of lists tpr, fpr, precision, threshold."""
+    """Recall over the false pixels per pixel, and precision over recall. roc: dict of lists tpr, fpr,
+    precision, threshold."""
     figure, ((axis, other),) = subplots(1, 2, (9.6, 3.2))
     least = min([rate for rate in roc["fpr"] if rate > 0], default=1e-6) / 2
     rates = [max(rate, least) for rate in roc["fpr"]]
@@ -122,8 +144,8 @@ def roc_figure(roc):
 
 
 def label_points(axis, x, y, thresholds, ha):
-    """Write the threshold beside the points of 0.1, 0.5 and 0.9, each text where it covers no other. ha: the side of the text
-    that is next to its point, left or right."""
+    """Write the threshold beside the points of 0.1, 0.5 and 0.9, each text where it covers no other. ha: the
+    side of the text that is next to its point, left or right."""
     axis.figure.draw_without_rendering()  # lays the axes out
     low, high = axis.get_ylim()
     covered = []
@@ -139,7 +161,8 @@ def label_points(axis, x, y, thresholds, ha):
 
 
 def confusion_figure(confusion):
-    """Test images by their class (a row each) and the predicted one. confusion: dict of classes (K) and counts (K, K)."""
+    """Test images by their class (a row each) and the predicted one. confusion: dict of classes (K) and
+    counts (K, K)."""
     names, counts = [label(name, 20) for name in confusion["classes"]], confusion["counts"]
     side = 2.2 + 0.32 * len(names)  # inches
     figure, ((axis,),) = subplots(1, 1, (side + 0.6, side))
@@ -187,10 +210,13 @@ def report_figure(records):
 
 
 def threshold_figure(scores, score_names, threshold, panels):
-    """Panels of an image, and below them the scores over the threshold with a line at the one that the panels show.
+    """Panels of an image, and below them the scores over the threshold with a line at the one that the panels
+    show.
 
     scores: dict threshold -> dict of scores. score_names: of the task. panels: list of (title, array)."""
-    names = list(score_names) or [name for name, value in scores[threshold].items() if isinstance(value, float)]
+    names = list(score_names) or [
+        name for name, value in scores[threshold].items() if isinstance(value, float)
+    ]
     columns = max(len(panels), len(names))
     figure, axes = subplots(2, columns, (3.2 * columns, 5.6), height_ratios=(3.4, 2.2))
     for axis in [*axes[0, len(panels) :], *axes[1, len(names) :]]:
@@ -260,7 +286,11 @@ def plan_figure(plan):
     axis.axhline(plan.hbm_gib, color=GREY, linestyle="--", linewidth=1)
     text = f"the chip's {plan.hbm_gib:g} GiB"
     axis.text(0.01, plan.hbm_gib, text, transform=axis.get_yaxis_transform(), va="bottom", fontsize=8)
-    axis.set(xlabel="global batch size", ylabel="peak HBM per core, GiB", ylim=(0, 1.3 * max([plan.hbm_gib, *heights])))
+    axis.set(
+        xlabel="global batch size",
+        ylabel="peak HBM per core, GiB",
+        ylim=(0, 1.3 * max([plan.hbm_gib, *heights])),
+    )
     fits = any(row["fits"] for row in plan.rows)
     set_title(axis, f"{plan.task} on {plan.chip}{'' if fits else ': nothing fits'}")
     return figure
@@ -280,7 +310,9 @@ def comparison_figure(comparison):
     colours = itertools.cycle(SERIES)
     for name, kind, points in series:
         colour, marker = next(colours)
-        look = dict(color=colour, marker=marker) if kind == "measured" else dict(color=RED, marker="x", ls="--")
+        look = (
+            dict(color=colour, marker=marker) if kind == "measured" else dict(color=RED, marker="x", ls="--")
+        )
         sizes, rates, peaks = zip(*points)
         for axis, values in zip(axes[0], (rates, peaks)):
             axis.plot(sizes, values, label=label(f"{name}, {kind}"), lw=1.6, ms=4, **look)
@@ -299,7 +331,9 @@ def comparison_figure(comparison):
         _plot_bars(cost, bars, f"USD of {epochs} epochs", "{:.2f}")
     else:
         cost.set_axis_off()
-    patches = [Patch(label=label(kind), **_bar_style(kind)) for kind in dict.fromkeys(one.basis for one in estimates)]
+    patches = [
+        Patch(label=label(kind), **_bar_style(kind)) for kind in dict.fromkeys(one.basis for one in estimates)
+    ]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=8)
     for axis in axes.flat:
         style(axis)
@@ -357,7 +391,8 @@ def write_in_empty(axis, text):
 
 
 def label(text, limit=MAX_LABEL):
-    """Text for a figure: on one line, too short to push the axes out of it, and without formulas for matplotlib."""
+    """Text for a figure: on one line, too short to push the axes out of it, and without formulas for
+    matplotlib."""
     words = " ".join(printable(text).split())
     if len(words) > limit:
         words = f"{words[: limit - 1]}…"

@@ -10,26 +10,34 @@ from tpukit.host.tables import GIB, Table, format_duration
 from tpukit.tasks import TASKS, find
 
 # What is read here of a record, by its kind. What may be None may be missing, too.
-SPEED = dict(seconds=float, images_per_s=float, wait_s=float, to_device_s=float | None, from_device_s=float | None)
-SPEED |= dict(memory=list[tuple[float, float]], counters=dict(fallbacks=dict[str, int] | None))  # {} where nothing compiles
+SPEED = dict(
+    seconds=float, images_per_s=float, wait_s=float, to_device_s=float | None, from_device_s=float | None
+)
+SPEED |= dict(
+    memory=list[tuple[float, float]], counters=dict(fallbacks=dict[str, int] | None)
+)  # {} where nothing compiles
 FIELDS = dict(
     start=dict(device=str, max_graphs=int | None, batch_size=int | None),
     train=dict(loss=float | None, grad_norm=float | None, lr=float | None, speed=SPEED),
     stopped=dict(epoch=int, patience=int),
-    evaluation=dict(epoch=int, kept=bool | None, scores=dict(beside=dict[str, dict] | None), speed=dict(seconds=float)),
+    evaluation=dict(
+        epoch=int, kept=bool | None, scores=dict(beside=dict[str, dict] | None), speed=dict(seconds=float)
+    ),
     compile=dict(seconds=float, what=str | None, why=list[str] | None),
 )
 PROGRESS = dict(step=int, total=int, unit=str)
 
 
 def valid_records(records):
-    """The records without the damaged ones: a bit that flipped on a disk can leave JSON with a name or a value less."""
+    """The records without the damaged ones: a bit that flipped on a disk can leave JSON with a name or a
+    value less."""
     found = [record for record in records if _fits(record, dict(kind=str, step=int))]
     return [record for record in found if _fits(record, FIELDS.get(record["kind"], {}))]
 
 
 def _fits(value, kind):
-    """Whether a value of JSON is of a kind: a type as in annotations, or a dict of the kinds of some of its values."""
+    """Whether a value of JSON is of a kind: a type as in annotations, or a dict of the kinds of some of its
+    values."""
     if isinstance(kind, dict):
         return isinstance(value, dict) and all(_fits(value.get(name), of_it) for name, of_it in kind.items())
     origin, inner = get_origin(kind), get_args(kind)
@@ -50,7 +58,8 @@ def _fits(value, kind):
 
 
 def settings_table(config, defaults=()):
-    """A task's settings. config: dict(task, settings). defaults: names of those to fold, because they are defaults."""
+    """A task's settings. config: dict(task, settings). defaults: names of those to fold, because they are
+    defaults."""
     settings = config["settings"].items()
     rows = [row for row in settings if row[0] not in defaults]
     folded = [row for row in settings if row[0] in defaults]
@@ -59,7 +68,8 @@ def settings_table(config, defaults=()):
 
 
 def scores_table(scores, title="Scores"):
-    """The scores of an evaluation; `beside` holds a dict of the same scores for each column of a comparison."""
+    """The scores of an evaluation; `beside` holds a dict of the same scores for each column of a
+    comparison."""
     beside = scores.get("beside") or {}
     rows = []
     for name, value in scores.items():
@@ -75,14 +85,17 @@ def kept_evaluation(evaluations):
 
 
 def last_and_kept_tables(records):
-    """The scores of the last evaluation, and those of the one whose weights are kept where that is another; [] without any."""
+    """The scores of the last evaluation, and those of the one whose weights are kept where that is another;
+    [] without any."""
     evaluations = _of_kind(valid_records(records), "evaluation")
     if not evaluations:
         return []
     last, best = evaluations[-1], kept_evaluation(evaluations)
     tables = [scores_table(last["scores"], f"Scores after epoch {last['epoch'] + 1}")]
     if best and best is not last:
-        tables.append(scores_table(best["scores"], f"Scores after epoch {best['epoch'] + 1}, whose weights are kept"))
+        tables.append(
+            scores_table(best["scores"], f"Scores after epoch {best['epoch'] + 1}, whose weights are kept")
+        )
     return tables
 
 
@@ -96,8 +109,8 @@ NO_SCORES = ("loss", "gradient norm", "learning rate")  # the names of the other
 
 
 def curves(records):
-    """dict of series to draw, name -> (steps, values): loss, gradient norm, learning rate if it changes, and every evaluation
-    score."""
+    """dict of series to draw, name -> (steps, values): loss, gradient norm, learning rate if it changes, and
+    every evaluation score."""
     series = {}
     for record in valid_records(records):
         values = {}
@@ -146,7 +159,8 @@ def labels_of(config):
 
 
 def steps_per_epoch(records):
-    """Of the last session; in runs of earlier versions, which do not record it, by the evaluations; 1 where nothing tells."""
+    """Of the last session; in runs of earlier versions, which do not record it, by the evaluations; 1 where
+    nothing tells."""
     records = valid_records(records)
     found = [record["step"] // max(record["epoch"] + 1, 1) for record in _of_kind(records, "evaluation")]
     found += [record["steps_per_epoch"] for record in records if _fits(record.get("steps_per_epoch"), int)]
@@ -156,7 +170,10 @@ def steps_per_epoch(records):
 def epoch_curves(records):
     """As `curves`, over the epochs: name -> (epochs, values)."""
     per_epoch = steps_per_epoch(records)
-    return {name: ([step / per_epoch for step in steps], values) for name, (steps, values) in curves(records).items()}
+    return {
+        name: ([step / per_epoch for step in steps], values)
+        for name, (steps, values) in curves(records).items()
+    }
 
 
 def roc(records):
@@ -171,7 +188,8 @@ def roc(records):
 
 
 def confusion(records):
-    """dict of classes (K names) and counts (K lists of K numbers) of the last evaluation that has them, or None."""
+    """dict of classes (K names) and counts (K lists of K numbers) of the last evaluation that has them, or
+    None."""
     for record in reversed(valid_records(records)):
         found = record["scores"].get("confusion") if record["kind"] == "evaluation" else None
         if _fits(found, dict(classes=list[str], counts=list[list[float]])):
@@ -196,7 +214,8 @@ def per_class_table(confusion):
 
 
 def findings(records):
-    """What the accelerator did in the last session of a run, as a list of sentences, the most important first."""
+    """What the accelerator did in the last session of a run, as a list of sentences, the most important
+    first."""
     session = _last_session(records)
     sentences = []
     if damaged := len(records) - len(valid_records(records)):
@@ -205,10 +224,14 @@ def findings(records):
         return sentences or ["This run has not started yet."]
     sentences.append(f"It ran on {session[0]['device']}.")
     if diverged := _of_kind(session, "diverged"):
-        sentences.append(f"It stopped at step {diverged[-1]['step']}: loss or gradient was not a finite number.")
+        sentences.append(
+            f"It stopped at step {diverged[-1]['step']}: loss or gradient was not a finite number."
+        )
     if stopped := _of_kind(session, "stopped"):
         epochs, patience = stopped[-1]["epoch"] + 1, stopped[-1]["patience"]
-        sentences.append(f"It stopped early after epoch {epochs}: no better score within a patience of {patience}.")
+        sentences.append(
+            f"It stopped early after epoch {epochs}: no better score within a patience of {patience}."
+        )
     trained = _of_kind(session, "train")
     sentences += _describe_compilations(session, trained)
     if trained:
@@ -227,7 +250,9 @@ def _last_session(records):
 
     A finished run that is started again does neither."""
     sessions = _sessions(records)
-    worked = [session for session in sessions if any(record["kind"] in ("train", "compile") for record in session)]
+    worked = [
+        session for session in sessions if any(record["kind"] in ("train", "compile") for record in session)
+    ]
     return (worked or sessions or [[]])[-1]
 
 
@@ -245,7 +270,11 @@ def _sessions(records):
 def _describe_compilations(session, trained):
     counters = trained[-1]["speed"]["counters"] if trained else None
     if trained and not counters:
-        sentences = [_describe_capture(record) for record in _of_kind(session, "compile") if _function(record) == "step"]
+        sentences = [
+            _describe_capture(record)
+            for record in _of_kind(session, "compile")
+            if _function(record) == "step"
+        ]
         if (mode := session[0].get("torch_compile", "no")) != "no":
             sentences.append(f"torch.compile compiled the model ({mode}); it does not report when.")
         if session[0].get("accelerator") == "tpu":
@@ -255,7 +284,9 @@ def _describe_compilations(session, trained):
     expected, unexpected = _step_compilations(session)
     if expected:
         steps = " and ".join(f"at step {r['step']} ({r['seconds']:.1f} s{_why(r, ', ')})" for r in expected)
-        sentences.append(f"The training step was compiled {steps}; every other step reused the compiled graph.")
+        sentences.append(
+            f"The training step was compiled {steps}; every other step reused the compiled graph."
+        )
     elif trained:
         sentences.append("The training step was not compiled: this session had already compiled this graph.")
     for record in unexpected:
@@ -264,7 +295,9 @@ def _describe_compilations(session, trained):
         sentences.append(f"Step {record['step']} compiled again ({record['seconds']:.1f} s){reason}{end}.")
     if fallbacks := (counters or {}).get("fallbacks"):
         names = ", ".join(f"{name} ({count} times)" for name, count in fallbacks.items())
-        sentences.append(f"Ran on the CPU, a round trip each: {names}. `tpukit report RUN --trace 5` names their lines.")
+        sentences.append(
+            f"Ran on the CPU, a round trip each: {names}. `tpukit report RUN --trace 5` names their lines."
+        )
     elif counters:
         sentences.append("No operation fell back to the CPU.")
     return sentences
@@ -277,12 +310,15 @@ def _made_graphs(compilation):
 def _describe_capture(record):
     if not _made_graphs(record):
         return f"The training step is not captured as a CUDA graph{_why(record, ', because ')}."
-    return f"The training step was captured as a CUDA graph at step {record['step']} ({record['seconds']:.1f} s)."
+    return (
+        f"The training step was captured as a CUDA graph at step {record['step']}"
+        f" ({record['seconds']:.1f} s)."
+    )
 
 
 def _step_compilations(session):
-    """(expected, unexpected) compilations of the training step: records, expected as many as the training allowed. The last may
-    be one that was refused."""
+    """(expected, unexpected) compilations of the training step: records, expected as many as the training
+    allowed. The last may be one that was refused."""
     of_step = [record for record in _of_kind(session, "compile") if _function(record) == "step"]
     done = [record for record in of_step if _made_graphs(record)]
     slow = [record for record in done if record["seconds"] >= LONG_COMPILE_S] or done[:1]
@@ -308,7 +344,9 @@ def waiting_share(speeds):
 def _describe_time(session, speeds):
     seconds = sum(speed["seconds"] for speed in speeds)
     waited = waiting_share(speeds)
-    sentences = [f"Fastest interval: {max(speed['images_per_s'] for speed in speeds):.1f} samples per second."]
+    sentences = [
+        f"Fastest interval: {max(speed['images_per_s'] for speed in speeds):.1f} samples per second."
+    ]
     advice = ": raise num_workers, or store smaller images" if waited > 0.1 else ""
     sentences.append(f"Waiting for data took {waited:.1%} of the training time{advice}.")
     if not speeds[-1]["memory"]:
@@ -331,7 +369,10 @@ def accelerator_tables(records):
         return tables
     tables.append(_intervals_table(intervals(records)))
     if memory := trained[-1]["speed"]["memory"]:
-        rows = [(n, f"{peak / GIB:.2f}", f"{of / GIB:.2f}", f"{peak / max(of, 1):.0%}") for n, (peak, of) in enumerate(memory)]
+        rows = [
+            (n, f"{peak / GIB:.2f}", f"{of / GIB:.2f}", f"{peak / max(of, 1):.0%}")
+            for n, (peak, of) in enumerate(memory)
+        ]
         tables.append(Table("Memory", ("device", "peak, GiB", "of GiB", ""), rows))
     return tables
 
@@ -361,16 +402,24 @@ def _intervals_table(found):
 def intervals(records):
     """The intervals between two metric syncs of the last session, in milliseconds per step.
 
-    A list of dict(from, to, step_ms, wait_ms, to_device_ms, from_device_ms, images_per_s). The host waits for data; sending
-    and reading overlap with the device's work."""
+    A list of dict(from, to, step_ms, wait_ms, to_device_ms, from_device_ms, images_per_s). The host waits for
+    data; sending and reading overlap with the device's work."""
     session = _last_session(records)
     found = []
     for record in _of_kind(session, "train"):
         speed, batch_size = record["speed"], session[0].get("batch_size") or 1
         steps = max(1, round(speed["images_per_s"] * speed["seconds"] / batch_size))
-        interval = {"from": record["step"] - steps + 1, "to": record["step"], "images_per_s": speed["images_per_s"]}
-        parts = dict(step_ms="seconds", wait_ms="wait_s", to_device_ms="to_device_s", from_device_ms="from_device_s")
-        found.append(interval | {name: 1e3 * (speed.get(part) or 0.0) / steps for name, part in parts.items()})
+        interval = {
+            "from": record["step"] - steps + 1,
+            "to": record["step"],
+            "images_per_s": speed["images_per_s"],
+        }
+        parts = dict(
+            step_ms="seconds", wait_ms="wait_s", to_device_ms="to_device_s", from_device_ms="from_device_s"
+        )
+        found.append(
+            interval | {name: 1e3 * (speed.get(part) or 0.0) / steps for name, part in parts.items()}
+        )
     return found
 
 
@@ -385,24 +434,34 @@ def compiled_steps(records):
 
 
 def live_table(name, records, progress, checkpoints, age_s):
-    """A run as it stands. progress: of `Run.read_progress`. age_s: seconds since it was written, None if it never was."""
+    """A run as it stands. progress: of `Run.read_progress`. age_s: seconds since it was written, None if it
+    never was."""
     sessions = _sessions(records)
     if not sessions or age_s is None or not _fits(progress, PROGRESS):
         return Table(f"{name}: has not started yet", ("what", "now"), [])
     session, step, total = sessions[-1], progress["step"], progress["total"]
     rows = [("device", session[0]["device"])]
-    age = f"finished {format_duration(age_s)} ago" if is_finished(progress, checkpoints) else _format_age(age_s)
+    age = (
+        f"finished {format_duration(age_s)} ago" if is_finished(progress, checkpoints) else _format_age(age_s)
+    )
     rows.append((progress["unit"], f"{step} of {total} ({step / max(total, 1):.1%}), {age}"))
     rows += [(what, progress[what]) for what in ("epoch", "loss") if progress.get(what)]
     if trained := _of_kind(session, "train"):
         speed = trained[-1]["speed"]
         waited = waiting_share([speed])
-        rows.append(("speed", f"{speed['images_per_s']:.1f} samples per second, waiting for data {waited:.1%} of the time"))
+        rows.append(
+            (
+                "speed",
+                f"{speed['images_per_s']:.1f} samples per second, waiting for data {waited:.1%} of the time",
+            )
+        )
     if left := _time_left(session, progress):
         rows.append(("left", f"about {left} of training, plus evaluations"))
     if evaluations := _of_kind(session, "evaluation"):
         last = evaluations[-1]
-        scores = ", ".join(f"{name} {value:.4g}" for name, value in last["scores"].items() if isinstance(value, float))
+        scores = ", ".join(
+            f"{name} {value:.4g}" for name, value in last["scores"].items() if isinstance(value, float)
+        )
         rows.append((f"scores of epoch {last['epoch'] + 1}", scores))
     _, unexpected = _step_compilations(session)
     if unexpected:
@@ -430,7 +489,8 @@ def headline(records, progress):
 
 
 def _time_left(session, progress):
-    """How long the remaining steps take at the speed of the last interval, in words; "" where that is not known."""
+    """How long the remaining steps take at the speed of the last interval, in words; "" where that is not
+    known."""
     trained, steps = _of_kind(session, "train"), progress["total"] - progress["step"]
     rate = trained[-1]["speed"]["images_per_s"] if trained else 0.0
     if progress["unit"] != "step" or steps <= 0 or rate <= 0:
@@ -439,14 +499,21 @@ def _time_left(session, progress):
 
 
 def is_finished(progress, checkpoints):
-    """Whether nothing will follow: after its last step a training evaluates, and the checkpoint of that step comes last."""
+    """Whether nothing will follow: after its last step a training evaluates, and the checkpoint of that step
+    comes last."""
     if not _fits(progress, PROGRESS) or progress["step"] < progress["total"]:
         return False
-    return progress["unit"] != "step" or any(step >= progress["total"] for step in _checkpoint_steps(checkpoints))
+    return progress["unit"] != "step" or any(
+        step >= progress["total"] for step in _checkpoint_steps(checkpoints)
+    )
 
 
 def _checkpoint_steps(checkpoints):
-    return [entry["step"] for entry in checkpoints if _fits(entry, dict(step=int))] if isinstance(checkpoints, list) else []
+    return (
+        [entry["step"] for entry in checkpoints if _fits(entry, dict(step=int))]
+        if isinstance(checkpoints, list)
+        else []
+    )
 
 
 def _format_age(seconds):

@@ -21,16 +21,24 @@ from tpukit.reporting.display import as_image, predictions_figure, present_figur
 
 MAX_NAME = 200  # bytes of the name of a file in the results, without what is added to it
 MAX_SHOWN = 64  # files, and samples in them, that one picture shows
-ZIPPED = ("best.*", "config.json", "records.jsonl", "log.txt", "pictures/*", "predictions/*", "own/*", "own/*/*")
+ZIPPED = (
+    "best.*",
+    "config.json",
+    "records.jsonl",
+    "log.txt",
+    "pictures/*",
+    "predictions/*",
+    "own/*",
+    "own/*/*",
+)
 
 
 def save_predictions(task, samples, folder, *, pictures=True):
     """Save what was predicted for a user's own files, one after the other, and return it: a list of dicts.
 
-    samples: of `prediction.predict_files`. Each dict: name, and what `task.results` gives, or `error`. In the folder:
-    predictions.json and predictions.csv, a folder for each kind of array (masks/NAME.png, images/NAME.npy), and, with
-    pictures, pictures/NAME.png.
-    """
+    samples: of `prediction.predict_files`. Each dict: name, and what `task.results` gives, or `error`. In the
+    folder: predictions.json and predictions.csv, a folder for each kind of array (masks/NAME.png,
+    images/NAME.npy), and, with pictures, pictures/NAME.png."""
     results, listed, taken = [], [], set()
     for sample in samples:
         result = result_of(task, sample)
@@ -46,7 +54,9 @@ def save_predictions(task, samples, folder, *, pictures=True):
             _save(folder / entry["picture"], lambda file: file.write(figures.as_png(figure)))  # noqa: B023
         listed.append(entry)
     _save(folder / "predictions.json", lambda file: file.write(json.dumps(listed, indent=1).encode()))
-    _save(folder / "predictions.csv", lambda file: file.write(_as_csv(listed).encode(errors="backslashreplace")))
+    _save(
+        folder / "predictions.csv", lambda file: file.write(_as_csv(listed).encode(errors="backslashreplace"))
+    )
     return results
 
 
@@ -69,7 +79,8 @@ def _save_array(folder, key, name, value):
 
 
 def _free_name(name, taken):
-    """The name for a sample's files, with a number where those of an earlier sample have it: night.png is that of night, too.
+    """The name for a sample's files, with a number where those of an earlier sample have it: night.png is
+    that of night, too.
 
     taken: the names so far, to which this one is added."""
     free, number = name, 1
@@ -81,7 +92,8 @@ def _free_name(name, taken):
 
 
 def _short(name):
-    """The name of a file, cut to what leaves room for endings in the 255 bytes that a disk takes; cut names stay apart."""
+    """The name of a file, cut to what leaves room for endings in the 255 bytes that a disk takes; cut names
+    stay apart."""
     content = name.encode()
     if len(content) <= MAX_NAME:
         return name
@@ -109,7 +121,9 @@ def _as_csv(entries):
         flat = {key: value for key, value in entry.items() if not isinstance(value, list)}
         lines += [flat | part for part in parts] or [flat]
     out = io.StringIO()
-    writer = csv.DictWriter(out, list(dict.fromkeys(key for line in lines for key in line)), lineterminator="\n")
+    writer = csv.DictWriter(
+        out, list(dict.fromkeys(key for line in lines for key in line)), lineterminator="\n"
+    )
     writer.writeheader()
     writer.writerows(lines)
     return out.getvalue()
@@ -118,8 +132,8 @@ def _as_csv(entries):
 def show_own(run, task, paths=""):
     """Show what the run's best weights predict for a user's own files, and save it in the run's folder own/.
 
-    paths: a file, a folder, or a list of files. Empty: test images stand in for them, and an open page gets a button to upload.
-    """
+    paths: a file, a folder, or a list of files. Empty: test images stand in for them, and an open page gets a
+    button to upload."""
     if paths:
         present_figure(_predict_and_save(run, task, paths))
         return
@@ -129,14 +143,15 @@ def show_own(run, task, paths=""):
         import ipywidgets
     except ImportError:
         return
-    if not environment.has_open_page():
+    if not environment.is_interactive_notebook():
         return
     from IPython.display import display
 
     button = ipywidgets.FileUpload(multiple=True, description="your own files")
     note = ipywidgets.Label("what is uploaded here stays on this machine")
     display(ipywidgets.HBox([button, note]))
-    # A place in this cell for the picture: what is displayed later, when a button calls, belongs to no cell in JupyterLab.
+    # A place in this cell for the picture: what is displayed later, when a button calls, belongs to no cell
+    # in JupyterLab.
     handle = display({"text/plain": ""}, raw=True, display_id=True)
 
     def predict(_):
@@ -152,19 +167,26 @@ def show_own(run, task, paths=""):
 
 
 def _predict_and_save(run, task, paths):
-    """The figure of the predictions, after saving them. Raises TpukitError for a file that cannot be read: nothing is saved."""
+    """The figure of the predictions, after saving them. Raises TpukitError for a file that cannot be read:
+    nothing is saved."""
     from tpukit.devices.runtime import Runtime
     from tpukit.training import prediction
 
     best, paths = run.best(), prediction.list_files(paths)
     task = dataclasses.replace(task, weights=best)
     if len(paths) > MAX_SHOWN:
-        raise TpukitError(f"{len(paths)} files were named; it shows {MAX_SHOWN} at once, `tpukit predict` takes any number")
-    # On a TPU the notebook's own process must not open the device: no cores could be launched from it afterwards.
-    samples = list(itertools.islice(prediction.predict_files(task, best, paths, Runtime("cpu")), MAX_SHOWN + 1))
+        raise TpukitError(
+            f"{len(paths)} files were named; it shows {MAX_SHOWN} at once, `tpukit predict` takes any number"
+        )
+    # On a TPU the notebook's own process must not open the device: no cores could be launched from it
+    # afterwards.
+    samples = list(
+        itertools.islice(prediction.predict_files(task, best, paths, Runtime("cpu")), MAX_SHOWN + 1)
+    )
     if len(samples) > MAX_SHOWN:
         raise TpukitError(
-            f"the files hold more than {MAX_SHOWN} samples, which it shows at once; `tpukit predict` takes any number"
+            f"the files hold more than {MAX_SHOWN} samples, which it shows at once; `tpukit predict` takes"
+            " any number"
         )
     if broken := next((sample for sample in samples if sample.error), None):
         raise TpukitError(broken.error)
@@ -176,20 +198,24 @@ def _predict_and_save(run, task, paths):
 
 
 def save_uploads(value, folder):
-    """Write what an ipywidgets FileUpload holds to a folder. Returns the paths. value: of ipywidgets 8, or of 7 (a dict)."""
+    """Write what an ipywidgets FileUpload holds to a folder. Returns the paths. value: of ipywidgets 8, or of
+    7 (a dict)."""
     uploads = value.items() if isinstance(value, dict) else ((upload["name"], upload) for upload in value)
     with files.explain_unwritable(folder):
         folder.mkdir(exist_ok=True)
         paths = []
         for name, upload in uploads:
-            path = folder / f"upload-{Path(printable(name)).name}"  # the name alone: a path in it leads nowhere
+            path = (
+                folder / f"upload-{Path(printable(name)).name}"
+            )  # the name alone: a path in it leads nowhere
             files.write_atomic(path, bytes(upload["content"]))
             paths.append(path)
     return paths
 
 
 def save_zip(run):
-    """Pack weights, settings, records, pictures and predictions of a run into one zip beside its folder. Returns its path.
+    """Pack weights, settings, records, pictures and predictions of a run into one zip beside its folder.
+    Returns its path.
 
     On Colab an open page then downloads it; on Kaggle it is under Output; JupyterLab shows a link.
     """
@@ -204,13 +230,14 @@ def save_zip(run):
         for member in members:
             archive.write(member, member.relative_to(folder.parent))
     print(printable(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(members)} files"))
-    if environment.has_open_page():
+    if environment.is_interactive_notebook():
         _offer(path)
     return path
 
 
 def _is_zip_of(run, path):
-    """Whether a file is a zip that `save_zip` made of this run, not of an earlier one in a folder of the same name."""
+    """Whether a file is a zip that `save_zip` made of this run, not of an earlier one in a folder of the same
+    name."""
     try:
         with zipfile.ZipFile(path) as archive:
             config = files.parse_with_crc32(archive.read(f"{run.path.resolve().name}/config.json"))
@@ -231,4 +258,8 @@ def _offer(path):
     try:
         colab.download(str(path))
     except Exception as error:  # the browser refused, or the page was closed
-        print(printable(f"the download did not start ({first_line(error)}): find it in the folder view at the left"))
+        print(
+            printable(
+                f"the download did not start ({first_line(error)}): find it in the folder view at the left"
+            )
+        )

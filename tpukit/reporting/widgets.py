@@ -1,7 +1,7 @@
 """What moves in a notebook: a chart redrawn while a training runs, and controls to look at a finished one.
 
-Where a page cannot move (papermill, an exported notebook, no ipywidgets), a picture takes the place of the controls.
-"""
+Where a page cannot move (papermill, an exported notebook, no ipywidgets), a picture takes the place of the
+controls."""
 
 import contextlib
 import inspect
@@ -22,12 +22,13 @@ MAX_SHARE_OF_TIME = 0.02  # that drawing may take: with one core it shares the p
 
 @contextlib.contextmanager
 def live(run, *, every_s=5.0):
-    """Context manager: show a training that runs inside as one chart, redrawn in place; the last one stays in the notebook.
+    """Context manager: show a training that runs inside as one chart, redrawn in place; the last one stays in
+    the notebook.
 
-    Loss, score, speed, compilations and time left are read from the run directory, for one core and for many. Where nobody
-    looks at the page (papermill, a shell) nothing is shown: the printed lines tell the same. run: a `Run`.
-    """
-    if not environment.has_open_page():
+    Loss, score, speed, compilations and time left are read from the run directory, for one core and for many.
+    Where nobody looks at the page (papermill, a shell) nothing is shown: the printed lines tell the same.
+    run: a `Run`."""
+    if not environment.is_interactive_notebook():
         yield
         return
     chart, done = LiveChart(run), threading.Event()
@@ -43,7 +44,8 @@ def live(run, *, every_s=5.0):
 
 
 class LiveChart:
-    """The chart in the output of a cell. It reads the run directory and writes nothing, and no error of it ends a training."""
+    """The chart in the output of a cell. It reads the run directory and writes nothing, and no error of it
+    ends a training."""
 
     def __init__(self, run):
         self.run = run
@@ -55,15 +57,16 @@ class LiveChart:
         """Redraw what changed until the event `done` is set. Runs in a thread of its own."""
         wait_s = every_s
         while not done.wait(wait_s):
-            # Cores are forked before any of them writes. Until then this thread draws nothing, so that no lock of
-            # matplotlib's is held in a fork.
+            # Cores are forked before any of them writes. Until then this thread draws nothing, so that no
+            # lock of matplotlib's is held in a fork.
             if (written_at := self._written_at()) > self._seen:
                 self._seen, start = written_at, time.monotonic()
                 self.update()
                 wait_s = max(every_s, (time.monotonic() - start) / MAX_SHARE_OF_TIME)
 
     def update(self):
-        """Draw the run as it is now, the first time into a new output. What goes wrong is printed once."""
+        """BatchSpec the run as it is now, the first time into a new output. What goes wrong is printed
+        once."""
         from IPython.display import display
 
         try:
@@ -75,11 +78,16 @@ class LiveChart:
                 self._handle.update(image)
         except Exception as error:  # a file of the run may hold anything
             if not self._failed:
-                print(printable(f"the live chart could not be drawn ({first_line(error)}); the training continues"))
+                print(
+                    printable(
+                        f"the live chart could not be drawn ({first_line(error)}); the training continues"
+                    )
+                )
             self._failed = True
 
     def _written_at(self):
-        """When the training last wrote, in ns. That a launch deletes progress.json, before it forks, does not count."""
+        """When the training last wrote, in ns. That a launch deletes progress.json, before it forks, does not
+        count."""
         times = [0]
         for name in ("records.jsonl", "progress.json"):
             with contextlib.suppress(OSError):
@@ -88,16 +96,22 @@ class LiveChart:
 
 
 def explore(run, task, *, count=32):
-    """Show scores and predictions of test images at a threshold, with sliders for the threshold and the image.
+    """Show scores and predictions of test images at a threshold, with sliders for the threshold and the
+    image.
 
-    The best weights predict `count` test images here, on the CPU; the scores are those of these images. Without an open page,
-    or without ipywidgets, the picture is that of threshold 0.5. Raises TpukitError for a task whose predictions have no
-    threshold (`evaluate` and `panels` must take one).
-    """
-    if not all("threshold" in inspect.signature(method).parameters for method in (task.evaluate, task.panels)):
-        raise TpukitError(f"the predictions of {task.name} have no threshold to explore: use show_predictions")
+    The best weights predict `count` test images here, on the CPU; the scores are those of these images.
+    Without an open page, or without ipywidgets, the picture is that of threshold 0.5. Raises TpukitError for
+    a task whose predictions have no threshold (`evaluate` and `panels` must take one)."""
+    if not all(
+        "threshold" in inspect.signature(method).parameters for method in (task.evaluate, task.panels)
+    ):
+        raise TpukitError(
+            f"the predictions of {task.name} have no threshold to explore: use show_predictions"
+        )
     batch, prediction = predict_test_images(run, task, count)
-    scores = {threshold: task.evaluate([(prediction, batch)], threshold=threshold) for threshold in THRESHOLDS}
+    scores = {
+        threshold: task.evaluate([(prediction, batch)], threshold=threshold) for threshold in THRESHOLDS
+    }
 
     def draw(threshold, image):
         one = {name: values[image - 1 : image] for name, values in batch.items()}
@@ -112,7 +126,8 @@ def explore(run, task, *, count=32):
 
 
 def compare_runs(folder):
-    """Show the curves of the runs in a folder, with a list to choose from: which runs, and which score. Returns nothing.
+    """Show the curves of the runs in a folder, with a list to choose from: which runs, and which score.
+    Returns nothing.
 
     folder: of run directories, such as `env.outputs`. Raises TpukitError where there is no run with a curve.
     """
@@ -122,7 +137,10 @@ def compare_runs(folder):
         if found := findings.epoch_curves(run.records()):
             curves[printable(run.path.name)] = {printable(score): points for score, points in found.items()}
     if not curves:
-        raise TpukitError(f"no run below {folder} has a curve yet: train first, or name the folder that holds the run folders")
+        raise TpukitError(
+            f"no run below {folder} has a curve yet: train first, or name the folder that holds the run"
+            " folders"
+        )
     names = sorted({score for found in curves.values() for score in found})
 
     def draw(runs, score):
@@ -136,21 +154,25 @@ def compare_runs(folder):
 
 
 def show_with_controls(draw, **controls):
-    """Show the figure `draw(**values)`, and above it a control for each value. The picture stays in a saved notebook.
+    """Show the figure `draw(**values)`, and above it a control for each value. The picture stays in a saved
+    notebook.
 
-    controls: name of a value -> (class of ipywidgets, its options), of which `value` is the one to start with.
-    """
+    controls: name of a value -> (class of ipywidgets, its options), of which `value` is the one to start
+    with."""
     figure = draw(**{name: options["value"] for name, (_, options) in controls.items()})
     try:
         import ipywidgets
     except ImportError:
         ipywidgets = None
-    if ipywidgets is None or not environment.has_open_page():
+    if ipywidgets is None or not environment.is_interactive_notebook():
         present_figure(figure)
         return
     from IPython.display import display
 
-    widgets = {name: getattr(ipywidgets, kind)(description=name, **options) for name, (kind, options) in controls.items()}
+    widgets = {
+        name: getattr(ipywidgets, kind)(description=name, **options)
+        for name, (kind, options) in controls.items()
+    }
     display(ipywidgets.HBox(list(widgets.values())))
     handle = display(as_image(figure), display_id=True)
 

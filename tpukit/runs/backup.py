@@ -1,4 +1,5 @@
-"""The copy of a run in another place, such as Drive: kept up to date, and restored from. Also runs in Kaggle's inputs."""
+"""The copy of a run in another place, such as Drive: kept up to date, and restored from. Also runs in
+Kaggle's inputs."""
 
 import functools
 import glob
@@ -16,7 +17,8 @@ COPIED = ("config.json", "log.txt", "records.jsonl", "best.safetensors")  # and 
 
 
 def check_of(name, entries):
-    """What raises Damaged for a file of this name in a run that is not what was written; None where the name does not tell.
+    """What raises Damaged for a file of this name in a run that is not what was written; None where the name
+    does not tell.
 
     entries: of the list of checkpoints."""
     if name == "best.safetensors":
@@ -26,7 +28,8 @@ def check_of(name, entries):
 
 
 class Backup:
-    """A copy of the run, updated at every checkpoint. place: the `Folder` or `Remote` of it. open_run: path -> `Run`."""
+    """A copy of the run, updated at every checkpoint. place: the `Folder` or `Remote` of it. open_run: path
+    -> `Run`."""
 
     def __init__(self, place, open_run):
         self.place, self.open_run = place, open_run
@@ -44,7 +47,10 @@ class Backup:
         except (OSError, TpukitError) as error:
             self.copied.clear()
             if not self.failed:
-                run.print(f"backup to {self} failed ({error}); the training continues, checkpoints stay in {run.path}")
+                run.print(
+                    f"backup to {self} failed ({error}); the training continues, checkpoints stay in"
+                    f" {run.path}"
+                )
             self.failed = True
         else:
             if self.failed:
@@ -52,7 +58,8 @@ class Backup:
             self.failed = False
 
     def _update(self, run):
-        """Each file is copied whole or not at all, the list of checkpoints last. A damaged file of the run replaces nothing."""
+        """Each file is copied whole or not at all, the list of checkpoints last. A damaged file of the run
+        replaces nothing."""
         self.check_run(run, run.config["id"])
         kept = run.checkpoints()
         if not self.place.has("config.json"):
@@ -60,7 +67,9 @@ class Backup:
             self.place.put_list([])
         for name in COPIED:
             if (run.path / name).exists():
-                self._copy(run, name, self._check_records if name == "records.jsonl" else check_of(name, kept))
+                self._copy(
+                    run, name, self._check_records if name == "records.jsonl" else check_of(name, kept)
+                )
         whole = []
         for entry in kept:
             name = f"checkpoints/{entry['file']}"
@@ -72,7 +81,8 @@ class Backup:
         self.place.put_list(whole)
 
     def _copy(self, run, name, check):
-        """Bring the copy of a file up to date. Returns False where the run's own is damaged, which is printed."""
+        """Bring the copy of a file up to date. Returns False where the run's own is damaged, which is
+        printed."""
         path = run.path / name
         if not path.exists():
             run.print(f"{name} is missing in {run.path}")
@@ -125,8 +135,8 @@ class Backup:
                 return None
 
     def check_run(self, run, run_id):
-        """Raise TpukitError where a run of this id cannot be backed up here: the disk is gone, or the folder holds another run,
-        other files, or a later state of this run, which another session left."""
+        """Raise TpukitError where a run of this id cannot be backed up here: the disk is gone, or the folder
+        holds another run, other files, or a later state of this run, which another session left."""
         self.place.check()
         copy = self.place.open_copy(self.open_run)
         if not self.place.has("config.json"):
@@ -136,14 +146,15 @@ class Backup:
         found = copy.config.get("id")
         if found != run_id:
             raise TpukitError(
-                f"the backup {self} belongs to another run than {run.path} (id {found}, not {run_id}): choose another backup "
-                "folder, or, to resume the run that was backed up, a run folder that does not exist yet"
+                f"the backup {self} belongs to another run than {run.path} (id {found}, not {run_id}): choose"
+                " another backup folder, or, to resume the run that was backed up, a run folder that does"
+                " not exist yet"
             )
         here, there = (max((entry["step"] for entry in one.checkpoints()), default=0) for one in (run, copy))
         if there > here and (later := self._whole_after(here, copy.checkpoints())):
             raise TpukitError(
-                f"the backup {self} has step {later} of this run, but {run.path} has only step {here}: choose another backup "
-                "folder, or, to resume from the backup, a run folder that does not exist yet"
+                f"the backup {self} has step {later} of this run, but {run.path} has only step {here}: choose"
+                " another backup folder, or, to resume from the backup, a run folder that does not exist yet"
             )
 
     def _whole_after(self, step, entries):
@@ -162,7 +173,8 @@ class Backup:
 
 
 def restore_from_backup(run, place, task, open_run):
-    """Restore a run of this task from its copy at a place: what is whole there, and nothing else that lies there."""
+    """Restore a run of this task from its copy at a place: what is whole there, and nothing else that lies
+    there."""
     unfinished = run.path / ".restoring"  # the run's id; exists only if a kill cut this short
     if not unfinished.exists():
         run.check_empty()
@@ -183,7 +195,10 @@ def restore_from_backup(run, place, task, open_run):
         # The list after what it names; config.json last: it is what makes the folder a run.
         arrived = [entry for entry in entries if _get(run, place, f"checkpoints/{entry['file']}", entries)]
         if entries and not arrived:
-            raise TpukitError(f"none of the {len(entries)} checkpoints in {place} is whole: choose a new run folder and backup")
+            raise TpukitError(
+                f"none of the {len(entries)} checkpoints in {place} is whole: choose a new run folder and"
+                " backup"
+            )
         (run.path / "checkpoints").mkdir(exist_ok=True)
         checkpoints.write_list(run.path / "checkpoints", arrived)
         for name in reversed(COPIED):
@@ -193,11 +208,12 @@ def restore_from_backup(run, place, task, open_run):
 
 
 def _check_unfinished(path, run_id):
-    """Write the id of the run that is being restored. Raises TpukitError where parts of another one were left."""
+    """Write the id of the run that is being restored. Raises TpukitError where parts of another one were
+    left."""
     if path.exists() and path.read_text(errors="replace") != run_id:
         raise TpukitError(
-            f"{path.parent} holds an unfinished restore of another run than the one with the id {run_id}: choose a new or an "
-            "empty folder"
+            f"{path.parent} holds an unfinished restore of another run than the one with the id {run_id}:"
+            " choose a new or an empty folder"
         )
     files.write_atomic(path, run_id)
 
@@ -220,13 +236,17 @@ def _get(run, place, name, entries):
 
 
 def find_run(env, name):
-    """The folder of the run `name` below the Kaggle inputs (the output of an earlier version of the notebook, or a copy), for
-    `Run.open(..., earlier=...)`; None where there is none, or the outputs already hold the run. Raises TpukitError for several.
-    """
+    """The folder of the run `name` below the Kaggle inputs (the output of an earlier version of the notebook,
+    or a copy), for `Run.open(..., earlier=...)`; None where there is none, or the outputs already hold the
+    run. Raises TpukitError for several."""
     if env.inputs is None or not name or (env.outputs / name / "config.json").is_file():
         return None
-    patterns = [f"{'*/' * depth}{glob.escape(name)}" for depth in range(5)]  # the deepest: notebooks/OWNER/NOTEBOOK/outputs/
+    patterns = [
+        f"{'*/' * depth}{glob.escape(name)}" for depth in range(5)
+    ]  # the deepest: notebooks/OWNER/NOTEBOOK/outputs/
     found = [place for pattern in patterns for place in sorted(env.inputs.glob(pattern)) if is_run(place)]
     if len(found) > 1:
-        raise TpukitError(f"{len(found)} inputs hold a run named {name}: {', '.join(map(str, found))}. Remove all but one")
+        raise TpukitError(
+            f"{len(found)} inputs hold a run named {name}: {', '.join(map(str, found))}. Remove all but one"
+        )
     return found[0] if found else None

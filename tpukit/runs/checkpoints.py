@@ -1,8 +1,8 @@
 """The checkpoints of a run: the newest two, and a list of them with their SHA-256.
 
-A file is listed only once it has reached the disk and was read back, and removed only once the list has: a kill at any point
-loses none. The list of a run without checkpoints is empty; where there is none, checkpoints were deleted.
-"""
+A file is listed only once it has reached the disk and was read back, and removed only once the list has: a
+kill at any point loses none. The list of a run without checkpoints is empty; where there is none, checkpoints
+were deleted."""
 
 import json
 import re
@@ -31,7 +31,8 @@ def save(folder, content, step):
 
 
 def load(folder, entry):
-    """What `save` wrote, for an entry of the list. A damaged file raises Damaged, or what torch raises for it."""
+    """What `save` wrote, for an entry of the list. A damaged file raises Damaged, or what torch raises for
+    it."""
     path = folder / entry["file"]
     check(path, entry)
     content = weights.load_tensors(path)
@@ -60,7 +61,8 @@ def _check_crc32s(path):
 
 
 def read_list(folder):
-    """list of dict(file, step, sha256), newest first. Where the list is damaged: of the files found, with sha256=None."""
+    """list of dict(file, step, sha256), newest first. Where the list is damaged: of the files found, with
+    sha256=None."""
     found = _parsed(folder)
     return found or entries_of(path.name for path in folder.glob("step-*.pt"))
 
@@ -72,7 +74,9 @@ def has_list(folder):
 
 def _parsed(folder):
     try:
-        found = [files.parse_with_crc32(json.dumps(entry)) for entry in json.loads((folder / LIST).read_bytes())]
+        found = [
+            files.parse_with_crc32(json.dumps(entry)) for entry in json.loads((folder / LIST).read_bytes())
+        ]
         if all(entry["file"] == _file_name(entry["step"]) and "sha256" in entry for entry in found):
             return found
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -92,7 +96,8 @@ def list_text(entries):
 
 
 def write_list(folder, entries):
-    """Replace the list, then remove the checkpoints that are no longer in it, and what killed processes left."""
+    """Replace the list, then remove the checkpoints that are no longer in it, and what killed processes
+    left."""
     files.write_atomic(folder / LIST, list_text(entries))
     for step in _steps_in(folder) - {entry["step"] for entry in entries}:
         (folder / _file_name(step)).unlink()

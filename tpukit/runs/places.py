@@ -16,8 +16,8 @@ from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.runs import checkpoints
 
-# What a library is given, by scheme: the name of its option, and that of the secret. Where there is no such secret, a library
-# looks where it always does (a file of the cloud's own tools, the machine's role).
+# What a library is given, by scheme: the name of its option, and that of the secret. Where there is no such
+# secret, a library looks where it always does (a file of the cloud's own tools, the machine's role).
 SECRETS = {
     "s3": dict(key="AWS_ACCESS_KEY_ID", secret="AWS_SECRET_ACCESS_KEY", token="AWS_SESSION_TOKEN"),
     "hf": dict(token="HF_TOKEN"),
@@ -25,40 +25,56 @@ SECRETS = {
 }
 # A lost connection is an error within a minute, not a hang.
 SETTINGS = {"s3": dict(config_kwargs=dict(connect_timeout=10, read_timeout=30, retries=dict(max_attempts=2)))}
-WHOLE_OR_NOT = {"s3", "s3a", "gs", "gcs", "hf", "abfs", "az", "oci", "oss", "memory"}  # a lost upload leaves what was there
+WHOLE_OR_NOT = {
+    "s3",
+    "s3a",
+    "gs",
+    "gcs",
+    "hf",
+    "abfs",
+    "az",
+    "oci",
+    "oss",
+    "memory",
+}  # a lost upload leaves what was there
 MAX_WEIGHTS = 50 * 2**30  # bytes
 
 
 def address_of(place):
     """The address that a str or a Path (in which `//` is `/`) holds, or None where it is a path.
 
-    Raises TpukitError for what is neither, and, without showing it, for an address that may hold a password or a token."""
+    Raises TpukitError for what is neither, and, without showing it, for an address that may hold a password
+    or a token."""
     kind, colon, rest = re.split(r"[/\\]", str(place), maxsplit=1)[0].partition(":")
     if not colon or len(kind) == 1:  # of a drive of Windows
         return None
     found = re.fullmatch(r"([a-z][a-z0-9+]+):/+(.*[^/])/*", str(place), re.I | re.S)
     if not found:
         raise TpukitError(
-            f"{kind}: is not the start of an address, such as s3://bucket/folder, and not that of a path: give the full "
-            "address, or the full path of a file or a folder whose name has a colon"
+            f"{kind}: is not the start of an address, such as s3://bucket/folder, and not that of a path:"
+            " give the full address, or the full path of a file or a folder whose name has a colon"
         )
     scheme, rest = found[1].lower(), found[2]
     from fsspec.registry import known_implementations
 
     if scheme not in known_implementations:
-        raise TpukitError(f"{scheme}:// is not a kind of address that fsspec knows: {', '.join(sorted(known_implementations))}")
+        raise TpukitError(
+            f"{scheme}:// is not a kind of address that fsspec knows:"
+            f" {', '.join(sorted(known_implementations))}"
+        )
     user = rest.partition("/")[0].rpartition("@")[0]
     if ":" in user or (user and scheme in ("http", "https")) or "?" in rest:
         names = ", ".join(SECRETS.get(scheme, {}).values())
         secret = f"the secret in the environment, or in the secrets of Colab or Kaggle ({names})"
         raise TpukitError(
-            f"this {scheme}:// address has a name before its @ or a query after a ?, which may hold a password or a token and "
-            f"would be saved with the run: give the address alone, {f'and {secret}' if names else 'or a copy of what is there'}"
+            f"this {scheme}:// address has a name before its @ or a query after a ?, which may hold a"
+            " password or a token and would be saved with the run: give the address alone,"
+            f" {f'and {secret}' if names else 'or a copy of what is there'}"
         )
     return f"{scheme}:///{rest}" if scheme in ("file", "local") else f"{scheme}://{rest}"
 
 
-def open_place(place):
+def open_storage(place):
     """The `Folder` or the `Remote` of a path or an address."""
     address = address_of(place)
     return Remote(address) if address else Folder(place)
@@ -85,10 +101,13 @@ class Folder:
             raise TpukitError(f"nothing is mounted at {self.mount_point} any more")
 
     def check_before_training(self):
-        """Raise TpukitError where the folder is on Colab's Drive, and that is not mounted, or cannot be made and written in."""
+        """Raise TpukitError where the folder is on Colab's Drive, and that is not mounted, or cannot be made
+        and written in."""
         drive = environment.detect().drive
         if drive is not None and self.path.is_relative_to(drive.parent) and not drive.is_dir():
-            raise TpukitError(f"the backup {self} is on Drive, which is not mounted: mount it (tpukit.mount_drive) first")
+            raise TpukitError(
+                f"the backup {self} is on Drive, which is not mounted: mount it (tpukit.mount_drive) first"
+            )
         with self.explained():
             self.path.mkdir(parents=True, exist_ok=True)
             if not os.access(self.path, os.W_OK | os.X_OK):
@@ -105,8 +124,8 @@ class Folder:
         copy.check_empty()
 
     def put(self, source, name, check=None):
-        """Copy a file here, whole or not at all. check: raises Damaged where the file of a path is not what was written; such a
-        file replaces nothing."""
+        """Copy a file here, whole or not at all. check: raises Damaged where the file of a path is not what
+        was written; such a file replaces nothing."""
         self.check()
         files.copy_atomic(source, self.path / name, check)
 
@@ -123,20 +142,24 @@ class Folder:
 
 
 class Remote:
-    """A folder at an address. Its files have the names of those of a run; each appears whole or not at all, the list of
-    checkpoints last."""
+    """A folder at an address. Its files have the names of those of a run; each appears whole or not at all,
+    the list of checkpoints last."""
 
     def __init__(self, address):
         self.address, self.scheme = address, address.partition(":")[0]
         # Here, and not in a launched core, which cannot ask the page of a notebook.
         named = SECRETS.get(self.scheme, {}).items()
         self._options = {option: value for option, name in named if (value := secrets.find(name))}
-        if str(self._options.get("token")).lstrip().startswith("{"):  # of Google: the content of the file, not its path
+        if (
+            str(self._options.get("token")).lstrip().startswith("{")
+        ):  # of Google: the content of the file, not its path
             try:
                 self._options["token"] = json.loads(self._options["token"])
             except ValueError:
                 name = SECRETS[self.scheme]["token"]
-                raise TpukitError(f"{name} begins like the JSON of a key file, and is none: paste the whole file") from None
+                raise TpukitError(
+                    f"{name} begins like the JSON of a key file, and is none: paste the whole file"
+                ) from None
         if self.scheme == "s3" and (endpoint := os.environ.get("AWS_ENDPOINT_URL")):
             self._options["endpoint_url"] = endpoint
         self._opened = None  # (process, file system, root)
@@ -156,7 +179,8 @@ class Remote:
 
     @contextlib.contextmanager
     def explained(self):
-        """Context manager: whatever a library raises is a TpukitError that names this address and no secret."""
+        """Context manager: whatever a library raises is a TpukitError that names this address and no
+        secret."""
         try:
             yield
         except TpukitError:
@@ -169,7 +193,8 @@ class Remote:
             raise TpukitError(f"{self.address} cannot be reached: {reason}") from None
 
     def _size(self, name):
-        """Bytes of a file, None where there is none. Not `exists`, which takes a lost connection for a missing file."""
+        """Bytes of a file, None where there is none. Not `exists`, which takes a lost connection for a
+        missing file."""
         file_system, root = self._open()
         try:
             return file_system.info(f"{root}/{name}")["size"]
@@ -179,7 +204,10 @@ class Remote:
     def _names(self, folder):
         file_system, root = self._open()
         try:
-            return [path.rstrip("/").rpartition("/")[2] for path in file_system.ls(f"{root}{folder}", detail=False)]
+            return [
+                path.rstrip("/").rpartition("/")[2]
+                for path in file_system.ls(f"{root}{folder}", detail=False)
+            ]
         except FileNotFoundError:
             return []
 
@@ -192,7 +220,8 @@ class Remote:
             self._names("")
 
     def open_copy(self, open_run):
-        """What lies here of the run's settings and list of checkpoints, as a run for reading, in a temporary folder."""
+        """What lies here of the run's settings and list of checkpoints, as a run for reading, in a temporary
+        folder."""
         self._copied = tempfile.TemporaryDirectory(prefix="tpukit-")
         folder = Path(self._copied.name)
         for name in ("config.json", f"checkpoints/{checkpoints.LIST}"):
@@ -217,7 +246,9 @@ class Remote:
             found = sorted(name for name in self._names("") if name and not name.startswith("."))
         if found:
             has = printable(", ".join(found[:3]))
-            raise TpukitError(f"{self} is not empty and holds no run (it has {has}): choose a new or an empty folder")
+            raise TpukitError(
+                f"{self} is not empty and holds no run (it has {has}): choose a new or an empty folder"
+            )
 
     def put(self, source, name, check=None):
         if check is not None:
@@ -264,15 +295,17 @@ class Remote:
 def fetch(address):
     """The file at an address as a file in the cache folder, downloaded once for every version of it.
 
-    Raises TpukitError where it cannot be reached, is too large, or arrives incomplete or changed, by its size and by the MD5 or
-    SHA-256 that a store gives."""
+    Raises TpukitError where it cannot be reached, is too large, or arrives incomplete or changed, by its size
+    and by the MD5 or SHA-256 that a store gives."""
     folder, _, name = address.rpartition("/")
     remote = Remote(folder)
     with remote.explained():
         file_system, root = remote._open()
         about = file_system.info(f"{root}/{name}")
     size = about.get("size")
-    version = hashlib.sha256(json.dumps([address, size, *_checksums(about)], default=str).encode()).hexdigest()[:16]
+    version = hashlib.sha256(
+        json.dumps([address, size, *_checksums(about)], default=str).encode()
+    ).hexdigest()[:16]
     target = files.cache_folder() / "weights" / f"{version}-{Path(printable(name)).name}"
     with files.explain_unwritable(files.cache_folder()):
         files.make_private(files.cache_folder())  # before anything in it is believed
@@ -285,7 +318,8 @@ def fetch(address):
         free = shutil.disk_usage(target.parent).free
         if not size or size > min(MAX_WEIGHTS, free):
             raise TpukitError(
-                f"{address} has {size} bytes, and a weights file at most {MAX_WEIGHTS}; {target.parent} has {free} free"
+                f"{address} has {size} bytes, and a weights file at most {MAX_WEIGHTS}; {target.parent} has"
+                f" {free} free"
             )
         print(printable(f"weights: downloading {address} ({size / 1e6:.0f} MB)"))
         _download(remote, name, about, target)
@@ -305,7 +339,10 @@ def _download(remote, name, about, target):
 
     size, (etag, expected, _) = about["size"], _checksums(about)
     md5, sha256, got = hashlib.md5(usedforsecurity=False), hashlib.sha256(), 0
-    with files.atomic_file(target) as file, tqdm(total=size, unit="B", unit_scale=True, desc=target.name[17:]) as bar:
+    with (
+        files.atomic_file(target) as file,
+        tqdm(total=size, unit="B", unit_scale=True, desc=target.name[17:]) as bar,
+    ):
         with remote.explained():
             file_system, root = remote._open()
             with file_system.open(f"{root}/{name}", "rb", cache_type="readahead") as opened:
@@ -318,6 +355,14 @@ def _download(remote, name, about, target):
         of_content = {md5.hexdigest(), base64.b64encode(md5.digest()).decode()}
         etag = str(etag or "").strip('"')
         # An MD5 has 32 hexadecimal digits, or 24 of base 64; other tags are not of the content alone.
-        is_md5 = re.fullmatch(r"[0-9a-f]{32}|[A-Za-z0-9+/]{22}==", etag) and not about.get("ServerSideEncryption")
-        if got != size or (is_md5 and etag not in of_content) or (expected and expected != sha256.hexdigest()):
-            raise TpukitError(f"{remote}/{name} arrived incomplete or changed ({got} of {size} bytes): try again")
+        is_md5 = re.fullmatch(r"[0-9a-f]{32}|[A-Za-z0-9+/]{22}==", etag) and not about.get(
+            "ServerSideEncryption"
+        )
+        if (
+            got != size
+            or (is_md5 and etag not in of_content)
+            or (expected and expected != sha256.hexdigest())
+        ):
+            raise TpukitError(
+                f"{remote}/{name} arrived incomplete or changed ({got} of {size} bytes): try again"
+            )

@@ -1,4 +1,5 @@
-"""A run directory: settings, records, checkpoints, best weights. The only channel between a training and its readers.
+"""A run directory: settings, records, checkpoints, best weights. The only channel between a training and its
+readers.
 
 config.json              task, settings, and the run's id
 records.jsonl            one JSON object per line: kind, step, time, values, CRC-32
@@ -10,7 +11,8 @@ trace/, step.hlo         written by `tpukit report --trace` and `--hlo`
 progress.json            where the training is now, for a progress bar
 own/                     a user's own files, and what was predicted for them
 tensorboard/             the records' numbers for TensorBoard, where it is installed
-cores/                   the output of each core of the last launch: rank-NN.log, and its error or stacks where it failed;
+cores/                   the output of each core of the last launch: rank-NN.log, and its error or stacks
+where it failed;
                          stop, while the notebook's process stops them
 .lock                    host and pid of the process that trains here
 .launch-HOST.lock        host and pid of the process that launched the cores of that host
@@ -33,14 +35,21 @@ from tpukit.host.errors import Damaged, TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.runs import checkpoints, weights
 from tpukit.runs.backup import Backup, check_of, restore_from_backup
-from tpukit.runs.places import open_place
+from tpukit.runs.places import open_storage
 from tpukit.runs.tensorboard import EventFile
 
-OF_A_TEST = {"log.txt", "predictions", "pictures", "progress.json", "cores"}  # what a test of foreign weights writes
+OF_A_TEST = {
+    "log.txt",
+    "predictions",
+    "pictures",
+    "progress.json",
+    "cores",
+}  # what a test of foreign weights writes
 
 
 def setting(default, *, free=False):
-    """A dataclass field of a task. free=True: a resumed run may change it, because it does not change the result."""
+    """A dataclass field of a task. free=True: a resumed run may change it, because it does not change the
+    result."""
     return dataclasses.field(default=default, metadata={"free": free})
 
 
@@ -58,9 +67,11 @@ class Run:
     """One training run in one folder. Use `Run.open`."""
 
     echo = True
-    """Whether `print` prints to the console too. Not in a launched core: the launching process prints what log.txt gets."""
+    """Whether `print` prints to the console too. Not in a launched core: the launching process prints what
+    log.txt gets."""
     is_launched = False
-    """Whether this is a core of a launch, whose launching process passes signals on through `stop_requested`."""
+    """Whether this is a core of a launch, whose launching process passes signals on through
+    `stop_requested`."""
     _writes = True
     _events = None
     _check_lock = None
@@ -70,7 +81,7 @@ class Run:
             raise TpukitError(f"a run's folder cannot be named {str(path)!r}: give a path without NUL")
         self.path = Path(path)
         self.label = str(path)  # how errors call it
-        self.backup = Backup(open_place(backup), Run) if backup else None
+        self.backup = Backup(open_storage(backup), Run) if backup else None
         self._progress_at = 0.0
 
     def read_only(self):
@@ -86,14 +97,13 @@ class Run:
     def open(cls, path, task, *, backup=None, earlier=None):
         """Start a run in the folder `path`, or resume the one that is there.
 
-        backup: a folder (on Drive, say) or an address (s3://, gs://, hf://) that gets a copy at every checkpoint; when `path`
-        is gone and the backup is there, the run is restored from it. earlier: such a place that is only read (`find_run` finds
-        one on Kaggle).
-        Raises TpukitError if the folder holds a run of another task or of other settings, naming them; settings that do
-        not change the result (epochs, folders, workers) may differ, and all of them before the first step was trained. It also
-        raises if the folder holds something else, or results without checkpoints, or the backup another run, or where another
-        process trains here.
-        """
+        backup: a folder (on Drive, say) or an address (s3://, gs://, hf://) that gets a copy at every
+        checkpoint; when `path` is gone and the backup is there, the run is restored from it. earlier: such a
+        place that is only read (`find_run` finds one on Kaggle). Raises TpukitError if the folder holds a run
+        of another task or of other settings, naming them; settings that do not change the result (epochs,
+        folders, workers) may differ, and all of them before the first step was trained. It also raises if the
+        folder holds something else, or results without checkpoints, or the backup another run, or where
+        another process trains here."""
         from tpukit import __version__
 
         run = cls(path, backup)
@@ -106,7 +116,7 @@ class Run:
                 if not config.exists() and run.backup.place.has("config.json"):
                     restore_from_backup(run, run.backup.place, task, cls)
         if earlier and not config.exists():
-            restore_from_backup(run, open_place(earlier), task, cls)
+            restore_from_backup(run, open_storage(earlier), task, cls)
         run.check_links()
         run_id = secrets.token_hex(8)
         if config.exists():
@@ -133,8 +143,8 @@ class Run:
 
     @classmethod
     def find(cls, path, *, trained=True):
-        """Open a run for reading; raises TpukitError if there is none. trained=False: also an empty folder, created if missing,
-        in which foreign weights are tested."""
+        """Open a run for reading; raises TpukitError if there is none. trained=False: also an empty folder,
+        created if missing, in which foreign weights are tested."""
         run = cls(path)
         if not (run.path / "config.json").is_file():
             if trained:
@@ -150,8 +160,9 @@ class Run:
 
     @contextlib.contextmanager
     def lock(self):
-        """Context manager: keep other processes from training here. Raises TpukitError with host and pid of one that does; so
-        does, within it, whatever writes results after another process has taken the lock."""
+        """Context manager: keep other processes from training here. Raises TpukitError with host and pid of
+        one that does; so does, within it, whatever writes results after another process has taken the
+        lock."""
         if not self._writes:
             yield
             return
@@ -163,8 +174,8 @@ class Run:
                 self._check_lock = None
 
     def lock_to_open(self):
-        """`lock`, for what opens or restores the run. None on a TPU VM: the hosts of a slice may share the folder, and each
-        opens the run."""
+        """`lock`, for what opens or restores the run. None on a TPU VM: the hosts of a slice may share the
+        folder, and each opens the run."""
         return contextlib.nullcontext() if environment.detect().host == "tpu-vm" else self.lock()
 
     def check_lock(self):
@@ -176,7 +187,8 @@ class Run:
 
     @property
     def config(self):
-        """dict(task, settings, id) that the run was opened with. Raises TpukitError where the file is damaged."""
+        """dict(task, settings, id) that the run was opened with. Raises TpukitError where the file is
+        damaged."""
         try:
             found = files.parse_with_crc32((self.path / "config.json").read_bytes())
             # Runs of earlier versions call the task a workload.
@@ -184,15 +196,18 @@ class Run:
             return dict(found, task=name, settings=dict(found["settings"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TpukitError(
-                f"{self.label}/config.json is damaged ({error}): copy it there from another copy of this run, such as its "
-                "backup, or choose another folder"
+                f"{self.label}/config.json is damaged ({error}): copy it there from another copy of this run,"
+                " such as its backup, or choose another folder"
             ) from error
 
     def check_settings(self, task):
-        """Raise TpukitError where this is a run of another task, or of settings that would change its result."""
+        """Raise TpukitError where this is a run of another task, or of settings that would change its
+        result."""
         config, new = self.config, settings_dict(task)
         if (found := config["task"]) != task.name:
-            raise TpukitError(f"{self.label} holds a run of {found}, not of {task.name}: choose another run folder")
+            raise TpukitError(
+                f"{self.label} holds a run of {found}, not of {task.name}: choose another run folder"
+            )
         old = config["settings"]
         fields = [field for field in dataclasses.fields(task) if not field.metadata.get("free")]
         # A run of an earlier version, which did not have a setting yet, trained as by its default.
@@ -201,8 +216,9 @@ class Run:
         if changed:
             lines = [f"  {name}: the run has {old[name]!r}, the task {new[name]!r}" for name in changed]
             raise TpukitError(
-                f"{self.label} holds a run with other settings:\n" + "\n".join(lines) + "\n"
-                "Set them back to resume it, or choose another run folder."
+                f"{self.label} holds a run with other settings:\n"
+                + "\n".join(lines)
+                + "\nSet them back to resume it, or choose another run folder."
             )
 
     def _results(self):
@@ -218,31 +234,43 @@ class Run:
             self.refuse_results(self._results(), self.label)
 
     def refuse_results(self, names, place):
-        """Raise TpukitError where there are results without the checkpoints of their training, which would be replaced."""
+        """Raise TpukitError where there are results without the checkpoints of their training, which would be
+        replaced."""
         if names:
             raise TpukitError(
-                f"{place} holds {' and '.join(names)} of a training, but none of its checkpoints, so that it would start again "
-                "and replace them: put the checkpoints back, or choose a new run folder (and another backup)"
+                f"{place} holds {' and '.join(names)} of a training, but none of its checkpoints, so that it"
+                " would start again and replace them: put the checkpoints back, or choose a new run folder"
+                " (and another backup)"
             )
 
     def check_empty(self):
-        """Raise TpukitError where a folder without a run holds anything else, which could be taken for a part of the run."""
+        """Raise TpukitError where a folder without a run holds anything else, which could be taken for a part
+        of the run."""
         found = sorted(path.name for path in self.path.glob("*") if not path.name.startswith("."))
         if found:
             has = ", ".join(found[:3])
-            raise TpukitError(f"{self.path} is not empty and holds no run (it has {has}): choose a new or an empty folder")
+            raise TpukitError(
+                f"{self.path} is not empty and holds no run (it has {has}): choose a new or an empty folder"
+            )
 
     def _is_of_a_test(self):
-        """Whether a folder without config.json has nothing but what an earlier test of foreign weights wrote."""
+        """Whether a folder without config.json has nothing but what an earlier test of foreign weights
+        wrote."""
         names = {path.name for path in self.path.glob("*") if not path.name.startswith(".")}
         with contextlib.suppress(OSError), open(self.path / "log.txt", "rb") as log:
-            return names <= OF_A_TEST and re.match(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", log.read(30)) is not None
+            return (
+                names <= OF_A_TEST
+                and re.match(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", log.read(30)) is not None
+            )
         return False
 
     def check_links(self):
-        """Raise TpukitError where a symbolic link could lead what is written or deleted here to another place."""
+        """Raise TpukitError where a symbolic link could lead what is written or deleted here to another
+        place."""
         if link := next((path for path in self.path.rglob("*") if path.is_symlink()), None):
-            raise TpukitError(f"{link} is a symbolic link, which a run may not hold: remove it, or choose another folder")
+            raise TpukitError(
+                f"{link} is a symbolic link, which a run may not hold: remove it, or choose another folder"
+            )
 
     # Printing and recording
 
@@ -258,7 +286,8 @@ class Run:
             files.append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 
     def log(self, kind, step, **values):
-        """Append one record. Floats that are not finite are kept as null, because JSON has no such numbers."""
+        """Append one record. Floats that are not finite are kept as null, because JSON has no such
+        numbers."""
         if not self._writes:
             return
         self.check_lock()
@@ -278,8 +307,8 @@ class Run:
             self._events = None
 
     def records(self, kind=None):
-        """The records in the order of their steps; in the file an evaluation comes once it is scored, after some later steps. A
-        damaged line, or a last one cut short by a kill, is left out with a warning."""
+        """The records in the order of their steps; in the file an evaluation comes once it is scored, after
+        some later steps. A damaged line, or a last one cut short by a kill, is left out with a warning."""
         path, records = self.path / "records.jsonl", []
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
             if record := _parse_record(line):
@@ -295,8 +324,8 @@ class Run:
         return path.stat().st_size if path.exists() else 0
 
     def _restore_records(self, size):
-        """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again. Where they are damaged
-        or cut short, those of the backup take their place if they are whole."""
+        """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again.
+        Where they are damaged or cut short, those of the backup take their place if they are whole."""
         path = self.path / "records.jsonl"
         found = path.read_bytes() if path.exists() else b""
         records = found[:size]
@@ -305,17 +334,23 @@ class Run:
             if _are_whole(copied, size):
                 records = copied
                 self.print(f"{path} was damaged: taken from {self.backup}")
-        if damaged := [number for number, line in enumerate(records.splitlines(), 1) if not _parse_record(line)]:
+        if damaged := [
+            number for number, line in enumerate(records.splitlines(), 1) if not _parse_record(line)
+        ]:
             self.print(f"{path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}")
         if len(records) < size:
-            self.print(f"{path} has only {len(records)} of the {size} bytes it had at this checkpoint: some records are lost")
+            self.print(
+                f"{path} has only {len(records)} of the {size} bytes it had at this checkpoint: some records"
+                " are lost"
+            )
         if self.backup:
             self.backup.records = 0, 0
         if records != found:
             files.write_atomic(path, records)
 
     def write_progress(self, *, step, total, **values):
-        """Replace what `read_progress` returns, at most twice a second and at the end: what a progress bar shows."""
+        """Replace what `read_progress` returns, at most twice a second and at the end: what a progress bar
+        shows."""
         now = time.monotonic()
         if self._writes and (step == total or now - self._progress_at > 0.5):
             self._progress_at = now
@@ -330,7 +365,8 @@ class Run:
             return {}
 
     def stop_requested(self):
-        """The signal that the notebook's process passes on to its cores through the run directory, or None."""
+        """The signal that the notebook's process passes on to its cores through the run directory, or
+        None."""
         try:
             return int((self.path / "cores" / "stop").read_text())
         except (FileNotFoundError, ValueError):
@@ -343,12 +379,16 @@ class Run:
         return checkpoints.read_list(self.path / "checkpoints")
 
     def save(self, state, step, records_size=None):
-        """Write a checkpoint, whole or not at all, and update the backup. state: nest of CPU tensors, numbers and strings.
+        """Write a checkpoint, whole or not at all, and update the backup. state: nest of CPU tensors, numbers
+        and strings.
 
         records_size: bytes of the records that belong to this state; by default all that are there."""
         self.check_lock()
         size = self.records_size() if records_size is None else records_size
-        for name in ("records.jsonl", "log.txt"):  # the checkpoint must not reach the disk before what it counts on
+        for name in (
+            "records.jsonl",
+            "log.txt",
+        ):  # the checkpoint must not reach the disk before what it counts on
             if (self.path / name).exists():
                 files.sync(self.path / name)
         checkpoints.save(self.path / "checkpoints", dict(records_size=size, state=state), step)
@@ -360,8 +400,9 @@ class Run:
             self.backup.update(self)
 
     def restore(self):
-        """The newest intact checkpoint's state, or None where the run has none. A damaged one is taken from the backup, or else
-        named, skipped, and taken off the list, so that it does not count as one of those that are kept."""
+        """The newest intact checkpoint's state, or None where the run has none. A damaged one is taken from
+        the backup, or else named, skipped, and taken off the list, so that it does not count as one of those
+        that are kept."""
         self._check_checkpoints()
         found = self.checkpoints()
         for number, entry in enumerate(found):
@@ -374,14 +415,15 @@ class Run:
             return saved["state"]
         if found:
             raise TpukitError(
-                f"none of the {len(found)} checkpoints in {self.path}/checkpoints can be read. Restore them from a copy, or "
-                f"delete the folder {self.path} to start again."
+                f"none of the {len(found)} checkpoints in {self.path}/checkpoints can be read. Restore them"
+                f" from a copy, or delete the folder {self.path} to start again."
             )
         self._restore_records(0)
         return None
 
     def _load(self, entry):
-        """What is in a checkpoint, of the run or else of its backup; None where it is damaged, which is printed."""
+        """What is in a checkpoint, of the run or else of its backup; None where it is damaged, which is
+        printed."""
         name = f"checkpoints/{entry['file']}"
         for is_copy in (False, True):
             try:
@@ -396,7 +438,8 @@ class Run:
         return None
 
     def mend_best(self):
-        """None if best.safetensors is whole. Otherwise the metadata of the backup's, which takes its place; {} without one."""
+        """None if best.safetensors is whole. Otherwise the metadata of the backup's, which takes its place;
+        {} without one."""
         path = self.path / "best.safetensors"
         try:
             weights.check_embedded_sha256(path)
@@ -416,7 +459,8 @@ class Run:
         return path
 
     def save_best(self, tensors, **values):
-        """Write the best weights as best.safetensors. tensors: name -> CPU tensor. values: kept as its metadata."""
+        """Write the best weights as best.safetensors. tensors: name -> CPU tensor. values: kept as its
+        metadata."""
         self.check_lock()
         data = weights.serialize(tensors, {name: str(value) for name, value in values.items()})
         files.write_atomic(self.path / "best.safetensors", data)
@@ -426,7 +470,9 @@ def _parse_record(line):
     """The record on a line, None where it is damaged."""
     try:
         record = files.parse_with_crc32(line)
-        valid = isinstance(record["kind"], str) and all(0 <= record[name] < 2**53 for name in ("step", "time"))
+        valid = isinstance(record["kind"], str) and all(
+            0 <= record[name] < 2**53 for name in ("step", "time")
+        )
     except (ValueError, KeyError, TypeError):
         return None
     return record if valid else None

@@ -1,4 +1,5 @@
-"""A run's numbers as TensorBoard events, where tensorboard is installed. Imports no TensorFlow, which would take the TPU."""
+"""A run's numbers as TensorBoard events, where tensorboard is installed. Imports no TensorFlow, which would
+take the TPU."""
 
 import contextlib
 import time
@@ -7,8 +8,8 @@ from tpukit.host.tables import GIB
 
 
 class EventFile:
-    """tpukit's one event file in a folder. Those of earlier sessions are removed, because a resumed run writes all its records
-    again, and may have fewer; files of others stay."""
+    """tpukit's one event file in a folder. Those of earlier sessions are removed, because a resumed run
+    writes all its records again, and may have fewer; files of others stay."""
 
     _writer = None
 
@@ -22,7 +23,9 @@ class EventFile:
             for old in folder.glob("events.out.tfevents.*.tpukit"):
                 old.unlink()
             self._file = open(folder / f"events.out.tfevents.{time.time_ns()}.tpukit", "xb", buffering=0)
-        except Exception:  # not installed, or in conflict with its protobuf, which raises many types; or no file can be made
+        except (
+            Exception
+        ):  # not installed, or in conflict with its protobuf, which raises many types; or no file can be made
             return
         self._Event, self._Summary, self._writer = Event, Summary, RecordWriter(self._file)
         self._write(time.time(), file_version="brain.Event:2")
@@ -49,14 +52,24 @@ class EventFile:
 def _scalars(record):
     """(tag, number) of a training interval or an evaluation."""
     found = {}
-    with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):  # a damaged record gives what it has
+    with contextlib.suppress(
+        KeyError, TypeError, AttributeError, ValueError
+    ):  # a damaged record gives what it has
         if record["kind"] == "evaluation":
             found = {f"scores/{name}": value for name, value in record["scores"].items()}
         elif record["kind"] == "train":
             speed = record["speed"]
-            found = {"loss": record["loss"], "gradient norm": record["grad_norm"], "learning rate": record.get("lr")}
+            found = {
+                "loss": record["loss"],
+                "gradient norm": record["grad_norm"],
+                "learning rate": record.get("lr"),
+            }
             found["speed/samples per second"] = speed["images_per_s"]
             found["speed/waiting for data"] = speed["wait_s"] / max(speed["seconds"], 1e-9)
             found |= {f"memory/device {n}, GiB": peak / GIB for n, (peak, _) in enumerate(speed["memory"])}
     # float32 is what an event holds.
-    return [(tag, value) for tag, value in found.items() if isinstance(value, (int, float)) and abs(value) < 2**127]
+    return [
+        (tag, value)
+        for tag, value in found.items()
+        if isinstance(value, (int, float)) and abs(value) < 2**127
+    ]

@@ -22,9 +22,9 @@ def local(path):
 def read(path):
     """name -> CPU tensor from a .safetensors, .pth, .pt, .pkl or .tar file, or the address of one.
 
-    Takes a bare state dict, or one under `state_dict`, `model` or `net`; a `module.` prefix (DataParallel) is dropped.
-    Raises TpukitError for a missing or damaged file and for a pickle that would run code: it is never run.
-    """
+    Takes a bare state dict, or one under `state_dict`, `model` or `net`; a `module.` prefix (DataParallel) is
+    dropped. Raises TpukitError for a missing or damaged file and for a pickle that would run code: it is
+    never run."""
     import torch
 
     path = local(path)
@@ -44,26 +44,29 @@ def read(path):
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
     ):
-        raise TpukitError(f"weights {path}: expected a state dict (name -> tensor), got {type(content).__name__}")
+        raise TpukitError(
+            f"weights {path}: expected a state dict (name -> tensor), got {type(content).__name__}"
+        )
     for name, tensor in content.items():
         is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not is_dense or tensor.is_quantized or tensor.is_nested:
             kind = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
             raise TpukitError(
-                f"weights {path}: {name} is no plain tensor ({kind}): save it as one (`.to_dense()`, `.dequantize()`)"
+                f"weights {path}: {name} is no plain tensor ({kind}): save it as one (`.to_dense()`,"
+                " `.dequantize()`)"
             )
     return {name.removeprefix("module."): tensor for name, tensor in content.items()}
 
 
 def load_tensors(path):
-    """What `torch.save` wrote: tensors, numbers, strings, and nests of them. Code is never run: raises UnpicklingError where a
-    file asks for more, and TpukitError for a torch that cannot refuse it."""
+    """What `torch.save` wrote: tensors, numbers, strings, and nests of them. Code is never run: raises
+    UnpicklingError where a file asks for more, and TpukitError for a torch that cannot refuse it."""
     import torch
 
     if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 6):
         raise TpukitError(
-            f"torch {torch.__version__} can run code from a weight file even with weights_only=True (CVE-2025-32434): "
-            "install torch 2.6 or newer"
+            f"torch {torch.__version__} can run code from a weight file even with weights_only=True"
+            " (CVE-2025-32434): install torch 2.6 or newer"
         )
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -95,7 +98,10 @@ def differences(new, own):
     shapes = [n for n in own if n in new and own[n].shape != new[n].shape]
     if not (missing or unknown or shapes):
         return ""
-    lines = [f"  {n}: shape {tuple(new[n].shape)} in the file, {tuple(own[n].shape)} in the model" for n in shapes[:3]]
+    lines = [
+        f"  {n}: shape {tuple(new[n].shape)} in the file, {tuple(own[n].shape)} in the model"
+        for n in shapes[:3]
+    ]
     lines += [f"  {n}: missing in the file" for n in missing[:3]]
     lines += [f"  {n}: not in the model" for n in unknown[:3]]
     counts = f"{len(shapes)} other shapes, {len(missing)} missing, {len(unknown)} unknown of {len(own)}"
@@ -103,7 +109,8 @@ def differences(new, own):
 
 
 def metadata(path):
-    """dict of the strings kept with the weights in a .safetensors file; empty for any other file. `read` checks its SHA-256."""
+    """dict of the strings kept with the weights in a .safetensors file; empty for any other file. `read`
+    checks its SHA-256."""
     from safetensors import safe_open
 
     path = local(path)
@@ -131,20 +138,23 @@ def _explain_damage(path):
         raise
     except pickle.UnpicklingError as error:
         raise TpukitError(
-            f"weights {path}: {error}, so it was not opened. Ask its author for a plain state dict or a .safetensors file."
+            f"weights {path}: {error}, so it was not opened. Ask its author for a plain state dict or a"
+            " .safetensors file."
         ) from error
     except Exception as error:  # torch and safetensors raise many types for a damaged file
         raise TpukitError(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
 
 
-# The SHA-256 embedded in the metadata of a run's .safetensors: that of the file with zeros in the digest's place
+# The SHA-256 embedded in the metadata of a run's .safetensors: that of the file with zeros in the digest's
+# place
 
 EMBEDDED = b'"tpukit.sha256":"%b"'
 ZEROS = b"0" * 64
 
 
 def serialize(tensors, metadata):
-    """The bytes of a .safetensors file with its SHA-256 embedded. tensors: name -> CPU tensor. metadata: name -> str."""
+    """The bytes of a .safetensors file with its SHA-256 embedded. tensors: name -> CPU tensor. metadata: name
+    -> str."""
     from safetensors.torch import save
 
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -154,8 +164,8 @@ def serialize(tensors, metadata):
 
 
 def check_embedded_sha256(path):
-    """Raise Damaged where a .safetensors file has no whole header, or has changed since its SHA-256 was embedded. Others have
-    none."""
+    """Raise Damaged where a .safetensors file has no whole header, or has changed since its SHA-256 was
+    embedded. Others have none."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = file.read(8)
@@ -167,7 +177,9 @@ def check_embedded_sha256(path):
         found = re.search(EMBEDDED % rb"([0-9a-f]{64})", header)
         if not found and not re.search(rb'"tpukit|sha256"', header):  # one of which a flipped bit leaves
             return
-        original = hashlib.sha256(length + (header.replace(found[0], EMBEDDED % ZEROS, 1) if found else header))
+        original = hashlib.sha256(
+            length + (header.replace(found[0], EMBEDDED % ZEROS, 1) if found else header)
+        )
         while part := file.read(1 << 20):
             original.update(part)
     if not found or original.hexdigest().encode() != found[1]:

@@ -15,10 +15,17 @@ class Entry(NamedTuple):
 
 TASKS = {
     "mnist": Entry("mnist", "MNIST", "mnist", "handwritten digits with a small convolutional network"),
-    "mshnet": Entry("mshnet", "MSHNet", "IRSTD-1k", "infrared small target detection (Liu et al., CVPR 2024)"),
-    "cdeit": Entry("cdeit", "CDEIT", "eit", "diffusion transformer for impedance tomography (Shi et al., IEEE TIM 2025)"),
+    "mshnet": Entry(
+        "mshnet", "MSHNet", "IRSTD-1k", "infrared small target detection (Liu et al., CVPR 2024)"
+    ),
+    "cdeit": Entry(
+        "cdeit", "CDEIT", "eit", "diffusion transformer for impedance tomography (Shi et al., IEEE TIM 2025)"
+    ),
     "images": Entry(
-        "images", "ImageClassifier", "my-images", "your own images in classes, with a network of timm or torchvision"
+        "images",
+        "ImageClassifier",
+        "my-images",
+        "your own images in classes, with a network of timm or torchvision",
     ),
 }
 

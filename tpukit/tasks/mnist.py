@@ -1,7 +1,7 @@
 """MNIST digits with a small convolutional network: the smallest complete task, the one to copy.
 
-torch is imported where it is used, so that `tpukit train mnist --help` need not wait for it. Letters: B batch.
-"""
+torch is imported where it is used, so that `tpukit train mnist --help` need not wait for it. Letters: B
+batch."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ class Digits:
 
     `batch` gives image (B, 1, 28, 28) uint8 and label (B,) int64."""
 
-    num_draws = 0  # no augmentation
+    num_uniforms = 0  # no augmentation
 
     def __init__(self, images, labels):
         self.images, self.labels = images, labels
@@ -71,7 +71,9 @@ class MNIST(Task):
     score: ClassVar[str] = "accuracy"
     score_names: ClassVar[dict[str, str]] = dict(accuracy="accuracy, share of test images")
     evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
-    export_output: ClassVar[str] = "the probability of each digit (batch, 10), for white digits on black, 0 to 255"
+    export_output: ClassVar[str] = (
+        "the probability of each digit (batch, 10), for white digits on black, 0 to 255"
+    )
 
     epochs: int = setting(4, free=True)
     """Passes over the training set."""
@@ -134,12 +136,14 @@ class MNIST(Task):
         try:
             from torchvision.datasets import MNIST as Published
         except Exception as error:  # not installed, or made for another torch
-            raise TpukitError(f"torchvision, which knows where it is, cannot be imported ({error})") from error
+            raise TpukitError(
+                f"torchvision, which knows where it is, cannot be imported ({error})"
+            ) from error
         url = f"{Published.mirrors[0]}{Published.resources[0][0]}"
-        downloads.check_answer(url)
+        downloads.check_reachable(url)
         print(printable(f"dataset mnist: downloading 11 MB ({url} and three more)"))
         try:
-            with downloads.stalls_refused(), contextlib.redirect_stderr(io.StringIO()):  # four progress bars
+            with downloads.stall_timeout(), contextlib.redirect_stderr(io.StringIO()):  # four progress bars
                 Published(folder, download=True)
             files = {name: folder / "MNIST" / "raw" / name for name in SHA256}
             found = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
@@ -168,11 +172,15 @@ class MNIST(Task):
 
     def example(self, count):
         rng = np.random.default_rng(0)
-        return dict(image=rng.integers(0, 256, (count, 1, 28, 28), np.uint8), label=rng.integers(0, 10, count))
+        return dict(
+            image=rng.integers(0, 256, (count, 1, 28, 28), np.uint8), label=rng.integers(0, 10, count)
+        )
 
     def panels(self, batch, prediction=None):
         images = np.asarray(batch["image"])
-        titles = [str(int(label)) for label in batch["label"]] if "label" in batch else ["your own"] * len(images)
+        titles = (
+            [str(int(label)) for label in batch["label"]] if "label" in batch else ["your own"] * len(images)
+        )
         if prediction is not None:
             titles = [f"{title}, predicted {int(digit)}" for title, digit in zip(titles, prediction)]
         return [[(title, image[0])] for title, image in zip(titles, images)]
@@ -181,19 +189,20 @@ class MNIST(Task):
         return [dict(digit=int(digit)) for digit in predictions]
 
     def read_files(self, paths, best):
-        images = pictures.read_each(paths, read_digit)
+        images = pictures.read_images(paths, read_digit)
         return dict(image=np.stack(images)[:, None]), [path.name for path in paths]
 
 
 def read_digit(path):
     """An image file -> (28, 28) uint8, white on black, as MNIST is."""
     with pictures.opened(path) as image:
-        digit = np.asarray(pictures.in_8_bits(image).convert("L").resize((28, 28)))
+        digit = np.asarray(pictures.to_uint8(image).convert("L").resize((28, 28)))
     return 255 - digit if digit.mean() > 127 else digit
 
 
 def read_split(folder, split):
-    """`Digits` from mnist.npz (x_train, y_train, x_test, y_test) or from the original IDX files, packed or not."""
+    """`Digits` from mnist.npz (x_train, y_train, x_test, y_test) or from the original IDX files, packed or
+    not."""
     key = [split, arrays.content_key(*_idx_folders(folder), like=("mnist.npz", "*-idx?-ubyte*"))]
     return Digits(**arrays.mapped(f"mnist-{split}", key, lambda: _read_arrays(folder, split)))
 
@@ -205,19 +214,28 @@ def _read_arrays(folder, split):
             with arrays.load(archive) as found:
                 return _checked(archive, found[f"x_{split}"], found[f"y_{split}"])
         part = "train" if split == "train" else "t10k"
-        images, labels = (_read_idx(folder, f"{part}-{kind}-ubyte", n) for kind, n in (("images-idx3", 3), ("labels-idx1", 1)))
+        images, labels = (
+            _read_idx(folder, f"{part}-{kind}-ubyte", n)
+            for kind, n in (("images-idx3", 3), ("labels-idx1", 1))
+        )
         return _checked(folder, images, labels)
     except TpukitError:
         raise
     except Exception as error:  # numpy, zipfile and gzip raise many types for a damaged file
-        raise TpukitError(f"{folder}: its MNIST files are damaged ({error}); copy or download them again") from error
+        raise TpukitError(
+            f"{folder}: its MNIST files are damaged ({error}); copy or download them again"
+        ) from error
 
 
 def _checked(place, images, labels):
     """dict of images (N, 28, 28) and labels (N,), both uint8. Raises TpukitError for any others."""
     for what, values, shape, largest in (("images", images, (28, 28), 255), ("labels", labels, (), 9)):
         is_shape = values.ndim > 0 and values.shape[1:] == shape
-        if not is_shape or values.dtype.kind not in "ui" or (values.size and not 0 <= values.min() <= values.max() <= largest):
+        if (
+            not is_shape
+            or values.dtype.kind not in "ui"
+            or (values.size and not 0 <= values.min() <= values.max() <= largest)
+        ):
             wanted = f"whole numbers from 0 to {largest} in the shape ({', '.join(('N', *map(str, shape)))})"
             raise TpukitError(f"{place}: its {what} are {values.dtype} {values.shape}, and must be {wanted}")
     if len(images) != len(labels):
@@ -243,7 +261,8 @@ def _read_idx(folder, name, dimensions):
     )
 
 
-# The seven segments of a synthetic digit, each from (y, x) to (y, x), and which of them make the digits 0 to 9
+# The seven segments of a synthetic digit, each from (y, x) to (y, x), and which of them make the digits 0 to
+# 9
 SEGMENTS = dict(a=((0, 0), (0, 8)), b=((0, 8), (8, 8)), c=((8, 8), (16, 8)), d=((16, 0), (16, 8)))
 SEGMENTS |= dict(e=((8, 0), (16, 0)), f=((0, 0), (8, 0)), g=((8, 0), (8, 8)))
 SEGMENTS_OF = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgcde", "abc", "abcdefg", "abcdfg")

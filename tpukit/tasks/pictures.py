@@ -1,4 +1,5 @@
-"""Image files of users: which formats are opened, how large one may be, 16 bits, and errors that name the file."""
+"""Image files of users: which formats are opened, how large one may be, 16 bits, and errors that name the
+file."""
 
 import contextlib
 from pathlib import Path
@@ -23,8 +24,8 @@ MAX_PIXELS = 8192 * 8192  # a small file can claim any size, and several are dec
 def opened(file):
     """Context manager: the Pillow image of a path or an open file, not decoded yet.
 
-    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS and for a named pipe, which may never be written to.
-    """
+    Raises whatever Pillow does, and TpukitError for more than MAX_PIXELS and for a named pipe, which may
+    never be written to."""
     if isinstance(file, (str, Path)) and Path(file).is_fifo():
         raise TpukitError("it is a named pipe, and not a file")
     with Image.open(file, formats=FORMATS) as image:
@@ -33,15 +34,18 @@ def opened(file):
         yield image
 
 
-def in_8_bits(image):
+def to_uint8(image):
     """A Pillow image of 16-bit grey with its whole range 0..65535 mapped to 0..255; any other as it is."""
     if not image.mode.startswith("I"):  # I;16, I;16B, I
         return image
-    return Image.fromarray(np.rint(np.asarray(image).astype(np.float64).clip(0, 65535) / 257).astype(np.uint8))
+    return Image.fromarray(
+        np.rint(np.asarray(image).astype(np.float64).clip(0, 65535) / 257).astype(np.uint8)
+    )
 
 
-def read_each(paths, read):
-    """[read(path)] of files of a user's own. Raises TpukitError, which names the first that cannot be read."""
+def read_images(paths, read):
+    """[read(path)] of files of a user's own. Raises TpukitError, which names the first that cannot be
+    read."""
     found = []
     for path in paths:
         try:

@@ -12,7 +12,8 @@ from tpukit.training.task import from_settings
 
 
 def task_of(config):
-    """The task of a run's config, dict(task, settings), with fresh weights: those that it started from may be gone."""
+    """The task of a run's config, dict(task, settings), with fresh weights: those that it started from may be
+    gone."""
     try:
         return from_settings(tasks.find(config["task"]), config["settings"] | dict(weights=None))
     except TypeError as error:  # of a damaged file: a text in place of a number
@@ -33,10 +34,9 @@ def config_of(path):
 def find_trained(source, task=None):
     """(task, weights file) of a `Run`, a run's folder, a weights file, or the address of one.
 
-    The task has the file as its `weights`, because what it says of classes may count. task: one of the user's own, or the name
-    of a task, for a file that does not name its own. Raises TpukitError where there are no weights, or they are of no
-    task that is known, or of another.
-    """
+    The task has the file as its `weights`, because what it says of classes may count. task: one of the user's
+    own, or the name of a task, for a file that does not name its own. Raises TpukitError where there are no
+    weights, or they are of no task that is known, or of another."""
     run = source if isinstance(source, Run) else Run.find(source) if Path(source).is_dir() else None
     path = run.best() if run else weights.local(source)
     if not path.is_file():
@@ -44,7 +44,9 @@ def find_trained(source, task=None):
     if task is None or isinstance(task, str):
         config = run.config if run else config_of(path)
         if not (config or task):
-            raise TpukitError(f"{path} does not say of which task it is: name one of {', '.join(tasks.TASKS)} (--task)")
+            raise TpukitError(
+                f"{path} does not say of which task it is: name one of {', '.join(tasks.TASKS)} (--task)"
+            )
         if config and task not in (None, config["task"]):
             raise TpukitError(f"{source} is of the task {config['task']}, not of {task}")
         task = task_of(config or dict(task=task, settings={}))

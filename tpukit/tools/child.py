@@ -11,9 +11,12 @@ ROOT = Path(__file__).parents[2]  # the folder that tpukit is imported from
 def run_python(*arguments, text="", variables=None):
     """Run this Python, with the same tpukit as here. Returns the finished process, with its output.
 
-    variables: changes of the environment; None removes one. -P: files in the current folder cannot shadow installed packages.
-    """
-    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # an empty one is the current folder
+    variables: changes of the environment; None removes one. -P: files in the current folder cannot shadow
+    installed packages."""
+    paths = [
+        str(ROOT),
+        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+    ]  # an empty one is the current folder
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(variables or {})}
     environ = {name: value for name, value in environ.items() if value is not None}
     command = [sys.executable, "-P", *map(str, arguments)]

@@ -1,4 +1,5 @@
-"""`tpukit doctor`: checks for what would prevent a training on this machine, each with its fix. Opens no device."""
+"""`tpukit doctor`: checks for what would prevent a training on this machine, each with its fix. Opens no
+device."""
 
 import contextlib
 import dataclasses
@@ -29,7 +30,8 @@ IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu must sta
 FRESH = "start a fresh session and install nothing over the image's versions"
 IMPORT_TIMEOUT_S = 120
 
-# Prints a JSON object after each import: {package: its error or null}, and for torch {"cuda": ...}. Opens no context on a GPU.
+# Prints a JSON object after each import: {package: its error or null}, and for torch {"cuda": ...}. Opens no
+# context on a GPU.
 IMPORTS = """
 import importlib, json, sys, traceback
 
@@ -82,7 +84,9 @@ def examine(env=None, *, environ=None, root="/"):
     """
     environ = os.environ if environ is None else environ
     env = env or environment.detect(environ, root)
-    packages = [name for name in ("torch", "torch_xla") if name in env.versions] if "torch" in env.versions else []
+    packages = (
+        [name for name in ("torch", "torch_xla") if name in env.versions] if "torch" in env.versions else []
+    )
     errors, cuda = import_packages(packages, environ)
     machine = Machine(env, environ, Path(root), errors, cuda)
     return [found for check in CHECKS for found in check(machine)]
@@ -100,12 +104,13 @@ def blocked(checks):
 
 
 def import_packages(packages, environ):
-    """Import packages one after the other in one process with these variables and no others, as a training would.
+    """Import packages one after the other in one process with these variables and no others, as a training
+    would.
 
-    Returns (errors, cuda). errors: package -> the last line of its error, or None if it imports; the end of the process, or
-    the time limit, is the error of the package that it happened in and of those after it. cuda: dict of what torch reports:
-    built (the CUDA it was built with, or None), usable, arch_list, reason (why it is not usable); None if it reports nothing.
-    """
+    Returns (errors, cuda). errors: package -> the last line of its error, or None if it imports; the end of
+    the process, or the time limit, is the error of the package that it happened in and of those after it.
+    cuda: dict of what torch reports: built (the CUDA it was built with, or None), usable, arch_list, reason
+    (why it is not usable); None if it reports nothing."""
     # Without the current folder on its path: what lies there must not be run.
     command = [sys.executable, "-P", "-c", IMPORTS, *packages]
     try:
@@ -170,36 +175,56 @@ def _gpu(machine):
     image = env.host in IMAGES
     if env.accelerator == "cpu":
         if environment.nvidia_cards_on_bus(machine.root) and not environment.nvidia_smi(environ, "-L"):
-            fix = FRESH if env.host != "local" else f"install NVIDIA's driver. {environment.GPU_MENU['local']}"
-            yield Check("gpu", WARNING, "an NVIDIA card is on the PCI bus, but nvidia-smi finds no driver for it", fix)
+            fix = (
+                FRESH if env.host != "local" else f"install NVIDIA's driver. {environment.GPU_MENU['local']}"
+            )
+            yield Check(
+                "gpu", WARNING, "an NVIDIA card is on the PCI bus, but nvidia-smi finds no driver for it", fix
+            )
         return
     if env.accelerator != "cuda" or cuda is None:
         return
     torch = f"torch {env.versions['torch']}"
     if cuda["built"] is None:
         fix = FRESH if image else "install a CUDA build of torch (pytorch.org/get-started/locally)"
-        yield Check("gpu", BLOCKS, f"{torch} was built without CUDA, but this machine has a GPU: {env.device_name}", fix)
+        yield Check(
+            "gpu",
+            BLOCKS,
+            f"{torch} was built without CUDA, but this machine has a GPU: {env.device_name}",
+            fix,
+        )
         return
     if cuda["usable"]:
         gpus = environment.nvidia_gpus(environ)
-        fix = "install a torch that was built for it" if env.host == "local" else environment.GPU_MENU[env.host]
+        fix = (
+            "install a torch that was built for it" if env.host == "local" else environment.GPU_MENU[env.host]
+        )
         for name, capability in _compute_capabilities(environ):
             visible = any(gpu.startswith(name) for gpu in gpus)
             if visible and not environment.supports(release(capability), cuda["arch_list"]):
                 built_for = ", ".join(cuda["arch_list"])
                 yield Check(
-                    "gpu", BLOCKS, f"{name} has compute capability {capability}; {torch} was built for {built_for}", fix
+                    "gpu",
+                    BLOCKS,
+                    f"{name} has compute capability {capability}; {torch} was built for {built_for}",
+                    fix,
                 )
         return
-    fix = fix_for(cuda["reason"]) or "update NVIDIA's driver (nvidia-smi), or install a torch for an older CUDA"
+    fix = (
+        fix_for(cuda["reason"]) or "update NVIDIA's driver (nvidia-smi), or install a torch for an older CUDA"
+    )
     if image:
         fix = FRESH
-    yield Check("gpu", BLOCKS, f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'no reason given'}", fix)
+    yield Check(
+        "gpu", BLOCKS, f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'no reason given'}", fix
+    )
 
 
 def _compute_capabilities(environ):
     """[(name, compute capability)] of the GPUs; empty for drivers that do not report them."""
-    lines = environment.nvidia_smi(environ, "--query-gpu=name,compute_cap", "--format=csv,noheader").splitlines()
+    lines = environment.nvidia_smi(
+        environ, "--query-gpu=name,compute_cap", "--format=csv,noheader"
+    ).splitlines()
     rows = (re.fullmatch(r"(.+), *(\d+\.\d+)", line.strip()) for line in dict.fromkeys(lines))
     return [row.groups() for row in rows if row]
 
@@ -209,7 +234,9 @@ def _torch_xla(machine):
     if xla is None:
         return
     if machine.env.tpu_backend == "torch_tpu":
-        yield Check("torch_xla", NOTE, f"{xla} is not used: torch_tpu fits torch {torch}, and torch_xla does not", "")
+        yield Check(
+            "torch_xla", NOTE, f"{xla} is not used: torch_tpu fits torch {torch}, and torch_xla does not", ""
+        )
         return
     if torch and (reason := environment.misfit(machine.env.versions)):
         fix = _install(machine, f"'torch~={'.'.join(xla.split('.')[:2])}.0'")
@@ -217,9 +244,14 @@ def _torch_xla(machine):
         return
     if error := machine.errors.get("torch_xla"):
         fix = fix_for(error) or FRESH
-        skips_metadata = machine.environ.get("TPU_SKIP_MDS_QUERY") and not machine.environ.get("TPU_ACCELERATOR_TYPE")
+        skips_metadata = machine.environ.get("TPU_SKIP_MDS_QUERY") and not machine.environ.get(
+            "TPU_ACCELERATOR_TYPE"
+        )
         if skips_metadata and environment.tpu_chips(machine.root):
-            fix = "TPU_SKIP_MDS_QUERY is set, so torch_xla reads TPU_ACCELERATOR_TYPE, which is not: set both or neither"
+            fix = (
+                "TPU_SKIP_MDS_QUERY is set, so torch_xla reads TPU_ACCELERATOR_TYPE, which is not: set both"
+                " or neither"
+            )
         yield Check("torch_xla", BLOCKS, f"{xla} cannot be imported: {error}", fix)
         return
     yield Check("torch_xla", OK, xla)
@@ -239,12 +271,17 @@ def _torch_tpu(machine):
     found = f"{versions['torch_tpu']} with torch {versions.get('torch')} and libtpu {versions.get('libtpu')}"
     numpy = environment.version_of("numpy")
     if machine.env.tpu_backend == "torch_xla":
-        fix = "`import torch` may fail: pip uninstall torch_tpu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 before Python starts"
+        fix = (
+            "`import torch` may fail: pip uninstall torch_tpu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 before"
+            " Python starts"
+        )
         yield Check("torch_tpu", NOTE, f"{found} is not used: it needs {environment.TORCH_TPU_NEEDS}", fix)
     elif reason := environment.misfit(versions):
         yield Check("torch_tpu", BLOCKS, reason, _install(machine, "'torch>=2.11,<=2.15' 'libtpu>=0.0.50'"))
     elif numpy and release(numpy) < (2,):
-        yield Check("torch_tpu", BLOCKS, f"{found}: it needs numpy 2, not {numpy}", _install(machine, "'numpy>=2'"))
+        yield Check(
+            "torch_tpu", BLOCKS, f"{found}: it needs numpy 2, not {numpy}", _install(machine, "'numpy>=2'")
+        )
     else:
         yield Check("torch_tpu", OK, found)
 
@@ -255,7 +292,9 @@ def _wanted_libtpu():
         requirements = importlib.metadata.requires("torch_xla") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    return next((named[1] for line in requirements if (named := re.match(r"libtpu\s*==\s*([\d.]+)", line))), None)
+    return next(
+        (named[1] for line in requirements if (named := re.match(r"libtpu\s*==\s*([\d.]+)", line))), None
+    )
 
 
 def _tensorflow(machine):
@@ -279,7 +318,11 @@ def _accelerator(machine):
         level, found = BLOCKS, "PJRT_DEVICE=TPU, but no TPU chip is on the PCI bus or in /dev"
         fix = f"unset PJRT_DEVICE. {menu}"
     elif chips and pjrt == "CPU":
-        level, found, fix = WARNING, f"{chips} TPU chips found, but PJRT_DEVICE=CPU hides them", "unset PJRT_DEVICE"
+        level, found, fix = (
+            WARNING,
+            f"{chips} TPU chips found, but PJRT_DEVICE=CPU hides them",
+            "unset PJRT_DEVICE",
+        )
     elif chips and env.accelerator != "tpu":
         level, found = BLOCKS, f"{chips} TPU chips found, but neither torch_xla nor torch_tpu is installed"
         fix = _install(machine, "'torch_xla[tpu]'")
@@ -296,7 +339,9 @@ def _chip_holders(machine):
     """Processes, other than this one, that hold a TPU chip open."""
     busy = False
     for process in sorted(machine.root.glob("proc/[0-9]*"), key=lambda path: int(path.name)):
-        held = sorted({target for target in _open_files(process) if re.match(r"/dev/(vfio/\d+|accel\d*)", target)})
+        held = sorted(
+            {target for target in _open_files(process) if re.match(r"/dev/(vfio/\d+|accel\d*)", target)}
+        )
         if held and int(process.name) != os.getpid():
             busy = True
             command = " ".join(_read(process / "cmdline").split("\0")[:2])  # more of it can hold a token
@@ -342,7 +387,11 @@ def _disk(machine):
 def _memory(machine):
     if available := re.search(r"MemAvailable:\s+(\d+) kB", _read(machine.root / "proc/meminfo")):
         free = 1024 * int(available[1]) / GIB
-        fix = "" if free >= 2 else "shut down other notebooks; the decoded IRSTD-1k takes 0.3 GiB, torch about 1 GiB"
+        fix = (
+            ""
+            if free >= 2
+            else "shut down other notebooks; the decoded IRSTD-1k takes 0.3 GiB, torch about 1 GiB"
+        )
         yield Check("memory", WARNING if fix else OK, f"{free:.1f} GiB available", fix)
 
 

@@ -1,4 +1,5 @@
-"""`tpukit export`: a trained model as one file for other programs, compared with the model that was trained."""
+"""`tpukit export`: a trained model as one file for other programs, compared with the model that was
+trained."""
 
 import contextlib
 import dataclasses
@@ -34,18 +35,20 @@ class Exported:
         inputs = ", ".join(f"{name}: {shape}" for name, shape in json.loads(self.about["inputs"]).items())
         verdict = "" if self.is_equal() else f", MORE than {LARGEST_DIFFERENCE:g}: do not use it"
         return (
-            f"{self.path}: {self.path.stat().st_size / 1e6:.1f} MB\ninput {inputs}\noutput: {self.about['output']}\n"
-            f"largest difference to the trained model on {self.about['compared_on']}: {self.difference:.2g}{verdict}"
+            f"{self.path}: {self.path.stat().st_size / 1e6:.1f} MB\ninput {inputs}\noutput:"
+            f" {self.about['output']}\nlargest difference to the trained model on"
+            f" {self.about['compared_on']}: {self.difference:.2g}{verdict}"
         )
 
 
 def export(run, *, to="onnx", out=None, task=None, count=16):
-    """Write the best weights of a run as one file, without tpukit: "onnx", or "torch-export" for `torch.export.load`.
+    """Write the best weights of a run as one file, without tpukit: "onnx", or "torch-export" for
+    `torch.export.load`.
 
-    run: a `Run`, the path of one, or a weights file. out: the file; by default it is beside the weights. A file that is there
-    is replaced only beside the weights. task: as for `predict`. The batch's size is dynamic. Returns
-    an `Exported`, whose `difference` is measured on `count` test samples, or random ones where there is no dataset. Raises
-    TpukitError where a package is missing or the model cannot be exported.
+    run: a `Run`, the path of one, or a weights file. out: the file; by default it is beside the weights. A
+    file that is there is replaced only beside the weights. task: as for `predict`. The batch's size is
+    dynamic. Returns an `Exported`, whose `difference` is measured on `count` test samples, or random ones
+    where there is no dataset. Raises TpukitError where a package is missing or the model cannot be exported.
     """
     import torch
 
@@ -66,7 +69,9 @@ def export(run, *, to="onnx", out=None, task=None, count=16):
     inputs = {name: torch.as_tensor(np.ascontiguousarray(values)) for name, values in arrays.items()}
     about = {name: value for name, value in weights.metadata(best).items() if not name.startswith("tpukit.")}
     about |= dict(task=task.name, output=task.export_output, compared_on=source)
-    about["inputs"] = json.dumps({name: _describe(values, task.export_multiple) for name, values in arrays.items()})
+    about["inputs"] = json.dumps(
+        {name: _describe(values, task.export_multiple) for name, values in arrays.items()}
+    )
     with torch.no_grad():
         expected = task.exported(model, inputs).numpy()
     with tempfile.TemporaryDirectory(prefix="tpukit-") as folder:
@@ -78,7 +83,9 @@ def export(run, *, to="onnx", out=None, task=None, count=16):
         with files.explain_unwritable(path.parent):
             files.copy_atomic(written, path)
     scale = max(float(np.abs(expected).max()), 1.0)
-    difference = float(np.abs(found - expected).max()) / scale if found.shape == expected.shape else float("nan")
+    difference = (
+        float(np.abs(found - expected).max()) / scale if found.shape == expected.shape else float("nan")
+    )
     return Exported(path, difference, about)
 
 
@@ -109,7 +116,9 @@ def _trace(task, model, inputs):
     few = {name: values[:BATCH] for name, values in inputs.items()}
     try:
         with torch.no_grad():
-            return torch.export.export(Module().eval(), (few,), dynamic_shapes=(dict.fromkeys(inputs, shape),))
+            return torch.export.export(
+                Module().eval(), (few,), dynamic_shapes=(dict.fromkeys(inputs, shape),)
+            )
     except Exception as error:  # torch raises many types for what it cannot trace
         raise TpukitError(f"torch.export cannot trace {task.name} ({first_line(error)})") from error
 
@@ -129,7 +138,8 @@ def _write_onnx(program, path, about, names):
 
 
 def _largest_of_each_channel(x, size):
-    """`adaptive_max_pool2d` to (1, 1), which ONNX has only for images of a fixed size: (the maxima, their places, not used)."""
+    """`adaptive_max_pool2d` to (1, 1), which ONNX has only for images of a fixed size: (the maxima, their
+    places, not used)."""
     import torch
 
     if list(size) != [1, 1]:
@@ -149,7 +159,9 @@ def _run_onnx(path, arrays):
 def _write_torch_export(program, path, about, names):
     import torch
 
-    torch.export.save(program, path, extra_files={"metadata.json": json.dumps(about | dict(order=names), indent=1)})
+    torch.export.save(
+        program, path, extra_files={"metadata.json": json.dumps(about | dict(order=names), indent=1)}
+    )
 
 
 def _run_torch_export(path, inputs):
@@ -157,7 +169,9 @@ def _run_torch_export(path, inputs):
     import torch
 
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch reads its own archive so
+        warnings.filterwarnings(
+            "ignore", "The given buffer is not writable"
+        )  # torch reads its own archive so
         return torch.export.load(path).module()(inputs).numpy()
 
 
@@ -171,12 +185,14 @@ def check_packages(to):
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise TpukitError(
-            f"export to ONNX needs three packages ({first_line(error)}): pip install onnx onnxscript onnxruntime"
+            f"export to ONNX needs three packages ({first_line(error)}): pip install onnx onnxscript"
+            " onnxruntime"
         ) from error
 
 
 def _samples(task, count):
-    """(batch of arrays (N, ...), where it is from): test samples where the dataset is there, else random ones."""
+    """(batch of arrays (N, ...), where it is from): test samples where the dataset is there, else random
+    ones."""
     if task.dataset_dir is not None and Path(task.dataset_dir).is_dir():
         data = task.test_set()
         indices = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)

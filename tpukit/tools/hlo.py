@@ -2,11 +2,12 @@
 
 The text says where each array lies and how it is padded:
 
-    %fusion.7 = bf16[32,16,64,256]{0,1,3,2:T(8,128)(2,1)S(1)} fusion(%copy-done.3, %Arg_2.1), kind=kLoop, calls=%computation.7
+    %fusion.7 = bf16[32,16,64,256]{0,1,3,2:T(8,128)(2,1)S(1)} fusion(%copy-done.3, %Arg_2.1), kind=kLoop,
+    calls=%computation.7
 
-{0,1,3,2} are the dimensions, the fastest first; T(8,128) pads the fastest two to tiles of 8 x 128; S(1) is VMEM, and HBM has no
-S. (XLA's own "bytes accessed" adds up all memory spaces, so that a copy from HBM to VMEM counts three times with its use.)
-"""
+{0,1,3,2} are the dimensions, the fastest first; T(8,128) pads the fastest two to tiles of 8 x 128; S(1) is
+VMEM, and HBM has no S. (XLA's own "bytes accessed" adds up all memory spaces, so that a copy from HBM to VMEM
+counts three times with its use.)"""
 
 import math
 import re
@@ -16,7 +17,8 @@ ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*):?([^}]*)\})?")
 COMPUTATION = re.compile(r"(ENTRY )?%([\w.-]+) .*\{$")
 INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*?)\)(, [a-z]\w*=.*)?$")
 SPACES = {None: "hbm", "0": "hbm", "1": "vmem"}  # the others are scalar memory and semaphores
-# They name, group or reinterpret what is there already; so do XLA's own custom calls for 64-bit integers and bitcasts.
+# They name, group or reinterpret what is there already; so do XLA's own custom calls for 64-bit integers and
+# bitcasts.
 FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier")
 FREE_CALLS = ("X64Combine", "X64SplitLow", "X64SplitHigh", "ConcatBitcast", "AllocateBuffer")
 SLICES = ("slice", "dynamic-slice", "gather", "slice-start")
@@ -31,7 +33,8 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """shape, arrays: of the result. operands: names; of a parameter, its number. attributes: the text behind the operands."""
+    """shape, arrays: of the result. operands: names; of a parameter, its number. attributes: the text behind
+    the operands."""
 
     name: str
     opcode: str
@@ -48,12 +51,12 @@ class Instruction(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An instruction that runs `times` times in one run of the graph. Bytes and cycles are those of all these times.
+    """An instruction that runs `times` times in one run of the graph. Bytes and cycles are those of all these
+    times.
 
-    result: its shape, without layout. source: the operation and the line that it was traced from, as far as the graph has them;
-    a fusion has those of one of its parts. custom_call: the target of one, else "". cycles: the compiler's estimate, 0 where it
-    gives none.
-    """
+    result: its shape, without layout. source: the operation and the line that it was traced from, as far as
+    the graph has them; a fusion has those of one of its parts. custom_call: the target of one, else "".
+    cycles: the compiler's estimate, 0 where it gives none."""
 
     name: str
     opcode: str
@@ -82,7 +85,9 @@ def parse(text):
         elif found := INSTRUCTION.match(line):
             root, name, shape, opcode, operands, attributes = found.groups()
             operands = re.findall(r"%([\w.-]+)", operands) or [operands]
-            body[name] = Instruction(name, opcode, shape, parse_arrays(shape), operands, attributes or "", bool(root))
+            body[name] = Instruction(
+                name, opcode, shape, parse_arrays(shape), operands, attributes or "", bool(root)
+            )
     return computations, entry
 
 
@@ -119,7 +124,17 @@ def _operations(computations, name, times):
                 nbytes[array.space] += times * share * array.nbytes
             cycles = times * int(one.attribute(r'"estimated_cycles":"(\d+)"') or 0)
             result, source = re.sub(r"\{[^}]*\}", "", one.shape), _source(one)
-            yield Operation(one.name, one.opcode, result, source, custom_call, times, nbytes["hbm"], nbytes["vmem"], cycles)
+            yield Operation(
+                one.name,
+                one.opcode,
+                result,
+                source,
+                custom_call,
+                times,
+                nbytes["hbm"],
+                nbytes["vmem"],
+                cycles,
+            )
 
 
 def _source(one):
@@ -137,7 +152,8 @@ def _reads(computations, body, one):
 
 
 def _share_read(computations, operand, user):
-    """What share of an operand an instruction reads: of a slice its own size, of a fusion what it does with the operand."""
+    """What share of an operand an instruction reads: of a slice its own size, of a fusion what it does with
+    the operand."""
     if user.opcode in SLICES and user.operands[0] == operand.name:
         result = user.arrays[1] if user.opcode == "slice-start" else user.arrays[0]
         return result.elements / operand.arrays[0].elements
@@ -149,14 +165,21 @@ def _share_read(computations, operand, user):
     share = 0
     for inner in called.values():
         if inner.opcode == "parameter" and user.operands[int(inner.operands[0])] == operand.name:
-            share += sum(_share_read(computations, inner, other) for other in called.values() if inner.name in other.operands)
+            share += sum(
+                _share_read(computations, inner, other)
+                for other in called.values()
+                if inner.name in other.operands
+            )
     return min(share, 1)
 
 
 def _writes(computations, body, one):
-    """[(Array, share of it that an instruction writes)]: all, but of an array that is changed in place the update's share."""
+    """[(Array, share of it that an instruction writes)]: all, but of an array that is changed in place the
+    update's share."""
     arrays = list(one.arrays)
-    if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":  # its result names its operands too
+    if (
+        one.opcode.endswith("-start") and one.opcode != "all-reduce-start"
+    ):  # its result names its operands too
         for array in (array for name in one.operands for array in body[name].arrays):
             arrays.remove(array)
     shares = [1] * len(arrays)

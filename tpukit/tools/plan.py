@@ -1,9 +1,9 @@
-"""`tpukit plan`: whether a step fits a TPU, what it computes, and what it moves, by the TPU's own compiler without a TPU.
+"""`tpukit plan`: whether a step fits a TPU, what it computes, and what it moves, by the TPU's own compiler
+without a TPU.
 
-torch_xla traces the step on its CPU device, in a process of its own, into compiled graphs (as StableHLO); libtpu compiles them
-in an environment of its own (`tpu_compiler.py`). torch_tpu, which needs another torch, does both in an environment of its own.
-No figure is a measurement of a TPU.
-"""
+torch_xla traces the step on its CPU device, in a process of its own, into compiled graphs (as StableHLO);
+libtpu compiles them in an environment of its own (`tpu_compiler.py`). torch_tpu, which needs another torch,
+does both in an environment of its own. No figure is a measurement of a TPU."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,8 @@ from tpukit.training.task import to_request
 
 # libtpu as in the images with torch_xla 2.9, and the jax that belongs to it.
 COMPILER = ("jax==0.7.1", "jaxlib==0.7.1", "libtpu==0.0.21")
-# What each backend's environment holds. pip prefers a torch without CUDA, if an index that it searches has one.
+# What each backend's environment holds. pip prefers a torch without CUDA, if an index that it searches has
+# one.
 COMPILERS = {
     "torch_xla": COMPILER,
     "torch_tpu": ("torch==2.13.0", "torch_tpu==0.2.0", "jax==0.10.2", "jaxlib==0.10.2", "libtpu==0.0.52"),
@@ -53,14 +54,13 @@ def plan(
 ):
     """What a task's step needs on a TPU: a `Plan`.
 
-    batch_sizes: global ones; by default the task's own. part: "train", the whole training step; "evaluate", the graphs that
-    predict a batch of the test set; "session", every graph that a training compiles. parallel: how eight cores share the step,
-    as for `launch`: "processes", with a gradient all-reduce, or "spmd". backend: what lowers the step, "torch_xla" or
-    "torch_tpu", which lowers no collectives without a TPU, so that only one core can be planned. find_batch: also bisect the
-    largest batch that fits.
-    With a dataset_dir, its sets lie on the chip as in training, where they are small enough.
-    Raises TpukitError where the compiler cannot be had, or refuses a graph for another reason than memory.
-    """
+    batch_sizes: global ones; by default the task's own. part: "train", the whole training step; "evaluate",
+    the graphs that predict a batch of the test set; "session", every graph that a training compiles.
+    parallel: how eight cores share the step, as for `launch`: "processes", with a gradient all-reduce, or
+    "spmd". backend: what lowers the step, "torch_xla" or "torch_tpu", which lowers no collectives without a
+    TPU, so that only one core can be planned. find_batch: also bisect the largest batch that fits. With a
+    dataset_dir, its sets lie on the chip as in training, where they are small enough. Raises TpukitError
+    where the compiler cannot be had, or refuses a graph for another reason than memory."""
     sizes = list(batch_sizes or [task.batch_size])
     check(chip, part, sizes, parallel, backend, task.micro_batches)
     parts = MACHINES[chip].chips * task.micro_batches
@@ -93,15 +93,17 @@ def check(chip, part, batch_sizes, parallel="processes", backend="torch_xla", mi
         raise TpukitError(f"backend={backend!r}: choose one of {', '.join(COMPILERS)}")
     if backend == "torch_tpu" and (MACHINES[chip].chips > 1 or part == "session"):
         raise TpukitError(
-            f"torch_tpu cannot plan chip={chip!r}, part={part!r}: without a TPU it lowers no collectives, and only single "
-            "steps. Choose one chip with one core's share of the batch, and part 'train' or 'evaluate'; or backend 'torch_xla'"
+            f"torch_tpu cannot plan chip={chip!r}, part={part!r}: without a TPU it lowers no collectives, and"
+            " only single steps. Choose one chip with one core's share of the batch, and part 'train' or"
+            " 'evaluate'; or backend 'torch_xla'"
         )
     for size in batch_sizes:
         check_batch(size, MACHINES[chip].chips, f"cores of {chip}", micro_batches)
 
 
 def _bisect(fits, size, parts):
-    """Call `fits` until the largest batch that fits, a multiple of `parts`, is known to within a sixteenth."""
+    """Call `fits` until the largest batch that fits, a multiple of `parts`, is known to within a
+    sixteenth."""
     while not fits(size) and size > parts:
         size = max(parts, size // 2 // parts * parts)
     if not fits(size):
@@ -137,7 +139,17 @@ class Plan:
         return MACHINES[self.chip].chip.hbm_bytes / GIB
 
     def table(self):
-        columns = ["batch", "fits", "peak HBM, GiB", "TFLOP", "FLOP time, ms", "HBM GB", "HBM time, ms", "VMEM GB", "Mcycles*"]
+        columns = [
+            "batch",
+            "fits",
+            "peak HBM, GiB",
+            "TFLOP",
+            "FLOP time, ms",
+            "HBM GB",
+            "HBM time, ms",
+            "VMEM GB",
+            "Mcycles*",
+        ]
         rows = []
         for row in self.rows:
             if row["fits"]:
@@ -149,14 +161,24 @@ class Plan:
                 used = re.search(r"([\d.]+[KMG])\)? (?:of|exceeds)", row["why"])
                 answer = ["no", f"needs {used[1]}" if used else "more than available", *[""] * 6]
             rows.append([row["batch_size"], *answer, round(row["compile_s"])])
-        what = dict(train="training step", evaluate="prediction of one batch", session="all graphs of a training, once each")
-        return Table(f"{self.task}: {what[self.part]} on {self.chip}, per core", [*columns, "compiled in, s"], rows)
+        what = dict(
+            train="training step",
+            evaluate="prediction of one batch",
+            session="all graphs of a training, once each",
+        )
+        return Table(
+            f"{self.task}: {what[self.part]} on {self.chip}, per core", [*columns, "compiled in, s"], rows
+        )
 
     def graphs_table(self):
         """A Table of the compiled graphs at the largest batch that fits."""
         rows = []
         for graph in self._largest_row.get("graphs", []):
-            figures = [f"{graph['peak_bytes'] / GIB:.2f}", f"{graph['hbm_bytes'] / 1e9:.3g}", f"{graph['cycles'] / 1e6:.4g}"]
+            figures = [
+                f"{graph['peak_bytes'] / GIB:.2f}",
+                f"{graph['hbm_bytes'] / 1e9:.3g}",
+                f"{graph['cycles'] / 1e6:.4g}",
+            ]
             rows.append([graph["name"], graph["times"], *figures, f"{graph['compile_s']:.0f}"])
         columns = ("graph", "times", "peak HBM, GiB", "HBM GB", "Mcycles*", "compiled in, s")
         return Table(f"{self.task}: its {len(rows)} graphs at batch {self.largest_batch}", columns, rows)
@@ -166,13 +188,15 @@ class Plan:
         """What the columns mean."""
         chip = MACHINES[self.chip].chip
         text = (
-            f"{self.hbm_gib:g} GiB of HBM per core. FLOP time: at {chip.flops / 1e12:g} TFLOP/s. HBM time: of this graph, at "
-            f"{chip.bandwidth / 1e9:g} GB/s, for what its operations read and write in HBM, padded, each operand once. "
-            "Neither is a forecast. *Cycles: the compiler's own estimates, added up. Not calibrated: use them to compare "
-            "one graph with another, never as a time."
+            f"{self.hbm_gib:g} GiB of HBM per core. FLOP time: at {chip.flops / 1e12:g} TFLOP/s. HBM time: of"
+            f" this graph, at {chip.bandwidth / 1e9:g} GB/s, for what its operations read and write in HBM,"
+            " padded, each operand once. Neither is a forecast. *Cycles: the compiler's own estimates, added"
+            " up. Not calibrated: use them to compare one graph with another, never as a time."
         )
         graphs = self._largest_row.get("graphs", [])
-        if calls := sum(graph["times"] * call["calls"] for graph in graphs for call in graph["custom_calls"].values()):
+        if calls := sum(
+            graph["times"] * call["calls"] for graph in graphs for call in graph["custom_calls"].values()
+        ):
             text += f" Of {calls} custom calls only operands and results are counted, once each."
         if kernels := [kernel for graph in graphs for kernel in graph["times"] * graph["kernels"]]:
             names = ", ".join(sorted({kernel["name"] for kernel in kernels}))
@@ -184,7 +208,8 @@ class Plan:
         return text
 
     def heaviest(self, count):
-        """A Table of the operations with the largest share of HBM bytes or cycles, at the largest batch that fits."""
+        """A Table of the operations with the largest share of HBM bytes or cycles, at the largest batch that
+        fits."""
         row = self._largest_row
         found = [(one, graph["times"]) for graph in row.get("graphs", []) for one in graph["operations"]]
         hbm_bytes, cycles = (max(row.get(name, 0), 1) for name in ("hbm_bytes", "cycles"))
@@ -194,7 +219,11 @@ class Plan:
             figures = [f"{times * value / 1e6:.3g}" for value in (one.hbm_bytes, one.vmem_bytes, one.cycles)]
             rows.append([f"{one.opcode} {one.name}", one.result, one.source, *figures])
         columns = ("operation", "result", "traced from", "HBM MB", "VMEM MB", "Mcycles*")
-        return Table(f"{self.task}: the heaviest operations of {len(found)}, at batch {self.largest_batch}", columns, rows)
+        return Table(
+            f"{self.task}: the heaviest operations of {len(found)}, at batch {self.largest_batch}",
+            columns,
+            rows,
+        )
 
     @property
     def _largest_row(self):
@@ -230,12 +259,15 @@ def _plan_batch(task, machine, size, part, parallel, log, backend="torch_xla"):
 
 
 def _count(answer):
-    """What a compiled graph computes and moves in one run, with the hand-written kernels in it. answer: see `_compile`."""
+    """What a compiled graph computes and moves in one run, with the hand-written kernels in it. answer: see
+    `_compile`."""
     found = {name: answer[name] for name in ("name", "times", "compile_s", "peak_bytes", "flops", "kernels")}
     operations = found["operations"] = hlo.operations(answer["hlo"])
     for name in ("hbm_bytes", "vmem_bytes", "cycles"):
         found[name] = sum(getattr(one, name) for one in operations)
-    found["all_reduces"] = sum(one.times for one in operations if one.opcode in ("all-reduce", "all-reduce-start"))
+    found["all_reduces"] = sum(
+        one.times for one in operations if one.opcode in ("all-reduce", "all-reduce-start")
+    )
     found["custom_calls"] = {}  # target -> how many, and the bytes of their operands and results, each once
     for one in operations:
         if one.custom_call:
@@ -252,10 +284,12 @@ def _count(answer):
 
 
 def _trace(task, part, size, machine, folder, parallel="processes", backend="torch_xla"):
-    """(list of graphs, resident bytes), traced in a fresh process, which opens torch_xla's CPU device, or loads torch_tpu.
+    """(list of graphs, resident bytes), traced in a fresh process, which opens torch_xla's CPU device, or
+    loads torch_tpu.
 
-    A graph is a dict as of `ExportRuntime.graphs`, with path and times (how often a batch runs it; 1 in a session). Resident
-    bytes: how much more a core keeps meanwhile, which is the average of the weights, and the set that is not used."""
+    A graph is a dict as of `ExportRuntime.graphs`, with path and times (how often a batch runs it; 1 in a
+    session). Resident bytes: how much more a core keeps meanwhile, which is the average of the weights, and
+    the set that is not used."""
     request = to_request(task) | dict(part=part, size=size, cores=machine.chips, spmd=parallel == "spmd")
     request |= dict(memory_size=int(machine.chip.hbm_bytes), compiler=str(compiler_folder()), backend=backend)
     variables = NO_FLAGS
@@ -266,8 +300,8 @@ def _trace(task, part, size, machine, folder, parallel="processes", backend="tor
         last = last_line(ran)
         if "No module named 'torch_xla'" in last or "_XLAC" in last and "undefined symbol" in last:
             raise TpukitError(
-                f"a plan needs a torch_xla that matches torch, to trace the step ({last}). In a separate environment: "
-                "pip install torch==2.9.0 torch-xla==2.9.0"
+                f"a plan needs a torch_xla that matches torch, to trace the step ({last}). In a separate"
+                " environment: pip install torch==2.9.0 torch-xla==2.9.0"
             )
         raise TpukitError(f"the {part} step of {task.name} at batch {size} cannot be traced: {last}")
     traced = json.loads((folder / "traced.json").read_text())
@@ -283,16 +317,23 @@ def _trace(task, part, size, machine, folder, parallel="processes", backend="tor
 
 
 def _compile(graph, machine, parallel, log, backend="torch_xla"):
-    """What the compiler answers to a graph of `_trace`, cached; with an `error` where it needs too much memory."""
+    """What the compiler answers to a graph of `_trace`, cached; with an `error` where it needs too much
+    memory."""
     flags = graph.get("libtpu_args", "")
-    key = f"{graph['digest']} {machine.topology} {parallel} {COMPILERS[backend]} {files.sha256(COMPILER_SCRIPT)}{flags}"
+    key = (
+        f"{graph['digest']} {machine.topology} {parallel} {COMPILERS[backend]}"
+        f" {files.sha256(COMPILER_SCRIPT)}{flags}"
+    )
     cached = files.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json.gz"
     with contextlib.suppress(OSError, EOFError, ValueError):
         files.make_private(cached.parent)  # what another user put there is not trusted
         return json.loads(gzip.decompress(cached.read_bytes()))
     libraries = install_compiler(log, backend)
     path = graph["path"]
-    log(f"compiling {path.stat().st_size / 1000:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
+    log(
+        f"compiling {path.stat().st_size / 1000:.0f} kB of StableHLO for {machine.topology}: minutes for a"
+        " large network"
+    )
     started = time.monotonic()
     variables = NO_FLAGS | {"PYTHONPATH": str(libraries), "LIBTPU_INIT_ARGS": flags or None}
     arguments = (path, machine.topology, machine.chips, parallel)
@@ -316,16 +357,18 @@ def _read_answer(ran, libraries):
         return answer
     if "libtpu_lockfile" in error or "already in use" in error:
         raise TpukitError(
-            "libtpu is held by another process on this machine (/tmp/libtpu_lockfile). End that process, or, if there is none "
-            "any more, delete the file, then plan again"
+            "libtpu is held by another process on this machine (/tmp/libtpu_lockfile). End that process, or,"
+            " if there is none any more, delete the file, then plan again"
         )
     if answer:
         raise TpukitError(f"the TPU compiler refuses this graph: {' '.join(error.split())[:600]}")
     if ran.returncode == -signal.SIGKILL:
-        raise TpukitError("the TPU compiler was killed, most likely for lack of memory: a large network needs 8 GiB or more")
+        raise TpukitError(
+            "the TPU compiler was killed, most likely for lack of memory: a large network needs 8 GiB or more"
+        )
     raise TpukitError(
-        f"the TPU compiler does not run here: {last_line(ran)}. It needs Linux on x86-64; delete {libraries} to "
-        "install it again"
+        f"the TPU compiler does not run here: {last_line(ran)}. It needs Linux on x86-64; delete {libraries}"
+        " to install it again"
     )
 
 
@@ -336,7 +379,8 @@ def compiler_folder(backend="torch_xla"):
 
 
 def install_compiler(log=print, backend="torch_xla"):
-    """Install the packages of a backend's compiler into `compiler_folder`, unless they are there. Returns it."""
+    """Install the packages of a backend's compiler into `compiler_folder`, unless they are there. Returns
+    it."""
     folder, packages = compiler_folder(backend), COMPILERS[backend]
     try:
         files.make_private(folder.parent)
@@ -347,14 +391,19 @@ def install_compiler(log=print, backend="torch_xla"):
     with files.file_lock(folder):
         if folder.is_dir():
             return folder
-        log(f"installing the TPU compiler ({', '.join(packages)}; about {SIZES[backend]}, once) into {folder}")
+        log(
+            f"installing the TPU compiler ({', '.join(packages)}; about {SIZES[backend]}, once) into {folder}"
+        )
         with files.atomic_folder(folder) as work:
             # A folder and not a virtual environment, because Colab's and Debian's Python cannot make one.
-            ran = run_python("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", work, *packages)
+            ran = run_python(
+                "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", work, *packages
+            )
             if ran.returncode:
                 errors = [line for line in ran.stderr.splitlines() if "ERROR" in line or "No module" in line]
                 raise TpukitError(
-                    f"the TPU compiler could not be installed: {errors[-1].strip() if errors else last_line(ran)}. It is on "
-                    "PyPI for Linux on x86-64; `pip install tpukit[plan]` installs pip where it is missing"
+                    "the TPU compiler could not be installed:"
+                    f" {errors[-1].strip() if errors else last_line(ran)}. It is on PyPI for Linux on x86-64;"
+                    " `pip install tpukit[plan]` installs pip where it is missing"
                 )
     return folder

@@ -1,7 +1,8 @@
-"""Trace a plan's graphs, in a process of its own: `python -m tpukit.tools.plan_trace FOLDER`, with `plan`'s request on stdin.
+"""Trace a plan's graphs, in a process of its own: `python -m tpukit.tools.plan_trace FOLDER`, with `plan`'s
+request on stdin.
 
-torch_xla's CPU device stands for the TPU, or torch_tpu lowers what the CPU traces. All its calls into training are here.
-"""
+torch_xla's CPU device stands for the TPU, or torch_tpu lowers what the CPU traces. All its calls into
+training are here."""
 
 import functools
 import json
@@ -21,7 +22,9 @@ def trace_graphs(request, folder):
     else:
         from tpukit.devices.xla_export import ExportRuntime
 
-        os.environ["PYTHONPATH"] = request["compiler"]  # jax, for the processes that lower kernels, and not for this one
+        os.environ["PYTHONPATH"] = request[
+            "compiler"
+        ]  # jax, for the processes that lower kernels, and not for this one
     task, part, size = from_request(request), request["part"], request["size"]
     runtime = ExportRuntime(task.precision, request["cores"], request["memory_size"], spmd=request["spmd"])
     if part == "train":
@@ -32,11 +35,14 @@ def trace_graphs(request, folder):
         resident_bytes = _trace_session(task, runtime, size)
     for number, graph in enumerate(runtime.graphs):
         (folder / f"{number}.mlirbc").write_bytes(graph.pop("stablehlo"))
-    (folder / "traced.json").write_text(json.dumps(dict(graphs=runtime.graphs, resident_bytes=resident_bytes)))
+    (folder / "traced.json").write_text(
+        json.dumps(dict(graphs=runtime.graphs, resident_bytes=resident_bytes))
+    )
 
 
 def _trace_step(task, runtime, size, epoch):
-    """Trace the training step of an epoch. Returns (the model with its gradients, how many bytes a core keeps besides)."""
+    """Trace the training step of an epoch. Returns (the model with its gradients, how many bytes a core keeps
+    besides)."""
     from tpukit.training import layers, schedule
     from tpukit.training.metrics import new_sums
     from tpukit.training.step import train_step
@@ -54,7 +60,8 @@ def _trace_step(task, runtime, size, epoch):
 
 
 def _trace_prediction(task, runtime, size, epoch=None):
-    """Trace what predicts a batch with the weights of an epoch. Returns how many bytes a core keeps besides."""
+    """Trace what predicts a batch with the weights of an epoch. Returns how many bytes a core keeps
+    besides."""
     model = _place_model(task, runtime, training=False)
     batch, compose, resident_bytes = _first_batch(task, runtime, size, training=False)
     runtime.sync()
@@ -65,7 +72,8 @@ def _trace_prediction(task, runtime, size, epoch=None):
 
 
 def _trace_session(task, runtime, size):
-    """Trace every graph that `train` compiles, in all phases of the task. Returns how many bytes a core keeps besides."""
+    """Trace every graph that `train` compiles, in all phases of the task. Returns how many bytes a core keeps
+    besides."""
     from tpukit.training import ema, metrics
 
     runtime.exports_pending = True
@@ -73,7 +81,9 @@ def _trace_session(task, runtime, size):
     for epoch in epochs:
         model, resident_bytes = _trace_step(task, runtime, size, epoch)
         clipped = task.clip_norm is not None
-        metrics.sync(metrics.new_sums(runtime), model, runtime, clipped=clipped, stop_signal=None, save_due=False)
+        metrics.sync(
+            metrics.new_sums(runtime), model, runtime, clipped=clipped, stop_signal=None, save_due=False
+        )
     if task.ema_decay:
         ema.WeightEMA(_place_model(task, runtime, training=True), task.ema_decay, runtime).step(ema.EVERY)
     for epoch in epochs:
@@ -92,18 +102,21 @@ def _place_model(task, runtime, *, training):
 
 
 def _first_batch(task, runtime, size, *, training):
-    """(a core's batch on the device, the function that composes it there, bytes of the sets that it does not use)."""
+    """(a core's batch on the device, the function that composes it there, bytes of the sets that it does not
+    use)."""
     import numpy as np
 
-    from tpukit.training.data import BatchLoader, Draw, already_composed
+    from tpukit.training.data import BatchLoader, BatchSpec, identity
 
     if not task.dataset_dir:
-        return runtime.put_batch(task.example(size // runtime.world.size)), already_composed, 0
+        return runtime.put_batch(task.example(size // runtime.world.size)), identity, 0
     data, *others = task.datasets() if training else [task.test_set()]
-    others_bytes = sum(BatchLoader(other, runtime, on=task.data_on, workers=0).bytes_per_core for other in others)
+    others_bytes = sum(
+        BatchLoader(other, runtime, on=task.data_on, workers=0).bytes_per_core for other in others
+    )
     loader = BatchLoader(data, runtime, on=task.data_on, workers=0)
-    numbers = np.random.default_rng(0).random((size, data.num_draws)) if training else None
-    batch = next(loader.batches([Draw(np.arange(size) % len(data), numbers)]))
+    numbers = np.random.default_rng(0).random((size, data.num_uniforms)) if training else None
+    batch = next(loader.batches([BatchSpec(np.arange(size) % len(data), numbers)]))
     return batch, loader.compose, others_bytes
 
 

@@ -12,16 +12,15 @@ from tpukit.host.tables import printable
 def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, device="cpu", progress=True):
     """Predict images with the best weights of a run. Returns a list of dicts, one for each sample.
 
-    run: a `Run`, the path of one, or a weights file. images: paths (files, folders, patterns), numpy arrays or PIL images; of
-    CDEIT, files or arrays of voltages. task: one of a task of your own, or with other settings, or the name of a task
-    for a file that does not name its own. out: a new or empty folder for the results, with a picture of each sample unless
-    `pictures` is False. device: "cpu", or "auto", what this machine has: on a TPU, no cores can be launched from this process
-    afterwards.
+    run: a `Run`, the path of one, or a weights file. images: paths (files, folders, patterns), numpy arrays
+    or PIL images; of CDEIT, files or arrays of voltages. task: one of a task of your own, or with other
+    settings, or the name of a task for a file that does not name its own. out: a new or empty folder for the
+    results, with a picture of each sample unless `pictures` is False. device: "cpu", or "auto", what this
+    machine has: on a TPU, no cores can be launched from this process afterwards.
 
-    Each dict has the `name`, and what the task's `results` gives: `digit`; `mask`, `boxes` and `targets`; `image`. An
-    unreadable file is printed and has its `error` in place of these; the others are still predicted. Raises TpukitError where
-    no file can be read, or the run has no weights.
-    """
+    Each dict has the `name`, and what the task's `results` gives: `digit`; `mask`, `boxes` and `targets`;
+    `image`. An unreadable file is printed and has its `error` in place of these; the others are still
+    predicted. Raises TpukitError where no file can be read, or the run has no weights."""
     from tpukit.devices import open_runtime
     from tpukit.devices.runtime import Runtime
     from tpukit.reporting import own
@@ -37,7 +36,9 @@ def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, d
         if device == "cpu":
             runtime = Runtime("cpu")
         else:
-            runtime = open_runtime(environment.detect(), task.precision, libtpu_args=task.libtpu_args(batch_size))
+            runtime = open_runtime(
+                environment.detect(), task.precision, libtpu_args=task.libtpu_args(batch_size)
+            )
         paths = tqdm(paths, desc=f"predicting {task.name}", unit="file", disable=not progress)
         samples = _print_errors(prediction.predict_files(task, best, paths, runtime, batch_size=batch_size))
         if out is None:
@@ -58,10 +59,13 @@ def _print_errors(samples):
 
 
 def _empty_folder(path):
-    """The folder, created if it is missing. Raises TpukitError where anything is in it: no file of another's is replaced."""
+    """The folder, created if it is missing. Raises TpukitError where anything is in it: no file of another's
+    is replaced."""
     path = Path(path)
     with files.explain_unwritable(path):
         path.mkdir(parents=True, exist_ok=True)
         if found := next((entry for entry in path.iterdir() if not entry.name.startswith(".")), None):
-            raise TpukitError(f"{path} is not empty (it has {printable(found.name)}): choose a new folder for the results")
+            raise TpukitError(
+                f"{path} is not empty (it has {printable(found.name)}): choose a new folder for the results"
+            )
     return path

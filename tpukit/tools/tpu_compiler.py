@@ -1,13 +1,15 @@
-"""Compile one graph for a TPU that is not there, with libtpu's own compiler. A script for the environment that `plan` installs.
+"""Compile one graph for a TPU that is not there, with libtpu's own compiler. A script for the environment
+that `plan` installs.
 
     python tpu_compiler.py GRAPH TOPOLOGY CORES processes|spmd    # GRAPH: a StableHLO portable artifact
 
-processes: a replica of the graph on each core. spmd: one graph, partitioned by the shardings of its arguments.
+processes: a replica of the graph on each core. spmd: one graph, partitioned by the shardings of its
+arguments.
 
-Prints one line of JSON: the memory and arithmetic that the compiler reports and the text of the compiled graph, which `hlo.py`
-reads, or {"error": its reason}. Imports nothing of tpukit, because jaxlib must not meet torch_xla. (That libtpu compiles
-without a chip, and how jax asks it to, is from jax's own ahead-of-time tests.)
-"""
+Prints one line of JSON: the memory and arithmetic that the compiler reports and the text of the compiled
+graph, which `hlo.py` reads, or {"error": its reason}. Imports nothing of tpukit, because jaxlib must not meet
+torch_xla. (That libtpu compiles without a chip, and how jax asks it to, is from jax's own ahead-of-time
+tests.)"""
 
 import json
 import os
@@ -64,7 +66,8 @@ def main(graph, topology, cores, parallel):
 
 
 def donate_replaced_arguments(module, ir):
-    """Let results take the memory of arguments of the same type, as torch_xla does with the weights that a step replaces."""
+    """Let results take the memory of arguments of the same type, as torch_xla does with the weights that a
+    step replaces."""
     body = {function.attributes["sym_name"].value: function for function in module.body.operations}
     function = body["main"]
     free = [str(result) for result in function.type.results]
@@ -72,7 +75,9 @@ def donate_replaced_arguments(module, ir):
     for number, argument in enumerate(function.type.inputs):
         of_argument = {}
         if "arg_attrs" in function.attributes:  # its sharding
-            of_argument = {entry.name: entry.attr for entry in ir.DictAttr(function.attributes["arg_attrs"][number])}
+            of_argument = {
+                entry.name: entry.attr for entry in ir.DictAttr(function.attributes["arg_attrs"][number])
+            }
         if str(argument) in free:
             free.remove(str(argument))
             of_argument["jax.buffer_donor"] = ir.BoolAttr.get(True)

@@ -1,8 +1,8 @@
-"""`tpukit report RUN --trace N` and `--hlo`: a few more steps of a run's task, beside the run, under a profiler.
+"""`tpukit report RUN --trace N` and `--hlo`: a few more steps of a run's task, beside the run, under a
+profiler.
 
-Profiling costs time, so a training does not do it. The run itself is not touched: the steps start from its best weights, and
-what they learn is thrown away.
-"""
+Profiling costs time, so a training does not do it. The run itself is not touched: the steps start from its
+best weights, and what they learn is thrown away."""
 
 import collections
 import contextlib
@@ -38,8 +38,9 @@ STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 @dataclasses.dataclass
 class StepTrace:
-    """What was found in the steps. rows: (operation, times per step, line) of what ran on the host instead or waited for the
-    device. folder: of the profiler's trace. error: why there is no trace, or None. hlo: the file of the step's HLO, or None."""
+    """What was found in the steps. rows: (operation, times per step, line) of what ran on the host instead or
+    waited for the device. folder: of the profiler's trace. error: why there is no trace, or None. hlo: the
+    file of the step's HLO, or None."""
 
     device: str
     steps: int
@@ -54,9 +55,9 @@ class StepTrace:
             found = [f"No trace, because the step fails on {self.device}: {self.error}"]
         else:
             found = [
-                f"A trace of {self.steps} steps on {self.device} is in {self.folder}: `tensorboard --logdir {self.folder}` "
-                "shows it (with the plugin of `pip install xprof` for XLA, of `torch-tb-profiler` or ui.perfetto.dev for GPUs "
-                "and CPUs)."
+                f"A trace of {self.steps} steps on {self.device} is in {self.folder}: `tensorboard --logdir"
+                f" {self.folder}` shows it (with the plugin of `pip install xprof` for XLA, of"
+                " `torch-tb-profiler` or ui.perfetto.dev for GPUs and CPUs)."
             ]
         found += [f"{operation}, {count} times per step, at {line}." for operation, count, line in self.rows]
         if not self.rows:
@@ -69,19 +70,22 @@ class StepTrace:
 def trace(task, run, *, steps=5, hlo=False, cores=None, parallel="processes"):
     """Trace some steps of a run's task on the device. Returns a `StepTrace`.
 
-    The trace is kept as trace/ in the run's folder, the HLO as step.hlo. Raises TpukitError where hlo is asked for on a device
-    that has none.
-    """
+    The trace is kept as trace/ in the run's folder, the HLO as step.hlo. Raises TpukitError where hlo is
+    asked for on a device that has none."""
     if steps < 1:
         raise TpukitError(f"--trace {steps}: trace one step or more")
     if hlo and environment.detect().accelerator not in ("tpu", "xla"):
-        raise TpukitError("--hlo: only XLA devices (a TPU, or PJRT_DEVICE=CPU) compile a step to HLO; leave it out here")
+        raise TpukitError(
+            "--hlo: only XLA devices (a TPU, or PJRT_DEVICE=CPU) compile a step to HLO; leave it out here"
+        )
     best = run.path / "best.safetensors"
     task = dataclasses.replace(task, weights=best if best.exists() else task.weights)
     trained = run.records("train")
     epoch = trained[-1]["epoch"] if trained else max(task.epochs, 1) - 1  # whose phase is traced
     with tempfile.TemporaryDirectory() as place:
-        function = functools.partial(_trace_steps, steps=steps, hlo=hlo, folder=run.path / "trace", epoch=epoch)
+        function = functools.partial(
+            _trace_steps, steps=steps, hlo=hlo, folder=run.path / "trace", epoch=epoch
+        )
         found = launch(function, task, Run.open(place, task), cores=cores, parallel=parallel)
     text = found.pop("text")
     found["rows"] = [tuple(row) for row in found["rows"]]  # lists, where they come from another process
@@ -119,8 +123,11 @@ def _trace_steps(task, run, *, steps, hlo, folder, epoch, runtime=None):
                 error = fix_for(str(failure))
                 if error is None:
                     raise
-        # Outside of its compiled graph, so that each operation is seen as Python calls it. The results are thrown away.
-        step = functools.partial(trainer.plain_step, first, runtime.scalar(epoch), trainer.sums, trainer.lr_factor())
+        # Outside of its compiled graph, so that each operation is seen as Python calls it. The results are
+        # thrown away.
+        step = functools.partial(
+            trainer.plain_step, first, runtime.scalar(epoch), trainer.sums, trainer.lr_factor()
+        )
         text = runtime.hlo_of(step, trainer.model, trainer.optimizer) if hlo else None
         interruptions = _Interruptions(runtime)
         with interruptions, torch.autograd.set_detect_anomaly(True, check_nan=False):
@@ -130,7 +137,8 @@ def _trace_steps(task, run, *, steps, hlo, folder, epoch, runtime=None):
 
 
 class _Interruptions(TorchDispatchMode):
-    """Counts, by operation and line, what runs on the host instead of an XLA device, and what waits for the device."""
+    """Counts, by operation and line, what runs on the host instead of an XLA device, and what waits for the
+    device."""
 
     def __init__(self, runtime):
         super().__init__()
@@ -140,7 +148,11 @@ class _Interruptions(TorchDispatchMode):
         before = self._fallbacks()
         result = operation(*arguments, **(named or {}))
         name, device = operation._schema.name, self.runtime.device.type
-        waits = name in BLOCKING and arguments[0].device.type == device or _copies_to_host(name, arguments, result)
+        waits = (
+            name in BLOCKING
+            and arguments[0].device.type == device
+            or _copies_to_host(name, arguments, result)
+        )
         if waits or self._fallbacks() != before:
             frames = _frames()
             # On a CPU, where nothing waits, the optimizers read their own step counts too.
@@ -161,8 +173,8 @@ def _copies_to_host(name, arguments, result):
 
 
 def _frames():
-    """[(path, line number)] of the code that the running operation belongs to, from the step inwards; of a backward pass, that
-    of its forward."""
+    """[(path, line number)] of the code that the running operation belongs to, from the step inwards; of a
+    backward pass, that of its forward."""
     node = torch._C._current_autograd_node()
     recorded = node.metadata.get("traceback_", []) if node is not None else []
     matches = [re.match(r'\s*File "(.+?)", line (\d+)', text) for text in recorded]
@@ -178,7 +190,9 @@ def _line(frames):
     """The innermost line of a task or of the user's own code; where there is none, the innermost line."""
     own = [frame for frame in frames if not _is_library(frame[0])] or frames or [("?", 0)]
     path, number = own[-1]
-    return f"{path}:{number}" + (" (its backward pass)" if torch._C._current_autograd_node() is not None else "")
+    return f"{path}:{number}" + (
+        " (its backward pass)" if torch._C._current_autograd_node() is not None else ""
+    )
 
 
 def _is_library(path):

@@ -1,4 +1,5 @@
-"""`tpukit doctor --model`: whether a task's model computes here, in which precisions, and how much its output changes."""
+"""`tpukit doctor --model`: whether a task's model computes here, in which precisions, and how much its output
+changes."""
 
 import copy
 
@@ -12,9 +13,9 @@ LARGEST_CHANGE = 0.05  # of an output by half precision, relative to its norm
 def try_model(task, env):
     """Compute a task's loss and gradients on this machine's device in every precision that suits it.
 
-    The batch is one synthetic sample. Weights are the task's own, or fresh ones, where what starts at zero becomes small random
-    numbers, so that every part of the model affects its output. Returns a list of `Check`.
-    """
+    The batch is one synthetic sample. Weights are the task's own, or fresh ones, where what starts at zero
+    becomes small random numbers, so that every part of the model affects its output. Returns a list of
+    `Check`."""
     import torch
 
     from tpukit.devices import open_runtime
@@ -37,7 +38,12 @@ def try_model(task, env):
             output, loss, norm = _one_step(task, model, runtime)
         except TpukitError:
             raise
-        except (RuntimeError, TypeError, NotImplementedError, ValueError) as error:  # the last is XLA's of a graph it refuses
+        except (
+            RuntimeError,
+            TypeError,
+            NotImplementedError,
+            ValueError,
+        ) as error:  # the last is XLA's of a graph it refuses
             reason = first_line(error)
             level, fix = (BLOCKS, fix_for(reason) or "") if exact is None else (WARNING, "train in fp32")
             checks.append(Check(f"{task.name} in {precision}", level, f"does not run: {reason}", fix))
@@ -51,7 +57,13 @@ def try_model(task, env):
             largest = float((output - exact).abs().max() / exact.abs().max())
             found += f"; the output changes by {changed:.2%} (at most {largest:.2%} of its largest value)"
             if not changed < LARGEST_CHANGE:  # NaN is not
-                level, fix = WARNING, "more than rounding: train in fp32, and look for sums over many numbers in half precision"
+                level, fix = (
+                    WARNING,
+                    (
+                        "more than rounding: train in fp32, and look for sums over many numbers in half"
+                        " precision"
+                    ),
+                )
         checks.append(Check(f"{task.name} in {precision}", level, found, fix))
     return checks
 

@@ -1,4 +1,5 @@
-"""`tpukit watch`: a run that another process trains, in a terminal: how far, how fast, its scores, and how busy the chip is."""
+"""`tpukit watch`: a run that another process trains, in a terminal: how far, how fast, its scores, and how
+busy the chip is."""
 
 import re
 import shutil
@@ -15,7 +16,8 @@ QUERY = "index,name,utilization.gpu,memory.used,memory.total"
 
 
 def watch(run, *, once=False):
-    """Show a run until its last step is done, or until Ctrl-C; once where asked, or where the output is not a terminal."""
+    """Show a run until its last step is done, or until Ctrl-C; once where asked, or where the output is not a
+    terminal."""
     if once or not sys.stdout.isatty():
         print(describe(run))
         return
@@ -51,7 +53,9 @@ def describe_chips():
         for line in output.splitlines():
             row = re.fullmatch(r"(\d+), (.*), ([^,]*), ([^,]*), ([^,]*)", line.strip())
             if not row:
-                lines.append(f"  nvidia-smi: {line}")  # it warns between its rows, of a damaged infoROM for instance
+                lines.append(
+                    f"  nvidia-smi: {line}"
+                )  # it warns between its rows, of a damaged infoROM for instance
                 continue
             index, name, busy, used, total = row.groups()
             # A field that a card does not have reads [N/A].

@@ -15,20 +15,22 @@ def apply(model, variant, runtime):
         return torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     elif variant == "synced" and runtime.world.size > 1:
         raise TpukitError(
-            "batch_norm='synced' runs on GPUs. On TPU cores parallel='spmd' takes the statistics of the whole batch; "
-            "otherwise choose 'per-core' or 'frozen'"
+            "batch_norm='synced' runs on GPUs. On TPU cores parallel='spmd' takes the statistics of the whole"
+            " batch; otherwise choose 'per-core' or 'frozen'"
         )
     return model  # with one process, one graph sees the whole batch as it is
 
 
 MIN_SHARE = 16
-"""Samples that batch norm needs: with fewer its error rises (Wu and He, Group Normalization, 2018, figure 1)."""
+"""Samples that batch norm needs: with fewer its error rises (Wu and He, Group Normalization, 2018, figure
+1)."""
 
 
 def wants_one_gpu(task, gpus):
     """Whether each of several GPUs would have fewer than `MIN_SHARE` samples for its batch norms.
 
-    Such a share is also too little work for a card: a step is bound by its launches, of which each card does all."""
+    Such a share is also too little work for a card: a step is bound by its launches, of which each card does
+    all."""
     share = task.batch_size // gpus // task.micro_batches
     return share < MIN_SHARE and task.batch_norm == "per-core" and _has_statistics_of_the_batch(task.model())
 
@@ -46,7 +48,11 @@ def note(model, task, runtime):
 
 
 def _has_statistics_of_the_batch(model):
-    kinds = {type(module) for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)}
+    kinds = {
+        type(module)
+        for module in model.modules()
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+    }
     return bool(kinds - {FrozenBatchNorm, torch.nn.SyncBatchNorm})
 
 

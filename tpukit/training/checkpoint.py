@@ -33,7 +33,8 @@ class TrainState:
 
 
 def save(trainer, interval):
-    """Start writing a checkpoint on rank 0: model, average, optimizer, loss scaler, random states, and the `TrainState`.
+    """Start writing a checkpoint on rank 0: model, average, optimizer, loss scaler, random states, and the
+    `TrainState`.
 
     interval: a fresh `metrics.Interval`.
     """
@@ -70,26 +71,29 @@ def restore(trainer):
         return TrainState(), metrics.new_sums(runtime)
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise TpukitError(
-            f"{run.path} was written by another version of tpukit: start a new run, and pass this run's best.safetensors as "
-            "weights= to keep its result"
+            f"{run.path} was written by another version of tpukit: start a new run, and pass this run's"
+            " best.safetensors as weights= to keep its result"
         )
     if saved["train_size"] != size:
         raise TpukitError(
-            f"{run.path} was trained on {saved['train_size']} samples, {task.dataset_dir} has {size}: use the dataset that it "
-            "started with, or choose another run folder"
+            f"{run.path} was trained on {saved['train_size']} samples, {task.dataset_dir} has {size}: use the"
+            " dataset that it started with, or choose another run folder"
         )
     # Runs of earlier versions have no signatures.
     if what := _differences(saved.get("data_signature", {}), trainer.data_signature):
         raise TpukitError(
-            f"{run.path} was trained on other data than {task.dataset_dir} holds now, with other {what}: use the "
-            f"dataset that it started with, or {TRAIN_ANEW}"
+            f"{run.path} was trained on other data than {task.dataset_dir} holds now, with other {what}: use"
+            f" the dataset that it started with, or {TRAIN_ANEW}"
         )
     _check_code(trainer, saved)
     trainer.model.load_state_dict(saved["model"])
     if trainer.ema:
         trainer.ema.model.load_state_dict(saved["averaged"])
     for group, own in zip(saved["optimizer"]["param_groups"], trainer.optimizer.param_groups):
-        for name in ("capturable", "fused"):  # as this device counts the steps and updates, not as the other one did
+        for name in (
+            "capturable",
+            "fused",
+        ):  # as this device counts the steps and updates, not as the other one did
             if name in own:
                 group[name] = own[name]
     try:
@@ -108,8 +112,9 @@ def restore(trainer):
     if what := _differences(saved.get("test_signature", {}), trainer.test_signature):
         state.best = None  # which no score on these samples can be compared with
         trainer.run.print(
-            f"the test set of {task.dataset_dir} has changed since, with other {what}: the scores so far are those of "
-            f"the old one. `tpukit test` scores the weights that were kept on the new one; or {TRAIN_ANEW}"
+            f"the test set of {task.dataset_dir} has changed since, with other {what}: the scores so far are"
+            " those of the old one. `tpukit test` scores the weights that were kept on the new one; or"
+            f" {TRAIN_ANEW}"
         )
     if len(saved["random"]) == runtime.world.size:
         runtime.set_random_state(saved["random"][runtime.world.rank])
@@ -130,8 +135,8 @@ def _read(run, task):
 
 
 def _check_code(trainer, saved):
-    """Raise TpukitError naming the first tensors, or settings of the optimizer, that differ from those of the checkpoint: the
-    code of the task has changed."""
+    """Raise TpukitError naming the first tensors, or settings of the optimizer, that differ from those of the
+    checkpoint: the code of the task has changed."""
     path, kind = trainer.run.path, type(trainer.task).__name__
     if different := weights.differences(saved["model"], trainer.model.state_dict()):
         raise TpukitError(
@@ -140,11 +145,13 @@ def _check_code(trainer, saved):
         )
     old, new = saved.get("optimizer_signature", {}), trainer.optimizer_signature
     # Another version of torch may have more settings.
-    changed = [f"{name} was {old[name]}, is {new[name]}" for name in old if name in new and old[name] != new[name]]
+    changed = [
+        f"{name} was {old[name]}, is {new[name]}" for name in old if name in new and old[name] != new[name]
+    ]
     if changed:
         raise TpukitError(
-            f"{path} was trained with another optimizer than {kind}.optimizer() makes now: {', '.join(changed[:3])}. "
-            f"Undo the change, or {TRAIN_ANEW}"
+            f"{path} was trained with another optimizer than {kind}.optimizer() makes now:"
+            f" {', '.join(changed[:3])}. Undo the change, or {TRAIN_ANEW}"
         )
 
 
@@ -163,11 +170,15 @@ def _describe_difference(name, saved, own):
 
 
 def _lay_out_as_parameters(optimizer):
-    """Give the optimizer's state the memory layout of its parameters, which fused updates on a GPU require: a run may have been
-    saved where channels were not last."""
+    """Give the optimizer's state the memory layout of its parameters, which fused updates on a GPU require: a
+    run may have been saved where channels were not last."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
                 state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
@@ -176,7 +187,7 @@ def _check_newest_is_on_rank_0(run, world):
     newest = [int(row[0]) for row in world.all_gather([mine])]
     if max(newest) > newest[0]:
         raise TpukitError(
-            f"{run.path}: rank 0's newest checkpoint there is of step {newest[0]} (0: none), but rank "
-            f"{newest.index(max(newest))} has one of step {max(newest)}. Start the host that has the run with --node-rank 0, "
-            "or put the run on a disk that all hosts share."
+            f"{run.path}: rank 0's newest checkpoint there is of step {newest[0]} (0: none), but rank"
+            f" {newest.index(max(newest))} has one of step {max(newest)}. Start the host that has the run"
+            " with --node-rank 0, or put the run on a disk that all hosts share."
         )

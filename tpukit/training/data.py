@@ -12,13 +12,13 @@ DATA_ON = ("auto", "device", "host")
 MEMORY_SHARE = 8  # a dataset may take 1 / MEMORY_SHARE of a device's memory
 
 
-class Draw(NamedTuple):
+class BatchSpec(NamedTuple):
     """What the host decides about a global batch of B samples."""
 
     indices: np.ndarray
     """(B,) samples of the dataset"""
     numbers: np.ndarray | None = None
-    """(B, num_draws) uniform in [0, 1), for the augmentation; None in an evaluation"""
+    """(B, num_uniforms) uniform in [0, 1), for the augmentation; None in an evaluation"""
     valid: np.ndarray | None = None
     """(B,) bool, False where the batch is padded; None in training"""
 
@@ -26,36 +26,39 @@ class Draw(NamedTuple):
         """This rank's share: samples rank * B / W to (rank + 1) * B / W."""
         share = len(self.indices) // world_size
         part = slice(rank * share, (rank + 1) * share)
-        return Draw(*(None if values is None else values[part] for values in self))
+        return BatchSpec(*(None if values is None else values[part] for values in self))
 
 
-def training_plan(size, batch_size, *, seed, epoch, num_draws=0, start=0):
-    """Yield a `Draw` for every step of an epoch from step `start` on: shuffled samples, without the ragged tail.
+def training_index_batches(size, batch_size, *, seed, epoch, num_uniforms=0, start=0):
+    """Yield a `BatchSpec` for every step of an epoch from step `start` on: shuffled samples, without the
+    ragged tail.
 
     It depends on (seed, epoch, step) alone, so a resumed run draws what an uninterrupted one draws.
     """
     order = np.random.default_rng(np.random.SeedSequence((seed, epoch))).permutation(size)
     for step in range(start, size // batch_size):
         rng = np.random.default_rng(np.random.SeedSequence((seed, epoch, step)))
-        yield Draw(order[step * batch_size : (step + 1) * batch_size], rng.random((batch_size, num_draws)))
+        yield BatchSpec(
+            order[step * batch_size : (step + 1) * batch_size], rng.random((batch_size, num_uniforms))
+        )
 
 
-def evaluation_plan(size, batch_size):
-    """Yield a `Draw` for every batch of an evaluation: each sample once, the last batch padded with sample 0."""
+def evaluation_index_batches(size, batch_size):
+    """Yield a `BatchSpec` for every batch of an evaluation: each sample once, the last batch padded with
+    sample 0."""
     for first in range(0, size, batch_size):
         indices = np.arange(first, first + batch_size)
         valid = indices < size
-        yield Draw(np.where(valid, indices, 0), valid=valid)
+        yield BatchSpec(np.where(valid, indices, 0), valid=valid)
 
 
 class BatchLoader:
     """Brings the batches of a dataset to a runtime's device.
 
-    data: as `Task.datasets` returns it. on: "device" stores all its arrays there once, so that a batch is an index and
-    a few numbers per sample; "host" makes every batch on `workers` threads, a few ahead, with 0 in the thread that asks; "auto"
-    stores them on an accelerator where they take at most an eighth of its memory, whole or sharded over the devices of this
-    process.
-    """
+    data: as `Task.datasets` returns it. on: "device" stores all its arrays there once, so that a batch is an
+    index and a few numbers per sample; "host" makes every batch on `workers` threads, a few ahead, with 0 in
+    the thread that asks; "auto" stores them on an accelerator where they take at most an eighth of its
+    memory, whole or sharded over the devices of this process."""
 
     def __init__(self, data, runtime, *, on="auto", workers=2):
         self.data, self.runtime, self.workers = data, runtime, workers
@@ -66,8 +69,9 @@ class BatchLoader:
         can_be_stored = hasattr(data, "device_arrays")
         if on == "device" and not can_be_stored:
             raise TpukitError(
-                f"data_on='device': {type(data).__name__} only makes batches on the host; use 'auto' or 'host', or implement "
-                "device_arrays, device_nbytes, sample_parameters and compose (tpukit/tasks/mnist.py has them)"
+                f"data_on='device': {type(data).__name__} only makes batches on the host; use 'auto' or"
+                " 'host', or implement device_arrays, device_nbytes, sample_parameters and compose"
+                " (tpukit/tasks/mnist.py has them)"
             )
         size = data.device_nbytes() if can_be_stored else 0
         limit = runtime.memory_size() // MEMORY_SHARE
@@ -78,21 +82,28 @@ class BatchLoader:
             size = runtime.whole_nbytes(arrays)  # with what the device pads
         if may_be_stored and (size <= limit * runtime.shards or on == "device"):
             is_sharded = size > limit and runtime.shards > 1
-            self.resident = runtime.put_whole(arrays, sharded=is_sharded)
+            self.resident = runtime.put_dataset(arrays, sharded=is_sharded)
             self.bytes_per_core = size // runtime.shards if is_sharded else size
             how = f"sharded over {runtime.shards} cores" if is_sharded else "whole"
             where = f"{size / 2**20:.0f} MiB on the device, {how}: a batch is an index"
         else:
-            where = f"{workers} threads make the batches ahead" if workers else "each batch is made when its step is due"
+            where = (
+                f"{workers} threads make the batches ahead"
+                if workers
+                else "each batch is made when its step is due"
+            )
             if can_be_stored and is_wanted:
-                where += f", because more than {limit * runtime.shards / 2**20:.0f} MiB would take too much of the device"
+                where += (
+                    f", because more than {limit * runtime.shards / 2**20:.0f} MiB would take too much of the"
+                    " device"
+                )
         self.description = f"{len(data)} samples, {where}"
 
     def batches(self, plan):
         """Make this rank's share of the batches of a plan and put them on the device in order.
 
-        Yields dicts of tensors, to be given to `compose` in a compiled function. All ranks together see what one device would.
-        """
+        Yields dicts of tensors, to be given to `compose` in a compiled function. All ranks together see what
+        one device would."""
         if self.workers == 0:
             yield from (self.runtime.put_batch(self._make(draw)) for draw in plan)
             return
@@ -128,6 +139,6 @@ class BatchLoader:
         return self.data.compose(rows, parameters) | valid
 
 
-def already_composed(batch):
+def identity(batch):
     """In place of `BatchLoader.compose`, for a batch that is complete."""
     return batch

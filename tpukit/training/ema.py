@@ -22,7 +22,8 @@ class WeightEMA:
         count, rest = divmod(step, EVERY)
         if rest:
             return
-        # Forget faster at first, so that the initial weights do not dominate a short training (as in Phil Wang's ema_pytorch).
+        # Forget faster at first, so that the initial weights do not dominate a short training (as in Phil
+        # Wang's ema_pytorch).
         decay = min(self.decay, 1 - (1 + count) ** (-2 / 3))
         # From the host as a vector: every value of a Python number would be another graph.
         self.update(self.runtime.put({"weight": torch.tensor([1 - decay])})["weight"])

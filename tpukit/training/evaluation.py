@@ -15,14 +15,16 @@ from tpukit.devices.runtime import check_batch
 from tpukit.host import environment, known_errors
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
-from tpukit.training.data import BatchLoader, evaluation_plan
+from tpukit.training.data import BatchLoader, evaluation_index_batches
 from tpukit.training.task import model_settings
 
 
 def test(task, run, *, runtime=None, progress=True):
-    """Score the run's best weights, or `task.weights` where it has none, on the test set. Returns the scores, on every rank.
+    """Score the run's best weights, or `task.weights` where it has none, on the test set. Returns the scores,
+    on every rank.
 
-    What the task keeps of its predictions is written to the run's folder predictions/. runtime: as for `train`."""
+    What the task keeps of its predictions is written to the run's folder predictions/. runtime: as for
+    `train`."""
     with known_errors.explain_known_errors():
         best = run.path / "best.safetensors"
         path = task.weights if task.weights and not best.exists() else best
@@ -31,7 +33,9 @@ def test(task, run, *, runtime=None, progress=True):
         model = task.model()
         weights.load(model, path)
         data = task.test_set()
-        runtime = runtime or open_runtime(environment.detect(), task.precision, libtpu_args=task.libtpu_args(task.batch_size))
+        runtime = runtime or open_runtime(
+            environment.detect(), task.precision, libtpu_args=task.libtpu_args(task.batch_size)
+        )
         check_batch(task.batch_size, runtime.cores)
         run = run if runtime.world.rank == 0 else run.read_only()
         run.print(f"testing {path} on {runtime}: {len(data)} samples")
@@ -51,11 +55,11 @@ def test(task, run, *, runtime=None, progress=True):
 
 
 def evaluate(task, model, data, runtime, *, epoch=None, after_batch=None, folder=None):
-    """Scores of a model on a device over a test set. With several ranks each predicts its share, and rank 0 scores them all, in
-    the order that one device would give; the other ranks return None.
+    """Scores of a model on a device over a test set. With several ranks each predicts its share, and rank 0
+    scores them all, in the order that one device would give; the other ranks return None.
 
-    epoch: see `Task.predict`. after_batch: called without arguments. folder: where the task keeps what it wants of the
-    predictions."""
+    epoch: see `Task.predict`. after_batch: called without arguments. folder: where the task keeps what it
+    wants of the predictions."""
     loader = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
     found = predict(task, model, loader, runtime, epoch=epoch, after_batch=after_batch)
     if runtime.world.rank != 0:
@@ -67,19 +71,20 @@ def evaluate(task, model, data, runtime, *, epoch=None, after_batch=None, folder
 
 
 def predict(task, model, loader, runtime, *, epoch, batch_size=None, after_batch=None):
-    """list of (prediction, batch), on the CPU; on rank 0 those of all ranks. batch: the arrays in `task.evaluation_keys`.
+    """list of (prediction, batch), on the CPU; on rank 0 those of all ranks. batch: the arrays in
+    `task.evaluation_keys`.
 
     batch_size: samples of a batch, over all ranks; None for the task's."""
     predictor = task.predictor(model, runtime, epoch)
     compose = loader.compose if loader.resident is None else runtime.inference(loader.compose)
     found, pending = [], None
     model.eval()
-    plan = evaluation_plan(len(loader.data), batch_size or task.batch_size)
+    plan = evaluation_index_batches(len(loader.data), batch_size or task.batch_size)
     with contextlib.closing(loader.batches(plan)) as batches:
         for batch in batches:
             batch = compose(batch)
             names = batch if task.evaluation_keys is None else (*task.evaluation_keys, "valid")
-            copied = runtime.host_later((predictor(batch), {name: batch[name] for name in names}))
+            copied = runtime.to_cpu_async((predictor(batch), {name: batch[name] for name in names}))
             if pending is not None:  # one batch late, so that the device is busy meanwhile
                 found.extend(runtime.world.gather(pending()))
             pending = copied
@@ -87,22 +92,29 @@ def predict(task, model, loader, runtime, *, epoch, batch_size=None, after_batch
             if after_batch is not None:
                 after_batch()
     if pending is None:
-        raise TpukitError(f"{task.dataset_dir or type(task).__name__}: the test set is empty; add samples to it")
+        raise TpukitError(
+            f"{task.dataset_dir or type(task).__name__}: the test set is empty; add samples to it"
+        )
     found.extend(runtime.world.gather(pending()))
     return found
 
 
 def scores_of(task, predictions):
-    """What `task.evaluate` returns, with plain numbers in place of numpy's and torch's. Raises TpukitError where that cannot be
-    recorded, or has no score that decides which weights are best."""
+    """What `task.evaluate` returns, with plain numbers in place of numpy's and torch's. Raises TpukitError
+    where that cannot be recorded, or has no score that decides which weights are best."""
     scores, method = task.evaluate(predictions), f"{type(task).__name__}.evaluate()"
     try:
         scores = json.loads(json.dumps(scores, default=lambda value: value.tolist()))
     except (TypeError, ValueError, AttributeError) as error:
-        raise TpukitError(f"{method} must return a dict of numbers, by the names of the scores ({error})") from error
+        raise TpukitError(
+            f"{method} must return a dict of numbers, by the names of the scores ({error})"
+        ) from error
     if not isinstance(scores, dict) or not isinstance(scores.get(task.score), (int, float)):
         found = ", ".join(scores) if isinstance(scores, dict) else type(scores).__name__
-        raise TpukitError(f"{method} must return a dict with a number {task.score!r}, which decides what is best; got {found}")
+        raise TpukitError(
+            f"{method} must return a dict with a number {task.score!r}, which decides what is best; got"
+            f" {found}"
+        )
     return scores
 
 
@@ -125,7 +137,8 @@ class FinishedEpoch:
 
 
 class Evaluator:
-    """Evaluates the epochs of a training: predicts at once, and computes the scores while the next epoch trains."""
+    """Evaluates the epochs of a training: predicts at once, and computes the scores while the next epoch
+    trains."""
 
     def __init__(self, task, run, runtime, loader, train_data, saver):
         self.task, self.run, self.runtime, self.saver = task, run, runtime, saver
@@ -137,7 +150,7 @@ class Evaluator:
     def predict(self, finished, model, *, after_batch):
         """Predict the test set with these weights, and start scoring the predictions."""
         started, is_rank_0 = time.monotonic(), self.runtime.world.rank == 0
-        copied = self.runtime.host_later(model.state_dict()) if is_rank_0 else None
+        copied = self.runtime.to_cpu_async(model.state_dict()) if is_rank_0 else None
 
         def after_each():
             if is_rank_0 and finished.weights is None:
@@ -159,7 +172,8 @@ class Evaluator:
         return scores_of(self.task, found), time.monotonic() - started
 
     def collect(self, state, *, wait):
-        """Record the epoch whose scores are being computed, if there is one, in the `TrainState` too; keep the best weights.
+        """Record the epoch whose scores are being computed, if there is one, in the `TrainState` too; keep
+        the best weights.
 
         wait: until the scores are there; otherwise an epoch that is not scored yet stays pending."""
         if self.pending is None or not (wait or self.pending.is_scored()):
@@ -173,14 +187,25 @@ class Evaluator:
             to_beat = -math.inf if state.best is None or math.isnan(state.best) else state.best
             is_best = state.best is None or score > to_beat or on != state.best_on
             speed = dict(seconds=finished.predict_s, scoring_s=scoring_s)
-            self.run.log("evaluation", finished.step, epoch=finished.epoch, scores=self.scores, kept=is_best, speed=speed)
-            shown = "".join(f", {name} {value:.4g}" for name, value in self.scores.items() if isinstance(value, float))
+            self.run.log(
+                "evaluation",
+                finished.step,
+                epoch=finished.epoch,
+                scores=self.scores,
+                kept=is_best,
+                speed=speed,
+            )
+            shown = "".join(
+                f", {name} {value:.4g}" for name, value in self.scores.items() if isinstance(value, float)
+            )
             state.evaluations_without_best += 1
             if is_best:
                 state.best, state.best_on, state.evaluations_without_best = score, on, 0
                 about = dict(task=task.name, step=finished.step, epoch=finished.epoch)
                 about["settings"] = json.dumps(model_settings(task))
-                self.saver.save_best(finished.weights, **about, **{task.score: score}, **task.metadata(self.train_data))
+                self.saver.save_best(
+                    finished.weights, **about, **{task.score: score}, **task.metadata(self.train_data)
+                )
         self.run.print(f"epoch {finished.epoch + 1}: loss {finished.loss:.4f}{shown}")
         state.evaluated = finished.epoch + 1
 

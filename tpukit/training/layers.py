@@ -11,11 +11,11 @@ BACKBONE = "backbone"  # all layers but the last, unless the model has a part of
 
 
 def find_layers(model):
-    """[[parameter names]] of the model's layers from input to output: its children, in the order in which they were assigned.
+    """[[parameter names]] of the model's layers from input to output: its children, in the order in which
+    they were assigned.
 
-    A Sequential or ModuleList is one layer for each of its own children, a ModuleDict a single one, because it need not be in
-    the order of the computation. Parameters of the model itself join the first layer.
-    """
+    A Sequential or ModuleList is one layer for each of its own children, a ModuleDict a single one, because
+    it need not be in the order of the computation. Parameters of the model itself join the first layer."""
     names = dict(model.named_parameters())  # of a shared parameter, the first name
     layers = [[name for name in layer if name in names] for layer in _layers_below(model, "")]
     first, *others = [layer for layer in layers if layer] or [[]]
@@ -35,21 +35,28 @@ def _layers_below(module, prefix):
 def checked_layers(task, model):
     """`task.layers(model)`. Raises TpukitError unless it has each parameter once."""
     layers = task.layers(model)
-    found, names = [name for layer in layers for name in layer], [name for name, _ in model.named_parameters()]
+    found, names = (
+        [name for layer in layers for name in layer],
+        [name for name, _ in model.named_parameters()],
+    )
     if wrong := set(names).symmetric_difference(found) or {name for name in found if found.count(name) > 1}:
         raise TpukitError(
-            f"{type(task).__name__}.layers() must have each parameter of the model once; wrong: {', '.join(sorted(wrong)[:5])}"
+            f"{type(task).__name__}.layers() must have each parameter of the model once; wrong:"
+            f" {', '.join(sorted(wrong)[:5])}"
         )
     return layers
 
 
 def freeze(task, model):
-    """Keep the parts of the model that `task.freeze` names as they are: no gradients, and the running statistics of batch norms
-    are used in training too. Raises TpukitError for a name that the model does not have."""
+    """Keep the parts of the model that `task.freeze` names as they are: no gradients, and the running
+    statistics of batch norms are used in training too. Raises TpukitError for a name that the model does not
+    have."""
     if not task.freeze:
         return
     names = [name for name, _ in model.named_parameters()]
-    parts = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, len(name.split(".")) + 1)}
+    parts = {
+        ".".join(name.split(".")[:depth]) for name in names for depth in range(1, len(name.split(".")) + 1)
+    }
     frozen = set()
     for part in task.freeze:
         if part == BACKBONE and part not in parts:
@@ -57,8 +64,12 @@ def freeze(task, model):
         elif part in parts:
             frozen.update(name for name in names if f"{name}.".startswith(f"{part}."))
         else:
-            near = difflib.get_close_matches(part, sorted(parts), 5) or dict.fromkeys(name.split(".")[0] for name in names)
-            raise TpukitError(f"freeze={part!r}: the model has no such part; it has {', '.join(near)}; or use {BACKBONE!r}")
+            near = difflib.get_close_matches(part, sorted(parts), 5) or dict.fromkeys(
+                name.split(".")[0] for name in names
+            )
+            raise TpukitError(
+                f"freeze={part!r}: the model has no such part; it has {', '.join(near)}; or use {BACKBONE!r}"
+            )
     if len(frozen) == len(names):
         raise TpukitError(f"freeze={', '.join(task.freeze)} leaves nothing to train: leave out a part")
     for name, parameter in model.named_parameters():
@@ -70,12 +81,17 @@ def freeze(task, model):
 
 
 def make_optimizer(task, model):
-    """`task.optimizer(model)` without what is frozen, and with each layer's learning rate by `task.layer_decay`."""
+    """`task.optimizer(model)` without what is frozen, and with each layer's learning rate by
+    `task.layer_decay`."""
     optimizer = task.optimizer(model)
     if not task.freeze and task.layer_decay == 1:
         return optimizer
     parameters = dict(model.named_parameters())
-    height = {parameters[name]: place for place, layer in enumerate(reversed(checked_layers(task, model))) for name in layer}
+    height = {
+        parameters[name]: place
+        for place, layer in enumerate(reversed(checked_layers(task, model)))
+        for name in layer
+    }
     groups = []
     for group in optimizer.param_groups:
         at_height = {}
@@ -84,6 +100,8 @@ def make_optimizer(task, model):
                 at_height.setdefault(height.get(parameter, 0), []).append(parameter)
             else:
                 optimizer.state.pop(parameter, None)  # Adagrad has made it already
-        groups += [group | dict(params=found, lr=group["lr"] * task.layer_decay**n) for n, found in at_height.items()]
+        groups += [
+            group | dict(params=found, lr=group["lr"] * task.layer_decay**n) for n, found in at_height.items()
+        ]
     optimizer.param_groups[:] = groups
     return optimizer

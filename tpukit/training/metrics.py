@@ -1,4 +1,5 @@
-"""Metrics of the training steps: sums on the device, read by the host once per interval and checked for divergence."""
+"""Metrics of the training steps: sums on the device, read by the host once per interval and checked for
+divergence."""
 
 import dataclasses
 import math
@@ -8,10 +9,13 @@ import torch
 
 from tpukit.host.errors import TpukitError
 
-MIN_LOSS_SCALE = 2.0**-14  # of fp16, which starts at 2 ** 16: a gradient that overflows even here is above 1e9
-# What the steps of an interval add up on the device, and the values it starts with. bad_step is the first step whose loss was
-# not finite, counted from 0 at the start of the interval, -1 for none; grad_norm is the last step's. A step computes its
-# gradient norm only where gradients are clipped; elsewhere `sync` computes the norm of the last gradient.
+MIN_LOSS_SCALE = (
+    2.0**-14
+)  # of fp16, which starts at 2 ** 16: a gradient that overflows even here is above 1e9
+# What the steps of an interval add up on the device, and the values it starts with. bad_step is the first
+# step whose loss was not finite, counted from 0 at the start of the interval, -1 for none; grad_norm is the
+# last step's. A step computes its gradient norm only where gradients are clipped; elsewhere `sync` computes
+# the norm of the last gradient.
 SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0, grad_norm=0.0)
 
 
@@ -22,10 +26,11 @@ def new_sums(runtime, values=SUMS):
 
 
 def accumulate(sums, loss, grad_norm, *, overflow_is_skipped):
-    """Add one step to the sums, on the device. loss: scalar. grad_norm: scalar, or None where the step does not compute it.
+    """Add one step to the sums, on the device. loss: scalar. grad_norm: scalar, or None where the step does
+    not compute it.
 
-    overflow_is_skipped: a loss scaler skips steps whose gradient overflows, so an infinite norm is not yet an error.
-    """
+    overflow_is_skipped: a loss scaler skips steps whose gradient overflows, so an infinite norm is not yet an
+    error."""
     loss_sum, steps, bad_step, last_norm = sums.unbind()
     is_bad = ~torch.isfinite(loss)
     if grad_norm is not None:
@@ -51,20 +56,27 @@ class Interval:
 
 
 def sync(sums, model, runtime, *, clipped, stop_signal, save_due):
-    """Read the sums of all ranks: an `Interval`. The only place in the training loop that waits for the device and the ranks.
+    """Read the sums of all ranks: an `Interval`. The only place in the training loop that waits for the
+    device and the ranks.
 
     clipped: whether the steps compute their gradient norm. stop_signal, save_due: this rank's.
     """
     grad_norm = sums[-1:] if clipped else runtime.gradient_norm(model)
     found = runtime.host(torch.cat([sums[:-1], grad_norm])).tolist()
     memory = [number for device in runtime.memory() for number in device]
-    ranks = runtime.world.all_gather_dicts(dict(sums=found, memory=memory, stop=[stop_signal or 0], save=[save_due]))
-    of_ranks = [dict(zip(SUMS, rank["sums"])) for rank in ranks]
-    mean_loss = sum(of_rank["loss"] for of_rank in of_ranks) / len(ranks)
-    bad_step = min((of_rank["bad_step"] for of_rank in of_ranks if of_rank["bad_step"] >= 0), default=-1.0)
+    ranks = runtime.world.all_gather_dicts(
+        dict(sums=found, memory=memory, stop=[stop_signal or 0], save=[save_due])
+    )
+    sums_by_rank = [dict(zip(SUMS, rank["sums"])) for rank in ranks]
+    mean_loss = sum(of_rank["loss"] for of_rank in sums_by_rank) / len(ranks)
+    bad_step = min(
+        (of_rank["bad_step"] for of_rank in sums_by_rank if of_rank["bad_step"] >= 0), default=-1.0
+    )
     return Interval(
-        sums=dict(of_ranks[0], loss=mean_loss, bad_step=bad_step),
-        memory=[(peak, total) for rank in ranks for peak, total in zip(rank["memory"][::2], rank["memory"][1::2])],
+        sums=dict(sums_by_rank[0], loss=mean_loss, bad_step=bad_step),
+        memory=[
+            (peak, total) for rank in ranks for peak, total in zip(rank["memory"][::2], rank["memory"][1::2])
+        ],
         stop_signal=int(max(rank["stop"][0] for rank in ranks)) or None,
         save_due=bool(ranks[0]["save"][0]),
     )
@@ -93,10 +105,16 @@ class Throughput:
             yield batch
 
     def measure(self, batch_size):
-        """dict for a record's `speed`: seconds, images_per_s, wait_s, counters, and seconds of transfers on XLA."""
+        """dict for a record's `speed`: seconds, images_per_s, wait_s, counters, and seconds of transfers on
+        XLA."""
         seconds = time.monotonic() - self.started
         counters = self.runtime.counters()
-        found = dict(seconds=seconds, images_per_s=self.steps * batch_size / seconds, wait_s=self.waited_s, counters=counters)
+        found = dict(
+            seconds=seconds,
+            images_per_s=self.steps * batch_size / seconds,
+            wait_s=self.waited_s,
+            counters=counters,
+        )
         if counters:
             for name in ("to_device_s", "from_device_s"):
                 found[name] = counters[name] - self.counters[name]
@@ -111,7 +129,8 @@ class Diverged(TpukitError):
 
 
 def check_finite(interval, step, task, run, runtime):
-    """Raise Diverged, naming the first step whose loss or gradient was not finite. step: the last one of the interval."""
+    """Raise Diverged, naming the first step whose loss or gradient was not finite. step: the last one of the
+    interval."""
     steps, bad_step, scaler = interval.sums["steps"], interval.sums["bad_step"], runtime.scaler
     # A loss scaler skips a step whose gradient overflows; without a scaler such a step is the end.
     if bad_step < 0 and scaler is None and not math.isfinite(interval.sums["grad_norm"]):
@@ -125,10 +144,15 @@ def check_finite(interval, step, task, run, runtime):
     else:
         return
     checkpoints = run.checkpoints()
-    good = f"the last good checkpoint is {checkpoints[0]['file']}" if checkpoints else "there is no checkpoint yet"
+    good = (
+        f"the last good checkpoint is {checkpoints[0]['file']}"
+        if checkpoints
+        else "there is no checkpoint yet"
+    )
     message = (
-        f"{what}; {good} in {run.path / 'checkpoints'}. Start another run with a lower lr (now {task.lr}) or in fp32 "
-        f"(now {runtime.precision}), from this run's best.safetensors if you pass it as weights=; or check the data."
+        f"{what}; {good} in {run.path / 'checkpoints'}. Start another run with a lower lr (now {task.lr}) or"
+        f" in fp32 (now {runtime.precision}), from this run's best.safetensors if you pass it as weights=; or"
+        " check the data."
     )
     run.log("diverged", step)
     run.print(message)

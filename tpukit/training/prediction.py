@@ -1,4 +1,5 @@
-"""Predicting a user's own files: read one by one, predicted in batches of one size, and given back in their order."""
+"""Predicting a user's own files: read one by one, predicted in batches of one size, and given back in their
+order."""
 
 import collections
 import contextlib
@@ -20,7 +21,8 @@ from tpukit.runs import weights
 
 @dataclasses.dataclass
 class Sample:
-    """A sample of a user's files: what the task read of it, and what was predicted. Of a file that cannot be read, `error`."""
+    """A sample of a user's files: what the task read of it, and what was predicted. Of a file that cannot be
+    read, `error`."""
 
     name: str
     batch: dict | None = None
@@ -31,17 +33,20 @@ class Sample:
 
 
 def open_predictor(task, best, runtime):
-    """A function batch of tensors on the runtime's device -> predictions there, with the weights of the file `best`."""
+    """A function batch of tensors on the runtime's device -> predictions there, with the weights of the file
+    `best`."""
     model = task.model().eval()
     weights.load(model, best)
-    return task.predictor(runtime.place(model, channels_last=task.channels_last), runtime, weights.epoch_of(best))
+    return task.predictor(
+        runtime.place(model, channels_last=task.channels_last), runtime, weights.epoch_of(best)
+    )
 
 
 def predict_in_batches(predictor, runtime, rows, batch_size):
     """Yield the prediction of each row, an array or a nest of them, in order.
 
-    rows: iterable of dicts of arrays of one shape each. On a device that compiles, the last batch is filled up with its last
-    row, so that there is one compiled graph."""
+    rows: iterable of dicts of arrays of one shape each. On a device that compiles, the last batch is filled
+    up with its last row, so that there is one compiled graph."""
     rows = iter(rows)
     while part := list(itertools.islice(rows, batch_size)):
         filled = part + [part[-1]] * (batch_size - len(part)) if runtime.compiles else part
@@ -91,7 +96,8 @@ def stack(rows):
 
 
 def list_files(paths):
-    """The files that were named, those of a folder or a pattern (`*.png`) sorted by name, without hidden ones.
+    """The files that were named, those of a folder or a pattern (`*.png`) sorted by name, without hidden
+    ones.
 
     Raises TpukitError where there is none, or two of one name, which could not be told apart in the results.
     """
@@ -99,7 +105,9 @@ def list_files(paths):
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
         path = Path(path).expanduser()
         if path.is_dir():  # in which macOS leaves hidden files
-            found += sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+            found += sorted(
+                file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")
+            )
         elif path.is_file():
             found.append(path)
         elif path.exists():
@@ -107,19 +115,26 @@ def list_files(paths):
         elif matching := sorted(map(Path, glob.glob(str(path), recursive=True))):
             found += [file for file in matching if file.is_file()]
         else:
-            raise TpukitError(f"{path} does not exist: name a file of yours, a folder that holds some, or a pattern")
+            raise TpukitError(
+                f"{path} does not exist: name a file of yours, a folder that holds some, or a pattern"
+            )
     if not found:
         raise TpukitError("no files: name a file of yours, or a folder that holds some")
-    count, name = max((count, name) for name, count in collections.Counter(path.name for path in found).items())
+    count, name = max(
+        (count, name) for name, count in collections.Counter(path.name for path in found).items()
+    )
     if count > 1:
-        raise TpukitError(f"{count} files are called {name}: rename them, so that their predictions can be told apart")
+        raise TpukitError(
+            f"{count} files are called {name}: rename them, so that their predictions can be told apart"
+        )
     return found
 
 
 @contextlib.contextmanager
 def as_files(inputs):
-    """Context manager: the files of `inputs`, for `list_files`: paths, or arrays and PIL images, which become files in a
-    temporary folder. Arrays of uint8 or uint16 are images, (H, W) or (H, W, 3); all others are numbers, such as voltages."""
+    """Context manager: the files of `inputs`, for `list_files`: paths, or arrays and PIL images, which become
+    files in a temporary folder. Arrays of uint8 or uint16 are images, (H, W) or (H, W, 3); all others are
+    numbers, such as voltages."""
     if isinstance(inputs, (str, Path, np.ndarray, Image.Image)):
         inputs = [inputs]
     if all(isinstance(one, (str, Path)) for one in inputs):
@@ -131,7 +146,9 @@ def as_files(inputs):
 
 def _as_file(one, stem):
     if isinstance(one, Image.Image):
-        one = np.asarray(one if one.mode in ("1", "L", "LA", "RGB", "RGBA") or one.mode[0] == "I" else one.convert("RGB"))
+        one = np.asarray(
+            one if one.mode in ("1", "L", "LA", "RGB", "RGBA") or one.mode[0] == "I" else one.convert("RGB")
+        )
     array = np.asarray(one)
     if array.dtype.kind not in "buif":
         raise TpukitError(f"{type(one).__name__} is not an image: give paths, numpy arrays or PIL images")

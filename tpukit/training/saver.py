@@ -10,15 +10,16 @@ MAX_SHARE = 0.01  # of the training's time that its checkpoints may take
 class Saver:
     """Writes checkpoints and best weights on a thread of its own, in the order in which it gets them.
 
-    The training itself only copies its state. What fails, on a full disk for instance, is raised by the next `check` or `wait`;
-    nothing is written after it.
-    """
+    The training itself only copies its state. What fails, on a full disk for instance, is raised by the next
+    `check` or `wait`; nothing is written after it."""
 
     def __init__(self, run, save_every_s):
         self.run, self.save_every_s = run, save_every_s
         self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="save")
         self.last = None  # the `Future` of what was started last
-        self.best = collections.deque(maxlen=1)  # weights that are still to be written: only the newest matter
+        self.best = collections.deque(
+            maxlen=1
+        )  # weights that are still to be written: only the newest matter
         self.error = None
         self.due_at = time.monotonic() + save_every_s
 
@@ -29,8 +30,8 @@ class Saver:
     def save(self, state, step, *, cost_s):
         """Start writing a checkpoint. state: as `Run.save`. cost_s: seconds it took the training to copy it.
 
-        The next one is due `save_every_s` later, or so much later that the training spends at most MAX_SHARE of its time on it.
-        """
+        The next one is due `save_every_s` later, or so much later that the training spends at most MAX_SHARE
+        of its time on it."""
         self._start(self.run.save, state, step, self.run.records_size())
         self.due_at = time.monotonic() + max(self.save_every_s, cost_s / MAX_SHARE)
 

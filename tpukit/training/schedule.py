@@ -6,9 +6,9 @@ import math
 def lr_factor(task, step, steps_per_epoch):
     """By what the learning rates of the optimizer are multiplied in a step, or None where they never change.
 
-    step: from 0. It depends on these arguments alone, so a resumed run continues where it was. As torch's LinearLR from
-    1 / (W + 1) over the W steps of the warm-up, then CosineAnnealingLR over all that remain; StepLR counts from epoch 0.
-    """
+    step: from 0. It depends on these arguments alone, so a resumed run continues where it was. As torch's
+    LinearLR from 1 / (W + 1) over the W steps of the warm-up, then CosineAnnealingLR over all that remain;
+    StepLR counts from epoch 0."""
     if task.schedule == "constant" and not task.warmup_epochs:
         return None
     warm_up = round(task.warmup_epochs * steps_per_epoch)

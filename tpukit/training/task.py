@@ -18,27 +18,29 @@ from tpukit.runs.run import setting, settings_dict
 class Task:
     """A training task. Its fields are its whole configuration; copy `tasks/mnist.py` to write your own.
 
-    A subclass implements `datasets`, `model`, `optimizer`, `loss`, `predict` and `evaluate`. Fields declared with
-    `setting(free=True)` may change when a run is resumed.
-    """
+    A subclass implements `datasets`, `model`, `optimizer`, `loss`, `predict` and `evaluate`. Fields declared
+    with `setting(free=True)` may change when a run is resumed."""
 
     name: ClassVar[str]
     """What the command line calls it."""
     dataset: ClassVar[str] = ""
-    """The name under which `find_dataset` looks for its data; empty for a task that needs no `dataset_dir`."""
+    """The name under which `find_dataset` looks for its data; empty for a task that needs no
+    `dataset_dir`."""
     score: ClassVar[str]
     """The evaluation score that decides which weights are best; larger is better."""
     score_names: ClassVar[dict[str, str]] = {}
-    """The scores that get a curve, with the name and the unit that it shows; where empty, every score gets one."""
+    """The scores that get a curve, with the name and the unit that it shows; where empty, every score gets
+    one."""
     published: ClassVar[dict[str, float]] = {}
     """The paper's scores on its own dataset, drawn as a line beside the curves."""
     saved_title: ClassVar[str] = "Test images"
     """What `load_predictions` gives, as the title of its picture."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
-    """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`; None for all. The others are not read
-    back from the device."""
+    """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`; None for all. The others
+    are not read back from the device."""
     dataset_parts: ClassVar[tuple[str, ...]] = ()
-    """Names of the folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
+    """Names of the folders that the dataset consists of, in lower case; `archives.unpack` leaves them where
+    they are."""
     synthetic_size: ClassVar[int] = 0
     """Samples of the synthetic dataset, train and test together, by default."""
     synthetic_size_accelerator: ClassVar[int] = 0
@@ -61,15 +63,16 @@ class Task:
     seed: int = 0
     """Decides the initial weights, the order of the samples and the augmentation."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """fp32 (on GPUs without TF32, on a TPU without bf16 passes), bf16, fp16, or auto: bf16 on TPU and newer GPUs, fp16 with a
-    loss scaler on older GPUs, fp32 on CPU."""
+    """fp32 (on GPUs without TF32, on a TPU without bf16 passes), bf16, fp16, or auto: bf16 on TPU and newer
+    GPUs, fp16 with a loss scaler on older GPUs, fp32 on CPU."""
     weights: Path | None = None
-    """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model, or the address of one."""
+    """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model, or the address of
+    one."""
     clip_norm: float | None = None
     """Scale gradients of a larger norm down to it; None: do not clip."""
     schedule: Literal["constant", "cosine", "step"] = "constant"
-    """The learning rate over the run, after the warm-up. cosine: down to `final_lr` at the end of `epochs`. step: multiplied by
-    `decay_factor` every `decay_epochs`."""
+    """The learning rate over the run, after the warm-up. cosine: down to `final_lr` at the end of `epochs`.
+    step: multiplied by `decay_factor` every `decay_epochs`."""
     warmup_epochs: float = 0.0
     """Epochs in which the learning rate rises from nearly 0 to `lr`, in equal steps."""
     final_lr: float = 0.0
@@ -79,50 +82,60 @@ class Task:
     decay_factor: float = 0.1
     """What each of them multiplies the learning rate by."""
     layer_decay: float = 1.0
-    """Learning rate of each layer relative to the next one nearer to the output; below 1 to fine-tune. See `layers`."""
+    """Learning rate of each layer relative to the next one nearer to the output; below 1 to fine-tune. See
+    `layers`."""
     freeze: tuple[str, ...] = ()
-    """Parts of the model that do not train, by the names of its modules or parameters; "backbone" is all but the last of its
-    `layers`. Their batch norms use the running statistics; their dropout still drops."""
+    """Parts of the model that do not train, by the names of its modules or parameters; "backbone" is all but
+    the last of its `layers`. Their batch norms use the running statistics; their dropout still drops."""
     micro_batches: int = setting(1, free=True)
-    """Parts of a batch whose gradients are computed one after the other and added up, for less memory. The step is the same,
-    except that batch norm takes its statistics of each part, and for a loss that is not a mean over samples."""
+    """Parts of a batch whose gradients are computed one after the other and added up, for less memory. The
+    step is the same, except that batch norm takes its statistics of each part, and for a loss that is not a
+    mean over samples."""
     patience: int | None = setting(None, free=True)
     """Stop after this many evaluations in a row without a better score; None: train all epochs."""
     ema_decay: float | None = None
-    """Score and keep a moving average of the weights, with this decay every 10 steps; None keeps the weights themselves."""
+    """Score and keep a moving average of the weights, with this decay every 10 steps; None keeps the weights
+    themselves."""
     log_every: int = setting(20, free=True)
     """Steps between two records. Reading the loss waits for the device, so not every step."""
     eval_every: int = setting(1, free=True)
     """Epochs between two evaluations; the last epoch is always evaluated."""
     save_every_s: float = setting(60.0, free=True)
-    """Seconds between two checkpoints; more where they would take over 1% of the time. One is written at the end, too."""
+    """Seconds between two checkpoints; more where they would take over 1% of the time. One is written at the
+    end, too."""
     batch_norm: Literal["per-core", "synced", "frozen"] = "per-core"
-    """Statistics of batch norm on several cores. per-core: each core's share of the batch, rank 0's running ones are kept.
-    synced: the whole global batch (GPUs; parallel="spmd" does so on TPU anyway). frozen: the running ones, which no longer
-    change; scale and offset still train."""
+    """Statistics of batch norm on several cores. per-core: each core's share of the batch, rank 0's running
+    ones are kept. synced: the whole global batch (GPUs; parallel="spmd" does so on TPU anyway). frozen: the
+    running ones, which no longer change; scale and offset still train."""
     num_workers: int = setting(2, free=True)
     """Threads that read and augment the batches; 0 prepares them between steps."""
     channels_last: Literal["auto", "yes", "no"] = setting("auto", free=True)
-    """Keep images with their channels innermost in memory. auto: for networks whose weights are mostly of convolutions, on
-    CPUs, and in bf16 or fp16 on GPUs with tensor cores. XLA chooses its own layouts."""
+    """Keep images with their channels innermost in memory. auto: for networks whose weights are mostly of
+    convolutions, on CPUs, and in bf16 or fp16 on GPUs with tensor cores. XLA chooses its own layouts."""
     torch_compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = setting("no", free=True)
     """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway). Within a
     `cuda_graph` it makes no graphs of its own."""
     cuda_graph: bool = setting(True, free=True)
-    """On GPUs, capture the whole step as a CUDA graph and replay it, where that is possible; the log says why not."""
+    """On GPUs, capture the whole step as a CUDA graph and replay it, where that is possible; the log says why
+    not."""
     data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
-    """Where the decoded samples lie. device: all of them on every core, so that a batch is an index, augmented there. host:
-    threads make the batches. auto: the device, if it is an accelerator with at least eight times the memory; else
-    the host."""
+    """Where the decoded samples lie. device: all of them on every core, so that a batch is an index,
+    augmented there. host: threads make the batches. auto: the device, if it is an accelerator with at least
+    eight times the memory; else the host."""
 
     def __post_init__(self):
-        self.require_at_least(1, "batch_size", "log_every", "eval_every", "micro_batches", "patience", "decay_epochs")
-        self.require_at_least(0, "epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s")
+        self.require_at_least(
+            1, "batch_size", "log_every", "eval_every", "micro_batches", "patience", "decay_epochs"
+        )
+        self.require_at_least(
+            0, "epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s"
+        )
         self.require_shares("final_lr", "decay_factor", "layer_decay", "ema_decay")
         address_of(self.weights)  # refuses one that holds a password, which a run would save
 
     def require_at_least(self, least, *names):
-        """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is fine."""
+        """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is
+        fine."""
         for name in names:
             value = getattr(self, name)
             if value is not None and not least <= value < 2**63:
@@ -136,11 +149,14 @@ class Task:
                 raise TpukitError(f"{name}={value}: it must be from 0 to 1")
 
     def _missing(self, method):
-        return NotImplementedError(f"{type(self).__name__} must implement {method}(): copy tpukit/tasks/mnist.py")
+        return NotImplementedError(
+            f"{type(self).__name__} must implement {method}(): copy tpukit/tasks/mnist.py"
+        )
 
     def datasets(self):
-        """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`, and may have
-        `notes`, a str for the log. `num_draws` of the training set: random numbers for each sample's augmentation (0 if none).
+        """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`,
+        and may have `notes`, a str for the log. `num_uniforms` of the training set: random numbers for each
+        sample's augmentation (0 if none).
 
         A dataset that can be kept on the device implements four methods more:
         `device_arrays()` -> dict of arrays (N, ...), uploaded once; `device_nbytes()`, their size in bytes;
@@ -157,54 +173,61 @@ class Task:
         raise self._missing("optimizer")
 
     def loss(self, model, batch, epoch):
-        """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no `.item()` here.
+        """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no
+        `.item()` here.
 
-        epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by `torch.where`, not by
-        `if`."""
+        epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by
+        `torch.where`, not by `if`."""
         raise self._missing("loss")
 
     def predict(self, model, batch, epoch=None):
-        """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One compiled graph on XLA. On
-        one GPU a batch may have more samples than `batch_size`.
+        """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One compiled graph
+        on XLA. On one GPU a batch may have more samples than `batch_size`.
 
-        epoch: as for `loss`, the one that the weights come from, for a model that has a warm-up; None for finished weights."""
+        epoch: as for `loss`, the one that the weights come from, for a model that has a warm-up; None for
+        finished weights."""
         raise self._missing("predict")
 
     def predictor(self, model, runtime, epoch=None):
-        """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps overrides it."""
+        """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps
+        overrides it."""
         return runtime.inference(functools.partial(self.predict, model, epoch=runtime.scalar(epoch)))
 
     def evaluate(self, predictions):
-        """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,) bool."""
+        """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,)
+        bool."""
         raise self._missing("evaluate")
 
     def panels(self, batch, prediction=None):
         """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3).
 
-        batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the data alone."""
+        batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the
+        data alone."""
         raise self._missing("panels")
 
     @staticmethod
     def milestones(settings):
-        """dict epoch -> what changes there, to explain a jump of the curves. settings: dict, as of `settings_dict`."""
+        """dict epoch -> what changes there, to explain a jump of the curves. settings: dict, as of
+        `settings_dict`."""
         return {}
 
     @staticmethod
     def download(folder):
-        """Download the real dataset into an empty folder and verify its checksums. Raises TpukitError where that fails."""
+        """Download the real dataset into an empty folder and verify its checksums. Raises TpukitError where
+        that fails."""
         raise TpukitError("tpukit does not download it")
 
     @staticmethod
     def synthesize(folder, size, rng):
-        """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one. rng: numpy's Generator."""
+        """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one. rng:
+        numpy's Generator."""
         raise NotImplementedError
 
     def read_files(self, paths, best):
         """A user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names).
 
-        best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows such a batch.
-        Raises TpukitError naming a file that cannot be read.
-        """
+        best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows
+        such a batch. Raises TpukitError naming a file that cannot be read."""
         raise self._missing("read_files")
 
     def example(self, count):
@@ -218,53 +241,63 @@ class Task:
         return self.datasets()[1]
 
     def layers(self, model):
-        """[[parameter names]] from input to output, each parameter once: for `layer_decay` and freeze="backbone"."""
+        """[[parameter names]] from input to output, each parameter once: for `layer_decay` and
+        freeze="backbone"."""
         from tpukit.training.layers import find_layers
 
         return find_layers(model)
 
     def libtpu_args(self, batch_size):
-        """Flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one core's. See `open_runtime`."""
+        """Flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one core's. See
+        `open_runtime`."""
         return ""
 
     def evaluation_signature(self):
-        """str: what the scores depend on besides the weights. If it changes on resuming, the best score so far is dropped."""
+        """str: what the scores depend on besides the weights. If it changes on resuming, the best score so
+        far is dropped."""
         return ""
 
     def data_signature(self, data):
-        """dict: what must be the same in the data when a run is resumed, by what errors call it, whatever folder
-        the data is in. Each value is a str, such as a digest of `arrays.digest`, or a list of str. data: the
-        training set, which a resumed run refuses where this differs, or the test set."""
+        """dict: what must be the same in the data when a run is resumed, by what errors call it, whatever
+        folder the data is in. Each value is a str, such as a digest of `arrays.digest`, or a list of str.
+        data: the training set, which a resumed run refuses where this differs, or the test set."""
         return {}
 
     def metadata(self, data):
-        """Strings to keep with the best weights, because they only make sense with these. data: the training set."""
+        """Strings to keep with the best weights, because they only make sense with these. data: the training
+        set."""
         return {}
 
     def save_predictions(self, folder, predictions, data):
-        """Write the predictions on the test set to a folder. predictions: list of what `evaluate` gets. data: the test set."""
+        """Write the predictions on the test set to a folder. predictions: list of what `evaluate` gets. data:
+        the test set."""
 
     def split(self, batch):
-        """(rows, join): a sample of a user's own (dict of arrays (1, ...), of any size) as rows of one shape for all samples, a
-        list of dicts of arrays without the batch's axis; and a function from the list of their predictions to that of the
-        sample, (1, ...)."""
+        """(rows, join): a sample of a user's own (dict of arrays (1, ...), of any size) as rows of one shape
+        for all samples, a list of dicts of arrays without the batch's axis; and a function from the list of
+        their predictions to that of the sample, (1, ...)."""
         from tpukit.training.prediction import stack
 
         return [{name: values[0] for name, values in batch.items()}], stack
 
     def results(self, batch, predictions):
-        """What a user gets of predictions for files of his own: a dict for each sample, of numbers, strings, lists of dicts
-        (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as a mask.
+        """What a user gets of predictions for files of his own: a dict for each sample, of numbers, strings,
+        lists of dicts (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as
+        a mask.
 
         batch, predictions: arrays (N, ...), as `panels` gets them."""
-        return [dict(prediction=value if np.ndim(value) else value.item()) for value in np.asarray(predictions)]
+        return [
+            dict(prediction=value if np.ndim(value) else value.item()) for value in np.asarray(predictions)
+        ]
 
     def export_inputs(self, batch):
-        """The inputs of the exported graph, dict of arrays (B, ...), from a batch of the dataset or of `example`."""
+        """The inputs of the exported graph, dict of arrays (B, ...), from a batch of the dataset or of
+        `example`."""
         return dict(image=batch["image"])
 
     def exported(self, model, inputs):
-        """What the exported graph computes, a float32 tensor (B, ...), from raw inputs: normalisation belongs in here.
+        """What the exported graph computes, a float32 tensor (B, ...), from raw inputs: normalisation belongs
+        in here.
 
         inputs: dict of tensors, as of `export_inputs`. `export_output` says what comes out."""
         return self.predict(model, inputs).float()
@@ -273,13 +306,16 @@ class Task:
         """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none."""
 
     def check_labels(self, data):
-        """(sentences about a dataset's samples and labels, the most important first; indices of samples to look at)."""
+        """(sentences about a dataset's samples and labels, the most important first; indices of samples to
+        look at)."""
         return [f"{len(data)} samples"], []
 
     def check_dataset_dir(self):
         """Raise TpukitError where a dataset is needed and none was given."""
         if self.dataset and self.dataset_dir is None:
-            raise TpukitError(f"{type(self).__name__} needs a dataset_dir: find_dataset(env, {self.dataset!r}) finds one")
+            raise TpukitError(
+                f"{type(self).__name__} needs a dataset_dir: find_dataset(env, {self.dataset!r}) finds one"
+            )
 
 
 # A task in another process
@@ -292,8 +328,9 @@ def model_settings(task):
 
 
 def from_settings(kind, given):
-    """The task of a class with settings as `settings_dict` gives them; paths and tuples, which JSON does not have, come back.
-    What is given for no field of the class is left out. Raises TypeError for a value of another type, as damaged files have."""
+    """The task of a class with settings as `settings_dict` gives them; paths and tuples, which JSON does not
+    have, come back. What is given for no field of the class is left out. Raises TypeError for a value of
+    another type, as damaged files have."""
     types = get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind) if field.name in given]
     return kind(**{name: _as_declared(types[name], given[name]) for name in names})
@@ -314,21 +351,27 @@ def _as_declared(declared, value):
 
 
 def to_request(task):
-    """What a fresh process needs to import the class and give it the same settings, for JSON: read by `from_request`.
+    """What a fresh process needs to import the class and give it the same settings, for JSON: read by
+    `from_request`.
 
     Raises TpukitError for the class of a notebook cell."""
     kind = type(task)
     if kind.__module__ == "__main__":
         raise TpukitError(
-            f"{kind.__name__} is defined in a notebook cell, from which another process cannot import it: move it to a module"
+            f"{kind.__name__} is defined in a notebook cell, from which another process cannot import it:"
+            " move it to a module"
         )
     module = sys.modules[kind.__module__]
     folder = Path(module.__file__).resolve().parents[module.__name__.count(".") + hasattr(module, "__path__")]
-    return dict(module=kind.__module__, folder=str(folder), kind=kind.__qualname__, settings=settings_dict(task))
+    return dict(
+        module=kind.__module__, folder=str(folder), kind=kind.__qualname__, settings=settings_dict(task)
+    )
 
 
 def from_request(request):
     """In the fresh process: the task of a request of `to_request`."""
-    sys.path.append(request["folder"])  # last, so that files next to the class cannot shadow installed packages
+    sys.path.append(
+        request["folder"]
+    )  # last, so that files next to the class cannot shadow installed packages
     kind = getattr(importlib.import_module(request["module"]), request["kind"])
     return from_settings(kind, request["settings"])

@@ -26,11 +26,14 @@ def test_noise_is_the_same_on_an_xla_device(xla):
     assert torch.allclose(found, diffusion.normal(torch.as_tensor(keys), (1, 32, 32)), atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [diffusion.ddim_schedule(1), diffusion.ddim_schedule(7), diffusion.ddim_schedule(1000)])
+@pytest.mark.parametrize(
+    "rows", [diffusion.ddim_schedule(1), diffusion.ddim_schedule(7), diffusion.ddim_schedule(1000)]
+)
 def test_a_sampler_with_a_perfect_network_ends_at_the_clean_image_and_visits_the_right_noise_on_its_way(rows):
     clean, left = 0.7, diffusion.alphas_cumprod()
     assert rows[0, 0] == 999 and (np.diff(rows[:, 0]) < 0).all() and rows[-1, 3] == 0
-    # x_t = sqrt(left) clean + noise of variance 1 - left: mean and variance of x carried through the updates by hand
+    # x_t = sqrt(left) clean + noise of variance 1 - left: mean and variance of x carried through the updates
+    # by hand
     mean, variance = math.sqrt(left[999]) * clean, 1 - left[999]
     for (t, a, b, c), after in zip(rows, [*rows[1:, 0], None]):
         mean, variance = a * clean + b * mean, b**2 * variance + c**2
@@ -44,6 +47,9 @@ def test_eta_0_adds_no_noise_and_1000_ddim_steps_are_ancestral_sampling():
     assert not diffusion.ddim_schedule(9, eta=0.0)[:, 3].any()
     beta, left = diffusion.betas(), diffusion.alphas_cumprod()
     before = np.append(1.0, left[:-1])
-    mean = np.sqrt(before) * beta / (1 - left), np.sqrt(1 - beta) * (1 - before) / (1 - left)  # Ho et al., eq. 7
+    mean = (
+        np.sqrt(before) * beta / (1 - left),
+        np.sqrt(1 - beta) * (1 - before) / (1 - left),
+    )  # Ho et al., eq. 7
     ancestral = np.stack([np.arange(1000), *mean, np.sqrt(beta * (1 - before) / (1 - left))], 1)[::-1]
     assert np.allclose(diffusion.ddim_schedule(1000), ancestral, atol=1e-6)

@@ -20,7 +20,9 @@ def test_norm_and_modulation_are_the_published_ones():
     norm = Norm(16).double()
     torch.nn.init.normal_(norm.g)
     x, shift, scale = (torch.randn(2, n, 16, dtype=torch.float64) for n in (5, 1, 1))
-    torch.testing.assert_close(norm(x, shift, scale), modulated(x, shift, scale, norm.g), atol=1e-11, rtol=1e-11)
+    torch.testing.assert_close(
+        norm(x, shift, scale), modulated(x, shift, scale, norm.g), atol=1e-11, rtol=1e-11
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -36,7 +38,8 @@ def test_under_autocast_a_norm_is_in_half_precision_but_its_sum_of_squares(dtype
     with torch.autocast("cpu", dtype=dtype):
         found = norm(x, shift, scale)
     assert found.dtype == dtype and torch.equal(found[0, 0], shift[0, 0])
-    # Rounded are the token, its normalised value, g * (1 + scale), and the sum: four times half a unit in the last place each.
+    # Rounded are the token, its normalised value, g * (1 + scale), and the sum: four times half a unit in the
+    # last place each.
     wanted = modulated(x, shift, scale, norm.g)
     parts = wanted.abs() + 2 * (wanted - shift.double()).abs()
     assert ((found.double() - wanted).abs() <= 2 * torch.finfo(dtype).eps * parts).all()
@@ -62,7 +65,11 @@ def test_window_attention_adds_the_bias_of_every_offset():
         for i in range(9):
             logits = [
                 float(query[head, i].detach() @ key[head, j].detach()) / 2
-                + float(attention.relative_position_bias_table[(i // 3 - j // 3 + 2) * 5 + i % 3 - j % 3 + 2, head])
+                + float(
+                    attention.relative_position_bias_table[
+                        (i // 3 - j // 3 + 2) * 5 + i % 3 - j % 3 + 2, head
+                    ]
+                )
                 for j in range(9)
             ]
             out[i, head] = torch.softmax(torch.tensor(logits), 0) @ value[head]
@@ -72,7 +79,9 @@ def test_window_attention_adds_the_bias_of_every_offset():
 def test_the_bias_of_a_window_is_a_mask_that_torchs_kernels_for_gpus_take(monkeypatch):
     masks, compute = [], F.scaled_dot_product_attention
     monkeypatch.setattr(
-        F, "scaled_dot_product_attention", lambda *q, attn_mask: masks.append(attn_mask) or compute(*q, attn_mask)
+        F,
+        "scaled_dot_product_attention",
+        lambda *q, attn_mask: masks.append(attn_mask) or compute(*q, attn_mask),
     )
     RelativeAttention(8, 2, 3)(torch.rand(4, 9, 8))
     assert masks[0].shape == (1, 2, 9, 9) and masks[0].stride()[-1] == 1

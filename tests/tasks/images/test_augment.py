@@ -7,10 +7,10 @@ from torch.nn.functional import affine_grid, grid_sample
 
 from tests.conftest import refuses
 from tpukit import ImageClassifier
-from tpukit.tasks.images.augment import NUM_DRAWS, Augmentation, normalise, partners
+from tpukit.tasks.images.augment import NUM_UNIFORMS, Augmentation, normalise, partners
 
 IMAGES = torch.randint(60, 180, (4, 3, 20, 20), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-NUMBERS = np.random.default_rng(1).random((4, NUM_DRAWS))
+NUMBERS = np.random.default_rng(1).random((4, NUM_UNIFORMS))
 
 
 def augmented(numbers=NUMBERS, images=IMAGES, **fields):
@@ -24,7 +24,9 @@ def test_a_crop_is_the_bilinear_sampling_of_a_square_inside_the_image():
     assert (zoom >= 0.3**0.5).all() and (zoom <= 1).all()
     x, y = (-1 + zoom + 2 * NUMBERS[:, k] * (1 - zoom) for k in (1, 2))  # the middle, in [-1, 1]
     assert (abs(x) + zoom <= 1 + 1e-12).all() and (abs(y) + zoom <= 1 + 1e-12).all()
-    theta = torch.tensor(np.array([[zoom, 0 * zoom, x], [0 * zoom, zoom, y]]).transpose(2, 0, 1), dtype=torch.float32)
+    theta = torch.tensor(
+        np.array([[zoom, 0 * zoom, x], [0 * zoom, zoom, y]]).transpose(2, 0, 1), dtype=torch.float32
+    )
     grid = affine_grid(theta, IMAGES.shape, align_corners=False)
     wanted = grid_sample(IMAGES.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
     torch.testing.assert_close(found, wanted, atol=0.02, rtol=0)
@@ -42,7 +44,9 @@ def test_colours_change_as_torchvision_changes_them(name, column):
     functional = pytest.importorskip("torchvision.transforms.functional")
     factors = 1 + 0.2 * (2 * NUMBERS[:, column] - 1)
     change = getattr(functional, f"adjust_{name}")
-    wanted = torch.stack([255 * change(image.float() / 255, factor) for image, factor in zip(IMAGES, factors)])
+    wanted = torch.stack(
+        [255 * change(image.float() / 255, factor) for image, factor in zip(IMAGES, factors)]
+    )
     torch.testing.assert_close(augmented(**{name: 0.2}), wanted, atol=0.1, rtol=0)
 
 
@@ -54,15 +58,15 @@ def test_what_leaves_the_range_of_a_pixel_is_cut_off():
 def test_without_augmentation_no_number_is_drawn_and_the_graph_has_no_part_of_it(shapes):
     off = dict(flip=0, crop=1, brightness=0, contrast=0, saturation=0)
     data, _ = ImageClassifier(dataset_dir=shapes, image_size=16, pretrained="no", **off).datasets()
-    assert data.num_draws == 0 and set(data.batch([0], np.zeros((1, 0)))) == {"image", "label"}
+    assert data.num_uniforms == 0 and set(data.batch([0], np.zeros((1, 0)))) == {"image", "label"}
     data, _ = ImageClassifier(dataset_dir=shapes, image_size=16, pretrained="no").datasets()
-    assert data.batch([0, 1], NUMBERS[:2])["augment"].shape == (2, NUM_DRAWS)
+    assert data.batch([0, 1], NUMBERS[:2])["augment"].shape == (2, NUM_UNIFORMS)
 
 
 def test_shares_of_a_mixture_are_of_the_beta_distribution():
     from scipy import stats
 
-    numbers = np.random.default_rng(0).random((4000, NUM_DRAWS))
+    numbers = np.random.default_rng(0).random((4000, NUM_UNIFORMS))
     own = Augmentation(mixup=0.4).parameters(numbers)[:, -1]
     assert stats.kstest(own, stats.beta(0.4, 0.4).cdf).pvalue > 0.01
 

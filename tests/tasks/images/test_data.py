@@ -1,4 +1,5 @@
-"""Images and their classes from folders, CSV lists and saved datasets; their splits; bad ones; and the decoded pixels."""
+"""Images and their classes from folders, CSV lists and saved datasets; their splits; bad ones; and the
+decoded pixels."""
 
 import csv
 import json
@@ -18,17 +19,22 @@ COLOURS = dict(blue=(0, 0, 200), green=(0, 200, 0), red=(200, 0, 0))
 
 
 def paint(folder, count=5, splits=("train", "test")):
-    """Class folders of small images, each of its class's colour but for the number of the image in one channel."""
+    """Class folders of small images, each of its class's colour but for the number of the image in one
+    channel."""
     for split in splits:
         for name, colour in COLOURS.items():
             (folder / split / name).mkdir(parents=True)
             for number in range(count):
-                Image.new("RGB", (9, 7), tuple(max(c, number) for c in colour)).save(folder / split / name / f"{number}.png")
+                Image.new("RGB", (9, 7), tuple(max(c, number) for c in colour)).save(
+                    folder / split / name / f"{number}.png"
+                )
     return folder
 
 
 def task(folder, **settings):
-    return ImageClassifier(dataset_dir=folder, image_size=8, model_name="test_resnet", pretrained="no", **settings)
+    return ImageClassifier(
+        dataset_dir=folder, image_size=8, model_name="test_resnet", pretrained="no", **settings
+    )
 
 
 def split_names(folder, **options):
@@ -48,7 +54,11 @@ def test_class_folders_in_split_folders_give_each_image_its_class(tmp_path):
     assert train.classes == ["blue", "green", "red"] and (len(train), len(test)) == (15, 15)
     check_colours(train), check_colours(test)
     batch = train.batch([0, 14])
-    assert batch["image"].shape == (2, 3, 8, 8) and batch["image"].dtype == np.uint8 and batch["label"].tolist() == [0, 2]
+    assert (
+        batch["image"].shape == (2, 3, 8, 8)
+        and batch["image"].dtype == np.uint8
+        and batch["label"].tolist() == [0, 2]
+    )
 
 
 def test_a_training_is_scored_on_val_and_tested_on_test(tmp_path):
@@ -65,7 +75,10 @@ def test_a_tree_without_splits_is_split_by_its_names_alone_and_every_class_is_in
     paint(tmp_path / "a", 10, ("",))
     shutil.copytree(tmp_path / "a", tmp_path / "other/place")
     one, other = split_names(tmp_path / "a"), split_names(tmp_path / "other")
-    by_hash = [sorted((sha256(f"{c}/{n}.png".encode()).hexdigest(), f"{c}/{n}.png") for n in range(10))[:2] for c in COLOURS]
+    by_hash = [
+        sorted((sha256(f"{c}/{n}.png".encode()).hexdigest(), f"{c}/{n}.png") for n in range(10))[:2]
+        for c in COLOURS
+    ]
     assert one["test"] == {name for pairs in by_hash for _, name in pairs}
     assert one == other and len(one["test"]) == 6 and len(one["train"]) == 24
     assert {name.split("/")[0] for name in one["test"]} == set(COLOURS)
@@ -83,7 +96,12 @@ def write_csv(path, rows, delimiter=",", encoding="utf-8"):
 def test_a_csv_gives_the_images_of_the_folders_that_it_lists(delimiter, ending, tmp_path):
     paint(tmp_path / "images", 4)
     rows = [("Image_ID", "species", "split")]
-    rows += [(f"images/{s}/{name}/{n}{ending}", name, s) for s in ("train", "test") for name in COLOURS for n in range(4)]
+    rows += [
+        (f"images/{s}/{name}/{n}{ending}", name, s)
+        for s in ("train", "test")
+        for name in COLOURS
+        for n in range(4)
+    ]
     write_csv(tmp_path / "list.csv", rows, delimiter, "utf-8-sig")
     train, test = task(tmp_path / "list.csv").datasets()
     check_colours(train), check_colours(test)
@@ -96,7 +114,9 @@ def test_the_one_csv_beside_a_folder_of_images_is_found(tmp_path):
     rows = [("file", "class")]
     for name in COLOURS:
         for number in range(4):
-            shutil.copy(tmp_path / f"sorted/{name}/{number}.png", tmp_path / f"set/images/{name[0]}{number}.png")
+            shutil.copy(
+                tmp_path / f"sorted/{name}/{number}.png", tmp_path / f"set/images/{name[0]}{number}.png"
+            )
             rows.append((f"images/{name[0]}{number}.png", name))
     write_csv(tmp_path / "set/train.csv", rows)
     write_csv(tmp_path / "set/sample_submission.csv", [("id", "probability"), ("1", "0.5")])
@@ -109,7 +129,10 @@ def test_the_one_csv_beside_a_folder_of_images_is_found(tmp_path):
 
 
 def test_classes_that_are_numbers_are_sorted_as_numbers_and_columns_can_be_named(tmp_path):
-    rows = [("f", "y2"), *[(f"{n}-{k}.png", str(n)) for n in (10, 9, 2) for k in (0, 1, 1)]]  # one is listed twice
+    rows = [
+        ("f", "y2"),
+        *[(f"{n}-{k}.png", str(n)) for n in (10, 9, 2) for k in (0, 1, 1)],
+    ]  # one is listed twice
     write_csv(tmp_path / "list.csv", rows)
     found = find_samples(tmp_path / "list.csv", path_column="f", label_column="y2")
     assert found.classes == ["2", "9", "10"]
@@ -126,7 +149,9 @@ def table(folder, split, features=True, count=4):
     images = [dict(bytes=path.read_bytes(), path=None) for path, _ in rows]
     found = pyarrow.table(dict(image=images, label=[label for _, label in rows]))
     about = dict(image=dict(_type="Image"), label=dict(_type="ClassLabel", names=names))
-    return found.replace_schema_metadata({"huggingface": json.dumps(dict(info=dict(features=about)))} if features else None)
+    return found.replace_schema_metadata(
+        {"huggingface": json.dumps(dict(info=dict(features=about)))} if features else None
+    )
 
 
 def test_parquet_files_of_a_saved_dataset_keep_its_order_of_classes(tmp_path):
@@ -159,15 +184,21 @@ def test_arrow_files_without_a_split_are_split_by_their_rows(tmp_path):
 def test_what_the_hugging_face_library_saves_is_read_without_it(tmp_path):
     datasets = pytest.importorskip("datasets")
     paint(tmp_path / "png", 4)
-    saved = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "png"), cache_dir=str(tmp_path / "cache"))
+    saved = datasets.load_dataset(
+        "imagefolder", data_dir=str(tmp_path / "png"), cache_dir=str(tmp_path / "cache")
+    )
     saved.save_to_disk(str(tmp_path / "hf"))
     train, test = task(tmp_path / "hf").datasets()
     assert (len(train), len(test)) == (12, 12)
     check_colours(train), check_colours(test)
 
 
-@pytest.mark.parametrize("version, is_read", [("13.0.0", False), ("14.0.0", False), ("14.0.1", True), ("15.0.0.dev3", True)])
-def test_a_pyarrow_that_can_run_code_from_a_table_is_not_asked_to_read_one(version, is_read, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "version, is_read", [("13.0.0", False), ("14.0.0", False), ("14.0.1", True), ("15.0.0.dev3", True)]
+)
+def test_a_pyarrow_that_can_run_code_from_a_table_is_not_asked_to_read_one(
+    version, is_read, tmp_path, monkeypatch
+):
     pyarrow = pytest.importorskip("pyarrow")
     monkeypatch.setattr(pyarrow, "__version__", version)
     (tmp_path / "train-0.parquet").write_bytes(b"no table")
@@ -208,7 +239,10 @@ SPOILED = {
         lambda folder: (folder / "test/red/2.png").write_bytes((folder / "test/red/2.png").read_bytes()[:40]),
         ["1 of 15", "red/2.png", "skip_bad"],
     ),
-    "an image of a format that is not read": (lambda folder: Image.new("RGB", (4, 4)).save(folder / BAD, "PPM"), [BAD]),
+    "an image of a format that is not read": (
+        lambda folder: Image.new("RGB", (4, 4)).save(folder / BAD, "PPM"),
+        [BAD],
+    ),
 }
 
 
@@ -245,7 +279,9 @@ def test_an_image_that_claims_a_billion_pixels_is_not_decoded(tmp_path, monkeypa
         read_image(tmp_path / "bomb.png", 8, "crop")
 
 
-@pytest.mark.parametrize("leave", ["../secret.png", "{outside}/secret.png", "link.png", "folder/../../secret.png"])
+@pytest.mark.parametrize(
+    "leave", ["../secret.png", "{outside}/secret.png", "link.png", "folder/../../secret.png"]
+)
 def test_a_path_of_a_csv_may_not_leave_its_folder(leave, tmp_path):
     (tmp_path / "set/folder").mkdir(parents=True)
     Image.new("RGB", (4, 4)).save(tmp_path / "secret.png")
@@ -309,7 +345,9 @@ def test_a_large_jpeg_is_close_to_what_decoding_it_whole_gives(tmp_path):
     pixels = np.stack([x / 5, y / 4, 128 + 100 * np.sin((x + y) / 90)], 2).clip(0, 255).astype(np.uint8)
     Image.fromarray(pixels).save(tmp_path / "large.jpg", quality=95)
     with Image.open(tmp_path / "large.jpg") as whole:
-        wanted = np.asarray(whole.crop((150, 0, 1050, 900)).resize((64, 64), Image.Resampling.BICUBIC)).astype(float)
+        wanted = np.asarray(
+            whole.crop((150, 0, 1050, 900)).resize((64, 64), Image.Resampling.BICUBIC)
+        ).astype(float)
     assert abs(read_image(tmp_path / "large.jpg", 64, "crop") - wanted).max() < 6
 
 

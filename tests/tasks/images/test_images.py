@@ -22,7 +22,9 @@ from tpukit.runs import weights
 
 pytest.importorskip("timm")
 OFF = dict(flip=0, crop=1, brightness=0, contrast=0, saturation=0)
-TINY = dict(model_name="test_resnet", image_size=32, pretrained="no", batch_size=8, log_every=1, num_workers=1)
+TINY = dict(
+    model_name="test_resnet", image_size=32, pretrained="no", batch_size=8, log_every=1, num_workers=1
+)
 
 
 @pytest.fixture
@@ -88,7 +90,11 @@ def test_scores_equal_those_counted_one_by_one():
     scores = ImageClassifier().evaluate(batches)
     assert (scores["accuracy"], scores["top5"], scores["images"]) == (first / 41, fifth / 41, 41)
     counts = np.array(scores["confusion"]["counts"])
-    assert counts.shape == (7, 7) and counts.sum() == 41 and counts.sum(1).tolist() == np.bincount(labels, minlength=7).tolist()
+    assert (
+        counts.shape == (7, 7)
+        and counts.sum() == 41
+        and counts.sum(1).tolist() == np.bincount(labels, minlength=7).tolist()
+    )
     assert json.loads(json.dumps(scores)) == scores
 
 
@@ -153,7 +159,9 @@ def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_datase
     assert [one["name"] for one in found] == [path.name for path in paths]
     for one, shares, best in zip(found, wanted, order, strict=True):
         assert [one["class"], one["next_class"]] == [task.class_names[k] for k in best[:2]]
-        assert [one["probability"], one["next_probability"]] == pytest.approx(shares[best[:2]].tolist(), rel=1e-4)
+        assert [one["probability"], one["next_probability"]] == pytest.approx(
+            shares[best[:2]].tolist(), rel=1e-4
+        )
     show_own(run, away, paths)
     rows = list(csv.DictReader(open(run.path / "own/predictions.csv")))
     assert [row["class"] for row in rows] == [one["class"] for one in found]
@@ -162,7 +170,9 @@ def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_datase
 def test_weights_of_a_run_with_other_classes_are_refused_with_the_way_out(finished, shapes, tmp_path, cpu):
     task, run = finished
     best = run.path / "best.safetensors"
-    assert json.loads(weights.metadata(best)["classes"]) == sorted(path.name for path in (shapes / "train").iterdir())
+    assert json.loads(weights.metadata(best)["classes"]) == sorted(
+        path.name for path in (shapes / "train").iterdir()
+    )
     for split in ("train", "test"):
         for name in ("ring", "bar"):
             (tmp_path / "two" / split).mkdir(parents=True, exist_ok=True)
@@ -212,7 +222,9 @@ def test_a_setting_out_of_its_range_is_refused_by_its_name(name, value):
 def test_weight_decay_spares_biases_and_norms():
     task = ImageClassifier(model_name="test_vit", image_size=32, weight_decay=0.3)
     model = task.model()
-    decay = {id(p): group["weight_decay"] for group in task.optimizer(model).param_groups for p in group["params"]}
+    decay = {
+        id(p): group["weight_decay"] for group in task.optimizer(model).param_groups for p in group["params"]
+    }
     for name, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.0 if "norm" in name or name.endswith("bias") else 0.3), name
 
@@ -266,8 +278,12 @@ def test_eight_processes_train_as_one_does_augmentation_and_mixture_included(sha
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["test_vit", "test_convnext"])
-def test_a_network_is_one_graph_on_xla_without_fallback_and_trains_as_on_the_cpu(name, shapes, tmp_path, xla, cpu):
-    task = ImageClassifier(dataset_dir=shapes, epochs=2, mixup=0.2, **TINY | dict(model_name=name, image_size=64))
+def test_a_network_is_one_graph_on_xla_without_fallback_and_trains_as_on_the_cpu(
+    name, shapes, tmp_path, xla, cpu
+):
+    task = ImageClassifier(
+        dataset_dir=shapes, epochs=2, mixup=0.2, **TINY | dict(model_name=name, image_size=64)
+    )
     runs = {}
     for runtime in (xla, cpu):
         runs[runtime] = Run.open(tmp_path / runtime.accelerator, task)
@@ -287,7 +303,9 @@ def test_shapes_are_learnt_from_scratch(tmp_path, cpu):
     folder = make_synthetic("my-images", tmp_path / "shapes", size=720)
     settings = SMALL | dict(batch_size=32, epochs=12, lr=2e-3)
     task = ImageClassifier(dataset_dir=folder, model_name="test_resnet", image_size=32, crop=0.8, **settings)
-    assert train(task, Run.open(tmp_path / "run", task), runtime=cpu, progress=False)["accuracy"] > 0.7  # 1/6 by guessing
+    assert (
+        train(task, Run.open(tmp_path / "run", task), runtime=cpu, progress=False)["accuracy"] > 0.7
+    )  # 1/6 by guessing
 
 
 # What is said of the labels before training

@@ -69,7 +69,9 @@ def test_pretrained_weights_are_taken_but_for_a_head_of_other_classes(file):
 
 def test_a_head_of_the_same_classes_is_taken_too(file):
     path, wanted = file
-    assert torch.equal(build(describe("test_vit"), 5, 160, path).state_dict()["head.weight"], wanted["head.weight"])
+    assert torch.equal(
+        build(describe("test_vit"), 5, 160, path).state_dict()["head.weight"], wanted["head.weight"]
+    )
 
 
 def test_positions_are_adapted_to_another_size(file):
@@ -122,7 +124,11 @@ def test_weights_are_found_in_the_cache_of_the_hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "place", ["some/vit-small-patch16-224/pytorch/1/2/model.safetensors", "weights/vit_small_patch16_224.augreg_in21k.pth"]
+    "place",
+    [
+        "some/vit-small-patch16-224/pytorch/1/2/model.safetensors",
+        "weights/vit_small_patch16_224.augreg_in21k.pth",
+    ],
 )
 def test_weights_are_found_in_a_kaggle_input_by_the_networks_name(place, kaggle, monkeypatch):
     monkeypatch.setattr(models.environment, "detect", lambda: kaggle)
@@ -163,7 +169,11 @@ def test_torchvisions_networks_serve_where_timm_is_missing(without_timm, tmp_pat
     assert found["fc.weight"].shape == (3, 512) and torch.equal(found["conv1.weight"], state["conv1.weight"])
 
 
-ENDS = [("test_vit", "patch_embed", "head"), ("test_convnext", "stem", "head"), ("test_resnet", "conv1", "fc")]
+ENDS = [
+    ("test_vit", "patch_embed", "head"),
+    ("test_convnext", "stem", "head"),
+    ("test_resnet", "conv1", "fc"),
+]
 
 
 @pytest.mark.parametrize("name, first, last", ENDS)
@@ -173,7 +183,9 @@ def test_layers_go_from_the_input_to_the_output_and_hold_every_parameter_once(na
     groups = task.layers(model)
     names = [name for group in groups for name in group]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-    assert any(name.startswith(first) for name in groups[0]) and any(name.startswith(last) for name in groups[-1])
+    assert any(name.startswith(first) for name in groups[0]) and any(
+        name.startswith(last) for name in groups[-1]
+    )
     assert len(groups) >= 4
 
 

@@ -6,11 +6,14 @@ from tpukit.tasks.mshnet.scores import THRESHOLDS, match, predictions_at_thresho
 
 
 def published_scores(logits, target):
-    """dict: iou, pixel_recall, pd, fa, and tpr, fpr, precision over `THRESHOLDS`, of one epoch of the published code.
+    """dict: iou, pixel_recall, pd, fa, and tpr, fpr, precision over `THRESHOLDS`, of one epoch of the
+    published code.
 
     logits: (N, 1, H, W). target: (N, 1, H, W) in [0, 1]. Two things differ from `Scores`:
-    - False alarms: a predicted region counts only if its area differs from that of every matched region of the image.
-    - Grey labels (between 0 and 1): a pixel is labelled from 0.5 on in the union, above 0 in the pixel recall (which the
+    - False alarms: a predicted region counts only if its area differs from that of every matched region of
+    the image.
+    - Grey labels (between 0 and 1): a pixel is labelled from 0.5 on in the union, above 0 in the pixel recall
+    (which the
       published code calls pixel accuracy), and only at exactly 1 in the intersection and in the regions.
     """
     intersection = predicted = labelled = above_zero = targets = detected = false_area = 0

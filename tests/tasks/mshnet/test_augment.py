@@ -32,7 +32,9 @@ def test_a_set_of_many_sizes_and_modes_gives_what_pil_gives_on_the_host_and_on_a
     sizes = [(64, 48), (40, 90), (200, 200), (33, 57)]
     for number, (width, height) in enumerate(sizes):
         shape = (height // 4 + 1, width // 4 + 1, *([3] if number % 2 else []))
-        image = Image.fromarray(rng.integers(0, 255, shape, np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+        image = Image.fromarray(rng.integers(0, 255, shape, np.uint8)).resize(
+            (width, height), Image.Resampling.BICUBIC
+        )
         image.save(tmp_path / "images" / f"{number}.png")
         Image.fromarray(np.where(rng.random((height, width)) > 0.9, 255, 0).astype(np.uint8)).save(
             tmp_path / f"masks/{number}.png"
@@ -40,13 +42,22 @@ def test_a_set_of_many_sizes_and_modes_gives_what_pil_gives_on_the_host_and_on_a
     for name in ("trainval.txt", "test.txt"):
         (tmp_path / name).write_text("0\n1\n2\n3\n")
     data = InfraredSet(tmp_path, "train", base_size=64, crop_size=48)
-    assert data.device_nbytes() == sum(a.nbytes for a in data.device_arrays().values()) == 4 * (3 + 1) * 200 * 200
+    assert (
+        data.device_nbytes()
+        == sum(a.nbytes for a in data.device_arrays().values())
+        == 4 * (3 + 1) * 200 * 200
+    )
     indices = rng.integers(0, 4, 40)
     for numbers, size in ((rng.random((40, 6)), 48), (None, 64)):
-        host, rows = data.batch(indices, numbers), {k: torch.as_tensor(v[indices]) for k, v in data.device_arrays().items()}
+        host, rows = (
+            data.batch(indices, numbers),
+            {k: torch.as_tensor(v[indices]) for k, v in data.device_arrays().items()},
+        )
         parameters = {k: torch.as_tensor(v) for k, v in data.sample_parameters(indices, numbers).items()}
         for in_bfloat16 in (False, True):
-            image, mask = augment.on_device(rows["image"], rows["mask"], **parameters, in_bfloat16=in_bfloat16)
+            image, mask = augment.on_device(
+                rows["image"], rows["mask"], **parameters, in_bfloat16=in_bfloat16
+            )
             assert host["image"].shape == image.shape == (40, 3, size, size)
             assert np.abs(image.numpy() - host["image"]).max() <= 0.5 + 1e-3  # the host rounds
             np.testing.assert_array_equal(mask, host["mask"])
@@ -61,7 +72,8 @@ def test_a_set_of_many_sizes_and_modes_gives_what_pil_gives_on_the_host_and_on_a
 
 
 class Products(TorchFunctionMode):
-    """Context manager: counts products of matrices. in_bfloat16: taken as by a TPU, factors rounded to it, sums in float32."""
+    """Context manager: counts products of matrices. in_bfloat16: taken as by a TPU, factors rounded to it,
+    sums in float32."""
 
     def __init__(self, *, in_bfloat16):
         super().__init__()
@@ -82,7 +94,9 @@ def batch(infrared):
     indices, numbers = rng.integers(0, len(data), 8), rng.random((8, 6))
     pixels = [torch.as_tensor(data.device_arrays()[name][indices]) for name in ("image", "mask")]
     parameters = data.sample_parameters(indices, numbers)
-    return dict(zip(("images", "masks"), pixels)) | {name: torch.as_tensor(value) for name, value in parameters.items()}
+    return dict(zip(("images", "masks"), pixels)) | {
+        name: torch.as_tensor(value) for name, value in parameters.items()
+    }
 
 
 def test_products_in_bfloat16_as_a_tpu_takes_them_move_no_grey_level(batch):

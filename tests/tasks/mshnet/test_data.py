@@ -25,7 +25,8 @@ def write_set(folder, names, *, lists=("trainval.txt", "test.txt"), mask_suffix=
 
 
 @pytest.mark.parametrize(
-    "mode, wanted", [("L", 102), ("RGB", 102), ("RGBA", 102), ("P", 102), ("LA", 102), ("I;16", 102), ("1", 255)]
+    "mode, wanted",
+    [("L", 102), ("RGB", 102), ("RGBA", 102), ("P", 102), ("LA", 102), ("I;16", 102), ("1", 255)],
 )
 def test_a_grey_image_of_every_mode_is_read_to_the_same_grey(tmp_path, mode, wanted):
     path = tmp_path / "image.png"
@@ -45,7 +46,9 @@ def test_colours_that_differ_by_more_than_rounding_are_kept(tmp_path, apart, sha
     colours[2, 3, 1] += apart
     Image.fromarray(colours).save(tmp_path / "image.png")
     array = read_image(tmp_path / "image.png")
-    assert array.shape == shape and np.abs(array.reshape(8, 8, -1) - colours.astype(int)).max() <= (apart == 1)
+    assert array.shape == shape and np.abs(array.reshape(8, 8, -1) - colours.astype(int)).max() <= (
+        apart == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,9 @@ def test_all_bad_pairs_are_listed_with_their_line_before_training(tmp_path):
         (4, "othersize", "mask is 16x32"),
         (5, "damaged", "unreadable"),
     ):
-        assert any(f"line {line}: {name}" in text and what in text for text in str(error.value).splitlines()), name
+        assert any(
+            f"line {line}: {name}" in text and what in text for text in str(error.value).splitlines()
+        ), name
     assert "4 of 5 entries" in str(error.value) and "--skip-bad" in str(error.value)
     data, _ = MSHNet(dataset_dir=tmp_path, skip_bad=True).datasets()
     assert data.names == ["good"] and "left out 4 of 5" in data.notes
@@ -174,6 +179,8 @@ def test_a_list_with_the_mark_of_a_windows_editor_is_read(tmp_path):
 def test_real_irstd1k_is_read_whole(real_data):
     data, test = MSHNet(dataset_dir=real_data / "IRSTD-1k", base_size=64, crop_size=64).datasets()
     assert (len(data), len(test)) == (800, 201)
-    assert data.colours == test.colours == 1  # three of its images are stored in colour and grey to within a level
+    assert (
+        data.colours == test.colours == 1
+    )  # three of its images are stored in colour and grey to within a level
     batch = data.batch([0, 1], np.random.default_rng(0).random((2, 6)))
     assert batch["image"].shape == batch["mask"].shape == (2, 1, 64, 64)

@@ -1,4 +1,5 @@
-"""The passes of the block for XLA, where the network's parity does not reach: equal values, statistics that stay."""
+"""The passes of the block for XLA, where the network's parity does not reach: equal values, statistics that
+stay."""
 
 import pytest
 import torch
@@ -11,13 +12,17 @@ from tpukit.training import batch_norm
 @pytest.fixture
 def whole_numbers():
     """(2, 4, 3, 5), many of them equal."""
-    return torch.randint(-2, 3, (2, 4, 3, 5), generator=torch.Generator().manual_seed(3)).double().requires_grad_()
+    return (
+        torch.randint(-2, 3, (2, 4, 3, 5), generator=torch.Generator().manual_seed(3))
+        .double()
+        .requires_grad_()
+    )
 
 
 def test_equal_largest_pixels_share_the_gradient_as_in_amax(whole_numbers):
     sign = torch.tensor([1.0, -1.0, 1.0, -1.0]).double()
     weight = torch.arange(8.0).double().view(2, 4)
-    found = fused._LargestOfTile.apply(whole_numbers, sign)
+    found = fused._TileMax.apply(whole_numbers, sign)
     wanted = (sign[:, None, None] * whole_numbers).amax((2, 3))
     assert torch.equal(found, wanted)
     ours, theirs = (torch.autograd.grad((y * weight).sum(), whole_numbers)[0] for y in (found, wanted))
@@ -38,7 +43,7 @@ def test_equal_largest_channels_share_the_gradient_as_in_amax(whole_numbers):
 
 def test_a_largest_value_that_none_reaches_when_computed_again_gets_no_gradient_rather_than_nan():
     x = torch.tensor([[1.0, 2.0, 2.0], [1.0, 4.0, 4.0]])
-    to_x = fused._share_largest(torch.tensor([[6.0], [6.0]]), x, torch.tensor([[2.5], [3.5]]), 1)
+    to_x = fused._split_grad_among_maxima(torch.tensor([[6.0], [6.0]]), x, torch.tensor([[2.5], [3.5]]), 1)
     assert torch.equal(to_x, torch.tensor([[0.0, 0.0, 0.0], [0.0, 3.0, 3.0]]))
 
 

@@ -1,4 +1,5 @@
-"""What is said about masks before training: each mistake by its number and names, and the images to look at."""
+"""What is said about masks before training: each mistake by its number and names, and the images to look
+at."""
 
 import numpy as np
 import pytest
@@ -26,7 +27,9 @@ def square(side, value=255, size=64):
     return mask
 
 
-WRONG = dict(dim=square(2, 1), white=255 - square(2), large=square(5), tiny=square(3, size=256), black=square(0))
+WRONG = dict(
+    dim=square(2, 1), white=255 - square(2), large=square(5), tiny=square(3, size=256), black=square(0)
+)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -43,7 +46,9 @@ def test_right_masks_are_counted_with_their_targets_and_sizes(tmp_path, capsys):
     task = write(tmp_path, dict(one=square(2), two=two, three=square(4, size=128)))
     show_labels(task)
     said = capsys.readouterr().out
-    assert all(datum in said for datum in ("3 training images", "64x64 to 128x128", "4 targets", "3 to 16 pixels"))
+    assert all(
+        datum in said for datum in ("3 training images", "64x64 to 128x128", "4 targets", "3 to 16 pixels")
+    )
     assert "of 3 masks" not in said
 
 

@@ -27,7 +27,8 @@ def test_loss_of_an_image_without_target_is_finite_and_so_is_its_gradient():
 
 @pytest.fixture
 def outputs_and_target():
-    """Logits of the output and of the masks, of two images: one has no target, and a prediction that underflows."""
+    """Logits of the output and of the masks, of two images: one has no target, and a prediction that
+    underflows."""
     generator = torch.Generator().manual_seed(4)
     target = (torch.rand(2, 1, 32, 32, generator=generator) > 0.9).float()
     target[0] = 0
@@ -42,7 +43,9 @@ def with_gradients(loss, outputs):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("warm_up", [True, False])
-def test_all_scales_at_once_have_the_loss_and_the_gradients_of_one_after_another(warm_up, dtype, outputs_and_target):
+def test_all_scales_at_once_have_the_loss_and_the_gradients_of_one_after_another(
+    warm_up, dtype, outputs_and_target
+):
     outputs, target = outputs_and_target
     outputs = [output.detach().to(dtype).requires_grad_() for output in outputs]
     targets = [target, target, *(F.max_pool2d(target, 2**scale) for scale in (1, 2, 3))]
@@ -75,11 +78,17 @@ def test_a_further_scale_costs_a_small_part_of_the_operations_of_the_first(outpu
 
 
 @pytest.mark.parametrize("warm_up", [True, False])
-def test_a_phase_that_is_a_tensor_gives_the_loss_and_the_gradient_of_one_that_is_a_bool(warm_up, outputs_and_target):
+def test_a_phase_that_is_a_tensor_gives_the_loss_and_the_gradient_of_one_that_is_a_bool(
+    warm_up, outputs_and_target
+):
     outputs, target = outputs_and_target
 
     def loss_and_gradients(phase):
-        return with_gradients(multiscale_loss(outputs[0], [] if phase is True else outputs[1:], target, warm_up=phase), outputs)
+        return with_gradients(
+            multiscale_loss(outputs[0], [] if phase is True else outputs[1:], target, warm_up=phase), outputs
+        )
 
-    for found, wanted in zip(loss_and_gradients(torch.tensor(warm_up)), loss_and_gradients(warm_up), strict=True):
+    for found, wanted in zip(
+        loss_and_gradients(torch.tensor(warm_up)), loss_and_gradients(warm_up), strict=True
+    ):
         assert torch.isfinite(found).all() and torch.equal(found, wanted)

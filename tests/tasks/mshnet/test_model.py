@@ -24,7 +24,9 @@ def test_sizes_that_the_network_cannot_halve_are_refused(infrared):
         MSHNet(dataset_dir=infrared, crop_size=100)
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize(
+    "layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"]
+)
 def test_the_largest_value_of_an_image_and_its_gradient_are_the_same_by_a_reduction_as_by_pooling(layout):
     torch.manual_seed(0)
     image = torch.rand(3, 4, 6, 5).to(memory_format=layout)
@@ -67,11 +69,17 @@ def test_biases_before_batch_statistics_are_left_out_of_all_but_the_running_mean
         return model, outputs
 
     model, found = trained()
-    biases = [f"{name}.{one}.bias" for name in dict(model.named_modules()) for one in ("conv1", "conv2", "shortcut.0")]
+    biases = [
+        f"{name}.{one}.bias"
+        for name in dict(model.named_modules())
+        for one in ("conv1", "conv2", "shortcut.0")
+    ]
     monkeypatch.setattr(network, "takes_batch_statistics", lambda norm: False)
     plain, wanted = trained()
     torch.testing.assert_close(found, wanted, atol=1e-11, rtol=1e-9)
-    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), atol=1e-11, rtol=1e-9)
+    torch.testing.assert_close(
+        dict(model.named_buffers()), dict(plain.named_buffers()), atol=1e-11, rtol=1e-9
+    )
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         if variant == "per-core" and name in biases:
             assert mine.grad is None and theirs.grad.abs().max() < 1e-10

@@ -7,10 +7,18 @@ from PIL import Image
 from tpukit.tasks.mshnet import overlay
 from tpukit.tasks.mshnet.scores import Scores, match, regions
 
-# Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of color vision deficiency", IEEE TVCG 15(6),
-# 2009, severity 1.0; for linear RGB.
-PROTANOPIA = [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
-DEUTERANOPIA = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+# Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of color vision deficiency",
+# IEEE TVCG 15(6), 2009, severity 1.0; for linear RGB.
+PROTANOPIA = [
+    [0.152286, 1.052583, -0.204868],
+    [0.114503, 0.786281, 0.099216],
+    [-0.003882, -0.048116, 1.051998],
+]
+DEUTERANOPIA = [
+    [0.367322, 0.860646, -0.227968],
+    [0.280085, 0.672501, 0.047413],
+    [-0.011820, 0.042940, 0.968881],
+]
 
 
 def is_colour(picture, colour):
@@ -22,7 +30,9 @@ def test_every_pixel_of_the_window_has_the_colour_of_what_it_is():
     label[30:33, 30:33] = True  # 9 pixels, of which 6 are hit
     predicted[31:34, 30:33] = True  # and 3 false beside them
     grey = np.full((1, 64, 64), 100, np.uint8)
-    (_, marked), (_, plain), (legend, pixels) = overlay.prediction_row(grey, np.where(label, 255, 0), predicted)
+    (_, marked), (_, plain), (legend, pixels) = overlay.prediction_row(
+        grey, np.where(label, 255, 0), predicted
+    )
     top = left = 31 - overlay.WINDOW // 2
     window = slice(top, top + overlay.WINDOW), slice(left, left + overlay.WINDOW)
     np.testing.assert_array_equal(is_colour(pixels, overlay.HIT), (label & predicted)[window])
@@ -37,8 +47,14 @@ def test_rings_tell_hit_missed_and_false_regions_apart_and_a_dotted_frame_shows_
     label[20:24, 20:24] = predicted[21:24, 20:24] = True  # hit, and the largest: the window
     label[70, 70] = True
     predicted[70, 20] = True
-    (title, marked), *_ = overlay.prediction_row(np.zeros((3, 96, 96), np.uint8), np.where(label, 255, 0), predicted)
-    for colour, (row, column) in ((overlay.HIT, (21.5, 21.5)), (overlay.MISSED, (70, 70)), (overlay.FALSE, (70, 20))):
+    (title, marked), *_ = overlay.prediction_row(
+        np.zeros((3, 96, 96), np.uint8), np.where(label, 255, 0), predicted
+    )
+    for colour, (row, column) in (
+        (overlay.HIT, (21.5, 21.5)),
+        (overlay.MISSED, (70, 70)),
+        (overlay.FALSE, (70, 20)),
+    ):
         rows, columns = np.nonzero(is_colour(marked, colour))
         np.testing.assert_allclose(np.hypot(rows - row, columns - column), overlay.RING, atol=0.7)
         assert len(rows) > 25
@@ -64,7 +80,9 @@ def test_the_numbers_of_the_title_are_those_of_the_scores():
     random, counts = np.random.default_rng(0), []
     for density in np.linspace(0, 0.05, 40):
         label = random.random((48, 40)) < density
-        predicted = np.roll(label, random.integers(-2, 3, 2), (0, 1)) ^ (random.random(label.shape) < density / 2)
+        predicted = np.roll(label, random.integers(-2, 3, 2), (0, 1)) ^ (
+            random.random(label.shape) < density / 2
+        )
         counts.append(check_title(label, predicted))
     detected, targets, false = np.array(counts).T
     assert (detected < targets).sum() > 10 and (detected > 0).sum() > 10 and (false > 0).sum() > 10
@@ -77,12 +95,22 @@ def test_the_numbers_of_the_title_are_those_of_the_scores_on_real_masks_shifted_
         label = np.asarray(Image.open(path).convert("L")) >= 128
         counts.append(check_title(label, np.roll(label, 1, (0, 1))))
     detected, targets, _ = np.array(counts).T
-    assert len(paths) > 15 and targets.sum() > len(paths) and (detected == targets).all()  # 1.4 pixels are within 3
+    assert (
+        len(paths) > 15 and targets.sum() > len(paths) and (detected == targets).all()
+    )  # 1.4 pixels are within 3
 
 
-@pytest.mark.parametrize("height, width", [(1, 1), (1, 40), (20, 20), (32, 32), (33, 100), (256, 256), (512, 300)])
+@pytest.mark.parametrize(
+    "height, width", [(1, 1), (1, 40), (20, 20), (32, 32), (33, 100), (256, 256), (512, 300)]
+)
 def test_the_window_is_a_square_within_an_image_of_any_size_and_holds_the_target(height, width):
-    for row, column in {(0, 0), (0, width - 1), (height - 1, 0), (height - 1, width - 1), (height // 2, width // 2)}:
+    for row, column in {
+        (0, 0),
+        (0, width - 1),
+        (height - 1, 0),
+        (height - 1, width - 1),
+        (height // 2, width // 2),
+    }:
         label = np.zeros((height, width), bool)
         label[row, column] = True
         image = np.zeros((1, height, width), np.uint8)
@@ -96,7 +124,11 @@ def test_the_window_is_a_square_within_an_image_of_any_size_and_holds_the_target
             overlay.prediction_row(image, mask, ~label),
         ):
             (_, whole), (_, zoomed), (_, pixels) = panels
-            assert whole.shape == (height, width, 3) and zoomed.shape == (side, side, 3) and pixels.shape[:2] == (side, side)
+            assert (
+                whole.shape == (height, width, 3)
+                and zoomed.shape == (side, side, 3)
+                and pixels.shape[:2] == (side, side)
+            )
         hit = overlay.prediction_row(image, mask, label)[2][1]
         assert is_colour(hit, overlay.HIT).sum() == 1
 
@@ -114,10 +146,16 @@ def test_without_labels_what_was_found_is_counted_and_blue():
     predicted = np.zeros((64, 64), bool)
     predicted[10, 10] = predicted[40:42, 40:42] = True
     (title, marked), _, (_, pixels) = overlay.prediction_row(np.zeros((1, 64, 64), np.uint8), None, predicted)
-    assert title == "2 found" and is_colour(marked, overlay.HIT).sum() > 50 and is_colour(pixels, overlay.HIT).sum() == 4
+    assert (
+        title == "2 found"
+        and is_colour(marked, overlay.HIT).sum() > 50
+        and is_colour(pixels, overlay.HIT).sum() == 4
+    )
 
 
-@pytest.mark.parametrize("deficiency", [np.eye(3), PROTANOPIA, DEUTERANOPIA], ids=["none", "protanopia", "deuteranopia"])
+@pytest.mark.parametrize(
+    "deficiency", [np.eye(3), PROTANOPIA, DEUTERANOPIA], ids=["none", "protanopia", "deuteranopia"]
+)
 def test_the_three_colours_differ_for_the_colour_blind_from_each_other_and_from_black_and_white(deficiency):
     colour = pytest.importorskip("skimage.color")
     given = np.array([overlay.HIT, overlay.MISSED, overlay.FALSE, (0, 0, 0), (255, 255, 255)]) / 255

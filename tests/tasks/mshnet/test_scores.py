@@ -32,7 +32,9 @@ def test_a_false_region_as_large_as_a_matched_one_counts_here_but_not_in_the_pub
 
 def test_the_share_of_labelled_pixels_that_are_predicted_is_called_a_recall():
     target = square(32, (20, 20), 3)[None, None].astype(float)
-    scores = scores_of(np.full(target.shape, 5.0), target).result()  # all is predicted, and nearly all wrongly
+    scores = scores_of(
+        np.full(target.shape, 5.0), target
+    ).result()  # all is predicted, and nearly all wrongly
     assert scores["pixel_recall"] == 1 and scores["iou"] == 9 / 32**2
     assert not [name for name in scores if "accuracy" in name]
 

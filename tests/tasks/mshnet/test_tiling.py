@@ -50,7 +50,14 @@ def test_tiles_fill_the_lanes_of_an_xla_core_and_no_other_device_has_them(xla, c
     def tiles(batch, size):
         return tiling.num_tiles(torch.zeros(cores * batch, 3, size, size).to(xla.device))
 
-    assert [tiles(32, 256), tiles(4, 256), tiles(128, 256), tiles(16, 64), tiles(1, 48), tiles(1, 16)] == [4, 16, 1, 4, 2, 1]
+    assert [tiles(32, 256), tiles(4, 256), tiles(128, 256), tiles(16, 64), tiles(1, 48), tiles(1, 16)] == [
+        4,
+        16,
+        1,
+        4,
+        2,
+        1,
+    ]
     assert tiling.num_tiles(torch.zeros(32, 3, 256, 256)) is None
 
 

@@ -15,11 +15,15 @@ def cores(request, monkeypatch):
 
 @pytest.mark.parametrize("factor", [2, 4, 8])
 @pytest.mark.parametrize("tiles", [1, 2, 4])
-def test_upsampling_tiles_equals_bilinear_interpolation_with_aligned_corners_and_so_does_its_gradient(factor, tiles):
+def test_upsampling_tiles_equals_bilinear_interpolation_with_aligned_corners_and_so_does_its_gradient(
+    factor, tiles
+):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 3, 12, 20, dtype=torch.float64, generator=generator, requires_grad=True)
     wanted = upsampling.upsample(x, factor, None)
-    torch.testing.assert_close(wanted, F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=True))
+    torch.testing.assert_close(
+        wanted, F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=True)
+    )
     found = tiling.merge(upsampling.upsample(tiling.split(x, tiles), factor, tiles), tiles)
     torch.testing.assert_close(found, wanted, atol=1e-11, rtol=0)
     weight = torch.randn(wanted.shape, dtype=torch.float64, generator=generator)

@@ -6,7 +6,14 @@ from tpukit.tools.prices import Price
 
 
 def row(batch_size=32, step_ms=100.0, **other):
-    times = dict(first_step_s=2.0, start_s=36.0, step_ms=step_ms, step_ms_low=step_ms, step_ms_high=step_ms, wait_ms=1.0)
+    times = dict(
+        first_step_s=2.0,
+        start_s=36.0,
+        step_ms=step_ms,
+        step_ms_low=step_ms,
+        step_ms_high=step_ms,
+        wait_ms=1.0,
+    )
     counts = dict(timed_steps=20, compiled_late=0, memory_bytes=2**30, memory_of="a core's device")
     return dict(batch_size=batch_size, fits=True, **counts) | times | other
 

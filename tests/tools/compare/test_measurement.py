@@ -18,7 +18,10 @@ def test_a_file_is_read_as_it_was_written_and_is_small(tmp_path):
     one.write(tmp_path / "deep/one.json")
     assert Measurement.read(tmp_path / "deep/one.json") == one
     assert (tmp_path / "deep/one.json").stat().st_size < 4000
-    assert one.table().rows[1][2:4] == ("does not fit", "out of memory") and "memory: a core's device" in one.table().title
+    assert (
+        one.table().rows[1][2:4] == ("does not fit", "out of memory")
+        and "memory: a core's device" in one.table().title
+    )
 
 
 def test_a_file_of_an_unknown_engine_is_one_of_the_default_engine(tmp_path):
@@ -106,9 +109,21 @@ def test_hardware_has_the_name_that_the_price_table_uses(accelerator, device, ex
         ("local", "cpu", "x86_64, 2 cores", 2, ("mnist-cpu.json", "local", 1)),
         ("local", "xla", "CPU XLA device", 2, ("mnist-cpu-xla.json", "local", 1)),
         ("tpu-vm", "tpu", "v5litepod-8", 8, ("mnist-tpu-v5e-x8-google-cloud.json", "Google Cloud", 8)),
-        ("tpu-vm", "tpu", "v3-8", 8, ("mnist-tpu-v3-x8-google-cloud.json", "Google Cloud", 4)),  # two cores a chip
+        (
+            "tpu-vm",
+            "tpu",
+            "v3-8",
+            8,
+            ("mnist-tpu-v3-x8-google-cloud.json", "Google Cloud", 4),
+        ),  # two cores a chip
         ("tpu-vm", "tpu", "v2-8", 8, ("mnist-tpu-v2-x8-google-cloud.json", "Google Cloud", 4)),
-        ("local", "tpu", "TPU", 4, ("mnist-tpu-x4-google-cloud.json", "Google Cloud", 4)),  # a TPU VM that does not say so
+        (
+            "local",
+            "tpu",
+            "TPU",
+            4,
+            ("mnist-tpu-x4-google-cloud.json", "Google Cloud", 4),
+        ),  # a TPU VM that does not say so
     ],
 )
 def test_a_file_names_the_place_and_counts_the_chips_as_the_price_table_does(
@@ -125,10 +140,15 @@ def test_another_engine_has_a_file_of_its_own(tmp_path):
     env = dataclasses.replace(detect({}), host="local", accelerator="cpu")
     engine = dict(torch_compile="reduce-overhead", channels_last="yes")
     found = compare.file_for(tmp_path, MNIST(**engine), env)
-    assert found.parent == tmp_path and found.name == "mnist-cpu-torch-compile-reduce-overhead-channels-last-yes.json"
+    assert (
+        found.parent == tmp_path
+        and found.name == "mnist-cpu-torch-compile-reduce-overhead-channels-last-yes.json"
+    )
 
 
-def test_a_dataset_is_synthetic_where_its_note_says_so_and_real_where_its_note_is_in_any_other_writing(digits, tmp_path):
+def test_a_dataset_is_synthetic_where_its_note_says_so_and_real_where_its_note_is_in_any_other_writing(
+    digits, tmp_path
+):
     result = dict(cores=1, processes=1, precision="fp32", samples=200)
     (tmp_path / "README.txt").write_bytes("Zahlen für Übungen".encode("latin-1"))
     for folder, synthetic in ((str(digits), True), (tmp_path, False), (tmp_path / "none", False)):

@@ -73,8 +73,16 @@ def test_a_step_time_holds_the_step_and_the_wait_for_its_batch(digits, cpu, tmp_
     run = opened(tmp_path / "run", task)
     found = compare.measure(task, run, runtime=cpu, steps=7)
     r = found["row"]
-    assert r["wait_ms"] >= 30 and r["step_ms_low"] >= 50 and r["step_ms_low"] <= r["step_ms"] <= r["step_ms_high"]
-    assert r["timed_steps"] == 8 and r["memory_of"] == "resident set of the processes" and r["memory_bytes"] > 50e6
+    assert (
+        r["wait_ms"] >= 30
+        and r["step_ms_low"] >= 50
+        and r["step_ms_low"] <= r["step_ms"] <= r["step_ms_high"]
+    )
+    assert (
+        r["timed_steps"] == 8
+        and r["memory_of"] == "resident set of the processes"
+        and r["memory_bytes"] > 50e6
+    )
     assert found["samples"] == 200 and r["start_s"] > r["first_step_s"] > 0.05
     assert not run.records("train") and not run.checkpoints()  # neither evaluations nor checkpoints are timed
 
@@ -116,9 +124,19 @@ def test_sizes_double_in_processes_of_their_own_until_a_step_does_not_fit(digits
     found = compare.measure_here(task, steps=2, out=out, log=messages.append)
     assert [(r["batch_size"], r["fits"]) for r in found.rows] == [(16, True), (32, False)]
     assert "RESOURCE_EXHAUSTED" in found.rows[-1]["why"] and Measurement.read(out) == found
-    assert (found.hardware, found.place, found.task, found.samples, found.synthetic) == ("CPU", "local", "mnist", 200, True)
+    assert (found.hardware, found.place, found.task, found.samples, found.synthetic) == (
+        "CPU",
+        "local",
+        "mnist",
+        200,
+        True,
+    )
     assert found.engine == dict(torch_compile="no", channels_last="auto", cuda_graph=True, data_on="auto")
-    assert "batch_size" not in found.recipe and "dataset_dir" not in found.recipe and str(digits) not in out.read_text()
+    assert (
+        "batch_size" not in found.recipe
+        and "dataset_dir" not in found.recipe
+        and str(digits) not in out.read_text()
+    )
     assert "failure" not in found.recipe and found.versions["torch"] and found.fitting[0]["timed_steps"] == 2
     assert "batch 32" in messages[-2] and "RESOURCE_EXHAUSTED" in messages[-2] and str(out) in messages[-1]
 
@@ -131,7 +149,9 @@ def test_sizes_double_in_processes_of_their_own_until_a_step_does_not_fit(digits
         ("cuda", 8, [8, 16, 32, 64, 128]),  # the training set has 200 samples
     ],
 )
-def test_sizes_double_on_a_cpu_once_and_elsewhere_up_to_the_training_set(accelerator, batch_size, tried, digits, monkeypatch):
+def test_sizes_double_on_a_cpu_once_and_elsewhere_up_to_the_training_set(
+    accelerator, batch_size, tried, digits, monkeypatch
+):
     found, messages = [], []
 
     def run_process(task, steps, cores, parallel):
@@ -178,15 +198,20 @@ def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(digi
     (tmp_path / "file").touch()
     for out in (tmp_path / "file/a.json", tmp_path):
         with pytest.raises(TpukitError, match=str(out)):
-            compare.measure_here(MNIST(dataset_dir=digits), out=out, log=lambda text: pytest.fail(f"measured: {text}"))
+            compare.measure_here(
+                MNIST(dataset_dir=digits), out=out, log=lambda text: pytest.fail(f"measured: {text}")
+            )
 
 
 def test_the_peak_of_memory_is_this_process_own():
     program = (
-        "import numpy as np; from tpukit.tools.compare import measuring; peaks = [measuring.peak_host_bytes()];"
+        "import numpy as np; from tpukit.tools.compare import measuring; peaks ="
+        " [measuring.peak_host_bytes()];"
         "block = np.ones(2**27, np.uint8); peaks.append(measuring.peak_host_bytes());"  # 128 MiB
         "del block; print(*peaks, measuring.peak_host_bytes())"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    before, full, after = map(int, ran.stdout.split())  # and not of the process that started it, which is larger
+    before, full, after = map(
+        int, ran.stdout.split()
+    )  # and not of the process that started it, which is larger
     assert 100e6 < full - before < 300e6 and after > full - 2e6 and before < 500e6

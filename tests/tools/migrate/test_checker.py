@@ -51,10 +51,19 @@ BROKEN = [
     ("cuda", "device: str = 'cuda'"),
     ("cuda", "def make(device='cuda'):\n    pass"),
     ("cuda", "def pick():\n    return('cuda' if torch.cuda.is_available() else 'cpu')"),
-    ("cuda", "device = 'cuda' if torch.cuda.is_available() else 'cpu'\nwith torch.autocast(device_type=device):\n    pass"),
+    (
+        "cuda",
+        (
+            "device = 'cuda' if torch.cuda.is_available() else 'cpu'\nwith"
+            " torch.autocast(device_type=device):\n    pass"
+        ),
+    ),
     ("cuda", "torch.cuda.synchronize()"),
     ("cuda-check", "use_cuda = torch.cuda.is_available()"),
-    ("cuda-check", "if torch.cuda.is_available():\n    torch.backends.cudnn.benchmark = True\n    workers = 8"),
+    (
+        "cuda-check",
+        "if torch.cuda.is_available():\n    torch.backends.cudnn.benchmark = True\n    workers = 8",
+    ),
     ("cuda-check", "count = torch.cuda.device_count() if torch.cuda.is_available() else 0"),
     ("fp16", "scaler = GradScaler()"),
     ("fp16", "with autocast():\n    pass"),
@@ -75,14 +84,24 @@ BROKEN = [
     ("read-in-loop", STEP + "    kept.append(float(loss))"),
     ("dynamic-shape", STEP + "    hard = x[y > 0]"),
     ("dynamic-shape", STEP + "    hard = torch.nonzero(y)"),
-    ("dynamic-shape", "class Net(nn.Module):\n    def forward(self, x):\n        return torch.masked_select(x, x > 0)"),
+    (
+        "dynamic-shape",
+        "class Net(nn.Module):\n    def forward(self, x):\n        return torch.masked_select(x, x > 0)",
+    ),
     ("no-sync", STEP.replace("    torch_xla.sync()\n", "")),
-    ("no-sync", STEP.replace("    torch_xla.sync()\n", "").replace("optimizer.step()", "if step % 4 == 0: optimizer.step()")),
     (
         "no-sync",
-        "class Trainer:\n    def __init__(self):\n        self.scaler = torch.amp.GradScaler(enabled=False)\n"
-        "    def train(self):\n        for x in self.loader:\n            self.scaler.scale(self.model(x)).backward()\n"
-        "            self.scaler.step(self.optimizer)",
+        STEP.replace("    torch_xla.sync()\n", "").replace(
+            "optimizer.step()", "if step % 4 == 0: optimizer.step()"
+        ),
+    ),
+    (
+        "no-sync",
+        (
+            "class Trainer:\n    def __init__(self):\n        self.scaler ="
+            " torch.amp.GradScaler(enabled=False)\n    def train(self):\n        for x in self.loader:\n     "
+            "       self.scaler.scale(self.model(x)).backward()\n            self.scaler.step(self.optimizer)"
+        ),
     ),
     ("save", "torch.save(model.state_dict(), 'model.pt')"),
     ("save", "state = {'net': model.state_dict(), 'epoch': 3}\ntorch.save(state, 'model.pt')"),
@@ -100,13 +119,25 @@ BROKEN = [
     ("torch-compile", "model = torch.compile(model)"),
     ("unreadable", "print 'epoch'"),
     # A branch that a TPU never comes to: the check is the error, and nothing in it is rewritten.
-    ("cuda", "if torch.cuda.is_available():\n    device = torch.device('cuda')\nelse:\n    device = torch.device('cpu')"),
     (
         "cuda",
-        "def pick():\n    if torch.cuda.is_available():\n        return torch.device('cuda')\n    return torch.device('cpu')",
+        (
+            "if torch.cuda.is_available():\n    device = torch.device('cuda')\nelse:\n    device ="
+            " torch.device('cpu')"
+        ),
+    ),
+    (
+        "cuda",
+        (
+            "def pick():\n    if torch.cuda.is_available():\n        return torch.device('cuda')\n    return"
+            " torch.device('cpu')"
+        ),
     ),
     ("cuda", "if not torch.cuda.is_available():\n    device = 'cpu'\nelse:\n    device = 'cuda'"),
-    ("cuda", "use_cuda = not args.no_cuda and torch.cuda.is_available()\nif use_cuda:\n    model = model.cuda()"),
+    (
+        "cuda",
+        "use_cuda = not args.no_cuda and torch.cuda.is_available()\nif use_cuda:\n    model = model.cuda()",
+    ),
     ("cuda", "args.cuda = torch.cuda.is_available()\nx = x.cuda() if args.cuda else x"),
     ("cuda", "device = torch.device('cuda') if torch.cuda.is_available() else torch.device('cpu')"),
     ("cuda", "with torch.autocast('cuda' if torch.cuda.is_available() else 'cpu'):\n    pass"),
@@ -140,8 +171,14 @@ BROKEN = [
     ("dynamic-shape", FORWARD + "        return x.unique()"),
     ("dynamic-shape", FORWARD + "        return y.argwhere()"),
     ("dynamic-shape", FORWARD.replace("y)", "mask=None)").replace("y > 0", "3") + "        return x[mask]"),
-    ("no-sync", STEP.replace("    torch_xla.sync()\n", "") + "compiled = torch.compile(model, backend='openxla')"),
-    ("gradient-sum", LAUNCHED.replace("loss.backward()", "shown = xm.all_reduce('sum', loss)\n    loss.backward()")),
+    (
+        "no-sync",
+        STEP.replace("    torch_xla.sync()\n", "") + "compiled = torch.compile(model, backend='openxla')",
+    ),
+    (
+        "gradient-sum",
+        LAUNCHED.replace("loss.backward()", "shown = xm.all_reduce('sum', loss)\n    loss.backward()"),
+    ),
     ("gone", "xmp.spawn(train, (), 8)"),
     ("gone", "from torch_xla.experimental import pjrt"),
     ("gone", "import torch_xla.experimental.pjrt as pjrt"),
@@ -152,8 +189,10 @@ BROKEN = [
     ("early-device", "def main():\n    if xr.world_size() > 1:\n        torch_xla.launch(train)"),
     (
         "optimizer-first",
-        "class Trainer:\n    def __init__(self):\n        self.model = Net()\n"
-        "        self.optimizer = torch.optim.Adam(self.model.parameters())\n        self.model.to(device)",
+        (
+            "class Trainer:\n    def __init__(self):\n        self.model = Net()\n        self.optimizer ="
+            " torch.optim.Adam(self.model.parameters())\n        self.model.to(device)"
+        ),
     ),
     (
         "optimizer-first",
@@ -165,8 +204,10 @@ BROKEN = [
 
 # Code that looks like trouble and is none.
 SOUND = [
-    "if torch.cuda.is_available():\n    torch.backends.cudnn.benchmark = True\n"
-    "    torch.backends.cuda.matmul.allow_tf32 = True",
+    (
+        "if torch.cuda.is_available():\n    torch.backends.cudnn.benchmark = True\n"
+        "    torch.backends.cuda.matmul.allow_tf32 = True"
+    ),
     "used = f'{torch.cuda.memory_reserved() / 1e9 if torch.cuda.is_available() else 0:.3g}G'",
     "model = model.to(torch_xla.device())",
     "x = torch.zeros(3, device='cpu')",
@@ -193,7 +234,8 @@ SOUND = [
     "torch.save(results, 'results.pt')",
     "xm.save(model.state_dict(), 'model.pt')",
     "model = model.to(device)\noptimizer = torch.optim.Adam(model.parameters())",
-    STEP.replace("optimizer.step()", "xm.optimizer_step(optimizer, barrier=True)") + "torch_xla.launch(train)",
+    STEP.replace("optimizer.step()", "xm.optimizer_step(optimizer, barrier=True)")
+    + "torch_xla.launch(train)",
     "xmp.spawn(train, args=())",
     "torch.cuda.empty_cache()",
     "classifier = XGBClassifier(device='cuda')",
@@ -210,30 +252,51 @@ SOUND = [
     "def evaluate(model):\n    model.to(device)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)",
     "model.to(device)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\nmodel.to(device)",
     "torch.distributed.init_process_group('xla')\nmodel = nn.parallel.DistributedDataParallel(model)",
-    STEP.replace("optimizer.step()", "xm.reduce_gradients(optimizer)\n    optimizer.step()") + "torch_xla.launch(train)",
-    STEP.replace("loss.backward()", "(loss / args.steps).backward()") + "    if (step + 1) % args.steps == 0:\n        pass",
+    STEP.replace("optimizer.step()", "xm.reduce_gradients(optimizer)\n    optimizer.step()")
+    + "torch_xla.launch(train)",
+    STEP.replace("loss.backward()", "(loss / args.steps).backward()")
+    + "    if (step + 1) % args.steps == 0:\n        pass",
     STEP.replace("loss.backward()", "(loss / args.steps).backward()") + "    if args.fp16:\n        pass",
     STEP + "    print(loss.shape)",
     STEP + "    order = rng.permutation(9).tolist()",
     STEP + "    rows = frame[frame.size > 0]",
-    STEP.replace("loss.backward()", "accelerator.backward(loss)") + "    if accelerator.sync_gradients:\n        print(loss)",
+    STEP.replace("loss.backward()", "accelerator.backward(loss)")
+    + "    if accelerator.sync_gradients:\n        print(loss)",
     "model = torch.compile(model, backend='openxla')",
     # Gradients that are summed otherwise, and steps that are compiled as a whole.
     LAUNCHED.replace(
-        "loss.backward()", "loss.backward()\n    xm.all_reduce(xm.REDUCE_SUM, [p.grad for p in model.parameters()])"
+        "loss.backward()",
+        "loss.backward()\n    xm.all_reduce(xm.REDUCE_SUM, [p.grad for p in model.parameters()])",
     ),
-    "torch.distributed.init_process_group('xla')\nmodel = nn.parallel.DistributedDataParallel(model)\n" + LAUNCHED,
-    "from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP\nmodel = FSDP(model)\n" + LAUNCHED,
-    "@torch_xla.compile\ndef step(x):\n    loss = model(x)\n    loss.backward()\n    optimizer.step()\n    return loss",
+    "torch.distributed.init_process_group('xla')\nmodel = nn.parallel.DistributedDataParallel(model)\n"
+    + LAUNCHED,
+    "from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as FSDP\nmodel = FSDP(model)\n"
+    + LAUNCHED,
+    (
+        "@torch_xla.compile\ndef step(x):\n    loss = model(x)\n    loss.backward()\n    optimizer.step()\n  "
+        "  return loss"
+    ),
     # Code that knows of other devices than CUDA.
-    "if device.type == 'cuda':\n    torch.cuda.synchronize()\nelif device.type == 'xla':\n    torch_xla.sync()",
-    "if args.device == 'xla':\n    device = torch_xla.device()\nelif args.device == 'cuda':\n    device = torch.device('cuda')",
+    (
+        "if device.type == 'cuda':\n    torch.cuda.synchronize()\nelif device.type == 'xla':\n   "
+        " torch_xla.sync()"
+    ),
+    (
+        "if args.device == 'xla':\n    device = torch_xla.device()\nelif args.device == 'cuda':\n    device ="
+        " torch.device('cuda')"
+    ),
     "dtype = torch.float16 if device.type == 'cuda' else torch.bfloat16",
     "scaler = torch.amp.GradScaler('cuda', enabled=device.type == 'cuda')",
-    "use_amp = device.type == 'cuda'\nwith torch.autocast('cuda', dtype=torch.float16, enabled=use_amp):\n    pass",
+    (
+        "use_amp = device.type == 'cuda'\nwith torch.autocast('cuda', dtype=torch.float16,"
+        " enabled=use_amp):\n    pass"
+    ),
     "device_type = 'cuda' if 'cuda' in str(device) else 'cpu'",
     "device = torch.device('cuda' if args.device == 'cuda' else 'cpu')",
-    "if device == torch.device('cuda') and torch.cuda.is_available():\n    model = nn.DataParallel(model).half()",
+    (
+        "if device == torch.device('cuda') and torch.cuda.is_available():\n    model ="
+        " nn.DataParallel(model).half()"
+    ),
     "if x.is_cuda:\n    torch.cuda.synchronize()",
     # What asks about a loss without its value, or rarely.
     *(
@@ -252,7 +315,13 @@ SOUND = [
     ),
     *(
         STEP + f"    if {test}:\n        print(loss.item())"
-        for test in ("step == 0", "step == len(loader) - 1", "step in (0, 10, 100)", "step < 3", "time.time() - last > 30")
+        for test in (
+            "step == 0",
+            "step == len(loader) - 1",
+            "step in (0, 10, 100)",
+            "step < 3",
+            "time.time() - last > 30",
+        )
     ),
     STEP + "    print(type(loss))\n    print(len(loss), f'{loss.shape}')",
     STEP + "    xm.add_step_closure(lambda value: print(value.item()), args=(loss,))",
@@ -275,8 +344,14 @@ SOUND = [
     "optimizer = torch.optim.SGD(model.parameters(), 0.1)\nif device.type == 'cuda':\n    model.cuda()",
     "xmp.spawn(train, (), None)",
     "def main():\n    torch_xla.launch(train)\n    print(xr.world_size())",
-    "def main():\n    if args.one:\n        train(torch_xla.device())\n    else:\n        torch_xla.launch(train)",
-    "def main():\n    if args.one:\n        train(torch_xla.device())\n        return\n    torch_xla.launch(train)",
+    (
+        "def main():\n    if args.one:\n        train(torch_xla.device())\n    else:\n       "
+        " torch_xla.launch(train)"
+    ),
+    (
+        "def main():\n    if args.one:\n        train(torch_xla.device())\n        return\n   "
+        " torch_xla.launch(train)"
+    ),
     "def train(index):\n    device = torch_xla.device()\ntorch_xla.launch(train)",
 ]
 
@@ -317,5 +392,7 @@ def test_names_mean_what_the_imports_say(tmp_path):
     code += "model = Both(model)\nkeep(model.state_dict(), 'a')\n"
     findings, _ = examine(written(tmp_path, code))
     assert [(f.rule, f.line) for f in findings] == [("data-parallel", 3), ("save", 4)]
-    findings, _ = examine(written(tmp_path, "from mine import DataParallel, autocast\nmodel = DataParallel(autocast())\n"))
+    findings, _ = examine(
+        written(tmp_path, "from mine import DataParallel, autocast\nmodel = DataParallel(autocast())\n")
+    )
     assert findings == []

@@ -1,4 +1,5 @@
-"""Files that crash a parser, or never end, cost their own finding and nothing else; no code of a file runs."""
+"""Files that crash a parser, or never end, cost their own finding and nothing else; no code of a file
+runs."""
 
 import json
 import os
@@ -18,7 +19,9 @@ def nested(depth):
     return "[" * depth + "]" * depth
 
 
-LINE = "    model.to(device).cuda(); x = x.cuda(); loss = f(model(x.to(device)), [1, 2, 3], key=(a + b) * c)\n"
+LINE = (
+    "    model.to(device).cuda(); x = x.cuda(); loss = f(model(x.to(device)), [1, 2, 3], key=(a + b) * c)\n"
+)
 HOSTILE = {
     "parentheses.py": b"x = " + b"(" * 5000 + b")" * 5000,
     "brackets.py": b"x = " + nested(100_000).encode(),
@@ -35,7 +38,9 @@ HOSTILE = {
     "objects.ipynb": b'{"cells":' * 50_000,
     "cell.ipynb": json.dumps(dict(cells=[dict(cell_type="code", source=["x = " + nested(50_000)])])).encode(),
     "number.ipynb": b'{"cells": ' + b"9" * 10_000 + b"}",
-    "sources.ipynb": b'{"cells": [{"cell_type": "code", "source": {"a": {}}}, {"cell_type": "code", "source": 1}]}',
+    "sources.ipynb": (
+        b'{"cells": [{"cell_type": "code", "source": {"a": {}}}, {"cell_type": "code", "source": 1}]}'
+    ),
 }
 
 
@@ -53,7 +58,9 @@ def test_a_hostile_file_is_named_nothing_of_it_is_written_and_the_others_are_rea
     # Those that a parser of another version reads have nothing in them to be found.
     assert {name: rules for name, rules in found.items() if rules != [("unreadable", "error")]} == {}
     must = "parentheses brackets rot13 zlib undefined surrogate utf7 zero".split()
-    assert {f"{name}.py" for name in must} | {name for name in HOSTILE if name.endswith(".ipynb")} <= found.keys()
+    assert {f"{name}.py" for name in must} | {
+        name for name in HOSTILE if name.endswith(".ipynb")
+    } <= found.keys()
     assert {name: (tmp_path / name).read_bytes() for name in HOSTILE} == HOSTILE
     assert "cuda" not in (tmp_path / "a_first.py").read_text() + (tmp_path / "z_last.py").read_text()
 
@@ -64,7 +71,7 @@ def test_a_file_that_takes_too_long_is_named_and_the_next_one_is_read(tmp_path, 
     monkeypatch.setattr(files, "TIME_LIMIT_S", 1)
     answers = tool.examine_all([good, endless, good])
     assert [[f.rule for f in found] for found, _ in answers] == [["cuda"], ["unreadable"], ["cuda"]]
-    ((found,), fixed) = tool.examine(endless)
+    (found,), fixed = tool.examine(endless)
     assert "within 1 s" in found.found and fixed == ""
 
 
@@ -77,9 +84,12 @@ process.main({seconds}, 'torch_xla')
 
 
 def checked(check, seconds):
-    """What a process that has its own idea of a check answers to a request; nobody waits for it with a limit."""
+    """What a process that has its own idea of a check answers to a request; nobody waits for it with a
+    limit."""
     program = CHECK_INSTEAD.format(check=check, seconds=seconds)
-    return subprocess.run([sys.executable, "-c", program], input='["a.py"]', capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", program], input='["a.py"]', capture_output=True, text=True, timeout=60
+    )
 
 
 def test_a_file_that_takes_too_much_memory_is_named():
@@ -96,7 +106,10 @@ def test_no_code_of_the_current_folder_runs_while_files_are_read(tmp_path, monke
         (tmp_path / f"{name}.py").write_text("import os\nos._exit(3)\n")
     monkeypatch.chdir(tmp_path)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, "-P", "-m", "tpukit", "migrate", "torch.py"], env=environ).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-P", "-m", "tpukit", "migrate", "torch.py"], env=environ).returncode
+        == 0
+    )
     assert tool.examine("torch.py")[0] == []
 
 

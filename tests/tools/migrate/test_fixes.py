@@ -40,7 +40,10 @@ def test_the_fixed_example_trains_on_the_xla_device_and_saves_what_a_cpu_loads(x
     "code",
     [
         "device = 'cuda' if torch.cuda.is_available() else 'cpu'\nx = torch.zeros(2).to(device)",
-        "device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\nx = torch.zeros(2, device=device)",
+        (
+            "device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\nx = torch.zeros(2,"
+            " device=device)"
+        ),
         "device = 'cuda:0'\nx = torch.zeros(2, device=device)",
         "device = f'cuda:{0}'\nx = torch.zeros(2).to(torch.device(device))",
         "x = torch.zeros(2).to('cuda:' + str(0))",
@@ -73,11 +76,11 @@ def test_an_optimizers_state_beside_a_copied_model_is_still_a_warning(tmp_path):
 
 def test_a_launched_script_gets_the_gradient_sum_and_todays_names(tmp_path):
     code = (
-        "import torch\nimport torch_xla.core.xla_model as xm\nimport torch_xla.distributed.xla_multiprocessing as xmp\n\n\n"
-        "def train(index):\n    device = xm.xla_device()\n    model = make().to(device)\n"
-        "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n    for x, y in loader:\n"
-        "        lose(model(x), y).backward()\n        optimizer.step()\n        xm.mark_step()\n\n\n"
-        "xmp.spawn(train, args=(), nprocs=8, start_method='fork')\n"
+        "import torch\nimport torch_xla.core.xla_model as xm\nimport"
+        " torch_xla.distributed.xla_multiprocessing as xmp\n\n\ndef train(index):\n    device ="
+        " xm.xla_device()\n    model = make().to(device)\n    optimizer = torch.optim.SGD(model.parameters(),"
+        " 0.1)\n    for x, y in loader:\n        lose(model(x), y).backward()\n        optimizer.step()\n    "
+        "    xm.mark_step()\n\n\nxmp.spawn(train, args=(), nprocs=8, start_method='fork')\n"
     )
     _, fixed = examine(written(tmp_path, code))
     assert "torch_xla.core.xla_model.optimizer_step(optimizer)\n        torch_xla.sync()" in fixed
@@ -105,7 +108,10 @@ def test_an_import_that_a_fix_needs_stands_where_it_holds(above, tmp_path):
 
 
 def test_comments_line_ends_modes_and_links_of_a_fixed_file_stay(tmp_path):
-    code = "\ufeffloader = DataLoader(\r\n    data,  # all\r\n    batch_size=8,\r\n    shuffle=True,  # mix\r\n)\r\n"
+    code = (
+        "\ufeffloader = DataLoader(\r\n    data,  # all\r\n    batch_size=8,\r\n    shuffle=True,  #"
+        " mix\r\n)\r\n"
+    )
     path, link = tmp_path / "real.py", tmp_path / "link.py"
     path.write_bytes(("\ufefffrom torch.utils.data import DataLoader\r\n" + code[1:]).encode())
     path.chmod(0o755)

@@ -13,11 +13,16 @@ def test_a_notebook_is_one_program_whose_cells_are_named_and_whose_magics_stay(t
     text = notebook(
         "!pip install torch_xla[tpu]==2.6\n%env XLA_USE_BF16=1\nimport torch",
         "%%bash\nnvidia-smi",
-        "files = !ls\nmodel = model.cuda()  # here\nmodel?\nif True:\n    !echo done\nfor i in range(3):\n    %time i + 1",
+        "files = !ls\nmodel = model.cuda()  # here\nmodel?\nif True:\n    !echo done\nfor i in range(3):\n   "
+        " %time i + 1",
     )
     path = written(tmp_path, text, "guide.ipynb")
     findings, fixed = examine(path)
-    assert [(f.rule, f.cell, f.line) for f in findings] == [("install", 2, 1), ("old-variable", 2, 2), ("cuda", 4, 2)]
+    assert [(f.rule, f.cell, f.line) for f in findings] == [
+        ("install", 2, 1),
+        ("old-variable", 2, 2),
+        ("cuda", 4, 2),
+    ]
     sources = ["".join(cell["source"]) for cell in json.loads(fixed)["cells"]]
     assert sources[1].splitlines()[:2] == ["!pip install torch_xla[tpu]==2.6", "%env XLA_USE_BF16=1"]
     assert "import torch_xla" in sources[1] and sources[2] == "%%bash\nnvidia-smi"
@@ -57,7 +62,13 @@ def test_cells_as_ipython_takes_them_are_read_and_stay_as_they_are(cell, tmp_pat
         ("!pip install 'torch'", 1),
         ('!pip install "torch>=2.0"', 1),
         ("!pip install torch[opt]", 1),
-        ("!pip install https://storage.googleapis.com/tpu-pytorch/wheels/torch_xla-1.9-cp37-cp37m-linux_x86_64.whl", 1),
+        (
+            (
+                "!pip install"
+                " https://storage.googleapis.com/tpu-pytorch/wheels/torch_xla-1.9-cp37-cp37m-linux_x86_64.whl"
+            ),
+            1,
+        ),
         ("x = 1\n!pip install -U \\\n  torch_xla", 2),
         ("%%bash\ncd x\npip install -q \\\n   torch_xla", 3),
         ("out = !pip install torch_xla", 1),
@@ -82,7 +93,9 @@ def test_installing_another_torch_is_found_wherever_a_cell_does_it(cell, line, t
 
 
 def test_one_bad_cell_hides_no_other(tmp_path):
-    path = written(tmp_path, notebook("!pip install torch_xla", "def f(:", "model = model.cuda()"), "bad.ipynb")
+    path = written(
+        tmp_path, notebook("!pip install torch_xla", "def f(:", "model = model.cuda()"), "bad.ipynb"
+    )
     findings, fixed = examine(path)
     assert [(f.rule, f.cell) for f in findings] == [("install", 2), ("unreadable", 3), ("cuda", 4)]
     assert "".join(json.loads(fixed)["cells"][2]["source"]) == "def f(:"

@@ -13,7 +13,8 @@ from tpukit import cli
 from tpukit.tools.migrate import to_torch_tpu
 from tpukit.tools.migrate.__main__ import check_safely
 
-# spawn: xmp.spawn and MpDeviceLoader. spmd: a mesh and a compiled step. amp: launch, autocast and DistributedDataParallel.
+# spawn: xmp.spawn and MpDeviceLoader. spmd: a mesh and a compiled step. amp: launch, autocast and
+# DistributedDataParallel.
 SCRIPTS = sorted(Path(__file__).with_name("xla_scripts").glob("*.py"))
 OF_TORCH_XLA = re.compile(
     r"\b(torch_xla|tx|xm|xr|xs|xmp|pl|met|Mesh|runtime|syncfree|mark_step|xla_device)\b|autocast\(device\)|[\"\']xla"
@@ -47,7 +48,10 @@ def test_names_of_torch_xla_are_found_and_what_is_safe_is_rewritten(tmp_path):
     changed = {old: new for old, new in zip(CODE.splitlines(), fixed.splitlines()) if old != new}
     assert changed["device = torch_xla.device()"] == 'device = torch.device("tpu")'
     assert changed["other = xm.xla_device()"] == 'other = torch.device("tpu")'
-    assert changed['torch_xla.backends.set_mat_mul_precision("highest")'] == 'torch.set_float32_matmul_precision("highest")'
+    assert (
+        changed['torch_xla.backends.set_mat_mul_precision("highest")']
+        == 'torch.set_float32_matmul_precision("highest")'
+    )
     assert len(changed) == len(fixable) and sum('"tpu"' in line for line in fixed.splitlines()) == 5
     assert 'word = "xla"' in fixed and "xm.xla_device(3)" in fixed
     again, same = check_safely(str(written(tmp_path, fixed)), "torch_tpu")
@@ -82,10 +86,14 @@ def test_in_a_whole_script_every_line_of_torch_xla_is_found_with_what_takes_its_
     code = script.read_text()
     findings, fixed = check_safely(str(written(tmp_path, code)), "torch_tpu")
     found = {finding.line: finding for finding in findings if finding.rule == "torch-xla"}
-    assert found.keys() == {number for number, line in enumerate(code.splitlines(), 1) if OF_TORCH_XLA.search(line)}
+    assert found.keys() == {
+        number for number, line in enumerate(code.splitlines(), 1) if OF_TORCH_XLA.search(line)
+    }
     assert not [finding for finding in findings if "no known equivalent" in finding.advice]
     ast.parse(fixed)
-    changed = [line for line, before in zip(fixed.splitlines(), code.splitlines(), strict=True) if line != before]
+    changed = [
+        line for line, before in zip(fixed.splitlines(), code.splitlines(), strict=True) if line != before
+    ]
     assert changed and not [line for line in changed if OF_TORCH_XLA.search(line)]
 
 
@@ -93,18 +101,33 @@ def test_in_a_whole_script_every_line_of_torch_xla_is_found_with_what_takes_its_
 def test_what_is_written_and_advised_is_in_the_real_package(tmp_path):
     texts = " ".join([*to_torch_tpu.INSTEAD.values(), *to_torch_tpu.SAME.values(), *INSERTED])
     names = sorted(set(re.findall(r"\btorch\.[a-z_.]*[a-z_]\b", texts)))
-    assert {"torch.tpu.distributed.set_tpu_launch_env", "torch.accelerator.synchronize", "torch.autocast"} <= set(names)
+    assert {
+        "torch.tpu.distributed.set_tpu_launch_env",
+        "torch.accelerator.synchronize",
+        "torch.autocast",
+    } <= set(names)
     uses = [("advice", name, None, None) for name in [*names, "torch.tpu.not_there"]]
     ran = in_the_real_package(tmp_path, "-m", "tests.devices.torch_tpu_calls", text=json.dumps(uses))
-    assert [name for _, name, _ in json.loads(ran.stdout.split("FAULTS")[1])] == ["torch.tpu.not_there"], ran.stdout
-    program = "from tpukit.devices import torch_tpu_private; torch_tpu_private.load(); import torch\n" + "\n".join(INSERTED)
+    assert [name for _, name, _ in json.loads(ran.stdout.split("FAULTS")[1])] == ["torch.tpu.not_there"], (
+        ran.stdout
+    )
+    program = (
+        "from tpukit.devices import torch_tpu_private; torch_tpu_private.load(); import torch\n"
+        + "\n".join(INSERTED)
+    )
     ran = in_the_real_package(tmp_path, "-c", f"{program}\nprint('RAN')")
     assert "RAN" in ran.stdout, ran.stderr[-2000:]
 
 
 # What --fix writes, in a form that needs no chip.
 INSERTED = (
-    'torch.device("tpu"), torch.set_float32_matmul_precision("highest"), torch.set_float32_matmul_precision("high")',
-    'with torch.autocast(device_type="tpu", dtype=torch.bfloat16), torch.amp.autocast("tpu", torch.bfloat16): pass',
+    (
+        'torch.device("tpu"), torch.set_float32_matmul_precision("highest"),'
+        ' torch.set_float32_matmul_precision("high")'
+    ),
+    (
+        'with torch.autocast(device_type="tpu", dtype=torch.bfloat16), torch.amp.autocast("tpu",'
+        " torch.bfloat16): pass"
+    ),
     'assert torch.accelerator.current_accelerator().type == "tpu"',
 )

@@ -46,14 +46,18 @@ class CDEIT(Task):
     dataset_parts: ClassVar[tuple[str, ...]] = PARTS
     synthetic_size: ClassVar[int] = 400
     score: ClassVar[str] = "cc"
-    score_names: ClassVar[dict[str, str]] = dict(cc="correlation", rmse="RMSE per pixel", psnr="PSNR, dB", ssim="SSIM")
+    score_names: ClassVar[dict[str, str]] = dict(
+        cc="correlation", rmse="RMSE per pixel", psnr="PSNR, dB", ssim="SSIM"
+    )
     evaluation_keys: ClassVar[tuple[str, ...]] = ("image", *CLASSICAL.values())
-    export_output: ClassVar[str] = "the image (batch, 1, 128, 128) in the unit of the files; noise is standard normal"
+    export_output: ClassVar[str] = (
+        "the image (batch, 1, 128, 128) in the unit of the files; noise is standard normal"
+    )
     fallback: ClassVar[Path] = FALLBACK
 
     data: Literal["simulated", "uef2017", "ktc2023"] = setting("simulated", free=True)
-    """Which test set is scored: its folder below dataset_dir (test, data2017 or test2017, data2023 or test2023) and its units.
-    Training is always on train/."""
+    """Which test set is scored: its folder below dataset_dir (test, data2017 or test2017, data2023 or
+    test2023) and its units. Training is always on train/."""
     epochs: int = setting(50, free=True)
     """Passes over the training set."""
     batch_size: int = 16
@@ -61,8 +65,8 @@ class CDEIT(Task):
     lr: float = 1e-5
     """Learning rate of Adam."""
     objective: Literal["l1", "l2"] = "l1"
-    """Mean absolute or squared error of the predicted image. l1 is published, but first learns an empty image, because most
-    of it is background: for over 600 steps in our small model. l2 does not."""
+    """Mean absolute or squared error of the predicted image. l1 is published, but first learns an empty
+    image, because most of it is background: for over 600 steps in our small model. l2 does not."""
     clip_norm: float | None = 1.0
     """Gradients of a larger norm are scaled down to it; None does not clip."""
     ema_decay: float | None = 0.995
@@ -70,7 +74,8 @@ class CDEIT(Task):
     sampling_steps: int = setting(5, free=True)
     """Steps of DDIM from noise to an image, 1 to 1000."""
     eta: float = setting(1.0, free=True)
-    """Noise that DDIM adds in each step: 0 none, 1 as much as in training; with 1000 steps that is ancestral sampling."""
+    """Noise that DDIM adds in each step: 0 none, 1 as much as in training; with 1000 steps that is ancestral
+    sampling."""
     patch: int = 2
     """Side of the patches that become tokens."""
     width: int = 512
@@ -82,7 +87,8 @@ class CDEIT(Task):
     levels: int = 4
     """How often the token grid is halved on the way down."""
     checkpointing: bool = setting(False, free=True)
-    """Activation checkpointing: recompute activations in the backward pass. Less memory, a third more time."""
+    """Activation checkpointing: recompute activations in the backward pass. Less memory, a third more
+    time."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -101,9 +107,15 @@ class CDEIT(Task):
     def _read(self, convention):
         root = Path(self.dataset_dir)
         folder = find_split(root, convention)
-        # Normalised by other statistics than in training, the input would be out of distribution for these weights.
+        # Normalised by other statistics than in training, the input would be out of distribution for these
+        # weights.
         if statistics := self._carried_statistics():
-            return Impedance(folder, convention, statistics, f"voltage statistics: those that {self.weights} was trained with")
+            return Impedance(
+                folder,
+                convention,
+                statistics,
+                f"voltage statistics: those that {self.weights} was trained with",
+            )
         return Impedance(folder, convention, *find_statistics(folder, root))
 
     def evaluation_signature(self):
@@ -135,7 +147,9 @@ class CDEIT(Task):
     def model(self):
         from tpukit.tasks.cdeit.model import CDEITModel
 
-        sizes = dict(patch=self.patch, width=self.width, heads=self.heads, window=self.window, levels=self.levels)
+        sizes = dict(
+            patch=self.patch, width=self.width, heads=self.heads, window=self.window, levels=self.levels
+        )
         return CDEITModel(image_size=SIZE, **sizes, checkpointing=self.checkpointing)
 
     def layers(self, model):
@@ -154,19 +168,23 @@ class CDEIT(Task):
         from tpukit.devices.tensors import is_on_xla
 
         parameters = [p for p in model.parameters() if p.requires_grad]
-        # Steps counted on the host would be constants of the compiled graph, others at every step: on XLA the device counts.
+        # Steps counted on the host would be constants of the compiled graph, others at every step: on XLA the
+        # device counts.
         return Adam(parameters, lr=self.lr, capturable=is_on_xla(parameters[0]))
 
     def loss(self, model, batch, epoch):
         image = batch["image"]
         noise = diffusion.normal(batch["key"], image.shape[1:])
         alphas = model.alphas_cumprod
-        return diffusion.loss(model, image, batch["voltages"], batch["t"], noise, alphas, squared=self.objective == "l2")
+        return diffusion.loss(
+            model, image, batch["voltages"], batch["t"], noise, alphas, squared=self.objective == "l2"
+        )
 
     # Sampling
 
     def predictor(self, model, runtime, epoch=None):
-        """Two compiled graphs: one draws the initial noise, the other makes a step of DDIM, whichever it is."""
+        """Two compiled graphs: one draws the initial noise, the other makes a step of DDIM, whichever it
+        is."""
         import torch
 
         def initial_noise(keys):
@@ -178,7 +196,10 @@ class CDEIT(Task):
 
         start, step = runtime.inference(initial_noise), runtime.inference(sampling_step)
         # A tensor for each row: a slice of one tensor would be another graph at every step.
-        rows = [torch.tensor(row, dtype=torch.float32) for row in diffusion.ddim_schedule(self.sampling_steps, self.eta)]
+        rows = [
+            torch.tensor(row, dtype=torch.float32)
+            for row in diffusion.ddim_schedule(self.sampling_steps, self.eta)
+        ]
         rows = [runtime.put({"row": row})["row"] for row in rows]
 
         def predict(batch):
@@ -190,7 +211,8 @@ class CDEIT(Task):
 
         return predict
 
-    # The whole sampler as one graph. Its noise is an input, because no format of a graph has the same random numbers as torch.
+    # The whole sampler as one graph. Its noise is an input, because no format of a graph has the same random
+    # numbers as torch.
 
     def export_inputs(self, batch):
         import torch
@@ -201,7 +223,9 @@ class CDEIT(Task):
         noise = [diffusion.normal(_noise_keys(keys, time), (1, SIZE, SIZE)) for time in times]
         measured = np.asarray(batch["voltages"])[:, 0][:, measured_electrodes()].reshape(-1, *mean.shape)
         volts = (measured * deviation + mean) * np.float32(CONVENTIONS[self.data].volts)
-        return dict(voltages=volts.reshape(len(volts), -1).astype(np.float32), noise=torch.stack(noise, 1).numpy())
+        return dict(
+            voltages=volts.reshape(len(volts), -1).astype(np.float32), noise=torch.stack(noise, 1).numpy()
+        )
 
     def exported(self, model, inputs):
         import torch
@@ -214,13 +238,16 @@ class CDEIT(Task):
         padded = torch.nn.functional.pad(normalised, (0, 1))
         voltages = padded[:, torch.from_numpy(source.reshape(-1))].reshape(-1, 1, *source.shape)
         x, noise = inputs["noise"][:, 0], inputs["noise"]
-        for step, row in enumerate(torch.tensor(diffusion.ddim_schedule(self.sampling_steps, self.eta), dtype=torch.float32)):
+        for step, row in enumerate(
+            torch.tensor(diffusion.ddim_schedule(self.sampling_steps, self.eta), dtype=torch.float32)
+        ):
             # The last step adds no noise.
             x = diffusion.sampling_step(model, x, voltages, row, noise[:, (step + 1) % self.sampling_steps])
         return x * CONVENTIONS[self.data].unit
 
     def _carried_statistics(self):
-        """[mean, deviation] of the voltages, (16, 13) each, that `weights` was trained with, or None where it does not say."""
+        """[mean, deviation] of the voltages, (16, 13) each, that `weights` was trained with, or None where it
+        does not say."""
         carried = weights.metadata(self.weights).get("voltages") if self.weights else None
         if not carried:
             return None
@@ -233,8 +260,9 @@ class CDEIT(Task):
             ) from error
 
     def evaluate(self, predictions):
-        """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same scores of the
-        classical methods and of an empty image; `broken`, how many predictions hold NaN or infinity and count as empty."""
+        """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same
+        scores of the classical methods and of an empty image; `broken`, how many predictions hold NaN or
+        infinity and count as empty."""
         from tpukit.tasks.cdeit.scores import image_scores, mean_scores
 
         inside = disk()
@@ -256,11 +284,17 @@ class CDEIT(Task):
         return dict(ours, images=len(scores["CDEIT"]), broken=broken, beside=beside)
 
     def save_predictions(self, folder, predictions, data):
-        """An npz named after the test set: prediction and TR in the unit of its files, xs_gn, xs (N, S, S each), names."""
+        """An npz named after the test set: prediction and TR in the unit of its files, xs_gn, xs (N, S, S
+        each), names."""
         unit = CONVENTIONS[self.data].unit
         parts = []
         for images, batch in predictions:
-            values = dict(prediction=images[:, 0] * unit, TR=batch["TR"] * unit, xs_gn=batch["xs_gn"], xs=batch["image"][:, 0])
+            values = dict(
+                prediction=images[:, 0] * unit,
+                TR=batch["TR"] * unit,
+                xs_gn=batch["xs_gn"],
+                xs=batch["image"][:, 0],
+            )
             parts.append({name: value[batch["valid"]].numpy() for name, value in values.items()})
         whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         with files.atomic_file(folder / f"{self.data}.npz") as file:
@@ -276,7 +310,9 @@ class CDEIT(Task):
                 batch = dict(image=saved["xs"][:, None], TR=saved["TR"] / unit, xs_gn=saved["xs_gn"])
                 return batch, saved["prediction"][:, None] / unit
         except Exception as error:  # zipfile, zlib and numpy raise many types for a damaged file
-            raise TpukitError(f"{path} is damaged ({first_line(error)}); `tpukit test` writes it again") from error
+            raise TpukitError(
+                f"{path} is damaged ({first_line(error)}); `tpukit test` writes it again"
+            ) from error
 
     def panels(self, batch, prediction=None):
         if "image" not in batch:  # a user's own voltages
@@ -298,10 +334,14 @@ class CDEIT(Task):
     def results(self, batch, predictions):
         """image: (S, S) float32 in the unit of `data`'s files, NaN outside the tank."""
         unit = np.float32(CONVENTIONS[self.data].unit)
-        return [dict(image=np.where(disk(), image[0] * unit, np.float32(np.nan))) for image in np.asarray(predictions)]
+        return [
+            dict(image=np.where(disk(), image[0] * unit, np.float32(np.nan)))
+            for image in np.asarray(predictions)
+        ]
 
     def read_files(self, paths, best):
-        """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit of `data`'s files."""
+        """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit of
+        `data`'s files."""
         statistics = dataclasses.replace(self, weights=best)._carried_statistics()
         if not statistics:
             raise TpukitError(f"{best} does not say how its voltages were normalised: train the run again")
@@ -332,8 +372,8 @@ def _noise_keys(keys, t):
 
 
 def colour(image):
-    """(S, S) in [-1, 1] -> (S, S, 3): blue is resistive, red conductive, white the background; grey is NaN, or outside the
-    tank."""
+    """(S, S) in [-1, 1] -> (S, S, 3): blue is resistive, red conductive, white the background; grey is NaN,
+    or outside the tank."""
     level = np.clip(np.nan_to_num(image), -1, 1)[..., None]
     blue_or_red = np.where(level < 0, (0.13, 0.35, 0.65), (0.75, 0.15, 0.15))
     coloured = 1 - abs(level) * (1 - blue_or_red)

@@ -1,8 +1,8 @@
-"""Sets for electrical impedance tomography on disk: a folder of npz files for each split, and the statistics of the voltages.
+"""Sets for electrical impedance tomography on disk: a folder of npz files for each split, and the statistics
+of the voltages.
 
-A file holds xs, a conductivity image (128, 128), and ys, 208 voltages; test files also xs_gn and TR, the images of two
-classical methods. The conventions are those of the published code.
-"""
+A file holds xs, a conductivity image (128, 128), and ys, 208 voltages; test files also xs_gn and TR, the
+images of two classical methods. The conventions are those of the published code."""
 
 import dataclasses
 from pathlib import Path
@@ -25,8 +25,8 @@ BASELINES = ("TR", "xs_gn")  # the images of the classical methods: Tikhonov, Ga
 class Convention:
     """How a set is stored: the names of its folders, and the constants V and I of its tank.
 
-    The network gets ys / V. A prediction is saved as prediction * I / V, the `unit`, which is also that of TR in the files.
-    """
+    The network gets ys / V. A prediction is saved as prediction * I / V, the `unit`, which is also that of TR
+    in the files."""
 
     folders: tuple[str, ...]
     volts: float
@@ -45,11 +45,11 @@ PARTS = tuple(name for convention in (TRAINING, *CONVENTIONS.values()) for name 
 class Impedance:
     """One split, whose images all processes of a host share.
 
-    `batch(indices, numbers)` -> dict of image (B, 1, 128, 128) float32, voltages (B, 1, 16, 16) float32, of a test set TR and
-    xs_gn (B, 128, 128) float32, key (B,) int64 for the noise; with numbers (B, 2) in [0, 1) also t (B,) int64, the timestep.
-    """
+    `batch(indices, numbers)` -> dict of image (B, 1, 128, 128) float32, voltages (B, 1, 16, 16) float32, of a
+    test set TR and xs_gn (B, 128, 128) float32, key (B,) int64 for the noise; with numbers (B, 2) in [0, 1)
+    also t (B,) int64, the timestep."""
 
-    num_draws = 2  # for the noise and for the timestep
+    num_uniforms = 2  # for the noise and for the timestep
 
     def __init__(self, folder, convention, statistics, notes=""):
         self.statistics, self.notes = statistics, notes
@@ -64,7 +64,9 @@ class Impedance:
         return len(self.names)
 
     def batch(self, indices, numbers=None):
-        return {name: values[indices] for name, values in self.arrays.items()} | self.sample_parameters(indices, numbers)
+        return {name: values[indices] for name, values in self.arrays.items()} | self.sample_parameters(
+            indices, numbers
+        )
 
     # On the device
 
@@ -84,7 +86,8 @@ class Impedance:
 
 
 def voltage_map(volts, mean, deviation):
-    """(B, 208) voltages -> (B, 1, 16, 16) normalised map: row r is the drive pattern, zero at the columns r - 1, r, r + 1.
+    """(B, 208) voltages -> (B, 1, 16, 16) normalised map: row r is the drive pattern, zero at the columns r -
+    1, r, r + 1.
 
     mean, deviation: (16, 13) each.
     """
@@ -105,7 +108,8 @@ def measured_electrodes():
 
 
 def find_split(root, convention):
-    """The folder of a split below root: one of the convention's names, or root itself if it holds a test set's files.
+    """The folder of a split below root: one of the convention's names, or root itself if it holds a test
+    set's files.
 
     Raises TpukitError with the folders that were searched for."""
     for name in convention.folders:
@@ -115,19 +119,24 @@ def find_split(root, convention):
         return root
     wanted = " or ".join(f"{name}/" for name in convention.folders)
     here = ", ".join(sorted(path.name for path in root.glob("*/"))) or "no folder"
-    raise TpukitError(f"no {wanted} with npz files in {root} (found: {here}). `tpukit simulate eit` makes train/ and test/")
+    raise TpukitError(
+        f"no {wanted} with npz files in {root} (found: {here}). `tpukit simulate eit` makes train/ and test/"
+    )
 
 
 def _read_split(folder, names):
-    """dict of the arrays of a folder's files, (N, ...) each, mapped into memory; `names` of the files; and `contents`, a digest
-    of the files, as str."""
+    """dict of the arrays of a folder's files, (N, ...) each, mapped into memory; `names` of the files; and
+    `contents`, a digest of the files, as str."""
     from tqdm.auto import tqdm
 
     def read():
         paths = sorted(folder.glob("*.npz"))
         if not paths:
             raise TpukitError(f"no npz files in {folder}")
-        samples = [_read_file(path, names) for path in tqdm(paths, desc=f"reading {folder.name}", disable=len(paths) < 1000)]
+        samples = [
+            _read_file(path, names)
+            for path in tqdm(paths, desc=f"reading {folder.name}", disable=len(paths) < 1000)
+        ]
         split = {name: np.stack([sample[name] for sample in samples]) for name in names}
         return dict(split, names=np.array([path.stem for path in paths]))
 
@@ -146,7 +155,9 @@ def _read_file(path, names):
     for name in names:
         shape = (ELECTRODES * (ELECTRODES - 3),) if name == "ys" else (SIZE, SIZE)
         if name not in found and name not in BASELINES:
-            raise TpukitError(f"{path} has no array {name!r}: a sample needs xs, the image, and ys, the voltages")
+            raise TpukitError(
+                f"{path} has no array {name!r}: a sample needs xs, the image, and ys, the voltages"
+            )
         values = found.get(name, np.full(shape, np.nan, np.float32))
         if values.squeeze().shape != shape:
             raise TpukitError(f"{path}: {name} has shape {values.shape}, a sample needs {shape}")
@@ -155,11 +166,11 @@ def _read_file(path, names):
 
 
 def read_voltages(path):
-    """(N, 208) float32 voltages of a file: .npz (its array ys), .npy, or rows of numbers as text (.csv, .txt).
+    """(N, 208) float32 voltages of a file: .npz (its array ys), .npy, or rows of numbers as text (.csv,
+    .txt).
 
-    A sample is a row of 208, or 16 rows of 13; one alone may be a column. Raises TpukitError for a file that cannot be read,
-    has another shape, or holds a number that is not finite.
-    """
+    A sample is a row of 208, or 16 rows of 13; one alone may be a column. Raises TpukitError for a file that
+    cannot be read, has another shape, or holds a number that is not finite."""
     try:
         if path.suffix.lower() in (".npz", ".npy"):
             found = arrays.load(path)
@@ -171,15 +182,22 @@ def read_voltages(path):
             values = [line.split() for line in text.splitlines() if line.strip()]
         volts = np.asarray(values, np.float32)
         count, shape = ELECTRODES * (ELECTRODES - 3), volts.squeeze().shape
-        if shape[-1:] != (count,) and shape[-2:] != (ELECTRODES, ELECTRODES - 3):  # of another, samples would be mixed
+        if shape[-1:] != (count,) and shape[-2:] != (
+            ELECTRODES,
+            ELECTRODES - 3,
+        ):  # of another, samples would be mixed
             raise ValueError(f"shape {volts.shape}")
         volts = volts.reshape(-1, count)
     except Exception as error:  # numpy and zipfile raise many types for a damaged file
         raise TpukitError(
-            f"{path} holds no voltages that can be read ({error}): a sample is 208 numbers, in .npz (ys), .npy, .csv or .txt"
+            f"{path} holds no voltages that can be read ({error}): a sample is 208 numbers, in .npz (ys),"
+            " .npy, .csv or .txt"
         ) from error
     if not np.isfinite(volts).all() or not len(volts):
-        raise TpukitError(f"{path}: {len(volts)} samples, of which some hold NaN or infinity; a sample is 208 finite voltages")
+        raise TpukitError(
+            f"{path}: {len(volts)} samples, of which some hold NaN or infinity; a sample is 208 finite"
+            " voltages"
+        )
     return volts
 
 
@@ -187,21 +205,25 @@ def read_voltages(path):
 
 
 def find_statistics(split_folder, root):
-    """((mean, deviation), note): what voltages are normalised by, (16, 13) float32 each, and where it comes from, a sentence.
+    """((mean, deviation), note): what voltages are normalised by, (16, 13) float32 each, and where it comes
+    from, a sentence.
 
-    In this order: mean.pth and std.pth beside the split's folder, or in it; in ./data; computed from root's training set, and
-    saved beside it.
-    """
+    In this order: mean.pth and std.pth beside the split's folder, or in it; in ./data; computed from root's
+    training set, and saved beside it."""
     for folder in (split_folder.parent, split_folder, FALLBACK):
         paths = [folder / name for name in STATISTICS]
         if all(path.is_file() for path in paths):
-            return tuple(map(_read_statistic, paths)), f"voltage statistics: {' and '.join(STATISTICS)} of {folder}"
+            return (
+                tuple(map(_read_statistic, paths)),
+                f"voltage statistics: {' and '.join(STATISTICS)} of {folder}",
+            )
     try:
         training = find_split(root, TRAINING)
     except TpukitError as error:
         raise TpukitError(
-            f"no {' and '.join(STATISTICS)} beside {split_folder} or in {FALLBACK.resolve()}, and no training set in {root} to "
-            "compute them from: copy the two files there from the set that the network was trained on"
+            f"no {' and '.join(STATISTICS)} beside {split_folder} or in {FALLBACK.resolve()}, and no training"
+            f" set in {root} to compute them from: copy the two files there from the set that the network was"
+            " trained on"
         ) from error
     statistics = _compute_statistics(training)
     return statistics, _save_statistics(training.parent, statistics)
@@ -211,11 +233,13 @@ def _read_statistic(path):
     try:
         values = weights.load_tensors(path).float().numpy().reshape(ELECTRODES, ELECTRODES - 3)
     except Exception as error:  # torch raises many types for a damaged file
-        raise TpukitError(f"{path} is not a tensor of {ELECTRODES} x {ELECTRODES - 3} numbers ({error})") from error
+        raise TpukitError(
+            f"{path} is not a tensor of {ELECTRODES} x {ELECTRODES - 3} numbers ({error})"
+        ) from error
     if not np.isfinite(values).all() or path.name == STATISTICS[1] and not (values > 0).all():
         raise TpukitError(
-            f"{path} holds NaN, infinity, or a deviation that is not above 0: delete {' and '.join(STATISTICS)} there, and "
-            "they are computed anew from the training set"
+            f"{path} holds NaN, infinity, or a deviation that is not above 0: delete"
+            f" {' and '.join(STATISTICS)} there, and they are computed anew from the training set"
         )
     return values
 
@@ -226,8 +250,8 @@ def _compute_statistics(training):
     broken = split["names"][~np.isfinite(volts).all((1, 2))]
     if len(broken):
         raise TpukitError(
-            f"{training}: the voltages of {len(broken)} samples hold NaN or infinity ({', '.join(broken[:3])}): make "
-            "them again, or delete them"
+            f"{training}: the voltages of {len(broken)} samples hold NaN or infinity"
+            f" ({', '.join(broken[:3])}): make them again, or delete them"
         )
     deviation = volts.std(0, dtype=np.float64)
     if len(volts) < 2 or not deviation.all():

@@ -1,8 +1,8 @@
-"""Diffusion with a linear schedule and a model that predicts the clean image: noise, loss, and sampling by DDIM.
+"""Diffusion with a linear schedule and a model that predicts the clean image: noise, loss, and sampling by
+DDIM.
 
-Sources: Ho et al., "Denoising Diffusion Probabilistic Models", NeurIPS 2020; Song et al., "Denoising Diffusion Implicit
-Models", ICLR 2021. Nothing is clipped. Letters: B batch, S side of the image.
-"""
+Sources: Ho et al., "Denoising Diffusion Probabilistic Models", NeurIPS 2020; Song et al., "Denoising
+Diffusion Implicit Models", ICLR 2021. Nothing is clipped. Letters: B batch, S side of the image."""
 
 import numpy as np
 
@@ -23,7 +23,8 @@ def alphas_cumprod():
 
 
 def add_noise(image, t, noise, alphas):
-    """The image after t + 1 steps of noise. image, noise: (B, 1, S, S). t: (B,) int64. alphas: (STEPS,) on the device."""
+    """The image after t + 1 steps of noise. image, noise: (B, 1, S, S). t: (B,) int64. alphas: (STEPS,) on
+    the device."""
     left = alphas[t].view(-1, 1, 1, 1)
     return left.sqrt() * image + (1 - left).sqrt() * noise
 
@@ -35,11 +36,12 @@ def loss(model, image, voltages, t, noise, alphas, *, squared=False):
 
 
 def ddim_schedule(steps, eta=1.0):
-    """The steps of DDIM, (steps, 4) float64 numpy: for each its time t and the weights a, b, c of `sampling_step`.
+    """The steps of DDIM, (steps, 4) float64 numpy: for each its time t and the weights a, b, c of
+    `sampling_step`.
 
-    eta: the noise added on the way, 0 to 1; 1000 steps with eta 1 are ancestral sampling (Ho et al., eq. 7). The last step
-    returns the model's image. Source: Song et al., eq. 12 and 16. Raises TpukitError for other values.
-    """
+    eta: the noise added on the way, 0 to 1; 1000 steps with eta 1 are ancestral sampling (Ho et al., eq. 7).
+    The last step returns the model's image. Source: Song et al., eq. 12 and 16. Raises TpukitError for other
+    values."""
     if not 1 <= steps <= STEPS:
         raise TpukitError(f"sampling_steps={steps}: choose 1 to {STEPS}")
     if not 0 <= eta <= 1:
@@ -69,11 +71,11 @@ def sampling_step(model, x, voltages, row, noise):
 
 
 def normal(keys, shape):
-    """(B, *shape) standard normal numbers from (B,) int64 keys, whatever the batch, the device or the number of cores.
+    """(B, *shape) standard normal numbers from (B,) int64 keys, whatever the batch, the device or the number
+    of cores.
 
-    Every number is a hash of its key and its place (the integer hash "lowbias32" of Chris Wellons, twice, on two streams), and
-    two of them make a normal one (Box and Muller, 1958).
-    """
+    Every number is a hash of its key and its place (the integer hash "lowbias32" of Chris Wellons, twice, on
+    two streams), and two of them make a normal one (Box and Muller, 1958)."""
     import torch
 
     count = int(np.prod(shape))
@@ -85,7 +87,8 @@ def normal(keys, shape):
 
 
 def _uniform(start, place):
-    """Numbers in (0, 2^24), never 0: 24 bits, which float32 holds exactly, and a half, which keeps the logarithm finite."""
+    """Numbers in (0, 2^24), never 0: 24 bits, which float32 holds exactly, and a half, which keeps the
+    logarithm finite."""
     bits = _hash(_hash(start ^ place) + start & _LOW_32_BITS)
     return (bits >> 8).float() + 0.5
 

@@ -1,9 +1,9 @@
-"""The conditional diffusion transformer of Shi et al., "A Conditional Diffusion Model for Electrical Impedance Tomography Image
-Reconstruction", IEEE TIM 2025, arXiv 2412.16979, with the published parameter names, so that published weights load.
+"""The conditional diffusion transformer of Shi et al., "A Conditional Diffusion Model for Electrical
+Impedance Tomography Image Reconstruction", IEEE TIM 2025, arXiv 2412.16979, with the published parameter
+names, so that published weights load.
 
-Letters: B batch, S side of the image, P side of a patch, G = S / P side of the token grid, T tokens, C width, H heads, W side
-of a window.
-"""
+Letters: B batch, S side of the image, P side of a patch, G = S / P side of the token grid, T tokens, C width,
+H heads, W side of a window."""
 
 import collections
 import math
@@ -23,8 +23,8 @@ MLP_RATIO = 4
 class Norm(nn.Module):
     """Scales every token to length sqrt(C), then channel by channel by g * (1 + scale), and adds shift.
 
-    Under autocast everything is in half precision except the sum of squares, which would lose what tells wide tokens apart.
-    """
+    Under autocast everything is in half precision except the sum of squares, which would lose what tells wide
+    tokens apart."""
 
     def __init__(self, width):
         super().__init__()
@@ -56,21 +56,25 @@ class Attention(nn.Module):
 
             return self.proj(attention(qkv, self.heads, bias))
         query, key, value = qkv.view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        # Contiguous, because torch's kernels for GPUs refuse any other mask and leave it to the plain formula.
+        # Contiguous, because torch's kernels for GPUs refuse any other mask and leave it to the plain
+        # formula.
         bias = None if bias is None else bias.to(query.dtype).contiguous()
         x = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
         return self.proj(x.transpose(1, 2).reshape(batch, tokens, width))
 
 
 class RelativeAttention(Attention):
-    """Attention within a window, with a learned bias for every offset between two tokens (Swin, Liu et al., ICCV 2021)."""
+    """Attention within a window, with a learned bias for every offset between two tokens (Swin, Liu et al.,
+    ICCV 2021)."""
 
     def __init__(self, width, heads, window):
         super().__init__(width, heads)
         # Named and ordered as published: the table and its index come before qkv in a state dict.
         linear = {name: self._modules.pop(name) for name in ("qkv", "proj")}
         self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, heads))
-        place = torch.stack(torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")).flatten(1)  # (2, T)
+        place = torch.stack(
+            torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")
+        ).flatten(1)  # (2, T)
         row, column = place[:, :, None] - place[:, None, :] + window - 1  # (T, T) each, in 0 .. 2 W - 2
         self.register_buffer("relative_position_index", row * (2 * window - 1) + column)
         self._modules.update(linear)
@@ -100,7 +104,8 @@ class WindowAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each shifted, scaled and gated by the timestep (adaLN-zero: Peebles and Xie, ICCV 2023)."""
+    """Attention and an MLP, each shifted, scaled and gated by the timestep (adaLN-zero: Peebles and Xie, ICCV
+    2023)."""
 
     def __init__(self, width, heads, window=None):
         super().__init__()
@@ -112,7 +117,9 @@ class Block(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x, time):  # (B, T, C), (B, C)
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(time)[:, None].chunk(6, -1)  # (B, 1, C) each
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(time)[:, None].chunk(
+            6, -1
+        )  # (B, 1, C) each
         x = torch.addcmul(x, gate1, self.attn(self.norm1(x, shift1, scale1)))
         return torch.addcmul(x, gate2, self.mlp(self.norm2(x, shift2, scale2)))
 
@@ -135,15 +142,19 @@ class Merge(nn.Module):
 
 
 class Split(nn.Sequential):
-    """One token becomes four: nearest upsampling and a 1x1 convolution. (B, G * G, C) -> (B, 4 * G * G, C)."""
+    """One token becomes four: nearest upsampling and a 1x1 convolution. (B, G * G, C) -> (B, 4 * G * G,
+    C)."""
 
     def __init__(self, width):
-        super().__init__(nn.Identity(), nn.Identity(), nn.Conv2d(width, width, 1))  # published as the third of a sequence
+        super().__init__(
+            nn.Identity(), nn.Identity(), nn.Conv2d(width, width, 1)
+        )  # published as the third of a sequence
 
     def forward(self, x):
         batch, tokens, width = x.shape
         grid = math.isqrt(tokens)
-        # A 1x1 convolution works on one token at a time, so it comes before the copies, at a quarter of the work.
+        # A 1x1 convolution works on one token at a time, so it comes before the copies, at a quarter of the
+        # work.
         x = F.linear(x, self[2].weight[:, :, 0, 0], self[2].bias)
         x = x.view(batch, grid, 1, grid, 1, width).expand(batch, grid, 2, grid, 2, width)
         return x.reshape(batch, 4 * tokens, width)
@@ -172,7 +183,9 @@ class TimeEmbedder(nn.Module):
 
     def forward(self, t):
         half = TIME_FEATURES // 2
-        frequency = torch.exp(-math.log(10_000) / half * torch.arange(half, dtype=torch.float32, device=t.device))
+        frequency = torch.exp(
+            -math.log(10_000) / half * torch.arange(half, dtype=torch.float32, device=t.device)
+        )
         angle = t.float()[:, None] * frequency
         return self.mlp(torch.cat([angle.cos(), angle.sin()], -1))
 
@@ -189,22 +202,32 @@ class PatchEmbedder(nn.Module):
 
 
 class CDEITModel(nn.Module):
-    """A U-shaped transformer that predicts the clean image from a noisy one and the voltages; 109,719,108 parameters as
-    published.
+    """A U-shaped transformer that predicts the clean image from a noisy one and the voltages; 109,719,108
+    parameters as published.
 
-    image_size: S. patch: P. width: C. heads: H. window: W, at most G. levels: how often the token grid is halved.
-    checkpointing: compute each block again in the backward pass instead of keeping its activations.
+    image_size: S. patch: P. width: C. heads: H. window: W, at most G. levels: how often the token grid is
+    halved. checkpointing: compute each block again in the backward pass instead of keeping its activations.
     """
 
-    def __init__(self, *, image_size=128, patch=2, width=512, heads=16, window=16, levels=4, checkpointing=False):
+    def __init__(
+        self, *, image_size=128, patch=2, width=512, heads=16, window=16, levels=4, checkpointing=False
+    ):
         super().__init__()
         grid = image_size // max(patch, 1)
         positive = min(patch, width, heads, window) >= 1 and levels >= 0
-        if not positive or image_size % patch or grid % window or grid % 2**levels or width % heads or width % 4:
+        if (
+            not positive
+            or image_size % patch
+            or grid % window
+            or grid % 2**levels
+            or width % heads
+            or width % 4
+        ):
             raise TpukitError(
-                f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width}, heads={heads} do "
-                "not fit: patch, width, heads and window must be 1 or more, levels 0 or more, image_size a multiple of "
-                f"patch, the token grid image_size / patch ({grid}) of window and of 2^levels, and width of heads and of 4"
+                f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width},"
+                f" heads={heads} do not fit: patch, width, heads and window must be 1 or more, levels 0 or"
+                f" more, image_size a multiple of patch, the token grid image_size / patch ({grid}) of window"
+                " and of 2^levels, and width of heads and of 4"
             )
         self.patch, self.grid, self.checkpointing = patch, grid, checkpointing
 
@@ -215,11 +238,18 @@ class CDEITModel(nn.Module):
         self.x_embedder = PatchEmbedder(width, patch)
         self.t_embedder = TimeEmbedder(width)
         # A buffer, so that it moves to the device with the model; not one of the weights.
-        self.register_buffer("alphas_cumprod", torch.tensor(alphas_cumprod(), dtype=torch.float32), persistent=False)
-        self.blocks = nn.ModuleDict({name: block(window) for name in ("swinIn1", "swinIn2", "swinOut1", "swinOut2")})
-        self.blocks["downs"] = nn.ModuleList(nn.ModuleList([Merge(width), block(), block()]) for _ in range(levels))
+        self.register_buffer(
+            "alphas_cumprod", torch.tensor(alphas_cumprod(), dtype=torch.float32), persistent=False
+        )
+        self.blocks = nn.ModuleDict(
+            {name: block(window) for name in ("swinIn1", "swinIn2", "swinOut1", "swinOut2")}
+        )
+        self.blocks["downs"] = nn.ModuleList(
+            nn.ModuleList([Merge(width), block(), block()]) for _ in range(levels)
+        )
         self.blocks["ups"] = nn.ModuleList(
-            nn.ModuleList([Split(width), nn.Linear(2 * width, width), block(), block()]) for _ in range(levels)
+            nn.ModuleList([Split(width), nn.Linear(2 * width, width), block(), block()])
+            for _ in range(levels)
         )
         self.blocks["mid"] = block()
         self.final_layer = Final(width, patch)
@@ -247,15 +277,19 @@ class CDEITModel(nn.Module):
         return block(*inputs)
 
     def forward(self, image, t, voltages):
-        """The clean image. image: (B, 1, S, S), noisy. t: (B,) timesteps. voltages: (B, 1, N, N) map, N a divisor of S. ->
-        (B, 1, S, S)"""
+        """The clean image. image: (B, 1, S, S), noisy. t: (B,) timesteps. voltages: (B, 1, N, N) map, N a
+        divisor of S. -> (B, 1, S, S)"""
         b = self.blocks
         batch, _, rows, columns = voltages.shape
         factor = image.shape[-1] // columns
-        repeated = voltages.view(batch, 1, rows, 1, columns, 1).expand(batch, 1, rows, factor, columns, factor)
+        repeated = voltages.view(batch, 1, rows, 1, columns, 1).expand(
+            batch, 1, rows, factor, columns, factor
+        )
         x = torch.cat([image, repeated.reshape(image.shape)], 1)  # (B, 2, S, S)
         x = self.x_embedder(x)  # (B, T, C)
-        x = x + self.pos_embed.to(x.dtype)  # a float32 table would take the first blocks out of autocast's type
+        x = x + self.pos_embed.to(
+            x.dtype
+        )  # a float32 table would take the first blocks out of autocast's type
         time = self.t_embedder(t)  # (B, C)
         x = self._run(b["swinIn2"], self._run(b["swinIn1"], x, time), time)
         skips = []
@@ -273,7 +307,8 @@ class CDEITModel(nn.Module):
 
 
 def positions(grid, width):
-    """(1, grid * grid, width) fixed sine-cosine table: the first half encodes the column, the second the row."""
+    """(1, grid * grid, width) fixed sine-cosine table: the first half encodes the column, the second the
+    row."""
     frequency = 10_000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
     angle = torch.arange(grid, dtype=torch.float64)[:, None] * frequency  # (grid, C / 4)
     line = torch.cat([angle.sin(), angle.cos()], 1)  # (grid, C / 2)

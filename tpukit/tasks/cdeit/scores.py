@@ -9,9 +9,8 @@ RANGE = 2.0  # of the images: -1 to 1
 def image_scores(image, truth, inside):
     """dict of rmse, psnr (dB, for a range of 2), ssim and cc, the correlation coefficient.
 
-    image, truth: (S, S) float. inside: (S, S) bool, the pixels that count; SSIM is the mean of its map there. Zero correlation
-    where an image is constant.
-    """
+    image, truth: (S, S) float. inside: (S, S) bool, the pixels that count; SSIM is the mean of its map there.
+    Zero correlation where an image is constant."""
     a, b = image[inside].astype(np.float64), truth[inside].astype(np.float64)
     error = np.mean((a - b) ** 2)
     spread = a.std() * b.std()
@@ -24,7 +23,8 @@ def image_scores(image, truth, inside):
 
 
 def similarity(a, b):
-    """SSIM of every pixel's neighbourhood: (S, S) float. a, b: (S, S) float. Source: Wang et al., 2004, equation 13."""
+    """SSIM of every pixel's neighbourhood: (S, S) float. a, b: (S, S) float. Source: Wang et al., 2004,
+    equation 13."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     stabilise_means, stabilise_variances = (0.01 * RANGE) ** 2, (0.03 * RANGE) ** 2
     mean_a, mean_b = _window(a), _window(b)
@@ -41,6 +41,7 @@ def _window(image):
 
 
 def mean_scores(rows):
-    """dict of the means over rows of `image_scores`; None where an image holds NaN, because its method was not run."""
+    """dict of the means over rows of `image_scores`; None where an image holds NaN, because its method was
+    not run."""
     means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
     return means if np.isfinite(means["rmse"]) else None

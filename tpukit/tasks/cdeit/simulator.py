@@ -1,8 +1,9 @@
-"""A simulated water tank for electrical impedance tomography: conductivity images in, electrode voltages out, by pyEIT.
+"""A simulated water tank for electrical impedance tomography: conductivity images in, electrode voltages out,
+by pyEIT.
 
-16 electrodes on the unit disk, current through neighbouring pairs, voltages between all other neighbouring pairs: 208 numbers.
-Images are 128 x 128 with the disk inscribed: 0 is the background, +1 a conductive and -1 a resistive inclusion.
-"""
+16 electrodes on the unit disk, current through neighbouring pairs, voltages between all other neighbouring
+pairs: 208 numbers. Images are 128 x 128 with the disk inscribed: 0 is the background, +1 a conductive and -1
+a resistive inclusion."""
 
 import concurrent.futures
 import contextlib
@@ -26,7 +27,8 @@ from tpukit.tasks.cdeit.data import ELECTRODES, SIZE
 MESH_SPACING = 0.05  # 2821 elements
 # Metal and plastic in tap water. Anything far from 1 gives nearly the same voltages.
 CONDUCTIVE, RESISTIVE = 20.0, 0.01
-# Volts of this model -> the unit of UEF2017's voltages divided by 1040.856, whose published mean and deviation then fit.
+# Volts of this model -> the unit of UEF2017's voltages divided by 1040.856, whose published mean and
+# deviation then fit.
 VOLTS = 0.87e-3
 # Regularisation of the two linear images, about the best for synthetic scenes.
 TIKHONOV, GAUSS_NEWTON = 1e-6, 3e-3
@@ -39,7 +41,8 @@ FILE_BYTES = 31_200  # of one sample
 
 
 def scene(rng):
-    """A synthetic conductivity image: 1 to 4 circles, polygons or L-shapes that do not touch. Returns (SIZE, SIZE) float32."""
+    """A synthetic conductivity image: 1 to 4 circles, polygons or L-shapes that do not touch. Returns (SIZE,
+    SIZE) float32."""
     x, y = pixel_places()
     image = np.zeros((SIZE, SIZE), np.float32)
     taken = []
@@ -48,7 +51,9 @@ def scene(rng):
             radius = rng.uniform(0.12, 0.36)
             distance, angle = (0.95 - radius) * np.sqrt(rng.random()), rng.uniform(0, 2 * np.pi)
             centre_x, centre_y = distance * np.cos(angle), distance * np.sin(angle)
-            if all(np.hypot(centre_x - x2, centre_y - y2) > radius + radius2 + 0.03 for x2, y2, radius2 in taken):
+            if all(
+                np.hypot(centre_x - x2, centre_y - y2) > radius + radius2 + 0.03 for x2, y2, radius2 in taken
+            ):
                 break
         else:
             break
@@ -74,7 +79,8 @@ def _inside(shape, u, v, rng):
 
 
 def pixel_places():
-    """(x, y), each (SIZE, SIZE): where a pixel's centre lies. Rows run down x and columns up y, as in the UEF2017 images."""
+    """(x, y), each (SIZE, SIZE): where a pixel's centre lies. Rows run down x and columns up y, as in the
+    UEF2017 images."""
     line = (np.arange(SIZE) + 0.5) / (SIZE / 2) - 1
     return np.meshgrid(-line, line, indexing="ij")
 
@@ -100,7 +106,9 @@ class Tank:
                 from pyeit.eit import fem, protocol
                 from pyeit.mesh import create
         except ImportError as error:
-            raise TpukitError("the simulator of impedance tomography needs pyEIT: pip install 'pyeit>=1.2.4'") from error
+            raise TpukitError(
+                "the simulator of impedance tomography needs pyEIT: pip install 'pyeit>=1.2.4'"
+            ) from error
         self.mesh = create(ELECTRODES, h0=MESH_SPACING)
         self.protocol = protocol.create(ELECTRODES, dist_exc=1, step_meas=1, parser_meas="std")
         self.elements = len(self.mesh.element)
@@ -112,7 +120,10 @@ class Tank:
         self.centres = self.mesh.node[self.mesh.element][:, :, :2].mean(1)  # (elements, 2)
         x, y = self.centres.T
         row, column = (1 - x) * SIZE / 2, (1 + y) * SIZE / 2
-        self._pixel = row.astype(int).clip(0, SIZE - 1), column.astype(int).clip(0, SIZE - 1)  # of each element
+        self._pixel = (
+            row.astype(int).clip(0, SIZE - 1),
+            column.astype(int).clip(0, SIZE - 1),
+        )  # of each element
         self.empty = self.volts(np.ones(self.elements))
 
     def volts(self, conductivity):
@@ -126,26 +137,31 @@ class Tank:
         # One more conductance fixes the potential, of which only differences are read.
         ground = self.mesh.ref_node
         rows, columns, values = np.append(rows, ground), np.append(columns, ground), np.append(values, 1.0)
-        matrix = sparse.csc_matrix((values, (rows, columns)))  # (nodes, nodes), entries of the same place added
-        factors = splu(matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0, options=dict(SymmetricMode=True))
+        matrix = sparse.csc_matrix(
+            (values, (rows, columns))
+        )  # (nodes, nodes), entries of the same place added
+        factors = splu(
+            matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0, options=dict(SymmetricMode=True)
+        )
         at_electrodes = factors.solve(self._currents)[self.mesh.el_pos]  # (electrode, pattern)
         pairs = self.protocol.meas_mat  # (pattern, 13, 2)
         pattern = np.arange(ELECTRODES)[:, None]
         return (at_electrodes[pairs[..., 0], pattern] - at_electrodes[pairs[..., 1], pattern]).ravel()
 
     def simulate(self, image):
-        """(SIZE, SIZE) image in [-1, 1] -> (208,) differences to the empty tank, in the unit of the sets (`VOLTS`)."""
+        """(SIZE, SIZE) image in [-1, 1] -> (208,) differences to the empty tank, in the unit of the sets
+        (`VOLTS`)."""
         level = image[self._pixel]  # (elements,)
         conductivity = np.where(level > 0, CONDUCTIVE ** level.clip(0), RESISTIVE ** (-level).clip(0))
         return VOLTS * (self.volts(conductivity) - self.empty) * np.sign(self.empty)
 
     @functools.cached_property
     def baselines(self):
-        """dict TR, xs_gn -> (SIZE * SIZE, 208) matrix from voltages to the image: Tikhonov, and one step of Gauss-Newton.
+        """dict TR, xs_gn -> (SIZE * SIZE, 208) matrix from voltages to the image: Tikhonov, and one step of
+        Gauss-Newton.
 
-        Gauss-Newton weighs the elements by their sensitivity (NOSER, Cheney et al., 1990). Source: Adler et al., 2007, by
-        pyEIT.
-        """
+        Gauss-Newton weighs the elements by their sensitivity (NOSER, Cheney et al., 1990). Source: Adler et
+        al., 2007, by pyEIT."""
         from pyeit.eit.jac import JAC
         from scipy.spatial import cKDTree
 
@@ -168,9 +184,8 @@ class Tank:
 def _shapely_or_placeholder():
     """While pyEIT is imported, an empty shapely where there is none.
 
-    pyEIT's meshes import shapely's Point and Polygon, and use them for outlines given by corners alone. The tank is a circle,
-    and Kaggle's TPU image and Colab's have no shapely.
-    """
+    pyEIT's meshes import shapely's Point and Polygon, and use them for outlines given by corners alone. The
+    tank is a circle, and Kaggle's TPU image and Colab's have no shapely."""
     if importlib.util.find_spec("shapely") is not None:
         yield
         return
@@ -189,17 +204,19 @@ def _shapely_or_placeholder():
 # Sets
 
 
-def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_db=40.0, mismatch=0.15, progress=True):
+def simulate(
+    folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_db=40.0, mismatch=0.15, progress=True
+):
     """Make a set: folder/train and folder/test with an npz file for every sample, and folder/simulation.json.
 
-    A file holds xs, the image (SIZE, SIZE); ys, the voltages (208, 1); TR and xs_gn, the Tikhonov and Gauss-Newton images of
-    ys; seed. Existing files are kept: a simulation that was stopped continues, and more samples can be added. Returns the
-    folder.
+    A file holds xs, the image (SIZE, SIZE); ys, the voltages (208, 1); TR and xs_gn, the Tikhonov and
+    Gauss-Newton images of ys; seed. Existing files are kept: a simulation that was stopped continues, and
+    more samples can be added. Returns the folder.
 
-    workers: processes. snr_db: signal to noise of the voltages, in decibels. mismatch: how far a real tank is from this model,
-    as the relative deviation of every voltage's gain and of the gain of all. Every sample depends on (seed, split, its number)
-    alone. Raises TpukitError if the folder holds a set of other settings, or cannot be written.
-    """
+    workers: processes. snr_db: signal to noise of the voltages, in decibels. mismatch: how far a real tank is
+    from this model, as the relative deviation of every voltage's gain and of the gain of all. Every sample
+    depends on (seed, split, its number) alone. Raises TpukitError if the folder holds a set of other
+    settings, or cannot be written."""
     from tqdm.auto import tqdm
 
     folder = Path(folder)
@@ -207,7 +224,9 @@ def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_d
         counts = f"samples={samples}, test_samples={test_samples}, seed={seed}, workers={workers}"
         raise TpukitError(f"{counts}: none may be negative, and workers must be 1 or more")
     if not (0 <= mismatch < math.inf and snr_db > -math.inf):
-        raise TpukitError(f"mismatch={mismatch}, snr_db={snr_db}: mismatch must be 0 or more, and both must be numbers")
+        raise TpukitError(
+            f"mismatch={mismatch}, snr_db={snr_db}: mismatch must be 0 or more, and both must be numbers"
+        )
     settings = dict(seed=seed, snr_db=snr_db, mismatch=mismatch)
     missing = []
     with files.explain_unwritable(folder):
@@ -215,8 +234,9 @@ def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_d
         needed, free = (samples + test_samples) * FILE_BYTES, shutil.disk_usage(folder).free
         if needed > free:
             raise TpukitError(
-                f"{samples} training and {test_samples} test samples need about {needed / 1e9:,.0f} GB, {folder} has "
-                f"{free / 1e9:,.1f} GB free: simulate fewer, or choose a folder on a larger disk"
+                f"{samples} training and {test_samples} test samples need about {needed / 1e9:,.0f} GB,"
+                f" {folder} has {free / 1e9:,.1f} GB free: simulate fewer, or choose a folder on a larger"
+                " disk"
             )
         _check_settings(folder / "simulation.json", settings)
         for split, count in zip(SPLITS, (samples, test_samples)):
@@ -227,7 +247,9 @@ def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_d
     total = samples + test_samples
     make = functools.partial(_make_file, folder, settings)
     workers = min(workers, len(missing) // CHUNK + 1)
-    with tqdm(total=total, initial=total - len(missing), desc="simulating", unit="sample", disable=not progress) as bar:
+    with tqdm(
+        total=total, initial=total - len(missing), desc="simulating", unit="sample", disable=not progress
+    ) as bar:
         if workers <= 1:
             for sample in missing:
                 make(sample)
@@ -241,8 +263,8 @@ def simulate(folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_d
                     bar.update()
             except concurrent.futures.process.BrokenProcessPool as error:
                 raise TpukitError(
-                    "a worker process died (out of memory, or killed): start again to continue, with fewer workers. In a "
-                    "script, several workers need `if __name__ == '__main__':` around the call"
+                    "a worker process died (out of memory, or killed): start again to continue, with fewer"
+                    " workers. In a script, several workers need `if __name__ == '__main__':` around the call"
                 ) from error
     return folder
 
@@ -256,9 +278,15 @@ def _check_settings(path, settings):
         saved = json.loads(path.read_text())
     except ValueError as error:  # not JSON, or not UTF-8
         raise TpukitError(f"{path} is damaged ({error}): delete it, or choose another folder") from error
-    different = [f"{name}={saved.get(name)}, not {value}" for name, value in settings.items() if saved.get(name) != value]
+    different = [
+        f"{name}={saved.get(name)}, not {value}"
+        for name, value in settings.items()
+        if saved.get(name) != value
+    ]
     if different:
-        raise TpukitError(f"{path.parent} was simulated with {'; '.join(different)}: give the same, or another folder")
+        raise TpukitError(
+            f"{path.parent} was simulated with {'; '.join(different)}: give the same, or another folder"
+        )
 
 
 def _file_name(number):
@@ -285,8 +313,13 @@ def make_sample(tank, split, number, *, seed, snr_db, mismatch):
     rng = np.random.default_rng(np.random.SeedSequence(origin))
     image = scene(rng)
     volts = tank.simulate(image)
-    volts = volts * np.exp(mismatch * rng.standard_normal()) * np.exp(mismatch * rng.standard_normal(volts.shape))
+    volts = (
+        volts * np.exp(mismatch * rng.standard_normal()) * np.exp(mismatch * rng.standard_normal(volts.shape))
+    )
     volts += rng.standard_normal(volts.shape) * np.sqrt(np.mean(volts**2)) * 10 ** (-snr_db / 20)
     volts = volts.astype(np.float32)
-    baselines = {name: (matrix @ volts).reshape(SIZE, SIZE).astype(np.float16) for name, matrix in tank.baselines.items()}
+    baselines = {
+        name: (matrix @ volts).reshape(SIZE, SIZE).astype(np.float16)
+        for name, matrix in tank.baselines.items()
+    }
     return dict(xs=image, ys=volts[:, None], **baselines, seed=np.array(origin))

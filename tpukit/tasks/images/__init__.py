@@ -1,8 +1,7 @@
 """One's own images, classified by any network of timm or torchvision.
 
-torch is imported where it is used, so that the help of the command line need not wait for it. Letters: B batch, S side of the
-images, K classes.
-"""
+torch is imported where it is used, so that the help of the command line need not wait for it. Letters: B
+batch, S side of the images, K classes."""
 
 import csv
 import dataclasses
@@ -34,19 +33,28 @@ IMBALANCE = 10  # how many times the images of another class one may have before
 class ImageClassifier(Task):
     """One's own images in classes, with a network of timm (or torchvision), fine-tuned or from scratch.
 
-    dataset_dir: a folder of class folders, with train/ and test/ (or val/) above them or not; a CSV file with paths and labels,
-    or its folder; or a Hugging Face dataset saved on disk.
-    """
+    dataset_dir: a folder of class folders, with train/ and test/ (or val/) above them or not; a CSV file with
+    paths and labels, or its folder; or a Hugging Face dataset saved on disk."""
 
     name: ClassVar[str] = "images"
     dataset: ClassVar[str] = "my-images"
-    dataset_parts: ClassVar[tuple[str, ...]] = ("train", "training", "test", "testing", "val", "valid", "validation", "dev")
+    dataset_parts: ClassVar[tuple[str, ...]] = (
+        "train",
+        "training",
+        "test",
+        "testing",
+        "val",
+        "valid",
+        "validation",
+        "dev",
+    )
     synthetic_size: ClassVar[int] = 480
     synthetic_size_accelerator: ClassVar[int] = 2400
     synthesize = staticmethod(shapes_set)
     score: ClassVar[str] = "accuracy"
     score_names: ClassVar[dict[str, str]] = dict(
-        accuracy="accuracy, share of test images", top5="top-5, share of test images with their class among five"
+        accuracy="accuracy, share of test images",
+        top5="top-5, share of test images with their class among five",
     )
     evaluation_keys: ClassVar[tuple[str, ...]] = ("label",)
     saved_title: ClassVar[str] = "Test images with the largest loss"
@@ -60,16 +68,19 @@ class ImageClassifier(Task):
     model_name: str = "resnet18"
     """A classification model of timm, or of torchvision where timm is not installed."""
     pretrained: str = "auto"
-    """yes, no, auto (where they are found, otherwise random weights) or a file: pretrained weights. They are looked for in
-    timm's cache, in Kaggle's inputs and on the internet. A head of other classes is replaced."""
+    """yes, no, auto (where they are found, otherwise random weights) or a file: pretrained weights. They are
+    looked for in timm's cache, in Kaggle's inputs and on the internet. A head of other classes is
+    replaced."""
     keep_head: bool = False
     """Keep the head of the pretrained weights, whose classes the dataset has in the same order."""
     image_size: int | None = None
     """Side of the images in pixels, as the network gets them; None: that of the pretrained network."""
     fit: Literal["crop", "squash"] = "crop"
-    """crop: the short side is scaled to image_size and the middle kept. squash: both sides are, whatever the proportions."""
+    """crop: the short side is scaled to image_size and the middle kept. squash: both sides are, whatever the
+    proportions."""
     test_share: float = 0.2
-    """Of a set without a test split: the share of every class that is held out, by a hash of the files' names."""
+    """Of a set without a test split: the share of every class that is held out, by a hash of the files'
+    names."""
     path_column: str | None = None
     """Column of a CSV with the paths; None: the first with a usual name."""
     label_column: str | None = None
@@ -89,7 +100,8 @@ class ImageClassifier(Task):
     saturation: float = 0.2
     """The same for their saturation."""
     mixup: float = 0.0
-    """Mix pairs of images and their labels, with shares drawn from Beta(mixup, mixup) (Zhang et al., ICLR 2018); 0: not."""
+    """Mix pairs of images and their labels, with shares drawn from Beta(mixup, mixup) (Zhang et al., ICLR
+    2018); 0: not."""
     label_smoothing: float = 0.1
     """Share of each label that is spread evenly over all classes."""
 
@@ -97,7 +109,9 @@ class ImageClassifier(Task):
         super().__post_init__()
         self.require_at_least(1, "image_size")
         self.require_at_least(0, "mixup", "weight_decay")
-        self.require_shares("flip", "brightness", "contrast", "saturation", "label_smoothing", "test_share", "crop")
+        self.require_shares(
+            "flip", "brightness", "contrast", "saturation", "label_smoothing", "test_share", "crop"
+        )
         for name in ("crop", "test_share"):
             if getattr(self, name) == 0:
                 raise TpukitError(f"{name}=0: it must be more than 0")
@@ -107,7 +121,9 @@ class ImageClassifier(Task):
     def datasets(self):
         found = self._find_samples()
         split = "val" if "val" in found.splits else "test"
-        source = f"{self.model_name}: weights of {self.weights}" if self.weights else self._find_pretrained()[1]
+        source = (
+            f"{self.model_name}: weights of {self.weights}" if self.weights else self._find_pretrained()[1]
+        )
         return self._open(found, "train", f"{source}\n{_listed(found.classes)}"), self._open(found, split)
 
     def test_set(self):
@@ -120,29 +136,36 @@ class ImageClassifier(Task):
         from tpukit.tasks.images.data import ImageSet
 
         augmentation = self._augmentation() if split == "train" else Augmentation()
-        how = dict(size=self._size(), fit=self.fit, skip_bad=self.skip_bad, augmentation=augmentation, notes=notes)
+        how = dict(
+            size=self._size(), fit=self.fit, skip_bad=self.skip_bad, augmentation=augmentation, notes=notes
+        )
         return ImageSet(found.splits[split], found.classes, what=split, **how)
 
     def _augmentation(self):
         from tpukit.tasks.images.augment import Augmentation
 
-        return Augmentation(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Augmentation)})
+        return Augmentation(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Augmentation)}
+        )
 
     def _find_samples(self):
         from tpukit.tasks.images.data import find_samples
 
-        columns = dict(path_column=self.path_column, label_column=self.label_column, images_dir=self.images_dir)
+        columns = dict(
+            path_column=self.path_column, label_column=self.label_column, images_dir=self.images_dir
+        )
         found = find_samples(self.dataset_dir, test_share=self.test_share, **columns)
         if (kept := self._classes_of_weights()) and kept != found.classes:
             raise TpukitError(
-                f"weights {self.weights} were trained for {_listed(kept)}, {self.dataset_dir} has {_listed(found.classes)}: "
-                "give the file as pretrained=PATH, which replaces its head"
+                f"weights {self.weights} were trained for {_listed(kept)}, {self.dataset_dir} has"
+                f" {_listed(found.classes)}: give the file as pretrained=PATH, which replaces its head"
             )
         return found
 
     @functools.cached_property
     def class_names(self):
-        """Names of the classes: of the run that `weights` is from, or of the dataset; None where there is neither."""
+        """Names of the classes: of the run that `weights` is from, or of the dataset; None where there is
+        neither."""
         if kept := self._classes_of_weights():
             return kept
         return None if self.dataset_dir is None else self._find_samples().classes
@@ -155,27 +178,34 @@ class ImageClassifier(Task):
         try:
             return [str(name) for name in json.loads(kept["classes"])]
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise TpukitError(f"weights {self.weights} do not say what their classes are ({first_line(error)})") from error
+            raise TpukitError(
+                f"weights {self.weights} do not say what their classes are ({first_line(error)})"
+            ) from error
 
     def data_signature(self, data):
-        return {"classes": data.classes, "file names and labels": arrays.digest([data.names, data.labels.tolist()])}
+        return {
+            "classes": data.classes,
+            "file names and labels": arrays.digest([data.names, data.labels.tolist()]),
+        }
 
     def metadata(self, data):
         return dict(classes=json.dumps(data.classes), model_name=self.model_name, image_size=self._size())
 
     def example(self, count):
-        from tpukit.tasks.images.augment import NUM_DRAWS
+        from tpukit.tasks.images.augment import NUM_UNIFORMS
 
         rng, size = np.random.default_rng(0), self._size()
         batch = dict(image=rng.integers(0, 256, (count, 3, size, size), np.uint8), label=np.arange(count) % 2)
         augmentation = self._augmentation()
-        if augmentation.num_draws:
-            batch["augment"] = augmentation.parameters(rng.random((count, NUM_DRAWS)))
+        if augmentation.num_uniforms:
+            batch["augment"] = augmentation.parameters(rng.random((count, NUM_UNIFORMS)))
         return batch
 
     @staticmethod
     def download(folder):
-        raise TpukitError("the images are your own: put them into ./datasets/my-images, or give their folder as dataset_dir")
+        raise TpukitError(
+            "the images are your own: put them into ./datasets/my-images, or give their folder as dataset_dir"
+        )
 
     # Model
 
@@ -201,7 +231,8 @@ class ImageClassifier(Task):
         count = len(names) if names else network.classes or 1000
         if self.keep_head and count != network.classes:
             raise TpukitError(
-                f"{count} classes for the {network.classes} of the head of {network.name}: train a new one with keep_head=False"
+                f"{count} classes for the {network.classes} of the head of {network.name}: train a new one"
+                " with keep_head=False"
             )
         pretrained = None if self.weights else self._find_pretrained()[0]
         return models.build(network, count, self._size(), pretrained, keep_head=self.keep_head)
@@ -254,8 +285,8 @@ class ImageClassifier(Task):
     # Scores and predictions
 
     def evaluate(self, predictions):
-        """dict: accuracy and top5 in [0, 1] (top5 of more than five classes), images; `confusion`, a row of predicted classes
-        for each true one, where there are at most 30."""
+        """dict: accuracy and top5 in [0, 1] (top5 of more than five classes), images; `confusion`, a row of
+        predicted classes for each true one, where there are at most 30."""
         logits, labels = _gather(predictions)
         ranks = _ranks(logits, labels)
         scores = dict(accuracy=float((ranks == 0).mean()), images=len(labels))
@@ -268,14 +299,20 @@ class ImageClassifier(Task):
         return scores
 
     def save_predictions(self, folder, predictions, data):
-        """predictions.csv, the largest loss first; per_class.csv: precision, recall, count; confusion.csv; and worst.npz, the
-        images with the largest loss."""
+        """predictions.csv, the largest loss first; per_class.csv: precision, recall, count; confusion.csv;
+        and worst.npz, the images with the largest loss."""
         logits, labels = _gather(predictions)
         probabilities, losses = _softmax(logits, labels)
         order = np.argsort(-losses, kind="stable")
         names, predicted = data.classes, logits.argmax(1)
         rows = [
-            (data.names[i], names[labels[i]], names[predicted[i]], f"{probabilities[i, predicted[i]]:.4f}", f"{losses[i]:.4f}")
+            (
+                data.names[i],
+                names[labels[i]],
+                names[predicted[i]],
+                f"{probabilities[i, predicted[i]]:.4f}",
+                f"{losses[i]:.4f}",
+            )
             for i in order
         ]
         _write_csv(folder / "predictions.csv", ("file", "class", "predicted", "probability", "loss"), rows)
@@ -286,7 +323,11 @@ class ImageClassifier(Task):
             for k, name in enumerate(names)
         ]
         _write_csv(folder / "per_class.csv", ("class", "precision", "recall", "images"), rows)
-        _write_csv(folder / "confusion.csv", ("class", *names), [(name, *row) for name, row in zip(names, confusion.tolist())])
+        _write_csv(
+            folder / "confusion.csv",
+            ("class", *names),
+            [(name, *row) for name, row in zip(names, confusion.tolist())],
+        )
         worst = order[:WORST]
         with files.atomic_file(folder / "worst.npz") as file:
             np.savez_compressed(file, image=data.images[worst], label=labels[worst], prediction=logits[worst])
@@ -299,7 +340,9 @@ class ImageClassifier(Task):
             with arrays.load(path) as saved:
                 return dict(image=saved["image"], label=saved["label"]), saved["prediction"]
         except Exception as error:  # zipfile, zlib and numpy raise many types for a damaged file
-            raise TpukitError(f"{path} is damaged ({first_line(error)}); `tpukit test` writes it again") from error
+            raise TpukitError(
+                f"{path} is damaged ({first_line(error)}); `tpukit test` writes it again"
+            ) from error
 
     def panels(self, batch, prediction=None):
         import torch
@@ -309,7 +352,11 @@ class ImageClassifier(Task):
             images = self._augmentation().apply(images, torch.as_tensor(np.asarray(batch["augment"])))
         images = images.round().byte().permute(0, 2, 3, 1).numpy()  # (B, S, S, 3)
         names = self.class_names
-        truth = [_name(names, label) for label in batch["label"]] if "label" in batch else ["your own"] * len(images)
+        truth = (
+            [_name(names, label) for label in batch["label"]]
+            if "label" in batch
+            else ["your own"] * len(images)
+        )
         if prediction is None:
             return [[(name, image)] for name, image in zip(truth, images)]
         probabilities, _ = _softmax(np.asarray(prediction))
@@ -326,10 +373,15 @@ class ImageClassifier(Task):
         if small := [name for name, count in zip(data.classes, counts) if count < FEW]:
             sentences.append(f"fewer than {FEW} images to learn from: {_listed(small)}")
         if counts[most] > IMBALANCE * counts[fewest]:
-            sentences.append("one class has many times the images of another: the accuracy hides the mistakes in small ones")
+            sentences.append(
+                "one class has many times the images of another: the accuracy hides the mistakes in small"
+                " ones"
+            )
         contradictory = _find_contradictions(data)
         if contradictory:
-            names = ", ".join(f"{data.names[first]} and {data.names[second]}" for first, second in contradictory[:3])
+            names = ", ".join(
+                f"{data.names[first]} and {data.names[second]}" for first, second in contradictory[:3]
+            )
             sentences.append(f"{len(contradictory)} images are there twice, in two classes: {names}")
         of_each = [int(np.flatnonzero(data.labels == label)[0]) for label in np.flatnonzero(counts)]
         return sentences, [index for pair in contradictory[:2] for index in pair] + of_each
@@ -338,7 +390,7 @@ class ImageClassifier(Task):
         from tpukit.tasks.images.data import read_image
 
         size = self._size()
-        images = pictures.read_each(paths, lambda path: read_image(path, size, self.fit).transpose(2, 0, 1))
+        images = pictures.read_images(paths, lambda path: read_image(path, size, self.fit).transpose(2, 0, 1))
         return dict(image=np.stack(images)), [path.name for path in paths]
 
     def results(self, batch, predictions):

@@ -1,4 +1,5 @@
-"""Augmentation and normalisation of a batch on the device: maths of fixed shapes from a few numbers that the host drew.
+"""Augmentation and normalisation of a batch on the device: maths of fixed shapes from a few numbers that the
+host drew.
 
 The crop is two matrix products, so that no pixel is gathered. Letters: B batch, S side of the images.
 """
@@ -11,7 +12,7 @@ from scipy import special
 
 from tpukit.host.errors import TpukitError
 
-NUM_DRAWS = 8  # uniform numbers for each sample
+NUM_UNIFORMS = 8  # uniform numbers for each sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,29 +27,35 @@ class Augmentation:
     mixup: float = 0.0
 
     @property
-    def num_draws(self):
-        return 0 if self == Augmentation() else NUM_DRAWS
+    def num_uniforms(self):
+        return 0 if self == Augmentation() else NUM_UNIFORMS
 
     def parameters(self, numbers):
-        """(B, NUM_DRAWS) uniform in [0, 1) -> (B, NUM_DRAWS) float32, columns as `apply` unpacks them.
+        """(B, NUM_UNIFORMS) uniform in [0, 1) -> (B, NUM_UNIFORMS) float32, columns as `apply` unpacks them.
 
-        zoom: side of the part of the image that is kept, as a share, from a uniform area. left, top: where it starts.
-        is_flipped: 0 or 1. Then three factors, uniform in 1 ± their field, and the image's own share in its mixture, of
-        Beta(mixup, mixup).
-        """
+        zoom: side of the part of the image that is kept, as a share, from a uniform area. left, top: where it
+        starts. is_flipped: 0 or 1. Then three factors, uniform in 1 ± their field, and the image's own share
+        in its mixture, of Beta(mixup, mixup)."""
         area, left, top, flip, brightness, contrast, saturation, mixture = np.asarray(numbers, np.float64).T
         zoom = np.sqrt(self.crop + (1 - self.crop) * area)
         own = special.betaincinv(self.mixup, self.mixup, mixture) if self.mixup else np.ones_like(area)
         factors = [
             1 + reach * (2 * number - 1)
-            for reach, number in ((self.brightness, brightness), (self.contrast, contrast), (self.saturation, saturation))
+            for reach, number in (
+                (self.brightness, brightness),
+                (self.contrast, contrast),
+                (self.saturation, saturation),
+            )
         ]
         columns = [zoom, left * (1 - zoom), top * (1 - zoom), flip < self.flip, *factors, own]
         return np.stack(columns, 1).astype(np.float32)
 
     def apply(self, image, parameters):
-        """The augmented images, float32 in [0, 255]. image: (B, 3, S, S) uint8. parameters: (B, NUM_DRAWS)."""
-        zoom, left, top, is_flipped, brightness, contrast, saturation, own = parameters[:, :, None, None, None].unbind(1)
+        """The augmented images, float32 in [0, 255]. image: (B, 3, S, S) uint8. parameters: (B,
+        NUM_UNIFORMS)."""
+        zoom, left, top, is_flipped, brightness, contrast, saturation, own = parameters[
+            :, :, None, None, None
+        ].unbind(1)
         image = image.float()  # (B, 3, S, S)
         with torch.autocast(image.device.type, enabled=False):
             if self.crop < 1:
@@ -71,15 +78,18 @@ class Augmentation:
 
 
 def partners(values):
-    """The other one of each pair (0, 1), (2, 3), ...: (B, ...) -> (B, ...). A pair lies in one core's share of the batch, so
-    that any number of cores mixes the same images. Raises TpukitError for an odd B."""
+    """The other one of each pair (0, 1), (2, 3), ...: (B, ...) -> (B, ...). A pair lies in one core's share
+    of the batch, so that any number of cores mixes the same images. Raises TpukitError for an odd B."""
     if len(values) % 2:
-        raise TpukitError(f"mixup pairs the images of a core, which has {len(values)} of a batch: make that an even number")
+        raise TpukitError(
+            f"mixup pairs the images of a core, which has {len(values)} of a batch: make that an even number"
+        )
     return values.reshape(len(values) // 2, 2, *values.shape[1:]).flip(1).reshape(values.shape)
 
 
 def _crop_matrix(zoom, start, size):
-    """Bilinear enlargement of a part of an axis to the whole: zoom, start (B, 1, 1) as shares -> (B, S, S), rows sum to 1."""
+    """Bilinear enlargement of a part of an axis to the whole: zoom, start (B, 1, 1) as shares -> (B, S, S),
+    rows sum to 1."""
     pixel = torch.arange(size, dtype=zoom.dtype, device=zoom.device)
     centre = ((pixel[:, None] + 0.5) * zoom + start * size - 0.5).clamp(0, size - 1)  # (B, S, 1)
     return (1 - (centre - pixel).abs()).clamp(min=0)
@@ -95,7 +105,8 @@ def _blend(image, other, share):
 
 
 def normalise(image, mean, std):
-    """(B, 3, S, S) in [0, 255] -> float32 with this mean and standard deviation of [0, 1] taken out, three numbers each."""
+    """(B, 3, S, S) in [0, 255] -> float32 with this mean and standard deviation of [0, 1] taken out, three
+    numbers each."""
     factor = _constants([1 / (255 * s) for s in std], image.device)
     offset = _constants([-m / s for m, s in zip(mean, std)], image.device)
     return image.float() * factor + offset

@@ -1,4 +1,5 @@
-"""One's own images with a class each: folders of classes, a CSV file, or a Hugging Face dataset on disk; decoded once.
+"""One's own images with a class each: folders of classes, a CSV file, or a Hugging Face dataset on disk;
+decoded once.
 
 Letters: N samples, B batch, S side of the images.
 """
@@ -33,7 +34,18 @@ SPLITS = {  # names of folders, of files and in a CSV's column of splits, in low
     **dict.fromkeys(("test", "testing"), "test"),
 }
 PATH_COLUMNS = "path file filename file_name filepath image image_path image_name image_id img id".split()
-LABEL_COLUMNS = ("label", "labels", "class", "class_name", "category", "target", "species", "breed", "diagnosis", "y")
+LABEL_COLUMNS = (
+    "label",
+    "labels",
+    "class",
+    "class_name",
+    "category",
+    "target",
+    "species",
+    "breed",
+    "diagnosis",
+    "y",
+)
 SPLIT_COLUMNS = ("split", "subset", "partition", "set")
 REST = object()  # the key of the fields of a CSV's row that have no column
 VERSION = 1  # of what `_decode` returns for the same files, which is cached
@@ -55,37 +67,48 @@ class Found(NamedTuple):
     """What a dataset holds, not decoded yet."""
 
     classes: list
-    """Names of the classes: sorted, as numbers where all are such, or in the order of a Hugging Face dataset."""
+    """Names of the classes: sorted, as numbers where all are such, or in the order of a Hugging Face
+    dataset."""
     splits: dict
     """train, and val or test or both -> list of `Sample`"""
 
 
 def find_samples(place, *, path_column=None, label_column=None, images_dir=None, test_share=0.2):
-    """`Found` of a folder or a CSV file. Raises TpukitError for what cannot be trained on; decodes nothing."""
+    """`Found` of a folder or a CSV file. Raises TpukitError for what cannot be trained on; decodes
+    nothing."""
     place = Path(place)
     if place.is_file():
         samples, order = _read_csv(place, path_column, label_column, images_dir), None
     else:
         samples, order = _find_in_folder(place, path_column, label_column, images_dir)
     names = {sample.label for sample in samples}
-    classes = order or sorted(names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name))
+    classes = order or sorted(
+        names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name)
+    )
     if len(names) < 2:
-        raise TpukitError(f"{place} has images of one class only, {', '.join(names)}: a classifier needs two or more")
+        raise TpukitError(
+            f"{place} has images of one class only, {', '.join(names)}: a classifier needs two or more"
+        )
     splits = collections.defaultdict(list)
     for sample in _split_by_hash(samples, test_share):
         splits[sample.split].append(sample)
     for split in ("train", *sorted(splits.keys() - {"train"})):
         if missing := sorted(set(classes) - {sample.label for sample in splits[split]}):
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            fix = "add images" if any(sample.split for sample in samples) else "give each class two images or more"
+            fix = (
+                "add images"
+                if any(sample.split for sample in samples)
+                else "give each class two images or more"
+            )
             what = f"no image of {len(missing)} of {len(classes)} classes ({shown})"
             raise TpukitError(f"{place}: the {split} split has {what}: {fix}")
     return Found(classes, dict(splits))
 
 
 def _split_by_hash(samples, test_share):
-    """The samples with their split. Of a set without a test or val split, a share of every class, and at least one image of
-    two, is for tests: those whose names come first by their SHA-256, so that every process and session chooses the same."""
+    """The samples with their split. Of a set without a test or val split, a share of every class, and at
+    least one image of two, is for tests: those whose names come first by their SHA-256, so that every process
+    and session chooses the same."""
     if any(sample.split in ("val", "test") for sample in samples):
         return [sample._replace(split=sample.split or "train") for sample in samples]
     by_class = collections.defaultdict(set)  # a file that a list names twice is one
@@ -93,17 +116,23 @@ def _split_by_hash(samples, test_share):
         by_class[sample.label].add(sample.name)
     held_out = set()
     for label, names in by_class.items():
-        names = sorted(names, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest())
+        names = sorted(
+            names, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+        )
         count = min(max(1, round(test_share * len(names))), len(names) - 1)
         held_out.update((label, name) for name in names[:count])
-    return [sample._replace(split="test" if (sample.label, sample.name) in held_out else "train") for sample in samples]
+    return [
+        sample._replace(split="test" if (sample.label, sample.name) in held_out else "train")
+        for sample in samples
+    ]
 
 
 # Where the samples are
 
 
 def _find_in_folder(folder, path_column, label_column, images_dir):
-    """(samples, order of the classes or None) of a folder with class folders, with tables, or with a CSV file."""
+    """(samples, order of the classes or None) of a folder with class folders, with tables, or with a CSV
+    file."""
     if not folder.is_dir():
         raise TpukitError(f"dataset {folder} does not exist")
     samples = _find_in_class_folders(folder)
@@ -116,8 +145,8 @@ def _find_in_folder(folder, path_column, label_column, images_dir):
     if not samples:
         here = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise TpukitError(
-            f"no images in {folder}, which should hold a folder of images for each class (in train/ and test/, or not), a CSV "
-            f"file with paths and labels, or a Hugging Face dataset: found {here}"
+            f"no images in {folder}, which should hold a folder of images for each class (in train/ and"
+            f" test/, or not), a CSV file with paths and labels, or a Hugging Face dataset: found {here}"
         )
     return samples, None
 
@@ -133,12 +162,15 @@ def _find_in_class_folders(folder):
         for place in _folders(top):
             paths = (path for path in _files_below(place) if path.suffix.lower() in IMAGE_ENDINGS)
             visible = (path for path in paths if not path.name.startswith("."))
-            samples += [Sample(path.relative_to(folder).as_posix(), place.name, split, path) for path in visible]
+            samples += [
+                Sample(path.relative_to(folder).as_posix(), place.name, split, path) for path in visible
+            ]
     return samples
 
 
 def _files_below(folder):
-    """The files below a folder, sorted. Raises OSError for a folder that cannot be read: nothing is left out silently."""
+    """The files below a folder, sorted. Raises OSError for a folder that cannot be read: nothing is left out
+    silently."""
 
     def refuse(error):
         raise error
@@ -147,7 +179,9 @@ def _files_below(folder):
 
 
 def _folders(folder):
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))
+    return sorted(
+        path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))
+    )
 
 
 def _find_csv(folder, path_column, label_column):
@@ -160,13 +194,16 @@ def _find_csv(folder, path_column, label_column):
                 found.append((path, SPLITS.get(path.stem.lower())))
     if len(found) > 1 and not all(split for _, split in found):
         names = ", ".join(path.name for path, _ in found)
-        raise TpukitError(f"{folder} has {len(found)} CSV files with paths and labels ({names}): give one as dataset_dir")
+        raise TpukitError(
+            f"{folder} has {len(found)} CSV files with paths and labels ({names}): give one as dataset_dir"
+        )
     return found
 
 
 @contextlib.contextmanager
 def _open_csv(path):
-    """Context manager: a csv.DictReader. Raises TpukitError for a file that is not UTF-8 text, or has no valid header."""
+    """Context manager: a csv.DictReader. Raises TpukitError for a file that is not UTF-8 text, or has no
+    valid header."""
     with open(path, encoding="utf-8-sig", newline="") as file:
         try:
             header = file.readline()
@@ -188,7 +225,8 @@ def _column(names, wanted, known):
 
 
 def _read_csv(path, path_column, label_column, images_dir, split=None):
-    """The samples of a CSV file. Its paths are relative to images_dir, or else to its own folder, and may not leave it."""
+    """The samples of a CSV file. Its paths are relative to images_dir, or else to its own folder, and may not
+    leave it."""
     base = Path(images_dir or path.parent).resolve()
     samples = []
     with _open_csv(path) as reader:
@@ -196,8 +234,8 @@ def _read_csv(path, path_column, label_column, images_dir, split=None):
         columns = _column(names, path_column, PATH_COLUMNS), _column(names, label_column, LABEL_COLUMNS)
         if None in columns:
             raise TpukitError(
-                f"{path} has the columns {', '.join(map(str, names))}: name those of paths and labels as path_column and "
-                "label_column"
+                f"{path} has the columns {', '.join(map(str, names))}: name those of paths and labels as"
+                " path_column and label_column"
             )
         of_split = _column(names, None, SPLIT_COLUMNS)
         try:
@@ -205,22 +243,36 @@ def _read_csv(path, path_column, label_column, images_dir, split=None):
                 name, label = (row[column].strip() for column in columns)
                 if any(field.strip() for field in row.get(REST, ())):
                     raise TpukitError(
-                        f"{path}, line {reader.line_num}: more fields than columns: put one with a comma in quotes"
+                        f"{path}, line {reader.line_num}: more fields than columns: put one with a comma in"
+                        " quotes"
                     )
                 if not name or not label:
-                    raise TpukitError(f"{path}, line {reader.line_num}: the {'label' if name else 'path'} is empty")
+                    raise TpukitError(
+                        f"{path}, line {reader.line_num}: the {'label' if name else 'path'} is empty"
+                    )
                 own_split = SPLITS.get(row[of_split].strip().lower()) if of_split else None
-                samples.append(Sample(name, label, own_split or split, _inside(base, name, f"{path}, line {reader.line_num}")))
+                samples.append(
+                    Sample(
+                        name,
+                        label,
+                        own_split or split,
+                        _inside(base, name, f"{path}, line {reader.line_num}"),
+                    )
+                )
         except (UnicodeDecodeError, csv.Error) as error:
-            raise TpukitError(f"{path}, line {reader.line_num}: no CSV in UTF-8 ({first_line(error)})") from error
+            raise TpukitError(
+                f"{path}, line {reader.line_num}: no CSV in UTF-8 ({first_line(error)})"
+            ) from error
     if not samples:
         raise TpukitError(f"{path} lists no images")
     return samples
 
 
 def _inside(base, name, where):
-    """The file of a name in a CSV, whose ending may be missing. Raises TpukitError for one outside of `base`."""
-    # A list from elsewhere could name any file of the user's, whose picture would then be kept with the predictions.
+    """The file of a name in a CSV, whose ending may be missing. Raises TpukitError for one outside of
+    `base`."""
+    # A list from elsewhere could name any file of the user's, whose picture would then be kept with the
+    # predictions.
     try:
         path = (base / name).resolve()
     except (OSError, ValueError) as error:
@@ -228,7 +280,9 @@ def _inside(base, name, where):
     if not path.is_relative_to(base):
         raise TpukitError(f"{where}: {name} is not in {base}; name the folder of the images as images_dir")
     if path.suffix.lower() not in IMAGE_ENDINGS:
-        path = next((full for ending in IMAGE_ENDINGS if (full := path.with_name(path.name + ending)).is_file()), path)
+        path = next(
+            (full for ending in IMAGE_ENDINGS if (full := path.with_name(path.name + ending)).is_file()), path
+        )
     return path
 
 
@@ -244,9 +298,15 @@ def _read_tables(folder, tables, label_column):
         images = [name for name in names if features.get(name, {}).get("_type") == "Image"]
         image = images[0] if images else _column(names, None, PATH_COLUMNS)
         is_class = [name for name in names if features.get(name, {}).get("_type") == "ClassLabel"]
-        label = label_column if label_column in names else (is_class or [_column(names, label_column, LABEL_COLUMNS)])[0]
+        label = (
+            label_column
+            if label_column in names
+            else (is_class or [_column(names, label_column, LABEL_COLUMNS)])[0]
+        )
         if image is None or label is None:
-            raise TpukitError(f"{path} has the columns {', '.join(names)}: name that of the labels as label_column")
+            raise TpukitError(
+                f"{path} has the columns {', '.join(names)}: name that of the labels as label_column"
+            )
         order = _class_names(path, features.get(label, {})) or order
         labels = _read_column(path, label).to_pylist()
         split = _split_of(path.relative_to(folder))
@@ -254,7 +314,9 @@ def _read_tables(folder, tables, label_column):
             if value is None or (order and isinstance(value, int) and not 0 <= value < len(order)):
                 raise TpukitError(f"{path}, row {row}: {value} is not a label")
             name = order[value] if order and isinstance(value, int) else str(value)
-            samples.append(Sample(f"{path.relative_to(folder).as_posix()}, row {row}", name, split, path, row, image))
+            samples.append(
+                Sample(f"{path.relative_to(folder).as_posix()}, row {row}", name, split, path, row, image)
+            )
     return samples, order
 
 
@@ -262,12 +324,16 @@ def _class_names(path, feature):
     """The names that the Hugging Face library wrote of a column's classes, or None."""
     names = feature.get("names")
     if names and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise TpukitError(f"{path}: the names of its classes are {str(names)[:80]}, and must be a list of texts: save it again")
+        raise TpukitError(
+            f"{path}: the names of its classes are {str(names)[:80]}, and must be a list of texts: save it"
+            " again"
+        )
     return names
 
 
 def _split_of(path):
-    """Of train/data-00000-of-00001.arrow or data/test-00000-of-00001.parquet; None where its names do not say."""
+    """Of train/data-00000-of-00001.arrow or data/test-00000-of-00001.parquet; None where its names do not
+    say."""
     words = (part.lower().partition("-")[0].partition(".")[0] for part in path.parts)
     return next((SPLITS[word] for word in words if word in SPLITS), None)
 
@@ -282,7 +348,8 @@ def _explain_table(path):
         raise TpukitError(f"{path}: reading it needs pyarrow: pip install pyarrow") from error
     if tuple(map(int, re.findall(r"\d+", pyarrow.__version__)[:3])) < (14, 0, 1):
         raise TpukitError(
-            f"pyarrow {pyarrow.__version__} can run code from a table that it reads (CVE-2023-47248): install 14.0.1 or newer"
+            f"pyarrow {pyarrow.__version__} can run code from a table that it reads (CVE-2023-47248): install"
+            " 14.0.1 or newer"
         )
     try:
         yield pyarrow
@@ -292,7 +359,11 @@ def _explain_table(path):
 
 def _read_schema(path):
     with _explain_table(path) as pyarrow:
-        return pyarrow.parquet.read_schema(path) if path.suffix == ".parquet" else _map_arrow(path, pyarrow).schema
+        return (
+            pyarrow.parquet.read_schema(path)
+            if path.suffix == ".parquet"
+            else _map_arrow(path, pyarrow).schema
+        )
 
 
 def _read_column(path, column):
@@ -338,13 +409,12 @@ def _open_row(sample):
 def read_image(file, size, fit):
     """An image -> (size, size, 3) uint8. fit: see `ImageClassifier`. file: a path, or an open file.
 
-    Turned upright by its EXIF orientation; transparency is dropped; 16-bit grey maps its whole range to 0..255. Raises what
-    `pictures.opened` does.
-    """
+    Turned upright by its EXIF orientation; transparency is dropped; 16-bit grey maps its whole range to
+    0..255. Raises what `pictures.opened` does."""
     with pictures.opened(file) as image:
         image.draft("RGB", (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
         image = ImageOps.exif_transpose(image)
-        image = pictures.in_8_bits(image).convert("RGB")
+        image = pictures.to_uint8(image).convert("RGB")
         if image.size != (size, size):
             scaled = image.resize if fit == "squash" else functools.partial(ImageOps.fit, image)
             image = scaled((size, size), Image.Resampling.BICUBIC)
@@ -358,8 +428,8 @@ def _decode(samples, size, fit, skip_bad, what):
     needed, free = len(samples) * 3 * size * size, shutil.disk_usage(tempfile.gettempdir()).free
     if 2 * needed > free:  # once here, and once where they are kept
         raise TpukitError(
-            f"{len(samples)} images of {size}x{size} take twice {needed / GIB:.1f} GiB of disk while they are decoded, and "
-            f"{free / GIB:.1f} GiB are free: choose a smaller image_size"
+            f"{len(samples)} images of {size}x{size} take twice {needed / GIB:.1f} GiB of disk while they are"
+            f" decoded, and {free / GIB:.1f} GiB are free: choose a smaller image_size"
         )
     with tempfile.TemporaryFile() as file, concurrent.futures.ThreadPoolExecutor() as pool:
         images = np.memmap(file, np.uint8, "w+", shape=(len(samples), 3, size, size))
@@ -376,7 +446,9 @@ def _decode(samples, size, fit, skip_bad, what):
                 return f"{sample.name}: {first_line(error)}"
 
         found = pool.map(decode, range(len(samples)))
-        problems = list(tqdm(found, desc=f"decoding {what}", unit="image", total=len(samples), disable=len(samples) < 200))
+        problems = list(
+            tqdm(found, desc=f"decoding {what}", unit="image", total=len(samples), disable=len(samples) < 200)
+        )
         _image_column.cache_clear()
     kept = [index for index, problem in enumerate(problems) if problem is None]
     notes = ""
@@ -384,8 +456,8 @@ def _decode(samples, size, fit, skip_bad, what):
         shown = "; ".join(bad[:3]) + ("; ..." if len(bad) > 3 else "")
         if not skip_bad or not kept:
             raise TpukitError(
-                f"{len(bad)} of {len(samples)} {what} images cannot be read ({shown}): replace them, or leave them out with "
-                "skip_bad=True (--skip-bad)"
+                f"{len(bad)} of {len(samples)} {what} images cannot be read ({shown}): replace them, or leave"
+                " them out with skip_bad=True (--skip-bad)"
             )
         notes = f"left out {len(bad)} of {len(samples)} {what} images that cannot be read: {shown}"
         for new, old in enumerate(kept):
@@ -396,13 +468,14 @@ def _decode(samples, size, fit, skip_bad, what):
 class ImageSet:
     """One split, decoded once to uint8, in memory that all processes of a host share.
 
-    `batch(indices, numbers)` -> dict of image (B, 3, S, S) uint8, label (B,) int64 and, with numbers, augment (B, NUM_DRAWS),
-    what `Augmentation.apply` needs on the device.
-    """
+    `batch(indices, numbers)` -> dict of image (B, 3, S, S) uint8, label (B,) int64 and, with numbers, augment
+    (B, NUM_UNIFORMS), what `Augmentation.apply` needs on the device."""
 
     def __init__(self, samples, classes, *, size, fit, skip_bad, augmentation, what, notes=""):
-        self.classes, self.augmentation, self.num_draws = classes, augmentation, augmentation.num_draws
-        stats = {path: path.stat() for path in dict.fromkeys(sample.path for sample in samples) if path.is_file()}
+        self.classes, self.augmentation, self.num_uniforms = classes, augmentation, augmentation.num_uniforms
+        stats = {
+            path: path.stat() for path in dict.fromkeys(sample.path for sample in samples) if path.is_file()
+        }
         state = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()]
         names = [(sample.name, sample.row) for sample in samples]
         key = [VERSION, size, fit, skip_bad, state, names]
@@ -417,7 +490,9 @@ class ImageSet:
         return len(self.labels)
 
     def batch(self, indices, numbers=None):
-        return dict(image=self.images[indices], label=self.labels[indices], **self.sample_parameters(indices, numbers))
+        return dict(
+            image=self.images[indices], label=self.labels[indices], **self.sample_parameters(indices, numbers)
+        )
 
     # The same from arrays on the device
 
@@ -428,7 +503,11 @@ class ImageSet:
         return dict(image=np.asarray(self.images), label=self.labels)
 
     def sample_parameters(self, indices, numbers=None):
-        return {} if numbers is None or not self.num_draws else dict(augment=self.augmentation.parameters(numbers))
+        return (
+            {}
+            if numbers is None or not self.num_uniforms
+            else dict(augment=self.augmentation.parameters(numbers))
+        )
 
     def compose(self, rows, parameters):
         return rows | parameters

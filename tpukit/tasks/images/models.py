@@ -1,4 +1,5 @@
-"""The networks: timm's by name, torchvision's where timm is not installed, and where their pretrained weights are."""
+"""The networks: timm's by name, torchvision's where timm is not installed, and where their pretrained weights
+are."""
 
 import difflib
 import functools
@@ -62,35 +63,54 @@ def _describe_torchvision(name):
     try:
         from torchvision import models
     except Exception as error:  # not installed, or made for another torch
-        raise TpukitError(f"neither timm nor torchvision can be imported ({first_line(error)}): pip install timm") from error
+        raise TpukitError(
+            f"neither timm nor torchvision can be imported ({first_line(error)}): pip install timm"
+        ) from error
     known = models.list_models(module=models)  # without those of segmentation and detection
     if name not in known:
         raise _unknown(name, "torchvision, as timm is not installed,", known)
     found = models.get_model_weights(name).DEFAULT
     transforms = found.transforms()
     size, mean, std = transforms.crop_size[0], tuple(transforms.mean), tuple(transforms.std)
-    return Network("torchvision", name, size, name.startswith("vit_"), mean, std, len(found.meta["categories"]), url=found.url)
+    return Network(
+        "torchvision",
+        name,
+        size,
+        name.startswith("vit_"),
+        mean,
+        std,
+        len(found.meta["categories"]),
+        url=found.url,
+    )
 
 
 def _unknown(name, library, known):
     nearest = difflib.get_close_matches(name, known, 4, 0.5)
-    hint = f"the nearest: {', '.join(nearest)}" if nearest else f"there are {len(known)}, resnet18 for instance"
+    hint = (
+        f"the nearest: {', '.join(nearest)}" if nearest else f"there are {len(known)}, resnet18 for instance"
+    )
     return TpukitError(f"no model {name!r} in {library}: {hint}")
 
 
 def build(network, classes, size, pretrained=None, *, keep_head=False):
     """The torch.nn.Module, on the CPU, that gives logits (B, classes) for images (B, 3, size, size).
 
-    pretrained: file of weights, or None for random ones. A head of another number of classes is left out of it, unless
-    keep_head. Raises TpukitError where the network cannot be made for this size, or the file is of another network.
-    """
+    pretrained: file of weights, or None for random ones. A head of another number of classes is left out of
+    it, unless keep_head. Raises TpukitError where the network cannot be made for this size, or the file is of
+    another network."""
     state = None if pretrained is None else weights.read(pretrained)
-    options = dict(img_size=size) if network.library == "timm" and network.fixed_size and size != network.size else {}
+    options = (
+        dict(img_size=size)
+        if network.library == "timm" and network.fixed_size and size != network.size
+        else {}
+    )
     options |= dict(image_size=size) if network.library == "torchvision" and network.fixed_size else {}
     try:
         model = _make(network, classes, options)
     except Exception as error:  # libraries raise many types
-        raise TpukitError(f"{network.name} cannot be made for images of {size}x{size} pixels: {first_line(error)}") from error
+        raise TpukitError(
+            f"{network.name} cannot be made for images of {size}x{size} pixels: {first_line(error)}"
+        ) from error
     _check_output(model, network, classes, size)
     if state is not None:
         heads = network.heads or (_last_layer(model),)
@@ -99,7 +119,9 @@ def build(network, classes, size, pretrained=None, *, keep_head=False):
         try:
             model = _load(network, model, classes, options, state, keep_head)
         except Exception as error:
-            raise TpukitError(f"weights {pretrained} do not fit {network.name}: {first_line(error)}") from error
+            raise TpukitError(
+                f"weights {pretrained} do not fit {network.name}: {first_line(error)}"
+            ) from error
     return model
 
 
@@ -114,7 +136,8 @@ def _make(network, classes, options):
 
 
 def _load(network, model, classes, options, state, keep_head):
-    """The model with a state dict in it; timm adapts the names of older files, and the positions of another image size."""
+    """The model with a state dict in it; timm adapts the names of older files, and the positions of another
+    image size."""
     if network.library == "timm":
         import timm
 
@@ -122,13 +145,16 @@ def _load(network, model, classes, options, state, keep_head):
         given = dict(state_dict=state, num_classes=classes, custom_load=False)
         if not keep_head:
             given["label_offset"] = 0
-        return timm.create_model(network.name, pretrained=True, num_classes=classes, pretrained_cfg_overlay=given, **options)
+        return timm.create_model(
+            network.name, pretrained=True, num_classes=classes, pretrained_cfg_overlay=given, **options
+        )
     model.load_state_dict(state)
     return model
 
 
 def _replace_heads(state, own, heads):
-    """Put the fresh layers of a model (its state dict) into the state dict of a file, where theirs have another size."""
+    """Put the fresh layers of a model (its state dict) into the state dict of a file, where theirs have
+    another size."""
     for name in (f"{head}.{part}" for head in heads for part in ("weight", "bias")):
         if name in own and (name not in state or state[name].shape != own[name].shape):
             state[name] = own[name]
@@ -137,7 +163,11 @@ def _replace_heads(state, own, heads):
 def _last_layer(model):
     import torch
 
-    layers = [name for name, module in model.named_modules() if isinstance(module, (torch.nn.Linear, torch.nn.Conv2d))]
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, (torch.nn.Linear, torch.nn.Conv2d))
+    ]
     return layers[-1]
 
 
@@ -151,23 +181,29 @@ def _check_output(model, network, classes, size):
             shape = tuple(model.eval()(torch.zeros(1, 3, size, size)).shape)
     except Exception as error:
         raise TpukitError(
-            f"{network.name} takes no images of {size}x{size} pixels ({first_line(error)}); its own size is {network.size}"
+            f"{network.name} takes no images of {size}x{size} pixels ({first_line(error)}); its own size is"
+            f" {network.size}"
         ) from error
     model.train()
     if shape != (1, classes):
-        raise TpukitError(f"{network.name} gives {shape} for an image, not {(1, classes)}: choose a network for classification")
+        raise TpukitError(
+            f"{network.name} gives {shape} for an image, not {(1, classes)}: choose a network for"
+            " classification"
+        )
 
 
 def find_pretrained(network, wanted, dataset_dir=None):
     """(file of pretrained weights or None, a sentence for the log).
 
-    wanted: auto, yes, no, or a file. Looked for in the caches of timm and torchvision, in Kaggle's inputs (not in dataset_dir),
-    then on the internet. Raises TpukitError where `yes` finds none.
-    """
+    wanted: auto, yes, no, or a file. Looked for in the caches of timm and torchvision, in Kaggle's inputs
+    (not in dataset_dir), then on the internet. Raises TpukitError where `yes` finds none."""
     if wanted == "no":
         return None, f"{network.name}: random weights, as pretrained='no' asks for"
     if wanted not in ("auto", "yes"):
-        return Path(wanted), f"{network.name}: pretrained weights of {wanted}; a head of other classes is replaced"
+        return (
+            Path(wanted),
+            f"{network.name}: pretrained weights of {wanted}; a head of other classes is replaced",
+        )
     path = _cached(network) or _in_kaggle_inputs(network, dataset_dir)
     why_not = "none are published"
     if path is None and (network.repository or network.url):
@@ -176,11 +212,14 @@ def find_pretrained(network, wanted, dataset_dir=None):
         except TpukitError as error:
             why_not = str(error)
     if path:
-        return Path(path), f"{network.name}: pretrained weights of {path}; a head of other classes is replaced"
+        return (
+            Path(path),
+            f"{network.name}: pretrained weights of {path}; a head of other classes is replaced",
+        )
     if wanted == "yes":
         raise TpukitError(
-            f"no pretrained weights of {network.name} ({why_not}): switch the internet on, attach them as a Kaggle input, or "
-            "give a file as pretrained=PATH"
+            f"no pretrained weights of {network.name} ({why_not}): switch the internet on, attach them as a"
+            " Kaggle input, or give a file as pretrained=PATH"
         )
     return None, f"{network.name}: random weights, because no pretrained ones are here ({why_not})"
 
@@ -202,7 +241,8 @@ def _cached(network):
 
 
 def _in_kaggle_inputs(network, dataset_dir):
-    """A file of weights that bears the network's name, itself or in one of the folders above it; None on other hosts."""
+    """A file of weights that bears the network's name, itself or in one of the folders above it; None on
+    other hosts."""
     env = environment.detect()
     if env.host != "kaggle":
         return None
@@ -224,19 +264,20 @@ def _plain(name):
 
 
 def _download(network):
-    """The file of the pretrained weights, from the internet to the library's own cache. Raises TpukitError."""
+    """The file of the pretrained weights, from the internet to the library's own cache. Raises
+    TpukitError."""
     if network.repository:
         from huggingface_hub import hf_hub_download
 
         url = f"https://huggingface.co/{network.repository}"
-        downloads.check_answer(url)
+        downloads.check_reachable(url)
         try:
             return hf_hub_download(network.repository, "model.safetensors")
         except Exception as error:  # of the hub and of its HTTP library
             raise TpukitError(f"{url}: {first_line(error)}") from error
     import torch
 
-    downloads.check_answer(network.url)
+    downloads.check_reachable(network.url)
     path = Path(torch.hub.get_dir()) / "checkpoints" / network.url.rpartition("/")[2]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +289,8 @@ def _download(network):
 
 
 def layers(model):
-    """Lists of parameter names, from the input to the output: timm's layers, elsewhere the children of the model."""
+    """Lists of parameter names, from the input to the output: timm's layers, elsewhere the children of the
+    model."""
     if hasattr(model, "group_matcher"):
         from timm.models import group_parameters
 

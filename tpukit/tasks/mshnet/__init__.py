@@ -24,7 +24,8 @@ IMAGE_STD = (0.229, 0.224, 0.225)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MSHNet(Task):
-    """Infrared small target detection with the multi-scale head network and the SLS loss; defaults are the published recipe."""
+    """Infrared small target detection with the multi-scale head network and the SLS loss; defaults are the
+    published recipe."""
 
     name: ClassVar[str] = "mshnet"
     dataset: ClassVar[str] = "IRSTD-1k"
@@ -33,10 +34,14 @@ class MSHNet(Task):
     synthetic_size_accelerator: ClassVar[int] = 400
     synthesize = staticmethod(infrared_set)
     score: ClassVar[str] = "iou"
-    score_names: ClassVar[dict[str, str]] = dict(iou="IoU", pd="Pd, share of targets found", fa="Fa, false pixels per pixel")
+    score_names: ClassVar[dict[str, str]] = dict(
+        iou="IoU", pd="Pd, share of targets found", fa="Fa, false pixels per pixel"
+    )
     published: ClassVar[dict[str, float]] = dict(iou=0.6716, pd=0.9388, fa=15.03e-6)
     evaluation_keys: ClassVar[tuple[str, ...]] = ("mask",)
-    export_output: ClassVar[str] = "the probability of a target (batch, 1, height, width); images are RGB or three times grey"
+    export_output: ClassVar[str] = (
+        "the probability of a target (batch, 1, height, width); images are RGB or three times grey"
+    )
     export_multiple: ClassVar[int] = 16
 
     epochs: int = setting(400, free=True)
@@ -46,14 +51,16 @@ class MSHNet(Task):
     lr: float = 0.05
     """Learning rate of Adagrad."""
     base_size: int = 256
-    """Images are evaluated at base_size x base_size; in training their long side is scaled to 0.5 to 2 times it."""
+    """Images are evaluated at base_size x base_size; in training their long side is scaled to 0.5 to 2 times
+    it."""
     crop_size: int = 256
     """Side of the training crops, a multiple of 16."""
     warm_epoch: int = 5
     """Last epoch of the warm-up phase (counted from 0), which trains one output with a plain IoU loss."""
     final_init: Literal["mask0", "random"] = "mask0"
-    """Initial weights of the last convolution. mask0: those that copy the output that the warm-up trained. random: as
-    published, which after the warm-up can saturate the sigmoid on the wrong side, where it hardly learns."""
+    """Initial weights of the last convolution. mask0: those that copy the output that the warm-up trained.
+    random: as published, which after the warm-up can saturate the sigmoid on the wrong side, where it hardly
+    learns."""
     skip_bad: bool = False
     """Leave out list entries whose image or mask is missing or unreadable, instead of stopping."""
 
@@ -62,14 +69,17 @@ class MSHNet(Task):
         for name in ("base_size", "crop_size"):
             if not 16 <= getattr(self, name) <= MAX_SIDE or getattr(self, name) % 16:
                 raise TpukitError(
-                    f"{name}={getattr(self, name)}: the network halves it four times; use a multiple of 16, up to {MAX_SIDE}"
+                    f"{name}={getattr(self, name)}: the network halves it four times; use a multiple of 16,"
+                    f" up to {MAX_SIDE}"
                 )
 
     def datasets(self):
         from tpukit.tasks.mshnet.data import InfraredSet
 
         options = dict(base_size=self.base_size, crop_size=self.crop_size, skip_bad=self.skip_bad)
-        return InfraredSet(self.dataset_dir, "train", **options), InfraredSet(self.dataset_dir, "test", **options)
+        return InfraredSet(self.dataset_dir, "train", **options), InfraredSet(
+            self.dataset_dir, "test", **options
+        )
 
     def model(self):
         import torch
@@ -116,12 +126,14 @@ class MSHNet(Task):
         return self.predict(model, inputs).sigmoid()
 
     def libtpu_args(self, batch_size):
-        # Where a map of the full size takes a quarter of a v5e's fast memory, what is read there once pushes out results.
+        # Where a map of the full size takes a quarter of a v5e's fast memory, what is read there once pushes
+        # out results.
         is_large = batch_size * self.crop_size**2 >= 16 * 256**2
         return "--xla_tpu_msa_inefficient_use_to_copy_ratio=2.5" if is_large else ""
 
     def evaluate(self, predictions, threshold=0.5):
-        """dict: iou, niou, pixel_recall, pd, fa (false pixels per pixel), roc. threshold: of the probability, in (0, 1)."""
+        """dict: iou, niou, pixel_recall, pd, fa (false pixels per pixel), roc. threshold: of the probability,
+        in (0, 1)."""
         from tpukit.tasks.mshnet.scores import Scores
 
         scores = Scores(threshold)
@@ -135,7 +147,11 @@ class MSHNet(Task):
 
     @staticmethod
     def milestones(settings):
-        return {settings["warm_epoch"] + 1: "warm-up ends"} if isinstance(settings.get("warm_epoch"), int) else {}
+        return (
+            {settings["warm_epoch"] + 1: "warm-up ends"}
+            if isinstance(settings.get("warm_epoch"), int)
+            else {}
+        )
 
     def example(self, count):
         rng, size = np.random.default_rng(0), self.crop_size
@@ -163,7 +179,8 @@ class MSHNet(Task):
 
     @functools.cached_property
     def _smallest_scale(self):
-        """By what the training of `weights` shrank its largest images; a half, as IRSTD-1k's are, where they do not say."""
+        """By what the training of `weights` shrank its largest images; a half, as IRSTD-1k's are, where they
+        do not say."""
         side = weights.metadata(self.weights).get("image_side", "") if self.weights else ""
         return min(self.base_size / int(side), 1.0) if side.isdecimal() and int(side) else 0.5
 
@@ -172,7 +189,7 @@ class MSHNet(Task):
         from tpukit.tasks.mshnet import augment
         from tpukit.tasks.mshnet.data import read_image
 
-        images = pictures.read_each(paths, lambda path: augment.planes(read_image(path)))
+        images = pictures.read_images(paths, lambda path: augment.planes(read_image(path)))
         return dict(image=np.stack([np.broadcast_to(image, (3, *image.shape[1:])) for image in images])), [
             p.name for p in paths
         ]
@@ -191,12 +208,15 @@ class MSHNet(Task):
         return [dict(image=row) for row in rows], lambda predictions: windows.resize(join(predictions), size)
 
     def results(self, batch, predictions, threshold=0.5):
-        """height, width, targets (how many), mask (H, W) bool in the image's own pixels, boxes as of `scores.boxes`."""
+        """height, width, targets (how many), mask (H, W) bool in the image's own pixels, boxes as of
+        `scores.boxes`."""
         from tpukit.tasks.mshnet.scores import boxes
 
         found = [boxes(logits[0], threshold) for logits in np.asarray(predictions)]
         sizes = [dict(zip(("height", "width"), mask.shape)) for mask, _ in found]
-        return [size | dict(targets=len(rows), mask=mask, boxes=rows) for size, (mask, rows) in zip(sizes, found)]
+        return [
+            size | dict(targets=len(rows), mask=mask, boxes=rows) for size, (mask, rows) in zip(sizes, found)
+        ]
 
 
 def normalise(image):

@@ -1,11 +1,12 @@
-"""The published augmentation (flip, scale, pad, crop, blur) and the evaluation's resize, as linear maps of rows and columns.
+"""The published augmentation (flip, scale, pad, crop, blur) and the evaluation's resize, as linear maps of
+rows and columns.
 
-`rows @ image @ columns.T`: on the host a sample at a time, by the few weights of each row that are not zero; on a device a
-batch at a time, by dense matrices, so that no pixel is gathered and every shape is fixed. Both equal PIL's result, which
-rounds to whole grey levels after every pass.
+`rows @ image @ columns.T`: on the host a sample at a time, by the few weights of each row that are not zero;
+on a device a batch at a time, by dense matrices, so that no pixel is gathered and every shape is fixed. Both
+equal PIL's result, which rounds to whole grey levels after every pass.
 
-Letters: B batch, C colours, H and W the size of the originals, S the size of the result, K weights that are not zero.
-"""
+Letters: B batch, C colours, H and W the size of the originals, S the size of the result, K weights that are
+not zero."""
 
 import numpy as np
 import torch
@@ -13,15 +14,14 @@ from scipy import ndimage
 
 from tpukit.devices.tensors import is_on_xla
 
-NUM_DRAWS = 6  # uniform numbers for each sample
+NUM_UNIFORMS = 6  # uniform numbers for each sample
 
 
 def random_crop(numbers, image_size, base_size, crop_size):
     """The augmentation of a sample: six uniform numbers in [0, 1) -> the keyword arguments of `resampling`.
 
-    image_size: (width, height) of the original. Returns a dict: flip (bool), long_size, x1, y1 (pixels), blur (radius
-    in pixels, or None). The long side is uniform in [base/2, 2 base], both ends included.
-    """
+    image_size: (width, height) of the original. Returns a dict: flip (bool), long_size, x1, y1 (pixels), blur
+    (radius in pixels, or None). The long side is uniform in [base/2, 2 base], both ends included."""
     flip, scale, x, y, blur, radius = numbers
     shortest, longest = base_size // 2, base_size * 2
     long_size = shortest + int(scale * (longest - shortest + 1))
@@ -44,14 +44,16 @@ def scaled_size(image_size, long_size):
 
 
 def resampling(image_size, size, *, flip=False, long_size=None, x1=0, y1=0, blur=None):
-    """Parameters of `on_host` and `on_device` for one sample: of a `random_crop`, or of a resize to (size, size).
+    """Parameters of `on_host` and `on_device` for one sample: of a `random_crop`, or of a resize to (size,
+    size).
 
-    Returns a dict of numpy arrays: axes (2, 4) float32 for rows and columns, each the original's and the scaled length, where
-    the crop starts, and whether to flip; blur (), the weight of a neighbour in one pass of the blur; mask_rows, mask_columns
-    (S,) int32, the nearest original pixel, -1 beyond the edge.
-    """
+    Returns a dict of numpy arrays: axes (2, 4) float32 for rows and columns, each the original's and the
+    scaled length, where the crop starts, and whether to flip; blur (), the weight of a neighbour in one pass
+    of the blur; mask_rows, mask_columns (S,) int32, the nearest original pixel, -1 beyond the edge."""
     width, height = scaled_size(image_size, long_size) if long_size else (size, size)
-    variance = (blur or 0.0) ** 2 / 3  # PIL's blur: three box filters; below a radius of 1 each reaches the next pixel only
+    variance = (
+        blur or 0.0
+    ) ** 2 / 3  # PIL's blur: three box filters; below a radius of 1 each reaches the next pixel only
     axes = [(image_size[1], height, y1, False), (image_size[0], width, x1, flip)]
     return dict(
         axes=np.array(axes, np.float32),
@@ -81,7 +83,8 @@ def planes(image):
 
 
 def on_host(image, mask, axes, blur, mask_rows, mask_columns):
-    """Resample one image, (H, W) or (H, W, 3), and its mask, (H, W), both uint8 -> (C, S, S) and (1, S, S) uint8.
+    """Resample one image, (H, W) or (H, W, 3), and its mask, (H, W), both uint8 -> (C, S, S) and (1, S, S)
+    uint8.
 
     The rest: of `resampling`."""
     size = len(mask_rows)
@@ -112,8 +115,8 @@ def _sparse_matmul(matrix, image):
 
 
 def _sparse_weights(source, target, start, flip, size):
-    """The slice of the original's pixels that a sample needs; of these the (S, K) that count in each row of `_weights`, and
-    their weights."""
+    """The slice of the original's pixels that a sample needs; of these the (S, K) that count in each row of
+    `_weights`, and their weights."""
     step = source / target
     reach = max(step, 1.0)
     centre = (np.arange(start, start + size) + 0.5) * step
@@ -136,12 +139,13 @@ def _sparse_weights(source, target, start, flip, size):
 
 
 def on_device(images, masks, axes, blur, mask_rows, mask_columns, *, in_bfloat16=None):
-    """Resample a batch by two matrix products for the images, and by their like, or by reading pixels, for the masks.
+    """Resample a batch by two matrix products for the images, and by their like, or by reading pixels, for
+    the masks.
 
-    images: (B, C, H, W), masks: (B, 1, H, W), both uint8; smaller images lie in the upper left corner. in_bfloat16: whether the
-    device rounds the factors of a product to bfloat16, as XLA's do. The rest: of `resampling`, stacked. Returns images
-    (B, C, S, S) float32 in [0, 255], not rounded, and masks (B, 1, S, S) uint8.
-    """
+    images: (B, C, H, W), masks: (B, 1, H, W), both uint8; smaller images lie in the upper left corner.
+    in_bfloat16: whether the device rounds the factors of a product to bfloat16, as XLA's do. The rest: of
+    `resampling`, stacked. Returns images (B, C, S, S) float32 in [0, 255], not rounded, and masks (B, 1, S,
+    S) uint8."""
     in_bfloat16 = is_on_xla(images) if in_bfloat16 is None else in_bfloat16
     height, width = images.shape[-2:]
     size = mask_rows.shape[-1]
@@ -155,7 +159,9 @@ def on_device(images, masks, axes, blur, mask_rows, mask_columns, *, in_bfloat16
         images = coarse @ images + fine @ images  # (B, C, S, W)
         whole, fraction = _in_two_parts(images, 1)
         coarse, fine = _in_two_parts(columns, 1 / 128)
-        images = whole @ coarse.mT + whole @ fine.mT + fraction @ coarse.mT + fraction @ fine.mT  # (B, C, S, S)
+        images = (
+            whole @ coarse.mT + whole @ fine.mT + fraction @ coarse.mT + fraction @ fine.mT
+        )  # (B, C, S, S)
         rows = _one_hot(mask_rows, height)[:, None]  # (B, 1, S, H)
         columns = _one_hot(mask_columns, width)[:, None]  # (B, 1, S, W)
         masks = rows @ masks.float() @ columns.mT  # (B, 1, S, S)
@@ -188,7 +194,8 @@ def _one_hot(index, length):
 
 
 def _weights(axes, size, length):
-    """Bilinear resampling along axes, which averages where it shrinks: (B, 2, 4) of `resampling` -> (B, 2, S, length)."""
+    """Bilinear resampling along axes, which averages where it shrinks: (B, 2, 4) of `resampling` -> (B, 2, S,
+    length)."""
     source, target, start, flip = (axes[..., i, None, None] for i in range(4))  # (B, 2, 1, 1)
     out = _arange(size, axes)[:, None] + start  # (B, 2, S, 1)
     step = source / target

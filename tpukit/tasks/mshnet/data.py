@@ -1,4 +1,5 @@
-"""Infrared small target sets on disk: images/, masks/ and lists of names, as IRSTD-1k, NUDT-SIRST and SIRST have them.
+"""Infrared small target sets on disk: images/, masks/ and lists of names, as IRSTD-1k, NUDT-SIRST and SIRST
+have them.
 
 A folder without lists, such as a user's own, is split by the names of its images.
 """
@@ -20,7 +21,14 @@ from tpukit.tasks.mshnet import augment
 
 # Where the published sets keep their lists, relative to the set's folder.
 LISTS = dict(
-    train=("trainval.txt", "train.txt", "img_idx/train*.txt", "50_50/train.txt", "idx_427/trainval.txt", "idx_320/train.txt"),
+    train=(
+        "trainval.txt",
+        "train.txt",
+        "img_idx/train*.txt",
+        "50_50/train.txt",
+        "idx_427/trainval.txt",
+        "idx_320/train.txt",
+    ),
     test=("test.txt", "img_idx/test*.txt", "50_50/test.txt", "idx_427/test.txt", "idx_320/test.txt"),
 )
 IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
@@ -32,12 +40,12 @@ VERSION = 4  # of what `_read_split` returns for the same files, which is cached
 class InfraredSet:
     """One split of a set, decoded once to uint8, in memory that all processes of a host share.
 
-    `batch(indices, numbers)` -> dict of image (B, C, S, S) uint8 and mask (B, 1, S, S) uint8, where S is crop_size with
-    augmentation (numbers: (B, 6) in [0, 1)) and base_size without (numbers: None). C is 1 where all images are grey, else 3.
-    `compose` makes the same on a device, with the image in float32, not rounded to whole grey levels.
-    """
+    `batch(indices, numbers)` -> dict of image (B, C, S, S) uint8 and mask (B, 1, S, S) uint8, where S is
+    crop_size with augmentation (numbers: (B, 6) in [0, 1)) and base_size without (numbers: None). C is 1
+    where all images are grey, else 3. `compose` makes the same on a device, with the image in float32, not
+    rounded to whole grey levels."""
 
-    num_draws = augment.NUM_DRAWS
+    num_uniforms = augment.NUM_UNIFORMS
 
     def __init__(self, folder, split, *, base_size=256, crop_size=256, skip_bad=False):
         self.base_size, self.crop_size = base_size, crop_size
@@ -45,7 +53,9 @@ class InfraredSet:
         listing, lines = read_list(folder, split)
         inside = [place for place in (folder / "images", folder / "masks") if place.is_dir()]
         key = [VERSION, skip_bad, "\n".join(lines), arrays.content_key(*inside)]
-        decoded = arrays.mapped(f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, lines, skip_bad))
+        decoded = arrays.mapped(
+            f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, lines, skip_bad)
+        )
         self.notes = f"{listing}: {decoded['notes']}" if decoded["notes"] else ""
         self.names = decoded["names"].tolist()
         self.masks_digest = str(decoded["masks_digest"])
@@ -104,29 +114,37 @@ def _pad(images, colours, height, width):
 
 
 def read_list(folder, split):
-    """(The file that lists a split's names, its lines). Without any list, (images/, the names that are chosen of it).
+    """(The file that lists a split's names, its lines). Without any list, (images/, the names that are chosen
+    of it).
 
     Raises TpukitError naming the places that were searched."""
     if not folder.is_dir():
         raise TpukitError(f"dataset folder {folder} does not exist")
-    listed = {name: [path for pattern in LISTS[name] for path in sorted(folder.glob(pattern))] for name in LISTS}
+    listed = {
+        name: [path for pattern in LISTS[name] for path in sorted(folder.glob(pattern))] for name in LISTS
+    }
     listings = {name: [path for path in paths if path.is_file()] for name, paths in listed.items()}
     if listings[split]:
         return listings[split][0], _read_text(listings[split][0]).splitlines()
     images = folder / "images"
     if images.is_dir() and not any(listings.values()):
-        return images, _split_by_name([path.name for path in images.iterdir() if path.suffix.lower() in IMAGE_ENDINGS], split)
+        return images, _split_by_name(
+            [path.name for path in images.iterdir() if path.suffix.lower() in IMAGE_ENDINGS], split
+        )
     here = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
     raise TpukitError(
-        f"no {split} list in {folder}, which should hold images/, masks/, and both trainval.txt and test.txt or no lists: "
-        f"looked for {', '.join(LISTS[split])}; found {here}"
+        f"no {split} list in {folder}, which should hold images/, masks/, and both trainval.txt and test.txt"
+        f" or no lists: looked for {', '.join(LISTS[split])}; found {here}"
     )
 
 
 def _split_by_name(names, split):
-    """Those of the names that belong to a split: always the same, though in no order that a camera or a person gave them."""
+    """Those of the names that belong to a split: always the same, though in no order that a camera or a
+    person gave them."""
     if len(names) < 2:
-        raise TpukitError(f"images/ holds {len(names)} images: it needs 2 or more, one to train on and one to test on")
+        raise TpukitError(
+            f"images/ holds {len(names)} images: it needs 2 or more, one to train on and one to test on"
+        )
     names = sorted(names, key=lambda name: (zlib.crc32(os.fsencode(Path(name).stem)), name))
     tests = math.ceil(len(names) / IMAGES_PER_TEST_IMAGE)
     return sorted(names[:tests] if split == "test" else names[tests:])
@@ -136,7 +154,9 @@ def _read_text(listing):
     try:
         return listing.read_text("utf-8-sig")  # editors on Windows write a byte order mark
     except UnicodeDecodeError as error:
-        raise TpukitError(f"{listing} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from error
+        raise TpukitError(
+            f"{listing} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
+        ) from error
 
 
 def _pack(name, images):
@@ -147,13 +167,16 @@ def _pack(name, images):
 
 def _unpack(pixels, shapes):
     """The images that `_pack` packed, as views."""
-    shapes = [(height, width, colours) if colours else (height, width) for height, width, colours in shapes.tolist()]
+    shapes = [
+        (height, width, colours) if colours else (height, width) for height, width, colours in shapes.tolist()
+    ]
     ends = np.cumsum([math.prod(shape) for shape in shapes])
     return [part.reshape(shape) for part, shape in zip(np.split(np.asarray(pixels), ends[:-1]), shapes)]
 
 
 def _read_split(folder, listing, lines, skip_bad):
-    """Names, pixels and `notes` of a split as a dict of arrays. Decodes on all cores. listing, lines: of `read_list`."""
+    """Names, pixels and `notes` of a split as a dict of arrays. Decodes on all cores. listing, lines: of
+    `read_list`."""
     from tqdm.auto import tqdm
 
     entries = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
@@ -191,8 +214,8 @@ def _read_split(folder, listing, lines, skip_bad):
 
 def _read_pair(folder, name):
     """(image, mask) of a name in a list. Raises TpukitError with what is wrong."""
-    # A list from elsewhere could name any file of the user's, whose picture would then be kept with the predictions. What
-    # counts is the name: folders of a dataset may be links, as on Kaggle.
+    # A list from elsewhere could name any file of the user's, whose picture would then be kept with the
+    # predictions. What counts is the name: folders of a dataset may be links, as on Kaggle.
     if not posixpath.normpath(f"images/{name}").startswith("images/"):
         raise TpukitError("the name leads out of images/; name a file in it")
     stem = name.rsplit(".", 1)[0] if Path(name).suffix.lower() in IMAGE_ENDINGS else name
@@ -219,12 +242,11 @@ def _read_first(folder, stems, grey=False):
 def read_image(path, *, grey=False):
     """An image file -> uint8, (H, W) for grey images and (H, W, 3) for colour.
 
-    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and 16-bit grey, whose whole range 0..65535 maps to 0..255.
-    Colours that differ by one level at most are a grey image that some software has converted and rounded (three of IRSTD-1k's
-    are such). Raises what `pictures.opened` does.
-    """
+    Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and 16-bit grey, whose whole range 0..65535
+    maps to 0..255. Colours that differ by one level at most are a grey image that some software has converted
+    and rounded (three of IRSTD-1k's are such). Raises what `pictures.opened` does."""
     with pictures.opened(path) as image:
-        image = pictures.in_8_bits(image)
+        image = pictures.to_uint8(image)
         if grey or image.mode in ("1", "L", "LA"):
             return np.array(image.convert("L"))
         image = image.convert("RGB")

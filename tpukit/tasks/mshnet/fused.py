@@ -1,12 +1,11 @@
 """MSHNet's block for XLA: the plain `model.Block` in fewer passes over its maps, with the same numbers.
 
-Batch norm and channel attention multiply and shift whole channels, so both become one `scale` and `shift` of the second
-convolution's result, which is all that is kept for backward. What decides them is small, (N, C) or less, and left to autograd;
-the functions below are the passes over maps for which autograd would need more.
+Batch norm and channel attention multiply and shift whole channels, so both become one `scale` and `shift` of
+the second convolution's result, which is all that is kept for backward. What decides them is small, (N, C) or
+less, and left to autograd; the functions below are the passes over maps for which autograd would need more.
 
-Letters: N = T*B tiles, see `tiling.py`; C channels, h and W the size of a tile. Maps are in the type of autocast, all else in
-`tiling.compute_dtype`.
-"""
+Letters: N = T*B tiles, see `tiling.py`; C channels, h and W the size of a tile. Maps are in the type of
+autocast, all else in `tiling.compute_dtype`."""
 
 import torch
 from torch.nn import functional as F
@@ -16,7 +15,8 @@ from tpukit.training.batch_norm import FrozenBatchNorm
 
 
 def block(layers, x, tiles):
-    """`Block.forward` of tiles. layers: the Block. x: (N, channels_in, h, W), or maps from `tiling.concat_channels`."""
+    """`Block.forward` of tiles. layers: the Block. x: (N, channels_in, h, W), or maps from
+    `tiling.concat_channels`."""
     if layers.shortcut is None:
         residual = x
         (x,) = _convolve_and_normalise([layers.conv1], [layers.bn1], x, tiles)
@@ -27,10 +27,11 @@ def block(layers, x, tiles):
     x = tiling.conv2d([layers.conv2], x, tiles)
     sums = _sums(x)
     scale, shift = _scale_and_shift(layers.bn2, layers.conv2.bias, x, *sums)
-    # The mean and the largest value of the normalised images, (B, C): a negative scale, one with a negative weight, reverses
-    # the order. The sign of the weight is known before the convolution, so that its pass finds the largest value too.
+    # The mean and the largest value of the normalised images, (B, C): a negative scale, one with a negative
+    # weight, reverses the order. The sign of the weight is known before the convolution, so that its pass
+    # finds the largest value too.
     mean = scale * tiling.by_image(sums[0], tiles).sum(0) / (x.shape[2] * x.shape[3] * tiles) + shift
-    largest = tiling.by_image(_LargestOfTile.apply(x, layers.bn2.weight.detach().sign()), tiles).amax(0)
+    largest = tiling.by_image(_TileMax.apply(x, layers.bn2.weight.detach().sign()), tiles).amax(0)
     largest = scale.abs() * largest + shift
     attention = layers.ca.from_pooled(mean[:, :, None, None], largest[:, :, None, None])  # (B, C, 1, 1)
     attention = tiling.for_tiles(attention.flatten(1).to(scale.dtype), tiles)  # (N, C)
@@ -41,8 +42,9 @@ def block(layers, x, tiles):
 
 
 def _convolve_and_normalise(layers, norms, x, tiles):
-    """Convolutions of x, each with its batch norm: a list. Of tiles they are one convolution, whose pass adds up the sums too;
-    whole images have so many channels that the zeros around a 1x1 kernel would cost more than a pass."""
+    """Convolutions of x, each with its batch norm: a list. Of tiles they are one convolution, whose pass adds
+    up the sums too; whole images have so many channels that the zeros around a 1x1 kernel would cost more
+    than a pass."""
     found = []
     for together in [layers] if tiles > 1 else [[layer] for layer in layers]:
         maps = tiling.conv2d(together, x, tiles)
@@ -67,8 +69,8 @@ def _sums(x):
 def _scale_and_shift(norm, bias, x, total, squares):
     """Batch norm of x + bias as (scale, shift) of x, (C,) each. Updates the running statistics as torch does.
 
-    x: (N, C, h, W). bias: (C,), of the convolution before; batch statistics take it away again, so it gets no gradient.
-    total, squares: of `_sums`."""
+    x: (N, C, h, W). bias: (C,), of the convolution before; batch statistics take it away again, so it gets no
+    gradient. total, squares: of `_sums`."""
     if norm.training and not isinstance(norm, FrozenBatchNorm):
         count = x.numel() // x.shape[1]
         mean = total.sum(0) / count
@@ -83,8 +85,9 @@ def _scale_and_shift(norm, bias, x, total, squares):
     return scale, norm.bias - scale * mean
 
 
-class _LargestOfTile(torch.autograd.Function):
-    """(N, C, h, W) -> (N, C): the largest value of sign * x in each tile's channels. sign: (C,). Equal ones share the gradient.
+class _TileMax(torch.autograd.Function):
+    """(N, C, h, W) -> (N, C): the largest value of sign * x in each tile's channels. sign: (C,). Equal ones
+    share the gradient.
 
     autograd of `amax` would count them in 64 bits."""
 
@@ -100,12 +103,13 @@ class _LargestOfTile(torch.autograd.Function):
         x, sign, largest = ctx.saved_tensors
         # The compiler may have taken the largest before x was rounded to its type.
         error = torch.finfo(x.dtype).eps / 2 * largest.abs()
-        to_x = _share_largest(gradient[..., None, None], sign * x, largest - error, (2, 3))
+        to_x = _split_grad_among_maxima(gradient[..., None, None], sign * x, largest - error, (2, 3))
         return (sign * to_x).to(x.dtype), None
 
 
 class _PoolChannels(torch.autograd.Function):
-    """Mean and largest over the channels of scale * x + shift: (N, C, h, W) -> (N, 2, h, W). scale, shift: (N, C)."""
+    """Mean and largest over the channels of scale * x + shift: (N, C, h, W) -> (N, 2, h, W). scale, shift:
+    (N, C)."""
 
     @staticmethod
     def forward(ctx, x, scale, shift):
@@ -117,22 +121,28 @@ class _PoolChannels(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         x, scale, shift, largest = ctx.saved_tensors
-        # Multiplied and added at once, as some devices do, a value is rounded differently. One bound for all channels of a
-        # pixel is read faster than one for each.
-        error = 2 * torch.finfo(largest.dtype).eps * (largest.abs() + shift.abs().amax(1)[:, None, None, None])
-        to_y = gradient[:, :1] / x.shape[1] + _share_largest(gradient[:, 1:], _affine(x, scale, shift), largest - error, 1)
+        # Multiplied and added at once, as some devices do, a value is rounded differently. One bound for all
+        # channels of a pixel is read faster than one for each.
+        error = (
+            2 * torch.finfo(largest.dtype).eps * (largest.abs() + shift.abs().amax(1)[:, None, None, None])
+        )
+        to_y = gradient[:, :1] / x.shape[1] + _split_grad_among_maxima(
+            gradient[:, 1:], _affine(x, scale, shift), largest - error, 1
+        )
         return (scale[..., None, None] * to_y).to(x.dtype), (to_y * x).sum((2, 3)), to_y.sum((2, 3))
 
 
-def _share_largest(gradient, x, bound, dim):
-    """The gradient of x, given that of its largest value along `dim`: those that reach a bound just below it share it."""
+def _split_grad_among_maxima(gradient, x, bound, dim):
+    """The gradient of x, given that of its largest value along `dim`: those that reach a bound just below it
+    share it."""
     is_largest = x >= bound
     share = gradient / is_largest.sum(dim, keepdim=True, dtype=x.dtype).clamp(min=1)
     return torch.where(is_largest, share, 0)
 
 
 class _Gate(torch.autograd.Function):
-    """ReLU(attention * (scale * x + shift) + residual), (N, C, h, W), with scale, shift (N, C) and attention (N, 1, h, W)."""
+    """ReLU(attention * (scale * x + shift) + residual), (N, C, h, W), with scale, shift (N, C) and attention
+    (N, 1, h, W)."""
 
     @staticmethod
     def forward(ctx, x, scale, shift, attention, residual):

@@ -2,7 +2,8 @@
 
 from tpukit.tasks.mshnet.scores import regions
 
-SMALL = 0.0012  # of an image's area: the largest small target, 80 of 256 x 256 pixels by SPIE (Zhang et al., 2003)
+# of an image's area: the largest small target, 80 of 256 x 256 pixels by SPIE (Zhang et al., 2003)
+SMALL = 0.0012
 TINY = 3  # pixels at the network's size: fewer are lost when an image is scaled
 
 
@@ -19,7 +20,9 @@ def check(data):
         more = f" and {len(where) - 3} more" if len(where) > 3 else ""
         sentences.append(f"{len(where)} of {len(data)} masks {text} ({names}{more})")
         indices += where[:2]
-    by_size = sorted((index for index, found in enumerate(scaled) if found), key=lambda index: max(scaled[index]))
+    by_size = sorted(
+        (index for index, found in enumerate(scaled) if found), key=lambda index: max(scaled[index])
+    )
     if by_size:
         indices += by_size[-1], by_size[0], by_size[len(by_size) // 2]
     return sentences, list(dict.fromkeys(indices)) or [0]
@@ -31,18 +34,24 @@ def _problems(mask, areas, pixels):
     if mask.max() == 0:
         found.append("are black: an image without a target teaches the network what is none")
     elif mask.max() < 128:
-        found.append("hold no value of 128 or more and so label no target: multiply them, so that targets are 255")
+        found.append(
+            "hold no value of 128 or more and so label no target: multiply them, so that targets are 255"
+        )
     if (mask >= 128).mean() > 0.5:
         found.append("are white for the most part: targets must be white on black")
     elif max(areas, default=0) > SMALL * pixels:
         found.append(f"have a target of more than {SMALL:.2%} of the image: MSHNet is made for smaller ones")
     if min(areas, default=TINY) < TINY:
-        found.append(f"have a target of less than {TINY} pixels as the network sees it: a larger base_size keeps it")
+        found.append(
+            f"have a target of less than {TINY} pixels as the network sees it: a larger base_size keeps it"
+        )
     return found
 
 
 def _describe_set(data, areas):
-    sizes = sorted({(mask.shape[1], mask.shape[0]) for mask in data.masks}, key=lambda size: size[0] * size[1])
+    sizes = sorted(
+        {(mask.shape[1], mask.shape[0]) for mask in data.masks}, key=lambda size: size[0] * size[1]
+    )
     shown = " to ".join("{}x{}".format(*size) for size in dict.fromkeys((sizes[0], sizes[-1])))
     areas = sorted(area for of_one in areas for area in of_one)
     text = f"{len(data)} training images of {shown} pixels, {len(areas)} targets"

@@ -13,18 +13,18 @@ TINY = 1e-12  # keeps 0/0 out of an image without a target whose prediction unde
 def multiscale_loss(logits, masks, target, *, warm_up, tiles=None):
     """Mean of the SLS losses of the output and of the masks of all scales, without a loop over the samples.
 
-    logits: (B, 1, H, W), unbounded. target: (B, 1, H, W) in [0, 1]. masks: logits of scale 0..3, each half as large as the one
-    before; the target is max-pooled to their size. In the warm-up phase there are no masks, or, where it is a tensor, they have
-    no part in the loss. warm_up: a bool, or a 0-d bool tensor. tiles: all are tiles of images, see `tiling.py`.
-    Returns a float32 scalar: in the warm-up phase 1 - IoU, afterwards 1 - IoU weighted by the agreement of the sizes, plus the
-    location term. Source: eq. 1-7.
-    """
+    logits: (B, 1, H, W), unbounded. target: (B, 1, H, W) in [0, 1]. masks: logits of scale 0..3, each half as
+    large as the one before; the target is max-pooled to their size. In the warm-up phase there are no masks,
+    or, where it is a tensor, they have no part in the loss. warm_up: a bool, or a 0-d bool tensor. tiles: all
+    are tiles of images, see `tiling.py`. Returns a float32 scalar: in the warm-up phase 1 - IoU, afterwards 1
+    - IoU weighted by the agreement of the sizes, plus the location term. Source: eq. 1-7."""
     sums = [sums_over_images(logits, target, tiles)]
     for scale, mask in enumerate(masks):
         if scale:
             target = F.max_pool2d(target, 2)
         sums.append(sums_over_images(mask, target, tiles))
-    # From here on a few numbers of each image, of all scales at once: a GPU needs longer to start an operation than for them.
+    # From here on a few numbers of each image, of all scales at once: a GPU needs longer to start an
+    # operation than for them.
     sums = torch.stack(sums, 1)  # (7, S, T*B)
     if tiles:
         sums = tiling.by_image(sums.movedim(2, 0), tiles).sum(0).movedim(0, 2)
@@ -41,8 +41,8 @@ def multiscale_loss(logits, masks, target, *, warm_up, tiles=None):
 
 
 def sums_over_images(logits, target, tiles=None):
-    """(7, T*B) for each image or tile of it: the sums of prediction times target, of the prediction and of the target, and the
-    centres x and y of the prediction and of the target as shares of the image."""
+    """(7, T*B) for each image or tile of it: the sums of prediction times target, of the prediction and of
+    the target, and the centres x and y of the prediction and of the target as shares of the image."""
     dtype = tiling.compute_dtype(logits)
     p, t = torch.sigmoid(logits.to(dtype)), target.to(dtype)
     height, width = p.shape[2] * (tiles or 1), p.shape[3]

@@ -1,9 +1,9 @@
-"""The multi-scale head network of Liu et al., "Infrared Small Target Detection with Scale and Location Sensitivity",
-CVPR 2024, with the published parameter names, so that published weights load.
+"""The multi-scale head network of Liu et al., "Infrared Small Target Detection with Scale and Location
+Sensitivity", CVPR 2024, with the published parameter names, so that published weights load.
 
-Letters: B batch, C channels, H and W the image size (multiples of 16). On XLA the layers work on tiles of the images, see
-`tiling.py`, and a block in fewer passes, see `fused.py`; tiles=None, elsewhere, is the plain network.
-"""
+Letters: B batch, C channels, H and W the image size (multiples of 16). On XLA the layers work on tiles of the
+images, see `tiling.py`, and a block in fewer passes, see `fused.py`; tiles=None, elsewhere, is the plain
+network."""
 
 import torch
 from torch import nn
@@ -24,7 +24,9 @@ class ChannelAttention(nn.Module):
         self.fc2 = nn.Conv2d(channels // reduction, channels, 1, bias=False)
 
     def forward(self, x):  # (B, C, H, W) -> (B, C, 1, 1) in (0, 1)
-        return self.from_pooled(x.mean((2, 3), keepdim=True), max_over_image(x, by_reduction=x.device.type == "cuda"))
+        return self.from_pooled(
+            x.mean((2, 3), keepdim=True), max_over_image(x, by_reduction=x.device.type == "cuda")
+        )
 
     def from_pooled(self, mean, largest):  # (B, C, 1, 1) each
         # As products of matrices: of convolutions a GPU would copy inputs and gradients into other layouts.
@@ -36,19 +38,22 @@ class ChannelAttention(nn.Module):
 
 
 def max_over_image(x, *, by_reduction):
-    """(B, C, H, W) -> (B, C, 1, 1). by_reduction: not by pooling, which on a GPU reads a whole channel by one thread."""
+    """(B, C, H, W) -> (B, C, 1, 1). by_reduction: not by pooling, which on a GPU reads a whole channel by one
+    thread."""
     if by_reduction:
         return x.flatten(2).max(2, keepdim=True).values[..., None]
     return F.adaptive_max_pool2d(x, 1)
 
 
 def conv_and_norm(conv, norm, x):
-    """norm(conv(x)). Batch statistics take the bias away again: there no pass over the maps adds it, it gets no gradient, and
-    `finish_statistics` does the rest."""
+    """norm(conv(x)). Batch statistics take the bias away again: there no pass over the maps adds it, it gets
+    no gradient, and `finish_statistics` does the rest."""
     if not takes_batch_statistics(norm):
         return norm(conv(x))
     x = F.conv2d(x, conv.weight, padding=conv.padding)
-    return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, True, norm.momentum, norm.eps)
+    return F.batch_norm(
+        x, norm.running_mean, norm.running_var, norm.weight, norm.bias, True, norm.momentum, norm.eps
+    )
 
 
 def takes_batch_statistics(norm):
@@ -56,7 +61,8 @@ def takes_batch_statistics(norm):
 
 
 def finish_statistics(model):
-    """What `conv_and_norm` leaves of all batch norms, together: a GPU would need longer to start an operation for each."""
+    """What `conv_and_norm` leaves of all batch norms, together: a GPU would need longer to start an operation
+    for each."""
     pairs = [pair for block in model.modules() if isinstance(block, Block) for pair in block.convolutions()]
     pairs = [(conv, norm) for conv, norm in pairs if takes_batch_statistics(norm)]
     if not pairs:
@@ -112,7 +118,9 @@ class Stage(nn.Sequential):
     """Blocks one after another."""
 
     def __init__(self, channels_in, channels, blocks):
-        super().__init__(Block(channels_in, channels), *(Block(channels, channels) for _ in range(blocks - 1)))
+        super().__init__(
+            Block(channels_in, channels), *(Block(channels, channels) for _ in range(blocks - 1))
+        )
 
     def forward(self, x, tiles=None):
         for block in self:
@@ -121,7 +129,8 @@ class Stage(nn.Sequential):
 
 
 class MSHNetModel(nn.Module):
-    """A residual U-Net with attention and one prediction head on each of its four decoder levels; 4,065,513 parameters."""
+    """A residual U-Net with attention and one prediction head on each of its four decoder levels; 4,065,513
+    parameters."""
 
     def __init__(self, channels=CHANNELS, blocks=BLOCKS):
         super().__init__()
@@ -145,10 +154,10 @@ class MSHNetModel(nn.Module):
     def forward(self, image, warm_up=False, tiles=None):
         """image: (B, 3, H, W), normalised. Returns (logits, masks).
 
-        logits: (B, 1, H, W), unbounded. masks: logits at full, half, quarter and eighth size, which the training loss
-        supervises too. In the warm-up phase the logits are mask 0 alone and there are no masks. warm_up: a bool, or a 0-d bool
-        tensor that chooses the logits and leaves the masks. tiles: image and results are tiles, (T*B, C, H/T, W).
-        """
+        logits: (B, 1, H, W), unbounded. masks: logits at full, half, quarter and eighth size, which the
+        training loss supervises too. In the warm-up phase the logits are mask 0 alone and there are no masks.
+        warm_up: a bool, or a 0-d bool tensor that chooses the logits and leaves the masks. tiles: image and
+        results are tiles, (T*B, C, H/T, W)."""
         e0 = self.encoder_0(conv2d_of_pixels(self.conv_init, image, tiles), tiles)  # (B, 16, H, W)
         e1 = self.encoder_1(F.max_pool2d(e0, 2), tiles)  # (B, 32, H/2, W/2)
         e2 = self.encoder_2(F.max_pool2d(e1, 2), tiles)  # (B, 64, H/4, W/4)
@@ -156,10 +165,14 @@ class MSHNetModel(nn.Module):
         whole = tiles and 1
         e3 = self.encoder_3(tiling.merge(F.max_pool2d(e2, 2), tiles), whole)  # (B, 128, H/8, W/8)
         middle = self.middle_layer(F.max_pool2d(e3, 2), whole)  # (B, 256, H/16, W/16)
-        d3 = self.decoder_3(concat_channels(e3, upsample(middle, 2, whole), tiles=whole), whole)  # (B, 128, H/8, W/8)
+        d3 = self.decoder_3(
+            concat_channels(e3, upsample(middle, 2, whole), tiles=whole), whole
+        )  # (B, 128, H/8, W/8)
         up3 = upsample(tiling.split(d3, tiles), 2, tiles)
         d2 = self.decoder_2(concat_channels(e2, up3, tiles=tiles), tiles)  # (B, 64, H/4, W/4)
-        d1 = self.decoder_1(concat_channels(e1, upsample(d2, 2, tiles), tiles=tiles), tiles)  # (B, 32, H/2, W/2)
+        d1 = self.decoder_1(
+            concat_channels(e1, upsample(d2, 2, tiles), tiles=tiles), tiles
+        )  # (B, 32, H/2, W/2)
         d0 = self.decoder_0(concat_channels(e0, upsample(d1, 2, tiles), tiles=tiles), tiles)  # (B, 16, H, W)
         if tiles is None:
             finish_statistics(self)
@@ -168,7 +181,10 @@ class MSHNetModel(nn.Module):
             return mask0, []
         mask1, mask2 = conv2d_of_pixels(self.output_1, d1, tiles), conv2d_of_pixels(self.output_2, d2, tiles)
         mask3 = tiling.split(conv2d_of_pixels(self.output_3, d3, whole), tiles)
-        full_size = [mask0, *(upsample(mask, 2**scale, tiles) for scale, mask in enumerate((mask1, mask2, mask3), 1))]
+        full_size = [
+            mask0,
+            *(upsample(mask, 2**scale, tiles) for scale, mask in enumerate((mask1, mask2, mask3), 1)),
+        ]
         logits = conv2d_rows_as_channels(self.final, torch.cat(full_size, 1), tiles)
         if torch.is_tensor(warm_up):
             logits = torch.where(warm_up, mask0, logits)

@@ -1,4 +1,5 @@
-"""Pictures of small targets: where they are, which were found, and a window large enough to see their pixels."""
+"""Pictures of small targets: where they are, which were found, and a window large enough to see their
+pixels."""
 
 import numpy as np
 
@@ -20,11 +21,16 @@ def sample_row(image, mask):
     _frame(marked, window)
     for _, centre in regions(label):
         _ring(marked, centre, HIT)
-    return [("targets ringed", marked), ("the dotted window", picture[window]), ("its labelled pixels", label[window])]
+    return [
+        ("targets ringed", marked),
+        ("the dotted window", picture[window]),
+        ("its labelled pixels", label[window]),
+    ]
 
 
 def prediction_row(image, mask, predicted):
-    """Panels of an image, its mask (None where there are no labels), and the pixels (H, W) bool predicted to be targets."""
+    """Panels of an image, its mask (None where there are no labels), and the pixels (H, W) bool predicted to
+    be targets."""
     if mask is None:
         return _unlabelled_row(image, predicted)
     label = mask >= 128
@@ -39,7 +45,11 @@ def prediction_row(image, mask, predicted):
         hit += len(matched)
     for _, centre in false:
         _ring(marked, centre, FALSE)
-    for where, colour in ((label & predicted, HIT), (label & ~predicted, MISSED), (predicted & ~label, FALSE)):
+    for where, colour in (
+        (label & predicted, HIT),
+        (label & ~predicted, MISSED),
+        (predicted & ~label, FALSE),
+    ):
         pixels[where] = colour
     union = np.count_nonzero(label | predicted)
     iou = np.count_nonzero(label & predicted) / union if union else 1.0
@@ -57,7 +67,11 @@ def _unlabelled_row(image, predicted):
     for _, centre in found:
         _ring(marked, centre, HIT)
     pixels[predicted] = HIT
-    return [(f"{len(found)} found", marked), ("the dotted window", _rgb(image)[window]), ("blue: found", pixels[window])]
+    return [
+        (f"{len(found)} found", marked),
+        ("the dotted window", _rgb(image)[window]),
+        ("blue: found", pixels[window]),
+    ]
 
 
 def _rgb(image):
@@ -66,7 +80,8 @@ def _rgb(image):
 
 
 def _window(mask):
-    """A square around the largest region of a mask (H, W) bool, or the middle, as a pair of slices within the image."""
+    """A square around the largest region of a mask (H, W) bool, or the middle, as a pair of slices within the
+    image."""
     found = regions(mask)
     size = np.array(mask.shape)
     area, centre = max(found, default=(0, size / 2))
@@ -76,14 +91,14 @@ def _window(mask):
 
 
 def _ring(picture, centre, colour):
-    """Draw a ring around (row, column)."""
+    """BatchSpec a ring around (row, column)."""
     rows, columns = np.ogrid[: picture.shape[0], : picture.shape[1]]
     distance = np.hypot(rows - centre[0], columns - centre[1])
     picture[abs(distance - RING) < 0.7] = colour
 
 
 def _frame(picture, window):
-    """Draw the edge of a window (a pair of slices), dotted."""
+    """BatchSpec the edge of a window (a pair of slices), dotted."""
     (top, bottom), (left, right) = ((part.start, part.stop - 1) for part in window)
     picture[top : bottom + 1 : 3, [left, right]] = FRAME
     picture[[top, bottom], left : right + 1 : 3] = FRAME

@@ -1,7 +1,7 @@
 """Scores of infrared small target detection: IoU, nIoU, pixel recall, Pd, Fa and ROC.
 
-All of them are counts until `result()`, so batches of any size give the same scores. Letters: B batch, H and W image size.
-"""
+All of them are counts until `result()`, so batches of any size give the same scores. Letters: B batch, H and
+W image size."""
 
 import numpy as np
 from scipy import ndimage, special
@@ -11,7 +11,8 @@ MATCH_DISTANCE = 3  # pixels between centroids
 
 
 class Scores:
-    """Counts over a set of images. A pixel is a target from a label of 0.5 on, and is predicted above a probability."""
+    """Counts over a set of images. A pixel is a target from a label of 0.5 on, and is predicted above a
+    probability."""
 
     def __init__(self, threshold=0.5):
         self.least = logit(threshold)
@@ -24,10 +25,13 @@ class Scores:
         self.false_positives = np.zeros(len(THRESHOLDS), np.int64)
 
     def add(self, logits, target, valid=None):
-        """logits: (B, 1, H, W), unbounded. target: (B, 1, H, W) in [0, 1]. valid: (B,) bool, False for padding."""
+        """logits: (B, 1, H, W), unbounded. target: (B, 1, H, W) in [0, 1]. valid: (B,) bool, False for
+        padding."""
         for index in range(len(logits)):
             if valid is None or valid[index]:
-                self._add_image(np.asarray(logits[index, 0], np.float32), np.asarray(target[index, 0], np.float32))
+                self._add_image(
+                    np.asarray(logits[index, 0], np.float32), np.asarray(target[index, 0], np.float32)
+                )
 
     def _add_image(self, logits, target):
         prediction, label = logits > self.least, target >= 0.5  # (H, W) bool
@@ -49,7 +53,8 @@ class Scores:
             self.false_positives[place] += np.count_nonzero(above & ~label)
 
     def result(self):
-        """dict of floats: iou, niou, pixel_recall, pd in [0, 1]; fa in false pixels per pixel; images, targets."""
+        """dict of floats: iou, niou, pixel_recall, pd in [0, 1]; fa in false pixels per pixel; images,
+        targets."""
         return dict(
             iou=self.intersection / max(self.predicted + self.labelled - self.intersection, 1),
             niou=float(np.mean(self.iou_per_image)) if self.iou_per_image else 0.0,
@@ -94,16 +99,19 @@ def regions(mask):
 
 
 def boxes(logits, threshold=0.5):
-    """(H, W) logits -> (the mask (H, W) bool of a probability above the threshold, a dict for each of its 8-connected regions).
+    """(H, W) logits -> (the mask (H, W) bool of a probability above the threshold, a dict for each of its
+    8-connected regions).
 
-    Of a region: left, top, right, bottom (the last two exclusive) and pixels (their number); score, the mean probability of
-    its pixels."""
+    Of a region: left, top, right, bottom (the last two exclusive) and pixels (their number); score, the mean
+    probability of its pixels."""
     mask = logits > logit(threshold)
     labels, _ = ndimage.label(mask, structure=np.ones((3, 3)))
     found = []
     for number, (rows, columns) in enumerate(ndimage.find_objects(labels), 1):
         inside = logits[rows, columns][labels[rows, columns] == number].astype(np.float64)
-        box = dict(left=columns.start, top=rows.start, right=columns.stop, bottom=rows.stop, pixels=len(inside))
+        box = dict(
+            left=columns.start, top=rows.start, right=columns.stop, bottom=rows.stop, pixels=len(inside)
+        )
         found.append(dict(box, score=round(float(special.expit(inside).mean()), 4)))
     return mask, found
 

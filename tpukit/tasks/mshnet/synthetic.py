@@ -5,7 +5,8 @@ from PIL import Image
 
 
 def infrared_set(folder, size, rng):
-    """IRSTD-1k's layout: grey images with soft clouds and 1 to 3 small warm spots, masks, trainval.txt and test.txt."""
+    """IRSTD-1k's layout: grey images with soft clouds and 1 to 3 small warm spots, masks, trainval.txt and
+    test.txt."""
     (folder / "images").mkdir()
     (folder / "masks").mkdir()
     names = [f"synthetic{index:04d}" for index in range(size)]

@@ -1,25 +1,28 @@
-"""Spatial tiling with halo exchange: MSHNet's layers in shapes that a TPU computes fast, with the same numbers.
+"""Spatial tiling with halo exchange: MSHNet's layers in shapes that a TPU computes fast, with the same
+numbers.
 
-A TPU works on 128 numbers side by side, its lanes. Where channels are few, its compiler puts the batch there, and a batch of
-32 leaves three quarters of every load, store and product empty. So images are split into T tiles of whole rows that lie side
-by side in the batch: tile t of image b is sample t * B + b. Where cores share the batch (SPMD) each orders its own images so,
-and no tile leaves its core. Only layers that read neighbouring rows or whole images differ.
+A TPU works on 128 numbers side by side, its lanes. Where channels are few, its compiler puts the batch there,
+and a batch of 32 leaves three quarters of every load, store and product empty. So images are split into T
+tiles of whole rows that lie side by side in the batch: tile t of image b is sample t * B + b. Where cores
+share the batch (SPMD) each orders its own images so, and no tile leaves its core. Only layers that read
+neighbouring rows or whole images differ.
 
-Letters: B batch, C channels, H and W the size of the image, h = H/T the rows of a tile, K the size of a kernel, D cores that
-share the batch. Everywhere tiles=None means torch's own layers, for other devices, which are faster with them.
-"""
+Letters: B batch, C channels, H and W the size of the image, h = H/T the rows of a tile, K the size of a
+kernel, D cores that share the batch. Everywhere tiles=None means torch's own layers, for other devices, which
+are faster with them."""
 
 import torch
 from torch.nn import functional as F
 
-from tpukit.devices.tensors import computed_once, cores_sharing, is_on_xla
+from tpukit.devices.tensors import cores_sharing, is_on_xla, with_optimization_barrier
 
 LANES = 128
 MIN_ROWS = 16  # of a tile of the image; the network halves them twice
 
 
 def num_tiles(image):
-    """How many tiles of each image fill the lanes with a core's images of (B, C, H, W); None on devices without lanes."""
+    """How many tiles of each image fill the lanes with a core's images of (B, C, H, W); None on devices
+    without lanes."""
     if not is_on_xla(image):
         return None
     batch, tiles, height = image.shape[0] // cores_sharing(image), 1, image.shape[2]
@@ -56,7 +59,9 @@ def for_tiles(x, tiles):
 def rows(x, tiles):
     """(T*B, 1, h, 1): which row of the image, from 0, each row of the tiles (T*B, C, h, W) is."""
     tiles, height = tiles or 1, x.shape[2]
-    row = torch.arange(tiles * height, dtype=compute_dtype(x), device=x.device).view(1, tiles, 1, 1, height, 1)
+    row = torch.arange(tiles * height, dtype=compute_dtype(x), device=x.device).view(
+        1, tiles, 1, 1, height, 1
+    )
     cores = cores_sharing(x)
     return row.expand(cores, -1, x.shape[0] // (cores * tiles), -1, -1, -1).flatten(0, 2)
 
@@ -67,7 +72,8 @@ def compute_dtype(x):
 
 
 def exchange_halo(x, tiles, halo):
-    """(T*B, C, h, W) -> (T*B, C, h + 2 * halo, W): each tile with the nearest rows of the tiles above and below, or zeros."""
+    """(T*B, C, h, W) -> (T*B, C, h + 2 * halo, W): each tile with the nearest rows of the tiles above and
+    below, or zeros."""
     last, first = _by_core(x[:, :, -halo:]), _by_core(x[:, :, :halo])
     batch = last.shape[1] // tiles
     zeros = torch.zeros_like(last[:, :batch])
@@ -77,7 +83,8 @@ def exchange_halo(x, tiles, halo):
 
 
 def concat_channels(*maps, tiles):
-    """Maps one after another in the channels, as convolutions take them: of tiles the tuple of them, which nothing copies."""
+    """Maps one after another in the channels, as convolutions take them: of tiles the tuple of them, which
+    nothing copies."""
     return torch.cat(maps, 1) if tiles is None else maps
 
 
@@ -87,7 +94,9 @@ def conv2d(layers, x, tiles):
     x: (T*B, C, h, W), or several of them from `concat_channels`."""
     maps = x if isinstance(x, tuple) else (x,)
     dtype = autocast_dtype(maps[0], layers[0])
-    return _Convolutions.apply(tiles, len(layers), *[tensor.to(dtype) for tensor in (*(one.weight for one in layers), *maps)])
+    return _Convolutions.apply(
+        tiles, len(layers), *[tensor.to(dtype) for tensor in (*(one.weight for one in layers), *maps)]
+    )
 
 
 def autocast_dtype(x, layer):
@@ -97,8 +106,9 @@ def autocast_dtype(x, layer):
 
 
 class _Convolutions(torch.autograd.Function):
-    """Convolutions of the same maps, tile by tile, as one; the gradient of the maps is one too, of the gradient's tiles with
-    their halo. Autograd's would compute the gradient of the halo as well, and add it to the neighbours in one more pass.
+    """Convolutions of the same maps, tile by tile, as one; the gradient of the maps is one too, of the
+    gradient's tiles with their halo. Autograd's would compute the gradient of the halo as well, and add it to
+    the neighbours in one more pass.
 
     Maps are concatenated only here, where the compiler reads one after another without copying them."""
 
@@ -116,14 +126,16 @@ class _Convolutions(torch.autograd.Function):
         tiles, num_layers = ctx.tiles, ctx.num_layers
         kernel, *tensors = ctx.saved_tensors
         weights, maps = tensors[:num_layers], tensors[num_layers:]
-        gradient = computed_once(gradient)
+        gradient = with_optimization_barrier(gradient)
         channels = [one.shape[1] for one in maps]
         to_maps = [
             _convolve([gradient], part.flip(2, 3).transpose(0, 1), tiles) if needed else None
             for part, needed in zip(kernel.split(channels, 1), ctx.needs_input_grad[2 + num_layers :])
         ]
         to_weights = [
-            torch.cat([_gradient_of_kernel(*pair, part, tiles) for pair in zip(maps, weight.split(channels, 1))], 1)
+            torch.cat(
+                [_gradient_of_kernel(*pair, part, tiles) for pair in zip(maps, weight.split(channels, 1))], 1
+            )
             for weight, part in zip(weights, gradient.split([weight.shape[0] for weight in weights], 1))
         ]
         return None, None, *to_weights, *to_maps
@@ -148,8 +160,8 @@ def _padded(x, weight, tiles):
 
 
 def conv2d_of_pixels(layer, x, tiles):
-    """A 1x1 convolution from few channels or to one, as products and sums: the compiler adds them to the passes before and
-    after, and computes the result again where it is read instead of keeping it."""
+    """A 1x1 convolution from few channels or to one, as products and sums: the compiler adds them to the
+    passes before and after, and computes the result again where it is read instead of keeping it."""
     if tiles is None:
         return layer(x)
     weight, bias = layer.weight.flatten(1), layer.bias[:, None, None]  # (C out, C in), (C out, 1, 1)
@@ -161,10 +173,12 @@ def conv2d_of_pixels(layer, x, tiles):
 
 
 def conv2d_rows_as_channels(layer, x, tiles):
-    """A convolution to one channel that treats each pixel of a row as a channel: (T*B, C, h, W) -> (T*B, 1, h, W).
+    """A convolution to one channel that treats each pixel of a row as a channel: (T*B, C, h, W) -> (T*B, 1,
+    h, W).
 
-    A few channels would leave the matrix unit empty; whole rows fill it, and where the batch is in the lanes no value moves.
-    Along a row the kernel becomes a banded matrix: input column i reaches output column o by tap i - o + K // 2."""
+    A few channels would leave the matrix unit empty; whole rows fill it, and where the batch is in the lanes
+    no value moves. Along a row the kernel becomes a banded matrix: input column i reaches output column o by
+    tap i - o + K // 2."""
     if tiles is None:
         return layer(x)
     batch, channels, height, width = x.shape

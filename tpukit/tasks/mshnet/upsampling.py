@@ -13,8 +13,11 @@ def upsample(x, factor, tiles):
     """Bilinear upsampling with aligned corners: (T*B, C, h, W) -> (T*B, C, factor * h, factor * W)."""
     if tiles is None:
         larger = F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=True)
-        return larger.to(x.dtype)  # autocast computes it in float32, and what it is concatenated with would become that, too
-    # Not so on XLA: it gathers, which has no backward there and would cut the training step into several graphs.
+        return larger.to(
+            x.dtype
+        )  # autocast computes it in float32, and what it is concatenated with would become that, too
+    # Not so on XLA: it gathers, which has no backward there and would cut the training step into several
+    # graphs.
     if factor == 2:
         return upsample2x(x, tiles)
     x = merge(x, tiles)
@@ -40,15 +43,18 @@ def upsample2x(x, tiles):
 class _Upsample2xAlong(torch.autograd.Function):
     """Twice as many pixels along one axis. position: of the pixels in the image, from 0.
 
-    Of S pixels, with u = 1 / (2S - 1), a[i] = u * i * x[i] and d = a[i - 1] - a[i], the new pixels 2i - 1 and 2i are
-    S * u * (x[i - 1] + x[i]) + d and u * x[i - 1] + x[i] + d. So a transposed convolution of x and a writes each to its place;
-    elementwise, the compiler writes odd and even pixels apart and then once more, because none of its passes interleaves."""
+    Of S pixels, with u = 1 / (2S - 1), a[i] = u * i * x[i] and d = a[i - 1] - a[i], the new pixels 2i - 1 and
+    2i are S * u * (x[i - 1] + x[i]) + d and u * x[i - 1] + x[i] + d. So a transposed convolution of x and a
+    writes each to its place; elementwise, the compiler writes odd and even pixels apart and then once more,
+    because none of its passes interleaves."""
 
     @staticmethod
     def forward(ctx, x, position, axis, tiles):
         size = x.shape[axis] * (tiles if axis == 2 else 1)
         unit = 1 / (2 * size - 1)
-        half = float(torch.tensor(size * unit, dtype=x.dtype))  # rounded; 1 + unit - half makes up for what that lost
+        half = float(
+            torch.tensor(size * unit, dtype=x.dtype)
+        )  # rounded; 1 + unit - half makes up for what that lost
         one = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
         of_x = torch.stack([half * one, one, (1 + unit - half) * one, unit * one], 2)  # (C in, C out, 4)
         kernel = torch.cat([of_x, torch.stack([-one, -one, one, one], 2)])
@@ -58,7 +64,9 @@ class _Upsample2xAlong(torch.autograd.Function):
         maps = torch.cat([x, (weight * x).to(x.dtype)], 1)
         if axis == 3:
             return F.conv_transpose2d(maps, kernel[:, :, None], stride=(1, 2), padding=(0, 1))
-        return F.conv_transpose2d(exchange_halo(maps, tiles, 1), kernel[:, :, :, None], stride=(2, 1), padding=(3, 0))
+        return F.conv_transpose2d(
+            exchange_halo(maps, tiles, 1), kernel[:, :, :, None], stride=(2, 1), padding=(3, 0)
+        )
 
     @staticmethod
     def backward(ctx, gradient):

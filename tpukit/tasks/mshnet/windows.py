@@ -1,8 +1,9 @@
-"""An image of any size as overlapping windows of the size that the network was trained on, and their predictions as one.
+"""An image of any size as overlapping windows of the size that the network was trained on, and their
+predictions as one.
 
-Its long side is scaled to that size, as in an evaluation, but it is never shrunk more than the images of the training were, so
-that no target is lost: what is larger is cut. Letters: C channels, H and W the size of the image, S the side of a window.
-"""
+Its long side is scaled to that size, as in an evaluation, but it is never shrunk more than the images of the
+training were, so that no target is lost: what is larger is cut. Letters: C channels, H and W the size of the
+image, S the side of a window."""
 
 import numpy as np
 import torch
@@ -12,13 +13,16 @@ MARGIN = 8  # the part of a window, an eighth, that its predictions keep from an
 
 
 def scale(image, size, smallest):
-    """(C, H, W) uint8 -> (C, h, w) uint8, where the longer of h and w is S, or `smallest` times H or W if that is more."""
+    """(C, H, W) uint8 -> (C, h, w) uint8, where the longer of h and w is S, or `smallest` times H or W if
+    that is more."""
     height, width = image.shape[1:]
     factor = max(size / max(height, width), smallest)
     if factor == 1:
         return image
     target = max(round(width * factor), 1), max(round(height * factor), 1)
-    return np.stack([np.asarray(Image.fromarray(plane).resize(target, Image.Resampling.BILINEAR)) for plane in image])
+    return np.stack(
+        [np.asarray(Image.fromarray(plane).resize(target, Image.Resampling.BILINEAR)) for plane in image]
+    )
 
 
 def resize(predictions, size):
@@ -30,10 +34,11 @@ def resize(predictions, size):
 
 
 def split(image, size):
-    """(C, H, W) -> (windows, join). windows: list of (C, S, S), which share their memory; a short side is mirrored.
+    """(C, H, W) -> (windows, join). windows: list of (C, S, S), which share their memory; a short side is
+    mirrored.
 
-    join: a function from the list of their predictions, (1, S, S) each, to that of the image, (1, 1, H, W). Every pixel is
-    taken from the window whose edge is the farthest."""
+    join: a function from the list of their predictions, (1, S, S) each, to that of the image, (1, 1, H, W).
+    Every pixel is taken from the window whose edge is the farthest."""
     height, width = image.shape[1:]
     padded = np.pad(image, ((0, 0), (0, max(size - height, 0)), (0, max(size - width, 0))), "symmetric")
     places = [(row, column) for row in _places(height, size) for column in _places(width, size)]

@@ -1,4 +1,5 @@
-"""A fresh process that measures one batch size: the request comes on stdin, the answer goes into the given folder."""
+"""A fresh process that measures one batch size: the request comes on stdin, the answer goes into the given
+folder."""
 
 import functools
 import json

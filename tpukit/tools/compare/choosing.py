@@ -10,8 +10,13 @@ from tpukit.training.task import Task
 WEEK_H = 168.0
 ROUNDING_H = 1e-9  # sums of hours are exact to this
 MAX_SESSIONS = 10_000  # a training that needs more of them never ends
-# Full rate: the longer of the times that the compiler's FLOP and HBM bytes take at the full rates of the chip.
-MEASURED, PUBLISHED, FULL_RATE = "measured", "published, not measured", "full rate, by the compiler; not measured"
+# Full rate: the longer of the times that the compiler's FLOP and HBM bytes take at the full rates of the
+# chip.
+MEASURED, PUBLISHED, FULL_RATE = (
+    "measured",
+    "published, not measured",
+    "full rate, by the compiler; not measured",
+)
 BASES = (MEASURED, PUBLISHED, FULL_RATE)  # the most trustworthy first
 
 
@@ -35,7 +40,8 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """The whole training at one place. Figures are None where it never ends there or the price table does not know them."""
+    """The whole training at one place. Figures are None where it never ends there or the price table does not
+    know them."""
 
     estimate: Estimate
     place: str
@@ -64,10 +70,9 @@ class Candidate:
 def sessions_needed(train_h, *, start_h=0.0, lost_h=0.0, session_h=None, week_h=None):
     """(sessions, hours on the machine, hours on the calendar) of a training, or None where it never ends.
 
-    Every session starts up for `start_h`. One that is cut off also loses `lost_h`, the work since its last checkpoint. A
-    session lasts at most `session_h`, all sessions of a week at most `week_h`; what a week has left is not used where it is too
-    short to train.
-    """
+    Every session starts up for `start_h`. One that is cut off also loses `lost_h`, the work since its last
+    checkpoint. A session lasts at most `session_h`, all sessions of a week at most `week_h`; what a week has
+    left is not used where it is too short to train."""
     week_h = WEEK_H if week_h is None else min(week_h, WEEK_H)
     if week_h == WEEK_H:
         week_h = math.inf  # one week follows the other without a gap
@@ -89,14 +94,17 @@ def sessions_needed(train_h, *, start_h=0.0, lost_h=0.0, session_h=None, week_h=
 
 
 def choose(estimates, prices, *, epochs, deadline_h=None, budget_usd=None, spot=False):
-    """A `Candidate` for every estimate at every place that has its hardware; those that finish first, the cheapest first."""
+    """A `Candidate` for every estimate at every place that has its hardware; those that finish first, the
+    cheapest first."""
     found = []
     for estimate in estimates:
         for price in _places(estimate, estimates, prices):
             limits = dict(session_h=price.session_h, week_h=price.week_h, lost_h=Task.save_every_s / 3600)
             needed = sessions_needed(estimate.hours(epochs), start_h=estimate.start_s / 3600, **limits)
             if needed is None:
-                found.append(Candidate(estimate=estimate, place=price.place, why="never ends within its sessions"))
+                found.append(
+                    Candidate(estimate=estimate, place=price.place, why="never ends within its sessions")
+                )
                 continue
             sessions, machine_h, calendar_h = needed
             usd_per_hour = price.per_hour(chips=estimate.chips, spot=spot)
@@ -116,13 +124,18 @@ def choose(estimates, prices, *, epochs, deadline_h=None, budget_usd=None, spot=
             verdict = dict(finishes=False if exceeded else finishes, why=", ".join(exceeded + unknown))
             found.append(Candidate(estimate=estimate, place=price.place, **figures, **verdict))
     order = (True, None, False)
-    return sorted(found, key=lambda c: [order.index(c.finishes), BASES.index(c.estimate.basis), *c.cost_then_time])
+    return sorted(
+        found, key=lambda c: [order.index(c.finishes), BASES.index(c.estimate.basis), *c.cost_then_time]
+    )
 
 
 def _places(estimate, estimates, prices):
-    """The prices of the places that have this hardware in this number, and of the place where it was measured."""
+    """The prices of the places that have this hardware in this number, and of the place where it was
+    measured."""
     hardware = estimate.hardware, estimate.chips
-    measured_at = {_without_tier(other.place) for other in estimates if (other.hardware, other.chips) == hardware}
+    measured_at = {
+        _without_tier(other.place) for other in estimates if (other.hardware, other.chips) == hardware
+    }
     found = []
     for price in prices:
         limit = session_chips(price.hardware, price.place)

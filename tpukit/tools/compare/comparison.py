@@ -12,7 +12,8 @@ from tpukit.tools import prices as price_table
 from tpukit.tools.compare.choosing import BASES, FULL_RATE, MEASURED, PUBLISHED, Estimate, choose
 from tpukit.tools.compare.measurement import epoch_seconds, rate
 
-# MSHNet on IRSTD-1k, 800 images of 256x256: hardware, chips, label, seconds per epoch in published guides. Not measured by us.
+# MSHNet on IRSTD-1k, 800 images of 256x256: hardware, chips, label, seconds per epoch in published guides.
+# Not measured by us.
 PUBLISHED_EPOCHS = (
     ("TPU v2", 4, "TPU v2-8", 30.0),
     ("A100", 1, "A100", 60.0),
@@ -25,7 +26,8 @@ PUBLISHED_TASK, PUBLISHED_IMAGES, PUBLISHED_SIZE = "mshnet", 800, 256
 
 @dataclasses.dataclass
 class Comparison:
-    """Estimates of every hardware, and the candidates for the whole training. `tpukit.show_comparison` shows it."""
+    """Estimates of every hardware, and the candidates for the whole training. `tpukit.show_comparison` shows
+    it."""
 
     task: str
     epochs: int
@@ -49,7 +51,10 @@ class Comparison:
             found.append((f"{m.label}, {m.place}", "measured", sorted(points)))
         for plan in self.plans:
             rows = [row for row in plan.rows if row["fits"]]
-            points = [(row["batch_size"], row["batch_size"] / full_rate_s(row), row["peak_bytes"] / GIB) for row in rows]
+            points = [
+                (row["batch_size"], row["batch_size"] / full_rate_s(row), row["peak_bytes"] / GIB)
+                for row in rows
+            ]
             found.append((f"TPU {plan.chip}", "full rate", sorted(points)))
         return [line for line in found if line[2]]
 
@@ -67,7 +72,15 @@ class Comparison:
                     f"{one.memory_bytes / GIB:.2f}" if one.memory_bytes else "",
                 )
             )
-        columns = ("hardware", "basis", "batch", "s per epoch", f"{self.epochs} epochs", "start, s", "peak GiB")
+        columns = (
+            "hardware",
+            "basis",
+            "batch",
+            "s per epoch",
+            f"{self.epochs} epochs",
+            "start, s",
+            "peak GiB",
+        )
         return Table(f"{self.task}, epochs of {self.images} images", columns, rows)
 
     def candidates_table(self):
@@ -121,7 +134,9 @@ class Comparison:
         epochs = f"{self.epochs} epochs" if self.epochs > 1 else "1 epoch"
         batch = f" at batch {estimate.batch_size}" if estimate.batch_size else ""
         elsewhere = f" (measured at {candidate.measured_elsewhere})" if candidate.measured_elsewhere else ""
-        sessions = f"{candidate.sessions or 'an unknown number of'} session{'' if candidate.sessions == 1 else 's'}"
+        sessions = (
+            f"{candidate.sessions or 'an unknown number of'} session{'' if candidate.sessions == 1 else 's'}"
+        )
         calendar = ""
         if candidate.calendar_h > 1.01 * candidate.machine_h:
             calendar = f", {_format_hours(candidate.calendar_h)} of calendar time"
@@ -147,13 +162,14 @@ def compare(
 ):
     """Merge measurements of one recipe, the published figures and plans into a `Comparison`.
 
-    images: per epoch; by default those of the largest real set that was measured, or of the published figures.
-    batch_size: count with this one alone; by default with each hardware's fastest. plans: of `tpukit.plan`. prices: of
-    `prices.read`. Raises TpukitError for measurements of different recipes.
-    """
+    images: per epoch; by default those of the largest real set that was measured, or of the published
+    figures. batch_size: count with this one alone; by default with each hardware's fastest. plans: of
+    `tpukit.plan`. prices: of `prices.read`. Raises TpukitError for measurements of different recipes."""
     counts = dict(epochs=epochs, images=images, batch_size=batch_size)
     if wrong := {name: count for name, count in counts.items() if count is not None and count < 1}:
-        raise TpukitError(f"{', '.join(f'{name}={count}' for name, count in wrong.items())}: it must be 1 or more")
+        raise TpukitError(
+            f"{', '.join(f'{name}={count}' for name, count in wrong.items())}: it must be 1 or more"
+        )
     limits = dict(deadline_h=deadline_h, budget_usd=budget_usd)
     for name, limit in limits.items():
         if limit is not None and not 0 <= limit < math.inf:
@@ -170,34 +186,48 @@ def compare(
         if fastest := _fastest(_measured(m, images), images, batch_size):
             estimates.append(fastest)
         else:
-            notes.append(f"{m.label} is left out: it was not measured at batch {batch_size or f'<= {images}'}.")
+            notes.append(
+                f"{m.label} is left out: it was not measured at batch {batch_size or f'<= {images}'}."
+            )
     planned = [_fastest(_at_full_rate(plan, images), images, batch_size) for plan in plans]
     estimates += [one for one in planned if one]
     sizes = {m.recipe.get(name) for m in measurements for name in ("base_size", "crop_size")}
     if published and sizes <= {PUBLISHED_SIZE}:
         for hardware, chips, label, epoch_s in PUBLISHED_EPOCHS:
             epoch_s *= images / PUBLISHED_IMAGES
-            estimates.append(Estimate(hardware=hardware, chips=chips, label=label, basis=PUBLISHED, epoch_s=epoch_s))
+            estimates.append(
+                Estimate(hardware=hardware, chips=chips, label=label, basis=PUBLISHED, epoch_s=epoch_s)
+            )
     elif published:
         notes.append(
-            "The published figures are left out, because they are of images of 256x256 and other sizes were measured: "
-            "`tpukit compare` without files shows them."
+            "The published figures are left out, because they are of images of 256x256 and other sizes were"
+            " measured: `tpukit compare` without files shows them."
         )
     prices = price_table.read() if prices is None else prices
     candidates = choose(estimates, prices, epochs=epochs, spot=spot, **limits)
     notes += _notes(measurements, images, estimates, candidates, prices)
-    return Comparison(task, epochs, images, deadline_h, budget_usd, measurements, list(plans), estimates, candidates, notes)
+    return Comparison(
+        task, epochs, images, deadline_h, budget_usd, measurements, list(plans), estimates, candidates, notes
+    )
 
 
 def _notes(measurements, images, estimates, candidates, prices):
     """What a reader of the figures has to know."""
     if measurements and all(m.synthetic for m in measurements):
-        yield f"The images are synthetic; an epoch is counted as {images} of them. A step costs the same with real ones."
+        yield (
+            f"The images are synthetic; an epoch is counted as {images} of them. A step costs the same with"
+            " real ones."
+        )
     if len({one.batch_size for one in estimates if one.batch_size}) > 1:
-        yield "Each hardware counts at its fastest batch size. Results depend on that: --batch-size N sets one for all."
+        yield (
+            "Each hardware counts at its fastest batch size. Results depend on that: --batch-size N sets one"
+            " for all."
+        )
     yield "Hours count training steps and start-up; evaluations and checkpoints come on top."
     if any(c.place == "Colab free" for c in candidates):
-        yield "Free Colab publishes no weekly hours and often ends a session early: expect more sessions there."
+        yield (
+            "Free Colab publishes no weekly hours and often ends a session early: expect more sessions there."
+        )
     cards = {(price.hardware, price.place) for price in prices if price.excludes_host}
     if cards := sorted(cards & {(c.estimate.hardware, c.place) for c in candidates}):
         names = ", ".join(f"{hardware} at {place}" for hardware, place in cards)
@@ -217,7 +247,11 @@ def _check_same_recipe(measurements):
         one_recipe, other_recipe = defaults | first.recipe, defaults | other.recipe
         settings = [(name, one_recipe.get(name), other_recipe.get(name)) for name in names]
         if lines := [f"  {name}: {a!r} in {one}, {b!r} in {two}" for name, a, b in settings if a != b]:
-            raise TpukitError("these files measured different recipes:\n" + "\n".join(lines) + "\nMeasure one of them again.")
+            raise TpukitError(
+                "these files measured different recipes:\n"
+                + "\n".join(lines)
+                + "\nMeasure one of them again."
+            )
 
 
 def _measured(m, images):
@@ -225,7 +259,9 @@ def _measured(m, images):
     about = dict(hardware=m.hardware, chips=m.chips, label=m.label, basis=MEASURED, place=m.place)
     for row in m.fitting:
         figures = {name: row[name] for name in ("batch_size", "start_s", "memory_bytes")}
-        yield Estimate(epoch_s=epoch_seconds(row["step_ms"] / 1e3, row["batch_size"], images), **figures, **about)
+        yield Estimate(
+            epoch_s=epoch_seconds(row["step_ms"] / 1e3, row["batch_size"], images), **figures, **about
+        )
 
 
 def full_rate_s(row):
@@ -241,7 +277,9 @@ def _at_full_rate(plan, images):
     for row in plan.rows:
         if row["fits"]:
             epoch_s = epoch_seconds(full_rate_s(row), row["batch_size"], images)
-            yield Estimate(epoch_s=epoch_s, batch_size=row["batch_size"], memory_bytes=row["peak_bytes"], **about)
+            yield Estimate(
+                epoch_s=epoch_s, batch_size=row["batch_size"], memory_bytes=row["peak_bytes"], **about
+            )
 
 
 def _fastest(estimates, images, batch_size):
@@ -253,9 +291,8 @@ def _fastest(estimates, images, batch_size):
 def plan_recipe(measurements, chips, *, batch_size=None, log=print):
     """Plans (see `tpukit.plan`) of the measured recipe, or MSHNet's own, on TPUs that are not here.
 
-    batch_size: plan this one alone; by default those that were measured. Takes minutes, and on first use downloads the
-    compiler.
-    """
+    batch_size: plan this one alone; by default those that were measured. Takes minutes, and on first use
+    downloads the compiler."""
     if not chips:  # and torch is not needed
         return []
     from tpukit import tasks
@@ -266,7 +303,9 @@ def plan_recipe(measurements, chips, *, batch_size=None, log=print):
     try:
         task = task(**recipe)
     except TypeError as error:
-        raise TpukitError(f"the measured recipe is of another version of tpukit ({error}): measure it again") from error
+        raise TpukitError(
+            f"the measured recipe is of another version of tpukit ({error}): measure it again"
+        ) from error
     sizes = {row["batch_size"] for m in measurements for row in m.fitting} or {task.batch_size, 32}
     asked = {}
     for chip in chips:

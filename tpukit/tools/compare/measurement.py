@@ -21,7 +21,9 @@ PLACE_OF_HOST = {"colab": "Colab", "kaggle": "Kaggle", "tpu-vm": "Google Cloud",
 NOT_THE_RECIPE = ("batch_size", "precision", "seed", "weights")
 ENGINE = dict(torch_compile="no", channels_last="auto", cuda_graph=True, data_on="auto")  # with the defaults
 ROW = dict.fromkeys(("first_step_s", "start_s", "step_ms", "step_ms_low", "step_ms_high", "wait_ms"), float)
-ROW |= dict.fromkeys(("batch_size", "timed_steps", "compiled_late", "memory_bytes"), int) | dict(memory_of=str)
+ROW |= dict.fromkeys(("batch_size", "timed_steps", "compiled_late", "memory_bytes"), int) | dict(
+    memory_of=str
+)
 POSITIVE = ("batch_size", "step_ms", "timed_steps", "chips", "cores", "processes", "samples")
 LIMIT = 2.0**63  # no number of a measurement reaches it
 
@@ -44,7 +46,9 @@ class Measurement:
     versions: dict
     task: str
     recipe: dict  # the settings that decide the work of a step; only files that agree in them can be compared
-    engine: dict = dataclasses.field(default_factory=dict)  # the settings that decide how fast the same work is done
+    engine: dict = dataclasses.field(
+        default_factory=dict
+    )  # the settings that decide how fast the same work is done
     samples: int
     synthetic: bool
     rows: list  # a dict for each batch size
@@ -54,7 +58,9 @@ class Measurement:
     def label(self):
         """What tables and plots call it."""
         name = "CPU XLA device" if self.accelerator == "xla" else self.hardware
-        return ", ".join([f"{name} x {self.cores}" if self.cores > 1 else name, *_describe_engine(self.engine)])
+        return ", ".join(
+            [f"{name} x {self.cores}" if self.cores > 1 else name, *_describe_engine(self.engine)]
+        )
 
     @property
     def fitting(self):
@@ -97,7 +103,8 @@ class Measurement:
 
     @classmethod
     def read(cls, path):
-        """Read a file that `write` wrote, here or elsewhere. Raises TpukitError that names what is wrong with it."""
+        """Read a file that `write` wrote, here or elsewhere. Raises TpukitError that names what is wrong with
+        it."""
         try:
             content = json.loads(Path(path).read_text())
         except OSError as error:
@@ -105,7 +112,9 @@ class Measurement:
         except (ValueError, RecursionError) as error:
             raise TpukitError(f"{path} is damaged, or not JSON: {error}") from error
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-            raise TpukitError(f"{path} is not a measurement by `tpukit compare`: its format is not {FORMAT!r}")
+            raise TpukitError(
+                f"{path} is not a measurement by `tpukit compare`: its format is not {FORMAT!r}"
+            )
         types = {field.name: field.type for field in dataclasses.fields(cls) if field.name != "file"}
         content = _check(path, dict(engine={}) | content, types)
         for number, row in enumerate(content["rows"]):
@@ -118,7 +127,8 @@ class Measurement:
 
 
 def _check(where, content, types):
-    """The values of these names. Raises TpukitError where one is missing, of another type, or an impossible number."""
+    """The values of these names. Raises TpukitError where one is missing, of another type, or an impossible
+    number."""
     for name, kind in types.items():
         if name not in content:
             raise TpukitError(f"{where} is damaged: it has no {name}")
@@ -146,7 +156,11 @@ def build_measurement(task, env, result, rows):
         python=env.python,
         versions=env.versions,
         task=task.name,
-        recipe={name: value for name, value in settings_dict(task).items() if name not in NOT_THE_RECIPE and name not in free},
+        recipe={
+            name: value
+            for name, value in settings_dict(task).items()
+            if name not in NOT_THE_RECIPE and name not in free
+        },
         engine={name: getattr(task, name) for name in ENGINE},
         synthetic=bool(task.dataset_dir) and _is_synthetic(Path(task.dataset_dir)),
         rows=rows,
@@ -162,15 +176,23 @@ def hardware_of(env):
         chip = find_chip(env.device_name)
         return chip.name if chip else "TPU"
     name = env.device_name.split(",")[0]
-    card = re.search(r"\bRTX (PRO )?\w+( Ti)?( SUPER)?|\b[A-Z]{1,2}\d+(?=\b|-|[A-Z])", name)  # RTX 3060 Ti; A100-SXM4-40GB
+    card = re.search(
+        r"\bRTX (PRO )?\w+( Ti)?( SUPER)?|\b[A-Z]{1,2}\d+(?=\b|-|[A-Z])", name
+    )  # RTX 3060 Ti; A100-SXM4-40GB
     return card[0] if card else name
 
 
 def file_for(folder, task, env, cores=None):
-    """The file of a measurement of this machine: its name says task, hardware, place and engine, without the defaults."""
+    """The file of a measurement of this machine: its name says task, hardware, place and engine, without the
+    defaults."""
     hardware = hardware_of(env) + (" XLA" if env.accelerator == "xla" else "")
     count = cores or default_cores(env)
-    parts = [task.name, hardware, f"x{count}" if count > 1 else "", "" if _place_of(env) == "local" else _place_of(env)]
+    parts = [
+        task.name,
+        hardware,
+        f"x{count}" if count > 1 else "",
+        "" if _place_of(env) == "local" else _place_of(env),
+    ]
     parts += _describe_engine({name: getattr(task, name) for name in ENGINE})
     name = "-".join(part for part in parts if part)
     return Path(folder) / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json"
@@ -186,7 +208,9 @@ def check_out(path):
         try:
             Measurement.read(path)
         except TpukitError as error:
-            raise TpukitError(f"{path} would be replaced, and is no measurement: choose another place ({error})") from error
+            raise TpukitError(
+                f"{path} would be replaced, and is no measurement: choose another place ({error})"
+            ) from error
     check_writable(path)
 
 
@@ -200,7 +224,9 @@ def check_writable(path):
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise TpukitError(f"{path} cannot be written ({error.strerror or error}): choose another place") from error
+        raise TpukitError(
+            f"{path} cannot be written ({error.strerror or error}): choose another place"
+        ) from error
 
 
 def rate(row):

@@ -20,11 +20,13 @@ from tpukit.tools.compare.measurement import build_measurement, check_out, defau
 from tpukit.training.task import to_request
 
 ROUNDS = 5  # of timed steps; each ends with a metric sync, as an interval of a training does
-WARM_UP = 4  # steps between the first and the timed ones: torch_xla checks them for recompilations, and they are slower
+# steps between the first and the timed ones: torch_xla checks them for recompilations, and they are slower
+WARM_UP = 4
 MAX_BATCH = 1024  # where doubling ends; a CPU, which gains little from a large batch, doubles once
 SYNTHETIC_IMAGES = {"mshnet": 640}  # where there is no dataset: enough for large batches
 TOO_LARGE = re.compile(
-    r"does not fit into the device's memory|RESOURCE_EXHAUSTED|out of memory|can.t allocate memory|bad_alloc|MemoryError"
+    r"does not fit into the device's memory|RESOURCE_EXHAUSTED|out of memory|can.t allocate"
+    r" memory|bad_alloc|MemoryError"
     r"|the host's memory was full",
     re.IGNORECASE,
 )
@@ -36,9 +38,9 @@ TOO_LARGE = re.compile(
 def measure(task, run, *, runtime=None, steps=20, started=None):
     """Time the training step of `task` on this core, among others: a function for `launch`, like `train`.
 
-    What runs is a training without its evaluations and checkpoints. A phased loss is timed in its last phase. steps: timed
-    ones, in `ROUNDS` rounds. started: `time.time()` at which the session began; by default now. Returns a dict on every rank.
-    """
+    What runs is a training without its evaluations and checkpoints. A phased loss is timed in its last phase.
+    steps: timed ones, in `ROUNDS` rounds. started: `time.time()` at which the session began; by default now.
+    Returns a dict on every rank."""
     from tpukit.runs.signals import StopSignal
     from tpukit.training.loop import Trainer
 
@@ -82,12 +84,15 @@ def measure(task, run, *, runtime=None, steps=20, started=None):
                 compiled_late=runtime.compilations()[0] - compiled,
                 **_peak_memory(runtime),
             )
-    about = dict(device=str(runtime), cores=runtime.cores, processes=runtime.world.size, precision=runtime.precision)
+    about = dict(
+        device=str(runtime), cores=runtime.cores, processes=runtime.world.size, precision=runtime.precision
+    )
     return dict(row=row, **about, samples=len(trainer.data))
 
 
 def _peak_memory(runtime):
-    """dict(memory_bytes, memory_of), on every rank the same: of the fullest device, or of all processes together."""
+    """dict(memory_bytes, memory_of), on every rank the same: of the fullest device, or of all processes
+    together."""
     devices = [peak for peak, _ in runtime.memory()]
     peaks = [row[0] for row in runtime.world.all_gather([max(devices) if devices else peak_host_bytes()])]
     if devices:
@@ -109,12 +114,12 @@ def peak_host_bytes():
 
 
 def measure_here(task, *, batch_sizes=None, steps=20, cores=None, parallel="processes", out=None, log=print):
-    """Measure a task on this machine, at several batch sizes, each in a process of its own. Returns a `Measurement`.
+    """Measure a task on this machine, at several batch sizes, each in a process of its own. Returns a
+    `Measurement`.
 
-    batch_sizes: global ones; otherwise they double from the task's own until a step does not fit, or MAX_BATCH or the training
-    set ends it. out: the JSON file, which is written after every size, so that an interrupt keeps what is there.
-    Raises TpukitError where nothing could be measured, saying why.
-    """
+    batch_sizes: global ones; otherwise they double from the task's own until a step does not fit, or
+    MAX_BATCH or the training set ends it. out: the JSON file, which is written after every size, so that an
+    interrupt keeps what is there. Raises TpukitError where nothing could be measured, saying why."""
     if steps < 1:
         raise TpukitError(f"steps={steps}: give 1 or more")
     if any(size < 1 for size in batch_sizes or ()):
@@ -142,13 +147,16 @@ def measure_here(task, *, batch_sizes=None, steps=20, cores=None, parallel="proc
         if row["fits"]:
             measured = found
             log(
-                f"batch {size}: {row['step_ms']:.4g} ms per step ({row['step_ms_low']:.4g} to {row['step_ms_high']:.4g}), "
-                f"{rate(row):.4g} images/s, first step {row['first_step_s']:.1f} s, {row['memory_bytes'] / GIB:.2f} GiB"
+                f"batch {size}: {row['step_ms']:.4g} ms per step ({row['step_ms_low']:.4g} to"
+                f" {row['step_ms_high']:.4g}), {rate(row):.4g} images/s, first step {row['first_step_s']:.1f}"
+                f" s, {row['memory_bytes'] / GIB:.2f} GiB"
             )
         else:
             log(f"batch {size}: does not fit: {row['why']}")
         if measured:
-            measurement = build_measurement(task, env, measured, sorted(rows, key=lambda row: row["batch_size"]))
+            measurement = build_measurement(
+                task, env, measured, sorted(rows, key=lambda row: row["batch_size"])
+            )
             if out:
                 measurement.write(out)
         if not row["fits"] and not batch_sizes:
@@ -161,10 +169,11 @@ def measure_here(task, *, batch_sizes=None, steps=20, cores=None, parallel="proc
 
 
 def _run_process(task, steps, cores, parallel):
-    """What `measure` returned in a fresh process, or dict(batch_size, fits=False, why) where the step needs too much memory.
+    """What `measure` returned in a fresh process, or dict(batch_size, fits=False, why) where the step needs
+    too much memory.
 
-    Fresh, because a memory error, the one opening of an XLA device and a peak of memory are the whole process's.
-    """
+    Fresh, because a memory error, the one opening of an XLA device and a peak of memory are the whole
+    process's."""
     request = to_request(task) | dict(steps=steps, cores=cores, parallel=parallel, started=time.time())
     with tempfile.TemporaryDirectory(prefix="tpukit-compare-") as folder:
         ran = run_python("-m", "tpukit.tools.compare", folder, text=json.dumps(request))
@@ -175,7 +184,9 @@ def _run_process(task, steps, cores, parallel):
     if ran.returncode in (-signal.SIGINT, 128 + signal.SIGINT):
         raise KeyboardInterrupt
     error = answer.get("error") or last_line(ran)
-    why = next((line.strip()[:300] for line in (ran.stderr + error).splitlines() if TOO_LARGE.search(line)), None)
+    why = next(
+        (line.strip()[:300] for line in (ran.stderr + error).splitlines() if TOO_LARGE.search(line)), None
+    )
     if ran.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
         why = "the process was killed, most likely because this machine's memory was full"
     if why is None:

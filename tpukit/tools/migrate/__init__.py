@@ -1,12 +1,13 @@
-"""`tpukit migrate`: what in PyTorch code will not work, or will be slow, on a TPU today; by line, each with its fix.
+"""`tpukit migrate`: what in PyTorch code will not work, or will be slow, on a TPU today; by line, each with
+its fix.
 
-Reads scripts and notebooks with libcst, runs nothing, and needs neither torch nor a TPU. A finding is reported only where the
-code itself shows it; what cannot be seen in a file (the shapes of data, what an imported function does) is not guessed.
+Reads scripts and notebooks with libcst, runs nothing, and needs neither torch nor a TPU. A finding is
+reported only where the code itself shows it; what cannot be seen in a file (the shapes of data, what an
+imported function does) is not guessed.
 
-files.py finds and writes files, and has them checked in another process, which is __main__.py: notebook.py makes one module of
-a notebook's cells, checker.py holds the rules and the fixes; source.py, cuda_branches.py and steps.py answer its questions
-about the code. rules.py lists the rules, and prints what they find.
-"""
+files.py finds and writes files, and has them checked in another process, which is __main__.py: notebook.py
+makes one module of a notebook's cells, checker.py holds the rules and the fixes; source.py, cuda_branches.py
+and steps.py answer its questions about the code. rules.py lists the rules, and prints what they find."""
 
 import importlib.util
 

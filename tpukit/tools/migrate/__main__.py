@@ -1,4 +1,5 @@
-"""The process that checks files, with limits of time and memory: a file that crashes the parser costs its own finding alone.
+"""The process that checks files, with limits of time and memory: a file that crashes the parser costs its own
+finding alone.
 
 The paths come on stdin as JSON; findings and fixed text go to stdout, a line of JSON for each file.
 """
@@ -24,7 +25,9 @@ CHECKERS = {"torch_xla": Checker, "torch_tpu": ToTorchTPU}
 
 
 def main(seconds, to):
-    with contextlib.suppress(ImportError, OSError, ValueError):  # on Windows; where a stricter limit holds already
+    with contextlib.suppress(
+        ImportError, OSError, ValueError
+    ):  # on Windows; where a stricter limit holds already
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -73,7 +76,9 @@ def check_notebook(path, text, checker_class):
     except ValueError as error:
         return [unreadable(path, f"not a notebook ({error})")], text
     checker = checker_class(notebook.code)
-    found = checker.findings + [(line, 1, *found) for line, command in notebook.magics for found in check_magic(command)]
+    found = checker.findings + [
+        (line, 1, *found) for line, command in notebook.magics for found in check_magic(command)
+    ]
     findings = [Finding(path, *notebook.place(line), *rest) for line, *rest in found]
     findings += [unreadable(path, "not valid Python 3", *place) for place in notebook.unreadable]
     return findings, notebook.with_code(checker.fixed())

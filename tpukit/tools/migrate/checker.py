@@ -26,7 +26,12 @@ OLD_IMPORTS = {old: new for old, (rule, new) in OLD_FUNCTIONS.items() if rule ==
     "torch_xla.experimental.pjrt": XR,
     "torch_xla.experimental.xla_sharding": "torch_xla.distributed.spmd",
 }
-AUTOCASTS = {"torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.amp.autocast_mode.autocast"}
+AUTOCASTS = {
+    "torch.autocast",
+    "torch.amp.autocast",
+    "torch.cuda.amp.autocast",
+    "torch.amp.autocast_mode.autocast",
+}
 SCALERS = {"torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler"}
 DATA_LOADERS = {"torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"}
 OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler|swa_utils)")
@@ -37,7 +42,10 @@ OPENS_DEVICE = {
     "torch_xla.device",
     "torch_xla.debug.metrics.metrics_report",
     *(f"{XR}.{name}" for name in ("world_size", "global_ordinal", "is_bf16_supported")),
-    *(f"{XM}.{name}" for name in ("xla_device", "is_master_ordinal", "master_print", "xrt_world_size", "get_ordinal")),
+    *(
+        f"{XM}.{name}"
+        for name in ("xla_device", "is_master_ordinal", "master_print", "xrt_world_size", "get_ordinal")
+    ),
 }
 LAUNCHES = {"torch_xla.launch", SPAWN}
 SYNCS = {"torch_xla.sync", "torch_xla.step", "torch_xla.compile", f"{XM}.mark_step"}
@@ -46,15 +54,30 @@ SYNCS |= {f"{LOADERS}.MpDeviceLoader", f"{LOADERS}.ParallelLoader"}
 SUMS_GRADIENTS = re.compile(r"FullyShardedDataParallel|ZeroRedundancyOptimizer|reduce_gradients$")
 # What needs the value of a tensor that is given to it: functions, and methods of loggers and progress bars.
 SHOWS = {f"builtins.{name}" for name in ("print", "float", "int", "bool", "str", "repr", "min", "max")}
-SHOWING_METHODS = {"debug", "info", "warning", "error", "set_postfix", "set_postfix_str", "set_description", "add_scalar"}
+SHOWING_METHODS = {
+    "debug",
+    "info",
+    "warning",
+    "error",
+    "set_postfix",
+    "set_postfix_str",
+    "set_description",
+    "add_scalar",
+}
 # Rules that code which runs only on CUDA cannot break.
 NOT_ON_CUDA = {"cuda", "cuda-check", "fp16", "data-parallel", "torch-compile"}
-MODELS = re.compile(r"(^|_)(model|net|network|encoder|decoder|generator|discriminator|unet|backbone|module)\d*$", re.IGNORECASE)
-# A shell's command that installs packages, and those among them whose versions the image has matched to one another.
+MODELS = re.compile(
+    r"(^|_)(model|net|network|encoder|decoder|generator|discriminator|unet|backbone|module)\d*$",
+    re.IGNORECASE,
+)
+# A shell's command that installs packages, and those among them whose versions the image has matched to one
+# another.
 ON_HOST = re.compile(r"\.cpu\(\)|\.to\(['\"]cpu['\"]\)")
 STATE = m.Call(func=m.Attribute(attr=m.Name("state_dict")), args=[])
 INSTALL = re.compile(r"\b(pip[\d.]*|conda|mamba)\s(.*\s)?install\s+(?P<packages>.*)")
-MATCHED = re.compile(r"(py)?torch([\[=<>~!@ ].*)?|(torch[-_]xla|libtpu)\b.*|.*/(torch|torch_xla|libtpu)-.*\.whl", re.IGNORECASE)
+MATCHED = re.compile(
+    r"(py)?torch([\[=<>~!@ ].*)?|(torch[-_]xla|libtpu)\b.*|.*/(torch|torch_xla|libtpu)-.*\.whl", re.IGNORECASE
+)
 ENVIRONMENT = re.compile(r"%(?:set_)?env\s+(\w+)")
 ALL_RULES = "all rules"
 
@@ -88,12 +111,19 @@ class Checker(cst.CSTVisitor):
         self.steps, self.cuda = Steps(self.source), CudaBranches(self.source)
         self.findings, self.changes, self.imports = [], {}, set()
         self.covered = {}  # reported node -> the rule that is not reported again inside it
-        self.checks, self.skipped = [], {}  # calls that ask for CUDA; the first line that each keeps from a TPU
+        self.checks, self.skipped = (
+            [],
+            {},
+        )  # calls that ask for CUDA; the first line that each keeps from a TPU
         self._read_setup()
         self.source.tree.visit(self)
         for check in reversed(self.checks):  # an inner one before the one around it
             if check in self.skipped:
-                self.report(check, "cuda", advice=f"false on a TPU: `{self.skipped[check]}` is skipped, and the CPU trains")
+                self.report(
+                    check,
+                    "cuda",
+                    advice=f"false on a TPU: `{self.skipped[check]}` is skipped, and the CPU trains",
+                )
             elif not self.cuda.is_harmless(check):
                 self.report(check, "cuda-check")
 
@@ -101,7 +131,9 @@ class Checker(cst.CSTVisitor):
         """What the module as a whole does about processes, gradients and steps."""
         calls, code = self.source.calls, self.source.code
         self.launches = [call for name, call in calls if name in LAUNCHES]
-        self.on_xla = any(name.endswith("init_process_group") and re.search("[\"']xla", code(call)) for name, call in calls)
+        self.on_xla = any(
+            name.endswith("init_process_group") and re.search("[\"']xla", code(call)) for name, call in calls
+        )
         self.sums_gradients = any(
             SUMS_GRADIENTS.search(name)
             or (self.on_xla and name.endswith("DistributedDataParallel"))
@@ -109,7 +141,9 @@ class Checker(cst.CSTVisitor):
             for name, call in calls
         )
         names = m.findall(self.source.tree, m.Attribute() | m.Name())
-        barriers = [call for name, call in calls if name == f"{XM}.optimizer_step" and argument(call, "barrier")]
+        barriers = [
+            call for name, call in calls if name == f"{XM}.optimizer_step" and argument(call, "barrier")
+        ]
         self.syncs = bool(barriers) or any(self.source.name(name) in SYNCS for name in names)
         self.optimizers, self.scalers = {"optimizer"}, set()
         for name, values in self.source.assigned.items():
@@ -120,8 +154,8 @@ class Checker(cst.CSTVisitor):
                 self.scalers.add(name)
 
     def report(self, node, rule, found="", *, replace="", change=None, imports="", advice=""):
-        """Add a finding. replace: the expression that fixes it, in the node's place; change: a function from the node to what
-        takes its place. imports: the module that the fix needs."""
+        """Add a finding. replace: the expression that fixes it, in the node's place; change: a function from
+        the node to what takes its place. imports: the module that the fix needs."""
         checks = self.cuda.checks_around(node)
         if checks is not None and (rule in NOT_ON_CUDA or not checks):
             if rule == "cuda":
@@ -153,7 +187,9 @@ class Checker(cst.CSTVisitor):
         """`from torch_xla.core.xla_model import xrt_world_size`"""
         if isinstance(node.names, cst.ImportStar):
             return
-        module = f"{self.source.code(node.module)}." if isinstance(node, cst.ImportFrom) and node.module else ""
+        module = (
+            f"{self.source.code(node.module)}." if isinstance(node, cst.ImportFrom) and node.module else ""
+        )
         for alias in node.names:
             for old, new in OLD_IMPORTS.items():
                 if f"{module}{alias.evaluated_name}.".startswith(f"{old}."):
@@ -170,7 +206,9 @@ class Checker(cst.CSTVisitor):
     def visit_Attribute(self, node):
         name, parent = self.source.name(node), self.source.parents[node]
         if name in ("torch.float16", "torch.half"):
-            if not isinstance(parent, (cst.DictElement, cst.Comparison, cst.ComparisonTarget)):  # only named there
+            if not isinstance(
+                parent, (cst.DictElement, cst.Comparison, cst.ComparisonTarget)
+            ):  # only named there
                 self.report(node, "fp16", replace="torch.bfloat16", imports="torch")
         elif node.attr.value == "half" and m.matches(parent, m.Call(args=[])):
             if isinstance(self.source.parents[parent], (cst.DictElement, cst.Attribute)):
@@ -186,8 +224,14 @@ class Checker(cst.CSTVisitor):
             node, device = outer, "torch_xla.device()" if isinstance(outer, cst.Call) else device
         match self.source.parents[node]:
             case cst.Arg(keyword=keyword) as arg:
-                self._check_cuda_argument(node, self.source.parents[arg], keyword.value if keyword else "", device)
-            case cst.Assign(targets=[cst.AssignTarget(target=name)]) | cst.AnnAssign(target=name) | cst.Param(name=name):
+                self._check_cuda_argument(
+                    node, self.source.parents[arg], keyword.value if keyword else "", device
+                )
+            case (
+                cst.Assign(targets=[cst.AssignTarget(target=name)])
+                | cst.AnnAssign(target=name)
+                | cst.Param(name=name)
+            ):
                 if node is not word or "dev" in last_name(name).lower():
                     self.report(node, "cuda", replace=device, imports="torch_xla")
             case cst.Comparison() | cst.ComparisonTarget():
@@ -198,7 +242,8 @@ class Checker(cst.CSTVisitor):
     visit_FormattedString = check_cuda_word
 
     def _device_expression(self, node):
-        """What names one device together with a node: torch.device(node), "cuda:" + str(i), "cuda" if use_cuda else "cpu"."""
+        """What names one device together with a node: torch.device(node), "cuda:" + str(i), "cuda" if
+        use_cuda else "cpu"."""
         parent = self.source.parents[node]
         match parent:
             case cst.BinaryOperation():
@@ -208,7 +253,11 @@ class Checker(cst.CSTVisitor):
                 return None if checks == set() or self.cuda.handles_xla(parent, node) else parent
             case cst.Arg():
                 call = self.source.parents[parent]
-                return call if isinstance(call, cst.Call) and self.source.name(call.func) == "torch.device" else None
+                return (
+                    call
+                    if isinstance(call, cst.Call) and self.source.name(call.func) == "torch.device"
+                    else None
+                )
 
     def _check_cuda_argument(self, node, call, keyword, device):
         if not isinstance(call, cst.Call):
@@ -258,7 +307,9 @@ class Checker(cst.CSTVisitor):
     def check_precision(self, call, name):
         """`torch.autocast("cuda")`, `GradScaler()`"""
         has_cuda_in_name = name == "torch.cuda.amp.autocast"
-        is_autocast = has_cuda_in_name or (name in AUTOCASTS and self.source.is_cuda_device(argument(call, "device_type", 0)))
+        is_autocast = has_cuda_in_name or (
+            name in AUTOCASTS and self.source.is_cuda_device(argument(call, "device_type", 0))
+        )
         if not is_autocast and name not in SCALERS:
             return
         enabled = argument(call, "enabled", 0 if has_cuda_in_name else None)
@@ -266,7 +317,9 @@ class Checker(cst.CSTVisitor):
             self.covered[call] = ALL_RULES
         elif is_autocast:
             switch = f", enabled={self.source.code(enabled)}" if enabled else ""
-            self.report(call, "fp16", replace=f"torch.autocast('xla', dtype=torch.bfloat16{switch})", imports="torch")
+            self.report(
+                call, "fp16", replace=f"torch.autocast('xla', dtype=torch.bfloat16{switch})", imports="torch"
+            )
         elif not m.matches(enabled, m.Name("False")):
             self.report(call, "fp16", replace="torch.amp.GradScaler(enabled=False)", imports="torch")
 
@@ -274,10 +327,18 @@ class Checker(cst.CSTVisitor):
         if name in OLD_FUNCTIONS:
             rule, new = OLD_FUNCTIONS[name]
             module = new.rpartition(".")[0]
-            self.report(call.func, rule, f"`{name.split('.')[-1]}`", replace=new, imports=module, advice=f"use {new}")
+            self.report(
+                call.func, rule, f"`{name.split('.')[-1]}`", replace=new, imports=module, advice=f"use {new}"
+            )
         processes = argument(call, "nprocs", 2) if name == SPAWN else None
         if processes is not None and not m.matches(processes, m.Integer("1")):
-            self.report(processes, "gone", "`nprocs` of spawn", replace="None", advice="all cores are started; a number raises")
+            self.report(
+                processes,
+                "gone",
+                "`nprocs` of spawn",
+                replace="None",
+                advice="all cores are started; a number raises",
+            )
 
     def check_data_loader(self, call, name):
         if name not in DATA_LOADERS or any(arg.star for arg in call.args):
@@ -306,11 +367,14 @@ class Checker(cst.CSTVisitor):
                 owner = last_name(state.func.value)
                 if MODELS.search(owner):
                     self.report(state, "save", replace=copies if value is saved else "")
-                elif len(on_device) < len(parts) and re.search("opt", owner, re.I):  # beside copies: the file still needs a TPU
+                elif len(on_device) < len(parts) and re.search(
+                    "opt", owner, re.I
+                ):  # beside copies: the file still needs a TPU
                     self.report(state, "save")
 
     def check_early_device(self, call, name):
-        """A call that opens the device surely before a launch: at the top of the module, or in a block around the launch."""
+        """A call that opens the device surely before a launch: at the top of the module, or in a block around
+        the launch."""
         if name not in OPENS_DEVICE:
             return
         function = self.source.function_of(call)
@@ -332,7 +396,9 @@ class Checker(cst.CSTVisitor):
         for parameters in m.findall(node.value, m.Attribute(attr=m.Name("parameters"))):
             model = self.source.code(parameters.value)
             moves = [call for _, call in self.source.calls if self._moves(call, model)]
-            places = [self.source.position(call) for call in moves if self.source.function_of(call) is function]
+            places = [
+                self.source.position(call) for call in moves if self.source.function_of(call) is function
+            ]
             if places and min(places) > self.source.position(node):
                 self.report(node, "optimizer-first", f"made of {model} before it is moved")
 
@@ -352,7 +418,12 @@ class Checker(cst.CSTVisitor):
         shows = name in SHOWS or name.startswith("logging.") or method in SHOWING_METHODS
         if not (reads or shows) or not self.steps.in_step(call):
             return
-        if reads and self.steps.is_tensor(call.func.value) or shows and any(map(self.steps.needs_loss, call.args)):
+        if (
+            reads
+            and self.steps.is_tensor(call.func.value)
+            or shows
+            and any(map(self.steps.needs_loss, call.args))
+        ):
             self.report(call, "read-in-loop")
 
     def visit_FormattedStringExpression(self, node):
@@ -361,7 +432,11 @@ class Checker(cst.CSTVisitor):
 
     def check_condition(self, node):
         """`if loss > 3` waits for the loss."""
-        if self.steps.in_step(node) and self.steps.needs_loss(node.test) and not self.steps.is_occasional(node.test):
+        if (
+            self.steps.in_step(node)
+            and self.steps.needs_loss(node.test)
+            and not self.steps.is_occasional(node.test)
+        ):
             self.report(node.test, "read-in-loop")
 
     visit_If = visit_While = visit_Assert = check_condition
@@ -370,7 +445,12 @@ class Checker(cst.CSTVisitor):
         """`torch.nonzero(x)`, `x.nonzero()`, `torch.where(x)`"""
         function = last_name(call.func)
         is_method = function in DYNAMIC and method_of(call) and self.steps.is_tensor(call.func.value)
-        is_function = function in DYNAMIC and name == f"torch.{function}" or name == "torch.where" and len(call.args) == 1
+        is_function = (
+            function in DYNAMIC
+            and name == f"torch.{function}"
+            or name == "torch.where"
+            and len(call.args) == 1
+        )
         if (is_method or is_function) and self.steps.in_compiled_code(call):
             self.report(call, "dynamic-shape")
 

@@ -18,8 +18,9 @@ class CudaBranches:
         self.source = source
 
     def checks_around(self, node):
-        """None where a node may run without CUDA. Else the calls in the condition that ask for CUDA: none of them where the
-        code compares a device's name or has another branch for XLA, and so knows other devices."""
+        """None where a node may run without CUDA. Else the calls in the condition that ask for CUDA: none of
+        them where the code compares a device's name or has another branch for XLA, and so knows other
+        devices."""
         child = node
         for outer in self.source.ancestors(node):
             checks = None
@@ -35,7 +36,8 @@ class CudaBranches:
         return None
 
     def checks_in(self, test, outcome=True, seen=frozenset()):
-        """None where a test may come out as `outcome` without CUDA. Else the calls in it that ask for CUDA."""
+        """None where a test may come out as `outcome` without CUDA. Else the calls in it that ask for
+        CUDA."""
         match test:
             case cst.UnaryOperation(operator=cst.Not()):
                 return self.checks_in(test.expression, not outcome, seen)
@@ -52,7 +54,9 @@ class CudaBranches:
         name = last_name(test)
         if not name or name in seen:
             return None
-        return _union([self.checks_in(value, outcome, seen | {name}) for value in self.source.assigned.get(name, [])])
+        return _union(
+            [self.checks_in(value, outcome, seen | {name}) for value in self.source.assigned.get(name, [])]
+        )
 
     def handles_xla(self, condition, branch):
         """Whether XLA is mentioned in an if, elif, else (or IfExp) outside of one branch."""

@@ -1,4 +1,5 @@
-"""The files that are checked: found, checked in a process of their own, and rewritten in their own encodings."""
+"""The files that are checked: found, checked in a process of their own, and rewritten in their own
+encodings."""
 
 import contextlib
 import difflib
@@ -21,13 +22,19 @@ TIME_LIMIT_S = 60  # for one file; one of 3500 lines takes about 10
 
 
 def files_in(paths):
-    """The files that some paths name; of folders the .py and .ipynb files in them. Raises TpukitError for anything else."""
+    """The files that some paths name; of folders the .py and .ipynb files in them. Raises TpukitError for
+    anything else."""
     found = []
     for path in map(Path, paths):
         if path.is_dir():
-            # A link leads to a file that is listed anyway, or out of the folder, where nothing may be rewritten.
-            inside = [p for p in sorted(path.rglob("*")) if p.suffix in KINDS and p.is_file() and not p.is_symlink()]
-            found += [p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+            # A link leads to a file that is listed anyway, or out of the folder, where nothing may be
+            # rewritten.
+            inside = [
+                p for p in sorted(path.rglob("*")) if p.suffix in KINDS and p.is_file() and not p.is_symlink()
+            ]
+            found += [
+                p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)
+            ]
         elif path.suffix in KINDS and path.is_file():
             found.append(path)
         else:
@@ -40,14 +47,16 @@ def files_in(paths):
 
 
 def examine(path, to="torch_xla"):
-    """(findings, fixed text) of a .py or .ipynb file; one that cannot be read gives a finding, too. Writes nothing.
+    """(findings, fixed text) of a .py or .ipynb file; one that cannot be read gives a finding, too. Writes
+    nothing.
 
     to: "torch_xla", of code for GPUs or an old torch_xla; "torch_tpu", of code for torch_xla."""
     return next(examine_all([path], to))
 
 
 def examine_all(paths, to="torch_xla"):
-    """Yield what `examine` returns of each file. One process checks them; where a file ends it, another checks the rest."""
+    """Yield what `examine` returns of each file. One process checks them; where a file ends it, another
+    checks the rest."""
     rest = list(map(str, paths))
     while rest:
         ran = run_python("-m", "tpukit.tools.migrate", TIME_LIMIT_S, to, text=json.dumps(rest))
@@ -65,7 +74,8 @@ def _describe_end(code):
 
 
 def read(path):
-    """A file's text with its line ends as they are. Raises UnicodeError, LookupError or SyntaxError where it is not text."""
+    """A file's text with its line ends as they are. Raises UnicodeError, LookupError or SyntaxError where it
+    is not text."""
     data = Path(path).read_bytes()
     text = data.decode(_encoding(data))
     text.encode()  # some encodings give halves of characters
@@ -82,8 +92,9 @@ def contents(paths):
 
 
 def write(path, fixed):
-    """Replace a file by its fixed text, whole or not at all; its mode and encoding stay. Returns the path of a copy of the file
-    as it was, beside it: NAME.orig, or NAME.orig2 and so on where there is one. Raises TpukitError."""
+    """Replace a file by its fixed text, whole or not at all; its mode and encoding stay. Returns the path of
+    a copy of the file as it was, beside it: NAME.orig, or NAME.orig2 and so on where there is one. Raises
+    TpukitError."""
     path = Path(path).resolve()
     try:
         data, mode = path.read_bytes(), path.stat().st_mode
@@ -91,7 +102,9 @@ def write(path, fixed):
         write_atomic(path, fixed.encode(_encoding(data)))
         os.chmod(path, mode & 0o7777)
     except OSError as error:
-        raise TpukitError(f"{path} cannot be written ({error.strerror}): copy it to a folder of yours first") from error
+        raise TpukitError(
+            f"{path} cannot be written ({error.strerror}): copy it to a folder of yours first"
+        ) from error
     return copy
 
 

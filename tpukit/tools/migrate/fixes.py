@@ -56,7 +56,9 @@ def with_drop_last(call):
 def _with_imports(tree, modules):
     """With the imports that are not there yet, above the first one, or below the docstring."""
     there = {tree.code_for_node(statement).strip() for statement in tree.body}
-    new = [cst.parse_statement(f"import {name}\n") for name in sorted(modules) if f"import {name}" not in there]
+    new = [
+        cst.parse_statement(f"import {name}\n") for name in sorted(modules) if f"import {name}" not in there
+    ]
     at = 0
     for place, statement in enumerate(tree.body):
         if m.matches(statement, FUTURE) or place == 0 and m.matches(statement, DOCSTRING):

@@ -1,4 +1,5 @@
-"""Digits on a GPU, written as such scripts usually are: what `tpukit migrate` is taught and tested on. Nothing else uses it.
+"""Digits on a GPU, written as such scripts usually are: what `tpukit migrate` is taught and tested on.
+Nothing else uses it.
 
 python gpu_example.py mnist.npz digits.pt
 """
@@ -30,11 +31,7 @@ def main(data, out, epochs=4):
     with np.load(data) as arrays:
         images, labels = arrays["x_train"], arrays["y_train"]
     digits = TensorDataset(torch.tensor(images)[:, None].float() / 255, torch.tensor(labels).long())
-    loader = DataLoader(
-        digits,
-        batch_size=32,
-        shuffle=True,
-    )
+    loader = DataLoader(digits, batch_size=32, shuffle=True)
     model = Net().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler = GradScaler()
@@ -51,7 +48,9 @@ def main(data, out, epochs=4):
             total += loss.item()
         torch.cuda.synchronize()
         rate = len(loader) / (time.time() - started)
-        print(f"epoch {epoch + 1}: loss {total / len(loader):.3f} on {loss.device}, {rate:.1f} steps per second")
+        print(
+            f"epoch {epoch + 1}: loss {total / len(loader):.3f} on {loss.device}, {rate:.1f} steps per second"
+        )
     torch.save(model.state_dict(), out)
 
 

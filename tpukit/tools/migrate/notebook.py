@@ -1,4 +1,5 @@
-"""The code cells of a notebook as one module, so that a name from the first cell means the same in the last."""
+"""The code cells of a notebook as one module, so that a name from the first cell means the same in the
+last."""
 
 import json
 import math
@@ -15,11 +16,11 @@ ASSIGNED_MAGIC = re.compile(r"([\w.,\[\]'\" ]+=)\s*([!%].*)", re.DOTALL)
 
 
 class Notebook:
-    """code: of all cells, as Python; what only IPython understands is a comment there, and comes back in `with_code`.
+    """code: of all cells, as Python; what only IPython understands is a comment there, and comes back in
+    `with_code`.
 
-    magics: (line in `code`, text) of commands for IPython or a shell. unreadable: (cell, line, column) in cells that are not
-    Python. Raises ValueError where the text is not a notebook.
-    """
+    magics: (line in `code`, text) of commands for IPython or a shell. unreadable: (cell, line, column) in
+    cells that are not Python. Raises ValueError where the text is not a notebook."""
 
     def __init__(self, text):
         try:

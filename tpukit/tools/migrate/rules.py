@@ -1,4 +1,5 @@
-"""The rules: code, level and message of each; what a finding is; and findings as text, as a table and as JSON."""
+"""The rules: code, level and message of each; what a finding is; and findings as text, as a table and as
+JSON."""
 
 import dataclasses
 import json
@@ -15,42 +16,68 @@ class Rule(typing.NamedTuple):
 
 RULES = {
     "cuda": Rule("error", "a TPU is not a CUDA device: use torch_xla.device()"),
-    "cuda-check": Rule("warning", "false on a TPU: make sure that the code after it does not silently fall back to the CPU"),
-    "fp16": Rule("error", "TPUs train in bfloat16: use torch.autocast('xla', dtype=torch.bfloat16), without a loss scaler"),
+    "cuda-check": Rule(
+        "warning", "false on a TPU: make sure that the code after it does not silently fall back to the CPU"
+    ),
+    "fp16": Rule(
+        "error",
+        "TPUs train in bfloat16: use torch.autocast('xla', dtype=torch.bfloat16), without a loss scaler",
+    ),
     "data-parallel": Rule(
-        "error", "a TPU needs one process per core, each with its share of the data: use torch_xla.launch or tpukit.launch"
+        "error",
+        "a TPU needs one process per core, each with its share of the data: use torch_xla.launch or"
+        " tpukit.launch",
     ),
     "gradient-sum": Rule(
-        "error", "each core would train its own model: xm.optimizer_step(optimizer) sums the gradients over the cores first"
+        "error",
+        "each core would train its own model: xm.optimizer_step(optimizer) sums the gradients over the cores"
+        " first",
     ),
-    "no-sync": Rule("error", "operations are only recorded until torch_xla.sync(): call it once after each optimizer step"),
-    "read-in-loop": Rule("warning", "waits for the device in every step: sum on the device, and read once every 100 steps"),
+    "no-sync": Rule(
+        "error", "operations are only recorded until torch_xla.sync(): call it once after each optimizer step"
+    ),
+    "read-in-loop": Rule(
+        "warning", "waits for the device in every step: sum on the device, and read once every 100 steps"
+    ),
     "ragged-batch": Rule("warning", "a last batch of another size recompiles the step: pass drop_last=True"),
-    "dynamic-shape": Rule("error", "the shape of the result depends on the data: use torch.where, or multiply by the mask"),
+    "dynamic-shape": Rule(
+        "error", "the shape of the result depends on the data: use torch.where, or multiply by the mask"
+    ),
     "save": Rule("warning", "tensors on a TPU are saved as such and load only there: save CPU copies"),
     "optimizer-first": Rule(
-        "error", "moving a model to XLA creates new parameters, and this optimizer keeps the old ones: create it after the move"
+        "error",
+        "moving a model to XLA creates new parameters, and this optimizer keeps the old ones: create it after"
+        " the move",
     ),
     "gone": Rule("error", "removed from torch_xla"),
     "deprecated": Rule("warning", "deprecated in torch_xla"),
     "old-variable": Rule("warning", "an environment variable of old guides: leave it out"),
     "early-device": Rule(
-        "error", "opens the device before the processes start ('Runtime is already initialized'): move it into their function"
+        "error",
+        "opens the device before the processes start ('Runtime is already initialized'): move it into their"
+        " function",
     ),
-    "install": Rule("error", "replaces the image's torch and torch_xla by versions that may not match: use the image's"),
-    "torch-compile": Rule("warning", "the default backend does not support XLA: pass backend='openxla', or leave it out"),
+    "install": Rule(
+        "error", "replaces the image's torch and torch_xla by versions that may not match: use the image's"
+    ),
+    "torch-compile": Rule(
+        "warning", "the default backend does not support XLA: pass backend='openxla', or leave it out"
+    ),
     "torch-tpu": Rule("error", "does not work with torch_tpu"),
     "torch-xla": Rule("error", "belongs to torch_xla, which torch_tpu replaces"),
     "unreadable": Rule("error", "fix the file first"),
 }
 
-OLD_VARIABLES = {name: f"{why}. Instead: {instead}" for name, (why, instead) in environment.OLD_VARIABLES.items()}
+OLD_VARIABLES = {
+    name: f"{why}. Instead: {instead}" for name, (why, instead) in environment.OLD_VARIABLES.items()
+}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Finding:
-    """One place that breaks a rule. line, column: from 1, in the file or in the notebook's cell. cell: its number among all
-    cells, from 1; 0 in a script. advice: instead of the rule's message. fixable: the fixed text of the file has it fixed."""
+    """One place that breaks a rule. line, column: from 1, in the file or in the notebook's cell. cell: its
+    number among all cells, from 1; 0 in a script. advice: instead of the rule's message. fixable: the fixed
+    text of the file has it fixed."""
 
     path: str
     cell: int
@@ -77,7 +104,9 @@ class Finding:
 
 def as_text(findings):
     """A line for each finding, and a summary."""
-    lines = [f"{f.place}: {f.level} [{f.rule}] {f.message}{' (--fix)' if f.fixable else ''}" for f in findings]
+    lines = [
+        f"{f.place}: {f.level} [{f.rule}] {f.message}{' (--fix)' if f.fixable else ''}" for f in findings
+    ]
     return printable("\n".join([*lines, _summary(findings)]))
 
 
@@ -86,12 +115,16 @@ def as_table(findings):
     rows = []
     for f in findings:
         fix, place = "yes" if f.fixable else "", f.place.rpartition("/")[2]
-        rows.append((place, f.level, f.rule, f.found.replace("`", ""), f.advice or RULES[f.rule].message, fix))
+        rows.append(
+            (place, f.level, f.rule, f.found.replace("`", ""), f.advice or RULES[f.rule].message, fix)
+        )
     return Table(_summary(findings), ("place", "level", "rule", "found", "what to do", "--fix"), rows)
 
 
 def as_json(findings):
-    return json.dumps([dict(dataclasses.asdict(f), level=f.level, message=f.message) for f in findings], indent=1)
+    return json.dumps(
+        [dict(dataclasses.asdict(f), level=f.level, message=f.message) for f in findings], indent=1
+    )
 
 
 def _summary(findings):

@@ -1,4 +1,5 @@
-"""A parsed module: what names mean after its imports, what surrounds a node, and small questions about libcst nodes."""
+"""A parsed module: what names mean after its imports, what surrounds a node, and small questions about libcst
+nodes."""
 
 import re
 
@@ -25,7 +26,8 @@ class Source:
                 self.assigned.setdefault(last_name(target.target), []).append(assignment.value)
 
     def name(self, node):
-        """The full name of a name or attribute, such as torch.nn.DataParallel; empty where it is not known."""
+        """The full name of a name or attribute, such as torch.nn.DataParallel; empty where it is not
+        known."""
         root = node
         while isinstance(root, cst.Attribute):
             root = root.value
@@ -47,10 +49,14 @@ class Source:
 
     def function_of(self, node):
         """The function that a node is in, or the module."""
-        return next((outer for outer in self.ancestors(node) if isinstance(outer, (cst.FunctionDef, cst.Lambda))), self.tree)
+        return next(
+            (outer for outer in self.ancestors(node) if isinstance(outer, (cst.FunctionDef, cst.Lambda))),
+            self.tree,
+        )
 
     def is_cuda_device(self, node):
-        """Whether an expression is a CUDA device or its name: "cuda", "cuda:0", f"cuda:{i}", torch.device("cuda")."""
+        """Whether an expression is a CUDA device or its name: "cuda", "cuda:0", f"cuda:{i}",
+        torch.device("cuda")."""
         if isinstance(node, cst.Call) and self.name(node.func) == "torch.device" and node.args:
             node = node.args[0].value
         words = isinstance(node, (cst.SimpleString, cst.FormattedString, cst.BinaryOperation))

@@ -1,4 +1,5 @@
-"""Training steps and `forward` methods: which code runs in each of them, and which of its values are tensors."""
+"""Training steps and `forward` methods: which code runs in each of them, and which of its values are
+tensors."""
 
 import re
 
@@ -10,8 +11,8 @@ from tpukit.tools.migrate.source import last_name, method_of, names_in
 TO_HOST = {"item", "tolist", "numpy", "cpu"}
 # Attributes and methods that are known without the tensor's values.
 METADATA = set(
-    "shape device dtype ndim grad_fn requires_grad is_cuda is_leaf layout names dim size numel nelement ndimension stride "
-    "is_contiguous is_floating_point get_device element_size type".split()
+    "shape device dtype ndim grad_fn requires_grad is_cuda is_leaf layout names dim size numel nelement"
+    " ndimension stride is_contiguous is_floating_point get_device element_size type".split()
 )
 # Functions that give no tensor on the device.
 HOST_CALLS = re.compile(
@@ -28,8 +29,8 @@ COUNTER = re.compile(r"^(i|j|k|n|it)$|step|iter|batch|idx|index|epoch|count", re
 
 
 class Steps:
-    """losses: names whose gradients are asked for. bodies: the loops (or functions) of training steps. forwards: `forward`
-    methods of modules."""
+    """losses: names whose gradients are asked for. bodies: the loops (or functions) of training steps.
+    forwards: `forward` methods of modules."""
 
     def __init__(self, source):
         self.source = source
@@ -37,10 +38,14 @@ class Steps:
         for _, call in source.calls:
             if method_of(call) == "backward" and not OTHER_TRAINERS.search(last_name(call.func.value)):
                 self.losses |= _losses_in(call.func.value)
-                loops = (o for o in source.ancestors(call) if isinstance(o, (cst.For, cst.While, cst.FunctionDef)))
+                loops = (
+                    o for o in source.ancestors(call) if isinstance(o, (cst.For, cst.While, cst.FunctionDef))
+                )
                 self.bodies.update(list(loops)[:1])
         methods = m.findall(source.tree, m.ClassDef(bases=[m.AtLeastN(n=1)]))
-        self.forwards = {f for owner in methods for f in m.findall(owner, m.FunctionDef(name=m.Name("forward")))}
+        self.forwards = {
+            f for owner in methods for f in m.findall(owner, m.FunctionDef(name=m.Name("forward")))
+        }
         self.tensors = {scope: self._find_tensors(scope) for scope in self.bodies | self.forwards}
 
     def in_compiled_code(self, node):
@@ -63,12 +68,15 @@ class Steps:
         if m.findall(test, m.Modulo()) or SCHEDULE.search(" ".join(names_in(test))):
             return True
         early = m.ComparisonTarget(operator=m.Equal() | m.In() | m.LessThan() | m.LessThanEqual())
-        return any(COUNTER.search(last_name(c.left)) for c in m.findall(test, m.Comparison(comparisons=[early])))
+        return any(
+            COUNTER.search(last_name(c.left)) for c in m.findall(test, m.Comparison(comparisons=[early]))
+        )
 
     # Values
 
     def values(self, node):
-        """The names in an expression whose values it needs: x of `x + 1`, but not of `x.shape`, `len(x)` or `x.item()`."""
+        """The names in an expression whose values it needs: x of `x + 1`, but not of `x.shape`, `len(x)` or
+        `x.item()`."""
         visitor = _Values(self.source)
         node.visit(visitor)
         return visitor.names
@@ -84,8 +92,16 @@ class Steps:
         """Whether an expression is a comparison of a tensor, or a name of one or of a mask."""
         match node:
             case cst.Name():
-                compared = [value for value in self.source.assigned.get(node.value, []) if isinstance(value, cst.Comparison)]
-                return any(map(self.is_tensor, compared)) or self.is_tensor(node) and node.value.lower().endswith("mask")
+                compared = [
+                    value
+                    for value in self.source.assigned.get(node.value, [])
+                    if isinstance(value, cst.Comparison)
+                ]
+                return (
+                    any(map(self.is_tensor, compared))
+                    or self.is_tensor(node)
+                    and node.value.lower().endswith("mask")
+                )
             case cst.Comparison() | cst.UnaryOperation(operator=cst.BitInvert()):
                 return self.is_tensor(node)
             case cst.BinaryOperation(operator=cst.BitAnd() | cst.BitOr() | cst.BitXor()):
@@ -94,7 +110,9 @@ class Steps:
 
     def _tensors_at(self, node):
         """Names of tensors known where a node is."""
-        return set().union(*(self.tensors[outer] for outer in self.source.ancestors(node) if outer in self.tensors))
+        return set().union(
+            *(self.tensors[outer] for outer in self.source.ancestors(node) if outer in self.tensors)
+        )
 
     def _find_tensors(self, scope):
         """Names of tensors in a step or a forward method, its assignments followed in their order."""
@@ -103,13 +121,22 @@ class Steps:
             case cst.For():
                 tensors |= self._batch_names(scope)
             case cst.FunctionDef():
-                tensors |= {p.name.value for p in scope.params.params if self._may_be_tensor(p)} - {"self", "cls"}
+                tensors |= {p.name.value for p in scope.params.params if self._may_be_tensor(p)} - {
+                    "self",
+                    "cls",
+                }
         for assignment in m.findall(scope, m.Assign()):
             names = set()
             for target in assignment.targets:
-                if not m.findall(target, m.Attribute() | m.Subscript()):  # x.y = ... and x[i] = ... bind no name
+                if not m.findall(
+                    target, m.Attribute() | m.Subscript()
+                ):  # x.y = ... and x[i] = ... bind no name
                     names |= names_in(target)
-            tensors = tensors | names if self.is_tensor(assignment.value, tensors) else tensors - (names - self.losses)
+            tensors = (
+                tensors | names
+                if self.is_tensor(assignment.value, tensors)
+                else tensors - (names - self.losses)
+            )
         return tensors
 
     def _batch_names(self, loop):
@@ -122,7 +149,9 @@ class Steps:
         return names_in(target)
 
     def _may_be_tensor(self, parameter):
-        annotated = parameter.annotation is not None and "Tensor" not in self.source.code(parameter.annotation.annotation)
+        annotated = parameter.annotation is not None and "Tensor" not in self.source.code(
+            parameter.annotation.annotation
+        )
         return not annotated and (parameter.default is None or m.matches(parameter.default, m.Name("None")))
 
 
@@ -157,7 +186,8 @@ class _Values(cst.CSTVisitor):
 
 
 def _losses_in(receiver):
-    """The names whose gradient `receiver.backward()` asks for: of loss, (loss / n), scaler.scale(loss), loss.mean()."""
+    """The names whose gradient `receiver.backward()` asks for: of loss, (loss / n), scaler.scale(loss),
+    loss.mean()."""
     match receiver:
         case cst.Name():
             return {receiver.value}
