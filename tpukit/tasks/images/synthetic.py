@@ -21,7 +21,7 @@ def _draw(shape, rng):
     ground = rng.integers(0, 256, 3)
     colour = tuple(int(value) for value in (ground + 128 + rng.integers(-40, 41, 3)) % 256)
     image = Image.fromarray((ground + rng.normal(0, 15, (SIZE, SIZE, 3))).clip(0, 255).astype(np.uint8))
-    draw, radius = ImageDraw.BatchSpec(image), int(rng.integers(12, 23))
+    draw, radius = ImageDraw.Draw(image), int(rng.integers(12, 23))
     x, y = rng.integers(radius, SIZE - radius, 2).tolist()
     box, thin = (x - radius, y - radius, x + radius, y + radius), radius // 3
     if shape == "circle":
