@@ -7,6 +7,7 @@
 # make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour
 # make publish REPO=owner/name  the repository with its home filled in, and what to upload where, in dist/publish/
 # make gallery DATA=folder  the small pictures of docs/gallery/, from notebooks run on this machine
+# make size   lines and statements of each folder, next to its budget
 # make plan   asks the TPU compiler again about every task's step (benchmarks/plan.json); half an hour or more
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ JOBS ?= 2
 # Less optimisation by LLVM: the first step compiles in a third of the time. For tests and this demonstration only.
 XLA_CPU := PJRT_DEVICE=CPU XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
-.PHONY: run lint check test nightly bench plan notebooks twins gallery publish clean
+.PHONY: run lint check test nightly bench plan notebooks twins size gallery publish clean
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
@@ -74,6 +75,9 @@ notebooks: .venv/installed
 
 twins: .venv/installed
 	$(BIN)/python -m release.twins
+
+size: .venv/installed
+	@$(BIN)/python -m release.size
 
 gallery: .venv/installed
 	$(BIN)/python -m release.gallery $(if $(DATA),--data "$(DATA)")
