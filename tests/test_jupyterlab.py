@@ -91,7 +91,7 @@ def lab(tmp_path):
         log.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
     browser = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
     if browser is None:
