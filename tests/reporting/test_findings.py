@@ -13,11 +13,11 @@ from tpukit.runs.run import Run
 
 def test_a_finished_run_that_is_started_again_is_still_reported_by_the_session_that_trained(trained, cpu):
     task, run = trained
-    before = findings.findings(run.records()), [str(t) for t in findings.accelerator_tables(run.records())]
+    before = findings.describe(run.records()), [str(t) for t in findings.accelerator_tables(run.records())]
     train(task, Run.open(run.path, task), runtime=cpu, progress=False)
     assert len(run.records("start")) == 2
     assert (
-        findings.findings(run.records()),
+        findings.describe(run.records()),
         [str(t) for t in findings.accelerator_tables(run.records())],
     ) == before
 
@@ -71,9 +71,9 @@ def test_a_damaged_record_is_left_out_and_counted(damage, tmp_path):
         [4],
         [1.0],
     )
-    assert findings.findings(records) == [
+    assert findings.describe(records) == [
         "Left out: 1 damaged record.",
-        *findings.findings([r for r in records if r is not second]),
+        *findings.describe([r for r in records if r is not second]),
     ]
     assert findings.valid_records([*records, [], None, "word"]) == [r for r in records if r is not second]
 
@@ -114,7 +114,7 @@ def test_a_model_that_torch_compile_compiles_is_not_reported_as_run_by_operation
     trained = dict(kind="train", step=8, epoch=0, loss=1.0, grad_norm=1.0, speed=speed)
     for mode, words in (("no", "Nothing is compiled"), ("reduce-overhead", "torch.compile.*reduce-overhead")):
         start = dict(kind="start", step=0, device="cuda", batch_size=1, torch_compile=mode)
-        sentences = " ".join(findings.findings([start, trained]))
+        sentences = " ".join(findings.describe([start, trained]))
         assert re.search(words, sentences) and "does not report how much of its memory" in sentences
 
 
@@ -128,7 +128,7 @@ def test_a_step_that_was_captured_on_a_gpu_is_reported_and_one_that_could_not_be
         (0, ["in fp16 so"], "because in fp16 so.", []),
     ):
         records = [start, event | dict(programs=programs, why=why), trained]
-        sentences = " ".join(findings.findings(records))
+        sentences = " ".join(findings.describe(records))
         assert words in sentences and "Nothing is compiled" not in sentences
         assert findings.compiled_steps(records) == marked
 
@@ -167,7 +167,7 @@ def test_memory_stands_in_the_report_device_by_device():
         "the first time",
         "lr went from 0.1 to 0.0",
     ]
-    words = findings.findings(records)
+    words = findings.describe(records)
     assert "Step 12 compiled again (20.0 s) because lr went from 0.1 to 0.0." in words
     assert tables["Compilations"].rows[1] == ("9", "predict", "4.0", "the first time")
     assert len(figures.report_figure(records).axes) == 1
@@ -193,13 +193,13 @@ def test_the_paper_is_named_beside_its_own_dataset_alone():
             and list(labels.names) == ["iou", "pd", "fa"]
             and labels.milestones == {6: "warm-up ends"}
         )
-    assert labels.hides("niou") and not labels.hides("loss") and not labels.hides("iou")
+    assert labels.is_hidden("niou") and not labels.is_hidden("loss") and not labels.is_hidden("iou")
 
 
 @pytest.mark.parametrize("task", ["word", "", None, 3, [], {}, ["mshnet"]])
 def test_a_task_that_is_unknown_or_no_name_has_no_labels(task):
     labels = findings.labels_of(dict(task=task, settings={}))
-    assert labels == findings.NO_LABELS and not labels.hides("anything")
+    assert labels == findings.NO_LABELS and not labels.is_hidden("anything")
 
 
 @pytest.mark.parametrize("settings", [{}, dict(warm_epoch="5"), dict(warm_epoch=None, dataset_dir=[1])])

@@ -124,7 +124,7 @@ def readings(path):
     run = Run.find(path)
     yield "config", lambda: run.config
     yield "records", lambda: run.records()
-    yield "findings", lambda: findings.findings(run.records())
+    yield "describe", lambda: findings.describe(run.records())
     yield "tables", lambda: [str(table) for table in findings.accelerator_tables(run.records())]
     yield (
         "live",

@@ -3,12 +3,14 @@
 import csv
 import dataclasses
 import hashlib
+import importlib.util
 import io
 import itertools
 import json
 import os
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -18,19 +20,15 @@ from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.reporting import figures
 from tpukit.reporting.display import as_image, predictions_figure, present_figure
+from tpukit.runs.run import Run
+
+if TYPE_CHECKING:
+    from tpukit.training.task import Task
 
 MAX_NAME = 200  # bytes of the name of a file in the results, without what is added to it
 MAX_SHOWN = 64  # files, and samples in them, that one picture shows
-ZIPPED = (
-    "best.*",
-    "config.json",
-    "records.jsonl",
-    "log.txt",
-    "pictures/*",
-    "predictions/*",
-    "own/*",
-    "own/*/*",
-)
+RUN_FILES = ("best.*", "config.json", "records.jsonl", "log.txt")
+ZIPPED = (*RUN_FILES, "pictures/*", "predictions/*", "own/*", "own/*/*")
 
 
 def save_predictions(task, samples, folder, *, pictures=True):
@@ -129,7 +127,7 @@ def _as_csv(entries):
     return out.getvalue()
 
 
-def show_own(run, task, paths=""):
+def show_own(run: Run, task: "Task", paths: str | Path | list = "") -> None:
     """Show what the run's best weights predict for a user's own files, and save it in the run's folder own/.
 
     paths: a file, a folder, or a list of files. Empty: test images stand in for them, and an open page gets a
@@ -139,19 +137,19 @@ def show_own(run, task, paths=""):
         return
     print("no file named: test images stand in for your own")
     present_figure(predictions_figure(run, task, 2))
-    try:
-        import ipywidgets
-    except ImportError:
-        return
-    if not environment.is_interactive_notebook():
-        return
+    if environment.is_interactive_notebook() and importlib.util.find_spec("ipywidgets"):
+        _show_upload(run, task)
+
+
+def _show_upload(run, task):
+    """A button to upload files, and below it a place for the picture of their predictions."""
+    import ipywidgets
     from IPython.display import display
 
     button = ipywidgets.FileUpload(multiple=True, description="your own files")
     note = ipywidgets.Label("what is uploaded here stays on this machine")
     display(ipywidgets.HBox([button, note]))
-    # A place in this cell for the picture: what is displayed later, when a button calls, belongs to no cell
-    # in JupyterLab.
+    # What is displayed later, when a button calls, belongs to no cell in JupyterLab.
     handle = display({"text/plain": ""}, raw=True, display_id=True)
 
     def predict(_):
@@ -197,28 +195,24 @@ def _predict_and_save(run, task, paths):
     return figure
 
 
-def save_uploads(value, folder):
-    """Write what an ipywidgets FileUpload holds to a folder. Returns the paths. value: of ipywidgets 8, or of
-    7 (a dict)."""
+def save_uploads(value: Any, folder: Path) -> list[Path]:
+    """Write what an ipywidgets FileUpload holds to a folder. value: of ipywidgets 8, or of 7 (a dict)."""
     uploads = value.items() if isinstance(value, dict) else ((upload["name"], upload) for upload in value)
+    paths = []
     with files.explain_unwritable(folder):
         folder.mkdir(exist_ok=True)
-        paths = []
         for name, upload in uploads:
-            path = (
-                folder / f"upload-{Path(printable(name)).name}"
-            )  # the name alone: a path in it leads nowhere
-            files.write_atomic(path, bytes(upload["content"]))
-            paths.append(path)
+            # The name alone: a path in it leads nowhere.
+            paths.append(folder / f"upload-{Path(printable(name)).name}")
+            files.write_atomic(paths[-1], bytes(upload["content"]))
     return paths
 
 
-def save_zip(run):
-    """Pack weights, settings, records, pictures and predictions of a run into one zip beside its folder.
-    Returns its path.
+def save_zip(run: Run) -> Path:
+    """Pack weights, settings, records, pictures and predictions of a run into one zip next to its folder.
 
-    On Colab an open page then downloads it; on Kaggle it is under Output; JupyterLab shows a link.
-    """
+    Returns its path. An open page of Colab then downloads it; on Kaggle it is under Output; JupyterLab shows
+    a link. Raises TpukitError for a run without results, and where another file would be replaced."""
     folder = run.path.resolve()
     path = folder.with_name(f"{folder.name}.zip")
     members = [member for pattern in ZIPPED for member in sorted(folder.glob(pattern)) if member.is_file()]
@@ -236,8 +230,7 @@ def save_zip(run):
 
 
 def _is_zip_of(run, path):
-    """Whether a file is a zip that `save_zip` made of this run, not of an earlier one in a folder of the same
-    name."""
+    """Whether a file is a zip of this run, not of an earlier one in a folder of the same name."""
     try:
         with zipfile.ZipFile(path) as archive:
             config = files.parse_with_crc32(archive.read(f"{run.path.resolve().name}/config.json"))
@@ -258,8 +251,5 @@ def _offer(path):
     try:
         colab.download(str(path))
     except Exception as error:  # the browser refused, or the page was closed
-        print(
-            printable(
-                f"the download did not start ({first_line(error)}): find it in the folder view at the left"
-            )
-        )
+        reason = first_line(error)
+        print(printable(f"the download did not start ({reason}): find it in the folder view at the left"))
