@@ -14,6 +14,8 @@ import sys
 import numpy as np
 import pytest
 
+import tpukit
+from release import reference
 from tests.conftest import ROOT
 from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, cli, train
 from tpukit.devices.runtime import Runtime
@@ -193,6 +195,12 @@ def test_troubleshooting_is_generated_from_the_known_errors_and_both_languages_h
     )
     chinese = headings(ROOT / "docs/TROUBLESHOOTING.zh-CN.md")[1:]
     assert chinese == [f"## {error.title}" for error in known_errors.KNOWN_ERRORS.values()]
+
+
+def test_the_reference_is_generated_from_the_docstrings_and_holds_every_public_name():
+    for name, page in zip(("REFERENCE.md", "REFERENCE.zh-CN.md"), reference.pages()):
+        assert (ROOT / "docs" / name).read_text() == page, "python -m release.reference"
+        assert sorted(re.findall(r"^### `tpukit\.(\w+)`$", page, flags=re.MULTILINE)) == tpukit.__all__
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="no make here")
