@@ -1,5 +1,6 @@
 """What a run's report says of the accelerator."""
 
+import json
 import re
 
 import numpy as np
@@ -341,3 +342,11 @@ def test_the_table_of_classes_has_precision_and_recall_by_hand_and_nothing_for_a
         ("b", "5", "0.6667", "0.8000"),
         ("c", "3", "", "0.0000"),
     ]
+
+
+def test_a_run_is_over_when_the_checkpoint_of_its_last_step_is_there_and_not_before_its_evaluation(trained):
+    _, run = trained
+    assert findings.is_finished(run.read_progress(), run.checkpoints())
+    last = run.path / "checkpoints/checkpoints.json"
+    last.write_text(json.dumps([dict(c, file="step-00000010.pt", step=10) for c in run.checkpoints()]))
+    assert not findings.is_finished(run.read_progress(), run.checkpoints())
