@@ -2,6 +2,7 @@
 known errors."""
 
 import ast
+import functools
 import glob
 import json
 import os
@@ -252,6 +253,26 @@ def alone():
     return [c for c in unique() if c.startswith("tpukit")]
 
 
+def options(command):
+    """The command's name, its task, its options, and those of their values that are words: a choice is an
+    option, too."""
+    words = smaller(command)
+    task = words[1] if len(words) > 1 and words[1] in TINY else ""
+    values = [word for word in words[1:] if re.fullmatch(r"--.*|[a-z][a-z_-]+\d*", word)]
+    return frozenset([(words[0], task), *values])
+
+
+def chosen():
+    """The commands that have an option which none with more options has, and those without any."""
+    kept, covered = [], {}
+    for command in sorted(alone(), key=lambda command: -len(options(command))):
+        (kind,) = [part for part in options(command) if isinstance(part, tuple)]
+        if len(options(command)) == 1 or options(command) - covered.get(kind, set()):
+            kept.append(command)
+            covered[kind] = covered.get(kind, set()) | options(command)
+    return kept
+
+
 def test_there_are_commands_to_run_and_they_are_made_small():
     assert len(unique()) > 10
     small = smaller("tpukit train mshnet --epochs 400 --lr 0.05")
@@ -349,7 +370,7 @@ def test_the_python_of_a_page_runs(path, place, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", alone())
+@pytest.mark.parametrize("command", chosen())
 def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, capfd):
     monkeypatch.chdir(place)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
@@ -357,12 +378,24 @@ def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, c
     words = smaller(command)
     if any("*" in word for word in words) and not list(place.glob("outputs/comparison/*.json")):
         assert cli.main(smaller("tpukit compare mnist --dataset-dir datasets/mnist")) == 0
-    words = [found for word in words for found in (sorted(glob.glob(word)) if "*" in word else [word])]
+    words = [path for word in words for path in (sorted(glob.glob(word)) if "*" in word else [word])]
     code = cli.main(words)
     output = capfd.readouterr()
     assert "Traceback" not in output.err
-    allowed = (
-        {0, 1} if words[0] in ("doctor", "migrate") else {0}
-    )  # which end with 1 where they found something
+    # doctor and migrate end with 1 where they found something.
+    allowed = {0, 1} if words[0] in ("doctor", "migrate") else {0}
     assert "tpukit: " not in output.err
     assert code in allowed, f"{words}: {output.err[-2000:]}"
+
+
+@pytest.mark.parametrize("command", sorted({*unique()} - {*chosen()}))
+def test_a_command_whose_options_are_run_elsewhere_is_understood(command, monkeypatch, capfd):
+    from tpukit.cli import commands
+
+    called = []
+    for name, function in commands.COMMANDS.items():
+        stub = functools.wraps(function)(lambda *args, **settings: called.append(settings))
+        monkeypatch.setitem(commands.COMMANDS, name, stub)
+    words = smaller(f"tpukit {command.partition('tpukit ')[2]}")
+    assert cli.main(words) == 0 and len(called) == 1, capfd.readouterr().err
+    assert cli.main([*words, "--no-such-option"]) == 2
