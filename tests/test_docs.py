@@ -107,6 +107,12 @@ def test_every_page_is_there_and_begins_with_a_way_to_its_other_language(path):
     assert f"({other.name})" in top
 
 
+@pytest.mark.parametrize("path", [p for p in PAGES if p.parent != ROOT and "TROUBLE" not in p.name], ids=name)
+def test_a_page_asks_a_question_and_answers_it_in_its_first_ten_lines(path):
+    top = "\n".join(path.read_text().splitlines()[:10])
+    assert re.search(r"\*\*[^*]+[?？]\*\* ?\S", top)
+
+
 @pytest.mark.parametrize("path", ENGLISH, ids=name)
 def test_both_languages_have_the_same_headings_levels_and_commands(path):
     other = path.with_name(path.name.replace(".md", ".zh-CN.md"))
