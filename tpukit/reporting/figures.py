@@ -109,41 +109,29 @@ def mark_compilations(axis, positions):
 
 
 def roc_figure(roc: dict) -> "Figure":
-    """Recall over the false pixels per pixel, and precision over recall. roc: of `findings.roc`."""
+    """Recall over the false pixels per pixel, and precision over recall, with the points of three thresholds.
+    roc: of `findings.roc`."""
     figure, ((axis, other),) = subplots(1, 2, (9.6, 3.2))
-    least = min([rate for rate in roc["fpr"] if rate > 0], default=1e-6) / 2
-    rates = [max(rate, least) for rate in roc["fpr"]]
-    axis.plot(rates, roc["tpr"], color=BLUE, lw=1.6, marker="o", ms=4)
+    least = min([rate for rate in roc["fpr"] if rate > 0], default=1e-6) / 2  # 0 has no logarithm
+    points = list(zip([max(rate, least) for rate in roc["fpr"]], roc["tpr"], roc["precision"]))
+    # Where nothing is predicted there is no precision.
+    predicted = [any(rates) for rates in zip(roc["tpr"], roc["fpr"])]
+    axis.plot([x for x, _, _ in points], roc["tpr"], color=BLUE, lw=1.6, marker="o", ms=4)
+    recall, precision = (list(itertools.compress(roc[name], predicted)) for name in ("tpr", "precision"))
+    other.plot(recall, precision, color=RED, lw=1.6, marker="o", ms=4)
+    for threshold, marker in ((0.1, "^"), (0.5, "s"), (0.9, "v")):
+        if threshold in roc["threshold"]:
+            index = roc["threshold"].index(threshold)
+            look = dict(ls="", color=GREEN, marker=marker, ms=8, label=f"threshold {threshold:g}")
+            axis.plot(*points[index][:2], **look)
+            if predicted[index]:
+                other.plot(*points[index][1:], **look)
+            axis.legend(fontsize=8, frameon=False)
     axis.set(xscale="log", ylim=(0, 1.08))
     finish(axis, "ROC, pixels of the test set", "false pixels per background pixel", "recall")
-    # Where nothing is predicted there is no precision.
-    predicted = [index for index, rates_there in enumerate(zip(roc["tpr"], roc["fpr"])) if any(rates_there)]
-    recall, precision, thresholds = (
-        [roc[name][index] for index in predicted] for name in ("tpr", "precision", "threshold")
-    )
-    other.plot(recall, precision, color=RED, lw=1.6, marker="s", ms=4)
     other.set(xlim=(0, 1.08), ylim=(0, 1.08))
     finish(other, "precision and recall", "recall", "precision")
-    label_points(axis, rates, roc["tpr"], roc["threshold"], ha="left")
-    label_points(other, recall, precision, thresholds, ha="right")
     return figure
-
-
-def label_points(axis, x, y, thresholds, ha):
-    """Write the threshold next to the points of 0.1, 0.5 and 0.9, each text where it covers no other. ha: the
-    side of the text that is next to its point, left or right."""
-    axis.figure.draw_without_rendering()  # lays the axes out
-    low, high = axis.get_ylim()
-    covered = []
-    for point_x, point_y, threshold in zip(x, y, thresholds):
-        if threshold in (0.1, 0.5, 0.9):
-            step = -9 if point_y > (low + high) / 2 else 9  # points, towards the middle of the axis
-            aside = 5 if ha == "left" else -5
-            look = dict(textcoords="offset points", ha=ha, fontsize=8)
-            note = axis.annotate(f"{threshold:g}", (point_x, point_y), (aside, step), **look)
-            while any(note.get_window_extent().overlaps(box) for box in covered):
-                note.xyann = (aside, note.xyann[1] + step)
-            covered.append(note.get_window_extent())
 
 
 def confusion_figure(confusion: dict) -> "Figure":
