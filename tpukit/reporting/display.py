@@ -1,4 +1,4 @@
-"""Show a task, a run, a plan or a comparison, in a notebook or a shell."""
+"""Showing a task, a run or a plan, in a notebook or a shell: `show` and the other display functions."""
 
 import dataclasses
 from pathlib import Path

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from tpukit.reporting.display import as_image, predictions_figure, present_figur
 from tpukit.runs.run import Run
 
 if TYPE_CHECKING:
+    from tpukit.training.prediction import Sample
     from tpukit.training.task import Task
 
 MAX_NAME = 200  # bytes of the name of a file in the results, without what is added to it
@@ -31,7 +33,9 @@ RUN_FILES = ("best.*", "config.json", "records.jsonl", "log.txt")
 ZIPPED = (*RUN_FILES, "pictures/*", "predictions/*", "own/*", "own/*/*")
 
 
-def save_predictions(task, samples, folder, *, pictures=True):
+def save_predictions(
+    task: "Task", samples: Iterable["Sample"], folder: Path, *, pictures: bool = True
+) -> list[dict]:
     """Save what was predicted for a user's own files, one after the other, and return it: a list of dicts.
 
     samples: of `prediction.predict_files`. Each dict: name, and what `task.results` gives, or `error`. In the
@@ -39,26 +43,23 @@ def save_predictions(task, samples, folder, *, pictures=True):
     images/NAME.npy), and, with pictures, pictures/NAME.png."""
     results, listed, taken = [], [], set()
     for sample in samples:
-        result = result_of(task, sample)
-        results.append(result)
-        entry = dict(result)
-        name = _free_name(_short(Path(printable(sample.name).replace("/", "_")).name), taken)
-        for key, value in result.items():
+        results.append(result_of(task, sample))
+        entry = dict(results[-1])
+        name = _free_name(Path(printable(sample.name).replace("/", "_")).name, taken)
+        for key, value in entry.items():
             if isinstance(value, np.ndarray):
                 entry[key] = _save_array(folder, key, name, value)
         if pictures and not sample.error:
-            entry["picture"] = f"pictures/{_with_ending(name, '.png')}"
+            entry["picture"] = f"pictures/{_as_png(name)}"
             figure = figures.panels_figure(task.panels(sample.batch, sample.prediction), sample.name)
-            _save(folder / entry["picture"], lambda file: file.write(figures.as_png(figure)))  # noqa: B023
+            _save(folder / entry["picture"], figures.as_png(figure))
         listed.append(entry)
-    _save(folder / "predictions.json", lambda file: file.write(json.dumps(listed, indent=1).encode()))
-    _save(
-        folder / "predictions.csv", lambda file: file.write(_as_csv(listed).encode(errors="backslashreplace"))
-    )
+    _save(folder / "predictions.json", json.dumps(listed, indent=1).encode())
+    _save(folder / "predictions.csv", _as_csv(listed).encode(errors="backslashreplace"))
     return results
 
 
-def result_of(task, sample):
+def result_of(task: "Task", sample: "Sample") -> dict:
     """dict(name, ...) of a sample: what the task gives of it, or `error`."""
     if sample.error:
         return dict(name=sample.name, error=sample.error)
@@ -67,48 +68,41 @@ def result_of(task, sample):
 
 def _save_array(folder, key, name, value):
     """Save an array of a result. Returns its path within the folder."""
+    file = io.BytesIO()
     if value.dtype == bool and value.ndim == 2:
-        path = f"{key}s/{_with_ending(name, '.png')}"
-        _save(folder / path, Image.fromarray(np.where(value, 255, 0).astype(np.uint8)).save, format="PNG")
+        path = f"{key}s/{_as_png(name)}"
+        Image.fromarray(np.where(value, 255, 0).astype(np.uint8)).save(file, format="PNG")
     else:
         path = f"{key}s/{name}.npy"
-        _save(folder / path, lambda file: np.save(file, value))
+        np.save(file, value)
+    _save(folder / path, file.getvalue())
     return path
 
 
 def _free_name(name, taken):
-    """The name for a sample's files, with a number where those of an earlier sample have it: night.png is
-    that of night, too.
+    """The name for a sample's files, which leaves room for endings in the 255 bytes that a disk takes. It has
+    a number where an earlier sample has the name: night.png is that of night, too.
 
     taken: the names so far, to which this one is added."""
-    free, number = name, 1
-    while _with_ending(free, ".png").lower() in taken:
-        number += 1
-        free = f"{name}-{number}"
-    taken.add(_with_ending(free, ".png").lower())
+    content = name.encode()
+    if len(content) > MAX_NAME:  # cut names stay apart
+        digest = hashlib.sha256(content).hexdigest()[:8]
+        name = f"{content[: MAX_NAME - 9].decode(errors='ignore')}-{digest}"
+    numbered = (f"{name}-{number}" for number in itertools.count(2))
+    free = next(one for one in itertools.chain([name], numbered) if _as_png(one).lower() not in taken)
+    taken.add(_as_png(free).lower())
     return free
 
 
-def _short(name):
-    """The name of a file, cut to what leaves room for endings in the 255 bytes that a disk takes; cut names
-    stay apart."""
-    content = name.encode()
-    if len(content) <= MAX_NAME:
-        return name
-    digest = hashlib.sha256(content).hexdigest()[:8]
-    return f"{content[: MAX_NAME - 9].decode(errors='ignore')}-{digest}"
+def _as_png(name):
+    """The name of a file with the ending .png; a.png and a.jpg stay apart."""
+    return name if name.lower().endswith(".png") else f"{name}.png"
 
 
-def _with_ending(name, ending):
-    """The name of a file with an ending; a.png and a.jpg stay apart."""
-    return name if name.lower().endswith(ending) else f"{name}{ending}"
-
-
-def _save(path, write, **options):
+def _save(path, content):
     with files.explain_unwritable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with files.atomic_file(path, durable=False) as file:
-        write(file, **options)
+    files.write_atomic(path, content, durable=False)
 
 
 def _as_csv(entries):
@@ -119,9 +113,8 @@ def _as_csv(entries):
         flat = {key: value for key, value in entry.items() if not isinstance(value, list)}
         lines += [flat | part for part in parts] or [flat]
     out = io.StringIO()
-    writer = csv.DictWriter(
-        out, list(dict.fromkeys(key for line in lines for key in line)), lineterminator="\n"
-    )
+    columns = list(dict.fromkeys(key for line in lines for key in line))
+    writer = csv.DictWriter(out, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return out.getvalue()
@@ -191,7 +184,7 @@ def _predict_and_save(run, task, paths):
     save_predictions(task, samples, run.path / "own", pictures=False)
     rows = [row for sample in samples for row in task.panels(sample.batch, sample.prediction)]
     figure = figures.panels_figure(rows, "Your own files")
-    _save(run.path / "own/predictions.png", lambda file: file.write(figures.as_png(figure)))
+    _save(run.path / "own/predictions.png", figures.as_png(figure))
     return figure
 
 
