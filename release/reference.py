@@ -4,6 +4,7 @@ exports. The code is read, not imported, so that every Python writes the same pa
 import ast
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import tpukit
@@ -131,7 +132,7 @@ def definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name:
             return node
-        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+        if isinstance(node, ast.ImportFrom) and node.module and name in [alias.name for alias in node.names]:
             return definition(node.module.removeprefix("tpukit."), name)
     raise LookupError(f"{path} does not define {name}")
 
@@ -145,24 +146,22 @@ def signature(node: ast.FunctionDef) -> str:
     return f"{node.name}({arguments})" + (f" -> {ast.unparse(node.returns)}" if node.returns else "")
 
 
-def fields_of(node: ast.ClassDef):
+def fields_of(node: ast.ClassDef) -> Iterator[str]:
     """A line for each field of a class that is followed by its description."""
     for field, after in zip(node.body, node.body[1:]):
-        if isinstance(field, ast.AnnAssign) and is_text(after):
+        if isinstance(field, ast.AnnAssign) and (text := text_of(after)):
             value = field.value
             if isinstance(value, ast.Call) and value.args:  # setting(default, free=...)
                 value = value.args[0]
             default = f" = {ast.unparse(value)}" if value else ""
             kind = ast.unparse(field.annotation)
-            yield f"- `{field.target.id}: {kind}{default}` {' '.join(escape(after.value.value).split())}"
+            yield f"- `{ast.unparse(field.target)}: {kind}{default}` {' '.join(escape(text).split())}"
 
 
-def is_text(node: ast.stmt) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+def text_of(node: ast.stmt) -> str:
+    """The text of a statement that is a string alone; empty for any other."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
 
 
 def code(text: str) -> str:

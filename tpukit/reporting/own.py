@@ -143,7 +143,7 @@ def _show_upload(run, task):
     note = ipywidgets.Label("what is uploaded here stays on this machine")
     display(ipywidgets.HBox([button, note]))
     # What is displayed later, when a button calls, belongs to no cell in JupyterLab.
-    handle = display({"text/plain": ""}, raw=True, display_id=True)
+    handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
 
     def predict(_):
         try:

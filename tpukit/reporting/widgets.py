@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError, first_line
@@ -103,16 +103,17 @@ def explore(run: Run, task: "Task", *, count: int = 32) -> None:
     The best weights predict `count` test images here, on the CPU; the scores are those of these images.
     Without an open page, or without ipywidgets, the picture is that of threshold 0.5. Raises TpukitError for
     a task whose predictions have no threshold (`evaluate` and `panels` must take one)."""
-    methods = (task.evaluate, task.panels)
-    if not all("threshold" in inspect.signature(method).parameters for method in methods):
+    evaluate: Any = task.evaluate
+    panels_of: Any = task.panels
+    if not all("threshold" in inspect.signature(method).parameters for method in (evaluate, panels_of)):
         raise TpukitError(f"{task.name} has no threshold to explore: use show_predictions")
     batch, prediction = predict_test_images(run, task, count)
-    scores = {value: task.evaluate([(prediction, batch)], threshold=value) for value in THRESHOLDS}
+    scores = {value: evaluate([(prediction, batch)], threshold=value) for value in THRESHOLDS}
 
     def draw(threshold, image):
         one = {name: values[image - 1 : image] for name, values in batch.items()}
-        panels = task.panels(one, prediction[image - 1 : image], threshold=threshold)
-        return figures.threshold_figure(scores, task.score_names, threshold, panels[0])
+        (panels,) = panels_of(one, prediction[image - 1 : image], threshold=threshold)
+        return figures.threshold_figure(scores, task.score_names, threshold, panels)
 
     show_with_controls(
         draw,
@@ -161,7 +162,7 @@ def show_with_controls(draw: Callable, **controls: tuple[str, dict]) -> None:
     for name, (kind, options) in controls.items():
         widgets[name] = getattr(ipywidgets, kind)(description=name, **options)
     display(ipywidgets.HBox(list(widgets.values())))
-    handle = display(as_image(figure), display_id=True)
+    handle: Any = display(as_image(figure), display_id=True)
 
     def redraw(_):
         handle.update(as_image(draw(**{name: widget.value for name, widget in widgets.items()})))
