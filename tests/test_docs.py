@@ -250,9 +250,13 @@ def smaller(command):
     return words
 
 
+def written():
+    """The commands of all pages, each once."""
+    return list(dict.fromkeys(command for path in ENGLISH for command in commands(path)))
+
+
 def unique():
-    kept = dict.fromkeys(command for path in ENGLISH for command in commands(path))
-    return [c for c in kept if not c.startswith(ELSEWHERE)]
+    return [command for command in written() if not command.startswith(ELSEWHERE)]
 
 
 def alone():
@@ -394,7 +398,7 @@ def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, c
     assert code in allowed, f"{words}: {output.err[-2000:]}"
 
 
-@pytest.mark.parametrize("command", sorted({*unique()} - {*chosen()}))
+@pytest.mark.parametrize("command", sorted({*written()} - {*chosen()}))
 def test_a_command_whose_options_are_run_elsewhere_is_understood(command, monkeypatch, capfd):
     from tpukit.cli import commands
 
@@ -404,4 +408,5 @@ def test_a_command_whose_options_are_run_elsewhere_is_understood(command, monkey
         monkeypatch.setitem(commands.COMMANDS, name, stub)
     words = smaller(f"tpukit {command.partition('tpukit ')[2]}")
     assert cli.main(words) == 0 and len(called) == 1, capfd.readouterr().err
-    assert cli.main([*words, "--no-such-option"]) == 2
+    if "--" not in words:  # which ends the options
+        assert cli.main([*words, "--no-such-option"]) == 2

@@ -168,8 +168,8 @@ def report_figure(records: list) -> "Figure | None":
         axis.plot(x, y, color=colour, marker=marker, lw=1.5, ms=3, label=name)
     finish(axis, "where a step's time went", "step", "ms per step")
     axis.set_ylim(0, None)
-    axis.legend(fontsize=8, frameon=False)
     mark_compilations(axis, findings.compiled_steps(records))
+    axis.legend(fontsize=8, frameon=False)
     return figure
 
 
