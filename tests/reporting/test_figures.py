@@ -41,13 +41,8 @@ def test_the_report_says_words_first_then_numbers_then_a_picture(trained, capsys
 
 
 def test_sentences_are_the_same_in_a_notebook_as_in_a_shell_whatever_signs_they_hold():
-    shown = Sentences(
-        [
-            "<lambda> took 2*3*4 ms, `a*b*c` and `<lambda>`: snake_case_name",
-            "between $1 and $2",
-            "one ` alone",
-        ]
-    )
+    first = "<lambda> took 2*3*4 ms, `a*b*c` and `<lambda>`: snake_case_name"
+    shown = Sentences([first, "between $1 and $2", "one ` alone"])
     assert repr(shown).splitlines() == [f"- {sentence}" for sentence in shown]
     page = Page(shown._repr_html_())
     assert page.words == "".join(shown).replace("`a*b*c`", "a*b*c").replace("`<lambda>`", "<lambda>")
@@ -162,9 +157,8 @@ def records_of(ious, **start):
         step = 4 * epoch + 4
         records.append(dict(kind="train", step=step, loss=1.0 / step, grad_norm=2.0, speed=speed))
         scores = dict(iou=iou, fa=0.5, hidden=0.25, images=4)
-        records.append(
-            dict(kind="evaluation", step=step, epoch=epoch, scores=scores, speed=dict(seconds=1.0))
-        )
+        evaluation = dict(kind="evaluation", step=step, epoch=epoch, scores=scores)
+        records.append(evaluation | dict(speed=dict(seconds=1.0)))
     return records
 
 
@@ -187,20 +181,13 @@ def test_curves_stand_over_epochs_with_the_best_mark_the_papers_line_and_where_t
     iou, loss, fa = axes["IoU"], axes["loss"], axes["Fa"]
     curve, star, paper = lines(iou)
     assert curve == ([1, 2, 3], [0.25, 0.75, 0.5]) and star == ([2], [0.75]) and paper[1] == [0.9, 0.9]
-    assert (
-        words(iou) == ["best 0.75", "the paper"] and iou.get_ylim()[1] > 0.9 and iou.get_xlabel() == "epoch"
-    )
-    assert (
-        lines(loss)[1][0] == [2, 2] and words(loss) == ["warm-up ends"] and len(lines(loss)) == 2
-    )  # 9 has not come
+    assert words(iou) == ["best 0.75", "the paper"]
+    assert iou.get_ylim()[1] > 0.9 and iou.get_xlabel() == "epoch"
+    assert lines(loss)[1][0] == [2, 2] and words(loss) == ["warm-up ends"]
+    assert len(lines(loss)) == 2  # 9 has not come
     assert words(fa) == [] and len(lines(fa)) == 1
-    assert list(axes_of(figures.curves_figure(records_of([0.5])))) == [
-        "loss",
-        "gradient norm",
-        "iou",
-        "fa",
-        "hidden",
-    ]
+    unknown = axes_of(figures.curves_figure(records_of([0.5])))  # of a task without labels
+    assert list(unknown) == ["loss", "gradient norm", "iou", "fa", "hidden"]
     assert figures.curves_figure([]) is None
 
 
@@ -222,19 +209,15 @@ def test_a_live_chart_shows_loss_the_deciding_score_and_speed_with_compilations_
         axes = axes_of(figures.live_figure(given, {}, LABELS))
         assert list(axes) == ["loss", "IoU", "samples per second"]
         assert all(words(axis) == ["nothing yet"] for axis in axes.values())
-    figure = figures.live_figure(
-        records_of([0.25, 0.75]), dict(step=8, total=12, unit="step", epoch="3 of 3"), LABELS
-    )
+    progress = dict(step=8, total=12, unit="step", epoch="3 of 3")
+    figure = figures.live_figure(records_of([0.25, 0.75]), progress, LABELS)
     axes = axes_of(figure)
     assert lines(axes["loss"])[0] == ([1, 2], [0.25, 0.125]) and lines(axes["IoU"])[0][1] == [0.25, 0.75]
     speed, compiled = lines(axes["samples per second"])
     assert speed == ([1, 2], [8.0, 8.0]) and compiled[0] == [0.25, 0.25]
     assert figure.get_suptitle() == "cpu · step 8 of 12 · epoch 3 of 3 · about 2 s left · 1 compilation, 9 s"
-    assert list(axes_of(figures.live_figure(records_of([0.5]), {}, findings.NO_LABELS))) == [
-        "loss",
-        "iou",
-        "samples per second",
-    ]
+    unknown = axes_of(figures.live_figure(records_of([0.5]), {}, findings.NO_LABELS))
+    assert list(unknown) == ["loss", "iou", "samples per second"]
 
 
 def test_an_roc_marks_the_thresholds_on_both_curves_and_draws_a_rate_of_zero_on_its_logarithmic_axis():
@@ -283,9 +266,8 @@ def test_no_text_of_a_file_is_a_formula_or_breaks_a_figure():
     axes |= axes_of(figures.live_figure(records, progress, findings.NO_LABELS))
     axes |= axes_of(figures.threshold_figure({0.5: {EVIL: 0.5}}, {}, 0.5, [(EVIL, np.eye(4))]))
     axes |= axes_of(figures.runs_figure({EVIL: ([1.0], [0.5])}, EVIL))
-    assert len(axes) > 8 and not [
-        title for title in axes if re.search(r"(?<!\\)\$|[\x00-\x1f\x7f-\x9f\ud800]", title)
-    ]
+    formula_or_control = r"(?<!\\)\$|[\x00-\x1f\x7f-\x9f\ud800]"
+    assert len(axes) > 8 and not [title for title in axes if re.search(formula_or_control, title)]
 
 
 @pytest.mark.parametrize("value", [1e308, -1e308, 1e18, -1e18, 5e-324, 0.0])
