@@ -2,6 +2,7 @@
 known errors."""
 
 import ast
+import functools
 import glob
 import json
 import os
@@ -14,6 +15,8 @@ import sys
 import numpy as np
 import pytest
 
+import tpukit
+from release import reference
 from tests.conftest import ROOT
 from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, cli, train
 from tpukit.devices.runtime import Runtime
@@ -102,6 +105,12 @@ def test_every_page_is_there_and_begins_with_a_way_to_its_other_language(path):
     )
     top = "\n".join(path.read_text().splitlines()[:8])
     assert f"({other.name})" in top
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if p.parent != ROOT and "TROUBLE" not in p.name], ids=name)
+def test_a_page_asks_a_question_and_answers_it_in_its_first_ten_lines(path):
+    top = "\n".join(path.read_text().splitlines()[:10])
+    assert re.search(r"\*\*[^*]+[?？]\*\* ?\S", top)
 
 
 @pytest.mark.parametrize("path", ENGLISH, ids=name)
@@ -195,6 +204,12 @@ def test_troubleshooting_is_generated_from_the_known_errors_and_both_languages_h
     assert chinese == [f"## {error.title}" for error in known_errors.KNOWN_ERRORS.values()]
 
 
+def test_the_reference_is_generated_from_the_docstrings_and_holds_every_public_name():
+    for name, page in zip(("REFERENCE.md", "REFERENCE.zh-CN.md"), reference.pages()):
+        assert (ROOT / "docs" / name).read_text() == page, "python -m release.reference"
+        assert sorted(re.findall(r"^### `tpukit\.(\w+)`$", page, flags=re.MULTILINE)) == tpukit.__all__
+
+
 @pytest.mark.skipif(not shutil.which("make"), reason="no make here")
 @pytest.mark.parametrize(
     "lacking, message",
@@ -235,13 +250,37 @@ def smaller(command):
     return words
 
 
+def written():
+    """The commands of all pages, each once."""
+    return list(dict.fromkeys(command for path in ENGLISH for command in commands(path)))
+
+
 def unique():
-    kept = dict.fromkeys(command for path in ENGLISH for command in commands(path))
-    return [c for c in kept if not c.startswith(ELSEWHERE)]
+    return [command for command in written() if not command.startswith(ELSEWHERE)]
 
 
 def alone():
     return [c for c in unique() if c.startswith("tpukit")]
+
+
+def options(command):
+    """The command's name, its task, its options, and those of their values that are words: a choice is an
+    option, too."""
+    words = smaller(command)
+    task = words[1] if len(words) > 1 and words[1] in TINY else ""
+    values = [word for word in words[1:] if re.fullmatch(r"--.*|[a-z][a-z_-]+\d*", word)]
+    return frozenset([(words[0], task), *values])
+
+
+def chosen():
+    """The commands that have an option which none with more options has, and those without any."""
+    kept, covered = [], {}
+    for command in sorted(alone(), key=lambda command: -len(options(command))):
+        (kind,) = [part for part in options(command) if isinstance(part, tuple)]
+        if len(options(command)) == 1 or options(command) - covered.get(kind, set()):
+            kept.append(command)
+            covered[kind] = covered.get(kind, set()) | options(command)
+    return kept
 
 
 def test_there_are_commands_to_run_and_they_are_made_small():
@@ -341,7 +380,7 @@ def test_the_python_of_a_page_runs(path, place, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", alone())
+@pytest.mark.parametrize("command", chosen())
 def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, capfd):
     monkeypatch.chdir(place)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
@@ -349,12 +388,25 @@ def test_a_command_of_the_pages_runs_as_it_stands(command, place, monkeypatch, c
     words = smaller(command)
     if any("*" in word for word in words) and not list(place.glob("outputs/comparison/*.json")):
         assert cli.main(smaller("tpukit compare mnist --dataset-dir datasets/mnist")) == 0
-    words = [found for word in words for found in (sorted(glob.glob(word)) if "*" in word else [word])]
+    words = [path for word in words for path in (sorted(glob.glob(word)) if "*" in word else [word])]
     code = cli.main(words)
     output = capfd.readouterr()
     assert "Traceback" not in output.err
-    allowed = (
-        {0, 1} if words[0] in ("doctor", "migrate") else {0}
-    )  # which end with 1 where they found something
+    # doctor and migrate end with 1 where they found something.
+    allowed = {0, 1} if words[0] in ("doctor", "migrate") else {0}
     assert "tpukit: " not in output.err
     assert code in allowed, f"{words}: {output.err[-2000:]}"
+
+
+@pytest.mark.parametrize("command", sorted({*written()} - {*chosen()}))
+def test_a_command_whose_options_are_run_elsewhere_is_understood(command, monkeypatch, capfd):
+    from tpukit.cli import commands
+
+    called = []
+    for name, function in commands.COMMANDS.items():
+        stub = functools.wraps(function)(lambda *args, **settings: called.append(settings))
+        monkeypatch.setitem(commands.COMMANDS, name, stub)
+    words = smaller(f"tpukit {command.partition('tpukit ')[2]}")
+    assert cli.main(words) == 0 and len(called) == 1, capfd.readouterr().err
+    if "--" not in words:  # which ends the options
+        assert cli.main([*words, "--no-such-option"]) == 2

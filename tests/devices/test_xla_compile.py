@@ -31,7 +31,7 @@ def test_both_phases_are_one_graph_for_the_step_and_one_for_the_prediction(infra
     assert len({counters[s] for s in range(1, 9)}) == 1 and len({counters[s] for s in range(9, 17)}) == 1
     new = {n: c for n, c in xla.counters()["fallbacks"].items() if c != before["fallbacks"].get(n, 0)}
     assert new == {}
-    words = " ".join(findings.findings(records))
+    words = " ".join(findings.describe(records))
     assert "compiled at step 1" in words and "again" not in words
     assert "No operation fell back" in words
 
@@ -49,7 +49,7 @@ def test_a_second_graph_that_the_optimizer_needs_is_not_reported_as_unexpected(d
     run = Run.open(tmp_path, task)
     train(task, run, runtime=xla, progress=False)
     assert [r["step"] for r in run.records("compile") if r["what"] == "step"] == [1, 2]
-    words = " ".join(findings.findings(run.records()))
+    words = " ".join(findings.describe(run.records()))
     assert "at step 1" in words and "and at step 2" in words and "again" not in words
 
 
@@ -124,7 +124,7 @@ def test_a_ragged_batch_ends_the_run_and_error_and_report_name_the_argument_and_
     with pytest.raises(UnexpectedRecompilation, match=re.escape(why)):
         train(task, run, runtime=xla, progress=False)
     assert run.records("compile")[-1]["refused"]
-    assert any("Step 3" in words and why in words for words in findings.findings(run.records()))
+    assert any("Step 3" in words and why in words for words in findings.describe(run.records()))
     assert any(why in row[3] for row in findings.accelerator_tables(run.records())[0].rows)
 
 
@@ -145,7 +145,7 @@ def test_the_report_names_a_step_that_compiled_again_and_what_fell_back():
         dict(kind="compile", step=412, programs=1, seconds=18.0),
         dict(kind="train", step=420, loss=1.0, grad_norm=1.0, speed=speed),
     ]
-    words = " ".join(findings.findings(records))
+    words = " ".join(findings.describe(records))
     assert "Step 412 compiled again (18.0 s)" in words
     assert "aten::nonzero (7 times)" in words
     assert "Waiting for data took 60.0% of the training time: raise num_workers" in words

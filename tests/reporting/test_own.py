@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import struct
-import types
 import zipfile
 import zlib
 
@@ -20,7 +19,6 @@ from tests.tasks.cdeit.small import task_of
 from tests.tasks.mshnet.small import Narrow
 from tpukit import Run
 from tpukit.devices.runtime import Runtime
-from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.reporting import display, own
 from tpukit.training import prediction
@@ -29,21 +27,14 @@ from tpukit.training.prediction import list_files
 
 def predict_files(run, task, paths):
     """(batch, predictions, names) of files, one after the other; raises the first error as a TpukitError."""
-    from tpukit.devices.runtime import Runtime
-    from tpukit.training import prediction
-
-    samples = list(
-        prediction.predict_files(task, run.best(), prediction.list_files(paths), Runtime("cpu"), batch_size=3)
-    )
+    best, files = run.best(), prediction.list_files(paths)
+    samples = list(prediction.predict_files(task, best, files, Runtime("cpu"), batch_size=3))
     for sample in samples:
         if sample.error:
             raise TpukitError(sample.error)
     batch = {name: np.concatenate([sample.batch[name] for sample in samples]) for name in samples[0].batch}
-    return (
-        batch,
-        np.concatenate([sample.prediction for sample in samples]),
-        [sample.name for sample in samples],
-    )
+    predictions = np.concatenate([sample.prediction for sample in samples])
+    return batch, predictions, [sample.name for sample in samples]
 
 
 @pytest.fixture
@@ -51,9 +42,8 @@ def pictures(tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     for name, size in (("a.png", (28, 28)), ("b.jpg", (60, 40))):
-        Image.fromarray(np.random.default_rng(0).integers(0, 255, size[::-1]).astype(np.uint8)).save(
-            folder / name
-        )
+        pixels = np.random.default_rng(0).integers(0, 255, size[::-1]).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / name)
     return folder
 
 
@@ -80,9 +70,8 @@ def test_what_is_predicted_is_saved_in_the_runs_folder(trained, pictures):
     task, run = trained
     own.show_own(run, task, pictures)
     saved = json.loads((run.path / "own/predictions.json").read_text())
-    assert [entry["name"] for entry in saved] == ["a.png", "b.jpg"] and all(
-        entry["digit"] in range(10) for entry in saved
-    )
+    assert [entry["name"] for entry in saved] == ["a.png", "b.jpg"]
+    assert all(entry["digit"] in range(10) for entry in saved)
     assert (run.path / "own/predictions.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -92,12 +81,8 @@ def test_files_that_are_missing_too_many_or_no_images_are_refused_by_name(traine
     many = [tmp_path / f"{number}.png" for number in range(65)]
     for path in many:
         path.touch()
-    for paths, named in (
-        (pictures, "c.txt"),
-        (tmp_path / "gone", "gone"),
-        ([tmp_path / "*.gif"], "gif"),
-        (many, "65"),
-    ):
+    gone, none = tmp_path / "gone", [tmp_path / "*.gif"]
+    for paths, named in ((pictures, "c.txt"), (gone, "gone"), (none, "gif"), (many, "65")):
         with pytest.raises(TpukitError, match=named):
             own.show_own(run, task, paths)
     assert not (run.path / "own").exists()
@@ -142,16 +127,12 @@ def test_files_whose_names_differ_in_the_ending_alone_get_a_mask_and_a_picture_e
     for name, size in (("night", (32, 16)), ("night.png", (16, 32)), ("Night.PNG", (48, 16))):
         Image.fromarray(np.full(size, 200, np.uint8)).save(tmp_path / name, format="PNG")
     files = [tmp_path / name for name in ("night", "night.png", "Night.PNG")]
-    samples = prediction.predict_files(
-        dataclasses.replace(task, weights=run.best()), run.best(), files, Runtime("cpu")
-    )
+    task = dataclasses.replace(task, weights=run.best())
+    samples = prediction.predict_files(task, run.best(), files, Runtime("cpu"))
     own.save_predictions(task, samples, tmp_path / "out")
     listed = json.loads((tmp_path / "out/predictions.json").read_text())
-    assert (
-        len({entry["mask"].lower() for entry in listed})
-        == len({entry["picture"].lower() for entry in listed})
-        == 3
-    )
+    for kind in ("mask", "picture"):
+        assert len({entry[kind].lower() for entry in listed}) == 3
     for entry in listed:
         assert Image.open(tmp_path / "out" / entry["mask"]).size == (entry["width"], entry["height"])
         assert (tmp_path / "out" / entry["picture"]).is_file()
@@ -183,39 +164,19 @@ def test_files_are_asked_for_after_the_weights_are_known_to_be_there(pictures, t
 # On an open page
 
 
-@pytest.fixture
-def page(monkeypatch):
-    """An open page; yields what is displayed, and what takes its place."""
-    shown, updates = [], []
-
-    def show(thing, **_):
-        shown.append(thing)
-        return types.SimpleNamespace(update=updates.append)
-
-    monkeypatch.setattr(environment, "is_interactive_notebook", lambda: True)
-    monkeypatch.setattr("IPython.display.display", show)
-    return types.SimpleNamespace(shown=shown, updates=updates)
-
-
 def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_is_named_beside_the_button(
     trained, pictures, page
 ):
     task, run = trained
     own.show_own(run, task)
     (button, note), before = page.shown[0].children, len(page.shown)
-    upload = dict(
-        name="a.png",
-        type="",
-        size=1,
-        last_modified=datetime.datetime(2025, 1, 1),
-        content=memoryview(b"no image"),
-    )
+    upload = dict(name="a.png", type="", size=1, last_modified=datetime.datetime(2025, 1, 1))
+    upload["content"] = memoryview(b"no image")
     button.set_trait("value", (upload,))
     assert "upload-a.png" in note.value and not page.updates
     button.set_trait("value", (dict(upload, content=memoryview((pictures / "a.png").read_bytes())),))
-    assert (
-        "predicted" in note.value and len(page.updates) == 1 and page.updates[0].data.startswith(b"\x89PNG")
-    )
+    assert "predicted" in note.value
+    assert len(page.updates) == 1 and page.updates[0].data.startswith(b"\x89PNG")
     assert len(page.shown) == before and (run.path / "own/upload-a.png").exists()
 
 
@@ -243,10 +204,9 @@ def test_masks_are_saved_in_the_size_of_each_image_and_packed(infrared_run, brig
     np.testing.assert_array_equal(found["a.png"], mask)
     np.testing.assert_array_equal(found["a.bmp.png"], 255 - mask)
     assert found["b.PNG"].shape == (300, 20) and (found["b.PNG"] == 255).all() and len(found) == 3
+    packed = {f"run/own/masks/{name}" for name in found} | {"run/own/predictions.json"}
     with zipfile.ZipFile(own.save_zip(run)) as archive:
-        assert {f"run/own/masks/{name}" for name in found} | {"run/own/predictions.json"} <= set(
-            archive.namelist()
-        )
+        assert packed <= set(archive.namelist())
 
 
 def png_of(size):
@@ -256,18 +216,17 @@ def png_of(size):
     return b"\x89PNG\r\n\x1a\n" + chunk + b"\0\0\0\0IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        png_of((100_000, 100_000)),
-        png_of((8193, 8192)),
-        png_of((64, 64)),
-        b"",
-        b"\x89PNG\r\n\x1a\n",
-        b"%!PS-Adobe-3.0 EPSF-3.0\n",
-    ],
-    ids=["bomb", "large", "cut short", "empty", "header", "EPS"],
-)
+BAD_IMAGES = {
+    "bomb": png_of((100_000, 100_000)),
+    "large": png_of((8193, 8192)),
+    "cut short": png_of((64, 64)),
+    "empty": b"",
+    "header": b"\x89PNG\r\n\x1a\n",
+    "EPS": b"%!PS-Adobe-3.0 EPSF-3.0\n",
+}
+
+
+@pytest.mark.parametrize("content", BAD_IMAGES.values(), ids=BAD_IMAGES)
 def test_an_image_that_is_damaged_or_claims_a_huge_size_is_named_and_nothing_is_saved(
     content, infrared_run, tmp_path
 ):
@@ -289,10 +248,9 @@ def tank_run(tank, tmp_path):
     task, run = task_of(tank), Run(tmp_path / "run")
     run.path.mkdir()
     torch.manual_seed(0)
-    weights = {
-        n: v + 0.02 * torch.randn_like(v) if v.is_floating_point() else v
-        for n, v in task.model().state_dict().items()
-    }
+    weights = task.model().state_dict()
+    for values in filter(torch.is_floating_point, weights.values()):
+        values += 0.02 * torch.randn_like(values)
     run.save_best(weights, **task.metadata(task.datasets()[0]))
     return task, run
 
@@ -320,25 +278,19 @@ def test_voltages_are_read_from_every_kind_of_file(tank_run, tank, tmp_path):
     np.savez(tmp_path / "a.npz", ys=volts)
     np.save(tmp_path / "b.npy", volts.reshape(2, 16, 13).astype(np.float64))
     (tmp_path / "c.csv").write_text("\ufeff" + "\n".join(",".join(row) for row in rows), encoding="utf-8")
-    (tmp_path / "d.csv").write_text(
-        "\r\n".join(";".join(row) for row in rows).replace(".", ",")
-    )  # of a German spreadsheet
+    german = "\r\n".join(";".join(row) for row in rows).replace(".", ",")  # of a German spreadsheet
+    (tmp_path / "d.csv").write_text(german)
     (tmp_path / "e.txt").write_text("\n".join(" ".join(row) for row in rows))
     np.savetxt(tmp_path / "f.txt", volts[0])  # a column
     np.savetxt(tmp_path / "g.txt", volts[1].reshape(16, 13), delimiter="\t")
-    batch, names = task.read_files(
-        [tmp_path / name for name in ("a.npz", "b.npy", "c.csv", "d.csv")], best(run)
-    )
-    more, more_names = task.read_files([tmp_path / name for name in ("e.txt", "f.txt", "g.txt")], best(run))
+    best = run.path / "best.safetensors"
+    batch, names = task.read_files([tmp_path / n for n in ("a.npz", "b.npy", "c.csv", "d.csv")], best)
+    more, more_names = task.read_files([tmp_path / n for n in ("e.txt", "f.txt", "g.txt")], best)
     expected = task.test_set().batch(np.arange(2))["voltages"]
     np.testing.assert_allclose(batch["voltages"], np.concatenate([expected] * 4), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(more["voltages"], np.concatenate([expected, expected]), rtol=1e-5, atol=1e-5)
     assert names[:2] == ["a.npz, 1", "a.npz, 2"] and more_names[2:] == ["f.txt, 1", "g.txt, 1"]
     assert batch["key"].tolist() == list(range(8))
-
-
-def best(run):
-    return run.path / "best.safetensors"
 
 
 class Evil:

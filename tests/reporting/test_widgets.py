@@ -19,30 +19,6 @@ from tpukit.host import environment
 from tpukit.reporting import display, figures, widgets
 
 
-class Page:
-    """An open page: `shown` is what was displayed anew, `updates` what took the place of a picture, each by
-    which thread."""
-
-    def __init__(self):
-        self.shown, self.updates, self.threads = [], [], []
-
-    def display(self, thing, display_id=None, **_):
-        self.shown.append(thing)
-        return self if display_id else None
-
-    def update(self, thing):
-        self.updates.append(thing)
-        self.threads.append(threading.current_thread())
-
-
-@pytest.fixture
-def page(monkeypatch):
-    opened = Page()
-    monkeypatch.setattr(environment, "is_interactive_notebook", lambda: True)
-    monkeypatch.setattr("IPython.display.display", opened.display)
-    return opened
-
-
 @pytest.fixture
 def run(tmp_path):
     found = Run.open(tmp_path / "run", MNIST())
@@ -174,11 +150,8 @@ def test_in_a_kernel_one_picture_is_redrawn_in_place_on_one_core_and_on_two_and_
     try:
         for cores in (1, 2):
             (first, place), *others = pictures(cores, True, f"cores-{cores}")
-            assert (
-                first == "display_data"
-                and len(others) >= 2
-                and set(others) == {("update_display_data", place)}
-            )
+            assert first == "display_data"
+            assert len(others) >= 2 and set(others) == {("update_display_data", place)}
             assert Run(tmp_path / f"cores-{cores}").records("start")[0]["cores"] == cores
         assert pictures(1, False, "unseen") == []
     finally:
@@ -275,15 +248,13 @@ def curved(folder, name, *more, **scores):
     """A run of two epochs with these scores, and more records."""
     records = [dict(kind="start", step=0, device="cpu", batch_size=4, steps_per_epoch=2)]
     for step in (2, 4):
-        records.append(
-            dict(kind="evaluation", step=step, epoch=step // 2 - 1, scores=scores, speed=dict(seconds=1.0))
-        )
+        evaluation = dict(kind="evaluation", step=step, epoch=step // 2 - 1, scores=scores)
+        records.append(evaluation | dict(speed=dict(seconds=1.0)))
     path = folder / name
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(dict(task="mnist", settings={})))
-    (path / "records.jsonl").write_text(
-        "".join(json.dumps(dict(record, time=0.0)) + "\n" for record in [*records, *more])
-    )
+    lines = [json.dumps(dict(record, time=0.0)) + "\n" for record in [*records, *more]]
+    (path / "records.jsonl").write_text("".join(lines))
     return path
 
 
@@ -309,12 +280,8 @@ def test_runs_are_compared_by_the_curve_that_is_chosen(page, tmp_path, monkeypat
     with pytest.warns(UserWarning, match="damaged"):
         widgets.compare_runs(tmp_path)
     box = page.shown[-2]
-    assert options(box) == (
-        ["a", "b", "c"],
-        ["a", "b", "c"],
-        ["accuracy", "gradient norm", "iou", "loss"],
-        "loss",
-    )
+    runs, scores = ["a", "b", "c"], ["accuracy", "gradient norm", "iou", "loss"]
+    assert options(box) == (runs, runs, scores, "loss")
     assert calls[-1] == ({"b": ([2.0], [1.0])}, "loss")
     box.children[1].value = "iou"
     assert calls[-1] == ({"b": ([1.0, 2.0], [0.25, 0.25]), "c": ([1.0], [0.75])}, "iou")

@@ -124,12 +124,9 @@ def readings(path):
     run = Run.find(path)
     yield "config", lambda: run.config
     yield "records", lambda: run.records()
-    yield "findings", lambda: findings.findings(run.records())
+    yield "describe", lambda: findings.describe(run.records())
     yield "tables", lambda: [str(table) for table in findings.accelerator_tables(run.records())]
-    yield (
-        "live",
-        lambda: str(findings.live_table("run", run.records(), run.read_progress(), run.checkpoints(), 1.0)),
-    )
+    yield "headline", lambda: findings.headline(run.records(), run.read_progress())
     yield "best", lambda: best_weights(run)
     yield (
         "metadata",
@@ -180,7 +177,7 @@ def test_a_flipped_bit_in_any_file_of_a_run_changes_nothing_or_is_named(trained,
                 words = (
                     messages if name.name != "progress.json" else " ".join(found.split())
                 )  # the next step replaces it
-                wanted_words = {"checkpoints.json": "is damaged", "progress.json": "has not started yet"}
+                wanted_words = {"checkpoints.json": "is damaged", "progress.json": "The training starts"}
                 assert wanted_words.get(name.name, name.name) in words, (
                     f"bit {at} of {name}: {what} is {found}, messages: {messages}"
                 )

@@ -1,13 +1,11 @@
 """`tpukit watch`: a run that another process trains, and the chips' utilization."""
 
-import json
 import time
 from pathlib import Path
 
 import pytest
 
 from tpukit import MNIST, Run, cli, train
-from tpukit.reporting import findings
 from tpukit.tools import watch as tool
 
 
@@ -64,7 +62,7 @@ def test_a_run_on_its_way_shows_what_is_left_and_since_when_it_stands():
         ),
     ]
     live = dict(step=100, total=1000, unit="step", epoch=2, loss="0.5")
-    rows = dict(findings.live_table("run", records, live, [], 3.0).rows)
+    rows = dict(tool.live_table("run", records, live, [], 3.0).rows)
     assert rows["step"] == "100 of 1000 (10.0%), just now" and rows["last checkpoint"] == "none yet"
     assert (
         rows["left"].startswith("about 90 s")
@@ -73,18 +71,11 @@ def test_a_run_on_its_way_shows_what_is_left_and_since_when_it_stands():
     )
     assert (
         "2.0 min ago: it waits, compiles"
-        in dict(findings.live_table("run", records, live, [], 121.0).rows)["step"]
+        in dict(tool.live_table("run", records, live, [], 121.0).rows)["step"]
     )
-    assert "has not started" in findings.live_table("run", [], {}, [], None).title
+    assert "has not started" in tool.live_table("run", [], {}, [], None).title
     # A launch has just taken progress.json away.
-    assert "has not started" in findings.live_table("run", records, {}, [], 3.0).title
-
-
-def test_a_run_is_over_when_the_checkpoint_of_its_last_step_is_there_and_not_before_its_evaluation(run):
-    assert findings.is_finished(run.read_progress(), run.checkpoints())
-    last = run.path / "checkpoints/checkpoints.json"
-    last.write_text(json.dumps([dict(c, file="step-00000010.pt", step=10) for c in run.checkpoints()]))
-    assert not findings.is_finished(run.read_progress(), run.checkpoints())
+    assert "has not started" in tool.live_table("run", records, {}, [], 3.0).title
 
 
 @pytest.mark.parametrize("accelerator, noted", [("cpu", False), ("cuda", True), ("tpu", True)])

@@ -301,7 +301,7 @@ def test_a_training_ends_with_the_first_evaluation_that_exhausts_its_patience(
     )
     stopped = [(r["step"], r["epoch"], r["patience"]) for r in run.records("stopped")]
     assert stopped == ([(25 * epochs, epochs - 1, patience)] if epochs < 10 else [])
-    sentences = [s for s in findings.findings(run.records()) if "stopped early" in s]
+    sentences = [s for s in findings.describe(run.records()) if "stopped early" in s]
     assert len(sentences) == (run.path / "log.txt").read_text().count("stopped early") == (epochs < 10)
     assert findings.is_finished(run.read_progress(), run.checkpoints())
 

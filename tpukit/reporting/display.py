@@ -1,6 +1,8 @@
-"""Showing a task, a run, a plan or a comparison, in a notebook or a shell: `show` and its kin."""
+"""Showing a task, a run or a plan, in a notebook or a shell: `show` and the other display functions."""
 
 import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,80 +12,78 @@ from tpukit.host.tables import Sentences, printable
 from tpukit.reporting import figures, findings
 from tpukit.runs.run import Run, settings_dict
 
+if TYPE_CHECKING:
+    from IPython.display import Image
+    from matplotlib.figure import Figure
 
-def show(run):
-    """Show a run: its scores and its curves. `show_report` shows what the accelerator did.
+    from tpukit.training.task import Task
 
-    run: a `Run`, or the path of one. The curves are also saved as pictures/curves.png in its folder.
-    """
+
+def show(run: Run | str | Path) -> None:
+    """Show the scores and curves of a run (a `Run`, or its path), and save the pictures in its folder."""
     run = run if isinstance(run, Run) else Run.find(run)
     records = run.records()
+    pictures = run.path / "pictures"
     try:
         labels = findings.labels_of(run.config)
     except TpukitError:  # a damaged config.json: the curves are worth showing without their names
         labels = findings.NO_LABELS
     for table in findings.last_and_kept_tables(records):
         present(table)
-    present_figure(figures.curves_figure(records, labels), run.path / "pictures" / "curves.png")
+    present_figure(figures.curves_figure(records, labels), pictures / "curves.png")
     if roc := findings.roc(records):
-        present_figure(figures.roc_figure(roc), run.path / "pictures" / "roc.png")
+        present_figure(figures.roc_figure(roc), pictures / "roc.png")
     if confusion := findings.confusion(records):
-        present_figure(figures.confusion_figure(confusion), run.path / "pictures" / "confusion.png")
+        present_figure(figures.confusion_figure(confusion), pictures / "confusion.png")
         present(findings.per_class_table(confusion))
     if not records:
         present(Sentences(["This run has not started yet."]))
 
 
-def show_report(run):
+def show_report(run: Run | str | Path) -> None:
     """Show what the accelerator did in the last session of a run: in sentences, then numbers, then a picture.
 
-    Compilations with their causes, where a step's time went, memory of every device. run: a `Run`, or the
-    path of one. The picture is also saved as pictures/report.png in its folder."""
+    Compilations with their causes, where a step's time went, memory of every device. run: a `Run`, or its
+    path. The picture is also saved as pictures/report.png in its folder."""
     run = run if isinstance(run, Run) else Run.find(run)
     records = run.records()
-    present(Sentences(findings.findings(records)))
+    present(Sentences(findings.describe(records)))
     for table in findings.accelerator_tables(records):
         present(table)
     present_figure(figures.report_figure(records), run.path / "pictures" / "report.png")
 
 
-def show_task(task):
+def show_task(task: "Task") -> None:
     """Show every setting of a task as a table; in a notebook those at their defaults are folded away."""
-    defaults = [
-        field.name for field in dataclasses.fields(task) if getattr(task, field.name) == field.default
-    ]
+    fields = dataclasses.fields(task)
+    defaults = [field.name for field in fields if getattr(task, field.name) == field.default]
     present(findings.settings_table(dict(task=task.name, settings=settings_dict(task)), defaults))
 
 
-def show_samples(task, *, count=4):
+def show_samples(task: "Task", *, count: int = 4) -> None:
     """Show samples of the training set as the model gets them, augmented, with their labels."""
     data, _ = task.datasets()
     indices = _evenly_spaced(len(data), count)
-    numbers = (
-        np.random.default_rng(task.seed).random((len(indices), data.num_uniforms))
-        if data.num_uniforms
-        else None
-    )
+    uniforms = None
+    if data.num_uniforms:
+        uniforms = np.random.default_rng(task.seed).random((len(indices), data.num_uniforms))
     if notes := getattr(data, "notes", ""):
         print(printable(notes))
-    present_figure(figures.panels_figure(task.panels(data.batch(indices, numbers)), "Training samples"))
+    present_figure(figures.panels_figure(task.panels(data.batch(indices, uniforms)), "Training samples"))
 
 
-def show_labels(task, *, count=4):
+def show_labels(task: "Task", *, count: int = 4) -> None:
     """Show what is worth knowing about the labels of the training set before training on them, with the
     samples concerned."""
     data, _ = task.datasets()
     sentences, indices = task.check_labels(data)
     present(Sentences(sentences))
     if indices:
-        present_figure(
-            figures.panels_figure(
-                task.panels(data.batch(indices[:count])), "Samples to look at, not augmented"
-            )
-        )
+        panels = task.panels(data.batch(indices[:count]))
+        present_figure(figures.panels_figure(panels, "Samples to look at, not augmented"))
 
 
-def show_predictions(run, task, *, count=4):
+def show_predictions(run: Run, task: "Task", *, count: int = 4) -> None:
     """Show what the run's best weights predict for test images, next to the truth.
 
     The predictions are those that `test` saved, if the task saves them; otherwise they are made here, on the
@@ -91,24 +91,23 @@ def show_predictions(run, task, *, count=4):
     present_figure(predictions_figure(run, task, count), run.path / "pictures" / "predictions.png")
 
 
-def predictions_figure(run, task, count):
+def predictions_figure(run: Run, task: "Task", count: int) -> "Figure":
     """The figure of `show_predictions`."""
     best, folder = run.path / "best.safetensors", run.path / "predictions"
     saved = None
     # Where foreign weights are tested there are no best ones, and what the last test saved is what there is.
     if folder.is_dir() and (not best.exists() or folder.stat().st_mtime >= best.stat().st_mtime):
         saved = task.load_predictions(folder)
-    if saved:
-        batch, prediction = saved
-        indices = _evenly_spaced(len(prediction), count)
-        batch, prediction = {name: values[indices] for name, values in batch.items()}, prediction[indices]
-    else:
-        batch, prediction = predict_test_images(run, task, count)
-    return figures.panels_figure(task.panels(batch, prediction), task.saved_title if saved else "Test images")
+    if not saved:
+        return figures.panels_figure(task.panels(*predict_test_images(run, task, count)), "Test images")
+    batch, prediction = saved
+    indices = _evenly_spaced(len(prediction), count)
+    batch = {name: values[indices] for name, values in batch.items()}
+    return figures.panels_figure(task.panels(batch, prediction[indices]), task.saved_title)
 
 
-def show_plan(plan):
-    """Show what `plan` found: the table, and the peak of each batch size beside the chip's memory."""
+def show_plan(plan: Any) -> None:
+    """Show what `plan` found: the table, and the peak of each batch size next to the chip's memory."""
     present(plan.table())
     present_figure(figures.plan_figure(plan))
     present(Sentences([plan.caption]))
@@ -156,8 +155,8 @@ def _evenly_spaced(size, count):
 # Where it is shown
 
 
-def present(thing):
-    """Display a table or sentences in a notebook, print them in a shell."""
+def present(thing: Any) -> None:
+    """Display a table, sentences or an image in a notebook, print it in a shell."""
     if in_notebook():
         from IPython.display import display
 
@@ -166,7 +165,7 @@ def present(thing):
         print(f"\n{thing}")
 
 
-def present_figure(figure, path=None):
+def present_figure(figure: "Figure | None", path: Path | None = None) -> None:
     """Display a figure, if there is one, in a notebook; save it at `path`, and name that in a shell."""
     if figure is None:
         return
@@ -174,32 +173,26 @@ def present_figure(figure, path=None):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             files.write_atomic(path, figures.as_png(figure))
-        except (
-            OSError,
-            TpukitError,
-        ) as error:  # Kaggle's inputs are read-only; the figure is shown all the same
+        except (OSError, TpukitError) as error:  # Kaggle's inputs are read-only: it is shown all the same
             print(printable(f"picture not saved at {path}: {first_line(error)}"))
             path = None
     if in_notebook():
-        from IPython.display import display
-
-        display(as_image(figure))
+        present(as_image(figure))
     elif path is not None:
         print(printable(f"\npicture: {path}"))
 
 
-def as_image(figure):
+def as_image(figure: "Figure") -> "Image":
     """A figure as a PNG image that a notebook shows."""
     from IPython.display import Image
 
     return Image(figures.as_png(figure))
 
 
-def in_notebook():
+def in_notebook() -> bool:
     """Whether this is a kernel: what is displayed becomes part of a notebook."""
     try:
         from IPython import get_ipython
     except ImportError:
         return False
-    shell = get_ipython()
-    return shell is not None and hasattr(shell, "kernel")
+    return hasattr(get_ipython(), "kernel")

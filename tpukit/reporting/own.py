@@ -3,12 +3,15 @@
 import csv
 import dataclasses
 import hashlib
+import importlib.util
 import io
 import itertools
 import json
 import os
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -18,22 +21,21 @@ from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.reporting import figures
 from tpukit.reporting.display import as_image, predictions_figure, present_figure
+from tpukit.runs.run import Run
+
+if TYPE_CHECKING:
+    from tpukit.training.prediction import Sample
+    from tpukit.training.task import Task
 
 MAX_NAME = 200  # bytes of the name of a file in the results, without what is added to it
 MAX_SHOWN = 64  # files, and samples in them, that one picture shows
-ZIPPED = (
-    "best.*",
-    "config.json",
-    "records.jsonl",
-    "log.txt",
-    "pictures/*",
-    "predictions/*",
-    "own/*",
-    "own/*/*",
-)
+RUN_FILES = ("best.*", "config.json", "records.jsonl", "log.txt")
+ZIPPED = (*RUN_FILES, "pictures/*", "predictions/*", "own/*", "own/*/*")
 
 
-def save_predictions(task, samples, folder, *, pictures=True):
+def save_predictions(
+    task: "Task", samples: Iterable["Sample"], folder: Path, *, pictures: bool = True
+) -> list[dict]:
     """Save what was predicted for a user's own files, one after the other, and return it: a list of dicts.
 
     samples: of `prediction.predict_files`. Each dict: name, and what `task.results` gives, or `error`. In the
@@ -41,26 +43,23 @@ def save_predictions(task, samples, folder, *, pictures=True):
     images/NAME.npy), and, with pictures, pictures/NAME.png."""
     results, listed, taken = [], [], set()
     for sample in samples:
-        result = result_of(task, sample)
-        results.append(result)
-        entry = dict(result)
-        name = _free_name(_short(Path(printable(sample.name).replace("/", "_")).name), taken)
-        for key, value in result.items():
+        results.append(result_of(task, sample))
+        entry = dict(results[-1])
+        name = _free_name(Path(printable(sample.name).replace("/", "_")).name, taken)
+        for key, value in entry.items():
             if isinstance(value, np.ndarray):
                 entry[key] = _save_array(folder, key, name, value)
         if pictures and not sample.error:
-            entry["picture"] = f"pictures/{_with_ending(name, '.png')}"
+            entry["picture"] = f"pictures/{_as_png(name)}"
             figure = figures.panels_figure(task.panels(sample.batch, sample.prediction), sample.name)
-            _save(folder / entry["picture"], lambda file: file.write(figures.as_png(figure)))  # noqa: B023
+            _save(folder / entry["picture"], figures.as_png(figure))
         listed.append(entry)
-    _save(folder / "predictions.json", lambda file: file.write(json.dumps(listed, indent=1).encode()))
-    _save(
-        folder / "predictions.csv", lambda file: file.write(_as_csv(listed).encode(errors="backslashreplace"))
-    )
+    _save(folder / "predictions.json", json.dumps(listed, indent=1).encode())
+    _save(folder / "predictions.csv", _as_csv(listed).encode(errors="backslashreplace"))
     return results
 
 
-def result_of(task, sample):
+def result_of(task: "Task", sample: "Sample") -> dict:
     """dict(name, ...) of a sample: what the task gives of it, or `error`."""
     if sample.error:
         return dict(name=sample.name, error=sample.error)
@@ -69,48 +68,41 @@ def result_of(task, sample):
 
 def _save_array(folder, key, name, value):
     """Save an array of a result. Returns its path within the folder."""
+    file = io.BytesIO()
     if value.dtype == bool and value.ndim == 2:
-        path = f"{key}s/{_with_ending(name, '.png')}"
-        _save(folder / path, Image.fromarray(np.where(value, 255, 0).astype(np.uint8)).save, format="PNG")
+        path = f"{key}s/{_as_png(name)}"
+        Image.fromarray(np.where(value, 255, 0).astype(np.uint8)).save(file, format="PNG")
     else:
         path = f"{key}s/{name}.npy"
-        _save(folder / path, lambda file: np.save(file, value))
+        np.save(file, value)
+    _save(folder / path, file.getvalue())
     return path
 
 
 def _free_name(name, taken):
-    """The name for a sample's files, with a number where those of an earlier sample have it: night.png is
-    that of night, too.
+    """The name for a sample's files, which leaves room for endings in the 255 bytes that a disk takes. It has
+    a number where an earlier sample has the name: night.png is that of night, too.
 
     taken: the names so far, to which this one is added."""
-    free, number = name, 1
-    while _with_ending(free, ".png").lower() in taken:
-        number += 1
-        free = f"{name}-{number}"
-    taken.add(_with_ending(free, ".png").lower())
+    content = name.encode()
+    if len(content) > MAX_NAME:  # cut names stay apart
+        digest = hashlib.sha256(content).hexdigest()[:8]
+        name = f"{content[: MAX_NAME - 9].decode(errors='ignore')}-{digest}"
+    numbered = (f"{name}-{number}" for number in itertools.count(2))
+    free = next(one for one in itertools.chain([name], numbered) if _as_png(one).lower() not in taken)
+    taken.add(_as_png(free).lower())
     return free
 
 
-def _short(name):
-    """The name of a file, cut to what leaves room for endings in the 255 bytes that a disk takes; cut names
-    stay apart."""
-    content = name.encode()
-    if len(content) <= MAX_NAME:
-        return name
-    digest = hashlib.sha256(content).hexdigest()[:8]
-    return f"{content[: MAX_NAME - 9].decode(errors='ignore')}-{digest}"
+def _as_png(name):
+    """The name of a file with the ending .png; a.png and a.jpg stay apart."""
+    return name if name.lower().endswith(".png") else f"{name}.png"
 
 
-def _with_ending(name, ending):
-    """The name of a file with an ending; a.png and a.jpg stay apart."""
-    return name if name.lower().endswith(ending) else f"{name}{ending}"
-
-
-def _save(path, write, **options):
+def _save(path, content):
     with files.explain_unwritable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with files.atomic_file(path, durable=False) as file:
-        write(file, **options)
+    files.write_atomic(path, content, durable=False)
 
 
 def _as_csv(entries):
@@ -121,15 +113,14 @@ def _as_csv(entries):
         flat = {key: value for key, value in entry.items() if not isinstance(value, list)}
         lines += [flat | part for part in parts] or [flat]
     out = io.StringIO()
-    writer = csv.DictWriter(
-        out, list(dict.fromkeys(key for line in lines for key in line)), lineterminator="\n"
-    )
+    columns = list(dict.fromkeys(key for line in lines for key in line))
+    writer = csv.DictWriter(out, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return out.getvalue()
 
 
-def show_own(run, task, paths=""):
+def show_own(run: Run, task: "Task", paths: str | Path | list = "") -> None:
     """Show what the run's best weights predict for a user's own files, and save it in the run's folder own/.
 
     paths: a file, a folder, or a list of files. Empty: test images stand in for them, and an open page gets a
@@ -139,20 +130,20 @@ def show_own(run, task, paths=""):
         return
     print("no file named: test images stand in for your own")
     present_figure(predictions_figure(run, task, 2))
-    try:
-        import ipywidgets
-    except ImportError:
-        return
-    if not environment.is_interactive_notebook():
-        return
+    if environment.is_interactive_notebook() and importlib.util.find_spec("ipywidgets"):
+        _show_upload(run, task)
+
+
+def _show_upload(run, task):
+    """A button to upload files, and below it a place for the picture of their predictions."""
+    import ipywidgets
     from IPython.display import display
 
     button = ipywidgets.FileUpload(multiple=True, description="your own files")
     note = ipywidgets.Label("what is uploaded here stays on this machine")
     display(ipywidgets.HBox([button, note]))
-    # A place in this cell for the picture: what is displayed later, when a button calls, belongs to no cell
-    # in JupyterLab.
-    handle = display({"text/plain": ""}, raw=True, display_id=True)
+    # What is displayed later, when a button calls, belongs to no cell in JupyterLab.
+    handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
 
     def predict(_):
         try:
@@ -193,32 +184,28 @@ def _predict_and_save(run, task, paths):
     save_predictions(task, samples, run.path / "own", pictures=False)
     rows = [row for sample in samples for row in task.panels(sample.batch, sample.prediction)]
     figure = figures.panels_figure(rows, "Your own files")
-    _save(run.path / "own/predictions.png", lambda file: file.write(figures.as_png(figure)))
+    _save(run.path / "own/predictions.png", figures.as_png(figure))
     return figure
 
 
-def save_uploads(value, folder):
-    """Write what an ipywidgets FileUpload holds to a folder. Returns the paths. value: of ipywidgets 8, or of
-    7 (a dict)."""
+def save_uploads(value: Any, folder: Path) -> list[Path]:
+    """Write what an ipywidgets FileUpload holds to a folder. value: of ipywidgets 8, or of 7 (a dict)."""
     uploads = value.items() if isinstance(value, dict) else ((upload["name"], upload) for upload in value)
+    paths = []
     with files.explain_unwritable(folder):
         folder.mkdir(exist_ok=True)
-        paths = []
         for name, upload in uploads:
-            path = (
-                folder / f"upload-{Path(printable(name)).name}"
-            )  # the name alone: a path in it leads nowhere
-            files.write_atomic(path, bytes(upload["content"]))
-            paths.append(path)
+            # The name alone: a path in it leads nowhere.
+            paths.append(folder / f"upload-{Path(printable(name)).name}")
+            files.write_atomic(paths[-1], bytes(upload["content"]))
     return paths
 
 
-def save_zip(run):
-    """Pack weights, settings, records, pictures and predictions of a run into one zip beside its folder.
-    Returns its path.
+def save_zip(run: Run) -> Path:
+    """Pack weights, settings, records, pictures and predictions of a run into one zip next to its folder.
 
-    On Colab an open page then downloads it; on Kaggle it is under Output; JupyterLab shows a link.
-    """
+    Returns its path. An open page of Colab then downloads it; on Kaggle it is under Output; JupyterLab shows
+    a link. Raises TpukitError for a run without results, and where another file would be replaced."""
     folder = run.path.resolve()
     path = folder.with_name(f"{folder.name}.zip")
     members = [member for pattern in ZIPPED for member in sorted(folder.glob(pattern)) if member.is_file()]
@@ -236,8 +223,7 @@ def save_zip(run):
 
 
 def _is_zip_of(run, path):
-    """Whether a file is a zip that `save_zip` made of this run, not of an earlier one in a folder of the same
-    name."""
+    """Whether a file is a zip of this run, not of an earlier one in a folder of the same name."""
     try:
         with zipfile.ZipFile(path) as archive:
             config = files.parse_with_crc32(archive.read(f"{run.path.resolve().name}/config.json"))
@@ -258,8 +244,5 @@ def _offer(path):
     try:
         colab.download(str(path))
     except Exception as error:  # the browser refused, or the page was closed
-        print(
-            printable(
-                f"the download did not start ({first_line(error)}): find it in the folder view at the left"
-            )
-        )
+        reason = first_line(error)
+        print(printable(f"the download did not start ({reason}): find it in the folder view at the left"))

@@ -4,10 +4,13 @@ Where a page cannot move (papermill, an exported notebook, no ipywidgets), a pic
 controls."""
 
 import contextlib
+import importlib.util
 import inspect
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError, first_line
@@ -16,18 +19,20 @@ from tpukit.reporting import figures, findings
 from tpukit.reporting.display import as_image, predict_test_images, present_figure
 from tpukit.runs.run import Run
 
+if TYPE_CHECKING:
+    from tpukit.training.task import Task
+
 THRESHOLDS = tuple(step / 20 for step in range(1, 20))
 MAX_SHARE_OF_TIME = 0.02  # that drawing may take: with one core it shares the process with the training
 
 
 @contextlib.contextmanager
-def live(run, *, every_s=5.0):
+def live(run: Run, *, every_s: float = 5.0) -> Iterator[None]:
     """Context manager: show a training that runs inside as one chart, redrawn in place; the last one stays in
     the notebook.
 
     Loss, score, speed, compilations and time left are read from the run directory, for one core and for many.
-    Where nobody looks at the page (papermill, a shell) nothing is shown: the printed lines tell the same.
-    run: a `Run`."""
+    Where nobody looks at the page (papermill, a shell) nothing is shown: the printed lines tell the same."""
     if not environment.is_interactive_notebook():
         yield
         return
@@ -47,13 +52,13 @@ class LiveChart:
     """The chart in the output of a cell. It reads the run directory and writes nothing, and no error of it
     ends a training."""
 
-    def __init__(self, run):
+    def __init__(self, run: Run):
         self.run = run
         self._seen = self._written_at()
         self._handle = None
         self._failed = False
 
-    def follow(self, done, every_s):
+    def follow(self, done: threading.Event, every_s: float) -> None:
         """Redraw what changed until the event `done` is set. Runs in a thread of its own."""
         wait_s = every_s
         while not done.wait(wait_s):
@@ -64,9 +69,8 @@ class LiveChart:
                 self.update()
                 wait_s = max(every_s, (time.monotonic() - start) / MAX_SHARE_OF_TIME)
 
-    def update(self):
-        """BatchSpec the run as it is now, the first time into a new output. What goes wrong is printed
-        once."""
+    def update(self) -> None:
+        """Draw the run as it is now, the first time into a new output. An error is printed once."""
         from IPython.display import display
 
         try:
@@ -78,11 +82,8 @@ class LiveChart:
                 self._handle.update(image)
         except Exception as error:  # a file of the run may hold anything
             if not self._failed:
-                print(
-                    printable(
-                        f"the live chart could not be drawn ({first_line(error)}); the training continues"
-                    )
-                )
+                reason = first_line(error)
+                print(printable(f"the live chart could not be drawn ({reason}); the training continues"))
             self._failed = True
 
     def _written_at(self):
@@ -95,28 +96,24 @@ class LiveChart:
         return max(times)
 
 
-def explore(run, task, *, count=32):
+def explore(run: Run, task: "Task", *, count: int = 32) -> None:
     """Show scores and predictions of test images at a threshold, with sliders for the threshold and the
     image.
 
     The best weights predict `count` test images here, on the CPU; the scores are those of these images.
     Without an open page, or without ipywidgets, the picture is that of threshold 0.5. Raises TpukitError for
     a task whose predictions have no threshold (`evaluate` and `panels` must take one)."""
-    if not all(
-        "threshold" in inspect.signature(method).parameters for method in (task.evaluate, task.panels)
-    ):
-        raise TpukitError(
-            f"the predictions of {task.name} have no threshold to explore: use show_predictions"
-        )
+    evaluate: Any = task.evaluate
+    panels_of: Any = task.panels
+    if not all("threshold" in inspect.signature(method).parameters for method in (evaluate, panels_of)):
+        raise TpukitError(f"{task.name} has no threshold to explore: use show_predictions")
     batch, prediction = predict_test_images(run, task, count)
-    scores = {
-        threshold: task.evaluate([(prediction, batch)], threshold=threshold) for threshold in THRESHOLDS
-    }
+    scores = {value: evaluate([(prediction, batch)], threshold=value) for value in THRESHOLDS}
 
     def draw(threshold, image):
         one = {name: values[image - 1 : image] for name, values in batch.items()}
-        panels = task.panels(one, prediction[image - 1 : image], threshold=threshold)
-        return figures.threshold_figure(scores, task.score_names, threshold, panels[0])
+        (panels,) = panels_of(one, prediction[image - 1 : image], threshold=threshold)
+        return figures.threshold_figure(scores, task.score_names, threshold, panels)
 
     show_with_controls(
         draw,
@@ -125,23 +122,19 @@ def explore(run, task, *, count=32):
     )
 
 
-def compare_runs(folder):
+def compare_runs(folder: str | Path) -> None:
     """Show the curves of the runs in a folder, with a list to choose from: which runs, and which score.
-    Returns nothing.
 
-    folder: of run directories, such as `env.outputs`. Raises TpukitError where there is no run with a curve.
-    """
-    runs = [Run(config.parent) for config in sorted(Path(folder).glob("*/config.json"))]
+    folder: of run directories, such as `env.outputs`. Raises TpukitError where no run has a curve."""
     curves = {}
-    for run in runs:
-        if found := findings.epoch_curves(run.records()):
-            curves[printable(run.path.name)] = {printable(score): points for score, points in found.items()}
+    for config in sorted(Path(folder).glob("*/config.json")):
+        if series := findings.epoch_curves(Run(config.parent).records()):
+            name = printable(config.parent.name)
+            curves[name] = {printable(score): points for score, points in series.items()}
     if not curves:
-        raise TpukitError(
-            f"no run below {folder} has a curve yet: train first, or name the folder that holds the run"
-            " folders"
-        )
-    names = sorted({score for found in curves.values() for score in found})
+        advice = "train first, or name the folder that holds the run folders"
+        raise TpukitError(f"no run below {folder} has a curve yet: {advice}")
+    names = sorted({score for series in curves.values() for score in series})
 
     def draw(runs, score):
         return figures.runs_figure({run: curves[run][score] for run in runs if score in curves[run]}, score)
@@ -153,28 +146,23 @@ def compare_runs(folder):
     )
 
 
-def show_with_controls(draw, **controls):
+def show_with_controls(draw: Callable, **controls: tuple[str, dict]) -> None:
     """Show the figure `draw(**values)`, and above it a control for each value. The picture stays in a saved
     notebook.
 
-    controls: name of a value -> (class of ipywidgets, its options), of which `value` is the one to start
-    with."""
+    controls: name of a value -> (class of ipywidgets, its options), of which `value` is the first."""
     figure = draw(**{name: options["value"] for name, (_, options) in controls.items()})
-    try:
-        import ipywidgets
-    except ImportError:
-        ipywidgets = None
-    if ipywidgets is None or not environment.is_interactive_notebook():
+    if not (environment.is_interactive_notebook() and importlib.util.find_spec("ipywidgets")):
         present_figure(figure)
         return
+    import ipywidgets
     from IPython.display import display
 
-    widgets = {
-        name: getattr(ipywidgets, kind)(description=name, **options)
-        for name, (kind, options) in controls.items()
-    }
+    widgets = {}
+    for name, (kind, options) in controls.items():
+        widgets[name] = getattr(ipywidgets, kind)(description=name, **options)
     display(ipywidgets.HBox(list(widgets.values())))
-    handle = display(as_image(figure), display_id=True)
+    handle: Any = display(as_image(figure), display_id=True)
 
     def redraw(_):
         handle.update(as_image(draw(**{name: widget.value for name, widget in widgets.items()})))

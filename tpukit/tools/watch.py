@@ -7,7 +7,8 @@ import subprocess
 import sys
 import time
 
-from tpukit.host.tables import printable
+from tpukit.host.json_types import has_type
+from tpukit.host.tables import Table, format_duration, printable
 from tpukit.reporting import findings
 
 MIB_IN_GIB = 1024  # nvidia-smi counts in MiB
@@ -37,7 +38,7 @@ def describe(run):
     except FileNotFoundError:  # a launch removes that of the launch before
         age_s = None
     records = run.records()
-    table = findings.live_table(run.path.name, records, run.read_progress(), run.checkpoints(), age_s)
+    table = live_table(run.path.name, records, run.read_progress(), run.checkpoints(), age_s)
     lines = describe_chips()
     starts = [record for record in findings.valid_records(records) if record["kind"] == "start"]
     if not lines and starts and starts[-1].get("accelerator") in ("cuda", "tpu"):
@@ -80,3 +81,42 @@ def _run(*command):
     except (OSError, subprocess.TimeoutExpired) as failure:
         error = str(failure)
     return "", [f"  {command[0]} does not answer: {error}"]
+
+
+def live_table(name: str, records: list, progress: dict, checkpoints: list, age_s: float | None) -> Table:
+    """A run as it stands. progress: of `Run.read_progress`. age_s: seconds since it was written, None if it
+    never was."""
+    sessions = findings._sessions(records)
+    if not sessions or age_s is None or not has_type(progress, findings.PROGRESS):
+        return Table(f"{name}: has not started yet", ("what", "now"), [])
+    session, step, total = sessions[-1], progress["step"], progress["total"]
+    age = (
+        f"finished {format_duration(age_s)} ago"
+        if findings.is_finished(progress, checkpoints)
+        else _format_age(age_s)
+    )
+    rows = [("device", session[0]["device"])]
+    rows.append((progress["unit"], f"{step} of {total} ({step / max(total, 1):.1%}), {age}"))
+    rows += [(what, progress[what]) for what in ("epoch", "loss") if progress.get(what)]
+    for record in findings._of_kind(session, "train")[-1:]:
+        speed = record["speed"]
+        waited = f"waiting for data {speed['wait_s'] / max(speed['seconds'], 1e-9):.1%} of the time"
+        rows.append(("speed", f"{speed['images_per_s']:.1f} samples per second, {waited}"))
+    if left := findings._time_left(session, progress):
+        rows.append(("left", f"about {left} of training, plus evaluations"))
+    for record in findings._of_kind(session, "evaluation")[-1:]:
+        scores = [f"{key} {value:.4g}" for key, value in record["scores"].items() if isinstance(value, float)]
+        rows.append((f"scores of epoch {record['epoch'] + 1}", ", ".join(scores)))
+    _, unexpected = findings._step_compilations(session)
+    if unexpected:
+        rows.append(("compiled again", "at step " + ", ".join(str(record["step"]) for record in unexpected)))
+    steps = findings._checkpoint_steps(checkpoints)
+    rows.append(("last checkpoint", f"step {steps[0]}" if steps else "none yet"))
+    return Table(name, ("what", "now"), rows)
+
+
+def _format_age(seconds):
+    if seconds < 10:
+        return "just now"
+    age = f"{format_duration(seconds)} ago"
+    return f"{age}: it waits, compiles, evaluates, or has died" if seconds > 60 else age
