@@ -21,7 +21,7 @@ def test_a_task_that_leaves_a_method_out_is_told_which(method):
         name, dataset, score = "empty", "none", "x"
 
     arguments = inspect.signature(getattr(Empty(), method)).parameters.values()
-    with pytest.raises(NotImplementedError, match=rf"Empty must implement {method}\(\)"):
+    with pytest.raises(TpukitError, match=rf"Empty must implement {method}\(\)"):
         getattr(Empty(), method)(*[None for a in arguments if a.default is a.empty])
 
 

@@ -38,8 +38,6 @@ class TrainState:
     """epochs evaluated, or skipped"""
     best: float | None = None
     """the best score so far"""
-    best_on: str = ""
-    """what that score was taken on, see `Task.evaluation_signature`"""
     evaluations_without_best: int = 0
     """in a row, up to the last one"""
 
@@ -90,13 +88,14 @@ def restore(
         scaler.load_state_dict(saved["scaler"])
     buffers = [buffer for module in (model, average) if module is not None for buffer in module.buffers()]
     runtime.separate([*buffers, *state_tensors(optimizer)])
+    saved["state"].pop("best_on", None)  # of earlier versions
     state = TrainState(**saved["state"])
     if what := _differences(saved.get("test_signature", {}), origin["test_signature"]):
         state.best = None  # which no score on these samples can be compared with
         run.print(
-            f"the test set of {task.dataset_dir} has changed since, with other {what}: the scores so far are"
-            " those of the old one. `tpukit test` scores the weights that were kept on the new one; or"
-            f" {TRAIN_ANEW}"
+            f"the test set of {task.dataset_dir}, or how it is scored, has changed since, with other {what}:"
+            " the scores so far are those of the old one. `tpukit test` scores the weights that were kept on"
+            f" the new one; or {TRAIN_ANEW}"
         )
     if len(saved["random"]) == runtime.world.size:
         runtime.set_random_state(saved["random"][runtime.world.rank])

@@ -52,7 +52,7 @@ def fit(trainer: Trainer, progress: bool) -> dict:
         trainer.evaluator.collect(state, wait=True)  # its weights may be the best
         raise
     except (KeyboardInterrupt, SystemExit) as reason:
-        save_before_leaving(trainer, reason)
+        trainer.save_before_leaving(reason)
         raise
     finally:
         trainer.close()
@@ -75,7 +75,7 @@ def train_epoch(trainer: Trainer, batches: Iterator[Batch]) -> None:
         if syncs or trainer.runtime.world.size == 1:
             trainer.check_stop()
             if save_due and state.step < trainer.total:  # the last step is saved with its scores
-                save(trainer)
+                trainer.save()
 
 
 def record_interval(trainer: Trainer, epoch: int) -> bool:
@@ -112,22 +112,4 @@ def end_epoch(trainer: Trainer) -> None:
     if state.step < trainer.total and trainer.ranks_stop_early():
         trainer.stop_early(epochs)
     if state.step >= trainer.total:
-        save(trainer)
-
-
-def save(trainer: Trainer) -> None:
-    """Start writing a checkpoint, of a state that knows the scores of all its epochs."""
-    trainer.evaluator.collect(trainer.state, wait=True)
-    trainer.save(trainer.sync())
-
-
-def save_before_leaving(trainer: Trainer, reason: BaseException) -> None:
-    """Save on an interrupt or SIGTERM, if it came between two steps, and say so."""
-    why = "interrupted" if isinstance(reason, KeyboardInterrupt) else "terminated (SIGTERM)"
-    if trainer.stop.at_step:  # on every rank at the same step
-        save(trainer)
-        trainer.saver.wait()
-        said = f"saved at step {trainer.state.step}. Start it again to resume."
-    else:  # a second interrupt broke into a step, so the state is inconsistent
-        said = "this step is lost. Run the same again to resume from the last checkpoint."
-    trainer.run.print(f"{why}: {said}")
+        trainer.save()

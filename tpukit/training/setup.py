@@ -205,9 +205,24 @@ class Trainer:
         end of the next epoch."""
         return self.saver.is_due() and (self.evaluator.pending is None or self.ends_epoch())
 
-    def save(self, interval: metrics.Interval) -> None:
-        """Start writing a checkpoint. interval: a fresh one, of `sync`."""
-        checkpoint.save(self.saver, self.runtime, self.parts, self.origin, self.state, interval.sums)
+    def save(self) -> None:
+        """Start writing a checkpoint, of a state that knows the scores of all its epochs."""
+        self.evaluator.collect(self.state, wait=True)
+        sums = self.sync().sums
+        checkpoint.save(self.saver, self.runtime, self.parts, self.origin, self.state, sums)
+
+    def save_before_leaving(self, reason: BaseException) -> None:
+        """Save on an interrupt or SIGTERM, if it came between two steps, and say so."""
+        why = "interrupted" if isinstance(reason, KeyboardInterrupt) else "terminated (SIGTERM)"
+        if self.stop.at_step:  # on every rank at the same step
+            self.save()
+            self.saver.wait()
+            self.run.print(f"{why}: saved at step {self.state.step}. Start it again to resume.")
+        else:  # a second interrupt broke into a step, so the state is inconsistent
+            self.run.print(
+                f"{why} during a step: this step is lost. Run the same again to resume from the last"
+                " checkpoint."
+            )
 
     def finish_saving(self) -> None:
         """Wait until all is written, in the backup too."""

@@ -54,12 +54,7 @@ def train_step(
 
 
 def add_gradients(
-    task: Task,
-    model: nn.Module,
-    optimizer: Optimizer,
-    runtime: Runtime,
-    batch: Batch,
-    epoch: int | Tensor,
+    task: Task, model: nn.Module, optimizer: Optimizer, runtime: Runtime, batch: Batch, epoch: int | Tensor
 ) -> Tensor:
     """Compute the gradients of a batch, all of it at once or in micro-batches. Returns the loss, a scalar
     without gradient."""
@@ -108,10 +103,7 @@ class TrainingStep:
         which the first step starts from."""
         task, runtime = self.task, self.runtime
         model = runtime.torch_compile(
-            self.model,
-            task.torch_compile,
-            is_captured=task.cuda_graph,
-            accumulates=task.micro_batches > 1,
+            self.model, task.torch_compile, is_captured=task.cuda_graph, accumulates=task.micro_batches > 1
         )
         self.eager = functools.partial(train_step, task, model, self.optimizer, runtime, compose)
         # Without the optimizer's state the second step has more inputs than the first: one more graph.
