@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import time
 
 import numpy as np
 import pytest
@@ -22,27 +21,6 @@ def test_a_test_set_without_samples_is_an_error_that_says_so(digits, cpu):
     empty.images, empty.labels = empty.images[:0], empty.labels[:0]
     with pytest.raises(TpukitError, match=f"{task.dataset_dir}.* test set"):
         evaluate(task, task.model(), empty, cpu)
-
-
-@pytest.mark.slow
-def test_scores_counted_while_the_next_epoch_trains_are_recorded_in_the_same_order(
-    infrared, cpu, tmp_path, monkeypatch
-):
-    task = MSHNet(
-        dataset_dir=infrared, base_size=32, crop_size=32, batch_size=4, epochs=3, log_every=2, data_on="host"
-    )
-    order = []
-    for name, delay in (("fast", 0), ("slow", 0.5)):
-        count = MSHNet.evaluate
-        monkeypatch.setattr(
-            MSHNet, "evaluate", lambda self, found: (time.sleep(delay), count(self, found))[1]
-        )
-        run = Run.open(tmp_path / name, task)
-        assert train(task, run, runtime=cpu, progress=False) == run.records("evaluation")[-1]["scores"]
-        monkeypatch.undo()
-        order.append([(r["kind"], r["step"], r.get("scores")) for r in run.records() if r["kind"] != "start"])
-    assert order[0] == order[1]
-    assert [kind for kind, _, _ in order[0]] == ["train", "train", "epoch", "evaluation"] * 3
 
 
 def trained_with_scores(scores, digits, cpu, folder, monkeypatch, **settings):

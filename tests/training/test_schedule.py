@@ -115,7 +115,9 @@ def test_a_training_with_a_schedule_is_one_graph_and_ends_where_a_loop_of_torch_
     device, digits, tmp_path, request, monkeypatch
 ):
     traces, whole = [], step_module.train_step
-    monkeypatch.setattr(step_module, "train_step", lambda *arguments: (traces.append(1), whole(*arguments))[1])
+    monkeypatch.setattr(
+        step_module, "train_step", lambda *arguments: (traces.append(1), whole(*arguments))[1]
+    )
     settings = dict(SMALL, log_every=1, eval_every=9)
     task = MNIST(
         dataset_dir=digits, epochs=2, channels=4, schedule="cosine", warmup_epochs=0.5, **settings

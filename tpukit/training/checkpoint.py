@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from tpukit.devices.distributed import World
     from tpukit.devices.runtime import Runtime
     from tpukit.runs.run import Run
     from tpukit.training.saver import Saver
@@ -42,19 +43,26 @@ class TrainState:
     """in a row, up to the last one"""
 
 
+class Origin(NamedTuple):
+    """What a run was started with, and must be resumed with; test_signature may change."""
+
+    train_size: int
+    data_signature: dict
+    test_signature: dict
+    optimizer_signature: dict
+
+
 def save(
-    saver: Saver, runtime: Runtime, parts: dict, origin: dict, state: TrainState, sums: dict[str, float]
+    saver: Saver, runtime: Runtime, parts: dict, origin: Origin, state: TrainState, sums: dict[str, float]
 ) -> None:
     """Start writing a checkpoint on rank 0, with the random states of all ranks.
 
-    parts: what has a `state_dict`, or None: model, averaged, optimizer, scaler. origin: what must be the same
-    on resuming: train_size, data_signature, test_signature, optimizer_signature. sums: of `metrics.Interval`.
-    """
+    parts: `TrainingStep.parts`. sums: of a fresh `metrics.Interval`."""
     started = time.monotonic()
     random = runtime.world.gather(runtime.random_state())
     if runtime.world.rank == 0:
         content = dict(
-            format=FORMAT, **origin, state=dataclasses.asdict(state), sums=dict(sums), random=random
+            format=FORMAT, **origin._asdict(), state=dataclasses.asdict(state), sums=dict(sums), random=random
         )
         for name, part in parts.items():
             content[name] = {} if part is None else runtime.host(part.state_dict())
@@ -62,7 +70,7 @@ def save(
 
 
 def restore(
-    run: Run, task: Task, runtime: Runtime, parts: dict, origin: dict
+    run: Run, task: Task, runtime: Runtime, parts: dict, origin: Origin
 ) -> tuple[TrainState, dict[str, float]]:
     """Load the newest checkpoint into the parts, as `save` gets them. Returns (state, sums), fresh ones if
     there is none.
@@ -75,22 +83,21 @@ def restore(
     if saved is None:
         return TrainState(), metrics.SUMS
     _check_origin(run, task, saved, origin)
-    model, average, optimizer, scaler = (parts[name] for name in ("model", "averaged", "optimizer", "scaler"))
-    _check_code(run, task, saved, origin, model)
-    model.load_state_dict(saved["model"])
-    if average is not None:
-        average.load_state_dict(saved["averaged"])
+    _check_code(run, task, saved, origin, parts["model"])
+    modules = {name: parts[name] for name in ("model", "averaged") if parts[name] is not None}
+    for name, module in modules.items():
+        module.load_state_dict(saved[name])
     try:
-        _load_optimizer(optimizer, saved["optimizer"])
+        _load_optimizer(parts["optimizer"], saved["optimizer"])
     except (ValueError, KeyError) as error:  # of a run that has no signature
         raise _other_optimizer(run, task, repr(error)) from error
-    if scaler is not None and saved["scaler"]:
-        scaler.load_state_dict(saved["scaler"])
-    buffers = [buffer for module in (model, average) if module is not None for buffer in module.buffers()]
-    runtime.separate([*buffers, *state_tensors(optimizer)])
+    if parts["scaler"] and saved["scaler"]:
+        parts["scaler"].load_state_dict(saved["scaler"])
+    buffers = [buffer for module in modules.values() for buffer in module.buffers()]
+    runtime.separate([*buffers, *state_tensors(parts["optimizer"])])
     saved["state"].pop("best_on", None)  # of earlier versions
     state = TrainState(**saved["state"])
-    if what := _differences(saved.get("test_signature", {}), origin["test_signature"]):
+    if what := _differences(saved.get("test_signature", {}), origin.test_signature):
         state.best = None  # which no score on these samples can be compared with
         run.print(
             f"the test set of {task.dataset_dir}, or how it is scored, has changed since, with other {what}:"
@@ -105,7 +112,7 @@ def restore(
     return state, saved["sums"]
 
 
-def _read(run, task):
+def _read(run: Run, task: Task) -> dict | None:
     """The state of the newest checkpoint. Its best score is that of the best weights that are there."""
     saved = run.restore()
     if saved and saved.get("format") == FORMAT and saved["state"]["best"] is not None:
@@ -114,27 +121,27 @@ def _read(run, task):
     return saved
 
 
-def _check_origin(run: Run, task: Task, saved: object, origin: dict) -> None:
+def _check_origin(run: Run, task: Task, saved: object, origin: Origin) -> None:
     """Raise TpukitError unless a checkpoint is of this version, and of this training set and optimizer."""
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise TpukitError(
             f"{run.path} was written by another version of tpukit: start a new run, and pass this run's"
             " best.safetensors as weights= to keep its result"
         )
-    if saved["train_size"] != origin["train_size"]:
+    if saved["train_size"] != origin.train_size:
         raise TpukitError(
             f"{run.path} was trained on {saved['train_size']} samples, {task.dataset_dir} has"
-            f" {origin['train_size']}: use the dataset that it started with, or choose another run folder"
+            f" {origin.train_size}: use the dataset that it started with, or choose another run folder"
         )
     # Runs of earlier versions have no signatures.
-    if what := _differences(saved.get("data_signature", {}), origin["data_signature"]):
+    if what := _differences(saved.get("data_signature", {}), origin.data_signature):
         raise TpukitError(
             f"{run.path} was trained on other data than {task.dataset_dir} holds now, with other {what}: use"
             f" the dataset that it started with, or {TRAIN_ANEW}"
         )
 
 
-def _check_code(run: Run, task: Task, saved: dict, origin: dict, model: nn.Module) -> None:
+def _check_code(run: Run, task: Task, saved: dict, origin: Origin, model: nn.Module) -> None:
     """Raise TpukitError naming the first tensors, or settings of the optimizer, that differ from those of the
     checkpoint: the code of the task has changed."""
     if different := weights.differences(saved["model"], model.state_dict()):
@@ -142,7 +149,7 @@ def _check_code(run: Run, task: Task, saved: dict, origin: dict, model: nn.Modul
             f"{run.path} was trained with another model than {type(task).__name__}.model() makes now:"
             f" {different}\nUndo the change, or {TRAIN_ANEW}"
         )
-    old, new = saved.get("optimizer_signature", {}), origin["optimizer_signature"]
+    old, new = saved.get("optimizer_signature", {}), origin.optimizer_signature
     # Another version of torch may have more settings.
     changed = [
         f"{name} was {old[name]}, is {new[name]}" for name in old if name in new and old[name] != new[name]
@@ -158,16 +165,16 @@ def _other_optimizer(run: Run, task: Task, what: str) -> TpukitError:
     )
 
 
-def _differences(saved, own):
-    """What differs between two of `Task.data_signature`, in words; "" where nothing does."""
-    different = [name for name in saved if name in own and saved[name] != own[name]]
-    return " and ".join(_describe_difference(name, saved[name], own[name]) for name in different)
+def _differences(saved: dict, expected: dict) -> str:
+    """What differs between two of `Task.data_signature`, in words; "" if nothing does."""
+    names = [name for name in saved if name in expected and saved[name] != expected[name]]
+    return " and ".join(_describe_difference(name, saved[name], expected[name]) for name in names)
 
 
-def _describe_difference(name, saved, own):
-    if not (isinstance(saved, list) and isinstance(own, list)):
+def _describe_difference(name: str, saved: object, expected: object) -> str:
+    if not (isinstance(saved, list) and isinstance(expected, list)):
         return name
-    pairs = itertools.zip_longest(saved, own, fillvalue="none")
+    pairs = itertools.zip_longest(saved, expected, fillvalue="none")
     number, (old, new) = next((number, pair) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1])
     return f"{name} (number {number} was {old}, is {new})"
 
@@ -186,7 +193,7 @@ def _load_optimizer(optimizer: Optimizer, saved: dict) -> None:
                 state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-def _check_newest_is_on_rank_0(run, world):
+def _check_newest_is_on_rank_0(run: Run, world: World) -> None:
     mine = max((checkpoint["step"] for checkpoint in run.checkpoints()), default=0)
     newest = [int(row[0]) for row in world.all_gather([mine])]
     if max(newest) > newest[0]:

@@ -41,7 +41,7 @@ def fit(trainer: Trainer, progress: bool) -> dict:
     """Train from where the run stands to the last epoch. Returns the last scores, on every rank."""
     state = trainer.state
     try:
-        with trainer.show_progress(progress):
+        with trainer.open_bar(progress):
             end_epoch(trainer)  # an interrupted session may have left this undone
             with contextlib.closing(trainer.remaining_batches()) as batches:
                 while state.step < trainer.total:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import itertools
 from typing import TYPE_CHECKING
 
@@ -40,8 +39,7 @@ class Trainer:
 
     def __init__(self, task: Task, run: Run, runtime: Runtime | None, stop: StopSignal) -> None:
         task.check_dataset_dir()
-        if task.micro_batches > 1:
-            check_micro_batches(environment.detect(), task.micro_batches)
+        check_micro_batches(environment.detect(), task.micro_batches)
         self.task, self.stop = task, stop
         self.ranks_stop = False  # whether all ranks know of a signal
         torch.manual_seed(task.seed)
@@ -63,43 +61,31 @@ class Trainer:
         self.model, self.optimizer = self.step.model, self.step.optimizer
         self.steps_per_epoch = len(self.data) // task.batch_size
         if self.steps_per_epoch == 0:
-            size = len(self.data)
             raise TpukitError(
-                f"batch_size={task.batch_size} is larger than the training set: use batch_size <= {size}"
+                f"batch_size={task.batch_size} is larger than the training set: use batch_size <="
+                f" {len(self.data)}"
             )
         self.run = run if runtime.world.rank == 0 else run.read_only()
-        self.loader, test_loader = (
-            BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
-            for data in (self.data, self.test_data)
-        )
+        self.loader = BatchLoader(self.data, runtime, on=task.data_on, workers=task.num_workers)
+        test_loader = BatchLoader(self.test_data, runtime, on=task.data_on, workers=task.num_workers)
         self.saver = Saver(self.run, task.save_every_s)
         self.evaluator = Evaluator(task, self.run, runtime, test_loader, self.data, self.saver)
         self.throughput = metrics.Throughput(runtime)
         runtime.seed(task.seed)
-        self._restore()
+        self.origin = checkpoint.Origin(
+            len(self.data),
+            task.data_signature(self.data),
+            task.data_signature(self.test_data),
+            self.step.optimizer_signature,
+        )
+        self.state, sums = checkpoint.restore(self.run, task, runtime, self.step.parts, self.origin)
+        self.step.sums = metrics.new_sums(runtime, sums)
         self.step.compile(self.loader.compose)
         self.is_first_step = True
         runtime.reset_statistics()  # what others compiled in this process before is not part of this training
-        stands = self.patience_exhausted()
-        self.total = self.state.step if stands else max(task.epochs * self.steps_per_epoch, self.state.step)
+        stays = self.patience_exhausted()
+        self.total = self.state.step if stays else max(task.epochs * self.steps_per_epoch, self.state.step)
         self.shown_loss = ""
-
-    def _restore(self) -> None:
-        step, average = self.step, self.step.ema
-        self.parts = dict(
-            model=step.model,
-            averaged=average and average.model,
-            optimizer=step.optimizer,
-            scaler=self.runtime.scaler,
-        )
-        self.origin = dict(
-            train_size=len(self.data),
-            data_signature=self.task.data_signature(self.data),
-            test_signature=self.task.data_signature(self.test_data),
-            optimizer_signature=step.signature,
-        )
-        self.state, sums = checkpoint.restore(self.run, self.task, self.runtime, self.parts, self.origin)
-        step.sums = metrics.new_sums(self.runtime, sums)
 
     # Batches and steps
 
@@ -209,7 +195,7 @@ class Trainer:
         """Start writing a checkpoint, of a state that knows the scores of all its epochs."""
         self.evaluator.collect(self.state, wait=True)
         sums = self.sync().sums
-        checkpoint.save(self.saver, self.runtime, self.parts, self.origin, self.state, sums)
+        checkpoint.save(self.saver, self.runtime, self.step.parts, self.origin, self.state, sums)
 
     def save_before_leaving(self, reason: BaseException) -> None:
         """Save on an interrupt or SIGTERM, if it came between two steps, and say so."""
@@ -270,19 +256,18 @@ class Trainer:
 
     # What is printed and recorded
 
-    @contextlib.contextmanager
-    def show_progress(self, shown: bool) -> Iterator[None]:
-        """Context manager: log the start, and show a progress bar."""
+    def open_bar(self, shown: bool) -> tqdm:
+        """The progress bar, a context manager, after logging the start."""
         self._log_start()
-        with tqdm(
+        self.bar = tqdm(
             total=self.total,
             initial=self.state.step,
             desc=self.task.name,
             unit="step",
             disable=not (shown and self.run.echo),
             mininterval=0.5,
-        ) as self.bar:
-            yield
+        )
+        return self.bar
 
     def show_loss(self, epoch: int, loss: float) -> None:
         """Show the mean loss of the last interval, in an epoch counted from 0."""

@@ -85,16 +85,19 @@ class TrainingStep:
     it. The one assembly: for the loop, and for tools that plan, trace or try a step.
 
     model: of `task.model()`, on the CPU; its batch norms and frozen parts become those that the task sets.
-    ema: the `WeightEMA`, or None. sums: (4,), of the steps since they were last reset."""
+    ema: the `WeightEMA`, or None. sums: (4,), of the steps since they were last reset. parts: what a
+    checkpoint holds the state of, by name, or None."""
 
     def __init__(self, task: Task, runtime: Runtime, model: nn.Module) -> None:
         self.task, self.runtime = task, runtime
         self.model = place_model(task, runtime, model)
         self.ema = WeightEMA(self.model, task.ema_decay, runtime) if task.ema_decay else None
         self.optimizer = layers.make_optimizer(task, self.model)  # on XLA, placing made new parameters
-        self.signature = optimizer_signature(self.optimizer)
+        self.optimizer_signature = optimizer_signature(self.optimizer)
         self.has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
         self.sums = metrics.new_sums(runtime)
+        self.parts = dict(model=self.model, optimizer=self.optimizer, scaler=runtime.scaler)
+        self.parts["averaged"] = self.ema.model if self.ema else None
 
     def compile(self, compose: Callable[[Batch], Batch] = identity) -> None:
         """Make `compiled`, the step as the device runs it, and `eager`, the same one operation at a time.
