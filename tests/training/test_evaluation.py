@@ -1,7 +1,6 @@
 """Scores of weights: all samples once, in the order of one device, recorded in one order."""
 
 import dataclasses
-import itertools
 import math
 
 import numpy as np
@@ -87,40 +86,3 @@ def test_an_epoch_is_predicted_in_batches_of_the_runtimes_size_with_the_same_sco
     monkeypatch.setattr(Runtime, "evaluation_batch", lambda self, batch_size: 3 * batch_size)
     assert train(task, Run.open(tmp_path / "large", task), runtime=cpu, progress=False) == plain
     assert sizes == wanted
-
-
-def test_predictions_are_copied_before_the_next_batch_is_asked_for_and_waited_for_after_it(
-    digits, cpu, monkeypatch
-):
-    order, count = [], itertools.count(1)
-
-    class Event:
-        def __init__(self):
-            self.number = next(count)
-
-        def record(self):
-            order.append(f"copy {self.number}")
-
-        def synchronize(self):
-            order.append(f"wait {self.number}")
-
-    class Told(MNIST):
-        def predict(self, model, batch, epoch=None):
-            order.append("predict")
-            return super().predict(model, batch, epoch)
-
-    task = Told(dataset_dir=digits, batch_size=16)  # 40 test samples are 3 batches
-    model, data = task.model(), task.test_set()
-    wanted, order[:] = evaluate(task, model, data, cpu), []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    to_cpu_async = Runtime.to_cpu_async
-
-    def on_a_gpu(self, tree):
-        self.device = torch.device("cuda")
-        waited = to_cpu_async(self, tree)
-        self.device = torch.device("cpu")
-        return waited
-
-    monkeypatch.setattr(Runtime, "to_cpu_async", on_a_gpu)
-    assert evaluate(task, model, data, cpu) == wanted
-    assert order == "predict,copy 1,predict,copy 2,wait 1,predict,copy 3,wait 2,wait 3".split(",")

@@ -224,7 +224,9 @@ def test_a_training_that_diverges_while_an_epoch_is_scored_keeps_its_weights_if_
     assert [record["step"] for record in run.records("evaluation")] == [25] and same(best_weights(run), kept)
 
 
-def test_weights_are_copied_while_the_device_has_a_batch_to_predict(digits, tmp_path, cpu, monkeypatch):
+def test_weights_and_predictions_are_waited_for_while_the_device_has_a_batch_to_predict(
+    digits, tmp_path, cpu, monkeypatch
+):
     order, to_cpu_async = [], type(cpu).to_cpu_async
 
     def later(self, tree):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -71,7 +71,7 @@ class BatchLoader:
     calling thread); "auto" stores them on an accelerator if they take at most an eighth of its memory, whole
     or sharded over the devices of this process."""
 
-    def __init__(self, data: object, runtime: Runtime, *, on: str = "auto", workers: int = 2) -> None:
+    def __init__(self, data: Any, runtime: Runtime, *, on: str = "auto", workers: int = 2) -> None:
         self.data, self.runtime, self.workers = data, runtime, workers
         self.resident: Batch | None = None  # the dataset's arrays on the device, if they are stored there
         self.bytes_per_core = 0  # what they take of each device

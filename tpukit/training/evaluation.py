@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
@@ -79,7 +79,7 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
 def evaluate(
     task: Task,
     model: nn.Module,
-    data: object,
+    data: Any,
     runtime: Runtime,
     *,
     epoch: int | None = None,
@@ -142,7 +142,7 @@ class Evaluator:
     trains."""
 
     def __init__(
-        self, task: Task, run: Run, runtime: Runtime, loader: BatchLoader, train_data: object, saver: Saver
+        self, task: Task, run: Run, runtime: Runtime, loader: BatchLoader, train_data: Any, saver: Saver
     ) -> None:
         self.task, self.run, self.runtime, self.saver = task, run, runtime, saver
         self.loader, self.train_data = loader, train_data
@@ -199,25 +199,27 @@ class Evaluator:
             score = self.scores[task.score]
             to_beat = -math.inf if state.best is None or math.isnan(state.best) else state.best
             is_best = state.best is None or score > to_beat
-            speed = dict(seconds=finished.predict_s, scoring_s=scoring_s)
             self.run.log(
                 "evaluation",
                 finished.step,
                 epoch=finished.epoch,
                 scores=self.scores,
                 kept=is_best,
-                speed=speed,
+                speed=dict(seconds=finished.predict_s, scoring_s=scoring_s),
             )
-            shown = "".join(
-                f", {name} {value:.4g}" for name, value in self.scores.items() if isinstance(value, float)
-            )
+            numbers = [(name, value) for name, value in self.scores.items() if isinstance(value, float)]
+            shown = "".join(f", {name} {value:.4g}" for name, value in numbers)
             state.evaluations_without_best += 1
             if is_best:
                 state.best, state.evaluations_without_best = score, 0
-                about = dict(task=task.name, step=finished.step, epoch=finished.epoch)
-                about["settings"] = json.dumps(model_settings(task))
                 self.saver.save_best(
-                    finished.weights, **about, **{task.score: score}, **task.metadata(self.train_data)
+                    finished.weights,
+                    task=task.name,
+                    step=finished.step,
+                    epoch=finished.epoch,
+                    settings=json.dumps(model_settings(task)),
+                    **{task.score: score},
+                    **task.metadata(self.train_data),
                 )
         self.run.print(f"epoch {finished.epoch + 1}: loss {finished.loss:.4f}{shown}")
         state.evaluated = finished.epoch + 1

@@ -11,7 +11,7 @@ import glob
 import itertools
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -134,7 +134,7 @@ class Sample:
     name: str
     batch: dict[str, np.ndarray] | None = None
     """arrays (1, ...)"""
-    prediction: object = None
+    prediction: Any = None
     """as the task's predictor makes it, of numpy arrays (1, ...)"""
     error: str | None = None
 

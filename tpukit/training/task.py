@@ -7,7 +7,7 @@ import functools
 import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -213,7 +213,7 @@ class Task:
 
     # What it may override
 
-    def test_set(self) -> object:
+    def test_set(self) -> Any:
         """The test set alone, for which the training set need not be there."""
         return self.datasets()[1]
 
@@ -224,7 +224,7 @@ class Task:
                 f"{type(self).__name__} needs a dataset_dir: find_dataset(env, {self.dataset!r}) finds one"
             )
 
-    def data_signature(self, data: object) -> dict[str, str | list[str]]:
+    def data_signature(self, data: Any) -> dict[str, str | list[str]]:
         """What must be the same in the data when a run is resumed, by the name that errors use, whatever
         folder the data is in: a str, such as a digest of `arrays.digest`, or a list of str.
 
@@ -232,7 +232,7 @@ class Task:
         score so far is dropped."""
         return {}
 
-    def metadata(self, data: object) -> dict[str, str]:
+    def metadata(self, data: Any) -> dict[str, str]:
         """Strings to keep with the best weights, because they only make sense with these. data: the training
         set."""
         return {}
@@ -259,7 +259,7 @@ class Task:
         overrides it."""
         return runtime.inference(functools.partial(self.predict, model, epoch=runtime.scalar(epoch)))
 
-    def panels(self, batch: Arrays | Batch, prediction: object = None) -> list[list[tuple[str, np.ndarray]]]:
+    def panels(self, batch: Arrays | Batch, prediction: Any = None) -> list[list[tuple[str, np.ndarray]]]:
         """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3).
 
         batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the
@@ -276,12 +276,12 @@ class Task:
             rows.append([(title, image[..., 0] if image.shape[2:] == (1,) else image)])
         return rows
 
-    def check_labels(self, data: object) -> tuple[list[str], Sequence[int]]:
+    def check_labels(self, data: Any) -> tuple[list[str], Sequence[int]]:
         """(sentences about a dataset's samples and labels, the most important first; indices of samples to
         look at)."""
         return [f"{len(data)} samples"], []
 
-    def save_predictions(self, folder: Path, predictions: list, data: object) -> None:
+    def save_predictions(self, folder: Path, predictions: list, data: Any) -> None:
         """Write the predictions on the test set to a folder. predictions: list of what `evaluate` gets. data:
         the test set."""
 
@@ -305,7 +305,7 @@ class Task:
 
         return [{name: values[0] for name, values in batch.items()}], stack
 
-    def results(self, batch: Arrays, predictions: object) -> list[dict]:
+    def results(self, batch: Arrays, predictions: Any) -> list[dict]:
         """What a user gets of predictions for files of his own: a dict for each sample, of numbers, strings,
         lists of dicts (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as
         a mask.
