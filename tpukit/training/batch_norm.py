@@ -75,12 +75,16 @@ def freeze(model: nn.Module) -> None:
 class FrozenBatchNorm(_BatchNorm):
     """A batch norm that uses its running statistics in training too."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not is_on_xla(x):  # keeps the dtype of x; below, float32 statistics would make float32 of bfloat16
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.running_mean is not None and self.running_var is not None
+        # Keeps the dtype of the input; below, float32 statistics would make float32 of bfloat16.
+        if not is_on_xla(input):
+            return F.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
         # Written out, because XLA has no backward of batch norm in evaluation mode.
-        shape = (1, -1, *[1] * (x.dim() - 2))
+        shape = (1, -1, *[1] * (input.dim() - 2))
         scale = torch.rsqrt(self.running_var + self.eps)
         scale = scale if self.weight is None else scale * self.weight
-        x = (x - self.running_mean.view(shape)) * scale.view(shape)
+        x = (input - self.running_mean.view(shape)) * scale.view(shape)
         return x if self.bias is None else x + self.bias.view(shape)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tpukit.host.errors import TpukitError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Generator, Iterable, Iterator
 
     from tpukit.devices.runtime import Runtime
 
@@ -36,7 +36,7 @@ class BatchSpec(NamedTuple):
         """This rank's share: samples rank * B / W to (rank + 1) * B / W."""
         share = len(self.indices) // world_size
         part = slice(rank * share, (rank + 1) * share)
-        return BatchSpec(*(None if values is None else values[part] for values in self))
+        return BatchSpec(self.indices[part], *(None if one is None else one[part] for one in self[1:]))
 
 
 def training_index_batches(
@@ -84,14 +84,12 @@ class BatchLoader:
                 " 'host', or implement device_arrays, device_nbytes, sample_parameters and compose"
                 " (tpukit/tasks/mnist.py has them)"
             )
-        size = data.device_nbytes() if can_be_stored else 0
         limit = runtime.memory_size() // MEMORY_SHARE
-        is_wanted = on == "device" or (on == "auto" and runtime.accelerator != "cpu")
-        may_be_stored = can_be_stored and is_wanted and (size <= limit * runtime.shards or on == "device")
-        if may_be_stored:
-            arrays = data.device_arrays()
-            size = runtime.whole_nbytes(arrays)  # with what the device pads
-        if may_be_stored and (size <= limit * runtime.shards or on == "device"):
+        most = limit * runtime.shards if on == "auto" else float("inf")
+        is_wanted = can_be_stored and (on == "device" or (on == "auto" and runtime.accelerator != "cpu"))
+        arrays = data.device_arrays() if is_wanted and data.device_nbytes() <= most else None
+        size = 0 if arrays is None else runtime.whole_nbytes(arrays)  # with what the device pads
+        if arrays is not None and size <= most:
             is_sharded = size > limit and runtime.shards > 1
             self.resident = runtime.put_dataset(arrays, sharded=is_sharded)
             self.bytes_per_core = size // runtime.shards if is_sharded else size
@@ -101,12 +99,11 @@ class BatchLoader:
             where = "each batch is made when its step is due"
             if workers:
                 where = f"{workers} threads make the batches ahead"
-            if can_be_stored and is_wanted:
-                most = limit * runtime.shards / 2**20
-                where += f", because more than {most:.0f} MiB would take too much of the device"
+            if is_wanted:
+                where += f", because more than {most / 2**20:.0f} MiB would take too much of the device"
         self.description = f"{len(data)} samples, {where}"
 
-    def batches(self, plan: Iterable[BatchSpec]) -> Iterator[Batch]:
+    def batches(self, plan: Iterable[BatchSpec]) -> Generator[Batch, None, None]:
         """Make this rank's share of the batches of a plan and put them on the device in order.
 
         Yields dicts of tensors, to be given to `compose` in a compiled function. All ranks together see what

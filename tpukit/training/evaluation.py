@@ -129,8 +129,8 @@ class FinishedEpoch:
     predict_s: float | None = None
     """None if the epoch is not evaluated"""
     weights: dict[str, Tensor] | None = None
-    scores: concurrent.futures.Future | None = None
-    """of (scores, seconds)"""
+    scores: concurrent.futures.Future[tuple[dict, float]] | None = None
+    """and the seconds that they took"""
 
     def is_scored(self) -> bool:
         """Whether nothing remains to be waited for."""
@@ -147,8 +147,8 @@ class Evaluator:
         self.task, self.run, self.runtime, self.saver = task, run, runtime, saver
         self.loader, self.train_data = loader, train_data
         self.executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scores")
-        self.pending = None  # the `FinishedEpoch` whose scores are being computed
-        self.scores = None  # the last ones
+        self.pending: FinishedEpoch | None = None  # the `FinishedEpoch` whose scores are being computed
+        self.scores: dict | None = None  # the last ones
 
     def predict(
         self, finished: FinishedEpoch, model: nn.Module, *, after_batch: Callable[[], None] | None
@@ -158,7 +158,7 @@ class Evaluator:
         copied = self.runtime.to_cpu_async(model.state_dict()) if is_rank_0 else None
 
         def after_each():
-            if is_rank_0 and finished.weights is None:
+            if copied is not None and finished.weights is None:
                 finished.weights = copied()  # here, because the device has a batch to predict meanwhile
             if after_batch is not None:
                 after_batch()

@@ -159,7 +159,7 @@ def predict_files(
                 continue
             for index, name in enumerate(names):
                 one = {key: values[index : index + 1] for key, values in batch.items()}
-                parts, join = task.split(one)
+                parts, join = getattr(task, "split", split)(one)
                 waiting.append((Sample(name, one), join, len(parts)))
                 yield from parts
 
@@ -214,9 +214,13 @@ def _each_valid(results: Iterable[tuple[object, Batch]]) -> Iterator[object]:
             yield tree_map_only(torch.Tensor, lambda values: values[index].numpy(), prediction)  # noqa: B023
 
 
-def stack(rows: list) -> object:
-    """Predictions of rows, arrays or pytrees of them, as those of a batch: (N, ...)."""
-    return tree_map(lambda *values: np.stack(values), *rows)
+def split(batch: dict[str, np.ndarray]) -> tuple[list[dict[str, np.ndarray]], Callable[[list], object]]:
+    """(rows, join): a sample of a user's own (dict of arrays (1, ...)) as rows of one shape for all samples,
+    a list of dicts of arrays without the batch's axis; and a function from the list of their predictions to
+    that of the sample, (1, ...). This is one row; a task with samples of any size has its own, which may cut
+    a sample into several."""
+    row = {name: values[0] for name, values in batch.items()}
+    return [row], lambda predictions: tree_map(lambda *values: np.stack(values), *predictions)
 
 
 def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
@@ -255,7 +259,7 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
 
 
 @contextlib.contextmanager
-def as_files(inputs: object) -> Iterator[list[Path]]:
+def as_files(inputs: Any) -> Iterator[list[Path]]:
     """Context manager: the files of `inputs`, for `list_files`: paths, or arrays and PIL images, which become
     files in a temporary folder. Arrays of uint8 or uint16 are images, (H, W) or (H, W, 3); all others are
     numbers, such as voltages."""
@@ -268,7 +272,7 @@ def as_files(inputs: object) -> Iterator[list[Path]]:
         yield [_as_file(one, Path(folder) / f"{number:04d}") for number, one in enumerate(inputs)]
 
 
-def _as_file(one: object, stem: Path) -> Path:
+def _as_file(one: Any, stem: Path) -> Path:
     if isinstance(one, Image.Image):
         one = np.asarray(
             one if one.mode in ("1", "L", "LA", "RGB", "RGBA") or one.mode[0] == "I" else one.convert("RGB")

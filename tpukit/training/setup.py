@@ -21,7 +21,7 @@ from tpukit.training.saver import Saver
 from tpukit.training.step import TrainingStep
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Generator, Iterable
 
     from tpukit.devices.runtime import Runtime
     from tpukit.runs.run import Run
@@ -89,16 +89,16 @@ class Trainer:
 
     # Batches and steps
 
-    def remaining_batches(self) -> Iterator[Batch]:
+    def remaining_batches(self) -> Generator[Batch, None, None]:
         """Generate the batches from where the run stands to its last epoch."""
         epoch, start = divmod(self.state.step, self.steps_per_epoch)
         return self._batches(range(epoch, self.task.epochs), start)
 
-    def endless_batches(self, epoch: int = 0) -> Iterator[Batch]:
+    def endless_batches(self, epoch: int = 0) -> Generator[Batch, None, None]:
         """Generate the batches of an endless training, for tools that time or trace `take_step`."""
         return self._batches(itertools.count(epoch))
 
-    def _batches(self, epochs: Iterable[int], start: int = 0) -> Iterator[Batch]:
+    def _batches(self, epochs: Iterable[int], start: int = 0) -> Generator[Batch, None, None]:
         """Generate the batches of these epochs, of the first one from step `start` on, without a pause
         between two epochs."""
         task, size, num_uniforms = self.task, len(self.data), self.data.num_uniforms
@@ -323,11 +323,11 @@ class Trainer:
         """Record what was compiled since the last call, and print what took long."""
         for event in self.runtime.pop_compile_events():
             self.run.log("compile", step, **event)
-            if not event["programs"] and not event["refused"]:
-                self.run.print(
-                    f"step {step}: `{event['what']}` is not captured as a CUDA graph, because"
-                    f" {event['why'][0]}"
-                )
-            elif not event["refused"] and (event["what"] == "step" or event["seconds"] >= LONG_COMPILE_S):
-                why = f", because {event['why'][0]}" if event["why"] else ""
-                self.run.print(f"step {step}: compiled `{event['what']}` in {event['seconds']:.1f} s{why}")
+            what, why = event["what"], event["why"]
+            if event["refused"]:
+                continue
+            if not event["programs"]:
+                self.run.print(f"step {step}: `{what}` is not captured as a CUDA graph, because {why[0]}")
+            elif what == "step" or event["seconds"] >= LONG_COMPILE_S:
+                because = f", because {why[0]}" if why else ""
+                self.run.print(f"step {step}: compiled `{what}` in {event['seconds']:.1f} s{because}")

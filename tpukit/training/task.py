@@ -66,7 +66,7 @@ class Task:
         `torch.where`, not by `if`."""
         raise self._missing("loss")
 
-    def predict(self, model: nn.Module, batch: Batch, epoch: int | Tensor | None = None) -> object:
+    def predict(self, model: nn.Module, batch: Batch, epoch: int | Tensor | None = None) -> Any:
         """What `evaluate` needs from the model for a batch: one tensor or a pytree of them. One compiled
         graph on XLA. On one GPU a batch may have more samples than `batch_size`.
 
@@ -294,16 +294,10 @@ class Task:
         """A user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names).
 
         best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows
-        such a batch. Raises TpukitError naming a file that cannot be read."""
+        such a batch. Raises TpukitError naming a file that cannot be read.
+
+        A task that takes samples of any size has a method `split` besides, see `prediction.split`."""
         raise self._missing("read_files")
-
-    def split(self, batch: Arrays) -> tuple[list[Arrays], Callable[[list], object]]:
-        """(rows, join): a sample of a user's own (dict of arrays (1, ...), of any size) as rows of one shape
-        for all samples, a list of dicts of arrays without the batch's axis; and a function from the list of
-        their predictions to that of the sample, (1, ...)."""
-        from tpukit.training.prediction import stack
-
-        return [{name: values[0] for name, values in batch.items()}], stack
 
     def results(self, batch: Arrays, predictions: Any) -> list[dict]:
         """What a user gets of predictions for files of his own: a dict for each sample, of numbers, strings,
@@ -370,7 +364,7 @@ def from_settings(kind: type[Task], given: dict) -> Task:
     return kind(**{name: _as_declared(types[name], given[name]) for name in names})
 
 
-def _as_declared(declared: object, value: object) -> object:
+def _as_declared(declared: Any, value: Any) -> Any:
     parts = [declared, *get_args(declared)]
     if isinstance(value, list) and (tuples := [part for part in parts if get_origin(part) is tuple]):
         return tuple(_as_declared(tuples[0], item) for item in value)
@@ -396,7 +390,9 @@ def to_request(task: Task) -> dict:
             " move it to a module"
         )
     module = sys.modules[kind.__module__]
-    folder = Path(module.__file__).resolve().parents[module.__name__.count(".") + hasattr(module, "__path__")]
+    folder = (
+        Path(str(module.__file__)).resolve().parents[module.__name__.count(".") + hasattr(module, "__path__")]
+    )
     return dict(
         module=kind.__module__, folder=str(folder), kind=kind.__qualname__, settings=settings_dict(task)
     )
