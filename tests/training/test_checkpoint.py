@@ -1,7 +1,9 @@
 """What a run that was stopped or killed restores from its checkpoint, and which checkpoints it refuses."""
 
 import dataclasses
+import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -73,83 +75,20 @@ def test_a_run_resumed_in_another_layout_has_the_optimizers_state_in_that_of_the
     assert torch.equal(buffer, saved[number]["momentum_buffer"]) and buffer.any()
 
 
-KILLED = """
-import os, sys, time
-from pathlib import Path
-from tpukit import MNIST, Run, train
-from tpukit.training import saver
-from tpukit.training.loop import Trainer
-from tpukit.devices.runtime import Runtime
-
-folder, data, place, kill_at = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-saver.MAX_SHARE = float("inf")  # a checkpoint whenever the one before is on the disk
-task = MNIST(dataset_dir=data, epochs=3, batch_size=8, log_every=3, save_every_s=0.0, seed=5)
-calls = 0
-
-def killed(whole):
-    def call(*args, **how):
-        global calls
-        calls += 1
-        if calls == kill_at:
-            os.kill(os.getpid(), 9)
-        return whole(*args, **how)
-    return call
-
-if place == "between steps":
-    Trainer.take_step = killed(Trainer.take_step)
-elif place == "while the disk is written":  # by the thread of the saver, among others
-    os.fsync, os.replace = killed(os.fsync), killed(os.replace)
-else:  # while an epoch is scored
-    score = MNIST.evaluate
-    MNIST.evaluate = lambda self, found: (time.sleep(0.2), killed(score)(self, found))[1]
-train(task, Run.open(folder, task), runtime=Runtime("cpu"), progress=False)
-"""
-
-
-KILLS = {
-    "between steps": (5, 23, 24, 2, 11),
-    "while the disk is written": (4, 9, 10, 15, 17, 22, 30),
-    "while an epoch is scored": (1, 1, 2),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", KILLS)
-def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(place, digits, tmp_path, cpu):
-    """Each kill comes before that step, or that call, of its session."""
-    task = MNIST(dataset_dir=digits, epochs=3, batch_size=8, log_every=3, seed=5)
-    straight = Run.open(tmp_path / "straight", task)
-    train(task, straight, runtime=cpu, progress=False)
-    codes, resumed = [], []
-    for kill_at in (*KILLS[place], 9999):
-        command = [sys.executable, "-c", KILLED, str(tmp_path / "killed"), str(digits), place, str(kill_at)]
-        ran = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        )
-        codes.append(ran.returncode)
-        resumed += ["resuming at step" in ran.stdout]
-    assert codes == [-9] * len(KILLS[place]) + [0], ran.stderr
-    killed = Run.find(tmp_path / "killed")
-    assert exact(killed) == exact(straight) and same(best_weights(killed), best_weights(straight))
-    assert any(resumed), "no checkpoint was found by any session"
-
-
-def test_a_checkpoint_that_does_not_say_its_version_is_refused(trained, cpu):
+@pytest.mark.parametrize(
+    "changed, datum",
+    [
+        (dict(format=None), "best.safetensors"),
+        (dict(format=0), "best.safetensors"),
+        (dict(train_size=77), 77),
+    ],
+)
+def test_a_checkpoint_of_another_version_or_dataset_or_without_its_version_is_refused(
+    changed, datum, trained, cpu
+):
     task, run = trained
-    path = run.path / "checkpoints" / run.checkpoints()[0]["file"]
-    state = torch.load(path, weights_only=True)["state"]
-    del state["format"]
-    run.save(state, 99)
-    with refuses(run.path, "best.safetensors"):
-        train(dataclasses.replace(task, epochs=9), run, runtime=cpu, progress=False)
-
-
-@pytest.mark.parametrize("name, value, datum", [("format", 0, "best.safetensors"), ("train_size", 77, 77)])
-def test_a_checkpoint_of_another_version_or_dataset_is_refused(name, value, datum, trained, cpu):
-    task, run = trained
-    path = run.path / "checkpoints" / run.checkpoints()[0]["file"]
-    state = torch.load(path, weights_only=True)["state"]
-    run.save(state | {name: value}, 99)
+    state = checkpoint(run) | changed
+    run.save({name: value for name, value in state.items() if value is not None}, 99)
     with refuses(run.path, datum):
         train(dataclasses.replace(task, epochs=9), run, runtime=cpu, progress=False)
 
@@ -299,8 +238,8 @@ def test_a_run_that_kept_nothing_of_its_data_resumes(trained, cpu):
     assert checkpoint(run)["data_signature"] == task.data_signature(task.datasets()[0])
 
 
-KILLED_OFTEN = """
-import os, random, sys, time
+KILLED = """
+import json, os, sys, time
 from pathlib import Path
 
 from tpukit import MNIST, Run, train
@@ -308,13 +247,12 @@ from tpukit.devices.runtime import Runtime
 from tpukit.training import saver
 from tpukit.training.loop import Trainer
 
-folder, data, device, kills = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+folder, data, device = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+recipe, kills = map(json.loads, sys.argv[4:])
 if device == "xla":
     from tpukit.devices.xla import XLARuntime as Runtime
 saver.MAX_SHARE = float("inf")  # a checkpoint whenever the one before is on the disk
-recipe = dict(schedule="cosine", warmup_epochs=1.5, micro_batches=2, patience=4, layer_decay=0.8, freeze=("0",), ema_decay=0.5)
-recipe |= dict(epochs=40, batch_size=20, channels=4, lr=0.1, seed=5)
-task = MNIST(dataset_dir=data, log_every=3, save_every_s=0.0, num_workers=1, **recipe)
+task = MNIST(dataset_dir=data, log_every=3, save_every_s=0.0, num_workers=1, seed=5, **recipe)
 
 def killed(whole, at):
     calls = []
@@ -331,42 +269,64 @@ def train_in_a_process(name, place="", at=0):
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if place == "between steps":
         Trainer.take_step = killed(Trainer.take_step, at)
-    elif place == "while the disk is written":
+    elif place == "while the disk is written":  # by the thread of the saver, among others
         os.fsync, os.replace = killed(os.fsync, at), killed(os.replace, at)
     elif place == "while an epoch is scored":
-        MNIST.evaluate = killed(MNIST.evaluate, 1)
+        score = killed(MNIST.evaluate, at)
+        MNIST.evaluate = lambda self, predictions: (time.sleep(0.2), score(self, predictions))[1]
     train(task, Run.open(folder / name, task), runtime=Runtime(device), progress=False)
     sys.stdout.flush()
     os._exit(0)
 
 assert train_in_a_process("straight") == 0
-choice = random.Random(7)
-places = ("between steps", "between steps", "while the disk is written", "while an epoch is scored")
-codes = [train_in_a_process("killed", choice.choice(places), choice.randint(2, 9)) for _ in range(kills)]
+codes = [train_in_a_process("killed", place, at) for place, at in kills]
 assert train_in_a_process("killed") == 0
 print("KILLED", codes.count(-9))
 """
+EVERYTHING = dict(schedule="cosine", warmup_epochs=1.5, micro_batches=2, patience=4, layer_decay=0.8)
+EVERYTHING |= dict(freeze=("0",), ema_decay=0.5, epochs=40, batch_size=20, channels=4, lr=0.1)
+KILLS = {
+    "between steps": (5, 23, 24, 2, 11),
+    "while the disk is written": (4, 9, 10, 15, 17, 22, 30),
+    "while an epoch is scored": (1, 1, 2),
+}
+
+
+def killed_again_and_again(folder, digits, device, recipe, kills):
+    """(a run without a kill, one that was killed so), each kill before that step, or that call, of its
+    session."""
+    command = [sys.executable, "-c", KILLED, str(folder), str(digits), device]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command += [json.dumps(recipe), json.dumps(kills)]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environ)
+    assert f"KILLED {len(kills)}" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
+    assert "resuming at step" in ran.stdout, "no checkpoint was found by any session"
+    straight, killed = Run.find(folder / "straight"), Run.find(folder / "killed")
+    assert exact(killed) == exact(straight) and same(best_weights(killed), best_weights(straight))
+    return straight, killed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device, kills", [("cpu", 50), ("xla", 12)])
+@pytest.mark.parametrize("place", KILLS)
+def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(place, digits, tmp_path):
+    kills = [(place, at) for at in KILLS[place]]
+    killed_again_and_again(tmp_path, digits, "cpu", dict(epochs=3, batch_size=8), kills)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device, count", [("cpu", 50), ("xla", 12)])
 def test_fifty_kills_change_nothing_with_a_schedule_micro_batches_patience_frozen_and_averaged_weights(
-    device, kills, digits, tmp_path, request
+    device, count, digits, tmp_path, request
 ):
     request.getfixturevalue(device)  # skips where there is none
-    command = [sys.executable, "-c", KILLED_OFTEN, str(tmp_path), str(digits), device, str(kills)]
-    ran = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    )
-    assert f"KILLED {kills}" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
-    straight, found = Run.find(tmp_path / "straight"), Run.find(tmp_path / "killed")
-    assert exact(found) == exact(straight) and same(best_weights(found), best_weights(straight))
-    wanted, state = checkpoint(straight), checkpoint(found)
-    assert (
-        wanted["state"] == state["state"]
-        and same(wanted["model"], state["model"])
-        and same(wanted["averaged"], state["averaged"])
-    )
+    choice = random.Random(7)
+    places = ["between steps", *KILLS]
+    kills = [(choice.choice(places), choice.randint(2, 9)) for _ in range(count)]
+    kills = [(place, 1 if "scored" in place else at) for place, at in kills]
+    straight, killed = killed_again_and_again(tmp_path, digits, device, EVERYTHING, kills)
+    wanted, state = checkpoint(straight), checkpoint(killed)
+    assert wanted["state"] == state["state"]
+    assert same(wanted["model"], state["model"]) and same(wanted["averaged"], state["averaged"])
     assert straight.records("stopped") and wanted["state"]["step"] < 400, "it did not stop early"
     assert len({record["lr"] for record in straight.records("train")}) > 50
 

@@ -1,9 +1,7 @@
 """Scores of weights: all samples once, in the order of one device, recorded in one order."""
 
 import dataclasses
-import itertools
 import math
-import time
 
 import numpy as np
 import pytest
@@ -22,27 +20,6 @@ def test_a_test_set_without_samples_is_an_error_that_says_so(digits, cpu):
     empty.images, empty.labels = empty.images[:0], empty.labels[:0]
     with pytest.raises(TpukitError, match=f"{task.dataset_dir}.* test set"):
         evaluate(task, task.model(), empty, cpu)
-
-
-@pytest.mark.slow
-def test_scores_counted_while_the_next_epoch_trains_are_recorded_in_the_same_order(
-    infrared, cpu, tmp_path, monkeypatch
-):
-    task = MSHNet(
-        dataset_dir=infrared, base_size=32, crop_size=32, batch_size=4, epochs=3, log_every=2, data_on="host"
-    )
-    order = []
-    for name, delay in (("fast", 0), ("slow", 0.5)):
-        count = MSHNet.evaluate
-        monkeypatch.setattr(
-            MSHNet, "evaluate", lambda self, found: (time.sleep(delay), count(self, found))[1]
-        )
-        run = Run.open(tmp_path / name, task)
-        assert train(task, run, runtime=cpu, progress=False) == run.records("evaluation")[-1]["scores"]
-        monkeypatch.undo()
-        order.append([(r["kind"], r["step"], r.get("scores")) for r in run.records() if r["kind"] != "start"])
-    assert order[0] == order[1]
-    assert [kind for kind, _, _ in order[0]] == ["train", "train", "epoch", "evaluation"] * 3
 
 
 def trained_with_scores(scores, digits, cpu, folder, monkeypatch, **settings):
@@ -109,40 +86,3 @@ def test_an_epoch_is_predicted_in_batches_of_the_runtimes_size_with_the_same_sco
     monkeypatch.setattr(Runtime, "evaluation_batch", lambda self, batch_size: 3 * batch_size)
     assert train(task, Run.open(tmp_path / "large", task), runtime=cpu, progress=False) == plain
     assert sizes == wanted
-
-
-def test_predictions_are_copied_before_the_next_batch_is_asked_for_and_waited_for_after_it(
-    digits, cpu, monkeypatch
-):
-    order, count = [], itertools.count(1)
-
-    class Event:
-        def __init__(self):
-            self.number = next(count)
-
-        def record(self):
-            order.append(f"copy {self.number}")
-
-        def synchronize(self):
-            order.append(f"wait {self.number}")
-
-    class Told(MNIST):
-        def predict(self, model, batch, epoch=None):
-            order.append("predict")
-            return super().predict(model, batch, epoch)
-
-    task = Told(dataset_dir=digits, batch_size=16)  # 40 test samples are 3 batches
-    model, data = task.model(), task.test_set()
-    wanted, order[:] = evaluate(task, model, data, cpu), []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    to_cpu_async = Runtime.to_cpu_async
-
-    def on_a_gpu(self, tree):
-        self.device = torch.device("cuda")
-        waited = to_cpu_async(self, tree)
-        self.device = torch.device("cpu")
-        return waited
-
-    monkeypatch.setattr(Runtime, "to_cpu_async", on_a_gpu)
-    assert evaluate(task, model, data, cpu) == wanted
-    assert order == "predict,copy 1,predict,copy 2,wait 1,predict,copy 3,wait 2,wait 3".split(",")

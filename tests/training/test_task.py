@@ -6,14 +6,16 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.conftest import refuses
 from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Task, TpukitError
 from tpukit.training.task import from_settings, to_request
 
 
 @pytest.mark.parametrize(
-    "method", ["datasets", "model", "optimizer", "loss", "predict", "evaluate", "panels"]
+    "method", ["datasets", "model", "optimizer", "loss", "predict", "evaluate", "read_files"]
 )
 def test_a_task_that_leaves_a_method_out_is_told_which(method):
     @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,8 +23,46 @@ def test_a_task_that_leaves_a_method_out_is_told_which(method):
         name, dataset, score = "empty", "none", "x"
 
     arguments = inspect.signature(getattr(Empty(), method)).parameters.values()
-    with pytest.raises(NotImplementedError, match=rf"Empty must implement {method}\(\)"):
+    with pytest.raises(TpukitError, match=rf"Empty must implement {method}\(\)"):
         getattr(Empty(), method)(*[None for a in arguments if a.default is a.empty])
+
+
+class Faces:
+    """Images in any layout, without augmentation."""
+
+    num_uniforms = 0
+
+    def __init__(self, shape):
+        self.images = np.arange(5 * np.prod(shape)).reshape(5, *shape)
+
+    def __len__(self):
+        return 5
+
+    def batch(self, indices, numbers=None):
+        return dict(image=self.images[indices], label=np.asarray(indices) + 1)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (1, 4, 6), (3, 4, 6), (4, 6, 3)], ids=str)
+def test_a_task_that_says_nothing_of_panels_and_examples_shows_its_images_and_tries_its_first_samples(shape):
+    class Plain(Task):
+        name, score = "plain", "x"
+
+        def datasets(self):
+            return Faces(shape), Faces(shape)
+
+    task = Plain(dataset_dir=Path("faces"))
+    batch = task.example(7)
+    assert batch["label"].tolist() == [1, 2, 3, 4, 5, 1, 2]
+    rows = task.panels(batch, np.arange(7))
+    assert [title for [(title, _)] in rows[:2]] == ["1, predicted 0", "2, predicted 1"]
+    [(title, image)] = task.panels(batch)[1]
+    assert title == "2" and image.shape == ((4, 6, 3) if 3 in shape else (4, 6))
+    wanted = {(1, 4, 6): lambda x: x[0], (3, 4, 6): lambda x: x.transpose(1, 2, 0)}.get(shape, lambda x: x)
+    np.testing.assert_array_equal(image, wanted(batch["image"][1]))
+    with refuses("Plain must implement panels()"):
+        task.panels(dict(voltages=batch["image"]))
+    with refuses("Plain must implement example()"):
+        Plain().example(1)
 
 
 WRONG = [

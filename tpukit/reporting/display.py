@@ -123,28 +123,10 @@ def show_comparison(comparison, picture=None):
 
 
 def predict_test_images(run, task, count):
-    """(batch, predictions) of up to `count` test images, evenly spaced, by the run's best weights, on the
-    CPU, as tensors.
-
-    Raises TpukitError where the run has no best weights yet.
-    """
-    import torch
-
-    from tpukit.devices.runtime import Runtime
+    """(batch, predictions) of up to `count` test images: see `training.prediction`, which needs torch."""
     from tpukit.training import prediction
 
-    # On a TPU the notebook's own process must not open the device: no cores could be launched from it
-    # afterwards.
-    best, runtime = run.best(), Runtime("cpu")
-    task = dataclasses.replace(task, weights=best)
-    predictor = prediction.open_predictor(task, best, runtime)
-    data = task.test_set()
-    indices = _evenly_spaced(len(data), count)
-    batch = data.batch(indices)
-    rows = [{name: values[row] for name, values in batch.items()} for row in range(len(indices))]
-    predicted = prediction.stack(list(prediction.predict_in_batches(predictor, runtime, rows, 16)))
-    batch = {name: torch.as_tensor(values) for name, values in batch.items()}
-    return dict(batch, valid=torch.ones(len(indices), dtype=bool)), torch.as_tensor(predicted)
+    return prediction.predict_test_images(run, task, count)
 
 
 def _evenly_spaced(size, count):

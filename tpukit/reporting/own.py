@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import importlib.util
 import io
-import itertools
 import json
 import os
 import zipfile
@@ -160,27 +159,10 @@ def _show_upload(run, task):
 def _predict_and_save(run, task, paths):
     """The figure of the predictions, after saving them. Raises TpukitError for a file that cannot be read:
     nothing is saved."""
-    from tpukit.devices.runtime import Runtime
     from tpukit.training import prediction
 
-    best, paths = run.best(), prediction.list_files(paths)
-    task = dataclasses.replace(task, weights=best)
-    if len(paths) > MAX_SHOWN:
-        raise TpukitError(
-            f"{len(paths)} files were named; it shows {MAX_SHOWN} at once, `tpukit predict` takes any number"
-        )
-    # On a TPU the notebook's own process must not open the device: no cores could be launched from it
-    # afterwards.
-    samples = list(
-        itertools.islice(prediction.predict_files(task, best, paths, Runtime("cpu")), MAX_SHOWN + 1)
-    )
-    if len(samples) > MAX_SHOWN:
-        raise TpukitError(
-            f"the files hold more than {MAX_SHOWN} samples, which it shows at once; `tpukit predict` takes"
-            " any number"
-        )
-    if broken := next((sample for sample in samples if sample.error), None):
-        raise TpukitError(broken.error)
+    samples = prediction.predict_own(run, task, paths, limit=MAX_SHOWN)
+    task = dataclasses.replace(task, weights=run.best())
     save_predictions(task, samples, run.path / "own", pictures=False)
     rows = [row for sample in samples for row in task.panels(sample.batch, sample.prediction)]
     figure = figures.panels_figure(rows, "Your own files")

@@ -1,6 +1,9 @@
 """`tpukit predict`: what a finished run says of a user's own files or images."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
@@ -8,8 +11,25 @@ from tpukit.host import environment, files, known_errors
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
-def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, device="cpu", progress=True):
+    from tpukit.runs.run import Run
+    from tpukit.training.prediction import Sample
+    from tpukit.training.task import Task
+
+
+def predict(
+    run: Run | str | Path,
+    images: object,
+    *,
+    task: Task | str | None = None,
+    out: str | Path | None = None,
+    batch_size: int = 16,
+    pictures: bool = True,
+    device: str = "cpu",
+    progress: bool = True,
+) -> list[dict]:
     """Predict images with the best weights of a run. Returns a list of dicts, one for each sample.
 
     run: a `Run`, the path of one, or a weights file. images: paths (files, folders, patterns), numpy arrays
@@ -20,7 +40,7 @@ def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, d
 
     Each dict has the `name`, and what the task's `results` gives: `digit`; `mask`, `boxes` and `targets`;
     `image`. An unreadable file is printed and has its `error` in place of these; the others are still
-    predicted. Raises TpukitError where no file can be read, or the run has no weights."""
+    predicted. Raises TpukitError if no file can be read, or the run has no weights."""
     from tpukit.devices import open_runtime
     from tpukit.devices.runtime import Runtime
     from tpukit.reporting import own
@@ -50,7 +70,7 @@ def predict(run, images, *, task=None, out=None, batch_size=16, pictures=True, d
     return results
 
 
-def _print_errors(samples):
+def _print_errors(samples: Iterable[Sample]) -> Iterator[Sample]:
     """Yield the samples, after printing the error of one that could not be read."""
     for sample in samples:
         if sample.error:
@@ -58,14 +78,14 @@ def _print_errors(samples):
         yield sample
 
 
-def _empty_folder(path):
-    """The folder, created if it is missing. Raises TpukitError where anything is in it: no file of another's
+def _empty_folder(path: str | Path) -> Path:
+    """The folder, created if it is missing. Raises TpukitError if anything is in it: no file of another's
     is replaced."""
     path = Path(path)
     with files.explain_unwritable(path):
         path.mkdir(parents=True, exist_ok=True)
-        if found := next((entry for entry in path.iterdir() if not entry.name.startswith(".")), None):
+        if entry := next((entry for entry in path.iterdir() if not entry.name.startswith(".")), None):
             raise TpukitError(
-                f"{path} is not empty (it has {printable(found.name)}): choose a new folder for the results"
+                f"{path} is not empty (it has {printable(entry.name)}): choose a new folder for the results"
             )
     return path

@@ -1,13 +1,24 @@
 """Variants of batch norm for several cores, and for training with frozen statistics."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from tpukit.devices.tensors import is_on_xla
 from tpukit.host.errors import TpukitError
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-def apply(model, variant, runtime):
+    from tpukit.devices.runtime import Runtime
+    from tpukit.training.task import Task
+
+
+def apply(model: nn.Module, variant: str, runtime: Runtime) -> nn.Module:
     """The model with its batch norms made "per-core", "synced" or "frozen", see `Task.batch_norm`."""
     if variant == "frozen":
         freeze(model)
@@ -26,7 +37,7 @@ MIN_SHARE = 16
 1)."""
 
 
-def wants_one_gpu(task, gpus):
+def wants_one_gpu(task: Task, gpus: int) -> bool:
     """Whether each of several GPUs would have fewer than `MIN_SHARE` samples for its batch norms.
 
     Such a share is also too little work for a card: a step is bound by its launches, of which each card does
@@ -35,7 +46,7 @@ def wants_one_gpu(task, gpus):
     return share < MIN_SHARE and task.batch_norm == "per-core" and _has_statistics_of_the_batch(task.model())
 
 
-def note(model, task, runtime):
+def note(model: nn.Module, task: Task, runtime: Runtime) -> str:
     """A sentence on batch norms that see only a part of each batch, or ""."""
     if runtime.world.size == 1 or not _has_statistics_of_the_batch(model):
         return ""
@@ -47,31 +58,33 @@ def note(model, task, runtime):
     )
 
 
-def _has_statistics_of_the_batch(model):
-    kinds = {
-        type(module)
-        for module in model.modules()
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-    }
-    return bool(kinds - {FrozenBatchNorm, torch.nn.SyncBatchNorm})
+def _batch_norms(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
-def freeze(model):
+def _has_statistics_of_the_batch(model: nn.Module) -> bool:
+    return any(type(norm) not in (FrozenBatchNorm, torch.nn.SyncBatchNorm) for norm in _batch_norms(model))
+
+
+def freeze(model: nn.Module) -> None:
     """Make every batch norm a `FrozenBatchNorm`. Its scale and offset still learn."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            module.__class__ = FrozenBatchNorm
+    for norm in _batch_norms(model):
+        norm.__class__ = FrozenBatchNorm
 
 
-class FrozenBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+class FrozenBatchNorm(_BatchNorm):
     """A batch norm that uses its running statistics in training too."""
 
-    def forward(self, x):
-        if not is_on_xla(x):  # keeps the dtype of x; below, float32 statistics would make float32 of bfloat16
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.running_mean is not None and self.running_var is not None
+        # Keeps the dtype of the input; below, float32 statistics would make float32 of bfloat16.
+        if not is_on_xla(input):
+            return F.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
         # Written out, because XLA has no backward of batch norm in evaluation mode.
-        shape = (1, -1, *[1] * (x.dim() - 2))
+        shape = (1, -1, *[1] * (input.dim() - 2))
         scale = torch.rsqrt(self.running_var + self.eps)
         scale = scale if self.weight is None else scale * self.weight
-        x = (x - self.running_mean.view(shape)) * scale.view(shape)
+        x = (input - self.running_mean.view(shape)) * scale.view(shape)
         return x if self.bias is None else x + self.bias.view(shape)

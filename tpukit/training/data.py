@@ -1,12 +1,22 @@
 """Which samples a step gets, in which order, and how they reach the device: stored there, or streamed."""
 
+from __future__ import annotations
+
 import collections
 import concurrent.futures
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from tpukit.host.errors import TpukitError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Iterator
+
+    from tpukit.devices.runtime import Runtime
+
+Batch = dict[str, Tensor]  # of the step: names -> (B, ...)
 
 DATA_ON = ("auto", "device", "host")
 MEMORY_SHARE = 8  # a dataset may take 1 / MEMORY_SHARE of a device's memory
@@ -20,16 +30,18 @@ class BatchSpec(NamedTuple):
     numbers: np.ndarray | None = None
     """(B, num_uniforms) uniform in [0, 1), for the augmentation; None in an evaluation"""
     valid: np.ndarray | None = None
-    """(B,) bool, False where the batch is padded; None in training"""
+    """(B,) bool, False for padding; None in training"""
 
-    def of_rank(self, rank, world_size):
+    def of_rank(self, rank: int, world_size: int) -> BatchSpec:
         """This rank's share: samples rank * B / W to (rank + 1) * B / W."""
         share = len(self.indices) // world_size
         part = slice(rank * share, (rank + 1) * share)
-        return BatchSpec(*(None if values is None else values[part] for values in self))
+        return BatchSpec(self.indices[part], *(None if one is None else one[part] for one in self[1:]))
 
 
-def training_index_batches(size, batch_size, *, seed, epoch, num_uniforms=0, start=0):
+def training_index_batches(
+    size: int, batch_size: int, *, seed: int, epoch: int, num_uniforms: int = 0, start: int = 0
+) -> Iterator[BatchSpec]:
     """Yield a `BatchSpec` for every step of an epoch from step `start` on: shuffled samples, without the
     ragged tail.
 
@@ -38,12 +50,11 @@ def training_index_batches(size, batch_size, *, seed, epoch, num_uniforms=0, sta
     order = np.random.default_rng(np.random.SeedSequence((seed, epoch))).permutation(size)
     for step in range(start, size // batch_size):
         rng = np.random.default_rng(np.random.SeedSequence((seed, epoch, step)))
-        yield BatchSpec(
-            order[step * batch_size : (step + 1) * batch_size], rng.random((batch_size, num_uniforms))
-        )
+        indices = order[step * batch_size : (step + 1) * batch_size]
+        yield BatchSpec(indices, rng.random((batch_size, num_uniforms)))
 
 
-def evaluation_index_batches(size, batch_size):
+def evaluation_index_batches(size: int, batch_size: int) -> Iterator[BatchSpec]:
     """Yield a `BatchSpec` for every batch of an evaluation: each sample once, the last batch padded with
     sample 0."""
     for first in range(0, size, batch_size):
@@ -56,13 +67,13 @@ class BatchLoader:
     """Brings the batches of a dataset to a runtime's device.
 
     data: as `Task.datasets` returns it. on: "device" stores all its arrays there once, so that a batch is an
-    index and a few numbers per sample; "host" makes every batch on `workers` threads, a few ahead, with 0 in
-    the thread that asks; "auto" stores them on an accelerator where they take at most an eighth of its
-    memory, whole or sharded over the devices of this process."""
+    index and a few numbers per sample; "host" makes every batch on `workers` threads, a few ahead (0: in the
+    calling thread); "auto" stores them on an accelerator if they take at most an eighth of its memory, whole
+    or sharded over the devices of this process."""
 
-    def __init__(self, data, runtime, *, on="auto", workers=2):
+    def __init__(self, data: Any, runtime: Runtime, *, on: str = "auto", workers: int = 2) -> None:
         self.data, self.runtime, self.workers = data, runtime, workers
-        self.resident = None  # the dataset's arrays on the device, where they are stored there
+        self.resident: Batch | None = None  # the dataset's arrays on the device, if they are stored there
         self.bytes_per_core = 0  # what they take of each device
         if on not in DATA_ON:
             raise TpukitError(f"data_on={on!r}: choose one of {', '.join(DATA_ON)}")
@@ -73,45 +84,38 @@ class BatchLoader:
                 " 'host', or implement device_arrays, device_nbytes, sample_parameters and compose"
                 " (tpukit/tasks/mnist.py has them)"
             )
-        size = data.device_nbytes() if can_be_stored else 0
         limit = runtime.memory_size() // MEMORY_SHARE
-        is_wanted = on == "device" or (on == "auto" and runtime.accelerator != "cpu")
-        may_be_stored = can_be_stored and is_wanted and (size <= limit * runtime.shards or on == "device")
-        if may_be_stored:
-            arrays = data.device_arrays()
-            size = runtime.whole_nbytes(arrays)  # with what the device pads
-        if may_be_stored and (size <= limit * runtime.shards or on == "device"):
+        most = limit * runtime.shards if on == "auto" else float("inf")
+        is_wanted = can_be_stored and (on == "device" or (on == "auto" and runtime.accelerator != "cpu"))
+        arrays = data.device_arrays() if is_wanted and data.device_nbytes() <= most else None
+        size = 0 if arrays is None else runtime.whole_nbytes(arrays)  # with what the device pads
+        if arrays is not None and size <= most:
             is_sharded = size > limit and runtime.shards > 1
             self.resident = runtime.put_dataset(arrays, sharded=is_sharded)
             self.bytes_per_core = size // runtime.shards if is_sharded else size
-            how = f"sharded over {runtime.shards} cores" if is_sharded else "whole"
-            where = f"{size / 2**20:.0f} MiB on the device, {how}: a batch is an index"
+            layout = f"sharded over {runtime.shards} cores" if is_sharded else "whole"
+            where = f"{size / 2**20:.0f} MiB on the device, {layout}: a batch is an index"
         else:
-            where = (
-                f"{workers} threads make the batches ahead"
-                if workers
-                else "each batch is made when its step is due"
-            )
-            if can_be_stored and is_wanted:
-                where += (
-                    f", because more than {limit * runtime.shards / 2**20:.0f} MiB would take too much of the"
-                    " device"
-                )
+            where = "each batch is made when its step is due"
+            if workers:
+                where = f"{workers} threads make the batches ahead"
+            if is_wanted:
+                where += f", because more than {most / 2**20:.0f} MiB would take too much of the device"
         self.description = f"{len(data)} samples, {where}"
 
-    def batches(self, plan):
+    def batches(self, plan: Iterable[BatchSpec]) -> Generator[Batch, None, None]:
         """Make this rank's share of the batches of a plan and put them on the device in order.
 
         Yields dicts of tensors, to be given to `compose` in a compiled function. All ranks together see what
         one device would."""
         if self.workers == 0:
-            yield from (self.runtime.put_batch(self._make(draw)) for draw in plan)
+            yield from (self.runtime.put_batch(self._make(spec)) for spec in plan)
             return
         pending = collections.deque()
         with concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix="batches") as pool:
             try:
-                for draw in plan:
-                    pending.append(pool.submit(self._make, draw))
+                for spec in plan:
+                    pending.append(pool.submit(self._make, spec))
                     if len(pending) > 2 * self.workers:
                         yield self.runtime.put_batch(pending.popleft().result())
                 while pending:
@@ -120,16 +124,16 @@ class BatchLoader:
                 for future in pending:
                     future.cancel()
 
-    def _make(self, draw):
+    def _make(self, spec: BatchSpec) -> dict[str, np.ndarray]:
         """dict of numpy arrays: what goes to the device for this rank's share of a batch."""
-        indices, numbers, valid = draw.of_rank(self.runtime.world.rank, self.runtime.world.size)
+        indices, numbers, valid = spec.of_rank(self.runtime.world.rank, self.runtime.world.size)
         if self.resident is None:
             batch = self.data.batch(indices, numbers)
         else:
             batch = dict(self.data.sample_parameters(indices, numbers), index=np.asarray(indices, np.int64))
         return batch if valid is None else {**batch, "valid": valid}
 
-    def compose(self, batch):
+    def compose(self, batch: Batch) -> Batch:
         """The task's batch from what `batches` put on the device. To be called in a compiled function."""
         if self.resident is None:
             return batch
@@ -139,6 +143,6 @@ class BatchLoader:
         return self.data.compose(rows, parameters) | valid
 
 
-def identity(batch):
+def identity(batch: Batch) -> Batch:
     """In place of `BatchLoader.compose`, for a batch that is complete."""
     return batch

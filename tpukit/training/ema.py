@@ -1,9 +1,17 @@
 """An exponential moving average (EMA) of the weights, which is scored and kept instead of them."""
 
+from __future__ import annotations
+
 import copy
 import functools
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from tpukit.devices.runtime import Runtime
 
 EVERY = 10  # steps
 
@@ -11,14 +19,14 @@ EVERY = 10  # steps
 class WeightEMA:
     """The average of the weights of `model`, which lies on the device; updated every 10 steps."""
 
-    def __init__(self, model, decay, runtime):
+    def __init__(self, model: nn.Module, decay: float, runtime: Runtime) -> None:
         self.decay, self.runtime = decay, runtime
         # By way of the host: on XLA a copy of a tensor shares its memory, which a step donates.
         self.model = runtime.place(copy.deepcopy(model).cpu().requires_grad_(False))
         self.update = runtime.inference(functools.partial(update_average, self.model, model))
 
-    def step(self, step):
-        """Update the average where it is due. step: the number of steps taken."""
+    def step(self, step: int) -> None:
+        """Update the average if it is due. step: the number of steps taken."""
         count, rest = divmod(step, EVERY)
         if rest:
             return
@@ -29,7 +37,7 @@ class WeightEMA:
         self.update(self.runtime.put({"weight": torch.tensor([1 - decay])})["weight"])
 
 
-def update_average(average, model, weight):
+def update_average(average: nn.Module, model: nn.Module, weight: Tensor) -> None:
     """Move the averaged weights towards the model's by (1,) `weight`; buffers are copied."""
     for mean, value in zip(average.parameters(), model.parameters()):
         mean.lerp_(value, weight)

@@ -1,12 +1,14 @@
 """Scoring weights: `test` for a run, `evaluate` for a model, `Evaluator` for the epochs of a training."""
 
+from __future__ import annotations
+
 import concurrent.futures
-import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import time
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
@@ -15,12 +17,25 @@ from tpukit.devices.runtime import check_batch
 from tpukit.host import environment, known_errors
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
-from tpukit.training.data import BatchLoader, evaluation_index_batches
+from tpukit.training.data import BatchLoader
+from tpukit.training.prediction import predict_set
 from tpukit.training.task import model_settings
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
 
-def test(task, run, *, runtime=None, progress=True):
-    """Score the run's best weights, or `task.weights` where it has none, on the test set. Returns the scores,
+    from torch import Tensor, nn
+
+    from tpukit.devices.runtime import Runtime
+    from tpukit.runs.run import Run
+    from tpukit.training.checkpoint import TrainState
+    from tpukit.training.saver import Saver
+    from tpukit.training.task import Task
+
+
+def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool = True) -> dict:
+    """Score the run's best weights, or `task.weights` if it has none, on the test set. Returns the scores,
     on every rank.
 
     What the task keeps of its predictions is written to the run's folder predictions/. runtime: as for
@@ -49,59 +64,46 @@ def test(task, run, *, runtime=None, progress=True):
             run.write_progress(name=name, unit="batch", step=next(done), total=total)
 
         with tqdm(total=total, desc=name, unit="batch", disable=not (progress and run.echo)) as bar:
-            how = dict(epoch=weights.epoch_of(path), after_batch=count_batch, folder=run.path / "predictions")
-            scores = evaluate(task, model, data, runtime, **how)
+            scores = evaluate(
+                task,
+                model,
+                data,
+                runtime,
+                epoch=weights.epoch_of(path),
+                after_batch=count_batch,
+                folder=run.path / "predictions",
+            )
         return runtime.world.broadcast(scores)
 
 
-def evaluate(task, model, data, runtime, *, epoch=None, after_batch=None, folder=None):
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    data: Any,
+    runtime: Runtime,
+    *,
+    epoch: int | None = None,
+    after_batch: Callable[[], None] | None = None,
+    folder: Path | None = None,
+) -> dict | None:
     """Scores of a model on a device over a test set. With several ranks each predicts its share, and rank 0
     scores them all, in the order that one device would give; the other ranks return None.
 
     epoch: see `Task.predict`. after_batch: called without arguments. folder: where the task keeps what it
     wants of the predictions."""
     loader = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
-    found = predict(task, model, loader, runtime, epoch=epoch, after_batch=after_batch)
+    predicted = predict_set(task, model, loader, runtime, epoch=epoch, after_batch=after_batch)
     if runtime.world.rank != 0:
         return None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        task.save_predictions(folder, found, data)
-    return scores_of(task, found)
+        task.save_predictions(folder, predicted, data)
+    return scores_of(task, predicted)
 
 
-def predict(task, model, loader, runtime, *, epoch, batch_size=None, after_batch=None):
-    """list of (prediction, batch), on the CPU; on rank 0 those of all ranks. batch: the arrays in
-    `task.evaluation_keys`.
-
-    batch_size: samples of a batch, over all ranks; None for the task's."""
-    predictor = task.predictor(model, runtime, epoch)
-    compose = loader.compose if loader.resident is None else runtime.inference(loader.compose)
-    found, pending = [], None
-    model.eval()
-    plan = evaluation_index_batches(len(loader.data), batch_size or task.batch_size)
-    with contextlib.closing(loader.batches(plan)) as batches:
-        for batch in batches:
-            batch = compose(batch)
-            names = batch if task.evaluation_keys is None else (*task.evaluation_keys, "valid")
-            copied = runtime.to_cpu_async((predictor(batch), {name: batch[name] for name in names}))
-            if pending is not None:  # one batch late, so that the device is busy meanwhile
-                found.extend(runtime.world.gather(pending()))
-            pending = copied
-            runtime.heartbeat(runtime.step)
-            if after_batch is not None:
-                after_batch()
-    if pending is None:
-        raise TpukitError(
-            f"{task.dataset_dir or type(task).__name__}: the test set is empty; add samples to it"
-        )
-    found.extend(runtime.world.gather(pending()))
-    return found
-
-
-def scores_of(task, predictions):
+def scores_of(task: Task, predictions: Iterable) -> dict:
     """What `task.evaluate` returns, with plain numbers in place of numpy's and torch's. Raises TpukitError
-    where that cannot be recorded, or has no score that decides which weights are best."""
+    if that cannot be recorded, or has no score that decides which weights are best."""
     scores, method = task.evaluate(predictions), f"{type(task).__name__}.evaluate()"
     try:
         scores = json.loads(json.dumps(scores, default=lambda value: value.tolist()))
@@ -110,10 +112,9 @@ def scores_of(task, predictions):
             f"{method} must return a dict of numbers, by the names of the scores ({error})"
         ) from error
     if not isinstance(scores, dict) or not isinstance(scores.get(task.score), (int, float)):
-        found = ", ".join(scores) if isinstance(scores, dict) else type(scores).__name__
+        got = ", ".join(scores) if isinstance(scores, dict) else type(scores).__name__
         raise TpukitError(
-            f"{method} must return a dict with a number {task.score!r}, which decides what is best; got"
-            f" {found}"
+            f"{method} must return a dict with a number {task.score!r}, which decides what is best; got {got}"
         )
     return scores
 
@@ -126,12 +127,12 @@ class FinishedEpoch:
     epoch: int
     loss: float
     predict_s: float | None = None
-    """None where the epoch is not evaluated"""
-    weights: dict | None = None
-    scores: concurrent.futures.Future | None = None
-    """of (scores, seconds)"""
+    """None if the epoch is not evaluated"""
+    weights: dict[str, Tensor] | None = None
+    scores: concurrent.futures.Future[tuple[dict, float]] | None = None
+    """and the seconds that they took"""
 
-    def is_scored(self):
+    def is_scored(self) -> bool:
         """Whether nothing remains to be waited for."""
         return self.scores is None or self.scores.done()
 
@@ -140,38 +141,50 @@ class Evaluator:
     """Evaluates the epochs of a training: predicts at once, and computes the scores while the next epoch
     trains."""
 
-    def __init__(self, task, run, runtime, loader, train_data, saver):
+    def __init__(
+        self, task: Task, run: Run, runtime: Runtime, loader: BatchLoader, train_data: Any, saver: Saver
+    ) -> None:
         self.task, self.run, self.runtime, self.saver = task, run, runtime, saver
         self.loader, self.train_data = loader, train_data
         self.executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scores")
-        self.pending = None  # the `FinishedEpoch` whose scores are being computed
-        self.scores = None  # the last ones
+        self.pending: FinishedEpoch | None = None  # the `FinishedEpoch` whose scores are being computed
+        self.scores: dict | None = None  # the last ones
 
-    def predict(self, finished, model, *, after_batch):
+    def predict(
+        self, finished: FinishedEpoch, model: nn.Module, *, after_batch: Callable[[], None] | None
+    ) -> None:
         """Predict the test set with these weights, and start scoring the predictions."""
         started, is_rank_0 = time.monotonic(), self.runtime.world.rank == 0
         copied = self.runtime.to_cpu_async(model.state_dict()) if is_rank_0 else None
 
         def after_each():
-            if is_rank_0 and finished.weights is None:
+            if copied is not None and finished.weights is None:
                 finished.weights = copied()  # here, because the device has a batch to predict meanwhile
             if after_batch is not None:
                 after_batch()
 
-        how = dict(epoch=finished.epoch, after_batch=after_each)
-        if self.loader.resident is not None:  # the host would hold several of the batches that it makes
-            how["batch_size"] = self.runtime.evaluation_batch(self.task.batch_size)
+        batch_size = self.task.batch_size
+        if self.loader.resident is not None:  # else the host would hold several of the batches that it makes
+            batch_size = self.runtime.evaluation_batch(batch_size)
         with self.runtime.broadcast_buffers(model):
-            found = predict(self.task, model, self.loader, self.runtime, **how)
+            predicted = predict_set(
+                self.task,
+                model,
+                self.loader,
+                self.runtime,
+                epoch=finished.epoch,
+                batch_size=batch_size,
+                after_batch=after_each,
+            )
         finished.predict_s = time.monotonic() - started
         if is_rank_0:
-            finished.scores = self.executor.submit(self._score, found)
+            finished.scores = self.executor.submit(self._score, predicted)
 
-    def _score(self, found):
+    def _score(self, predicted: list) -> tuple[dict, float]:
         started = time.monotonic()
-        return scores_of(self.task, found), time.monotonic() - started
+        return scores_of(self.task, predicted), time.monotonic() - started
 
-    def collect(self, state, *, wait):
+    def collect(self, state: TrainState, *, wait: bool) -> None:
         """Record the epoch whose scores are being computed, if there is one, in the `TrainState` too; keep
         the best weights.
 
@@ -183,34 +196,36 @@ class Evaluator:
         shown = ""
         if finished.scores is not None:
             self.scores, scoring_s = finished.scores.result()
-            score, on = self.scores[task.score], task.evaluation_signature()
+            score = self.scores[task.score]
             to_beat = -math.inf if state.best is None or math.isnan(state.best) else state.best
-            is_best = state.best is None or score > to_beat or on != state.best_on
-            speed = dict(seconds=finished.predict_s, scoring_s=scoring_s)
+            is_best = state.best is None or score > to_beat
             self.run.log(
                 "evaluation",
                 finished.step,
                 epoch=finished.epoch,
                 scores=self.scores,
                 kept=is_best,
-                speed=speed,
+                speed=dict(seconds=finished.predict_s, scoring_s=scoring_s),
             )
-            shown = "".join(
-                f", {name} {value:.4g}" for name, value in self.scores.items() if isinstance(value, float)
-            )
+            numbers = [(name, value) for name, value in self.scores.items() if isinstance(value, float)]
+            shown = "".join(f", {name} {value:.4g}" for name, value in numbers)
             state.evaluations_without_best += 1
             if is_best:
-                state.best, state.best_on, state.evaluations_without_best = score, on, 0
-                about = dict(task=task.name, step=finished.step, epoch=finished.epoch)
-                about["settings"] = json.dumps(model_settings(task))
+                state.best, state.evaluations_without_best = score, 0
                 self.saver.save_best(
-                    finished.weights, **about, **{task.score: score}, **task.metadata(self.train_data)
+                    finished.weights,
+                    task=task.name,
+                    step=finished.step,
+                    epoch=finished.epoch,
+                    settings=json.dumps(model_settings(task)),
+                    **{task.score: score},
+                    **task.metadata(self.train_data),
                 )
         self.run.print(f"epoch {finished.epoch + 1}: loss {finished.loss:.4f}{shown}")
         state.evaluated = finished.epoch + 1
 
 
-def log_notes(run, *sources):
+def log_notes(run: Run, *sources: object) -> None:
     """Print the `notes` of datasets and runtimes."""
     for notes in dict.fromkeys(getattr(source, "notes", "") for source in sources):
         if notes:

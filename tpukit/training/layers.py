@@ -1,16 +1,26 @@
 """For fine-tuning: parts of a model that do not train, and smaller learning rates nearer to its input."""
 
+from __future__ import annotations
+
+import collections
 import difflib
+import itertools
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from tpukit.host.errors import TpukitError
 from tpukit.training import batch_norm
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from tpukit.training.task import Task
+
 BACKBONE = "backbone"  # all layers but the last, unless the model has a part of this name
 
 
-def find_layers(model):
+def find_layers(model: nn.Module) -> list[list[str]]:
     """[[parameter names]] of the model's layers from input to output: its children, in the order in which
     they were assigned.
 
@@ -22,7 +32,7 @@ def find_layers(model):
     return [[name for name, _ in model.named_parameters(recurse=False)] + first, *others]
 
 
-def _layers_below(module, prefix):
+def _layers_below(module: nn.Module, prefix: str) -> list[list[str]]:
     layers = []
     for name, child in module.named_children():
         if isinstance(child, (nn.Sequential, nn.ModuleList)):
@@ -32,14 +42,12 @@ def _layers_below(module, prefix):
     return layers
 
 
-def checked_layers(task, model):
+def checked_layers(task: Task, model: nn.Module) -> list[list[str]]:
     """`task.layers(model)`. Raises TpukitError unless it has each parameter once."""
     layers = task.layers(model)
-    found, names = (
-        [name for layer in layers for name in layer],
-        [name for name, _ in model.named_parameters()],
-    )
-    if wrong := set(names).symmetric_difference(found) or {name for name in found if found.count(name) > 1}:
+    listed = collections.Counter(name for layer in layers for name in layer)
+    wanted = collections.Counter(name for name, _ in model.named_parameters())
+    if wrong := (listed - wanted) + (wanted - listed):
         raise TpukitError(
             f"{type(task).__name__}.layers() must have each parameter of the model once; wrong:"
             f" {', '.join(sorted(wrong)[:5])}"
@@ -47,16 +55,14 @@ def checked_layers(task, model):
     return layers
 
 
-def freeze(task, model):
+def freeze(task: Task, model: nn.Module) -> None:
     """Keep the parts of the model that `task.freeze` names as they are: no gradients, and the running
     statistics of batch norms are used in training too. Raises TpukitError for a name that the model does not
     have."""
     if not task.freeze:
         return
     names = [name for name, _ in model.named_parameters()]
-    parts = {
-        ".".join(name.split(".")[:depth]) for name in names for depth in range(1, len(name.split(".")) + 1)
-    }
+    parts = {part for name in names for part in itertools.accumulate(name.split("."), "{}.{}".format)}
     frozen = set()
     for part in task.freeze:
         if part == BACKBONE and part not in parts:
@@ -64,9 +70,8 @@ def freeze(task, model):
         elif part in parts:
             frozen.update(name for name in names if f"{name}.".startswith(f"{part}."))
         else:
-            near = difflib.get_close_matches(part, sorted(parts), 5) or dict.fromkeys(
-                name.split(".")[0] for name in names
-            )
+            near = difflib.get_close_matches(part, sorted(parts), 5)
+            near = near or dict.fromkeys(name.split(".")[0] for name in names)
             raise TpukitError(
                 f"freeze={part!r}: the model has no such part; it has {', '.join(near)}; or use {BACKBONE!r}"
             )
@@ -80,18 +85,15 @@ def freeze(task, model):
             batch_norm.freeze(module)
 
 
-def make_optimizer(task, model):
+def make_optimizer(task: Task, model: nn.Module) -> Optimizer:
     """`task.optimizer(model)` without what is frozen, and with each layer's learning rate by
     `task.layer_decay`."""
     optimizer = task.optimizer(model)
     if not task.freeze and task.layer_decay == 1:
         return optimizer
     parameters = dict(model.named_parameters())
-    height = {
-        parameters[name]: place
-        for place, layer in enumerate(reversed(checked_layers(task, model)))
-        for name in layer
-    }
+    layers = reversed(checked_layers(task, model))
+    height = {parameters[name]: number for number, layer in enumerate(layers) for name in layer}
     groups = []
     for group in optimizer.param_groups:
         at_height = {}
@@ -100,8 +102,7 @@ def make_optimizer(task, model):
                 at_height.setdefault(height.get(parameter, 0), []).append(parameter)
             else:
                 optimizer.state.pop(parameter, None)  # Adagrad has made it already
-        groups += [
-            group | dict(params=found, lr=group["lr"] * task.layer_decay**n) for n, found in at_height.items()
-        ]
+        for number, members in at_height.items():
+            groups.append(group | dict(params=members, lr=group["lr"] * task.layer_decay**number))
     optimizer.param_groups[:] = groups
     return optimizer

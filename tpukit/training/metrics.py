@@ -1,17 +1,29 @@
 """Metrics of the training steps: sums on the device, read by the host once per interval and checked for
 divergence."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
 from tpukit.host.errors import TpukitError
 
-MIN_LOSS_SCALE = (
-    2.0**-14
-)  # of fp16, which starts at 2 ** 16: a gradient that overflows even here is above 1e9
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+    from tpukit.devices.runtime import Runtime
+    from tpukit.runs.run import Run
+    from tpukit.training.data import Batch
+    from tpukit.training.task import Task
+
+# Of fp16, which starts at 2 ** 16: a gradient that overflows even here is above 1e9.
+MIN_LOSS_SCALE = 2.0**-14
 # What the steps of an interval add up on the device, and the values it starts with. bad_step is the first
 # step whose loss was not finite, counted from 0 at the start of the interval, -1 for none; grad_norm is the
 # last step's. A step computes its gradient norm only where gradients are clipped; elsewhere `sync` computes
@@ -19,15 +31,15 @@ MIN_LOSS_SCALE = (
 SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0, grad_norm=0.0)
 
 
-def new_sums(runtime, values=SUMS):
+def new_sums(runtime: Runtime, values: dict[str, float] = SUMS) -> Tensor:
     """(4,) float32 tensor on the device, in the order of SUMS."""
     # One vector, because XLA would fold single numbers into the graph as constants.
     return runtime.put({"sums": torch.tensor([values[name] for name in SUMS], dtype=torch.float32)})["sums"]
 
 
-def accumulate(sums, loss, grad_norm, *, overflow_is_skipped):
-    """Add one step to the sums, on the device. loss: scalar. grad_norm: scalar, or None where the step does
-    not compute it.
+def accumulate(sums: Tensor, loss: Tensor, grad_norm: Tensor | None, *, overflow_is_skipped: bool) -> Tensor:
+    """Add one step to the sums, on the device. loss: scalar. grad_norm: scalar, or None if the step does not
+    compute it.
 
     overflow_is_skipped: a loss scaler skips steps whose gradient overflows, so an infinite norm is not yet an
     error."""
@@ -45,9 +57,9 @@ def accumulate(sums, loss, grad_norm, *, overflow_is_skipped):
 class Interval:
     """The metrics since the last reset of the sums, over all ranks, on the host."""
 
-    sums: dict
+    sums: dict[str, float]
     """As SUMS: `loss` is the mean over ranks, `bad_step` the first of any rank, the rest rank 0's."""
-    memory: list
+    memory: list[tuple[float, float]]
     """(peak bytes, total bytes) of every device of every rank"""
     stop_signal: int | None
     """the signal that any rank received"""
@@ -55,28 +67,32 @@ class Interval:
     """whether rank 0 is due to save a checkpoint"""
 
 
-def sync(sums, model, runtime, *, clipped, stop_signal, save_due):
+def sync(
+    sums: Tensor,
+    model: nn.Module,
+    runtime: Runtime,
+    *,
+    clipped: bool,
+    stop_signal: int | None,
+    save_due: bool,
+) -> Interval:
     """Read the sums of all ranks: an `Interval`. The only place in the training loop that waits for the
     device and the ranks.
 
     clipped: whether the steps compute their gradient norm. stop_signal, save_due: this rank's.
     """
     grad_norm = sums[-1:] if clipped else runtime.gradient_norm(model)
-    found = runtime.host(torch.cat([sums[:-1], grad_norm])).tolist()
+    values = runtime.host(torch.cat([sums[:-1], grad_norm])).tolist()
     memory = [number for device in runtime.memory() for number in device]
     ranks = runtime.world.all_gather_dicts(
-        dict(sums=found, memory=memory, stop=[stop_signal or 0], save=[save_due])
+        dict(sums=values, memory=memory, stop=[stop_signal or 0], save=[save_due])
     )
     sums_by_rank = [dict(zip(SUMS, rank["sums"])) for rank in ranks]
-    mean_loss = sum(of_rank["loss"] for of_rank in sums_by_rank) / len(ranks)
-    bad_step = min(
-        (of_rank["bad_step"] for of_rank in sums_by_rank if of_rank["bad_step"] >= 0), default=-1.0
-    )
+    mean_loss = sum(rank_sums["loss"] for rank_sums in sums_by_rank) / len(ranks)
+    bad_steps = [rank_sums["bad_step"] for rank_sums in sums_by_rank if rank_sums["bad_step"] >= 0]
     return Interval(
-        sums=dict(sums_by_rank[0], loss=mean_loss, bad_step=bad_step),
-        memory=[
-            (peak, total) for rank in ranks for peak, total in zip(rank["memory"][::2], rank["memory"][1::2])
-        ],
+        sums=dict(sums_by_rank[0], loss=mean_loss, bad_step=min(bad_steps, default=-1.0)),
+        memory=[pair for rank in ranks for pair in zip(rank["memory"][::2], rank["memory"][1::2])],
         stop_signal=int(max(rank["stop"][0] for rank in ranks)) or None,
         save_due=bool(ranks[0]["save"][0]),
     )
@@ -85,15 +101,15 @@ def sync(sums, model, runtime, *, clipped, stop_signal, save_due):
 class Throughput:
     """Times the steps of an interval, and how long they waited for their batches."""
 
-    def __init__(self, runtime):
+    def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.restart()
 
-    def restart(self):
+    def restart(self) -> None:
         self.started, self.steps, self.waited_s = time.monotonic(), 0, 0.0
         self.counters = self.runtime.counters()
 
-    def batches(self, batches):
+    def batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches, one for each step, counted and timed."""
         while True:
             asked = time.monotonic()
@@ -104,21 +120,15 @@ class Throughput:
             self.steps += 1
             yield batch
 
-    def measure(self, batch_size):
+    def measure(self, batch_size: int) -> dict:
         """dict for a record's `speed`: seconds, images_per_s, wait_s, counters, and seconds of transfers on
         XLA."""
         seconds = time.monotonic() - self.started
         counters = self.runtime.counters()
-        found = dict(
-            seconds=seconds,
-            images_per_s=self.steps * batch_size / seconds,
-            wait_s=self.waited_s,
-            counters=counters,
-        )
-        if counters:
-            for name in ("to_device_s", "from_device_s"):
-                found[name] = counters[name] - self.counters[name]
-        return found
+        rate = self.steps * batch_size / seconds
+        transfers = ("to_device_s", "from_device_s") if counters else ()
+        took = {name: counters[name] - self.counters[name] for name in transfers}
+        return dict(seconds=seconds, images_per_s=rate, wait_s=self.waited_s, counters=counters, **took)
 
 
 # Divergence
@@ -128,7 +138,7 @@ class Diverged(TpukitError):
     """The loss or the gradient stopped being a finite number."""
 
 
-def check_finite(interval, step, task, run, runtime):
+def check_finite(interval: Interval, step: int, task: Task, run: Run, runtime: Runtime) -> None:
     """Raise Diverged, naming the first step whose loss or gradient was not finite. step: the last one of the
     interval."""
     steps, bad_step, scaler = interval.sums["steps"], interval.sums["bad_step"], runtime.scaler
@@ -143,12 +153,9 @@ def check_finite(interval, step, task, run, runtime):
         what = f"the gradient is not finite at step {step} even with the loss scaled down to {scale:.2g}"
     else:
         return
-    checkpoints = run.checkpoints()
-    good = (
-        f"the last good checkpoint is {checkpoints[0]['file']}"
-        if checkpoints
-        else "there is no checkpoint yet"
-    )
+    good = "there is no checkpoint yet"
+    if checkpoints := run.checkpoints():
+        good = f"the last good checkpoint is {checkpoints[0]['file']}"
     message = (
         f"{what}; {good} in {run.path / 'checkpoints'}. Start another run with a lower lr (now {task.lr}) or"
         f" in fp32 (now {runtime.precision}), from this run's best.safetensors if you pass it as weights=; or"

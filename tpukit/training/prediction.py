@@ -1,5 +1,8 @@
-"""Predicting a user's own files: read one by one, predicted in batches of one size, and given back in their
-order."""
+"""Predicting: a test set, test images to show, a user's own files.
+
+All of it is `predict_batches`: batches of one size in, predictions on the CPU out, in their order."""
+
+from __future__ import annotations
 
 import collections
 import contextlib
@@ -8,55 +11,137 @@ import glob
 import itertools
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch.utils._pytree import tree_map, tree_map_only
 
+from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.runs import weights
+from tpukit.training.data import BatchLoader, BatchSpec, evaluation_index_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import nn
+
+    from tpukit.runs.run import Run
+    from tpukit.training.data import Batch
+    from tpukit.training.task import Task
+
+BATCH_SIZE = 16  # of what is predicted outside of a training
 
 
-@dataclasses.dataclass
-class Sample:
-    """A sample of a user's files: what the task read of it, and what was predicted. Of a file that cannot be
-    read, `error`."""
-
-    name: str
-    batch: dict | None = None
-    """arrays (1, ...)"""
-    prediction: object = None
-    """as the task's predictor makes it, of numpy arrays (1, ...)"""
-    error: str | None = None
-
-
-def open_predictor(task, best, runtime):
+def open_predictor(task: Task, best: Path, runtime: Runtime) -> Callable[[Batch], object]:
     """A function batch of tensors on the runtime's device -> predictions there, with the weights of the file
     `best`."""
     model = task.model().eval()
     weights.load(model, best)
-    return task.predictor(
-        runtime.place(model, channels_last=task.channels_last), runtime, weights.epoch_of(best)
-    )
+    model = runtime.place(model, channels_last=task.channels_last)
+    return task.predictor(model, runtime, weights.epoch_of(best))
 
 
-def predict_in_batches(predictor, runtime, rows, batch_size):
-    """Yield the prediction of each row, an array or a nest of them, in order.
+def predict_batches(
+    predictor: Callable[[Batch], object],
+    batches: Iterable[Batch],
+    runtime: Runtime,
+    *,
+    keys: Iterable[str] | None = None,
+    after_batch: Callable[[], None] | None = None,
+) -> Iterator[tuple[object, Batch]]:
+    """Yield (prediction, batch) of each batch, both on the CPU, while the device predicts the next one.
 
-    rows: iterable of dicts of arrays of one shape each. On a device that compiles, the last batch is filled
-    up with its last row, so that there is one compiled graph."""
-    rows = iter(rows)
-    while part := list(itertools.islice(rows, batch_size)):
-        filled = part + [part[-1]] * (batch_size - len(part)) if runtime.compiles else part
-        batch = {name: np.stack([row[name] for row in filled]) for name in part[0]}
-        found = runtime.host(predictor(runtime.put_batch(batch)))
-        for index in range(len(part)):
-            yield tree_map_only(torch.Tensor, lambda values: values[index].numpy(), found)  # noqa: B023
+    batches: on the device, each with `valid`. keys: the arrays that are read back besides `valid`; None for
+    all. after_batch: called without arguments."""
+    pending = None
+    for batch in batches:
+        names = batch if keys is None else (*keys, "valid")
+        copied = runtime.to_cpu_async((predictor(batch), {name: batch[name] for name in names}))
+        if pending is not None:
+            yield pending()
+        pending = copied
+        runtime.heartbeat(runtime.step)
+        if after_batch is not None:
+            after_batch()
+    if pending is not None:
+        yield pending()
 
 
-def predict_files(task, best, paths, runtime, *, batch_size=16):
+# A test set
+
+
+def predict_set(
+    task: Task,
+    model: nn.Module,
+    loader: BatchLoader,
+    runtime: Runtime,
+    *,
+    epoch: int | None,
+    batch_size: int | None = None,
+    after_batch: Callable[[], None] | None = None,
+) -> list[tuple[object, Batch]]:
+    """list of (prediction, batch), on the CPU; on rank 0 those of all ranks. batch: the arrays in
+    `task.evaluation_keys`.
+
+    epoch: see `Task.predict`. batch_size: samples of a batch, over all ranks; None for the task's. Raises
+    TpukitError if there are no samples."""
+    if not len(loader.data):
+        raise TpukitError(
+            f"{task.dataset_dir or type(task).__name__}: the test set is empty; add samples to it"
+        )
+    predictor = task.predictor(model, runtime, epoch)
+    compose = loader.compose if loader.resident is None else runtime.inference(loader.compose)
+    predicted = []
+    model.eval()
+    plan = evaluation_index_batches(len(loader.data), batch_size or task.batch_size)
+    with contextlib.closing(loader.batches(plan)) as batches:
+        for pair in predict_batches(
+            predictor, map(compose, batches), runtime, keys=task.evaluation_keys, after_batch=after_batch
+        ):
+            predicted.extend(runtime.world.gather(pair))
+    return predicted
+
+
+def predict_test_images(run: Run, task: Task, count: int) -> tuple[Batch, object]:
+    """(batch, predictions) of up to `count` test images, evenly spaced, by the run's best weights, on the
+    CPU.
+
+    Raises TpukitError if the run has no best weights yet."""
+    # On a TPU the notebook's own process must not open the device: no cores could be launched from it later.
+    best, runtime = run.best(), Runtime("cpu")
+    task = dataclasses.replace(task, weights=best)
+    data = task.test_set()
+    indices = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
+    parts = [indices[first : first + BATCH_SIZE] for first in range(0, len(indices), BATCH_SIZE)]
+    plan = [BatchSpec(part, valid=np.ones(len(part), bool)) for part in parts]
+    batches = BatchLoader(data, runtime, on="host", workers=0).batches(plan)
+    predictions, batches = zip(*predict_batches(open_predictor(task, best, runtime), batches, runtime))
+    return tuple(tree_map(lambda *values: torch.cat(values), *parts) for parts in (batches, predictions))
+
+
+# A user's own files
+
+
+@dataclasses.dataclass
+class Sample:
+    """A sample of a user's files: what the task read of it, and what was predicted. For a file that cannot be
+    read, `error`."""
+
+    name: str
+    batch: dict[str, np.ndarray] | None = None
+    """arrays (1, ...)"""
+    prediction: Any = None
+    """as the task's predictor makes it, of numpy arrays (1, ...)"""
+    error: str | None = None
+
+
+def predict_files(
+    task: Task, best: Path, paths: Iterable[Path], runtime: Runtime, *, batch_size: int = BATCH_SIZE
+) -> Iterator[Sample]:
     """Yield a `Sample` for each sample of the files, in order: those of a batch when it is predicted.
 
     best: the file of the weights. paths: as `list_files` returns them. An unreadable file yields a `Sample`
@@ -74,11 +159,12 @@ def predict_files(task, best, paths, runtime, *, batch_size=16):
                 continue
             for index, name in enumerate(names):
                 one = {key: values[index : index + 1] for key, values in batch.items()}
-                parts, join = task.split(one)
+                parts, join = getattr(task, "split", split)(one)
                 waiting.append((Sample(name, one), join, len(parts)))
                 yield from parts
 
-    for prediction in predict_in_batches(predictor, runtime, rows(), batch_size):
+    batches = _batches_of(rows(), runtime, batch_size)
+    for prediction in _each_valid(predict_batches(predictor, batches, runtime, keys=())):
         while not waiting[0][2]:
             yield waiting.popleft()[0]
         predicted.append(prediction)
@@ -90,12 +176,54 @@ def predict_files(task, best, paths, runtime, *, batch_size=16):
     yield from (sample for sample, _, _ in waiting)
 
 
-def stack(rows):
-    """Predictions of rows, arrays or nests of them, as those of a batch: (N, ...)."""
-    return tree_map(lambda *values: np.stack(values), *rows)
+def predict_own(run: Run, task: Task, paths: str | Path | list, *, limit: int) -> list[Sample]:
+    """The `Sample` of each of a user's files, by the run's best weights, on the CPU.
+
+    Raises TpukitError for a file that cannot be read, or for more than `limit` files or samples."""
+    best, paths = run.best(), list_files(paths)
+    task = dataclasses.replace(task, weights=best)
+    if len(paths) > limit:
+        raise TpukitError(
+            f"{len(paths)} files were named; it shows {limit} at once, `tpukit predict` takes any number"
+        )
+    # On a TPU the notebook's own process must not open the device: no cores could be launched from it later.
+    samples = list(itertools.islice(predict_files(task, best, paths, Runtime("cpu")), limit + 1))
+    if len(samples) > limit:
+        raise TpukitError(
+            f"the files hold more than {limit} samples, which it shows at once; `tpukit predict` takes any"
+            " number"
+        )
+    if broken := next((sample for sample in samples if sample.error), None):
+        raise TpukitError(broken.error)
+    return samples
 
 
-def list_files(paths):
+def _batches_of(rows: Iterator[dict], runtime: Runtime, batch_size: int) -> Iterator[Batch]:
+    """Put rows, dicts of arrays of one shape each, on the device as batches. On one that compiles, the last
+    is filled up with its last row, so that there is one compiled graph."""
+    while part := list(itertools.islice(rows, batch_size)):
+        filled = part + [part[-1]] * (batch_size - len(part)) if runtime.compiles else part
+        batch = {name: np.stack([row[name] for row in filled]) for name in part[0]}
+        yield runtime.put_batch(batch | dict(valid=np.arange(len(filled)) < len(part)))
+
+
+def _each_valid(results: Iterable[tuple[object, Batch]]) -> Iterator[object]:
+    """Yield the prediction of each valid row, an array or a pytree of them."""
+    for prediction, batch in results:
+        for index in range(int(batch["valid"].sum())):
+            yield tree_map_only(torch.Tensor, lambda values: values[index].numpy(), prediction)  # noqa: B023
+
+
+def split(batch: dict[str, np.ndarray]) -> tuple[list[dict[str, np.ndarray]], Callable[[list], object]]:
+    """(rows, join): a sample of a user's own (dict of arrays (1, ...)) as rows of one shape for all samples,
+    a list of dicts of arrays without the batch's axis; and a function from the list of their predictions to
+    that of the sample, (1, ...). This is one row; a task with samples of any size has its own, which may cut
+    a sample into several."""
+    row = {name: values[0] for name, values in batch.items()}
+    return [row], lambda predictions: tree_map(lambda *values: np.stack(values), *predictions)
+
+
+def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     """The files that were named, those of a folder or a pattern (`*.png`) sorted by name, without hidden
     ones.
 
@@ -131,7 +259,7 @@ def list_files(paths):
 
 
 @contextlib.contextmanager
-def as_files(inputs):
+def as_files(inputs: Any) -> Iterator[list[Path]]:
     """Context manager: the files of `inputs`, for `list_files`: paths, or arrays and PIL images, which become
     files in a temporary folder. Arrays of uint8 or uint16 are images, (H, W) or (H, W, 3); all others are
     numbers, such as voltages."""
@@ -144,7 +272,7 @@ def as_files(inputs):
         yield [_as_file(one, Path(folder) / f"{number:04d}") for number, one in enumerate(inputs)]
 
 
-def _as_file(one, stem):
+def _as_file(one: Any, stem: Path) -> Path:
     if isinstance(one, Image.Image):
         one = np.asarray(
             one if one.mode in ("1", "L", "LA", "RGB", "RGBA") or one.mode[0] == "I" else one.convert("RGB")

@@ -1,10 +1,16 @@
 """The learning rate over a training: a number on the host that the step gets as an argument."""
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpukit.training.task import Task
 
 
-def lr_factor(task, step, steps_per_epoch):
-    """By what the learning rates of the optimizer are multiplied in a step, or None where they never change.
+def lr_factor(task: Task, step: int, steps_per_epoch: int) -> float | None:
+    """What multiplies the learning rates of the optimizer in a step; None if they never change.
 
     step: from 0. It depends on these arguments alone, so a resumed run continues where it was. As torch's
     LinearLR from 1 / (W + 1) over the W steps of the warm-up, then CosineAnnealingLR over all that remain;

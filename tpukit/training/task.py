@@ -1,11 +1,13 @@
 """What a training task must implement: `Task`; and tasks on their way to another process."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import importlib
 import sys
 from pathlib import Path
-from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -13,28 +15,87 @@ from tpukit.host.errors import TpukitError
 from tpukit.runs.places import address_of
 from tpukit.runs.run import setting, settings_dict
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from tpukit.devices.runtime import Runtime
+    from tpukit.training.data import Batch
+
+    Arrays = dict[str, np.ndarray]  # a batch on the host: names -> (B, ...)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
     """A training task. Its fields are its whole configuration; copy `tasks/mnist.py` to write your own.
 
-    A subclass implements `datasets`, `model`, `optimizer`, `loss`, `predict` and `evaluate`. Fields declared
-    with `setting(free=True)` may change when a run is resumed."""
+    A subclass has a `name` and a `score`, and implements the six methods that follow here. All else has a
+    default. Fields declared with `setting(free=True)` may change when a run is resumed."""
 
     name: ClassVar[str]
     """What the command line calls it."""
+    score: ClassVar[str]
+    """The evaluation score that decides which weights are best; larger is better."""
+
+    def datasets(self) -> tuple:
+        """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`,
+        and may have `notes`, a str for the log. `num_uniforms` of the training set: random numbers for each
+        sample's augmentation (0 if none).
+
+        A dataset that can be kept on the device implements four methods more:
+        `device_arrays()` -> dict of arrays (N, ...), uploaded once; `device_nbytes()`, their size in bytes;
+        `sample_parameters(indices, numbers)` -> dict of arrays (B, ...), the few numbers sent for each batch;
+        `compose(rows, parameters)` -> the batch, from rows of the arrays, as tensors on the device."""
+        raise self._missing("datasets")
+
+    def model(self) -> nn.Module:
+        """The torch.nn.Module, on the CPU."""
+        raise self._missing("model")
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """The optimizer of a model that already lies on the device."""
+        raise self._missing("optimizer")
+
+    def loss(self, model: nn.Module, batch: Batch, epoch: int | Tensor) -> Tensor:
+        """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no
+        `.item()` here.
+
+        epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by
+        `torch.where`, not by `if`."""
+        raise self._missing("loss")
+
+    def predict(self, model: nn.Module, batch: Batch, epoch: int | Tensor | None = None) -> Any:
+        """What `evaluate` needs from the model for a batch: one tensor or a pytree of them. One compiled
+        graph on XLA. On one GPU a batch may have more samples than `batch_size`.
+
+        epoch: as for `loss`, the one that the weights come from, for a model that has a warm-up; None for
+        finished weights."""
+        raise self._missing("predict")
+
+    def evaluate(self, predictions: Iterable[tuple[object, Batch]]) -> dict:
+        """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,)
+        bool."""
+        raise self._missing("evaluate")
+
+    def _missing(self, method: str) -> TpukitError:
+        return TpukitError(
+            f"{type(self).__name__} must implement {method}() for this: tpukit/tasks/mnist.py shows how"
+        )
+
+    # What a task may say of itself
+
     dataset: ClassVar[str] = ""
     """The name under which `find_dataset` looks for its data; empty for a task that needs no
     `dataset_dir`."""
-    score: ClassVar[str]
-    """The evaluation score that decides which weights are best; larger is better."""
     score_names: ClassVar[dict[str, str]] = {}
-    """The scores that get a curve, with the name and the unit that it shows; where empty, every score gets
+    """The scores that get a curve, with the name and the unit that it shows; if empty, every score gets
     one."""
     published: ClassVar[dict[str, float]] = {}
-    """The paper's scores on its own dataset, drawn as a line beside the curves."""
+    """The paper's scores on its own dataset, drawn as a line in the curves."""
     saved_title: ClassVar[str] = "Test images"
-    """What `load_predictions` gives, as the title of its picture."""
+    """The title of the picture of what `load_predictions` gives."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
     """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`; None for all. The others
     are not read back from the device."""
@@ -44,13 +105,15 @@ class Task:
     synthetic_size: ClassVar[int] = 0
     """Samples of the synthetic dataset, train and test together, by default."""
     synthetic_size_accelerator: ClassVar[int] = 0
-    """The same where there is a TPU or a GPU; 0: as many as without."""
+    """The same on a TPU or a GPU; 0: as many as without."""
     export_output: ClassVar[str] = "the prediction"
     """What `exported` computes, for those who use the file."""
     export_multiple: ClassVar[int] = 0
-    """Of what height and width of an exported image may be any multiple; 0: they are fixed."""
+    """Height and width of an exported image must be multiples of this; 0: they are fixed."""
     fallback: ClassVar[Path | None] = None
-    """A folder that is searched where `dataset_dir` does not exist."""
+    """A folder that is searched if `dataset_dir` does not exist."""
+
+    # Its settings
 
     dataset_dir: Path | None = setting(None, free=True)
     """Folder of the dataset; `find_dataset` finds it."""
@@ -80,7 +143,7 @@ class Task:
     decay_epochs: int = 30
     """Epochs between two drops of the step schedule."""
     decay_factor: float = 0.1
-    """What each of them multiplies the learning rate by."""
+    """Factor of each drop."""
     layer_decay: float = 1.0
     """Learning rate of each layer relative to the next one nearer to the output; below 1 to fine-tune. See
     `layers`."""
@@ -123,7 +186,7 @@ class Task:
     augmented there. host: threads make the batches. auto: the device, if it is an accelerator with at least
     eight times the memory; else the host."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.require_at_least(
             1, "batch_size", "log_every", "eval_every", "micro_batches", "patience", "decay_epochs"
         )
@@ -133,7 +196,7 @@ class Task:
         self.require_shares("final_lr", "decay_factor", "layer_decay", "ema_decay")
         address_of(self.weights)  # refuses one that holds a password, which a run would save
 
-    def require_at_least(self, least, *names):
+    def require_at_least(self, least: float, *names: str) -> None:
         """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is
         fine."""
         for name in names:
@@ -141,146 +204,102 @@ class Task:
             if value is not None and not least <= value < 2**63:
                 raise TpukitError(f"{name}={value}: it must be a number of {least} or more")
 
-    def require_shares(self, *names):
+    def require_shares(self, *names: str) -> None:
         """Raise TpukitError for a setting that is not from 0 to 1. None is fine."""
         for name in names:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise TpukitError(f"{name}={value}: it must be from 0 to 1")
 
-    def _missing(self, method):
-        return NotImplementedError(
-            f"{type(self).__name__} must implement {method}(): copy tpukit/tasks/mnist.py"
-        )
+    # What it may override
 
-    def datasets(self):
-        """(training set, test set). Each has `len()` and `batch(indices, numbers) -> dict of numpy arrays`,
-        and may have `notes`, a str for the log. `num_uniforms` of the training set: random numbers for each
-        sample's augmentation (0 if none).
-
-        A dataset that can be kept on the device implements four methods more:
-        `device_arrays()` -> dict of arrays (N, ...), uploaded once; `device_nbytes()`, their size in bytes;
-        `sample_parameters(indices, numbers)` -> dict of arrays (B, ...), the few numbers sent for each batch;
-        `compose(rows, parameters)` -> the batch, from rows of the arrays, as tensors on the device."""
-        raise self._missing("datasets")
-
-    def model(self):
-        """The torch.nn.Module, on the CPU."""
-        raise self._missing("model")
-
-    def optimizer(self, model):
-        """The optimizer of a model that already lies on the device."""
-        raise self._missing("optimizer")
-
-    def loss(self, model, batch, epoch):
-        """Scalar loss of a batch (dict of device tensors), computed in float32. Runs under autocast; no
-        `.item()` here.
-
-        epoch: from 0. On XLA and on one GPU a 0-d tensor, so that all epochs are one graph: choose by
-        `torch.where`, not by `if`."""
-        raise self._missing("loss")
-
-    def predict(self, model, batch, epoch=None):
-        """What `evaluate` needs from the model for a batch: one tensor or a nest of them. One compiled graph
-        on XLA. On one GPU a batch may have more samples than `batch_size`.
-
-        epoch: as for `loss`, the one that the weights come from, for a model that has a warm-up; None for
-        finished weights."""
-        raise self._missing("predict")
-
-    def predictor(self, model, runtime, epoch=None):
-        """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps
-        overrides it."""
-        return runtime.inference(functools.partial(self.predict, model, epoch=runtime.scalar(epoch)))
-
-    def evaluate(self, predictions):
-        """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,)
-        bool."""
-        raise self._missing("evaluate")
-
-    def panels(self, batch, prediction=None):
-        """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3).
-
-        batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the
-        data alone."""
-        raise self._missing("panels")
-
-    @staticmethod
-    def milestones(settings):
-        """dict epoch -> what changes there, to explain a jump of the curves. settings: dict, as of
-        `settings_dict`."""
-        return {}
-
-    @staticmethod
-    def download(folder):
-        """Download the real dataset into an empty folder and verify its checksums. Raises TpukitError where
-        that fails."""
-        raise TpukitError("tpukit does not download it")
-
-    @staticmethod
-    def synthesize(folder, size, rng):
-        """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one. rng:
-        numpy's Generator."""
-        raise NotImplementedError
-
-    def read_files(self, paths, best):
-        """A user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names).
-
-        best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows
-        such a batch. Raises TpukitError naming a file that cannot be read."""
-        raise self._missing("read_files")
-
-    def example(self, count):
-        """A synthetic training batch, dict of arrays, to try the model with where there is no data."""
-        raise self._missing("example")
-
-    # What a task may override
-
-    def test_set(self):
-        """The test set alone, where the training set need not be there."""
+    def test_set(self) -> Any:
+        """The test set alone, for which the training set need not be there."""
         return self.datasets()[1]
 
-    def layers(self, model):
+    def check_dataset_dir(self) -> None:
+        """Raise TpukitError if a dataset is needed and none was given."""
+        if self.dataset and self.dataset_dir is None:
+            raise TpukitError(
+                f"{type(self).__name__} needs a dataset_dir: find_dataset(env, {self.dataset!r}) finds one"
+            )
+
+    def data_signature(self, data: Any) -> dict[str, str | list[str]]:
+        """What must be the same in the data when a run is resumed, by the name that errors use, whatever
+        folder the data is in: a str, such as a digest of `arrays.digest`, or a list of str.
+
+        data: the training set, which a resumed run refuses if this differs, or the test set: then the best
+        score so far is dropped."""
+        return {}
+
+    def metadata(self, data: Any) -> dict[str, str]:
+        """Strings to keep with the best weights, because they only make sense with these. data: the training
+        set."""
+        return {}
+
+    def example(self, count: int) -> Arrays:
+        """A batch to try the model with, dict of arrays; by default the first samples of the training set. A
+        task that makes one up can be planned and tried without data."""
+        if self.dataset_dir is None:
+            raise self._missing("example")
+        data, _ = self.datasets()
+        return data.batch(np.arange(count) % len(data), None)
+
+    def layers(self, model: nn.Module) -> list[list[str]]:
         """[[parameter names]] from input to output, each parameter once: for `layer_decay` and
         freeze="backbone"."""
         from tpukit.training.layers import find_layers
 
         return find_layers(model)
 
-    def libtpu_args(self, batch_size):
-        """Flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one core's. See
-        `open_runtime`."""
-        return ""
+    def predictor(
+        self, model: nn.Module, runtime: Runtime, epoch: int | None = None
+    ) -> Callable[[Batch], object]:
+        """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps
+        overrides it."""
+        return runtime.inference(functools.partial(self.predict, model, epoch=runtime.scalar(epoch)))
 
-    def evaluation_signature(self):
-        """str: what the scores depend on besides the weights. If it changes on resuming, the best score so
-        far is dropped."""
-        return ""
+    def panels(self, batch: Arrays | Batch, prediction: Any = None) -> list[list[tuple[str, np.ndarray]]]:
+        """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3).
 
-    def data_signature(self, data):
-        """dict: what must be the same in the data when a run is resumed, by what errors call it, whatever
-        folder the data is in. Each value is a str, such as a digest of `arrays.digest`, or a list of str.
-        data: the training set, which a resumed run refuses where this differs, or the test set."""
-        return {}
+        batch: dict of arrays from the dataset. prediction: from `predict`, on the CPU, or None to show the
+        data alone. By default `image`, titled by what has one value a sample: `label`, and the prediction."""
+        if "image" not in batch:
+            raise self._missing("panels")
+        said = {"": batch.get("label"), "predicted ": prediction}
+        said = {word: np.asarray(values) for word, values in said.items() if np.ndim(values) == 1}
+        rows = []
+        for number, image in enumerate(np.asarray(batch["image"])):
+            if image.ndim == 3 and image.shape[0] in (1, 3):
+                image = np.moveaxis(image, 0, -1)  # (C, H, W) -> (H, W, C)
+            title = ", ".join(f"{word}{values[number]}" for word, values in said.items())
+            rows.append([(title, image[..., 0] if image.shape[2:] == (1,) else image)])
+        return rows
 
-    def metadata(self, data):
-        """Strings to keep with the best weights, because they only make sense with these. data: the training
-        set."""
-        return {}
+    def check_labels(self, data: Any) -> tuple[list[str], Sequence[int]]:
+        """(sentences about a dataset's samples and labels, the most important first; indices of samples to
+        look at)."""
+        return [f"{len(data)} samples"], []
 
-    def save_predictions(self, folder, predictions, data):
+    def save_predictions(self, folder: Path, predictions: list, data: Any) -> None:
         """Write the predictions on the test set to a folder. predictions: list of what `evaluate` gets. data:
         the test set."""
 
-    def split(self, batch):
-        """(rows, join): a sample of a user's own (dict of arrays (1, ...), of any size) as rows of one shape
-        for all samples, a list of dicts of arrays without the batch's axis; and a function from the list of
-        their predictions to that of the sample, (1, ...)."""
-        from tpukit.training.prediction import stack
+    def load_predictions(self, folder: Path) -> tuple[Batch, Tensor] | None:
+        """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none."""
 
-        return [{name: values[0] for name, values in batch.items()}], stack
+    # For a user's own files
 
-    def results(self, batch, predictions):
+    def read_files(self, paths: Sequence[Path], best: Path) -> tuple[Arrays, list[str]]:
+        """A user's own files, without labels: (dict of arrays (N, ...) for `predict`, N names).
+
+        best: the file of the weights, whose metadata may say how the input was normalised. `panels` shows
+        such a batch. Raises TpukitError naming a file that cannot be read.
+
+        A task that takes samples of any size has a method `split` besides, see `prediction.split`."""
+        raise self._missing("read_files")
+
+    def results(self, batch: Arrays, predictions: Any) -> list[dict]:
         """What a user gets of predictions for files of his own: a dict for each sample, of numbers, strings,
         lists of dicts (each is a line of the table), and arrays, which are saved as files: (H, W) of bool as
         a mask.
@@ -290,44 +309,53 @@ class Task:
             dict(prediction=value if np.ndim(value) else value.item()) for value in np.asarray(predictions)
         ]
 
-    def export_inputs(self, batch):
+    def export_inputs(self, batch: Arrays) -> Arrays:
         """The inputs of the exported graph, dict of arrays (B, ...), from a batch of the dataset or of
         `example`."""
         return dict(image=batch["image"])
 
-    def exported(self, model, inputs):
+    def exported(self, model: nn.Module, inputs: Batch) -> Tensor:
         """What the exported graph computes, a float32 tensor (B, ...), from raw inputs: normalisation belongs
         in here.
 
         inputs: dict of tensors, as of `export_inputs`. `export_output` says what comes out."""
         return self.predict(model, inputs).float()
 
-    def load_predictions(self, folder):
-        """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none."""
+    # For a dataset and a compiler of its own
 
-    def check_labels(self, data):
-        """(sentences about a dataset's samples and labels, the most important first; indices of samples to
-        look at)."""
-        return [f"{len(data)} samples"], []
+    @staticmethod
+    def download(folder: Path) -> None:
+        """Download the real dataset into an empty folder and verify its checksums. Raises TpukitError if that
+        fails."""
+        raise TpukitError("tpukit does not download it")
 
-    def check_dataset_dir(self):
-        """Raise TpukitError where a dataset is needed and none was given."""
-        if self.dataset and self.dataset_dir is None:
-            raise TpukitError(
-                f"{type(self).__name__} needs a dataset_dir: find_dataset(env, {self.dataset!r}) finds one"
-            )
+    @staticmethod
+    def synthesize(folder: Path, size: int, rng: np.random.Generator) -> None:
+        """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one."""
+        raise TpukitError("tpukit has no synthetic data for it")
+
+    @staticmethod
+    def milestones(settings: dict) -> dict[int, str]:
+        """dict epoch -> what changes there, to explain a jump of the curves. settings: as of
+        `settings_dict`."""
+        return {}
+
+    def libtpu_args(self, batch_size: int) -> str:
+        """Flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one core's. See
+        `open_runtime`."""
+        return ""
 
 
 # A task in another process
 
 
-def model_settings(task):
+def model_settings(task: Task) -> dict:
     """The settings that a result depends on, without paths, for JSON: they go with the best weights."""
     fixed = [f.name for f in dataclasses.fields(task) if not f.metadata.get("free") and f.name != "weights"]
     return {name: value for name, value in settings_dict(task).items() if name in fixed}
 
 
-def from_settings(kind, given):
+def from_settings(kind: type[Task], given: dict) -> Task:
     """The task of a class with settings as `settings_dict` gives them; paths and tuples, which JSON does not
     have, come back. What is given for no field of the class is left out. Raises TypeError for a value of
     another type, as damaged files have."""
@@ -336,7 +364,7 @@ def from_settings(kind, given):
     return kind(**{name: _as_declared(types[name], given[name]) for name in names})
 
 
-def _as_declared(declared, value):
+def _as_declared(declared: Any, value: Any) -> Any:
     parts = [declared, *get_args(declared)]
     if isinstance(value, list) and (tuples := [part for part in parts if get_origin(part) is tuple]):
         return tuple(_as_declared(tuples[0], item) for item in value)
@@ -350,7 +378,7 @@ def _as_declared(declared, value):
     return value
 
 
-def to_request(task):
+def to_request(task: Task) -> dict:
     """What a fresh process needs to import the class and give it the same settings, for JSON: read by
     `from_request`.
 
@@ -362,13 +390,15 @@ def to_request(task):
             " move it to a module"
         )
     module = sys.modules[kind.__module__]
-    folder = Path(module.__file__).resolve().parents[module.__name__.count(".") + hasattr(module, "__path__")]
+    folder = (
+        Path(str(module.__file__)).resolve().parents[module.__name__.count(".") + hasattr(module, "__path__")]
+    )
     return dict(
         module=kind.__module__, folder=str(folder), kind=kind.__qualname__, settings=settings_dict(task)
     )
 
 
-def from_request(request):
+def from_request(request: dict) -> Task:
     """In the fresh process: the task of a request of `to_request`."""
     sys.path.append(
         request["folder"]

@@ -118,11 +118,10 @@ class CDEIT(Task):
             )
         return Impedance(folder, convention, *find_statistics(folder, root))
 
-    def evaluation_signature(self):
-        return f"{self.data} by ddim in {self.sampling_steps} steps with eta {self.eta}"
-
     def data_signature(self, data):
-        return {"files": data.contents}
+        if "TR" not in data.arrays:  # a training set
+            return {"files": data.contents}
+        return {"files": data.contents, "sampling": f"{self.sampling_steps} steps with eta {self.eta}"}
 
     def metadata(self, data):
         return dict(voltages=json.dumps([values.tolist() for values in data.statistics]))
