@@ -48,7 +48,7 @@ class FastDevice(Runtime):
     def _wait(self, until):
         time.sleep(max(0.0, until - time.monotonic()))
 
-    def compile(self, function, *, name=None, max_graphs=1, changes=None):
+    def compile(self, function, *, name=None, max_graphs=1, mutates=None):
         def step(batch, epoch, sums, lr_factor):
             self.ends.append(self._work(STEP_S))
             return sums + torch.tensor([0.1, 1.0, 0.0, 0.0])

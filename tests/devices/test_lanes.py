@@ -79,7 +79,10 @@ loader = BatchLoader(Data(), runtime, workers=0)
 batch = next(loader.batches([BatchSpec(np.arange(16))]))
 weight = torch.ones(8, shape[1], 3, 3).to(runtime.device)
 runtime.sync()
-runtime.compile(lambda batch: torch.nn.functional.conv2d(loader.compose(batch)["image"].float(), weight))(batch)
+def convolved(batch):
+    return torch.nn.functional.conv2d(loader.compose(batch)["image"].float(), weight)
+
+runtime.compile(convolved)(batch)
 Path(path).write_bytes(runtime.graphs[0]["stablehlo"])
 os._exit(0)  # else what is still pending would run
 """

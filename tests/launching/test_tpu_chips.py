@@ -87,7 +87,8 @@ def test_a_tpu_core_is_opened_by_torch_xlas_own_function(odd, tmp_path):
     program = """
 task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1, precision="fp32")
 folder = Path(sys.argv[2])
-job = core.Job(train, task, Run.open(folder, task), machine("tpu", 8), None, 60.0, rendezvous=folder / "rendezvous")
+run, meeting = Run.open(folder, task), folder / "rendezvous"
+job = core.Job(train, task, run, machine("tpu", 8), None, 60.0, rendezvous=meeting)
 print(supervisor.Supervisor(job).wait())
 """
     ran = python(program, odd, tmp_path)

@@ -4,9 +4,11 @@ Gradients alone cross the accelerator's own links: GPUs' by NCCL in `all_reduce`
 `xla.XLARuntime`."""
 
 import io
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class World:
@@ -16,10 +18,10 @@ class World:
     Every method is collective: all ranks call it, in the same order.
     """
 
-    def __init__(self, rank=0, size=1):
+    def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
 
-    def all_gather(self, values):
+    def all_gather(self, values: list[float]) -> list[list[float]]:
         """A list of floats from every rank -> list of those lists, rank by rank, the same on all ranks."""
         if self.size == 1:
             return [list(values)]
@@ -28,18 +30,15 @@ class World:
         dist.all_gather(rows, mine)
         return [row.tolist() for row in rows]
 
-    def all_gather_dicts(self, values):
+    def all_gather_dicts(self, values: dict[str, list[float]]) -> list[dict[str, list[float]]]:
         """A dict of lists of floats from every rank, of the same lengths -> list of those dicts, rank by
         rank."""
-        found = []
-        for row in self.all_gather([number for numbers in values.values() for number in numbers]):
-            numbers = iter(row)
-            found.append({name: [next(numbers) for _ in mine] for name, mine in values.items()})
-        return found
+        rows = [iter(row) for row in self.all_gather([number for mine in values.values() for number in mine])]
+        return [{name: [next(row) for _ in mine] for name, mine in values.items()} for row in rows]
 
-    def gather(self, tree):
-        """A nest of CPU tensors, numbers and strings from every rank -> on rank 0 the list of them, elsewhere
-        []."""
+    def gather(self, tree: Any) -> list:
+        """A pytree of CPU tensors, numbers and strings from every rank -> on rank 0 the list of them,
+        elsewhere []."""
         if self.size == 1:
             return [tree]
         data = _pack(tree)
@@ -50,9 +49,9 @@ class World:
         dist.gather(padded, rows)
         return [_unpack(row[:length]) for row, length in zip(rows or [], lengths)]
 
-    def broadcast(self, tree):
-        """Rank 0's nest of CPU tensors, numbers and strings, on every rank. What the others pass is
-        ignored."""
+    def broadcast(self, tree: Any) -> Any:
+        """Rank 0's pytree of CPU tensors, numbers and strings, on every rank. What the others pass
+        is ignored."""
         if self.size == 1:
             return tree
         data = _pack(tree) if self.rank == 0 else None
@@ -61,18 +60,18 @@ class World:
         dist.broadcast(data, 0)
         return tree if self.rank == 0 else _unpack(data)
 
-    def all_reduce(self, tensor):
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Add up a tensor over all ranks, in place: through the links of the device that it lies on."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
 
-def _pack(tree):
+def _pack(tree: Any) -> Tensor:
     buffer = io.BytesIO()
     torch.save(tree, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def _unpack(data):
+def _unpack(data: Tensor) -> Any:
     return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)

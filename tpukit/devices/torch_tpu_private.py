@@ -1,18 +1,33 @@
 """What torch_tpu 0.2 keeps under private names, or changes from one torch to the next, in one place.
 
 tests/devices/test_torch_tpu.py compares every name that is used here, and the public ones, with the package
-itself."""
+itself. torch is imported within, because the command line needs no device."""
+
+from __future__ import annotations
 
 import atexit
-import contextlib
 import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tpukit.host.errors import TpukitError
+
+if TYPE_CHECKING:
+    import torch
 
 BACKEND = "cpu:gloo,tpu:tpu_dist"  # of torch.distributed: host memory, and the links between chips
 
 
-def open_device():
+def load() -> None:
+    """Register the device "tpu" with torch, whether there is one or not. Opens none."""
+    import torch_tpu  # noqa: F401
+    from torch_tpu import _loader
+
+    _loader._init_device("tpu")
+
+
+def open_device() -> torch.device:
     """The TPU of this process, a torch.device. Raises TpukitError where torch_tpu finds none."""
     import torch
     import torch_tpu  # noqa: F401  registers the device, if there is one
@@ -25,7 +40,7 @@ def open_device():
     return torch.device("tpu")
 
 
-def is_open():
+def is_open() -> bool:
     """Whether this process has opened the TPU, so that processes forked from it cannot."""
     import torch
     import torch_tpu  # noqa: F401
@@ -33,7 +48,7 @@ def is_open():
     return torch.tpu.is_initialized()
 
 
-def set_launch_variables(processes):
+def set_launch_variables(processes: int) -> None:
     """Set the variables by which the processes of this host, forked later, find each other and their
     chips."""
     import torch_tpu  # noqa: F401
@@ -41,9 +56,8 @@ def set_launch_variables(processes):
     from torch_tpu._internal import env_utils
 
     for name, value in env_utils._resolved_values.items():
-        if (
-            os.environ.get(name) == value
-        ):  # of an earlier launch, perhaps for other chips; torch_tpu would keep it
+        # From an earlier launch, perhaps for other chips; torch_tpu would keep it.
+        if os.environ.get(name) == value:
             del os.environ[name]
     env_utils._resolved_values.clear()
     try:
@@ -55,7 +69,7 @@ def set_launch_variables(processes):
     check_launch_variables(processes)
 
 
-def check_launch_variables(processes):
+def check_launch_variables(processes: int) -> None:
     """Raise TpukitError unless these variables are set for this number of processes, over all hosts: others
     would wait for chips that nobody opens."""
     addresses = os.environ.get("TORCH_TPU_SLICEBUILDER_ADDRESSES", "")
@@ -69,7 +83,7 @@ def check_launch_variables(processes):
         )
 
 
-def leave_without_waiting():
+def leave_without_waiting() -> None:
     """Let this process end after an error. (torch_tpu would first wait for the other ranks, which wait for
     this one.)"""
     import torch
@@ -77,7 +91,7 @@ def leave_without_waiting():
     atexit.unregister(torch.tpu._shutdown_runtime)
 
 
-def random_generator():
+def random_generator() -> torch.Generator:
     """The torch.Generator of the TPU's random numbers. (`torch.tpu.get_rng_state` refuses from torch 2.13
     on.)"""
     import torch
@@ -85,67 +99,8 @@ def random_generator():
     return torch.tpu.default_generators[torch.accelerator.current_device_index()]
 
 
-def profile(folder):
+def profile(folder: Path) -> AbstractContextManager:
     """Context manager: profile the TPU and this process, for XProf in TensorBoard, in `folder`."""
     from torch_tpu._internal import profiler
 
     return profiler.profile(on_trace_ready=profiler.xprof_trace_handler(dir_name=str(folder)))
-
-
-# Lowering without a TPU
-
-
-def load():
-    """Register the device "tpu" with torch, whether there is one or not. Opens none."""
-    import torch_tpu  # noqa: F401
-    from torch_tpu import _loader
-
-    _loader._init_device("tpu")
-
-
-@contextlib.contextmanager
-def compiling():
-    """Context manager: torch's optimizers behave as in a compiled graph, and count their steps by tensors."""
-    import torch
-
-    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-
-
-def lower(graph, inputs):
-    """(text, portable artifact) of the StableHLO of a torch.fx graph of ATen operations, traced on the CPU.
-
-    inputs: tensors in the shapes and types of its placeholders. What the graph returns as it came is no
-    result."""
-    from torch_tpu._internal import execution_mode
-    from torch_tpu._internal.compile import tpu_torch_compile
-    from torch_tpu._internal.export.export import EagerLikeFxInterpreter
-
-    _move_to_tpu(graph)
-    arguments = [tpu_torch_compile.placeholder(list(value.shape), value.dtype) for value in inputs]
-    with execution_mode.set_eager_mode(execution_mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH):
-        # Copies, because an operation in place would replace the argument itself.
-        results = EagerLikeFxInterpreter(graph).run(*[value.clone() for value in arguments])
-        (output,) = graph.graph.find_nodes(op="output")
-        changed = [value for value, node in zip(results, output.args[0]) if node.op != "placeholder"]
-        module = tpu_torch_compile.build_mlir(result_tensors=changed, argument_tensors=arguments)
-    text = tpu_torch_compile.serialize_mlir_text(module)
-    return text, tpu_torch_compile.serialize_mlir_portable_artifact(module)
-
-
-def _move_to_tpu(graph):
-    """Let the operations of a graph that name a device make their tensors on the TPU."""
-    import torch
-    from torch_tpu._internal.compile import tpu_torch_compile
-
-    for node in graph.graph.nodes:
-        if "device" in node.kwargs:
-            node.kwargs = dict(node.kwargs, device=torch.device("tpu"))
-        if node.op == "get_attr":
-            setattr(graph, node.target, tpu_torch_compile.make_constant_tensor(getattr(graph, node.target)))
-        if node.target is torch.ops.aten._local_scalar_dense.default and not node.users:
-            graph.graph.erase_node(node)  # a number that the trace knew: of Adagrad, its learning rate
-    graph.recompile()

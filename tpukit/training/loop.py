@@ -114,7 +114,7 @@ class Trainer:
         if not (runtime.compiles or task.cuda_graph):
             changes = None
         self.compiled_step = runtime.compile(
-            self.plain_step, name="step", max_graphs=self.max_graphs, changes=changes
+            self.plain_step, name="step", max_graphs=self.max_graphs, mutates=changes
         )
 
     # The loop
