@@ -13,6 +13,7 @@ import torch
 from tests.conftest import ROOT
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.devices import open_runtime
+from tpukit.devices.cuda import CUDARuntime
 from tpukit.devices.runtime import Runtime
 
 
@@ -67,6 +68,7 @@ def test_a_gpu_that_torch_was_not_built_for_is_refused_before_its_first_kernel(c
 
 COUNT_FAULTS = """
 import resource, torch
+from tpukit.devices.cuda import CUDARuntime
 from tpukit.devices.runtime import Runtime
 
 def faults():
