@@ -17,7 +17,7 @@ import torch_xla.runtime as xr
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_xla import _XLAC
 
-from tpukit.devices import lanes, xla_attention
+from tpukit.devices import lanes
 from tpukit.devices.chips import V5E, find_chip
 from tpukit.devices.optimizers import parameters_with_gradient, state_tensors
 from tpukit.devices.runtime import Runtime
@@ -34,6 +34,7 @@ class XLARuntime(Runtime):
     device, the compiler inserts the all-reduces, and batch norm sees the whole global batch."""
 
     compiles = True
+    runs_graphs = True  # a plan only exports them
     mesh = None
 
     def __init__(self, accelerator, precision="auto", world=None, spmd_cores=None):
@@ -76,8 +77,8 @@ class XLARuntime(Runtime):
         return torch_xla.real_devices() if self.mesh is not None else super().device_names()
 
     def place(self, model, *, channels_last="no"):
-        if not self.notes and any(getattr(module, "uses_xla_attention", False) for module in model.modules()):
-            self.notes = xla_attention.choose(self)
+        if not self.notes and hasattr(model, "prepare_for_xla"):
+            self.notes = model.prepare_for_xla(self)  # a sentence: which of its ways it computes here
         buffers = [buffer.to("cpu", copy=True) for buffer in model.buffers()]
         model = model.to(self.device)  # whose compiler chooses its own layouts
         self._separate(model.buffers(), buffers)
@@ -87,10 +88,6 @@ class XLARuntime(Runtime):
             for value in (*model.parameters(), *model.buffers()):
                 value.copy_(value.clone())
         return model
-
-    def try_attention_kernel(self):
-        """Raise where `xla_attention`'s kernels do not work on this device."""
-        xla_attention.try_kernel(self.device)
 
     def separate(self, tensors):
         tensors = [tensor for tensor in tensors if tensor.device == self.device]
