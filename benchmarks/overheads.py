@@ -109,7 +109,7 @@ def timed(spans, owner, name, part):
 
 
 PARTS = (
-    (loop.Trainer, "_save", "saves"),
+    (loop, "save", "saves"),
     (evaluation.Evaluator, "collect", "scores"),
     (evaluation.Evaluator, "predict", "evaluation"),
     (Run, "log", "records"),

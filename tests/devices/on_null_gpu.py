@@ -73,7 +73,7 @@ def count_steps(task, run, *, runtime, count=7):
             trainer.take_step(batch, 0)
             counts.append(take_counts())
         with Moved() as moved:
-            trainer.plain_step(next(batches), runtime.scalar(0), trainer.sums, trainer.lr_factor())
+            trainer.step.eager(*trainer.step.arguments(next(batches), 0, trainer.lr_factor()))
         batches.close()
     why = [event["why"] for event in run.records("compile")]
     return dict(steps=counts, why=why, bytes=moved.bytes)

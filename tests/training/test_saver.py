@@ -196,10 +196,10 @@ def test_a_signal_that_comes_while_ranks_tell_each_other_of_signals_is_not_lost(
     monkeypatch.setattr(cpu.world, "all_gather_dicts", lambda values: [values])
     trainer.sync()
     if ranks == 2:  # the other one does not know of it yet
-        trainer._check_stop()
+        trainer.check_stop()
         trainer.sync()
     with pytest.raises(KeyboardInterrupt):
-        trainer._check_stop()
+        trainer.check_stop()
     assert came_in == [None]
 
 
@@ -213,8 +213,8 @@ def test_a_training_that_diverges_while_an_epoch_is_scored_keeps_its_weights_if_
         if trainer.state.step == 25:
             kept.update({name: value.clone() for name, value in trainer.model.state_dict().items()})
         if trainer.state.step == 26:
-            trainer.sums[0] = trainer.sums[3] = float("nan")
-            trainer.sums[2] = 0
+            trainer.step.sums[0] = trainer.step.sums[3] = float("nan")
+            trainer.step.sums[2] = 0
 
     after_steps(monkeypatch, poison)
     task = MNIST(dataset_dir=digits, epochs=2, **SMALL)

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 from tests.conftest import SMALL, best_weights, exact, same
 from tpukit import CDEIT, MNIST, MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
-from tpukit.training import loop
+from tpukit.training import step as step_module
 from tpukit.training.schedule import lr_factor
 
 STEPS = 5  # of an epoch
@@ -114,8 +114,8 @@ def plain_loop(task, digits, epochs, scheduler):
 def test_a_training_with_a_schedule_is_one_graph_and_ends_where_a_loop_of_torch_does(
     device, digits, tmp_path, request, monkeypatch
 ):
-    traces, whole = [], loop.train_step
-    monkeypatch.setattr(loop, "train_step", lambda *arguments: (traces.append(1), whole(*arguments))[1])
+    traces, whole = [], step_module.train_step
+    monkeypatch.setattr(step_module, "train_step", lambda *arguments: (traces.append(1), whole(*arguments))[1])
     settings = dict(SMALL, log_every=1, eval_every=9)
     task = MNIST(
         dataset_dir=digits, epochs=2, channels=4, schedule="cosine", warmup_epochs=0.5, **settings

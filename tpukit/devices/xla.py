@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpukit.devices import lanes, xla_attention, xla_private
+from tpukit.devices import lanes, xla_private
 from tpukit.devices.chips import V5E, find_chip
 from tpukit.devices.distributed import World
 from tpukit.devices.optimizers import parameters_with_gradient, state_tensors
@@ -40,6 +40,7 @@ class XLARuntime(Runtime):
 
     compiles = True
     has_fp16 = False
+    runs_graphs = True  # a plan only exports them
     mesh: xs.Mesh | None = None
 
     def __init__(
@@ -84,8 +85,8 @@ class XLARuntime(Runtime):
     # Moving
 
     def place(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
-        if not self.notes and any(getattr(module, "uses_xla_attention", False) for module in model.modules()):
-            self.notes = xla_attention.choose(self)
+        if not self.notes and hasattr(model, "prepare_for_xla"):
+            self.notes = model.prepare_for_xla(self)  # a sentence: which of its ways it computes here
         buffers = [buffer.to("cpu", copy=True) for buffer in model.buffers()]
         model = model.to(self.device)  # whose compiler chooses its own layouts
         self._separate(model.buffers(), buffers)
@@ -95,10 +96,6 @@ class XLARuntime(Runtime):
             for value in (*model.parameters(), *model.buffers()):
                 value.copy_(value.clone())
         return model
-
-    def try_attention_kernel(self) -> None:
-        """Raise where `xla_attention`'s kernels do not work on this device."""
-        xla_attention.try_kernel(self.device)
 
     def separate(self, tensors: Iterable[Tensor]) -> None:
         on_device = self._on_device(list(tensors))

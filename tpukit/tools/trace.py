@@ -125,9 +125,8 @@ def _trace_steps(task, run, *, steps, hlo, folder, epoch, runtime=None):
                     raise
         # Outside of its compiled graph, so that each operation is seen as Python calls it. The results are
         # thrown away.
-        step = functools.partial(
-            trainer.plain_step, first, runtime.scalar(epoch), trainer.sums, trainer.lr_factor()
-        )
+        arguments = trainer.step.arguments(first, epoch, trainer.lr_factor())
+        step = functools.partial(trainer.step.eager, *arguments)
         text = runtime.hlo_of(step, trainer.model, trainer.optimizer) if hlo else None
         interruptions = _Interruptions(runtime)
         with interruptions, torch.autograd.set_detect_anomaly(True, check_nan=False):

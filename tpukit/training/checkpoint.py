@@ -1,8 +1,11 @@
 """The state of a training: put together for a checkpoint, and restored from one. Both are collective."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +13,15 @@ from tpukit.devices.optimizers import state_tensors
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
 from tpukit.training import metrics
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from tpukit.devices.runtime import Runtime
+    from tpukit.runs.run import Run
+    from tpukit.training.saver import Saver
+    from tpukit.training.task import Task
 
 FORMAT = 4  # of a checkpoint's state
 TRAIN_ANEW = "train anew in another run folder (--run, in a notebook RUN_NAME)"
@@ -32,86 +44,56 @@ class TrainState:
     """in a row, up to the last one"""
 
 
-def save(trainer, interval):
-    """Start writing a checkpoint on rank 0: model, average, optimizer, loss scaler, random states, and the
-    `TrainState`.
+def save(
+    saver: Saver, runtime: Runtime, parts: dict, origin: dict, state: TrainState, sums: dict[str, float]
+) -> None:
+    """Start writing a checkpoint on rank 0, with the random states of all ranks.
 
-    interval: a fresh `metrics.Interval`.
+    parts: what has a `state_dict`, or None: model, averaged, optimizer, scaler. origin: what must be the same
+    on resuming: train_size, data_signature, test_signature, optimizer_signature. sums: of `metrics.Interval`.
     """
-    started, runtime = time.monotonic(), trainer.runtime
+    started = time.monotonic()
     random = runtime.world.gather(runtime.random_state())
     if runtime.world.rank == 0:
         content = dict(
-            format=FORMAT,
-            train_size=len(trainer.data),
-            data_signature=trainer.data_signature,
-            test_signature=trainer.test_signature,
-            optimizer_signature=trainer.optimizer_signature,
-            state=dataclasses.asdict(trainer.state),
-            sums=interval.sums,
-            model=runtime.host(trainer.model.state_dict()),
-            averaged=runtime.host(trainer.ema.model.state_dict()) if trainer.ema else {},
-            optimizer=runtime.host(trainer.optimizer.state_dict()),
-            scaler=runtime.scaler.state_dict() if runtime.scaler else {},
-            random=random,  # every rank's
+            format=FORMAT, **origin, state=dataclasses.asdict(state), sums=dict(sums), random=random
         )
-        trainer.saver.save(content, trainer.state.step, cost_s=time.monotonic() - started)
+        for name, part in parts.items():
+            content[name] = {} if part is None else runtime.host(part.state_dict())
+        saver.save(content, state.step, cost_s=time.monotonic() - started)
 
 
-def restore(trainer):
-    """(state, sums) of the newest checkpoint after loading the rest of it; of a new run where there is none.
+def restore(
+    run: Run, task: Task, runtime: Runtime, parts: dict, origin: dict
+) -> tuple[TrainState, dict[str, float]]:
+    """Load the newest checkpoint into the parts, as `save` gets them. Returns (state, sums), fresh ones if
+    there is none.
 
-    Raises TpukitError for a checkpoint of another version or dataset.
+    Raises TpukitError for a checkpoint of another version, dataset, model or optimizer.
     """
-    run, runtime, task, size = trainer.run, trainer.runtime, trainer.task, len(trainer.data)
     _check_newest_is_on_rank_0(run, runtime.world)
     # Rank 0 reads for all: other hosts need not see its disk.
     saved = runtime.world.broadcast(_read(run, task) if runtime.world.rank == 0 else None)
     if saved is None:
-        return TrainState(), metrics.new_sums(runtime)
-    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        raise TpukitError(
-            f"{run.path} was written by another version of tpukit: start a new run, and pass this run's"
-            " best.safetensors as weights= to keep its result"
-        )
-    if saved["train_size"] != size:
-        raise TpukitError(
-            f"{run.path} was trained on {saved['train_size']} samples, {task.dataset_dir} has {size}: use the"
-            " dataset that it started with, or choose another run folder"
-        )
-    # Runs of earlier versions have no signatures.
-    if what := _differences(saved.get("data_signature", {}), trainer.data_signature):
-        raise TpukitError(
-            f"{run.path} was trained on other data than {task.dataset_dir} holds now, with other {what}: use"
-            f" the dataset that it started with, or {TRAIN_ANEW}"
-        )
-    _check_code(trainer, saved)
-    trainer.model.load_state_dict(saved["model"])
-    if trainer.ema:
-        trainer.ema.model.load_state_dict(saved["averaged"])
-    for group, own in zip(saved["optimizer"]["param_groups"], trainer.optimizer.param_groups):
-        for name in (
-            "capturable",
-            "fused",
-        ):  # as this device counts the steps and updates, not as the other one did
-            if name in own:
-                group[name] = own[name]
+        return TrainState(), metrics.SUMS
+    _check_origin(run, task, saved, origin)
+    model, average, optimizer, scaler = (parts[name] for name in ("model", "averaged", "optimizer", "scaler"))
+    _check_code(run, task, saved, origin, model)
+    model.load_state_dict(saved["model"])
+    if average is not None:
+        average.load_state_dict(saved["averaged"])
     try:
-        trainer.optimizer.load_state_dict(saved["optimizer"])
+        _load_optimizer(optimizer, saved["optimizer"])
     except (ValueError, KeyError) as error:  # of a run that has no signature
-        raise TpukitError(
-            f"{run.path} was trained with another optimizer than {type(task).__name__}.optimizer() makes now "
-            f"({error!r}): undo the change, or {TRAIN_ANEW}"
-        ) from error
-    _lay_out_as_parameters(trainer.optimizer)
-    if runtime.scaler and saved["scaler"]:
-        runtime.scaler.load_state_dict(saved["scaler"])
-    of_average = trainer.ema.model.buffers() if trainer.ema else []
-    runtime.separate([*trainer.model.buffers(), *of_average, *state_tensors(trainer.optimizer)])
+        raise _other_optimizer(run, task, repr(error)) from error
+    if scaler is not None and saved["scaler"]:
+        scaler.load_state_dict(saved["scaler"])
+    buffers = [buffer for module in (model, average) if module is not None for buffer in module.buffers()]
+    runtime.separate([*buffers, *state_tensors(optimizer)])
     state = TrainState(**saved["state"])
-    if what := _differences(saved.get("test_signature", {}), trainer.test_signature):
+    if what := _differences(saved.get("test_signature", {}), origin["test_signature"]):
         state.best = None  # which no score on these samples can be compared with
-        trainer.run.print(
+        run.print(
             f"the test set of {task.dataset_dir} has changed since, with other {what}: the scores so far are"
             " those of the old one. `tpukit test` scores the weights that were kept on the new one; or"
             f" {TRAIN_ANEW}"
@@ -120,9 +102,8 @@ def restore(trainer):
         runtime.set_random_state(saved["random"][runtime.world.rank])
     else:  # the number of ranks has changed, and there is no state for the new ones
         runtime.seed((task.seed, state.step))
-    sums = metrics.new_sums(runtime, saved["sums"])
     runtime.sync()
-    return state, sums
+    return state, saved["sums"]
 
 
 def _read(run, task):
@@ -134,25 +115,48 @@ def _read(run, task):
     return saved
 
 
-def _check_code(trainer, saved):
+def _check_origin(run: Run, task: Task, saved: object, origin: dict) -> None:
+    """Raise TpukitError unless a checkpoint is of this version, and of this training set and optimizer."""
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        raise TpukitError(
+            f"{run.path} was written by another version of tpukit: start a new run, and pass this run's"
+            " best.safetensors as weights= to keep its result"
+        )
+    if saved["train_size"] != origin["train_size"]:
+        raise TpukitError(
+            f"{run.path} was trained on {saved['train_size']} samples, {task.dataset_dir} has"
+            f" {origin['train_size']}: use the dataset that it started with, or choose another run folder"
+        )
+    # Runs of earlier versions have no signatures.
+    if what := _differences(saved.get("data_signature", {}), origin["data_signature"]):
+        raise TpukitError(
+            f"{run.path} was trained on other data than {task.dataset_dir} holds now, with other {what}: use"
+            f" the dataset that it started with, or {TRAIN_ANEW}"
+        )
+
+
+def _check_code(run: Run, task: Task, saved: dict, origin: dict, model: nn.Module) -> None:
     """Raise TpukitError naming the first tensors, or settings of the optimizer, that differ from those of the
     checkpoint: the code of the task has changed."""
-    path, kind = trainer.run.path, type(trainer.task).__name__
-    if different := weights.differences(saved["model"], trainer.model.state_dict()):
+    if different := weights.differences(saved["model"], model.state_dict()):
         raise TpukitError(
-            f"{path} was trained with another model than {kind}.model() makes now: {different}\n"
-            f"Undo the change, or {TRAIN_ANEW}"
+            f"{run.path} was trained with another model than {type(task).__name__}.model() makes now:"
+            f" {different}\nUndo the change, or {TRAIN_ANEW}"
         )
-    old, new = saved.get("optimizer_signature", {}), trainer.optimizer_signature
+    old, new = saved.get("optimizer_signature", {}), origin["optimizer_signature"]
     # Another version of torch may have more settings.
     changed = [
         f"{name} was {old[name]}, is {new[name]}" for name in old if name in new and old[name] != new[name]
     ]
     if changed:
-        raise TpukitError(
-            f"{path} was trained with another optimizer than {kind}.optimizer() makes now:"
-            f" {', '.join(changed[:3])}. Undo the change, or {TRAIN_ANEW}"
-        )
+        raise _other_optimizer(run, task, ", ".join(changed[:3]))
+
+
+def _other_optimizer(run: Run, task: Task, what: str) -> TpukitError:
+    return TpukitError(
+        f"{run.path} was trained with another optimizer than {type(task).__name__}.optimizer() makes now:"
+        f" {what}. Undo the change, or {TRAIN_ANEW}"
+    )
 
 
 def _differences(saved, own):
@@ -169,16 +173,17 @@ def _describe_difference(name, saved, own):
     return f"{name} (number {number} was {old}, is {new})"
 
 
-def _lay_out_as_parameters(optimizer):
-    """Give the optimizer's state the memory layout of its parameters, which fused updates on a GPU require: a
-    run may have been saved where channels were not last."""
+def _load_optimizer(optimizer: Optimizer, saved: dict) -> None:
+    """Load an optimizer's state, and keep how this device counts its steps, updates, and lays out memory."""
+    for group, of_this_device in zip(saved["param_groups"], optimizer.param_groups):
+        for name in {"capturable", "fused"} & of_this_device.keys():
+            group[name] = of_this_device[name]
+    optimizer.load_state_dict(saved)
+    # Fused updates on a GPU need the layout of the parameter; the run may come from another one.
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.shape == parameter.shape
-                and value.stride() != parameter.stride()
-            ):
+            is_like_it = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if is_like_it and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 

@@ -1,12 +1,17 @@
 """Which samples a step gets, in which order, and how they reach the device: stored there, or streamed."""
 
+from __future__ import annotations
+
 import collections
 import concurrent.futures
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from tpukit.host.errors import TpukitError
+
+Batch = dict[str, Tensor]  # of the step: names -> (B, ...)
 
 DATA_ON = ("auto", "device", "host")
 MEMORY_SHARE = 8  # a dataset may take 1 / MEMORY_SHARE of a device's memory

@@ -1,14 +1,43 @@
-"""One optimizer step, from a batch to the new metric sums. On XLA all of it is one compiled graph.
+"""One optimizer step, from a batch to the new metric sums; and `TrainingStep`, all that it is made of, on the
+device. On XLA a step is one compiled graph.
 
 Each part is the device's: clipping, the loss scaler and the all-reduce are in `devices/runtime.py` and
 `devices/xla.py`. On XLA the function is only traced, once; `devices/xla_replay.py` writes the new weights. On
 a GPU it is captured, by `devices/cuda_graph.py`, and then no longer called. docs/CONTRIBUTING.md shows what
 wraps it on each kind of device."""
 
-from tpukit.training import metrics
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from tpukit.devices.optimizers import optimizer_signature
+from tpukit.training import batch_norm, layers, metrics
+from tpukit.training.data import Batch, identity
+from tpukit.training.ema import WeightEMA
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim import Optimizer
+
+    from tpukit.devices.runtime import Runtime
+    from tpukit.training.task import Task
 
 
-def train_step(task, model, optimizer, runtime, compose, batch, epoch, sums, lr_factor=None):
+def train_step(
+    task: Task,
+    model: nn.Module,
+    optimizer: Optimizer,
+    runtime: Runtime,
+    compose: Callable[[Batch], Batch],
+    batch: Batch,
+    epoch: int | Tensor,
+    sums: Tensor,
+    lr_factor: float | Tensor | None = None,
+) -> Tensor:
     """Take one optimizer step and return the new sums, a tensor as `metrics.new_sums` makes it.
 
     model: as `Runtime.torch_compile` returned it. compose: `BatchLoader.compose`. batch: dict of tensors on
@@ -19,12 +48,19 @@ def train_step(task, model, optimizer, runtime, compose, batch, epoch, sums, lr_
     optimizer.zero_grad(set_to_none=True)
     loss = add_gradients(task, model, optimizer, runtime, batch, epoch)
     runtime.all_reduce_gradients(optimizer)  # SPMD has done so in backward
-    grad_norm = runtime.clip_gradients(optimizer, task.clip_norm)  # None where clip_norm is None
+    grad_norm = runtime.clip_gradients(optimizer, task.clip_norm)  # None if clip_norm is None
     runtime.optimizer_step(optimizer, lr_factor)
     return metrics.accumulate(sums, loss, grad_norm, overflow_is_skipped=runtime.scaler is not None)
 
 
-def add_gradients(task, model, optimizer, runtime, batch, epoch):
+def add_gradients(
+    task: Task,
+    model: nn.Module,
+    optimizer: Optimizer,
+    runtime: Runtime,
+    batch: Batch,
+    epoch: int | Tensor,
+) -> Tensor:
     """Compute the gradients of a batch, all of it at once or in micro-batches. Returns the loss, a scalar
     without gradient."""
     count, losses = task.micro_batches, []
@@ -39,7 +75,7 @@ def add_gradients(task, model, optimizer, runtime, batch, epoch):
     return sum(losses[1:], start=losses[0])
 
 
-def micro_batch(batch, number, count):
+def micro_batch(batch: Batch, number: int, count: int) -> Batch:
     """The samples number, number + count, number + 2 count, ... of a batch, a dict of tensors (B, ...).
 
     Not one after the other: so each core of SPMD, which has the batch in contiguous shares, keeps its own
@@ -47,3 +83,59 @@ def micro_batch(batch, number, count):
     if count == 1:
         return batch
     return {name: values.unflatten(0, (-1, count))[:, number] for name, values in batch.items()}
+
+
+class TrainingStep:
+    """A task's training step on a runtime's device: the model, the optimizer, and the step as the device runs
+    it. The one assembly: for the loop, and for tools that plan, trace or try a step.
+
+    model: of `task.model()`, on the CPU; its batch norms and frozen parts become those that the task sets.
+    ema: the `WeightEMA`, or None. sums: (4,), of the steps since they were last reset."""
+
+    def __init__(self, task: Task, runtime: Runtime, model: nn.Module) -> None:
+        self.task, self.runtime = task, runtime
+        self.model = place_model(task, runtime, model)
+        self.ema = WeightEMA(self.model, task.ema_decay, runtime) if task.ema_decay else None
+        self.optimizer = layers.make_optimizer(task, self.model)  # on XLA, placing made new parameters
+        self.signature = optimizer_signature(self.optimizer)
+        self.has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
+        self.sums = metrics.new_sums(runtime)
+
+    def compile(self, compose: Callable[[Batch], Batch] = identity) -> None:
+        """Make `compiled`, the step as the device runs it, and `eager`, the same one operation at a time.
+
+        compose: what completes a batch on the device, of a `BatchLoader`. To be called once the state is that
+        which the first step starts from."""
+        task, runtime = self.task, self.runtime
+        model = runtime.torch_compile(
+            self.model,
+            task.torch_compile,
+            is_captured=task.cuda_graph,
+            accumulates=task.micro_batches > 1,
+        )
+        self.eager = functools.partial(train_step, task, model, self.optimizer, runtime, compose)
+        # Without the optimizer's state the second step has more inputs than the first: one more graph.
+        self.max_graphs = 1 if self.has_optimizer_state else 2
+        capture = self.has_optimizer_state and (runtime.compiles or task.cuda_graph)
+        self.compiled = runtime.compile(
+            self.eager,
+            name="step",
+            max_graphs=self.max_graphs,
+            mutates=(self.model, self.optimizer) if capture else None,
+        )
+
+    def arguments(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> tuple:
+        """The arguments of `compiled` and `eager`. batch: on the device. epoch: from 0."""
+        return batch, self.runtime.scalar(epoch), self.sums, self.runtime.scalar(lr_factor)
+
+    def __call__(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> None:
+        """Take a step, and add its metrics to `sums`."""
+        self.sums = self.compiled(*self.arguments(batch, epoch, lr_factor))
+
+
+def place_model(task: Task, runtime: Runtime, model: nn.Module) -> nn.Module:
+    """A model of the task, from the CPU, on the device, with the batch norms and frozen parts of a
+    training."""
+    model = batch_norm.apply(model, task.batch_norm, runtime)
+    layers.freeze(task, model)
+    return runtime.place(model, channels_last=task.channels_last)

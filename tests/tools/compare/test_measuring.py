@@ -89,16 +89,16 @@ def test_a_step_time_holds_the_step_and_the_wait_for_its_batch(digits, cpu, tmp_
 
 def test_what_is_timed_are_the_steps_of_a_training(digits, cpu, tmp_path, monkeypatch):
     from tpukit import train
-    from tpukit.training import loop
+    from tpukit.training import step
 
     seen = {"train": [], "measure": []}
-    plain = loop.train_step
+    plain = step.train_step
 
     def recorded(task, model, optimizer, runtime, compose, batch, epoch, sums, lr_factor):
         seen[now].append((batch["label"].tolist(), epoch, float(next(model.parameters()).detach().sum())))
         return plain(task, model, optimizer, runtime, compose, batch, epoch, sums, lr_factor)
 
-    monkeypatch.setattr(loop, "train_step", recorded)
+    monkeypatch.setattr(step, "train_step", recorded)
     task = MNIST(dataset_dir=digits, batch_size=16, channels=4, epochs=1)
     now = "train"
     train(task, opened(tmp_path / now, task), runtime=cpu, progress=False)

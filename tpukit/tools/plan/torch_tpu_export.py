@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tpukit.devices import optimizers, tensors, torch_tpu_lowering, torch_tpu_private
+from tpukit.devices import optimizers, tensors, torch_tpu_private
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
 
@@ -79,7 +79,7 @@ class TorchTPUExportRuntime(Runtime):
 
     def init_optimizer_state(self, optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        with self._fake, torch_tpu_lowering.compiling():
+        with self._fake, torch_tpu_private.compiling():
             for p in parameters:
                 p.grad = torch.zeros_like(p)
             optimizer.step()
@@ -99,9 +99,9 @@ class TorchTPUExportRuntime(Runtime):
                 gradients = [p.grad for p in changes[0].parameters() if p.grad is not None] if changes else []
                 return [*outputs, *gradients, *state]
 
-            with self._fake, torch_tpu_lowering.compiling(), sdpa_kernel(SDPBackend.MATH):
+            with self._fake, torch_tpu_private.compiling(), sdpa_kernel(SDPBackend.MATH):
                 graph = make_fx(traced, decomposition_table=DECOMPOSITIONS)(inputs, state)
-            text, stablehlo = torch_tpu_lowering.lower(graph, [*inputs, *state])
+            text, stablehlo = torch_tpu_private.lower(graph, [*inputs, *state])
             digest = hashlib.sha256(text.encode()).hexdigest()
             self.graphs.append(
                 dict(name=name or function.__name__, stablehlo=stablehlo, digest=digest, kernels=[])

@@ -1,0 +1,333 @@
+"""What a training consists of, set up on the device: `Trainer`, which the loop drives."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm.auto import tqdm
+
+from tpukit.devices import LONG_COMPILE_S, check_micro_batches, open_runtime
+from tpukit.devices.runtime import check_batch
+from tpukit.host import environment
+from tpukit.host.errors import TpukitError
+from tpukit.runs import weights
+from tpukit.training import batch_norm, checkpoint, ema, metrics, schedule
+from tpukit.training.data import BatchLoader, training_index_batches
+from tpukit.training.evaluation import Evaluator, log_notes
+from tpukit.training.saver import Saver
+from tpukit.training.step import TrainingStep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from tpukit.devices.runtime import Runtime
+    from tpukit.runs.run import Run
+    from tpukit.runs.signals import StopSignal
+    from tpukit.training.data import Batch
+    from tpukit.training.evaluation import FinishedEpoch
+    from tpukit.training.task import Task
+
+
+class Trainer:
+    """A training with its step, data, evaluator and saver, restored to where its run stands.
+
+    state: the `checkpoint.TrainState`. total: the step at which it ends. No attribute refers back to the
+    Trainer (no reference cycle), so the model is freed when the training ends."""
+
+    def __init__(self, task: Task, run: Run, runtime: Runtime | None, stop: StopSignal) -> None:
+        task.check_dataset_dir()
+        if task.micro_batches > 1:
+            check_micro_batches(environment.detect(), task.micro_batches)
+        self.task, self.stop = task, stop
+        self.ranks_stop = False  # whether all ranks know of a signal
+        torch.manual_seed(task.seed)
+        model = task.model()
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="datasets") as thread:
+            # Reading can take seconds, and so can opening a device and what it compiles for a model. Not
+            # before the model is there: datasets that draw random numbers must not change its weights.
+            reading = thread.submit(task.datasets)
+            self.runtime = runtime = runtime or open_runtime(
+                environment.detect(), task.precision, libtpu_args=task.libtpu_args(task.batch_size)
+            )
+            check_batch(task.batch_size, runtime.cores, micro_batches=task.micro_batches)
+            if task.weights:
+                weights.load(model, task.weights)
+            if runtime.world.size > 1:  # ranks would differ where a model does not start from the seed alone
+                model.load_state_dict(runtime.world.broadcast(model.state_dict()))
+            self.step = TrainingStep(task, runtime, model)
+            self.data, self.test_data = reading.result()
+        self.model, self.optimizer = self.step.model, self.step.optimizer
+        self.steps_per_epoch = len(self.data) // task.batch_size
+        if self.steps_per_epoch == 0:
+            size = len(self.data)
+            raise TpukitError(
+                f"batch_size={task.batch_size} is larger than the training set: use batch_size <= {size}"
+            )
+        self.run = run if runtime.world.rank == 0 else run.read_only()
+        self.loader, test_loader = (
+            BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
+            for data in (self.data, self.test_data)
+        )
+        self.saver = Saver(self.run, task.save_every_s)
+        self.evaluator = Evaluator(task, self.run, runtime, test_loader, self.data, self.saver)
+        self.throughput = metrics.Throughput(runtime)
+        runtime.seed(task.seed)
+        self._restore()
+        self.step.compile(self.loader.compose)
+        self.is_first_step = True
+        runtime.reset_statistics()  # what others compiled in this process before is not part of this training
+        stands = self.patience_exhausted()
+        self.total = self.state.step if stands else max(task.epochs * self.steps_per_epoch, self.state.step)
+        self.shown_loss = ""
+
+    def _restore(self) -> None:
+        step, average = self.step, self.step.ema
+        self.parts = dict(
+            model=step.model,
+            averaged=average and average.model,
+            optimizer=step.optimizer,
+            scaler=self.runtime.scaler,
+        )
+        self.origin = dict(
+            train_size=len(self.data),
+            data_signature=self.task.data_signature(self.data),
+            test_signature=self.task.data_signature(self.test_data),
+            optimizer_signature=step.signature,
+        )
+        self.state, sums = checkpoint.restore(self.run, self.task, self.runtime, self.parts, self.origin)
+        step.sums = metrics.new_sums(self.runtime, sums)
+
+    # Batches and steps
+
+    def remaining_batches(self) -> Iterator[Batch]:
+        """Generate the batches from where the run stands to its last epoch."""
+        epoch, start = divmod(self.state.step, self.steps_per_epoch)
+        return self._batches(range(epoch, self.task.epochs), start)
+
+    def endless_batches(self, epoch: int = 0) -> Iterator[Batch]:
+        """Generate the batches of an endless training, for tools that time or trace `take_step`."""
+        return self._batches(itertools.count(epoch))
+
+    def _batches(self, epochs: Iterable[int], start: int = 0) -> Iterator[Batch]:
+        """Generate the batches of these epochs, of the first one from step `start` on, without a pause
+        between two epochs."""
+        task, size, num_uniforms = self.task, len(self.data), self.data.num_uniforms
+        plan = (
+            spec
+            for epoch, first in zip(epochs, itertools.chain([start], itertools.repeat(0)))
+            for spec in training_index_batches(
+                size, task.batch_size, seed=task.seed, epoch=epoch, num_uniforms=num_uniforms, start=first
+            )
+        )
+        return self.loader.batches(plan)
+
+    def take_step(self, batch: Batch, epoch: int) -> None:
+        """Take one step of the training. batch: of `loader`; epoch: from 0."""
+        number = self.state.step + 1
+        if self.is_first_step and self.runtime.compiles:
+            self.run.print(
+                f"step {number}: compiling the training step, which can take minutes; later steps reuse it"
+            )
+        self.is_first_step = False
+        try:
+            self.step(batch, epoch, self.lr_factor())
+            if self.step.ema:
+                self.step.ema.step(number)
+        finally:
+            self._log_compilations(number)
+        self.state.step = number
+        self.runtime.heartbeat(number)
+
+    def lr_factor(self) -> float | None:
+        """What multiplies the learning rates in the next step; None for 1."""
+        return schedule.lr_factor(self.task, self.state.step, self.steps_per_epoch)
+
+    def lr_of(self, step: int) -> float:
+        """The learning rate of a step, counted from 1; with layer decay, of the last layers."""
+        factor = schedule.lr_factor(self.task, step - 1, self.steps_per_epoch)
+        return max(group["lr"] for group in self.optimizer.param_groups) * (1.0 if factor is None else factor)
+
+    def ends_epoch(self) -> bool:
+        return self.state.step % self.steps_per_epoch == 0
+
+    def sync(self) -> metrics.Interval:
+        """The `metrics.Interval` since the last reset of the sums, on which all ranks agree. Raises Diverged,
+        and what made a save fail."""
+        self.saver.check()
+        interval = metrics.sync(
+            self.step.sums,
+            self.model,
+            self.runtime,
+            clipped=self.task.clip_norm is not None,
+            stop_signal=self.stop.signal or (self.run.stop_requested() if self.run.is_launched else None),
+            save_due=self.save_is_due(),
+        )
+        self.ranks_stop = interval.stop_signal is not None
+        self.stop.signal = interval.stop_signal or self.stop.signal  # one may have come meanwhile
+        metrics.check_finite(interval, self.state.step, self.task, self.run, self.runtime)
+        return interval
+
+    # Stopping and saving
+
+    def check_stop(self) -> None:
+        """Stop if a signal came; several ranks if all know of it, so that one that came since waits for the
+        next sync."""
+        if self.runtime.world.size == 1 or self.ranks_stop:
+            self.stop.check()
+
+    def patience_exhausted(self, extra: int = 0) -> bool:
+        """Whether the evaluations so far, and `extra` ones without a better score, end the training. Rank 0
+        knows."""
+        patience = self.task.patience
+        return patience is not None and self.state.evaluations_without_best + extra >= patience
+
+    def ranks_stop_early(self) -> bool:
+        """`patience_exhausted`, on every rank."""
+        return bool(self.task.patience and self.runtime.world.broadcast(self.patience_exhausted()))
+
+    def stop_early(self, epochs: int) -> None:
+        """End the training here, after this many epochs."""
+        self.total = self.state.step
+        self.write_progress(epochs - 1)
+        self.run.log("stopped", self.state.step, epoch=epochs - 1, patience=self.task.patience)
+        self.run.print(f"stopped early after epoch {epochs}: {self._without_best()}")
+
+    def _without_best(self) -> str:
+        return f"no better {self.task.score} within a patience of {self.state.evaluations_without_best}"
+
+    def save_is_due(self) -> bool:
+        """Whether to save after this step. A state whose last epoch is not scored yet cannot be saved,
+        because a resumed run could not repeat the evaluation: that waits for the scores, at most until the
+        end of the next epoch."""
+        return self.saver.is_due() and (self.evaluator.pending is None or self.ends_epoch())
+
+    def save(self, interval: metrics.Interval) -> None:
+        """Start writing a checkpoint. interval: a fresh one, of `sync`."""
+        checkpoint.save(self.saver, self.runtime, self.parts, self.origin, self.state, interval.sums)
+
+    def finish_saving(self) -> None:
+        """Wait until all is written, in the backup too."""
+        self.saver.wait()
+        if self.saver.last is None:  # no step was left, but the last session may have ended before its backup
+            self.run.update_backup()
+
+    def close(self) -> None:
+        self.evaluator.executor.shutdown(wait=False, cancel_futures=True)
+        self.saver.close()
+        self.run.close()
+
+    # Evaluating
+
+    def predict_test_set(self, finished: FinishedEpoch) -> None:
+        """Predict the test set with the weights of an epoch, or their average once there is one, and start
+        scoring."""
+        self.bar.set_description("evaluating")
+        average = self.step.ema if self.state.step >= ema.EVERY else None
+        self.evaluator.predict(
+            finished,
+            average.model if average else self.model,
+            # Several ranks stop together, after the evaluation.
+            after_batch=self.check_stop if self.runtime.world.size == 1 else None,
+        )
+        self._log_compilations(self.state.step)
+        self.bar.set_description(self.task.name)
+
+    def last_scores(self) -> dict | None:
+        """Those of the last evaluation, on rank 0; of an earlier session if nothing was left to do."""
+        if self.evaluator.scores is not None or self.runtime.world.rank != 0:
+            return self.evaluator.scores
+        epochs = self.state.step // self.steps_per_epoch
+        if self.patience_exhausted():
+            self.run.print(
+                f"nothing left to do: the run stopped early after epoch {epochs}: {self._without_best()}; a"
+                f" larger patience than {self.task.patience} continues it"
+            )
+        else:
+            self.run.print(
+                f"nothing left to do: the run already has {epochs} epochs; {self.task.epochs} were requested"
+            )
+        evaluations = self.run.records("evaluation")
+        return evaluations[-1]["scores"] if evaluations else {}
+
+    # What is printed and recorded
+
+    @contextlib.contextmanager
+    def show_progress(self, shown: bool) -> Iterator[None]:
+        """Context manager: log the start, and show a progress bar."""
+        self._log_start()
+        with tqdm(
+            total=self.total,
+            initial=self.state.step,
+            desc=self.task.name,
+            unit="step",
+            disable=not (shown and self.run.echo),
+            mininterval=0.5,
+        ) as self.bar:
+            yield
+
+    def show_loss(self, epoch: int, loss: float) -> None:
+        """Show the mean loss of the last interval, in an epoch counted from 0."""
+        self.shown_loss = f"{loss:.4f}"
+        self.bar.set_postfix(epoch=epoch + 1, loss=self.shown_loss, refresh=False)
+
+    def write_progress(self, epoch: int) -> None:
+        """Show and record the step at which the training stands, in an epoch counted from 0."""
+        self.bar.total = self.total
+        self.bar.update(self.state.step - self.bar.n)
+        self.run.write_progress(
+            name=self.task.name,
+            unit="step",
+            step=self.state.step,
+            total=self.total,
+            epoch=epoch + 1,
+            loss=self.shown_loss,
+        )
+
+    def _log_start(self) -> None:
+        task, run, runtime, step = self.task, self.run, self.runtime, self.state.step
+        stands = f"resuming at step {step} of {self.total}" if step else f"{self.total} steps"
+        run.print(
+            f"{task.name} on {runtime}: {len(self.data)} training samples, batch {task.batch_size}, {stands}"
+        )
+        trained = run.records("train") if step and task.schedule == "cosine" else []
+        if trained and (lr := self.lr_of(trained[-1]["step"])) != trained[-1].get("lr", lr):
+            run.print(
+                f"the learning rate continues at {lr:.3g}, not {trained[-1]['lr']:.3g}: the cosine schedule"
+                f" now ends after {task.epochs} epochs"
+            )
+        log_notes(run, self.data, self.test_data, runtime)
+        if note := batch_norm.note(self.model, task, runtime):
+            run.print(note)
+        run.print(f"training set: {self.loader.description}")
+        run.print(f"test set: {self.evaluator.loader.description}")
+        run.log(
+            "start",
+            step,
+            cores=runtime.cores,
+            processes=runtime.world.size,
+            device=str(runtime),
+            accelerator=runtime.accelerator,
+            versions=environment.detect().versions,
+            max_graphs=self.step.max_graphs,
+            torch_compile=task.torch_compile,
+            batch_size=task.batch_size,
+            steps_per_epoch=self.steps_per_epoch,
+        )
+        runtime.heartbeat(step)
+
+    def _log_compilations(self, step: int) -> None:
+        """Record what was compiled since the last call, and print what took long."""
+        for event in self.runtime.pop_compile_events():
+            self.run.log("compile", step, **event)
+            if not event["programs"] and not event["refused"]:
+                self.run.print(
+                    f"step {step}: `{event['what']}` is not captured as a CUDA graph, because"
+                    f" {event['why'][0]}"
+                )
+            elif not event["refused"] and (event["what"] == "step" or event["seconds"] >= LONG_COMPILE_S):
+                why = f", because {event['why'][0]}" if event["why"] else ""
+                self.run.print(f"step {step}: compiled `{event['what']}` in {event['seconds']:.1f} s{why}")
