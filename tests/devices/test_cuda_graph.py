@@ -13,7 +13,6 @@ from tests.devices.emulated_gpu import EmulatedGpu, EmulatedRuntime
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run, train
 from tpukit.devices import cuda_graph
-from tpukit.training import metrics
 
 
 @pytest.fixture
@@ -175,104 +174,6 @@ def test_a_run_moves_from_a_cpu_to_a_gpu_and_back_with_its_optimizer(digits, tmp
     assert emulated.launches == 25 - cuda_graph.WARM_UP
     for name, value in wanted["model"].items():  # torch's fused update rounds differently
         torch.testing.assert_close(state["model"][name], value, atol=1e-4, rtol=1e-3)
-
-
-class Growing(MNIST):
-    """Its weights grow a hundredfold at each step."""
-
-    def loss(self, model, batch, epoch):
-        return super().loss(model, batch, epoch) - 1e3 * next(model.parameters()).square().sum()
-
-
-def test_a_captured_training_that_diverges_ends_at_the_step_where_an_eager_one_does(
-    digits, tmp_path, emulated
-):
-    messages = []
-    for captured in (False, True):
-        task = Growing(dataset_dir=digits, epochs=1, cuda_graph=captured, **SMALL | dict(log_every=25))
-        with pytest.raises(metrics.Diverged) as error:
-            trained(task, tmp_path / str(captured), EmulatedRuntime())
-        messages.append(str(error.value).split(";")[0])
-    assert messages[0] == messages[1] and emulated.launches == 25 - cuda_graph.WARM_UP
-    assert cuda_graph.WARM_UP + 1 < int(messages[0].split()[-1]) < 25
-
-
-# What cannot be captured; steps in which the host waits are in test_null_gpu.py
-
-
-class WaitingLate(MNIST):
-    """Reads its loss on the host in the step that would be captured."""
-
-    def optimizer(self, model):
-        return adagrad(model.parameters())
-
-    def loss(self, model, batch, epoch):
-        loss = super().loss(model, batch, epoch)
-        self.calls.append(loss)
-        if len(self.calls) == cuda_graph.WARM_UP + 1:
-            loss.item()
-        return loss
-
-
-class Decaying(MNIST):
-    """Its optimizer computes the step's length on the host."""
-
-    def optimizer(self, model):
-        return torch.optim.Adagrad(model.parameters(), self.lr, lr_decay=0.1)
-
-
-class Replacing(MNIST):
-    """Its model makes a new buffer at each step."""
-
-    def loss(self, model, batch, epoch):
-        model.register_buffer("count", torch.zeros(()) + len(self.calls))
-        return super().loss(model, batch, epoch)
-
-
-class Drawing(MNIST):
-    """Skips a layer by a random number of Python."""
-
-    def loss(self, model, batch, epoch):
-        return super().loss(model, batch, epoch) * random.choice((1, 1))
-
-
-class Counting(MNIST):
-    """Its optimizer has another setting at each step."""
-
-    def optimizer(self, model):
-        optimizer = super().optimizer(model)
-        optimizer.register_step_pre_hook(
-            lambda made, *_: self.calls.append(made.param_groups[0].update(seen=len(self.calls)))
-        )
-        return optimizer
-
-
-REFUSED = {
-    WaitingLate: "CUDA error: operation not permitted when stream is capturing",
-    Decaying: "Adagrad computes with numbers on the host",
-    Replacing: "replaces parameters or buffers",
-    Drawing: "random numbers were drawn on the host",
-    Counting: "have had 9 different values",
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_captured_is_said_once_and_trains_on_as_if_nothing_had_been_tried(
-    kind, digits, tmp_path, emulated
-):
-    ends = []
-    for captured in (True, False):
-        task = kind(dataset_dir=digits, epochs=2, cuda_graph=captured, **SMALL)
-        object.__setattr__(task, "calls", [])
-        run = trained(task, tmp_path / str(captured), EmulatedRuntime())
-        ends.append((exact(run), checkpoint(run)))
-        events = run.records("compile")
-        assert [event["programs"] for event in events] == [0] * captured
-        if captured:
-            assert REFUSED[kind] in events[0]["why"][0]
-            assert (run.path / "log.txt").read_text().count("not captured as a CUDA graph, because") == 1
-    assert ends[0][0] == ends[1][0] and not emulated.launches
-    check_same_state(ends[0][1], ends[1][1])
 
 
 # fp16

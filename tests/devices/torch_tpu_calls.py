@@ -14,8 +14,6 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tpukit.tools import plan
-from tpukit.tools.child import run_python
 
 
 def fault(name, count, keywords):
@@ -44,6 +42,9 @@ def in_the_real_package(tmp_path, *arguments, text=""):
     """A process that has ended, in the environment of the planner, which holds torch_tpu itself: `folder`."""
     if sys.platform != "linux" or shutil.disk_usage(tmp_path).free < 6e9:
         pytest.skip("torch_tpu has wheels for Linux, and takes 2.5 GB")
+    from tpukit.tools import plan
+    from tpukit.tools.child import run_python
+
     folder = plan.install_compiler(backend="torch_tpu")
     variables = dict(PYTHONPATH=f"{ROOT}{os.pathsep}{folder}", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     variables["TPU_SKIP_MDS_QUERY"] = "1"
