@@ -240,7 +240,7 @@ def test_each_launch_prepares_its_own_chips_and_keeps_what_the_user_has_set(mock
 # In the environment of the planner, which holds torch_tpu itself
 
 COMPILE = "torch_tpu._internal.compile.tpu_torch_compile"
-USED = {  # name -> (number of positional arguments, keywords) of tpukit's call; None: of C++, or not called
+USED = {  # name -> (number of positional arguments, keywords) of tpukit's call; None: it is not called
     "torch.tpu.get_device_name": (0, []),
     "torch.tpu.get_device_properties": (0, []),
     "torch.tpu.is_initialized": (0, []),
@@ -254,11 +254,11 @@ USED = {  # name -> (number of positional arguments, keywords) of tpukit's call;
     "torch_tpu._internal.execution_mode.set_eager_mode": (1, []),
     "torch_tpu._internal.execution_mode.EagerMode._INTERNAL_COMPILE_FX_GRAPH": None,
     "torch_tpu._internal.export.export.EagerLikeFxInterpreter": (1, []),
-    f"{COMPILE}.placeholder": None,
-    f"{COMPILE}.make_constant_tensor": None,
-    f"{COMPILE}.build_mlir": None,
-    f"{COMPILE}.serialize_mlir_text": None,
-    f"{COMPILE}.serialize_mlir_portable_artifact": None,
+    f"{COMPILE}.placeholder": (2, []),
+    f"{COMPILE}.make_constant_tensor": (1, []),
+    f"{COMPILE}.build_mlir": (0, ["result_tensors", "argument_tensors"]),
+    f"{COMPILE}.serialize_mlir_text": (1, []),
+    f"{COMPILE}.serialize_mlir_portable_artifact": (1, []),
 }
 
 

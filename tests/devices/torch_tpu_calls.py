@@ -23,11 +23,22 @@ def fault(name, count, keywords):
         if getattr(found, "__tt_api_stage__", "") in ("Internal", "Deprecated"):
             return found.__tt_api_stage__
         if count is not None:
-            inspect.signature(found).bind(*[None] * count, **dict.fromkeys(keywords))
+            _bind(found, count, keywords)
     except Exception as error:
         # It is there, and opens a chip.
         return "" if "No jellyfish device found" in str(error) else f"{type(error).__name__}: {error}"
     return ""
+
+
+def _bind(function, count, keywords):
+    """Raise TypeError if a function does not take these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of C++, with its arguments in the docstring, if anywhere
+        if missing := [keyword for keyword in keywords if f"{keyword}:" not in function.__doc__]:
+            raise TypeError(f"no argument {', '.join(missing)}") from None
+    else:
+        signature.bind(*[None] * count, **dict.fromkeys(keywords))
 
 
 def _resolve(name):
