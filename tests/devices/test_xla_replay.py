@@ -205,7 +205,7 @@ def core(xla, monkeypatch):
     all_reduce = xm.all_reduce
 
     def recorded(kind, gradients, **how):
-        runtime.reduced.append((kind, len(gradients), how["scale"]))
+        runtime.reduced.append((kind, len(gradients), how))
         return all_reduce(kind, gradients, **how)
 
     monkeypatch.setattr(xm, "all_reduce", recorded)
@@ -218,7 +218,7 @@ def momentum(lr):
 
 def test_a_core_of_several_replays_a_step_with_the_gradients_mean_over_all_ranks_in_its_graph(core, xla):
     losses, state, traces = outcome(core, momentum(0.008), False, replayed=True)
-    assert core.reduced == [("sum", 5, 1 / 8)] * traces and traces == 4
+    assert core.reduced == [("sum", 5, dict(scale=1 / 8, pin_layout=False))] * traces and traces == 4
     # The other seven add nothing, so that a gradient is an eighth of what one core has, and eight times the
     # lr makes up for it.
     wanted_losses, wanted_state, _ = outcome(xla, momentum(0.001), False, replayed=False)
