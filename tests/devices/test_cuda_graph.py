@@ -263,7 +263,7 @@ def test_an_overflow_undoes_the_update_of_tensors_of_every_layout_and_type(overf
         gpu.scaler._found_inf_per_device = lambda _: {"cuda": torch.tensor([float(is_skipped)])}  # noqa: B023
         for parameter in (*ours, *theirs):
             parameter.grad = (number + 1) * torch.ones_like(parameter)
-        gpu._step_unless_overflow(our_optimizer)
+        gpu._step_unless_overflow(our_optimizer, gpu.scaler)
         if not is_skipped:
             their_optimizer.step()
     for mine, other in zip(ours, theirs, strict=True):

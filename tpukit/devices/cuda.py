@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -85,7 +86,9 @@ class CUDARuntime(Runtime):
         return wait
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
-        return cuda_graph.CapturedStep(function, name, *mutates, self) if mutates else function
+        if mutates is None:
+            return function
+        return cuda_graph.CapturedStep(function, name or function.__name__, *mutates, self)
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
         for group in optimizer.param_groups:
@@ -95,8 +98,8 @@ class CUDARuntime(Runtime):
             if type(optimizer) in _HAS_FUSED_STEP and group["fused"] is None and not chosen:
                 group["fused"] = True
         if type(optimizer) in _HAS_FUSED_STEP and all(group["fused"] for group in optimizer.param_groups):
-            optimizer._step_supports_amp_scaling = True  # as torch's constructors say of a fused one
-        optimizer._warned_capturable_if_run_uncaptured = True  # the first steps do run so
+            vars(optimizer)["_step_supports_amp_scaling"] = True  # as torch's constructors say of a fused one
+        vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True  # the first steps do run so
         return True
 
     def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
@@ -104,14 +107,14 @@ class CUDARuntime(Runtime):
             mode = _WITHOUT_GRAPHS.get(mode, mode)
         return super().torch_compile(model, mode)
 
-    def _step_unless_overflow(self, optimizer: Optimizer) -> None:
+    def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Update the weights, but leave everything on the device as it is where a gradient overflowed.
 
         torch's scaler reads on the host whether one did, unless the optimizer's kernel can skip by itself."""
         if self.allow_sync or getattr(optimizer, "_step_supports_amp_scaling", False):
-            self.scaler.step(optimizer)
+            scaler.step(optimizer)
             return
-        [overflows] = self.scaler._found_inf_per_device(optimizer).values()  # as `unscale_` found
+        [overflows] = scaler._found_inf_per_device(optimizer).values()  # as `unscale_` found
         written = _tensors_of_step(optimizer)
         before = flattened(written.values())
         optimizer.step()

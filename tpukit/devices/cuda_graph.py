@@ -64,7 +64,7 @@ class CapturedStep:
     def __init__(
         self,
         function: Callable[..., Tensor],
-        name: str | None,
+        name: str,
         model: nn.Module,
         optimizer: Optimizer,
         runtime: "CUDARuntime",
@@ -243,8 +243,8 @@ class _OptimizerState:
 
 def host_random_state() -> tuple:
     """The state of every random generator of the host that a step might draw from. To be compared."""
-    numpys = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpys[1].tobytes(), numpys[2]
+    _, numbers, position, *_ = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(numbers).tobytes(), position
 
 
 @contextlib.contextmanager

@@ -14,6 +14,11 @@ def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    """Those that the next step of an optimizer uses."""
+    return [p.grad for p in parameters_with_gradient(optimizer) if p.grad is not None]
+
+
 def trainable_parameters(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that can have a gradient."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

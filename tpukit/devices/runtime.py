@@ -16,6 +16,7 @@ from typing import IO, Any, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -92,7 +93,7 @@ class Runtime:
         self.device = self._open_device()
         self.cores = self.world.size
         self.precision = self._best_precision() if precision == "auto" else precision
-        self.scaler = torch.amp.GradScaler(self.device.type) if self.precision == "fp16" else None
+        self.scaler = GradScaler(self.device.type) if self.precision == "fp16" else None
 
     def _open_device(self) -> torch.device:
         return torch.device(self.accelerator)
@@ -122,7 +123,7 @@ class Runtime:
         if channels_last == "auto":
             channels_last = "yes" if self._computes_faster_channels_last(model) else "no"
         layout = torch.channels_last if channels_last == "yes" else torch.preserve_format
-        return model.to(self.device, memory_format=layout)
+        return model.to(self.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
 
     def _computes_faster_channels_last(self, model: nn.Module) -> bool:
         """Whether most weights are convolutions'. By rule, not by timing: a resumed run has to make the same
@@ -310,7 +311,7 @@ class Runtime:
         if self.scaler is None:
             optimizer.step()
         else:
-            self._step_unless_overflow(optimizer)
+            self._step_unless_overflow(optimizer, self.scaler)
             self.scaler.update()
         if parameters:
             with torch.no_grad():
@@ -318,8 +319,8 @@ class Runtime:
                 torch._foreach_mul_(parameters, lr_factor)
                 torch._foreach_add_(parameters, before)
 
-    def _step_unless_overflow(self, optimizer: Optimizer) -> None:
-        self.scaler.step(optimizer)
+    def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        scaler.step(optimizer)
 
     def gradient_norm(self, model: nn.Module) -> Tensor:
         """(1,) device tensor: the norm of the last step's gradient, 0 where there was none. Not part of the
@@ -405,7 +406,7 @@ class Runtime:
         """How many samples to predict at once in a training of batches of `batch_size`."""
         return batch_size
 
-    def memory_size(self) -> int:
+    def memory_size(self) -> float:
         """Bytes of memory of one device; of the host where that cannot be read or is the device."""
         found = self.memory()
         return found[0][1] if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -7,6 +7,8 @@ used here with the package's own; docs/TORCHTPU.md says what that leaves open.""
 from pathlib import Path
 from typing import Any
 
+# torch_tpu, which adds torch.tpu, is not installed where types are checked.
+# pyright: reportAttributeAccessIssue=false
 import torch
 from torch import nn
 
@@ -62,5 +64,5 @@ class TorchTPURuntime(Runtime):
     def traced(self, folder: Path):
         return torch_tpu_private.profile(folder)
 
-    def memory_size(self) -> int:
+    def memory_size(self) -> float:
         return torch.tpu.get_device_properties().total_memory

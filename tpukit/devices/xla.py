@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tpukit.devices import lanes, xla_private
 from tpukit.devices.chips import V5E, find_chip
 from tpukit.devices.distributed import World
-from tpukit.devices.optimizers import parameters_with_gradient, state_tensors
+from tpukit.devices.optimizers import gradients, state_tensors
 from tpukit.devices.runtime import Batch, Runtime
 from tpukit.devices.xla_compile import CompiledFunction
 from tpukit.host.errors import TpukitError
@@ -85,8 +85,9 @@ class XLARuntime(Runtime):
     # Moving
 
     def place(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
-        if not self.notes and hasattr(model, "prepare_for_xla"):
-            self.notes = model.prepare_for_xla(self)  # a sentence: which of its ways it computes here
+        prepare: Any = getattr(model, "prepare_for_xla", None)
+        if prepare and not self.notes:
+            self.notes = prepare(self)  # a sentence: which of its ways it computes here
         buffers = [buffer.to("cpu", copy=True) for buffer in model.buffers()]
         model = model.to(self.device)  # whose compiler chooses its own layouts
         self._separate(model.buffers(), buffers)
@@ -116,7 +117,8 @@ class XLARuntime(Runtime):
             return tensor.to(self.device)
         # From a tensor without dimensions `.to` makes a constant of the graph where it is 0 or 1; elsewhere
         # it shares the data of equal numbers in the graph.
-        return xm.send_cpu_data_to_device([tensor], self.device)[0]
+        sent: Any = xm.send_cpu_data_to_device([tensor], self.device)
+        return sent[0]
 
     def put_batch(self, arrays: Mapping[str, Any]) -> Batch:
         batch = self.put(arrays)
@@ -148,7 +150,9 @@ class XLARuntime(Runtime):
 
     def _shard(self, tensors: Batch) -> None:
         """Shard the first axis of each tensor over the mesh, if there is one."""
-        for value in tensors.values() if self.mesh is not None else ():
+        if self.mesh is None:
+            return
+        for value in tensors.values():
             axes = ("data",) + (None,) * (value.dim() - 1)
             xla_private.shard(value, self.mesh.get_op_sharding(axes))
 
@@ -201,22 +205,22 @@ class XLARuntime(Runtime):
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
         if self.world.size == 1:
             return
-        gradients = [p.grad for p in parameters_with_gradient(optimizer)]
+        grads = gradients(optimizer)
         if not self.reduces_on_the_host:
             # All ranks run one program, so none needs its layouts pinned, which can cost a copy of each
             # gradient.
-            xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / self.world.size, pin_layout=False)
+            xm.all_reduce(xm.REDUCE_SUM, grads, scale=1 / self.world.size, pin_layout=False)
             return
-        flat = torch.cat([g.reshape(-1) for g in gradients]).cpu()  # as one vector
+        flat = torch.cat([g.reshape(-1) for g in grads]).cpu()  # as one vector
         flat = (self.world.all_reduce(flat) / self.world.size).to(self.device)
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
-            gradient.copy_(part.view_as(gradient))
+        for grad, part in zip(grads, flat.split([g.numel() for g in grads])):
+            grad.copy_(part.view_as(grad))
 
     def barrier_after_gradients(self, optimizer: Optimizer, batch: Batch) -> Batch:
-        gradients = [p.grad for p in parameters_with_gradient(optimizer)]
-        if gradients:
+        grads = gradients(optimizer)
+        if grads:
             batch = {name: values.clone() for name, values in batch.items()}  # the barrier changes them
-            xm.optimization_barrier_([*gradients, *batch.values()])
+            xm.optimization_barrier_([*grads, *batch.values()])
         return batch
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
@@ -309,11 +313,11 @@ class XLARuntime(Runtime):
             return []
         return [(info.get("peak_bytes_used", info["bytes_used"]), info["bytes_limit"])]
 
-    def memory_size(self) -> int:
-        if self.accelerator == "tpu" and not self.memory():
-            chip = find_chip(os.environ.get("TPU_ACCELERATOR_TYPE", ""))
-            return chip.hbm_bytes if chip and chip.hbm_bytes else V5E.hbm_bytes  # the smallest
-        return super().memory_size()
+    def memory_size(self) -> float:
+        if self.accelerator != "tpu" or self.memory():
+            return super().memory_size()
+        chips = find_chip(os.environ.get("TPU_ACCELERATOR_TYPE", "")), V5E  # which has the least
+        return next(chip.hbm_bytes for chip in chips if chip and chip.hbm_bytes)
 
 
 def _take_zero_step(optimizer: Optimizer, parameters: list[Tensor]) -> None:

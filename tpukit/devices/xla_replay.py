@@ -18,7 +18,7 @@ and the all-reduce is part of the graph; under SPMD it is the one graph of all c
 import collections
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch_xla
@@ -84,7 +84,7 @@ class GraphReplay:
         graph = self.captured.get(key)
         if graph is None or graph.replays == graph.check_after:
             # full_graph: a hidden `.item()` raises instead of cutting the step.
-            traced = torch_xla.compile(self._trace_or_discard, full_graph=True, name=self.name)
+            traced: Any = torch_xla.compile(self._trace_or_discard, full_graph=True, name=self.name)
             return traced(arguments, key, tensors)
         graph.host.advance()
         return self._replay(graph, tensors)
@@ -239,12 +239,12 @@ class GraphReplay:
 
 
 class Input(NamedTuple):
-    """An input of a graph: at each replay the index-th of the "state" or "argument" tensors, or a
+    """An input of a graph: at each replay one of the "state" or "argument" tensors, by number, or a
     "constant"."""
 
     kind: str
-    index: int | None
-    value: Tensor | None  # as traced
+    number: int | None
+    value: Any  # as traced
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -255,8 +255,8 @@ class CapturedGraph:
     state: list[Tensor]  # on the device, which the step may write
     host: HostNumbers  # which a replay does not change
     written: list[int]  # indices of those of `state` that the step writes; its first outputs
-    parameters: list[Tensor]  # those that get a gradient; its next outputs
-    outputs: list[Tensor] | None  # as traced, the function's result last
+    parameters: list[nn.Parameter]  # those that get a gradient; its next outputs
+    outputs: list[Tensor]  # as traced, the function's result last
     inputs: list[Input]  # in the graph's order
     draws_random_numbers: bool
     check_after: int  # how many replays
@@ -267,9 +267,9 @@ class CapturedGraph:
         the other."""
         if self.draws_random_numbers or self.written != other.written:
             return False
-        if [(x.kind, x.index) for x in self.inputs] != [(x.kind, x.index) for x in other.inputs]:
+        if [(x.kind, x.number) for x in self.inputs] != [(x.kind, x.number) for x in other.inputs]:
             return False
-        if not set(self.written) <= {x.index for x in self.inputs if x.kind == "state"}:
+        if not set(self.written) <= {x.number for x in self.inputs if x.kind == "state"}:
             return False
         if not all(map(torch.equal, self.host.increments, other.host.increments)):
             return False
@@ -282,7 +282,7 @@ class CapturedGraph:
 
     def release_values(self) -> None:
         """Release everything that belongs to a single step."""
-        self.outputs = None
+        self.outputs = []
         self.inputs = [x if x.kind == "constant" else x._replace(value=None) for x in self.inputs]
 
 

@@ -123,7 +123,7 @@ def open_core(job: Job, run: Run, world: World) -> Runtime:
     is_forked = job.rendezvous is not None  # torchrun's processes are not
     one_thread = is_forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
     processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", job.processes))  # torchrun's, or ours
-    torch.set_num_threads(1 if one_thread else max(1, os.cpu_count() // processes_here))
+    torch.set_num_threads(1 if one_thread else max(1, (os.cpu_count() or 1) // processes_here))
     runtime = open_runtime(job.env, job.task.precision, world=world, spmd_cores=job.spmd_cores)
     if job.requested_cores and runtime.cores != job.requested_cores:
         raise TpukitError(

@@ -145,8 +145,9 @@ class Supervisor:
         if not now:
             return
         if self.bar is None:
-            shown = dict(desc=now["name"], unit=now["unit"], mininterval=0.5)
-            self.bar = tqdm(total=now["total"], initial=now["step"], **shown)
+            self.bar = tqdm(
+                total=now["total"], initial=now["step"], desc=now["name"], unit=now["unit"], mininterval=0.5
+            )
         self.bar.set_postfix({name: now[name] for name in ("epoch", "loss") if name in now}, refresh=False)
         self.bar.update(now["step"] - self.bar.n)
 
@@ -182,7 +183,7 @@ class Supervisor:
     def _deaths(self):
         lines = []
         for index in self.dead_cores:
-            step, code = self._read(index, "step"), self.processes[index].exitcode
+            step, code = self._read(index, "step"), self.processes[index].exitcode or 0
             cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
             if code == -signal.SIGKILL:
                 cause += ", often because the host's memory was full"
