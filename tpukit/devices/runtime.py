@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -57,9 +57,10 @@ class Runtime:
     """One device of this process.
 
     device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become compiled graphs,
-    as on XLA. cores: the number of devices that share a global batch, over all processes. shards: those of
-    them in this process. notes: sentences for the run's log about how the placed model is computed, or "".
-    allow_sync: whether a step may wait for the device; one that is captured may not."""
+    as on XLA. has_fp16: whether a user may ask for it. cores: the number of devices that share a global
+    batch, over all processes. shards: those of them in this process. notes: sentences for the run's log about
+    how the placed model is computed, or "". allow_sync: whether a step may wait for the device; one that is
+    captured may not. step: of the last `heartbeat`. watchdog: gets each heartbeat, or None."""
 
     compiles = False
     has_fp16 = True
@@ -348,13 +349,6 @@ class Runtime:
         torch.set_rng_state(state["cpu"])
 
     # Watchdog, and what the device reports
-
-    def start_watchdog(
-        self, timeout_s: float, stacks: IO[str], *, kills_process: bool, steps: IO[str] | None = None
-    ) -> None:
-        """Have `Watchdog` guard this process from now on."""
-        self.watchdog = Watchdog(timeout_s, stacks, kills_process=kills_process, steps=steps)
-        self.heartbeat(0)
 
     def heartbeat(self, step: int) -> None:
         """Report that this rank is alive. step: the number of steps taken."""

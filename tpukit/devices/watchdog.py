@@ -18,6 +18,7 @@ class Watchdog:
     ):
         self.timeout_s, self.stacks, self.kills_process = timeout_s, stacks, kills_process
         self.steps, self.armed_at = steps, float("-inf")
+        self.heartbeat(0)
 
     def heartbeat(self, step: int) -> None:
         if self.steps:

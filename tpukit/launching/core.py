@@ -27,6 +27,7 @@ from tpukit.devices import add_libtpu_args, open_runtime, torch_tpu_private
 from tpukit.devices.cuda import check_cuda
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
+from tpukit.devices.watchdog import Watchdog
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import fix_for
@@ -84,7 +85,7 @@ def run_core(job: Job, index: int) -> None:
         world = join(job, index)
         runtime = open_core(job, run, world)
         # It does not end this process: the notebook's process does, once it has the stacks of all.
-        runtime.start_watchdog(job.hang_timeout_s, hang, kills_process=False, steps=steps)
+        runtime.watchdog = Watchdog(job.hang_timeout_s, hang, kills_process=False, steps=steps)
         result = job.function(job.task, run if world.rank == 0 else run.read_only(), runtime=runtime)
         ending = dict(outcome="done", rank=world.rank)
         if world.rank == 0 or index == 0:  # each host returns one

@@ -16,6 +16,7 @@ from typing import Any
 
 from tpukit.devices import open_runtime, torch_tpu_private
 from tpukit.devices.runtime import check_batch
+from tpukit.devices.watchdog import Watchdog
 from tpukit.host import environment, files
 from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
@@ -177,7 +178,7 @@ def _call_under_torchrun(job: Job, parallel: str) -> Any:
         try:
             world = join_group(job, int(os.environ.get("LOCAL_RANK", 0)))
             runtime = open_core(job, job.run, world)
-            runtime.start_watchdog(job.hang_timeout_s, sys.stderr, kills_process=True)
+            runtime.watchdog = Watchdog(job.hang_timeout_s, sys.stderr, kills_process=True)
             result = job.function(job.task, job.run, runtime=runtime)
             leave_group()
             return result
