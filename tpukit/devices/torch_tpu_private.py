@@ -1,29 +1,26 @@
 """What torch_tpu 0.2 keeps under private names, or changes from one torch to the next, in one place.
 
 tests/devices/test_torch_tpu.py compares every name that is used here, and the public ones, with the package
-itself. torch is imported within, because the command line needs no device."""
+itself. torch_tpu is imported within, because most machines lack it."""
 
 # It is not installed where types are checked.
 # pyright: reportAttributeAccessIssue=false, reportMissingImports=false
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tpukit.host.errors import TpukitError
-
-if TYPE_CHECKING:
-    import torch
 
 BACKEND = "cpu:gloo,tpu:tpu_dist"  # of torch.distributed: host memory, and the links between chips
 
 
 def open_device() -> torch.device:
     """The TPU of this process, a torch.device. Raises TpukitError where torch_tpu finds none."""
-    import torch
     import torch_tpu  # noqa: F401  registers the device, if there is one
 
     found = torch.accelerator.current_accelerator()
@@ -36,7 +33,6 @@ def open_device() -> torch.device:
 
 def is_open() -> bool:
     """Whether this process has opened the TPU, so that processes forked from it cannot."""
-    import torch
     import torch_tpu  # noqa: F401
 
     return torch.tpu.is_initialized()
@@ -80,16 +76,12 @@ def check_launch_variables(processes: int) -> None:
 def leave_without_waiting() -> None:
     """Let this process end after an error. (torch_tpu would first wait for the other ranks, which wait for
     this one.)"""
-    import torch
-
     atexit.unregister(torch.tpu._shutdown_runtime)
 
 
 def random_generator() -> torch.Generator:
     """The torch.Generator of the TPU's random numbers. (`torch.tpu.get_rng_state` refuses from torch 2.13
     on.)"""
-    import torch
-
     return torch.tpu.default_generators[torch.accelerator.current_device_index()]
 
 
@@ -114,8 +106,6 @@ def load() -> None:
 @contextlib.contextmanager
 def compiling():
     """Context manager: torch's optimizers behave as in a compiled graph, and count their steps by tensors."""
-    import torch
-
     before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
     try:
         yield
@@ -123,7 +113,7 @@ def compiling():
         torch.compiler._is_compiling_flag = before
 
 
-def lower(graph: Any, inputs: list[torch.Tensor]) -> tuple[str, bytes]:
+def lower(graph: Any, inputs: list[Tensor]) -> tuple[str, bytes]:
     """(text, portable artifact) of the StableHLO of a torch.fx graph of ATen operations, traced on the CPU.
 
     inputs: tensors in the shapes and types of its placeholders. What the graph returns as it came is no
@@ -146,7 +136,6 @@ def lower(graph: Any, inputs: list[torch.Tensor]) -> tuple[str, bytes]:
 
 def _move_to_tpu(graph: Any) -> None:
     """Let the operations of a graph that name a device make their tensors on the TPU."""
-    import torch
     from torch_tpu._internal.compile import tpu_torch_compile
 
     for node in graph.graph.nodes:
