@@ -172,13 +172,13 @@ def _multiply_in_fp32() -> None:
 def _tensors_of_step(optimizer: Optimizer) -> dict[tuple, Tensor]:
     """What a step may change on the device: (parameter, name) -> tensor, with name None for the parameter
     itself."""
-    found: dict[tuple, Tensor] = {}
+    tensors: dict[tuple, Tensor] = {}
     for parameter in parameters_with_gradient(optimizer):
-        found[parameter, None] = parameter
+        tensors[parameter, None] = parameter
         for name, value in optimizer.state[parameter].items():
             if isinstance(value, Tensor) and _is_beside(value, parameter):
-                found[parameter, name] = value
-    return found
+                tensors[parameter, name] = value
+    return tensors
 
 
 def _is_beside(value: Tensor, parameter: Tensor) -> bool:

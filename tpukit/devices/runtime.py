@@ -44,12 +44,13 @@ def check_batch(batch_size: int, cores: int, what: str = "cores", micro_batches:
     if batch_size % parts == 0:
         return
     below = batch_size // parts * parts
-    sizes = f"{below} or {below + parts}" if below else f"{parts}, or another multiple of it"
-    workers = f"{cores} {what}"
+    sizes = f"{below} or {below + parts}" if below else str(parts)
+    shares = f"{cores} {what}"
     if micro_batches > 1:
-        workers = f"{micro_batches} micro-batches" + (f" on each of {workers}" if cores > 1 else "")
+        shares = f"{micro_batches} micro-batches" + (f" on each of {shares}" if cores > 1 else "")
     raise TpukitError(
-        f"batch_size={batch_size} is the global batch, and {workers} cannot share it evenly: use {sizes}"
+        f"batch_size={batch_size} is the global batch of {shares}, so it must be a multiple of {parts}:"
+        f" use {sizes}"
     )
 
 
@@ -288,9 +289,9 @@ class Runtime:
         for overflow in overflows:
             overflow.sign_()  # optimizers look for exactly 1
         if missing and (self.allow_sync or missing != self.missing_gradients):
-            found = exists.tolist()
+            exist = exists.tolist()
             self.missing_gradients = missing
-            self.missing_everywhere = [number for number in missing if not found[number]]
+            self.missing_everywhere = [number for number in missing if not exist[number]]
         for number in self.missing_everywhere if missing else ():
             parameters[number].grad = None
 
@@ -402,5 +403,5 @@ class Runtime:
 
     def memory_size(self) -> float:
         """Bytes of memory of one device; of the host where that cannot be read or is the device."""
-        found = self.memory()
-        return found[0][1] if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = self.memory()
+        return memory[0][1] if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -23,10 +23,10 @@ def open_device() -> torch.device:
     """The TPU of this process, a torch.device. Raises TpukitError where torch_tpu finds none."""
     import torch_tpu  # noqa: F401  registers the device, if there is one
 
-    found = torch.accelerator.current_accelerator()
-    if found is None or found.type != "tpu":
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "tpu":
         raise TpukitError(
-            f"torch_tpu finds no TPU here (torch's accelerator is {found}): `tpukit doctor` shows why"
+            f"torch_tpu finds no TPU here (torch's accelerator is {accelerator}): `tpukit doctor` shows why"
         )
     return torch.device("tpu")
 

@@ -111,25 +111,25 @@ def _count_cores(env: Environment, cores: int | None, parallel: str) -> int:
         )
     if env.accelerator in ("cpu", "xla"):
         return cores or 1
-    found = env.cores
-    expected = environment.chips_by_bounds(env.variables) or found
+    here = env.cores
+    expected = environment.chips_by_bounds(env.variables) or here
     # Colab's one chip reports 2,2,1 too, and works: on one core nobody waits for others.
-    if env.accelerator == "tpu" and found > 1 and cores != 1 and expected != found:
+    if env.accelerator == "tpu" and here > 1 and cores != 1 and expected != here:
         raise TpukitError(
-            f"found {found} TPU chips, but"
+            f"found {here} TPU chips, but"
             f" TPU_CHIPS_PER_HOST_BOUNDS={env.variables['TPU_CHIPS_PER_HOST_BOUNDS']} declares {expected},"
             " and the cores would wait for the missing ones: start a fresh session, or use cores=1"
         )
-    if cores is None or cores == found:
-        return found
-    if env.host == "tpu-vm" and found and cores % found == 0:  # the other hosts of the slice run the rest
-        return found
-    if cores > found:
+    if cores is None or cores == here:
+        return here
+    if env.host == "tpu-vm" and here and cores % here == 0:  # the other hosts of the slice run the rest
+        return here
+    if cores > here:
         env.require(env.accelerator, cores=cores)
-    possible = TORCH_TPU_CORES if env.uses_torch_tpu else (1, found)  # torch_xla starts one or all
+    possible = TORCH_TPU_CORES if env.uses_torch_tpu else (1, here)  # torch_xla starts one or all
     if env.accelerator == "tpu" and cores not in possible:
         choices = " or ".join(f"cores={count}" for count in possible)
-        raise TpukitError(f"requested {cores} of {found} TPU cores: use {choices}")
+        raise TpukitError(f"requested {cores} of {here} TPU cores: use {choices}")
     return cores
 
 

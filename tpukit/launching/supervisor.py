@@ -161,7 +161,7 @@ class Supervisor:
     def _ends(self, outcome):
         """What the cores that ended in this way left, see `core.run_core`."""
         ends = [self._read(index, "end") for index in range(self.job.processes)]
-        return [found for found in map(json.loads, filter(None, ends)) if found["outcome"] == outcome]
+        return [end for end in map(json.loads, filter(None, ends)) if end["outcome"] == outcome]
 
     def _find_dead(self):
         gone = [index for index, process in enumerate(self.processes) if not process.is_alive()]

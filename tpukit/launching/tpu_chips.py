@@ -77,8 +77,8 @@ def is_busy(device: Path) -> bool:
 
 
 def open_chip(index: int, processes: int) -> tuple[int, int]:
-    """Open one of this host's chips in this process, as `torch_xla.launch` does in each of its own; waits in
-    libtpu for the other processes. Returns (rank, world size) over all hosts."""
+    """Open one of this host's chips in this process, as `torch_xla.launch` does in each of its processes;
+    waits in libtpu for the others. Returns (rank, world size) over all hosts."""
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt
 
