@@ -1,9 +1,6 @@
 """What a model asks of the device that its tensors lie on: of XLA, mostly. Elsewhere nothing changes."""
 
-from typing import Any
-
 from torch import Tensor
-from torch.nn import Module
 
 XLA_DEVICES = {"xla", "tpu"}  # types of device: torch_xla's and torch_tpu's
 
@@ -27,7 +24,7 @@ def with_optimization_barrier(tensor: Tensor, *after: Tensor) -> Tensor:
     return tensor
 
 
-def checkpointed(block: Module, *inputs: Tensor) -> Any:
+def checkpointed(block, *inputs):
     """block(*inputs), a module without randomness whose activations are recomputed in the backward pass, not
     kept."""
     if inputs[0].device.type == "xla":
@@ -40,7 +37,7 @@ def checkpointed(block: Module, *inputs: Tensor) -> Any:
     return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def cores_sharing(tensor: Tensor) -> int:
+def cores_sharing(tensor):
     """How many cores share the first axis of a tensor on the device: several where one graph runs over them
     (SPMD)."""
     if tensor.device.type != "xla":
