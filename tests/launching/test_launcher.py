@@ -378,7 +378,7 @@ dist.init_process_group = lambda backend, **how: init("gloo", **how)
 core.open_runtime = lambda env, precision, world, spmd_cores: Runtime("cpu", world=world)
 task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1)
 try:
-    launch(train, task, Run.open(sys.argv[2], task))
+    launch(train, task, Run.open(sys.argv[2], task), cores=2)
     print("WELL")
 except CoreFailed as error:
     print(error)
@@ -400,7 +400,7 @@ def join_group(job, local_rank, **how):
 environment.detect, core.join_group = lambda: gpus, join_group
 core.open_runtime = lambda env, precision, world, spmd_cores: Runtime("cpu", world=world)
 task = Watched(dataset_dir=Path(sys.argv[1]))
-print("RESULT", launch(bad_fork, task, Run.open(sys.argv[2], task)))
+print("RESULT", launch(bad_fork, task, Run.open(sys.argv[2], task), cores=2))
 """
     ran = python(program, odd, tmp_path, env=CPU)
     assert "RESULT [[0.0], [0.0]]" in ran.stdout, ran.stdout + ran.stderr
