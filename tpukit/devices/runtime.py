@@ -76,12 +76,15 @@ class Runtime:
 
     def __new__(cls, accelerator: str = "", *arguments: Any, **settings: Any) -> Self:
         """`Runtime("cpu")` and `Runtime("cuda")` are of that device's class."""
-        if cls is not Runtime:
-            return super().__new__(cls)
-        from tpukit.devices.cpu import CPURuntime
-        from tpukit.devices.cuda import CUDARuntime
+        kind: Any = cls
+        if cls is Runtime and accelerator == "cuda":
+            from tpukit.devices.cuda import CUDARuntime
 
-        kind: Any = CUDARuntime if accelerator == "cuda" else CPURuntime
+            kind = CUDARuntime
+        elif cls is Runtime:
+            from tpukit.devices.cpu import CPURuntime
+
+            kind = CPURuntime
         return super().__new__(kind)
 
     def __init__(self, accelerator: str, precision: str = "auto", world: World | None = None):

@@ -23,8 +23,7 @@ import torch.distributed as dist
 # the group, and the group's threads abort the process when Python ends before them.
 import torch.distributed.nn.functional  # noqa: F401
 
-from tpukit.devices import add_libtpu_args, open_runtime, torch_tpu_private
-from tpukit.devices.cuda import check_cuda
+from tpukit.devices import add_libtpu_args, open_runtime
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 from tpukit.devices.watchdog import Watchdog
@@ -179,16 +178,20 @@ def join_group(job: Job, local_rank: int, **of_init) -> World:
     torch.distributed.init_process_group."""
     backend = "gloo"
     if job.env.accelerator == "cuda":
+        from tpukit.devices import cuda
+
         if torch.cuda._is_in_bad_fork():
             raise TpukitError(
                 "Cannot re-initialize CUDA in forked subprocess: the kernel that launched this core has"
                 " already used or queried CUDA (`torch.cuda.is_available()` is enough). Restart the session,"
                 " and launch before anything that uses a GPU; `tpukit.detect()` is safe."
             )
-        check_cuda()
+        cuda.check_cuda()
         torch.cuda.set_device(local_rank)  # "cuda" means this GPU from here on
         backend = "cpu:gloo,cuda:nccl"
     elif job.env.uses_torch_tpu:
+        from tpukit.devices import torch_tpu_private
+
         torch_tpu_private.open_device()  # which makes its backend known to torch.distributed
         backend = torch_tpu_private.BACKEND
     dist.init_process_group(backend, timeout=_group_timeout(job), **of_init)

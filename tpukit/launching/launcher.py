@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tpukit.devices import open_runtime, torch_tpu_private
+from tpukit.devices import open_runtime
 from tpukit.devices.runtime import check_batch
 from tpukit.devices.watchdog import Watchdog
 from tpukit.host import environment, files
@@ -75,6 +75,8 @@ def launch(
     if env.accelerator == "tpu":
         tpu_chips.wait_until_free(run)
         if env.uses_torch_tpu:
+            from tpukit.devices import torch_tpu_private
+
             torch_tpu_private.set_launch_variables(count)
     shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
     lock = files.exclusive_lock(run.path / f".launch-{socket.gethostname()}.lock")
@@ -138,10 +140,10 @@ def _has_opened_a_device(env: Environment) -> bool:
     if env.accelerator not in ("tpu", "xla"):
         return False  # a core checks CUDA, see `core.join_group`: only a forked process can tell
     if env.uses_torch_tpu:
-        return torch_tpu_private.is_open()
-    from tpukit.devices import xla_private
-
-    return xla_private.is_open()
+        from tpukit.devices import torch_tpu_private as private
+    else:
+        from tpukit.devices import xla_private as private
+    return private.is_open()
 
 
 def _refuse_an_opened_device(env: Environment) -> None:
@@ -169,6 +171,8 @@ def _call_under_torchrun(job: Job, parallel: str) -> Any:
             " peers"
         )
     if by_torch_tpu:
+        from tpukit.devices import torch_tpu_private
+
         torch_tpu_private.check_launch_variables(int(os.environ["WORLD_SIZE"]))
         tpu_chips.clear_variables(int(os.environ["LOCAL_WORLD_SIZE"]))
 
