@@ -163,6 +163,8 @@ def _call_under_torchrun(job: Job, parallel: str) -> Any:
     """This process is one of torchrun's: join the others and call the function. torchrun watches over it."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from tpukit.devices import torch_tpu_private
+
     end_with_parent(os.getppid())
     by_torch_tpu = job.env.uses_torch_tpu
     if (job.env.accelerator == "tpu" and not by_torch_tpu) or parallel == "spmd":
@@ -171,8 +173,6 @@ def _call_under_torchrun(job: Job, parallel: str) -> Any:
             " peers"
         )
     if by_torch_tpu:
-        from tpukit.devices import torch_tpu_private
-
         torch_tpu_private.check_launch_variables(int(os.environ["WORLD_SIZE"]))
         tpu_chips.clear_variables(int(os.environ["LOCAL_WORLD_SIZE"]))
 
