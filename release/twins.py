@@ -36,7 +36,7 @@ SETTINGS_OF = {
     "gpu_to_tpu_migration": dict(BATCH_SIZE=32),
     "cloud_tpu_vm": dict(ACCELERATOR="v5litepod-1"),  # the one to rent
 }
-KERNELS = ROOT / "tpukit/devices/pallas_attention.py"
+KERNELS = ROOT / "tpukit/tasks/cdeit/tpu/kernels.py"
 NEEDS_INTERNET = {"gpu_to_tpu_migration": "libcst"}  # notebook -> the package that no image has
 CELL_LIMIT_S = 600
 VERSIONS = ("torch", "torch-xla", "jax", "libtpu")  # that the table names

@@ -69,7 +69,8 @@ def test_a_module_imports_from_its_own_layer_and_the_layers_below(path):
 def test_a_foreign_package_is_imported_in_its_layer_only(package, layers):
     for path in MODULES:
         if any(name.split(".")[0] == package for name in imports(path)):
-            assert layer(path) in layers, f"{path.relative_to(ROOT)} imports {package}"
+            is_leafs_own = package == "torch_xla" and layer(path) == "tasks" and path.parent.name == "tpu"
+            assert layer(path) in layers or is_leafs_own, f"{path.relative_to(ROOT)} imports {package}"
 
 
 def test_no_line_of_code_is_longer_than_128_columns():

@@ -370,10 +370,11 @@ def test_a_kernel_from_which_no_gpu_process_can_be_forked_is_refused(before, wel
         needs_torch_xla()
     program = f"""
 import torch.distributed as dist
+from tpukit.devices import cuda
 {before}
 gpus, init = machine("cuda", 2), dist.init_process_group
 environment.detect = lambda: gpus
-core.check_cuda = torch.cuda.set_device = lambda *_: None
+cuda.check_cuda = torch.cuda.set_device = lambda *_: None
 dist.init_process_group = lambda backend, **how: init("gloo", **how)
 core.open_runtime = lambda env, precision, world, spmd_cores: Runtime("cpu", world=world)
 task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1)

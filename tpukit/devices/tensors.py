@@ -1,16 +1,17 @@
 """What a model asks of the device that its tensors lie on: of XLA, mostly. Elsewhere nothing changes."""
 
+from torch import Tensor
+
 XLA_DEVICES = {"xla", "tpu"}  # types of device: torch_xla's and torch_tpu's
 
 
-def is_on_xla(tensor):
+def is_on_xla(tensor: Tensor) -> bool:
     """Whether XLA compiles what is computed with a tensor, by torch_xla or by torch_tpu."""
     return tensor.device.type in XLA_DEVICES
 
 
-def with_optimization_barrier(tensor, *after):
-    """The tensor, computed apart from what reads it, and after others; of torch_xla's graph, elsewhere
-    nothing changes.
+def with_optimization_barrier(tensor: Tensor, *after: Tensor) -> Tensor:
+    """The tensor, computed apart from what reads it and after others, where torch_xla makes a graph of it.
 
     XLA moves a cheap computation into each operation that reads it. Where that is a convolution and the
     computation a whole layer's, it takes the compiler minutes."""

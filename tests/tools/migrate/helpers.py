@@ -2,8 +2,6 @@
 
 import json
 
-from tpukit.tools.migrate.__main__ import check_safely
-
 
 def written(folder, code, name="script.py"):
     path = folder / name
@@ -18,9 +16,3 @@ def notebook(*cells):
     ]
     words = dict(cell_type="markdown", source=["# Title"], metadata={})
     return json.dumps(dict(cells=[words, *code], metadata={}, nbformat=4, nbformat_minor=5), indent=1)
-
-
-def examine(path):
-    """What `migrate.examine` returns, without the process of its own, which takes a second."""
-    findings, fixed = check_safely(str(path))
-    return sorted(set(findings)), fixed

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.tools.migrate.helpers import examine, written
+from tests.tools.migrate.helpers import written
+from tpukit.tools.migrate import examine
 from tpukit.tools import migrate as tool
 
 IMPORTS = """

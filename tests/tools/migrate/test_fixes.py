@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tests.tools.migrate.helpers import examine, written
+from tests.tools.migrate.helpers import written
+from tpukit.tools.migrate import examine
 from tpukit import cli
 from tpukit.tools import migrate as tool
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from tests.conftest import ROOT
-from tests.tools.migrate.helpers import examine, notebook, written
+from tests.tools.migrate.helpers import notebook, written
+from tpukit.tools.migrate import examine
 from tpukit.tools import migrate as tool
 
 

@@ -11,7 +11,7 @@ from tests.devices.torch_tpu_calls import in_the_real_package
 from tests.tools.migrate.helpers import written
 from tpukit import cli
 from tpukit.tools.migrate import to_torch_tpu
-from tpukit.tools.migrate.__main__ import check_safely
+from tpukit.tools.migrate import examine as check_safely
 
 # spawn: xmp.spawn and MpDeviceLoader. spmd: a mesh and a compiled step. amp: launch, autocast and
 # DistributedDataParallel.

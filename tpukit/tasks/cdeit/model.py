@@ -2,19 +2,23 @@
 Impedance Tomography Image Reconstruction", IEEE TIM 2025, arXiv 2412.16979, with the published parameter
 names, so that published weights load.
 
-Letters: B batch, S side of the image, P side of a patch, G = S / P side of the token grid, T tokens, C width,
+Shapes: B batch, S side of the image, P side of a patch, G = S / P side of the token grid, T tokens, C width,
 H heads, W side of a window."""
 
 import collections
 import math
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tpukit.devices.tensors import checkpointed
 from tpukit.host.errors import TpukitError
 from tpukit.tasks.cdeit.diffusion import alphas_cumprod
+
+if TYPE_CHECKING:
+    from tpukit.devices.xla import XLARuntime
 
 TIME_FEATURES = 256
 MLP_RATIO = 4
@@ -40,8 +44,6 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Attention of all tokens with all, plus a bias (H, T, T) where one is given."""
 
-    uses_xla_attention = True  # see `XLARuntime.place`
-
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
@@ -52,12 +54,11 @@ class Attention(nn.Module):
         batch, tokens, width = x.shape
         qkv = self.qkv(x)
         if qkv.device.type == "xla":
-            from tpukit.devices.xla_attention import attention
+            from tpukit.tasks.cdeit.tpu.attention import attention
 
             return self.proj(attention(qkv, self.heads, bias))
         query, key, value = qkv.view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        # Contiguous, because torch's kernels for GPUs refuse any other mask and leave it to the plain
-        # formula.
+        # Contiguous, because torch's kernels for GPUs refuse any other mask.
         bias = None if bias is None else bias.to(query.dtype).contiguous()
         x = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
         return self.proj(x.transpose(1, 2).reshape(batch, tokens, width))
@@ -72,10 +73,9 @@ class RelativeAttention(Attention):
         # Named and ordered as published: the table and its index come before qkv in a state dict.
         linear = {name: self._modules.pop(name) for name in ("qkv", "proj")}
         self.relative_position_bias_table = nn.Parameter(torch.zeros((2 * window - 1) ** 2, heads))
-        place = torch.stack(
-            torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")
-        ).flatten(1)  # (2, T)
-        row, column = place[:, :, None] - place[:, None, :] + window - 1  # (T, T) each, in 0 .. 2 W - 2
+        axis = torch.arange(window)
+        position = torch.stack(torch.meshgrid(axis, axis, indexing="ij")).flatten(1)  # (2, T)
+        row, column = position[:, :, None] - position[:, None, :] + window - 1  # (T, T) each, in 0 .. 2 W - 2
         self.register_buffer("relative_position_index", row * (2 * window - 1) + column)
         self._modules.update(linear)
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
@@ -117,9 +117,8 @@ class Block(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x, time):  # (B, T, C), (B, C)
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(time)[:, None].chunk(
-            6, -1
-        )  # (B, 1, C) each
+        modulation = self.adaLN_modulation(time)[:, None]  # (B, 1, 6 C)
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, -1)
         x = torch.addcmul(x, gate1, self.attn(self.norm1(x, shift1, scale1)))
         return torch.addcmul(x, gate2, self.mlp(self.norm2(x, shift2, scale2)))
 
@@ -142,19 +141,16 @@ class Merge(nn.Module):
 
 
 class Split(nn.Sequential):
-    """One token becomes four: nearest upsampling and a 1x1 convolution. (B, G * G, C) -> (B, 4 * G * G,
-    C)."""
+    """One token becomes four: nearest upsampling and a 1x1 convolution. (B, G * G, C) -> (B, 4 G * G, C)."""
 
     def __init__(self, width):
-        super().__init__(
-            nn.Identity(), nn.Identity(), nn.Conv2d(width, width, 1)
-        )  # published as the third of a sequence
+        # Published as the third of a sequence.
+        super().__init__(nn.Identity(), nn.Identity(), nn.Conv2d(width, width, 1))
 
     def forward(self, x):
         batch, tokens, width = x.shape
         grid = math.isqrt(tokens)
-        # A 1x1 convolution works on one token at a time, so it comes before the copies, at a quarter of the
-        # work.
+        # A 1x1 convolution works on one token at a time: before the copies it is a quarter of the work.
         x = F.linear(x, self[2].weight[:, :, 0, 0], self[2].bias)
         x = x.view(batch, grid, 1, grid, 1, width).expand(batch, grid, 2, grid, 2, width)
         return x.reshape(batch, 4 * tokens, width)
@@ -183,9 +179,8 @@ class TimeEmbedder(nn.Module):
 
     def forward(self, t):
         half = TIME_FEATURES // 2
-        frequency = torch.exp(
-            -math.log(10_000) / half * torch.arange(half, dtype=torch.float32, device=t.device)
-        )
+        place = torch.arange(half, dtype=torch.float32, device=t.device)
+        frequency = torch.exp(-math.log(10_000) / half * place)
         angle = t.float()[:, None] * frequency
         return self.mlp(torch.cat([angle.cos(), angle.sin()], -1))
 
@@ -207,7 +202,7 @@ class CDEITModel(nn.Module):
 
     image_size: S. patch: P. width: C. heads: H. window: W, at most G. levels: how often the token grid is
     halved. checkpointing: compute each block again in the backward pass instead of keeping its activations.
-    """
+    Raises TpukitError for sizes that do not fit one another."""
 
     def __init__(
         self, *, image_size=128, patch=2, width=512, heads=16, window=16, levels=4, checkpointing=False
@@ -215,19 +210,13 @@ class CDEITModel(nn.Module):
         super().__init__()
         grid = image_size // max(patch, 1)
         positive = min(patch, width, heads, window) >= 1 and levels >= 0
-        if (
-            not positive
-            or image_size % patch
-            or grid % window
-            or grid % 2**levels
-            or width % heads
-            or width % 4
+        if not positive or any(
+            (image_size % patch, grid % window, grid % 2**levels, width % heads, width % 4)
         ):
             raise TpukitError(
                 f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width},"
-                f" heads={heads} do not fit: patch, width, heads and window must be 1 or more, levels 0 or"
-                f" more, image_size a multiple of patch, the token grid image_size / patch ({grid}) of window"
-                " and of 2^levels, and width of heads and of 4"
+                f" heads={heads} do not fit: all must be 1 or more (levels 0), image_size a multiple of patch,"
+                f" the token grid image_size / patch ({grid}) of window and of 2^levels, width of heads and 4"
             )
         self.patch, self.grid, self.checkpointing = patch, grid, checkpointing
 
@@ -238,19 +227,14 @@ class CDEITModel(nn.Module):
         self.x_embedder = PatchEmbedder(width, patch)
         self.t_embedder = TimeEmbedder(width)
         # A buffer, so that it moves to the device with the model; not one of the weights.
-        self.register_buffer(
-            "alphas_cumprod", torch.tensor(alphas_cumprod(), dtype=torch.float32), persistent=False
-        )
-        self.blocks = nn.ModuleDict(
-            {name: block(window) for name in ("swinIn1", "swinIn2", "swinOut1", "swinOut2")}
-        )
-        self.blocks["downs"] = nn.ModuleList(
-            nn.ModuleList([Merge(width), block(), block()]) for _ in range(levels)
-        )
-        self.blocks["ups"] = nn.ModuleList(
-            nn.ModuleList([Split(width), nn.Linear(2 * width, width), block(), block()])
-            for _ in range(levels)
-        )
+        alphas = torch.tensor(alphas_cumprod(), dtype=torch.float32)
+        self.register_buffer("alphas_cumprod", alphas, persistent=False)
+        windowed = ("swinIn1", "swinIn2", "swinOut1", "swinOut2")
+        self.blocks = nn.ModuleDict({name: block(window) for name in windowed})
+        downs = [[Merge(width), block(), block()] for _ in range(levels)]
+        ups = [[Split(width), nn.Linear(2 * width, width), block(), block()] for _ in range(levels)]
+        self.blocks["downs"] = nn.ModuleList(map(nn.ModuleList, downs))
+        self.blocks["ups"] = nn.ModuleList(map(nn.ModuleList, ups))
         self.blocks["mid"] = block()
         self.final_layer = Final(width, patch)
         self._init_weights()
@@ -276,20 +260,23 @@ class CDEITModel(nn.Module):
             return checkpointed(block, *inputs)
         return block(*inputs)
 
-    def forward(self, image, t, voltages):
+    def prepare_for_xla(self, runtime: "XLARuntime") -> str:
+        """Try the TPU's attention kernels, before the first graph. Returns a sentence for the log."""
+        from tpukit.tasks.cdeit.tpu import attention
+
+        return attention.choose(runtime)
+
+    def forward(self, image: Tensor, t: Tensor, voltages: Tensor) -> Tensor:
         """The clean image. image: (B, 1, S, S), noisy. t: (B,) timesteps. voltages: (B, 1, N, N) map, N a
         divisor of S. -> (B, 1, S, S)"""
         b = self.blocks
         batch, _, rows, columns = voltages.shape
         factor = image.shape[-1] // columns
-        repeated = voltages.view(batch, 1, rows, 1, columns, 1).expand(
-            batch, 1, rows, factor, columns, factor
-        )
-        x = torch.cat([image, repeated.reshape(image.shape)], 1)  # (B, 2, S, S)
+        copies = voltages.view(batch, 1, rows, 1, columns, 1).expand(batch, 1, rows, factor, columns, factor)
+        x = torch.cat([image, copies.reshape(image.shape)], 1)  # (B, 2, S, S)
         x = self.x_embedder(x)  # (B, T, C)
-        x = x + self.pos_embed.to(
-            x.dtype
-        )  # a float32 table would take the first blocks out of autocast's type
+        # In its own type: a float32 table would take the first blocks out of autocast's.
+        x = x + self.pos_embed.to(x.dtype)
         time = self.t_embedder(t)  # (B, C)
         x = self._run(b["swinIn2"], self._run(b["swinIn1"], x, time), time)
         skips = []

@@ -1,40 +1,34 @@
-"""The files that are checked: found, checked in a process of their own, and rewritten in their own
-encodings."""
+"""The files that are checked: found, parsed, and rewritten in their own encodings. Nothing in them is run."""
 
 import contextlib
 import difflib
 import io
 import itertools
-import json
 import os
-import signal
 import tokenize
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tpukit.host.errors import TpukitError
+from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.files import copy_atomic, write_atomic
 from tpukit.host.tables import printable
-from tpukit.tools.child import run_python
-from tpukit.tools.migrate.rules import Finding
+from tpukit.tools.migrate.checker import Checker, check_magic
+from tpukit.tools.migrate.findings import Finding
+from tpukit.tools.migrate.notebook import Notebook
+from tpukit.tools.migrate.to_torch_tpu import ToTorchTPU
 
 KINDS = (".py", ".ipynb")
-TIME_LIMIT_S = 60  # for one file; one of 3500 lines takes about 10
+LARGEST = 20 * 2**20  # bytes of a file
+CHECKERS = {"torch_xla": Checker, "torch_tpu": ToTorchTPU}
 
 
-def files_in(paths):
+def files_in(paths: Sequence[str | Path]) -> list[Path]:
     """The files that some paths name; of folders the .py and .ipynb files in them. Raises TpukitError for
     anything else."""
     found = []
     for path in map(Path, paths):
         if path.is_dir():
-            # A link leads to a file that is listed anyway, or out of the folder, where nothing may be
-            # rewritten.
-            inside = [
-                p for p in sorted(path.rglob("*")) if p.suffix in KINDS and p.is_file() and not p.is_symlink()
-            ]
-            found += [
-                p for p in inside if not any(part.startswith(".") for part in p.relative_to(path).parts)
-            ]
+            found += [inside for inside in sorted(path.rglob("*")) if _is_code(inside, path)]
         elif path.suffix in KINDS and path.is_file():
             found.append(path)
         else:
@@ -46,34 +40,67 @@ def files_in(paths):
     return list(dict.fromkeys(found))
 
 
-def examine(path, to="torch_xla"):
+def _is_code(path, folder):
+    """Whether a file in a folder is to be checked: a link leads to a file that is listed anyway, or out of
+    the folder, where nothing may be rewritten."""
+    is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return path.suffix in KINDS and path.is_file() and not path.is_symlink() and not is_hidden
+
+
+def examine_all(paths: Sequence[str | Path], to: str = "torch_xla") -> Iterator[tuple[list[Finding], str]]:
+    """Yield what `examine` returns of each file."""
+    for path in paths:
+        yield examine(path, to)
+
+
+def examine(path: str | Path, to: str = "torch_xla") -> tuple[list[Finding], str]:
     """(findings, fixed text) of a .py or .ipynb file; one that cannot be read gives a finding, too. Writes
     nothing.
 
     to: "torch_xla", of code for GPUs or an old torch_xla; "torch_tpu", of code for torch_xla."""
-    return next(examine_all([path], to))
+    path = str(path)
+    try:
+        if not os.path.isfile(path) or os.path.getsize(path) > LARGEST:
+            return [unreadable(path, f"not a file of at most {LARGEST // 2**20} MiB")], ""
+        check = _check_notebook if path.endswith(".ipynb") else _check_script
+        findings, fixed = check(path, read(path), CHECKERS[to])
+    except (UnicodeError, LookupError, SyntaxError):
+        reason = "not text in UTF-8, nor in the encoding that its first lines name"
+        return [unreadable(path, reason)], ""
+    except (RecursionError, MemoryError):
+        return [unreadable(path, "nested too deeply")], ""
+    except Exception as error:  # whatever a strange file does costs its own finding alone
+        return [unreadable(path, f"{type(error).__name__}: {first_line(error)}")], ""
+    return sorted(set(findings)), fixed
 
 
-def examine_all(paths, to="torch_xla"):
-    """Yield what `examine` returns of each file. One process checks them; where a file ends it, another
-    checks the rest."""
-    rest = list(map(str, paths))
-    while rest:
-        ran = run_python("-m", "tpukit.tools.migrate", TIME_LIMIT_S, to, text=json.dumps(rest))
-        for line in ran.stdout.splitlines():
-            answer = json.loads(line)
-            yield [Finding(**finding) for finding in answer["findings"]], answer["fixed"]
-            rest.pop(0)
-        if rest:
-            yield [Finding(rest.pop(0), 0, 1, 1, "unreadable", _describe_end(ran.returncode))], ""
+def _check_script(path, text, checker_class):
+    try:
+        checker = checker_class(text)
+    except SyntaxError as error:
+        return [unreadable(path, "not valid Python 3", 0, error.lineno or 1, error.offset or 1)], text
+    return [Finding(path, 0, *found) for found in checker.findings], checker.fixed()
 
 
-def _describe_end(code):
-    cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return f"not read within {TIME_LIMIT_S} s" if cause == "SIGALRM" else f"it crashes the parser ({cause})"
+def _check_notebook(path, text, checker_class):
+    try:
+        notebook = Notebook(text)
+    except ValueError as error:
+        return [unreadable(path, f"not a notebook ({error})")], text
+    checker = checker_class(notebook.code)
+    found = list(checker.findings)
+    for line, command in notebook.magics:
+        found += [(line, 1, *finding) for finding in check_magic(command)]
+    findings = [Finding(path, *notebook.place(line), *rest) for line, *rest in found]
+    findings += [unreadable(path, "not valid Python 3", *place) for place in notebook.unreadable]
+    return findings, notebook.with_code(checker.fixed())
 
 
-def read(path):
+def unreadable(path: str, reason: str, cell: int = 0, line: int = 1, column: int = 1) -> Finding:
+    return Finding(path, cell, line, column, "unreadable", reason)
+
+
+def read(path: str | Path) -> str:
     """A file's text with its line ends as they are. Raises UnicodeError, LookupError or SyntaxError where it
     is not text."""
     data = Path(path).read_bytes()
@@ -82,7 +109,12 @@ def read(path):
     return text
 
 
-def contents(paths):
+def _encoding(data):
+    """UTF-8, or what a script's first lines name. Raises SyntaxError where that is nothing."""
+    return tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+
+
+def contents(paths: Sequence[Path]) -> dict[Path, bytes]:
     """path -> bytes of the files that can be read."""
     found = {}
     for path in paths:
@@ -91,7 +123,7 @@ def contents(paths):
     return found
 
 
-def write(path, fixed):
+def write(path: str | Path, fixed: str) -> Path:
     """Replace a file by its fixed text, whole or not at all; its mode and encoding stay. Returns the path of
     a copy of the file as it was, beside it: NAME.orig, or NAME.orig2 and so on where there is one. Raises
     TpukitError."""
@@ -119,19 +151,14 @@ def _write_copy(path, data):
             return copy
 
 
-def difference(path, fixed):
+def difference(path: str | Path, fixed: str) -> str:
     """A unified diff of a file and its fixed text, to be shown."""
     lines = [text.splitlines(True) for text in (read(path), fixed)]
     return printable("".join(difflib.unified_diff(*lines, str(path), f"{path} (fixed)")))
 
 
-def copy_example(folder):
+def copy_example(folder: str | Path) -> Path:
     """Put a training script for a GPU into a folder, to try the rules on. Returns its path."""
     target = Path(folder) / "gpu_example.py"
     copy_atomic(Path(__file__).with_name("gpu_example.py"), target)
     return target
-
-
-def _encoding(data):
-    """UTF-8, or what a script's first lines name. Raises SyntaxError where that is nothing."""
-    return tokenize.detect_encoding(io.BytesIO(data).readline)[0]

@@ -6,7 +6,7 @@ import math
 import re
 import secrets
 
-import libcst
+from tpukit.tools.migrate.source import parse
 
 OTHER_LANGUAGE = re.compile(r"\s*%%(?!time\b|timeit\b|capture\b|prun\b)")
 SHELL_CELL = re.compile(r"\s*%%(bash|sh|script)\b")
@@ -54,7 +54,7 @@ class Notebook:
             self._add_line(line)
         error = _syntax_error("\n".join(self.lines[start:]))
         if error is not None:
-            self.unreadable.append((number, error.raw_line, error.raw_column + 1))
+            self.unreadable.append((number, error.lineno or 1, error.offset or 1))
             del self.lines[start:]
             self._hide(source)
 
@@ -118,6 +118,6 @@ def _logical_lines(source):
 
 def _syntax_error(source):
     try:
-        libcst.parse_module(source)
-    except libcst.ParserSyntaxError as error:
+        parse(source)
+    except SyntaxError as error:
         return error

@@ -1,12 +1,10 @@
 """Training steps and `forward` methods: which code runs in each of them, and which of its values are
 tensors."""
 
+import ast
 import re
 
-import libcst as cst
-import libcst.matchers as m
-
-from tpukit.tools.migrate.source import last_name, method_of, names_in
+from tpukit.tools.migrate.source import Function, Source, is_constant, last_name, method_of, names_in
 
 TO_HOST = {"item", "tolist", "numpy", "cpu"}
 # Attributes and methods that are known without the tensor's values.
@@ -32,169 +30,146 @@ class Steps:
     """losses: names whose gradients are asked for. bodies: the loops (or functions) of training steps.
     forwards: `forward` methods of modules."""
 
-    def __init__(self, source):
+    def __init__(self, source: Source):
         self.source = source
         self.losses, self.bodies = set(), set()
         for _, call in source.calls:
             if method_of(call) == "backward" and not OTHER_TRAINERS.search(last_name(call.func.value)):
                 self.losses |= _losses_in(call.func.value)
-                loops = (
-                    o for o in source.ancestors(call) if isinstance(o, (cst.For, cst.While, cst.FunctionDef))
-                )
-                self.bodies.update(list(loops)[:1])
-        methods = m.findall(source.tree, m.ClassDef(bases=[m.AtLeastN(n=1)]))
-        self.forwards = {
-            f for owner in methods for f in m.findall(owner, m.FunctionDef(name=m.Name("forward")))
-        }
+                outers = source.ancestors(call)
+                loops = [one for one in outers if isinstance(one, ast.For | ast.While | ast.FunctionDef)]
+                self.bodies.update(loops[:1])
+        classes = [one for one in source.nodes if isinstance(one, ast.ClassDef) and one.bases]
+        methods = {one for owner in classes for one in ast.walk(owner) if isinstance(one, ast.FunctionDef)}
+        self.forwards = {method for method in methods if method.name == "forward"}
         self.tensors = {scope: self._find_tensors(scope) for scope in self.bodies | self.forwards}
 
-    def in_compiled_code(self, node):
+    def in_compiled_code(self, node: ast.AST) -> bool:
         """Whether a node is in a training step or a forward method."""
         return self.in_step(node) or not self.forwards.isdisjoint(self.source.ancestors(node))
 
-    def in_step(self, node):
+    def in_step(self, node: ast.AST) -> bool:
         """Whether a node runs in every training step."""
         for outer in self.source.ancestors(node):
-            if isinstance(outer, cst.If) and self.is_occasional(outer.test):
+            if isinstance(outer, ast.If) and self.is_occasional(outer.test):
                 return False
             if outer in self.bodies:
                 return True
-            if isinstance(outer, (cst.FunctionDef, cst.Lambda)):
+            if isinstance(outer, Function):
                 return False
         return False
 
-    def is_occasional(self, test):
+    def is_occasional(self, test: ast.expr) -> bool:
         """Whether a test looks like that of a schedule: `step % 100 == 0`, `step < 3`, `args.log_every`."""
-        if m.findall(test, m.Modulo()) or SCHEDULE.search(" ".join(names_in(test))):
+        inside = list(ast.walk(test))
+        if any(isinstance(one, ast.Mod) for one in inside) or SCHEDULE.search(" ".join(names_in(test))):
             return True
-        early = m.ComparisonTarget(operator=m.Equal() | m.In() | m.LessThan() | m.LessThanEqual())
-        return any(
-            COUNTER.search(last_name(c.left)) for c in m.findall(test, m.Comparison(comparisons=[early]))
-        )
+        compared = [one for one in inside if isinstance(one, ast.Compare) and len(one.ops) == 1]
+        early = [one for one in compared if isinstance(one.ops[0], ast.Eq | ast.In | ast.Lt | ast.LtE)]
+        return any(COUNTER.search(last_name(one.left)) for one in early)
 
     # Values
 
-    def values(self, node):
+    def values(self, node: ast.AST) -> set[str]:
         """The names in an expression whose values it needs: x of `x + 1`, but not of `x.shape`, `len(x)` or
         `x.item()`."""
-        visitor = _Values(self.source)
-        node.visit(visitor)
-        return visitor.names
+        match node:
+            case ast.Name():
+                return {node.id}
+            case ast.Attribute():
+                return set() if node.attr in METADATA | TO_HOST else self.values(node.value)
+            case ast.Subscript():
+                return self.values(node.value)
+            case ast.Call() if HOST_CALLS.match(self.source.name(node.func)):
+                return set()
+            case ast.Compare() if _compares_objects(node):
+                return set()
+        return set().union(*map(self.values, ast.iter_child_nodes(node)))
 
-    def needs_loss(self, node):
+    def needs_loss(self, node: ast.AST) -> bool:
         return bool(self.losses & self.values(node))
 
-    def is_tensor(self, node, tensors=None):
-        """Whether an expression gives a tensor on the device."""
-        return bool(self.values(node) & (self._tensors_at(node) if tensors is None else tensors))
+    def is_tensor(self, node: ast.AST, tensors: set[str] | None = None) -> bool:
+        """Whether an expression gives a tensor on the device. tensors: by default those known where it
+        is."""
+        if tensors is None:
+            scopes = [outer for outer in self.source.ancestors(node) if outer in self.tensors]
+            tensors = set().union(*(self.tensors[scope] for scope in scopes))
+        return bool(self.values(node) & tensors)
 
-    def is_mask(self, node):
+    def is_mask(self, node: ast.AST) -> bool:
         """Whether an expression is a comparison of a tensor, or a name of one or of a mask."""
         match node:
-            case cst.Name():
-                compared = [
-                    value
-                    for value in self.source.assigned.get(node.value, [])
-                    if isinstance(value, cst.Comparison)
-                ]
-                return (
-                    any(map(self.is_tensor, compared))
-                    or self.is_tensor(node)
-                    and node.value.lower().endswith("mask")
-                )
-            case cst.Comparison() | cst.UnaryOperation(operator=cst.BitInvert()):
+            case ast.Name():
+                values = self.source.assigned.get(node.id, [])
+                if any(isinstance(value, ast.Compare) and self.is_tensor(value) for value in values):
+                    return True
+                return self.is_tensor(node) and node.id.lower().endswith("mask")
+            case ast.Compare() | ast.UnaryOp(op=ast.Invert()):
                 return self.is_tensor(node)
-            case cst.BinaryOperation(operator=cst.BitAnd() | cst.BitOr() | cst.BitXor()):
+            case ast.BinOp(op=ast.BitAnd() | ast.BitOr() | ast.BitXor()):
                 return self.is_mask(node.left) or self.is_mask(node.right)
         return False
-
-    def _tensors_at(self, node):
-        """Names of tensors known where a node is."""
-        return set().union(
-            *(self.tensors[outer] for outer in self.source.ancestors(node) if outer in self.tensors)
-        )
 
     def _find_tensors(self, scope):
         """Names of tensors in a step or a forward method, its assignments followed in their order."""
         tensors = set(self.losses)
         match scope:
-            case cst.For():
+            case ast.For():
                 tensors |= self._batch_names(scope)
-            case cst.FunctionDef():
-                tensors |= {p.name.value for p in scope.params.params if self._may_be_tensor(p)} - {
-                    "self",
-                    "cls",
-                }
-        for assignment in m.findall(scope, m.Assign()):
-            names = set()
-            for target in assignment.targets:
-                if not m.findall(
-                    target, m.Attribute() | m.Subscript()
-                ):  # x.y = ... and x[i] = ... bind no name
-                    names |= names_in(target)
-            tensors = (
-                tensors | names
-                if self.is_tensor(assignment.value, tensors)
-                else tensors - (names - self.losses)
-            )
+            case ast.FunctionDef():
+                tensors |= set(_parameters_of_tensors(scope.args)) - {"self", "cls"}
+        inside = set(ast.walk(scope))
+        for assignment in self.source.nodes:
+            if isinstance(assignment, ast.Assign) and assignment in inside:
+                names = set().union(*map(_names_bound, assignment.targets))
+                is_tensor = self.is_tensor(assignment.value, tensors)
+                tensors = tensors | names if is_tensor else tensors - (names - self.losses)
         return tensors
 
     def _batch_names(self, loop):
         """The names that a loop gives a batch's parts: not the counter of enumerate() or range()."""
-        target, iterated = loop.target, self.source.code(loop.iter)
+        target, iterated = loop.target, ast.unparse(loop.iter)
         if "range(" in iterated:
             return set()
-        if "enumerate(" in iterated and isinstance(target, cst.Tuple):
-            target = target.elements[-1].value
+        if "enumerate(" in iterated and isinstance(target, ast.Tuple):
+            target = target.elts[-1]
         return names_in(target)
 
-    def _may_be_tensor(self, parameter):
-        annotated = parameter.annotation is not None and "Tensor" not in self.source.code(
-            parameter.annotation.annotation
-        )
-        return not annotated and (parameter.default is None or m.matches(parameter.default, m.Name("None")))
+
+def _names_bound(target):
+    """The names that an assignment binds: none by `x.y = ...` and `x[i] = ...`."""
+    changes_object = any(isinstance(one, ast.Attribute | ast.Subscript) for one in ast.walk(target))
+    return set() if changes_object else names_in(target)
 
 
-class _Values(cst.CSTVisitor):
-    def __init__(self, source):
-        super().__init__()
-        self.source, self.names = source, set()
+def _parameters_of_tensors(arguments):
+    """The names of parameters that may be tensors, by their annotations and defaults."""
+    defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
+    for parameter, default in zip(arguments.args, defaults):
+        annotated = parameter.annotation is not None and "Tensor" not in ast.unparse(parameter.annotation)
+        if not annotated and (default is None or is_constant(default, None)):
+            yield parameter.arg
 
-    def visit_Name(self, node):
-        self.names.add(node.value)
 
-    def visit_Attribute(self, node):
-        if node.attr.value not in METADATA | TO_HOST:
-            node.value.visit(self)
-        return False
-
-    def visit_Subscript(self, node):
-        node.value.visit(self)
-        return False
-
-    visit_Arg = visit_Subscript
-
-    def visit_Call(self, node):
-        return not HOST_CALLS.match(self.source.name(node.func))
-
-    def visit_Comparison(self, node):
-        sides = [node.left, *(target.comparator for target in node.comparisons)]
-        about_objects = (cst.In, cst.NotIn, cst.Is, cst.IsNot)
-        if any(isinstance(target.operator, about_objects) for target in node.comparisons):
-            return False
-        return not any(isinstance(side, cst.SimpleString) for side in sides)
+def _compares_objects(comparison):
+    """`x is None`, `name in names`, `mode == "train"`: no values of a tensor are compared."""
+    about_objects = (ast.In, ast.NotIn, ast.Is, ast.IsNot)
+    sides = [comparison.left, *comparison.comparators]
+    has_text = any(isinstance(side, ast.Constant) and isinstance(side.value, str) for side in sides)
+    return has_text or any(isinstance(operator, about_objects) for operator in comparison.ops)
 
 
 def _losses_in(receiver):
     """The names whose gradient `receiver.backward()` asks for: of loss, (loss / n), scaler.scale(loss),
     loss.mean()."""
     match receiver:
-        case cst.Name():
-            return {receiver.value}
-        case cst.BinaryOperation():
+        case ast.Name():
+            return {receiver.id}
+        case ast.BinOp():
             return _losses_in(receiver.left) or _losses_in(receiver.right)
-        case cst.Call(func=cst.Attribute(attr=cst.Name("scale")), args=[scaled, *_]):
-            return _losses_in(scaled.value)
-        case cst.Call(func=cst.Attribute(attr=cst.Name("mean" | "sum"))):
+        case ast.Call(func=ast.Attribute(attr="scale"), args=[scaled, *_]):
+            return _losses_in(scaled)
+        case ast.Call(func=ast.Attribute(attr="mean" | "sum")):
             return _losses_in(receiver.func.value)
     return set()

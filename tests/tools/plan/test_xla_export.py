@@ -28,7 +28,8 @@ try:
 except ValueError as error:
     print(error)
 (graph,) = runtime.graphs
-print(runtime.memory_size(), loss.item(), graph["name"], b"all_reduce" in graph["stablehlo"], graph["stablehlo"][:4])
+code = graph["stablehlo"]
+print(runtime.memory_size(), loss.item(), graph["name"], b"all_reduce" in code, code[:4])
 """
 
 

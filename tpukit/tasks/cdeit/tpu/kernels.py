@@ -1,16 +1,14 @@
-"""Attention as TPU kernels in Pallas: what `xla_attention` hands to the compiler. A script, run where jax is
+"""Attention as TPU kernels in Pallas: what `attention.py` hands to the compiler. A script, run where jax is
 installed.
 
-    echo '{"kind": "forward", "shape": [16, 4096, 1536], "heads": 16, "biased": false}' | python
-    pallas_attention.py
+    echo '{"kind": "forward", "shape": [16, 4096, 1536], "heads": 16, "biased": false}' | python kernels.py
 
 Answers each line with a line of JSON, {"payload": what a `tpu_custom_call` carries} or {"error": its reason},
 until its input ends. Imports nothing of tpukit: jax stays out of the process in which torch_xla holds the
 TPU.
 
-Letters: B batch, T tokens, H heads, D channels of a head, C = H * D; g = 128 / D heads fill the 128 lanes of
-a register,
-G = H / g is the number of such groups; Q queries at a time.
+Shapes: B batch, T tokens, H heads, D channels of a head, C = H * D; g = 128 / D heads fill the 128 lanes of a
+register, G = H / g is the number of such groups; Q queries at a time.
 
 A kernel reads (B, T, 3 C), as the linear layer before it wrote it, in blocks of one group, and writes (B, T,
 C): in the TPU's memory no head is padded to 128 lanes or transposed. The g heads of a block are told apart by
@@ -23,9 +21,9 @@ Traffic: the grid is (group, image, queries), and a block moves only when it cha
 next. Queries, result and its gradient change with every step, keys and values with group and image, the bias
 and its gradient with the group. So in each kernel every array crosses the memory bus exactly once:
 
-    forward   queries, keys, values -> result                     4 B T C * 2 bytes, with a bias H T T * 4
-    bytes more backward  queries, keys, values, gradient -> three gradients  7 B T C * 2 bytes, with a bias 2
-    H T T * 4 bytes more
+    kernel    moves                                               bytes            with a bias also
+    forward   queries, keys, values -> result                     4 B T C * 2      H T T * 4
+    backward  queries, keys, values, gradient -> three gradients  7 B T C * 2      2 H T T * 4
 """
 
 import functools
@@ -39,9 +37,7 @@ from jax.experimental import pallas
 from jax.experimental.pallas import tpu
 
 LANES = 128
-LOGITS = (
-    2**19
-)  # of a block, 4 bytes each; the backward kernel has five such arrays, and 16 MiB of fast memory
+LOGITS = 2**19  # of a block, 4 bytes each; the backward kernel has five such arrays in 16 MiB of fast memory
 MOSAIC_VERSION = 4  # of the kernel's code: read by the libtpu of torch_xla 2.8 (0.0.17) and by newer ones
 
 
@@ -162,43 +158,43 @@ def _forward(shape, queries, keys, values, *refs):
 
 
 def _backward(shape, steps, biased, queries, keys, values, gradient, *refs):
-    bias, result, of_bias, of_keys, of_values = refs if biased else (None, refs[0], None, *refs[1:])
+    bias, result, dbias, dk, dv = refs if biased else (None, refs[0], None, *refs[1:])
     image, step = pallas.program_id(1), pallas.program_id(2)
 
     @pallas.when(step == 0)
     def _():
-        of_keys[...] = jnp.zeros_like(of_keys)
-        of_values[...] = jnp.zeros_like(of_values)
+        dk[...] = jnp.zeros_like(dk)
+        dv[...] = jnp.zeros_like(dv)
 
     if biased:
 
         @pallas.when((image == 0) & (step == 0))
         def _():
-            of_bias[...] = jnp.zeros_like(of_bias)
+            dbias[...] = jnp.zeros_like(dbias)
 
     @pallas.when(step < steps)
     def _():
         q, d = shape.spread(queries[0]), shape.spread(gradient[0])
         weights, total = shape.softmax(keys[0], q, bias)
         weights *= 1 / total  # one division for a whole column
-        of_weights = _dot(values[0], d, 1, 1)
-        of_logits = weights * (of_weights - jnp.sum(weights * of_weights, 0, keepdims=True))
+        dweights = _dot(values[0], d, 1, 1)
+        dlogits = weights * (dweights - jnp.sum(weights * dweights, 0, keepdims=True))
         if biased:
-            of_bias[0] += of_logits
-        of_logits = of_logits.astype(q.dtype)  # `scale` follows, in its two products
-        of_values[...] += _dot(weights.astype(d.dtype), d, 1, 0)
-        of_keys[...] += _dot(of_logits, q, 1, 0)
-        of_queries = shape.gather(_dot(keys[0], of_logits, 0, 0).T) * shape.scale
+            dbias[0] += dlogits
+        dlogits = dlogits.astype(q.dtype)  # `scale` follows, in its two products
+        dv[...] += _dot(weights.astype(d.dtype), d, 1, 0)
+        dk[...] += _dot(dlogits, q, 1, 0)
+        dq = shape.gather(_dot(keys[0], dlogits, 0, 0).T) * shape.scale
         rows = pallas.ds(pallas.multiple_of(step * shape.queries, shape.queries), shape.queries)
-        result[0, rows] = of_queries.astype(result.dtype)
+        result[0, rows] = dq.astype(result.dtype)
 
     @pallas.when(step == steps)
     def _():
-        result[0] = (of_keys[...] * shape.scale).astype(result.dtype)
+        result[0] = (dk[...] * shape.scale).astype(result.dtype)
 
     @pallas.when(step == steps + 1)
     def _():
-        result[0] = of_values[...].astype(result.dtype)
+        result[0] = dv[...].astype(result.dtype)
 
 
 def _dot(a, b, axis_of_a, axis_of_b):

@@ -18,8 +18,9 @@ pytest.importorskip("torch_xla")
 from release import twins
 from tests.conftest import ROOT
 from tpukit import CDEIT
-from tpukit.devices import kernel_counts, xla_attention
-from tpukit.devices.xla_attention import attention, kernel_flops
+from tpukit.devices import kernel_counts
+from tpukit.tasks.cdeit.tpu import attention as module
+from tpukit.tasks.cdeit.tpu.attention import attention, kernel_flops
 from tpukit.tools.plan import COMPILER_SCRIPT, COMPILERS, install_compiler, plan
 
 INTERPRETER = Path(__file__).with_name("kernel_interpreter.py")
@@ -83,9 +84,9 @@ def kernels(jax, monkeypatch, tmp_path):
         return results
 
     fake = types.SimpleNamespace(_xla_tpu_custom_call=custom_call)
-    monkeypatch.setattr(xla_attention, "_XLAC", fake)
-    monkeypatch.setattr(xla_attention, "kernel_payload", payload)
-    monkeypatch.setattr(xla_attention, "_unavailable", "")
+    monkeypatch.setattr(module, "_XLAC", fake)
+    monkeypatch.setattr(module, "kernel_payload", payload)
+    monkeypatch.setattr(module, "_disabled_reason", None)
     return calls
 
 
@@ -146,27 +147,27 @@ def test_a_kernel_is_written_in_the_mosaic_that_the_oldest_libtpu_reads(jax):
 def test_a_kernel_is_the_same_everywhere_and_whatever_was_lowered_before(compiler, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(compiler))
     request = dict(kind="forward", shape=(2, 128, 384), heads=4, biased=False)
-    busy, fresh = xla_attention.KernelLowering(), xla_attention.KernelLowering()
+    busy, fresh = module.KernelLowering(), module.KernelLowering()
     busy.payload(kind="backward", shape=(1, 256, 384), heads=4, biased=True)
     assert busy.payload(**request) == fresh.payload(**request)
-    assert str(xla_attention.KERNEL_SCRIPT.parent) not in fresh.payload(**request)
+    assert str(module.KERNEL_SCRIPT.parent) not in fresh.payload(**request)
 
 
 TRACER = """
 import os, sys
 from pathlib import Path
 import torch
-from tpukit.devices import xla_attention
 from tpukit.devices.xla_export import ExportRuntime
+from tpukit.tasks.cdeit.tpu import attention as module
 
 runtime = ExportRuntime("bf16")
-xla_attention.choose(runtime)
-assert not xla_attention._unavailable, xla_attention._unavailable
+module.choose(runtime)
+assert module._disabled_reason is None, module._disabled_reason
 inputs = [torch.zeros(1, int(sys.argv[2]), 3 * 128, dtype=torch.bfloat16, device=runtime.device)]
 if sys.argv[3] == "True":
     inputs.append(torch.zeros(1, 4, 256, 256, device=runtime.device))
 runtime.sync()
-runtime.compile(lambda *inputs: xla_attention._output_and_gradients(list(inputs)))(*inputs)
+runtime.compile(lambda *inputs: module.output_and_gradients(list(inputs)))(*inputs)
 Path(sys.argv[1]).write_bytes(runtime.graphs[0]["stablehlo"])
 os._exit(0)  # else the graph, which is for a TPU, would run
 """
@@ -211,8 +212,8 @@ def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_and_counts_thei
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("cores", [1, 2])
 def test_attention_in_slices_is_attention_forward_and_backward(device, biased, cores, request, monkeypatch):
-    monkeypatch.setattr(xla_attention, "MAX_PAIRS", 2 * 4 * 24**2)  # 2 of a core's 3 images
-    monkeypatch.setattr(xla_attention, "cores_sharing", lambda tensor: cores)
+    monkeypatch.setattr(module, "MAX_PAIRS", 2 * 4 * 24**2)  # 2 of a core's 3 images
+    monkeypatch.setattr(module, "cores_sharing", lambda tensor: cores)
     torch.manual_seed(0)
     place = request.getfixturevalue(device).device
     qkv, bias = (
@@ -227,10 +228,10 @@ def test_attention_in_slices_is_attention_forward_and_backward(device, biased, c
 
 @pytest.mark.parametrize("count, slices", [(1, [[0, 2], [1, 3]]), (2, [[0, 1, 2, 3]])])
 def test_each_slice_has_as_many_images_of_every_core(count, slices, monkeypatch):
-    monkeypatch.setattr(xla_attention, "MAX_PAIRS", count * 5**2)
-    monkeypatch.setattr(xla_attention, "cores_sharing", lambda tensor: 2)
+    monkeypatch.setattr(module, "MAX_PAIRS", count * 5**2)
+    monkeypatch.setattr(module, "cores_sharing", lambda tensor: 2)
     images = torch.arange(4)[:, None, None].expand(4, 5, 1)
-    assert [part[:, 0, 0].tolist() for (part,) in xla_attention._slices(images)] == slices
+    assert [part[:, 0, 0].tolist() for (part,) in module._slices(images)] == slices
 
 
 def test_what_a_plan_adds_for_a_kernel_is_its_arithmetic(kernels_without_jax, xla):
@@ -256,9 +257,9 @@ def kernels_without_jax(monkeypatch):
             torch.zeros(shape, dtype=dtype, device=operands[0].device) for shape, dtype in zip(shapes, dtypes)
         ]
 
-    monkeypatch.setattr(xla_attention, "_XLAC", types.SimpleNamespace(_xla_tpu_custom_call=zeros))
-    monkeypatch.setattr(xla_attention, "kernel_payload", lambda *arguments: "")
-    monkeypatch.setattr(xla_attention, "_unavailable", "")
+    monkeypatch.setattr(module, "_XLAC", types.SimpleNamespace(_xla_tpu_custom_call=zeros))
+    monkeypatch.setattr(module, "kernel_payload", lambda *arguments: "")
+    monkeypatch.setattr(module, "_disabled_reason", None)
 
 
 @pytest.mark.parametrize(
@@ -285,65 +286,58 @@ def test_what_a_kernel_cannot_take_is_computed_in_slices(
     shape, heads, dtype, biased, uses_kernel, kernels_without_jax, xla
 ):
     qkv = torch.zeros(shape, dtype=dtype, device=xla.device)
-    assert xla_attention._kernel_takes(qkv, shape[2] // 3 // heads, biased) == uses_kernel
+    assert module._kernels_take(qkv, shape[2] // 3 // heads, biased) == uses_kernel
 
 
-def runtime_of(accelerator="tpu", precision="bf16", mesh=None, attempt=lambda: None, others=()):
-    """others: what the other ranks answer, whether they can use the kernels."""
+def runtime_of(accelerator="tpu", precision="bf16", mesh=None, error=None, others=()):
+    """error: what the trial raises on this rank. others: whether the other ranks can use the kernels."""
     world = types.SimpleNamespace(all_gather=lambda values: [list(values), *([works] for works in others)])
     return types.SimpleNamespace(
-        accelerator=accelerator, precision=precision, mesh=mesh, try_attention_kernel=attempt, world=world
+        accelerator=accelerator, precision=precision, mesh=mesh, world=world, runs_graphs=True, device=error
     )
 
 
-def failing(error):
-    def attempt():
-        raise error
+OLD_LIBTPU = RuntimeError("Unsupported version: expected <= 3 but got 4\nmore")
+CHOICES = [
+    (runtime_of(), None),
+    (runtime_of(others=[1.0, 1.0]), None),
+    (runtime_of(others=[1.0, 0.0, 0.0]), "on rank 2, 3"),
+    (runtime_of(error=RuntimeError("no jax"), others=[1.0]), "no jax"),
+    (runtime_of("xla"), "for TPUs"),
+    (runtime_of(mesh="mesh"), "SPMD"),
+    (runtime_of(precision="fp32"), "fp32"),
+    (runtime_of(error=OLD_LIBTPU), "expected <= 3"),
+    (runtime_of(error=ArithmeticError("it is wrong by 7.0% for 256 tokens")), "7.0%"),
+]
 
-    return attempt
 
-
-@pytest.mark.parametrize(
-    "runtime, datum",
-    [
-        (runtime_of(), None),
-        (runtime_of(others=[1.0, 1.0]), None),
-        (runtime_of(others=[1.0, 0.0, 0.0]), "on rank 2, 3"),
-        (runtime_of(attempt=failing(RuntimeError("no jax")), others=[1.0]), "no jax"),
-        (runtime_of("xla"), "for TPUs"),
-        (runtime_of(mesh="mesh"), "SPMD"),
-        (runtime_of(precision="fp32"), "fp32"),
-        (
-            runtime_of(attempt=failing(RuntimeError("ModuleNotFoundError: No module named 'jax'"))),
-            "No module named 'jax'",
-        ),
-        (
-            runtime_of(attempt=failing(RuntimeError("Unsupported version: expected <= 3 but got 4\nmore"))),
-            "expected <= 3",
-        ),
-        (runtime_of(attempt=failing(ArithmeticError("it is wrong by 7.0% for 256 tokens"))), "7.0%"),
-    ],
-)
+@pytest.mark.parametrize("runtime, datum", CHOICES)
 def test_the_kernels_are_used_where_they_work_and_else_the_log_says_why_not(runtime, datum, monkeypatch):
-    monkeypatch.setattr(xla_attention, "_unavailable", "not asked yet")
-    sentence = xla_attention.choose(runtime)
-    assert bool(xla_attention._unavailable) == (datum is not None) == ("slices" in sentence)
+    def trial(error):
+        assert module._disabled_reason is None
+        if error:
+            raise error
+
+    monkeypatch.setattr(module, "_disabled_reason", "not asked yet")
+    monkeypatch.setattr(module, "try_kernels", trial)
+    sentence = module.choose(runtime)
+    assert bool(module._disabled_reason) == (datum is not None) == ("slices" in sentence)
     assert (datum or "Pallas") in sentence and "\n" not in sentence
 
 
 @pytest.mark.slow
 def test_a_device_whose_kernels_compute_something_else_is_found_out(kernels, xla, monkeypatch):
-    monkeypatch.setattr(xla_attention, "KERNEL_TOKENS", (128, 256, 1024))
-    xla_attention.try_kernel(xla.device)
+    monkeypatch.setattr(module, "KERNEL_TOKENS", (128, 256, 1024))
+    module.try_kernels(xla.device)
     assert kernels == 2 * ["forward", "backward"]
-    right = xla_attention._XLAC._xla_tpu_custom_call
+    right = module._XLAC._xla_tpu_custom_call
 
     def wrong(operands, payload, shapes, dtypes):
         return [1.05 * x if payload[0] == "backward" else x for x in right(operands, payload, shapes, dtypes)]
 
-    monkeypatch.setattr(xla_attention._XLAC, "_xla_tpu_custom_call", wrong)
+    monkeypatch.setattr(module._XLAC, "_xla_tpu_custom_call", wrong)
     with pytest.raises(ArithmeticError, match="5.0%.*1024"):
-        xla_attention.try_kernel(xla.device)
+        module.try_kernels(xla.device)
 
 
 @pytest.fixture
@@ -358,8 +352,8 @@ def answering(monkeypatch, tmp_path):
             " flush=True)\n"
         )
         script.write_text(f"import json, os, sys\n{before}\n{answers}")
-        monkeypatch.setattr(xla_attention, "KERNEL_SCRIPT", script)
-        return xla_attention.KernelLowering()
+        monkeypatch.setattr(module, "KERNEL_SCRIPT", script)
+        return module.KernelLowering()
 
     return make
 
@@ -373,8 +367,8 @@ def test_a_script_that_fails_gives_its_last_words_each_time_it_is_asked(answerin
 
 def test_flags_of_this_process_for_its_own_device_do_not_reach_the_script(answering, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_tpu_a_flag_that_no_cpu_knows=true")
-    lowering = answering('{"payload": [os.environ.get("XLA_FLAGS"), os.environ["JAX_PLATFORMS"]]}')
-    assert lowering.payload(kind="forward") == [None, "cpu"]
+    lowering = answering('{"payload": [os.environ["XLA_FLAGS"], os.environ["JAX_PLATFORMS"]]}')
+    assert lowering.payload(kind="forward") == ["", "cpu"]
 
 
 def test_one_process_lowers_every_kernel_and_one_that_cannot_be_lowered_is_an_answer_too(answering):
@@ -400,7 +394,7 @@ def test_after_an_interrupt_a_question_does_not_get_the_answer_to_the_one_before
 
 
 def test_slices_are_captured_once_and_replayed_with_the_result_of_a_traced_step(xla, monkeypatch):
-    monkeypatch.setattr(xla_attention, "MAX_PAIRS", 2 * 16**2)  # an image
+    monkeypatch.setattr(module, "MAX_PAIRS", 2 * 16**2)  # an image
     results = []
     for changes in (True, False):
         torch.manual_seed(0)

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch_xla import _XLAC
 
-from tpukit.devices import kernel_counts, xla_attention
+from tpukit.devices import kernel_counts
 from tpukit.devices.distributed import World
 from tpukit.devices.xla import XLARuntime
 from tpukit.host.errors import TpukitError
@@ -28,6 +28,7 @@ class ExportRuntime(XLARuntime):
     `kernels` (see `kernel_counts`)."""
 
     exports_pending = False
+    runs_graphs = False
 
     def __init__(self, precision="auto", cores=1, memory_size=0, *, spmd=False):
         self.graphs, self._memory_size = [], memory_size
@@ -37,9 +38,6 @@ class ExportRuntime(XLARuntime):
 
     def memory_size(self):
         return self._memory_size
-
-    def try_attention_kernel(self):
-        xla_attention.kernel_payload("forward", (1, 128, 384), 4, False)  # that it can be lowered must do
 
     def compile(self, function, *, name=None, max_graphs=1, changes=None):
         def export(*arguments):

@@ -1,10 +1,9 @@
-"""Attention on an XLA device, forward and backward: by TPU kernels where they can be had, otherwise in
-slices.
+"""Attention on an XLA device, forward and backward: by TPU kernels if they work here, otherwise in slices.
 
 XLA alone writes the numbers of all pairs of tokens to the device's memory and reads them again in every part
-of the computation. The kernels (`pallas_attention`) keep them in fast memory.
+of the computation. The kernels (`kernels.py`) keep them in fast memory.
 
-Letters: B batch, T tokens, H heads, D channels of a head, C = H * D, g = 128 / D heads fill the lanes of a
+Shapes: B batch, T tokens, H heads, D channels of a head, C = H * D, g = 128 / D heads fill the lanes of a
 register."""
 
 import contextlib
@@ -15,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch_xla import _XLAC
 
@@ -24,31 +25,34 @@ from tpukit.devices.kernel_counts import count_kernel
 from tpukit.devices.tensors import cores_sharing, with_optimization_barrier
 from tpukit.host.errors import first_line
 
+if TYPE_CHECKING:
+    from tpukit.devices.xla import XLARuntime
+
 LANES = 128
 KERNEL_DIMS = (32, 64, 128)  # of a head
 KERNEL_TOKENS = (128, 256, 512, 1024, 2048, 4096)  # those whose keys and logits fit the TPU's fast memory
 KERNEL_TOKENS_BIASED = (128, 256)  # and the bias with its gradient, all queries at a time
-KERNEL_SCRIPT = Path(__file__).with_name("pallas_attention.py")
-TOLERANCE = 0.02  # of `try_kernel`, relative: a few roundings to bf16, of 0.4% at most each
-MAX_PAIRS = (
-    2**29
-)  # of tokens at a time on a core, over batch and heads, without the kernels; 2 bytes each in bf16
+KERNEL_SCRIPT = Path(__file__).with_name("kernels.py")
+TOLERANCE = 0.02  # of `try_kernels`, relative: a few roundings to bf16, of 0.4% at most each
+MAX_PAIRS = 2**29  # tokens squared, over batch and heads, that a core holds at a time without the kernels
 
-_unavailable = "it is for TPUs"  # why this process does without the kernels; "": it uses them
+_disabled_reason: str | None = (
+    "it is for TPUs"  # why this process does without the kernels; None: it uses them
+)
 
 
-def attention(qkv, heads, bias=None):
+def attention(qkv: Tensor, heads: int, bias: Tensor | None = None) -> Tensor:
     """Softmax attention of all tokens with all. -> (B, T, C)
 
     qkv: (B, T, 3 C) queries, keys and values. bias: (1, H, T, T), added to the logits."""
     batch, tokens, width = qkv.shape
     dim = width // 3 // heads
-    if _kernel_takes(qkv, dim, bias is not None):
+    if _kernels_take(qkv, dim, bias is not None):
         return KernelAttention.apply(qkv, None if bias is None else _kernel_bias(bias, LANES // dim), heads)
     query, key, value = qkv.view(batch, tokens, 3, heads, dim).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
     if bias is None:
         out = SlicedAttention.apply(*(part.flatten(0, 1) for part in (query, key, value))).view(query.shape)
-    else:  # the windows' pairs are few, and the gradient of a bias in slices does not fit beside them
+    else:  # a window has few pairs, and the gradient of a bias in slices does not fit the memory
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias.to(query.dtype))
     return out.transpose(1, 2).reshape(batch, tokens, width // 3)
 
@@ -56,68 +60,71 @@ def attention(qkv, heads, bias=None):
 # Which of the two
 
 
-def choose(runtime):
+def choose(runtime: "XLARuntime") -> str:
     """Find out whether all ranks can use the kernels, before their first graph. Returns a sentence for the
-    log.
+    log. Collective: an all-reduce needs the same graph on all ranks."""
+    global _disabled_reason
+    _disabled_reason = _reason_here(runtime)
+    works = runtime.world.all_gather([_disabled_reason is None])
+    if _disabled_reason is None and not all(answer for [answer] in works):
+        failed = ", ".join(str(rank) for rank, [answer] in enumerate(works) if not answer)
+        _disabled_reason = f"it does not work on rank {failed}"
+    if _disabled_reason is None:
+        return "attention: by a TPU kernel (Pallas)"
+    return (
+        "attention: in slices, not by the TPU kernel, which needs a fraction of the memory traffic:"
+        f" {_disabled_reason}"
+    )
 
-    runtime: an XLARuntime. Collective: an all-reduce needs the same graph on all ranks."""
-    global _unavailable
+
+def _reason_here(runtime):
+    """Why this rank cannot use the kernels, or None."""
+    global _disabled_reason
     if runtime.accelerator != "tpu":
-        _unavailable = "it is for TPUs"
-    elif runtime.mesh is not None:
-        _unavailable = "it is for one core, not for a graph over several (SPMD)"
-    elif runtime.precision != "bf16":
-        _unavailable = f"it computes in bf16, not in {runtime.precision}"
-    else:
-        _unavailable = ""
-        try:
-            runtime.try_attention_kernel()
-        except (
-            Exception
-        ) as error:  # jax, its lowering and libtpu raise many types for what they do not support
-            _unavailable = f"it does not work here ({first_line(error)})"
-    answers = runtime.world.all_gather([not _unavailable])
-    failed = ", ".join(str(rank) for rank, [works] in enumerate(answers) if not works)
-    if failed and not _unavailable:
-        _unavailable = f"it does not work on rank {failed}"
-    if _unavailable:
-        return (
-            "attention: in slices, not by the TPU kernel, which needs a fraction of the memory traffic:"
-            f" {_unavailable}"
-        )
-    return "attention: by a TPU kernel (Pallas)"
+        return "it is for TPUs"
+    if runtime.mesh is not None:
+        return "it is for one core, not for a graph over several (SPMD)"
+    if runtime.precision != "bf16":
+        return f"it computes in bf16, not in {runtime.precision}"
+    _disabled_reason = None  # so that the trial uses them
+    try:
+        if runtime.runs_graphs:
+            try_kernels(runtime.device)
+        else:
+            kernel_payload("forward", (1, 128, 384), 4, False)
+    except Exception as error:  # jax, its lowering and libtpu raise many types for what they do not support
+        return f"it does not work here ({first_line(error)})"
+    return None
 
 
-def try_kernel(device):
-    """Run both kernels, for the most tokens and with a bias, and compare them with slices. Raises where they
-    fail or differ."""
+def try_kernels(device: torch.device) -> None:
+    """Run both kernels, for the most tokens and with a bias. Raises ArithmeticError if they differ from
+    slices, and what jax or libtpu raise if they fail."""
     generator = torch.Generator().manual_seed(0)
     for tokens, heads_of_bias in ((KERNEL_TOKENS[-1], 0), (256, 4)):
         inputs = [torch.randn(1, tokens, 3 * LANES, generator=generator).bfloat16()]
         if heads_of_bias:
             inputs.append(torch.randn(1, heads_of_bias, tokens, tokens, generator=generator))
-        found = _output_and_gradients([value.to(device) for value in inputs])
-        wanted = _output_and_gradients([value.float() for value in inputs])
-        for a, b in zip(found, wanted):
+        computed = output_and_gradients([value.to(device) for value in inputs])
+        expected = output_and_gradients([value.float() for value in inputs])
+        for a, b in zip(computed, expected):
             error = float((a.cpu().float() - b).norm() / b.norm())
             if not error < TOLERANCE:
                 raise ArithmeticError(f"it is wrong by {error:.1%} for {tokens} tokens")
 
 
-def _output_and_gradients(inputs):
+def output_and_gradients(inputs: list[Tensor]) -> list[Tensor]:
+    """Attention with 4 heads, and the gradients of the sum of its squares. inputs: qkv, and a bias or not."""
     inputs = [value.requires_grad_() for value in inputs]
     out = attention(inputs[0], 4, *inputs[1:])
     return [value.detach() for value in (out, *torch.autograd.grad(out.square().sum(), inputs))]
 
 
-def _kernel_takes(qkv, dim, biased):
+def _kernels_take(qkv, dim, biased):
     _, tokens, width = qkv.shape
-    fits = (
-        tokens in (KERNEL_TOKENS_BIASED if biased else KERNEL_TOKENS)
-        and dim in KERNEL_DIMS
-        and width % (3 * LANES) == 0
-    )
-    return fits and not _unavailable and qkv.dtype == torch.bfloat16 and qkv.device.type == "xla"
+    sizes = KERNEL_TOKENS_BIASED if biased else KERNEL_TOKENS
+    fits = tokens in sizes and dim in KERNEL_DIMS and width % (3 * LANES) == 0
+    return fits and _disabled_reason is None and qkv.dtype == torch.bfloat16 and qkv.device.type == "xla"
 
 
 # With the kernels
@@ -140,19 +147,16 @@ class KernelAttention(torch.autograd.Function):
         ctx.heads = heads
         batch, tokens, width = qkv.shape
         operands = [qkv, qkv, qkv] if bias is None else [qkv, qkv, qkv, bias]
-        (out,) = _call(
-            "forward", heads, operands, [((batch, tokens, width // 3), qkv.dtype)], bias is not None
-        )
-        return out
+        outputs = [((batch, tokens, width // 3), qkv.dtype)]
+        return _call("forward", heads, operands, outputs, bias is not None)[0]
 
     @staticmethod
     def backward(ctx, gradient):
         qkv, bias = ctx.saved_tensors
-        operands = [qkv, qkv, qkv, gradient.to(qkv.dtype)]
+        operands, outputs = [qkv, qkv, qkv, gradient.to(qkv.dtype)], [(qkv.shape, qkv.dtype)]
         if bias is None:
-            (of_qkv,) = _call("backward", ctx.heads, operands, [(qkv.shape, qkv.dtype)], False)
-            return of_qkv, None, None
-        outputs = [(qkv.shape, qkv.dtype), (bias.shape, bias.dtype)]
+            return *_call("backward", ctx.heads, operands, outputs, False), None, None
+        outputs.append((bias.shape, bias.dtype))
         return *_call("backward", ctx.heads, [*operands, bias], outputs, True), None
 
 
@@ -163,20 +167,19 @@ def _call(kind, heads, operands, outputs, biased):
     # Operands and results cross the memory bus once each (see the kernels' docstring): the compiler's own
     # count has that.
     count_kernel(f"attention {kind}", hbm_bytes=0, flops=kernel_flops(kind, *shape))
-    return _XLAC._xla_tpu_custom_call(
-        operands, kernel_payload(kind, shape, heads, biased), *map(list, zip(*outputs))
-    )
+    code = kernel_payload(kind, shape, heads, biased)
+    return _XLAC._xla_tpu_custom_call(operands, code, *map(list, zip(*outputs)))
 
 
-def kernel_flops(kind, batch, tokens, width):
+def kernel_flops(kind: str, batch: int, tokens: int, width: int) -> int:
     """FLOP of one kernel: for every head two matrix products forward and five backward, of 2 T T D each. (The
     zeros by which a kernel tells heads apart do not count, though the chip multiplies them.) width: 3 C."""
     return dict(forward=2, backward=5)[kind] * 2 * batch * tokens**2 * width // 3
 
 
 @functools.cache
-def kernel_payload(kind, shape, heads, biased):
-    """The kernel's code, a string, lowered by jax. Raises RuntimeError with jax's words where it cannot."""
+def kernel_payload(kind: str, shape: tuple[int, int, int], heads: int, biased: bool) -> str:
+    """The kernel's code, lowered by jax. Raises RuntimeError with jax's words if it cannot."""
     return _lowering(os.getpid()).payload(kind=kind, shape=shape, heads=heads, biased=biased)
 
 
@@ -192,9 +195,8 @@ class KernelLowering:
 
     process = None
 
-    def payload(self, **request):
-        """What a `tpu_custom_call` of the kernel carries. request: the arguments of
-        `pallas_attention.payload`."""
+    def payload(self, **request) -> str:
+        """What a `tpu_custom_call` of the kernel carries. request: the arguments of `kernels.payload`."""
         if self.process is None:
             self._start()
         try:
@@ -209,12 +211,9 @@ class KernelLowering:
 
     def _start(self):
         self.errors = tempfile.TemporaryFile("w+")  # no pipe, which would fill
-        environ = {
-            name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
-        }  # for torch_xla's compiler
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-s", str(KERNEL_SCRIPT)],
-            env={**environ, "JAX_PLATFORMS": "cpu"},
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},  # flags are for torch_xla's compiler
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -237,13 +236,11 @@ class KernelLowering:
 
 
 class SlicedAttention(torch.autograd.Function):
-    """softmax(query key^T / sqrt(D)) value, (N, T, D) each, for some of the N at a time, of each core where
+    """softmax(query key^T / sqrt(D)) value, (N, T, D) each, for some of the N at a time, of each core if
     several share them.
 
     Kept for the backward pass is the logarithm of the softmax's denominator, from which a weight is one
-    exponential:
-    p = exp(s - lse). (As in FlashAttention, Dao et al., NeurIPS 2022.)
-    """
+    exponential: p = exp(s - lse). (As in FlashAttention, Dao et al., NeurIPS 2022.)"""
 
     @staticmethod
     def forward(ctx, query, key, value):
@@ -277,9 +274,8 @@ class SlicedAttention(torch.autograd.Function):
 def _slices(*tensors):
     """Tuples of a slice of each tensor (N, ...)."""
     count, cores = max(1, MAX_PAIRS // tensors[0].shape[1] ** 2), cores_sharing(tensors[0])
-    return zip(
-        *([part.flatten(0, 1) for part in x.unflatten(0, (cores, -1)).split(count, 1)] for x in tensors)
-    )
+    by_core = (x.unflatten(0, (cores, -1)).split(count, 1) for x in tensors)
+    return zip(*([part.flatten(0, 1) for part in parts] for parts in by_core))
 
 
 def _joined(slices):

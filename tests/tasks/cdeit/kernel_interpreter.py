@@ -1,9 +1,9 @@
-"""A script for a Python with jax: `pallas_attention`'s kernels, interpreted on the CPU or counted.
+"""For a Python with jax: the kernels of `tasks/cdeit/tpu/kernels.py`, interpreted on the CPU or counted.
 
-python kernel_interpreter.py run KIND HEADS ARRAYS.npz RESULTS.npz    # arrays a, b, ... in the order of the
-arguments python kernel_interpreter.py count KIND B T C HEADS BIASED            # prints the bytes that its
-blocks move python kernel_interpreter.py version KIND B T C HEADS BIASED          # prints the Mosaic version
-of its payload"""
+kernel_interpreter.py run KIND HEADS ARRAYS.npz RESULTS.npz    arrays a, b, ... in the order of the arguments
+kernel_interpreter.py count KIND B T C HEADS BIASED            prints the bytes that its blocks move
+kernel_interpreter.py version KIND B T C HEADS BIASED          prints the Mosaic version of its payload
+"""
 
 import base64
 import itertools
@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tpukit" / "devices"))
-import pallas_attention as kernels
+sys.path.insert(0, str(Path(__file__).parents[3] / "tpukit/tasks/cdeit/tpu"))
+import kernels
 
 
 def run(kind, heads, path, results):
