@@ -5,18 +5,23 @@ Without a TPU torch_tpu does not differentiate. So the CPU traces a step to ATen
 and update, on tensors that have a shape and no memory; then torch_tpu lowers these operations. Attention is
 traced as its plain mathematics, because the trace would hold the CPU's own kernel otherwise."""
 
+from __future__ import annotations
+
 import hashlib
 import os
+from collections.abc import Callable
 
 # That torch loads no other backend that is installed; that libtpu does not look for a TPU in Google's cloud,
 # for minutes; and that two processes may load it.
 os.environ.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 import torch
+from torch import nn
 from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpukit.devices import optimizers, tensors, torch_tpu_private
@@ -40,7 +45,7 @@ class TorchTPUExportRuntime(Runtime):
 
     compiles = True
 
-    def __init__(self, precision="auto", cores=1, memory_size=0, *, spmd=False):
+    def __init__(self, precision: str = "auto", cores: int = 1, memory_size: int = 0, *, spmd: bool = False):
         if cores > 1 or spmd:
             raise TpukitError(
                 "torch_tpu lowers collectives only between cores that run, so its graphs of several cores"
@@ -53,22 +58,20 @@ class TorchTPUExportRuntime(Runtime):
         super().__init__("cpu", "bf16" if precision == "auto" else precision)
         self.accelerator = "tpu"
 
-    def memory_size(self):
+    def memory_size(self) -> int:
         return self._memory_size
 
-    def device_name(self):
+    def device_name(self) -> str:
         return "TPU through torch_tpu"
 
-    def place(self, model, *, channels_last="no"):
+    def place(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
         for module in model.modules():
             for values in (module._parameters, module._buffers):
-                values.update(
-                    {
-                        name: self._fake.from_tensor(value)
-                        for name, value in values.items()
-                        if value is not None
-                    }
-                )
+                for name, value in values.items():
+                    values[name] = None if value is None else self._fake.from_tensor(value)
+        return model
+
+    def torch_compile(self, model: nn.Module, mode: str, **_) -> nn.Module:
         return model
 
     def put(self, arrays):
@@ -77,7 +80,7 @@ class TorchTPUExportRuntime(Runtime):
     def put_dataset(self, arrays, *, sharded=False):
         return self.put(arrays)
 
-    def init_optimizer_state(self, optimizer):
+    def init_optimizer_state(self, optimizer: Optimizer) -> bool:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         with self._fake, torch_tpu_private.compiling():
             for p in parameters:
@@ -86,7 +89,14 @@ class TorchTPUExportRuntime(Runtime):
         optimizer.zero_grad(set_to_none=True)
         return True
 
-    def compile(self, function, *, name=None, max_graphs=1, changes=None):
+    def compile(
+        self,
+        function: Callable,
+        *,
+        name: str | None = None,
+        max_graphs: int = 1,
+        changes: tuple[nn.Module, Optimizer] | None = None,
+    ) -> Callable:
         def export(*arguments):
             state = _state(*changes) if changes else []
             inputs = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
@@ -103,9 +113,8 @@ class TorchTPUExportRuntime(Runtime):
                 graph = make_fx(traced, decomposition_table=DECOMPOSITIONS)(inputs, state)
             text, stablehlo = torch_tpu_private.lower(graph, [*inputs, *state])
             digest = hashlib.sha256(text.encode()).hexdigest()
-            self.graphs.append(
-                dict(name=name or function.__name__, stablehlo=stablehlo, digest=digest, kernels=[])
-            )
+            graph = dict(name=name or function.__name__, stablehlo=stablehlo, digest=digest, kernels=[])
+            self.graphs.append(graph)
             return tree_map_only(torch.Tensor, self._fake.from_tensor, result)
 
         return export

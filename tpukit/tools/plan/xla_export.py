@@ -1,14 +1,18 @@
 """Graphs of a TPU core as StableHLO, traced on a machine without one: what `tpukit plan` compiles."""
 
+from __future__ import annotations
+
 import gc
 import hashlib
 import os
+from collections.abc import Callable
 
-os.environ.update(
-    PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1"
-)  # else an all-reduce over one visible core is left out
+# The second: else an all-reduce over one visible core is left out.
+os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch_xla import _XLAC
 
@@ -30,16 +34,27 @@ class ExportRuntime(XLARuntime):
     exports_pending = False
     runs_graphs = False
 
-    def __init__(self, precision="auto", cores=1, memory_size=0, *, spmd=False):
+    def __init__(self, precision: str = "auto", cores: int = 1, memory_size: int = 0, *, spmd: bool = False):
         self.graphs, self._memory_size = [], memory_size
         if spmd:
             os.environ["CPU_NUM_DEVICES"] = str(cores)
         super().__init__("tpu", precision, None if spmd else _OneOf(0, cores), cores if spmd else None)
 
-    def memory_size(self):
+    def memory_size(self) -> int:
         return self._memory_size
 
-    def compile(self, function, *, name=None, max_graphs=1, changes=None):
+    def init_optimizer_state(self, optimizer: Optimizer) -> bool:
+        super().init_optimizer_state(optimizer)
+        return True  # an update is in the graph of the step in any case
+
+    def compile(
+        self,
+        function: Callable,
+        *,
+        name: str | None = None,
+        max_graphs: int = 1,
+        changes: tuple[nn.Module, Optimizer] | None = None,
+    ) -> Callable:
         def export(*arguments):
             self.sync()
             _XLAC._set_ir_debug(True)  # so that the graph names the line of each operation
@@ -76,7 +91,7 @@ class ExportRuntime(XLARuntime):
 
     def _export(self, name, outputs, kernels=()):
         text, stablehlo = (
-            _XLAC._get_stablehlo(outputs, str(self.device), [], is_binary) for is_binary in (False, True)
+            _XLAC._get_stablehlo(outputs, str(self.device), [], portable) for portable in (False, True)
         )
         digest = hashlib.sha256(text).hexdigest()
         self.graphs.append(dict(name=name, stablehlo=stablehlo, digest=digest, kernels=list(kernels)))
@@ -88,15 +103,10 @@ class ExportRuntime(XLARuntime):
 
 def _pending_tensors():
     """The tensors of this process whose values are still to be computed, in the order of their creation."""
-    found = [
-        one
-        for one in gc.get_objects()
-        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "xla"
-    ]
-    found.sort(key=_XLAC._xla_get_tensor_id)
-    return [
-        one for one, is_pending in zip(found, _XLAC._check_tensor_need_materialization(found)) if is_pending
-    ]
+    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
+    found = sorted((one for one in tensors if one.device.type == "xla"), key=_XLAC._xla_get_tensor_id)
+    pending = _XLAC._check_tensor_need_materialization(found)
+    return [one for one, is_pending in zip(found, pending) if is_pending]
 
 
 class _OneOf(World):
