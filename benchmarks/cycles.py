@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 from tpukit.host.tables import Table
-from tpukit.tools.plan import compiler, hlo
+from tpukit.tools import plan
+from tpukit.tools.plan import hlo
 
 PUBLISHED_MS = {1024: 0.119, 4096: 0.827, 8192: 6.05}  # side of the matrices -> milliseconds
 CLOCK_HZ = 1.5e9  # of a v5e, as 197 TFLOP/s of four units of 128 x 128 products
@@ -28,13 +29,13 @@ open(sys.argv[1], "wb").write(stablehlo.serialize_portable_artifact(module, stab
 
 
 def main():
-    environ = {**os.environ, "PYTHONPATH": str(compiler.install()), "JAX_PLATFORMS": "cpu"}
+    environ = {**os.environ, "PYTHONPATH": str(plan.install_compiler()), "JAX_PLATFORMS": "cpu"}
     rows = []
     for side, published_ms in PUBLISHED_MS.items():
         with tempfile.TemporaryDirectory() as folder:
             graph = Path(folder) / "matmul.mlirbc"
             subprocess.run([sys.executable, "-c", WRITE_GRAPH, graph, str(side)], env=environ, check=True)
-            command = [sys.executable, "-P", "-s", compiler.SCRIPT, graph, "v5e:1x1", "1", "processes"]
+            command = [sys.executable, "-P", "-s", plan.COMPILER_SCRIPT, graph, "v5e:1x1", "1", "processes"]
             ran = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE, text=True)
         operations = hlo.operations(json.loads(ran.stdout.splitlines()[-1])["hlo"])
         cycles, hbm_bytes = (

@@ -12,8 +12,7 @@ import torch
 pytest.importorskip("torch_xla")
 
 from tests.conftest import ROOT
-from tpukit.tools import hlo
-from tpukit.tools.plan import COMPILER_SCRIPT, install_compiler
+from tpukit.tools.plan import COMPILER_SCRIPT, hlo, install_compiler
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,7 @@ TRACER = """
 import os, sys
 from pathlib import Path
 import numpy as np, torch
-from tpukit.devices.xla_export import ExportRuntime
+from tpukit.tools.plan.xla_export import ExportRuntime
 from tpukit.training.data import BatchLoader, BatchSpec
 
 path, dtype, *shape = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
@@ -85,7 +84,7 @@ os._exit(0)  # else what is still pending would run
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # with the compiler
 @pytest.mark.parametrize(
     "shape, dtype",
     [((1800, 3, 224, 224), "uint8"), ((700, 1, 480, 640), "uint8"), ((500, 3, 333, 111), "float32")],

@@ -98,7 +98,7 @@ def test_in_a_whole_script_every_line_of_torch_xla_is_found_with_what_takes_its_
     assert changed and not [line for line in changed if OF_TORCH_XLA.search(line)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_written_and_advised_is_in_the_real_package(tmp_path):
     texts = " ".join([*TABLES["torch_tpu"].values(), *to_torch_tpu.SAME.values(), *INSERTED])
     names = sorted(set(re.findall(r"\btorch\.[a-z_.]*[a-z_]\b", texts)))

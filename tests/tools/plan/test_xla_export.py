@@ -7,7 +7,7 @@ from tests.conftest import ROOT
 
 EXPORT = """
 import torch
-from tpukit.devices.xla_export import ExportRuntime
+from tpukit.tools.plan.xla_export import ExportRuntime
 
 runtime = ExportRuntime("fp32", cores=4, memory_size=123)
 model = runtime.place(torch.nn.Linear(3, 2))
@@ -41,7 +41,7 @@ def test_a_step_of_several_cores_is_exported_and_not_run_and_a_fallback_is_refus
 
 EXPORT_SPMD = """
 import numpy as np
-from tpukit.devices.xla_export import ExportRuntime
+from tpukit.tools.plan.xla_export import ExportRuntime
 
 runtime = ExportRuntime("fp32", cores=4, spmd=True)
 x = runtime.put_batch({"x": np.ones((8, 3), np.float32)})["x"]

@@ -18,12 +18,12 @@ from tpukit.devices.chips import MACHINES
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Table
 from tpukit.tools.plan import compiler, hlo
-from tpukit.tools.plan.compiler import COMPILER, COMPILERS
+from tpukit.tools.plan.compiler import COMPILER, COMPILER_SCRIPT, COMPILERS, install_compiler
 
 if TYPE_CHECKING:
     from tpukit.training.task import Task
 
-__all__ = ["COMPILER", "Plan", "plan"]
+__all__ = ["COMPILER", "COMPILERS", "COMPILER_SCRIPT", "Plan", "install_compiler", "plan"]
 PARTS = {
     "train": "training step",
     "evaluate": "prediction of one batch",
@@ -124,7 +124,7 @@ def plan_batch(
 ) -> dict:
     """The row of one batch size: its graphs, traced and compiled."""
     machine = MACHINES[chip]
-    compiler.install(backend, log)  # which has the jax that lowers kernels, too
+    install_compiler(log, backend)  # which has the jax that lowers kernels, too
     flags = task.libtpu_args(size // machine.chips) if backend == "torch_xla" else ""
     with tempfile.TemporaryDirectory() as folder:
         graphs, resident_bytes = compiler.trace(task, part, size, machine, Path(folder), parallel, backend)

@@ -33,7 +33,7 @@ COMPILERS = {
     "torch_tpu": ("torch==2.13.0", "torch_tpu==0.2.0", "jax==0.10.2", "jaxlib==0.10.2", "libtpu==0.0.52"),
 }
 SIZES = {"torch_xla": "1 GB", "torch_tpu": "2.5 GB"}
-SCRIPT = Path(__file__).with_name("tpu_compiler.py")
+COMPILER_SCRIPT = Path(__file__).with_name("tpu_compiler.py")
 NO_FLAGS = dict(XLA_FLAGS=None, LIBTPU_INIT_ARGS=None)  # those of this process are for its own device
 Log = Callable[[str], object]
 
@@ -80,14 +80,12 @@ def trace(
 def compile_graph(graph: dict, machine: Machine, parallel: str, backend: str, flags: str, log: Log) -> dict:
     """What the compiler answers to a graph of `trace`, cached; with an `error` where it needs too much
     memory. flags: of libtpu, for this task."""
-    key = (
-        f"{graph['digest']} {machine.topology} {parallel} {COMPILERS[backend]} {files.sha256(SCRIPT)}{flags}"
-    )
+    key = f"{graph['digest']} {machine.topology} {parallel} {COMPILERS[backend]} {files.sha256(COMPILER_SCRIPT)}{flags}"
     cached = files.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json.gz"
     with contextlib.suppress(OSError, EOFError, ValueError):
         files.make_private(cached.parent)  # what another user put there is not trusted
         return json.loads(gzip.decompress(cached.read_bytes()))
-    libraries = install(backend, log)
+    libraries = install_compiler(log, backend)
     kilobytes = graph["path"].stat().st_size / 1000
     log(f"compiling {kilobytes:.0f} kB of StableHLO for {machine.topology}: minutes for a large network")
     started = time.monotonic()
@@ -103,9 +101,9 @@ def compile_graph(graph: dict, machine: Machine, parallel: str, backend: str, fl
 def run_compiler(
     graph: Path, topology: str, cores: int, parallel: str, libraries: Path, flags: str = ""
 ) -> subprocess.CompletedProcess:
-    """Run tpu_compiler.py in the environment of `libraries`, a folder of `install`."""
+    """Run tpu_compiler.py in the environment of `libraries`, a folder of `install_compiler`."""
     variables = NO_FLAGS | {"PYTHONPATH": str(libraries), "LIBTPU_INIT_ARGS": flags or None}
-    return run_python("-s", SCRIPT, graph, topology, cores, parallel, variables=variables)
+    return run_python("-s", COMPILER_SCRIPT, graph, topology, cores, parallel, variables=variables)
 
 
 def read_answer(ran: subprocess.CompletedProcess, libraries: Path) -> dict:
@@ -138,7 +136,7 @@ def folder_of(backend: str) -> Path:
     return files.cache_folder() / f"tpu-compiler-{sys.version_info[0]}.{sys.version_info[1]}-{tag}"
 
 
-def install(backend: str = "torch_xla", log: Log = print) -> Path:
+def install_compiler(log: Log = print, backend: str = "torch_xla") -> Path:
     """Install the packages of a backend's compiler into `folder_of` it, unless they are there. Returns
     that."""
     folder, packages = folder_of(backend), COMPILERS[backend]
