@@ -10,9 +10,8 @@ import pytest
 from tests.devices.torch_tpu_calls import in_the_real_package
 from tests.tools.migrate.helpers import written
 from tpukit import cli
-from tpukit.tools.migrate import examine
+from tpukit.tools.migrate import examine, to_torch_tpu
 from tpukit.tools.migrate.findings import TABLES
-from tpukit.tools.migrate import to_torch_tpu
 
 # spawn: xmp.spawn and MpDeviceLoader. spmd: a mesh and a compiled step. amp: launch, autocast and
 # DistributedDataParallel.
