@@ -93,7 +93,7 @@ def time_host(parallel, cores=8, size=16, samples=4):
     def step(batch, sums):
         return train_step(task, model, optimizer, runtime, identity, batch, task.epochs, sums)
 
-    ways = dict(traced=runtime.compile(step), replayed=runtime.compile(step, changes=(model, optimizer)))
+    ways = dict(traced=runtime.compile(step), replayed=runtime.compile(step, mutates=(model, optimizer)))
     wall, host = {way: [] for way in ways}, {way: [] for way in ways}
     for round_number in range(ROUNDS + 1):
         for way, compiled in ways.items():

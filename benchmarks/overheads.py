@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from tpukit import MSHNet, Run, train
-from tpukit.devices.runtime import Runtime
+from tpukit.devices.cpu import CPURuntime
 from tpukit.tasks.datasets import make_synthetic
 from tpukit.training import evaluation, loop
 
@@ -27,7 +27,7 @@ RUNS, EPOCHS, BATCH = 5, 12, 8
 IMAGES, STEPS, BATCHES = 1005, 100, 26  # as many as IRSTD-1k has: 804 to train, 201 to test
 
 
-class FastDevice(Runtime):
+class FastDevice(CPURuntime):
     """A device that works in order and answers with constants. ends: when each step will have ended, by its
     place."""
 
@@ -48,7 +48,7 @@ class FastDevice(Runtime):
     def _wait(self, until):
         time.sleep(max(0.0, until - time.monotonic()))
 
-    def compile(self, function, *, name=None, max_graphs=1, changes=None):
+    def compile(self, function, *, name=None, max_graphs=1, mutates=None):
         def step(batch, epoch, sums, lr_factor):
             self.ends.append(self._work(STEP_S))
             return sums + torch.tensor([0.1, 1.0, 0.0, 0.0])

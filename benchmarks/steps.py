@@ -104,7 +104,7 @@ class Ours:
         def step(batch, sums):
             return train_step(task, faster, optimizer, runtime, identity, batch, task.epochs, sums)
 
-        self.train = runtime.compile(step, name="step", changes=(model, optimizer) if replayed else None)
+        self.train = runtime.compile(step, name="step", mutates=(model, optimizer) if replayed else None)
         self.first_s, _ = self.seconds()
         for _ in range(4):  # these are watched or captured, and slower
             self.seconds()

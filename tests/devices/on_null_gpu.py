@@ -8,6 +8,7 @@ import gc
 import json
 import math
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -46,7 +47,7 @@ metrics.sync = finite_sums
 
 
 def small(kind, folder, **settings):
-    """A small task of a task."""
+    """A small task of this kind."""
     folder = Path(folder)
     if kind == "mshnet":
         return MSHNet(dataset_dir=folder, **{**dict(base_size=32, crop_size=32, num_workers=1), **settings})
@@ -178,16 +179,26 @@ class Breaking(MNIST):
     always: bool = False
     rank: str | None = None
 
+    def optimizer(self, model):
+        if self.what == "decay":  # the length of a step is computed on the host
+            return torch.optim.Adagrad(model.parameters(), self.lr, lr_decay=0.1)
+        optimizer = super().optimizer(model)
+        if self.what == "settings":  # another one at each step
+            optimizer.register_step_pre_hook(lambda made, *_: made.param_groups[0].update(seen=len(_calls)))
+        return optimizer
+
     def loss(self, model, batch, epoch):
         loss = super().loss(model, batch, epoch)
         if not model.training:
             return loss
         _calls.append(loss)
+        if self.what == "buffer":  # a new one at each step
+            model.register_buffer("count", torch.zeros(len(_calls), device=loss.device))
         is_due = self.always or len(_calls) == cuda_graph.WARM_UP + 1
         is_due = is_due and self.rank in (None, os.environ.get("RANK"))
         if self.what == "backward":
             return BackwardWaits.apply(loss, is_due)
-        if is_due:
+        if is_due and self.what in _BREAKS:
             _BREAKS[self.what](loss)
         return loss
 
@@ -202,9 +213,12 @@ def _interrupt(loss):
 
 _calls = []
 _BREAKS = dict(
-    forward=lambda loss: loss.item(), copy=lambda loss: torch.tensor([1.0, 2.0], device=loss.device)
+    forward=lambda loss: loss.item(),
+    copy=lambda loss: torch.tensor([1.0, 2.0], device=loss.device),
+    error=_fail,
+    interrupt=_interrupt,
+    draw=lambda loss: random.random(),
 )
-_BREAKS |= dict(error=_fail, interrupt=_interrupt)
 
 
 def broken(folder, run, ways):

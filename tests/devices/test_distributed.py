@@ -57,10 +57,12 @@ from tpukit.devices.runtime import Runtime
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
 runtime = Runtime("cpu", "fp16", World(rank, 3))
-made = [torch.ones(2, 3, 2, 2).contiguous(memory_format=torch.channels_last), torch.ones(2), torch.ones(2), torch.ones(())]
+channels_last = torch.ones(2, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+made = [channels_last, torch.ones(2), torch.ones(2), torch.ones(())]
 everywhere, on_one, nowhere, frozen = parameters = [torch.nn.Parameter(value) for value in made]
 frozen.requires_grad_(False)
-optimizer = torch.optim.SGD(parameters, 1.0, weight_decay=0.5, fused=True)  # whose kernel skips where the flag is exactly 1
+# The fused kernel skips where the flag is exactly 1.
+optimizer = torch.optim.SGD(parameters, 1.0, weight_decay=0.5, fused=True)
 numbers = torch.arange(24.0).view(2, 3, 2, 2)
 for number in range(3):
     optimizer.zero_grad()
@@ -73,7 +75,8 @@ for number in range(3):
     runtime.all_reduce_gradients(optimizer)
     missing = [p.grad is None for p in parameters]
     runtime.optimizer_step(optimizer)
-    print("result:", missing, everywhere[1, 2, 1].tolist(), on_one[0].item(), nowhere[0].item(), file=sys.stderr)
+    values = everywhere[1, 2, 1].tolist(), on_one[0].item(), nowhere[0].item()
+    print("result:", missing, *values, file=sys.stderr)
 print("result:", runtime.scaler.get_scale(), file=sys.stderr)
 """
 

@@ -12,7 +12,6 @@ import torch
 pytest.importorskip("torch_xla")
 
 from tests.conftest import ROOT
-from tpukit.tools.plan import COMPILER_SCRIPT, hlo, install_compiler
 
 
 @pytest.mark.parametrize(
@@ -78,18 +77,23 @@ loader = BatchLoader(Data(), runtime, workers=0)
 batch = next(loader.batches([BatchSpec(np.arange(16))]))
 weight = torch.ones(8, shape[1], 3, 3).to(runtime.device)
 runtime.sync()
-runtime.compile(lambda batch: torch.nn.functional.conv2d(loader.compose(batch)["image"].float(), weight))(batch)
+def convolved(batch):
+    return torch.nn.functional.conv2d(loader.compose(batch)["image"].float(), weight)
+
+runtime.compile(convolved)(batch)
 Path(path).write_bytes(runtime.graphs[0]["stablehlo"])
 os._exit(0)  # else what is still pending would run
 """
 
 
-@pytest.mark.nightly  # with the compiler
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "shape, dtype",
     [((1800, 3, 224, 224), "uint8"), ((700, 1, 480, 640), "uint8"), ((500, 3, 333, 111), "float32")],
 )
 def test_the_compiled_graph_reads_a_batch_of_the_set_and_nothing_of_its_size(shape, dtype, tmp_path):
+    from tpukit.tools.plan import COMPILER_SCRIPT, hlo, install_compiler
+
     graph = tmp_path / "graph.mlirbc"
     trace = [sys.executable, "-c", TRACER, graph, dtype, *map(str, shape)]
     subprocess.run(trace, cwd=ROOT, check=True, capture_output=True)

@@ -13,6 +13,7 @@ import torch
 from tests.conftest import ROOT
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.devices import open_runtime
+from tpukit.devices.cuda import CUDARuntime
 from tpukit.devices.runtime import Runtime
 
 
@@ -67,6 +68,7 @@ def test_a_gpu_that_torch_was_not_built_for_is_refused_before_its_first_kernel(c
 
 COUNT_FAULTS = """
 import resource, torch
+from tpukit.devices.cuda import CUDARuntime
 from tpukit.devices.runtime import Runtime
 
 def faults():
@@ -113,9 +115,8 @@ def test_a_gpu_updates_by_fused_kernels_and_counts_steps_itself_unless_asked_oth
     weights = [torch.nn.Parameter(torch.ones(3))]
     expected = {
         torch.optim.Adam(weights): dict(fused=True, capturable=True),
-        torch.optim.SGD(weights, 0.1): dict(
-            fused=None
-        ),  # whose fused step fails where a gradient comes later
+        # whose fused step fails where a gradient comes later
+        torch.optim.SGD(weights, 0.1): dict(fused=None),
         torch.optim.AdamW(weights, foreach=True): dict(fused=None, foreach=True, capturable=True),
         torch.optim.Adam(weights, differentiable=True): dict(fused=None),  # which torch's fused step refuses
         torch.optim.Adagrad(weights): dict(fused=None),  # torch has its fused kernel for CPUs only
@@ -170,29 +171,25 @@ def test_convolutional_networks_lie_channels_last_where_that_is_faster(
         assert kernel[0].weight.is_contiguous(memory_format=torch.channels_last) == expected
 
 
-def test_a_set_that_stays_on_a_gpu_is_not_pinned_on_its_way(monkeypatch, cpu):
+def test_a_set_that_stays_on_a_gpu_is_not_pinned_on_its_way(monkeypatch):
+    gpu(monkeypatch)
+    runtime = Runtime("cuda")
     pinned, moved = [], []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *more, **named: moved.append(self) or self)
-    cpu.device = torch.device("cuda")
-    cpu.put_dataset({"image": np.zeros((3, 2), np.uint8)})
+    runtime.put_dataset({"image": np.zeros((3, 2), np.uint8)})
     assert len(moved) == 1 and not pinned
-    cpu.put({"image": np.zeros((3, 2), np.uint8)})
+    runtime.put({"image": np.zeros((3, 2), np.uint8)})
     assert len(moved) == 2 and len(pinned) == 1
 
 
 def test_the_peak_of_a_gpus_memory_starts_anew_with_each_training(digits, tmp_path, cpu, monkeypatch):
-    order = []
+    gpu(monkeypatch)
+    order, runtime = [], Runtime("cuda")
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: order.append("anew"))
     monkeypatch.setattr(Runtime, "memory", lambda self: order.append("read") or [])
-    reset = Runtime.reset_statistics
-
-    def on_a_gpu(self):
-        self.device = torch.device("cuda")
-        reset(self)
-        self.device = torch.device("cpu")
-
-    monkeypatch.setattr(Runtime, "reset_statistics", on_a_gpu)
+    monkeypatch.setattr(Runtime, "reset_statistics", lambda self: None)
+    monkeypatch.setattr(cpu, "reset_statistics", runtime.reset_statistics)
     task = MNIST(dataset_dir=digits, epochs=1, batch_size=8, log_every=25)
     train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
     assert order.count("anew") == 1 and order[-1] == "read"
@@ -205,12 +202,8 @@ def test_the_peak_of_a_gpus_memory_starts_anew_with_each_training(digits, tmp_pa
         ("0.0.21.1", 1, None, "--a=1 --b=2"),
         ("0.0.17", 8, "--c=3", "--c=3 --a=1 --b=2"),
         ("0.0.21", 1, "--c=3 --a=5", "--c=3 --a=5 --b=2"),  # the user's own win
-        (
-            "0.0.17",
-            0,
-            None,
-            "--a=1 --b=2 --xla_tpu_use_enhanced_launch_barrier=false",
-        ),  # as torch_xla does for chips on a bus
+        # as torch_xla does for chips on a bus
+        ("0.0.17", 0, None, "--a=1 --b=2 --xla_tpu_use_enhanced_launch_barrier=false"),
         ("0.0.17", 0, *["--xla_tpu_use_enhanced_launch_barrier=true --a=1 --b=2"] * 2),
         ("0.0.99", 0, "--c=3", "--c=3"),  # a flag that it does not know would end the process
         ("0.0.2", 1, "--c=3", "--c=3"),
@@ -238,12 +231,12 @@ def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(
 
 FP32 = """
 import sys, warnings, torch
-from tpukit.devices.runtime import Runtime
+from tpukit.devices.cuda import CUDARuntime
 
 warnings.simplefilter("ignore")
 def set_by_the_user():
     exec(sys.argv[1])
-class Opened(Runtime):
+class Opened(CUDARuntime):
     _open_device = lambda self: torch.device("cpu")
     device_name = lambda self: "none"
 set_by_the_user()
@@ -307,11 +300,13 @@ def test_a_warning_where_a_variable_should_be_is_gone_before_a_chip_is_opened(mo
 def test_one_gpu_predicts_as_many_samples_at_once_as_half_of_its_memory_would_train(
     batch_size, peak, wanted, monkeypatch, cpu
 ):
-    monkeypatch.setattr(Runtime, "memory", lambda self: [(peak * 2**30, 20 * 2**30)])
-    assert cpu.evaluation_batch(batch_size) == batch_size
-    monkeypatch.setattr(cpu, "accelerator", "cuda")
-    assert cpu.evaluation_batch(batch_size) == batch_size  # no step yet
-    monkeypatch.setattr(cpu, "step", 1)
-    assert cpu.evaluation_batch(batch_size) == wanted
-    monkeypatch.setattr(cpu.world, "size", 2)
-    assert cpu.evaluation_batch(batch_size) == batch_size
+    gpu(monkeypatch)
+    monkeypatch.setattr(CUDARuntime, "memory", lambda self: [(peak * 2**30, 20 * 2**30)])
+    cpu.step = 1
+    runtime = Runtime("cuda")
+    for one in (cpu, runtime):  # which has taken no step yet
+        assert one.evaluation_batch(batch_size) == batch_size
+    runtime.step = 1
+    assert runtime.evaluation_batch(batch_size) == wanted
+    runtime.world.size = 2
+    assert runtime.evaluation_batch(batch_size) == batch_size

@@ -14,7 +14,7 @@ pytest.importorskip("torch_xla")
 from tests.conftest import ROOT, checkpoint, same
 from tests.devices.conftest import take_step
 from tpukit import MSHNet, Run, train
-from tpukit.devices import xla_replay
+from tpukit.devices import xla_private, xla_replay
 from tpukit.devices.distributed import World
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.tasks.mnist import MNIST
@@ -65,7 +65,7 @@ def outcome(xla, optimizer, dropout, replayed):
         take_step(xla, loss, made)
         return total + loss.detach().reshape(1)
 
-    compiled = xla.compile(step, max_graphs=2, changes=(model, made) if replayed else None)
+    compiled = xla.compile(step, max_graphs=2, mutates=(model, made) if replayed else None)
     total, losses = xla.put({"total": torch.zeros(1)})["total"], []
     for number in range(8):
         batch = MNIST().example(8)
@@ -125,7 +125,7 @@ def test_a_replayed_step_writes_the_new_weights_into_the_memory_of_the_old_ones(
         take_step(xla, loss, optimizer)
         return loss.detach()
 
-    compiled, x = xla.compile(step, changes=(model, optimizer)), xla.put({"x": torch.ones(4, 3)})["x"]
+    compiled, x = xla.compile(step, mutates=(model, optimizer)), xla.put({"x": torch.ones(4, 3)})["x"]
     compiled(x)
     old = model.weight.data
     compiled(x)
@@ -145,7 +145,7 @@ def test_a_number_given_as_a_tensor_is_not_taken_for_the_same_number_in_the_grap
         take_step(xla, loss, optimizer)
         return loss.detach()
 
-    compiled, x = xla.compile(step, changes=(model, optimizer)), xla.put({"x": torch.ones(1, 1)})["x"]
+    compiled, x = xla.compile(step, mutates=(model, optimizer)), xla.put({"x": torch.ones(1, 1)})["x"]
     weight = float(model.weight.detach().cpu())
     epochs = [3.0, 0.0, 1.0, 4.0]  # torch_xla folds 0 and 1 into a graph where it can
     losses = [float(compiled(x, xla.put({"epoch": np.float32(epoch)})["epoch"]).cpu()) for epoch in epochs]
@@ -171,14 +171,14 @@ def test_a_step_that_is_refused_or_fails_compiles_nothing_more_and_leaves_the_we
         take_step(xla, loss, optimizer)
         return loss.detach() * (loss.item() if is_late and how == "a value read back" else 1.0)
 
-    step = xla.compile(step, max_graphs=2 if how == "no memory" else 1, changes=(model, optimizer))
+    step = xla.compile(step, max_graphs=2 if how == "no memory" else 1, mutates=(model, optimizer))
     batches = [xla.put({"x": torch.ones(size, 3)})["x"] for size in (7, 6)]
     for _ in range(4):
         step(batches[0])
     weights, compilations = xla.host(model.state_dict()), xla.compilations()[0]
     is_late = True
     if how == "no memory":
-        monkeypatch.setattr(xla_replay._XLAC, "_xla_warm_up_cache", fail)
+        monkeypatch.setattr(xla_private, "compile_graph", fail)
     with pytest.raises(
         RuntimeError if how in ("a value read back", "no memory") else UnexpectedRecompilation
     ):
@@ -205,7 +205,7 @@ def core(xla, monkeypatch):
     all_reduce = xm.all_reduce
 
     def recorded(kind, gradients, **how):
-        runtime.reduced.append((kind, len(gradients), how["scale"]))
+        runtime.reduced.append((kind, len(gradients), how))
         return all_reduce(kind, gradients, **how)
 
     monkeypatch.setattr(xm, "all_reduce", recorded)
@@ -218,7 +218,7 @@ def momentum(lr):
 
 def test_a_core_of_several_replays_a_step_with_the_gradients_mean_over_all_ranks_in_its_graph(core, xla):
     losses, state, traces = outcome(core, momentum(0.008), False, replayed=True)
-    assert core.reduced == [("sum", 5, 1 / 8)] * traces and traces == 4
+    assert core.reduced == [("sum", 5, dict(scale=1 / 8, pin_layout=False))] * traces and traces == 4
     # The other seven add nothing, so that a gradient is an eighth of what one core has, and eight times the
     # lr makes up for it.
     wanted_losses, wanted_state, _ = outcome(xla, momentum(0.001), False, replayed=False)
@@ -250,12 +250,12 @@ def test_all_ranks_check_at_the_same_calls_whatever_their_data_twice_as_late_eac
         calls = []
 
         def step(x):
-            calls.append((compiled.calls, xla_replay._XLAC._get_ir_debug()))
+            calls.append((compiled.calls, xla_private._XLAC._get_ir_debug()))
             loss = model(x).square().sum()
             take_step(core, loss, optimizer)
             return loss.detach()
 
-        compiled = core.compile(step, changes=(model, optimizer))
+        compiled = core.compile(step, mutates=(model, optimizer))
         for _ in range(32):
             compiled(core.put({"x": torch.randn(4, 3)})["x"])
         return calls
@@ -297,7 +297,7 @@ def change_later(runtime, put):
         take_step(runtime, y.square().sum(), optimizer)
         return y.detach()
 
-    compiled = runtime.compile(step, changes=(model, optimizer))
+    compiled = runtime.compile(step, mutates=(model, optimizer))
     for _ in range(9):
         compiled(put({"x": torch.ones(8, 3)})["x"])
 
@@ -327,7 +327,7 @@ def sharded_in_turn(max_graphs, shardings_differ=False):
         take_step(runtime, loss, optimizer)
         return loss.detach()
 
-    compiled = runtime.compile(step, changes=(model, optimizer), max_graphs=max_graphs)
+    compiled = runtime.compile(step, mutates=(model, optimizer), max_graphs=max_graphs)
     if shardings_differ:
         compiled.replay._shardings = lambda tensors: [len(traces)] if len(tensors) == 1 else [object()]
     x = torch.arange(24.0).reshape(8, 3)

@@ -280,7 +280,9 @@ def killed(number, now):
     return took, seen, len(left())
 log = folder / "whole/log.txt"
 forked, most, _ = killed("forked", lambda seconds: len(left()) == 5 or seconds > 120)
-whole, *_ = killed("whole", lambda seconds: log.exists() and "cores started" in log.read_text() or seconds > 120)
+def has_started(seconds):
+    return log.exists() and "cores started" in log.read_text() or seconds > 120
+whole, *_ = killed("whole", has_started)
 random.seed(0)
 moments = [random.uniform(0, end) for end in [forked] * 10 + [whole] * 10]
 counts = [killed(number, lambda seconds: seconds > moment)[1:] for number, moment in enumerate(moments)]

@@ -4,11 +4,9 @@ import errno
 import os
 
 import pytest
-import torch
 
 from tests.launching.conftest import needs_torch_xla, python
 from tpukit import Run, TpukitError
-from tpukit.devices.distributed import World
 from tpukit.launching import tpu_chips
 
 
@@ -87,7 +85,8 @@ def test_a_tpu_core_is_opened_by_torch_xlas_own_function(odd, tmp_path):
     program = """
 task = Watched(dataset_dir=Path(sys.argv[1]), epochs=1, precision="fp32")
 folder = Path(sys.argv[2])
-job = core.Job(train, task, Run.open(folder, task), machine("tpu", 8), None, 60.0, rendezvous=folder / "rendezvous")
+run, meeting = Run.open(folder, task), folder / "rendezvous"
+job = core.Job(train, task, run, machine("tpu", 8), None, 60.0, rendezvous=meeting)
 print(supervisor.Supervisor(job).wait())
 """
     ran = python(program, odd, tmp_path)
@@ -118,25 +117,3 @@ def test_a_chip_is_busy_where_the_system_says_so(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "open", refuse)
     assert tpu_chips.is_busy(tmp_path / "0")
-
-
-def test_on_tpu_cores_the_gradients_are_summed_within_the_step_by_torch_xla(xla, monkeypatch):
-    import torch_xla.core.xla_model as xm
-
-    from tpukit.devices.xla import XLARuntime
-
-    seen = []
-    monkeypatch.setattr(xm, "all_reduce", lambda kind, tensors, **how: seen.append((kind, len(tensors), how)))
-    runtime = XLARuntime("tpu", "fp32", World(3, 8))
-    model = runtime.place(torch.nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = runtime.host(model.weight)
-
-    def one_step(x):
-        runtime.backward(model(x).sum(), optimizer)
-        runtime.all_reduce_gradients(optimizer)
-        runtime.optimizer_step(optimizer)
-
-    runtime.compile(one_step)(torch.ones(4, 3, device=runtime.device))
-    assert seen == [(xm.REDUCE_SUM, 2, dict(scale=1 / 8, pin_layout=False))]
-    assert not torch.equal(runtime.host(model.weight), before)

@@ -11,6 +11,7 @@ import torch
 
 from tests.conftest import SMALL
 from tpukit import MNIST, MSHNet, Run, TpukitError, train
+from tpukit.devices.cuda import CUDARuntime
 from tpukit.devices.runtime import Runtime
 from tpukit.runs import weights
 from tpukit.training.evaluation import evaluate
@@ -135,14 +136,6 @@ def test_predictions_are_copied_before_the_next_batch_is_asked_for_and_waited_fo
     model, data = task.model(), task.test_set()
     wanted, order[:] = evaluate(task, model, data, cpu), []
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    to_cpu_async = Runtime.to_cpu_async
-
-    def on_a_gpu(self, tree):
-        self.device = torch.device("cuda")
-        waited = to_cpu_async(self, tree)
-        self.device = torch.device("cpu")
-        return waited
-
-    monkeypatch.setattr(Runtime, "to_cpu_async", on_a_gpu)
+    monkeypatch.setattr(Runtime, "to_cpu_async", CUDARuntime.to_cpu_async)
     assert evaluate(task, model, data, cpu) == wanted
     assert order == "predict,copy 1,predict,copy 2,wait 1,predict,copy 3,wait 2,wait 3".split(",")

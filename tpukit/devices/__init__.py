@@ -1,22 +1,34 @@
 """The devices of a training, and `open_runtime`. torch is imported inside it: the table of chips works
 without."""
 
+from __future__ import annotations
+
 import os
+from typing import TYPE_CHECKING
 
 from tpukit.devices.chips import V6E, find_chip
-from tpukit.host.environment import failed_lookups, release, tpu_chips, version_of
+from tpukit.host.environment import Environment, failed_lookups, release, tpu_chips, version_of
 from tpukit.host.errors import TpukitError
 
-LONG_COMPILE_S = 0.5  # graphs of a few operations compile in milliseconds, and go unmentioned
-LIBTPU_RELEASES = (
-    (0, 0, 17),
-    (0, 0, 21),
-)  # whose compilers took the tasks' flags; an unknown flag ends the process
+if TYPE_CHECKING:
+    from tpukit.devices.distributed import World
+    from tpukit.devices.runtime import Runtime
+
+LONG_COMPILE_S = 0.5  # graphs of a few operations compile in milliseconds, and are not reported
+# Those whose compilers took the tasks' flags; an unknown flag ends the process.
+LIBTPU_RELEASES = ((0, 0, 17), (0, 0, 21))
 # Without it one process that opens several chips hangs (pytorch/xla #9084).
 NO_LAUNCH_BARRIER = "--xla_tpu_use_enhanced_launch_barrier=false"
 
 
-def open_runtime(env, precision="auto", *, world=None, spmd_cores=None, libtpu_args=""):
+def open_runtime(
+    env: Environment,
+    precision: str = "auto",
+    *,
+    world: World | None = None,
+    spmd_cores: int | None = None,
+    libtpu_args: str = "",
+) -> Runtime:
     """The runtime of the accelerator that `environment.detect()` found. This is where a device is first
     touched.
 
@@ -43,14 +55,10 @@ def open_runtime(env, precision="auto", *, world=None, spmd_cores=None, libtpu_a
     return Runtime(env.accelerator, precision, world)
 
 
-def check_micro_batches(env, count):
+def check_micro_batches(env: Environment, count: int) -> None:
     """Raise TpukitError where gradients that are accumulated in one graph may be wrong."""
-    if (
-        count > 1
-        and env.accelerator == "tpu"
-        and not env.uses_torch_tpu
-        and find_chip(env.device_name) is V6E
-    ):
+    by_torch_xla = env.accelerator == "tpu" and not env.uses_torch_tpu
+    if count > 1 and by_torch_xla and find_chip(env.device_name) is V6E:
         raise TpukitError(
             f"micro_batches={count} on a {V6E.name}: torch_xla 2.8 was reported to compute wrong gradients"
             " there where a step accumulates them, and nobody has checked this step on that chip. Use"
@@ -58,7 +66,7 @@ def check_micro_batches(env, count):
         )
 
 
-def add_libtpu_args(libtpu_args):
+def add_libtpu_args(libtpu_args: str) -> None:
     """Give flags to libtpu, which reads them when it opens the chips: those that it knows and the user has
     not set."""
     if release(version_of("libtpu") or "", 3) not in LIBTPU_RELEASES:

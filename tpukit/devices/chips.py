@@ -7,6 +7,8 @@ import dataclasses
 
 from tpukit.host.tables import GIB
 
+LANES = 128  # numbers that a TPU core works on side by side
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
@@ -19,16 +21,14 @@ class Chip:
     name: str  # as in the price table, prices.csv
     cloud_type: str  # how the accelerator types of Google Cloud begin: v5litepod-8
     image: str  # runtime version of a TPU VM for PyTorch
-    cores_counted: int = (
-        1  # what the number in an accelerator type counts on one chip: v5litepod-8 has 8 chips, v4-8 has 4
-    )
+    cores_counted: int = 1  # by the number in an accelerator type: v5litepod-8 has 8 chips, v4-8 has 4
     devices: int = 1  # PyTorch devices on one chip
     hbm_bytes: float | None = None  # what a compiled graph may use of the memory of one chip
     flops: float | None = None  # bf16 FLOP/s of one chip
     bandwidth: float | None = None  # HBM bytes per second of one chip
 
     @property
-    def short_name(self):
+    def short_name(self) -> str:
         return self.name.removeprefix("TPU ")
 
 
@@ -77,13 +77,13 @@ MACHINES = {
 _SESSION_CHIPS = {("TPU v5e", "Kaggle"): 8, ("T4", "Kaggle"): 2}
 
 
-def find_chip(accelerator_type):
+def find_chip(accelerator_type: str) -> Chip | None:
     """The Chip of an accelerator type, which some hosts call v5litepod-8 and others v5e-8; None for an
     unknown one."""
     generation = accelerator_type.partition("-")[0]
     return next((chip for chip in CHIPS if generation in (chip.cloud_type, chip.short_name)), None)
 
 
-def session_chips(hardware, place):
+def session_chips(hardware: str, place: str) -> int | None:
     """How many chips or cards of this hardware one session at a place gets; None where no limit is known."""
     return 1 if place.startswith("Colab") else _SESSION_CHIPS.get((hardware, place))

@@ -5,8 +5,7 @@ take the host longer than the GPU needs for the step. A CUDA graph holds all of 
 their tensors, so that later steps copy their arguments to where the captured ones lay, and launch it.
 
     first calls of a signature    warm-up: run normally, on the stream of the capture; the last one is
-    searched for what a
-                                  replay would not repeat
+                                  searched for what a replay would not repeat
     the next call                 capture: the operations are recorded and none runs; then the first replay
     later calls                   replay: copy the arguments, launch, copy the result
 
@@ -21,16 +20,23 @@ import random
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from tpukit.devices import recompiles
-from tpukit.devices.optimizers import state_tensors
+from tpukit.devices.optimizers import HostNumbers
 from tpukit.host.environment import release
 from tpukit.host.tables import GIB
+
+if TYPE_CHECKING:
+    from tpukit.devices.cuda import CUDARuntime
 
 WARM_UP = 3  # calls: cuDNN measures its algorithms, optimizers and libraries make their state
 MAX_GRAPHS = 8  # signatures: a step whose arguments are always new would never be replayed
@@ -48,25 +54,32 @@ def _capture_stream():
 class CapturedStep:
     """`function` as a CUDA graph for each signature of its arguments, where it can be captured.
 
-    function: takes tensors (in any nest) and numbers, returns one tensor, and may change the parameters and
+    function: takes tensors (in any pytree) and numbers, returns one tensor, and may change the parameters and
     buffers of `model` and the state of `optimizer`, in place, and the gradients. A new number among the
     arguments, a new shape or a new setting of the optimizer is captured again. It sets the gradients to None
     first, so that they are made in the graph's memory; they stay valid until the next call. What it does
     besides, a replay does not repeat: random numbers that it draws on the host are noticed, a counter in
     Python is not."""
 
-    def __init__(self, function, name, model, optimizer, runtime):
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        name: str,
+        model: nn.Module,
+        optimizer: Optimizer,
+        runtime: "CUDARuntime",
+    ):
         self.function, self.name, self.runtime = function, name, runtime
         self.model, self.optimizer = model, optimizer
         self.stream = _capture_stream()
         self.pool = torch.cuda.graph_pool_handle()  # of memory, which the graphs share
-        self.warm_ups = collections.Counter()  # signature -> calls
-        self.captured = {}  # signature -> CapturedGraph
-        self.replayed = None  # the graph of the last call, whose gradients the parameters have
+        self.warm_ups: collections.Counter = collections.Counter()  # signature -> calls
+        self.captured: dict[str, CapturedGraph] = {}  # by signature
+        self.replayed: CapturedGraph | None = None  # by the last call: the parameters have its gradients
         self.may_capture = True
         runtime.allow_sync = False
 
-    def __call__(self, *arguments):
+    def __call__(self, *arguments) -> Tensor:
         if not self.may_capture:
             return self.function(*arguments)
         key, tensors = recompiles.call_key(arguments, self.model, self.optimizer)
@@ -89,7 +102,7 @@ class CapturedStep:
 
     def _refuse(self, reason):
         self.may_capture, self.runtime.allow_sync = False, True
-        self._record(0, 0.0, [reason])
+        self.runtime.record_compilation(self.name, 0, 0.0, [reason])
         self.captured.clear()
         self.replayed = None
         torch.cuda.empty_cache()  # of the graphs' memory, and of the capture's stream
@@ -103,38 +116,32 @@ class CapturedStep:
             self._refuse(reason)
         return bool(reason)
 
-    def _record(self, graphs, seconds, why):
-        event = dict(what=self.name, programs=graphs, seconds=seconds, why=why, refused=False)
-        self.runtime.compile_events.append(event)
-
     def _warm_up(self, arguments, *, is_last):
         """Run the step on the stream of the capture; the last time, look for what could not be replayed."""
         self.replayed = None
         if is_last:
             torch.cuda.reset_peak_memory_stats()  # which held what cuDNN tried out in the first step
-        addresses, random_numbers, current = (
-            self._addresses(),
-            host_random_state(),
-            torch.cuda.current_stream(),
-        )
+        addresses, random_numbers = self._addresses(), host_random_state()
+        current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.cuda.stream(self.stream))
             waits = stack.enter_context(_waits_recorded()) if is_last else []
             result = self.function(*arguments)
         current.wait_stream(self.stream)
-        if is_last:
-            reason = None
-            if waits:
-                reason = f"the host waits for the GPU in {waits[0]}"
-            elif self._addresses() != addresses:
-                reason = "it replaces parameters or buffers of the model instead of changing them"
-            elif host_random_state() != random_numbers:
-                reason = (
-                    "random numbers were drawn on the host, which would be the same in each replay: draw them"
-                    " on the GPU in a step, and from a generator of their own in threads that make batches"
-                )
-            self._refuse_if_any_rank(reason)
+        if not is_last:
+            return result
+        reason = None
+        if waits:
+            reason = f"the host waits for the GPU in {waits[0]}"
+        elif self._addresses() != addresses:
+            reason = "it replaces parameters or buffers of the model instead of changing them"
+        elif host_random_state() != random_numbers:
+            reason = (
+                "random numbers were drawn on the host, which would be the same in each replay: draw them"
+                " on the GPU in a step, and from a generator of their own in threads that make batches"
+            )
+        self._refuse_if_any_rank(reason)
         return result
 
     def _addresses(self):
@@ -143,25 +150,27 @@ class CapturedStep:
     def _capture(self, arguments, tensors):
         """Record the step: a `CapturedGraph`, or None where that fails on any rank."""
         started = time.monotonic()
-        captured, reason = None, self._size_obstacle()
+        captured, reason = None, self._too_large()
         if reason is None:
             captured, reason = self._record_step(arguments, tensors)
         if self._refuse_if_any_rank(reason):
             return None
-        self._record(1, time.monotonic() - started, [])
+        self.runtime.record_compilation(self.name, 1, time.monotonic() - started, [])
         return captured
 
-    def _size_obstacle(self):
+    def _too_large(self):
+        """Why the step takes too much memory for a graph, or None."""
         for peak, total in self.runtime.memory():
             if peak > total / MEMORY_SHARE:
                 return f"it takes {peak / GIB:.1f} of {total / GIB:.1f} GiB, which a graph would keep"
+        return None
 
     def _record_step(self, arguments, tensors):
         """(`CapturedGraph`, None), or (None, reason)."""
         inputs = [tensor.clone() for tensor in tensors]
         remaining = iter(inputs)
         arguments = tree_map_only(torch.Tensor, lambda _: next(remaining), arguments)
-        host = HostState(self.optimizer, self.runtime.scaler)
+        before = _OptimizerState(self.optimizer)
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # Only this thread: others make batches and compute scores meanwhile.
@@ -169,37 +178,28 @@ class CapturedStep:
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             ):
                 result = self.function(*arguments)
-        except (
-            BaseException
-        ) as error:  # whatever it is: the step that is not captured raises it again, if it is one
+        except BaseException as error:  # the step that is not captured raises it again, if it is one
             torch.cuda.set_stream(current)
             _end_capture(graph, self.pool)
-            host.restore()
+            before.restore()
+            if self.runtime.scaler is not None:  # as after its `update`: how far the broken step got
+                self.runtime.scaler._per_optimizer_states.clear()
             if not isinstance(error, Exception):  # a signal
                 raise
             return None, _first_cause(error)
-        if host.decides_the_update():
-            host.restore()
-            return (
-                None,
-                f"{type(self.optimizer).__name__} computes with numbers on the host that change at each step",
-            )
-        captured = CapturedGraph(
-            graph=graph,
-            inputs=inputs,
-            result=result,
-            gradients=[(p, p.grad) for p in self.model.parameters()],
-            host_numbers=host.numbers,
-            host_increments=host.increments(),
-        )
-        host.restore()
-        return captured, None
+        before.host.measure()
+        decides = before.decides_the_update()
+        before.restore()
+        if decides:
+            name = type(self.optimizer).__name__
+            return None, f"{name} computes with numbers on the host that change at each step"
+        gradients = [(p, p.grad) for p in self.model.parameters()]
+        return CapturedGraph(graph, inputs, result, gradients, before.host), None
 
     def _replay(self, captured, tensors):
         torch._foreach_copy_(captured.inputs, tensors)
         captured.graph.replay()
-        if captured.host_numbers:
-            torch._foreach_add_(captured.host_numbers, captured.host_increments)
+        captured.host.advance()
         if self.replayed is not captured:
             for parameter, gradient in captured.gradients:
                 parameter.grad = gradient
@@ -207,30 +207,23 @@ class CapturedStep:
         return captured.result.clone()  # because the next replay of any graph may write over it
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass
 class CapturedGraph:
     """A captured step, and the tensors that it reads and writes at each replay."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: list  # tensors
-    result: torch.Tensor
-    gradients: list  # of (parameter, gradient or None)
-    host_numbers: list  # the optimizer's tensors on the host, which the graph does not change
-    host_increments: list
+    inputs: list[Tensor]
+    result: Tensor
+    gradients: list[tuple[nn.Parameter, Tensor | None]]
+    host: HostNumbers  # which the graph does not change
 
 
-class HostState:
-    """What an optimizer keeps on the host, as it was when this was made: counters, mostly. scaler: of the
-    loss, or None."""
+class _OptimizerState:
+    """What an optimizer keeps, as it was when this was made, before the step."""
 
-    def __init__(self, optimizer, scaler):
-        self.optimizer, self.scaler = optimizer, scaler
+    def __init__(self, optimizer):
+        self.optimizer, self.host = optimizer, HostNumbers(optimizer)
         self.states = [(state, dict(state)) for state in optimizer.state.values()]
-        self.numbers = [value for value in state_tensors(optimizer) if value.device.type == "cpu"]
-        self.before = [value.clone() for value in self.numbers]
-
-    def increments(self):
-        return [value - before for value, before in zip(self.numbers, self.before)]
 
     def decides_the_update(self):
         """Whether the optimizer has changed its numbers, and so may compute with others at each step."""
@@ -240,22 +233,18 @@ class HostState:
             g["lr_decay"] for g in self.optimizer.param_groups
         ):
             return False  # it counts its steps for the decay alone
-        return any(increment.any() for increment in self.increments())
+        return any(increment.any() for increment in self.host.increments)
 
     def restore(self):
         for state, saved in self.states:
             state.update(saved)
-        for value, before in zip(self.numbers, self.before):
-            value.copy_(before)
-        if self.scaler is not None:
-            # as after `update`: how far a step got that was not finished
-            self.scaler._per_optimizer_states.clear()
+        self.host.restore()
 
 
-def host_random_state():
+def host_random_state() -> tuple:
     """The state of every random generator of the host that a step might draw from. To be compared."""
-    numpys = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpys[1].tobytes(), numpys[2]
+    _, numbers, position, *_ = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(numbers).tobytes(), position
 
 
 @contextlib.contextmanager
@@ -265,10 +254,8 @@ def _waits_recorded():
     waits, mode, thread = [], torch.cuda.get_sync_debug_mode(), threading.get_ident()
 
     def record(message, category, filename, lineno, file=None, line=None):
-        if filename.endswith(
-            "torch/nn/modules/_functions.py"
-        ):  # SyncBatchNorm, which does not wait in a capture
-            return
+        if filename.endswith("torch/nn/modules/_functions.py"):
+            return  # SyncBatchNorm, which does not wait in a capture
         of_step = threading.get_ident() == thread or torch._C._current_autograd_node() is not None
         if SYNC_WARNING in str(message) and of_step:  # other threads copy batches meanwhile
             waits.append(f"{Path(filename).name} line {lineno}")

@@ -3,10 +3,11 @@
 Gradients alone cross the accelerator's own links: GPUs' by NCCL in `all_reduce`, and TPUs' in
 `xla.XLARuntime`."""
 
-import io
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class World:
@@ -16,10 +17,10 @@ class World:
     Every method is collective: all ranks call it, in the same order.
     """
 
-    def __init__(self, rank=0, size=1):
+    def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
 
-    def all_gather(self, values):
+    def all_gather(self, values: list[float]) -> list[list[float]]:
         """A list of floats from every rank -> list of those lists, rank by rank, the same on all ranks."""
         if self.size == 1:
             return [list(values)]
@@ -28,51 +29,32 @@ class World:
         dist.all_gather(rows, mine)
         return [row.tolist() for row in rows]
 
-    def all_gather_dicts(self, values):
+    def all_gather_dicts(self, values: dict[str, list[float]]) -> list[dict[str, list[float]]]:
         """A dict of lists of floats from every rank, of the same lengths -> list of those dicts, rank by
         rank."""
-        found = []
-        for row in self.all_gather([number for numbers in values.values() for number in numbers]):
-            numbers = iter(row)
-            found.append({name: [next(numbers) for _ in mine] for name, mine in values.items()})
-        return found
+        rows = [iter(row) for row in self.all_gather([number for mine in values.values() for number in mine])]
+        return [{name: [next(row) for _ in mine] for name, mine in values.items()} for row in rows]
 
-    def gather(self, tree):
-        """A nest of CPU tensors, numbers and strings from every rank -> on rank 0 the list of them, elsewhere
-        []."""
+    def gather(self, tree: Any) -> list:
+        """A pytree of CPU tensors, numbers and strings from every rank -> on rank 0 the list of them,
+        elsewhere []."""
         if self.size == 1:
             return [tree]
-        data = _pack(tree)
-        lengths = [int(row[0]) for row in self.all_gather([len(data)])]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(data)] = data
-        rows = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
-        dist.gather(padded, rows)
-        return [_unpack(row[:length]) for row, length in zip(rows or [], lengths)]
+        rows = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(tree, rows)
+        return rows or []
 
-    def broadcast(self, tree):
-        """Rank 0's nest of CPU tensors, numbers and strings, on every rank. What the others pass is
+    def broadcast(self, tree: Any) -> Any:
+        """Rank 0's pytree of CPU tensors, numbers and strings, on every rank. What the others pass is
         ignored."""
         if self.size == 1:
             return tree
-        data = _pack(tree) if self.rank == 0 else None
-        length = int(self.all_gather([0 if data is None else len(data)])[0][0])
-        data = torch.empty(length, dtype=torch.uint8) if data is None else data
-        dist.broadcast(data, 0)
-        return tree if self.rank == 0 else _unpack(data)
+        trees = [tree]
+        dist.broadcast_object_list(trees)
+        return tree if self.rank == 0 else trees[0]
 
-    def all_reduce(self, tensor):
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Add up a tensor over all ranks, in place: through the links of the device that it lies on."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
-
-
-def _pack(tree):
-    buffer = io.BytesIO()
-    torch.save(tree, buffer)
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-
-
-def _unpack(data):
-    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)

@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-LANES = 128
+from tpukit.devices.chips import LANES
+
 TILE = 8 * LANES  # elements, whether of 1, 2 or 4 bytes: a part is whole tiles
 MAX_PART = 2**18  # bytes
 
@@ -24,11 +26,11 @@ class Stored(NamedTuple):
     """An array on the device. rows: (N * parts, elements of a part / 128, 128), or as `is_split` says the
     array itself. shape: the array's, (N, ...)."""
 
-    rows: torch.Tensor
-    shape: tuple
+    rows: Tensor
+    shape: tuple[int, ...]
 
 
-def is_split(array):
+def is_split(array: np.ndarray) -> bool:
     """Whether an array is stored in rows: not where these would be half empty, and not where a TPU holds a
     number as two. Samples of less than 1 KiB make sets that fast memory mostly holds whole, without padding
     them further."""
@@ -36,20 +38,20 @@ def is_split(array):
     return size > TILE // 2 and size * itemsize >= 1024 and itemsize <= 4
 
 
-def part_sizes(array):
+def part_sizes(array: np.ndarray) -> tuple[int, int]:
     """(parts of a sample, elements of a part) of an array (N, ...) in rows."""
     size = math.prod(array.shape[1:])
     parts = math.ceil(size * array.dtype.itemsize / MAX_PART)
     return parts, math.ceil(size / (parts * TILE)) * TILE
 
 
-def stored_nbytes(array):
+def stored_nbytes(array: np.ndarray) -> int:
     """Bytes that a numpy array (N, ...) takes on the device."""
     elements = math.prod(part_sizes(array)) if is_split(array) else math.prod(array.shape[1:])
     return len(array) * elements * array.dtype.itemsize
 
 
-def to_rows(array):
+def to_rows(array: np.ndarray) -> np.ndarray:
     """A copy of a numpy array (N, ...) as `Stored.rows` has it."""
     if not is_split(array):
         return np.array(array)
@@ -59,7 +61,7 @@ def to_rows(array):
     return rows.reshape(len(array) * parts, elements // LANES, LANES)
 
 
-def take(stored, index):
+def take(stored: Stored, index: Tensor) -> Tensor:
     """Samples of a stored array, (B, ...). index: (B,)."""
     rows, shape = stored
     if rows.shape == shape:

@@ -1,57 +1,73 @@
 """The tensors of an optimizer, those that it updates and those that it keeps, and its settings."""
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+OF_THE_DEVICE = ("params", "capturable", "fused", "foreach")  # in a group of parameters
 
 
-def parameters_with_gradient(optimizer):
+def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that the next step of an optimizer updates."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def trainable_parameters(optimizer):
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    """Those that the next step of an optimizer uses."""
+    return [p.grad for p in parameters_with_gradient(optimizer) if p.grad is not None]
+
+
+def trainable_parameters(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that can have a gradient."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def state_tensors(optimizer):
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """The tensors of an optimizer's state, wherever they lie."""
-    return [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    ]
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, Tensor)]
 
 
-def written_by_step(optimizer):
-    """What a step may change on the device: (parameter, name) -> tensor, with name None for the parameter
-    itself."""
-    found = {}
-    for parameter in parameters_with_gradient(optimizer):
-        found[parameter, None] = parameter
-        for name, value in optimizer.state[parameter].items():
-            if isinstance(value, torch.Tensor) and _is_beside(value, parameter):
-                found[parameter, name] = value
-    return found
+class HostNumbers:
+    """The tensors of an optimizer's state that lie on the host, mostly counters, and what one step adds to
+    them: a graph of the device changes none of them.
 
+    Made before the step."""
 
-def _is_beside(value, parameter):
-    return value.device == parameter.device  # counters may be on the host
+    def __init__(self, optimizer: Optimizer):
+        self.tensors = [value for value in state_tensors(optimizer) if value.device.type == "cpu"]
+        self.before = [value.clone() for value in self.tensors]
+        self.increments: list[Tensor] = []
+
+    def measure(self) -> None:
+        """After the step: what it added."""
+        self.increments = [value - before for value, before in zip(self.tensors, self.before)]
+
+    def restore(self) -> None:
+        for value, before in zip(self.tensors, self.before):
+            value.copy_(before)
+
+    def advance(self) -> None:
+        """Add what a step adds."""
+        if self.tensors:
+            torch._foreach_add_(self.tensors, self.increments)
 
 
 # Many tensors as one: an operation of each would be hundreds of kernels
 
 
-def flattened(tensors):
+def flattened(tensors: Iterable[Tensor]) -> dict[torch.dtype, Tensor]:
     """dtype -> (N,): copies of the tensors of that type, one after another, each in the order in which its
     memory lies."""
-    by_dtype = {}
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(_in_memory_order(tensor).flatten())
     return {dtype: torch.cat(parts) for dtype, parts in by_dtype.items()}
 
 
-def copy_flattened(tensors, flat):
+def copy_flattened(tensors: list[Tensor], flat: Tensor) -> None:
     """Write to tensors of one type what `flattened` would make `flat` of."""
     with torch.no_grad():
         targets = [_in_memory_order(tensor) for tensor in tensors]
@@ -59,25 +75,18 @@ def copy_flattened(tensors, flat):
         torch._foreach_copy_(targets, [part.view(target.shape) for part, target in zip(parts, targets)])
 
 
-def _in_memory_order(tensor):
+def _in_memory_order(tensor: Tensor) -> Tensor:
     """A view with the axis of the largest stride first."""
     return tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
-OF_THE_DEVICE = ("params", "capturable", "fused", "foreach")  # in a group of parameters
-
-
-def optimizer_signature(optimizer):
-    """dict setting -> its value as text, of an optimizer that was just made: what the code of the task says
-    of it."""
-    found = {"optimizer": type(optimizer).__name__, "groups": str(len(optimizer.param_groups))}
+def optimizer_signature(optimizer: Optimizer) -> dict[str, str]:
+    """Setting -> its value as text, for an optimizer that was just made: what the code of the task says of
+    it."""
+    signature = {"optimizer": type(optimizer).__name__, "groups": str(len(optimizer.param_groups))}
     for number, group in enumerate(optimizer.param_groups):
-        settings = {name: value for name, value in group.items() if name not in OF_THE_DEVICE}
-        settings = {
-            name: value
-            for name, value in settings.items()
-            if isinstance(value, (bool, int, float, tuple, str))
-        }
-        settings["parameters"] = len(group["params"])
-        found |= {f"{name} of group {number}": str(value) for name, value in settings.items()}
-    return found
+        for name, value in group.items():
+            if name not in OF_THE_DEVICE and isinstance(value, (bool, int, float, tuple, str)):
+                signature[f"{name} of group {number}"] = str(value)
+        signature[f"parameters of group {number}"] = str(len(group["params"]))
+    return signature

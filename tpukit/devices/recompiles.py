@@ -3,9 +3,12 @@ traces."""
 
 import collections
 import re
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from tpukit.host.errors import TpukitError
@@ -17,7 +20,7 @@ class UnexpectedRecompilation(TpukitError):
     Its arguments: the function's name, the number of the call, the number of graphs allowed, and the first
     operation that the expected graph does not have, as `new_operation` names it, or None."""
 
-    causes = ()  # sentences about arguments that differ from the call before
+    causes: tuple[str, ...] = ()  # sentences about arguments that differ from the call before
 
     def __str__(self):
         function, call, max_graphs, operation = self.args
@@ -33,36 +36,36 @@ class UnexpectedRecompilation(TpukitError):
 
 
 class TensorType(NamedTuple):
-    shape: tuple
+    shape: tuple[int, ...]
     dtype: str
 
     def __str__(self):
         return f"{self.shape} {self.dtype}"
 
 
-def signature(names, arguments):
+def signature(names: Iterable[str], arguments: tuple) -> dict[str, Any]:
     """The arguments of a call, whose parameters have these names, as name -> TensorType or number. In a dict
     the key names."""
-    found = {}
+    types: dict[str, Any] = {}
     for name, argument in zip(names, arguments):
         for path, leaf in tree_flatten_with_path(argument)[0]:
             label = str(getattr(path[-1], "key", f"{name}{keystr(path)}")) if path else name
             if torch.is_tensor(leaf):
                 leaf = TensorType(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
-            found[label] = leaf
-    return found
+            types[label] = leaf
+    return types
 
 
-def call_key(arguments, model, optimizer):
+def call_key(arguments: tuple, model: nn.Module, optimizer: Optimizer) -> tuple[str, list[Tensor]]:
     """(what a captured graph of a training step depends on besides the values of tensors, those tensors)."""
-    leaves, nest = tree_flatten(arguments)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    values = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves]
+    leaves, structure = tree_flatten(arguments)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    values = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
     settings = [(n, v) for group in optimizer.param_groups for n, v in group.items() if n != "params"]
-    return repr((nest, values, settings, model.training)), tensors
+    return repr((structure, values, settings, model.training)), tensors
 
 
-def differences(before, after):
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What differs between two signatures, as a list of sentences."""
     sentences = [f"{name} is new: {value}" for name, value in after.items() if name not in before]
     sentences += [f"{name} is missing" for name in before if name not in after]
@@ -81,7 +84,7 @@ def _change(name, old, new):
     return f"{name} went from {old.shape} to {new.shape}{': the last batch is ragged' if is_ragged else ''}"
 
 
-def new_operation(before, after):
+def new_operation(before: str, after: str) -> str | None:
     """The first operation of a trace, as torch_xla prints it, that the previous trace does not have, or None:
     "aten::mul in loss, mnist.py line 40" if torch_xla's IR debugging was on."""
     known = collections.Counter(map(_without_numbers, before.splitlines()))
@@ -94,8 +97,8 @@ def new_operation(before, after):
     if not fresh:
         return None
     # An input by itself says little, and the backward pass has no line of its own.
-    operation, place = min(fresh, key=lambda f: (f[0] == "xla::device_data", f[1] is None))
-    return f"{operation} in {place[1]}, {place[2]} line {place[3]}" if place else operation
+    operation, line = min(fresh, key=lambda f: (f[0] == "xla::device_data", f[1] is None))
+    return f"{operation} in {line[1]}, {line[2]} line {line[3]}" if line else operation
 
 
 def _without_numbers(line):

@@ -1,16 +1,20 @@
 """What a model asks of the device that its tensors lie on: of XLA, mostly. Elsewhere nothing changes."""
 
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
 XLA_DEVICES = {"xla", "tpu"}  # types of device: torch_xla's and torch_tpu's
 
 
-def is_on_xla(tensor):
+def is_on_xla(tensor: Tensor) -> bool:
     """Whether XLA compiles what is computed with a tensor, by torch_xla or by torch_tpu."""
     return tensor.device.type in XLA_DEVICES
 
 
-def with_optimization_barrier(tensor, *after):
-    """The tensor, computed apart from what reads it, and after others; of torch_xla's graph, elsewhere
-    nothing changes.
+def with_optimization_barrier(tensor: Tensor, *after: Tensor) -> Tensor:
+    """The tensor, computed apart from what reads it and after others, where torch_xla makes a graph of it.
 
     XLA moves a cheap computation into each operation that reads it. Where that is a convolution and the
     computation a whole layer's, it takes the compiler minutes."""
@@ -23,7 +27,7 @@ def with_optimization_barrier(tensor, *after):
     return tensor
 
 
-def checkpointed(block, *inputs):
+def checkpointed(block: Module, *inputs: Tensor) -> Any:
     """block(*inputs), a module without randomness whose activations are recomputed in the backward pass, not
     kept."""
     if inputs[0].device.type == "xla":
@@ -36,7 +40,7 @@ def checkpointed(block, *inputs):
     return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def cores_sharing(tensor):
+def cores_sharing(tensor: Tensor) -> int:
     """How many cores share the first axis of a tensor on the device: several where one graph runs over them
     (SPMD)."""
     if tensor.device.type != "xla":

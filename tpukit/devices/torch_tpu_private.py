@@ -1,39 +1,44 @@
 """What torch_tpu 0.2 keeps under private names, or changes from one torch to the next, in one place.
 
 tests/devices/test_torch_tpu.py compares every name that is used here, and the public ones, with the package
-itself."""
+itself. torch_tpu is imported within, because most machines lack it."""
 
+# It is not installed where types are checked.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false
 import atexit
 import contextlib
 import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from tpukit.host.errors import TpukitError
 
 BACKEND = "cpu:gloo,tpu:tpu_dist"  # of torch.distributed: host memory, and the links between chips
 
 
-def open_device():
+def open_device() -> torch.device:
     """The TPU of this process, a torch.device. Raises TpukitError where torch_tpu finds none."""
-    import torch
     import torch_tpu  # noqa: F401  registers the device, if there is one
 
-    found = torch.accelerator.current_accelerator()
-    if found is None or found.type != "tpu":
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "tpu":
         raise TpukitError(
-            f"torch_tpu finds no TPU here (torch's accelerator is {found}): `tpukit doctor` shows why"
+            f"torch_tpu finds no TPU here (torch's accelerator is {accelerator}): `tpukit doctor` shows why"
         )
     return torch.device("tpu")
 
 
-def is_open():
+def is_open() -> bool:
     """Whether this process has opened the TPU, so that processes forked from it cannot."""
-    import torch
     import torch_tpu  # noqa: F401
 
     return torch.tpu.is_initialized()
 
 
-def set_launch_variables(processes):
+def set_launch_variables(processes: int) -> None:
     """Set the variables by which the processes of this host, forked later, find each other and their
     chips."""
     import torch_tpu  # noqa: F401
@@ -41,9 +46,8 @@ def set_launch_variables(processes):
     from torch_tpu._internal import env_utils
 
     for name, value in env_utils._resolved_values.items():
-        if (
-            os.environ.get(name) == value
-        ):  # of an earlier launch, perhaps for other chips; torch_tpu would keep it
+        # From an earlier launch, perhaps for other chips; torch_tpu would keep it.
+        if os.environ.get(name) == value:
             del os.environ[name]
     env_utils._resolved_values.clear()
     try:
@@ -55,7 +59,7 @@ def set_launch_variables(processes):
     check_launch_variables(processes)
 
 
-def check_launch_variables(processes):
+def check_launch_variables(processes: int) -> None:
     """Raise TpukitError unless these variables are set for this number of processes, over all hosts: others
     would wait for chips that nobody opens."""
     addresses = os.environ.get("TORCH_TPU_SLICEBUILDER_ADDRESSES", "")
@@ -69,23 +73,19 @@ def check_launch_variables(processes):
         )
 
 
-def leave_without_waiting():
+def leave_without_waiting() -> None:
     """Let this process end after an error. (torch_tpu would first wait for the other ranks, which wait for
     this one.)"""
-    import torch
-
     atexit.unregister(torch.tpu._shutdown_runtime)
 
 
-def random_generator():
+def random_generator() -> torch.Generator:
     """The torch.Generator of the TPU's random numbers. (`torch.tpu.get_rng_state` refuses from torch 2.13
     on.)"""
-    import torch
-
     return torch.tpu.default_generators[torch.accelerator.current_device_index()]
 
 
-def profile(folder):
+def profile(folder: Path) -> contextlib.AbstractContextManager:
     """Context manager: profile the TPU and this process, for XProf in TensorBoard, in `folder`."""
     from torch_tpu._internal import profiler
 
@@ -95,7 +95,7 @@ def profile(folder):
 # Lowering without a TPU
 
 
-def load():
+def load() -> None:
     """Register the device "tpu" with torch, whether there is one or not. Opens none."""
     import torch_tpu  # noqa: F401
     from torch_tpu import _loader
@@ -106,8 +106,6 @@ def load():
 @contextlib.contextmanager
 def compiling():
     """Context manager: torch's optimizers behave as in a compiled graph, and count their steps by tensors."""
-    import torch
-
     before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
     try:
         yield
@@ -115,7 +113,7 @@ def compiling():
         torch.compiler._is_compiling_flag = before
 
 
-def lower(graph, inputs):
+def lower(graph: Any, inputs: list[Tensor]) -> tuple[str, bytes]:
     """(text, portable artifact) of the StableHLO of a torch.fx graph of ATen operations, traced on the CPU.
 
     inputs: tensors in the shapes and types of its placeholders. What the graph returns as it came is no
@@ -136,9 +134,8 @@ def lower(graph, inputs):
     return text, tpu_torch_compile.serialize_mlir_portable_artifact(module)
 
 
-def _move_to_tpu(graph):
+def _move_to_tpu(graph: Any) -> None:
     """Let the operations of a graph that name a device make their tensors on the TPU."""
-    import torch
     from torch_tpu._internal.compile import tpu_torch_compile
 
     for node in graph.graph.nodes:

@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import time
+from typing import IO
 
 
 class Watchdog:
@@ -12,14 +13,17 @@ class Watchdog:
     kills_process: also end this process then. steps: an open file that always holds the step of the last
     heartbeat."""
 
-    def __init__(self, timeout_s, stacks, *, kills_process, steps=None):
-        self.timer = dict(timeout=timeout_s, file=stacks, exit=kills_process)
+    def __init__(
+        self, timeout_s: float, stacks: IO[str], *, kills_process: bool, steps: IO[str] | None = None
+    ):
+        self.timeout_s, self.stacks, self.kills_process = timeout_s, stacks, kills_process
         self.steps, self.armed_at = steps, float("-inf")
+        self.heartbeat(0)
 
-    def heartbeat(self, step):
+    def heartbeat(self, step: int) -> None:
         if self.steps:
             os.pwrite(self.steps.fileno(), b"%20d" % step, 0)
         now = time.monotonic()
         if now - self.armed_at > 1:  # arming starts a thread, so at most once a second
             self.armed_at = now
-            faulthandler.dump_traceback_later(**self.timer)
+            faulthandler.dump_traceback_later(self.timeout_s, file=self.stacks, exit=self.kills_process)

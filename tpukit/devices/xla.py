@@ -5,6 +5,9 @@ import collections
 import contextlib
 import functools
 import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +17,15 @@ import torch_xla.debug.metrics as met
 import torch_xla.debug.profiler as xp
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch_xla import _XLAC
 
-from tpukit.devices import lanes
+from tpukit.devices import lanes, xla_private
 from tpukit.devices.chips import V5E, find_chip
-from tpukit.devices.optimizers import parameters_with_gradient, state_tensors
-from tpukit.devices.runtime import Runtime
+from tpukit.devices.distributed import World
+from tpukit.devices.optimizers import gradients, state_tensors
+from tpukit.devices.runtime import Batch, Runtime
 from tpukit.devices.xla_compile import CompiledFunction
 from tpukit.host.errors import TpukitError
 
@@ -34,51 +39,55 @@ class XLARuntime(Runtime):
     device, the compiler inserts the all-reduces, and batch norm sees the whole global batch."""
 
     compiles = True
+    has_fp16 = False
     runs_graphs = True  # a plan only exports them
-    mesh = None
+    mesh: xs.Mesh | None = None
 
-    def __init__(self, accelerator, precision="auto", world=None, spmd_cores=None):
-        if precision == "fp16":
-            raise TpukitError(
-                "precision='fp16': XLA devices train in bf16, which needs no loss scaling; use 'bf16' or"
-                " 'auto'"
-            )
+    def __init__(
+        self,
+        accelerator: str,
+        precision: str = "auto",
+        world: World | None = None,
+        spmd_cores: int | None = None,
+    ):
         self.spmd_cores, self.shards = spmd_cores, spmd_cores or 1
-        self._last_scalars = {}  # type -> (number, its tensor)
-        self.reset_statistics()
+        self._last_scalars: dict[type, tuple[float, Tensor]] = {}
         super().__init__(accelerator, precision, world)
+        self.reset_statistics()
         self.cores = spmd_cores or self.world.size
 
-    def _open_device(self):
+    def _open_device(self) -> torch.device:
         if self.spmd_cores:
             if self.accelerator == "xla":
                 os.environ["CPU_NUM_DEVICES"] = str(self.spmd_cores)
             xr.use_spmd()
-            found = xr.global_runtime_device_count()
-            if found != self.spmd_cores:
+            count = xr.global_runtime_device_count()
+            if count != self.spmd_cores:
                 raise TpukitError(
-                    f"asked for {self.spmd_cores} cores, found {found}: leave cores out to use all"
+                    f"requested {self.spmd_cores} cores, found {count}: leave cores out to use all"
                 )
-            self.mesh = xs.Mesh(np.arange(found), (found,), ("data",))
+            self.mesh = xs.Mesh(np.arange(count), (count,), ("data",))
         if self.accelerator == "tpu":
             # Otherwise a TPU rounds fp32 factors to bfloat16, also those that a bf16 training keeps in fp32,
-            # as pixels that it augments. (`torch_xla.backends` does the same, with a warning at the first
-            # time.)
-            _XLAC._xla_set_mat_mul_precision("highest")
+            # as pixels that it augments.
+            xla_private.multiply_in_fp32()
         return torch_xla.device()
 
-    def _best_precision(self):
+    def _best_precision(self) -> str:
         return "bf16" if self.accelerator == "tpu" else "fp32"
 
-    def device_name(self):
+    def device_name(self) -> str:
         return xm.xla_device_hw(self.device) + " through torch_xla"
 
-    def device_names(self):
+    def device_names(self) -> list[str]:
         return torch_xla.real_devices() if self.mesh is not None else super().device_names()
 
-    def place(self, model, *, channels_last="no"):
-        if not self.notes and hasattr(model, "prepare_for_xla"):
-            self.notes = model.prepare_for_xla(self)  # a sentence: which of its ways it computes here
+    # Moving
+
+    def place(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
+        prepare: Any = getattr(model, "prepare_for_xla", None)
+        if prepare and not self.notes:
+            self.notes = prepare(self)  # a sentence: which of its ways it computes here
         buffers = [buffer.to("cpu", copy=True) for buffer in model.buffers()]
         model = model.to(self.device)  # whose compiler chooses its own layouts
         self._separate(model.buffers(), buffers)
@@ -89,46 +98,48 @@ class XLARuntime(Runtime):
                 value.copy_(value.clone())
         return model
 
-    def separate(self, tensors):
-        tensors = [tensor for tensor in tensors if tensor.device == self.device]
-        self._separate(tensors, self.host(tensors))
+    def separate(self, tensors: Iterable[Tensor]) -> None:
+        on_device = self._on_device(list(tensors))
+        self._separate(on_device, self.host(on_device))
 
-    def _separate(self, tensors, values):
+    def _separate(self, tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
         # torch_xla uploads equal numbers once: the counts of all batch norms are one buffer. A step gives the
         # memory of its old state to the new one, this buffer several times, which crashes.
         for tensor, value in zip(tensors, values):
             if not tensor.dim():
                 tensor.data = self._put(value)
 
-    def put(self, arrays):
+    def put(self, arrays: Mapping[str, Any]) -> Batch:
         return {name: self._put(torch.as_tensor(value)) for name, value in arrays.items()}
 
-    def _put(self, tensor):
-        # Of a tensor without dimensions `.to` makes a constant of the graph where it is 0 or 1; elsewhere it
-        # shares the data of equal numbers in the graph.
-        return (
-            tensor.to(self.device) if tensor.dim() else xm.send_cpu_data_to_device([tensor], self.device)[0]
-        )
+    def _put(self, tensor: Tensor) -> Tensor:
+        if tensor.dim():
+            return tensor.to(self.device)
+        # From a tensor without dimensions `.to` makes a constant of the graph where it is 0 or 1; elsewhere
+        # it shares the data of equal numbers in the graph.
+        sent: Any = xm.send_cpu_data_to_device([tensor], self.device)
+        return sent[0]
 
-    def put_batch(self, arrays):
+    def put_batch(self, arrays: Mapping[str, Any]) -> Batch:
         batch = self.put(arrays)
-        return self._shard(batch) if self.mesh is not None else batch
+        self._shard(batch)
+        return batch
 
-    def put_dataset(self, arrays, *, sharded=False):
-        rows = {
-            name: torch.as_tensor(lanes.to_rows(values)).to(self.device) for name, values in arrays.items()
-        }
+    def put_dataset(
+        self, arrays: Mapping[str, np.ndarray], *, sharded: bool = False
+    ) -> dict[str, lanes.Stored]:
+        rows = {name: torch.as_tensor(lanes.to_rows(array)).to(self.device) for name, array in arrays.items()}
         if sharded:
             self._shard(rows)
-        return {name: lanes.Stored(rows[name], values.shape) for name, values in arrays.items()}
+        return {name: lanes.Stored(rows[name], array.shape) for name, array in arrays.items()}
 
-    def whole_nbytes(self, arrays):
+    def whole_nbytes(self, arrays: Mapping[str, np.ndarray]) -> int:
         return sum(lanes.stored_nbytes(values) for values in arrays.values())
 
-    def take(self, whole, index):
+    def take(self, whole: dict[str, lanes.Stored], index: Tensor) -> Batch:
         return {name: lanes.take(stored, index) for name, stored in whole.items()}
 
-    def scalar(self, number):
+    def scalar(self, number: float | None) -> Tensor | None:
         if number is None:
             return None
         last, tensor = self._last_scalars.get(type(number), (None, None))
@@ -137,79 +148,82 @@ class XLARuntime(Runtime):
             self._last_scalars[type(number)] = number, tensor
         return tensor
 
-    def _shard(self, tensors):
-        """Shard the first axis of each tensor over the mesh."""
+    def _shard(self, tensors: Batch) -> None:
+        """Shard the first axis of each tensor over the mesh, if there is one."""
+        if self.mesh is None:
+            return
         for value in tensors.values():
-            # Not `xs.mark_sharding`, which tries to import torchax and jax at every call.
-            _XLAC._xla_mark_sharding(
-                value, self.mesh.get_op_sharding(("data",) + (None,) * (value.dim() - 1))
-            )
-        return tensors
+            axes = ("data",) + (None,) * (value.dim() - 1)
+            xla_private.shard(value, self.mesh.get_op_sharding(axes))
 
-    def host(self, tree):
+    def _on_device(self, tree: Any) -> list[Tensor]:
+        leaves = tree_leaves(tree)
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device == self.device]
+
+    def host(self, tree: Any) -> Any:
         tree = self._whole(tree)
         # All in one call: one by one, each of a model's hundreds of tensors waits for a transfer of its own.
-        on_device = [
-            leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf) and leaf.device == self.device
-        ]
-        copied = iter(_XLAC._xla_get_cpu_tensors(on_device))
+        copied = iter(xla_private.to_cpu(self._on_device(tree)))
 
-        def of(value):
+        def on_cpu(value):
             return (next(copied) if value.device == self.device else value.clone()).detach()
 
-        return tree_map_only(torch.Tensor, of, tree)
+        return tree_map_only(Tensor, on_cpu, tree)
 
-    def to_cpu_async(self, tree):
+    def to_cpu_async(self, tree: Any) -> Callable[[], Any]:
         return functools.partial(self.host, self._whole(tree))
 
-    def _whole(self, tree):
+    def _whole(self, tree: Any) -> Any:
         """The tree with each of its sharded tensors whole on every device, by one graph: to read a sharded
         one, torch_xla compiles a program of its own, every time."""
         if self.mesh is None:
             return tree
-        found = [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf) and leaf.device == self.device]
-        shardings = _XLAC._get_xla_sharding_specs(found)
+        on_device = self._on_device(tree)
         whole = {}
-        for tensor, sharding in zip(found, shardings):
+        for tensor, sharding in zip(on_device, xla_private.shardings(on_device)):
             if "devices=" in sharding:
                 copy = whole[id(tensor)] = tensor.detach().clone()
-                _XLAC._xla_annotate_custom_sharding(copy, self.mesh.get_op_sharding((None,) * copy.dim()))
+                xla_private.annotate_sharding(copy, self.mesh.get_op_sharding((None,) * copy.dim()))
         if whole:
             torch_xla.sync()
-        return tree_map_only(torch.Tensor, lambda tensor: whole.get(id(tensor), tensor), tree)
+        return tree_map_only(Tensor, lambda tensor: whole.get(id(tensor), tensor), tree)
+
+    # Computing
+
+    def compile(self, function, *, name=None, max_graphs=1, mutates=None):
+        return CompiledFunction(function, name or function.__name__, max_graphs, self, mutates)
 
     def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
         return model
 
     @property
-    def reduces_on_the_host(self):
+    def reduces_on_the_host(self) -> bool:
         """Whether the gradient all-reduce goes through host memory: CPU XLA devices of different processes
         share no link."""
         return self.world.size > 1 and self.accelerator != "tpu"
 
-    def all_reduce_gradients(self, optimizer):
+    def all_reduce_gradients(self, optimizer: Optimizer) -> None:
         if self.world.size == 1:
             return
-        gradients = [p.grad for p in parameters_with_gradient(optimizer)]
+        grads = gradients(optimizer)
         if not self.reduces_on_the_host:
             # All ranks run one program, so none needs its layouts pinned, which can cost a copy of each
             # gradient.
-            xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1 / self.world.size, pin_layout=False)
+            xm.all_reduce(xm.REDUCE_SUM, grads, scale=1 / self.world.size, pin_layout=False)
             return
-        flat = torch.cat([g.reshape(-1) for g in gradients]).cpu()  # as one vector
+        flat = torch.cat([g.reshape(-1) for g in grads]).cpu()  # as one vector
         flat = (self.world.all_reduce(flat) / self.world.size).to(self.device)
-        for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients])):
-            gradient.copy_(part.view_as(gradient))
+        for grad, part in zip(grads, flat.split([g.numel() for g in grads])):
+            grad.copy_(part.view_as(grad))
 
-    def barrier_after_gradients(self, optimizer, batch):
-        if gradients := [p.grad for p in parameters_with_gradient(optimizer)]:
-            batch = {
-                name: values.clone() for name, values in batch.items()
-            }  # of the step's own, to be changed
-            xm.optimization_barrier_([*gradients, *batch.values()])
+    def barrier_after_gradients(self, optimizer: Optimizer, batch: Batch) -> Batch:
+        grads = gradients(optimizer)
+        if grads:
+            batch = {name: values.clone() for name, values in batch.items()}  # the barrier changes them
+            xm.optimization_barrier_([*grads, *batch.values()])
         return batch
 
-    def init_optimizer_state(self, optimizer):
+    def init_optimizer_state(self, optimizer: Optimizer) -> bool:
         """Create the optimizer's state before the first step; created in it, it would cost a second
         compilation.
 
@@ -225,89 +239,88 @@ class XLARuntime(Runtime):
         self.sync()  # so that this, and what `place` did, does not become part of the first step
         return exists
 
-    def compile(self, function, *, name=None, max_graphs=1, changes=None):
-        return CompiledFunction(function, name or function.__name__, max_graphs, self, changes)
-
-    def reset_statistics(self):
-        self.compile_events, self._fallbacks_before = [], _fallbacks()
-        self.last_signatures = {}  # by function: what it was last called with
-
-    def sync(self):
+    def sync(self) -> None:
         torch_xla.sync(wait=True)
 
-    def seed(self, number):
+    # Randomness
+
+    def seed(self, number: int | tuple[int, ...]) -> None:
         super().seed(number)
         xm.set_rng_state(torch.initial_seed())
 
-    def random_state(self):
+    def random_state(self) -> dict[str, Any]:
         return {**super().random_state(), "xla": xm.get_rng_state()}
 
-    def set_random_state(self, state):
+    def set_random_state(self, state: dict[str, Any]) -> None:
         super().set_random_state(state)
         if "xla" in state:
             xm.set_rng_state(state["xla"])
 
-    def compilations(self):
+    # What the device reports
+
+    def reset_statistics(self) -> None:
+        super().reset_statistics()
+        self._fallbacks_before = _fallbacks()
+        self.last_signatures: dict[str, dict] = {}  # by function: what it was last called with
+
+    def compilations(self) -> tuple[int, float]:
         return _timed("CompileTime")
 
-    def counters(self):
+    def counters(self) -> dict[str, Any]:
         """dict, since this process started: compilations, executions (counts); compile_s, execute_s,
         to_device_s, from_device_s (seconds); and since `reset_statistics`: fallbacks, operation that XLA
         could not lower and the CPU ran instead -> count."""
         compilations, compile_s = self.compilations()
-        executions, execute_s = map(
-            sum, zip(_timed("ExecuteTime"), _timed("ExecuteReplicatedTime"))
-        )  # the second: SPMD
+        executions, execute_s = _timed("ExecuteTime")
+        spmd_executions, spmd_execute_s = _timed("ExecuteReplicatedTime")
+        fallbacks = collections.Counter(_fallbacks()) - collections.Counter(self._fallbacks_before)
         return dict(
             compilations=compilations,
             compile_s=compile_s,
-            executions=executions,
-            execute_s=execute_s,
+            executions=executions + spmd_executions,
+            execute_s=execute_s + spmd_execute_s,
             to_device_s=_timed("TransferToDeviceTime")[1],
             from_device_s=_timed("TransferFromDeviceTime")[1],
-            fallbacks=dict(collections.Counter(_fallbacks()) - collections.Counter(self._fallbacks_before)),
+            fallbacks=dict(fallbacks),
         )
 
     @contextlib.contextmanager
-    def traced(self, folder):
+    def traced(self, folder: Path):
         xp.start_trace(str(folder))
         try:
             yield
         finally:
             xp.stop_trace()
 
-    def hlo_of(self, step, model, optimizer):
+    def hlo_of(self, step: Callable[[], Tensor], model: nn.Module, optimizer: Optimizer) -> str:
         """The graph of a step as HLO, with the line of each operation. The step is traced and not run, which
         leaves its model and optimizer unusable."""
-        _XLAC._set_ir_debug(True)
-        outputs = [step(), *self.written_by_step(model, optimizer)]
-        return _XLAC._get_xla_tensors_hlo(outputs)
+        xla_private.name_lines()
+        return xla_private.hlo_text([step(), *self.written_by_step(model, optimizer)])
 
-    def written_by_step(self, model, optimizer):
+    def written_by_step(self, model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
         """What a traced step leaves behind: what it changed of the model and the optimizer, and the
         gradients."""
         kept = [*model.parameters(), *model.buffers(), *state_tensors(optimizer)]
-        state = [v for v in kept if v.device.type == "xla"]
-        changed = _XLAC._check_tensor_need_materialization(state)
-        return [v for v, yes in zip(state, changed) if yes] + [
-            p.grad for p in model.parameters() if p.grad is not None
-        ]
+        state = [value for value in kept if value.device.type == "xla"]
+        changed = [value for value, is_pending in zip(state, xla_private.are_pending(state)) if is_pending]
+        return changed + [p.grad for p in model.parameters() if p.grad is not None]
 
-    def memory(self):
+    def memory(self) -> list[tuple[int, int]]:
         try:
             info = xm.get_memory_info(self.device)
         except RuntimeError:  # neither the CPU XLA device nor the one device of SPMD implements it
             return []
         return [(info.get("peak_bytes_used", info["bytes_used"]), info["bytes_limit"])]
 
-    def memory_size(self):
-        if self.accelerator == "tpu" and not self.memory():
-            chip = find_chip(os.environ.get("TPU_ACCELERATOR_TYPE", ""))
-            return chip.hbm_bytes if chip and chip.hbm_bytes else V5E.hbm_bytes  # the smallest
-        return super().memory_size()
+    def memory_size(self) -> float:
+        if self.accelerator != "tpu" or self.memory():
+            return super().memory_size()
+        chips = find_chip(os.environ.get("TPU_ACCELERATOR_TYPE", "")), V5E  # which has the least
+        return next(chip.hbm_bytes for chip in chips if chip and chip.hbm_bytes)
 
 
-def _take_zero_step(optimizer, parameters):
+def _take_zero_step(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     decays = [group.get("weight_decay", 0) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["weight_decay"] = 0
@@ -316,18 +329,16 @@ def _take_zero_step(optimizer, parameters):
     optimizer.step()
     for group, decay in zip(optimizer.param_groups, decays):
         group["weight_decay"] = decay
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                value.zero_()
+    for value in state_tensors(optimizer):
+        value.zero_()
     optimizer.zero_grad(set_to_none=True)
 
 
-def _fallbacks():
-    return {n: met.counter_value(n) for n in met.counter_names() if n.startswith("aten::")}
+def _fallbacks() -> dict[str, int]:
+    return {name: met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")}
 
 
-def _timed(name):
+def _timed(name: str) -> tuple[int, float]:
     """(count, seconds) of one of torch_xla's timers."""
     data = met.metric_data(name)
     return (data[0], data[1] / 1e9) if data else (0, 0.0)

@@ -1,13 +1,19 @@
 """A function whose every call is one compiled graph on an XLA device."""
 
 import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch_xla
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tpukit.devices import recompiles
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.devices.xla_replay import GraphReplay
+
+if TYPE_CHECKING:
+    from tpukit.devices.xla import XLARuntime
 
 GUARDED_CALLS = 3
 
@@ -16,27 +22,34 @@ class CompiledFunction:
     """`function` as one compiled graph per call, with at most `max_graphs` different graphs.
 
     A call that needs one graph more raises UnexpectedRecompilation with its causes. What was compiled, and
-    why, is added to the runtime's compile events. changes: see `Runtime.compile`."""
+    why, is added to the runtime's compile events. mutates: see `Runtime.compile`."""
 
     calls = 0
     graphs = 0  # compiled so far, without those of the replay
+    replay: GraphReplay | None = None
 
-    def __init__(self, function, name, max_graphs, runtime, changes):
+    def __init__(
+        self,
+        function: Callable,
+        name: str,
+        max_graphs: int,
+        runtime: "XLARuntime",
+        mutates: tuple[nn.Module, Optimizer] | None,
+    ):
         self.function, self.name, self.max_graphs, self.runtime = function, name, max_graphs, runtime
-        self.optimizer = changes[1] if changes else None
+        self.optimizer = mutates[1] if mutates else None
         self.parameter_names = tuple(inspect.signature(function).parameters)
         # The keywords of a partial: another number makes another partial, of the same name.
         keywords = getattr(inspect.unwrap(function), "keywords", {})
-        self.bound = {
-            keyword: value for keyword, value in keywords.items() if not isinstance(value, torch.Tensor)
-        }
+        self.bound = {name: value for name, value in keywords.items() if not isinstance(value, Tensor)}
         if not self.bound:
             runtime.last_signatures.pop(name, None)  # of another function with this name
-        self.replay = None
-        if changes and not runtime.reduces_on_the_host:  # which cuts the step into two graphs
-            self.replay = GraphReplay(function, name, max_graphs, *changes, runtime)
+        # An all-reduce on the host cuts the step into two graphs, which cannot be replayed or counted.
+        self.is_one_graph = not runtime.reduces_on_the_host
+        if mutates and self.is_one_graph:
+            self.replay = GraphReplay(function, name, max_graphs, *mutates, runtime)
 
-    def __call__(self, *arguments):
+    def __call__(self, *arguments) -> Any:
         signature = self._signature(arguments)
         before, refusal = self.runtime.compilations(), None
         try:
@@ -59,22 +72,19 @@ class CompiledFunction:
             refusal.causes = tuple(causes)
         if last and self.replay and self.replay.new_operation:
             causes.append(f"first new operation: {self.replay.new_operation}")
-        event = dict(
-            what=self.name, programs=graphs, seconds=seconds, why=causes, refused=refusal is not None
-        )
-        self.runtime.compile_events.append(event)
+        self.runtime.record_compilation(self.name, graphs, seconds, causes, refused=refusal is not None)
 
     def _signature(self, arguments):
         """What may change the graph: shapes, types and numbers of the arguments, and the optimizer's
         settings."""
-        found = recompiles.signature(self.parameter_names, arguments) | self.bound
+        signature = recompiles.signature(self.parameter_names, arguments) | self.bound
         groups = self.optimizer.param_groups if self.optimizer else []
         for number, group in enumerate(groups):
             which = f" of group {number}" if len(groups) > 1 else ""
-            found |= {
-                f"the optimizer's {name}{which}": value for name, value in group.items() if name != "params"
-            }
-        return found
+            for name, value in group.items():
+                if name != "params":
+                    signature[f"the optimizer's {name}{which}"] = value
+        return signature
 
     def _call(self, arguments):
         self.calls += 1
@@ -83,7 +93,7 @@ class CompiledFunction:
         before, _ = self.runtime.compilations()
         # full_graph: a hidden `.item()` raises instead of cutting the step. It also makes the host wait for
         # the device before it traces the next step, so only the first calls are guarded.
-        if self.calls <= GUARDED_CALLS and not self.runtime.reduces_on_the_host:
+        if self.calls <= GUARDED_CALLS and self.is_one_graph:
             result = torch_xla.compile(self.function, full_graph=True, name=self.name)(*arguments)
         else:
             result = self.function(*arguments)
@@ -92,7 +102,6 @@ class CompiledFunction:
         # The first call has one graph, even if this process had compiled it before, or also compiled what was
         # pending.
         self.graphs = self.graphs + compiled if self.graphs else 1
-        # An all-reduce on the host cuts the step into two graphs.
-        if self.graphs > self.max_graphs and not self.runtime.reduces_on_the_host:
+        if self.graphs > self.max_graphs and self.is_one_graph:
             raise UnexpectedRecompilation(self.name, self.calls, self.max_graphs, None)
         return result

@@ -13,8 +13,8 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,10 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # noqa: F401
 
 from tpukit.devices import add_libtpu_args, open_runtime, torch_tpu_private
+from tpukit.devices.cuda import check_cuda
 from tpukit.devices.distributed import World
-from tpukit.devices.runtime import check_cuda
+from tpukit.devices.runtime import Runtime
+from tpukit.devices.watchdog import Watchdog
 from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import fix_for
@@ -53,16 +55,16 @@ class Job:
     """the file in which the processes of this host meet"""
 
     @property
-    def folder(self):
+    def folder(self) -> Path:
         """Where the cores of this host leave their files. The hosts of a slice may share a disk."""
         return self.run.path / "cores" / (socket.gethostname() if self.env.host == "tpu-vm" else "")
 
-    def file(self, index, name):
+    def file(self, index: int, name: str) -> Path:
         """The path of what core number `index` of this host writes: its log, step, stacks, hang or end."""
         return self.folder / f"rank-{index:02d}.{name}"
 
 
-def run_core(job, index):
+def run_core(job: Job, index: int) -> None:
     """Call the job's function as one rank, in a process of its own, which is number `index` on this host.
 
     Writes how that ended to its file `end`, as JSON: dict(outcome="done", rank), with the `result` of rank 0
@@ -83,7 +85,7 @@ def run_core(job, index):
         world = join(job, index)
         runtime = open_core(job, run, world)
         # It does not end this process: the notebook's process does, once it has the stacks of all.
-        runtime.start_watchdog(job.hang_timeout_s, hang, kills_process=False, steps=steps)
+        runtime.watchdog = Watchdog(job.hang_timeout_s, hang, kills_process=False, steps=steps)
         result = job.function(job.task, run if world.rank == 0 else run.read_only(), runtime=runtime)
         ending = dict(outcome="done", rank=world.rank)
         if world.rank == 0 or index == 0:  # each host returns one
@@ -98,19 +100,23 @@ def run_core(job, index):
     files.write_atomic(job.file(index, "end"), json.dumps(ending))
 
 
-def _describe(error, index, runtime):
+def _describe(error: BaseException, index: int, runtime: Runtime | None) -> dict:
     """The `end` of a core that failed."""
     description = str(error)
     if not isinstance(error, TpukitError):
         description = "\n".join([traceback.format_exc(), fix_for(str(error)) or ""]).strip()
-    rank, step = (runtime.world.rank, runtime.step) if runtime else (index, None)
-    about = dict(
-        outcome="failed", core=index, rank=rank, step=step, host=socket.gethostname(), time=time.time()
+    return dict(
+        outcome="failed",
+        core=index,
+        rank=runtime.world.rank if runtime else index,
+        step=runtime.step if runtime else None,
+        host=socket.gethostname(),
+        time=time.time(),
+        description=description,
     )
-    return dict(about, description=description)
 
 
-def open_core(job, run, world):
+def open_core(job: Job, run: Run, world: World) -> Runtime:
     """Open this core's device as one rank of `world`, and let rank 0 print which cores started."""
     # OpenMP's threads do not survive a fork, and it waits for them forever: where the launching process may
     # have computed with torch, as in a notebook, each core's host part takes one thread. Next to an
@@ -118,29 +124,28 @@ def open_core(job, run, world):
     is_forked = job.rendezvous is not None  # torchrun's processes are not
     one_thread = is_forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
     processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", job.processes))  # torchrun's, or ours
-    torch.set_num_threads(1 if one_thread else max(1, os.cpu_count() // processes_here))
+    torch.set_num_threads(1 if one_thread else max(1, (os.cpu_count() or 1) // processes_here))
     runtime = open_runtime(job.env, job.task.precision, world=world, spmd_cores=job.spmd_cores)
     if job.requested_cores and runtime.cores != job.requested_cores:
         raise TpukitError(
-            f"asked for {job.requested_cores} cores, found {runtime.cores}: the log of each is in"
-            f" {job.folder}"
+            f"requested {job.requested_cores} cores, found {runtime.cores}: see their logs in {job.folder}"
         )
     memory = runtime.memory()
-    about = f"on {socket.gethostname()}, {job.task.batch_size // runtime.cores} samples per step"
-    about += f", {memory[0][1] / GIB:.2f} GiB" if memory else ""
-    of_all_ranks = world.gather([f"{device} {about}" for device in runtime.device_names()])
+    size = f", {memory[0][1] / GIB:.2f} GiB" if memory else ""
+    share = f"{job.task.batch_size // runtime.cores} samples per step"
+    lines = [f"{device} on {socket.gethostname()}, {share}{size}" for device in runtime.device_names()]
+    of_all_ranks = [line for of_a_rank in world.gather(lines) for line in of_a_rank]
     if world.rank == 0:
-        lines = [line for of_a_rank in of_all_ranks for line in of_a_rank]
-        for number, line in enumerate(lines):
+        for number, line in enumerate(of_all_ranks):
             run.print(f"core {number}: {line}")
-        run.print(f"all {len(lines)} cores started")
+        run.print(f"all {len(of_all_ranks)} cores started")
     return runtime
 
 
 # The process group
 
 
-def join(job, index):
+def join(job: Job, index: int) -> World:
     """The `World` of one of this host's processes. On one host they meet in a file and use the loopback
     device only."""
     by_torch_xla = job.env.accelerator == "tpu" and not job.env.uses_torch_tpu
@@ -149,11 +154,10 @@ def join(job, index):
     if by_torch_xla:  # before `open_chip`: libtpu reads them once
         cores = job.spmd_cores or job.processes * tpu_chips.count_hosts()
         add_libtpu_args(job.task.libtpu_args(job.task.batch_size // cores))
-    if not by_torch_xla:
+    else:
         os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(job.processes))
-        os.environ.update(
-            MASTER_ADDR="localhost", MASTER_PORT="0"
-        )  # torch_tpu opens no chip without; they meet in a file
+        # torch_tpu opens no chip without an address; they meet in a file.
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
     if job.spmd_cores:
         return World()
     rank, size = index, job.processes
@@ -170,8 +174,8 @@ def join(job, index):
     return join_group(job, index, rank=rank, world_size=size, store=store)
 
 
-def join_group(job, local_rank, **how):
-    """The `World` of this process, after it has joined the others. how: arguments of
+def join_group(job: Job, local_rank: int, **of_init) -> World:
+    """The `World` of this process, after it has joined the others. of_init: arguments of
     torch.distributed.init_process_group."""
     backend = "gloo"
     if job.env.accelerator == "cuda":
@@ -187,15 +191,15 @@ def join_group(job, local_rank, **how):
     elif job.env.uses_torch_tpu:
         torch_tpu_private.open_device()  # which makes its backend known to torch.distributed
         backend = torch_tpu_private.BACKEND
-    dist.init_process_group(backend, timeout=_group_timeout(job), **how)
+    dist.init_process_group(backend, timeout=_group_timeout(job), **of_init)
     return World(dist.get_rank(), dist.get_world_size())
 
 
-def _group_timeout(job):
+def _group_timeout(job: Job) -> datetime.timedelta:
     return datetime.timedelta(seconds=max(600, 4 * job.hang_timeout_s))
 
 
-def leave_group():
+def leave_group() -> None:
     """Leave the other ranks after all is done; after a failure they may be gone, and waiting for them would
     hang."""
     if dist.is_initialized():

@@ -10,22 +10,36 @@ import os
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tpukit.devices import open_runtime, torch_tpu_private
 from tpukit.devices.runtime import check_batch
+from tpukit.devices.watchdog import Watchdog
 from tpukit.host import environment, files
+from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
 from tpukit.launching import HANG_TIMEOUT_S, tpu_chips
 from tpukit.launching.core import Job, join_group, leave_group, open_core
 from tpukit.launching.supervisor import Supervisor, end_with_parent
+from tpukit.runs.run import Run
 from tpukit.training import batch_norm
+from tpukit.training.task import Task
 
 PARALLEL = ("processes", "spmd")
 TORCH_TPU_CORES = (1, 4, 8)  # of a v5e host, for which torch_tpu knows how the chips are linked
 
 
-def launch(function, task, run, *, cores=None, parallel="processes", hang_timeout_s=HANG_TIMEOUT_S):
+def launch(
+    function: Callable,
+    task: Task,
+    run: Run,
+    *,
+    cores: int | None = None,
+    parallel: str = "processes",
+    hang_timeout_s: float = HANG_TIMEOUT_S,
+) -> Any:
     """Call `function(task, run, runtime=...)` on every core and return what rank 0's call returned.
 
     function: `tpukit.train`, or one like it; it may be defined in a notebook cell, as may the task. cores: by
@@ -56,15 +70,7 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
         count = 1
     check_batch(task.batch_size, count)
     if count == 1:
-        # With TPU_VISIBLE_CHIPS another training may rightly hold another chip.
-        shares_the_chips = os.environ.get("TPU_VISIBLE_CHIPS") or _has_opened_a_device(env)
-        if env.accelerator == "tpu" and not shares_the_chips:
-            tpu_chips.wait_until_free(run)
-        return function(
-            task,
-            run,
-            runtime=open_runtime(env, task.precision, libtpu_args=task.libtpu_args(task.batch_size)),
-        )
+        return _call_here(job)
     _refuse_an_opened_device(env)
     if env.accelerator == "tpu":
         tpu_chips.wait_until_free(run)
@@ -74,18 +80,26 @@ def launch(function, task, run, *, cores=None, parallel="processes", hang_timeou
     lock = files.exclusive_lock(run.path / f".launch-{socket.gethostname()}.lock")
     # In the folder, which is this user's alone, the cores leave their addresses for each other.
     with lock, tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True) as folder:
-        if (
-            env.host != "tpu-vm"
-        ):  # whose hosts share a run's folder; elsewhere another host that trains there keeps its files
+        if env.host != "tpu-vm":  # whose hosts share a run's folder; elsewhere another host may train there
             with run.lock():
                 pass
         return Supervisor(dataclasses.replace(job, rendezvous=Path(folder) / "rendezvous", **shape)).wait()
 
 
+def _call_here(job: Job) -> Any:
+    env, task = job.env, job.task
+    # With TPU_VISIBLE_CHIPS another training may rightly hold another chip.
+    shares_the_chips = os.environ.get("TPU_VISIBLE_CHIPS") or _has_opened_a_device(env)
+    if env.accelerator == "tpu" and not shares_the_chips:
+        tpu_chips.wait_until_free(job.run)
+    runtime = open_runtime(env, task.precision, libtpu_args=task.libtpu_args(task.batch_size))
+    return job.function(task, job.run, runtime=runtime)
+
+
 # Before anything starts
 
 
-def _count_cores(env, cores, parallel):
+def _count_cores(env: Environment, cores: int | None, parallel: str) -> int:
     """How many cores this host runs."""
     if cores is not None and cores < 1:
         raise TpukitError(f"cores={cores}: give 1 or more, or leave it out to use all")
@@ -97,45 +111,40 @@ def _count_cores(env, cores, parallel):
         )
     if env.accelerator in ("cpu", "xla"):
         return cores or 1
-    found = env.cores
-    expected = environment.chips_by_bounds(env.variables) or found
+    here = env.cores
+    expected = environment.chips_by_bounds(env.variables) or here
     # Colab's one chip reports 2,2,1 too, and works: on one core nobody waits for others.
-    if env.accelerator == "tpu" and found > 1 and cores != 1 and expected != found:
+    if env.accelerator == "tpu" and here > 1 and cores != 1 and expected != here:
         raise TpukitError(
-            f"found {found} TPU chips, but"
+            f"found {here} TPU chips, but"
             f" TPU_CHIPS_PER_HOST_BOUNDS={env.variables['TPU_CHIPS_PER_HOST_BOUNDS']} declares {expected},"
             " and the cores would wait for the missing ones: start a fresh session, or use cores=1"
         )
-    if cores is None or cores == found:
-        return found
-    if env.host == "tpu-vm" and found and cores % found == 0:  # the other hosts of the slice run the rest
-        return found
-    if cores > found:
+    if cores is None or cores == here:
+        return here
+    if env.host == "tpu-vm" and here and cores % here == 0:  # the other hosts of the slice run the rest
+        return here
+    if cores > here:
         env.require(env.accelerator, cores=cores)
-    if env.uses_torch_tpu and cores not in TORCH_TPU_CORES:
-        raise TpukitError(
-            f"asked for {cores} of {found} TPU cores: torch_tpu starts {', '.join(map(str, TORCH_TPU_CORES))}"
-        )
-    if env.accelerator == "tpu" and cores > 1 and not env.uses_torch_tpu:
-        raise TpukitError(
-            f"asked for {cores} of {found} TPU cores: torch_xla starts one or all, so use cores=1 or"
-            f" cores={found}"
-        )
+    possible = TORCH_TPU_CORES if env.uses_torch_tpu else (1, here)  # torch_xla starts one or all
+    if env.accelerator == "tpu" and cores not in possible:
+        choices = " or ".join(f"cores={count}" for count in possible)
+        raise TpukitError(f"requested {cores} of {here} TPU cores: use {choices}")
     return cores
 
 
-def _has_opened_a_device(env):
+def _has_opened_a_device(env: Environment) -> bool:
     """Whether this process has opened the XLA device."""
     if env.accelerator not in ("tpu", "xla"):
         return False  # a core checks CUDA, see `core.join_group`: only a forked process can tell
     if env.uses_torch_tpu:
         return torch_tpu_private.is_open()
-    import torch_xla
+    from tpukit.devices import xla_private
 
-    return torch_xla._XLAC._xla_runtime_is_initialized()
+    return xla_private.is_open()
 
 
-def _refuse_an_opened_device(env):
+def _refuse_an_opened_device(env: Environment) -> None:
     if _has_opened_a_device(env):
         raise TpukitError(
             "Runtime is already initialized: this kernel has already used the"
@@ -148,7 +157,7 @@ def _refuse_an_opened_device(env):
 # Under torchrun
 
 
-def _call_under_torchrun(job, parallel):
+def _call_under_torchrun(job: Job, parallel: str) -> Any:
     """This process is one of torchrun's: join the others and call the function. torchrun watches over it."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -169,7 +178,7 @@ def _call_under_torchrun(job, parallel):
         try:
             world = join_group(job, int(os.environ.get("LOCAL_RANK", 0)))
             runtime = open_core(job, job.run, world)
-            runtime.start_watchdog(job.hang_timeout_s, sys.stderr, kills_process=True)
+            runtime.watchdog = Watchdog(job.hang_timeout_s, sys.stderr, kills_process=True)
             result = job.function(job.task, job.run, runtime=runtime)
             leave_group()
             return result

@@ -11,13 +11,14 @@ import signal
 import sys
 import time
 import warnings
+from typing import Any
 
 from tqdm.auto import tqdm
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
-from tpukit.launching.core import run_core
+from tpukit.launching.core import Job, run_core
 from tpukit.runs.signals import StopSignal
 
 POLL_S = 0.1
@@ -34,14 +35,14 @@ class CoreFailed(TpukitError):
 class Supervisor:
     """Runs a `Job`: `wait` forks its cores, and returns or raises when none is left."""
 
-    def __init__(self, job):
+    def __init__(self, job: Job):
         self.job, self.run = job, job.run
-        self.dead_cores = []  # those that went first, without leaving how they ended
-        self.not_started = []  # those that had not started in time
+        self.dead_cores: list[int] = []  # those that went first, without leaving how they ended
+        self.not_started: list[int] = []  # those that had not started in time
         # The hosts of a TPU slice are started one by one.
         self.start_timeout_s = START_TIMEOUT_S * (2 if job.env.host == "tpu-vm" else 1)
         self.log_shown = 0  # bytes of log.txt
-        self.bar = None
+        self.bar: tqdm | None = None
         job.folder.mkdir(parents=True, exist_ok=True)
         for old in job.folder.iterdir():
             if STALE_FILES.fullmatch(old.name):
@@ -50,11 +51,10 @@ class Supervisor:
         self.stop_file.unlink(missing_ok=True)
         (self.run.path / "progress.json").unlink(missing_ok=True)
         fork, here = multiprocessing.get_context("fork"), os.getpid()
-        self.processes = [
-            fork.Process(target=_run_forked, args=(job, index, here)) for index in range(job.processes)
-        ]
+        numbers = range(job.processes)
+        self.processes = [fork.Process(target=_run_forked, args=(job, number, here)) for number in numbers]
 
-    def wait(self):
+    def wait(self) -> Any:
         """Start the cores and wait until all have ended. Returns the result of one; raises `CoreFailed`."""
         self.run.print(f"starting {self.job.spmd_cores or self.job.processes} cores")
         self.log_shown = (self.run.path / "log.txt").stat().st_size
@@ -161,13 +161,11 @@ class Supervisor:
     def _ends(self, outcome):
         """What the cores that ended in this way left, see `core.run_core`."""
         ends = [self._read(index, "end") for index in range(self.job.processes)]
-        return [found for found in map(json.loads, filter(None, ends)) if found["outcome"] == outcome]
+        return [end for end in map(json.loads, filter(None, ends)) if end["outcome"] == outcome]
 
     def _find_dead(self):
         gone = [index for index, process in enumerate(self.processes) if not process.is_alive()]
-        return [
-            index for index in gone if not self._read(index, "end")
-        ]  # looked for second: it is written before
+        return [index for index in gone if not self._read(index, "end")]  # read second: it is written before
 
     def _is_hung(self):
         return any(self._read(index, "hang") for index in range(self.job.processes))
@@ -185,7 +183,7 @@ class Supervisor:
     def _deaths(self):
         lines = []
         for index in self.dead_cores:
-            step, code = self._read(index, "step"), self.processes[index].exitcode
+            step, code = self._read(index, "step"), self.processes[index].exitcode or 0
             cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
             if code == -signal.SIGKILL:
                 cause += ", often because the host's memory was full"
@@ -196,10 +194,8 @@ class Supervisor:
     def _hang(self):
         event = f"no core completed a step for {self.job.hang_timeout_s:g} s"
         if self.not_started:
-            event = (
-                f"{len(self.not_started)} of {self.job.processes} cores did not start within"
-                f" {self.start_timeout_s:g} s"
-            )
+            missing = f"{len(self.not_started)} of {self.job.processes} cores"
+            event = f"{missing} did not start within {self.start_timeout_s:g} s"
         lines = [f"{event}. What each was doing, most recent call first:"]
         for index in range(self.job.processes):
             lines += ["", f"core {index} (full stack: {self.job.file(index, 'stacks')})"]
@@ -216,13 +212,13 @@ class Supervisor:
         return self._read(index, "log").strip().splitlines()[-15:]
 
 
-def _run_forked(job, index, parent):
+def _run_forked(job: Job, index: int, parent: int) -> None:
     os.setsid()  # an interrupt in the terminal goes to the notebook's process alone, which passes it on
     end_with_parent(parent)
     run_core(job, index)
 
 
-def end_with_parent(parent):
+def end_with_parent(parent: int) -> None:
     """Let Linux end this process when its parent (a pid) ends, so that a restarted kernel leaves no core
     behind."""
     with contextlib.suppress(OSError, AttributeError):
@@ -231,14 +227,13 @@ def end_with_parent(parent):
         os._exit(1)
 
 
-def _relevant_stack_lines(stacks):
+def _relevant_stack_lines(stacks: str) -> list[str]:
     """The lines of a faulthandler dump without idle threads, and without what called the core."""
     lines = []
     for thread in re.split(r"(?m)^(?=Thread 0x|Current thread 0x|Fatal )", stacks):
         frames = thread.strip().splitlines()
-        if any("tqdm/_monitor.py" in frame for frame in frames) or (
-            len(frames) > 1 and frames[1].endswith("in _worker")
-        ):
+        is_worker = len(frames) > 1 and frames[1].endswith("in _worker")
+        if is_worker or any("tqdm/_monitor.py" in frame for frame in frames):
             continue  # idle
         for frame in frames:
             if frame.endswith("in run_core"):

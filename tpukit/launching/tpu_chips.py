@@ -1,32 +1,39 @@
 """The chips of a TPU host: the variables that give each process its own, chips that are still busy, opening
 one."""
 
+from __future__ import annotations
+
 import errno
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tpukit.host.errors import TpukitError
 
-# What an earlier training on one chip, or a guide, leaves behind. torch_xla keeps what it finds, and all
-# processes would open the same chip.
-LEFTOVER_VARIABLES = (
-    "TPU_VISIBLE_CHIPS",
-    "TPU_VISIBLE_DEVICES",
-    "TPU_PROCESS_BOUNDS",
-    "TPU_CHIPS_PER_PROCESS_BOUNDS",
-)
-LEFTOVER_VARIABLES += ("TPU_PROCESS_PORT", "PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT")
-# Kaggle sets these for one process; several would each wait for the wrong peers.
-ONE_PROCESS_VARIABLES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
+if TYPE_CHECKING:
+    from tpukit.runs.run import Run
+
 # Both name the same bounds; torch_xla takes the second where the first is not set.
 BOUNDS = {
     "TPU_PROCESS_BOUNDS": "TPU_HOST_BOUNDS",
     "TPU_CHIPS_PER_PROCESS_BOUNDS": "TPU_CHIPS_PER_HOST_BOUNDS",
 }
+# What an earlier training on one chip, or a guide, leaves behind. torch_xla keeps what it finds, and all
+# processes would open the same chip.
+LEFTOVER_VARIABLES = (
+    *BOUNDS,
+    "TPU_VISIBLE_CHIPS",
+    "TPU_VISIBLE_DEVICES",
+    "TPU_PROCESS_PORT",
+    "PJRT_LOCAL_PROCESS_RANK",
+    "PJRT_LOCAL_PROCESS_COUNT",
+)
+# Kaggle sets these for one process; several would each wait for the wrong peers.
+ONE_PROCESS_VARIABLES = ("TPU_PROCESS_ADDRESSES", "CLOUD_TPU_TASK_ID")
 
 
-def clear_variables(processes):
+def clear_variables(processes: int) -> None:
     """Remove from the environment what would send the processes of this host to the wrong chips and peers."""
     names = LEFTOVER_VARIABLES
     if count_hosts() > 1:
@@ -35,36 +42,33 @@ def clear_variables(processes):
         names = LEFTOVER_VARIABLES + ONE_PROCESS_VARIABLES
     for name in names:
         value = os.environ.pop(name, None)
-        if (
-            value and name in BOUNDS and os.environ.get("TPU_SKIP_MDS_QUERY")
-        ):  # then torch_xla asks nobody else
+        asks_google = not os.environ.get("TPU_SKIP_MDS_QUERY")  # torch_xla, where a name is not set
+        if value and name in BOUNDS and not asks_google:
             os.environ.setdefault(BOUNDS[name], value)
 
 
-def count_hosts():
+def count_hosts() -> int:
     """How many hosts the slice of this TPU has."""
     return os.environ.get("TPU_WORKER_HOSTNAMES", "").count(",") + 1
 
 
-def wait_until_free(run, root=Path("/"), timeout_s=60.0):
+def wait_until_free(run: Run, root: Path = Path("/"), timeout_s: float = 60.0) -> None:
     """Wait until no other process holds a TPU chip: one that was killed can keep it for half a minute."""
-    deadline, printed = time.monotonic() + timeout_s, False
+    deadline, was_told = time.monotonic() + timeout_s, False
     while busy := [str(device) for device in sorted(root.glob("dev/vfio/[0-9]*")) if is_busy(device)]:
+        held = ", ".join(busy)
         if time.monotonic() > deadline:
             raise TpukitError(
-                f"Device or resource busy: another process has held {', '.join(busy)} for {timeout_s:g} s. "
+                f"Device or resource busy: another process has held {held} for {timeout_s:g} s. "
                 "`tpukit doctor` names it: end it, or restart the session of its notebook."
             )
-        if not printed:
-            run.print(
-                f"another process still holds {', '.join(busy)}; waiting up to {timeout_s:g} s until it is"
-                " free"
-            )
-            printed = True
+        if not was_told:
+            run.print(f"another process still holds {held}; waiting up to {timeout_s:g} s until it is free")
+        was_told = True
         time.sleep(min(1.0, timeout_s / 10))
 
 
-def is_busy(device):
+def is_busy(device: Path) -> bool:
     try:
         os.close(os.open(device, os.O_RDWR))
     except OSError as error:
@@ -72,9 +76,9 @@ def is_busy(device):
     return False
 
 
-def open_chip(index, processes):
-    """Open one of this host's chips in this process, as `torch_xla.launch` does in each of its own; waits in
-    libtpu for the other processes. Returns (rank, world size) over all hosts."""
+def open_chip(index: int, processes: int) -> tuple[int, int]:
+    """Open one of this host's chips in this process, as `torch_xla.launch` does in each of its processes;
+    waits in libtpu for the others. Returns (rank, world size) over all hosts."""
     import torch_xla.runtime as xr
     from torch_xla._internal import pjrt
 

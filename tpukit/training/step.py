@@ -121,7 +121,7 @@ class TrainingStep:
             self.eager,
             name="step",
             max_graphs=self.max_graphs,
-            changes=(self.model, self.optimizer) if capture else None,
+            mutates=(self.model, self.optimizer) if capture else None,
         )
 
     def arguments(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> tuple:

@@ -402,7 +402,7 @@ def test_slices_are_captured_once_and_replayed_with_the_result_of_a_traced_step(
         model = xla.place(torch.nn.Linear(8, 24))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = functools.partial(one_step, model, optimizer)
-        compiled = xla.compile(step, name=f"step {changes}", changes=(model, optimizer)) if changes else step
+        compiled = xla.compile(step, name=f"step {changes}", mutates=(model, optimizer)) if changes else step
         for seed in range(4):
             torch.manual_seed(seed)
             loss = compiled(torch.randn(2, 16, 8).to(xla.device))

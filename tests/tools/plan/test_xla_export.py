@@ -21,14 +21,15 @@ def step(x):
     return loss.detach()
 
 x = runtime.put({"x": torch.ones(4, 3)})["x"]
-loss = runtime.compile(step, changes=(model, optimizer))(x)
+loss = runtime.compile(step, mutates=(model, optimizer))(x)
 nonzero = runtime.compile(lambda x: x.nonzero())
 try:
     nonzero(x)
 except ValueError as error:
     print(error)
 (graph,) = runtime.graphs
-print(runtime.memory_size(), loss.item(), graph["name"], b"all_reduce" in graph["stablehlo"], graph["stablehlo"][:4])
+code = graph["stablehlo"]
+print(runtime.memory_size(), loss.item(), graph["name"], b"all_reduce" in code, code[:4])
 """
 
 

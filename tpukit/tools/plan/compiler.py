@@ -80,7 +80,8 @@ def trace(
 def compile_graph(graph: dict, machine: Machine, parallel: str, backend: str, flags: str, log: Log) -> dict:
     """What the compiler answers to a graph of `trace`, cached; with an `error` where it needs too much
     memory. flags: of libtpu, for this task."""
-    key = f"{graph['digest']} {machine.topology} {parallel} {COMPILERS[backend]} {files.sha256(COMPILER_SCRIPT)}{flags}"
+    script = files.sha256(COMPILER_SCRIPT)
+    key = f"{graph['digest']} {machine.topology} {parallel} {COMPILERS[backend]} {script}{flags}"
     cached = files.cache_folder() / "plans" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json.gz"
     with contextlib.suppress(OSError, EOFError, ValueError):
         files.make_private(cached.parent)  # what another user put there is not trusted

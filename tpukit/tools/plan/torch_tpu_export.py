@@ -5,23 +5,18 @@ Without a TPU torch_tpu does not differentiate. So the CPU traces a step to ATen
 and update, on tensors that have a shape and no memory; then torch_tpu lowers these operations. Attention is
 traced as its plain mathematics, because the trace would hold the CPU's own kernel otherwise."""
 
-from __future__ import annotations
-
 import hashlib
 import os
-from collections.abc import Callable
 
 # That torch loads no other backend that is installed; that libtpu does not look for a TPU in Google's cloud,
 # for minutes; and that two processes may load it.
 os.environ.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 import torch
-from torch import nn
 from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpukit.devices import optimizers, tensors, torch_tpu_private
@@ -58,20 +53,20 @@ class TorchTPUExportRuntime(Runtime):
         super().__init__("cpu", "bf16" if precision == "auto" else precision)
         self.accelerator = "tpu"
 
-    def memory_size(self) -> int:
+    def memory_size(self):
         return self._memory_size
 
-    def device_name(self) -> str:
+    def device_name(self):
         return "TPU through torch_tpu"
 
-    def place(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
+    def place(self, model, *, channels_last="no"):
         for module in model.modules():
             for values in (module._parameters, module._buffers):
                 for name, value in values.items():
                     values[name] = None if value is None else self._fake.from_tensor(value)
         return model
 
-    def torch_compile(self, model: nn.Module, mode: str, **_) -> nn.Module:
+    def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
         return model
 
     def put(self, arrays):
@@ -80,7 +75,7 @@ class TorchTPUExportRuntime(Runtime):
     def put_dataset(self, arrays, *, sharded=False):
         return self.put(arrays)
 
-    def init_optimizer_state(self, optimizer: Optimizer) -> bool:
+    def init_optimizer_state(self, optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         with self._fake, torch_tpu_private.compiling():
             for p in parameters:
@@ -89,16 +84,9 @@ class TorchTPUExportRuntime(Runtime):
         optimizer.zero_grad(set_to_none=True)
         return True
 
-    def compile(
-        self,
-        function: Callable,
-        *,
-        name: str | None = None,
-        max_graphs: int = 1,
-        changes: tuple[nn.Module, Optimizer] | None = None,
-    ) -> Callable:
+    def compile(self, function, *, name=None, max_graphs=1, mutates=None):
         def export(*arguments):
-            state = _state(*changes) if changes else []
+            state = _state(*mutates) if mutates else []
             inputs = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
             result = None
 
@@ -106,7 +94,7 @@ class TorchTPUExportRuntime(Runtime):
                 nonlocal result
                 result = function(*arguments)
                 outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-                gradients = [p.grad for p in changes[0].parameters() if p.grad is not None] if changes else []
+                gradients = [p.grad for p in mutates[0].parameters() if p.grad is not None] if mutates else []
                 return [*outputs, *gradients, *state]
 
             with self._fake, torch_tpu_private.compiling(), sdpa_kernel(SDPBackend.MATH):

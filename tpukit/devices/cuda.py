@@ -1,0 +1,185 @@
+"""The runtime of a GPU: its precisions, pinned copies, fused optimizers, captured steps."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from tpukit.devices import cuda_graph
+from tpukit.devices.optimizers import copy_flattened, flattened, parameters_with_gradient
+from tpukit.devices.runtime import Batch, Runtime
+from tpukit.host.environment import supports
+from tpukit.host.errors import TpukitError
+
+EVALUATION_BATCH = 64
+# Not SGD, whose fused step fails where a gradient comes later.
+_HAS_FUSED_STEP = (torch.optim.Adam, torch.optim.AdamW)
+# Modes of torch.compile that make CUDA graphs of a model -> modes that do not.
+_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+
+def check_cuda() -> None:
+    """Raise TpukitError where torch cannot use this machine's GPU."""
+    if not torch.cuda.is_available():
+        raise TpukitError(
+            f"this machine has a GPU, but torch {torch.__version__} cannot use it: "
+            "it was built without CUDA, or the driver is too old. `tpukit doctor` shows which."
+        )
+
+
+class CUDARuntime(Runtime):
+    """One GPU of this process: torch's current one.
+
+    Steps are captured as CUDA graphs (`cuda_graph`). An optimizer updates all weights by one kernel where
+    torch has one, and counts its steps on the device."""
+
+    def __init__(self, accelerator: str = "cuda", *arguments, **settings):
+        super().__init__(accelerator, *arguments, **settings)
+        if self.precision == "fp32":
+            _multiply_in_fp32()
+
+    def _open_device(self) -> torch.device:
+        check_cuda()
+        torch.backends.cudnn.benchmark = True  # shapes are fixed; runs may differ by rounding
+        capability, built_for = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
+        if not supports(capability, built_for):
+            raise TpukitError(
+                f"{torch.cuda.get_device_name()} has compute capability {'.'.join(map(str, capability))},"
+                f" but torch {torch.__version__} was built for {', '.join(built_for)} only, and would"
+                " fail at its first kernel: choose another GPU, or a torch that was built for this one"
+            )
+        return torch.device("cuda")
+
+    def _best_precision(self) -> str:
+        # An emulated bf16 (T4, V100) is slower than fp16.
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name()
+
+    def _computes_faster_channels_last(self, model: nn.Module) -> bool:
+        # Tensor cores take channels last, and would transpose all else.
+        has_tensor_cores = torch.cuda.get_device_capability() >= (7, 0)
+        return has_tensor_cores and self.precision != "fp32" and super()._computes_faster_channels_last(model)
+
+    def put(self, arrays: Mapping[str, Any]) -> Batch:
+        pinned = {name: torch.as_tensor(value).pin_memory() for name, value in arrays.items()}
+        return {name: value.to(self.device, non_blocking=True) for name, value in pinned.items()}
+
+    def scalar(self, number: float | None) -> Tensor | None:
+        return None if number is None else self.put({"number": torch.tensor(number)})["number"]
+
+    def to_cpu_async(self, tree: Any) -> Callable[[], Any]:
+        pinned = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", non_blocking=True), tree)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def wait():
+            copied.synchronize()
+            return self.host(pinned)  # out of the pinned memory, which is scarce
+
+        return wait
+
+    def compile(self, function, *, name=None, max_graphs=1, mutates=None):
+        if mutates is None:
+            return function
+        return cuda_graph.CapturedStep(function, name or function.__name__, *mutates, self)
+
+    def init_optimizer_state(self, optimizer: Optimizer) -> bool:
+        for group in optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True
+            chosen = group.get("foreach") or group.get("differentiable")  # a fused step is neither
+            if type(optimizer) in _HAS_FUSED_STEP and group["fused"] is None and not chosen:
+                group["fused"] = True
+        if type(optimizer) in _HAS_FUSED_STEP and all(group["fused"] for group in optimizer.param_groups):
+            vars(optimizer)["_step_supports_amp_scaling"] = True  # as torch's constructors say of a fused one
+        vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True  # the first steps do run so
+        return True
+
+    def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
+        if accumulates or is_captured:
+            mode = _WITHOUT_GRAPHS.get(mode, mode)
+        return super().torch_compile(model, mode)
+
+    def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Update the weights, but leave everything on the device as it is where a gradient overflowed.
+
+        torch's scaler reads on the host whether one did, unless the optimizer's kernel can skip by itself."""
+        if self.allow_sync or getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaler.step(optimizer)
+            return
+        [overflows] = scaler._found_inf_per_device(optimizer).values()  # as `unscale_` found
+        written = _tensors_of_step(optimizer)
+        before = flattened(written.values())
+        optimizer.step()
+        written |= _tensors_of_step(optimizer)  # in the same order; state that this step has made comes last
+        for dtype, after in flattened(written.values()).items():
+            old = before.get(dtype, after[:0])
+            if len(old) < len(after):
+                old = torch.cat([old, after.new_zeros(len(after) - len(old))])
+            torch.where(overflows.bool(), old, after, out=after)
+            copy_flattened([value for value in written.values() if value.dtype == dtype], after)
+
+    def sync(self) -> None:
+        torch.cuda.synchronize()
+
+    def random_state(self) -> dict[str, Any]:
+        return {**super().random_state(), "cuda": torch.cuda.get_rng_state()}
+
+    def set_random_state(self, state: dict[str, Any]) -> None:
+        super().set_random_state(state)
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])
+
+    def reset_statistics(self) -> None:
+        super().reset_statistics()
+        torch.cuda.reset_peak_memory_stats()
+
+    def memory(self) -> list[tuple[int, int]]:
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        return [(torch.cuda.max_memory_allocated(), total)]
+
+    def evaluation_batch(self, batch_size: int) -> int:
+        """On one GPU up to EVALUATION_BATCH, as a few take the host longer than the GPU. They fit, as one
+        predicted takes no more memory than one trained."""
+        if self.world.size > 1 or self.step == 0:  # without a step the memory that one takes is unknown
+            return batch_size
+        [(peak, total)] = self.memory()
+        fitting = int(total / cuda_graph.MEMORY_SHARE / peak)
+        return batch_size * max(min(EVALUATION_BATCH // batch_size, fitting), 1)
+
+
+def _multiply_in_fp32() -> None:
+    """Make fp32 mean fp32: by default convolutions on newer GPUs round their inputs to 10 bits (TF32)."""
+    cudnn = torch.backends.cudnn
+    with warnings.catch_warnings():
+        # From 2.9 on torch has another interface beside this one, and reads of the older fail where the two
+        # differ. So both are set, and the older first: it leaves the newer to what is set for all of torch.
+        warnings.simplefilter("ignore")
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.allow_tf32 = cudnn.allow_tf32 = False
+        for operation in (getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
+            if operation is not None:
+                operation.fp32_precision = "ieee"
+
+
+def _tensors_of_step(optimizer: Optimizer) -> dict[tuple, Tensor]:
+    """What a step may change on the device: (parameter, name) -> tensor, with name None for the parameter
+    itself."""
+    tensors: dict[tuple, Tensor] = {}
+    for parameter in parameters_with_gradient(optimizer):
+        tensors[parameter, None] = parameter
+        for name, value in optimizer.state[parameter].items():
+            if isinstance(value, Tensor) and _is_beside(value, parameter):
+                tensors[parameter, name] = value
+    return tensors
+
+
+def _is_beside(value: Tensor, parameter: Tensor) -> bool:
+    return value.device == parameter.device  # counters may be on the host
