@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 from tpukit.host.tables import Table
-from tpukit.tools import hlo, plan
+from tpukit.tools import plan
+from tpukit.tools.plan import hlo
 
 PUBLISHED_MS = {1024: 0.119, 4096: 0.827, 8192: 6.05}  # side of the matrices -> milliseconds
 CLOCK_HZ = 1.5e9  # of a v5e, as 197 TFLOP/s of four units of 128 x 128 products

@@ -37,7 +37,7 @@ SETTINGS_OF = {
     "cloud_tpu_vm": dict(ACCELERATOR="v5litepod-1"),  # the one to rent
 }
 KERNELS = ROOT / "tpukit/tasks/cdeit/tpu/kernels.py"
-NEEDS_INTERNET = {"gpu_to_tpu_migration": "libcst"}  # notebook -> the package that no image has
+NEEDS_INTERNET: dict[str, str] = {}  # notebook -> the package that no image has
 CELL_LIMIT_S = 600
 VERSIONS = ("torch", "torch-xla", "jax", "libtpu")  # that the table names
 # XLA optimises less, as in the Makefile: a step compiles in a third of the time.

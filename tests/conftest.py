@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tpukit.host import files
+
 ROOT = Path(__file__).parent.parent
+# Where the compilers of `tpukit plan`, gigabytes, outlive the tests: by default where a plan keeps them.
+COMPILERS = Path(os.environ.get("TPUKIT_TEST_COMPILERS") or files.cache_folder())
 SMALL = dict(batch_size=8, log_every=3, num_workers=1)  # settings that make a training a matter of a second
 XLA_FLAGS = "--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0"
 
@@ -22,6 +26,19 @@ def pytest_configure(config):
 def _cache(tmp_path_factory):
     """Decoded datasets of the tests go with the tests, those of the processes that they start too."""
     os.environ["TPUKIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compilers():
+    try:
+        from tpukit.tools.plan import compiler
+    except ImportError:  # a tree without that tool
+        yield
+        return
+    folder_of = compiler.folder_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "folder_of", lambda backend: COMPILERS / folder_of(backend).name)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -114,8 +114,9 @@ def test_a_result_names_the_copy_of_tpukit_or_the_failing_cell(tmp_path):
     )
 
 
-def test_only_the_package_that_needs_the_internet_excuses_a_notebook(tmp_path):
+def test_only_the_package_that_needs_the_internet_excuses_a_notebook(tmp_path, monkeypatch):
     name = "gpu_to_tpu_migration"
+    monkeypatch.setitem(twins.NEEDS_INTERNET, name, "libcst")
     excused = executed(ImportError("libcst is missing: switch the internet on"))
     assert twins.result(excused, name, 5, tmp_path)["state"] == "internet"
     assert twins.result(excused, "mnist_quickstart", 5, tmp_path)["state"] == "failed"

@@ -45,17 +45,12 @@ def test_a_healthy_colab_tpu_blocks_nothing(tmp_path, versions):
 
 
 @pytest.mark.parametrize("name", sorted(environment.OLD_VARIABLES))
-def test_doctor_and_migrate_say_the_same_of_what_an_old_guide_left_set(name, tmp_path, versions, gpu):
-    from tpukit.tools.migrate.rules import OLD_VARIABLES
-
+def test_what_an_old_guide_left_set_is_found_with_what_to_do_instead(name, tmp_path, versions, gpu):
     versions(torch="2.9.0")
     gpu()
-    check = find(
-        examine({name: "1"}, tmp_path), "variable", doctor.WARNING if "BF16" in name else doctor.NOTE
-    )
-    assert (
-        check.found.startswith(f"{name}=1: ") and check.fix.removeprefix("unset it. ") in OLD_VARIABLES[name]
-    )
+    level = doctor.WARNING if "BF16" in name else doctor.NOTE
+    check = find(examine({name: "1"}, tmp_path), "variable", level)
+    assert check.found.startswith(f"{name}=1: ") and check.fix.endswith(environment.OLD_VARIABLES[name][1])
 
 
 @pytest.mark.parametrize(
@@ -74,7 +69,7 @@ def test_where_the_pci_bus_is_hidden_the_accelerator_is_judged_by_device_files(
 
 # The images by their own lists of August 2026: variables, chips, versions, the libtpu that torch_xla names,
 # what is not there.
-HAS_NO = {"tyro", "libcst", "pyeit"}
+HAS_NO = {"tyro", "pyeit"}
 COLAB_GPU, KAGGLE_GPU = (
     {"COLAB_RELEASE_TAG": "x", "COLAB_TPU_1VM": ""},
     {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"},
@@ -164,17 +159,6 @@ def test_doctor_never_tells_to_install_over_an_image(name, broken, image):
     assert not [c.fix for c in checks if re.search(r"pip install.*\b(torch|torch_xla|libtpu)\b", c.fix)]
 
 
-def test_doctor_needs_no_torch_xla_to_be_installed_where_a_version_of_it_is_given(
-    tmp_path, versions, monkeypatch
-):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "requires", missing)
-    versions(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21")
-    find(examine({}, tmp_path), "torch_xla", doctor.OK)
-
-
 # A torch without CUDA
 TORCH = """
 class version:
@@ -211,67 +195,78 @@ def test_torch_xla_is_imported_under_the_variables_that_a_training_would_have(
     assert level == doctor.OK or "TPU_ACCELERATOR_TYPE" in check.fix
 
 
+XLA, XLA_28 = (dict(torch=f"{version}.0", torch_xla=f"{version}.0") for version in ("2.9", "2.8"))
+TPU = dict(torch="2.13.0", torch_tpu="0.2.0", libtpu="0.0.52")
+LOOKUP_FAILED = dict(KAGGLE_TPU, TPU_ACCELERATOR_TYPE="WARNING: could not determine TPU accelerator type")
+
+
+# What is installed, chips, variables -> what is found, how bad, and words of it or its fix; without a level
+# it is not mentioned.
 @pytest.mark.parametrize(
-    "version, level",
-    [("2.5.1", doctor.BLOCKS), ("2.6.0", doctor.WARNING), ("2.8.0", doctor.OK), ("2.11.0+cu128", doctor.OK)],
-)
-def test_a_torch_whose_checkpoints_can_run_code_blocks(version, level, tmp_path, versions, gpu):
-    versions(torch=version)
-    gpu()
-    check = find(examine({}, tmp_path), "torch", level)
-    assert ("CVE-2025-32434" in check.found) is (level == doctor.BLOCKS)
-
-
-def test_versions_that_do_not_match_block(tmp_path, versions):
-    versions(torch="2.11.0", torch_xla="2.9.0")
-    check = find(examine({}, tmp_path), "torch_xla", doctor.BLOCKS)
-    assert (
-        "2.9.0 does not match torch 2.11.0" in check.found and "torch~=2.9.0" in check.fix
-    )  # a torch_xla 2.11 is not to be had
-
-
-@pytest.mark.parametrize(
-    "installed, level, needs",
+    "installed, chips, environ, what, level, words",
     [
-        (dict(torch="2.13.0", torch_tpu="0.2.0", libtpu="0.0.52"), doctor.OK, ""),
-        (dict(torch="2.9.0", torch_tpu="0.2.0", libtpu="0.0.52"), doctor.BLOCKS, "2.11 to 2.15"),
-        (dict(torch="2.13.0", torch_tpu="0.2.0", libtpu="0.0.21"), doctor.BLOCKS, "0.0.50"),
-        (dict(torch="2.9.0", torch_xla="2.9.0", torch_tpu="0.2.0", libtpu="0.0.21"), doctor.NOTE, "not used"),
+        (dict(torch="2.5.1"), 0, {}, "torch", doctor.BLOCKS, ["CVE-2025-32434"]),
+        (dict(torch="2.6.0"), 0, {}, "torch", doctor.WARNING, []),
+        (dict(torch="2.8.0"), 0, {}, "torch", doctor.OK, []),
+        (dict(torch="2.11.0+cu128"), 0, {}, "torch", doctor.OK, []),
+        (XLA, 0, {}, "torch_xla", doctor.OK, []),  # also where only its version is known
+        (  # a torch_xla 2.11 is not to be had
+            XLA | dict(torch="2.11.0"),
+            *(0, {}, "torch_xla", doctor.BLOCKS),
+            ["2.9.0 does not match torch 2.11.0", "torch~=2.9.0"],
+        ),
+        (TPU, 0, {}, "torch_tpu", doctor.OK, []),
+        (TPU | dict(torch="2.9.0"), 0, {}, "torch_tpu", doctor.BLOCKS, ["2.11 to 2.15", "pip install"]),
+        (TPU | dict(libtpu="0.0.21"), 0, {}, "torch_tpu", doctor.BLOCKS, ["0.0.50", "pip install"]),
+        (TPU | dict(torch="2.9.0"), 0, KAGGLE_GPU, "torch_tpu", doctor.BLOCKS, ["fresh session"]),
+        (TPU | XLA, 0, KAGGLE_GPU, "torch_tpu", doctor.NOTE, ["not used"]),
+        (XLA | TPU, 0, {}, "torch_xla", doctor.NOTE, ["torch_tpu"]),
+        (XLA | TPU, 0, {}, "torch_tpu", doctor.OK, []),
+        (XLA | dict(tensorflow="2.19.0"), 0, {}, "tensorflow", doctor.WARNING, ["tensorflow-cpu"]),
+        (XLA | dict(tensorflow="2.19.0", tensorflow_cpu="2.19.0"), 0, {}, "tensorflow", None, []),
+        (XLA, 0, {"PJRT_DEVICE": "TPU"}, "accelerator", doctor.BLOCKS, ["no TPU chip is on the PCI bus"]),
+        (XLA, 0, {"PJRT_DEVICE": "CUDA"}, "accelerator", doctor.BLOCKS, ["PJRT_DEVICE=CUDA"]),
+        (dict(torch="2.9.0"), 4, {"TPU_NAME": "n"}, "accelerator", doctor.BLOCKS, ["4 TPU chips found"]),
+        (
+            dict(torch="2.9.0"),
+            *(0, {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, "accelerator", doctor.BLOCKS),
+            ["batch run got no accelerator"],
+        ),
+        (XLA, 8, {"PJRT_DEVICE": "CPU"}, "accelerator", doctor.WARNING, ["unset PJRT_DEVICE"]),
+        (TPU, 8, {"PJRT_DEVICE": "CPU"}, "accelerator", doctor.WARNING, ["unset PJRT_DEVICE"]),
+        (XLA_28, 8, LOOKUP_FAILED, "variable", doctor.NOTE, ["TPU_ACCELERATOR_TYPE", "'v5litepod-8'"]),
+        (XLA_28, 8, KAGGLE_TPU | {"XLA_USE_BF16": "1"}, "variable", doctor.WARNING, ["autocast"]),
+        (XLA_28, 8, KAGGLE_TPU | {"COLAB_TPU_ADDR": "10.0.0.2"}, "variable", doctor.NOTE, ["TPU Node"]),
     ],
 )
-def test_torch_tpu_is_judged_by_its_versions_and_never_installed_over_an_image(
-    installed, level, needs, tmp_path, versions
+def test_a_machine_is_judged_by_its_versions_chips_and_variables(
+    installed, chips, environ, what, level, words, tmp_path, versions, gpu, monkeypatch
 ):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    if chips:
+        add_chips(tmp_path, chips)
+    gpu()
     versions(**installed)
-    check = find(examine({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, tmp_path), "torch_tpu", level)
-    assert needs in check.found and "pip install" not in check.fix
-    check = find(examine({}, tmp_path), "torch_tpu", level)
-    assert ("pip install" in check.fix) == (level == doctor.BLOCKS)
+    checks = examine(environ, tmp_path)
+    if level is None:
+        assert not [check for check in checks if check.what == what]
+        return
+    check = find(checks, what, level)
+    assert all(word in f"{check.found} {check.fix}" for word in words), check
+    assert doctor.blocked(checks) or level != doctor.BLOCKS
 
 
 def test_torch_tpu_beside_an_old_numpy_blocks(tmp_path, versions, monkeypatch):
-    versions(torch="2.13.0", torch_tpu="0.2.0", libtpu="0.0.52")
+    versions(**TPU)
     installed = environment.version_of
     monkeypatch.setattr(
         environment, "version_of", lambda name: "1.26.4" if name == "numpy" else installed(name)
     )
     check = find(examine({}, tmp_path), "torch_tpu", doctor.BLOCKS)
     assert "1.26.4" in check.found and "numpy>=2" in check.fix
-
-
-def test_a_torch_xla_beside_a_torch_tpu_that_fits_does_not_block(tmp_path, versions):
-    versions(torch="2.13.0", torch_xla="2.9.0", torch_tpu="0.2.0", libtpu="0.0.52")
-    checks = examine({}, tmp_path)
-    assert "torch_tpu" in find(checks, "torch_xla", doctor.NOTE).found and find(
-        checks, "torch_tpu", doctor.OK
-    )
-
-
-def test_tensorflow_beside_torch_xla_is_a_warning_and_tensorflow_cpu_is_not(tmp_path, versions):
-    versions(torch="2.9.0", torch_xla="2.9.0", tensorflow="2.19.0")
-    assert "tensorflow-cpu" in find(examine({}, tmp_path), "tensorflow", doctor.WARNING).fix
-    versions(torch="2.9.0", torch_xla="2.9.0", tensorflow="2.19.0", tensorflow_cpu="2.19.0")
-    assert not [c for c in examine({}, tmp_path) if c.what == "tensorflow"]
 
 
 def test_a_chip_held_by_another_process_names_it(tmp_path, versions):
@@ -293,56 +288,6 @@ def test_a_lock_left_behind_is_named_only_where_a_chip_is(tmp_path, versions):
     assert not [c for c in examine({}, tmp_path) if c.what == "chip"]
     add_chips(tmp_path, 1)
     assert "rm " in find(examine(COLAB_TPU, tmp_path), "chip", doctor.WARNING).fix
-
-
-def test_variables_of_old_guides_are_explained(tmp_path, versions):
-    add_chips(tmp_path, 8)
-    versions(torch="2.8.0", torch_xla="2.8.0")
-    checks = examine({**KAGGLE_TPU, "XLA_USE_BF16": "1", "COLAB_TPU_ADDR": "10.0.0.2"}, tmp_path)
-    notes = " ".join(c.found + c.fix for c in checks if c.what == "variable")
-    assert "COLAB_TPU_ADDR" in notes and "TPU Node runtime" in notes
-    assert "autocast" in find(checks, "variable", doctor.WARNING).fix
-
-
-@pytest.mark.parametrize(
-    "environ, chips, installed, found",
-    [
-        (
-            {"PJRT_DEVICE": "TPU"},
-            0,
-            dict(torch="2.9.0", torch_xla="2.9.0"),
-            "no TPU chip is on the PCI bus or in /dev",
-        ),
-        ({"PJRT_DEVICE": "CUDA"}, 0, dict(torch="2.9.0", torch_xla="2.9.0"), "PJRT_DEVICE=CUDA"),
-        (
-            {"TPU_NAME": "n"},
-            4,
-            dict(torch="2.9.0"),
-            "4 TPU chips found, but neither torch_xla nor torch_tpu is installed",
-        ),
-        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, 0, dict(torch="2.9.0"), "batch run got no accelerator"),
-    ],
-)
-def test_an_accelerator_that_cannot_be_used_blocks(environ, chips, installed, found, tmp_path, versions, gpu):
-    if chips:
-        add_chips(tmp_path, chips)
-    gpu()
-    versions(**installed)
-    checks = examine(environ, tmp_path)
-    assert found in find(checks, "accelerator", doctor.BLOCKS).found and doctor.blocked(checks)
-
-
-@pytest.mark.parametrize(
-    "installed", [dict(torch="2.9.0", torch_xla="2.9.0"), dict(torch="2.13.0", torch_tpu="0.2.0")]
-)
-def test_chips_that_pjrt_device_hides_are_a_warning_with_either_backend(installed, tmp_path, versions, gpu):
-    add_chips(tmp_path, 8)
-    gpu()
-    versions(**installed)
-    assert (
-        "unset PJRT_DEVICE"
-        in find(examine({"PJRT_DEVICE": "CPU"}, tmp_path), "accelerator", doctor.WARNING).fix
-    )
 
 
 T4, P100 = ("Tesla T4", "7.5"), ("Tesla P100-PCIE-16GB", "6.0")
@@ -474,11 +419,3 @@ def test_doctor_answers_where_the_parser_of_the_command_line_is_missing(monkeypa
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert cli.main(["doctor"]) in (0, 1)
     assert "Checks" in capsys.readouterr().out
-
-
-def test_a_warning_in_place_of_a_variables_value_is_shown_with_what_tpukit_takes_for_it(tmp_path, versions):
-    add_chips(tmp_path, 8)
-    versions(torch="2.8.0", torch_xla="2.8.0", libtpu="0.0.17")
-    given = dict(KAGGLE_TPU, TPU_ACCELERATOR_TYPE="WARNING: could not determine TPU accelerator type")
-    check = find(examine(given, tmp_path), "variable", doctor.NOTE)
-    assert "TPU_ACCELERATOR_TYPE" in check.found and "'v5litepod-8'" in check.fix

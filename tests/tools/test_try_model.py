@@ -4,9 +4,8 @@ import pytest
 
 from tests.tasks.cdeit.small import SMALL
 from tpukit import CDEIT, MNIST, TpukitError, detect
-from tpukit.tools import try_model as module
-from tpukit.tools.doctor import BLOCKS
-from tpukit.tools.try_model import try_model
+from tpukit.tools import doctor
+from tpukit.tools.doctor import BLOCKS, try_model
 
 
 def test_doctor_says_how_far_half_precision_moves_the_model(cpu):
@@ -23,7 +22,7 @@ def test_what_a_compiler_refuses_is_a_finding_with_its_reason_and_what_tpukit_re
     def refuse(*_):
         raise error
 
-    monkeypatch.setattr(module, "_one_step", refuse)
+    monkeypatch.setattr(doctor, "take_step", refuse)
     error = ValueError(
         "Ran out of memory in memory space hbm. Used 18.2G of 15.75G hbm.\nmore"
     )  # XLA's type for it

@@ -24,7 +24,6 @@ def doctor(
     from tpukit import tasks
     from tpukit.host import environment
     from tpukit.tools import doctor as tool
-    from tpukit.tools.try_model import try_model
 
     if error is not None:
         return _explain(error)
@@ -36,7 +35,7 @@ def doctor(
     if task and not tool.blocked(checks):
         from tpukit.tasks.trained import find_trained
 
-        checks += try_model(find_trained(weights, model)[0] if weights else task(), env)
+        checks += tool.try_model(find_trained(weights, model)[0] if weights else task(), env)
     if json:
         rows = [dataclasses.asdict(check) for check in checks]
         found = {**dataclasses.asdict(env), "checks": rows, "blocked": tool.blocked(checks)}

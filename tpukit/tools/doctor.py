@@ -1,7 +1,10 @@
 """`tpukit doctor`: checks for what would prevent a training on this machine, each with its fix. Opens no
 device."""
 
+from __future__ import annotations
+
 import contextlib
+import copy
 import dataclasses
 import importlib.metadata
 import json
@@ -10,12 +13,20 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tpukit.host import environment
-from tpukit.host.environment import release
+from tpukit.host.environment import Environment, release
+from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.known_errors import fix_for
 from tpukit.host.tables import GIB, Table
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from tpukit.training.task import Task
 
 LEVELS = BLOCKS, WARNING, NOTE, OK = "BLOCKS", "warning", "note", "ok"  # the worst first
 # Package -> level where it is missing, and the part of tpukit that needs it.
@@ -24,11 +35,11 @@ NEEDED = dict.fromkeys(("numpy", "pillow", "safetensors", "tqdm", "rich"), (BLOC
     "pyeit": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
     "matplotlib": (NOTE, "figures"),
     "tyro": (NOTE, "the options of the command line"),
-    "libcst": (NOTE, "`tpukit migrate`"),
 }
 IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu must stay as they are
 FRESH = "start a fresh session and install nothing over the image's versions"
 IMPORT_TIMEOUT_S = 120
+LARGEST_CHANGE = 0.05  # of an output by half precision, relative to its norm
 
 # Prints a JSON object after each import: {package: its error or null}, and for torch {"cuda": ...}. Opens no
 # context on a GPU.
@@ -36,13 +47,13 @@ IMPORTS = """
 import importlib, json, sys, traceback
 
 def describe_cuda(torch):
-    cuda = dict(built=torch.version.cuda, usable=torch.cuda.is_available(), arch_list=torch.cuda.get_arch_list(), reason="")
+    cuda = dict(built=torch.version.cuda, usable=torch.cuda.is_available(), reason="")
     if cuda["built"] and not cuda["usable"]:
         try:
             torch.cuda.init()
         except Exception as error:
             cuda["reason"] = str(error).partition(chr(10))[0]
-    return cuda
+    return cuda | dict(arch_list=torch.cuda.get_arch_list())
 
 for package in sys.argv[1:]:
     report = {package: None}
@@ -70,40 +81,49 @@ class Check:
 class Machine:
     """What the checks read. errors and cuda: what `import_packages` returns."""
 
-    env: environment.Environment
-    environ: dict
+    env: Environment
+    environ: Mapping[str, str]
     root: Path
-    errors: dict
+    errors: dict[str, str | None]
     cuda: dict | None
 
+    def version(self, package: str) -> str | None:
+        return self.env.versions.get(package)
 
-def examine(env=None, *, environ=None, root="/"):
-    """Check everything that can be seen without opening a device. Returns a list of `Check`.
+    def install(self, packages: str) -> str:
+        """The fix that installs one of torch, torch_xla and libtpu, on hosts where that is allowed."""
+        return FRESH if self.env.host in IMAGES else f"pip install {packages}"
+
+
+def examine(
+    env: Environment | None = None, *, environ: Mapping[str, str] | None = None, root: str | Path = "/"
+) -> list[Check]:
+    """Check everything that can be seen without opening a device.
 
     env, environ, root: as for `environment.detect`, for tests.
     """
     environ = os.environ if environ is None else environ
     env = env or environment.detect(environ, root)
-    packages = (
-        [name for name in ("torch", "torch_xla") if name in env.versions] if "torch" in env.versions else []
-    )
-    errors, cuda = import_packages(packages, environ)
+    packages = [name for name in ("torch", "torch_xla") if name in env.versions]
+    errors, cuda = import_packages(packages if "torch" in packages else [], environ)
     machine = Machine(env, environ, Path(root), errors, cuda)
     return [found for check in CHECKS for found in check(machine)]
 
 
-def table(checks):
+def table(checks: Iterable[Check]) -> Table:
     """The checks as a `Table`, worst first."""
     rows = [(c.what, c.level, c.found, c.fix) for c in sorted(checks, key=lambda c: LEVELS.index(c.level))]
     return Table("Checks", ("what", "level", "found", "fix"), rows)
 
 
-def blocked(checks):
+def blocked(checks: Iterable[Check]) -> bool:
     """Whether something prevents training altogether."""
     return any(check.level == BLOCKS for check in checks)
 
 
-def import_packages(packages, environ):
+def import_packages(
+    packages: list[str], environ: Mapping[str, str]
+) -> tuple[dict[str, str | None], dict | None]:
     """Import packages one after the other in one process with these variables and no others, as a training
     would.
 
@@ -129,125 +149,94 @@ def import_packages(packages, environ):
 # Checks: each yields what it finds
 
 
-def _python(machine):
-    python = machine.env.python
-    version = tuple(int(part) for part in python.split(".")[:2])
+def _python(machine: Machine) -> Iterator[Check]:
+    version = release(machine.env.python)
     if (3, 11) <= version <= (3, 13):
-        yield Check("python", OK, python)
+        yield Check("python", OK, machine.env.python)
     else:
-        yield Check("python", WARNING, python, "tpukit is tested on Python 3.11 to 3.13")
+        yield Check("python", WARNING, machine.env.python, "tpukit is tested on Python 3.11 to 3.13")
 
 
-def _packages(machine):
+def _packages(machine: Machine) -> Iterator[Check]:
     missing = [name for name in NEEDED if environment.version_of(name) is None]
     if not missing:
         yield Check("packages", OK, "all installed")
         return
     level = min((NEEDED[name][0] for name in missing), key=LEVELS.index)
-    names = [f"{name} (for {NEEDED[name][1]})" for name in missing]
-    yield Check("packages", level, f"missing: {', '.join(names)}", f"pip install {' '.join(missing)}")
+    names = ", ".join(f"{name} (for {NEEDED[name][1]})" for name in missing)
+    yield Check("packages", level, f"missing: {names}", f"pip install {' '.join(missing)}")
 
 
-def _install(machine, packages):
-    """The fix that installs one of torch, torch_xla and libtpu, on hosts where that is allowed."""
-    return FRESH if machine.env.host in IMAGES else f"pip install {packages}"
-
-
-def _torch(machine):
-    version = machine.env.versions.get("torch")
+def _torch(machine: Machine) -> Iterator[Check]:
+    version = machine.version("torch")
     if version is None:
-        yield Check("torch", BLOCKS, "not installed", _install(machine, "torch"))
+        yield Check("torch", BLOCKS, "not installed", machine.install("torch"))
     elif error := machine.errors["torch"]:
-        fix = fix_for(error) or _install(machine, "--force-reinstall torch")
+        fix = fix_for(error) or machine.install("--force-reinstall torch")
         yield Check("torch", BLOCKS, f"{version} cannot be imported: {error}", fix)
     elif release(version) < (2, 6):
         found = f"{version}: its torch.load runs code from checkpoints, weights_only or not (CVE-2025-32434)"
-        yield Check("torch", BLOCKS, found, _install(machine, "'torch>=2.8'"))
+        yield Check("torch", BLOCKS, found, machine.install("'torch>=2.8'"))
     elif release(version) < (2, 8):
         yield Check("torch", WARNING, version, "tpukit is tested with torch 2.8 and newer")
     else:
         yield Check("torch", OK, version)
 
 
-def _gpu(machine):
+def _gpu(machine: Machine) -> Iterator[Check]:
     """Whether torch can use the GPUs, and if not, why."""
     env, environ, cuda = machine.env, machine.environ, machine.cuda
-    image = env.host in IMAGES
+    is_local, torch = env.host == "local", f"torch {machine.version('torch')}"
     if env.accelerator == "cpu":
         if environment.nvidia_cards_on_bus(machine.root) and not environment.nvidia_smi(environ, "-L"):
-            fix = (
-                FRESH if env.host != "local" else f"install NVIDIA's driver. {environment.GPU_MENU['local']}"
-            )
-            yield Check(
-                "gpu", WARNING, "an NVIDIA card is on the PCI bus, but nvidia-smi finds no driver for it", fix
-            )
+            found = "an NVIDIA card is on the PCI bus, but nvidia-smi finds no driver for it"
+            fix = f"install NVIDIA's driver. {environment.GPU_MENU['local']}" if is_local else FRESH
+            yield Check("gpu", WARNING, found, fix)
+    elif env.accelerator != "cuda" or cuda is None:
         return
-    if env.accelerator != "cuda" or cuda is None:
-        return
-    torch = f"torch {env.versions['torch']}"
-    if cuda["built"] is None:
-        fix = FRESH if image else "install a CUDA build of torch (pytorch.org/get-started/locally)"
-        yield Check(
-            "gpu",
-            BLOCKS,
-            f"{torch} was built without CUDA, but this machine has a GPU: {env.device_name}",
-            fix,
-        )
-        return
-    if cuda["usable"]:
-        gpus = environment.nvidia_gpus(environ)
-        fix = (
-            "install a torch that was built for it" if env.host == "local" else environment.GPU_MENU[env.host]
-        )
+    elif cuda["built"] is None:
+        found = f"{torch} was built without CUDA, but this machine has a GPU: {env.device_name}"
+        fix = "install a CUDA build of torch (pytorch.org/get-started/locally)"
+        yield Check("gpu", BLOCKS, found, FRESH if env.host in IMAGES else fix)
+    elif not cuda["usable"]:
+        reason = cuda["reason"] or "no reason given"
+        fix = fix_for(reason) or "update NVIDIA's driver (nvidia-smi), or install a torch for an older CUDA"
+        found = f"{torch} cannot use {env.device_name}: {reason}"
+        yield Check("gpu", BLOCKS, found, FRESH if env.host in IMAGES else fix)
+    else:
+        fix = "install a torch that was built for it" if is_local else environment.GPU_MENU[env.host]
+        gpus, built_for = environment.nvidia_gpus(environ), cuda["arch_list"]
         for name, capability in _compute_capabilities(environ):
-            visible = any(gpu.startswith(name) for gpu in gpus)
-            if visible and not environment.supports(release(capability), cuda["arch_list"]):
-                built_for = ", ".join(cuda["arch_list"])
-                yield Check(
-                    "gpu",
-                    BLOCKS,
-                    f"{name} has compute capability {capability}; {torch} was built for {built_for}",
-                    fix,
-                )
-        return
-    fix = (
-        fix_for(cuda["reason"]) or "update NVIDIA's driver (nvidia-smi), or install a torch for an older CUDA"
-    )
-    if image:
-        fix = FRESH
-    yield Check(
-        "gpu", BLOCKS, f"{torch} cannot use {env.device_name}: {cuda['reason'] or 'no reason given'}", fix
-    )
+            is_visible = any(gpu.startswith(name) for gpu in gpus)
+            if is_visible and not environment.supports(release(capability), built_for):
+                found = f"{name} has compute capability {capability}; {torch} was built for "
+                yield Check("gpu", BLOCKS, found + ", ".join(built_for), fix)
 
 
 def _compute_capabilities(environ):
     """[(name, compute capability)] of the GPUs; empty for drivers that do not report them."""
-    lines = environment.nvidia_smi(
-        environ, "--query-gpu=name,compute_cap", "--format=csv,noheader"
-    ).splitlines()
-    rows = (re.fullmatch(r"(.+), *(\d+\.\d+)", line.strip()) for line in dict.fromkeys(lines))
+    text = environment.nvidia_smi(environ, "--query-gpu=name,compute_cap", "--format=csv,noheader")
+    rows = (re.fullmatch(r"(.+), *(\d+\.\d+)", line.strip()) for line in dict.fromkeys(text.splitlines()))
     return [row.groups() for row in rows if row]
 
 
-def _torch_xla(machine):
-    torch, xla, libtpu = (machine.env.versions.get(name) for name in ("torch", "torch_xla", "libtpu"))
+def _torch_xla(machine: Machine) -> Iterator[Check]:
+    torch, xla, libtpu = map(machine.version, ("torch", "torch_xla", "libtpu"))
+    environ, root = machine.environ, machine.root
     if xla is None:
         return
     if machine.env.tpu_backend == "torch_tpu":
-        yield Check(
-            "torch_xla", NOTE, f"{xla} is not used: torch_tpu fits torch {torch}, and torch_xla does not", ""
-        )
+        found = f"{xla} is not used: torch_tpu fits torch {torch}, and torch_xla does not"
+        yield Check("torch_xla", NOTE, found)
         return
     if torch and (reason := environment.misfit(machine.env.versions)):
-        fix = _install(machine, f"'torch~={'.'.join(xla.split('.')[:2])}.0'")
-        yield Check("torch_xla", BLOCKS, reason, fix)
+        fitting = f"'torch~={'.'.join(xla.split('.')[:2])}.0'"
+        yield Check("torch_xla", BLOCKS, reason, machine.install(fitting))
         return
     if error := machine.errors.get("torch_xla"):
         fix = fix_for(error) or FRESH
-        skips_metadata = machine.environ.get("TPU_SKIP_MDS_QUERY") and not machine.environ.get(
-            "TPU_ACCELERATOR_TYPE"
-        )
-        if skips_metadata and environment.tpu_chips(machine.root):
+        is_half_set = environ.get("TPU_SKIP_MDS_QUERY") and not environ.get("TPU_ACCELERATOR_TYPE")
+        if is_half_set and environment.tpu_chips(root):
             fix = (
                 "TPU_SKIP_MDS_QUERY is set, so torch_xla reads TPU_ACCELERATOR_TYPE, which is not: set both"
                 " or neither"
@@ -256,19 +245,19 @@ def _torch_xla(machine):
         return
     yield Check("torch_xla", OK, xla)
     wanted = _wanted_libtpu()
-    if libtpu is None and environment.chips_here(machine.environ, machine.root):
-        fix = _install(machine, f"libtpu=={wanted}" if wanted else "'torch_xla[tpu]'")
+    if libtpu is None and environment.chips_here(environ, root):
+        fix = machine.install(f"libtpu=={wanted}" if wanted else "'torch_xla[tpu]'")
         yield Check("libtpu", BLOCKS, "not installed", fix)
     elif wanted and libtpu and release(wanted, 3) != release(libtpu, 3):  # images ship 0.0.21.1 for 0.0.21
         found = f"{libtpu}, but torch_xla {xla} was built for {wanted}"
-        yield Check("libtpu", WARNING, found, _install(machine, f"libtpu=={wanted}"))
+        yield Check("libtpu", WARNING, found, machine.install(f"libtpu=={wanted}"))
 
 
-def _torch_tpu(machine):
-    versions = machine.env.versions
-    if "torch_tpu" not in versions:
+def _torch_tpu(machine: Machine) -> Iterator[Check]:
+    if machine.version("torch_tpu") is None:
         return
-    found = f"{versions['torch_tpu']} with torch {versions.get('torch')} and libtpu {versions.get('libtpu')}"
+    torch_tpu, torch, libtpu = map(machine.version, ("torch_tpu", "torch", "libtpu"))
+    found = f"{torch_tpu} with torch {torch} and libtpu {libtpu}"
     numpy = environment.version_of("numpy")
     if machine.env.tpu_backend == "torch_xla":
         fix = (
@@ -276,12 +265,11 @@ def _torch_tpu(machine):
             " Python starts"
         )
         yield Check("torch_tpu", NOTE, f"{found} is not used: it needs {environment.TORCH_TPU_NEEDS}", fix)
-    elif reason := environment.misfit(versions):
-        yield Check("torch_tpu", BLOCKS, reason, _install(machine, "'torch>=2.11,<=2.15' 'libtpu>=0.0.50'"))
+    elif reason := environment.misfit(machine.env.versions):
+        yield Check("torch_tpu", BLOCKS, reason, machine.install("'torch>=2.11,<=2.15' 'libtpu>=0.0.50'"))
     elif numpy and release(numpy) < (2,):
-        yield Check(
-            "torch_tpu", BLOCKS, f"{found}: it needs numpy 2, not {numpy}", _install(machine, "'numpy>=2'")
-        )
+        found = f"{found}: it needs numpy 2, not {numpy}"
+        yield Check("torch_tpu", BLOCKS, found, machine.install("'numpy>=2'"))
     else:
         yield Check("torch_tpu", OK, found)
 
@@ -292,25 +280,24 @@ def _wanted_libtpu():
         requirements = importlib.metadata.requires("torch_xla") or []
     except importlib.metadata.PackageNotFoundError:
         return None
-    return next(
-        (named[1] for line in requirements if (named := re.match(r"libtpu\s*==\s*([\d.]+)", line))), None
-    )
+    named = (re.match(r"libtpu\s*==\s*([\d.]+)", line) for line in requirements)
+    return next((match[1] for match in named if match), None)
 
 
-def _tensorflow(machine):
+def _tensorflow(machine: Machine) -> Iterator[Check]:
     versions = machine.env.versions
     if "torch_xla" in versions and "tensorflow" in versions and "tensorflow-cpu" not in versions:
         fix = "it takes the TPU when imported: pip uninstall -y tensorflow && pip install tensorflow-cpu"
         yield Check("tensorflow", WARNING, f"{versions['tensorflow']} next to torch_xla", fix)
 
 
-def _accelerator(machine):
+def _accelerator(machine: Machine) -> Iterator[Check]:
     env, environ = machine.env, machine.environ
     menu = environment.TPU_MENU[env.host]
     chips = environment.chips_here(environ, machine.root)
-    found = f"{env.accelerator}: {env.device_name}"
     pjrt = environ.get("PJRT_DEVICE", "").upper()
-    level, fix = OK, ""
+    is_batch = environ.get("KAGGLE_KERNEL_RUN_TYPE", "").lower() == "batch"
+    level, found, fix = OK, f"{env.accelerator}: {env.device_name}", ""
     if pjrt and pjrt not in ("CPU", "TPU"):
         level, found = BLOCKS, f"PJRT_DEVICE={pjrt}"
         fix = "torch_xla supports TPU and CPU; for a GPU unset PJRT_DEVICE"
@@ -318,37 +305,32 @@ def _accelerator(machine):
         level, found = BLOCKS, "PJRT_DEVICE=TPU, but no TPU chip is on the PCI bus or in /dev"
         fix = f"unset PJRT_DEVICE. {menu}"
     elif chips and pjrt == "CPU":
-        level, found, fix = (
-            WARNING,
-            f"{chips} TPU chips found, but PJRT_DEVICE=CPU hides them",
-            "unset PJRT_DEVICE",
-        )
+        level, found = WARNING, f"{chips} TPU chips found, but PJRT_DEVICE=CPU hides them"
+        fix = "unset PJRT_DEVICE"
     elif chips and env.accelerator != "tpu":
         level, found = BLOCKS, f"{chips} TPU chips found, but neither torch_xla nor torch_tpu is installed"
-        fix = _install(machine, "'torch_xla[tpu]'")
-    elif env.accelerator == "cpu" and environ.get("KAGGLE_KERNEL_RUN_TYPE", "").lower() == "batch":
+        fix = machine.install("'torch_xla[tpu]'")
+    elif env.accelerator == "cpu" and is_batch:
         level, found, fix = BLOCKS, "this Kaggle batch run got no accelerator", menu
     elif env.accelerator == "cpu" and env.host == "local":
-        level, fix = NOTE, "training works, but slowly; Colab and Kaggle lend accelerators for free"
+        level, fix = NOTE, "training works, but slowly; Colab and Kaggle offer free accelerators"
     elif env.accelerator == "cpu":
         level, found, fix = WARNING, f"{found}: no accelerator is switched on", menu
     yield Check("accelerator", level, found, fix)
 
 
-def _chip_holders(machine):
+def _chip_holders(machine: Machine) -> Iterator[Check]:
     """Processes, other than this one, that hold a TPU chip open."""
-    busy = False
+    is_busy = False
     for process in sorted(machine.root.glob("proc/[0-9]*"), key=lambda path: int(path.name)):
-        held = sorted(
-            {target for target in _open_files(process) if re.match(r"/dev/(vfio/\d+|accel\d*)", target)}
-        )
+        held = sorted(set(filter(re.compile(r"/dev/(vfio/\d+|accel\d*)").match, _open_files(process))))
         if held and int(process.name) != os.getpid():
-            busy = True
+            is_busy = True
             command = " ".join(_read(process / "cmdline").split("\0")[:2])  # more of it can hold a token
             fix = f"end it (kill {process.name}), or restart the session of its notebook"
             yield Check("chip", BLOCKS, f"process {process.name} ({command}) holds {', '.join(held)}", fix)
     lock = machine.root / "tmp/libtpu_lockfile"
-    if lock.exists() and not busy and environment.chips_here(machine.environ, machine.root):
+    if lock.exists() and not is_busy and environment.chips_here(machine.environ, machine.root):
         yield Check("chip", WARNING, f"{lock} was left behind, though nothing holds a chip", f"rm {lock}")
 
 
@@ -359,7 +341,7 @@ def _open_files(process):
         return []
 
 
-def _variables(machine):
+def _variables(machine: Machine) -> Iterator[Check]:
     environ = machine.environ
     for name, (why, instead) in environment.OLD_VARIABLES.items():
         if environ.get(name):
@@ -372,7 +354,7 @@ def _variables(machine):
         yield Check("variable", NOTE, f"XLA_FLAGS={flags}", "unset it unless you know why it is set")
 
 
-def _disk(machine):
+def _disk(machine: Machine) -> Iterator[Check]:
     outputs = machine.env.outputs
     folder = next(path for path in (outputs, *outputs.parents) if path.exists())
     if not os.access(folder, os.W_OK):
@@ -384,18 +366,15 @@ def _disk(machine):
     yield Check("disk", level, f"{free:.1f} GiB free at {folder}", "" if level == OK else fix)
 
 
-def _memory(machine):
+def _memory(machine: Machine) -> Iterator[Check]:
     if available := re.search(r"MemAvailable:\s+(\d+) kB", _read(machine.root / "proc/meminfo")):
         free = 1024 * int(available[1]) / GIB
-        fix = (
-            ""
-            if free >= 2
-            else "shut down other notebooks; the decoded IRSTD-1k takes 0.3 GiB, torch about 1 GiB"
-        )
-        yield Check("memory", WARNING if fix else OK, f"{free:.1f} GiB available", fix)
+        fix = "shut down other notebooks; the decoded IRSTD-1k takes 0.3 GiB, torch about 1 GiB"
+        level, fix = (OK, "") if free >= 2 else (WARNING, fix)
+        yield Check("memory", level, f"{free:.1f} GiB available", fix)
 
 
-def _drive(machine):
+def _drive(machine: Machine) -> Iterator[Check]:
     drive = machine.env.drive
     if drive is not None and drive.is_dir():
         yield Check("drive", OK, f"mounted at {drive}")
@@ -415,3 +394,71 @@ CHECKS = (
     *(_python, _packages, _torch, _gpu, _torch_xla, _torch_tpu, _tensorflow),
     *(_accelerator, _chip_holders, _variables, _disk, _memory, _drive),
 )
+
+
+# `doctor --model`
+
+
+def try_model(task: Task, env: Environment) -> list[Check]:
+    """Take one step of a task's training on this machine's device in every precision that suits it.
+
+    The batch is one synthetic sample. Weights are the task's own, or fresh ones, where what starts at zero
+    becomes small random numbers, so that every part of the model affects its output. Opens the device."""
+    import torch
+
+    from tpukit.runs import weights
+
+    torch.manual_seed(0)
+    model = task.model()
+    if task.weights:
+        weights.load(model, task.weights)
+    with torch.no_grad():
+        for parameter in () if task.weights else model.parameters():
+            if not parameter.any():
+                parameter.normal_(0, 0.02)
+    checks, exact = [], None
+    # fp16 is what GPUs without bf16 train in; a CPU takes minutes for it, and XLA has none.
+    for precision in ("fp32", "bf16", "fp16") if env.accelerator == "cuda" else ("fp32", "bf16"):
+        what, level, fix = f"{task.name} in {precision}", OK, ""
+        try:
+            found, output = take_step(task, copy.deepcopy(model), env, precision)
+        except TpukitError:
+            raise
+        except (RuntimeError, TypeError, NotImplementedError, ValueError) as error:  # the last is XLA's
+            reason = first_line(error)
+            level, fix = (BLOCKS, fix_for(reason) or "") if exact is None else (WARNING, "train in fp32")
+            checks.append(Check(what, level, f"does not run: {reason}", fix))
+            continue
+        exact = output if exact is None else exact
+        if output is not exact:
+            changed = float((output - exact).norm() / exact.norm())
+            largest = float((output - exact).abs().max() / exact.abs().max())
+            found += f"; the output changes by {changed:.2%} (at most {largest:.2%} of its largest value)"
+            if not changed < LARGEST_CHANGE:  # NaN is not
+                level = WARNING
+                fix = "more than rounding: train in fp32; look for sums over many numbers in half precision"
+        checks.append(Check(what, level, found, fix))
+    return checks
+
+
+def take_step(task: Task, model: nn.Module, env: Environment, precision: str) -> tuple[str, Tensor]:
+    """(what happened, the model's first output in float32 on the CPU) in a step of the loop's own."""
+    import torch
+
+    from tpukit.devices import open_runtime
+    from tpukit.training import metrics
+    from tpukit.training.step import TrainingStep
+
+    runtime = open_runtime(env, precision)
+    task = dataclasses.replace(task, ema_decay=None, micro_batches=1)
+    step = TrainingStep(task, runtime, model.train())
+    step.compile()
+    outputs = []
+    step.model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    sums = step.eager(*step.arguments(runtime.put(task.example(1)), task.epochs))
+    clipped = task.clip_norm is not None
+    interval = metrics.sync(sums, step.model, runtime, clipped=clipped, stop_signal=None, save_due=False)
+    output = outputs[0] if isinstance(outputs[0], torch.Tensor) else outputs[0][0]
+    loss, norm = interval.sums["loss"], interval.sums["grad_norm"]
+    found = f"runs on {runtime}: loss {loss:.4g}, gradient norm {norm:.3g}"
+    return found, runtime.host(output.detach()).float()

@@ -1,6 +1,8 @@
 """`tpukit export`: a trained model as one file for other programs, compared with the model that was
 trained."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import io
@@ -8,11 +10,16 @@ import json
 import tempfile
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, first_line
+
+if TYPE_CHECKING:
+    from tpukit.runs.run import Run
+    from tpukit.training.task import Task
 
 LARGEST_DIFFERENCE = 1e-4  # of an output, relative to the largest absolute output, or to 1 if that is smaller
 FORMATS = {"onnx": ".onnx", "torch-export": ".pt2"}
@@ -26,22 +33,30 @@ class Exported:
     path: Path
     difference: float
     """see `LARGEST_DIFFERENCE`"""
-    about: dict
+    metadata: dict[str, str]
 
-    def is_equal(self):
+    def is_equal(self) -> bool:
         return self.difference <= LARGEST_DIFFERENCE  # NaN is not
 
-    def __str__(self):
-        inputs = ", ".join(f"{name}: {shape}" for name, shape in json.loads(self.about["inputs"]).items())
+    def __str__(self) -> str:
+        shapes = json.loads(self.metadata["inputs"])
+        inputs = ", ".join(f"{name}: {shape}" for name, shape in shapes.items())
         verdict = "" if self.is_equal() else f", MORE than {LARGEST_DIFFERENCE:g}: do not use it"
         return (
             f"{self.path}: {self.path.stat().st_size / 1e6:.1f} MB\ninput {inputs}\noutput:"
-            f" {self.about['output']}\nlargest difference to the trained model on"
-            f" {self.about['compared_on']}: {self.difference:.2g}{verdict}"
+            f" {self.metadata['output']}\nlargest difference to the trained model on"
+            f" {self.metadata['compared_on']}: {self.difference:.2g}{verdict}"
         )
 
 
-def export(run, *, to="onnx", out=None, task=None, count=16):
+def export(
+    run: Run | str | Path,
+    *,
+    to: str = "onnx",
+    out: str | Path | None = None,
+    task: Task | str | None = None,
+    count: int = 16,
+) -> Exported:
     """Write the best weights of a run as one file, without tpukit: "onnx", or "torch-export" for
     `torch.export.load`.
 
@@ -67,26 +82,25 @@ def export(run, *, to="onnx", out=None, task=None, count=16):
     batch, source = _samples(task, count)
     arrays = task.export_inputs(batch)
     inputs = {name: torch.as_tensor(np.ascontiguousarray(values)) for name, values in arrays.items()}
-    about = {name: value for name, value in weights.metadata(best).items() if not name.startswith("tpukit.")}
-    about |= dict(task=task.name, output=task.export_output, compared_on=source)
-    about["inputs"] = json.dumps(
-        {name: _describe(values, task.export_multiple) for name, values in arrays.items()}
-    )
+    described = {name: _describe(values, task.export_multiple) for name, values in arrays.items()}
+    metadata = {name: text for name, text in weights.metadata(best).items() if not name.startswith("tpukit.")}
+    metadata |= dict(task=task.name, output=task.export_output, compared_on=source)
+    metadata["inputs"] = json.dumps(described)
     with torch.no_grad():
         expected = task.exported(model, inputs).numpy()
     with tempfile.TemporaryDirectory(prefix="tpukit-") as folder:
         written = Path(folder) / f"model{FORMATS[to]}"
         program = _trace(task, model, inputs)
-        (_write_onnx if to == "onnx" else _write_torch_export)(program, written, about, list(inputs))
+        write = _write_onnx if to == "onnx" else _write_torch_export
+        write(program, written, metadata, list(inputs))
         # Run where no other user can write: torch.export.load unpickles, which can run code.
         found = _run_onnx(written, arrays) if to == "onnx" else _run_torch_export(written, inputs)
         with files.explain_unwritable(path.parent):
             files.copy_atomic(written, path)
-    scale = max(float(np.abs(expected).max()), 1.0)
-    difference = (
-        float(np.abs(found - expected).max()) / scale if found.shape == expected.shape else float("nan")
-    )
-    return Exported(path, difference, about)
+    difference = float("nan")
+    if found.shape == expected.shape:
+        difference = float(np.abs(found - expected).max()) / max(float(np.abs(expected).max()), 1.0)
+    return Exported(path, difference, metadata)
 
 
 def _describe(values, multiple):
@@ -114,16 +128,15 @@ def _trace(task, model, inputs):
     if multiple := task.export_multiple:
         shape |= {2: multiple * Dim("rows", min=2, max=512), 3: multiple * Dim("columns", min=2, max=512)}
     few = {name: values[:BATCH] for name, values in inputs.items()}
+    shapes = (dict.fromkeys(inputs, shape),)
     try:
         with torch.no_grad():
-            return torch.export.export(
-                Module().eval(), (few,), dynamic_shapes=(dict.fromkeys(inputs, shape),)
-            )
+            return torch.export.export(Module().eval(), (few,), dynamic_shapes=shapes)
     except Exception as error:  # torch raises many types for what it cannot trace
         raise TpukitError(f"torch.export cannot trace {task.name} ({first_line(error)})") from error
 
 
-def _write_onnx(program, path, about, names):
+def _write_onnx(program, path, metadata, names):
     import torch
 
     decompositions = torch.export.default_decompositions()
@@ -133,7 +146,7 @@ def _write_onnx(program, path, about, names):
         exported = torch.onnx.export(
             program, dynamo=True, input_names=names, output_names=["output"], verbose=False, optimize=False
         )
-    exported.model.metadata_props.update({name: str(value) for name, value in about.items()})
+    exported.model.metadata_props.update({name: str(value) for name, value in metadata.items()})
     exported.save(str(path))
 
 
@@ -156,12 +169,11 @@ def _run_onnx(path, arrays):
     return session.run(None, dict(arrays))[0]
 
 
-def _write_torch_export(program, path, about, names):
+def _write_torch_export(program, path, metadata, names):
     import torch
 
-    torch.export.save(
-        program, path, extra_files={"metadata.json": json.dumps(about | dict(order=names), indent=1)}
-    )
+    text = json.dumps(metadata | dict(order=names), indent=1)
+    torch.export.save(program, path, extra_files={"metadata.json": text})
 
 
 def _run_torch_export(path, inputs):
@@ -169,13 +181,12 @@ def _run_torch_export(path, inputs):
     import torch
 
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "The given buffer is not writable"
-        )  # torch reads its own archive so
+        # torch reads its own archive so.
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.export.load(path).module()(inputs).numpy()
 
 
-def check_packages(to):
+def check_packages(to: str) -> None:
     """Raise TpukitError with the line to install what is missing."""
     if to == "torch-export":
         return
@@ -184,10 +195,8 @@ def check_packages(to):
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError as error:
-        raise TpukitError(
-            f"export to ONNX needs three packages ({first_line(error)}): pip install onnx onnxscript"
-            " onnxruntime"
-        ) from error
+        packages = "pip install onnx onnxscript onnxruntime"
+        raise TpukitError(f"export to ONNX needs three packages ({first_line(error)}): {packages}") from error
 
 
 def _samples(task, count):

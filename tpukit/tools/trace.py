@@ -4,6 +4,8 @@ profiler.
 Profiling costs time, so a training does not do it. The run itself is not touched: the steps start from its
 best weights, and what they learn is thrown away."""
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import dataclasses
@@ -13,24 +15,29 @@ import os
 import re
 import tempfile
 import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpukit.devices import cuda_graph
 from tpukit.devices.recompiles import UnexpectedRecompilation
-from tpukit.host import environment, files, known_errors
+from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError
-from tpukit.host.known_errors import fix_for
+from tpukit.host.known_errors import explain_known_errors, fix_for
 from tpukit.launching.launcher import launch
 from tpukit.runs.run import Run
 from tpukit.runs.signals import StopSignal
-from tpukit.training.loop import Trainer
+from tpukit.training.setup import Trainer
+
+if TYPE_CHECKING:
+    from tpukit.training.task import Task
 
 WARM_UP = cuda_graph.WARM_UP + 1  # steps before the trace: the first compiles, on a GPU the last is captured
 # What waits for the device, or has no fixed shape.
 BLOCKING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PACKAGE = Path(__file__).resolve().parents[1]
 TRAINING, TASKS = (os.path.join(PACKAGE, name, "") for name in ("training", "tasks"))
 TORCH_OPTIM = os.path.join(os.path.dirname(torch.__file__), "optim", "")
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
@@ -45,12 +52,12 @@ class StepTrace:
     device: str
     steps: int
     folder: str
-    rows: list
+    rows: list[tuple[str, int, str]]
     error: str | None = None
     hlo: str | None = None
 
-    def findings(self):
-        """In words."""
+    def findings(self) -> list[str]:
+        """The findings as sentences."""
         if self.error:
             found = [f"No trace, because the step fails on {self.device}: {self.error}"]
         else:
@@ -67,11 +74,19 @@ class StepTrace:
         return found
 
 
-def trace(task, run, *, steps=5, hlo=False, cores=None, parallel="processes"):
-    """Trace some steps of a run's task on the device. Returns a `StepTrace`.
+def trace(
+    task: Task,
+    run: Run,
+    *,
+    steps: int = 5,
+    hlo: bool = False,
+    cores: int | None = None,
+    parallel: str = "processes",
+) -> StepTrace:
+    """Trace some steps of a run's task on the device.
 
     The trace is kept as trace/ in the run's folder, the HLO as step.hlo. Raises TpukitError where hlo is
-    asked for on a device that has none."""
+    requested on a device that has none."""
     if steps < 1:
         raise TpukitError(f"--trace {steps}: trace one step or more")
     if hlo and environment.detect().accelerator not in ("tpu", "xla"):
@@ -82,11 +97,9 @@ def trace(task, run, *, steps=5, hlo=False, cores=None, parallel="processes"):
     task = dataclasses.replace(task, weights=best if best.exists() else task.weights)
     trained = run.records("train")
     epoch = trained[-1]["epoch"] if trained else max(task.epochs, 1) - 1  # whose phase is traced
-    with tempfile.TemporaryDirectory() as place:
-        function = functools.partial(
-            _trace_steps, steps=steps, hlo=hlo, folder=run.path / "trace", epoch=epoch
-        )
-        found = launch(function, task, Run.open(place, task), cores=cores, parallel=parallel)
+    function = functools.partial(_trace_steps, steps=steps, hlo=hlo, folder=run.path / "trace", epoch=epoch)
+    with tempfile.TemporaryDirectory() as scratch:
+        found = launch(function, task, Run.open(scratch, task), cores=cores, parallel=parallel)
     text = found.pop("text")
     found["rows"] = [tuple(row) for row in found["rows"]]  # lists, where they come from another process
     if text:
@@ -96,43 +109,47 @@ def trace(task, run, *, steps=5, hlo=False, cores=None, parallel="processes"):
 
 
 def _trace_steps(task, run, *, steps, hlo, folder, epoch, runtime=None):
-    """On every core: the fields of a StepTrace, and the text of the HLO. All calls into training are here."""
+    """On every core: the fields of a StepTrace, and the text of the HLO."""
     run.echo = False
-    with StopSignal() as stop, known_errors.explain_known_errors():
+    with StopSignal() as stop, explain_known_errors():
         trainer = Trainer(task, run, runtime, stop)
-        runtime = trainer.runtime
+        runtime, step = trainer.runtime, trainer.step
         trainer.model.train()
-        error = None
         with contextlib.closing(trainer.endless_batches(epoch)) as batches:
             first = next(batches)
-
-            def run_steps(count):
-                for batch in itertools.islice(batches, count):
-                    trainer.take_step(batch, epoch)
-                runtime.sync()
-
-            try:
-                run_steps(WARM_UP)
-                with runtime.traced(folder) if runtime.world.rank == 0 else contextlib.nullcontext():
-                    run_steps(steps)
-            except UnexpectedRecompilation as failure:
-                error = str(failure)
-            except TpukitError:
-                raise
-            except (RuntimeError, ValueError) as failure:  # the second is XLA's of a graph that it refuses
-                error = fix_for(str(failure))
-                if error is None:
-                    raise
+            error = _profile(trainer, batches, epoch, steps, folder)
         # Outside of its compiled graph, so that each operation is seen as Python calls it. The results are
         # thrown away.
-        arguments = trainer.step.arguments(first, epoch, trainer.lr_factor())
-        step = functools.partial(trainer.step.eager, *arguments)
-        text = runtime.hlo_of(step, trainer.model, trainer.optimizer) if hlo else None
+        eager = functools.partial(step.eager, *step.arguments(first, epoch, trainer.lr_factor()))
+        text = runtime.hlo_of(eager, trainer.model, trainer.optimizer) if hlo else None
         interruptions = _Interruptions(runtime)
         with interruptions, torch.autograd.set_detect_anomaly(True, check_nan=False):
-            step()
+            eager()
     rows = [(str(operation), count, line) for (operation, line), count in interruptions.found.most_common()]
     return dict(device=str(runtime), steps=steps, folder=str(folder), rows=rows, error=error, text=text)
+
+
+def _profile(trainer, batches, epoch, steps, folder):
+    """Take steps under the profiler. Returns why they fail, or None."""
+    runtime = trainer.runtime
+
+    def run_steps(count):
+        for batch in itertools.islice(batches, count):
+            trainer.take_step(batch, epoch)
+        runtime.sync()
+
+    try:
+        run_steps(WARM_UP)
+        with runtime.traced(folder) if runtime.world.rank == 0 else contextlib.nullcontext():
+            run_steps(steps)
+    except UnexpectedRecompilation as failure:
+        return str(failure)
+    except TpukitError:
+        raise
+    except (RuntimeError, ValueError) as failure:  # the second is XLA's of a graph that it refuses
+        if (fix := fix_for(str(failure))) is None:
+            raise
+        return fix
 
 
 class _Interruptions(TorchDispatchMode):
@@ -147,12 +164,8 @@ class _Interruptions(TorchDispatchMode):
         before = self._fallbacks()
         result = operation(*arguments, **(named or {}))
         name, device = operation._schema.name, self.runtime.device.type
-        waits = (
-            name in BLOCKING
-            and arguments[0].device.type == device
-            or _copies_to_host(name, arguments, result)
-        )
-        if waits or self._fallbacks() != before:
+        blocks = name in BLOCKING and arguments[0].device.type == device
+        if blocks or _copies_to_host(name, arguments, result) or self._fallbacks() != before:
             frames = _frames()
             # On a CPU, where nothing waits, the optimizers read their own step counts too.
             in_optimizer = any(TORCH_OPTIM in path for path, _ in frames)
@@ -189,12 +202,11 @@ def _line(frames):
     """The innermost line of a task or of the user's own code; where there is none, the innermost line."""
     own = [frame for frame in frames if not _is_library(frame[0])] or frames or [("?", 0)]
     path, number = own[-1]
-    return f"{path}:{number}" + (
-        " (its backward pass)" if torch._C._current_autograd_node() is not None else ""
-    )
+    is_backward = torch._C._current_autograd_node() is not None
+    return f"{path}:{number}" + (" (its backward pass)" if is_backward else "")
 
 
 def _is_library(path):
-    if path.startswith(PACKAGE + os.sep):
+    if path.startswith(f"{PACKAGE}{os.sep}"):
         return not path.startswith(TASKS)
     return path.startswith(("<", STANDARD_LIBRARY)) or f"{os.sep}site-packages{os.sep}" in path

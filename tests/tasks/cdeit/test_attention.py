@@ -35,7 +35,7 @@ OF_IMAGES = {
 
 
 @pytest.fixture(
-    scope="session", params=["plan", *(pytest.param(image, marks=pytest.mark.nightly) for image in OF_IMAGES)]
+    scope="session", params=[pytest.param(name, marks=pytest.mark.nightly) for name in ("plan", *OF_IMAGES)]
 )
 def compiler(request):
     """A folder with jax and libtpu: of what `tpukit plan` installs, or of an image."""
@@ -138,6 +138,7 @@ def test_every_array_of_a_kernel_crosses_the_memory_bus_once(kind, arrays, biase
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("compiler", ["plan"], indirect=True)
 def test_a_kernel_is_written_in_the_mosaic_that_the_oldest_libtpu_reads(jax):
     assert jax("version", "backward", 4, 256, 128, 4, 1) == "4"  # libtpu 0.0.17: "expected <= 4 but got 7"
@@ -157,7 +158,7 @@ TRACER = """
 import os, sys
 from pathlib import Path
 import torch
-from tpukit.devices.xla_export import ExportRuntime
+from tpukit.tools.plan.xla_export import ExportRuntime
 from tpukit.tasks.cdeit.tpu import attention as module
 
 runtime = ExportRuntime("bf16")
@@ -190,7 +191,7 @@ def test_the_kernels_that_this_jax_lowers_are_compiled_by_this_libtpu(tokens, bi
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_tpu_compiler_takes_a_training_step_with_the_kernels_and_counts_their_traffic():
     batch, width, heads = 2, 128, 4
     task = CDEIT(batch_size=batch, patch=4, width=width, heads=heads, window=16, levels=1)

@@ -1,16 +1,18 @@
-"""Files that crash a parser, or never end, cost their own finding and nothing else; no code of a file
-runs."""
+"""Files on the command line: hostile ones cost their own finding and nothing else, no code of a file runs,
+and what is rewritten can be had back."""
 
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 from tests.tools.migrate.helpers import written
-from tpukit import cli
+from tpukit import TpukitError, cli
 from tpukit.tools import migrate as tool
 from tpukit.tools.migrate import files
 
@@ -19,9 +21,11 @@ def nested(depth):
     return "[" * depth + "]" * depth
 
 
-LINE = (
-    "    model.to(device).cuda(); x = x.cuda(); loss = f(model(x.to(device)), [1, 2, 3], key=(a + b) * c)\n"
-)
+def cell_of(source):
+    return json.dumps(dict(cells=[dict(cell_type="code", source=source)])).encode()
+
+
+# name -> bytes; those that a Python of another version reads have nothing in them to be found
 HOSTILE = {
     "parentheses.py": b"x = " + b"(" * 5000 + b")" * 5000,
     "brackets.py": b"x = " + nested(100_000).encode(),
@@ -36,83 +40,133 @@ HOSTILE = {
     "zero.py": b"x = 1\0\nmodel.cuda()\n",
     "bomb.ipynb": nested(100_000).encode(),
     "objects.ipynb": b'{"cells":' * 50_000,
-    "cell.ipynb": json.dumps(dict(cells=[dict(cell_type="code", source=["x = " + nested(50_000)])])).encode(),
+    "cell.ipynb": cell_of(["x = " + nested(50_000)]),
     "number.ipynb": b'{"cells": ' + b"9" * 10_000 + b"}",
-    "sources.ipynb": (
-        b'{"cells": [{"cell_type": "code", "source": {"a": {}}}, {"cell_type": "code", "source": 1}]}'
-    ),
+    "sources.ipynb": cell_of(1),
 }
+READABLE = {"not.py", "sum.py", "attributes.py"}
 
 
 def test_a_hostile_file_is_named_nothing_of_it_is_written_and_the_others_are_read(tmp_path, capsys):
     for name, data in HOSTILE.items():
         (tmp_path / name).write_bytes(data)
-    (tmp_path / "a_first.py").write_text("model.cuda()\n")
-    (tmp_path / "z_last.py").write_text("model.cuda()\n")
+    for name in ("a_first.py", "z_last.py"):
+        written(tmp_path, "model.cuda()\n", name)
     assert cli.main(["migrate", "--fix", "--format", "json", str(tmp_path)]) == 1
     shown = capsys.readouterr()
-    found = {}
-    for finding in json.loads(shown.out):
-        found.setdefault(Path(finding["path"]).name, []).append((finding["rule"], finding["level"]))
-    assert "Traceback" not in shown.err and found.keys() <= {*HOSTILE, "a_first.py", "z_last.py"}
-    # Those that a parser of another version reads have nothing in them to be found.
-    assert {name: rules for name, rules in found.items() if rules != [("unreadable", "error")]} == {}
-    must = "parentheses brackets rot13 zlib undefined surrogate utf7 zero".split()
-    assert {f"{name}.py" for name in must} | {
-        name for name in HOSTILE if name.endswith(".ipynb")
-    } <= found.keys()
+    found = {Path(finding["path"]).name: finding for finding in json.loads(shown.out)}
+    assert "Traceback" not in shown.err and HOSTILE.keys() - READABLE <= found.keys() <= HOSTILE.keys()
+    assert {(finding["rule"], finding["level"]) for finding in found.values()} == {("unreadable", "error")}
     assert {name: (tmp_path / name).read_bytes() for name in HOSTILE} == HOSTILE
     assert "cuda" not in (tmp_path / "a_first.py").read_text() + (tmp_path / "z_last.py").read_text()
 
 
-def test_a_file_that_takes_too_long_is_named_and_the_next_one_is_read(tmp_path, monkeypatch):
+def test_what_is_no_file_or_a_huge_one_is_named_and_the_next_one_is_read(tmp_path, monkeypatch):
     endless, good = tmp_path / "endless.py", written(tmp_path, "model.cuda()\n")
     os.mkfifo(endless)  # nobody ever writes into it
-    monkeypatch.setattr(files, "TIME_LIMIT_S", 1)
     answers = tool.examine_all([good, endless, good])
     assert [[f.rule for f in found] for found, _ in answers] == [["cuda"], ["unreadable"], ["cuda"]]
-    (found,), fixed = tool.examine(endless)
-    assert "within 1 s" in found.found and fixed == ""
-
-
-CHECK_INSTEAD = """
-import time
-from tpukit.tools.migrate import __main__ as process
-process.check = lambda path, checker_class: {check}
-process.main({seconds}, 'torch_xla')
-"""
-
-
-def checked(check, seconds):
-    """What a process that has its own idea of a check answers to a request; nobody waits for it with a
-    limit."""
-    program = CHECK_INSTEAD.format(check=check, seconds=seconds)
-    return subprocess.run(
-        [sys.executable, "-c", program], input='["a.py"]', capture_output=True, text=True, timeout=60
-    )
-
-
-def test_a_file_that_takes_too_much_memory_is_named():
-    (found,) = json.loads(checked("(bytearray(5 * 2**30), '')", 60).stdout)["findings"]
-    assert found["rule"] == "unreadable" and "4 GiB" in found["found"]
-
-
-def test_the_process_ends_by_itself_where_nobody_is_left_to_end_it():
-    assert checked("time.sleep(600)", 1).returncode == -signal.SIGALRM
+    monkeypatch.setattr(files, "LARGEST", 3)
+    assert [f.rule for f in tool.examine(good)[0]] == ["unreadable"]
 
 
 def test_no_code_of_the_current_folder_runs_while_files_are_read(tmp_path, monkeypatch):
-    for name in ("libcst", "json", "tpukit", "torch", "sitecustomize"):
-        (tmp_path / f"{name}.py").write_text("import os\nos._exit(3)\n")
+    for name in ("json", "tpukit", "torch", "sitecustomize"):
+        written(tmp_path, "import os\nos._exit(3)\n", f"{name}.py")
     monkeypatch.chdir(tmp_path)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert (
-        subprocess.run([sys.executable, "-P", "-m", "tpukit", "migrate", "torch.py"], env=environ).returncode
-        == 0
-    )
-    assert tool.examine("torch.py")[0] == []
+    command = [sys.executable, "-P", "-m", "tpukit", "migrate", "torch.py"]
+    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
 
 
 def test_a_file_that_is_named_and_lies_in_a_named_folder_is_read_once(tmp_path):
-    (tmp_path / "a.py").write_text("model.cuda()\n")
-    assert files.files_in([tmp_path / "a.py", tmp_path]) == [tmp_path / "a.py"]
+    path = written(tmp_path, "model.cuda()\n")
+    assert files.files_in([path, tmp_path]) == [path]
+
+
+# On the command line
+
+
+def test_json_has_every_finding_with_its_rule_place_and_fix(tmp_path, capsys):
+    path = written(tmp_path, "model = model.cuda()\nimport os\nos.environ['XLA_USE_BF16'] = '1'\n")
+    assert cli.main(["migrate", str(path), "--format", "json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(f["rule"], f["level"], f["line"], f["column"], f["fixable"]) for f in found] == [
+        ("cuda", "error", 1, 9, True),
+        ("old-variable", "warning", 3, 12, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        ("a.ipynb", b"{}", r"a.ipynb:1:1: error \[unreadable\] .*KeyError"),
+        ("a.ipynb", b"no json", r"\[unreadable\] .*JSONDecodeError"),
+        ("a.py", b"\xff\xfe\x00", r"\[unreadable\] .*UTF-8"),
+        ("a.txt", b"words", r"a\.txt .*\.py or \.ipynb"),
+        ("missing.py", None, r"missing\.py"),
+        ("folder/missing.py", None, r"missing\.py"),
+    ],
+)
+def test_what_cannot_be_read_is_said_and_nothing_is_written(name, text, words, tmp_path, capsys):
+    path, good = tmp_path / name, written(tmp_path, "model.cuda()\n", "good.py")
+    if text is not None:
+        path.write_bytes(text)
+    assert cli.main(["migrate", "--fix", str(path), *([] if text else [str(good)])]) == 1
+    shown = capsys.readouterr()
+    assert re.search(words, shown.out + shown.err) and good.read_text() == "model.cuda()\n"
+    assert text is None or path.read_bytes() == text
+
+
+def test_a_folder_without_code_and_what_cannot_be_written_are_said(tmp_path, monkeypatch):
+    def refuse(path, data):
+        raise OSError(30, "Read-only file system")
+
+    with pytest.raises(TpukitError, match=r"\.py or \.ipynb"):
+        files.files_in([tmp_path])
+    monkeypatch.setattr(files, "write_atomic", refuse)
+    with pytest.raises(TpukitError, match="script.py.*Read-only file system"):
+        tool.write(written(tmp_path, "model.cuda()\n"), "x")
+
+
+def test_a_file_that_is_edited_while_it_is_checked_keeps_the_edit(tmp_path, monkeypatch, capsys):
+    edited, other = (written(tmp_path, "model.cuda()\n", name) for name in ("a.py", "b.py"))
+
+    def examine_all(paths, to):
+        yield from list(examine_paths(paths, to))
+        edited.write_text("model.cuda()\nmine = 1\n")
+
+    examine_paths = tool.examine_all
+    monkeypatch.setattr(tool, "examine_all", examine_all)
+    assert cli.main(["migrate", "--fix", str(tmp_path)]) == 1
+    assert edited.read_text() == "model.cuda()\nmine = 1\n" and "a.py was edited" in capsys.readouterr().out
+    assert "cuda" not in other.read_text()
+
+
+def test_each_file_that_is_rewritten_leaves_a_copy_that_replaces_none(tmp_path):
+    path = written(tmp_path, "model.cuda()\n")
+    written(tmp_path, "mine", "script.py.orig")
+    cli.main(["migrate", "--fix", str(path)])
+    path.write_text("again.cuda()\n")
+    cli.main(["migrate", "--fix", str(path)])
+    copies = [(tmp_path / f"script.py.orig{number}").read_text() for number in ("", 2, 3)]
+    assert copies == ["mine", "model.cuda()\n", "again.cuda()\n"] and "cuda" not in path.read_text()
+
+
+def test_what_a_link_in_a_folder_leads_to_is_not_rewritten(tmp_path):
+    outside, repository = tmp_path / "outside", tmp_path / "repository"
+    for folder in (outside, repository):
+        folder.mkdir()
+    kept, fixed = (written(folder, "model.cuda()\n") for folder in (outside, repository))
+    (repository / "link.py").symlink_to(kept)
+    (repository / "folder").symlink_to(outside)
+    cli.main(["migrate", "--fix", str(repository)])
+    assert kept.read_text() == "model.cuda()\n" and "cuda" not in fixed.read_text()
+
+
+def test_what_is_shown_of_a_file_holds_no_control_character(tmp_path, capsys):
+    path = written(tmp_path, "model.cuda()  # \x1b]0;title\x07\nx = f'{loss.item()}\x9b'\n", "\x1b[2J.py")
+    for form in tool.FORMATS:
+        cli.main(["migrate", str(path), "--format", form])
+    cli.main(["migrate", str(path), "--fix"])
+    shown = "".join(capsys.readouterr())
+    assert "cuda" not in path.read_text() and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)

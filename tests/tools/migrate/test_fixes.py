@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from tests.tools.migrate.helpers import written
-from tpukit.tools.migrate import examine
 from tpukit import cli
 from tpukit.tools import migrate as tool
+from tpukit.tools.migrate import examine
 
 
 @pytest.mark.slow

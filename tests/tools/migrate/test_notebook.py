@@ -6,8 +6,8 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.tools.migrate.helpers import notebook, written
-from tpukit.tools.migrate import examine
 from tpukit.tools import migrate as tool
+from tpukit.tools.migrate import examine
 
 
 def test_a_notebook_is_one_program_whose_cells_are_named_and_whose_magics_stay(tmp_path):

@@ -10,8 +10,8 @@ import pytest
 from tests.devices.torch_tpu_calls import in_the_real_package
 from tests.tools.migrate.helpers import written
 from tpukit import cli
-from tpukit.tools.migrate import to_torch_tpu
-from tpukit.tools.migrate import examine as check_safely
+from tpukit.tools.migrate import examine, to_torch_tpu
+from tpukit.tools.migrate.findings import TABLES
 
 # spawn: xmp.spawn and MpDeviceLoader. spmd: a mesh and a compiled step. amp: launch, autocast and
 # DistributedDataParallel.
@@ -40,7 +40,7 @@ print(xr.world_size(), xm.xla_device(3))
 
 
 def test_names_of_torch_xla_are_found_and_what_is_safe_is_rewritten(tmp_path):
-    findings, fixed = check_safely(str(written(tmp_path, CODE)), "torch_tpu")
+    findings, fixed = examine(written(tmp_path, CODE), "torch_tpu")
     at = {finding.line: finding.fixable for finding in sorted(findings) if finding.rule == "torch-xla"}
     fixable = {6, 7, 8, 9, 11, 12}
     assert at == {line: line in fixable for line in (2, 3, 4, 6, 7, 8, 9, 11, 12, 14, 15, 16)}
@@ -54,7 +54,7 @@ def test_names_of_torch_xla_are_found_and_what_is_safe_is_rewritten(tmp_path):
     )
     assert len(changed) == len(fixable) and sum('"tpu"' in line for line in fixed.splitlines()) == 5
     assert 'word = "xla"' in fixed and "xm.xla_device(3)" in fixed
-    again, same = check_safely(str(written(tmp_path, fixed)), "torch_tpu")
+    again, same = examine(written(tmp_path, fixed), "torch_tpu")
     assert same == fixed and not any(finding.fixable for finding in again)
 
 
@@ -66,7 +66,7 @@ other = torch.compile(net, mode="max-autotune", dynamic=False)
 with torch.inference_mode(mode=asked), torch.no_grad():
     again = torch.compile(net)
 """
-    findings, fixed = check_safely(str(written(tmp_path, code)), "torch_tpu")
+    findings, fixed = examine(written(tmp_path, code), "torch_tpu")
     found = sorted((f.line, f.fixable) for f in findings if f.rule == "torch-tpu")
     assert found == [(2, True), (3, False), (4, False), (5, False)]
     assert fixed == code.replace("torch.inference_mode():", "torch.no_grad():")
@@ -84,7 +84,7 @@ def test_the_command_says_what_is_left_and_clean_code_passes(tmp_path, capsys):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_in_a_whole_script_every_line_of_torch_xla_is_found_with_what_takes_its_place(script, tmp_path):
     code = script.read_text()
-    findings, fixed = check_safely(str(written(tmp_path, code)), "torch_tpu")
+    findings, fixed = examine(written(tmp_path, code), "torch_tpu")
     found = {finding.line: finding for finding in findings if finding.rule == "torch-xla"}
     assert found.keys() == {
         number for number, line in enumerate(code.splitlines(), 1) if OF_TORCH_XLA.search(line)
@@ -97,9 +97,9 @@ def test_in_a_whole_script_every_line_of_torch_xla_is_found_with_what_takes_its_
     assert changed and not [line for line in changed if OF_TORCH_XLA.search(line)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_written_and_advised_is_in_the_real_package(tmp_path):
-    texts = " ".join([*to_torch_tpu.INSTEAD.values(), *to_torch_tpu.SAME.values(), *INSERTED])
+    texts = " ".join([*TABLES["torch_tpu"].values(), *to_torch_tpu.SAME.values(), *INSERTED])
     names = sorted(set(re.findall(r"\btorch\.[a-z_.]*[a-z_]\b", texts)))
     assert {
         "torch.tpu.distributed.set_tpu_launch_env",

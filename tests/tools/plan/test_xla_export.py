@@ -7,7 +7,7 @@ from tests.conftest import ROOT
 
 EXPORT = """
 import torch
-from tpukit.devices.xla_export import ExportRuntime
+from tpukit.tools.plan.xla_export import ExportRuntime
 
 runtime = ExportRuntime("fp32", cores=4, memory_size=123)
 model = runtime.place(torch.nn.Linear(3, 2))
@@ -21,7 +21,7 @@ def step(x):
     return loss.detach()
 
 x = runtime.put({"x": torch.ones(4, 3)})["x"]
-loss = runtime.compile(step, changes=(model, optimizer))(x)
+loss = runtime.compile(step, mutates=(model, optimizer))(x)
 nonzero = runtime.compile(lambda x: x.nonzero())
 try:
     nonzero(x)
@@ -42,7 +42,7 @@ def test_a_step_of_several_cores_is_exported_and_not_run_and_a_fallback_is_refus
 
 EXPORT_SPMD = """
 import numpy as np
-from tpukit.devices.xla_export import ExportRuntime
+from tpukit.tools.plan.xla_export import ExportRuntime
 
 runtime = ExportRuntime("fp32", cores=4, spmd=True)
 x = runtime.put_batch({"x": np.ones((8, 3), np.float32)})["x"]

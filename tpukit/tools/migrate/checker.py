@@ -10,9 +10,9 @@ from tpukit.tools.migrate.steps import TO_HOST, Steps
 
 XM, XR = "torch_xla.core.xla_model", "torch_xla.runtime"
 LOADERS, SPAWN = "torch_xla.distributed.parallel_loader", "torch_xla.distributed.xla_multiprocessing.spawn"
-AUTOCASTS = set(TABLES["classes"]["autocasts"])
-SCALERS = set(TABLES["classes"]["scalers"])
-DATA_LOADERS = set(TABLES["classes"]["data_loaders"])
+AUTOCASTS, SCALERS, DATA_LOADERS = (
+    set(TABLES["classes"][name]) for name in ("autocasts", "scalers", "data_loaders")
+)
 OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler|swa_utils)")
 PARALLEL = re.compile(r"torch\.nn\.(parallel\.)?(DataParallel|DistributedDataParallel)")
 HARMLESS_CUDA = re.compile(r"torch\.cuda\.(manual_seed|empty_cache|amp\.)")  # without CUDA they do nothing
@@ -352,30 +352,23 @@ class Checker:
                     self.report(state, "save")  # still needs a TPU
 
     def check_early_device(self, call, name):
-        """A call that opens the device surely before a launch: at the top of the module, or in a block around
-        the launch."""
-        if name not in OPENS_DEVICE:
+        """A call that opens the device surely before a launch: at the top of the module, or earlier in a
+        block that the launch is in."""
+        if name not in OPENS_DEVICE or not self.launches:
             return
         function = self.source.function_of(call)
+        followers = set(map(id, self._follow(call)))
         for launch in self.launches:
-            if function is self.source.function_of(launch):
-                early = self.source.start(call) <= self.source.start(launch)
-                early = early and self._blocks(call) <= self._blocks(launch)
-            else:
-                early = function is self.source.tree
-            if early:
+            is_elsewhere = function is not self.source.function_of(launch)
+            if function is self.source.tree if is_elsewhere else id(launch) in followers:
                 self.report(call, "early-device")
 
-    def _blocks(self, node):
-        """The blocks of statements around a node: {(statement, name of its block)}."""
-        found, child = set(), node
-        for outer in self.source.ancestors(node):
-            for name in ("body", "orelse", "finalbody", "handlers"):
-                block = getattr(outer, name, None)
-                if isinstance(block, list) and child in block:
-                    found.add((outer, name))
-            child = outer
-        return found
+    def _follow(self, call):
+        """The nodes of the statement of a call, and of those after it in its block."""
+        statement = next(outer for outer in self.source.ancestors(call) if isinstance(outer, ast.stmt))
+        blocks = (block for _, block in ast.iter_fields(self.source.parents[statement]))
+        block = next(block for block in blocks if isinstance(block, list) and statement in block)
+        return [node for later in block[block.index(statement) :] for node in ast.walk(later)]
 
     def check_optimizer(self, node):
         """An optimizer of a model that is moved afterwards, in the same function."""
@@ -470,10 +463,7 @@ class Checker:
 
 def _is_state(node):
     """`model.state_dict()`"""
-    match node:
-        case ast.Call(func=ast.Attribute(attr="state_dict"), args=[], keywords=[]):
-            return True
-    return False
+    return isinstance(node, ast.Call) and method_of(node) == "state_dict" and not node.args + node.keywords
 
 
 def _parameter_of(parameters, default):

@@ -160,5 +160,5 @@ def difference(path: str | Path, fixed: str) -> str:
 def copy_example(folder: str | Path) -> Path:
     """Put a training script for a GPU into a folder, to try the rules on. Returns its path."""
     target = Path(folder) / "gpu_example.py"
-    copy_atomic(Path(__file__).with_name("gpu_example.py"), target)
+    copy_atomic(Path(__file__).with_name("gpu_example.txt"), target)
     return target

@@ -6,9 +6,12 @@ import re
 from tpukit.tools.migrate.findings import TABLES
 from tpukit.tools.migrate.source import Source, argument, is_constant, method_of
 
-DEVICE = 'torch.device("tpu")'
-# Functions that take no argument there -> the expression that is the same with torch_tpu.
-SAME = {"torch_xla.device": DEVICE, "torch_xla.core.xla_model.xla_device": DEVICE}
+# Functions, called without an argument -> the expression that is the same with torch_tpu.
+SAME = {
+    "torch_xla.device": 'torch.device("tpu")',
+    "torch_xla.core.xla_model.xla_device": 'torch.device("tpu")',
+    "torch.inference_mode": "torch.no_grad()",
+}
 MATMUL_PRECISION = "torch_xla.backends.set_mat_mul_precision"
 XLA_WORD = re.compile(r"xla(:\d+)?")
 TAKES_DEVICE = {"torch.device", *TABLES["classes"]["autocasts"]}
@@ -52,35 +55,23 @@ class ToTorchTPU:
         for arg in call.keywords:
             if takes_device or arg.arg == "device":
                 self._check_device(arg.value)
-        found, new, rule = f"`{name}`", "", "torch-xla"
-        match name:
-            case "torch.compile":
-                self._check_compile(call)
-                return
-            case "torch.inference_mode":
-                advice = "it is reported to crash with torch.compile: use torch.no_grad()"
-                new, rule = "" if call.args or call.keywords else "torch.no_grad()", "torch-tpu"
-            case "torch.distributed.init_process_group" if "xla" in ast.unparse(call):
-                advice = "use init_process_group('tpu_dist'), with the variables that torchrun sets"
-            case _ if name == MATMUL_PRECISION:
-                advice = "use torch.set_float32_matmul_precision"
-                precision = argument(call, "precision", 0)
-                if isinstance(precision, ast.Constant) and precision.value in ("high", "highest"):
-                    new = f'torch.set_float32_matmul_precision("{precision.value}")'
-            case _ if name in SAME:
-                advice = f"use {DEVICE}: each process has one chip"
-                new = "" if call.args or call.keywords else SAME[name]
-            case _ if name.startswith("torch_xla."):
-                advice = advice_for(name)
-            case _:
-                return
-        self._report(call, found, advice, new, rule)
-
-    def _check_compile(self, call):
-        if is_constant(argument(call, "dynamic"), True):
+        new = "" if call.args or call.keywords else SAME.get(name, "")
+        if name == MATMUL_PRECISION:
+            precision = argument(call, "precision", 0)
+            if isinstance(precision, ast.Constant) and precision.value in ("high", "highest"):
+                new = f'torch.set_float32_matmul_precision("{precision.value}")'
+        if name.startswith("torch_xla."):
+            self._report(call, f"`{name}`", advice_for(name), new)
+        elif name == "torch.inference_mode":
+            advice = "it is reported to crash with torch.compile: use torch.no_grad()"
+            self._report(call, f"`{name}`", advice, new, "torch-tpu")
+        elif name == "torch.distributed.init_process_group" and "xla" in ast.unparse(call):
+            advice = "use init_process_group('tpu_dist'), with the variables that torchrun sets"
+            self._report(call, f"`{name}`", advice)
+        elif name == "torch.compile" and is_constant(argument(call, "dynamic"), True):
             advice = "torch_tpu refuses it: pass dynamic=False"
             self._report(call, "`torch.compile(dynamic=True)`", advice, rule="torch-tpu")
-        if argument(call, "mode") is not None:
+        elif name == "torch.compile" and argument(call, "mode") is not None:
             advice = "torch_tpu refuses modes: leave it out"
             self._report(call, "`torch.compile(mode=...)`", advice, rule="torch-tpu")
 

@@ -11,6 +11,7 @@ counts three times with its use.)"""
 
 import math
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*):?([^}]*)\})?")
@@ -39,12 +40,12 @@ class Instruction(NamedTuple):
     name: str
     opcode: str
     shape: str
-    arrays: list
-    operands: list
+    arrays: list[Array]
+    operands: list[str]
     attributes: str
     is_root: bool
 
-    def attribute(self, pattern):
+    def attribute(self, pattern: str) -> str:
         """What the first group of a pattern matches in the attributes, or ""."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else ""
@@ -69,14 +70,14 @@ class Operation(NamedTuple):
     cycles: int
 
 
-def operations(text):
-    """list of Operation of a module. A loop counts once where the text has no trip count."""
+def operations(text: str) -> list[Operation]:
+    """Those of a module, given as text. A loop counts once where the text has no trip count."""
     computations, entry = parse(text)
     return list(_operations(computations, entry, 1))
 
 
-def parse(text):
-    """(dict computation -> dict name -> Instruction, name of the entry computation)."""
+def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str | None]:
+    """(computation -> name -> Instruction, name of the entry computation)."""
     computations, entry = {}, None
     for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
         if found := COMPUTATION.match(line):
@@ -84,15 +85,14 @@ def parse(text):
             entry = found[2] if found[1] else entry
         elif found := INSTRUCTION.match(line):
             root, name, shape, opcode, operands, attributes = found.groups()
-            operands = re.findall(r"%([\w.-]+)", operands) or [operands]
-            body[name] = Instruction(
-                name, opcode, shape, parse_arrays(shape), operands, attributes or "", bool(root)
-            )
+            names = re.findall(r"%([\w.-]+)", operands) or [operands]
+            arrays = parse_arrays(shape)
+            body[name] = Instruction(name, opcode, shape, arrays, names, attributes or "", bool(root))
     return computations, entry
 
 
-def parse_arrays(shape):
-    """list of Array of the text of a shape, or of a tuple of them."""
+def parse_arrays(shape: str) -> list[Array]:
+    """Those of the text of a shape, or of a tuple of them."""
     found = []
     for dtype, dims, order, layout in ARRAY.findall(shape):
         dims = [int(size) for size in dims.split(",") if size]
@@ -109,7 +109,7 @@ def parse_arrays(shape):
     return found
 
 
-def _operations(computations, name, times):
+def _operations(computations, name, times) -> Iterator[Operation]:
     body = computations[name]
     for one in body.values():
         custom_call = one.attribute(r'custom_call_target="([^"]*)"')
@@ -122,18 +122,16 @@ def _operations(computations, name, times):
             nbytes = dict(hbm=0.0, vmem=0.0, other=0.0)
             for array, share in [*_reads(computations, body, one), *_writes(computations, body, one)]:
                 nbytes[array.space] += times * share * array.nbytes
-            cycles = times * int(one.attribute(r'"estimated_cycles":"(\d+)"') or 0)
-            result, source = re.sub(r"\{[^}]*\}", "", one.shape), _source(one)
             yield Operation(
-                one.name,
-                one.opcode,
-                result,
-                source,
-                custom_call,
-                times,
-                nbytes["hbm"],
-                nbytes["vmem"],
-                cycles,
+                name=one.name,
+                opcode=one.opcode,
+                result=re.sub(r"\{[^}]*\}", "", one.shape),
+                source=_source(one),
+                custom_call=custom_call,
+                times=times,
+                hbm_bytes=nbytes["hbm"],
+                vmem_bytes=nbytes["vmem"],
+                cycles=times * int(one.attribute(r'"estimated_cycles":"(\d+)"') or 0),
             )
 
 
@@ -165,11 +163,8 @@ def _share_read(computations, operand, user):
     share = 0
     for inner in called.values():
         if inner.opcode == "parameter" and user.operands[int(inner.operands[0])] == operand.name:
-            share += sum(
-                _share_read(computations, inner, other)
-                for other in called.values()
-                if inner.name in other.operands
-            )
+            users = [other for other in called.values() if inner.name in other.operands]
+            share += sum(_share_read(computations, inner, other) for other in users)
     return min(share, 1)
 
 
@@ -177,9 +172,8 @@ def _writes(computations, body, one):
     """[(Array, share of it that an instruction writes)]: all, but of an array that is changed in place the
     update's share."""
     arrays = list(one.arrays)
-    if (
-        one.opcode.endswith("-start") and one.opcode != "all-reduce-start"
-    ):  # its result names its operands too
+    if one.opcode.endswith("-start") and one.opcode != "all-reduce-start":
+        # Its result names its operands too.
         for array in (array for name in one.operands for array in body[name].arrays):
             arrays.remove(array)
     shares = [1] * len(arrays)

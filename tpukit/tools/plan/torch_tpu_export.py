@@ -40,7 +40,7 @@ class TorchTPUExportRuntime(Runtime):
 
     compiles = True
 
-    def __init__(self, precision="auto", cores=1, memory_size=0, *, spmd=False):
+    def __init__(self, precision: str = "auto", cores: int = 1, memory_size: int = 0, *, spmd: bool = False):
         if cores > 1 or spmd:
             raise TpukitError(
                 "torch_tpu lowers collectives only between cores that run, so its graphs of several cores"
@@ -62,13 +62,11 @@ class TorchTPUExportRuntime(Runtime):
     def place(self, model, *, channels_last="no"):
         for module in model.modules():
             for values in (module._parameters, module._buffers):
-                values.update(
-                    {
-                        name: self._fake.from_tensor(value)
-                        for name, value in values.items()
-                        if value is not None
-                    }
-                )
+                for name, value in values.items():
+                    values[name] = None if value is None else self._fake.from_tensor(value)
+        return model
+
+    def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
         return model
 
     def put(self, arrays):
@@ -86,9 +84,9 @@ class TorchTPUExportRuntime(Runtime):
         optimizer.zero_grad(set_to_none=True)
         return True
 
-    def compile(self, function, *, name=None, max_graphs=1, changes=None):
+    def compile(self, function, *, name=None, max_graphs=1, mutates=None):
         def export(*arguments):
-            state = _state(*changes) if changes else []
+            state = _state(*mutates) if mutates else []
             inputs = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
             result = None
 
@@ -96,16 +94,15 @@ class TorchTPUExportRuntime(Runtime):
                 nonlocal result
                 result = function(*arguments)
                 outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-                gradients = [p.grad for p in changes[0].parameters() if p.grad is not None] if changes else []
+                gradients = [p.grad for p in mutates[0].parameters() if p.grad is not None] if mutates else []
                 return [*outputs, *gradients, *state]
 
             with self._fake, torch_tpu_private.compiling(), sdpa_kernel(SDPBackend.MATH):
                 graph = make_fx(traced, decomposition_table=DECOMPOSITIONS)(inputs, state)
             text, stablehlo = torch_tpu_private.lower(graph, [*inputs, *state])
             digest = hashlib.sha256(text.encode()).hexdigest()
-            self.graphs.append(
-                dict(name=name or function.__name__, stablehlo=stablehlo, digest=digest, kernels=[])
-            )
+            graph = dict(name=name or function.__name__, stablehlo=stablehlo, digest=digest, kernels=[])
+            self.graphs.append(graph)
             return tree_map_only(torch.Tensor, self._fake.from_tensor, result)
 
         return export

@@ -1,69 +1,75 @@
-"""Trace a plan's graphs, in a process of its own: `python -m tpukit.tools.plan_trace FOLDER`, with `plan`'s
-request on stdin.
+"""Trace a plan's graphs, in a process of its own: `python -m tpukit.tools.plan.trace FOLDER`, with the
+request of `compiler.trace` on stdin."""
 
-torch_xla's CPU device stands for the TPU, or torch_tpu lowers what the CPU traces. All its calls into
-training are here."""
+from __future__ import annotations
 
-import functools
+import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tpukit.host.errors import TpukitError
 from tpukit.runs.run import settings_dict
 from tpukit.training.task import from_request
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def trace_graphs(request, folder):
-    """The graphs of a request of `plan`, as numbered files, and traced.json about them."""
+    from tpukit.devices.runtime import Runtime
+    from tpukit.training.data import Batch
+    from tpukit.training.task import Task
+
+
+def trace_graphs(request: dict, folder: Path) -> None:
+    """The graphs of a request, as numbered files, and traced.json about them."""
     if request["backend"] == "torch_tpu":
-        from tpukit.devices.torch_tpu_export import TorchTPUExportRuntime as ExportRuntime
+        from tpukit.tools.plan.torch_tpu_export import TorchTPUExportRuntime as ExportRuntime
     else:
-        from tpukit.devices.xla_export import ExportRuntime
+        from tpukit.tools.plan.xla_export import ExportRuntime
 
-        os.environ["PYTHONPATH"] = request[
-            "compiler"
-        ]  # jax, for the processes that lower kernels, and not for this one
+        # jax, for the processes that lower kernels, and not for this one
+        os.environ["PYTHONPATH"] = request["compiler"]
     task, part, size = from_request(request), request["part"], request["size"]
     runtime = ExportRuntime(task.precision, request["cores"], request["memory_size"], spmd=request["spmd"])
     if part == "train":
-        _, resident_bytes = _trace_step(task, runtime, size, task.epochs)
+        _, resident_bytes = trace_step(task, runtime, size, task.epochs)
     elif part == "evaluate":
-        resident_bytes = _trace_prediction(task, runtime, size)
+        resident_bytes = trace_prediction(task, runtime, size)
     else:
-        resident_bytes = _trace_session(task, runtime, size)
+        resident_bytes = trace_session(task, runtime, size)
     for number, graph in enumerate(runtime.graphs):
         (folder / f"{number}.mlirbc").write_bytes(graph.pop("stablehlo"))
-    (folder / "traced.json").write_text(
-        json.dumps(dict(graphs=runtime.graphs, resident_bytes=resident_bytes))
-    )
+    traced = dict(graphs=runtime.graphs, resident_bytes=resident_bytes)
+    (folder / "traced.json").write_text(json.dumps(traced))
 
 
-def _trace_step(task, runtime, size, epoch):
+def trace_step(task: Task, runtime: Runtime, size: int, epoch: int) -> tuple[nn.Module, int]:
     """Trace the training step of an epoch. Returns (the model with its gradients, how many bytes a core keeps
     besides)."""
-    from tpukit.training import layers, schedule
-    from tpukit.training.metrics import new_sums
-    from tpukit.training.step import train_step
+    from tpukit.training.schedule import lr_factor
+    from tpukit.training.step import TrainingStep
 
-    model = _place_model(task, runtime, training=True)
-    averaged_bytes = sum(value.nbytes for value in model.state_dict().values()) if task.ema_decay else 0
-    optimizer = layers.make_optimizer(task, model)
-    runtime.init_optimizer_state(optimizer)
-    batch, compose, resident_bytes = _first_batch(task, runtime, size, training=True)
-    arguments = runtime.scalar(epoch), new_sums(runtime), runtime.scalar(schedule.lr_factor(task, 0, 1))
+    # The average of the weights has a graph of its own.
+    step = TrainingStep(dataclasses.replace(task, ema_decay=None), runtime, task.model().train())
+    averaged_bytes = sum(v.nbytes for v in step.model.state_dict().values()) if task.ema_decay else 0
+    batch, compose, resident_bytes = first_batch(task, runtime, size, training=True)
+    step.compile(compose)
+    arguments = step.arguments(batch, epoch, lr_factor(task, 0, 1))
     runtime.sync()
-    step = functools.partial(train_step, task, model, optimizer, runtime, compose)
-    runtime.compile(step, name="step", changes=(model, optimizer))(batch, *arguments)
-    return model, averaged_bytes + resident_bytes
+    step.compiled(*arguments)
+    return step.model, averaged_bytes + resident_bytes
 
 
-def _trace_prediction(task, runtime, size, epoch=None):
+def trace_prediction(task: Task, runtime: Runtime, size: int, epoch: int | None = None) -> int:
     """Trace what predicts a batch with the weights of an epoch. Returns how many bytes a core keeps
     besides."""
-    model = _place_model(task, runtime, training=False)
-    batch, compose, resident_bytes = _first_batch(task, runtime, size, training=False)
+    from tpukit.training.step import place_model
+
+    model = place_model(task, runtime, task.model().eval())
+    batch, compose, resident_bytes = first_batch(task, runtime, size, training=False)
     runtime.sync()
     if task.dataset_dir:
         batch = runtime.inference(compose)(batch)
@@ -71,37 +77,29 @@ def _trace_prediction(task, runtime, size, epoch=None):
     return resident_bytes
 
 
-def _trace_session(task, runtime, size):
+def trace_session(task: Task, runtime: Runtime, size: int) -> int:
     """Trace every graph that `train` compiles, in all phases of the task. Returns how many bytes a core keeps
     besides."""
     from tpukit.training import ema, metrics
+    from tpukit.training.step import place_model
 
     runtime.exports_pending = True
     epochs = sorted({0, *task.milestones(settings_dict(task)), task.epochs})
     for epoch in epochs:
-        model, resident_bytes = _trace_step(task, runtime, size, epoch)
-        clipped = task.clip_norm is not None
-        metrics.sync(
-            metrics.new_sums(runtime), model, runtime, clipped=clipped, stop_signal=None, save_due=False
-        )
+        model, resident_bytes = trace_step(task, runtime, size, epoch)
+        clipped, sums = task.clip_norm is not None, metrics.new_sums(runtime)
+        metrics.sync(sums, model, runtime, clipped=clipped, stop_signal=None, save_due=False)
     if task.ema_decay:
-        ema.WeightEMA(_place_model(task, runtime, training=True), task.ema_decay, runtime).step(ema.EVERY)
+        model = place_model(task, runtime, task.model().train())
+        ema.WeightEMA(model, task.ema_decay, runtime).step(ema.EVERY)
     for epoch in epochs:
-        _trace_prediction(task, runtime, size, epoch)
+        trace_prediction(task, runtime, size, epoch)
     return resident_bytes
 
 
-def _place_model(task, runtime, *, training):
-    from tpukit.training import batch_norm, layers
-
-    model = task.model().train(training)
-    if task.batch_norm == "frozen":
-        batch_norm.freeze(model)
-    layers.freeze(task, model)
-    return runtime.place(model)
-
-
-def _first_batch(task, runtime, size, *, training):
+def first_batch(
+    task: Task, runtime: Runtime, size: int, *, training: bool
+) -> tuple[Batch, Callable[[Batch], Batch], int]:
     """(a core's batch on the device, the function that composes it there, bytes of the sets that it does not
     use)."""
     import numpy as np
@@ -110,14 +108,11 @@ def _first_batch(task, runtime, size, *, training):
 
     if not task.dataset_dir:
         return runtime.put_batch(task.example(size // runtime.world.size)), identity, 0
-    data, *others = task.datasets() if training else [task.test_set()]
-    others_bytes = sum(
-        BatchLoader(other, runtime, on=task.data_on, workers=0).bytes_per_core for other in others
-    )
-    loader = BatchLoader(data, runtime, on=task.data_on, workers=0)
-    numbers = np.random.default_rng(0).random((size, data.num_uniforms)) if training else None
-    batch = next(loader.batches([BatchSpec(np.arange(size) % len(data), numbers)]))
-    return batch, loader.compose, others_bytes
+    sets = task.datasets() if training else [task.test_set()]
+    loader, *others = [BatchLoader(data, runtime, on=task.data_on, workers=0) for data in sets]
+    numbers = np.random.default_rng(0).random((size, sets[0].num_uniforms)) if training else None
+    batch = next(loader.batches([BatchSpec(np.arange(size) % len(sets[0]), numbers)]))
+    return batch, loader.compose, sum(other.bytes_per_core for other in others)
 
 
 if __name__ == "__main__":

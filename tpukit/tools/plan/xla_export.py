@@ -4,15 +4,13 @@ import gc
 import hashlib
 import os
 
-os.environ.update(
-    PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1"
-)  # else an all-reduce over one visible core is left out
+# The second: else an all-reduce over one visible core is left out.
+os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
-from torch_xla import _XLAC
 
-from tpukit.devices import kernel_counts
+from tpukit.devices import kernel_counts, xla_private
 from tpukit.devices.distributed import World
 from tpukit.devices.xla import XLARuntime
 from tpukit.host.errors import TpukitError
@@ -39,22 +37,26 @@ class ExportRuntime(XLARuntime):
     def memory_size(self):
         return self._memory_size
 
-    def compile(self, function, *, name=None, max_graphs=1, changes=None):
+    def init_optimizer_state(self, optimizer):
+        super().init_optimizer_state(optimizer)
+        return True  # the update is in the step's graph in any case
+
+    def compile(self, function, *, name=None, max_graphs=1, mutates=None):
         def export(*arguments):
             self.sync()
-            _XLAC._set_ir_debug(True)  # so that the graph names the line of each operation
+            xla_private.name_lines()
             before = self.counters()["fallbacks"]
             with kernel_counts.recorded() as kernels:
                 result = function(*arguments)
             if fallbacks := sorted(self.counters()["fallbacks"].keys() - before.keys()):
                 raise TpukitError(f"not one graph: torch_xla runs {', '.join(fallbacks)} on the host")
             outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-            if changes:
-                outputs += self.written_by_step(*changes)
+            if mutates:
+                outputs += self.written_by_step(*mutates)
             self._export(name or function.__name__, outputs or _pending_tensors(), kernels)
-            if changes:
-                _XLAC._clear_pending_irs(str(self.device))  # else the next `sync` would run the step
-                for parameter in changes[0].parameters():
+            if mutates:
+                xla_private.discard_pending(self.device)  # else the next `sync` would run the step
+                for parameter in mutates[0].parameters():
                     parameter.grad = None if parameter.grad is None else self._zeros_like(parameter.grad)
             elif not outputs:
                 XLARuntime.sync(self)  # what it changed in place may be read
@@ -75,11 +77,10 @@ class ExportRuntime(XLARuntime):
             self._export(name, pending)
 
     def _export(self, name, outputs, kernels=()):
-        text, stablehlo = (
-            _XLAC._get_stablehlo(outputs, str(self.device), [], is_binary) for is_binary in (False, True)
-        )
+        text = xla_private.stablehlo(outputs, self.device, portable=False)
+        artifact = xla_private.stablehlo(outputs, self.device, portable=True)
         digest = hashlib.sha256(text).hexdigest()
-        self.graphs.append(dict(name=name, stablehlo=stablehlo, digest=digest, kernels=list(kernels)))
+        self.graphs.append(dict(name=name, stablehlo=artifact, digest=digest, kernels=list(kernels)))
 
     def _zeros_like(self, tensor):
         """A constant in the shape of a graph's result, so that the next graph does not contain this one."""
@@ -88,15 +89,9 @@ class ExportRuntime(XLARuntime):
 
 def _pending_tensors():
     """The tensors of this process whose values are still to be computed, in the order of their creation."""
-    found = [
-        one
-        for one in gc.get_objects()
-        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "xla"
-    ]
-    found.sort(key=_XLAC._xla_get_tensor_id)
-    return [
-        one for one, is_pending in zip(found, _XLAC._check_tensor_need_materialization(found)) if is_pending
-    ]
+    tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    found = sorted((one for one in tensors if one.device.type == "xla"), key=xla_private.tensor_id)
+    return [one for one, is_pending in zip(found, xla_private.are_pending(found)) if is_pending]
 
 
 class _OneOf(World):
