@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tpukit.devices.tensors import checkpointed
 from tpukit.host.errors import TpukitError
 from tpukit.tasks.cdeit.diffusion import alphas_cumprod
 
@@ -201,12 +200,9 @@ class CDEITModel(nn.Module):
     parameters as published.
 
     image_size: S. patch: P. width: C. heads: H. window: W, at most G. levels: how often the token grid is
-    halved. checkpointing: compute each block again in the backward pass instead of keeping its activations.
-    Raises TpukitError for sizes that do not fit one another."""
+    halved. Raises TpukitError for sizes that do not fit one another."""
 
-    def __init__(
-        self, *, image_size=128, patch=2, width=512, heads=16, window=16, levels=4, checkpointing=False
-    ):
+    def __init__(self, *, image_size=128, patch=2, width=512, heads=16, window=16, levels=4):
         super().__init__()
         grid = image_size // max(patch, 1)
         positive = min(patch, width, heads, window) >= 1 and levels >= 0
@@ -215,10 +211,10 @@ class CDEITModel(nn.Module):
         ):
             raise TpukitError(
                 f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width},"
-                f" heads={heads} do not fit: all must be 1 or more (levels 0), image_size a multiple of patch,"
-                f" the token grid image_size / patch ({grid}) of window and of 2^levels, width of heads and 4"
+                f" heads={heads} do not fit: each must be 1 or more (levels 0), patch a divisor of image_size,"
+                f" window and 2^levels of the token grid image_size / patch ({grid}), heads and 4 of width"
             )
-        self.patch, self.grid, self.checkpointing = patch, grid, checkpointing
+        self.patch, self.grid = patch, grid
 
         def block(window=None):
             return Block(width, heads, window)
@@ -255,11 +251,6 @@ class CDEITModel(nn.Module):
                 nn.init.zeros_(module.adaLN_modulation[1].weight)
         nn.init.zeros_(self.final_layer.linear.weight)
 
-    def _run(self, block, *inputs):
-        if self.checkpointing and torch.is_grad_enabled():
-            return checkpointed(block, *inputs)
-        return block(*inputs)
-
     def prepare_for_xla(self, runtime: "XLARuntime") -> str:
         """Try the TPU's attention kernels, before the first graph. Returns a sentence for the log."""
         from tpukit.tasks.cdeit.tpu import attention
@@ -278,16 +269,16 @@ class CDEITModel(nn.Module):
         # In its own type: a float32 table would take the first blocks out of autocast's.
         x = x + self.pos_embed.to(x.dtype)
         time = self.t_embedder(t)  # (B, C)
-        x = self._run(b["swinIn2"], self._run(b["swinIn1"], x, time), time)
+        x = b["swinIn2"](b["swinIn1"](x, time), time)
         skips = []
         for merge, first, second in b["downs"]:
             skips.append(x)
-            x = self._run(second, self._run(first, merge(x), time), time)
-        x = self._run(b["mid"], x, time)
+            x = second(first(merge(x), time), time)
+        x = b["mid"](x, time)
         for split, join, first, second in b["ups"]:
             x = join(torch.cat([split(x), skips.pop()], -1))
-            x = self._run(second, self._run(first, x, time), time)
-        x = self._run(b["swinOut2"], self._run(b["swinOut1"], x, time), time)
+            x = second(first(x, time), time)
+        x = b["swinOut2"](b["swinOut1"](x, time), time)
         x = self.final_layer(x, time)  # (B, T, P * P)
         x = x.view(-1, self.grid, self.grid, self.patch, self.patch).transpose(2, 3)
         return x.reshape(image.shape)
