@@ -140,5 +140,5 @@ def test_a_file_that_is_no_sample_is_named_with_what_is_wrong(tmp_path, content,
 
 def test_a_folder_without_the_split_is_refused_with_what_is_there(tmp_path):
     (tmp_path / "other").mkdir()
-    with pytest.raises(TpukitError, match="train/.*other.*tpukit simulate eit"):
+    with pytest.raises(TpukitError, match="other, not train/.*tpukit simulate eit"):
         task_of(tmp_path).datasets()
