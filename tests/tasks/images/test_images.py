@@ -252,8 +252,8 @@ import sys
 from pathlib import Path
 from tpukit import ImageClassifier, Run, launch, train
 
-task = ImageClassifier(dataset_dir=Path(sys.argv[1]), epochs=7, mixup=0.2, model_name="test_vit", image_size=32,
-                       pretrained="no", batch_size=16, log_every=1, num_workers=1)
+task = ImageClassifier(dataset_dir=Path(sys.argv[1]), epochs=7, mixup=0.2, model_name="test_vit",
+                       image_size=32, pretrained="no", batch_size=16, log_every=1, num_workers=1)
 if __name__ == "__main__":
     launch(train, task, Run.open(sys.argv[2], task), cores=int(sys.argv[3]))
 """

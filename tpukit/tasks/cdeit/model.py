@@ -205,13 +205,12 @@ class CDEITModel(nn.Module):
     def __init__(self, *, image_size=128, patch=2, width=512, heads=16, window=16, levels=4):
         super().__init__()
         grid = image_size // max(patch, 1)
-        positive = min(patch, width, heads, window) >= 1 and levels >= 0
-        if not positive or any(
-            (image_size % patch, grid % window, grid % 2**levels, width % heads, width % 4)
-        ):
+        remainders = image_size % max(patch, 1), grid % max(window, 1), grid % 2 ** max(levels, 0)
+        remainders += width % max(heads, 1), width % 4
+        if min(patch, width, heads, window, levels + 1) < 1 or any(remainders):
             raise TpukitError(
                 f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width},"
-                f" heads={heads} do not fit: each must be 1 or more (levels 0), patch a divisor of image_size,"
+                f" heads={heads} do not fit: all must be 1 or more (levels 0), patch a divisor of image_size,"
                 f" window and 2^levels of the token grid image_size / patch ({grid}), heads and 4 of width"
             )
         self.patch, self.grid = patch, grid

@@ -20,15 +20,14 @@ from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.runs.run import setting
 from tpukit.tasks import pictures
+from tpukit.tasks.images import models
+from tpukit.tasks.images.data import SPLITS, ImageSet, find_samples, read_image
 from tpukit.tasks.images.synthetic import shapes_set
 from tpukit.training.task import Task
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
-
-    from tpukit.tasks.images.data import ImageSet, Listing
-    from tpukit.tasks.images.models import Network
 
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
 WORST = 16  # images with the largest loss that are kept
@@ -46,9 +45,7 @@ class ImageClassifier(Task):
 
     name: ClassVar[str] = "images"
     dataset: ClassVar[str] = "my-images"
-    dataset_parts: ClassVar[tuple[str, ...]] = tuple(
-        "train training test testing val valid validation dev".split()
-    )
+    dataset_parts: ClassVar[tuple[str, ...]] = tuple(SPLITS)
     synthetic_size: ClassVar[int] = 480
     synthetic_size_accelerator: ClassVar[int] = 2400
     synthesize = staticmethod(shapes_set)
@@ -113,21 +110,20 @@ class ImageClassifier(Task):
 
     # Data
 
-    def datasets(self) -> "tuple[ImageSet, ImageSet]":
+    def datasets(self) -> tuple[ImageSet, ImageSet]:
         listing = self._find_samples()
         split = "val" if "val" in listing.splits else "test"
         source = self._find_pretrained()[1]
         notes = f"{source}\n{_listed(listing.classes)}"
         return self._open(listing, "train", notes), self._open(listing, split)
 
-    def test_set(self) -> "ImageSet":
+    def test_set(self) -> ImageSet:
         """test/ if there is one; of a set with a val/ alone, that."""
         listing = self._find_samples()
         return self._open(listing, "test" if "test" in listing.splits else "val")
 
     def _open(self, listing, split, notes=""):
         from tpukit.tasks.images.augment import Augmentation
-        from tpukit.tasks.images.data import ImageSet
 
         return ImageSet(
             listing.splits[split],
@@ -145,9 +141,7 @@ class ImageClassifier(Task):
         names = [field.name for field in dataclasses.fields(Augmentation)]
         return Augmentation(**{name: getattr(self, name) for name in names})
 
-    def _find_samples(self) -> "Listing":
-        from tpukit.tasks.images.data import find_samples
-
+    def _find_samples(self):
         listing = find_samples(
             self.dataset_dir,
             path_column=self.path_column,
@@ -204,9 +198,7 @@ class ImageClassifier(Task):
 
     # Model
 
-    def _network(self) -> "Network":
-        from tpukit.tasks.images import models
-
+    def _network(self):
         return models.describe(self.model_name)
 
     def _size(self):
@@ -214,16 +206,12 @@ class ImageClassifier(Task):
 
     def _find_pretrained(self):
         """(file or None, a sentence for the log). Without anything to train on, no weights are looked for."""
-        from tpukit.tasks.images import models
-
         if self.weights:
             return None, f"{self.model_name}: weights of {self.weights}"
         wanted = "no" if self.dataset_dir is None and self.pretrained == "auto" else self.pretrained
         return models.find_pretrained(self._network(), wanted, self.dataset_dir)
 
     def model(self) -> "Module":
-        from tpukit.tasks.images import models
-
         classes = len(self.class_names or range(1000))
         return models.build(self._network(), classes, self._size(), self._find_pretrained()[0])
 
@@ -345,7 +333,7 @@ class ImageClassifier(Task):
         best = [f"{_name(names, row.argmax())} {row.max():.0%}" for row in probabilities]
         return [[(f"{name}, predicted {found}", image)] for name, found, image in zip(truth, best, images)]
 
-    def check_labels(self, data: "ImageSet") -> tuple[list[str], list[int]]:
+    def check_labels(self, data: ImageSet) -> tuple[list[str], list[int]]:
         counts = np.bincount(data.labels, minlength=len(data.classes))
         fewest, most = counts.argmin(), counts.argmax()
         spread = f"{counts[fewest]} of {data.classes[fewest]} to {counts[most]} of {data.classes[most]}"
@@ -366,8 +354,6 @@ class ImageClassifier(Task):
         return sentences, [index for pair in pairs[:2] for index in pair] + of_each
 
     def read_files(self, paths, best):
-        from tpukit.tasks.images.data import read_image
-
         size = self._size()
         images = pictures.read_images(paths, lambda path: read_image(path, size).transpose(2, 0, 1))
         return dict(image=np.stack(images)), [path.name for path in paths]

@@ -208,11 +208,11 @@ def _open_csv(path, rows=None):
 
 
 def _column(names, wanted, known):
-    """Number of the column of that name, or of the first with a known one; None if there is none."""
+    """The column of that name, or the first with a known one; None if there is none."""
     if wanted:
-        return names.index(wanted) if wanted in names else None
-    plain = [name.strip().lower() for name in names]
-    return next((plain.index(name) for name in known if name in plain), None)
+        return wanted if wanted in names else None
+    plain = {name.strip().lower(): name for name in reversed(names)}
+    return next((plain[name] for name in known if name in plain), None)
 
 
 def _read_csv(path, path_column, label_column, images_dir):
@@ -220,8 +220,9 @@ def _read_csv(path, path_column, label_column, images_dir):
     leave it."""
     base = Path(images_dir or path.parent).resolve()
     names, table = _open_csv(path)
-    columns = _column(names, path_column, PATH_COLUMNS), _column(names, label_column, LABEL_COLUMNS)
-    if None in columns:
+    path_column = _column(names, path_column, PATH_COLUMNS)
+    label_column = _column(names, label_column, LABEL_COLUMNS)
+    if path_column is None or label_column is None:
         raise TpukitError(
             f"{path} has the columns {', '.join(names)}: name those of paths and labels as path_column and"
             " label_column"
@@ -229,15 +230,14 @@ def _read_csv(path, path_column, label_column, images_dir):
     if table.empty:
         raise TpukitError(f"{path} lists no images")
     split_column = _column(names, None, SPLIT_COLUMNS)
-    by_name = SPLITS.get(path.stem.lower())
     samples = []
-    for number, row in enumerate(table.itertuples(index=False), 2):
-        name, label = (row[column] for column in columns)
+    for number, fields in enumerate(table.itertuples(index=False), 2):
+        row, where = dict(zip(names, fields)), f"{path}, row {number}"
+        name, label = row[path_column], row[label_column]
         if not name or not label:
-            raise TpukitError(f"{path}, row {number}: the {'label' if name else 'path'} is empty")
-        split = None if split_column is None else SPLITS.get(row[split_column].lower())
-        image = _inside(base, name, f"{path}, row {number}")
-        samples.append(Sample(name, label, split or by_name, image))
+            raise TpukitError(f"{where}: the {'label' if name else 'path'} is empty")
+        split = SPLITS.get(row.get(split_column, "").lower()) or SPLITS.get(path.stem.lower())
+        samples.append(Sample(name, label, split, _inside(base, name, where)))
     return samples
 
 
@@ -267,9 +267,10 @@ def _read_tables(folder, tables, label_column):
     for path in tables:
         schema = _read_column(path)
         names, features = schema.names, _features(schema)
-        kinds = {name: features.get(name, {}).get("_type") for name in names}
-        image = _of_kind(kinds, "Image", None, PATH_COLUMNS)
-        label = _of_kind(kinds, "ClassLabel", label_column, LABEL_COLUMNS)
+        of_kind = {features.get(name, {}).get("_type"): name for name in reversed(names)}
+        image = of_kind.get("Image") or _column(names, None, PATH_COLUMNS)
+        label = label_column if label_column in names else of_kind.get("ClassLabel")
+        label = label or _column(names, label_column, LABEL_COLUMNS)
         if image is None or label is None:
             raise TpukitError(f"{path} has the columns {', '.join(names)}: name the labels' as label_column")
         if isinstance(class_names := features.get(label, {}).get("names"), list):
@@ -283,15 +284,6 @@ def _read_tables(folder, tables, label_column):
             name = f"{where.as_posix()}, row {row}"
             samples.append(Sample(name, str(value), _split_of(where), path, row, image))
     return samples, order
-
-
-def _of_kind(kinds, kind, wanted, known):
-    """The column of a name, or of a kind, or with a known name; None if there is none."""
-    names = list(kinds)
-    if wanted not in names and kind in kinds.values():
-        return next(name for name in names if kinds[name] == kind)
-    number = _column(names, wanted, known)
-    return None if number is None else names[number]
 
 
 def _features(schema):
