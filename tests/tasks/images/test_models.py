@@ -69,9 +69,8 @@ def test_pretrained_weights_are_taken_but_for_a_head_of_other_classes(file):
 
 def test_a_head_of_the_same_classes_is_taken_too(file):
     path, wanted = file
-    assert torch.equal(
-        build(describe("test_vit"), 5, 160, path).state_dict()["head.weight"], wanted["head.weight"]
-    )
+    found = build(describe("test_vit"), 5, 160, path).state_dict()
+    assert torch.equal(found["head.weight"], wanted["head.weight"])
 
 
 def test_positions_are_adapted_to_another_size(file):
@@ -112,13 +111,13 @@ def test_weights_are_found_in_the_cache_of_the_hub(tmp_path, monkeypatch):
     assert find_pretrained(network, "no")[0] is None
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "some/vit-small-patch16-224/pytorch/1/2/model.safetensors",
-        "weights/vit_small_patch16_224.augreg_in21k.pth",
-    ],
-)
+PLACES = [
+    "some/vit-small-patch16-224/pytorch/1/2/model.safetensors",
+    "weights/vit_small_patch16_224.augreg_in21k.pth",
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_weights_are_found_in_a_kaggle_input_by_the_networks_name(place, kaggle, monkeypatch):
     monkeypatch.setattr(models.environment, "detect", lambda: kaggle)
     monkeypatch.setattr(models, "_in_cache", lambda network: None)
@@ -172,10 +171,8 @@ def test_layers_go_from_the_input_to_the_output_and_hold_every_parameter_once(na
     groups = task.layers(model)
     names = [name for group in groups for name in group]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-    assert any(name.startswith(first) for name in groups[0]) and any(
-        name.startswith(last) for name in groups[-1]
-    )
-    assert len(groups) >= 4
+    assert any(name.startswith(first) for name in groups[0]) and len(groups) >= 4
+    assert any(name.startswith(last) for name in groups[-1])
 
 
 def test_layers_of_torchvision_are_its_models_children_and_the_blocks_in_them(without_timm):
