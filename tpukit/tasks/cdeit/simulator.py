@@ -76,7 +76,7 @@ def _inside(shape, u, v, rng):
     return square & ~((u > -0.1) & (v > -0.1))
 
 
-def pixel_places() -> list[np.ndarray]:
+def pixel_places() -> tuple[np.ndarray, ...]:
     """(x, y), each (SIZE, SIZE): where a pixel's centre lies. Rows run down x and columns up y, as in the
     UEF2017 images."""
     line = (np.arange(SIZE) + 0.5) / (SIZE / 2) - 1
@@ -165,7 +165,7 @@ class Tank:
         inside = disk()
         x, y = pixel_places()
         _, nearest = cKDTree(self.centres).query(np.stack([x[inside], y[inside]], 1))  # element of each pixel
-        methods = dict(
+        methods: dict[str, dict] = dict(
             TR=dict(method="dgn", lamb=TIKHONOV), xs_gn=dict(method="kotre", p=0.5, lamb=GAUSS_NEWTON)
         )
         matrices = {}

@@ -142,6 +142,7 @@ class ImageClassifier(Task):
         return Augmentation(**{name: getattr(self, name) for name in names})
 
     def _find_samples(self):
+        assert self.dataset_dir is not None  # see `check_dataset_dir`
         listing = find_samples(
             self.dataset_dir,
             path_column=self.path_column,
@@ -217,11 +218,12 @@ class ImageClassifier(Task):
 
     def layers(self, model: "Module") -> list[list[str]]:
         """timm's layers, of torchvision those that `Task` finds."""
-        if not hasattr(model, "group_matcher"):
+        matcher = getattr(model, "group_matcher", None)
+        if matcher is None:
             return super().layers(model)
         from timm.models import group_parameters
 
-        groups = group_parameters(model, model.group_matcher(coarse=False))
+        groups = group_parameters(model, matcher(coarse=False))
         return [groups[number] for number in sorted(groups)]
 
     def optimizer(self, model):
@@ -270,7 +272,7 @@ class ImageClassifier(Task):
         predicted classes for each true one, where there are at most 30."""
         logits, labels = _gather(predictions)
         ranks = _ranks(logits, labels)
-        scores = dict(accuracy=float((ranks == 0).mean()), images=len(labels))
+        scores: dict = dict(accuracy=float((ranks == 0).mean()), images=len(labels))
         count = logits.shape[1]
         if count > 5:
             scores["top5"] = float((ranks < 5).mean())
@@ -283,7 +285,8 @@ class ImageClassifier(Task):
         """predictions.csv, the largest loss first; per_class.csv: precision, recall, count; confusion.csv;
         and worst.npz, the images with the largest loss."""
         logits, labels = _gather(predictions)
-        probabilities, losses = _softmax(logits, labels)
+        log_shares = _log_softmax(logits)
+        probabilities, losses = np.exp(log_shares), -_at(log_shares, labels)
         order = np.argsort(-losses, kind="stable")
         names, predicted = data.classes, logits.argmax(1)
         rows = []
@@ -329,8 +332,8 @@ class ImageClassifier(Task):
         )
         if prediction is None:
             return [[(name, image)] for name, image in zip(truth, images)]
-        probabilities, _ = _softmax(np.asarray(prediction))
-        best = [f"{_name(names, row.argmax())} {row.max():.0%}" for row in probabilities]
+        shares = np.exp(_log_softmax(np.asarray(prediction)))
+        best = [f"{_name(names, row.argmax())} {row.max():.0%}" for row in shares]
         return [[(f"{name}, predicted {found}", image)] for name, found, image in zip(truth, best, images)]
 
     def check_labels(self, data: ImageSet) -> tuple[list[str], list[int]]:
@@ -361,7 +364,7 @@ class ImageClassifier(Task):
     def results(self, batch, predictions):
         """class and probability, and next_class and next_probability, the second most probable one."""
         results = []
-        for row in _softmax(np.asarray(predictions))[0]:
+        for row in np.exp(_log_softmax(np.asarray(predictions))):
             result = {}
             for prefix, number in zip(("", "next_"), np.argsort(-row, kind="stable")):
                 result[f"{prefix}class"] = _name(self.class_names, number)
@@ -379,15 +382,18 @@ def _gather(predictions):
 
 def _ranks(logits, labels):
     """(N,): how many classes are above the true one; all of them, if its logit is not a number."""
-    return (~(logits <= np.take_along_axis(logits, labels[:, None], 1))).sum(1)
+    return (~(logits <= _at(logits, labels)[:, None])).sum(1)
 
 
-def _softmax(logits, labels=None):
-    """(probabilities (N, K), cross-entropy losses (N,) or None)."""
+def _at(values, labels):
+    """(N,): from each row of values (N, K) that of its label (N,)."""
+    return np.take_along_axis(values, labels[:, None], 1)[:, 0]
+
+
+def _log_softmax(logits):
     from scipy.special import log_softmax
 
-    logs = log_softmax(logits.astype(np.float64), 1)
-    return np.exp(logs), None if labels is None else -np.take_along_axis(logs, labels[:, None], 1)[:, 0]
+    return log_softmax(logits.astype(np.float64), 1)
 
 
 def _confusion(logits, labels):

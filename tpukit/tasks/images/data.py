@@ -441,8 +441,9 @@ class ImageSet:
         return dict(image=np.asarray(self.images), label=self.labels)
 
     def sample_parameters(self, indices, numbers=None):
-        is_augmented = numbers is not None and self.num_uniforms
-        return dict(augment=self.augmentation.parameters(numbers)) if is_augmented else {}
+        if numbers is None or not self.num_uniforms:
+            return {}
+        return dict(augment=self.augmentation.parameters(numbers))
 
     def compose(self, rows, parameters):
         return rows | parameters

@@ -47,7 +47,7 @@ def describe(name: str) -> Network:
     except RuntimeError:  # the part after the dot names no weights of this network
         known = timm.list_models(f"{name.partition('.')[0]}.*", pretrained=True)
         raise _unknown(name, "timm", known) from None
-    mean, std, published = tuple(config.mean), tuple(config.std), config.hf_hub_id or config.url or ""
+    mean, std, published = tuple(config.mean), tuple(config.std), str(config.hf_hub_id or config.url or "")
     return Network("timm", name, config.input_size[-1], config.fixed_input_size, mean, std, published)
 
 
@@ -62,7 +62,7 @@ def _describe_torchvision(name):
     known = models.list_models(module=models)  # without those of segmentation and detection
     if name not in known:
         raise _unknown(name, "torchvision, as timm is not installed,", known)
-    published = models.get_model_weights(name).DEFAULT
+    published = models.get_model_weights(name)["DEFAULT"]
     images = published.transforms()
     fixed_size, mean, std = name.startswith("vit_"), tuple(images.mean), tuple(images.std)
     return Network("torchvision", name, images.crop_size[0], fixed_size, mean, std, published.url)
@@ -188,7 +188,7 @@ def _in_kaggle_inputs(network, dataset_dir):
     """A file of weights that bears the network's name, itself or in one of the folders above it; None on
     other hosts."""
     env = environment.detect()
-    if env.host != "kaggle":
+    if env.host != "kaggle" or env.inputs is None:
         return None
     names = {_plain(network.name), _plain(network.name.partition(".")[0])}
     for folder, inner, file_names in os.walk(env.inputs):
