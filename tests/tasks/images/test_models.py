@@ -86,16 +86,6 @@ def test_a_file_of_another_network_is_refused(name, file):
         build(describe(name), 3, 160, file[0])
 
 
-def test_a_file_that_would_run_code_is_refused(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (print, ("run",))
-
-    torch.save({"head.weight": Evil()}, tmp_path / "evil.pth")
-    with refuses("evil.pth", "print"):
-        build(describe("test_vit"), 3, 160, tmp_path / "evil.pth")
-
-
 def test_weights_are_found_in_the_cache_of_the_hub(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
