@@ -107,6 +107,7 @@ class CDEIT(Task):
         return self._read(CONVENTIONS[self.data])
 
     def _read(self, convention):
+        assert self.dataset_dir is not None  # see `check_dataset_dir`
         root = Path(self.dataset_dir)
         folder = find_split(root, convention)
         # By other statistics than in training, the input would be out of distribution for these weights.
@@ -213,7 +214,7 @@ class CDEIT(Task):
     def export_inputs(self, batch):
         import torch
 
-        mean, deviation = self._carried_statistics()
+        mean, deviation = self._required_statistics()
         keys = torch.as_tensor(batch["key"])
         times = [-1, *(int(time) for time in self._schedule()[:-1, 0])]
         noise = [diffusion.normal(_noise_keys(keys, time), (1, SIZE, SIZE)) for time in times]
@@ -225,7 +226,7 @@ class CDEIT(Task):
     def exported(self, model, inputs):
         import torch
 
-        mean, deviation = (torch.from_numpy(values).reshape(1, -1) for values in self._carried_statistics())
+        mean, deviation = (torch.from_numpy(values).reshape(1, -1) for values in self._required_statistics())
         normalised = (inputs["voltages"] / CONVENTIONS[self.data].volts - mean) / deviation  # (B, 208)
         # Where each number of the map (16, 16) comes from; the last place is a zero.
         source = np.full(measured_electrodes().shape, mean.shape[1])
@@ -253,6 +254,13 @@ class CDEIT(Task):
                 f"{self.weights}: the statistics of the voltages in its metadata are damaged ({error})"
             ) from error
 
+    def _required_statistics(self) -> Statistics:
+        if statistics := self._carried_statistics():
+            return statistics
+        raise TpukitError(
+            f"{self.weights} does not say how its voltages were normalised: train the run again"
+        )
+
     def evaluate(self, predictions) -> dict:
         """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same
         scores of the classical methods and of an empty image, the baselines; `broken`, how many predictions
@@ -273,7 +281,7 @@ class CDEIT(Task):
                 reconstructed = np.where(inside, reconstructed, 0)  # nothing outside the tank counts
                 scores[name] += [image_scores(*pair, inside) for pair in zip(reconstructed, truth)]
         means = {name: mean_scores(rows) for name, rows in scores.items()}
-        ours = means.pop("CDEIT")
+        ours = means.pop("CDEIT") or {}
         baselines = {name: mean for name, mean in means.items() if mean}
         return dict(ours, images=len(scores["CDEIT"]), broken=broken, beside=baselines)
 
@@ -286,7 +294,7 @@ class CDEIT(Task):
             values = dict(prediction=images[:, 0] * unit, xs=batch["image"][:, 0])
             values |= dict(TR=batch["TR"] * unit, xs_gn=batch["xs_gn"])
             parts.append({name: value[batch["valid"]].numpy() for name, value in values.items()})
-        whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        whole: dict = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         with files.atomic_file(folder / f"{self.data}.npz") as file:
             np.savez_compressed(file, **whole, names=data.names)
 
@@ -330,9 +338,7 @@ class CDEIT(Task):
     def read_files(self, paths, best):
         """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit of
         `data`'s files."""
-        statistics = dataclasses.replace(self, weights=best)._carried_statistics()
-        if not statistics:
-            raise TpukitError(f"{best} does not say how its voltages were normalised: train the run again")
+        statistics = dataclasses.replace(self, weights=best)._required_statistics()
         read = [read_voltages(path) for path in paths]
         volts = np.concatenate(read) / np.float32(CONVENTIONS[self.data].volts)
         names = [f"{path.name}, {row + 1}" for path, rows in zip(paths, read) for row in range(len(rows))]

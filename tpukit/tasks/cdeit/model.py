@@ -7,7 +7,7 @@ H heads, W side of a window."""
 
 import collections
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,8 @@ class Attention(nn.Module):
 class RelativeAttention(Attention):
     """Attention within a window, with a learned bias for every offset between two tokens (Swin, Liu et al.,
     ICCV 2021)."""
+
+    relative_position_index: Tensor
 
     def __init__(self, width, heads, window):
         super().__init__(width, heads)
@@ -150,7 +152,8 @@ class Split(nn.Sequential):
         batch, tokens, width = x.shape
         grid = math.isqrt(tokens)
         # A 1x1 convolution works on one token at a time: before the copies it is a quarter of the work.
-        x = F.linear(x, self[2].weight[:, :, 0, 0], self[2].bias)
+        convolution = cast(nn.Conv2d, self[2])
+        x = F.linear(x, convolution.weight[:, :, 0, 0], convolution.bias)
         x = x.view(batch, grid, 1, grid, 1, width).expand(batch, grid, 2, grid, 2, width)
         return x.reshape(batch, 4 * tokens, width)
 
@@ -202,6 +205,8 @@ class CDEITModel(nn.Module):
     image_size: S. patch: P. width: C. heads: H. window: W, at most G. levels: how often the token grid is
     halved. Raises TpukitError for sizes that do not fit one another."""
 
+    alphas_cumprod: Tensor
+
     def __init__(self, *, image_size=128, patch=2, width=512, heads=16, window=16, levels=4):
         super().__init__()
         grid = image_size // max(patch, 1)
@@ -241,13 +246,13 @@ class CDEITModel(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
-        nn.init.zeros_(self.x_embedder.proj.bias)
-        for layer in self.t_embedder.mlp[0], self.t_embedder.mlp[2]:
-            nn.init.normal_(layer.weight, std=0.02)
+        nn.init.zeros_(cast(Tensor, self.x_embedder.proj.bias))
+        for layer in (self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
+            nn.init.normal_(cast(nn.Linear, layer).weight, std=0.02)
         # Every block starts as the identity, and the image as zero.
         for module in self.modules():
             if isinstance(module, (Block, Final)):
-                nn.init.zeros_(module.adaLN_modulation[1].weight)
+                nn.init.zeros_(cast(nn.Linear, module.adaLN_modulation[1]).weight)
         nn.init.zeros_(self.final_layer.linear.weight)
 
     def prepare_for_xla(self, runtime: "XLARuntime") -> str:
@@ -259,7 +264,7 @@ class CDEITModel(nn.Module):
     def forward(self, image: Tensor, t: Tensor, voltages: Tensor) -> Tensor:
         """The clean image. image: (B, 1, S, S), noisy. t: (B,) timesteps. voltages: (B, 1, N, N) map, N a
         divisor of S. -> (B, 1, S, S)"""
-        b = self.blocks
+        b: Any = self.blocks
         batch, _, rows, columns = voltages.shape
         factor = image.shape[-1] // columns
         copies = voltages.view(batch, 1, rows, 1, columns, 1).expand(batch, 1, rows, factor, columns, factor)

@@ -159,12 +159,12 @@ class Tank:
         Gauss-Newton weighs the elements by their sensitivity (NOSER, Cheney et al., 1990). Source: Adler et
         al., 2007, by pyEIT."""
         from pyeit.eit.jac import JAC
-        from scipy.spatial import cKDTree
+        from scipy.spatial import KDTree
 
         solver = JAC(self.mesh, self.protocol)
         inside = disk()
         x, y = pixel_places()
-        _, nearest = cKDTree(self.centres).query(np.stack([x[inside], y[inside]], 1))  # element of each pixel
+        _, nearest = KDTree(self.centres).query(np.stack([x[inside], y[inside]], 1))  # element of each pixel
         methods: dict[str, dict] = dict(
             TR=dict(method="dgn", lamb=TIKHONOV), xs_gn=dict(method="kotre", p=0.5, lamb=GAUSS_NEWTON)
         )
