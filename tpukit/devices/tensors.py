@@ -24,19 +24,6 @@ def with_optimization_barrier(tensor: Tensor, *after: Tensor) -> Tensor:
     return tensor
 
 
-def checkpointed(block, *inputs):
-    """block(*inputs), a module without randomness whose activations are recomputed in the backward pass, not
-    kept."""
-    if inputs[0].device.type == "xla":
-        # torch's own looks for a module torch.xla; this one also keeps XLA from merging the two computations.
-        from torch_xla.utils.checkpoint import checkpoint
-
-        return checkpoint(block, *inputs, preserve_rng_state=False)
-    from torch.utils.checkpoint import checkpoint
-
-    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-
 def cores_sharing(tensor):
     """How many cores share the first axis of a tensor on the device: several where one graph runs over them
     (SPMD)."""

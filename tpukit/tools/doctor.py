@@ -32,7 +32,6 @@ LEVELS = BLOCKS, WARNING, NOTE, OK = "BLOCKS", "warning", "note", "ok"  # the wo
 # Package -> level where it is missing, and the part of tpukit that needs it.
 NEEDED = dict.fromkeys(("numpy", "pillow", "safetensors", "tqdm", "rich"), (BLOCKS, "everything")) | {
     "scipy": (WARNING, "the scores of mshnet and cdeit, and `tpukit simulate eit`"),
-    "pyeit": (NOTE, "`tpukit simulate eit` and synthetic data for cdeit"),
     "matplotlib": (NOTE, "figures"),
     "tyro": (NOTE, "the options of the command line"),
 }

@@ -2,12 +2,9 @@
 
 kernel_interpreter.py run KIND HEADS ARRAYS.npz RESULTS.npz    arrays a, b, ... in the order of the arguments
 kernel_interpreter.py count KIND B T C HEADS BIASED            prints the bytes that its blocks move
-kernel_interpreter.py version KIND B T C HEADS BIASED          prints the Mosaic version of its payload
 """
 
-import base64
 import itertools
-import json
 import math
 import sys
 from pathlib import Path
@@ -48,20 +45,6 @@ def count(kind, *sizes):
     print(total)
 
 
-def version(kind, *sizes):
-    from jaxlib.mlir import ir
-
-    batch, tokens, width, heads, biased = map(int, sizes)
-    config = json.loads(kernels.payload(kind, (batch, tokens, 3 * width), heads, bool(biased)))[
-        "custom_call_config"
-    ]
-    context = ir.Context()
-    context.allow_unregistered_dialects = True
-    with context:
-        module = ir.Module.parse(base64.b64decode(config["body"]))
-        print(ir.IntegerAttr(module.operation.attributes["stable_mosaic.version"]).value)
-
-
 def _arguments(kind, *sizes):
     batch, tokens, width, heads, biased = map(int, sizes)
     shapes = [((batch, tokens, 3 * width), jnp.bfloat16)]
@@ -74,4 +57,4 @@ def _arguments(kind, *sizes):
 
 
 if __name__ == "__main__":
-    dict(run=run, count=count, version=version)[sys.argv[1]](*sys.argv[2:])
+    dict(run=run, count=count)[sys.argv[1]](*sys.argv[2:])

@@ -24,24 +24,19 @@ from tpukit.tasks.cdeit.tpu.attention import attention, kernel_flops
 from tpukit.tools.plan import COMPILER_SCRIPT, COMPILERS, install_compiler, plan
 
 INTERPRETER = Path(__file__).with_name("kernel_interpreter.py")
-# jax and the libtpu of each image with a TPU, as in release/images.toml
-OF_IMAGES = {
-    image: tuple(
-        package for package in about["packages"] if package.partition("==")[0] in ("jax", "jaxlib", "libtpu")
-    )
-    for image, about in twins.IMAGES.items()
-    if image.endswith("TPU")
+COMPILER_PACKAGES = ("jax", "jaxlib", "libtpu")
+PACKAGES = {  # of what `tpukit plan` installs, and of each image with a TPU, as in release/images.toml
+    "plan": COMPILERS["torch_xla"],
+    **{image: about["packages"] for image, about in twins.IMAGES.items() if image.endswith("TPU")},
 }
 
 
-@pytest.fixture(
-    scope="session", params=[pytest.param(name, marks=pytest.mark.nightly) for name in ("plan", *OF_IMAGES)]
-)
+@pytest.fixture(scope="session", params=[pytest.param(one, marks=pytest.mark.nightly) for one in PACKAGES])
 def compiler(request):
-    """A folder with jax and libtpu: of what `tpukit plan` installs, or of an image."""
+    """A folder with jax and libtpu."""
+    wanted = [one for one in PACKAGES[request.param] if one.partition("==")[0] in COMPILER_PACKAGES]
     with pytest.MonkeyPatch.context() as patch:
-        if request.param != "plan":
-            patch.setitem(COMPILERS, "torch_xla", OF_IMAGES[request.param])
+        patch.setitem(COMPILERS, "torch_xla", tuple(wanted))
         yield install_compiler(lambda text: None)
 
 
@@ -105,7 +100,6 @@ def with_gradients(out, inputs):
     return [out.detach(), *torch.autograd.grad(out, inputs, direction)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "heads, tokens, biased", [(8, 256, True), (4, 128, False), (2, 1024, False), (1, 4096, False)]
 )
@@ -126,7 +120,6 @@ def test_the_kernels_are_attention_forward_and_backward_to_the_rounding_of_bf16(
         assert a.shape == b.shape and (a.cpu().double() - b).norm() < 3 * 2**-9 * b.norm()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind, arrays", [("forward", 4), ("backward", 7)])
 @pytest.mark.parametrize("biased", [0, 1])
 def test_every_array_of_a_kernel_crosses_the_memory_bus_once(kind, arrays, biased, jax):
@@ -137,14 +130,6 @@ def test_every_array_of_a_kernel_crosses_the_memory_bus_once(kind, arrays, biase
     assert int(jax("count", kind, batch, tokens, width, heads, biased)) == by_hand
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize("compiler", ["plan"], indirect=True)
-def test_a_kernel_is_written_in_the_mosaic_that_the_oldest_libtpu_reads(jax):
-    assert jax("version", "backward", 4, 256, 128, 4, 1) == "4"  # libtpu 0.0.17: "expected <= 4 but got 7"
-
-
-@pytest.mark.slow
 def test_a_kernel_is_the_same_everywhere_and_whatever_was_lowered_before(compiler, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(compiler))
     request = dict(kind="forward", shape=(2, 128, 384), heads=4, biased=False)
@@ -174,7 +159,6 @@ os._exit(0)  # else the graph, which is for a TPU, would run
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tokens, biased", [(4096, False), (1024, False), (256, True)])
 def test_the_kernels_that_this_jax_lowers_are_compiled_by_this_libtpu(tokens, biased, compiler, tmp_path):
     graph = tmp_path / "graph.mlirbc"
@@ -263,26 +247,21 @@ def kernels_without_jax(monkeypatch):
     monkeypatch.setattr(module, "_disabled_reason", None)
 
 
-@pytest.mark.parametrize(
-    "shape, heads, dtype, biased, uses_kernel",
-    [
-        ((1, 256, 384), 4, torch.bfloat16, True, True),
-        ((1, 512, 384), 4, torch.bfloat16, False, True),
-        ((1, 512, 384), 4, torch.bfloat16, True, False),  # with a bias more than fast memory holds
-        ((1, 256, 384), 4, torch.float32, False, False),
-        ((1, 64, 384), 4, torch.bfloat16, False, False),  # fewer tokens than lanes
-        ((1, 384, 384), 4, torch.bfloat16, False, False),
-        ((1, 8192, 384), 1, torch.bfloat16, False, False),  # more than fast memory holds
-        ((1, 256, 3 * 64), 2, torch.bfloat16, False, False),  # heads do not fill the lanes
-        (
-            (1, 256, 3 * 384),
-            8,
-            torch.bfloat16,
-            False,
-            False,
-        ),  # a head of 48 channels lies across two registers
-    ],
-)
+BF16 = torch.bfloat16
+CALLS = [
+    ((1, 256, 384), 4, BF16, True, True),
+    ((1, 512, 384), 4, BF16, False, True),
+    ((1, 512, 384), 4, BF16, True, False),  # with a bias more than fast memory holds
+    ((1, 256, 384), 4, torch.float32, False, False),
+    ((1, 64, 384), 4, BF16, False, False),  # fewer tokens than lanes
+    ((1, 384, 384), 4, BF16, False, False),
+    ((1, 8192, 384), 1, BF16, False, False),  # more than fast memory holds
+    ((1, 256, 3 * 64), 2, BF16, False, False),  # heads do not fill the lanes
+    ((1, 256, 3 * 384), 8, BF16, False, False),  # a head of 48 channels lies across two registers
+]
+
+
+@pytest.mark.parametrize("shape, heads, dtype, biased, uses_kernel", CALLS)
 def test_what_a_kernel_cannot_take_is_computed_in_slices(
     shape, heads, dtype, biased, uses_kernel, kernels_without_jax, xla
 ):
@@ -326,7 +305,6 @@ def test_the_kernels_are_used_where_they_work_and_else_the_log_says_why_not(runt
     assert (datum or "Pallas") in sentence and "\n" not in sentence
 
 
-@pytest.mark.slow
 def test_a_device_whose_kernels_compute_something_else_is_found_out(kernels, xla, monkeypatch):
     monkeypatch.setattr(module, "KERNEL_TOKENS", (128, 256, 1024))
     module.try_kernels(xla.device)
@@ -366,24 +344,18 @@ def test_a_script_that_fails_gives_its_last_words_each_time_it_is_asked(answerin
             lowering.payload(kind="forward")
 
 
-def test_flags_of_this_process_for_its_own_device_do_not_reach_the_script(answering, monkeypatch):
+def test_one_process_without_this_ones_flags_lowers_every_kernel_and_one_it_cannot_is_an_answer(
+    answering, monkeypatch
+):
     monkeypatch.setenv("XLA_FLAGS", "--xla_tpu_a_flag_that_no_cpu_knows=true")
-    lowering = answering('{"payload": [os.environ["XLA_FLAGS"], os.environ["JAX_PLATFORMS"]]}')
-    assert lowering.payload(kind="forward") == ["", "cpu"]
-
-
-def test_one_process_lowers_every_kernel_and_one_that_cannot_be_lowered_is_an_answer_too(answering):
-    unknown, known = '{"error": "ValueError: no such kind"}', '{"payload": [os.getpid(), request["shape"]]}'
-    answer = f'{unknown} if request["kind"] == "sideways" else {known}'
+    about = 'os.getpid(), os.environ["XLA_FLAGS"], os.environ["JAX_PLATFORMS"], request["shape"]'
+    answer = f'dict(error="no such kind") if request["kind"] == "sideways" else dict(payload=[{about}])'
     lowering = answering(answer, before='print("a library speaks", flush=True)')
-    first, shape = lowering.payload(kind="forward", shape=(1, 128, 384))
-    with pytest.raises(RuntimeError, match="ValueError: no such kind"):
+    first, *others = lowering.payload(kind="forward", shape=(1, 128, 384))
+    with pytest.raises(RuntimeError, match="no such kind"):
         lowering.payload(kind="sideways", shape=(1, 128, 384))
-    assert lowering.payload(kind="backward", shape=(2, 256, 384)) == [first, [2, 256, 384]] and shape == [
-        1,
-        128,
-        384,
-    ]
+    assert others == ["", "cpu", [1, 128, 384]]
+    assert lowering.payload(kind="backward", shape=(2, 256, 384)) == [first, "", "cpu", [2, 256, 384]]
 
 
 def test_after_an_interrupt_a_question_does_not_get_the_answer_to_the_one_before(answering):

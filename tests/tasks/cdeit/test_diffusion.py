@@ -47,9 +47,7 @@ def test_eta_0_adds_no_noise_and_1000_ddim_steps_are_ancestral_sampling():
     assert not diffusion.ddim_schedule(9, eta=0.0)[:, 3].any()
     beta, left = diffusion.betas(), diffusion.alphas_cumprod()
     before = np.append(1.0, left[:-1])
-    mean = (
-        np.sqrt(before) * beta / (1 - left),
-        np.sqrt(1 - beta) * (1 - before) / (1 - left),
-    )  # Ho et al., eq. 7
+    # Ho et al., eq. 7
+    mean = np.sqrt(before) * beta / (1 - left), np.sqrt(1 - beta) * (1 - before) / (1 - left)
     ancestral = np.stack([np.arange(1000), *mean, np.sqrt(beta * (1 - before) / (1 - left))], 1)[::-1]
     assert np.allclose(diffusion.ddim_schedule(1000), ancestral, atol=1e-6)

@@ -25,9 +25,8 @@ def test_simulated_voltages_of_the_real_images_agree_with_the_measured_ones(mode
         with np.load(path) as sample:
             simulated = model_tank.simulate(sample["xs"].reshape(128, 128))
             correlations.append(np.corrcoef(simulated, sample["ys"].ravel())[0, 1])
-    assert (
-        len(correlations) == 22 and np.mean(correlations) >= 0.96 and min(correlations) > 0.91
-    )  # as docs/CDEIT.md has it
+    assert len(correlations) == 22
+    assert np.mean(correlations) >= 0.96 and min(correlations) > 0.91  # as docs/CDEIT.md has it
 
 
 def test_the_tank_solves_what_pyeit_solves(model_tank):
@@ -43,10 +42,7 @@ def test_a_conductive_inclusion_beside_an_electrode_is_seen_there_and_its_sign_t
     x, y = simulator.pixel_places()
     electrode = model_tank.mesh.node[model_tank.mesh.el_pos[5], :2] * 0.8
     image = (np.hypot(x - electrode[0], y - electrode[1]) < 0.15).astype(np.float32)
-    conductive, resistive = (
-        model_tank.simulate(image).reshape(16, 13),
-        model_tank.simulate(-image).reshape(16, 13),
-    )
+    conductive, resistive = (model_tank.simulate(sign * image).reshape(16, 13) for sign in (1, -1))
     assert np.abs(conductive).sum(1).argmax() in (4, 5)  # the two patterns that drive electrode 5
     assert np.corrcoef(conductive.ravel(), resistive.ravel())[0, 1] < -0.9
     assert not model_tank.simulate(np.zeros_like(image)).any()
@@ -70,10 +66,10 @@ def test_scenes_hold_one_to_four_inclusions_of_either_sign_apart_and_inside():
         assert set(np.unique(image)) <= {-1, 0, 1} and not image[~simulator.disk()].any()
         neighbours = np.ones((3, 3))  # diagonal ones too
         _, count = ndimage.label(image != 0, neighbours)
-        assert count == sum(
-            ndimage.label(image == sign, neighbours)[1] for sign in (-1, 1)
-        )  # none of two signs
-        seen.add(count), signs.update(np.unique(image))
+        of_each_sign = [ndimage.label(image == sign, neighbours)[1] for sign in (-1, 1)]
+        assert count == sum(of_each_sign)  # none of two signs
+        seen.add(count)
+        signs.update(np.unique(image))
     assert seen == {1, 2, 3, 4} and signs == {-1, 0, 1}
 
 
@@ -90,9 +86,8 @@ def test_a_simulation_continues_where_it_stopped_with_any_number_of_workers(tank
     assert (again / "train/000001.npz").stat().st_mtime_ns == kept
     for path in files:
         with np.load(path) as one, np.load(again / "train" / path.name) as other:
-            assert all(
-                np.array_equal(one[name], other[name]) for name in ("xs", "ys", "xs_gn", "TR", "seed")
-            ), path
+            for name in ("xs", "ys", "xs_gn", "TR", "seed"):
+                assert np.array_equal(one[name], other[name]), path
     with np.load(files[4]) as sample:
         assert sample["seed"].tolist() == [3, 0, 4] and sample["ys"].shape == (208, 1)
     assert json.loads((again / "simulation.json").read_text())["seed"] == 3

@@ -24,21 +24,16 @@ def test_training_lowers_the_loss_moves_the_weights_and_keeps_their_average(tank
     moved = [n for n in start if start[n].is_floating_point() and n != "pos_embed"]
     assert all(not torch.equal(now[n], start[n]) for n in moved)
     assert torch.equal(now["pos_embed"], start["pos_embed"])
-    assert same(kept, checkpoint(run)["averaged"]) and not torch.equal(
-        kept["pos_embed"], 0 * kept["pos_embed"]
-    )
+    assert same(kept, checkpoint(run)["averaged"]) and kept["pos_embed"].any()
     assert not same({n: kept[n] for n in moved}, {n: now[n] for n in moved})
-    assert (
-        set(scores) == {"rmse", "psnr", "ssim", "cc", "images", "broken", "beside"} and scores["images"] == 5
-    )
-    assert set(scores["beside"]) == {"Tikhonov", "Gauss-Newton", "all zero"}
+    assert set(scores) == {"rmse", "psnr", "ssim", "cc", "images", "broken", "beside"}
+    assert scores["images"] == 5 and set(scores["beside"]) == {"Tikhonov", "Gauss-Newton", "all zero"}
 
 
 @pytest.mark.slow
 def test_training_is_one_graph_and_sampling_two_on_xla_and_both_equal_the_cpu(tank, tmp_path, cpu, xla):
-    task = task_of(
-        tank, epochs=13, eval_every=13, lr=1e-3, precision="fp32"
-    )  # 26 steps: two averages of the weights
+    # 26 steps: two averages of the weights
+    task = task_of(tank, epochs=13, eval_every=13, lr=1e-3, precision="fp32")
     runs = []
     for runtime in (cpu, xla):
         run = Run.open(tmp_path / str(runtime.device), task)
@@ -66,10 +61,10 @@ def test_stopped_and_resumed_equals_straight(tank, tmp_path, cpu):
     for epochs in (6, 12):
         train(task_of(tank, epochs=epochs, eval_every=4), stopped, runtime=cpu, progress=False)
     # The sixth epoch was the last of one, and was evaluated there.
-    kept = [
+    one, other = (
         [r for r in exact(run) if (r["kind"], r["step"]) != ("evaluation", 12)] for run in (straight, stopped)
-    ]
-    assert kept[0] == kept[1]
+    )
+    assert one == other
     for name in ("model", "averaged"):
         assert same(checkpoint(straight)[name], checkpoint(stopped)[name])
 
@@ -95,20 +90,13 @@ def test_ktc2023_has_its_own_folder_and_units_and_may_lack_the_classical_images(
     for path in sorted((tank / "test").glob("*.npz"))[:2]:
         sample = np.load(path)
         np.savez(tmp_path / "data2023" / path.name, xs=sample["xs"], ys=sample["ys"] * 1978)
-    task = task_of(tmp_path, data="ktc2023", sampling_steps=1)
-    data = task.test_set()
-    assert np.allclose(
-        data.batch([1])["voltages"], task_of(tank).test_set().batch([1])["voltages"], atol=1e-4
-    )
+    task = task_of(tmp_path, data="ktc2023", sampling_steps=1, weights=tmp_path / "weights.pth")
+    torch.save(task.model().state_dict(), task.weights)
+    ours, simulated = (one.test_set().batch([1])["voltages"] for one in (task, task_of(tank)))
+    assert np.allclose(ours, simulated, atol=1e-4)
     run = Run(tmp_path / "run")
     run.path.mkdir()
-    torch.save(task.model().state_dict(), tmp_path / "weights.pth")
-    scores = score_run(
-        task_of(tmp_path, data="ktc2023", sampling_steps=1, weights=tmp_path / "weights.pth"),
-        run,
-        runtime=cpu,
-        progress=False,
-    )
+    scores = score_run(task, run, runtime=cpu, progress=False)
     assert set(scores["beside"]) == {"all zero"} and scores["images"] == 2
     with np.load(run.path / "predictions/ktc2023.npz") as kept:
         assert np.isnan(kept["TR"]).all()
@@ -117,11 +105,9 @@ def test_ktc2023_has_its_own_folder_and_units_and_may_lack_the_classical_images(
 
 
 def test_damaged_predictions_are_named(tmp_path):
-    names = dict(xs=(2, 8, 8), TR=(2, 8, 8), xs_gn=(2, 8, 8), prediction=(2, 8, 8))
     path, task = tmp_path / "ktc2023.npz", CDEIT(data="ktc2023")
-    np.savez_compressed(
-        path, **{name: np.random.default_rng(0).random(shape, np.float32) for name, shape in names.items()}
-    )
+    images = np.random.default_rng(0).random((4, 2, 8, 8), np.float32)
+    np.savez_compressed(path, **dict(zip(("xs", "TR", "xs_gn", "prediction"), images)))
     whole = path.read_bytes()
     assert task.load_predictions(tmp_path)[1].shape == (2, 1, 8, 8)
     for place in (2, 100, len(whole) // 2, len(whole) - 10):
@@ -142,13 +128,10 @@ def test_a_test_saves_its_predictions_in_the_unit_of_the_files_and_scores_them(t
     assert scores["broken"] == 0
     with np.load(run.path / "predictions/uef2017.npz") as kept:
         prediction, truth, tikhonov = kept["prediction"], kept["xs"], kept["TR"]
-        assert (
-            kept["names"][0] == "1_1" and prediction.shape == (22, 128, 128) and prediction.any((1, 2)).all()
-        )
+        assert kept["names"][0] == "1_1" and prediction.any((1, 2)).all()
     with np.load(uef2017 / "test/1_1.npz") as original:
-        assert np.array_equal(original["xs"], truth[0]) and np.allclose(
-            original["TR"], tikhonov[0], rtol=1e-5
-        )
+        assert np.array_equal(original["xs"], truth[0])
+        assert np.allclose(original["TR"], tikhonov[0], rtol=1e-5)
     inside, unit = simulator.disk(), 2 / 1040.856
     by_hand = [np.sqrt(np.mean((p[inside] / unit - t[inside]) ** 2)) for p, t in zip(prediction, truth)]
     assert scores["rmse"] == pytest.approx(np.mean(by_hand), rel=1e-4)
@@ -165,9 +148,8 @@ def test_a_prediction_that_is_no_number_is_counted_and_loses_no_run(tank):
     images = batch["image"].clone()
     images[3, 0, 64, 64] = float("nan")
     scores = task_of(tank).evaluate([(images, dict(batch, valid=torch.ones(5, dtype=bool)))])
-    assert scores["broken"] == 1 and scores["rmse"] == pytest.approx(
-        float(batch["image"][3, 0][simulator.disk()].square().mean().sqrt()) / 5, rel=1e-4
-    )
+    of_empty = float(batch["image"][3, 0][simulator.disk()].square().mean().sqrt())
+    assert scores["broken"] == 1 and scores["rmse"] == pytest.approx(of_empty / 5, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -179,9 +161,8 @@ def test_sampling_visits_every_timestep_of_its_schedule_and_signs_the_scores_wit
     model.register_forward_pre_hook(lambda module, inputs: seen.append(int(inputs[1][0])))
     batch = {name: torch.as_tensor(value) for name, value in task.test_set().batch(np.arange(1)).items()}
     image = task.predictor(model, cpu)(batch)
-    assert (
-        seen == list(range(999, -1, -1)) and not image.any()
-    )  # an untrained network predicts an empty image
+    assert seen == list(range(999, -1, -1))
+    assert not image.any()  # an untrained network predicts an empty image
 
 
 def test_every_sample_is_sampled_from_noise_of_its_own_whatever_batch_it_is_in(tank, cpu):
@@ -189,15 +170,10 @@ def test_every_sample_is_sampled_from_noise_of_its_own_whatever_batch_it_is_in(t
     model, data = task.model().eval(), task.test_set()
     model.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     for chosen in ([0, 1, 2], [2]):
-        task.predictor(model, cpu)(
-            {name: torch.as_tensor(value) for name, value in data.batch(np.array(chosen)).items()}
-        )
+        task.predictor(model, cpu)(cpu.put(data.batch(np.array(chosen))))
     three, alone = seen[:3], seen[3:]  # its input at each of the steps
     assert all(torch.equal(a[2], b[0]) for a, b in zip(three, alone))
-    assert (
-        np.abs(np.corrcoef(torch.cat([x.flatten(1) for x in (three[0], three[1])]).numpy())[0, 1:3]).max()
-        < 0.05
-    )
+    assert np.abs(np.corrcoef(three[0].flatten(1))[0, 1:]).max() < 0.05
     # The network predicts 0, so the second input is what is left of the first and new noise: it is not the
     # first, scaled.
     assert abs(np.corrcoef(three[0][0].ravel(), three[1][0].ravel())[0, 1]) < 0.9

@@ -22,9 +22,8 @@ from tpukit.runs import weights
 
 pytest.importorskip("timm")
 OFF = dict(flip=0, crop=1, brightness=0, contrast=0, saturation=0)
-TINY = dict(
-    model_name="test_resnet", image_size=32, pretrained="no", batch_size=8, log_every=1, num_workers=1
-)
+NETWORK = dict(model_name="test_resnet", image_size=32, pretrained="no")
+TINY = dict(NETWORK, batch_size=8, log_every=1, num_workers=1)
 
 
 @pytest.fixture
@@ -41,17 +40,13 @@ def finished(shapes, tmp_path, cpu):
 
 def one_hot_loss(logits, shares):
     """Cross-entropy with shares (B, K) of the classes, a sample at a time."""
-    found = []
-    for row, share in zip(logits.double().numpy(), shares):
-        found.append(-(share * (row - np.log(np.exp(row).sum()))).sum())
-    return np.mean(found)
+    pairs = zip(logits.double().numpy(), shares)
+    return np.mean([-(share * (row - np.log(np.exp(row).sum()))).sum() for row, share in pairs])
 
 
 @pytest.mark.parametrize("smoothing, mixup", [(0.0, 0.0), (0.3, 0.0), (0.2, 0.5)])
 def test_the_loss_is_the_cross_entropy_with_smoothed_and_mixed_labels(smoothing, mixup):
-    task = ImageClassifier(
-        **TINY, label_smoothing=smoothing, mixup=mixup, flip=0, crop=1, brightness=0, contrast=0, saturation=0
-    )
+    task = ImageClassifier(**TINY, **OFF, label_smoothing=smoothing, mixup=mixup)
     batch = {name: torch.as_tensor(values) for name, values in task.example(4).items()}
     batch["label"] = torch.tensor([1, 4, 4, 0])
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -90,11 +85,7 @@ def test_scores_equal_those_counted_one_by_one():
     scores = ImageClassifier().evaluate(batches)
     assert (scores["accuracy"], scores["top5"], scores["images"]) == (first / 41, fifth / 41, 41)
     counts = np.array(scores["confusion"]["counts"])
-    assert (
-        counts.shape == (7, 7)
-        and counts.sum() == 41
-        and counts.sum(1).tolist() == np.bincount(labels, minlength=7).tolist()
-    )
+    assert counts.shape == (7, 7) and np.array_equal(counts.sum(1), np.bincount(labels, minlength=7))
     assert json.loads(json.dumps(scores)) == scores
 
 
@@ -106,17 +97,16 @@ def test_five_classes_have_no_top_five_and_many_no_matrix_in_every_record():
 def test_the_tables_of_a_test_say_what_was_taken_for_what(finished, cpu):
     task, run = finished
     scores = score_run(task, run, runtime=cpu, progress=False)
-    rows = {
-        name: list(csv.DictReader(open(run.path / f"predictions/{name}.csv")))
+    predicted, per_class, confusion = (
+        list(csv.DictReader(open(run.path / f"predictions/{name}.csv")))
         for name in ("predictions", "per_class", "confusion")
-    }
-    predicted = rows["predictions"]
+    )
     right = [row["class"] == row["predicted"] for row in predicted]
     assert len(predicted) == 18 and np.mean(right) == pytest.approx(scores["accuracy"])
     assert all(row["file"].startswith(f"test/{row['class']}/") for row in predicted)
     loss = [float(row["loss"]) for row in predicted]
     assert loss == sorted(loss, reverse=True)
-    for line, row in zip(rows["per_class"], rows["confusion"]):
+    for line, row in zip(per_class, confusion):
         name = line["class"]
         of_class, taken = ([r for r in predicted if r[column] == name] for column in ("class", "predicted"))
         hits = sum(r["predicted"] == name for r in of_class)
@@ -151,17 +141,15 @@ def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_datase
     found = predict(run, paths, task=away, progress=False)
     model = task.model().eval()
     weights.load(model, run.path / "best.safetensors")
+    batch, _ = task.read_files(paths, None)
     with torch.no_grad():
-        logits = task.predict(
-            model, {name: torch.as_tensor(values) for name, values in task.read_files(paths, None)[0].items()}
-        )
+        logits = task.predict(model, {name: torch.as_tensor(values) for name, values in batch.items()})
     wanted, order = logits.softmax(1), logits.argsort(1, descending=True)
     assert [one["name"] for one in found] == [path.name for path in paths]
     for one, shares, best in zip(found, wanted, order, strict=True):
         assert [one["class"], one["next_class"]] == [task.class_names[k] for k in best[:2]]
-        assert [one["probability"], one["next_probability"]] == pytest.approx(
-            shares[best[:2]].tolist(), rel=1e-4
-        )
+        found_shares = one["probability"], one["next_probability"]
+        assert found_shares == pytest.approx(tuple(shares[best[:2]].tolist()), rel=1e-4)
     show_own(run, away, paths)
     rows = list(csv.DictReader(open(run.path / "own/predictions.csv")))
     assert [row["class"] for row in rows] == [one["class"] for one in found]
@@ -170,9 +158,8 @@ def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_datase
 def test_weights_of_a_run_with_other_classes_are_refused_with_the_way_out(finished, shapes, tmp_path, cpu):
     task, run = finished
     best = run.path / "best.safetensors"
-    assert json.loads(weights.metadata(best)["classes"]) == sorted(
-        path.name for path in (shapes / "train").iterdir()
-    )
+    names = sorted(path.name for path in (shapes / "train").iterdir())
+    assert json.loads(weights.metadata(best)["classes"]) == names
     for split in ("train", "test"):
         for name in ("ring", "bar"):
             (tmp_path / "two" / split).mkdir(parents=True, exist_ok=True)
@@ -198,9 +185,8 @@ def test_a_run_starts_from_the_weights_of_another(finished, tmp_path, cpu):
     again = dataclasses.replace(task, weights=run.path / "best.safetensors", epochs=0)
     other = Run.open(tmp_path / "again", again)
     train(again, other, runtime=cpu, progress=False)
-    assert score_run(again, other, runtime=cpu, progress=False)["accuracy"] == max(
-        record["scores"]["accuracy"] for record in run.records("evaluation")
-    )
+    best = max(record["scores"]["accuracy"] for record in run.records("evaluation"))
+    assert score_run(again, other, runtime=cpu, progress=False)["accuracy"] == best
 
 
 def test_a_broken_file_of_ones_own_is_named(finished, tmp_path):
@@ -222,9 +208,8 @@ def test_a_setting_out_of_its_range_is_refused_by_its_name(name, value):
 def test_weight_decay_spares_biases_and_norms():
     task = ImageClassifier(model_name="test_vit", image_size=32, weight_decay=0.3)
     model = task.model()
-    decay = {
-        id(p): group["weight_decay"] for group in task.optimizer(model).param_groups for p in group["params"]
-    }
+    groups = task.optimizer(model).param_groups
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.0 if "norm" in name or name.endswith("bias") else 0.3), name
 
@@ -252,8 +237,8 @@ import sys
 from pathlib import Path
 from tpukit import ImageClassifier, Run, launch, train
 
-task = ImageClassifier(dataset_dir=Path(sys.argv[1]), epochs=7, mixup=0.2, model_name="test_vit", image_size=32,
-                       pretrained="no", batch_size=16, log_every=1, num_workers=1)
+task = ImageClassifier(dataset_dir=Path(sys.argv[1]), epochs=7, mixup=0.2, model_name="test_vit",
+                       image_size=32, pretrained="no", batch_size=16, log_every=1, num_workers=1)
 if __name__ == "__main__":
     launch(train, task, Run.open(sys.argv[2], task), cores=int(sys.argv[3]))
 """
@@ -278,12 +263,9 @@ def test_eight_processes_train_as_one_does_augmentation_and_mixture_included(sha
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["test_vit", "test_convnext"])
-def test_a_network_is_one_graph_on_xla_without_fallback_and_trains_as_on_the_cpu(
-    name, shapes, tmp_path, xla, cpu
-):
-    task = ImageClassifier(
-        dataset_dir=shapes, epochs=2, mixup=0.2, **TINY | dict(model_name=name, image_size=64)
-    )
+def test_a_network_is_one_graph_on_xla_and_trains_as_on_the_cpu(name, shapes, tmp_path, xla, cpu):
+    settings = TINY | dict(model_name=name, image_size=64)
+    task = ImageClassifier(dataset_dir=shapes, epochs=2, mixup=0.2, **settings)
     runs = {}
     for runtime in (xla, cpu):
         runs[runtime] = Run.open(tmp_path / runtime.accelerator, task)
@@ -303,9 +285,8 @@ def test_shapes_are_learnt_from_scratch(tmp_path, cpu):
     folder = make_synthetic("my-images", tmp_path / "shapes", size=720)
     settings = SMALL | dict(batch_size=32, epochs=12, lr=2e-3)
     task = ImageClassifier(dataset_dir=folder, model_name="test_resnet", image_size=32, crop=0.8, **settings)
-    assert (
-        train(task, Run.open(tmp_path / "run", task), runtime=cpu, progress=False)["accuracy"] > 0.7
-    )  # 1/6 by guessing
+    scores = train(task, Run.open(tmp_path / "run", task), runtime=cpu, progress=False)
+    assert scores["accuracy"] > 0.7  # 1/6 by guessing
 
 
 # What is said of the labels before training

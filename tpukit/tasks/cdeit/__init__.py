@@ -6,7 +6,7 @@ torch is imported where it is used, so that the help of the command line need no
 import dataclasses
 import json
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
@@ -20,9 +20,11 @@ from tpukit.tasks.cdeit.data import (
     CONVENTIONS,
     FALLBACK,
     PARTS,
+    PATTERN,
     SIZE,
     TRAINING,
     Impedance,
+    Statistics,
     find_split,
     find_statistics,
     measured_electrodes,
@@ -31,6 +33,11 @@ from tpukit.tasks.cdeit.data import (
 )
 from tpukit.tasks.cdeit.simulator import disk, simulate
 from tpukit.training.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tpukit.tasks.cdeit.model import CDEITModel
 
 CLASSICAL = dict(zip(("Tikhonov", "Gauss-Newton"), BASELINES))  # name -> array of the files
 
@@ -50,9 +57,7 @@ class CDEIT(Task):
         cc="correlation", rmse="RMSE per pixel", psnr="PSNR, dB", ssim="SSIM"
     )
     evaluation_keys: ClassVar[tuple[str, ...]] = ("image", *CLASSICAL.values())
-    export_output: ClassVar[str] = (
-        "the image (batch, 1, 128, 128) in the unit of the files; noise is standard normal"
-    )
+    export_output: ClassVar[str] = "the image (batch, 1, 128, 128) in the unit of the files, for normal noise"
     fallback: ClassVar[Path] = FALLBACK
 
     data: Literal["simulated", "uef2017", "ktc2023"] = setting("simulated", free=True)
@@ -86,9 +91,6 @@ class CDEIT(Task):
     """Side, in tokens, of the windows of the first two and last two blocks."""
     levels: int = 4
     """How often the token grid is halved on the way down."""
-    checkpointing: bool = setting(False, free=True)
-    """Activation checkpointing: recompute activations in the backward pass. Less memory, a third more
-    time."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -96,26 +98,22 @@ class CDEIT(Task):
 
     # Data
 
-    def datasets(self):
+    def datasets(self) -> tuple[Impedance, Impedance]:
         return self._read(TRAINING), self.test_set()
 
-    def test_set(self):
-        from tpukit.tasks.cdeit import scores  # noqa: F401  a missing package is found before the training, not after
+    def test_set(self) -> Impedance:
+        from tpukit.tasks.cdeit import scores  # noqa: F401  a missing package is found before the training
 
         return self._read(CONVENTIONS[self.data])
 
     def _read(self, convention):
+        assert self.dataset_dir is not None  # see `check_dataset_dir`
         root = Path(self.dataset_dir)
         folder = find_split(root, convention)
-        # Normalised by other statistics than in training, the input would be out of distribution for these
-        # weights.
+        # By other statistics than in training, the input would be out of distribution for these weights.
         if statistics := self._carried_statistics():
-            return Impedance(
-                folder,
-                convention,
-                statistics,
-                f"voltage statistics: those that {self.weights} was trained with",
-            )
+            note = f"voltage statistics: those that {self.weights} was trained with"
+            return Impedance(folder, convention, statistics, note)
         return Impedance(folder, convention, *find_statistics(folder, root))
 
     def data_signature(self, data):
@@ -143,20 +141,23 @@ class CDEIT(Task):
 
     # Training
 
-    def model(self):
+    def model(self) -> "CDEITModel":
         from tpukit.tasks.cdeit.model import CDEITModel
 
-        sizes = dict(
-            patch=self.patch, width=self.width, heads=self.heads, window=self.window, levels=self.levels
+        return CDEITModel(
+            image_size=SIZE,
+            patch=self.patch,
+            width=self.width,
+            heads=self.heads,
+            window=self.window,
+            levels=self.levels,
         )
-        return CDEITModel(image_size=SIZE, **sizes, checkpointing=self.checkpointing)
 
-    def layers(self, model):
+    def layers(self, model: "CDEITModel") -> list[list[str]]:
         """In the order of the computation; the embeddings, of pixels and of time, are the first."""
-        levels = len(model.blocks["downs"])
-        order = ["swinIn1", "swinIn2", *(f"downs.{level}" for level in range(levels)), "mid"]
-        order += [*(f"ups.{level}" for level in range(levels)), "swinOut1", "swinOut2"]
-        parts = [f"blocks.{part}." for part in order] + ["final_layer."]
+        downs, ups = ([f"{part}.{level}" for level in range(self.levels)] for part in ("downs", "ups"))
+        order = ["swinIn1", "swinIn2", *downs, "mid", *ups, "swinOut1", "swinOut2"]
+        parts = [*(f"blocks.{part}." for part in order), "final_layer."]
         names = [name for name, _ in model.named_parameters()]
         first = [name for name in names if not name.startswith(tuple(parts))]
         return [first, *([name for name in names if name.startswith(part)] for part in parts)]
@@ -167,17 +168,14 @@ class CDEIT(Task):
         from tpukit.devices.tensors import is_on_xla
 
         parameters = [p for p in model.parameters() if p.requires_grad]
-        # Steps counted on the host would be constants of the compiled graph, others at every step: on XLA the
-        # device counts.
+        # Steps counted on the host would be constants of the compiled graph: on XLA the device counts.
         return Adam(parameters, lr=self.lr, capturable=is_on_xla(parameters[0]))
 
-    def loss(self, model, batch, epoch):
-        image = batch["image"]
+    def loss(self, model: "CDEITModel", batch: "dict[str, Tensor]", epoch: "Tensor | int") -> "Tensor":
+        image, voltages, alphas = batch["image"], batch["voltages"], model.alphas_cumprod
         noise = diffusion.normal(batch["key"], image.shape[1:])
-        alphas = model.alphas_cumprod
-        return diffusion.loss(
-            model, image, batch["voltages"], batch["t"], noise, alphas, squared=self.objective == "l2"
-        )
+        squared = self.objective == "l2"
+        return diffusion.loss(model, image, voltages, batch["t"], noise, alphas, squared=squared)
 
     # Sampling
 
@@ -195,11 +193,7 @@ class CDEIT(Task):
 
         start, step = runtime.inference(initial_noise), runtime.inference(sampling_step)
         # A tensor for each row: a slice of one tensor would be another graph at every step.
-        rows = [
-            torch.tensor(row, dtype=torch.float32)
-            for row in diffusion.ddim_schedule(self.sampling_steps, self.eta)
-        ]
-        rows = [runtime.put({"row": row})["row"] for row in rows]
+        rows = [runtime.put({"row": row})["row"] for row in torch.from_numpy(self._schedule()).float()]
 
         def predict(batch):
             x = start(batch["key"])
@@ -210,26 +204,28 @@ class CDEIT(Task):
 
         return predict
 
-    # The whole sampler as one graph. Its noise is an input, because no format of a graph has the same random
-    # numbers as torch.
+    def _schedule(self):
+        return diffusion.ddim_schedule(self.sampling_steps, self.eta)
+
+    # The whole sampler as one graph. Its noise is an input, because no format of a graph has torch's random
+    # numbers.
 
     def export_inputs(self, batch):
         import torch
 
-        mean, deviation = self._carried_statistics()
-        steps, keys = self.sampling_steps, torch.as_tensor(batch["key"])
-        times = [-1, *(int(row[0]) for row in diffusion.ddim_schedule(steps, self.eta)[:-1])]
+        mean, deviation = self._required_statistics()
+        keys = torch.as_tensor(batch["key"])
+        times = [-1, *(int(time) for time in self._schedule()[:-1, 0])]
         noise = [diffusion.normal(_noise_keys(keys, time), (1, SIZE, SIZE)) for time in times]
         measured = np.asarray(batch["voltages"])[:, 0][:, measured_electrodes()].reshape(-1, *mean.shape)
         volts = (measured * deviation + mean) * np.float32(CONVENTIONS[self.data].volts)
-        return dict(
-            voltages=volts.reshape(len(volts), -1).astype(np.float32), noise=torch.stack(noise, 1).numpy()
-        )
+        voltages = volts.reshape(len(volts), -1).astype(np.float32)
+        return dict(voltages=voltages, noise=torch.stack(noise, 1).numpy())
 
     def exported(self, model, inputs):
         import torch
 
-        mean, deviation = (torch.from_numpy(values).reshape(1, -1) for values in self._carried_statistics())
+        mean, deviation = (torch.from_numpy(values).reshape(1, -1) for values in self._required_statistics())
         normalised = (inputs["voltages"] / CONVENTIONS[self.data].volts - mean) / deviation  # (B, 208)
         # Where each number of the map (16, 16) comes from; the last place is a zero.
         source = np.full(measured_electrodes().shape, mean.shape[1])
@@ -237,31 +233,37 @@ class CDEIT(Task):
         padded = torch.nn.functional.pad(normalised, (0, 1))
         voltages = padded[:, torch.from_numpy(source.reshape(-1))].reshape(-1, 1, *source.shape)
         x, noise = inputs["noise"][:, 0], inputs["noise"]
-        for step, row in enumerate(
-            torch.tensor(diffusion.ddim_schedule(self.sampling_steps, self.eta), dtype=torch.float32)
-        ):
+        for step, row in enumerate(torch.from_numpy(self._schedule()).float()):
             # The last step adds no noise.
             x = diffusion.sampling_step(model, x, voltages, row, noise[:, (step + 1) % self.sampling_steps])
         return x * CONVENTIONS[self.data].unit
 
-    def _carried_statistics(self):
-        """[mean, deviation] of the voltages, (16, 13) each, that `weights` was trained with, or None where it
-        does not say."""
+    def _carried_statistics(self) -> Statistics | None:
+        """What `weights` was trained with, or None if it does not say."""
         carried = weights.metadata(self.weights).get("voltages") if self.weights else None
         if not carried:
             return None
         try:
-            mean, deviation = (np.array(values, np.float32).reshape(16, 13) for values in json.loads(carried))
-            return [mean, deviation]
+            mean, deviation = (
+                np.array(values, np.float32).reshape(PATTERN) for values in json.loads(carried)
+            )
+            return mean, deviation
         except (ValueError, TypeError, RecursionError) as error:
             raise TpukitError(
                 f"{self.weights}: the statistics of the voltages in its metadata are damaged ({error})"
             ) from error
 
-    def evaluate(self, predictions):
+    def _required_statistics(self) -> Statistics:
+        if statistics := self._carried_statistics():
+            return statistics
+        raise TpukitError(
+            f"{self.weights} does not say how its voltages were normalised: train the run again"
+        )
+
+    def evaluate(self, predictions) -> dict:
         """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same
-        scores of the classical methods and of an empty image; `broken`, how many predictions hold NaN or
-        infinity and count as empty."""
+        scores of the classical methods and of an empty image, the baselines; `broken`, how many predictions
+        hold NaN or infinity and count as empty."""
         from tpukit.tasks.cdeit.scores import image_scores, mean_scores
 
         inside = disk()
@@ -278,9 +280,9 @@ class CDEIT(Task):
                 reconstructed = np.where(inside, reconstructed, 0)  # nothing outside the tank counts
                 scores[name] += [image_scores(*pair, inside) for pair in zip(reconstructed, truth)]
         means = {name: mean_scores(rows) for name, rows in scores.items()}
-        ours = means.pop("CDEIT")
-        beside = {name: mean for name, mean in means.items() if mean}
-        return dict(ours, images=len(scores["CDEIT"]), broken=broken, beside=beside)
+        ours = means.pop("CDEIT") or {}
+        baselines = {name: mean for name, mean in means.items() if mean}
+        return dict(ours, images=len(scores["CDEIT"]), broken=broken, beside=baselines)
 
     def save_predictions(self, folder, predictions, data):
         """An npz named after the test set: prediction and TR in the unit of its files, xs_gn, xs (N, S, S
@@ -288,14 +290,10 @@ class CDEIT(Task):
         unit = CONVENTIONS[self.data].unit
         parts = []
         for images, batch in predictions:
-            values = dict(
-                prediction=images[:, 0] * unit,
-                TR=batch["TR"] * unit,
-                xs_gn=batch["xs_gn"],
-                xs=batch["image"][:, 0],
-            )
+            values = dict(prediction=images[:, 0] * unit, xs=batch["image"][:, 0])
+            values |= dict(TR=batch["TR"] * unit, xs_gn=batch["xs_gn"])
             parts.append({name: value[batch["valid"]].numpy() for name, value in values.items()})
-        whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        whole: dict = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         with files.atomic_file(folder / f"{self.data}.npz") as file:
             np.savez_compressed(file, **whole, names=data.names)
 
@@ -310,7 +308,7 @@ class CDEIT(Task):
                 return batch, saved["prediction"][:, None] / unit
         except Exception as error:  # zipfile, zlib and numpy raise many types for a damaged file
             raise TpukitError(
-                f"{path} is damaged ({first_line(error)}); `tpukit test` writes it again"
+                f"{path} is damaged ({first_line(error)}): `tpukit test` makes it anew"
             ) from error
 
     def panels(self, batch, prediction=None):
@@ -333,17 +331,13 @@ class CDEIT(Task):
     def results(self, batch, predictions):
         """image: (S, S) float32 in the unit of `data`'s files, NaN outside the tank."""
         unit = np.float32(CONVENTIONS[self.data].unit)
-        return [
-            dict(image=np.where(disk(), image[0] * unit, np.float32(np.nan)))
-            for image in np.asarray(predictions)
-        ]
+        images = np.where(disk(), np.asarray(predictions)[:, 0] * unit, np.float32(np.nan))
+        return [dict(image=image) for image in images]
 
     def read_files(self, paths, best):
         """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit of
         `data`'s files."""
-        statistics = dataclasses.replace(self, weights=best)._carried_statistics()
-        if not statistics:
-            raise TpukitError(f"{best} does not say how its voltages were normalised: train the run again")
+        statistics = dataclasses.replace(self, weights=best)._required_statistics()
         read = [read_voltages(path) for path in paths]
         volts = np.concatenate(read) / np.float32(CONVENTIONS[self.data].volts)
         names = [f"{path.name}, {row + 1}" for path, rows in zip(paths, read) for row in range(len(rows))]

@@ -15,10 +15,14 @@ from tpukit.runs import weights
 from tpukit.tasks.cdeit.diffusion import STEPS
 
 ELECTRODES = 16
+PATTERN = (ELECTRODES, ELECTRODES - 3)  # drive patterns, voltages of each
+VOLTAGES = 16 * 13
 SIZE = 128  # of the images
 FALLBACK = Path("data")
 STATISTICS = ("mean.pth", "std.pth")  # of the voltages
 BASELINES = ("TR", "xs_gn")  # the images of the classical methods: Tikhonov, Gauss-Newton
+
+Statistics = tuple[np.ndarray, np.ndarray]  # mean and deviation of the voltages, (16, 13) float32 each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +51,11 @@ class Impedance:
 
     `batch(indices, numbers)` -> dict of image (B, 1, 128, 128) float32, voltages (B, 1, 16, 16) float32, of a
     test set TR and xs_gn (B, 128, 128) float32, key (B,) int64 for the noise; with numbers (B, 2) in [0, 1)
-    also t (B,) int64, the timestep."""
+    also t (B,) int64, the timestep. `notes`: a sentence for the log."""
 
     num_uniforms = 2  # for the noise and for the timestep
 
-    def __init__(self, folder, convention, statistics, notes=""):
+    def __init__(self, folder: Path, convention: Convention, statistics: Statistics, notes: str = ""):
         self.statistics, self.notes = statistics, notes
         stored = _read_split(folder, ("xs", "ys") if convention is TRAINING else ("xs", "ys", *BASELINES))
         self.names, self.contents = stored["names"], stored["contents"]
@@ -64,9 +68,8 @@ class Impedance:
         return len(self.names)
 
     def batch(self, indices, numbers=None):
-        return {name: values[indices] for name, values in self.arrays.items()} | self.sample_parameters(
-            indices, numbers
-        )
+        rows = {name: values[indices] for name, values in self.arrays.items()}
+        return rows | self.sample_parameters(indices, numbers)
 
     # On the device
 
@@ -85,19 +88,16 @@ class Impedance:
         return rows | parameters
 
 
-def voltage_map(volts, mean, deviation):
-    """(B, 208) voltages -> (B, 1, 16, 16) normalised map: row r is the drive pattern, zero at the columns r -
-    1, r, r + 1.
-
-    mean, deviation: (16, 13) each.
-    """
-    normalised = (volts.reshape(-1, ELECTRODES, ELECTRODES - 3) - mean) / deviation
+def voltage_map(volts: np.ndarray, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
+    """(B, 208) voltages -> (B, 1, 16, 16) normalised map: row r is the drive pattern, zero at the columns
+    r - 1, r, r + 1. mean, deviation: (16, 13) each."""
+    normalised = (volts.reshape(-1, *PATTERN) - mean) / deviation
     out = np.zeros((len(volts), ELECTRODES, ELECTRODES), np.float32)
     out[:, measured_electrodes()] = normalised.reshape(len(volts), -1)
     return out[:, None]
 
 
-def measured_electrodes():
+def measured_electrodes() -> np.ndarray:
     """(16, 16) bool, 208 true: which electrodes (columns) each drive pattern (row) measures."""
     electrode = np.arange(ELECTRODES)
     distance = (electrode[None, :] - electrode[:, None]) % ELECTRODES  # from the drive pattern
@@ -107,11 +107,9 @@ def measured_electrodes():
 # Reading
 
 
-def find_split(root, convention):
+def find_split(root: Path, convention: Convention) -> Path:
     """The folder of a split below root: one of the convention's names, or root itself if it holds a test
-    set's files.
-
-    Raises TpukitError with the folders that were searched for."""
+    set's files. Raises TpukitError with the folders that were searched for."""
     for name in convention.folders:
         if (root / name).is_dir():
             return root / name
@@ -119,9 +117,7 @@ def find_split(root, convention):
         return root
     wanted = " or ".join(f"{name}/" for name in convention.folders)
     here = ", ".join(sorted(path.name for path in root.glob("*/"))) or "no folder"
-    raise TpukitError(
-        f"no {wanted} with npz files in {root} (found: {here}). `tpukit simulate eit` makes train/ and test/"
-    )
+    raise TpukitError(f"{root} has {here}, not {wanted} with npz files; `tpukit simulate eit` makes a set")
 
 
 def _read_split(folder, names):
@@ -133,10 +129,8 @@ def _read_split(folder, names):
         paths = sorted(folder.glob("*.npz"))
         if not paths:
             raise TpukitError(f"no npz files in {folder}")
-        samples = [
-            _read_file(path, names)
-            for path in tqdm(paths, desc=f"reading {folder.name}", disable=len(paths) < 1000)
-        ]
+        shown = tqdm(paths, desc=f"reading {folder.name}", disable=len(paths) < 1000)
+        samples = [_read_file(path, names) for path in shown]
         split = {name: np.stack([sample[name] for sample in samples]) for name in names}
         return dict(split, names=np.array([path.stem for path in paths]))
 
@@ -146,26 +140,24 @@ def _read_split(folder, names):
 
 def _read_file(path, names):
     """dict of float32 arrays: ys (208,), the others (128, 128); a baseline that the file lacks is all NaN."""
+    missing = dict.fromkeys(BASELINES, np.full((SIZE, SIZE), np.nan))
+    sample = {}
     try:
         with arrays.load(path) as file:
-            found = {name: np.asarray(file[name], np.float32) for name in names if name in file}
+            for name in names:
+                values = np.asarray(file[name] if name in file else missing[name], np.float32)
+                shape = (VOLTAGES,) if name == "ys" else (SIZE, SIZE)
+                if values.squeeze().shape != shape:
+                    raise ValueError(f"{name} has shape {values.shape}, not {shape}")
+                sample[name] = values.reshape(shape)
     except Exception as error:  # numpy and zipfile raise many types for a damaged file
-        raise TpukitError(f"{path} cannot be read ({error}): copy or create it again") from error
-    sample = {}
-    for name in names:
-        shape = (ELECTRODES * (ELECTRODES - 3),) if name == "ys" else (SIZE, SIZE)
-        if name not in found and name not in BASELINES:
-            raise TpukitError(
-                f"{path} has no array {name!r}: a sample needs xs, the image, and ys, the voltages"
-            )
-        values = found.get(name, np.full(shape, np.nan, np.float32))
-        if values.squeeze().shape != shape:
-            raise TpukitError(f"{path}: {name} has shape {values.shape}, a sample needs {shape}")
-        sample[name] = values.reshape(shape)
+        raise TpukitError(
+            f"{path} is no sample ({error}): it needs xs, an image, and ys, voltages; copy or make it again"
+        ) from error
     return sample
 
 
-def read_voltages(path):
+def read_voltages(path: Path) -> np.ndarray:
     """(N, 208) float32 voltages of a file: .npz (its array ys), .npy, or rows of numbers as text (.csv,
     .txt).
 
@@ -173,57 +165,45 @@ def read_voltages(path):
     cannot be read, has another shape, or holds a number that is not finite."""
     try:
         if path.suffix.lower() in (".npz", ".npy"):
-            found = arrays.load(path)
-            values = found["ys"] if path.suffix.lower() == ".npz" else found
+            loaded = arrays.load(path)
+            values = loaded["ys"] if path.suffix.lower() == ".npz" else loaded
         else:
             text = path.read_text("utf-8-sig")  # spreadsheets write a byte order mark
-            # Where semicolons separate the numbers, a comma is a decimal point.
+            # If semicolons separate the numbers, a comma is a decimal point.
             text = text.replace(",", ".").replace(";", " ") if ";" in text else text.replace(",", " ")
             values = [line.split() for line in text.splitlines() if line.strip()]
         volts = np.asarray(values, np.float32)
-        count, shape = ELECTRODES * (ELECTRODES - 3), volts.squeeze().shape
-        if shape[-1:] != (count,) and shape[-2:] != (
-            ELECTRODES,
-            ELECTRODES - 3,
-        ):  # of another, samples would be mixed
+        shape = volts.squeeze().shape
+        if shape[-1:] != (VOLTAGES,) and shape[-2:] != PATTERN:  # of another, samples would be mixed
             raise ValueError(f"shape {volts.shape}")
-        volts = volts.reshape(-1, count)
+        if not np.isfinite(volts).all() or not len(volts):
+            raise ValueError(f"{len(volts)} rows, of which some hold NaN or infinity")
+        return volts.reshape(-1, VOLTAGES)
     except Exception as error:  # numpy and zipfile raise many types for a damaged file
         raise TpukitError(
-            f"{path} holds no voltages that can be read ({error}): a sample is 208 numbers, in .npz (ys),"
-            " .npy, .csv or .txt"
+            f"{path} holds no voltages that can be read ({error}): a sample is 208 finite numbers, in .npz"
+            " (ys), .npy, .csv or .txt"
         ) from error
-    if not np.isfinite(volts).all() or not len(volts):
-        raise TpukitError(
-            f"{path}: {len(volts)} samples, of which some hold NaN or infinity; a sample is 208 finite"
-            " voltages"
-        )
-    return volts
 
 
 # Statistics of the voltages
 
 
-def find_statistics(split_folder, root):
-    """((mean, deviation), note): what voltages are normalised by, (16, 13) float32 each, and where it comes
-    from, a sentence.
+def find_statistics(split_folder: Path, root: Path) -> tuple[Statistics, str]:
+    """((mean, deviation), note): what voltages are normalised by, and where it comes from, a sentence.
 
     In this order: mean.pth and std.pth beside the split's folder, or in it; in ./data; computed from root's
     training set, and saved beside it."""
     for folder in (split_folder.parent, split_folder, FALLBACK):
-        paths = [folder / name for name in STATISTICS]
-        if all(path.is_file() for path in paths):
-            return (
-                tuple(map(_read_statistic, paths)),
-                f"voltage statistics: {' and '.join(STATISTICS)} of {folder}",
-            )
+        if all((folder / name).is_file() for name in STATISTICS):
+            mean, deviation = (_read_statistic(folder / name) for name in STATISTICS)
+            return (mean, deviation), f"voltage statistics: {' and '.join(STATISTICS)} of {folder}"
     try:
         training = find_split(root, TRAINING)
     except TpukitError as error:
         raise TpukitError(
             f"no {' and '.join(STATISTICS)} beside {split_folder} or in {FALLBACK.resolve()}, and no training"
-            f" set in {root} to compute them from: copy the two files there from the set that the network was"
-            " trained on"
+            f" set in {root} to compute them from: copy both files from the set that the network learnt from"
         ) from error
     statistics = _compute_statistics(training)
     return statistics, _save_statistics(training.parent, statistics)
@@ -231,24 +211,21 @@ def find_statistics(split_folder, root):
 
 def _read_statistic(path):
     try:
-        values = weights.load_tensors(path).float().numpy().reshape(ELECTRODES, ELECTRODES - 3)
+        values = weights.load_tensors(path).float().numpy().reshape(PATTERN)
+        if not np.isfinite(values).all() or path.name == STATISTICS[1] and not (values > 0).all():
+            raise ValueError("NaN, infinity, or a deviation that is not above 0")
     except Exception as error:  # torch raises many types for a damaged file
         raise TpukitError(
-            f"{path} is not a tensor of {ELECTRODES} x {ELECTRODES - 3} numbers ({error})"
+            f"{path} is not a tensor of 16 x 13 usable numbers ({error}): delete {' and '.join(STATISTICS)}"
+            " there, and they are computed anew from the training set"
         ) from error
-    if not np.isfinite(values).all() or path.name == STATISTICS[1] and not (values > 0).all():
-        raise TpukitError(
-            f"{path} holds NaN, infinity, or a deviation that is not above 0: delete"
-            f" {' and '.join(STATISTICS)} there, and they are computed anew from the training set"
-        )
     return values
 
 
 def _compute_statistics(training):
     split = _read_split(training, ("xs", "ys"))
-    volts = split["ys"].reshape(-1, ELECTRODES, ELECTRODES - 3)
-    broken = split["names"][~np.isfinite(volts).all((1, 2))]
-    if len(broken):
+    volts = split["ys"].reshape(-1, *PATTERN)
+    if len(broken := split["names"][~np.isfinite(volts).all((1, 2))]):
         raise TpukitError(
             f"{training}: the voltages of {len(broken)} samples hold NaN or infinity"
             f" ({', '.join(broken[:3])}): make them again, or delete them"

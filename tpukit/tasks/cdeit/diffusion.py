@@ -2,40 +2,50 @@
 DDIM.
 
 Sources: Ho et al., "Denoising Diffusion Probabilistic Models", NeurIPS 2020; Song et al., "Denoising
-Diffusion Implicit Models", ICLR 2021. Nothing is clipped. Letters: B batch, S side of the image."""
+Diffusion Implicit Models", ICLR 2021. Nothing is clipped. Shapes: B batch, S side of the image."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tpukit.host.errors import TpukitError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
 STEPS = 1000
 FIRST_BETA, LAST_BETA = 1e-4, 0.02
 
 
-def betas():
+def betas() -> np.ndarray:
     """(STEPS,) float64 numpy: the variance of the noise that every step adds."""
     return np.linspace(FIRST_BETA, LAST_BETA, STEPS)
 
 
-def alphas_cumprod():
+def alphas_cumprod() -> np.ndarray:
     """(STEPS,) float64 numpy: the part of the clean image's variance that is left after every step."""
     return np.cumprod(1 - betas())
 
 
-def add_noise(image, t, noise, alphas):
+def add_noise(image: Tensor, t: Tensor, noise: Tensor, alphas: Tensor) -> Tensor:
     """The image after t + 1 steps of noise. image, noise: (B, 1, S, S). t: (B,) int64. alphas: (STEPS,) on
     the device."""
     left = alphas[t].view(-1, 1, 1, 1)
     return left.sqrt() * image + (1 - left).sqrt() * noise
 
 
-def loss(model, image, voltages, t, noise, alphas, *, squared=False):
+def loss(
+    model: Module, image: Tensor, voltages: Tensor, t: Tensor, noise: Tensor, alphas: Tensor, *, squared=False
+) -> Tensor:
     """Mean |image - model(noisy image)|, or its square, a float32 scalar."""
     error = image - model(add_noise(image, t, noise, alphas), t, voltages).float()
     return error.square().mean() if squared else error.abs().mean()
 
 
-def ddim_schedule(steps, eta=1.0):
+def ddim_schedule(steps: int, eta: float = 1.0) -> np.ndarray:
     """The steps of DDIM, (steps, 4) float64 numpy: for each its time t and the weights a, b, c of
     `sampling_step`.
 
@@ -59,7 +69,7 @@ def ddim_schedule(steps, eta=1.0):
     return np.array(schedule)
 
 
-def sampling_step(model, x, voltages, row, noise):
+def sampling_step(model: Module, x: Tensor, voltages: Tensor, row: Tensor, noise: Tensor) -> Tensor:
     """x <- a * image + b * x + c * noise, where image is the model's prediction at time t.
 
     row: (4,) float32 tensor on the device, (t, a, b, c) of a schedule. x, noise: (B, 1, S, S) float32."""
@@ -70,7 +80,7 @@ def sampling_step(model, x, voltages, row, noise):
 # Noise that is the same on every device
 
 
-def normal(keys, shape):
+def normal(keys: Tensor, shape: tuple[int, ...]) -> Tensor:
     """(B, *shape) standard normal numbers from (B,) int64 keys, whatever the batch, the device or the number
     of cores.
 

@@ -7,13 +7,12 @@ H heads, W side of a window."""
 
 import collections
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tpukit.devices.tensors import checkpointed
 from tpukit.host.errors import TpukitError
 from tpukit.tasks.cdeit.diffusion import alphas_cumprod
 
@@ -67,6 +66,8 @@ class Attention(nn.Module):
 class RelativeAttention(Attention):
     """Attention within a window, with a learned bias for every offset between two tokens (Swin, Liu et al.,
     ICCV 2021)."""
+
+    relative_position_index: Tensor
 
     def __init__(self, width, heads, window):
         super().__init__(width, heads)
@@ -151,7 +152,8 @@ class Split(nn.Sequential):
         batch, tokens, width = x.shape
         grid = math.isqrt(tokens)
         # A 1x1 convolution works on one token at a time: before the copies it is a quarter of the work.
-        x = F.linear(x, self[2].weight[:, :, 0, 0], self[2].bias)
+        convolution = cast(nn.Conv2d, self[2])
+        x = F.linear(x, convolution.weight[:, :, 0, 0], convolution.bias)
         x = x.view(batch, grid, 1, grid, 1, width).expand(batch, grid, 2, grid, 2, width)
         return x.reshape(batch, 4 * tokens, width)
 
@@ -201,24 +203,22 @@ class CDEITModel(nn.Module):
     parameters as published.
 
     image_size: S. patch: P. width: C. heads: H. window: W, at most G. levels: how often the token grid is
-    halved. checkpointing: compute each block again in the backward pass instead of keeping its activations.
-    Raises TpukitError for sizes that do not fit one another."""
+    halved. Raises TpukitError for sizes that do not fit one another."""
 
-    def __init__(
-        self, *, image_size=128, patch=2, width=512, heads=16, window=16, levels=4, checkpointing=False
-    ):
+    alphas_cumprod: Tensor
+
+    def __init__(self, *, image_size=128, patch=2, width=512, heads=16, window=16, levels=4):
         super().__init__()
         grid = image_size // max(patch, 1)
-        positive = min(patch, width, heads, window) >= 1 and levels >= 0
-        if not positive or any(
-            (image_size % patch, grid % window, grid % 2**levels, width % heads, width % 4)
-        ):
+        remainders = image_size % max(patch, 1), grid % max(window, 1), grid % 2 ** max(levels, 0)
+        remainders += width % max(heads, 1), width % 4
+        if min(patch, width, heads, window, levels + 1) < 1 or any(remainders):
             raise TpukitError(
                 f"image_size={image_size}, patch={patch}, window={window}, levels={levels}, width={width},"
-                f" heads={heads} do not fit: all must be 1 or more (levels 0), image_size a multiple of patch,"
-                f" the token grid image_size / patch ({grid}) of window and of 2^levels, width of heads and 4"
+                f" heads={heads} do not fit: all must be 1 or more (levels 0), patch a divisor of image_size,"
+                f" window and 2^levels of the token grid image_size / patch ({grid}), heads and 4 of width"
             )
-        self.patch, self.grid, self.checkpointing = patch, grid, checkpointing
+        self.patch, self.grid = patch, grid
 
         def block(window=None):
             return Block(width, heads, window)
@@ -246,19 +246,14 @@ class CDEITModel(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
-        nn.init.zeros_(self.x_embedder.proj.bias)
-        for layer in self.t_embedder.mlp[0], self.t_embedder.mlp[2]:
-            nn.init.normal_(layer.weight, std=0.02)
+        nn.init.zeros_(cast(Tensor, self.x_embedder.proj.bias))
+        for layer in (self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
+            nn.init.normal_(cast(nn.Linear, layer).weight, std=0.02)
         # Every block starts as the identity, and the image as zero.
         for module in self.modules():
             if isinstance(module, (Block, Final)):
-                nn.init.zeros_(module.adaLN_modulation[1].weight)
+                nn.init.zeros_(cast(nn.Linear, module.adaLN_modulation[1]).weight)
         nn.init.zeros_(self.final_layer.linear.weight)
-
-    def _run(self, block, *inputs):
-        if self.checkpointing and torch.is_grad_enabled():
-            return checkpointed(block, *inputs)
-        return block(*inputs)
 
     def prepare_for_xla(self, runtime: "XLARuntime") -> str:
         """Try the TPU's attention kernels, before the first graph. Returns a sentence for the log."""
@@ -269,7 +264,7 @@ class CDEITModel(nn.Module):
     def forward(self, image: Tensor, t: Tensor, voltages: Tensor) -> Tensor:
         """The clean image. image: (B, 1, S, S), noisy. t: (B,) timesteps. voltages: (B, 1, N, N) map, N a
         divisor of S. -> (B, 1, S, S)"""
-        b = self.blocks
+        b: Any = self.blocks
         batch, _, rows, columns = voltages.shape
         factor = image.shape[-1] // columns
         copies = voltages.view(batch, 1, rows, 1, columns, 1).expand(batch, 1, rows, factor, columns, factor)
@@ -278,16 +273,16 @@ class CDEITModel(nn.Module):
         # In its own type: a float32 table would take the first blocks out of autocast's.
         x = x + self.pos_embed.to(x.dtype)
         time = self.t_embedder(t)  # (B, C)
-        x = self._run(b["swinIn2"], self._run(b["swinIn1"], x, time), time)
+        x = b["swinIn2"](b["swinIn1"](x, time), time)
         skips = []
         for merge, first, second in b["downs"]:
             skips.append(x)
-            x = self._run(second, self._run(first, merge(x), time), time)
-        x = self._run(b["mid"], x, time)
+            x = second(first(merge(x), time), time)
+        x = b["mid"](x, time)
         for split, join, first, second in b["ups"]:
             x = join(torch.cat([split(x), skips.pop()], -1))
-            x = self._run(second, self._run(first, x, time), time)
-        x = self._run(b["swinOut2"], self._run(b["swinOut1"], x, time), time)
+            x = second(first(x, time), time)
+        x = b["swinOut2"](b["swinOut1"](x, time), time)
         x = self.final_layer(x, time)  # (B, T, P * P)
         x = x.view(-1, self.grid, self.grid, self.patch, self.patch).transpose(2, 3)
         return x.reshape(image.shape)

@@ -6,7 +6,7 @@ from scipy import ndimage
 RANGE = 2.0  # of the images: -1 to 1
 
 
-def image_scores(image, truth, inside):
+def image_scores(image: np.ndarray, truth: np.ndarray, inside: np.ndarray) -> dict[str, float]:
     """dict of rmse, psnr (dB, for a range of 2), ssim and cc, the correlation coefficient.
 
     image, truth: (S, S) float. inside: (S, S) bool, the pixels that count; SSIM is the mean of its map there.
@@ -22,7 +22,7 @@ def image_scores(image, truth, inside):
     )
 
 
-def similarity(a, b):
+def similarity(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """SSIM of every pixel's neighbourhood: (S, S) float. a, b: (S, S) float. Source: Wang et al., 2004,
     equation 13."""
     a, b = a.astype(np.float64), b.astype(np.float64)
@@ -40,7 +40,7 @@ def _window(image):
     return ndimage.gaussian_filter(image, sigma=1.5, radius=5)
 
 
-def mean_scores(rows):
+def mean_scores(rows: list[dict[str, float]]) -> dict[str, float] | None:
     """dict of the means over rows of `image_scores`; None where an image holds NaN, because its method was
     not run."""
     means = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}

@@ -6,7 +6,6 @@ pairs: 208 numbers. Images are 128 x 128 with the disk inscribed: 0 is the backg
 a resistive inclusion."""
 
 import concurrent.futures
-import contextlib
 import functools
 import importlib.util
 import json
@@ -15,8 +14,8 @@ import multiprocessing
 import os
 import shutil
 import sys
-import types
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -40,7 +39,7 @@ FILE_BYTES = 31_200  # of one sample
 # Scenes
 
 
-def scene(rng):
+def scene(rng: np.random.Generator) -> np.ndarray:
     """A synthetic conductivity image: 1 to 4 circles, polygons or L-shapes that do not touch. Returns (SIZE,
     SIZE) float32."""
     x, y = pixel_places()
@@ -51,9 +50,8 @@ def scene(rng):
             radius = rng.uniform(0.12, 0.36)
             distance, angle = (0.95 - radius) * np.sqrt(rng.random()), rng.uniform(0, 2 * np.pi)
             centre_x, centre_y = distance * np.cos(angle), distance * np.sin(angle)
-            if all(
-                np.hypot(centre_x - x2, centre_y - y2) > radius + radius2 + 0.03 for x2, y2, radius2 in taken
-            ):
+            gaps = (np.hypot(centre_x - x2, centre_y - y2) - radius - radius2 for x2, y2, radius2 in taken)
+            if all(gap > 0.03 for gap in gaps):
                 break
         else:
             break
@@ -78,14 +76,14 @@ def _inside(shape, u, v, rng):
     return square & ~((u > -0.1) & (v > -0.1))
 
 
-def pixel_places():
+def pixel_places() -> tuple[np.ndarray, ...]:
     """(x, y), each (SIZE, SIZE): where a pixel's centre lies. Rows run down x and columns up y, as in the
     UEF2017 images."""
     line = (np.arange(SIZE) + 0.5) / (SIZE / 2) - 1
     return np.meshgrid(-line, line, indexing="ij")
 
 
-def disk():
+def disk() -> np.ndarray:
     """(SIZE, SIZE) bool: the pixels inside the tank."""
     x, y = pixel_places()
     return x**2 + y**2 <= 1
@@ -97,18 +95,22 @@ def disk():
 class Tank:
     """The finite element model of the tank; all that does not depend on the inclusions is computed once.
 
-    Raises TpukitError where pyEIT is not installed.
-    """
+    Raises TpukitError if pyEIT is not installed."""
 
     def __init__(self):
+        # pyEIT's meshes import shapely for outlines given by corners. The tank is a circle, and Kaggle's TPU
+        # image and Colab's have no shapely: a stand-in, which other code does not see, is enough.
+        names = "shapely", "shapely.geometry", "shapely.geometry.polygon"
+        stand_in = {} if _is_installed("shapely") else {name: mock.MagicMock() for name in names}
+        sys.modules.update(stand_in)
         try:
-            with _shapely_or_placeholder():
-                from pyeit.eit import fem, protocol
-                from pyeit.mesh import create
+            from pyeit.eit import fem, protocol
+            from pyeit.mesh import create
         except ImportError as error:
-            raise TpukitError(
-                "the simulator of impedance tomography needs pyEIT: pip install 'pyeit>=1.2.4'"
-            ) from error
+            raise TpukitError("the simulated tank needs pyEIT: pip install 'pyeit>=1.2.4'") from error
+        finally:
+            for name in stand_in:
+                del sys.modules[name]
         self.mesh = create(ELECTRODES, h0=MESH_SPACING)
         self.protocol = protocol.create(ELECTRODES, dist_exc=1, step_meas=1, parser_meas="std")
         self.elements = len(self.mesh.element)
@@ -120,13 +122,10 @@ class Tank:
         self.centres = self.mesh.node[self.mesh.element][:, :, :2].mean(1)  # (elements, 2)
         x, y = self.centres.T
         row, column = (1 - x) * SIZE / 2, (1 + y) * SIZE / 2
-        self._pixel = (
-            row.astype(int).clip(0, SIZE - 1),
-            column.astype(int).clip(0, SIZE - 1),
-        )  # of each element
+        self._pixel = tuple(index.astype(int).clip(0, SIZE - 1) for index in (row, column))  # of each element
         self.empty = self.volts(np.ones(self.elements))
 
-    def volts(self, conductivity):
+    def volts(self, conductivity: np.ndarray) -> np.ndarray:
         """(208,) voltages of the 16 drive patterns for (elements,) conductivities, the background being 1."""
         from scipy import sparse
         from scipy.sparse.linalg import splu
@@ -137,18 +136,15 @@ class Tank:
         # One more conductance fixes the potential, of which only differences are read.
         ground = self.mesh.ref_node
         rows, columns, values = np.append(rows, ground), np.append(columns, ground), np.append(values, 1.0)
-        matrix = sparse.csc_matrix(
-            (values, (rows, columns))
-        )  # (nodes, nodes), entries of the same place added
-        factors = splu(
-            matrix, permc_spec="MMD_AT_PLUS_A", diag_pivot_thresh=0, options=dict(SymmetricMode=True)
-        )
+        matrix = sparse.csc_matrix((values, (rows, columns)))  # (nodes, nodes), entries of a place added
+        symmetric = dict(diag_pivot_thresh=0, options=dict(SymmetricMode=True))
+        factors = splu(matrix, permc_spec="MMD_AT_PLUS_A", **symmetric)
         at_electrodes = factors.solve(self._currents)[self.mesh.el_pos]  # (electrode, pattern)
         pairs = self.protocol.meas_mat  # (pattern, 13, 2)
         pattern = np.arange(ELECTRODES)[:, None]
         return (at_electrodes[pairs[..., 0], pattern] - at_electrodes[pairs[..., 1], pattern]).ravel()
 
-    def simulate(self, image):
+    def simulate(self, image: np.ndarray) -> np.ndarray:
         """(SIZE, SIZE) image in [-1, 1] -> (208,) differences to the empty tank, in the unit of the sets
         (`VOLTS`)."""
         level = image[self._pixel]  # (elements,)
@@ -156,57 +152,51 @@ class Tank:
         return VOLTS * (self.volts(conductivity) - self.empty) * np.sign(self.empty)
 
     @functools.cached_property
-    def baselines(self):
+    def baselines(self) -> dict[str, np.ndarray]:
         """dict TR, xs_gn -> (SIZE * SIZE, 208) matrix from voltages to the image: Tikhonov, and one step of
         Gauss-Newton.
 
         Gauss-Newton weighs the elements by their sensitivity (NOSER, Cheney et al., 1990). Source: Adler et
         al., 2007, by pyEIT."""
         from pyeit.eit.jac import JAC
-        from scipy.spatial import cKDTree
+        from scipy.spatial import KDTree
 
         solver = JAC(self.mesh, self.protocol)
         inside = disk()
         x, y = pixel_places()
-        _, nearest = cKDTree(self.centres).query(np.stack([x[inside], y[inside]], 1))  # element of each pixel
+        _, nearest = KDTree(self.centres).query(np.stack([x[inside], y[inside]], 1))  # element of each pixel
+        methods: dict[str, dict] = dict(
+            TR=dict(method="dgn", lamb=TIKHONOV), xs_gn=dict(method="kotre", p=0.5, lamb=GAUSS_NEWTON)
+        )
         matrices = {}
-        for name, options in (
-            ("TR", dict(method="dgn", lamb=TIKHONOV)),
-            ("xs_gn", dict(method="kotre", p=0.5, lamb=GAUSS_NEWTON)),
-        ):
+        for name, options in methods.items():
             solver.setup(**options)
             matrices[name] = np.zeros((SIZE * SIZE, len(self.empty)), np.float32)
             matrices[name][inside.ravel()] = -(solver.H * np.sign(self.empty) / VOLTS)[nearest]
         return matrices
 
 
-@contextlib.contextmanager
-def _shapely_or_placeholder():
-    """While pyEIT is imported, an empty shapely where there is none.
-
-    pyEIT's meshes import shapely's Point and Polygon, and use them for outlines given by corners alone. The
-    tank is a circle, and Kaggle's TPU image and Colab's have no shapely."""
-    if importlib.util.find_spec("shapely") is not None:
-        yield
-        return
-    names = "shapely", "shapely.geometry", "shapely.geometry.polygon"
-    for name in names:
-        sys.modules[name] = types.ModuleType(name)
-    sys.modules["shapely.geometry"].Point = None
-    sys.modules["shapely.geometry.polygon"].Polygon = None
+def _is_installed(package):
     try:
-        yield
-    finally:  # other code finds no shapely, as before
-        for name in names:
-            del sys.modules[name]
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # sys.modules holds None
+        return False
 
 
 # Sets
 
 
 def simulate(
-    folder, *, samples=1000, test_samples=100, workers=1, seed=0, snr_db=40.0, mismatch=0.15, progress=True
-):
+    folder: Path | str,
+    *,
+    samples: int = 1000,
+    test_samples: int = 100,
+    workers: int = 1,
+    seed: int = 0,
+    snr_db: float = 40.0,
+    mismatch: float = 0.15,
+    progress: bool = True,
+) -> Path:
     """Make a set: folder/train and folder/test with an npz file for every sample, and folder/simulation.json.
 
     A file holds xs, the image (SIZE, SIZE); ys, the voltages (208, 1); TR and xs_gn, the Tikhonov and
@@ -219,40 +209,29 @@ def simulate(
     settings, or cannot be written."""
     from tqdm.auto import tqdm
 
-    folder = Path(folder)
+    folder, total = Path(folder), samples + test_samples
     if min(samples, test_samples, seed) < 0 or workers < 1:
         counts = f"samples={samples}, test_samples={test_samples}, seed={seed}, workers={workers}"
         raise TpukitError(f"{counts}: none may be negative, and workers must be 1 or more")
     if not (0 <= mismatch < math.inf and snr_db > -math.inf):
-        raise TpukitError(
-            f"mismatch={mismatch}, snr_db={snr_db}: mismatch must be 0 or more, and both must be numbers"
-        )
+        raise TpukitError(f"mismatch={mismatch}, snr_db={snr_db}: give numbers, and a mismatch of 0 or more")
     settings = dict(seed=seed, snr_db=snr_db, mismatch=mismatch)
-    missing = []
     with files.explain_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        needed, free = (samples + test_samples) * FILE_BYTES, shutil.disk_usage(folder).free
+        needed, free = total * FILE_BYTES, shutil.disk_usage(folder).free
         if needed > free:
             raise TpukitError(
-                f"{samples} training and {test_samples} test samples need about {needed / 1e9:,.0f} GB,"
-                f" {folder} has {free / 1e9:,.1f} GB free: simulate fewer, or choose a folder on a larger"
-                " disk"
+                f"{total} samples need about {needed / 1e9:,.0f} GB, {folder} has {free / 1e9:,.1f} GB free:"
+                " simulate fewer, or choose a folder on a larger disk"
             )
         _check_settings(folder / "simulation.json", settings)
-        for split, count in zip(SPLITS, (samples, test_samples)):
-            (folder / split).mkdir(exist_ok=True)
-            # A power cut can leave a file that is listed and empty, because the files are not durable.
-            existing = {entry.name for entry in os.scandir(folder / split) if entry.stat().st_size}
-            missing += [(split, number) for number in range(count) if _file_name(number) not in existing]
-    total = samples + test_samples
+        missing = [*_missing(folder, "train", samples), *_missing(folder, "test", test_samples)]
     make = functools.partial(_make_file, folder, settings)
     workers = min(workers, len(missing) // CHUNK + 1)
-    with tqdm(
-        total=total, initial=total - len(missing), desc="simulating", unit="sample", disable=not progress
-    ) as bar:
+    done = total - len(missing)
+    with tqdm(total=total, initial=done, desc="simulating", unit="sample", disable=not progress) as bar:
         if workers <= 1:
-            for sample in missing:
-                make(sample)
+            for _ in map(make, missing):
                 bar.update()
             return folder
         # Fresh processes: a fork of a notebook's kernel would take its threads' locks along.
@@ -269,6 +248,14 @@ def simulate(
     return folder
 
 
+def _missing(folder, split, count):
+    """[(split, number)] of the samples that are still to be made."""
+    (folder / split).mkdir(exist_ok=True)
+    # A power cut can leave a file that is listed and empty, because the files are not durable.
+    existing = {entry.name for entry in os.scandir(folder / split) if entry.stat().st_size}
+    return [(split, number) for number in range(count) if _file_name(number) not in existing]
+
+
 def _check_settings(path, settings):
     """Write the settings of a new set, or compare them with those of an existing one."""
     if not path.exists():
@@ -278,15 +265,9 @@ def _check_settings(path, settings):
         saved = json.loads(path.read_text())
     except ValueError as error:  # not JSON, or not UTF-8
         raise TpukitError(f"{path} is damaged ({error}): delete it, or choose another folder") from error
-    different = [
-        f"{name}={saved.get(name)}, not {value}"
-        for name, value in settings.items()
-        if saved.get(name) != value
-    ]
-    if different:
-        raise TpukitError(
-            f"{path.parent} was simulated with {'; '.join(different)}: give the same, or another folder"
-        )
+    pairs = ((name, saved.get(name), value) for name, value in settings.items())
+    if different := [f"{name}={old}, not {new}" for name, old, new in pairs if old != new]:
+        raise TpukitError(f"{path.parent} was simulated with {'; '.join(different)}: choose another folder")
 
 
 def _file_name(number):
@@ -307,19 +288,17 @@ def _make_file(folder, settings, sample):
         np.savez_compressed(file, **make_sample(_tank(), split, number, **settings))
 
 
-def make_sample(tank, split, number, *, seed, snr_db, mismatch):
+def make_sample(tank: Tank, split: str, number: int, *, seed: int, snr_db: float, mismatch: float) -> dict:
     """One sample as a dict of arrays; see `simulate`."""
     origin = (seed, SPLITS.index(split), number)
     rng = np.random.default_rng(np.random.SeedSequence(origin))
     image = scene(rng)
     volts = tank.simulate(image)
-    volts = (
-        volts * np.exp(mismatch * rng.standard_normal()) * np.exp(mismatch * rng.standard_normal(volts.shape))
-    )
+    gain = np.exp(mismatch * rng.standard_normal())  # of all
+    volts = volts * gain * np.exp(mismatch * rng.standard_normal(volts.shape))
     volts += rng.standard_normal(volts.shape) * np.sqrt(np.mean(volts**2)) * 10 ** (-snr_db / 20)
     volts = volts.astype(np.float32)
-    baselines = {
-        name: (matrix @ volts).reshape(SIZE, SIZE).astype(np.float16)
-        for name, matrix in tank.baselines.items()
-    }
-    return dict(xs=image, ys=volts[:, None], **baselines, seed=np.array(origin))
+    sample = dict(xs=image, ys=volts[:, None], seed=np.array(origin))
+    for name, matrix in tank.baselines.items():
+        sample[name] = (matrix @ volts).reshape(SIZE, SIZE).astype(np.float16)
+    return sample

@@ -1,6 +1,6 @@
-"""One's own images, classified by any network of timm or torchvision.
+"""Image classification on your own images, by any network of timm or torchvision.
 
-torch is imported where it is used, so that the help of the command line need not wait for it. Letters: B
+torch is imported where it is used, so that the help of the command line need not wait for it. Shapes: B
 batch, S side of the images, K classes."""
 
 import csv
@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -20,8 +20,14 @@ from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.runs.run import setting
 from tpukit.tasks import pictures
+from tpukit.tasks.images import models
+from tpukit.tasks.images.data import SPLITS, ImageSet, find_samples, read_image
 from tpukit.tasks.images.synthetic import shapes_set
 from tpukit.training.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
 
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
 WORST = 16  # images with the largest loss that are kept
@@ -31,23 +37,15 @@ IMBALANCE = 10  # how many times the images of another class one may have before
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageClassifier(Task):
-    """One's own images in classes, with a network of timm (or torchvision), fine-tuned or from scratch.
+    """Image classification on your own images, with a network of timm (or torchvision), fine-tuned or from
+    scratch.
 
     dataset_dir: a folder of class folders, with train/ and test/ (or val/) above them or not; a CSV file with
     paths and labels, or its folder; or a Hugging Face dataset saved on disk."""
 
     name: ClassVar[str] = "images"
     dataset: ClassVar[str] = "my-images"
-    dataset_parts: ClassVar[tuple[str, ...]] = (
-        "train",
-        "training",
-        "test",
-        "testing",
-        "val",
-        "valid",
-        "validation",
-        "dev",
-    )
+    dataset_parts: ClassVar[tuple[str, ...]] = tuple(SPLITS)
     synthetic_size: ClassVar[int] = 480
     synthetic_size_accelerator: ClassVar[int] = 2400
     synthesize = staticmethod(shapes_set)
@@ -71,13 +69,9 @@ class ImageClassifier(Task):
     """yes, no, auto (where they are found, otherwise random weights) or a file: pretrained weights. They are
     looked for in timm's cache, in Kaggle's inputs and on the internet. A head of other classes is
     replaced."""
-    keep_head: bool = False
-    """Keep the head of the pretrained weights, whose classes the dataset has in the same order."""
     image_size: int | None = None
-    """Side of the images in pixels, as the network gets them; None: that of the pretrained network."""
-    fit: Literal["crop", "squash"] = "crop"
-    """crop: the short side is scaled to image_size and the middle kept. squash: both sides are, whatever the
-    proportions."""
+    """Side of the images in pixels, as the network gets them: the short side is scaled to it and the middle
+    kept. None: that of the pretrained network."""
     test_share: float = 0.2
     """Of a set without a test split: the share of every class that is held out, by a hash of the files'
     names."""
@@ -109,63 +103,63 @@ class ImageClassifier(Task):
         super().__post_init__()
         self.require_at_least(1, "image_size")
         self.require_at_least(0, "mixup", "weight_decay")
-        self.require_shares(
-            "flip", "brightness", "contrast", "saturation", "label_smoothing", "test_share", "crop"
-        )
-        for name in ("crop", "test_share"):
-            if getattr(self, name) == 0:
-                raise TpukitError(f"{name}=0: it must be more than 0")
+        self.require_shares("flip", "brightness", "contrast", "saturation", "label_smoothing")
+        self.require_shares("test_share", "crop")
+        if zero := [name for name in ("crop", "test_share") if getattr(self, name) == 0]:
+            raise TpukitError(f"{zero[0]}=0: it must be more than 0")
 
     # Data
 
-    def datasets(self):
-        found = self._find_samples()
-        split = "val" if "val" in found.splits else "test"
-        source = (
-            f"{self.model_name}: weights of {self.weights}" if self.weights else self._find_pretrained()[1]
-        )
-        return self._open(found, "train", f"{source}\n{_listed(found.classes)}"), self._open(found, split)
+    def datasets(self) -> tuple[ImageSet, ImageSet]:
+        listing = self._find_samples()
+        split = "val" if "val" in listing.splits else "test"
+        source = self._find_pretrained()[1]
+        notes = f"{source}\n{_listed(listing.classes)}"
+        return self._open(listing, "train", notes), self._open(listing, split)
 
-    def test_set(self):
-        """test/ where there is one; of a set with a val/ alone, that."""
-        found = self._find_samples()
-        return self._open(found, "test" if "test" in found.splits else "val")
+    def test_set(self) -> ImageSet:
+        """test/ if there is one; of a set with a val/ alone, that."""
+        listing = self._find_samples()
+        return self._open(listing, "test" if "test" in listing.splits else "val")
 
-    def _open(self, found, split, notes=""):
+    def _open(self, listing, split, notes=""):
         from tpukit.tasks.images.augment import Augmentation
-        from tpukit.tasks.images.data import ImageSet
 
-        augmentation = self._augmentation() if split == "train" else Augmentation()
-        how = dict(
-            size=self._size(), fit=self.fit, skip_bad=self.skip_bad, augmentation=augmentation, notes=notes
+        return ImageSet(
+            listing.splits[split],
+            listing.classes,
+            size=self._size(),
+            skip_bad=self.skip_bad,
+            augmentation=self._augmentation() if split == "train" else Augmentation(),
+            what=split,
+            notes=notes,
         )
-        return ImageSet(found.splits[split], found.classes, what=split, **how)
 
     def _augmentation(self):
         from tpukit.tasks.images.augment import Augmentation
 
-        return Augmentation(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(Augmentation)}
-        )
+        names = [field.name for field in dataclasses.fields(Augmentation)]
+        return Augmentation(**{name: getattr(self, name) for name in names})
 
     def _find_samples(self):
-        from tpukit.tasks.images.data import find_samples
-
-        columns = dict(
-            path_column=self.path_column, label_column=self.label_column, images_dir=self.images_dir
+        assert self.dataset_dir is not None  # see `check_dataset_dir`
+        listing = find_samples(
+            self.dataset_dir,
+            path_column=self.path_column,
+            label_column=self.label_column,
+            images_dir=self.images_dir,
+            test_share=self.test_share,
         )
-        found = find_samples(self.dataset_dir, test_share=self.test_share, **columns)
-        if (kept := self._classes_of_weights()) and kept != found.classes:
+        if (kept := self._classes_of_weights()) and kept != listing.classes:
             raise TpukitError(
                 f"weights {self.weights} were trained for {_listed(kept)}, {self.dataset_dir} has"
-                f" {_listed(found.classes)}: give the file as pretrained=PATH, which replaces its head"
+                f" {_listed(listing.classes)}: give the file as pretrained=PATH, which replaces its head"
             )
-        return found
+        return listing
 
     @functools.cached_property
-    def class_names(self):
-        """Names of the classes: of the run that `weights` is from, or of the dataset; None where there is
-        neither."""
+    def class_names(self) -> list[str] | None:
+        """Names of the classes: of the run that `weights` is from, or of the dataset; None without both."""
         if kept := self._classes_of_weights():
             return kept
         return None if self.dataset_dir is None else self._find_samples().classes
@@ -183,10 +177,8 @@ class ImageClassifier(Task):
             ) from error
 
     def data_signature(self, data):
-        return {
-            "classes": data.classes,
-            "file names and labels": arrays.digest([data.names, data.labels.tolist()]),
-        }
+        labels = arrays.digest([data.names, data.labels.tolist()])
+        return {"classes": data.classes, "file names and labels": labels}
 
     def metadata(self, data):
         return dict(classes=json.dumps(data.classes), model_name=self.model_name, image_size=self._size())
@@ -203,45 +195,36 @@ class ImageClassifier(Task):
 
     @staticmethod
     def download(folder):
-        raise TpukitError(
-            "the images are your own: put them into ./datasets/my-images, or give their folder as dataset_dir"
-        )
+        raise TpukitError("put your own images into ./datasets/my-images, or give a folder as dataset_dir")
 
     # Model
 
     def _network(self):
-        from tpukit.tasks.images import models
-
         return models.describe(self.model_name)
 
     def _size(self):
         return self.image_size or self._network().size
 
     def _find_pretrained(self):
-        """(file or None, a sentence). Weights are not looked for where there is nothing to train on."""
-        from tpukit.tasks.images import models
-
+        """(file or None, a sentence for the log). Without anything to train on, no weights are looked for."""
+        if self.weights:
+            return None, f"{self.model_name}: weights of {self.weights}"
         wanted = "no" if self.dataset_dir is None and self.pretrained == "auto" else self.pretrained
         return models.find_pretrained(self._network(), wanted, self.dataset_dir)
 
-    def model(self):
-        from tpukit.tasks.images import models
+    def model(self) -> "Module":
+        classes = len(self.class_names or range(1000))
+        return models.build(self._network(), classes, self._size(), self._find_pretrained()[0])
 
-        network, names = self._network(), self.class_names
-        count = len(names) if names else network.classes or 1000
-        if self.keep_head and count != network.classes:
-            raise TpukitError(
-                f"{count} classes for the {network.classes} of the head of {network.name}: train a new one"
-                " with keep_head=False"
-            )
-        pretrained = None if self.weights else self._find_pretrained()[0]
-        return models.build(network, count, self._size(), pretrained, keep_head=self.keep_head)
+    def layers(self, model: "Module") -> list[list[str]]:
+        """timm's layers, of torchvision those that `Task` finds."""
+        matcher = getattr(model, "group_matcher", None)
+        if matcher is None:
+            return super().layers(model)
+        from timm.models import group_parameters
 
-    def layers(self, model):
-        """Lists of parameter names, from the input to the output."""
-        from tpukit.tasks.images import models
-
-        return models.layers(model)
+        groups = group_parameters(model, matcher(coarse=False))
+        return [groups[number] for number in sorted(groups)]
 
     def optimizer(self, model):
         from torch.optim import AdamW
@@ -255,7 +238,7 @@ class ImageClassifier(Task):
         # Steps counted on the host would be constants of the compiled graph: on XLA the device counts.
         return AdamW([g for g in groups if g["params"]], lr=self.lr, capturable=is_on_xla(parameters[0]))
 
-    def loss(self, model, batch, epoch):
+    def loss(self, model: "Module", batch: "dict[str, Tensor]", epoch: "Tensor | int") -> "Tensor":
         from torch.nn.functional import cross_entropy
 
         from tpukit.tasks.images.augment import partners
@@ -266,14 +249,14 @@ class ImageClassifier(Task):
         logits = self._logits(model, image)  # (B, K)
         if not (self.mixup and "augment" in batch):
             return cross_entropy(logits, label, label_smoothing=self.label_smoothing)
-        own = batch["augment"][:, -1]
+        share = batch["augment"][:, -1]
         first, second = (
             cross_entropy(logits, target, label_smoothing=self.label_smoothing, reduction="none")
             for target in (label, partners(label))
         )
-        return (own * first + (1 - own) * second).mean()
+        return (share * first + (1 - share) * second).mean()
 
-    def predict(self, model, batch, epoch=None):
+    def predict(self, model: "Module", batch: "dict[str, Tensor]", epoch=None) -> "Tensor":
         return self._logits(model, batch["image"])  # (B, K)
 
     def _logits(self, model, image):
@@ -289,7 +272,7 @@ class ImageClassifier(Task):
         predicted classes for each true one, where there are at most 30."""
         logits, labels = _gather(predictions)
         ranks = _ranks(logits, labels)
-        scores = dict(accuracy=float((ranks == 0).mean()), images=len(labels))
+        scores: dict = dict(accuracy=float((ranks == 0).mean()), images=len(labels))
         count = logits.shape[1]
         if count > 5:
             scores["top5"] = float((ranks < 5).mean())
@@ -302,32 +285,22 @@ class ImageClassifier(Task):
         """predictions.csv, the largest loss first; per_class.csv: precision, recall, count; confusion.csv;
         and worst.npz, the images with the largest loss."""
         logits, labels = _gather(predictions)
-        probabilities, losses = _softmax(logits, labels)
+        log_shares = _log_softmax(logits)
+        probabilities, losses = np.exp(log_shares), -_at(log_shares, labels)
         order = np.argsort(-losses, kind="stable")
         names, predicted = data.classes, logits.argmax(1)
-        rows = [
-            (
-                data.names[i],
-                names[labels[i]],
-                names[predicted[i]],
-                f"{probabilities[i, predicted[i]]:.4f}",
-                f"{losses[i]:.4f}",
-            )
-            for i in order
-        ]
+        rows = []
+        for i in order:
+            shares = f"{probabilities[i, predicted[i]]:.4f}", f"{losses[i]:.4f}"
+            rows.append((data.names[i], names[labels[i]], names[predicted[i]], *shares))
         _write_csv(folder / "predictions.csv", ("file", "class", "predicted", "probability", "loss"), rows)
         confusion = _confusion(logits, labels)
-        found, true, correct = confusion.sum(0), confusion.sum(1), confusion.diagonal()
-        rows = [
-            (name, f"{correct[k] / max(found[k], 1):.4f}", f"{correct[k] / max(true[k], 1):.4f}", true[k])
-            for k, name in enumerate(names)
-        ]
+        correct, true = confusion.diagonal(), confusion.sum(1)
+        precision, recall = correct / confusion.sum(0).clip(1), correct / true.clip(1)
+        rows = zip(names, (f"{share:.4f}" for share in precision), (f"{share:.4f}" for share in recall), true)
         _write_csv(folder / "per_class.csv", ("class", "precision", "recall", "images"), rows)
-        _write_csv(
-            folder / "confusion.csv",
-            ("class", *names),
-            [(name, *row) for name, row in zip(names, confusion.tolist())],
-        )
+        rows = [(name, *row) for name, row in zip(names, confusion.tolist())]
+        _write_csv(folder / "confusion.csv", ("class", *names), rows)
         worst = order[:WORST]
         with files.atomic_file(folder / "worst.npz") as file:
             np.savez_compressed(file, image=data.images[worst], label=labels[worst], prediction=logits[worst])
@@ -341,7 +314,7 @@ class ImageClassifier(Task):
                 return dict(image=saved["image"], label=saved["label"]), saved["prediction"]
         except Exception as error:  # zipfile, zlib and numpy raise many types for a damaged file
             raise TpukitError(
-                f"{path} is damaged ({first_line(error)}); `tpukit test` writes it again"
+                f"{path} is damaged ({first_line(error)}): `tpukit test` makes it anew"
             ) from error
 
     def panels(self, batch, prediction=None):
@@ -359,11 +332,11 @@ class ImageClassifier(Task):
         )
         if prediction is None:
             return [[(name, image)] for name, image in zip(truth, images)]
-        probabilities, _ = _softmax(np.asarray(prediction))
-        best = [f"{_name(names, row.argmax())} {row.max():.0%}" for row in probabilities]
+        shares = np.exp(_log_softmax(np.asarray(prediction)))
+        best = [f"{_name(names, row.argmax())} {row.max():.0%}" for row in shares]
         return [[(f"{name}, predicted {found}", image)] for name, found, image in zip(truth, best, images)]
 
-    def check_labels(self, data):
+    def check_labels(self, data: ImageSet) -> tuple[list[str], list[int]]:
         counts = np.bincount(data.labels, minlength=len(data.classes))
         fewest, most = counts.argmin(), counts.argmax()
         spread = f"{counts[fewest]} of {data.classes[fewest]} to {counts[most]} of {data.classes[most]}"
@@ -374,33 +347,30 @@ class ImageClassifier(Task):
             sentences.append(f"fewer than {FEW} images to learn from: {_listed(small)}")
         if counts[most] > IMBALANCE * counts[fewest]:
             sentences.append(
-                "one class has many times the images of another: the accuracy hides the mistakes in small"
-                " ones"
+                "one class has many times the images of another: accuracy hides errors in small ones"
             )
-        contradictory = _find_contradictions(data)
-        if contradictory:
-            names = ", ".join(
-                f"{data.names[first]} and {data.names[second]}" for first, second in contradictory[:3]
-            )
-            sentences.append(f"{len(contradictory)} images are there twice, in two classes: {names}")
+        pairs = _find_contradictions(data)
+        if pairs:
+            shown = ", ".join(f"{data.names[first]} and {data.names[second]}" for first, second in pairs[:3])
+            sentences.append(f"{len(pairs)} images are there twice, in two classes: {shown}")
         of_each = [int(np.flatnonzero(data.labels == label)[0]) for label in np.flatnonzero(counts)]
-        return sentences, [index for pair in contradictory[:2] for index in pair] + of_each
+        return sentences, [index for pair in pairs[:2] for index in pair] + of_each
 
     def read_files(self, paths, best):
-        from tpukit.tasks.images.data import read_image
-
         size = self._size()
-        images = pictures.read_images(paths, lambda path: read_image(path, size, self.fit).transpose(2, 0, 1))
+        images = pictures.read_images(paths, lambda path: read_image(path, size).transpose(2, 0, 1))
         return dict(image=np.stack(images)), [path.name for path in paths]
 
     def results(self, batch, predictions):
         """class and probability, and next_class and next_probability, the second most probable one."""
-        names, found = self.class_names, []
-        for row in _softmax(np.asarray(predictions))[0]:
-            first, second = np.argsort(-row, kind="stable")[:2]
-            best = {"class": _name(names, first), "probability": float(row[first])}
-            found.append(best | dict(next_class=_name(names, second), next_probability=float(row[second])))
-        return found
+        results = []
+        for row in np.exp(_log_softmax(np.asarray(predictions))):
+            result = {}
+            for prefix, number in zip(("", "next_"), np.argsort(-row, kind="stable")):
+                result[f"{prefix}class"] = _name(self.class_names, number)
+                result[f"{prefix}probability"] = float(row[number])
+            results.append(result)
+        return results
 
 
 def _gather(predictions):
@@ -411,17 +381,19 @@ def _gather(predictions):
 
 
 def _ranks(logits, labels):
-    """(N,): how many classes are above the true one; all of them, where its logit is not a number."""
-    own = np.take_along_axis(logits, labels[:, None], 1)
-    return (~(logits <= own)).sum(1)
+    """(N,): how many classes are above the true one; all of them, if its logit is not a number."""
+    return (~(logits <= _at(logits, labels)[:, None])).sum(1)
 
 
-def _softmax(logits, labels=None):
-    """(probabilities (N, K), cross-entropy losses (N,) or None)."""
+def _at(values, labels):
+    """(N,): from each row of values (N, K) that of its label (N,)."""
+    return np.take_along_axis(values, labels[:, None], 1)[:, 0]
+
+
+def _log_softmax(logits):
     from scipy.special import log_softmax
 
-    found = log_softmax(logits.astype(np.float64), 1)
-    return np.exp(found), None if labels is None else -np.take_along_axis(found, labels[:, None], 1)[:, 0]
+    return log_softmax(logits.astype(np.float64), 1)
 
 
 def _confusion(logits, labels):
@@ -432,12 +404,12 @@ def _confusion(logits, labels):
 
 def _find_contradictions(data):
     """Pairs of indices of equal images with two labels."""
-    first, found = {}, []
+    first, pairs = {}, []
     for index, image in enumerate(data.images):
         other = first.setdefault(hashlib.sha256(image.tobytes()).digest(), index)
         if data.labels[other] != data.labels[index]:
-            found.append((other, index))
-    return found
+            pairs.append((other, index))
+    return pairs
 
 
 def _name(names, number):

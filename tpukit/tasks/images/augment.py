@@ -1,14 +1,14 @@
 """Augmentation and normalisation of a batch on the device: maths of fixed shapes from a few numbers that the
 host drew.
 
-The crop is two matrix products, so that no pixel is gathered. Letters: B batch, S side of the images.
-"""
+The crop is two matrix products, so that no pixel is gathered. Shapes: B batch, S side of the images."""
 
 import dataclasses
 
 import numpy as np
 import torch
 from scipy import special
+from torch import Tensor
 
 from tpukit.host.errors import TpukitError
 
@@ -30,38 +30,31 @@ class Augmentation:
     def num_uniforms(self):
         return 0 if self == Augmentation() else NUM_UNIFORMS
 
-    def parameters(self, numbers):
+    def parameters(self, numbers: np.ndarray) -> np.ndarray:
         """(B, NUM_UNIFORMS) uniform in [0, 1) -> (B, NUM_UNIFORMS) float32, columns as `apply` unpacks them.
 
         zoom: side of the part of the image that is kept, as a share, from a uniform area. left, top: where it
         starts. is_flipped: 0 or 1. Then three factors, uniform in 1 ± their field, and the image's own share
         in its mixture, of Beta(mixup, mixup)."""
-        area, left, top, flip, brightness, contrast, saturation, mixture = np.asarray(numbers, np.float64).T
+        area, left, top, flip, *colours, mixture = np.asarray(numbers, np.float64).T
         zoom = np.sqrt(self.crop + (1 - self.crop) * area)
-        own = special.betaincinv(self.mixup, self.mixup, mixture) if self.mixup else np.ones_like(area)
-        factors = [
-            1 + reach * (2 * number - 1)
-            for reach, number in (
-                (self.brightness, brightness),
-                (self.contrast, contrast),
-                (self.saturation, saturation),
-            )
-        ]
-        columns = [zoom, left * (1 - zoom), top * (1 - zoom), flip < self.flip, *factors, own]
+        share = special.betaincinv(self.mixup, self.mixup, mixture) if self.mixup else np.ones_like(area)
+        reaches = self.brightness, self.contrast, self.saturation
+        factors = [1 + reach * (2 * number - 1) for reach, number in zip(reaches, colours)]
+        columns = [zoom, left * (1 - zoom), top * (1 - zoom), flip < self.flip, *factors, share]
         return np.stack(columns, 1).astype(np.float32)
 
-    def apply(self, image, parameters):
+    def apply(self, image: Tensor, parameters: Tensor) -> Tensor:
         """The augmented images, float32 in [0, 255]. image: (B, 3, S, S) uint8. parameters: (B,
         NUM_UNIFORMS)."""
-        zoom, left, top, is_flipped, brightness, contrast, saturation, own = parameters[
-            :, :, None, None, None
-        ].unbind(1)
+        columns = parameters[:, :, None, None, None].unbind(1)
+        zoom, left, top, is_flipped, brightness, contrast, saturation, share = columns
         image = image.float()  # (B, 3, S, S)
         with torch.autocast(image.device.type, enabled=False):
             if self.crop < 1:
-                columns = _crop_matrix(zoom[:, 0], left[:, 0], image.shape[-1])  # (B, S, S)
-                rows = _crop_matrix(zoom[:, 0], top[:, 0], image.shape[-1])
-                image = rows[:, None] @ image @ columns[:, None].transpose(2, 3)
+                across = _crop_matrix(zoom[:, 0], left[:, 0], image.shape[-1])  # (B, S, S)
+                down = _crop_matrix(zoom[:, 0], top[:, 0], image.shape[-1])
+                image = down[:, None] @ image @ across[:, None].transpose(2, 3)
             if self.flip:
                 image = torch.where(is_flipped > 0, image.flip(3), image)
             if self.brightness:
@@ -73,17 +66,15 @@ class Augmentation:
             if self.brightness or self.contrast or self.saturation:
                 image = image.clamp(0, 255)
             if self.mixup:
-                image = own * image + (1 - own) * partners(image)
+                image = share * image + (1 - share) * partners(image)
         return image
 
 
-def partners(values):
+def partners(values: Tensor) -> Tensor:
     """The other one of each pair (0, 1), (2, 3), ...: (B, ...) -> (B, ...). A pair lies in one core's share
     of the batch, so that any number of cores mixes the same images. Raises TpukitError for an odd B."""
     if len(values) % 2:
-        raise TpukitError(
-            f"mixup pairs the images of a core, which has {len(values)} of a batch: make that an even number"
-        )
+        raise TpukitError(f"mixup pairs the images of a core, which has {len(values)}: make that even")
     return values.reshape(len(values) // 2, 2, *values.shape[1:]).flip(1).reshape(values.shape)
 
 
@@ -104,7 +95,7 @@ def _blend(image, other, share):
     return other + share * (image - other)
 
 
-def normalise(image, mean, std):
+def normalise(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """(B, 3, S, S) in [0, 255] -> float32 with this mean and standard deviation of [0, 1] taken out, three
     numbers each."""
     factor = _constants([1 / (255 * s) for s in std], image.device)

@@ -1,23 +1,20 @@
 """One's own images with a class each: folders of classes, a CSV file, or a Hugging Face dataset on disk;
 decoded once.
 
-Letters: N samples, B batch, S side of the images.
-"""
+Shapes: N samples, B batch, S side of the images."""
 
 import collections
 import concurrent.futures
-import contextlib
-import csv
 import functools
 import hashlib
 import io
 import json
+import math
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -27,6 +24,9 @@ from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import GIB
 from tpukit.tasks import pictures
 
+if TYPE_CHECKING:
+    from tpukit.tasks.images.augment import Augmentation
+
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 SPLITS = {  # names of folders, of files and in a CSV's column of splits, in lower case
     **dict.fromkeys(("train", "training"), "train"),
@@ -34,75 +34,62 @@ SPLITS = {  # names of folders, of files and in a CSV's column of splits, in low
     **dict.fromkeys(("test", "testing"), "test"),
 }
 PATH_COLUMNS = "path file filename file_name filepath image image_path image_name image_id img id".split()
-LABEL_COLUMNS = (
-    "label",
-    "labels",
-    "class",
-    "class_name",
-    "category",
-    "target",
-    "species",
-    "breed",
-    "diagnosis",
-    "y",
-)
-SPLIT_COLUMNS = ("split", "subset", "partition", "set")
-REST = object()  # the key of the fields of a CSV's row that have no column
+LABEL_COLUMNS = "label labels class class_name category target species breed diagnosis y".split()
+SPLIT_COLUMNS = "split subset partition set".split()
 VERSION = 1  # of what `_decode` returns for the same files, which is cached
 
 
 class Sample(NamedTuple):
     name: str
-    """For messages; also what decides its split, where the dataset has none."""
+    """For messages; also what decides its split, if the dataset has none."""
     label: str
     split: str | None
-    """train, val or test; None where the dataset does not say"""
+    """train, val or test; None if the dataset does not say"""
     path: Path
     row: int | None = None
     """of a parquet or arrow file"""
     column: str = ""
 
 
-class Found(NamedTuple):
+class Listing(NamedTuple):
     """What a dataset holds, not decoded yet."""
 
-    classes: list
-    """Names of the classes: sorted, as numbers where all are such, or in the order of a Hugging Face
-    dataset."""
-    splits: dict
-    """train, and val or test or both -> list of `Sample`"""
+    classes: list[str]
+    """Sorted, as numbers if all are such, or in the order of a Hugging Face dataset."""
+    splits: dict[str, list[Sample]]
+    """train, and val or test or both"""
 
 
-def find_samples(place, *, path_column=None, label_column=None, images_dir=None, test_share=0.2):
-    """`Found` of a folder or a CSV file. Raises TpukitError for what cannot be trained on; decodes
+def find_samples(
+    dataset_dir: Path | str,
+    *,
+    path_column: str | None = None,
+    label_column: str | None = None,
+    images_dir: Path | None = None,
+    test_share: float = 0.2,
+) -> Listing:
+    """The samples of a folder or a CSV file. Raises TpukitError for what cannot be trained on; decodes
     nothing."""
-    place = Path(place)
+    place = Path(dataset_dir)
     if place.is_file():
         samples, order = _read_csv(place, path_column, label_column, images_dir), None
     else:
         samples, order = _find_in_folder(place, path_column, label_column, images_dir)
     names = {sample.label for sample in samples}
-    classes = order or sorted(
-        names, key=lambda name: (0, int(name), name) if name.isdecimal() else (1, 0, name)
-    )
     if len(names) < 2:
-        raise TpukitError(
-            f"{place} has images of one class only, {', '.join(names)}: a classifier needs two or more"
-        )
+        raise TpukitError(f"{place} has images of one class only, {', '.join(names)}: a classifier needs two")
+    classes = order or sorted(names, key=lambda name: (int(name) if name.isdecimal() else math.inf, name))
     splits = collections.defaultdict(list)
     for sample in _split_by_hash(samples, test_share):
         splits[sample.split].append(sample)
     for split in ("train", *sorted(splits.keys() - {"train"})):
         if missing := sorted(set(classes) - {sample.label for sample in splits[split]}):
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            fix = (
-                "add images"
-                if any(sample.split for sample in samples)
-                else "give each class two images or more"
+            raise TpukitError(
+                f"{place}: the {split} split has no image of {len(missing)} of {len(classes)} classes"
+                f" ({shown}): add some, in a set without splits two images or more of each class"
             )
-            what = f"no image of {len(missing)} of {len(classes)} classes ({shown})"
-            raise TpukitError(f"{place}: the {split} split has {what}: {fix}")
-    return Found(classes, dict(splits))
+    return Listing(classes, dict(splits))
 
 
 def _split_by_hash(samples, test_share):
@@ -116,18 +103,17 @@ def _split_by_hash(samples, test_share):
         by_class[sample.label].add(sample.name)
     held_out = set()
     for label, names in by_class.items():
-        names = sorted(
-            names, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-        )
         count = min(max(1, round(test_share * len(names))), len(names) - 1)
-        held_out.update((label, name) for name in names[:count])
-    return [
-        sample._replace(split="test" if (sample.label, sample.name) in held_out else "train")
-        for sample in samples
-    ]
+        held_out.update((label, name) for name in sorted(names, key=_sha256)[:count])
+    splits = ("test" if (sample.label, sample.name) in held_out else "train" for sample in samples)
+    return [sample._replace(split=split) for sample, split in zip(samples, splits)]
 
 
-# Where the samples are
+def _sha256(name):
+    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+
+
+# Folders
 
 
 def _find_in_folder(folder, path_column, label_column, images_dir):
@@ -139,14 +125,14 @@ def _find_in_folder(folder, path_column, label_column, images_dir):
     if len({sample.label for sample in samples}) < 2:
         if tables := sorted([*folder.rglob("*.parquet"), *folder.rglob("*.arrow")]):
             return _read_tables(folder, tables, label_column)
-        if listed := _find_csv(folder, path_column, label_column):
+        if lists := _find_csv(folder, path_column, label_column):
             columns = (path_column, label_column, images_dir)
-            return [sample for path, split in listed for sample in _read_csv(path, *columns, split)], None
+            return [sample for path in lists for sample in _read_csv(path, *columns)], None
     if not samples:
         here = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise TpukitError(
             f"no images in {folder}, which should hold a folder of images for each class (in train/ and"
-            f" test/, or not), a CSV file with paths and labels, or a Hugging Face dataset: found {here}"
+            f" test/, or not), a CSV file with paths and labels, or a Hugging Face dataset: it has {here}"
         )
     return samples, None
 
@@ -159,112 +145,99 @@ def _find_in_class_folders(folder):
     tops = [(child, split) for child, split in splits.items() if split] or [(folder, None)]
     samples = []
     for top, split in tops:
-        for place in _folders(top):
-            paths = (path for path in _files_below(place) if path.suffix.lower() in IMAGE_ENDINGS)
-            visible = (path for path in paths if not path.name.startswith("."))
-            samples += [
-                Sample(path.relative_to(folder).as_posix(), place.name, split, path) for path in visible
-            ]
+        for class_folder in _folders(top):
+            for path in _images_below(class_folder):
+                name = path.relative_to(folder).as_posix()
+                samples.append(Sample(name, class_folder.name, split, path))
     return samples
 
 
-def _files_below(folder):
-    """The files below a folder, sorted. Raises OSError for a folder that cannot be read: nothing is left out
-    silently."""
+def _images_below(folder):
+    """Its images, sorted. Raises OSError for a folder that cannot be read: nothing is left out silently."""
 
     def refuse(error):
         raise error
 
-    return sorted(Path(place, name) for place, _, names in os.walk(folder, onerror=refuse) for name in names)
+    paths = sorted(Path(place, name) for place, _, names in os.walk(folder, onerror=refuse) for name in names)
+    return [path for path in paths if path.suffix.lower() in IMAGE_ENDINGS and path.name[0] != "."]
 
 
 def _folders(folder):
-    return sorted(
-        path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))
-    )
+    found = (path for path in folder.iterdir() if not path.name.startswith((".", "__")))
+    return sorted(path for path in found if path.is_dir())
+
+
+# CSV files
 
 
 def _find_csv(folder, path_column, label_column):
-    """(CSV file, split or None) for every one in a folder that has a column of paths and one of labels."""
-    found = []
+    """The CSV files of a folder that have a column of paths and one of labels. Raises TpukitError for several
+    that are not named after splits."""
+    listing = []
     for path in sorted(filter(Path.is_file, folder.glob("*.csv"))):
-        with _open_csv(path) as reader:
-            names = reader.fieldnames or []
-            if _column(names, path_column, PATH_COLUMNS) and _column(names, label_column, LABEL_COLUMNS):
-                found.append((path, SPLITS.get(path.stem.lower())))
-    if len(found) > 1 and not all(split for _, split in found):
-        names = ", ".join(path.name for path, _ in found)
-        raise TpukitError(
-            f"{folder} has {len(found)} CSV files with paths and labels ({names}): give one as dataset_dir"
-        )
-    return found
+        names, _ = _open_csv(path, rows=1)
+        wanted = _column(names, path_column, PATH_COLUMNS), _column(names, label_column, LABEL_COLUMNS)
+        listing += [path] if None not in wanted else []
+    if len(listing) > 1 and not all(path.stem.lower() in SPLITS for path in listing):
+        names = ", ".join(path.name for path in listing)
+        raise TpukitError(f"{folder} has {len(listing)} lists of images ({names}): give one as dataset_dir")
+    return listing
 
 
-@contextlib.contextmanager
-def _open_csv(path):
-    """Context manager: a csv.DictReader. Raises TpukitError for a file that is not UTF-8 text, or has no
-    valid header."""
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        try:
+def _open_csv(path, rows=None):
+    """(names of the columns, pandas.DataFrame of str whose columns are numbers) of a CSV file, or of its
+    first rows. Raises TpukitError for a file that is none."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise TpukitError(f"{path}: reading it needs pandas: pip install pandas") from error
+    try:
+        with open(path, encoding="utf-8-sig") as file:
             header = file.readline()
-            file.seek(0)
-            reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count), restkey=REST, restval="")
-            _ = reader.fieldnames  # reads the header
-        except UnicodeDecodeError as error:
-            raise TpukitError(f"{path} is not UTF-8 text ({error.reason}): save it as UTF-8") from error
-        except csv.Error as error:
-            raise TpukitError(f"{path}, line 1: no CSV ({first_line(error)})") from error
-        yield reader
+        delimiter = max(",;\t", key=header.count)
+        # Without a header of its own, pandas refuses a row with more fields than the first has.
+        table = pandas.read_csv(
+            path, sep=delimiter, header=None, nrows=rows, dtype=str, na_filter=False, encoding="utf-8-sig"
+        )
+    except ValueError as error:  # pandas' errors and those of the encoding are ValueErrors
+        raise TpukitError(
+            f"{path} is not a CSV file in UTF-8 ({first_line(error)}): save it as one"
+        ) from error
+    table = table.fillna("").apply(lambda column: column.str.strip())
+    return table.iloc[0].tolist(), table.iloc[1:]
 
 
 def _column(names, wanted, known):
-    """The column of that name, or the first with a known one; None where there is none."""
+    """The column of that name, or the first with a known one; None if there is none."""
     if wanted:
         return wanted if wanted in names else None
-    return next((name for kind in known for name in names if name and name.strip().lower() == kind), None)
+    plain = {name.strip().lower(): name for name in reversed(names)}
+    return next((plain[name] for name in known if name in plain), None)
 
 
-def _read_csv(path, path_column, label_column, images_dir, split=None):
+def _read_csv(path, path_column, label_column, images_dir):
     """The samples of a CSV file. Its paths are relative to images_dir, or else to its own folder, and may not
     leave it."""
     base = Path(images_dir or path.parent).resolve()
-    samples = []
-    with _open_csv(path) as reader:
-        names = reader.fieldnames or []
-        columns = _column(names, path_column, PATH_COLUMNS), _column(names, label_column, LABEL_COLUMNS)
-        if None in columns:
-            raise TpukitError(
-                f"{path} has the columns {', '.join(map(str, names))}: name those of paths and labels as"
-                " path_column and label_column"
-            )
-        of_split = _column(names, None, SPLIT_COLUMNS)
-        try:
-            for row in reader:
-                name, label = (row[column].strip() for column in columns)
-                if any(field.strip() for field in row.get(REST, ())):
-                    raise TpukitError(
-                        f"{path}, line {reader.line_num}: more fields than columns: put one with a comma in"
-                        " quotes"
-                    )
-                if not name or not label:
-                    raise TpukitError(
-                        f"{path}, line {reader.line_num}: the {'label' if name else 'path'} is empty"
-                    )
-                own_split = SPLITS.get(row[of_split].strip().lower()) if of_split else None
-                samples.append(
-                    Sample(
-                        name,
-                        label,
-                        own_split or split,
-                        _inside(base, name, f"{path}, line {reader.line_num}"),
-                    )
-                )
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise TpukitError(
-                f"{path}, line {reader.line_num}: no CSV in UTF-8 ({first_line(error)})"
-            ) from error
-    if not samples:
+    names, table = _open_csv(path)
+    path_column = _column(names, path_column, PATH_COLUMNS)
+    label_column = _column(names, label_column, LABEL_COLUMNS)
+    if path_column is None or label_column is None:
+        raise TpukitError(
+            f"{path} has the columns {', '.join(names)}: name those of paths and labels as path_column and"
+            " label_column"
+        )
+    if table.empty:
         raise TpukitError(f"{path} lists no images")
+    split_column = _column(names, None, SPLIT_COLUMNS)
+    samples = []
+    for number, fields in enumerate(table.itertuples(index=False), 2):
+        row, where = dict(zip(names, fields)), f"{path}, row {number}"
+        name, label = row[path_column], row[label_column]
+        if not name or not label:
+            raise TpukitError(f"{where}: the {'label' if name else 'path'} is empty")
+        split = SPLITS.get(row.get(split_column, "").lower()) or SPLITS.get(path.stem.lower())
+        samples.append(Sample(name, label, split, _inside(base, name, where)))
     return samples
 
 
@@ -279,116 +252,76 @@ def _inside(base, name, where):
         raise TpukitError(f"{where}: {name!r} is not a valid path ({error})") from error
     if not path.is_relative_to(base):
         raise TpukitError(f"{where}: {name} is not in {base}; name the folder of the images as images_dir")
-    if path.suffix.lower() not in IMAGE_ENDINGS:
-        path = next(
-            (full for ending in IMAGE_ENDINGS if (full := path.with_name(path.name + ending)).is_file()), path
-        )
-    return path
+    if path.suffix.lower() in IMAGE_ENDINGS:
+        return path
+    complete = (path.with_name(path.name + ending) for ending in IMAGE_ENDINGS)
+    return next(filter(Path.is_file, complete), path)
 
 
-# A Hugging Face dataset on disk: parquet files, or the arrow files of `save_to_disk`
+# Hugging Face datasets on disk: parquet files, or the arrow files of `save_to_disk`
 
 
 def _read_tables(folder, tables, label_column):
     """(samples, order of the classes or None). Reads the labels alone."""
     samples, order = [], None
     for path in tables:
-        schema = _read_schema(path)
+        schema = _read_column(path)
         names, features = schema.names, _features(schema)
-        images = [name for name in names if features.get(name, {}).get("_type") == "Image"]
-        image = images[0] if images else _column(names, None, PATH_COLUMNS)
-        is_class = [name for name in names if features.get(name, {}).get("_type") == "ClassLabel"]
-        label = (
-            label_column
-            if label_column in names
-            else (is_class or [_column(names, label_column, LABEL_COLUMNS)])[0]
-        )
+        of_kind = {features.get(name, {}).get("_type"): name for name in reversed(names)}
+        image = of_kind.get("Image") or _column(names, None, PATH_COLUMNS)
+        label = label_column if label_column in names else of_kind.get("ClassLabel")
+        label = label or _column(names, label_column, LABEL_COLUMNS)
         if image is None or label is None:
-            raise TpukitError(
-                f"{path} has the columns {', '.join(names)}: name that of the labels as label_column"
-            )
-        order = _class_names(path, features.get(label, {})) or order
-        labels = _read_column(path, label).to_pylist()
-        split = _split_of(path.relative_to(folder))
-        for row, value in enumerate(labels):
-            if value is None or (order and isinstance(value, int) and not 0 <= value < len(order)):
-                raise TpukitError(f"{path}, row {row}: {value} is not a label")
-            name = order[value] if order and isinstance(value, int) else str(value)
-            samples.append(
-                Sample(f"{path.relative_to(folder).as_posix()}, row {row}", name, split, path, row, image)
-            )
+            raise TpukitError(f"{path} has the columns {', '.join(names)}: name the labels' as label_column")
+        if isinstance(class_names := features.get(label, {}).get("names"), list):
+            order = list(map(str, class_names))
+        where = path.relative_to(folder)
+        for row, value in enumerate(_read_column(path, label).to_pylist()):
+            if order and isinstance(value, int):
+                value = order[value] if 0 <= value < len(order) else None
+            if value is None:
+                raise TpukitError(f"{path}, row {row}: it has no label of a known class")
+            name = f"{where.as_posix()}, row {row}"
+            samples.append(Sample(name, str(value), _split_of(where), path, row, image))
     return samples, order
 
 
-def _class_names(path, feature):
-    """The names that the Hugging Face library wrote of a column's classes, or None."""
-    names = feature.get("names")
-    if names and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise TpukitError(
-            f"{path}: the names of its classes are {str(names)[:80]}, and must be a list of texts: save it"
-            " again"
-        )
-    return names
-
-
-def _split_of(path):
-    """Of train/data-00000-of-00001.arrow or data/test-00000-of-00001.parquet; None where its names do not
-    say."""
-    words = (part.lower().partition("-")[0].partition(".")[0] for part in path.parts)
-    return next((SPLITS[word] for word in words if word in SPLITS), None)
-
-
-@contextlib.contextmanager
-def _explain_table(path):
-    """Context manager: raise what reading a table raises as a TpukitError. Gives the module pyarrow."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise TpukitError(f"{path}: reading it needs pyarrow: pip install pyarrow") from error
-    if tuple(map(int, re.findall(r"\d+", pyarrow.__version__)[:3])) < (14, 0, 1):
-        raise TpukitError(
-            f"pyarrow {pyarrow.__version__} can run code from a table that it reads (CVE-2023-47248): install"
-            " 14.0.1 or newer"
-        )
-    try:
-        yield pyarrow
-    except (pyarrow.ArrowException, OSError) as error:
-        raise TpukitError(f"{path} is damaged ({first_line(error)}); copy or download it again") from error
-
-
-def _read_schema(path):
-    with _explain_table(path) as pyarrow:
-        return (
-            pyarrow.parquet.read_schema(path)
-            if path.suffix == ".parquet"
-            else _map_arrow(path, pyarrow).schema
-        )
-
-
-def _read_column(path, column):
-    with _explain_table(path) as pyarrow:
-        if path.suffix == ".parquet":
-            return pyarrow.parquet.read_table(path, columns=[column]).column(column)
-        return _map_arrow(path, pyarrow).column(column)
-
-
-def _map_arrow(path, pyarrow):
-    """The table of an arrow file, of which nothing is read before it is used."""
-    source = pyarrow.memory_map(str(path))
-    try:
-        return pyarrow.ipc.open_stream(source).read_all()
-    except pyarrow.ArrowInvalid:
-        return pyarrow.ipc.open_file(source).read_all()
-
-
 def _features(schema):
-    """What the Hugging Face library wrote of the columns."""
+    """What the Hugging Face library wrote of the columns: dict of name -> dict."""
     try:
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return {}
+
+
+def _split_of(path):
+    """Of train/data-00000-of-00001.arrow or data/test-00000-of-00001.parquet; None if its names do not
+    say."""
+    words = (part.lower().partition("-")[0].partition(".")[0] for part in path.parts)
+    return next((SPLITS[word] for word in words if word in SPLITS), None)
+
+
+def _read_column(path, column=None):
+    """A column of a table, a pyarrow.ChunkedArray; without a name the table's schema. Raises TpukitError for
+    a damaged file."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise TpukitError(f"{path}: reading it needs pyarrow: pip install pyarrow") from error
+    try:
+        if path.suffix == ".parquet":
+            file = pyarrow.parquet.ParquetFile(path)
+            return file.read([column]).column(column) if column else file.schema_arrow
+        source = pyarrow.memory_map(str(path))  # of which nothing is read before it is used
+        try:
+            table = pyarrow.ipc.open_stream(source).read_all()
+        except pyarrow.ArrowInvalid:
+            table = pyarrow.ipc.open_file(source).read_all()
+        return table.column(column) if column else table.schema
+    except (pyarrow.ArrowException, OSError) as error:
+        raise TpukitError(f"{path} is damaged ({first_line(error)}); copy or download it again") from error
 
 
 _image_column = functools.lru_cache(maxsize=4)(_read_column)  # emptied once the images are decoded
@@ -406,22 +339,20 @@ def _open_row(sample):
 # The pixels
 
 
-def read_image(file, size, fit):
-    """An image -> (size, size, 3) uint8. fit: see `ImageClassifier`. file: a path, or an open file.
+def read_image(file: Path | BinaryIO, size: int) -> np.ndarray:
+    """An image -> (size, size, 3) uint8: its short side is scaled to the size, and the middle kept.
 
     Turned upright by its EXIF orientation; transparency is dropped; 16-bit grey maps its whole range to
     0..255. Raises what `pictures.opened` does."""
     with pictures.opened(file) as image:
         image.draft("RGB", (2 * size, 2 * size))  # a large JPEG is decoded at a fraction of its size
-        image = ImageOps.exif_transpose(image)
-        image = pictures.to_uint8(image).convert("RGB")
+        image = pictures.to_uint8(ImageOps.exif_transpose(image)).convert("RGB")
         if image.size != (size, size):
-            scaled = image.resize if fit == "squash" else functools.partial(ImageOps.fit, image)
-            image = scaled((size, size), Image.Resampling.BICUBIC)
+            image = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
         return np.asarray(image)
 
 
-def _decode(samples, size, fit, skip_bad, what):
+def _decode(samples, size, skip_bad, what):
     """dict: images (N, 3, S, S) uint8, kept (N,) places in `samples`, notes. Decodes on all cores."""
     from tqdm.auto import tqdm
 
@@ -439,27 +370,26 @@ def _decode(samples, size, fit, skip_bad, what):
             sample = samples[index]
             try:
                 source = sample.path if sample.row is None else _open_row(sample)
-                images[index] = read_image(source, size, fit).transpose(2, 0, 1)
+                images[index] = read_image(source, size).transpose(2, 0, 1)
             except MemoryError:
                 raise
             except Exception as error:  # Pillow raises many types for a damaged file
                 return f"{sample.name}: {first_line(error)}"
 
-        found = pool.map(decode, range(len(samples)))
-        problems = list(
-            tqdm(found, desc=f"decoding {what}", unit="image", total=len(samples), disable=len(samples) < 200)
-        )
+        count = len(samples)
+        progress = functools.partial(tqdm, desc=f"decoding {what}", unit="image", disable=count < 200)
+        problems = list(progress(pool.map(decode, range(count)), total=count))
         _image_column.cache_clear()
     kept = [index for index, problem in enumerate(problems) if problem is None]
     notes = ""
-    if bad := [problem for problem in problems if problem]:
+    if bad := list(filter(None, problems)):
         shown = "; ".join(bad[:3]) + ("; ..." if len(bad) > 3 else "")
+        notes = f"left out {len(bad)} of {count} {what} images that cannot be read: {shown}"
         if not skip_bad or not kept:
             raise TpukitError(
-                f"{len(bad)} of {len(samples)} {what} images cannot be read ({shown}): replace them, or leave"
-                " them out with skip_bad=True (--skip-bad)"
+                f"{len(bad)} of {count} {what} images cannot be read ({shown}): replace them, or leave them"
+                " out with skip_bad=True (--skip-bad)"
             )
-        notes = f"left out {len(bad)} of {len(samples)} {what} images that cannot be read: {shown}"
         for new, old in enumerate(kept):
             images[new] = images[old]
     return dict(images=images[: len(kept)], kept=np.array(kept), notes=np.array(notes))
@@ -469,17 +399,26 @@ class ImageSet:
     """One split, decoded once to uint8, in memory that all processes of a host share.
 
     `batch(indices, numbers)` -> dict of image (B, 3, S, S) uint8, label (B,) int64 and, with numbers, augment
-    (B, NUM_UNIFORMS), what `Augmentation.apply` needs on the device."""
+    (B, NUM_UNIFORMS), what `Augmentation.apply` needs on the device. `notes`: sentences for the log."""
 
-    def __init__(self, samples, classes, *, size, fit, skip_bad, augmentation, what, notes=""):
+    def __init__(
+        self,
+        samples: list[Sample],
+        classes: list[str],
+        *,
+        size: int,
+        skip_bad: bool,
+        augmentation: "Augmentation",
+        what: str,
+        notes: str = "",
+    ):
         self.classes, self.augmentation, self.num_uniforms = classes, augmentation, augmentation.num_uniforms
-        stats = {
-            path: path.stat() for path in dict.fromkeys(sample.path for sample in samples) if path.is_file()
-        }
-        state = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()]
+        paths = filter(Path.is_file, dict.fromkeys(sample.path for sample in samples))
+        stats = [(str(path.resolve()), path.stat()) for path in paths]
+        state = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
         names = [(sample.name, sample.row) for sample in samples]
-        key = [VERSION, size, fit, skip_bad, state, names]
-        decoded = arrays.mapped(f"images-{what}", key, lambda: _decode(samples, size, fit, skip_bad, what))
+        key = [VERSION, size, skip_bad, state, names]
+        decoded = arrays.mapped(f"images-{what}", key, lambda: _decode(samples, size, skip_bad, what))
         samples = [samples[index] for index in decoded["kept"]]
         self.images, self.names = decoded["images"], [sample.name for sample in samples]
         number = {name: index for index, name in enumerate(classes)}
@@ -490,9 +429,8 @@ class ImageSet:
         return len(self.labels)
 
     def batch(self, indices, numbers=None):
-        return dict(
-            image=self.images[indices], label=self.labels[indices], **self.sample_parameters(indices, numbers)
-        )
+        rows = dict(image=self.images[indices], label=self.labels[indices])
+        return rows | self.sample_parameters(indices, numbers)
 
     # The same from arrays on the device
 
@@ -503,11 +441,9 @@ class ImageSet:
         return dict(image=np.asarray(self.images), label=self.labels)
 
     def sample_parameters(self, indices, numbers=None):
-        return (
-            {}
-            if numbers is None or not self.num_uniforms
-            else dict(augment=self.augmentation.parameters(numbers))
-        )
+        if numbers is None or not self.num_uniforms:
+            return {}
+        return dict(augment=self.augmentation.parameters(numbers))
 
     def compose(self, rows, parameters):
         return rows | parameters

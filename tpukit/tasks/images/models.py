@@ -1,19 +1,21 @@
-"""The networks: timm's by name, torchvision's where timm is not installed, and where their pretrained weights
+"""Networks by name, of timm or, if that is not installed, of torchvision; and where their pretrained weights
 are."""
 
 import difflib
 import functools
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tpukit.host import downloads, environment, files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.runs import weights
 
+if TYPE_CHECKING:
+    from torch.nn import Module
+
 WEIGHT_ENDINGS = (".safetensors", ".pth", ".pt", ".bin")
 KAGGLE_DEPTH = 6  # folders between /kaggle/input and a file of weights
-IMAGENET = dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
 
 class Network(NamedTuple):
@@ -25,20 +27,15 @@ class Network(NamedTuple):
     """Side of the images that it was made for, in pixels."""
     fixed_size: bool
     """Whether it has to be told of another size when it is made."""
-    mean: tuple
-    std: tuple
-    classes: int
-    """Of the pretrained head; 0: it has none."""
-    heads: tuple = ()
-    """Names of the last layers; torchvision does not say."""
-    repository: str = ""
-    """Of the pretrained weights on the Hugging Face hub."""
-    url: str = ""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    published: str
+    """The pretrained weights: a repository of the Hugging Face hub or an address; empty: there are none."""
 
 
 @functools.cache
-def describe(name):
-    """The `Network` of a name. Raises TpukitError with the nearest names where there is none."""
+def describe(name: str) -> Network:
+    """The `Network` of a name. Raises TpukitError with the nearest names for an unknown one."""
     try:
         import timm
     except ImportError:
@@ -46,176 +43,121 @@ def describe(name):
     if not timm.is_model(name):
         raise _unknown(name, "timm", timm.list_models())
     try:
-        cfg = timm.get_pretrained_cfg(name)
+        config = timm.get_pretrained_cfg(name) or timm.models.PretrainedCfg()
     except RuntimeError:  # the part after the dot names no weights of this network
         known = timm.list_models(f"{name.partition('.')[0]}.*", pretrained=True)
         raise _unknown(name, "timm", known) from None
-    if cfg is None:  # of a network without pretrained weights
-        return Network("timm", name, 224, False, **IMAGENET, classes=1000)
-    heads = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())
-    return Network(
-        "timm", name, cfg.input_size[-1], cfg.fixed_input_size, tuple(cfg.mean), tuple(cfg.std), cfg.num_classes, heads,
-        cfg.hf_hub_id or "", cfg.url or "",
-    )  # fmt: skip
+    mean, std, published = tuple(config.mean), tuple(config.std), str(config.hf_hub_id or config.url or "")
+    return Network("timm", name, config.input_size[-1], config.fixed_input_size, mean, std, published)
 
 
 def _describe_torchvision(name):
     try:
         from torchvision import models
     except Exception as error:  # not installed, or made for another torch
+        why = first_line(error)
         raise TpukitError(
-            f"neither timm nor torchvision can be imported ({first_line(error)}): pip install timm"
+            f"neither timm nor torchvision can be imported ({why}): pip install timm"
         ) from error
     known = models.list_models(module=models)  # without those of segmentation and detection
     if name not in known:
         raise _unknown(name, "torchvision, as timm is not installed,", known)
-    found = models.get_model_weights(name).DEFAULT
-    transforms = found.transforms()
-    size, mean, std = transforms.crop_size[0], tuple(transforms.mean), tuple(transforms.std)
-    return Network(
-        "torchvision",
-        name,
-        size,
-        name.startswith("vit_"),
-        mean,
-        std,
-        len(found.meta["categories"]),
-        url=found.url,
-    )
+    published = models.get_model_weights(name)["DEFAULT"]
+    images = published.transforms()
+    fixed_size, mean, std = name.startswith("vit_"), tuple(images.mean), tuple(images.std)
+    return Network("torchvision", name, images.crop_size[0], fixed_size, mean, std, published.url)
 
 
 def _unknown(name, library, known):
-    nearest = difflib.get_close_matches(name, known, 4, 0.5)
-    hint = (
-        f"the nearest: {', '.join(nearest)}" if nearest else f"there are {len(known)}, resnet18 for instance"
-    )
-    return TpukitError(f"no model {name!r} in {library}: {hint}")
+    nearest = ", ".join(difflib.get_close_matches(name, known, 4, 0.5)) or "resnet18"
+    return TpukitError(f"no model {name!r} in {library}, which has {len(known)}; the nearest: {nearest}")
 
 
-def build(network, classes, size, pretrained=None, *, keep_head=False):
-    """The torch.nn.Module, on the CPU, that gives logits (B, classes) for images (B, 3, size, size).
+def build(network: Network, classes: int, size: int, pretrained: Path | None = None) -> "Module":
+    """The module, on the CPU, that gives logits (B, classes) for images (B, 3, size, size).
 
     pretrained: file of weights, or None for random ones. A head of another number of classes is left out of
-    it, unless keep_head. Raises TpukitError where the network cannot be made for this size, or the file is of
-    another network."""
-    state = None if pretrained is None else weights.read(pretrained)
-    options = (
-        dict(img_size=size)
-        if network.library == "timm" and network.fixed_size and size != network.size
-        else {}
-    )
-    options |= dict(image_size=size) if network.library == "torchvision" and network.fixed_size else {}
-    try:
-        model = _make(network, classes, options)
-    except Exception as error:  # libraries raise many types
-        raise TpukitError(
-            f"{network.name} cannot be made for images of {size}x{size} pixels: {first_line(error)}"
-        ) from error
-    _check_output(model, network, classes, size)
-    if state is not None:
-        heads = network.heads or (_last_layer(model),)
-        if not keep_head:
-            _replace_heads(state, model.state_dict(), heads)
-        try:
-            model = _load(network, model, classes, options, state, keep_head)
-        except Exception as error:
-            raise TpukitError(
-                f"weights {pretrained} do not fit {network.name}: {first_line(error)}"
-            ) from error
-    return model
-
-
-def _make(network, classes, options):
-    if network.library == "timm":
-        import timm
-
-        return timm.create_model(network.name, num_classes=classes, **options)
-    from torchvision import models
-
-    return models.get_model(network.name, num_classes=classes, **options)
-
-
-def _load(network, model, classes, options, state, keep_head):
-    """The model with a state dict in it; timm adapts the names of older files, and the positions of another
-    image size."""
-    if network.library == "timm":
-        import timm
-
-        # The numbers of classes agree, so that timm leaves nothing out and checks every name.
-        given = dict(state_dict=state, num_classes=classes, custom_load=False)
-        if not keep_head:
-            given["label_offset"] = 0
-        return timm.create_model(
-            network.name, pretrained=True, num_classes=classes, pretrained_cfg_overlay=given, **options
-        )
-    model.load_state_dict(state)
-    return model
-
-
-def _replace_heads(state, own, heads):
-    """Put the fresh layers of a model (its state dict) into the state dict of a file, where theirs have
-    another size."""
-    for name in (f"{head}.{part}" for head in heads for part in ("weight", "bias")):
-        if name in own and (name not in state or state[name].shape != own[name].shape):
-            state[name] = own[name]
-
-
-def _last_layer(model):
-    import torch
-
-    layers = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (torch.nn.Linear, torch.nn.Conv2d))
-    ]
-    return layers[-1]
-
-
-def _check_output(model, network, classes, size):
-    """Raise TpukitError where a network does not turn an image into one row of logits. Computes nothing."""
+    it. Raises TpukitError if the network cannot be made for this size, or the file is of another network."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    state = None if pretrained is None else weights.read(pretrained)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model = _make(network, classes, size)
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():  # computes nothing
             shape = tuple(model.eval()(torch.zeros(1, 3, size, size)).shape)
-    except Exception as error:
+    except Exception as error:  # libraries raise many types
         raise TpukitError(
-            f"{network.name} takes no images of {size}x{size} pixels ({first_line(error)}); its own size is"
-            f" {network.size}"
+            f"{network.name} cannot be made for images of {size}x{size} pixels ({first_line(error)}); its own"
+            f" size is {network.size}"
         ) from error
-    model.train()
     if shape != (1, classes):
         raise TpukitError(
-            f"{network.name} gives {shape} for an image, not {(1, classes)}: choose a network for"
-            " classification"
+            f"{network.name} gives {shape} for an image, not {(1, classes)}: it is no classifier"
         )
+    if state is None:
+        return model.train()
+    own = model.state_dict()
+    for name in [f"{head}.{part}" for head in _heads(model) for part in ("weight", "bias")]:
+        if name in own and (name not in state or state[name].shape != own[name].shape):
+            state[name] = own[name]
+    try:
+        return _make(network, classes, size, state)
+    except Exception as error:
+        raise TpukitError(f"weights {pretrained} do not fit {network.name}: {first_line(error)}") from error
 
 
-def find_pretrained(network, wanted, dataset_dir=None):
+def _make(network, classes, size, state=None):
+    """The model, with the weights of a state dict or random ones."""
+    if network.library == "timm":
+        import timm
+
+        options = dict(img_size=size) if network.fixed_size and size != network.size else {}
+        if state is not None:
+            # timm adapts the names of older files, and positions to another image size. The numbers of
+            # classes agree, so that it leaves nothing out and checks every name.
+            loaded = dict(state_dict=state, num_classes=classes, label_offset=0, custom_load=False)
+            options |= dict(pretrained=True, pretrained_cfg_overlay=loaded)
+        return timm.create_model(network.name, num_classes=classes, **options)
+    from torchvision import models
+
+    options = dict(image_size=size) if network.fixed_size else {}
+    model = models.get_model(network.name, num_classes=classes, **options)
+    if state is not None:
+        model.load_state_dict(state)
+    return model
+
+
+def _heads(model):
+    """Names of the last layers; torchvision does not say."""
+    import torch
+
+    if named := getattr(model, "default_cfg", {}).get("classifier"):
+        return (named,) if isinstance(named, str) else named
+    kinds = torch.nn.Linear, torch.nn.Conv2d
+    return [name for name, module in model.named_modules() if isinstance(module, kinds)][-1:]
+
+
+def find_pretrained(
+    network: Network, wanted: str, dataset_dir: Path | None = None
+) -> tuple[Path | None, str]:
     """(file of pretrained weights or None, a sentence for the log).
 
-    wanted: auto, yes, no, or a file. Looked for in the caches of timm and torchvision, in Kaggle's inputs
-    (not in dataset_dir), then on the internet. Raises TpukitError where `yes` finds none."""
+    wanted: auto, yes, no, or a file. Looked for in the library's cache, in Kaggle's inputs (not in
+    dataset_dir), then on the internet. Raises TpukitError if `yes` finds none."""
     if wanted == "no":
         return None, f"{network.name}: random weights, as pretrained='no' asks for"
-    if wanted not in ("auto", "yes"):
-        return (
-            Path(wanted),
-            f"{network.name}: pretrained weights of {wanted}; a head of other classes is replaced",
-        )
-    path = _cached(network) or _in_kaggle_inputs(network, dataset_dir)
-    why_not = "none are published"
-    if path is None and (network.repository or network.url):
-        try:
-            path = _download(network)
-        except TpukitError as error:
-            why_not = str(error)
+    path, why_not = wanted, "none are published"
+    if wanted in ("auto", "yes"):
+        path = _in_cache(network) or _in_kaggle_inputs(network, dataset_dir)
+        if path is None and network.published:
+            try:
+                path = _download(network)
+            except TpukitError as error:
+                why_not = str(error)
     if path:
-        return (
-            Path(path),
-            f"{network.name}: pretrained weights of {path}; a head of other classes is replaced",
-        )
+        note = f"{network.name}: pretrained weights of {path}; a head of other classes is replaced"
+        return Path(path), note
     if wanted == "yes":
         raise TpukitError(
             f"no pretrained weights of {network.name} ({why_not}): switch the internet on, attach them as a"
@@ -224,38 +166,38 @@ def find_pretrained(network, wanted, dataset_dir=None):
     return None, f"{network.name}: random weights, because no pretrained ones are here ({why_not})"
 
 
-def _cached(network):
-    if network.repository:
-        from huggingface_hub import try_to_load_from_cache
+def _in_cache(network):
+    if not network.published:
+        return None
+    if "://" in network.published:
+        path = _torch_hub_file(network)
+        return path if path.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
 
-        for name in ("model.safetensors", "pytorch_model.bin"):
-            if isinstance(path := try_to_load_from_cache(network.repository, name), str):
-                return path
-    if network.url:
-        import torch
+    path = try_to_load_from_cache(network.published, "model.safetensors")
+    return path if isinstance(path, str) else None
 
-        path = Path(torch.hub.get_dir()) / "checkpoints" / network.url.rpartition("/")[2]
-        if path.is_file():
-            return path
-    return None
+
+def _torch_hub_file(network):
+    import torch
+
+    return Path(torch.hub.get_dir()) / "checkpoints" / network.published.rpartition("/")[2]
 
 
 def _in_kaggle_inputs(network, dataset_dir):
     """A file of weights that bears the network's name, itself or in one of the folders above it; None on
     other hosts."""
     env = environment.detect()
-    if env.host != "kaggle":
+    if env.host != "kaggle" or env.inputs is None:
         return None
     names = {_plain(network.name), _plain(network.name.partition(".")[0])}
-    for place, folders, found in os.walk(env.inputs):
-        place = Path(place)
-        depth = len(place.relative_to(env.inputs).parts)
-        is_dataset = dataset_dir is not None and place.resolve() == Path(dataset_dir).resolve()
-        folders[:] = [] if is_dataset or depth >= KAGGLE_DEPTH else sorted(folders)
-        above = {_plain(part) for part in place.relative_to(env.inputs).parts}
-        for name in sorted(found):
-            if name.endswith(WEIGHT_ENDINGS) and names & {*above, _plain(Path(name).stem)}:
-                return place / name
+    for folder, inner, file_names in os.walk(env.inputs):
+        parts = Path(folder).relative_to(env.inputs).parts
+        is_dataset = dataset_dir is not None and Path(folder).resolve() == Path(dataset_dir).resolve()
+        inner[:] = [] if is_dataset or len(parts) >= KAGGLE_DEPTH else sorted(inner)
+        for name in sorted(file_names):
+            if name.endswith(WEIGHT_ENDINGS) and names & {*map(_plain, parts), _plain(Path(name).stem)}:
+                return Path(folder, name)
     return None
 
 
@@ -266,37 +208,20 @@ def _plain(name):
 def _download(network):
     """The file of the pretrained weights, from the internet to the library's own cache. Raises
     TpukitError."""
-    if network.repository:
-        from huggingface_hub import hf_hub_download
-
-        url = f"https://huggingface.co/{network.repository}"
-        downloads.check_reachable(url)
-        try:
-            return hf_hub_download(network.repository, "model.safetensors")
-        except Exception as error:  # of the hub and of its HTTP library
-            raise TpukitError(f"{url}: {first_line(error)}") from error
-    import torch
-
-    downloads.check_reachable(network.url)
-    path = Path(torch.hub.get_dir()) / "checkpoints" / network.url.rpartition("/")[2]
+    is_address = "://" in network.published
+    url = network.published if is_address else f"https://huggingface.co/{network.published}"
+    downloads.check_reachable(url)
     try:
+        if not is_address:
+            from huggingface_hub import hf_hub_download
+
+            return hf_hub_download(network.published, "model.safetensors")
+        import torch
+
+        path = _torch_hub_file(network)
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.file_lock(path):
-            torch.hub.download_url_to_file(network.url, str(path))
-    except Exception as error:
-        raise TpukitError(f"{network.url}: {first_line(error)}") from error
-    return path
-
-
-def layers(model):
-    """Lists of parameter names, from the input to the output: timm's layers, elsewhere the children of the
-    model."""
-    if hasattr(model, "group_matcher"):
-        from timm.models import group_parameters
-
-        groups = group_parameters(model, model.group_matcher(coarse=False))
-        return [groups[number] for number in sorted(groups)]
-    groups = {}
-    for name, _ in model.named_parameters():
-        groups.setdefault(name.partition(".")[0], []).append(name)
-    return list(groups.values())
+            torch.hub.download_url_to_file(url, str(path))
+        return path
+    except Exception as error:  # of the hub and of its HTTP library
+        raise TpukitError(f"{url}: {first_line(error)}") from error

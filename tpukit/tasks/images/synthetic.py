@@ -1,5 +1,7 @@
 """A synthetic set: shapes in any colour on a noisy ground, in class folders."""
 
+from pathlib import Path
+
 import numpy as np
 from PIL import Image, ImageDraw
 
@@ -7,7 +9,7 @@ SIZE = 64  # pixels
 SHAPES = ("bar", "circle", "cross", "ring", "square", "triangle")
 
 
-def shapes_set(folder, size, rng):
+def shapes_set(folder: Path, size: int, rng: np.random.Generator) -> None:
     """train/CLASS/NUMBER.png and test/CLASS/NUMBER.png, a quarter of them to test, of `size` images in all
     classes."""
     for number in range(size):

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -48,10 +48,12 @@ def attention(qkv: Tensor, heads: int, bias: Tensor | None = None) -> Tensor:
     batch, tokens, width = qkv.shape
     dim = width // 3 // heads
     if _kernels_take(qkv, dim, bias is not None):
-        return KernelAttention.apply(qkv, None if bias is None else _kernel_bias(bias, LANES // dim), heads)
+        laid_out = None if bias is None else _kernel_bias(bias, LANES // dim)
+        return cast(Tensor, KernelAttention.apply(qkv, laid_out, heads))
     query, key, value = qkv.view(batch, tokens, 3, heads, dim).permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
     if bias is None:
-        out = SlicedAttention.apply(*(part.flatten(0, 1) for part in (query, key, value))).view(query.shape)
+        parts = (part.flatten(0, 1) for part in (query, key, value))
+        out = cast(Tensor, SlicedAttention.apply(*parts)).view(query.shape)
     else:  # a window has few pairs, and the gradient of a bias in slices does not fit the memory
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias.to(query.dtype))
     return out.transpose(1, 2).reshape(batch, tokens, width // 3)
@@ -193,16 +195,15 @@ class KernelLowering:
     """jax in a process of its own, which leaves the TPU alone. It lowers all kernels, one after the other,
     because importing jax takes longer than lowering one; and ends with this process, whose pipe it reads."""
 
-    process = None
+    process: subprocess.Popen | None = None
 
     def payload(self, **request) -> str:
         """What a `tpu_custom_call` of the kernel carries. request: the arguments of `kernels.payload`."""
-        if self.process is None:
-            self._start()
+        process = self.process = self.process or self._start()
         try:
-            answer = self._ask(request)
+            answer = self._ask(process, request)
         except BaseException:  # an interrupt, too: the next question must not get this one's answer
-            self.process.kill()
+            process.kill()
             self.process = None
             raise
         if "error" in answer:
@@ -211,7 +212,7 @@ class KernelLowering:
 
     def _start(self):
         self.errors = tempfile.TemporaryFile("w+")  # no pipe, which would fill
-        self.process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-P", "-s", str(KERNEL_SCRIPT)],
             env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},  # flags are for torch_xla's compiler
             stdin=subprocess.PIPE,
@@ -221,13 +222,13 @@ class KernelLowering:
             start_new_session=True,  # Ctrl-C is for this process
         )
 
-    def _ask(self, request):
+    def _ask(self, process, request):
         with contextlib.suppress(BrokenPipeError):  # it has ended: see below
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-        for line in self.process.stdout:
+            print(json.dumps(request), file=process.stdin, flush=True)
+        for line in process.stdout:
             if line.startswith("{"):  # jax's libraries print, too
                 return json.loads(line)
-        code = self.process.wait()
+        code = process.wait()
         self.errors.seek(0)
         raise RuntimeError((self.errors.read().strip().splitlines() or [f"exit code {code}"])[-1])
 
