@@ -17,7 +17,8 @@ from PIL import Image, ImageFilter, ImageOps
 
 from tpukit import MSHNet
 from tpukit.devices.runtime import Runtime
-from tpukit.tasks.mshnet import IMAGE_MEAN, IMAGE_STD, augment, normalise
+from tpukit.tasks.mshnet import augment
+from tpukit.tasks.mshnet.model import IMAGE_MEAN, IMAGE_STD, normalise
 from tpukit.training.data import BatchLoader, training_index_batches
 
 ROUNDS, BATCH = 7, 16

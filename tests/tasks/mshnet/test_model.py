@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tests.tasks.mshnet.small import Narrow
@@ -85,3 +87,15 @@ def test_biases_before_batch_statistics_are_left_out_of_all_but_the_running_mean
             assert mine.grad is None and theirs.grad.abs().max() < 1e-10
         else:
             torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-11, rtol=1e-8)
+
+
+def test_under_a_gpus_autocast_what_is_upsampled_stays_in_half_precision():
+    torch.set_autocast_dtype("cuda", torch.float16)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode():  # knows a GPU's rules without one
+            x = torch.empty(1, 2, 4, 4, dtype=torch.float16, device="cuda")
+            assert F.interpolate(x, scale_factor=2, mode="bilinear").dtype == torch.float32
+            assert network.upsample(x, 2).dtype == torch.float16
+    finally:
+        torch.set_autocast_enabled("cuda", False)

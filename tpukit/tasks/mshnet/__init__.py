@@ -3,12 +3,15 @@
 torch is imported where it is used, so that the help of the command line need not wait for it.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
+from tpukit.devices.tensors import is_on_xla
 from tpukit.host import arrays
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
@@ -17,9 +20,20 @@ from tpukit.tasks import pictures
 from tpukit.tasks.mshnet.synthetic import infrared_set
 from tpukit.training.task import Task
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+    from types import ModuleType
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from tpukit.tasks.mshnet.data import InfraredSet
+    from tpukit.tasks.mshnet.model import MSHNetModel
+    from tpukit.training.data import Batch
+    from tpukit.training.task import Arrays
+
 MAX_SIDE = 8192  # pixels, as of `pictures.MAX_PIXELS`
-IMAGE_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as published
-IMAGE_STD = (0.229, 0.224, 0.225)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,24 +113,14 @@ class MSHNet(Task):
 
         return Adagrad(model.parameters(), lr=self.lr)
 
-    def loss(self, model, batch, epoch):
-        from tpukit.tasks.mshnet import tiling
-        from tpukit.tasks.mshnet.loss import multiscale_loss
+    def loss(self, model: nn.Module, batch: Batch, epoch: int | Tensor) -> Tensor:
+        image, mask = batch["image"], batch["mask"]
+        return network_for(image).loss(model, image, mask, warm_up=epoch <= self.warm_epoch)
 
-        warm_up = epoch <= self.warm_epoch
-        tiles = tiling.num_tiles(batch["image"])
-        image, mask = tiling.split(batch["image"], tiles), tiling.split(batch["mask"], tiles)
-        logits, masks = model(normalise(image), warm_up, tiles)
-        # Grey mask values stay as they are in the loss, as published.
-        return multiscale_loss(logits, masks, mask.float() / 255, warm_up=warm_up, tiles=tiles)
-
-    def predict(self, model, batch, epoch=None):
-        from tpukit.tasks.mshnet import tiling
-
+    def predict(self, model: nn.Module, batch: Batch, epoch: int | Tensor | None = None) -> Tensor:
+        image = batch["image"]
         warm_up = epoch is not None and epoch <= self.warm_epoch
-        tiles = tiling.num_tiles(batch["image"])
-        logits, _ = model(normalise(tiling.split(batch["image"], tiles)), warm_up, tiles)
-        return tiling.merge(logits, tiles).float()
+        return network_for(image).predict(model, image, warm_up)  # (B, 1, H, W) logits
 
     def export_inputs(self, batch):
         image = np.asarray(batch["image"])
@@ -219,16 +223,11 @@ class MSHNet(Task):
         ]
 
 
-def normalise(image):
-    """(B, 1 or 3, H, W) in [0, 255] -> (B, 3, H, W) float32 with ImageNet's mean and standard deviation."""
-    # (image / 255 - mean) / std, in fewer passes.
-    factor = _constants([1 / (255 * std) for std in IMAGE_STD], image.device)
-    offset = _constants([-mean / std for mean, std in zip(IMAGE_MEAN, IMAGE_STD)], image.device)
-    return (image.float() * factor).add_(offset)
-
-
-def _constants(values, device):
-    """(C, 1, 1), made in the compiled graph: a tensor from the host would be sent with every step."""
-    import torch
-
-    return torch.stack([torch.full((1, 1), value, device=device) for value in values])
+def network_for(image: Tensor) -> ModuleType:
+    """The module whose `loss` and `predict` compute on an image's device: the plain network, or on XLA the way
+    for TPUs, with the same weights and numbers."""
+    if is_on_xla(image):
+        from tpukit.tasks.mshnet.tpu import network
+    else:
+        from tpukit.tasks.mshnet import model as network
+    return network

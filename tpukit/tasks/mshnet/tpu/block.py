@@ -4,19 +4,21 @@ Batch norm and channel attention multiply and shift whole channels, so both beco
 the second convolution's result, which is all that is kept for backward. What decides them is small, (N, C) or
 less, and left to autograd; the functions below are the passes over maps for which autograd would need more.
 
-Letters: N = T*B tiles, see `tiling.py`; C channels, h and W the size of a tile. Maps are in the type of
+Shapes: N = T*B tiles, see `tiling.py`; C channels, h and W the size of a tile. Maps are in the type of
 autocast, all else in `tiling.compute_dtype`."""
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from tpukit.tasks.mshnet import tiling
+from tpukit.tasks.mshnet.model import Block
+from tpukit.tasks.mshnet.tpu import tiling
 from tpukit.training.batch_norm import FrozenBatchNorm
 
 
-def block(layers, x, tiles):
-    """`Block.forward` of tiles. layers: the Block. x: (N, channels_in, h, W), or maps from
-    `tiling.concat_channels`."""
+def forward(layers: Block, x: Tensor | tuple[Tensor, ...], tiles: int) -> Tensor:
+    """`Block.forward` of tiles. x: (N, channels_in, h, W), or a tuple of them, one after another in the
+    channels."""
     if layers.shortcut is None:
         residual = x
         (x,) = _convolve_and_normalise([layers.conv1], [layers.bn1], x, tiles)
@@ -58,6 +60,11 @@ def _convolve_and_normalise(layers, norms, x, tiles):
 def _affine(x, scale, shift):
     """scale * x + shift, each (C,) or (N, C)."""
     return scale[..., None, None] * x + shift[..., None, None]
+
+
+def _grads_of_affine(x, scale, grad_y):
+    """The gradients of x, scale and shift from that of scale * x + shift."""
+    return (scale[..., None, None] * grad_y).to(x.dtype), (grad_y * x).sum((2, 3)), grad_y.sum((2, 3))
 
 
 def _sums(x):
@@ -103,8 +110,8 @@ class _TileMax(torch.autograd.Function):
         x, sign, largest = ctx.saved_tensors
         # The compiler may have taken the largest before x was rounded to its type.
         error = torch.finfo(x.dtype).eps / 2 * largest.abs()
-        to_x = _split_grad_among_maxima(gradient[..., None, None], sign * x, largest - error, (2, 3))
-        return (sign * to_x).to(x.dtype), None
+        grad_x = _split_grad_among_maxima(gradient[..., None, None], sign * x, largest - error, (2, 3))
+        return (sign * grad_x).to(x.dtype), None
 
 
 class _PoolChannels(torch.autograd.Function):
@@ -123,13 +130,11 @@ class _PoolChannels(torch.autograd.Function):
         x, scale, shift, largest = ctx.saved_tensors
         # Multiplied and added at once, as some devices do, a value is rounded differently. One bound for all
         # channels of a pixel is read faster than one for each.
-        error = (
-            2 * torch.finfo(largest.dtype).eps * (largest.abs() + shift.abs().amax(1)[:, None, None, None])
-        )
-        to_y = gradient[:, :1] / x.shape[1] + _split_grad_among_maxima(
-            gradient[:, 1:], _affine(x, scale, shift), largest - error, 1
-        )
-        return (scale[..., None, None] * to_y).to(x.dtype), (to_y * x).sum((2, 3)), to_y.sum((2, 3))
+        size = largest.abs() + shift.abs().amax(1)[:, None, None, None]
+        bound = largest - 2 * torch.finfo(largest.dtype).eps * size
+        of_max = _split_grad_among_maxima(gradient[:, 1:], _affine(x, scale, shift), bound, 1)
+        grad_y = gradient[:, :1] / x.shape[1] + of_max
+        return _grads_of_affine(x, scale, grad_y)
 
 
 def _split_grad_among_maxima(gradient, x, bound, dim):
@@ -154,7 +159,6 @@ class _Gate(torch.autograd.Function):
     def backward(ctx, gradient):
         x, scale, shift, attention, out = ctx.saved_tensors
         gradient = torch.where(out > 0, gradient, 0)  # the residual's
-        to_attention = (gradient * _affine(x, scale, shift)).sum(1, keepdim=True).to(attention.dtype)
-        to_y = attention * gradient.to(scale.dtype)
-        to_x = (scale[..., None, None] * to_y).to(x.dtype)
-        return to_x, (to_y * x).sum((2, 3)), to_y.sum((2, 3)), to_attention, gradient
+        grad_attention = (gradient * _affine(x, scale, shift)).sum(1, keepdim=True).to(attention.dtype)
+        grad_y = attention * gradient.to(scale.dtype)
+        return *_grads_of_affine(x, scale, grad_y), grad_attention, gradient
