@@ -94,7 +94,9 @@ class MSHNetModel(nn.Module):
 
 def stage(channels_in: int, channels: int, blocks: int) -> nn.Sequential:
     """Blocks one after another; the first changes the number of channels."""
-    return nn.Sequential(Block(channels_in, channels), *(Block(channels, channels) for _ in range(blocks - 1)))
+    return nn.Sequential(
+        Block(channels_in, channels), *(Block(channels, channels) for _ in range(blocks - 1))
+    )
 
 
 class Block(nn.Module):
