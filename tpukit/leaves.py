@@ -1,31 +1,23 @@
-"""The leaves: the tasks, and the tools that have a command of their own. Any of them can be cut off by deleting its
-file or folder: the command line offers what is there, and no lower layer knows a leaf by name."""
+"""The leaves: the tasks, and the tools that have a command of their own. Any of them can be cut off by
+deleting its file or folder: the command line offers what is there, no lower layer knows a leaf by name."""
 
 import importlib.util
 from typing import NamedTuple
 
 
 class TaskEntry(NamedTuple):
-    module: str
     cls: str
     dataset: str
     summary: str
 
 
 _TASKS = dict(
-    mnist=TaskEntry("mnist", "MNIST", "mnist", "handwritten digits with a small convolutional network"),
-    mshnet=TaskEntry(
-        "mshnet", "MSHNet", "IRSTD-1k", "infrared small target detection (Liu et al., CVPR 2024)"
-    ),
+    mnist=TaskEntry("MNIST", "mnist", "handwritten digits with a small convolutional network"),
+    mshnet=TaskEntry("MSHNet", "IRSTD-1k", "infrared small target detection (Liu et al., CVPR 2024)"),
     cdeit=TaskEntry(
-        "cdeit", "CDEIT", "eit", "diffusion transformer for impedance tomography (Shi et al., IEEE TIM 2025)"
+        "CDEIT", "eit", "diffusion transformer for impedance tomography (Shi et al., IEEE TIM 2025)"
     ),
-    images=TaskEntry(
-        "images",
-        "ImageClassifier",
-        "my-images",
-        "your own images in classes, with a network of timm or torchvision",
-    ),
+    images=TaskEntry("ImageClassifier", "my-images", "your own images in classes, by timm or torchvision"),
 )
 # Commands that need a leaf, and its module below tpukit; all others are always there.
 COMMANDS = dict(
@@ -40,8 +32,8 @@ COMMANDS = dict(
 
 
 def tasks() -> dict[str, TaskEntry]:
-    """The tasks that are there, by name. Imports none of them."""
-    return {name: entry for name, entry in _TASKS.items() if _is_there(f"tasks.{entry.module}")}
+    """The tasks that are there, by the name that is their module's too. Imports none of them."""
+    return {name: entry for name, entry in _TASKS.items() if _is_there(f"tasks.{name}")}
 
 
 def has_command(name: str) -> bool:

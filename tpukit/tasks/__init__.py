@@ -16,5 +16,4 @@ def find(name: str) -> "type[Task]":
     """The Task class of a name. Raises TpukitError listing the names there are."""
     if name not in TASKS:
         raise TpukitError(f"no task {name!r}; choose one of {', '.join(TASKS)}")
-    entry = TASKS[name]
-    return getattr(importlib.import_module(f"tpukit.tasks.{entry.module}"), entry.cls)
+    return getattr(importlib.import_module(f"tpukit.tasks.{name}"), TASKS[name].cls)

@@ -1,7 +1,8 @@
-"""MNIST digits with a small convolutional network: the smallest complete task, the one to copy. `mnist_data.py`
-has the dataset and its files.
+"""MNIST digits with a small convolutional network: the smallest complete task, the one to copy. The dataset
+and its files are in `mnist_data.py`.
 
-torch is imported where it is used, so that `tpukit train mnist --help` need not wait for it. Shapes: B batch."""
+torch is imported where it is used, so that `tpukit train mnist --help` need not wait for it. Shapes: B
+batch."""
 
 from __future__ import annotations
 

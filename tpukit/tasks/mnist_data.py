@@ -26,14 +26,15 @@ SHA256 = {  # of the original files, unpacked
     "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
 FOLDERS = ("", "raw", "MNIST/raw")  # where the original files may lie
-# The seven segments of a synthetic digit, each from (y, x) to (y, x), and which of them make the digits 0 to 9
+# The seven segments of a synthetic digit, each from (y, x) to (y, x), and which of them make 0 to 9
 SEGMENTS = dict(a=((0, 0), (0, 8)), b=((0, 8), (8, 8)), c=((8, 8), (16, 8)), d=((16, 0), (16, 8)))
 SEGMENTS |= dict(e=((8, 0), (16, 0)), f=((0, 0), (8, 0)), g=((8, 0), (8, 8)))
 SEGMENTS_OF = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgcde", "abc", "abcdefg", "abcdfg")
 
 
 class Digits:
-    """One split, in memory that all processes of a host share. A batch has image (B, 1, 28, 28) uint8 and label (B,) int64."""
+    """One split, in memory that all processes of a host share. A batch has image (B, 1, 28, 28) uint8 and
+    label (B,) int64."""
 
     num_uniforms = 0  # random numbers for each sample: no augmentation
 

@@ -21,7 +21,7 @@ from tpukit.tasks.mshnet.synthetic import infrared_set
 from tpukit.training.task import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
     from pathlib import Path
     from types import ModuleType
 
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from tpukit.tasks.mshnet.data import InfraredSet
-    from tpukit.tasks.mshnet.model import MSHNetModel
+    from tpukit.tasks.mshnet.overlay import Panels
     from tpukit.training.data import Batch
-    from tpukit.training.task import Arrays
+
+    Arrays = dict[str, np.ndarray]  # a batch on the host
 
 MAX_SIDE = 8192  # pixels, as of `pictures.MAX_PIXELS`
 
@@ -78,24 +79,21 @@ class MSHNet(Task):
     skip_bad: bool = False
     """Leave out list entries whose image or mask is missing or unreadable, instead of stopping."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("base_size", "crop_size"):
-            if not 16 <= getattr(self, name) <= MAX_SIDE or getattr(self, name) % 16:
-                raise TpukitError(
-                    f"{name}={getattr(self, name)}: the network halves it four times; use a multiple of 16,"
-                    f" up to {MAX_SIDE}"
-                )
+            size = getattr(self, name)
+            if not 16 <= size <= MAX_SIDE or size % 16:
+                rule = f"use a multiple of 16, up to {MAX_SIDE}"
+                raise TpukitError(f"{name}={size}: the network halves it four times; {rule}")
 
-    def datasets(self):
+    def datasets(self) -> tuple[InfraredSet, InfraredSet]:
         from tpukit.tasks.mshnet.data import InfraredSet
 
         options = dict(base_size=self.base_size, crop_size=self.crop_size, skip_bad=self.skip_bad)
-        return InfraredSet(self.dataset_dir, "train", **options), InfraredSet(
-            self.dataset_dir, "test", **options
-        )
+        return tuple(InfraredSet(self.dataset_dir, split, **options) for split in ("train", "test"))
 
-    def model(self):
+    def model(self) -> nn.Module:
         import torch
 
         from tpukit.tasks.mshnet.model import MSHNetModel
@@ -108,7 +106,7 @@ class MSHNet(Task):
                 model.final.bias.zero_()
         return model
 
-    def optimizer(self, model):
+    def optimizer(self, model: nn.Module) -> Optimizer:
         from torch.optim import Adagrad
 
         return Adagrad(model.parameters(), lr=self.lr)
@@ -122,20 +120,7 @@ class MSHNet(Task):
         warm_up = epoch is not None and epoch <= self.warm_epoch
         return network_for(image).predict(model, image, warm_up)  # (B, 1, H, W) logits
 
-    def export_inputs(self, batch):
-        image = np.asarray(batch["image"])
-        return dict(image=np.ascontiguousarray(np.broadcast_to(image, (len(image), 3, *image.shape[2:]))))
-
-    def exported(self, model, inputs):
-        return self.predict(model, inputs).sigmoid()
-
-    def libtpu_args(self, batch_size):
-        # Where a map of the full size takes a quarter of a v5e's fast memory, what is read there once pushes
-        # out results.
-        is_large = batch_size * self.crop_size**2 >= 16 * 256**2
-        return "--xla_tpu_msa_inefficient_use_to_copy_ratio=2.5" if is_large else ""
-
-    def evaluate(self, predictions, threshold=0.5):
+    def evaluate(self, predictions: Iterable[tuple[Tensor, Batch]], threshold: float = 0.5) -> dict:
         """dict: iou, niou, pixel_recall, pd, fa (false pixels per pixel), roc. threshold: of the probability,
         in (0, 1)."""
         from tpukit.tasks.mshnet.scores import Scores
@@ -145,24 +130,38 @@ class MSHNet(Task):
             scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
         return {**scores.result(), "roc": scores.roc()}
 
+    def libtpu_args(self, batch_size: int) -> str:
+        # If a map of the full size takes a quarter of a v5e's fast memory, what is read there once pushes out
+        # results.
+        is_large = batch_size * self.crop_size**2 >= 16 * 256**2
+        return "--xla_tpu_msa_inefficient_use_to_copy_ratio=2.5" if is_large else ""
+
     @staticmethod
-    def download(folder):
+    def download(folder: Path) -> None:
         raise TpukitError("its authors share it on Google Drive and Baidu, see github.com/RuiZhang97/ISNet")
 
     @staticmethod
-    def milestones(settings):
-        return (
-            {settings["warm_epoch"] + 1: "warm-up ends"}
-            if isinstance(settings.get("warm_epoch"), int)
-            else {}
-        )
+    def milestones(settings: dict) -> dict[int, str]:
+        warm_epoch = settings.get("warm_epoch")
+        return {warm_epoch + 1: "warm-up ends"} if isinstance(warm_epoch, int) else {}
 
-    def example(self, count):
+    def data_signature(self, data: InfraredSet) -> dict[str, str]:
+        return {"image names": arrays.digest(data.names), "masks": data.masks_digest}
+
+    def metadata(self, data: InfraredSet) -> dict[str, str]:
+        return dict(image_side=max(data.height, data.width))
+
+    def check_labels(self, data: InfraredSet) -> tuple[list[str], list[int]]:
+        from tpukit.tasks.mshnet.labels import check
+
+        return check(data)
+
+    def example(self, count: int) -> Arrays:
         rng, size = np.random.default_rng(0), self.crop_size
         image = rng.integers(0, 256, (count, 1, size, size), np.uint8)
         return dict(image=image, mask=np.where(image > 250, 255, 0).astype(np.uint8))
 
-    def panels(self, batch, prediction=None, threshold=0.5):
+    def panels(self, batch: Arrays, prediction=None, threshold: float = 0.5) -> list[Panels]:
         from tpukit.tasks.mshnet import overlay
         from tpukit.tasks.mshnet.scores import logit
 
@@ -173,61 +172,61 @@ class MSHNet(Task):
         predicted = np.asarray(prediction)[:, 0] > logit(threshold)
         return [overlay.prediction_row(*sample) for sample in zip(images, masks, predicted)]
 
-    def data_signature(self, data):
-        return {"image names": arrays.digest(data.names), "masks": data.masks_digest}
+    def export_inputs(self, batch: Arrays) -> Arrays:
+        return dict(image=np.ascontiguousarray(_in_colour(np.asarray(batch["image"]))))
 
-    def metadata(self, data):
-        return dict(image_side=max(data.height, data.width))
+    def exported(self, model: nn.Module, inputs: Batch) -> Tensor:
+        return self.predict(model, inputs).sigmoid()
 
     # A user's own images, of any size
 
     @functools.cached_property
     def _smallest_scale(self):
-        """By what the training of `weights` shrank its largest images; a half, as IRSTD-1k's are, where they
-        do not say."""
+        """By what the training of `weights` shrank its largest images; a half, as IRSTD-1k's are, if they do
+        not say."""
         side = weights.metadata(self.weights).get("image_side", "") if self.weights else ""
         return min(self.base_size / int(side), 1.0) if side.isdecimal() and int(side) else 0.5
 
-    def read_files(self, paths, best):
+    def read_files(self, paths: Iterable[Path], best: Path) -> tuple[Arrays, list[str]]:
         """Images in their own size; several at once must have the same."""
-        from tpukit.tasks.mshnet import augment
+        from tpukit.tasks.mshnet.augment import planes
         from tpukit.tasks.mshnet.data import read_image
 
-        images = pictures.read_images(paths, lambda path: augment.planes(read_image(path)))
-        return dict(image=np.stack([np.broadcast_to(image, (3, *image.shape[1:])) for image in images])), [
-            p.name for p in paths
-        ]
+        images = pictures.read_images(paths, lambda path: _in_colour(planes(read_image(path))[None])[0])
+        return dict(image=np.stack(images)), [path.name for path in paths]
 
-    def check_labels(self, data):
-        from tpukit.tasks.mshnet.labels import check
-
-        return check(data)
-
-    def split(self, batch):
+    def split(self, batch: Arrays) -> tuple[list[Arrays], Callable[[list], np.ndarray]]:
         from tpukit.tasks.mshnet import windows
 
         image = batch["image"][0]
-        rows, join = windows.split(windows.scale(image, self.base_size, self._smallest_scale), self.base_size)
-        size = image.shape[1:]
-        return [dict(image=row) for row in rows], lambda predictions: windows.resize(join(predictions), size)
+        scaled = windows.scale(image, self.base_size, self._smallest_scale)
+        rows, join = windows.split(scaled, self.base_size)
+        whole = [dict(image=row) for row in rows]
+        return whole, lambda predictions: windows.resize(join(predictions), image.shape[1:])
 
-    def results(self, batch, predictions, threshold=0.5):
+    def results(self, batch: Arrays, predictions, threshold: float = 0.5) -> list[dict]:
         """height, width, targets (how many), mask (H, W) bool in the image's own pixels, boxes as of
         `scores.boxes`."""
         from tpukit.tasks.mshnet.scores import boxes
 
-        found = [boxes(logits[0], threshold) for logits in np.asarray(predictions)]
-        sizes = [dict(zip(("height", "width"), mask.shape)) for mask, _ in found]
-        return [
-            size | dict(targets=len(rows), mask=mask, boxes=rows) for size, (mask, rows) in zip(sizes, found)
-        ]
+        found = []
+        for logits in np.asarray(predictions)[:, 0]:
+            mask, rows = boxes(logits, threshold)
+            size = dict(height=mask.shape[0], width=mask.shape[1])
+            found.append(dict(size, targets=len(rows), mask=mask, boxes=rows))
+        return found
 
 
 def network_for(image: Tensor) -> ModuleType:
-    """The module whose `loss` and `predict` compute on an image's device: the plain network, or on XLA the way
-    for TPUs, with the same weights and numbers."""
+    """The module whose `loss` and `predict` compute on an image's device: the plain network, or on XLA the
+    way for TPUs, with the same weights and numbers."""
     if is_on_xla(image):
         from tpukit.tasks.mshnet.tpu import network
     else:
         from tpukit.tasks.mshnet import model as network
     return network
+
+
+def _in_colour(images):
+    """(B, 1 or 3, H, W) -> (B, 3, H, W)"""
+    return np.broadcast_to(images, (len(images), 3, *images.shape[2:]))

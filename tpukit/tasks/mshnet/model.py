@@ -17,8 +17,8 @@ IMAGE_STD = (0.229, 0.224, 0.225)
 
 
 def loss(model: nn.Module, image: Tensor, mask: Tensor, warm_up: bool | Tensor) -> Tensor:
-    """The training loss, a float32 scalar. image: (B, 1 or 3, H, W), mask: (B, 1, H, W), in [0, 255]. warm_up:
-    see `MSHNetModel.forward`."""
+    """The training loss, a float32 scalar. image: (B, 1 or 3, H, W), mask: (B, 1, H, W), in [0, 255].
+    warm_up: see `MSHNetModel.forward`."""
     logits, masks = model(normalise(image), warm_up)
     # Grey mask values stay as they are in the loss, as published.
     return multiscale_loss(logits, masks, mask.float() / 255, warm_up=warm_up)

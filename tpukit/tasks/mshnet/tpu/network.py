@@ -1,5 +1,5 @@
-"""`model.MSHNetModel` and its loss for XLA, with the same weights and numbers: the layers work on tiles of the
-images (`tiling.py`), and a block takes fewer passes over its maps (`block.py`).
+"""`model.MSHNetModel` and its loss for XLA, with the same weights and numbers: the layers work on tiles of
+the images (`tiling.py`), and a block takes fewer passes over its maps (`block.py`).
 
 Shapes: B batch, T tiles of an image, H and W the image size."""
 

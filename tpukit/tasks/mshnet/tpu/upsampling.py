@@ -1,5 +1,5 @@
-"""MSHNet's upsampling on tiles, as products and convolutions: torch's own gathers on XLA, which has no backward
-there and would cut the training step into several graphs.
+"""MSHNet's upsampling on tiles, as products and convolutions: torch's own gathers on XLA, which has no
+backward there and would cut the training step into several graphs.
 
 Shapes: B batch, T tiles of an image, C channels, h and W the size of a tile; see `tiling.py`."""
 
