@@ -55,7 +55,9 @@ class MNIST(Task):
     # What every task must have
 
     def datasets(self) -> tuple[Digits, Digits]:
-        return read_split(self.dataset_dir, "train"), read_split(self.dataset_dir, "test")
+        folder = self.dataset_dir
+        assert folder is not None  # `check_dataset_dir` explained it
+        return read_split(folder, "train"), read_split(folder, "test")
 
     def model(self) -> nn.Module:
         from torch import nn

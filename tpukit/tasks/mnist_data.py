@@ -105,10 +105,10 @@ def _check(source, name, values, shape, largest):
 
 def _read_idx(folder, name):
     for place in FOLDERS:
-        for path, opener in ((folder / place / name, open), (folder / place / f"{name}.gz", gzip.open)):
+        for path in (folder / place / name, folder / place / f"{name}.gz"):
             if path.is_file():
-                with opener(path, "rb") as file:
-                    data = file.read()
+                data = path.read_bytes()
+                data = gzip.decompress(data) if path.suffix == ".gz" else data
                 dimensions = data[3]
                 shape = np.frombuffer(data, ">u4", dimensions, 4)
                 return np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
@@ -158,6 +158,6 @@ def synthesize(folder: Path, size: int, rng: np.random.Generator) -> None:
             image[top + y0 : top + y1 + thick, left + x0 : left + x1 + thick] = rng.uniform(150, 255)
     images = (images + rng.normal(0, 20, images.shape)).clip(0, 255).astype(np.uint8)
     labels = labels.astype(np.uint8)
-    cut = size * 5 // 6
-    train = dict(x_train=images[:cut], y_train=labels[:cut])
-    np.savez_compressed(folder / "mnist.npz", **train, x_test=images[cut:], y_test=labels[cut:])
+    (x_train, x_test), (y_train, y_test) = (np.split(values, [size * 5 // 6]) for values in (images, labels))
+    archive = folder / "mnist.npz"
+    np.savez_compressed(archive, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)

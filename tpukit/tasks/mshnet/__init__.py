@@ -90,8 +90,10 @@ class MSHNet(Task):
     def datasets(self) -> tuple[InfraredSet, InfraredSet]:
         from tpukit.tasks.mshnet.data import InfraredSet
 
-        options = dict(base_size=self.base_size, crop_size=self.crop_size, skip_bad=self.skip_bad)
-        return tuple(InfraredSet(self.dataset_dir, split, **options) for split in ("train", "test"))
+        assert self.dataset_dir is not None  # `check_dataset_dir` explained it
+        sizes = dict(base_size=self.base_size, crop_size=self.crop_size)
+        read = functools.partial(InfraredSet, self.dataset_dir, skip_bad=self.skip_bad, **sizes)
+        return read("train"), read("test")
 
     def model(self) -> nn.Module:
         import torch
@@ -101,9 +103,9 @@ class MSHNet(Task):
         model = MSHNetModel()
         if self.final_init == "mask0":
             with torch.no_grad():
-                model.final.weight.zero_()
+                for parameter in model.final.parameters():
+                    parameter.zero_()
                 model.final.weight[0, 0, 1, 1] = 1
-                model.final.bias.zero_()
         return model
 
     def optimizer(self, model: nn.Module) -> Optimizer:
@@ -168,7 +170,7 @@ class MSHNet(Task):
         images = np.asarray(batch["image"])
         masks = np.asarray(batch["mask"])[:, 0] if "mask" in batch else [None] * len(images)
         if prediction is None:
-            return [overlay.sample_row(image, mask) for image, mask in zip(images, masks)]
+            return [overlay.sample_row(*sample) for sample in zip(images, masks)]
         predicted = np.asarray(prediction)[:, 0] > logit(threshold)
         return [overlay.prediction_row(*sample) for sample in zip(images, masks, predicted)]
 

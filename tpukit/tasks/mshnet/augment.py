@@ -53,7 +53,7 @@ def scaled_size(image_size: tuple[int, int], long_size: int) -> tuple[int, int]:
     return long_size, int(height * long_size / width + 0.5)
 
 
-def resampling(image_size: tuple[int, int], size: int, crop: Crop | None = None) -> dict[str, np.ndarray]:
+def resampling(image_size: tuple[int, int], size: int, crop: Crop | None = None) -> dict:
     """The parameters of `on_host` and `on_device` for one sample: of a crop, or of a resize to (size, size).
 
     axes (2, 4) float32: for rows and columns, each the original's and the scaled length, where the crop
@@ -96,8 +96,8 @@ def on_host(image: np.ndarray, mask: np.ndarray, parameters: dict) -> tuple[np.n
     uint8. parameters: of `resampling`."""
     axes, blur = parameters["axes"], parameters["blur"]
     mask_rows, mask_columns = parameters["mask_rows"], parameters["mask_columns"]
-    height, rows = _sparse_weights(*axes[0].tolist(), len(mask_rows))
-    width, columns = _sparse_weights(*axes[1].tolist(), len(mask_rows))
+    height, rows = _sparse_weights(axes[0], len(mask_rows))
+    width, columns = _sparse_weights(axes[1], len(mask_rows))
     box = np.array([blur, 1, blur]) / (1 + 2 * blur)
     thrice = np.convolve(np.convolve(box, box), box)  # (7,)
     resampled = []
@@ -122,9 +122,10 @@ def _sparse_matmul(matrix, image):
     return torch.nn.functional.embedding_bag(pixel, image, mode="sum", per_sample_weights=weight)
 
 
-def _sparse_weights(source, target, start, flip, size):
+def _sparse_weights(axis, size):
     """The slice of the original's pixels that a sample needs; of these the (S, K) that count in each row of
     `_weights`, and their weights."""
+    source, target, start, flip = axis.tolist()
     step = source / target
     reach = max(step, 1.0)
     centre = (np.arange(start, start + size) + 0.5) * step

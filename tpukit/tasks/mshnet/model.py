@@ -115,7 +115,7 @@ class Block(nn.Module):
         self.sa = SpatialAttention()
 
     def forward(self, x: Tensor) -> Tensor:  # (B, channels_in, H, W) -> (B, channels, H, W)
-        residual = x if self.shortcut is None else conv_and_norm(*self.shortcut, x)
+        residual = x if self.shortcut is None else conv_and_norm(self.shortcut[0], self.shortcut[1], x)
         x = F.relu(conv_and_norm(self.conv1, self.bn1, x))
         x = conv_and_norm(self.conv2, self.bn2, x)
         x = self.ca(x) * x
@@ -175,7 +175,7 @@ def max_over_image(x: Tensor, *, by_reduction: bool) -> Tensor:
     return F.adaptive_max_pool2d(x, 1)
 
 
-def conv_and_norm(conv: nn.Conv2d, norm: nn.Module, x: Tensor) -> Tensor:
+def conv_and_norm(conv: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
     """norm(conv(x)). Batch statistics take the bias away again: there no pass over the maps adds it, it gets
     no gradient, and `finish_statistics` does the rest."""
     if not takes_batch_statistics(norm):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from tpukit.tasks.mshnet.model import Block
 from tpukit.tasks.mshnet.tpu import tiling
+from tpukit.tasks.mshnet.tpu.tiling import apply
 from tpukit.training.batch_norm import FrozenBatchNorm
 
 
@@ -21,26 +22,25 @@ def forward(layers: Block, x: Tensor | tuple[Tensor, ...], tiles: int) -> Tensor
     channels."""
     if layers.shortcut is None:
         residual = x
-        (x,) = _convolve_and_normalise([layers.conv1], [layers.bn1], x, tiles)
+        (out,) = _convolve_and_normalise([layers.conv1], [layers.bn1], x, tiles)
     else:
         layer, norm = layers.shortcut
-        x, residual = _convolve_and_normalise([layers.conv1, layer], [layers.bn1, norm], x, tiles)
-    x = F.relu(x)
-    x = tiling.conv2d([layers.conv2], x, tiles)
+        out, residual = _convolve_and_normalise([layers.conv1, layer], [layers.bn1, norm], x, tiles)
+    x = tiling.conv2d([layers.conv2], F.relu(out), tiles)
     sums = _sums(x)
     scale, shift = _scale_and_shift(layers.bn2, layers.conv2.bias, x, *sums)
     # The mean and the largest value of the normalised images, (B, C): a negative scale, one with a negative
     # weight, reverses the order. The sign of the weight is known before the convolution, so that its pass
     # finds the largest value too.
     mean = scale * tiling.by_image(sums[0], tiles).sum(0) / (x.shape[2] * x.shape[3] * tiles) + shift
-    largest = tiling.by_image(_TileMax.apply(x, layers.bn2.weight.detach().sign()), tiles).amax(0)
+    largest = tiling.by_image(apply(_TileMax, x, layers.bn2.weight.detach().sign()), tiles).amax(0)
     largest = scale.abs() * largest + shift
     attention = layers.ca.from_pooled(mean[:, :, None, None], largest[:, :, None, None])  # (B, C, 1, 1)
     attention = tiling.for_tiles(attention.flatten(1).to(scale.dtype), tiles)  # (N, C)
     scale, shift = attention * scale, attention * shift
-    pooled = _PoolChannels.apply(x, scale, shift)  # (N, 2, h, W)
+    pooled = apply(_PoolChannels, x, scale, shift)  # (N, 2, h, W)
     attention = torch.sigmoid(tiling.conv2d_rows_as_channels(layers.sa.conv1, pooled, tiles))  # (N, 1, h, W)
-    return _Gate.apply(x, scale, shift, attention, residual)
+    return apply(_Gate, x, scale, shift, attention, residual)
 
 
 def _convolve_and_normalise(layers, norms, x, tiles):

@@ -6,7 +6,7 @@ Shapes: B batch, T tiles of an image, H and W the image size."""
 import functools
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from tpukit.tasks.mshnet.loss import multiscale_loss, sums_of_scales
@@ -59,7 +59,7 @@ def forward(
     return logits, [mask0, mask1, mask2, mask3]
 
 
-def _stage(blocks: nn.Sequential, x, tiles):
+def _stage(blocks, x, tiles) -> Tensor:
     """The blocks of `model.stage`. x: tiles, or a tuple of them that convolutions take one after another in
     the channels, which nothing copies."""
     for layers in blocks:

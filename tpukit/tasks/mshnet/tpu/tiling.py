@@ -11,6 +11,7 @@ Shapes: B batch, C channels, H and W the size of the image, h = H/T the rows of 
 kernel, D cores that share the batch."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -86,13 +87,18 @@ def conv2d(layers: Sequence[nn.Conv2d], x: Tensor | tuple[Tensor, ...], tiles: i
     maps = x if isinstance(x, tuple) else (x,)
     dtype = autocast_dtype(maps[0], layers[0])
     weights = [layer.weight for layer in layers]
-    return _Convolutions.apply(tiles, len(layers), *[tensor.to(dtype) for tensor in (*weights, *maps)])
+    return apply(_Convolutions, tiles, len(layers), *[tensor.to(dtype) for tensor in (*weights, *maps)])
 
 
 def autocast_dtype(x: Tensor, layer: nn.Conv2d) -> torch.dtype:
     """The dtype in which a convolution of x is computed."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layer.weight.dtype
+
+
+def apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
+    """function.apply(*arguments), of which torch does not say that it gives a tensor."""
+    return cast(Tensor, function.apply(*arguments))
 
 
 class _Convolutions(torch.autograd.Function):
@@ -176,6 +182,6 @@ def conv2d_rows_as_channels(layer: nn.Conv2d, x: Tensor, tiles: int) -> Tensor:
     weight = weight.view(channels, size, width, width).permute(2, 0, 3, 1)  # (W out, C, W in, K)
     weight = weight.reshape(width, channels * width, size, 1)
     rows = x.transpose(2, 3).reshape(batch, channels * width, height, 1)
-    out = _Convolutions.apply(tiles, 1, weight.to(dtype), rows.to(dtype))  # (T*B, W out, h, 1)
+    out = apply(_Convolutions, tiles, 1, weight.to(dtype), rows.to(dtype))  # (T*B, W out, h, 1)
     out = out.permute(0, 3, 2, 1)
     return out if layer.bias is None else out + layer.bias.to(dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tpukit.tasks.mshnet.tpu.tiling import compute_dtype, exchange_halo, merge, rows, split
+from tpukit.tasks.mshnet.tpu.tiling import apply, compute_dtype, exchange_halo, merge, rows, split
 
 
 def upsample(x: Tensor, factor: int, tiles: int) -> Tensor:
@@ -29,9 +29,9 @@ def _interpolation_matrix(size, factor, like):
 
 def upsample2x(x: Tensor, tiles: int) -> Tensor:
     """`upsample` by 2, along the rows and then along the columns."""
-    x = _Upsample2xAlong.apply(x, rows(x, tiles), 2, tiles)
+    x = apply(_Upsample2xAlong, x, rows(x, tiles), 2, tiles)
     column = torch.arange(x.shape[3], dtype=compute_dtype(x), device=x.device)
-    return _Upsample2xAlong.apply(x, column, 3, tiles)
+    return apply(_Upsample2xAlong, x, column, 3, tiles)
 
 
 class _Upsample2xAlong(torch.autograd.Function):
