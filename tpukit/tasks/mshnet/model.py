@@ -115,9 +115,9 @@ class Block(nn.Module):
         self.sa = SpatialAttention()
 
     def forward(self, x: Tensor) -> Tensor:  # (B, channels_in, H, W) -> (B, channels, H, W)
-        residual = x if self.shortcut is None else conv_and_norm(self.shortcut[0], self.shortcut[1], x)
-        x = F.relu(conv_and_norm(self.conv1, self.bn1, x))
-        x = conv_and_norm(self.conv2, self.bn2, x)
+        residual = x if self.shortcut is None else _conv_and_norm(*self.shortcut, x)
+        x = F.relu(_conv_and_norm(self.conv1, self.bn1, x))
+        x = _conv_and_norm(self.conv2, self.bn2, x)
         x = self.ca(x) * x
         x = self.sa(x) * x
         return F.relu(x + residual)
@@ -175,7 +175,7 @@ def max_over_image(x: Tensor, *, by_reduction: bool) -> Tensor:
     return F.adaptive_max_pool2d(x, 1)
 
 
-def conv_and_norm(conv: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
+def _conv_and_norm(conv, norm, x):
     """norm(conv(x)). Batch statistics take the bias away again: there no pass over the maps adds it, it gets
     no gradient, and `finish_statistics` does the rest."""
     if not takes_batch_statistics(norm):
@@ -190,13 +190,14 @@ def takes_batch_statistics(norm: nn.Module) -> bool:
 
 
 def finish_statistics(model: nn.Module) -> None:
-    """What `conv_and_norm` leaves of all batch norms, together: a GPU would need longer to start an operation
-    for each."""
+    """What `_conv_and_norm` leaves of all batch norms, together: a GPU would need longer to start an
+    operation for each."""
     pairs = [pair for block in model.modules() if isinstance(block, Block) for pair in block.convolutions()]
     pairs = [(conv, norm) for conv, norm in pairs if takes_batch_statistics(norm)]
     if not pairs:
         return
     # data: autograd would take a mean for an input of the batch norm that changed.
     means, biases = [norm.running_mean.data for _, norm in pairs], [conv.bias.data for conv, _ in pairs]
-    torch._foreach_add_(means, biases, alpha=pairs[0][1].momentum)
-    torch._foreach_add_([norm.num_batches_tracked for _, norm in pairs], 1)
+    add_to_each = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+    add_to_each(means, biases, alpha=pairs[0][1].momentum)
+    add_to_each([norm.num_batches_tracked for _, norm in pairs], 1)

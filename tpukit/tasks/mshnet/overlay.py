@@ -15,9 +15,9 @@ WINDOW = 32  # pixels: side of the window, at least
 FRAME = (255, 255, 255)
 
 
-def sample_row(image: np.ndarray, mask: np.ndarray) -> Panels:
-    """Panels of an image (1 or 3, H, W) uint8 and its mask (H, W) uint8."""
-    label = mask >= 128
+def sample_row(image: np.ndarray, mask: np.ndarray | None) -> Panels:
+    """Panels of an image (1 or 3, H, W) uint8 and its mask (H, W) uint8, if there is one."""
+    label = np.zeros(image.shape[1:], bool) if mask is None else mask >= 128
     window = _window(label)
     marked = _marked(image, window, [(regions(label), HIT)])
     pixels = label[window]

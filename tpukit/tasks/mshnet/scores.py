@@ -10,7 +10,6 @@ from scipy import ndimage, special
 
 THRESHOLDS = np.arange(11) / 10  # of the ROC, on the sigmoid of the logits
 MATCH_DISTANCE = 3  # pixels between centroids
-EIGHT_NEIGHBOURS = np.ones((3, 3))
 
 Region = tuple[int, tuple[float, float]]  # area in pixels, (row, column) of the centroid
 
@@ -91,12 +90,19 @@ def predictions_at_thresholds(logits: np.ndarray) -> np.ndarray:
 
 def regions(mask: np.ndarray) -> list[Region]:
     """(H, W) bool -> (area, centroid) of its 8-connected regions, in scan order."""
-    labels, count = ndimage.label(mask, EIGHT_NEIGHBOURS)
     pixels = np.nonzero(mask)  # few: sums over them are faster than ndimage's over the image
-    region = labels[pixels] - 1
-    areas = np.bincount(region, minlength=count)
-    rows, columns = (np.bincount(region, weights=axis, minlength=count) / areas for axis in pixels)
+    region = _labels(mask)[pixels] - 1
+    areas = np.bincount(region)
+    rows, columns = (np.bincount(region, weights=axis) / areas for axis in pixels)
     return [(int(area), (row, column)) for area, row, column in zip(areas, rows, columns)]
+
+
+def _labels(mask):
+    """(H, W) bool -> (H, W) int32: the number of each pixel's 8-connected region, from 1, and 0 for no
+    region."""
+    labels = np.zeros(mask.shape, np.int32)
+    ndimage.label(mask, np.ones((3, 3)), output=labels)
+    return labels
 
 
 def boxes(logits: np.ndarray, threshold: float = 0.5) -> tuple[np.ndarray, list[dict]]:
@@ -106,7 +112,7 @@ def boxes(logits: np.ndarray, threshold: float = 0.5) -> tuple[np.ndarray, list[
     Of a region: left, top, right, bottom (the last two exclusive) and pixels (their number); score, the mean
     probability of its pixels."""
     mask = logits > logit(threshold)
-    labels, _ = ndimage.label(mask, EIGHT_NEIGHBOURS)
+    labels = _labels(mask)
     found = []
     for number, (rows, columns) in enumerate(ndimage.find_objects(labels), 1):
         inside = logits[rows, columns][labels[rows, columns] == number].astype(np.float64)

@@ -78,7 +78,8 @@ def _scale_and_shift(norm, bias, x, total, squares):
 
     x: (N, C, h, W). bias: (C,), of the convolution before; batch statistics take it away again, so it gets no
     gradient. total, squares: of `_sums`."""
-    if norm.training and not isinstance(norm, FrozenBatchNorm):
+    takes_batch_statistics = norm.training and not isinstance(norm, FrozenBatchNorm)
+    if takes_batch_statistics:
         count = x.numel() // x.shape[1]
         mean = total.sum(0) / count
         variance = (squares.sum(0) / count - mean**2).clamp(min=0)

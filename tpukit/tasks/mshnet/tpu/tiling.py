@@ -136,8 +136,9 @@ class _Convolutions(torch.autograd.Function):
 
 
 def _convolve(maps, weight, tiles):
-    maps, padding = zip(*(_padded(one, weight, tiles) for one in maps))
-    return F.conv2d(torch.cat(maps, 1) if len(maps) > 1 else maps[0], weight, padding=padding[0])
+    padded = [_padded(one, weight, tiles) for one in maps]
+    maps, padding = [one for one, _ in padded], padded[0][1]
+    return F.conv2d(torch.cat(maps, 1) if len(maps) > 1 else maps[0], weight, padding=padding)
 
 
 def _gradient_of_kernel(x, weight, gradient, tiles):
@@ -156,6 +157,7 @@ def _padded(x, weight, tiles):
 def conv2d_of_pixels(layer: nn.Conv2d, x: Tensor) -> Tensor:
     """A 1x1 convolution from few channels or to one, as products and sums: the compiler adds them to the
     passes before and after, and computes the result again where it is read instead of keeping it."""
+    assert layer.bias is not None
     weight, bias = layer.weight.flatten(1), layer.bias[:, None, None]  # (C out, C in), (C out, 1, 1)
     if len(weight) == 1:
         out = (weight[0, :, None, None] * x).sum(1, keepdim=True) + bias
