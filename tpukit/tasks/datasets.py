@@ -141,7 +141,8 @@ def _synthetic(env, name, size, task, not_downloaded):
     """A synthetic set in the outputs, with the reason why there is no other."""
     note = f"{size} synthetic samples"
     if not size:
-        size = env.accelerator in ("tpu", "cuda") and task.synthetic_size_accelerator or task.synthetic_size
+        large = task.synthetic_size_accelerator if env.accelerator in ("tpu", "cuda") else 0
+        size = large or task.synthetic_size
         note = f"{size} synthetic samples, the default on a {NAMES[env.accelerator]}"
     folder = make_synthetic(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)
     unseen = "; Drive is not mounted" if env.drive and not env.drive.is_dir() else ""

@@ -123,21 +123,15 @@ def read_list(folder: Path, split: str) -> tuple[Path, list[str]]:
     Raises TpukitError naming the places that were searched."""
     if not folder.is_dir():
         raise TpukitError(f"dataset folder {folder} does not exist")
-    listings = {
-        name: [
-            path for pattern in patterns.split() for path in sorted(folder.glob(pattern)) if path.is_file()
-        ]
-        for name, patterns in LISTS.items()
-    }
-    if listings[split]:
-        listing = listings[split][0]
+    if lists := _lists(folder, split):
+        listing = lists[0]
         try:
             return listing, listing.read_text("utf-8-sig").splitlines()  # Windows' editors write a mark first
         except UnicodeDecodeError as error:
             reason = f"{error.reason} at byte {error.start}"
             raise TpukitError(f"{listing} is not text in UTF-8 ({reason}): save it as UTF-8") from error
     images = folder / "images"
-    if images.is_dir() and not any(listings.values()):
+    if images.is_dir() and not any(_lists(folder, name) for name in LISTS):
         names = [path.name for path in images.iterdir() if path.suffix.lower() in IMAGE_ENDINGS]
         return images, _split_by_name(names, split)
     here = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
@@ -145,6 +139,11 @@ def read_list(folder: Path, split: str) -> tuple[Path, list[str]]:
         f"no {split} list in {folder}, which should hold images/, masks/, and both trainval.txt and test.txt"
         f" or no lists: looked for {LISTS[split].replace(' ', ', ')}; found {here}"
     )
+
+
+def _lists(folder, split):
+    found = [path for pattern in LISTS[split].split() for path in sorted(folder.glob(pattern))]
+    return [path for path in found if path.is_file()]
 
 
 def _split_by_name(names, split):
@@ -195,17 +194,12 @@ def _read_split(folder, listing, lines, skip_bad):
             f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n{problems}\n"
             "Fix them, or leave them out with skip_bad=True (--skip-bad)."
         )
+    notes = f"left out {len(bad)} of {len(entries)} entries:\n{problems}" if bad else ""
     names, images, masks = zip(*decoded)
-    return dict(
-        names=np.array(names),
-        notes=np.array(f"left out {len(bad)} of {len(entries)} entries:\n{problems}" if bad else ""),
-        # Kept with the arrays: at the start of a training no pixels are read.
-        masks_digest=np.array(
-            arrays.digest([[mask.shape, hashlib.sha256(mask).hexdigest()] for mask in masks])
-        ),
-        **_pack("images", images),
-        **_pack("masks", masks),
-    )
+    # Kept with the arrays: at the start of a training no pixels are read.
+    masks_digest = arrays.digest([[mask.shape, hashlib.sha256(mask).hexdigest()] for mask in masks])
+    texts = dict(names=np.array(names), notes=np.array(notes), masks_digest=np.array(masks_digest))
+    return dict(texts, **_pack("images", images), **_pack("masks", masks))
 
 
 def _read_pair(folder, name):
