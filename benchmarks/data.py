@@ -17,7 +17,8 @@ from PIL import Image, ImageFilter, ImageOps
 
 from tpukit import MSHNet
 from tpukit.devices.runtime import Runtime
-from tpukit.tasks.mshnet import IMAGE_MEAN, IMAGE_STD, augment, normalise
+from tpukit.tasks.mshnet import augment
+from tpukit.tasks.mshnet.model import IMAGE_MEAN, IMAGE_STD, normalise
 from tpukit.training.data import BatchLoader, training_index_batches
 
 ROUNDS, BATCH = 7, 16
@@ -29,18 +30,18 @@ def plain(folder, names, numbers, size):
     for name, drawn in zip(names, numbers):
         image = Image.open(folder / "images" / f"{name}.png").convert("RGB")
         mask = Image.open(folder / "masks" / f"{name}.png").convert("L")
-        how = augment.random_crop(drawn, image.size, size, size)
-        if how["flip"]:
+        crop = augment.random_crop(drawn, image.size, size, size)
+        if crop.flip:
             image, mask = ImageOps.mirror(image), ImageOps.mirror(mask)
-        scaled = augment.scaled_size(image.size, how["long_size"])
+        scaled = augment.scaled_size(image.size, crop.long_size)
         image, mask = (
             image.resize(scaled, Image.Resampling.BILINEAR),
             mask.resize(scaled, Image.Resampling.NEAREST),
         )
-        box = (how["x1"], how["y1"], how["x1"] + size, how["y1"] + size)
+        box = (crop.x1, crop.y1, crop.x1 + size, crop.y1 + size)
         image, mask = image.crop(box), mask.crop(box)
-        if how["blur"] is not None:
-            image = image.filter(ImageFilter.GaussianBlur(how["blur"]))
+        if crop.blur is not None:
+            image = image.filter(ImageFilter.GaussianBlur(crop.blur))
         image = torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy()).float() / 255
         images.append(
             (image - torch.tensor(IMAGE_MEAN).view(3, 1, 1)) / torch.tensor(IMAGE_STD).view(3, 1, 1)

@@ -7,7 +7,9 @@ from unittest import mock
 import torch
 
 from tpukit import MSHNet
-from tpukit.tasks.mshnet import model, tiling, upsampling
+from tpukit.tasks import mshnet
+from tpukit.tasks.mshnet import model
+from tpukit.tasks.mshnet.tpu import upsampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,8 @@ def literal_layers():
 
     with contextlib.ExitStack() as stack:
         for owner, name, function in (
-            (tiling, "num_tiles", lambda image: None),
-            (model, "upsample", lambda x, factor, tiles: upsampling.upsample(x, factor, 1)),
+            (mshnet, "network_for", lambda image: model),
+            (model, "upsample", lambda x, factor: upsampling.upsample(x, factor, 1)),
             (model.ChannelAttention, "forward", channel_attention),
             (model.SpatialAttention, "forward", spatial_attention),
         ):

@@ -109,14 +109,14 @@ def test_scores_equal_the_published_ones_whatever_the_batch(reference, batch):
 
 
 def on_host(image, mask, parameters):
-    return [array[0].astype(int) for array in augment.on_host(image, mask, **parameters)]
+    return [array[0].astype(int) for array in augment.on_host(image, mask, parameters)]
 
 
 def on_device(image, mask, parameters, in_bfloat16=False):
     """As on a device that holds the pixels, here the CPU; rounded, as images are."""
     pixels = (torch.as_tensor(array)[None, None] for array in (image, mask))
     parameters = {name: torch.as_tensor(value)[None] for name, value in parameters.items()}
-    made = augment.on_device(*pixels, **parameters, in_bfloat16=in_bfloat16)
+    made = augment.on_device(*pixels, parameters, in_bfloat16=in_bfloat16)
     return [array[0, 0].round().int().numpy() for array in made]
 
 
@@ -133,11 +133,9 @@ def test_augmentation_equals_the_published_one(way, reference, real_data):
     assert wanted["cases"] > 0
     for case in range(int(wanted["cases"])):
         flip, long_size, x1, y1, blur = wanted[f"a{case}_params"].tolist()
-        how = dict(
-            flip=bool(flip), long_size=int(long_size), x1=int(x1), y1=int(y1), blur=None if blur < 0 else blur
-        )
+        crop = augment.Crop(bool(flip), int(long_size), int(x1), int(y1), None if blur < 0 else blur)
         image, mask = pair(real_data, wanted[f"a{case}_name"])
-        image, mask = way(image, mask, augment.resampling(image.shape[::-1], 256, **how))
+        image, mask = way(image, mask, augment.resampling(image.shape[::-1], 256, crop))
         difference = np.abs(image - wanted[f"a{case}_image"].astype(int))
         assert difference.max() <= (1 if blur < 0 else 3) and difference.mean() <= 0.7, case
         np.testing.assert_array_equal(mask, wanted[f"a{case}_mask"])

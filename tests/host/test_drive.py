@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.host.test_datasets import touch
+from tests.tasks.test_datasets import touch
 from tpukit import find_dataset, mount_drive
 
 

@@ -1,14 +1,97 @@
-"""Datasets by their names: those of the tasks, their folders, and their synthetic sets."""
+"""Datasets by their names: found in order, unpacked, or synthetic."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
+from tests.conftest import refuses
+from tests.host.test_archives import make_archive
 from tpukit import TpukitError, find_dataset, tasks
 from tpukit.tasks import cdeit
 from tpukit.tasks.datasets import make_synthetic
 from tpukit.tasks.images.data import SPLITS
 from tpukit.tasks.mshnet.data import LISTS
+
+
+def touch(folder):
+    folder.mkdir(parents=True)
+    (folder / "trainval.txt").write_text("a\n")
+    return folder
+
+
+def test_a_given_path_is_taken_and_a_missing_one_is_an_error_unless_others_are_allowed(
+    here, tmp_path, capsys
+):
+    mine, missing = touch(tmp_path / "mine"), tmp_path / "mispelt"
+    assert find_dataset(here, "IRSTD-1k", mine) == mine and str(mine) in capsys.readouterr().out
+    with refuses(missing):
+        find_dataset(here, "IRSTD-1k", missing)
+    other = touch(tmp_path / "datasets/IRSTD-1k")
+    assert find_dataset(here, "IRSTD-1k", missing, fallback=True).resolve() == other
+    out = capsys.readouterr().out
+    assert str(missing) in out and "./datasets" in out
+
+
+def test_the_places_come_in_order_drive_then_folder_then_synthetic(colab, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "synthetic" in find_dataset(colab, "IRSTD-1k", size=4).name
+    assert "synthetic" in capsys.readouterr().out
+    folder = touch(tmp_path / "datasets/IRSTD-1k")
+    assert find_dataset(colab, "IRSTD-1k").resolve() == folder
+    drive = touch(colab.drive / "datasets/IRSTD-1k")
+    assert find_dataset(colab, "IRSTD-1k") == drive
+    assert "on Drive" in capsys.readouterr().out
+
+
+def test_a_name_of_the_users_own_is_fine_if_there_is_data(here, tmp_path):
+    mine = touch(tmp_path / "anywhere")
+    assert find_dataset(here, "cifar10", mine) == mine
+    there = touch(tmp_path / "datasets/cifar10")
+    assert find_dataset(here, "cifar10").resolve() == there
+
+
+@pytest.mark.parametrize("place", ["irstd-1k", "someone-set/IRSTD-1k", "datasets/someone/irstd-1k"])
+def test_kaggle_inputs_are_searched_whatever_their_nesting_and_case(kaggle, place, capsys):
+    wanted = touch(kaggle.inputs / place)
+    assert find_dataset(kaggle, "IRSTD-1k") == wanted
+    assert "Kaggle inputs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
+@pytest.mark.parametrize("top", ["", "IRSTD-1k/"])
+def test_an_archive_is_found_and_unpacked_whole_with_or_without_a_top_folder(here, tmp_path, ending, top):
+    (tmp_path / "datasets").mkdir()
+    content = {f"{top}trainval.txt": "a", f"{top}images/a.png": "x"}
+    make_archive(tmp_path / f"datasets/IRSTD-1k{ending}", content)
+    found = find_dataset(here, "IRSTD-1k")
+    assert (found / "trainval.txt").read_text() == "a" and (found / "images/a.png").exists()
+    assert find_dataset(here, "IRSTD-1k") == found
+    assert [p.name for p in found.parent.iterdir() if not p.name.startswith(".")] == ["IRSTD-1k"]
+
+
+def test_another_archive_for_the_same_name_is_unpacked_beside_the_first(here, tmp_path, capsys):
+    for name in ("IRSTD", "NUDT"):
+        make_archive(tmp_path / f"{name}.zip", {"trainval.txt": name})
+    first, second = (find_dataset(here, "IRSTD-1k", tmp_path / f"{name}.zip") for name in ("IRSTD", "NUDT"))
+    assert [(folder / "trainval.txt").read_text() for folder in (first, second)] == ["IRSTD", "NUDT"]
+    assert first.name == "IRSTD-1k" and second.name.startswith("IRSTD-1k-")
+    capsys.readouterr()
+    assert find_dataset(here, "IRSTD-1k", tmp_path / "NUDT.zip") == second
+    assert find_dataset(here, "IRSTD-1k", tmp_path / "IRSTD.zip") == first
+    assert "unpacking" not in capsys.readouterr().out
+    make_archive(tmp_path / "IRSTD.zip", {"trainval.txt": "a newer one"})
+    newer = find_dataset(here, "IRSTD-1k", tmp_path / "IRSTD.zip")
+    assert (newer / "trainval.txt").read_text() == "a newer one"
+
+
+def test_a_tasks_own_fallback_folder_is_taken_for_a_missing_path_and_named(here, capsys):
+    with refuses("gone", "data"):
+        find_dataset(here, "eit", "gone", fallback="data")
+    Path("data").mkdir()
+    assert find_dataset(here, "eit", "gone", fallback="data") == Path("data")
+    assert "gone" in capsys.readouterr().out
+    assert find_dataset(here, "eit", fallback="data") == Path("data")
 
 
 @pytest.mark.parametrize("name", ["cifar10", "IRSTD1k", "NUDT-SIRST", ""])
@@ -23,11 +106,9 @@ def test_a_name_that_no_task_knows_is_an_error_that_lists_the_names(here, tmp_pa
 
 
 def test_every_folder_that_a_task_looks_for_is_one_of_the_parts():
-    names = {
-        name for convention in (*cdeit.CONVENTIONS.values(), cdeit.TRAINING) for name in convention.folders
-    }
-    names |= {pattern.split("/")[0] for patterns in LISTS.values() for pattern in patterns if "/" in pattern}
-    names |= set(SPLITS)
+    conventions = (*cdeit.CONVENTIONS.values(), cdeit.TRAINING)
+    names = {name for convention in conventions for name in convention.folders} | set(SPLITS)
+    names |= {path.split("/")[0] for lists in LISTS.values() for path in lists.split() if "/" in path}
     parts = {name for key in tasks.TASKS for name in tasks.find(key).dataset_parts}
     assert names | {"images", "masks", "raw"} == parts
 
@@ -41,24 +122,17 @@ def test_an_accelerator_gets_a_larger_synthetic_set_and_the_number_is_printed(
 ):
     monkeypatch.setattr(tasks.find("mshnet"), "synthetic_size", 6)
     monkeypatch.setattr(tasks.find("mshnet"), "synthetic_size_accelerator", 9)
-    found = find_dataset(dataclasses.replace(here, accelerator=accelerator), "IRSTD-1k")
+    env = dataclasses.replace(here, accelerator=accelerator)
+    found = find_dataset(env, "IRSTD-1k")
     assert found.name == f"IRSTD-1k-synthetic-{size}" and len(list((found / "images").iterdir())) == size
     printed = capsys.readouterr().out
     assert f"{size} synthetic samples, the default on a {name};" in printed and "RuiZhang97/ISNet" in printed
-
-
-def test_a_given_size_and_a_task_of_one_size_hold_on_an_accelerator_too(here, monkeypatch):
-    monkeypatch.setattr(tasks.find("mnist"), "synthetic_size_accelerator", 0)
-    monkeypatch.setattr(tasks.find("mnist"), "synthetic_size", 18)
-    tpu = dataclasses.replace(here, accelerator="tpu")
-    assert find_dataset(tpu, "IRSTD-1k", size=5).name == "IRSTD-1k-synthetic-5"
-    assert find_dataset(tpu, "mnist").name == "mnist-synthetic-18"
+    assert find_dataset(env, "IRSTD-1k", size=5).name == "IRSTD-1k-synthetic-5"
+    monkeypatch.setattr(tasks.find("mshnet"), "synthetic_size_accelerator", 0)
+    assert find_dataset(env, "IRSTD-1k").name == "IRSTD-1k-synthetic-6"
 
 
 def test_the_sets_for_an_accelerator_are_large_and_those_for_a_cpu_small():
-    sizes = {
-        name: (task.synthetic_size, task.synthetic_size_accelerator)
-        for name in tasks.TASKS
-        if (task := tasks.find(name))
-    }
-    assert sizes["mshnet"] == (40, 400) and sizes["mnist"] == (6000, 12_000)
+    kinds = [tasks.find(name) for name in ("mshnet", "mnist")]
+    sizes = [(kind.synthetic_size, kind.synthetic_size_accelerator) for kind in kinds]
+    assert sizes == [(40, 400), (6000, 12_000)]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Union
 
 import tyro
 
-from tpukit import __version__, tasks
+from tpukit import __version__, leaves, tasks
 from tpukit.cli import compare, runs, tools
 from tpukit.cli.doctor import doctor
 from tpukit.cli.options import LaunchOptions, resolve_aliases
@@ -45,7 +45,7 @@ def run(argv):
     if argv[0] == "compare" and (len(argv) == 1 or argv[1] not in (*TASKS, MERGE, "-h", "--help")):
         argv.insert(1, MERGE)
     return tyro.cli(
-        Union[tuple(_subcommand(name) for name in COMMANDS)],
+        Union[tuple(_subcommand(name) for name in COMMANDS if leaves.has_command(name))],
         args=argv,
         prog="tpukit",
         description=(

@@ -8,7 +8,6 @@ import zlib
 from pathlib import Path
 
 from tpukit.host import files
-from tpukit.host.datasets import is_run
 from tpukit.host.errors import Damaged, TpukitError
 from tpukit.host.tables import printable
 from tpukit.runs import checkpoints, weights
@@ -250,3 +249,8 @@ def find_run(env, name):
             f"{len(found)} inputs hold a run named {name}: {', '.join(map(str, found))}. Remove all but one"
         )
     return found[0] if found else None
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run of tpukit."""
+    return (folder / "config.json").is_file() and (folder / "checkpoints").is_dir()

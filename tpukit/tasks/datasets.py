@@ -1,88 +1,171 @@
-"""The dataset of a task, found on this host, downloaded or made: `find_dataset`."""
+"""The dataset of a task: found on this host, downloaded or synthetic. Touches no accelerator."""
 
+from __future__ import annotations
+
+import glob
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpukit.host import datasets, files
+from tpukit.host import archives, arrays, drive, files
 from tpukit.host.environment import NAMES
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
+from tpukit.runs.backup import is_run
 from tpukit.tasks import TASKS, find
+
+if TYPE_CHECKING:
+    from tpukit.host.environment import Environment
+    from tpukit.training.task import Task
 
 SYNTHETIC_NOTE = "Synthetic, made by tpukit; not real data.\n"
 
 
-def find_dataset(env, name, path=None, *, fallback=False, size=None):
-    """Find a dataset's folder and print which one was taken and why; download it or make a synthetic set
-    where there is none.
+def find_dataset(
+    env: Environment,
+    name: str,
+    path: Path | str | None = None,
+    *,
+    fallback: bool | Path | str = False,
+    size: int | None = None,
+) -> Path:
+    """Find a dataset's folder and print which one was taken and why; download it or make a synthetic set if
+    there is none.
 
-    In this order: `path`; Drive (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; on Colab a Drive
-    that is not mounted yet, for which the user is asked once; a download, where the task has one and its
-    server answers; a synthetic set of `size` samples, by default more of them where there is a TPU or a GPU.
-    Archives (.zip, .tar.gz) at these places are unpacked below `env.outputs`. A given `path` that does not
-    exist raises TpukitError, unless `fallback=True` allows the other places, or `fallback` is a folder, which
-    is then taken instead (and, where no path is given, before Drive is asked for). So does a name that no
-    task has, where no place holds it."""
+    In this order: `path`; Drive (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; `fallback`, if it is
+    a folder; on Colab a Drive that is not mounted yet, for which the user is asked once; a download, if the
+    task has one and its server answers; a synthetic set of `size` samples, by default more of them with a TPU
+    or a GPU. Archives (.zip, .tar.gz) at these places are unpacked below `env.outputs`. Raises TpukitError
+    for a given `path` that does not exist, unless `fallback=True` allows the other places or `fallback` is a
+    folder, which is then taken; and for a name that no task has, if no place holds it."""
     task = _task_of(name)
-    found = datasets.find(env, name, path, fallback=fallback, parts=task.dataset_parts if task else ())
-    if found is not None:
-        return found
+    instead = None if isinstance(fallback, bool) else Path(fallback)
+    found = _given(env, name, Path(path).expanduser(), fallback is True, instead) if path else None
+    places = _places(env, name, instead)
+    found = found or next(((place, why) for place, why in places if place.exists()), None)
+    if found:
+        place, why = found
+        if place.is_file() and archives.stem(place):
+            why = f"{why}, unpacked from {place.name}"
+            place = _unpacked(
+                env.outputs / "datasets" / name, name, place, task.dataset_parts if task else ()
+            )
+        print(printable(f"dataset {name}: {place} ({why})"))
+        return place
     task = _require_task(name)
     try:
-        folder = _download(task, env.outputs / "datasets" / f"{name}-downloaded")
+        folder = _made(env.outputs / "datasets" / f"{name}-downloaded", task.download)
     except TpukitError as error:
-        not_downloaded = error
-    else:
-        print(printable(f"dataset {name}: {folder} (downloaded, checksums verified)"))
-        return folder
-    count = f"{size} synthetic samples"
-    if not size:
-        large = task.synthetic_size_accelerator if env.accelerator in ("tpu", "cuda") else 0
-        size = large or task.synthetic_size
-        count = f"{size} synthetic samples, the default on a {NAMES[env.accelerator]}"
-    folder = make_synthetic(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)
-    unseen = "; Drive is not mounted" if env.drive and not env.drive.is_dir() else ""
-    why = (
-        f"no real ones were found on Drive, in Kaggle inputs or in ./datasets{unseen}; no download:"
-        f" {not_downloaded}"
-    )
-    print(printable(f"dataset {name}: {folder} ({count}; {why})"))
+        return _synthetic(env, name, size, task, error)
+    print(printable(f"dataset {name}: {folder} (downloaded, checksums verified)"))
     return folder
 
 
-def make_synthetic(name, folder, *, size=None, seed=0):
+def make_synthetic(name: str, folder: Path | str, *, size: int | None = None, seed: int = 0) -> Path:
     """Make the synthetic set of a task's dataset, whole or not at all; kept if already there.
 
     size: number of samples, train and test together. Returns the folder, whose name gets the size. Raises
-    TpukitError for a name that no task has, and where the folder cannot be written."""
+    TpukitError for a name that no task has, and if the folder cannot be written."""
     task = _require_task(name)
     size, folder = size or task.synthetic_size, Path(folder)
-    folder = folder.with_name(f"{folder.name}-{size}")
+
+    def make(work):
+        task.synthesize(work, size, np.random.default_rng(seed))
+        (work / "README.txt").write_text(SYNTHETIC_NOTE)
+
+    return _made(folder.with_name(f"{folder.name}-{size}"), make)
+
+
+def _given(env, name, path, anywhere, instead):
+    """(place, why) of a path that the user gave; None if it does not exist and other places may be
+    searched."""
+    if env.drive and env.drive.parent in path.parents:
+        drive.ask_for_drive(env)
+    if path.exists():
+        return path, "the given path"
+    if instead and instead.is_dir():
+        return instead, f"because {path} does not exist"
+    if not anywhere:
+        missing = f"dataset path {path} does not exist{f', nor does {instead}' if instead else ''}"
+        raise TpukitError(
+            f"{missing}. Check its spelling (is Drive mounted?), or leave it empty to search the usual places"
+        )
+    print(printable(f"dataset {name}: {path} does not exist, looking elsewhere as allowed"))
+    return None
+
+
+def _places(env, name, instead):
+    """Yield (path, why) in the order of preference, archives beside folders. The user is asked for Drive at
+    the end."""
+    names = [f"{name}{ending}" for ending in ("", *archives.ENDINGS)]
+    on_drive = [(env.drive / "datasets" / each, "found on Drive") for each in names] if env.drive else []
+    yield from on_drive
+    if env.host == "kaggle":
+        for depth in range(1, 5):  # Kaggle nests a dataset below its owner and lower-cases names
+            for place in sorted(env.inputs.glob("/".join("*" * depth))):
+                # The output of an earlier version may hold a run of this name, as `tpukit train` makes.
+                if (archives.stem(place) or place.name).lower() == name.lower() and not is_run(place):
+                    yield place, "found in the Kaggle inputs"
+    for each in names:
+        yield Path("datasets") / each, "found in ./datasets"
+    if instead and instead.is_dir():
+        yield instead, f"found at ./{instead}"
+    if on_drive and drive.ask_for_drive(env):
+        yield from on_drive
+
+
+def _unpacked(folder, name, archive, parts):
+    """The folder with the unpacked content of an archive: `folder`, or one next to it if that has other
+    content."""
+    try:
+        content = arrays.content_key(archive.parent, like=(glob.escape(archive.name),))
+    except OSError as error:
+        reason = f"{archive} cannot be read ({error.strerror}); copy or download it again"
+        raise TpukitError(reason) from error
+    source = folder.with_name(f".{folder.name}.archive")  # holds the key of the content of `folder`
     with files.file_lock(folder):
         if not folder.exists():
-            with files.atomic_folder(folder) as work:
-                task.synthesize(work, size, np.random.default_rng(seed))
-                (work / "README.txt").write_text(SYNTHETIC_NOTE)
+            with files.explain_unwritable(folder.parent):
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                files.write_atomic(source, content)
+        elif not source.exists() or source.read_text() != content:
+            folder = folder.with_name(f"{folder.name}-{content[:8]}")
+        if not folder.exists():
+            print(printable(f"dataset {name}: unpacking {archive}"))
+            archives.unpack(archive, folder, parts=parts)
     return folder
 
 
-def _download(task, folder):
-    """Download the dataset of a task, whole or not at all; kept if already there. Returns the folder."""
-    with files.file_lock(folder):
-        if not folder.exists():
-            with files.atomic_folder(folder) as work:
-                task.download(work)
+def _synthetic(env, name, size, task, not_downloaded):
+    """A synthetic set in the outputs, with the reason why there is no other."""
+    note = f"{size} synthetic samples"
+    if not size:
+        large = task.synthetic_size_accelerator if env.accelerator in ("tpu", "cuda") else 0
+        size = large or task.synthetic_size
+        note = f"{size} synthetic samples, the default on a {NAMES[env.accelerator]}"
+    folder = make_synthetic(name, env.outputs / "datasets" / f"{name}-synthetic", size=size)
+    unseen = "; Drive is not mounted" if env.drive and not env.drive.is_dir() else ""
+    searched = f"no real ones were found on Drive, in Kaggle inputs or in ./datasets{unseen}"
+    print(printable(f"dataset {name}: {folder} ({note}; {searched}; no download: {not_downloaded})"))
     return folder
 
 
-def _task_of(name):
-    """The class of the task with a dataset of this name, or None."""
+def _made(folder, make):
+    """A folder that `make` fills, whole or not at all; kept if already there."""
+    with files.file_lock(folder):
+        if not folder.exists():
+            with files.atomic_folder(folder) as work:
+                make(work)
+    return folder
+
+
+def _task_of(name) -> type[Task] | None:
+    """The class of the task with a dataset of this name."""
     return next((find(key) for key, entry in TASKS.items() if entry.dataset.lower() == name.lower()), None)
 
 
 def _require_task(name):
-    """The same, or a TpukitError that lists the names."""
     task = _task_of(name)
     if task is None:
         names = ", ".join(entry.dataset for entry in TASKS.values())

@@ -8,10 +8,10 @@ from tpukit import tasks
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
 from tpukit.runs.run import Run
-from tpukit.training.task import from_settings
+from tpukit.training.task import Task, from_settings
 
 
-def task_of(config):
+def task_of(config: dict) -> Task:
     """The task of a run's config, dict(task, settings), with fresh weights: those that it started from may be
     gone."""
     try:
@@ -20,18 +20,18 @@ def task_of(config):
         raise TpukitError(f"the settings of a {config['task']} are damaged ({error})") from error
 
 
-def config_of(path):
+def config_of(path: Path) -> dict | None:
     """What a weights file says of its task, as a run's config; None where it does not name a task."""
-    about = weights.metadata(path)
-    if about.get("task") not in tasks.TASKS:
+    metadata = weights.metadata(path)
+    if metadata.get("task") not in tasks.TASKS:
         return None
     try:
-        return dict(task=about["task"], settings=dict(json.loads(about.get("settings", "{}"))))
+        return dict(task=metadata["task"], settings=dict(json.loads(metadata.get("settings", "{}"))))
     except (ValueError, TypeError, RecursionError) as error:
         raise TpukitError(f"{path}: the settings in its metadata are damaged ({error})") from error
 
 
-def find_trained(source, task=None):
+def find_trained(source: Run | Path | str, task: Task | str | None = None) -> tuple[Task, Path]:
     """(task, weights file) of a `Run`, a run's folder, a weights file, or the address of one.
 
     The task has the file as its `weights`, because what it says of classes may count. task: one of the user's
@@ -44,9 +44,8 @@ def find_trained(source, task=None):
     if task is None or isinstance(task, str):
         config = run.config if run else config_of(path)
         if not (config or task):
-            raise TpukitError(
-                f"{path} does not say of which task it is: name one of {', '.join(tasks.TASKS)} (--task)"
-            )
+            names = ", ".join(tasks.TASKS)
+            raise TpukitError(f"{path} does not say of which task it is: name one of {names} (--task)")
         if config and task not in (None, config["task"]):
             raise TpukitError(f"{source} is of the task {config['task']}, not of {task}")
         task = task_of(config or dict(task=task, settings={}))

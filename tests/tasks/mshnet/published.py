@@ -13,9 +13,8 @@ def published_scores(logits, target):
     - False alarms: a predicted region counts only if its area differs from that of every matched region of
     the image.
     - Grey labels (between 0 and 1): a pixel is labelled from 0.5 on in the union, above 0 in the pixel recall
-    (which the
-      published code calls pixel accuracy), and only at exactly 1 in the intersection and in the regions.
-    """
+    (which the published code calls pixel accuracy), and only at exactly 1 in the intersection and in the
+    regions."""
     intersection = predicted = labelled = above_zero = targets = detected = false_area = 0
     roc = np.zeros((4, len(THRESHOLDS)), np.int64)  # true positives, false positives, positives, negatives
     for image, label in zip(np.asarray(logits, np.float32)[:, 0], np.asarray(target, np.float32)[:, 0]):

@@ -17,47 +17,36 @@ def by_pil(image, mask, numbers, base_size, crop_size):
     if numbers is None:
         return image.resize((base_size, base_size), bilinear), mask.resize((base_size, base_size), nearest)
     crop = augment.random_crop(numbers, image.size, base_size, crop_size)
-    size = augment.scaled_size(image.size, crop["long_size"])
-    if crop["flip"]:
+    size = augment.scaled_size(image.size, crop.long_size)
+    if crop.flip:
         image, mask = ImageOps.mirror(image), ImageOps.mirror(mask)
-    box = (crop["x1"], crop["y1"], crop["x1"] + crop_size, crop["y1"] + crop_size)
+    box = (crop.x1, crop.y1, crop.x1 + crop_size, crop.y1 + crop_size)
     image, mask = image.resize(size, bilinear).crop(box), mask.resize(size, nearest).crop(box)
-    return image if crop["blur"] is None else image.filter(ImageFilter.GaussianBlur(crop["blur"])), mask
+    return image if crop.blur is None else image.filter(ImageFilter.GaussianBlur(crop.blur)), mask
 
 
 def test_a_set_of_many_sizes_and_modes_gives_what_pil_gives_on_the_host_and_on_a_device(tmp_path):
     rng = np.random.default_rng(0)
     for kind in ("images", "masks"):
         (tmp_path / kind).mkdir()
-    sizes = [(64, 48), (40, 90), (200, 200), (33, 57)]
-    for number, (width, height) in enumerate(sizes):
+    for number, (width, height) in enumerate([(64, 48), (40, 90), (200, 200), (33, 57)]):
         shape = (height // 4 + 1, width // 4 + 1, *([3] if number % 2 else []))
-        image = Image.fromarray(rng.integers(0, 255, shape, np.uint8)).resize(
-            (width, height), Image.Resampling.BICUBIC
-        )
-        image.save(tmp_path / "images" / f"{number}.png")
-        Image.fromarray(np.where(rng.random((height, width)) > 0.9, 255, 0).astype(np.uint8)).save(
-            tmp_path / f"masks/{number}.png"
-        )
+        image = Image.fromarray(rng.integers(0, 255, shape, np.uint8))
+        image.resize((width, height), Image.Resampling.BICUBIC).save(tmp_path / f"images/{number}.png")
+        mask = np.where(rng.random((height, width)) > 0.9, 255, 0).astype(np.uint8)
+        Image.fromarray(mask).save(tmp_path / f"masks/{number}.png")
     for name in ("trainval.txt", "test.txt"):
         (tmp_path / name).write_text("0\n1\n2\n3\n")
     data = InfraredSet(tmp_path, "train", base_size=64, crop_size=48)
-    assert (
-        data.device_nbytes()
-        == sum(a.nbytes for a in data.device_arrays().values())
-        == 4 * (3 + 1) * 200 * 200
-    )
+    on_device = data.device_arrays()
+    assert data.device_nbytes() == sum(a.nbytes for a in on_device.values()) == 4 * (3 + 1) * 200 * 200
     indices = rng.integers(0, 4, 40)
     for numbers, size in ((rng.random((40, 6)), 48), (None, 64)):
-        host, rows = (
-            data.batch(indices, numbers),
-            {k: torch.as_tensor(v[indices]) for k, v in data.device_arrays().items()},
-        )
+        host = data.batch(indices, numbers)
+        rows = [torch.as_tensor(on_device[name][indices]) for name in ("image", "mask")]
         parameters = {k: torch.as_tensor(v) for k, v in data.sample_parameters(indices, numbers).items()}
         for in_bfloat16 in (False, True):
-            image, mask = augment.on_device(
-                rows["image"], rows["mask"], **parameters, in_bfloat16=in_bfloat16
-            )
+            image, mask = augment.on_device(*rows, parameters, in_bfloat16=in_bfloat16)
             assert host["image"].shape == image.shape == (40, 3, size, size)
             assert np.abs(image.numpy() - host["image"]).max() <= 0.5 + 1e-3  # the host rounds
             np.testing.assert_array_equal(mask, host["mask"])
@@ -94,33 +83,31 @@ def batch(infrared):
     indices, numbers = rng.integers(0, len(data), 8), rng.random((8, 6))
     pixels = [torch.as_tensor(data.device_arrays()[name][indices]) for name in ("image", "mask")]
     parameters = data.sample_parameters(indices, numbers)
-    return dict(zip(("images", "masks"), pixels)) | {
-        name: torch.as_tensor(value) for name, value in parameters.items()
-    }
+    return *pixels, {name: torch.as_tensor(value) for name, value in parameters.items()}
 
 
 def test_products_in_bfloat16_as_a_tpu_takes_them_move_no_grey_level(batch):
-    image, mask = augment.on_device(**batch)
+    image, mask = augment.on_device(*batch)
     with Products(in_bfloat16=True):
-        found_image, found_mask = augment.on_device(**batch, in_bfloat16=True)
+        found_image, found_mask = augment.on_device(*batch, in_bfloat16=True)
     assert 0 < (found_image - image).abs().max() < 0.05
     assert torch.equal(found_mask, mask)
 
 
 def test_where_products_are_exact_an_image_takes_two_of_them_and_a_mask_none(batch):
     with Products(in_bfloat16=False) as products:
-        augment.on_device(**batch)
+        augment.on_device(*batch)
     assert products.count == 2
 
 
 def test_augmentation_settings_cover_their_whole_range_and_nothing_beyond():
     rng = np.random.default_rng(0)
     crops = [augment.random_crop(rng.random(6), (512, 400), 64, 64) for _ in range(4000)]
-    sizes = {p["long_size"] for p in crops}
+    sizes = {p.long_size for p in crops}
     assert (min(sizes), max(sizes)) == (32, 128)
-    assert abs(np.mean([p["flip"] for p in crops]) - 0.5) < 0.03
+    assert abs(np.mean([p.flip for p in crops]) - 0.5) < 0.03
     for p in crops:
-        width, height = augment.scaled_size((512, 400), p["long_size"])
-        assert 0 <= p["x1"] <= max(width - 64, 0) and 0 <= p["y1"] <= max(height - 64, 0)
+        width, height = augment.scaled_size((512, 400), p.long_size)
+        assert 0 <= p.x1 <= max(width - 64, 0) and 0 <= p.y1 <= max(height - 64, 0)
     largest = augment.random_crop((0, 1 - 1e-12, 1 - 1e-12, 1 - 1e-12, 0.9, 0), (512, 400), 64, 64)
-    assert largest["x1"] == 128 - 64 and largest["y1"] == 100 - 64
+    assert largest.x1 == 128 - 64 and largest.y1 == 100 - 64

@@ -84,11 +84,8 @@ def test_a_phase_that_is_a_tensor_gives_the_loss_and_the_gradient_of_one_that_is
     outputs, target = outputs_and_target
 
     def loss_and_gradients(phase):
-        return with_gradients(
-            multiscale_loss(outputs[0], [] if phase is True else outputs[1:], target, warm_up=phase), outputs
-        )
+        masks = [] if phase is True else outputs[1:]
+        return with_gradients(multiscale_loss(outputs[0], masks, target, warm_up=phase), outputs)
 
-    for found, wanted in zip(
-        loss_and_gradients(torch.tensor(warm_up)), loss_and_gradients(warm_up), strict=True
-    ):
-        assert torch.isfinite(found).all() and torch.equal(found, wanted)
+    pairs = zip(loss_and_gradients(torch.tensor(warm_up)), loss_and_gradients(warm_up), strict=True)
+    assert all(torch.isfinite(found).all() and torch.equal(found, wanted) for found, wanted in pairs)

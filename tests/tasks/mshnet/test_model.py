@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tests.tasks.mshnet.small import Narrow
@@ -24,9 +26,7 @@ def test_sizes_that_the_network_cannot_halve_are_refused(infrared):
         MSHNet(dataset_dir=infrared, crop_size=100)
 
 
-@pytest.mark.parametrize(
-    "layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"]
-)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_the_largest_value_of_an_image_and_its_gradient_are_the_same_by_a_reduction_as_by_pooling(layout):
     torch.manual_seed(0)
     image = torch.rand(3, 4, 6, 5).to(memory_format=layout)
@@ -36,8 +36,9 @@ def test_the_largest_value_of_an_image_and_its_gradient_are_the_same_by_a_reduct
         largest = max_over_image(x, by_reduction=by_reduction)
         (largest * torch.arange(12).view(3, 4, 1, 1)).sum().backward()
         found.append((largest, x.grad))
-    assert found[0][0].shape == (3, 4, 1, 1) and found[0][1].any()
-    assert all(torch.equal(a, b) for a, b in zip(*found))
+    (pooled, gradient), reduced = found
+    assert pooled.shape == (3, 4, 1, 1) and gradient.any()
+    assert torch.equal(pooled, reduced[0]) and torch.equal(gradient, reduced[1])
 
 
 class SumsInFloat32(TorchFunctionMode):
@@ -69,19 +70,39 @@ def test_biases_before_batch_statistics_are_left_out_of_all_but_the_running_mean
         return model, outputs
 
     model, found = trained()
-    biases = [
-        f"{name}.{one}.bias"
-        for name in dict(model.named_modules())
-        for one in ("conv1", "conv2", "shortcut.0")
-    ]
     monkeypatch.setattr(network, "takes_batch_statistics", lambda norm: False)
     plain, wanted = trained()
-    torch.testing.assert_close(found, wanted, atol=1e-11, rtol=1e-9)
-    torch.testing.assert_close(
-        dict(model.named_buffers()), dict(plain.named_buffers()), atol=1e-11, rtol=1e-9
-    )
+    for mine, theirs in ((found, wanted), (list(model.buffers()), list(plain.buffers()))):
+        torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-9)
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if variant == "per-core" and name in biases:
+        if variant == "per-core" and name.endswith((".conv1.bias", ".conv2.bias", ".shortcut.0.bias")):
             assert mine.grad is None and theirs.grad.abs().max() < 1e-10
         else:
             torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-11, rtol=1e-8)
+
+
+def test_under_a_gpus_autocast_what_is_upsampled_stays_in_half_precision():
+    torch.set_autocast_dtype("cuda", torch.float16)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode():  # knows a GPU's rules without one
+            x = torch.empty(1, 2, 4, 4, dtype=torch.float16, device="cuda")
+            assert F.interpolate(x, scale_factor=2, mode="bilinear").dtype == torch.float32
+            assert network.upsample(x, 2).dtype == torch.float16
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+def test_no_convolution_of_more_than_three_channels_gets_maps_that_are_not_channels_last(cpu, monkeypatch):
+    task = Narrow(base_size=32, crop_size=32)
+    model = cpu.place(task.model().train(), channels_last="auto")
+    inputs, conv2d = [], F.conv2d
+
+    def noted(x, *arguments, **settings):
+        inputs.append(x)
+        return conv2d(x, *arguments, **settings)
+
+    monkeypatch.setattr(F, "conv2d", noted)
+    task.loss(model, cpu.put(task.example(2)), epoch=9).backward()
+    copied = [tuple(x.shape) for x in inputs if not x.is_contiguous(memory_format=torch.channels_last)]
+    assert len(inputs) > 30 and all(channels <= 3 for _, channels, *_ in copied), copied

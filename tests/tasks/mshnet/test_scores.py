@@ -10,7 +10,7 @@ from tpukit.tasks.mshnet.scores import Scores, regions
 
 def square(size, corner, side):
     image = np.zeros((size, size), bool)
-    image[corner[0] : corner[0] + side, corner[1] : corner[1] + side] = True
+    image[tuple(slice(start, start + side) for start in corner)] = True
     return image
 
 
@@ -32,9 +32,8 @@ def test_a_false_region_as_large_as_a_matched_one_counts_here_but_not_in_the_pub
 
 def test_the_share_of_labelled_pixels_that_are_predicted_is_called_a_recall():
     target = square(32, (20, 20), 3)[None, None].astype(float)
-    scores = scores_of(
-        np.full(target.shape, 5.0), target
-    ).result()  # all is predicted, and nearly all wrongly
+    # All is predicted, and nearly all wrongly.
+    scores = scores_of(np.full(target.shape, 5.0), target).result()
     assert scores["pixel_recall"] == 1 and scores["iou"] == 9 / 32**2
     assert not [name for name in scores if "accuracy" in name]
 
@@ -69,24 +68,18 @@ def test_niou_is_the_mean_of_the_images_and_iou_their_sum():
     assert scores.result()["iou"] == (16 + 4) / (16 + 16)
 
 
-def count_regions_equal_to_skimages(masks):
-    """How many regions there are; each has skimage's area and centroid, in the same order."""
-    measure = pytest.importorskip("skimage.measure")
+@pytest.mark.parametrize("real", [False, True])
+def test_regions_equal_those_of_skimage(real, request):
+    measure, rng = pytest.importorskip("skimage.measure"), np.random.default_rng(0)
+    densities = (0, 0.02, 0.1, 0.3, 0.5, 0.9, 1)
+    masks = [rng.random((40, 56)) < density for density in densities for _ in range(8)]
+    if real:
+        data = InfraredSet(request.getfixturevalue("real_data") / "IRSTD-1k", "test")
+        masks = [mask >= 128 for mask in data.masks]
     count = 0
     for mask in masks:
         found, wanted = regions(mask), measure.regionprops(measure.label(mask, connectivity=2))
         for (area, centroid), region in zip(found, wanted, strict=True):
             assert area == region.area and centroid == pytest.approx(region.centroid, rel=1e-12)
         count += len(found)
-    return count
-
-
-def test_regions_equal_those_of_skimage_on_random_masks():
-    rng = np.random.default_rng(0)
-    masks = [rng.random((40, 56)) < density for density in (0, 0.02, 0.1, 0.3, 0.5, 0.9, 1) for _ in range(8)]
-    assert count_regions_equal_to_skimages(masks) > 2000
-
-
-def test_regions_equal_those_of_skimage_on_real_masks(real_data):
-    data = InfraredSet(real_data / "IRSTD-1k", "test")
-    assert count_regions_equal_to_skimages([mask >= 128 for mask in data.masks]) > 250
+    assert count > (250 if real else 2000)

@@ -3,12 +3,15 @@
 torch is imported where it is used, so that the help of the command line need not wait for it.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
+from tpukit.devices.tensors import is_on_xla
 from tpukit.host import arrays
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
@@ -17,9 +20,21 @@ from tpukit.tasks import pictures
 from tpukit.tasks.mshnet.synthetic import infrared_set
 from tpukit.training.task import Task
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+    from types import ModuleType
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from tpukit.tasks.mshnet.data import InfraredSet
+    from tpukit.tasks.mshnet.overlay import Panels
+    from tpukit.training.data import Batch
+
+    Arrays = dict[str, np.ndarray]  # a batch on the host
+
 MAX_SIDE = 8192  # pixels, as of `pictures.MAX_PIXELS`
-IMAGE_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as published
-IMAGE_STD = (0.229, 0.224, 0.225)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,24 +79,23 @@ class MSHNet(Task):
     skip_bad: bool = False
     """Leave out list entries whose image or mask is missing or unreadable, instead of stopping."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("base_size", "crop_size"):
-            if not 16 <= getattr(self, name) <= MAX_SIDE or getattr(self, name) % 16:
-                raise TpukitError(
-                    f"{name}={getattr(self, name)}: the network halves it four times; use a multiple of 16,"
-                    f" up to {MAX_SIDE}"
-                )
+            size = getattr(self, name)
+            if not 16 <= size <= MAX_SIDE or size % 16:
+                rule = f"use a multiple of 16, up to {MAX_SIDE}"
+                raise TpukitError(f"{name}={size}: the network halves it four times; {rule}")
 
-    def datasets(self):
+    def datasets(self) -> tuple[InfraredSet, InfraredSet]:
         from tpukit.tasks.mshnet.data import InfraredSet
 
-        options = dict(base_size=self.base_size, crop_size=self.crop_size, skip_bad=self.skip_bad)
-        return InfraredSet(self.dataset_dir, "train", **options), InfraredSet(
-            self.dataset_dir, "test", **options
-        )
+        assert self.dataset_dir is not None  # `check_dataset_dir` explained it
+        sizes = dict(base_size=self.base_size, crop_size=self.crop_size)
+        read = functools.partial(InfraredSet, self.dataset_dir, skip_bad=self.skip_bad, **sizes)
+        return read("train"), read("test")
 
-    def model(self):
+    def model(self) -> nn.Module:
         import torch
 
         from tpukit.tasks.mshnet.model import MSHNetModel
@@ -89,49 +103,26 @@ class MSHNet(Task):
         model = MSHNetModel()
         if self.final_init == "mask0":
             with torch.no_grad():
-                model.final.weight.zero_()
+                for parameter in model.final.parameters():
+                    parameter.zero_()
                 model.final.weight[0, 0, 1, 1] = 1
-                model.final.bias.zero_()
         return model
 
-    def optimizer(self, model):
+    def optimizer(self, model: nn.Module) -> Optimizer:
         from torch.optim import Adagrad
 
         return Adagrad(model.parameters(), lr=self.lr)
 
-    def loss(self, model, batch, epoch):
-        from tpukit.tasks.mshnet import tiling
-        from tpukit.tasks.mshnet.loss import multiscale_loss
+    def loss(self, model: nn.Module, batch: Batch, epoch: int | Tensor) -> Tensor:
+        image, mask = batch["image"], batch["mask"]
+        return network_for(image).loss(model, image, mask, warm_up=epoch <= self.warm_epoch)
 
-        warm_up = epoch <= self.warm_epoch
-        tiles = tiling.num_tiles(batch["image"])
-        image, mask = tiling.split(batch["image"], tiles), tiling.split(batch["mask"], tiles)
-        logits, masks = model(normalise(image), warm_up, tiles)
-        # Grey mask values stay as they are in the loss, as published.
-        return multiscale_loss(logits, masks, mask.float() / 255, warm_up=warm_up, tiles=tiles)
-
-    def predict(self, model, batch, epoch=None):
-        from tpukit.tasks.mshnet import tiling
-
+    def predict(self, model: nn.Module, batch: Batch, epoch: int | Tensor | None = None) -> Tensor:
+        image = batch["image"]
         warm_up = epoch is not None and epoch <= self.warm_epoch
-        tiles = tiling.num_tiles(batch["image"])
-        logits, _ = model(normalise(tiling.split(batch["image"], tiles)), warm_up, tiles)
-        return tiling.merge(logits, tiles).float()
+        return network_for(image).predict(model, image, warm_up)  # (B, 1, H, W) logits
 
-    def export_inputs(self, batch):
-        image = np.asarray(batch["image"])
-        return dict(image=np.ascontiguousarray(np.broadcast_to(image, (len(image), 3, *image.shape[2:]))))
-
-    def exported(self, model, inputs):
-        return self.predict(model, inputs).sigmoid()
-
-    def libtpu_args(self, batch_size):
-        # Where a map of the full size takes a quarter of a v5e's fast memory, what is read there once pushes
-        # out results.
-        is_large = batch_size * self.crop_size**2 >= 16 * 256**2
-        return "--xla_tpu_msa_inefficient_use_to_copy_ratio=2.5" if is_large else ""
-
-    def evaluate(self, predictions, threshold=0.5):
+    def evaluate(self, predictions: Iterable[tuple[Tensor, Batch]], threshold: float = 0.5) -> dict:
         """dict: iou, niou, pixel_recall, pd, fa (false pixels per pixel), roc. threshold: of the probability,
         in (0, 1)."""
         from tpukit.tasks.mshnet.scores import Scores
@@ -141,94 +132,103 @@ class MSHNet(Task):
             scores.add(logits.numpy(), batch["mask"].numpy() / 255, batch["valid"].numpy())
         return {**scores.result(), "roc": scores.roc()}
 
+    def libtpu_args(self, batch_size: int) -> str:
+        # If a map of the full size takes a quarter of a v5e's fast memory, what is read there once pushes out
+        # results.
+        is_large = batch_size * self.crop_size**2 >= 16 * 256**2
+        return "--xla_tpu_msa_inefficient_use_to_copy_ratio=2.5" if is_large else ""
+
     @staticmethod
-    def download(folder):
+    def download(folder: Path) -> None:
         raise TpukitError("its authors share it on Google Drive and Baidu, see github.com/RuiZhang97/ISNet")
 
     @staticmethod
-    def milestones(settings):
-        return (
-            {settings["warm_epoch"] + 1: "warm-up ends"}
-            if isinstance(settings.get("warm_epoch"), int)
-            else {}
-        )
+    def milestones(settings: dict) -> dict[int, str]:
+        warm_epoch = settings.get("warm_epoch")
+        return {warm_epoch + 1: "warm-up ends"} if isinstance(warm_epoch, int) else {}
 
-    def example(self, count):
+    def data_signature(self, data: InfraredSet) -> dict[str, str]:
+        return {"image names": arrays.digest(data.names), "masks": data.masks_digest}
+
+    def metadata(self, data: InfraredSet) -> dict[str, str]:
+        return dict(image_side=max(data.height, data.width))
+
+    def check_labels(self, data: InfraredSet) -> tuple[list[str], list[int]]:
+        from tpukit.tasks.mshnet.labels import check
+
+        return check(data)
+
+    def example(self, count: int) -> Arrays:
         rng, size = np.random.default_rng(0), self.crop_size
         image = rng.integers(0, 256, (count, 1, size, size), np.uint8)
         return dict(image=image, mask=np.where(image > 250, 255, 0).astype(np.uint8))
 
-    def panels(self, batch, prediction=None, threshold=0.5):
+    def panels(self, batch: Arrays, prediction=None, threshold: float = 0.5) -> list[Panels]:
         from tpukit.tasks.mshnet import overlay
         from tpukit.tasks.mshnet.scores import logit
 
         images = np.asarray(batch["image"])
         masks = np.asarray(batch["mask"])[:, 0] if "mask" in batch else [None] * len(images)
         if prediction is None:
-            return [overlay.sample_row(image, mask) for image, mask in zip(images, masks)]
+            return [overlay.sample_row(*sample) for sample in zip(images, masks)]
         predicted = np.asarray(prediction)[:, 0] > logit(threshold)
         return [overlay.prediction_row(*sample) for sample in zip(images, masks, predicted)]
 
-    def data_signature(self, data):
-        return {"image names": arrays.digest(data.names), "masks": data.masks_digest}
+    def export_inputs(self, batch: Arrays) -> Arrays:
+        return dict(image=np.ascontiguousarray(_in_colour(np.asarray(batch["image"]))))
 
-    def metadata(self, data):
-        return dict(image_side=max(data.height, data.width))
+    def exported(self, model: nn.Module, inputs: Batch) -> Tensor:
+        return self.predict(model, inputs).sigmoid()
 
     # A user's own images, of any size
 
     @functools.cached_property
     def _smallest_scale(self):
-        """By what the training of `weights` shrank its largest images; a half, as IRSTD-1k's are, where they
-        do not say."""
+        """By what the training of `weights` shrank its largest images; a half, as IRSTD-1k's are, if they do
+        not say."""
         side = weights.metadata(self.weights).get("image_side", "") if self.weights else ""
         return min(self.base_size / int(side), 1.0) if side.isdecimal() and int(side) else 0.5
 
-    def read_files(self, paths, best):
+    def read_files(self, paths: Iterable[Path], best: Path) -> tuple[Arrays, list[str]]:
         """Images in their own size; several at once must have the same."""
-        from tpukit.tasks.mshnet import augment
+        from tpukit.tasks.mshnet.augment import planes
         from tpukit.tasks.mshnet.data import read_image
 
-        images = pictures.read_images(paths, lambda path: augment.planes(read_image(path)))
-        return dict(image=np.stack([np.broadcast_to(image, (3, *image.shape[1:])) for image in images])), [
-            p.name for p in paths
-        ]
+        images = pictures.read_images(paths, lambda path: _in_colour(planes(read_image(path))[None])[0])
+        return dict(image=np.stack(images)), [path.name for path in paths]
 
-    def check_labels(self, data):
-        from tpukit.tasks.mshnet.labels import check
-
-        return check(data)
-
-    def split(self, batch):
+    def split(self, batch: Arrays) -> tuple[list[Arrays], Callable[[list], np.ndarray]]:
         from tpukit.tasks.mshnet import windows
 
         image = batch["image"][0]
-        rows, join = windows.split(windows.scale(image, self.base_size, self._smallest_scale), self.base_size)
-        size = image.shape[1:]
-        return [dict(image=row) for row in rows], lambda predictions: windows.resize(join(predictions), size)
+        scaled = windows.scale(image, self.base_size, self._smallest_scale)
+        rows, join = windows.split(scaled, self.base_size)
+        whole = [dict(image=row) for row in rows]
+        return whole, lambda predictions: windows.resize(join(predictions), image.shape[1:])
 
-    def results(self, batch, predictions, threshold=0.5):
+    def results(self, batch: Arrays, predictions, threshold: float = 0.5) -> list[dict]:
         """height, width, targets (how many), mask (H, W) bool in the image's own pixels, boxes as of
         `scores.boxes`."""
         from tpukit.tasks.mshnet.scores import boxes
 
-        found = [boxes(logits[0], threshold) for logits in np.asarray(predictions)]
-        sizes = [dict(zip(("height", "width"), mask.shape)) for mask, _ in found]
-        return [
-            size | dict(targets=len(rows), mask=mask, boxes=rows) for size, (mask, rows) in zip(sizes, found)
-        ]
+        found = []
+        for logits in np.asarray(predictions)[:, 0]:
+            mask, rows = boxes(logits, threshold)
+            size = dict(height=mask.shape[0], width=mask.shape[1])
+            found.append(dict(size, targets=len(rows), mask=mask, boxes=rows))
+        return found
 
 
-def normalise(image):
-    """(B, 1 or 3, H, W) in [0, 255] -> (B, 3, H, W) float32 with ImageNet's mean and standard deviation."""
-    # (image / 255 - mean) / std, in fewer passes.
-    factor = _constants([1 / (255 * std) for std in IMAGE_STD], image.device)
-    offset = _constants([-mean / std for mean, std in zip(IMAGE_MEAN, IMAGE_STD)], image.device)
-    return (image.float() * factor).add_(offset)
+def network_for(image: Tensor) -> ModuleType:
+    """The module whose `loss` and `predict` compute on an image's device: the plain network, or on XLA the
+    way for TPUs, with the same weights and numbers."""
+    if is_on_xla(image):
+        from tpukit.tasks.mshnet.tpu import network
+    else:
+        from tpukit.tasks.mshnet import model as network
+    return network
 
 
-def _constants(values, device):
-    """(C, 1, 1), made in the compiled graph: a tensor from the host would be sent with every step."""
-    import torch
-
-    return torch.stack([torch.full((1, 1), value, device=device) for value in values])
+def _in_colour(images):
+    """(B, 1 or 3, H, W) -> (B, 3, H, W)"""
+    return np.broadcast_to(images, (len(images), 3, *images.shape[2:]))

@@ -5,37 +5,47 @@ rows and columns.
 on a device a batch at a time, by dense matrices, so that no pixel is gathered and every shape is fixed. Both
 equal PIL's result, which rounds to whole grey levels after every pass.
 
-Letters: B batch, C colours, H and W the size of the originals, S the size of the result, K weights that are
+Shapes: B batch, C colours, H and W the size of the originals, S the size of the result, K weights that are
 not zero."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from scipy import ndimage
+from torch import Tensor
 
 from tpukit.devices.tensors import is_on_xla
 
 NUM_UNIFORMS = 6  # uniform numbers for each sample
 
 
-def random_crop(numbers, image_size, base_size, crop_size):
-    """The augmentation of a sample: six uniform numbers in [0, 1) -> the keyword arguments of `resampling`.
+class Crop(NamedTuple):
+    """The augmentation of a sample."""
 
-    image_size: (width, height) of the original. Returns a dict: flip (bool), long_size, x1, y1 (pixels), blur
-    (radius in pixels, or None). The long side is uniform in [base/2, 2 base], both ends included."""
+    flip: bool
+    long_size: int  # pixels to which the long side is scaled
+    x1: int  # pixel of the scaled image where the crop starts
+    y1: int
+    blur: float | None  # radius in pixels
+
+
+def random_crop(
+    numbers: Sequence[float], image_size: tuple[int, int], base_size: int, crop_size: int
+) -> Crop:
+    """The crop of six uniform numbers in [0, 1). image_size: (width, height) of the original. The long side
+    is uniform in [base/2, 2 base], both ends included."""
     flip, scale, x, y, blur, radius = numbers
     shortest, longest = base_size // 2, base_size * 2
     long_size = shortest + int(scale * (longest - shortest + 1))
     width, height = scaled_size(image_size, long_size)
-    return dict(
-        flip=bool(flip < 0.5),
-        long_size=long_size,
-        x1=int(x * (max(width - crop_size, 0) + 1)),
-        y1=int(y * (max(height - crop_size, 0) + 1)),
-        blur=float(radius) if blur < 0.5 else None,
-    )
+    x1 = int(x * (max(width - crop_size, 0) + 1))
+    y1 = int(y * (max(height - crop_size, 0) + 1))
+    return Crop(bool(flip < 0.5), long_size, x1, y1, float(radius) if blur < 0.5 else None)
 
 
-def scaled_size(image_size, long_size):
+def scaled_size(image_size: tuple[int, int], long_size: int) -> tuple[int, int]:
     """(width, height) with the long side at long_size; the short side keeps the ratio, rounded half up."""
     width, height = image_size
     if height > width:
@@ -43,18 +53,17 @@ def scaled_size(image_size, long_size):
     return long_size, int(height * long_size / width + 0.5)
 
 
-def resampling(image_size, size, *, flip=False, long_size=None, x1=0, y1=0, blur=None):
-    """Parameters of `on_host` and `on_device` for one sample: of a `random_crop`, or of a resize to (size,
-    size).
+def resampling(image_size: tuple[int, int], size: int, crop: Crop | None = None) -> dict:
+    """The parameters of `on_host` and `on_device` for one sample: of a crop, or of a resize to (size, size).
 
-    Returns a dict of numpy arrays: axes (2, 4) float32 for rows and columns, each the original's and the
-    scaled length, where the crop starts, and whether to flip; blur (), the weight of a neighbour in one pass
-    of the blur; mask_rows, mask_columns (S,) int32, the nearest original pixel, -1 beyond the edge."""
-    width, height = scaled_size(image_size, long_size) if long_size else (size, size)
-    variance = (
-        blur or 0.0
-    ) ** 2 / 3  # PIL's blur: three box filters; below a radius of 1 each reaches the next pixel only
-    axes = [(image_size[1], height, y1, False), (image_size[0], width, x1, flip)]
+    axes (2, 4) float32: for rows and columns, each the original's and the scaled length, where the crop
+    starts, and whether to flip. blur (): the weight of a neighbour in one pass of the blur. mask_rows,
+    mask_columns (S,) int32: the nearest original pixel, -1 beyond the edge."""
+    crop = crop or Crop(False, 0, 0, 0, None)
+    width, height = scaled_size(image_size, crop.long_size) if crop.long_size else (size, size)
+    # PIL's blur: three box filters; below a radius of 1 each reaches the next pixel only.
+    variance = (crop.blur or 0.0) ** 2 / 3
+    axes = [(image_size[1], height, crop.y1, False), (image_size[0], width, crop.x1, crop.flip)]
     return dict(
         axes=np.array(axes, np.float32),
         blur=np.float32(variance / (2 - 2 * variance)),
@@ -67,29 +76,28 @@ def _nearest(source, target, start, flip, size):
     """(size,) int32: the original pixel that PIL takes for each pixel of a crop; -1 beyond the edge."""
     step = source / target
     # Added up one by one as PIL does: where the exact position is a whole number, its rounding decides.
-    found = np.add.accumulate(np.concatenate([[step / 2], np.full(target - 1, step)])).astype(np.int32)
+    nearest = np.add.accumulate(np.concatenate([[step / 2], np.full(target - 1, step)])).astype(np.int32)
     if flip:
-        found = source - 1 - found
-    found = found[start : start + size]
-    return np.concatenate([found, np.full(size - len(found), -1, np.int32)])
+        nearest = source - 1 - nearest
+    nearest = nearest[start : start + size]
+    return np.concatenate([nearest, np.full(size - len(nearest), -1, np.int32)])
 
 
 # On the host
 
 
-def planes(image):
+def planes(image: np.ndarray) -> np.ndarray:
     """(H, W) or (H, W, 3) -> (C, H, W)."""
     return image[None] if image.ndim == 2 else image.transpose(2, 0, 1)
 
 
-def on_host(image, mask, axes, blur, mask_rows, mask_columns):
+def on_host(image: np.ndarray, mask: np.ndarray, parameters: dict) -> tuple[np.ndarray, np.ndarray]:
     """Resample one image, (H, W) or (H, W, 3), and its mask, (H, W), both uint8 -> (C, S, S) and (1, S, S)
-    uint8.
-
-    The rest: of `resampling`."""
-    size = len(mask_rows)
-    height, rows = _sparse_weights(*axes[0].tolist(), size)
-    width, columns = _sparse_weights(*axes[1].tolist(), size)
+    uint8. parameters: of `resampling`."""
+    axes, blur = parameters["axes"], parameters["blur"]
+    mask_rows, mask_columns = parameters["mask_rows"], parameters["mask_columns"]
+    height, rows = _sparse_weights(axes[0], len(mask_rows))
+    width, columns = _sparse_weights(axes[1], len(mask_rows))
     box = np.array([blur, 1, blur]) / (1 + 2 * blur)
     thrice = np.convolve(np.convolve(box, box), box)  # (7,)
     resampled = []
@@ -114,9 +122,10 @@ def _sparse_matmul(matrix, image):
     return torch.nn.functional.embedding_bag(pixel, image, mode="sum", per_sample_weights=weight)
 
 
-def _sparse_weights(source, target, start, flip, size):
+def _sparse_weights(axis, size):
     """The slice of the original's pixels that a sample needs; of these the (S, K) that count in each row of
     `_weights`, and their weights."""
+    source, target, start, flip = axis.tolist()
     step = source / target
     reach = max(step, 1.0)
     centre = (np.arange(start, start + size) + 0.5) * step
@@ -138,19 +147,23 @@ def _sparse_weights(source, target, start, flip, size):
 # On a device
 
 
-def on_device(images, masks, axes, blur, mask_rows, mask_columns, *, in_bfloat16=None):
+def on_device(
+    images: Tensor, masks: Tensor, parameters: dict[str, Tensor], *, in_bfloat16: bool | None = None
+) -> tuple[Tensor, Tensor]:
     """Resample a batch by two matrix products for the images, and by their like, or by reading pixels, for
     the masks.
 
     images: (B, C, H, W), masks: (B, 1, H, W), both uint8; smaller images lie in the upper left corner.
-    in_bfloat16: whether the device rounds the factors of a product to bfloat16, as XLA's do. The rest: of
-    `resampling`, stacked. Returns images (B, C, S, S) float32 in [0, 255], not rounded, and masks (B, 1, S,
+    parameters: of `resampling`, stacked. in_bfloat16: whether the device rounds the factors of a product to
+    bfloat16, as XLA's do. Returns images (B, C, S, S) float32 in [0, 255], not rounded, and masks (B, 1, S,
     S) uint8."""
+    axes, blur = parameters["axes"], parameters["blur"]
+    mask_rows, mask_columns = parameters["mask_rows"], parameters["mask_columns"]
     in_bfloat16 = is_on_xla(images) if in_bfloat16 is None else in_bfloat16
     height, width = images.shape[-2:]
-    size = mask_rows.shape[-1]
     with torch.autocast(images.device.type, enabled=False):
-        rows, columns = _weights_of_both_axes(axes, blur, size, height, width)
+        weights = _blur(_weights(axes, mask_rows.shape[-1], max(height, width)), blur)
+        rows, columns = weights[:, :1, :, :height], weights[:, 1:, :, :width]  # (B, 1, S, H), (B, 1, S, W)
         images = images.float()
         if not in_bfloat16:
             return rows @ images @ columns.mT, _pixels(masks, mask_rows, mask_columns)
@@ -159,27 +172,19 @@ def on_device(images, masks, axes, blur, mask_rows, mask_columns, *, in_bfloat16
         images = coarse @ images + fine @ images  # (B, C, S, W)
         whole, fraction = _in_two_parts(images, 1)
         coarse, fine = _in_two_parts(columns, 1 / 128)
-        images = (
-            whole @ coarse.mT + whole @ fine.mT + fraction @ coarse.mT + fraction @ fine.mT
-        )  # (B, C, S, S)
+        images = whole @ coarse.mT + whole @ fine.mT + fraction @ coarse.mT + fraction @ fine.mT
         rows = _one_hot(mask_rows, height)[:, None]  # (B, 1, S, H)
         columns = _one_hot(mask_columns, width)[:, None]  # (B, 1, S, W)
         masks = rows @ masks.float() @ columns.mT  # (B, 1, S, S)
     return images, masks.to(torch.uint8)
 
 
-def _weights_of_both_axes(axes, blur, size, height, width):
-    """(B, 1, S, H) and (B, 1, S, W): the weights of the original's rows, and of its columns."""
-    weights = _blur(_weights(axes, size, max(height, width)), blur)  # (B, 2, S, the longer one)
-    return weights[:, :1, :, :height], weights[:, 1:, :, :width]
-
-
 def _pixels(masks, rows, columns):
     """(B, 1, H, W) at rows and columns, (B, S) each -> (B, 1, S, S); 0 for -1."""
     rows, columns = rows[:, :, None].long(), columns[:, None]  # (B, S, 1), (B, 1, S)
     index = (rows * masks.shape[3] + columns).flatten(1).clamp(min=0)  # (B, S * S)
-    found = masks.flatten(1).gather(1, index).view(len(masks), 1, rows.shape[1], -1)
-    return found * (torch.minimum(rows, columns) >= 0)[:, None]
+    read = masks.flatten(1).gather(1, index).view(len(masks), 1, rows.shape[1], -1)
+    return read * (torch.minimum(rows, columns) >= 0)[:, None]
 
 
 def _in_two_parts(x, step):

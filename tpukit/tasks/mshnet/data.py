@@ -4,6 +4,8 @@ have them.
 A folder without lists, such as a user's own, is split by the names of its images.
 """
 
+from __future__ import annotations
+
 import concurrent.futures
 import hashlib
 import math
@@ -11,6 +13,7 @@ import os
 import posixpath
 import zlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,17 +22,15 @@ from tpukit.host.errors import TpukitError
 from tpukit.tasks import pictures
 from tpukit.tasks.mshnet import augment
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
 # Where the published sets keep their lists, relative to the set's folder.
 LISTS = dict(
-    train=(
-        "trainval.txt",
-        "train.txt",
-        "img_idx/train*.txt",
-        "50_50/train.txt",
-        "idx_427/trainval.txt",
-        "idx_320/train.txt",
-    ),
-    test=("test.txt", "img_idx/test*.txt", "50_50/test.txt", "idx_427/test.txt", "idx_320/test.txt"),
+    train="trainval.txt train.txt img_idx/train*.txt 50_50/train.txt idx_427/trainval.txt idx_320/train.txt",
+    test="test.txt img_idx/test*.txt 50_50/test.txt idx_427/test.txt idx_320/test.txt",
 )
 IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
 MASK_SUFFIXES = ("", "_pixels0")  # SIRST names its masks NAME_pixels0.png
@@ -47,60 +48,62 @@ class InfraredSet:
 
     num_uniforms = augment.NUM_UNIFORMS
 
-    def __init__(self, folder, split, *, base_size=256, crop_size=256, skip_bad=False):
+    def __init__(
+        self, folder: Path, split: str, *, base_size: int = 256, crop_size: int = 256, skip_bad: bool = False
+    ) -> None:
         self.base_size, self.crop_size = base_size, crop_size
         folder = Path(folder)
         listing, lines = read_list(folder, split)
-        inside = [place for place in (folder / "images", folder / "masks") if place.is_dir()]
+        inside = [part for part in (folder / "images", folder / "masks") if part.is_dir()]
         key = [VERSION, skip_bad, "\n".join(lines), arrays.content_key(*inside)]
-        decoded = arrays.mapped(
-            f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, lines, skip_bad)
-        )
+        name = f"{folder.name}-{split}"
+        decoded = arrays.mapped(name, key, lambda: _read_split(folder, listing, lines, skip_bad))
         self.notes = f"{listing}: {decoded['notes']}" if decoded["notes"] else ""
         self.names = decoded["names"].tolist()
         self.masks_digest = str(decoded["masks_digest"])
         self.images = _unpack(decoded["images"], decoded["images_shapes"])
         self.masks = _unpack(decoded["masks"], decoded["masks_shapes"])
-        shapes = [image.shape for image in self.images]
-        self.colours = 3 if any(len(shape) == 3 for shape in shapes) else 1
-        self.height, self.width = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
+        self.colours = 3 if any(image.ndim == 3 for image in self.images) else 1
+        self.height, self.width = (max(image.shape[axis] for image in self.images) for axis in (0, 1))
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.names)
 
-    def batch(self, indices, numbers=None):
+    def batch(self, indices: Sequence[int], numbers: np.ndarray | None = None) -> dict[str, np.ndarray]:
         images, masks = [], []
         for index, parameters in zip(indices, self._resampling(indices, numbers)):
-            image, mask = augment.on_host(self.images[index], self.masks[index], **parameters)
+            image, mask = augment.on_host(self.images[index], self.masks[index], parameters)
             images.append(np.broadcast_to(image, (self.colours, *image.shape[1:])))
             masks.append(mask)
         return dict(image=np.stack(images), mask=np.stack(masks))
 
     def _resampling(self, indices, numbers):
-        """`augment.resampling` of each sample."""
+        """Yield `augment.resampling` of each sample."""
         for slot, index in enumerate(indices):
-            height, width = self.images[index].shape[:2]
+            size = self.images[index].shape[1::-1]  # (width, height)
             if numbers is None:
-                yield augment.resampling((width, height), self.base_size)
+                yield augment.resampling(size, self.base_size)
             else:
-                crop = augment.random_crop(numbers[slot], (width, height), self.base_size, self.crop_size)
-                yield augment.resampling((width, height), self.crop_size, **crop)
+                crop = augment.random_crop(numbers[slot], size, self.base_size, self.crop_size)
+                yield augment.resampling(size, self.crop_size, crop)
 
     # On the device
 
-    def device_nbytes(self):
+    def device_nbytes(self) -> int:
         return len(self) * (self.colours + 1) * self.height * self.width
 
-    def device_arrays(self):
+    def device_arrays(self) -> dict[str, np.ndarray]:
         size = self.height, self.width
         return dict(image=_pad(self.images, self.colours, *size), mask=_pad(self.masks, 1, *size))
 
-    def sample_parameters(self, indices, numbers=None):
+    def sample_parameters(
+        self, indices: Sequence[int], numbers: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
         samples = list(self._resampling(indices, numbers))
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
-    def compose(self, rows, parameters):
-        image, mask = augment.on_device(rows["image"], rows["mask"], **parameters)
+    def compose(self, rows: dict[str, Tensor], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        image, mask = augment.on_device(rows["image"], rows["mask"], parameters)
         return dict(image=image, mask=mask)
 
 
@@ -113,29 +116,34 @@ def _pad(images, colours, height, width):
     return padded
 
 
-def read_list(folder, split):
+def read_list(folder: Path, split: str) -> tuple[Path, list[str]]:
     """(The file that lists a split's names, its lines). Without any list, (images/, the names that are chosen
     of it).
 
     Raises TpukitError naming the places that were searched."""
     if not folder.is_dir():
         raise TpukitError(f"dataset folder {folder} does not exist")
-    listed = {
-        name: [path for pattern in LISTS[name] for path in sorted(folder.glob(pattern))] for name in LISTS
-    }
-    listings = {name: [path for path in paths if path.is_file()] for name, paths in listed.items()}
-    if listings[split]:
-        return listings[split][0], _read_text(listings[split][0]).splitlines()
+    if lists := _lists(folder, split):
+        listing = lists[0]
+        try:
+            return listing, listing.read_text("utf-8-sig").splitlines()  # Windows' editors write a mark first
+        except UnicodeDecodeError as error:
+            reason = f"{error.reason} at byte {error.start}"
+            raise TpukitError(f"{listing} is not text in UTF-8 ({reason}): save it as UTF-8") from error
     images = folder / "images"
-    if images.is_dir() and not any(listings.values()):
-        return images, _split_by_name(
-            [path.name for path in images.iterdir() if path.suffix.lower() in IMAGE_ENDINGS], split
-        )
+    if images.is_dir() and not any(_lists(folder, name) for name in LISTS):
+        names = [path.name for path in images.iterdir() if path.suffix.lower() in IMAGE_ENDINGS]
+        return images, _split_by_name(names, split)
     here = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
     raise TpukitError(
         f"no {split} list in {folder}, which should hold images/, masks/, and both trainval.txt and test.txt"
-        f" or no lists: looked for {', '.join(LISTS[split])}; found {here}"
+        f" or no lists: looked for {LISTS[split].replace(' ', ', ')}; found {here}"
     )
+
+
+def _lists(folder, split):
+    found = [path for pattern in LISTS[split].split() for path in sorted(folder.glob(pattern))]
+    return [path for path in found if path.is_file()]
 
 
 def _split_by_name(names, split):
@@ -150,15 +158,6 @@ def _split_by_name(names, split):
     return sorted(names[:tests] if split == "test" else names[tests:])
 
 
-def _read_text(listing):
-    try:
-        return listing.read_text("utf-8-sig")  # editors on Windows write a byte order mark
-    except UnicodeDecodeError as error:
-        raise TpukitError(
-            f"{listing} is not text in UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8"
-        ) from error
-
-
 def _pack(name, images):
     """Images of any sizes as one vector of pixels and their shapes (N, 3), the last one 0 for grey images."""
     shapes = [(*image.shape, 0)[:3] for image in images]
@@ -167,9 +166,7 @@ def _pack(name, images):
 
 def _unpack(pixels, shapes):
     """The images that `_pack` packed, as views."""
-    shapes = [
-        (height, width, colours) if colours else (height, width) for height, width, colours in shapes.tolist()
-    ]
+    shapes = [shape if shape[2] else shape[:2] for shape in shapes.tolist()]
     ends = np.cumsum([math.prod(shape) for shape in shapes])
     return [part.reshape(shape) for part, shape in zip(np.split(np.asarray(pixels), ends[:-1]), shapes)]
 
@@ -182,34 +179,27 @@ def _read_split(folder, listing, lines, skip_bad):
     entries = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not entries:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
-    names, images, masks, bad = [], [], [], []
+    decoded, bad = [], []  # (name, image, mask)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         pairs = [pool.submit(_read_pair, folder, name) for _, name in entries]
         progress = tqdm(pairs, desc=f"decoding {listing.stem}", unit="image", disable=len(pairs) < 200)
         for (number, name), pair in zip(entries, progress):
             try:
-                image, mask = pair.result()
+                decoded.append((name, *pair.result()))
             except TpukitError as error:
                 bad.append(f"  line {number}: {name}: {error}")
-            else:
-                names.append(name)
-                images.append(image)
-                masks.append(mask)
-    notes = ""
-    if bad:
-        problems = "\n".join(bad[:20])
-        if len(bad) > 20:
-            problems += f"\n  ... and {len(bad) - 20} more"
-        notes = f"left out {len(bad)} of {len(entries)} entries:\n{problems}"
-        if not skip_bad or not names:
-            raise TpukitError(
-                f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n{problems}\n"
-                "Fix them, or leave them out with skip_bad=True (--skip-bad)."
-            )
+    problems = "\n".join(bad[:20] + [f"  ... and {len(bad) - 20} more"] * (len(bad) > 20))
+    if bad and not (skip_bad and decoded):
+        raise TpukitError(
+            f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n{problems}\n"
+            "Fix them, or leave them out with skip_bad=True (--skip-bad)."
+        )
+    notes = f"left out {len(bad)} of {len(entries)} entries:\n{problems}" if bad else ""
+    names, images, masks = zip(*decoded)
     # Kept with the arrays: at the start of a training no pixels are read.
     masks_digest = arrays.digest([[mask.shape, hashlib.sha256(mask).hexdigest()] for mask in masks])
-    about = dict(names=np.array(names), notes=np.array(notes), masks_digest=np.array(masks_digest))
-    return dict(about, **_pack("images", images), **_pack("masks", masks))
+    texts = dict(names=np.array(names), notes=np.array(notes), masks_digest=np.array(masks_digest))
+    return dict(texts, **_pack("images", images), **_pack("masks", masks))
 
 
 def _read_pair(folder, name):
@@ -239,7 +229,7 @@ def _read_first(folder, stems, grey=False):
     raise TpukitError(f"no image {stems[0]}")
 
 
-def read_image(path, *, grey=False):
+def read_image(path: Path, *, grey: bool = False) -> np.ndarray:
     """An image file -> uint8, (H, W) for grey images and (H, W, 3) for colour.
 
     Modes: L, RGB, P (palette), RGBA (alpha is dropped), LA, 1, and 16-bit grey, whose whole range 0..65535

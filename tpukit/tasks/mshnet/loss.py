@@ -1,33 +1,33 @@
 """The scale- and location-sensitive (SLS) loss of Liu et al., CVPR 2024."""
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
-
-from tpukit.tasks.mshnet import tiling
 
 TINY = 1e-12  # keeps 0/0 out of an image without a target whose prediction underflows; changes no other value
 
 
-def multiscale_loss(logits, masks, target, *, warm_up, tiles=None):
+def multiscale_loss(
+    logits: Tensor,
+    masks: Sequence[Tensor],
+    target: Tensor,
+    *,
+    warm_up: bool | Tensor,
+    sums_of: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """Mean of the SLS losses of the output and of the masks of all scales, without a loop over the samples.
 
     logits: (B, 1, H, W), unbounded. target: (B, 1, H, W) in [0, 1]. masks: logits of scale 0..3, each half as
     large as the one before; the target is max-pooled to their size. In the warm-up phase there are no masks,
-    or, where it is a tensor, they have no part in the loss. warm_up: a bool, or a 0-d bool tensor. tiles: all
-    are tiles of images, see `tiling.py`. Returns a float32 scalar: in the warm-up phase 1 - IoU, afterwards 1
-    - IoU weighted by the agreement of the sizes, plus the location term. Source: eq. 1-7."""
-    sums = [sums_over_images(logits, target, tiles)]
-    for scale, mask in enumerate(masks):
-        if scale:
-            target = F.max_pool2d(target, 2)
-        sums.append(sums_over_images(mask, target, tiles))
+    or, where it is a tensor, they have no part in the loss. warm_up: a bool, or a 0-d bool tensor. sums_of:
+    what takes the place of `sums_of_scales`. Returns a float32 scalar: in the warm-up phase 1 - IoU,
+    afterwards 1 - IoU weighted by the agreement of the sizes, plus the location term. Source: eq. 1-7."""
     # From here on a few numbers of each image, of all scales at once: a GPU needs longer to start an
     # operation than for them.
-    sums = torch.stack(sums, 1)  # (7, S, T*B)
-    if tiles:
-        sums = tiling.by_image(sums.movedim(2, 0), tiles).sum(0).movedim(0, 2)
+    sums = (sums_of or sums_of_scales)(logits, masks, target)  # (7, S, B)
     intersection, predicted, labelled, *centres = sums  # (S, B) each
     iou = intersection / (predicted + labelled - intersection).clamp(min=TINY)
     plain = 1 - iou.mean(1)  # (S,)
@@ -40,28 +40,42 @@ def multiscale_loss(logits, masks, target, *, warm_up, tiles=None):
     return torch.where(warm_up, plain[0], loss) if torch.is_tensor(warm_up) else loss
 
 
-def sums_over_images(logits, target, tiles=None):
-    """(7, T*B) for each image or tile of it: the sums of prediction times target, of the prediction and of
-    the target, and the centres x and y of the prediction and of the target as shares of the image."""
-    dtype = tiling.compute_dtype(logits)
+def sums_of_scales(logits: Tensor, masks: Sequence[Tensor], target: Tensor, **tiles) -> Tensor:
+    """(7, S, B): `sums_over_images` of the output and of each mask."""
+    sums = [sums_over_images(logits, target, **tiles)]
+    for scale, mask in enumerate(masks):
+        if scale:
+            target = F.max_pool2d(target, 2)
+        sums.append(sums_over_images(mask, target, **tiles))
+    return torch.stack(sums, 1)
+
+
+def rows_of_images(x: Tensor) -> Tensor:
+    """(B, C, H, W) -> (B, 1, H, 1): which row of its image, from 0, each row is."""
+    return torch.arange(x.shape[2], dtype=x.dtype, device=x.device)[:, None].expand(len(x), 1, -1, 1)
+
+
+def sums_over_images(
+    logits: Tensor, target: Tensor, rows: Callable[[Tensor], Tensor] = rows_of_images, tiles: int = 1
+) -> Tensor:
+    """(7, B) for each image: the sums of prediction times target, of the prediction and of the target, and
+    the centres x and y of the prediction and of the target as shares of the image.
+
+    Of tiles: how many an image has, and what takes the place of `rows_of_images`."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     p, t = torch.sigmoid(logits.to(dtype)), target.to(dtype)
-    height, width = p.shape[2] * (tiles or 1), p.shape[3]
+    height, width = p.shape[2] * tiles, p.shape[3]
     x = torch.arange(width, dtype=dtype, device=p.device) / width
-    y = tiling.rows(p, tiles) / height
-    regions = torch.stack([_sum(values) for values in (p * t, p, t)])
-    centres = torch.stack([_sum(values) for values in (x * p, y * p, x * t, y * t)])
+    y = rows(p) / height  # (B, 1, H, 1)
+    regions = torch.stack([values.sum((1, 2, 3)) for values in (p * t, p, t)])
+    centres = torch.stack([values.sum((1, 2, 3)) for values in (x * p, y * p, x * t, y * t)])
     return torch.cat([regions, centres / (height * width)])
 
 
-def _sum(values):
-    return values.sum((1, 2, 3))
-
-
-def location_loss(centre_x, centre_y, target_x, target_y):
+def location_loss(centre_x: Tensor, centre_y: Tensor, target_x: Tensor, target_y: Tensor) -> Tensor:
     """Distance between the centres of mass of prediction and target in polar coordinates.
 
-    All: of one shape, in [0, 1]. Returns that shape, >= 0. Source: eq. 6-7.
-    """
+    All: of one shape, in [0, 1]. Returns that shape, >= 0. Source: eq. 6-7."""
     turn = torch.atan(centre_y / (centre_x + 1e-8)) - torch.atan(target_y / (target_x + 1e-8))
     angle = 4 / math.pi**2 * turn**2
     radius = torch.sqrt(centre_x**2 + centre_y**2 + 1e-8)

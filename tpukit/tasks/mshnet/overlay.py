@@ -5,6 +5,8 @@ import numpy as np
 
 from tpukit.tasks.mshnet.scores import match, regions
 
+Panels = list[tuple[str, np.ndarray]]  # (title, picture) of one sample
+
 # Of Okabe and Ito: told apart with every common colour blindness, and on grey.
 HIT, MISSED, FALSE = (86, 180, 233), (240, 228, 66), (213, 94, 0)
 COLOURS = "blue hit, yellow missed, red false"
@@ -13,65 +15,40 @@ WINDOW = 32  # pixels: side of the window, at least
 FRAME = (255, 255, 255)
 
 
-def sample_row(image, mask):
-    """Panels of an image (1 or 3, H, W) uint8 and its mask (H, W) uint8: a list of (title, array)."""
-    label = mask >= 128
-    picture, window = _rgb(image), _window(label)
-    marked = picture.copy()
-    _frame(marked, window)
-    for _, centre in regions(label):
-        _ring(marked, centre, HIT)
+def sample_row(image: np.ndarray, mask: np.ndarray | None) -> Panels:
+    """Panels of an image (1 or 3, H, W) uint8 and its mask (H, W) uint8, if there is one."""
+    label = np.zeros(image.shape[1:], bool) if mask is None else mask >= 128
+    window = _window(label)
+    marked = _marked(image, window, [(regions(label), HIT)])
+    pixels = label[window]
     return [
         ("targets ringed", marked),
-        ("the dotted window", picture[window]),
-        ("its labelled pixels", label[window]),
+        ("the dotted window", _rgb(image)[window]),
+        ("its labelled pixels", pixels),
     ]
 
 
-def prediction_row(image, mask, predicted):
-    """Panels of an image, its mask (None where there are no labels), and the pixels (H, W) bool predicted to
-    be targets."""
-    if mask is None:
-        return _unlabelled_row(image, predicted)
-    label = mask >= 128
+def prediction_row(image: np.ndarray, mask: np.ndarray | None, predicted: np.ndarray) -> Panels:
+    """Panels of an image, its mask (None if there are no labels), and the pixels (H, W) bool predicted to be
+    targets."""
+    label = predicted if mask is None else mask >= 128
     targets, false = regions(label), regions(predicted)
-    window = _window(label if targets else predicted)
-    marked, pixels = _rgb(image), _rgb(image)
-    _frame(marked, window)
-    hit = 0
+    hits, missed = [], []
     for target in targets:
         matched, false = match([target], false)  # the rule of Pd: a prediction serves one target
-        _ring(marked, target[1], HIT if matched else MISSED)
-        hit += len(matched)
-    for _, centre in false:
-        _ring(marked, centre, FALSE)
-    for where, colour in (
-        (label & predicted, HIT),
-        (label & ~predicted, MISSED),
-        (predicted & ~label, FALSE),
-    ):
-        pixels[where] = colour
+        (hits if matched else missed).append(target)
+    window = _window(label if targets else predicted)
+    pixels = _rgb(image)
+    pixels[label & predicted] = HIT
+    pixels[label & ~predicted] = MISSED
+    pixels[predicted & ~label] = FALSE
     union = np.count_nonzero(label | predicted)
     iou = np.count_nonzero(label & predicted) / union if union else 1.0
-    return [
-        (f"IoU {iou:.2f}: {hit} of {len(targets)} hit, {len(false)} false", marked),
-        ("the dotted window", _rgb(image)[window]),
-        (COLOURS, pixels[window]),
-    ]
-
-
-def _unlabelled_row(image, predicted):
-    found, window = regions(predicted), _window(predicted)
-    marked, pixels = _rgb(image), _rgb(image)
-    _frame(marked, window)
-    for _, centre in found:
-        _ring(marked, centre, HIT)
-    pixels[predicted] = HIT
-    return [
-        (f"{len(found)} found", marked),
-        ("the dotted window", _rgb(image)[window]),
-        ("blue: found", pixels[window]),
-    ]
+    title, legend = f"IoU {iou:.2f}: {len(hits)} of {len(targets)} hit, {len(false)} false", COLOURS
+    if mask is None:
+        title, legend = f"{len(targets)} found", "blue: found"
+    marked = _marked(image, window, [(hits, HIT), (missed, MISSED), (false, FALSE)])
+    return [(title, marked), ("the dotted window", _rgb(image)[window]), (legend, pixels[window])]
 
 
 def _rgb(image):
@@ -82,23 +59,22 @@ def _rgb(image):
 def _window(mask):
     """A square around the largest region of a mask (H, W) bool, or the middle, as a pair of slices within the
     image."""
-    found = regions(mask)
     size = np.array(mask.shape)
-    area, centre = max(found, default=(0, size / 2))
+    area, centre = max(regions(mask), default=(0, size / 2))
     side = min(max(WINDOW, 4 * int(area**0.5)), *size)
     top, left = np.clip(np.round(centre).astype(int) - side // 2, 0, size - side)
     return slice(top, top + side), slice(left, left + side)
 
 
-def _ring(picture, centre, colour):
-    """BatchSpec a ring around (row, column)."""
-    rows, columns = np.ogrid[: picture.shape[0], : picture.shape[1]]
-    distance = np.hypot(rows - centre[0], columns - centre[1])
-    picture[abs(distance - RING) < 0.7] = colour
-
-
-def _frame(picture, window):
-    """BatchSpec the edge of a window (a pair of slices), dotted."""
+def _marked(image, window, regions_and_colours):
+    """The image (H, W, 3) with the edge of a window (a pair of slices) dotted, and a ring around each
+    region."""
+    picture = _rgb(image)
     (top, bottom), (left, right) = ((part.start, part.stop - 1) for part in window)
     picture[top : bottom + 1 : 3, [left, right]] = FRAME
     picture[[top, bottom], left : right + 1 : 3] = FRAME
+    rows, columns = np.ogrid[: picture.shape[0], : picture.shape[1]]
+    for found, colour in regions_and_colours:
+        for _, (row, column) in found:
+            picture[abs(np.hypot(rows - row, columns - column) - RING) < 0.7] = colour
+    return picture

@@ -1,7 +1,9 @@
 """Scores of infrared small target detection: IoU, nIoU, pixel recall, Pd, Fa and ROC.
 
-All of them are counts until `result()`, so batches of any size give the same scores. Letters: B batch, H and
+All of them are counts until `result()`, so batches of any size give the same scores. Shapes: B batch, H and
 W image size."""
+
+import math
 
 import numpy as np
 from scipy import ndimage, special
@@ -9,12 +11,14 @@ from scipy import ndimage, special
 THRESHOLDS = np.arange(11) / 10  # of the ROC, on the sigmoid of the logits
 MATCH_DISTANCE = 3  # pixels between centroids
 
+Region = tuple[int, tuple[float, float]]  # area in pixels, (row, column) of the centroid
+
 
 class Scores:
     """Counts over a set of images. A pixel is a target from a label of 0.5 on, and is predicted above a
     probability."""
 
-    def __init__(self, threshold=0.5):
+    def __init__(self, threshold: float = 0.5) -> None:
         self.least = logit(threshold)
         self.images = self.pixels = 0
         self.intersection = self.predicted = self.labelled = 0  # pixels
@@ -24,35 +28,32 @@ class Scores:
         self.true_positives = np.zeros(len(THRESHOLDS), np.int64)  # pixels, at each threshold
         self.false_positives = np.zeros(len(THRESHOLDS), np.int64)
 
-    def add(self, logits, target, valid=None):
+    def add(self, logits: np.ndarray, target: np.ndarray, valid: np.ndarray | None = None) -> None:
         """logits: (B, 1, H, W), unbounded. target: (B, 1, H, W) in [0, 1]. valid: (B,) bool, False for
         padding."""
         for index in range(len(logits)):
             if valid is None or valid[index]:
-                self._add_image(
-                    np.asarray(logits[index, 0], np.float32), np.asarray(target[index, 0], np.float32)
-                )
+                self._add_image(np.asarray(logits[index, 0], np.float32), np.asarray(target[index, 0]) >= 0.5)
 
-    def _add_image(self, logits, target):
-        prediction, label = logits > self.least, target >= 0.5  # (H, W) bool
-        intersection = int((prediction & label).sum())
-        union = int((prediction | label).sum())
+    def _add_image(self, logits, label):  # (H, W) float32, (H, W) bool
+        prediction = logits > self.least
+        intersection, union = (np.count_nonzero(mask) for mask in (prediction & label, prediction | label))
         self.images += 1
         self.pixels += prediction.size
         self.intersection += intersection
-        self.predicted += int(prediction.sum())
-        self.labelled += int(label.sum())
+        self.predicted += np.count_nonzero(prediction)
+        self.labelled += np.count_nonzero(label)
         self.iou_per_image.append(intersection / union if union else 1.0)
         targets = regions(label)
         matched, unmatched = match(targets, regions(prediction))
         self.targets += len(targets)
         self.detected += len(matched)
         self.false_area += sum(area for area, _ in unmatched)
-        for place, above in enumerate(predictions_at_thresholds(logits)):
-            self.true_positives[place] += np.count_nonzero(above & label)
-            self.false_positives[place] += np.count_nonzero(above & ~label)
+        above = predictions_at_thresholds(logits)
+        self.true_positives += np.count_nonzero(above & label, (1, 2))
+        self.false_positives += np.count_nonzero(above & ~label, (1, 2))
 
-    def result(self):
+    def result(self) -> dict[str, float]:
         """dict of floats: iou, niou, pixel_recall, pd in [0, 1]; fa in false pixels per pixel; images,
         targets."""
         return dict(
@@ -65,7 +66,7 @@ class Scores:
             targets=self.targets,
         )
 
-    def roc(self):
+    def roc(self) -> dict[str, list[float]]:
         """dict of lists over `THRESHOLDS`: tpr (= recall), fpr, precision. The 0.001 is published."""
         true, false = self.true_positives, self.false_positives
         return dict(
@@ -75,57 +76,60 @@ class Scores:
         )
 
 
-def logit(probability):
+def logit(probability: float) -> float:
     """The number whose sigmoid is a probability in (0, 1)."""
     return float(np.log(probability / (1 - probability)))
 
 
-def predictions_at_thresholds(logits):
-    """(H, W) logits -> (H, W) bool for each of `THRESHOLDS`."""
+def predictions_at_thresholds(logits: np.ndarray) -> np.ndarray:
+    """(H, W) logits -> (11, H, W) bool, for each of `THRESHOLDS`."""
     with np.errstate(over="ignore"):
         probability = 1 / (1 + np.exp(-logits))
-    return [probability > threshold for threshold in THRESHOLDS.astype(np.float32)]
+    return probability > THRESHOLDS.astype(np.float32)[:, None, None]
 
 
-def regions(mask):
-    """(H, W) bool -> list of (area, centroid) of its 8-connected regions, in scan order."""
-    labels, count = ndimage.label(mask, structure=np.ones((3, 3)))
-    rows, columns = np.nonzero(mask)
-    region = labels[rows, columns] - 1  # of each pixel
-    areas = np.bincount(region, minlength=count)
-    centre_rows = np.bincount(region, weights=rows, minlength=count) / areas
-    centre_columns = np.bincount(region, weights=columns, minlength=count) / areas
-    return [(int(area), (row, column)) for area, row, column in zip(areas, centre_rows, centre_columns)]
+def regions(mask: np.ndarray) -> list[Region]:
+    """(H, W) bool -> (area, centroid) of its 8-connected regions, in scan order."""
+    pixels = np.nonzero(mask)  # few: sums over them are faster than ndimage's over the image
+    region = _labels(mask)[pixels] - 1
+    areas = np.bincount(region)
+    rows, columns = (np.bincount(region, weights=axis) / areas for axis in pixels)
+    return [(int(area), (row, column)) for area, row, column in zip(areas, rows, columns)]
 
 
-def boxes(logits, threshold=0.5):
+def _labels(mask):
+    """(H, W) bool -> (H, W) int32: the number of each pixel's 8-connected region, from 1, and 0 for no
+    region."""
+    labels = np.zeros(mask.shape, np.int32)
+    ndimage.label(mask, np.ones((3, 3)), output=labels)
+    return labels
+
+
+def boxes(logits: np.ndarray, threshold: float = 0.5) -> tuple[np.ndarray, list[dict]]:
     """(H, W) logits -> (the mask (H, W) bool of a probability above the threshold, a dict for each of its
     8-connected regions).
 
     Of a region: left, top, right, bottom (the last two exclusive) and pixels (their number); score, the mean
     probability of its pixels."""
     mask = logits > logit(threshold)
-    labels, _ = ndimage.label(mask, structure=np.ones((3, 3)))
+    labels = _labels(mask)
     found = []
     for number, (rows, columns) in enumerate(ndimage.find_objects(labels), 1):
         inside = logits[rows, columns][labels[rows, columns] == number].astype(np.float64)
-        box = dict(
-            left=columns.start, top=rows.start, right=columns.stop, bottom=rows.stop, pixels=len(inside)
-        )
-        found.append(dict(box, score=round(float(special.expit(inside).mean()), 4)))
+        box = dict(left=columns.start, top=rows.start, right=columns.stop, bottom=rows.stop)
+        score = round(float(special.expit(inside).mean()), 4)
+        found.append(dict(box, pixels=len(inside), score=score))
     return mask, found
 
 
-def match(targets, predictions):
+def match(targets: list[Region], predictions: list[Region]) -> tuple[list[Region], list[Region]]:
     """Each target takes the first unused prediction whose centroid is closer than 3 pixels.
 
-    Both are lists of (area, centroid). Returns (matched predictions, unmatched predictions).
-    """
+    Returns (matched predictions, unmatched predictions)."""
     unmatched, matched = list(predictions), []
-    for _, (row, column) in targets:
+    for _, centre in targets:
         for prediction in unmatched:
-            _, (other_row, other_column) = prediction
-            if np.hypot(other_row - row, other_column - column) < MATCH_DISTANCE:
+            if math.dist(prediction[1], centre) < MATCH_DISTANCE:
                 matched.append(prediction)
                 unmatched.remove(prediction)
                 break

@@ -1,10 +1,12 @@
 """Synthetic infrared scenes in the layout of IRSTD-1k."""
 
+from pathlib import Path
+
 import numpy as np
 from PIL import Image
 
 
-def infrared_set(folder, size, rng):
+def infrared_set(folder: Path, size: int, rng: np.random.Generator) -> None:
     """IRSTD-1k's layout: grey images with soft clouds and 1 to 3 small warm spots, masks, trainval.txt and
     test.txt."""
     (folder / "images").mkdir()
@@ -19,7 +21,7 @@ def infrared_set(folder, size, rng):
     (folder / "test.txt").write_text("\n".join(names[cut:] or names[-1:]) + "\n")
 
 
-def infrared_scene(rng, size=256):
+def infrared_scene(rng: np.random.Generator, size: int = 256) -> tuple[np.ndarray, np.ndarray]:
     """One synthetic infrared image. Returns (image, mask), both (size, size) uint8; the mask is 0 or 255."""
     clouds = np.zeros((size, size), np.float32)
     for cells, weight in ((4, 40), (12, 18), (40, 8)):

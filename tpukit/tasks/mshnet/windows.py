@@ -2,8 +2,10 @@
 predictions as one.
 
 Its long side is scaled to that size, as in an evaluation, but it is never shrunk more than the images of the
-training were, so that no target is lost: what is larger is cut. Letters: C channels, H and W the size of the
+training were, so that no target is lost: what is larger is cut. Shapes: C channels, H and W the size of the
 image, S the side of a window."""
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from PIL import Image
 MARGIN = 8  # the part of a window, an eighth, that its predictions keep from an edge within the image
 
 
-def scale(image, size, smallest):
+def scale(image: np.ndarray, size: int, smallest: float) -> np.ndarray:
     """(C, H, W) uint8 -> (C, h, w) uint8, where the longer of h and w is S, or `smallest` times H or W if
     that is more."""
     height, width = image.shape[1:]
@@ -20,12 +22,11 @@ def scale(image, size, smallest):
     if factor == 1:
         return image
     target = max(round(width * factor), 1), max(round(height * factor), 1)
-    return np.stack(
-        [np.asarray(Image.fromarray(plane).resize(target, Image.Resampling.BILINEAR)) for plane in image]
-    )
+    planes = [Image.fromarray(plane).resize(target, Image.Resampling.BILINEAR) for plane in image]
+    return np.stack([np.asarray(plane) for plane in planes])
 
 
-def resize(predictions, size):
+def resize(predictions: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """(1, 1, h, w) -> (1, 1, H, W), bilinear. size: (H, W)."""
     if predictions.shape[2:] == tuple(size):
         return predictions
@@ -33,7 +34,7 @@ def resize(predictions, size):
     return torch.nn.functional.interpolate(values, size=tuple(size), mode="bilinear").numpy()
 
 
-def split(image, size):
+def split(image: np.ndarray, size: int) -> tuple[list[np.ndarray], Callable[[list], np.ndarray]]:
     """(C, H, W) -> (windows, join). windows: list of (C, S, S), which share their memory; a short side is
     mirrored.
 
@@ -42,12 +43,11 @@ def split(image, size):
     height, width = image.shape[1:]
     padded = np.pad(image, ((0, 0), (0, max(size - height, 0)), (0, max(size - width, 0))), "symmetric")
     places = [(row, column) for row in _places(height, size) for column in _places(width, size)]
-    windows = [padded[:, row[0] : row[0] + size, column[0] : column[0] + size] for row, column in places]
+    windows = [padded[:, top : top + size, left : left + size] for (top, *_), (left, *_) in places]
 
     def join(predictions):
         whole = np.empty((1, 1, height, width), predictions[0].dtype)
-        for (row, column), prediction in zip(places, predictions, strict=True):
-            (top, *rows), (left, *columns) = row, column
+        for ((top, *rows), (left, *columns)), prediction in zip(places, predictions, strict=True):
             part = prediction[:, rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left]
             whole[0, :, rows[0] : rows[1], columns[0] : columns[1]] = part
         return whole

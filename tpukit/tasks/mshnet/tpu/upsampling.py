@@ -1,23 +1,17 @@
-"""MSHNet's upsampling: torch's own, and for XLA, on tiles, as products and convolutions.
+"""MSHNet's upsampling on tiles, as products and convolutions: torch's own gathers on XLA, which has no
+backward there and would cut the training step into several graphs.
 
-Letters: B batch, T tiles of an image, C channels, h and W the size of a tile; see `tiling.py`.
-"""
+Shapes: B batch, T tiles of an image, C channels, h and W the size of a tile; see `tiling.py`."""
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from tpukit.tasks.mshnet.tiling import compute_dtype, exchange_halo, merge, rows, split
+from tpukit.tasks.mshnet.tpu.tiling import apply, compute_dtype, exchange_halo, merge, rows, split
 
 
-def upsample(x, factor, tiles):
+def upsample(x: Tensor, factor: int, tiles: int) -> Tensor:
     """Bilinear upsampling with aligned corners: (T*B, C, h, W) -> (T*B, C, factor * h, factor * W)."""
-    if tiles is None:
-        larger = F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=True)
-        return larger.to(
-            x.dtype
-        )  # autocast computes it in float32, and what it is concatenated with would become that, too
-    # Not so on XLA: it gathers, which has no backward there and would cut the training step into several
-    # graphs.
     if factor == 2:
         return upsample2x(x, tiles)
     x = merge(x, tiles)
@@ -33,11 +27,11 @@ def _interpolation_matrix(size, factor, like):
     return (1 - (position[:, None] - source[None, :]).abs()).clamp(min=0).to(like.dtype)
 
 
-def upsample2x(x, tiles):
+def upsample2x(x: Tensor, tiles: int) -> Tensor:
     """`upsample` by 2, along the rows and then along the columns."""
-    x = _Upsample2xAlong.apply(x, rows(x, tiles), 2, tiles)
+    x = apply(_Upsample2xAlong, x, rows(x, tiles), 2, tiles)
     column = torch.arange(x.shape[3], dtype=compute_dtype(x), device=x.device)
-    return _Upsample2xAlong.apply(x, column, 3, tiles)
+    return apply(_Upsample2xAlong, x, column, 3, tiles)
 
 
 class _Upsample2xAlong(torch.autograd.Function):
@@ -52,9 +46,7 @@ class _Upsample2xAlong(torch.autograd.Function):
     def forward(ctx, x, position, axis, tiles):
         size = x.shape[axis] * (tiles if axis == 2 else 1)
         unit = 1 / (2 * size - 1)
-        half = float(
-            torch.tensor(size * unit, dtype=x.dtype)
-        )  # rounded; 1 + unit - half makes up for what that lost
+        half = float(torch.tensor(size * unit, dtype=x.dtype))  # rounded; 1 + unit - half makes up for it
         one = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
         of_x = torch.stack([half * one, one, (1 + unit - half) * one, unit * one], 2)  # (C in, C out, 4)
         kernel = torch.cat([of_x, torch.stack([-one, -one, one, one], 2)])
@@ -64,20 +56,19 @@ class _Upsample2xAlong(torch.autograd.Function):
         maps = torch.cat([x, (weight * x).to(x.dtype)], 1)
         if axis == 3:
             return F.conv_transpose2d(maps, kernel[:, :, None], stride=(1, 2), padding=(0, 1))
-        return F.conv_transpose2d(
-            exchange_halo(maps, tiles, 1), kernel[:, :, :, None], stride=(2, 1), padding=(3, 0)
-        )
+        maps = exchange_halo(maps, tiles, 1)
+        return F.conv_transpose2d(maps, kernel[:, :, :, None], stride=(2, 1), padding=(3, 0))
 
     @staticmethod
     def backward(ctx, gradient):
         weight, kernel = ctx.saved_tensors
         if ctx.axis == 2:
             gradient = exchange_halo(gradient, ctx.tiles, 1)
-            to_x, to_a = F.conv2d(gradient, kernel[:, :, :, None], stride=(2, 1)).chunk(2, 1)
+            grad_x, grad_a = F.conv2d(gradient, kernel[:, :, :, None], stride=(2, 1)).chunk(2, 1)
         else:  # not as a convolution, whose result would be larger than what it reads
             padded = F.pad(gradient, (1, 1))
             size = gradient.shape[3]
             last, first, second, beyond = (padded[..., start : start + size : 2] for start in range(4))
-            to_x = ctx.half * last + first + (1 + ctx.unit - ctx.half) * second + ctx.unit * beyond
-            to_a = second + beyond - last - first
-        return (to_x + weight * to_a).to(gradient.dtype), None, None, None
+            grad_x = ctx.half * last + first + (1 + ctx.unit - ctx.half) * second + ctx.unit * beyond
+            grad_a = second + beyond - last - first
+        return (grad_x + weight * grad_a).to(gradient.dtype), None, None, None

@@ -4,41 +4,43 @@ Batch norm and channel attention multiply and shift whole channels, so both beco
 the second convolution's result, which is all that is kept for backward. What decides them is small, (N, C) or
 less, and left to autograd; the functions below are the passes over maps for which autograd would need more.
 
-Letters: N = T*B tiles, see `tiling.py`; C channels, h and W the size of a tile. Maps are in the type of
+Shapes: N = T*B tiles, see `tiling.py`; C channels, h and W the size of a tile. Maps are in the type of
 autocast, all else in `tiling.compute_dtype`."""
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from tpukit.tasks.mshnet import tiling
+from tpukit.tasks.mshnet.model import Block
+from tpukit.tasks.mshnet.tpu import tiling
+from tpukit.tasks.mshnet.tpu.tiling import apply
 from tpukit.training.batch_norm import FrozenBatchNorm
 
 
-def block(layers, x, tiles):
-    """`Block.forward` of tiles. layers: the Block. x: (N, channels_in, h, W), or maps from
-    `tiling.concat_channels`."""
+def forward(layers: Block, x: Tensor | tuple[Tensor, ...], tiles: int) -> Tensor:
+    """`Block.forward` of tiles. x: (N, channels_in, h, W), or a tuple of them, one after another in the
+    channels."""
     if layers.shortcut is None:
         residual = x
-        (x,) = _convolve_and_normalise([layers.conv1], [layers.bn1], x, tiles)
+        (out,) = _convolve_and_normalise([layers.conv1], [layers.bn1], x, tiles)
     else:
         layer, norm = layers.shortcut
-        x, residual = _convolve_and_normalise([layers.conv1, layer], [layers.bn1, norm], x, tiles)
-    x = F.relu(x)
-    x = tiling.conv2d([layers.conv2], x, tiles)
+        out, residual = _convolve_and_normalise([layers.conv1, layer], [layers.bn1, norm], x, tiles)
+    x = tiling.conv2d([layers.conv2], F.relu(out), tiles)
     sums = _sums(x)
     scale, shift = _scale_and_shift(layers.bn2, layers.conv2.bias, x, *sums)
     # The mean and the largest value of the normalised images, (B, C): a negative scale, one with a negative
     # weight, reverses the order. The sign of the weight is known before the convolution, so that its pass
     # finds the largest value too.
     mean = scale * tiling.by_image(sums[0], tiles).sum(0) / (x.shape[2] * x.shape[3] * tiles) + shift
-    largest = tiling.by_image(_TileMax.apply(x, layers.bn2.weight.detach().sign()), tiles).amax(0)
+    largest = tiling.by_image(apply(_TileMax, x, layers.bn2.weight.detach().sign()), tiles).amax(0)
     largest = scale.abs() * largest + shift
     attention = layers.ca.from_pooled(mean[:, :, None, None], largest[:, :, None, None])  # (B, C, 1, 1)
     attention = tiling.for_tiles(attention.flatten(1).to(scale.dtype), tiles)  # (N, C)
     scale, shift = attention * scale, attention * shift
-    pooled = _PoolChannels.apply(x, scale, shift)  # (N, 2, h, W)
+    pooled = apply(_PoolChannels, x, scale, shift)  # (N, 2, h, W)
     attention = torch.sigmoid(tiling.conv2d_rows_as_channels(layers.sa.conv1, pooled, tiles))  # (N, 1, h, W)
-    return _Gate.apply(x, scale, shift, attention, residual)
+    return apply(_Gate, x, scale, shift, attention, residual)
 
 
 def _convolve_and_normalise(layers, norms, x, tiles):
@@ -60,6 +62,11 @@ def _affine(x, scale, shift):
     return scale[..., None, None] * x + shift[..., None, None]
 
 
+def _grads_of_affine(x, scale, grad_y):
+    """The gradients of x, scale and shift from that of scale * x + shift."""
+    return (scale[..., None, None] * grad_y).to(x.dtype), (grad_y * x).sum((2, 3)), grad_y.sum((2, 3))
+
+
 def _sums(x):
     """Sum and sum of squares of each tile's channels, (N, C) each."""
     x = x.to(tiling.compute_dtype(x))
@@ -71,7 +78,8 @@ def _scale_and_shift(norm, bias, x, total, squares):
 
     x: (N, C, h, W). bias: (C,), of the convolution before; batch statistics take it away again, so it gets no
     gradient. total, squares: of `_sums`."""
-    if norm.training and not isinstance(norm, FrozenBatchNorm):
+    takes_batch_statistics = norm.training and not isinstance(norm, FrozenBatchNorm)
+    if takes_batch_statistics:
         count = x.numel() // x.shape[1]
         mean = total.sum(0) / count
         variance = (squares.sum(0) / count - mean**2).clamp(min=0)
@@ -103,8 +111,8 @@ class _TileMax(torch.autograd.Function):
         x, sign, largest = ctx.saved_tensors
         # The compiler may have taken the largest before x was rounded to its type.
         error = torch.finfo(x.dtype).eps / 2 * largest.abs()
-        to_x = _split_grad_among_maxima(gradient[..., None, None], sign * x, largest - error, (2, 3))
-        return (sign * to_x).to(x.dtype), None
+        grad_x = _split_grad_among_maxima(gradient[..., None, None], sign * x, largest - error, (2, 3))
+        return (sign * grad_x).to(x.dtype), None
 
 
 class _PoolChannels(torch.autograd.Function):
@@ -123,13 +131,11 @@ class _PoolChannels(torch.autograd.Function):
         x, scale, shift, largest = ctx.saved_tensors
         # Multiplied and added at once, as some devices do, a value is rounded differently. One bound for all
         # channels of a pixel is read faster than one for each.
-        error = (
-            2 * torch.finfo(largest.dtype).eps * (largest.abs() + shift.abs().amax(1)[:, None, None, None])
-        )
-        to_y = gradient[:, :1] / x.shape[1] + _split_grad_among_maxima(
-            gradient[:, 1:], _affine(x, scale, shift), largest - error, 1
-        )
-        return (scale[..., None, None] * to_y).to(x.dtype), (to_y * x).sum((2, 3)), to_y.sum((2, 3))
+        size = largest.abs() + shift.abs().amax(1)[:, None, None, None]
+        bound = largest - 2 * torch.finfo(largest.dtype).eps * size
+        of_max = _split_grad_among_maxima(gradient[:, 1:], _affine(x, scale, shift), bound, 1)
+        grad_y = gradient[:, :1] / x.shape[1] + of_max
+        return _grads_of_affine(x, scale, grad_y)
 
 
 def _split_grad_among_maxima(gradient, x, bound, dim):
@@ -154,7 +160,6 @@ class _Gate(torch.autograd.Function):
     def backward(ctx, gradient):
         x, scale, shift, attention, out = ctx.saved_tensors
         gradient = torch.where(out > 0, gradient, 0)  # the residual's
-        to_attention = (gradient * _affine(x, scale, shift)).sum(1, keepdim=True).to(attention.dtype)
-        to_y = attention * gradient.to(scale.dtype)
-        to_x = (scale[..., None, None] * to_y).to(x.dtype)
-        return to_x, (to_y * x).sum((2, 3)), to_y.sum((2, 3)), to_attention, gradient
+        grad_attention = (gradient * _affine(x, scale, shift)).sum(1, keepdim=True).to(attention.dtype)
+        grad_y = attention * gradient.to(scale.dtype)
+        return *_grads_of_affine(x, scale, grad_y), grad_attention, gradient

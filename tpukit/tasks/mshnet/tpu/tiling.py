@@ -7,38 +7,38 @@ tiles of whole rows that lie side by side in the batch: tile t of image b is sam
 share the batch (SPMD) each orders its own images so, and no tile leaves its core. Only layers that read
 neighbouring rows or whole images differ.
 
-Letters: B batch, C channels, H and W the size of the image, h = H/T the rows of a tile, K the size of a
-kernel, D cores that share the batch. Everywhere tiles=None means torch's own layers, for other devices, which
-are faster with them."""
+Shapes: B batch, C channels, H and W the size of the image, h = H/T the rows of a tile, K the size of a
+kernel, D cores that share the batch."""
+
+from collections.abc import Sequence
+from typing import cast
 
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tpukit.devices.tensors import cores_sharing, is_on_xla, with_optimization_barrier
+from tpukit.devices.tensors import cores_sharing, with_optimization_barrier
 
 LANES = 128
 MIN_ROWS = 16  # of a tile of the image; the network halves them twice
 
 
-def num_tiles(image):
-    """How many tiles of each image fill the lanes with a core's images of (B, C, H, W); None on devices
-    without lanes."""
-    if not is_on_xla(image):
-        return None
+def num_tiles(image: Tensor) -> int:
+    """How many tiles of each image fill the lanes with a core's images of (B, C, H, W)."""
     batch, tiles, height = image.shape[0] // cores_sharing(image), 1, image.shape[2]
     while 2 * tiles * batch <= LANES and height % (8 * tiles) == 0 and height // (2 * tiles) >= MIN_ROWS:
         tiles *= 2
     return tiles
 
 
-def split(x, tiles):
+def split(x: Tensor, tiles: int) -> Tensor:
     """(B, C, H, W) -> (T*B, C, h, W)."""
-    return torch.cat(_by_core(x).chunk(tiles, 3), 1).flatten(0, 1) if tiles and tiles > 1 else x
+    return torch.cat(_by_core(x).chunk(tiles, 3), 1).flatten(0, 1) if tiles > 1 else x
 
 
-def merge(x, tiles):
+def merge(x: Tensor, tiles: int) -> Tensor:
     """(T*B, C, h, W) -> (B, C, H, W)."""
-    return torch.cat(_by_core(x).chunk(tiles, 1), 3).flatten(0, 1) if tiles and tiles > 1 else x
+    return torch.cat(_by_core(x).chunk(tiles, 1), 3).flatten(0, 1) if tiles > 1 else x
 
 
 def _by_core(x):
@@ -46,32 +46,30 @@ def _by_core(x):
     return x.unflatten(0, (cores_sharing(x), -1))
 
 
-def by_image(x, tiles):
+def by_image(x: Tensor, tiles: int) -> Tensor:
     """(T*B, ...) -> (T, B, ...)."""
-    return _by_core(x).unflatten(1, (tiles or 1, -1)).transpose(0, 1).flatten(1, 2)
+    return _by_core(x).unflatten(1, (tiles, -1)).transpose(0, 1).flatten(1, 2)
 
 
-def for_tiles(x, tiles):
+def for_tiles(x: Tensor, tiles: int) -> Tensor:
     """(B, ...) -> (T*B, ...): what is known of each image, for each of its tiles."""
     return _by_core(x).repeat(1, tiles, *[1] * (x.dim() - 1)).flatten(0, 1)
 
 
-def rows(x, tiles):
+def rows(x: Tensor, tiles: int) -> Tensor:
     """(T*B, 1, h, 1): which row of the image, from 0, each row of the tiles (T*B, C, h, W) is."""
-    tiles, height = tiles or 1, x.shape[2]
-    row = torch.arange(tiles * height, dtype=compute_dtype(x), device=x.device).view(
-        1, tiles, 1, 1, height, 1
-    )
-    cores = cores_sharing(x)
+    height, cores = x.shape[2], cores_sharing(x)
+    row = torch.arange(tiles * height, dtype=compute_dtype(x), device=x.device)
+    row = row.view(1, tiles, 1, 1, height, 1)
     return row.expand(cores, -1, x.shape[0] // (cores * tiles), -1, -1, -1).flatten(0, 2)
 
 
-def compute_dtype(x):
+def compute_dtype(x: Tensor) -> torch.dtype:
     """The type of sums and weights: float32, or that of x if it has more bits."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def exchange_halo(x, tiles, halo):
+def exchange_halo(x: Tensor, tiles: int, halo: int) -> Tensor:
     """(T*B, C, h, W) -> (T*B, C, h + 2 * halo, W): each tile with the nearest rows of the tiles above and
     below, or zeros."""
     last, first = _by_core(x[:, :, -halo:]), _by_core(x[:, :, :halo])
@@ -82,27 +80,25 @@ def exchange_halo(x, tiles, halo):
     return torch.cat([above, x, below], 2)
 
 
-def concat_channels(*maps, tiles):
-    """Maps one after another in the channels, as convolutions take them: of tiles the tuple of them, which
-    nothing copies."""
-    return torch.cat(maps, 1) if tiles is None else maps
-
-
-def conv2d(layers, x, tiles):
+def conv2d(layers: Sequence[nn.Conv2d], x: Tensor | tuple[Tensor, ...], tiles: int) -> Tensor:
     """Convolutions of the same tiled images without their biases, one after another in the channels.
 
-    x: (T*B, C, h, W), or several of them from `concat_channels`."""
+    x: (T*B, C, h, W), or a tuple of them, one after another in the channels."""
     maps = x if isinstance(x, tuple) else (x,)
     dtype = autocast_dtype(maps[0], layers[0])
-    return _Convolutions.apply(
-        tiles, len(layers), *[tensor.to(dtype) for tensor in (*(one.weight for one in layers), *maps)]
-    )
+    weights = [layer.weight for layer in layers]
+    return apply(_Convolutions, tiles, len(layers), *[tensor.to(dtype) for tensor in (*weights, *maps)])
 
 
-def autocast_dtype(x, layer):
+def autocast_dtype(x: Tensor, layer: nn.Conv2d) -> torch.dtype:
     """The dtype in which a convolution of x is computed."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else layer.weight.dtype
+
+
+def apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
+    """function.apply(*arguments), of which torch does not say that it gives a tensor."""
+    return cast(Tensor, function.apply(*arguments))
 
 
 class _Convolutions(torch.autograd.Function):
@@ -128,22 +124,21 @@ class _Convolutions(torch.autograd.Function):
         weights, maps = tensors[:num_layers], tensors[num_layers:]
         gradient = with_optimization_barrier(gradient)
         channels = [one.shape[1] for one in maps]
-        to_maps = [
+        grad_maps = [
             _convolve([gradient], part.flip(2, 3).transpose(0, 1), tiles) if needed else None
             for part, needed in zip(kernel.split(channels, 1), ctx.needs_input_grad[2 + num_layers :])
         ]
-        to_weights = [
-            torch.cat(
-                [_gradient_of_kernel(*pair, part, tiles) for pair in zip(maps, weight.split(channels, 1))], 1
-            )
-            for weight, part in zip(weights, gradient.split([weight.shape[0] for weight in weights], 1))
-        ]
-        return None, None, *to_weights, *to_maps
+        grad_weights = []
+        for weight, part in zip(weights, gradient.split([weight.shape[0] for weight in weights], 1)):
+            pairs = zip(maps, weight.split(channels, 1))
+            grad_weights.append(torch.cat([_gradient_of_kernel(*pair, part, tiles) for pair in pairs], 1))
+        return None, None, *grad_weights, *grad_maps
 
 
 def _convolve(maps, weight, tiles):
-    maps, padding = zip(*(_padded(one, weight, tiles) for one in maps))
-    return F.conv2d(torch.cat(maps, 1) if len(maps) > 1 else maps[0], weight, padding=padding[0])
+    padded = [_padded(one, weight, tiles) for one in maps]
+    maps, padding = [one for one, _ in padded], padded[0][1]
+    return F.conv2d(torch.cat(maps, 1) if len(maps) > 1 else maps[0], weight, padding=padding)
 
 
 def _gradient_of_kernel(x, weight, gradient, tiles):
@@ -159,11 +154,10 @@ def _padded(x, weight, tiles):
     return (exchange_halo(x, tiles, halo), [0, columns]) if halo and tiles > 1 else (x, [halo, columns])
 
 
-def conv2d_of_pixels(layer, x, tiles):
+def conv2d_of_pixels(layer: nn.Conv2d, x: Tensor) -> Tensor:
     """A 1x1 convolution from few channels or to one, as products and sums: the compiler adds them to the
     passes before and after, and computes the result again where it is read instead of keeping it."""
-    if tiles is None:
-        return layer(x)
+    assert layer.bias is not None
     weight, bias = layer.weight.flatten(1), layer.bias[:, None, None]  # (C out, C in), (C out, 1, 1)
     if len(weight) == 1:
         out = (weight[0, :, None, None] * x).sum(1, keepdim=True) + bias
@@ -172,15 +166,13 @@ def conv2d_of_pixels(layer, x, tiles):
     return out.to(autocast_dtype(x, layer))
 
 
-def conv2d_rows_as_channels(layer, x, tiles):
+def conv2d_rows_as_channels(layer: nn.Conv2d, x: Tensor, tiles: int) -> Tensor:
     """A convolution to one channel that treats each pixel of a row as a channel: (T*B, C, h, W) -> (T*B, 1,
     h, W).
 
     A few channels would leave the matrix unit empty; whole rows fill it, and where the batch is in the lanes
     no value moves. Along a row the kernel becomes a banded matrix: input column i reaches output column o by
     tap i - o + K // 2."""
-    if tiles is None:
-        return layer(x)
     batch, channels, height, width = x.shape
     size, dtype = layer.kernel_size[0], autocast_dtype(x, layer)
     with torch.autocast(x.device.type, enabled=False):
@@ -192,6 +184,6 @@ def conv2d_rows_as_channels(layer, x, tiles):
     weight = weight.view(channels, size, width, width).permute(2, 0, 3, 1)  # (W out, C, W in, K)
     weight = weight.reshape(width, channels * width, size, 1)
     rows = x.transpose(2, 3).reshape(batch, channels * width, height, 1)
-    out = _Convolutions.apply(tiles, 1, weight.to(dtype), rows.to(dtype))  # (T*B, W out, h, 1)
+    out = apply(_Convolutions, tiles, 1, weight.to(dtype), rows.to(dtype))  # (T*B, W out, h, 1)
     out = out.permute(0, 3, 2, 1)
     return out if layer.bias is None else out + layer.bias.to(dtype)

@@ -1,0 +1,155 @@
+"""The network for TPUs, on tiles of images: the outputs, gradients and statistics of the plain one."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tpukit.tasks.mshnet import MSHNet, model, network_for
+from tpukit.tasks.mshnet.loss import multiscale_loss
+from tpukit.tasks.mshnet.tpu import block, network, tiling, upsampling
+from tpukit.training import batch_norm
+
+
+@pytest.fixture(params=[1, 2], ids=["one core", "two share the batch"])
+def cores(request, monkeypatch):
+    monkeypatch.setattr(tiling, "cores_sharing", lambda tensor: request.param)
+    return request.param
+
+
+def test_xla_alone_takes_the_way_for_tpus(xla):
+    image = torch.zeros(2, 1, 32, 32)
+    assert network_for(image) is model and network_for(image.to(xla.device)) is network
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+def test_a_network_on_tiles_has_the_outputs_gradients_and_statistics_of_the_plain_one(tiles, train, cores):
+    torch.manual_seed(0)
+    plain = MSHNet(final_init="random").model().double().train(train)
+    with torch.no_grad():
+        for parameter in plain.parameters():  # batch norms that turn round the order, and biases before them
+            parameter += 0.5 * torch.randn_like(parameter) * (parameter.dim() == 1)
+    tiled = MSHNet().model().double().train(train)
+    tiled.load_state_dict(plain.state_dict())
+    image, target = torch.randn(2, 3, 64, 64).double(), (torch.rand(2, 1, 64, 64) > 0.9).double()
+
+    def sums_of(*outputs):
+        return network.sums_of_tiles(*outputs, tiles)
+
+    def outcome(model, outputs, target, sums_of=None):
+        logits, masks = outputs
+        loss = multiscale_loss(logits, masks, target, warm_up=False, sums_of=sums_of)
+        (loss + sum((mask**2).mean() for mask in [logits, *masks])).backward()
+        # A bias before a batch norm with the batch's statistics has no gradient.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        whole = [tiling.merge(x, tiles) if sums_of else x for x in [logits, *masks]]
+        return [loss, *whole, *model.buffers(), *gradients]
+
+    wanted = outcome(plain, plain(image), target)
+    outputs = network.forward(tiled, tiling.split(image, tiles), False, tiles)
+    found = outcome(tiled, outputs, tiling.split(target, tiles), sums_of)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-9)
+
+
+@pytest.mark.parametrize("tiles", [2, 4])
+def test_the_tiles_of_an_image_stay_on_the_core_that_has_the_image(cores, tiles):
+    image = torch.arange(4.0)[:, None, None, None].expand(4, 1, 32, 2)
+    on_core = tiling.split(image, tiles)[:, 0, 0, 0].view(cores, -1)
+    assert [sorted(set(found.tolist())) for found in on_core] == torch.arange(4.0).view(cores, -1).tolist()
+
+
+@pytest.mark.parametrize(
+    "batch, size, tiles", [(32, 256, 4), (4, 256, 16), (128, 256, 1), (16, 64, 4), (1, 48, 2), (1, 16, 1)]
+)
+def test_tiles_fill_the_lanes_of_a_core(batch, size, tiles, cores):
+    assert tiling.num_tiles(torch.zeros(cores * batch, 3, size, size)) == tiles
+
+
+def test_the_gradient_that_the_convolutions_of_a_backward_pass_read_is_computed_once(xla):
+    import torch_xla
+
+    layer = torch.nn.Conv2d(2, 3, 3).to(xla.device)
+    x = torch.ones(4, 2, 8, 8).to(xla.device).requires_grad_()
+    y = F.relu(tiling.conv2d([layer], x, 2))
+    graph = torch_xla._XLAC._get_xla_tensors_hlo(list(torch.autograd.grad(y.sum(), (x, layer.weight))))
+    assert graph.count(" opt-barrier(") == 1
+
+
+# Upsampling
+
+
+@pytest.mark.parametrize("factor", [2, 4, 8])
+@pytest.mark.parametrize("tiles", [1, 2, 4])
+def test_upsampling_tiles_equals_that_of_whole_images_and_so_does_its_gradient(factor, tiles, cores):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 3, 12, 20, dtype=torch.float64, generator=generator, requires_grad=True)
+    wanted = F.interpolate(x, scale_factor=factor, mode="bilinear", align_corners=True)
+    assert torch.equal(model.upsample(x, factor), wanted)
+    found = tiling.merge(upsampling.upsample(tiling.split(x, tiles), factor, tiles), tiles)
+    torch.testing.assert_close(found, wanted, atol=1e-11, rtol=0)
+    weight = torch.randn(wanted.shape, dtype=torch.float64, generator=generator)
+    ours, theirs = (torch.autograd.grad((result * weight).sum(), x)[0] for result in (found, wanted))
+    torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=0)
+
+
+def test_doubling_in_bfloat16_keeps_the_mean_of_a_constant_image_whose_weights_it_has_to_round():
+    x = torch.full((2, 3, 16, 128), 1.3, dtype=torch.bfloat16)
+    error = upsampling.upsample2x(x, 1).double() / x[0, 0, 0, 0].double() - 1
+    assert error.mean().abs() < 2**-10 and error.abs().max() < 2**-6  # a rounding is up to 2**-8
+
+
+# The passes of a block, where the network's parity does not reach: equal values, statistics that stay
+
+
+@pytest.fixture
+def whole_numbers():
+    """(2, 4, 3, 5), many of them equal."""
+    numbers = torch.randint(-2, 3, (2, 4, 3, 5), generator=torch.Generator().manual_seed(3))
+    return numbers.double().requires_grad_()
+
+
+def test_equal_largest_pixels_share_the_gradient_as_in_amax(whole_numbers):
+    sign = torch.tensor([1.0, -1.0, 1.0, -1.0]).double()
+    weight = torch.arange(8.0).double().view(2, 4)
+    found = block._TileMax.apply(whole_numbers, sign)
+    wanted = (sign[:, None, None] * whole_numbers).amax((2, 3))
+    assert torch.equal(found, wanted)
+    ours, theirs = (torch.autograd.grad((y * weight).sum(), whole_numbers)[0] for y in (found, wanted))
+    assert torch.allclose(ours, theirs, atol=1e-14)
+
+
+def test_equal_largest_channels_share_the_gradient_as_in_amax(whole_numbers):
+    scale, shift = (torch.full((2, 4), value).double().requires_grad_() for value in (2.0, 1.0))
+    weight = torch.arange(60.0).double().view(2, 2, 3, 5)
+    found = block._PoolChannels.apply(whole_numbers, scale, shift)
+    y = whole_numbers * scale[..., None, None] + shift[..., None, None]
+    wanted = torch.cat([y.mean(1, keepdim=True), y.amax(1, keepdim=True)], 1)
+    assert torch.equal(found, wanted)
+    inputs = (whole_numbers, scale, shift)
+    for ours, theirs in zip(*(torch.autograd.grad((y * weight).sum(), inputs) for y in (found, wanted))):
+        assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+def test_a_largest_value_that_none_reaches_when_computed_again_gets_no_gradient_rather_than_nan():
+    x = torch.tensor([[1.0, 2.0, 2.0], [1.0, 4.0, 4.0]])
+    grad_x = block._split_grad_among_maxima(torch.tensor([[6.0], [6.0]]), x, torch.tensor([[2.5], [3.5]]), 1)
+    assert torch.equal(grad_x, torch.tensor([[0.0, 0.0, 0.0], [0.0, 3.0, 3.0]]))
+
+
+@pytest.mark.parametrize("channels_in", [16, 8])  # without and with a shortcut
+def test_a_block_with_frozen_batch_norms_trains_as_the_plain_one_and_leaves_their_statistics(channels_in):
+    torch.manual_seed(0)
+    layers = model.Block(channels_in, 16).double()
+    batch_norm.freeze(layers)
+    x = torch.randn(4, channels_in, 8, 6).double().requires_grad_()
+    before = [buffer.clone() for buffer in layers.buffers()]
+    inputs = (x, *layers.parameters())
+
+    def gradients(y):
+        return torch.autograd.grad((y * torch.arange(y.numel()).double().view_as(y)).sum() / 1e3, inputs)
+
+    wanted, found = layers(x), tiling.merge(block.forward(layers, tiling.split(x, 2), 2), 2)
+    for a, b in zip([found, *gradients(found)], [wanted, *gradients(wanted)], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-9)
+    assert all(torch.equal(a, b) for a, b in zip(layers.buffers(), before))

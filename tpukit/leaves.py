@@ -1,0 +1,45 @@
+"""The leaves: the tasks, and the tools that have a command of their own. Any of them can be cut off by
+deleting its file or folder: the command line offers what is there, no lower layer knows a leaf by name."""
+
+import importlib.util
+from typing import NamedTuple
+
+
+class TaskEntry(NamedTuple):
+    cls: str
+    dataset: str
+    summary: str
+
+
+_TASKS = dict(
+    mnist=TaskEntry("MNIST", "mnist", "handwritten digits with a small convolutional network"),
+    mshnet=TaskEntry("MSHNet", "IRSTD-1k", "infrared small target detection (Liu et al., CVPR 2024)"),
+    cdeit=TaskEntry(
+        "CDEIT", "eit", "diffusion transformer for impedance tomography (Shi et al., IEEE TIM 2025)"
+    ),
+    images=TaskEntry("ImageClassifier", "my-images", "your own images in classes, by timm or torchvision"),
+)
+# Commands that need a leaf, and its module below tpukit; all others are always there.
+COMMANDS = dict(
+    doctor="tools.doctor",
+    predict="tools.predict",
+    export="tools.export",
+    plan="tools.plan",
+    compare="tools.compare",
+    migrate="tools.migrate",
+    simulate="tasks.cdeit",
+)
+
+
+def tasks() -> dict[str, TaskEntry]:
+    """The tasks that are there, by the name that is their module's too. Imports none of them."""
+    return {name: entry for name, entry in _TASKS.items() if _is_there(f"tasks.{name}")}
+
+
+def has_command(name: str) -> bool:
+    """Whether the command line offers a command."""
+    return name not in COMMANDS or _is_there(COMMANDS[name])
+
+
+def _is_there(module: str) -> bool:
+    return importlib.util.find_spec(f"tpukit.{module}") is not None
