@@ -71,7 +71,7 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
     from IPython.core.formatters import DisplayFormatter
     from nbconvert import HTMLExporter
 
-    from tpukit.tools import compare, prices
+    from tpukit.tools import measure
 
     def page(word, folder):
         folder.mkdir()
@@ -81,13 +81,12 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
         run = strange_run(folder / "run", word)
         display.show(run)
         display.show_report(run)
-        measurement = compare.Measurement.read(strange_measurement(folder / "m.json", word))
-        display.show_comparison(compare.compare([measurement], prices=prices.read()))
+        measurement = measure.Measurement.read(strange_measurement(folder / "m.json", word))
+        measure.show_comparison(measure.compare([measurement]))
         display.present(measurement.table())
         display.present(findings.settings_table(run.config))
         display.present(findings.settings_table(run.config, run.config["settings"]))  # folded
         display.present_figure(figures.panels_figure([[(word, np.eye(4)), (word, np.eye(4))]], word))
-        display.present(findings.live_table(word, run.records(), run.read_progress(), run.checkpoints(), 1.0))
         formatter = DisplayFormatter()
         formatter.active_types = formatter.format_types
         cell = nbformat.v4.new_code_cell("show()", id="shown")
@@ -106,7 +105,7 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    "command", [["show", "run"], ["report", "run"], ["watch", "run"], ["compare", "m.json"]], ids=str
+    "command", [["show", "run"], ["report", "run"], ["compare", "m.json"]], ids=str
 )
 def test_a_terminal_gets_no_control_character_from_a_file(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -128,7 +128,7 @@ def readings(path):
     yield "tables", lambda: [str(table) for table in findings.accelerator_tables(run.records())]
     yield (
         "live",
-        lambda: str(findings.live_table("run", run.records(), run.read_progress(), run.checkpoints(), 1.0)),
+        lambda: (findings.headline(run.records(), run.read_progress()), run.checkpoints()),
     )
     yield "best", lambda: best_weights(run)
     yield (

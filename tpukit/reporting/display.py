@@ -1,4 +1,4 @@
-"""Showing a task, a run, a plan or a comparison, in a notebook or a shell: `show` and its kin."""
+"""Showing a task, a run or a plan, in a notebook or a shell: `show` and the other display functions."""
 
 import dataclasses
 
@@ -112,15 +112,6 @@ def show_plan(plan):
     present(plan.table())
     present_figure(figures.plan_figure(plan))
     present(Sentences([plan.caption]))
-
-
-def show_comparison(comparison, picture=None):
-    """Show what `compare` found: tables, plots, and the choice in words. picture: also save the plots there,
-    as a PNG file."""
-    for table in comparison.tables():
-        present(table)
-    present_figure(figures.comparison_figure(comparison), picture)
-    present(comparison.sentences())
 
 
 def predict_test_images(run, task, count):

@@ -433,44 +433,6 @@ def compiled_steps(records):
 # A run that is still training
 
 
-def live_table(name, records, progress, checkpoints, age_s):
-    """A run as it stands. progress: of `Run.read_progress`. age_s: seconds since it was written, None if it
-    never was."""
-    sessions = _sessions(records)
-    if not sessions or age_s is None or not _fits(progress, PROGRESS):
-        return Table(f"{name}: has not started yet", ("what", "now"), [])
-    session, step, total = sessions[-1], progress["step"], progress["total"]
-    rows = [("device", session[0]["device"])]
-    age = (
-        f"finished {format_duration(age_s)} ago" if is_finished(progress, checkpoints) else _format_age(age_s)
-    )
-    rows.append((progress["unit"], f"{step} of {total} ({step / max(total, 1):.1%}), {age}"))
-    rows += [(what, progress[what]) for what in ("epoch", "loss") if progress.get(what)]
-    if trained := _of_kind(session, "train"):
-        speed = trained[-1]["speed"]
-        waited = waiting_share([speed])
-        rows.append(
-            (
-                "speed",
-                f"{speed['images_per_s']:.1f} samples per second, waiting for data {waited:.1%} of the time",
-            )
-        )
-    if left := _time_left(session, progress):
-        rows.append(("left", f"about {left} of training, plus evaluations"))
-    if evaluations := _of_kind(session, "evaluation"):
-        last = evaluations[-1]
-        scores = ", ".join(
-            f"{name} {value:.4g}" for name, value in last["scores"].items() if isinstance(value, float)
-        )
-        rows.append((f"scores of epoch {last['epoch'] + 1}", scores))
-    _, unexpected = _step_compilations(session)
-    if unexpected:
-        rows.append(("compiled again", "at step " + ", ".join(str(record["step"]) for record in unexpected)))
-    steps = _checkpoint_steps(checkpoints)
-    rows.append(("last checkpoint", f"step {steps[0]}" if steps else "none yet"))
-    return Table(name, ("what", "now"), rows)
-
-
 def headline(records, progress):
     """How far a training is, in one line: device, step, epoch, speed, time left, compilations of the step."""
     sessions = _sessions(records)
@@ -514,10 +476,3 @@ def _checkpoint_steps(checkpoints):
         if isinstance(checkpoints, list)
         else []
     )
-
-
-def _format_age(seconds):
-    if seconds < 10:
-        return "just now"
-    age = f"{format_duration(seconds)} ago"
-    return f"{age}: it waits, compiles, evaluates, or has died" if seconds > 60 else age
