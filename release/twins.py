@@ -34,7 +34,6 @@ SETTINGS = dict(
 SETTINGS_OF = {
     "mnist_quickstart": dict(BATCH_SIZE=64),
     "gpu_to_tpu_migration": dict(BATCH_SIZE=32),
-    "cloud_tpu_vm": dict(ACCELERATOR="v5litepod-1"),  # the one to rent
 }
 KERNELS = ROOT / "tpukit/devices/pallas_attention.py"
 NEEDS_INTERNET = {"gpu_to_tpu_migration": "libcst"}  # notebook -> the package that no image has
