@@ -19,7 +19,8 @@ from tpukit import MNIST, Run, cli, train
 
 LONG = "n" * 300
 MNIST_RUN = "--epochs 1 --batch-size 8 --channels 1 --run".split()
-IMAGES_RUN = "--model-name test_resnet --pretrained no --image-size 32 --batch-size 2 --epochs 0 --num-workers 0 --run".split()
+IMAGES_RUN = "--model-name test_resnet --pretrained no --image-size 32 --batch-size 2 --epochs 0".split()
+IMAGES_RUN += ["--num-workers", "0", "--run"]
 HUGGING_FACE = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["a", "b"]}}
 
 

@@ -186,7 +186,7 @@ from tpukit import cli
 for argv in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as text:
         code = cli.main([*argv, "--help"])
-    loaded = [name for name in ("torch", "torch_xla", "matplotlib", "skimage", "scipy", "libcst") if name in sys.modules]
+    loaded = sorted({"torch", "torch_xla", "matplotlib", "skimage", "scipy", "libcst"} & set(sys.modules))
     print(json.dumps([code, text.getvalue(), loaded]))
 """
 
@@ -422,7 +422,8 @@ import atexit, os, sys, types
 torch_version, cudnn_version, used, *sys.argv = sys.argv[1:]
 cudnn = types.SimpleNamespace(version=lambda: int(cudnn_version))
 cuda = types.SimpleNamespace(is_initialized=lambda: used == "used")
-sys.modules["torch"] = types.SimpleNamespace(__version__=torch_version, cuda=cuda, backends=types.SimpleNamespace(cudnn=cudnn))
+backends = types.SimpleNamespace(cudnn=cudnn)
+sys.modules["torch"] = types.SimpleNamespace(__version__=torch_version, cuda=cuda, backends=backends)
 atexit.register(os._exit, 99)  # in place of the libraries' end, which comes after what a command registers
 from tpukit import cli
 def command(argv):

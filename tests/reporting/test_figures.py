@@ -125,22 +125,6 @@ def test_an_error_shows_a_control_character_by_its_name(tmp_path, monkeypatch, c
     assert r"runs below it: \x1b[2J" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "data", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"9" * 10_000, b"null"], ids=range(5)
-)
-def test_a_comparison_file_that_is_no_json_to_be_read_is_named(data, tmp_path, capsys):
-    (tmp_path / "m.json").write_bytes(data)
-    assert cli.main(["compare", str(tmp_path / "m.json")]) == 1
-    assert "m.json" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["hardware,place\0\n", 'hardware,"' + "x" * 200_000])
-def test_a_table_of_prices_that_is_no_csv_is_named(text, tmp_path, capsys):
-    (tmp_path / "prices.csv").write_text(text)
-    assert cli.main(["compare", "--prices", str(tmp_path / "prices.csv")]) == 1
-    assert "prices.csv" in capsys.readouterr().err
-
-
 def test_what_a_terminal_shows_anyway_stays_as_it_is():
     assert printable("né 行 \t a\r\n~") == "né 行 \t a\r\n~"
 

@@ -44,7 +44,7 @@ def run(argv: list[str]) -> Any:
         Union[tuple(_subcommand(name) for name in COMMANDS)],
         args=argv,
         prog="tpukit",
-        description=f"tpukit {__version__}: PyTorch training on TPU, GPU and CPU. Options: tpukit COMMAND --help",
+        description=f"tpukit {__version__}: PyTorch training on TPU, GPU and CPU. See tpukit COMMAND --help",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
 

@@ -66,6 +66,8 @@ def test_an_edited_copy_of_the_prices_is_read_as_a_spreadsheet_leaves_it(tmp_pat
         (f"{COLUMNS}\nT4,Colab,1,2026-11,x", "line 2"),
         (f"{COLUMNS}\nT4,Colab,1,,,,2026-11,x,y", "line 2"),
         ("hardware,place\nT4,Colab\n", "line 1: no column usd_per_hour"),
+        ("hardware,place\0\n", "line 1: no column place|cannot be read"),
+        ('hardware,"' + "x" * 200_000, "cannot be read"),
         (None, ".*--prices-out"),
     ],
 )

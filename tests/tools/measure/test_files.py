@@ -64,7 +64,9 @@ def test_a_damaged_file_is_named_with_what_is_wrong(change, named, tmp_path):
         Measurement.read(path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "\xff", "[" * 100_000, "9" * 10_000, None], ids=range(6))
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "null", "\xff", "[" * 100_000, '{"a":' * 100_000, "9" * 10_000, None], ids=range(8)
+)
 def test_a_foreign_or_missing_file_is_named(content, tmp_path):
     if content is not None:
         (tmp_path / "one.json").write_bytes(content.encode("latin-1"))

@@ -346,11 +346,10 @@ def compare(
     for name, count in dict(epochs=epochs, images=images, batch_size=batch_size).items():
         if count is not None and count < 1:
             raise TpukitError(f"{name}={count}: it must be 1 or more")
-    limits = dict(deadline_h=deadline_h, budget_usd=budget_usd)
+    limits = {"deadline_h": deadline_h, "budget_usd": budget_usd}
     limits = {name: limit for name, limit in limits.items() if limit is not None}
-    for name, limit in limits.items():
-        if not 0 <= limit < math.inf:
-            raise TpukitError(f"{name}={limit}: it must be zero or more")
+    if wrong := {name: limit for name, limit in limits.items() if not 0 <= limit < math.inf}:
+        raise TpukitError(f"{', '.join(f'{n}={v}' for n, v in wrong.items())}: it must be zero or more")
     measurements, prices = list(measurements), read_prices() if prices is None else prices
     _check_same_recipe(measurements)
     task = measurements[0].task if measurements else PUBLISHED_TASK

@@ -160,7 +160,7 @@ def build_measurement(task: Task, env: "Environment", result: dict, rows: list[d
     recipe = {
         name: v for name, v in settings_dict(task).items() if name not in NON_RECIPE and name not in free
     }
-    note = Path(task.dataset_dir or "") / "README.txt"
+    note = Path(task.dataset_dir or "/nowhere") / "README.txt"
     per_chip = next((chip.devices for chip in CHIPS if chip.name == hardware_of(env)), 1)
     return Measurement(
         tpukit=__version__,
@@ -358,7 +358,7 @@ def _run_process(task: Task, steps: int, cores: int | None, parallel: str) -> di
     process's."""
     request = to_request(task) | dict(steps=steps, cores=cores, parallel=parallel, started=time.time())
     with tempfile.TemporaryDirectory(prefix="tpukit-compare-") as folder:
-        ran = run_python("-m", "tpukit.tools.measure.timing", folder, text=json.dumps(request))
+        ran = run_python("-m", "tpukit.tools.measure", folder, text=json.dumps(request))
         answer = Path(folder) / "result.json"
         result = json.loads(answer.read_text()) if answer.exists() else {}
     if "row" in result:
@@ -374,7 +374,7 @@ def _run_process(task: Task, steps: int, cores: int | None, parallel: str) -> di
     return dict(row=dict(batch_size=task.batch_size, fits=False, why=lines[0]))
 
 
-def _answer_request() -> None:
+def answer_request() -> None:
     """In the fresh process: time the task of the request on stdin; the result goes into the given folder."""
     from tpukit.launching.launcher import launch
     from tpukit.launching.supervisor import end_with_parent
@@ -393,7 +393,3 @@ def _answer_request() -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     files.write_atomic(folder / "result.json", json.dumps(result))
-
-
-if __name__ == "__main__":
-    _answer_request()
