@@ -106,6 +106,6 @@ def test_the_notebook_measures_merges_and_chooses(tmp_path):
         assert words in printed, words
     assert len(outputs(notebook, "image/png")) == 2 and (folder / "comparison.png").exists()
     shown = "".join(outputs(notebook, "text/html"))
-    assert "Prices of one chip or card" in shown and "CPU XLA device, local" in shown
+    assert "Prices of one chip or card" in shown and "CPU XLA device at batch 4, local" in shown
     here = Measurement.read(folder / "mshnet-cpu-xla.json")
     assert [r["batch_size"] for r in here.fitting] == [4] and all(r["compiled_late"] == 0 for r in here.rows)
