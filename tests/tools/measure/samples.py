@@ -1,7 +1,7 @@
 """Measurements, offers and prices for the tests of `tpukit compare`."""
 
-from tpukit.tools.measure import Measurement, Offer, Price
-from tpukit.tools.measure.choice import BASES
+from tpukit.tools.measure import Measurement
+from tpukit.tools.measure.choice import BASES, Offer, Price
 
 
 def row(batch_size=32, step_ms=100.0, **other):

@@ -8,8 +8,8 @@ import pytest
 from tests.conftest import ROOT
 from tests.tools.measure.samples import estimate, measurement, price, row
 from tpukit import TpukitError
-from tpukit.tools.measure import PRICES, compare, prices_table, read_prices, sessions_needed
-from tpukit.tools.measure.choice import BASES, PUBLISHED_EPOCHS, offers
+from tpukit.tools.measure import PRICES, compare, prices_table, read_prices
+from tpukit.tools.measure.choice import BASES, PUBLISHED_EPOCHS, offers, sessions_needed
 
 MEASURED, PUBLISHED = BASES
 COLUMNS = "hardware,place,usd_per_hour,spot_usd_per_hour,session_h,week_h,as_of,source"

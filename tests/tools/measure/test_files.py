@@ -9,7 +9,7 @@ from tests.tools.measure.samples import measurement, row
 from tpukit import MNIST, TpukitError
 from tpukit.host.environment import detect
 from tpukit.tools import measure
-from tpukit.tools.measure import Measurement
+from tpukit.tools.measure import Measurement, timing
 from tpukit.tools.measure.timing import build_measurement
 
 
@@ -99,7 +99,7 @@ def test_a_foreign_or_missing_file_is_named(content, tmp_path):
 )
 def test_hardware_has_the_name_that_the_price_table_uses(accelerator, device, expected):
     env = dataclasses.replace(detect({}), accelerator=accelerator, device_name=device)
-    assert measure.hardware_of(env) == expected
+    assert timing.hardware_of(env) == expected
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def opened(path, task):
 def test_a_step_time_holds_the_step_and_the_wait_for_its_batch(digits, cpu, tmp_path):
     task = Slow(dataset_dir=digits, batch_size=64, channels=4, num_workers=0)
     run = opened(tmp_path / "run", task)
-    found = measure.time_steps(task, run, runtime=cpu, steps=7)
+    found = timing.time_steps(task, run, runtime=cpu, steps=7)
     r = found["row"]
     assert (
         r["wait_ms"] >= 30
@@ -103,7 +103,7 @@ def test_what_is_timed_are_the_steps_of_a_training(digits, cpu, tmp_path, monkey
     now = "train"
     train(task, opened(tmp_path / now, task), runtime=cpu, progress=False)
     now = "measure"
-    measure.time_steps(task, opened(tmp_path / now, task), runtime=cpu, steps=10)
+    timing.time_steps(task, opened(tmp_path / now, task), runtime=cpu, steps=10)
     assert len(seen["train"]) == 12 and len(seen["measure"]) == 1 + timing.WARM_UP + 10
     # The same batches on the same weights, in the order of an epoch; only the phase is the last.
     assert [s[::2] for s in seen["measure"][:12]] == [s[::2] for s in seen["train"]]
@@ -113,7 +113,7 @@ def test_what_is_timed_are_the_steps_of_a_training(digits, cpu, tmp_path, monkey
 def test_one_graph_is_compiled_and_none_after_the_first_steps(digits, xla, tmp_path):
     task = MNIST(dataset_dir=digits, batch_size=8, channels=4)
     run = opened(tmp_path / "run", task)
-    found = measure.time_steps(task, run, runtime=xla, steps=5)
+    found = timing.time_steps(task, run, runtime=xla, steps=5)
     assert found["row"]["compiled_late"] == 0 and len(run.records("compile")) == 1
 
 
