@@ -41,10 +41,10 @@ PICTURES = {
     ),
     "migration": ("gpu_to_tpu_migration", "migrate.as_table", {}, "mnist", "the example script of the notebook"),
     "comparison": (
-        "hardware_comparison", "compare.compare([]", dict(IMAGE_SIZE=64, STEPS=5, BATCH_SIZES="4"), None,
+        "hardware_comparison", "measure.compare([]", dict(IMAGE_SIZE=64, STEPS=5, BATCH_SIZES="4"), None,
         "what guides on the web publish of MSHNet, by hardware",
     ),
-    "cloud": ("cloud_tpu_vm", "describe_cost", dict(ACCELERATOR="v5litepod-1"), None, "list prices"),
+    "cloud": ("cloud_tpu_vm", "per_hour", {}, None, "list prices"),
 }  # fmt: skip
 
 

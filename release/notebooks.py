@@ -95,11 +95,13 @@ def build(out):
 
 
 def library(others=None):
-    """tpukit/ and its licence as the bytes of a tar.xz archive. others: dict of more files, name ->
+    """tpukit/, its licence and docs/sky/ as the bytes of a tar.xz archive. others: dict of more files, name ->
     content."""
     paths = [path for path in (ROOT / "tpukit").rglob("*") if path.suffix in (".py", ".csv", ".toml", ".txt")]
     files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
     files["tpukit/LICENSE"] = (ROOT / "LICENSE").read_bytes()
+    for path in (ROOT / "docs/sky").glob("*.yaml"):  # which the notebook on renting shows and starts
+        files[path.relative_to(ROOT).as_posix()] = path.read_bytes()
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for name, content in sorted({**files, **(others or {})}.items()):

@@ -34,7 +34,6 @@ SETTINGS = dict(
 SETTINGS_OF = {
     "mnist_quickstart": dict(BATCH_SIZE=64),
     "gpu_to_tpu_migration": dict(BATCH_SIZE=32),
-    "cloud_tpu_vm": dict(ACCELERATOR="v5litepod-1"),  # the one to rent
 }
 KERNELS = ROOT / "tpukit/tasks/cdeit/tpu/kernels.py"
 NEEDS_INTERNET: dict[str, str] = {}  # notebook -> the package that no image has

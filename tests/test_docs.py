@@ -68,10 +68,9 @@ SMALL |= {
     "--test-samples": "3",
     "--workers": "1",
 }
-# Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), what
-# rents machines (tests/tools/test_rent.py runs it against a recording sky), and a model of 110 million
-# parameters (tests/tasks/cdeit).
-ELSEWHERE = ("tpukit plan", "tpukit rent", "tpukit doctor --model cdeit")
+# Not run here: what compiles for a TPU for minutes and needs the network (tests/test_plan.py runs it), and
+# a model of 110 million parameters (tests/tasks/cdeit).
+ELSEWHERE = ("tpukit plan", "tpukit doctor --model cdeit")
 
 
 def name(path):

@@ -31,7 +31,7 @@ _HOMES = {
     "show": "reporting.display",
     "show_labels": "reporting.display",
     "show_own": "reporting.own",
-    "show_comparison": "reporting.display",
+    "show_comparison": "tools.measure",
     "show_plan": "reporting.display",
     "show_predictions": "reporting.display",
     "show_report": "reporting.display",

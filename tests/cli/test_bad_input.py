@@ -19,7 +19,8 @@ from tpukit import MNIST, Run, cli, train
 
 LONG = "n" * 300
 MNIST_RUN = "--epochs 1 --batch-size 8 --channels 1 --run".split()
-IMAGES_RUN = "--model-name test_resnet --pretrained no --image-size 32 --batch-size 2 --epochs 0 --num-workers 0 --run".split()
+IMAGES_RUN = "--model-name test_resnet --pretrained no --image-size 32 --batch-size 2 --epochs 0".split()
+IMAGES_RUN += ["--num-workers", "0", "--run"]
 HUGGING_FACE = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["a", "b"]}}
 
 
@@ -105,13 +106,12 @@ def infrared(folder):
     [
         f"show {LONG}",
         f"report {LONG}",
-        f"watch {LONG}",
+        f"report {LONG} --follow",
         f"migrate {LONG}.py",
         f"predict {LONG} a.png --out out",
         f"export {LONG} --to onnx",
         f"train mnist --run {LONG}",
         f"test mnist --weights {LONG}",
-        f"rent v5litepod-8 --source git+https://github.com/o/n --out {LONG} -- train mnist",
         f"train images --run run --dataset-dir {LONG}",
     ],
     ids=lambda words: words.replace(LONG, "LONG"),
@@ -176,12 +176,11 @@ def as_nobody(folder):
     [
         "show private/run",
         "report private/run",
-        "watch private/run",
+        "report private/run --follow",
         "train mnist --run private/run",
         "predict private/run a.png --out out",
         "export private/run --to onnx",
         "migrate private/a.py",
-        "rent v5litepod-8 --source git+https://github.com/o/n --out private/task.yaml -- train mnist",
     ],
 )
 def test_what_may_not_be_read_or_written_is_one_sentence(words, call, public):
@@ -347,7 +346,7 @@ def test_a_long_name_among_the_files_to_predict_loses_no_result(whole, call, tmp
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_that_has_not_every_character_gets_the_others(encoding, whole, monkeypatch):
-    for words in (["show", whole], ["report", whole], ["watch", whole]):
+    for words in (["show", whole], ["report", whole], ["report", whole, "--follow"]):
         written = io.BytesIO()
         monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding))
         assert cli.main([str(word) for word in words]) == 0

@@ -11,7 +11,7 @@ import torch
 
 from tests.conftest import ROOT
 from tpukit import MNIST, Run, cli
-from tpukit.cli.commands import COMMANDS, OPTIONS_WITH_TASK
+from tpukit.cli.commands import COMMANDS, WITH_TASK
 from tpukit.cli.options import CoreOptions, resolve_aliases
 from tpukit.cli.tools import PlanOptions
 from tpukit.tasks import TASKS, find
@@ -139,10 +139,7 @@ EXPLAINED = [
     ("doctor --weights none.pth", ["none.pth", "--model"]),
     ("compare merge --batch-size 0", ["batch_size=0"]),
     ("migrate", ["scripts"]),
-    (
-        "rent v5litepod-8 --out / --source git+https://github.com/o/n -- train mnist",
-        ["/ is a folder", "--out"],
-    ),
+    ("rent v5litepod-8 --spot -- train mnist", ["sky", "docs/RENTING.md"]),
     ("plan mshnet --chip v5e-8 --batch-sizes 12", ["v5e-8", "12"]),
     ("doctor --model resnet", ["'resnet'", "mnist, mshnet, cdeit, images"]),
     ("compare resnet", ["'resnet'", "mnist, mshnet, cdeit, images"]),
@@ -181,7 +178,7 @@ def test_wrong_usage_ends_with_2_and_names_the_choices(line, words, capsys):
 
 
 HELPS = [[], *([name] for name in COMMANDS if name != "simulate"), ["simulate", "eit"], ["compare", "merge"]]
-HELPS += [[name, task] for name in OPTIONS_WITH_TASK for task in TASKS]
+HELPS += [[name, task] for name in WITH_TASK for task in TASKS]
 # Prints the exit code and what was loaded after a help text, for many command lines in one process.
 PROGRAM = """
 import contextlib, io, json, sys
@@ -217,7 +214,7 @@ def test_every_command_has_help_which_loads_no_torch(words, helps):
 
 def test_help_lists_commands_tasks_and_settings_with_their_explanations(helps):
     assert all(f" {name} " in helps[""][1] for name in COMMANDS)
-    for name in OPTIONS_WITH_TASK:
+    for name in WITH_TASK:
         assert all(f" {task} " in helps[name][1] for task in TASKS)
     text = helps["train mshnet"][1]
     for flag in (
@@ -242,12 +239,20 @@ def test_the_choices_of_the_command_line_are_those_of_the_library():
     choices = {name: get_args(hint) for name, hint in get_type_hints(PlanOptions).items()}
     assert choices["chip"] == tuple(MACHINES) and choices["part"] == tuple(plan.PARTS)
     assert get_args(get_type_hints(CoreOptions)["parallel"]) == tuple(PARALLEL)
-    assert get_args(get_type_hints(COMMANDS["migrate"])["format"]) == tuple(migrate.FORMATS)
+    assert get_args(get_type_hints(COMMANDS["migrate"])["output"]) == tuple(migrate.FORMATS)
 
 
-def test_the_word_of_earlier_versions_is_accepted_with_a_note(capsys):
-    assert resolve_aliases(["predict", "w.pt", "--workload=mnist"]) == ["predict", "w.pt", "--task=mnist"]
-    assert "--task" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "line, todays, noted",
+    [
+        ("predict w.pt --workload=mnist", "predict w.pt --task=mnist", "--task"),
+        ("watch run", "report run --follow", "report --follow"),
+        ("watch run --once", "report run --follow", "report --follow"),
+    ],
+)
+def test_a_word_of_the_release_before_is_accepted_with_a_note(line, todays, noted, capsys):
+    assert resolve_aliases(line.split()) == todays.split()
+    assert noted in capsys.readouterr().err
 
 
 def test_older_names_of_options_become_todays_up_to_a_double_dash():
@@ -417,7 +422,8 @@ import atexit, os, sys, types
 torch_version, cudnn_version, used, *sys.argv = sys.argv[1:]
 cudnn = types.SimpleNamespace(version=lambda: int(cudnn_version))
 cuda = types.SimpleNamespace(is_initialized=lambda: used == "used")
-sys.modules["torch"] = types.SimpleNamespace(__version__=torch_version, cuda=cuda, backends=types.SimpleNamespace(cudnn=cudnn))
+backends = types.SimpleNamespace(cudnn=cudnn)
+sys.modules["torch"] = types.SimpleNamespace(__version__=torch_version, cuda=cuda, backends=backends)
 atexit.register(os._exit, 99)  # in place of the libraries' end, which comes after what a command registers
 from tpukit import cli
 def command(argv):

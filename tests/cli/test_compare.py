@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.compare.samples import measurement
+from tests.tools.measure.samples import measurement
 from tpukit import cli
-from tpukit.tools.compare import Measurement
+from tpukit.tools.measure import Measurement
 
 
 @pytest.fixture
@@ -55,10 +55,11 @@ def test_the_command_measures_merges_and_chooses(digits, tmp_path, monkeypatch, 
         (["--epochs", "0"], "epochs=0"),
         (["--deadline-h", "nan"], "deadline_h=nan"),
         (["--budget-usd", "-1"], "budget_usd=-1.0"),
-        (["--plan", "v3-8"], "no chip 'v3-8'; there are: v5e-1"),
+        (["--plan", "v5e-8"], "tpukit plan TASK"),
         (["--prices", "none.csv"], "none.csv"),
-        (["--prices-out", "pyproject.toml/mine.csv"], "pyproject.toml/mine.csv"),
-        (["mnist", "--dataset-dir", "none", "--out", "pyproject.toml/a.json"], "pyproject.toml/a.json"),
+        (["--prices-out", "pyproject.toml/mine.csv"], "pyproject.toml"),
+        (["--prices-out", "pyproject.toml"], "pyproject.toml already exists"),
+        (["mnist", "--dataset-dir", "none", "--out", "pyproject.toml/a.json"], "pyproject.toml"),
     ],
 )
 def test_wrong_usage_is_explained(argv, named, tmp_path, monkeypatch, capsys):
@@ -75,7 +76,7 @@ def test_a_measurement_replaces_an_earlier_one_and_no_other_file(
     mine.write_text('{"format": "my own"}')
     measurement().write(old)
     monkeypatch.setattr(
-        "tpukit.tools.compare.measuring._run_process", lambda *_: dict(fits=False, why="measured")
+        "tpukit.tools.measure.timing._run_process", lambda *_: dict(row=dict(fits=False, why="measured"))
     )
     for out, named in ((mine, str(mine)), (old, "measured")):
         assert cli.main(["compare", "mnist", "--dataset-dir", str(digits), "--out", str(out)]) == 1
@@ -105,6 +106,6 @@ def test_the_notebook_measures_merges_and_chooses(tmp_path):
         assert words in printed, words
     assert len(outputs(notebook, "image/png")) == 2 and (folder / "comparison.png").exists()
     shown = "".join(outputs(notebook, "text/html"))
-    assert "Prices of one chip or card" in shown and "CPU XLA device, local" in shown
+    assert "Prices of one chip or card" in shown and "CPU XLA device at batch 4, local" in shown
     here = Measurement.read(folder / "mshnet-cpu-xla.json")
     assert [r["batch_size"] for r in here.fitting] == [4] and all(r["compiled_late"] == 0 for r in here.rows)

@@ -65,7 +65,7 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
     from IPython.core.formatters import DisplayFormatter
     from nbconvert import HTMLExporter
 
-    from tpukit.tools import compare, prices
+    from tpukit.tools import measure
 
     def page(word, folder):
         folder.mkdir()
@@ -75,8 +75,8 @@ def test_in_a_saved_notebook_nothing_that_a_file_holds_is_markup(tmp_path, monke
         run = strange_run(folder / "run", word)
         display.show(run)
         display.show_report(run)
-        measurement = compare.Measurement.read(strange_measurement(folder / "m.json", word))
-        display.show_comparison(compare.compare([measurement], prices=prices.read()))
+        measurement = measure.Measurement.read(strange_measurement(folder / "m.json", word))
+        measure.show_comparison(measure.compare([measurement]))
         display.present(measurement.table())
         display.present(findings.settings_table(run.config))
         display.present(findings.settings_table(run.config, run.config["settings"]))  # folded
@@ -115,22 +115,6 @@ def test_an_error_shows_a_control_character_by_its_name(tmp_path, monkeypatch, c
     (tmp_path / "\x1b[2J/config.json").write_text("{}")
     assert cli.main(["show", "."]) == 1
     assert r"runs below it: \x1b[2J" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "data", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe", b"9" * 10_000, b"null"], ids=range(5)
-)
-def test_a_comparison_file_that_is_no_json_to_be_read_is_named(data, tmp_path, capsys):
-    (tmp_path / "m.json").write_bytes(data)
-    assert cli.main(["compare", str(tmp_path / "m.json")]) == 1
-    assert "m.json" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["hardware,place\0\n", 'hardware,"' + "x" * 200_000])
-def test_a_table_of_prices_that_is_no_csv_is_named(text, tmp_path, capsys):
-    (tmp_path / "prices.csv").write_text(text)
-    assert cli.main(["compare", "--prices", str(tmp_path / "prices.csv")]) == 1
-    assert "prices.csv" in capsys.readouterr().err
 
 
 def test_what_a_terminal_shows_anyway_stays_as_it_is():

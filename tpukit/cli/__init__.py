@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import sys
+from collections.abc import Sequence
 
 from tpukit import __version__
 from tpukit.host.environment import release
@@ -17,49 +18,40 @@ OF_A_PATH = {
 }
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130
     interrupted."""
     if argv is None:
         return _main_of_process(sys.argv[1:])
-    argv = list(argv)
     with contextlib.suppress(AttributeError):  # a notebook's stream takes every character
         sys.stdout.reconfigure(errors="replace")
     try:
-        code = _run(argv)
+        code = _run(list(argv))
         sys.stdout.flush()
-        return (
-            code if isinstance(code, int) else 0
-        )  # functions that Python users call too return what they made
+        return code if isinstance(code, int) else 0  # functions for Python too return what they made
     except TpukitError as error:
-        print(printable(f"tpukit: {error}"), file=sys.stderr)
-        return 1
+        message = str(error)
     except ImportError as error:
         if (error.name or "").startswith("tpukit"):
             raise
         install = f" Install it with: {sys.executable} -m pip install tyro." if error.name == "tyro" else ""
         advice = "`python -m tpukit doctor` lists what is missing or broken, and how to fix it"
-        print(printable(f"tpukit: {first_line(error)}.{install} {advice}"), file=sys.stderr)
-        return 1
+        message = f"{first_line(error)}.{install} {advice}"
     except KeyboardInterrupt:
         return 130
-    except (
-        BrokenPipeError
-    ):  # the reader of our output is gone (`| head`); what Python still buffers goes nowhere
+    except BrokenPipeError:  # our output has no reader (`| head`); what Python still buffers goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         if error.filename is None or error.errno not in OF_A_PATH:
             raise
         advice = "check its name and its permissions, or choose another"
-        print(
-            printable(f"tpukit: cannot use {error.filename} ({error.strerror.lower()}): {advice}"),
-            file=sys.stderr,
-        )
-        return 1
+        message = f"cannot use {error.filename} ({error.strerror.lower()}): {advice}"
+    print(printable(f"tpukit: {message}"), file=sys.stderr)
+    return 1
 
 
-def _main_of_process(argv):
+def _main_of_process(argv: list[str]) -> int:
     code = [1]  # of an error that nothing catches
     atexit.register(_leave, code)  # what is registered first is called last
     try:
@@ -70,10 +62,9 @@ def _main_of_process(argv):
     return code[0]
 
 
-def _leave(code):
+def _leave(code: list[int]) -> None:
     """End the process here, without taking its libraries down, where that is known to crash: with cuDNN 9.10
-    and newer under torch 2.9 and older, after a convolution on a GPU. The command has done its work by
-    then."""
+    and newer under torch 2.9 and older, after a convolution on a GPU. The command has done its work."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized() or release(torch.__version__) > (2, 9):
         return
@@ -83,7 +74,7 @@ def _leave(code):
         os._exit(code[0])
 
 
-def _run(argv):
+def _run(argv: list[str]) -> object:
     if argv == ["--version"]:
         print(__version__)
         return 0

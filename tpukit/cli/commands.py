@@ -1,7 +1,9 @@
 """The table of commands. tyro reads their options from the parameters of functions and the fields of
-dataclasses."""
+dataclasses; a function with a parameter `task` becomes a command with a subcommand for each task."""
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Annotated, Any, Union
 
 import tyro
@@ -9,10 +11,10 @@ import tyro
 from tpukit import __version__, leaves, tasks
 from tpukit.cli import compare, runs, tools
 from tpukit.cli.doctor import doctor
-from tpukit.cli.options import LaunchOptions, resolve_aliases
+from tpukit.cli.options import resolve_aliases
 from tpukit.tasks import TASKS
-from tpukit.tools.rent import rent
 
+doctor.__annotations__["as_json"] = Annotated[bool, tyro.conf.arg(name="json")]  # there without tyro
 COMMANDS = {
     "doctor": doctor,
     "train": runs.train,
@@ -20,25 +22,19 @@ COMMANDS = {
     "predict": runs.predict,
     "show": runs.show,
     "report": runs.report,
-    "watch": runs.watch,
     "export": tools.export,
     "plan": tools.plan,
     "compare": compare.measure,
     "migrate": tools.migrate,
     "simulate": tools.simulate,
-    "rent": rent,
 }
-# The commands with a subcommand for each task, and their options besides the task's settings.
-OPTIONS_WITH_TASK = {
-    "train": LaunchOptions,
-    "test": LaunchOptions,
-    "plan": tools.PlanOptions,
-    "compare": compare.MeasureOptions,
-}
+WITH_TASK = [
+    name for name, command in COMMANDS.items() if next(iter(inspect.signature(command).parameters)) == "task"
+]
 MERGE = "merge"  # the subcommand of `tpukit compare FILES`, which may be left out
 
 
-def run(argv):
+def run(argv: list[str]) -> Any:
     """Parse a command line, run its command and return what that does. SystemExit ends it after a help text
     or wrong usage."""
     argv = resolve_aliases(argv)
@@ -48,38 +44,33 @@ def run(argv):
         Union[tuple(_subcommand(name) for name in COMMANDS if leaves.has_command(name))],
         args=argv,
         prog="tpukit",
-        description=(
-            f"tpukit {__version__}: PyTorch training on TPU, GPU and CPU. `tpukit COMMAND --help` lists the"
-            " options."
-        ),
+        description=f"tpukit {__version__}: PyTorch training on TPU, GPU and CPU. See tpukit COMMAND --help",
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
     )
 
 
-def _subcommand(name):
-    if name not in OPTIONS_WITH_TASK:
-        return Annotated[Any, tyro.conf.subcommand(name, constructor=COMMANDS[name])]
-    nested = []
-    for task, entry in TASKS.items():
-        factory = functools.partial(_with_task, name, task)  # imports the task, so not before it is asked for
-        nested.append(
-            Annotated[Any, tyro.conf.subcommand(task, constructor_factory=factory, description=entry.summary)]
-        )
+def _subcommand(name: str) -> Any:
+    command = COMMANDS[name]
+    if name not in WITH_TASK:
+        return Annotated[Any, tyro.conf.subcommand(name, constructor=command)]
+    nested = {task: dict(description=entry.summary) for task, entry in TASKS.items()}
+    for task, about in nested.items():  # imports the task, so not before it is needed
+        about["constructor_factory"] = functools.partial(_with_task, command, task)
     if name == "compare":
-        nested.append(Annotated[Any, tyro.conf.subcommand(MERGE, constructor=compare.merge)])
-    return Annotated[
-        Any, tyro.conf.subcommand(name, constructor=Union[tuple(nested)], description=COMMANDS[name].__doc__)
-    ]
+        nested[MERGE] = dict(constructor=compare.merge)
+    choices = tuple(Annotated[Any, tyro.conf.subcommand(word, **about)] for word, about in nested.items())
+    return Annotated[Any, tyro.conf.subcommand(name, constructor=Union[choices], description=command.__doc__)]
 
 
-def _with_task(name, task):
+def _with_task(command: Callable, task_name: str) -> Callable:
     """The command as a function whose options are the settings of a task and the command's own."""
-    settings, own_options = tasks.find(task), OPTIONS_WITH_TASK[name]
 
-    def command(
-        task: Annotated[settings, tyro.conf.arg(name="")],
-        options: Annotated[own_options, tyro.conf.arg(name="")],
-    ):
-        return COMMANDS[name](task, options)
+    def with_settings(task, options):
+        return command(task, options)
 
-    return command
+    options = inspect.signature(command).parameters["options"].annotation
+    kinds = dict(task=tasks.find(task_name), options=options)
+    with_settings.__annotations__ = {
+        name: Annotated[kind, tyro.conf.arg(name="")] for name, kind in kinds.items()
+    }
+    return with_settings

@@ -10,12 +10,21 @@ from typing import Annotated, Literal
 
 import tyro
 
+import tpukit
+from tpukit.host import environment
+from tpukit.host.environment import Environment
+from tpukit.host.errors import TpukitError
 from tpukit.launching import HANG_TIMEOUT_S
+from tpukit.training.task import Task
 
 # Aliases of options, as published training scripts call them.
 ALIASES = {"--data-path": "--dataset-dir", "--global-batch-size": "--batch-size", "--model": "--model-name"}
-OLD_OPTIONS = {"--workload": "--task"}  # accepted for one more release
-
+# Words of the release before this one: an option's new name, or a sentence on what takes a word's place.
+OLD_OPTIONS = {"--workload": "--task"}
+REMOVED = {
+    "rent": "rent a machine by `sky` itself, with the task files in docs/sky/: the page docs/RENTING.md",
+    "--plan": "`tpukit plan TASK --chip v5e-8 --batch-sizes 32` asks the TPU's compiler, by itself",
+}
 
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
 
@@ -40,7 +49,7 @@ class LaunchOptions(CoreOptions):
     """When no step completes for this many seconds, show every core's Python stack and stop."""
 
 
-def resolve_aliases(argv):
+def resolve_aliases(argv: list[str]) -> list[str]:
     """The words of a command line with aliases replaced by the options' names; words after `--` stay as they
     are."""
     own = argv[: argv.index("--")] if "--" in argv else argv
@@ -54,24 +63,26 @@ def resolve_aliases(argv):
             to_stderr(f"{option} is called {OLD_OPTIONS[option]} now")
         new = (ALIASES | OLD_OPTIONS).get(option)
         words.append(f"{new}{equals}{value}" if new else word)
+    if words[:1] == ["watch"]:
+        to_stderr("`tpukit watch` is `tpukit report --follow` now")
+        words = ["report", *(word for word in words[1:] if word != "--once"), "--follow"]
+    for word in words[:1] + words * (words[:1] == ["compare"]):
+        if word in REMOVED:
+            raise TpukitError(f"`{word}` is gone: {REMOVED[word]}")
     return words + argv[len(own) :]
 
 
-def with_dataset(task, env, size=None):
+def with_dataset(task: Task, env: Environment, size: int | None = None) -> Task:
     """The task with the folder of its dataset: the given one, one that is found here, or a synthetic set of
     `size` images.
 
     Of the processes that torchrun started, only rank 0 prints which one."""
-    from tpukit.host import environment
-    from tpukit.tasks.datasets import find_dataset
-
-    printing = (
-        contextlib.nullcontext() if environment.rank() == 0 else contextlib.redirect_stdout(io.StringIO())
-    )
-    with printing:
-        found = find_dataset(env, task.dataset, task.dataset_dir, fallback=task.fallback or False, size=size)
+    is_first = environment.rank() == 0
+    with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
+        fallback = task.fallback or False
+        found = tpukit.find_dataset(env, task.dataset, task.dataset_dir, fallback=fallback, size=size)
     return dataclasses.replace(task, dataset_dir=found)
 
 
-def to_stderr(text):
+def to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

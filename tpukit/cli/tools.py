@@ -3,12 +3,14 @@
 import dataclasses
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
+import tpukit
 from tpukit.cli.options import RunFolder, to_stderr
 from tpukit.host.tables import printable
+from tpukit.training.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,17 +34,15 @@ class PlanOptions:
     """Also list this many of the heaviest operations, by their share of the HBM bytes or of the cycles."""
 
 
-def plan(task, options):
+def plan(task: Task, options: PlanOptions) -> int:
     """Whether a training step fits a TPU, what it computes, and what it moves. Needs no TPU."""
-    from tpukit.tools import plan as tool
-
     settings = dataclasses.asdict(options)
     top = settings.pop("top")
-    found = tool.plan(task, **settings, log=to_stderr)
-    print(found)
+    planned = tpukit.plan(task, **settings, log=to_stderr)
+    print(planned)
     if top:
-        print(f"\n{found.heaviest(top)}")
-    return 0 if found.largest_batch else 1
+        print(f"\n{planned.heaviest(top)}")
+    return 0 if planned.largest_batch else 1
 
 
 def export(
@@ -51,7 +51,7 @@ def export(
     out: Path | None = None,
     task: str | None = None,
     dataset_dir: Path | None = None,
-):
+) -> int:
     """Write the best weights of a run as one file for other programs, and measure how much its output
     differs. Exit code 1 if that is more than 1e-4.
 
@@ -64,11 +64,10 @@ def export(
         none.
     """
     from tpukit.tasks.trained import find_trained
-    from tpukit.tools import export as tool
 
-    task, best = find_trained(run, task)
-    task = dataclasses.replace(task, dataset_dir=dataset_dir or task.dataset_dir)
-    exported = tool.export(best, to=to, out=out, task=task)
+    trained, best = find_trained(run, task)
+    trained = dataclasses.replace(trained, dataset_dir=dataset_dir or trained.dataset_dir)
+    exported = tpukit.export(best, to=to, out=out, task=trained)
     print(printable(exported))
     return 0 if exported.is_equal() else 1
 
@@ -77,39 +76,37 @@ def migrate(
     files: tyro.conf.Positional[tuple[Path, ...]],
     fix: bool = False,
     to: Literal["torch_xla", "torch_tpu"] = "torch_xla",
-    format: Literal["text", "json"] = "text",
-):
+    output: Annotated[Literal["text", "json"], tyro.conf.arg(name="format")] = "text",
+) -> int:
     """List what in PyTorch code will not work, or will be slow, on a TPU: by line, each with its fix. Runs
     none of the code. Exit code 1 if anything is left that will not work.
 
     Args:
         files: scripts, notebooks, or folders of them.
         fix: rewrite what is safe to rewrite, in place, and show the difference. A copy of each file as it was
-        stays beside it
-            (NAME.orig).
+            stays next to it (NAME.orig).
         to: torch_xla: checks code for GPUs, or for an old torch_xla. torch_tpu: checks code for torch_xla.
-        format: text, or json, for machines.
+        output: text, or json, for machines.
     """
-    from tpukit.tools import migrate as tool
+    from tpukit.tools.migrate import FORMATS, contents, difference, examine, examine_all, files_in, write
 
     findings = []
-    paths = tool.files_in(files)
-    before = tool.contents(paths) if fix else {}
-    examined = list(tool.examine_all(paths, to))  # all before any is rewritten
-    show = print if format == "text" else to_stderr
+    paths = files_in(files)
+    before = contents(paths) if fix else {}
+    examined = list(examine_all(paths, to))  # all before any is rewritten
+    show = print if output == "text" else to_stderr
     for path, (found, fixed) in zip(paths, examined):
-        if fix and any(f.fixable for f in found):
-            if tool.contents([path]).get(path) != before.get(path):
-                show(
-                    printable(f"{path} was edited while it was checked, and stays as it is: start this again")
-                )
+        if fix and any(finding.fixable for finding in found):
+            if contents([path]).get(path) != before.get(path):
+                edited = f"{path} was edited while it was checked, and stays as it is: start this again"
+                show(printable(edited))
             else:
-                show(tool.difference(path, fixed))
-                show(printable(f"{path} as it was: {tool.write(path, fixed)}"))
-                found, _ = tool.examine(path, to)
+                show(difference(path, fixed))
+                show(printable(f"{path} as it was: {write(path, fixed)}"))
+                found, _ = examine(path, to)
         findings += found
-    print(tool.FORMATS[format](findings))
-    return 1 if any(f.level == "error" for f in findings) else 0
+    print(FORMATS[output](findings))
+    return 1 if any(finding.level == "error" for finding in findings) else 0
 
 
 def simulate(
@@ -121,7 +118,7 @@ def simulate(
     seed: int = 0,
     snr_db: float = 40.0,
     mismatch: float = 0.15,
-):
+) -> None:
     """Make a set for electrical impedance tomography: train/ and test/ with an npz file for every sample. A
     simulation that was stopped is resumed: files that are there already are kept.
 
@@ -136,8 +133,6 @@ def simulate(
         mismatch: how far a real tank is from the model: relative deviation of every voltage's gain, and of
         the gain of all.
     """
-    from tpukit.tasks.cdeit import simulator
-
     settings = dict(workers=workers, seed=seed, snr_db=snr_db, mismatch=mismatch)
-    simulator.simulate(out, samples=samples, test_samples=test_samples, **settings)
+    tpukit.simulate(out, samples=samples, test_samples=test_samples, **settings)
     print(f"{samples} training and {test_samples} test samples: {out}")

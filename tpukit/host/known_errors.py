@@ -357,8 +357,7 @@ KNOWN_ERRORS = {
         ),
         fix=(
             "xla_dist was removed: start the same command on every host of the slice (gcloud compute tpus"
-            " tpu-vm ssh NAME --worker=all --command=...); the processes find one another. `tpukit rent` does"
-            " this."
+            " tpu-vm ssh NAME --worker=all --command=...); the processes find one another."
         ),
         pattern=r"xla_dist\b",
     ),
@@ -520,8 +519,8 @@ KNOWN_ERRORS = {
             " only in part."
         ),
         fix=(
-            "The training is not affected. `tpukit watch RUN` shows its speed; `tpukit report RUN --trace 5`"
-            " profiles it."
+            "The training is not affected. `tpukit report RUN --follow` shows its log; `tpukit report RUN"
+            " --trace 5` profiles it."
         ),
         phrases=r"tpu-info",
     ),

@@ -113,15 +113,6 @@ def show_plan(plan: Any) -> None:
     present(Sentences([plan.caption]))
 
 
-def show_comparison(comparison, picture=None):
-    """Show what `compare` found: tables, plots, and the choice in words. picture: also save the plots there,
-    as a PNG file."""
-    for table in comparison.tables():
-        present(table)
-    present_figure(figures.comparison_figure(comparison), picture)
-    present(comparison.sentences())
-
-
 def predict_test_images(run, task, count):
     """(batch, predictions) of up to `count` test images: see `training.prediction`, which needs torch."""
     from tpukit.training import prediction

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import io
+import itertools
 import json
 import os
 import zipfile

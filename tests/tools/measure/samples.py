@@ -1,21 +1,25 @@
-"""Measurements, estimates and prices for the tests of `tpukit compare`."""
+"""Measurements, offers and prices for the tests of `tpukit compare`."""
 
-from tpukit.tools.compare import Estimate, Measurement
-from tpukit.tools.compare.choosing import MEASURED
-from tpukit.tools.prices import Price
+from tpukit.tools.measure import Measurement
+from tpukit.tools.measure.choice import BASES, Offer, Price
 
 
 def row(batch_size=32, step_ms=100.0, **other):
-    times = dict(
+    return dict(
+        batch_size=batch_size,
+        fits=True,
+        timed_steps=20,
+        compiled_late=0,
+        memory_bytes=2**30,
+        memory_of="a core's device",
         first_step_s=2.0,
         start_s=36.0,
         step_ms=step_ms,
         step_ms_low=step_ms,
         step_ms_high=step_ms,
         wait_ms=1.0,
+        **other,
     )
-    counts = dict(timed_steps=20, compiled_late=0, memory_bytes=2**30, memory_of="a core's device")
-    return dict(batch_size=batch_size, fits=True, **counts) | times | other
 
 
 def measurement(**other):
@@ -38,12 +42,11 @@ def measurement(**other):
         synthetic=False,
         rows=[row()],
     )
-    return Measurement(**{**fields, **other})
+    return Measurement(**fields | other)
 
 
-def estimate(hardware="T4", chips=1, epoch_s=90.0, basis=MEASURED, **other):
-    label = hardware if chips == 1 else f"{hardware} x {chips}"
-    return Estimate(hardware=hardware, chips=chips, label=label, basis=basis, epoch_s=epoch_s, **other)
+def estimate(hardware="T4", chips=1, epoch_s=90.0, basis=BASES[0], **other):
+    return Offer(hardware=hardware, chips=chips, label=hardware, basis=basis, epoch_s=epoch_s, **other)
 
 
 def price(hardware="T4", place="Google Cloud", usd=1.0, **other):

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from tests.tools.compare.samples import measurement, row
+from tests.tools.measure.samples import measurement, row
 from tpukit import MNIST, TpukitError
 from tpukit.host.environment import detect
-from tpukit.tools import compare
-from tpukit.tools.compare import Measurement
-from tpukit.tools.compare.measurement import build_measurement
+from tpukit.tools import measure
+from tpukit.tools.measure import Measurement, timing
+from tpukit.tools.measure.timing import build_measurement
 
 
 def test_a_file_is_read_as_it_was_written_and_is_small(tmp_path):
@@ -64,7 +64,9 @@ def test_a_damaged_file_is_named_with_what_is_wrong(change, named, tmp_path):
         Measurement.read(path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "\xff", "[" * 100_000, "9" * 10_000, None], ids=range(6))
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "null", "\xff", "[" * 100_000, '{"a":' * 100_000, "9" * 10_000, None], ids=range(8)
+)
 def test_a_foreign_or_missing_file_is_named(content, tmp_path):
     if content is not None:
         (tmp_path / "one.json").write_bytes(content.encode("latin-1"))
@@ -97,7 +99,7 @@ def test_a_foreign_or_missing_file_is_named(content, tmp_path):
 )
 def test_hardware_has_the_name_that_the_price_table_uses(accelerator, device, expected):
     env = dataclasses.replace(detect({}), accelerator=accelerator, device_name=device)
-    assert compare.hardware_of(env) == expected
+    assert timing.hardware_of(env) == expected
 
 
 @pytest.mark.parametrize(
@@ -133,13 +135,13 @@ def test_a_file_names_the_place_and_counts_the_chips_as_the_price_table_does(
     task = MNIST(dataset_dir=digits)
     result = dict(cores=cores, processes=cores, precision="fp32", samples=200)
     found = build_measurement(task, env, result, [row()])
-    assert (compare.file_for(tmp_path, task, env).name, found.place, found.chips) == expected
+    assert (measure.file_for(tmp_path, task, env).name, found.place, found.chips) == expected
 
 
 def test_another_engine_has_a_file_of_its_own(tmp_path):
     env = dataclasses.replace(detect({}), host="local", accelerator="cpu")
     engine = dict(torch_compile="reduce-overhead", channels_last="yes")
-    found = compare.file_for(tmp_path, MNIST(**engine), env)
+    found = measure.file_for(tmp_path, MNIST(**engine), env)
     assert (
         found.parent == tmp_path
         and found.name == "mnist-cpu-torch-compile-reduce-overhead-channels-last-yes.json"
