@@ -97,7 +97,7 @@ def build(out):
 def library(others=None):
     """tpukit/ and its licence as the bytes of a tar.xz archive. others: dict of more files, name ->
     content."""
-    paths = [path for path in (ROOT / "tpukit").rglob("*") if path.suffix in (".py", ".csv")]
+    paths = [path for path in (ROOT / "tpukit").rglob("*") if path.suffix in (".py", ".csv", ".toml")]
     files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
     files["tpukit/LICENSE"] = (ROOT / "LICENSE").read_bytes()
     raw = io.BytesIO()
