@@ -56,7 +56,8 @@ class Table:
     def _repr_html_(self):
         shown = self._html_of(self.rows) if self.rows or not self.folded else ""
         if self.folded:
-            shown += f"<details><summary>{html.escape(self.summary)}</summary>{self._html_of(self.folded)}</details>"
+            summary = f"<summary>{html.escape(self.summary)}</summary>"
+            shown += f"<details>{summary}{self._html_of(self.folded)}</details>"
         return f"<div {NO_FORMULAS}><b>{html.escape(self.title)}</b>{shown}</div>"
 
     def _html_of(self, rows):

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.runs.places import address_of
+from tpukit.runs.storage import address_of
 from tpukit.runs.run import setting, settings_dict
 
 
