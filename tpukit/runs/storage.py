@@ -127,7 +127,7 @@ class Remote:
     def __init__(self, address: str):
         self.address, self.scheme = address, address.partition(":")[0]
         # Now, and not in a launched core, which cannot ask the page of a notebook.
-        self._options = _secrets(self.scheme) | (S3_TIMEOUTS if self.scheme == "s3" else {})
+        self._options = _options(self.scheme)
 
     def __str__(self) -> str:
         return self.address
@@ -216,10 +216,12 @@ class Remote:
             file_system.rm_file(f"{root}/{name}")
 
 
-def _secrets(scheme: str) -> dict[str, Any]:
-    """Options of a file system."""
+def _options(scheme: str) -> dict[str, Any]:
+    """Options of a file system, by which fsspec also tells one connection from another."""
     found = {option: secrets.find(name) for option, name in SECRETS.get(scheme, {}).items()}
     options: dict[str, Any] = {option: value for option, value in found.items() if value}
+    if scheme == "s3":
+        options |= dict(S3_TIMEOUTS, endpoint_url=os.environ.get("AWS_ENDPOINT_URL"))
     if str(options.get("token")).lstrip().startswith("{"):  # of Google: the content of the file, not its path
         try:
             options["token"] = json.loads(options["token"])
