@@ -1,14 +1,23 @@
 """Finding a dataset on this host. Touches no accelerator and imports no torch."""
 
 import glob
+from collections.abc import Collection
 from pathlib import Path
 
 from tpukit.host import archives, arrays, drive, files
+from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 
 
-def find(env, name, path=None, *, fallback=False, parts=()):
+def find(
+    env: Environment,
+    name: str,
+    path: str | Path | None = None,
+    *,
+    fallback: bool | str | Path = False,
+    parts: Collection[str] = (),
+) -> Path | None:
     """The folder of a dataset, or None where it is not found; prints which place was taken and why.
 
     In this order: `path`; Drive (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; `fallback`, if it is
@@ -27,10 +36,7 @@ def find(env, name, path=None, *, fallback=False, parts=()):
             return _take(env, name, parts, instead, f"because {path} does not exist")
         if fallback is not True:
             what = f"dataset path {path} does not exist{f', nor does {instead}' if instead else ''}"
-            raise TpukitError(
-                f"{what}. Check its spelling (is Drive mounted?), or leave it empty to search the usual"
-                " places"
-            )
+            raise TpukitError(f"{what}. Check its spelling (is Drive mounted?), or leave it empty to search")
         print(printable(f"dataset {name}: {path} does not exist, looking elsewhere as allowed"))
     for place, why in _places(env, name, instead):
         if place.exists():
@@ -38,7 +44,7 @@ def find(env, name, path=None, *, fallback=False, parts=()):
     return None
 
 
-def is_run(folder):
+def is_run(folder: Path) -> bool:
     """Whether a folder holds a run of tpukit."""
     return (folder / "config.json").is_file() and (folder / "checkpoints").is_dir()
 
@@ -46,26 +52,16 @@ def is_run(folder):
 def _places(env, name, instead):
     """Yield (path, why) in the order of preference, archives beside folders. The user is asked for Drive at
     the end."""
-    on_drive = (
-        [env.drive / "datasets" / f"{name}{ending}" for ending in ("", *archives.ENDINGS)]
-        if env.drive
-        else []
-    )
+    names = [f"{name}{ending}" for ending in ("", *archives.ENDINGS)]
+    on_drive = [env.drive / "datasets" / file for file in names] if env.drive else []
     yield from ((place, "found on Drive") for place in on_drive)
     if env.host == "kaggle":
-        for depth in (
-            "*",
-            "*/*",
-            "*/*/*",
-            "*/*/*/*",
-        ):  # Kaggle nests a dataset below its owner and lower-cases names
-            for place in sorted(env.inputs.glob(depth)):
-                # The output of an earlier version may hold a run of this name: `tpukit train mnist` creates
-                # one.
+        for depth in range(4):  # Kaggle nests a dataset below its owner and lower-cases names
+            for place in sorted(env.inputs.glob("*/" * depth + "*")):
+                # The output of an earlier version may hold a run of this name, as of `tpukit train mnist`.
                 if (archives.stem(place) or place.name).lower() == name.lower() and not is_run(place):
                     yield place, "found in the Kaggle inputs"
-    for ending in ("", *archives.ENDINGS):
-        yield Path("datasets") / f"{name}{ending}", "found in ./datasets"
+    yield from ((Path("datasets") / file, "found in ./datasets") for file in names)
     if instead and instead.is_dir():
         yield instead, f"found at ./{instead}"
     if on_drive and drive.ask_for_drive(env):
@@ -86,9 +82,7 @@ def _unpacked(folder, name, archive, parts):
     try:
         content = arrays.content_key(archive.parent, like=(glob.escape(archive.name),))
     except OSError as error:
-        raise TpukitError(
-            f"{archive} cannot be read ({error.strerror}); copy or download it again"
-        ) from error
+        raise TpukitError(f"{archive} cannot be read ({error.strerror}): copy it again") from error
     source = folder.with_name(f".{folder.name}.archive")  # holds the key of the content of `folder`
     with files.file_lock(folder):
         if not folder.exists():
