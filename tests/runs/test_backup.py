@@ -22,20 +22,6 @@ def steps_in(folder):
     return [c["step"] for c in Run(folder).checkpoints()]
 
 
-def test_a_backup_of_another_run_is_refused_before_the_training_and_left_as_it_is(digits, tmp_path, cpu):
-    task = MNIST(dataset_dir=digits, epochs=2, **SMALL)
-    first = Run.open(tmp_path / "first/mnist", task, backup=tmp_path / "drive")
-    train(task, first, runtime=cpu, progress=False)
-    kept = {p: p.read_bytes() for p in (tmp_path / "drive").rglob("*") if p.is_file()}
-    tried = dataclasses.replace(task, epochs=1)  # by a second session on a fresh disk, without the backup
-    train(tried, Run.open(tmp_path / "second/mnist", tried), runtime=cpu, progress=False)
-    with refuses(first.config["id"], tmp_path / "drive", tmp_path / "second/mnist"):
-        Run.open(tmp_path / "second/mnist", tried, backup=tmp_path / "drive")
-    assert {p: p.read_bytes() for p in (tmp_path / "drive").rglob("*") if p.is_file()} == kept
-    back = Run.open(tmp_path / "third/mnist", task, backup=tmp_path / "drive")
-    assert back.config["id"] == first.config["id"] and steps_in(back.path) == steps_in(first.path)
-
-
 def test_a_backup_that_another_run_took_meanwhile_is_not_written_in(tmp_path, capsys):
     one, two = (Run.open(tmp_path / name, MNIST(), backup=tmp_path / "drive") for name in ("one", "two"))
     two.save({}, 7)
@@ -53,18 +39,6 @@ def test_of_a_run_and_a_backup_one_without_an_id_is_refused(old, tmp_path):
     (tmp_path / old / "config.json").write_text(json.dumps(config))
     with refuses(run.config.get("id", ""), tmp_path / "drive"):
         Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
-
-
-def test_a_backup_that_is_further_than_the_run_is_not_replaced(tmp_path, capsys):
-    run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
-    run.save({}, 1)
-    shutil.copytree(run.path, tmp_path / "left behind")
-    behind = Run.open(tmp_path / "behind", MNIST(), backup=tmp_path / "drive")
-    run.save({}, 3)
-    with refuses("step 3", "step 1", tmp_path / "drive"):
-        Run.open(tmp_path / "left behind", MNIST(), backup=tmp_path / "drive")
-    behind.save({}, 2)  # another session of the run, which was opened before
-    assert steps_in(tmp_path / "drive") == [3, 1] and "step 3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("copies", range(5))

@@ -215,23 +215,32 @@ def test_an_address_gets_what_a_folder_gets(memory, tmp_path):
         assert store[f"/backups/mnist/{name}"].getvalue() == (run.path / name).read_bytes()
 
 
-def test_another_runs_backup_a_later_state_and_other_files_are_refused_and_left(memory, tmp_path):
-    address, store = memory
-    run = Run.open(tmp_path / "run", MNIST(), backup=address)
+@pytest.mark.parametrize("kind", ["folder", "address"])
+def test_another_runs_backup_a_later_state_and_other_files_are_refused_and_left(kind, memory, tmp_path):
+    backup = memory[0] if kind == "address" else tmp_path / "drive/mnist"
+
+    def kept():
+        on_disk = {p: p.read_bytes() for p in (tmp_path / "drive").rglob("*") if p.is_file()}
+        return on_disk | {name: file.getvalue() for name, file in memory[1].items()}
+
+    run = Run.open(tmp_path / "run", MNIST(), backup=backup)
     run.save({}, 1)
     shutil.copytree(run.path, tmp_path / "left behind")
+    behind = Run.open(tmp_path / "behind", MNIST(), backup=backup)  # a second session of this run
     run.save({}, 2)
-    kept = {name: file.getvalue() for name, file in store.items()}
+    before = kept()
     other = Run.open(tmp_path / "other", MNIST())
-    with refuses(address, run.config["id"], other.path):
-        Run.open(other.path, MNIST(), backup=address)
-    with refuses(address, "step 2", "step 1"):
-        Run.open(tmp_path / "left behind", MNIST(), backup=address)
-    with refuses(address, "batch_size"):
-        Run.open(tmp_path / "new", MNIST(batch_size=7), backup=address)
-    with refuses("memory://backups", "mnist"):
-        Run.open(tmp_path / "new", MNIST(), backup="memory://backups")
-    assert {name: file.getvalue() for name, file in store.items()} == kept
+    with refuses(backup, run.config["id"], other.path):
+        Run.open(other.path, MNIST(), backup=backup)
+    with refuses(backup, "step 2", "step 1"):
+        Run.open(tmp_path / "left behind", MNIST(), backup=backup)
+    behind.save({}, 1)
+    with refuses(backup, "batch_size"):
+        Run.open(tmp_path / "new", MNIST(batch_size=7), backup=backup)
+    above = "memory://backups" if kind == "address" else tmp_path / "drive"
+    with refuses(above, "mnist"):
+        Run.open(tmp_path / "new", MNIST(), backup=above)
+    assert kept() == before and Run.open(tmp_path / "third", MNIST(), backup=backup).config == run.config
 
 
 def test_files_that_are_not_ours_stay_where_a_backup_removes_its_old_checkpoints(memory, tmp_path):

@@ -81,6 +81,7 @@ def _extract(archive: Path, folder: Path) -> None:
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
         # The archive's own modes are ignored. No more than `size` is read, however much the packed data hold.
+        assert opened is not None  # `_check` has refused what is neither
         with opened() as source, open(place, "wb") as file:
             shutil.copyfileobj(source, file, 1 << 20)
 
@@ -117,6 +118,7 @@ def _entries(archive: Path) -> Iterator[tuple[str, int | None, Callable | None]]
                 opened = functools.partial(packed.extractfile, entry) if plain else None
                 yield entry.name, None if entry.isdir() else entry.size, opened
             # tarfile takes a damaged header for the end. Reading on finds it, and gzip's checksum at the end.
+            assert packed.fileobj is not None
             while rest := packed.fileobj.read(1 << 20):
                 if rest.strip(b"\0"):
                     raise tarfile.ReadError("a header in it is damaged")
@@ -128,7 +130,7 @@ class _TarHeader(tarfile.TarInfo):
     def _proc_member(self, tar):  # the method that tarfile means subclasses to extend
         if self.size < 0 or (self.type in LONG_NAMES and self.size > MAX_NAME):
             raise tarfile.ReadError(f"a header of {self.size} bytes")
-        return super()._proc_member(tar)
+        return super()._proc_member(tar)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def stem(path: Path) -> str | None:

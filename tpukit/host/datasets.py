@@ -55,7 +55,7 @@ def _places(env, name, instead):
     names = [f"{name}{ending}" for ending in ("", *archives.ENDINGS)]
     on_drive = [env.drive / "datasets" / file for file in names] if env.drive else []
     yield from ((place, "found on Drive") for place in on_drive)
-    if env.host == "kaggle":
+    if env.inputs is not None:
         for depth in range(4):  # Kaggle nests a dataset below its owner and lower-cases names
             for place in sorted(env.inputs.glob("*/" * depth + "*")):
                 # The output of an earlier version may hold a run of this name, as of `tpukit train mnist`.

@@ -9,7 +9,7 @@ _asked = set()  # the Drives that this process asked for: a refusal is an answer
 
 def mount_drive(env: environment.Environment) -> Path | None:
     """Mount Google Drive on Colab, which asks for the user's consent. Returns its MyDrive folder, or None."""
-    if env.host != "colab":
+    if env.drive is None:
         print(f"Drive: only Colab can mount it; this is {env.host}, results stay in {env.outputs}.")
         return None
     if not env.drive.is_dir():
@@ -27,7 +27,8 @@ def mount_drive(env: environment.Environment) -> Path | None:
 
 def ask_for_drive(env: environment.Environment) -> bool:
     """Mount a Drive, if the user was not asked before and can answer. Returns whether it was mounted."""
-    if env.drive.is_dir() or env.drive in _asked or not environment.is_interactive_notebook():
+    known = env.drive is None or env.drive.is_dir() or env.drive in _asked
+    if known or not environment.is_interactive_notebook():
         return False
     print("Drive: the dataset may be there, so Colab asks whether to mount it")
     return mount_drive(env) is not None

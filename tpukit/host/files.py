@@ -11,6 +11,7 @@ import secrets
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import time
 import zlib
@@ -18,18 +19,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-try:
-    import fcntl
-except ImportError:  # Windows, where the commands work that take no lock
-    fcntl = None
-
 from tpukit.host.errors import TpukitError
+
+if sys.platform != "win32":  # where the commands work that take no lock
+    import fcntl
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 ALIVE_S = 120.0  # a process on another host that gave no sign of life for this long is considered dead
 
-
-_written_now = set()  # files that threads of this process are writing for `atomic_file`
+_written_now: set[str] = set()  # files that threads of this process are writing for `atomic_file`
 
 
 @contextlib.contextmanager

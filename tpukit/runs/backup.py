@@ -97,6 +97,7 @@ class Backup:
         try:
             self.storage.put(path, name, check)
         except Damaged:
+            assert check is not None
             try:
                 check(path)
             except Damaged as error:

@@ -87,7 +87,7 @@ def _parsed(folder: Path) -> list[Entry] | None:
 
 def entries_of(names: Iterable[str]) -> list[Entry]:
     """What `read_list` returns, for the files of these names alone."""
-    steps = {step_of(name) for name in names} - {None}
+    steps = {step for name in names if (step := step_of(name)) is not None}
     return [dict(file=_file_name(step), step=step, sha256=None) for step in sorted(steps, reverse=True)]
 
 
