@@ -65,7 +65,7 @@ def _check(archive: Path, folder: Path) -> None:
     for name, size, opened in _entries(archive):
         if opened is None:
             raise _unsafe(archive, f"{name!r} is a link, a device or the like (tar: -h --hard-dereference)")
-        _place(archive, name)
+        _path_of(archive, name)
         needed += BLOCK * math.ceil(max(size or 0, 1) / BLOCK)
         if needed > free:
             raise TpukitError(
@@ -75,18 +75,18 @@ def _check(archive: Path, folder: Path) -> None:
 
 def _extract(archive: Path, folder: Path) -> None:
     for name, size, opened in _entries(archive):
-        place = folder / _place(archive, name)
+        path = folder / _path_of(archive, name)
         if size is None:
-            place.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
             continue
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         # The archive's own modes are ignored. No more than `size` is read, however much the packed data hold.
         assert opened is not None  # `_check` has refused what is neither
-        with opened() as source, open(place, "wb") as file:
+        with opened() as source, open(path, "wb") as file:
             shutil.copyfileobj(source, file, 1 << 20)
 
 
-def _place(archive: Path, name: str) -> Path:
+def _path_of(archive: Path, name: str) -> Path:
     """Where an entry goes, relative to the target. Raises TpukitError for a name that leads outside it."""
     path = PureWindowsPath(name)  # stricter than POSIX: it knows drives, and both separators
     if path.anchor or any(not part.strip(". ") for part in path.parts):  # Windows takes ".. " for ".."

@@ -18,7 +18,7 @@ def find(
     fallback: bool | str | Path = False,
     parts: Collection[str] = (),
 ) -> Path | None:
-    """The folder of a dataset, or None where it is not found; prints which place was taken and why.
+    """The folder of a dataset, or None where it is not found; prints which one was taken and why.
 
     In this order: `path`; Drive (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; `fallback`, if it is
     a folder; on Colab a Drive that is not mounted yet, for which the user is asked once. Archives (.zip,
@@ -38,9 +38,9 @@ def find(
             what = f"dataset path {path} does not exist{f', nor does {instead}' if instead else ''}"
             raise TpukitError(f"{what}. Check its spelling (is Drive mounted?), or leave it empty to search")
         print(printable(f"dataset {name}: {path} does not exist, looking elsewhere as allowed"))
-    for place, why in _places(env, name, instead):
-        if place.exists():
-            return _take(env, name, parts, place, why)
+    for found, why in _candidates(env, name, instead):
+        if found.exists():
+            return _take(env, name, parts, found, why)
     return None
 
 
@@ -49,31 +49,31 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.json").is_file() and (folder / "checkpoints").is_dir()
 
 
-def _places(env, name, instead):
+def _candidates(env, name, instead):
     """Yield (path, why) in the order of preference, archives beside folders. The user is asked for Drive at
     the end."""
     names = [f"{name}{ending}" for ending in ("", *archives.ENDINGS)]
     on_drive = [env.drive / "datasets" / file for file in names] if env.drive else []
-    yield from ((place, "found on Drive") for place in on_drive)
+    yield from ((found, "found on Drive") for found in on_drive)
     if env.inputs is not None:
         for depth in range(4):  # Kaggle nests a dataset below its owner and lower-cases names
-            for place in sorted(env.inputs.glob("*/" * depth + "*")):
+            for found in sorted(env.inputs.glob("*/" * depth + "*")):
                 # The output of an earlier version may hold a run of this name, as of `tpukit train mnist`.
-                if (archives.stem(place) or place.name).lower() == name.lower() and not is_run(place):
-                    yield place, "found in the Kaggle inputs"
+                if (archives.stem(found) or found.name).lower() == name.lower() and not is_run(found):
+                    yield found, "found in the Kaggle inputs"
     yield from ((Path("datasets") / file, "found in ./datasets") for file in names)
     if instead and instead.is_dir():
         yield instead, f"found at ./{instead}"
     if on_drive and drive.ask_for_drive(env):
-        yield from ((place, "found on Drive") for place in on_drive)
+        yield from ((found, "found on Drive") for found in on_drive)
 
 
-def _take(env, name, parts, place, why):
-    if place.is_file() and archives.stem(place):
-        archive, place = place, _unpacked(env.outputs / "datasets" / name, name, place, parts)
+def _take(env, name, parts, found, why):
+    if found.is_file() and archives.stem(found):
+        archive, found = found, _unpacked(env.outputs / "datasets" / name, name, found, parts)
         why = f"{why}, unpacked from {archive.name}"
-    print(printable(f"dataset {name}: {place} ({why})"))
-    return place
+    print(printable(f"dataset {name}: {found} ({why})"))
+    return found
 
 
 def _unpacked(folder, name, archive, parts):
