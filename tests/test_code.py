@@ -30,7 +30,12 @@ def layer(path):
 
 
 def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    """What a module imports when it runs; under TYPE_CHECKING stand the imports of annotations alone."""
+    tree = ast.parse(path.read_text())
+    for block in ast.walk(tree):
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+            block.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

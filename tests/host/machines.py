@@ -2,10 +2,14 @@
 
 import os
 
-KAGGLE_TPU = {
-    "KAGGLE_KERNEL_RUN_TYPE": "Interactive", "KAGGLE_URL_BASE": "https://www.kaggle.com", "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "ISTPUVM": "1", "TPU_CHIPS_PER_HOST_BOUNDS": "2,4,1", "TPU_PROCESS_ADDRESSES": "local",
-}  # fmt: skip
+KAGGLE_TPU = dict(
+    KAGGLE_KERNEL_RUN_TYPE="Interactive",
+    KAGGLE_URL_BASE="https://www.kaggle.com",
+    TPU_ACCELERATOR_TYPE="v5litepod-8",
+    ISTPUVM="1",
+    TPU_CHIPS_PER_HOST_BOUNDS="2,4,1",
+    TPU_PROCESS_ADDRESSES="local",
+)
 COLAB_TPU = {
     "COLAB_RELEASE_TAG": "release-colab_1", "COLAB_TPU_1VM": "1", "TPU_ACCELERATOR_TYPE": "v5e-1",
     "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",

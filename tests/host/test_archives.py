@@ -56,20 +56,20 @@ def test_a_top_folder_may_hold_one_of_its_own_name(tmp_path):
     assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*.txt")) == ["b.txt", "set/a.txt"]
 
 
+OUTSIDE = [
+    "../outside.txt",
+    "{outside}",
+    "a/../../outside.txt",
+    "..\\outside.txt",
+    "a\\..\\..\\outside.txt",
+    "C:outside.txt",
+    "//host/share/outside.txt",
+    "a/.. /outside.txt",
+]
+
+
 @pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../outside.txt",
-        "{outside}",
-        "a/../../outside.txt",
-        "..\\outside.txt",
-        "a\\..\\..\\outside.txt",
-        "C:outside.txt",
-        "//host/share/outside.txt",
-        "a/.. /outside.txt",
-    ],
-)
+@pytest.mark.parametrize("name", OUTSIDE)
 def test_an_archive_that_leads_outside_is_refused_and_nothing_is_written(tmp_path, ending, name):
     name = name.format(outside=tmp_path / "outside.txt")
     archive = make_archive(tmp_path / f"bad{ending}", {"good.txt": "1", name: "2"})
@@ -103,39 +103,25 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        member("bad", tarfile.SYMTYPE, "/etc"),
-        member("bad", tarfile.SYMTYPE, "good.txt"),
-        member("bad", tarfile.LNKTYPE, "top/good.txt"),
-        member("bad", tarfile.LNKTYPE, "../../outside.txt"),
-        member("bad", tarfile.FIFOTYPE),
-        member("bad", tarfile.CHRTYPE),
-        member("bad", tarfile.BLKTYPE),
-        member("bad", tarfile.GNUTYPE_SPARSE),
-        member("bad", b"V"),
-        member("bad", size=4, pax_headers=SPARSE),
-        member("bad", size=4, pax_headers={"size": "-1024"}),
-    ],
-    ids=[
-        "link",
-        "inner link",
-        "hard link",
-        "outer hard link",
-        "pipe",
-        "tty",
-        "disk",
-        "sparse",
-        "unknown",
-        "pax",
-        "negative",
-    ],
-)
+BAD_MEMBERS = {
+    "link": member("bad", tarfile.SYMTYPE, "/etc"),
+    "inner link": member("bad", tarfile.SYMTYPE, "good.txt"),
+    "hard link": member("bad", tarfile.LNKTYPE, "top/good.txt"),
+    "outer hard link": member("bad", tarfile.LNKTYPE, "../../outside.txt"),
+    "pipe": member("bad", tarfile.FIFOTYPE),
+    "tty": member("bad", tarfile.CHRTYPE),
+    "disk": member("bad", tarfile.BLKTYPE),
+    "sparse": member("bad", tarfile.GNUTYPE_SPARSE),
+    "unknown": member("bad", b"V"),
+    "pax": member("bad", size=4, pax_headers=SPARSE),
+    "negative": member("bad", size=4, pax_headers={"size": "-1024"}),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_MEMBERS)
 def test_a_tar_gives_regular_files_and_folders_only(tmp_path, bad):
-    path = tar_of(
-        tmp_path / "bad.tar.gz", member("top", tarfile.DIRTYPE), member("top/good.txt", size=1), bad
-    )
+    path, top = tmp_path / "bad.tar.gz", member("top", tarfile.DIRTYPE)
+    tar_of(path, top, member("top/good.txt", size=1), BAD_MEMBERS[bad])
     with pytest.raises(TpukitError, match="'bad'|header"):  # some Pythons refuse -1024
         archives.unpack(path, tmp_path / "here/target")
     assert list((tmp_path / "here").iterdir()) == []
@@ -174,11 +160,8 @@ def test_a_zip_gives_regular_files_and_folders_only(tmp_path, kind):
 @pytest.mark.parametrize("ending", [".zip", ".tar.gz"])
 def test_an_archive_decides_nothing_but_names_and_contents(tmp_path, ending):
     path, long = tmp_path / f"set{ending}", "n" * 200
-    names = [
-        f"set/./{long}/tool",
-        "set/a.txt",
-        "set/a.txt",
-    ]  # the last of a name counts, as when tar itself unpacks
+    # The last of a name counts, as when tar itself unpacks.
+    names = [f"set/./{long}/tool", "set/a.txt", "set/a.txt"]
     if ending == ".zip":
         with zipfile.ZipFile(path, "w") as archive, pytest.warns(UserWarning, match="Duplicate"):
             for number, name in enumerate(names):
@@ -193,11 +176,8 @@ def test_an_archive_decides_nothing_but_names_and_contents(tmp_path, ending):
     finally:
         os.umask(umask)
     found = {str(place.relative_to(folder)): place.stat() for place in folder.rglob("*")}
-    assert {name: oct(about.st_mode) for name, about in found.items()} == {
-        long: "0o40750",
-        f"{long}/tool": "0o100640",
-        "a.txt": "0o100640",
-    }
+    modes = {name: oct(about.st_mode) for name, about in found.items()}
+    assert modes == {long: "0o40750", f"{long}/tool": "0o100640", "a.txt": "0o100640"}
     assert found["a.txt"].st_size == 2 and {about.st_uid for about in found.values()} == {os.getuid()}
 
 
@@ -248,8 +228,7 @@ def test_a_name_of_a_tar_that_would_fill_the_memory_is_not_read(tmp_path):
 
 
 def test_what_a_killed_process_left_is_gone_after_the_next_and_nothing_else(tmp_path):
-    archive = make_archive(tmp_path / "set.zip", {"a.txt": "1"})
-    target = tmp_path / "here/set.v1"
+    archive, target = make_archive(tmp_path / "set.zip", {"a.txt": "1"}), tmp_path / "here/set.v1"
     program = (
         "import os, sys\nfrom pathlib import Path\nfrom tpukit.host import archives\n"
         "archives._extract = lambda *_: os.kill(os.getpid(), 9)\narchives.unpack(*map(Path, sys.argv[1:]))"
@@ -259,20 +238,14 @@ def test_what_a_killed_process_left_is_gone_after_the_next_and_nothing_else(tmp_
         assert ran.returncode == -9
     (left,) = target.parent.iterdir()  # the second and the third removed what the one before had left
     start = left.name.removesuffix(f"{left.name.split('.')[-2]}.partial")
-    for name in (
-        left.name.replace(platform.node(), "elsewhere"),
-        f"{start}xx.partial",
-        ".set.v1.original",
-        f"x{left.name}",
-    ):
+    elsewhere = left.name.replace(platform.node(), "elsewhere")
+    for name in (elsewhere, f"{start}xx.partial", ".set.v1.original", f"x{left.name}"):
         (target.parent / name).mkdir()
     (target.parent / f"{start}afileaaa.partial").write_text("a file")
     (target.parent / f"{start}alinkaaa.partial").symlink_to(tmp_path)
     kept = {*target.parent.iterdir()} - {left}
-    with (
-        files.atomic_folder(target.with_name("set")) as other,
-        files.atomic_folder(target) as same,
-    ):  # of a process that lives
+    # Two of a process that lives.
+    with files.atomic_folder(target.with_name("set")) as other, files.atomic_folder(target) as same:
         archives.unpack(archive, target)
         assert {*target.parent.iterdir()} == kept | {other, same, target}
         shutil.rmtree(target)
@@ -312,20 +285,19 @@ def patched(archive, local, central):
     archive.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    "damage, cause",
-    [
-        (lambda path: patched(path, dict.fromkeys(range(35, 60), 255), {}), "invalid block type"),
-        (lambda path: patched(path, {6: 1}, {8: 1}), "password"),
-        (lambda path: patched(path, {8: 99}, {10: 99}), "compression method"),
-        (lambda path: path.write_bytes(b"no archive"), "not a zip file"),
-    ],
-    ids=["damaged", "encrypted", "unknown", "no archive"],
-)
-def test_an_archive_that_cannot_be_read_is_explained_and_leaves_nothing_behind(tmp_path, damage, cause):
+DAMAGE = {
+    "invalid block type": lambda path: patched(path, dict.fromkeys(range(35, 60), 255), {}),
+    "password": lambda path: patched(path, {6: 1}, {8: 1}),
+    "compression method": lambda path: patched(path, {8: 99}, {10: 99}),
+    "not a zip file": lambda path: path.write_bytes(b"no archive"),
+}
+
+
+@pytest.mark.parametrize("cause", DAMAGE)
+def test_an_archive_that_cannot_be_read_is_explained_and_leaves_nothing_behind(tmp_path, cause):
     with zipfile.ZipFile(tmp_path / "bad.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.txt", os.urandom(500).hex())
-    damage(tmp_path / "bad.zip")
+    DAMAGE[cause](tmp_path / "bad.zip")
     with refuses(tmp_path / "bad.zip", cause):
         archives.unpack(tmp_path / "bad.zip", tmp_path / "here/target")
     assert list((tmp_path / "here").iterdir()) == []

@@ -91,15 +91,21 @@ def test_a_folder_that_cannot_be_made_asks_for_another_one(tmp_path, write):
         write(tmp_path / "taken")
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path):
-    with pytest.raises(RuntimeError), files.atomic_folder(tmp_path / "above/folder") as work:
+def test_a_file_and_a_folder_appear_whole_or_not_at_all(tmp_path):
+    above = tmp_path / "above"
+    with pytest.raises(RuntimeError), files.atomic_folder(above / "folder") as work:
         (work / "half").touch()
-        assert not (tmp_path / "above/folder").exists()
+        assert not (above / "folder").exists()
         raise RuntimeError("the process fell over")
-    assert os.listdir(tmp_path / "above") == []
-    with files.atomic_folder(tmp_path / "above/folder") as work:
+    assert os.listdir(above) == []
+    with files.atomic_folder(above / "folder") as work:
         (work / "all").touch()
-    assert os.listdir(tmp_path / "above") == ["folder"] and os.listdir(tmp_path / "above/folder") == ["all"]
+    assert os.listdir(above) == ["folder"] and os.listdir(above / "folder") == ["all"]
+    files.write_atomic(above / "file", "old")
+    with pytest.raises(RuntimeError), files.atomic_file(above / "file") as file:
+        file.write(b"half of the ne")
+        raise RuntimeError("the process fell over")
+    assert (above / "file").read_text() == "old" and sorted(os.listdir(above)) == ["file", "folder"]
 
 
 def test_two_processes_may_write_the_same_file(tmp_path, monkeypatch):
@@ -121,15 +127,6 @@ def test_a_user_without_a_name_is_called_by_number(tmp_path, monkeypatch):
     assert files.cache_folder().name == f"tpukit-{os.getuid()}"
     with files.file_lock(tmp_path / "file"):
         pass
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "file"
-    files.write_atomic(path, "old")
-    with pytest.raises(RuntimeError), files.atomic_file(path) as file:
-        file.write(b"half of the ne")
-        raise RuntimeError("the process fell over")
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
 
 
 def test_what_another_thread_is_writing_stays_where_the_rests_of_killed_processes_are_removed(tmp_path):

@@ -52,7 +52,10 @@ def test_the_environment_comes_first_and_is_left_as_it_is(vault, monkeypatch):
     assert secrets.find("MY_TOKEN") == "of-the-environment" and vault.asked == []
 
 
-def test_elsewhere_nothing_is_found():
+@pytest.mark.parametrize("value", [None, " \n"])
+def test_elsewhere_nothing_is_found_and_a_blank_secret_is_none(value, monkeypatch):
+    if value is not None:
+        monkeypatch.setenv("MY_TOKEN", value)
     assert secrets.find("MY_TOKEN") is None
 
 
@@ -60,10 +63,8 @@ def test_what_was_found_is_hidden_in_text_also_quoted_for_an_address(monkeypatch
     monkeypatch.setenv("MY_TOKEN", "a/b+c d")
     assert secrets.hide("a/b+c d") == "a/b+c d"  # unknown so far
     secrets.find("MY_TOKEN")
-    assert (
-        secrets.hide("key a/b+c d, in https://x?k=a%2Fb%2Bc%20d&l=a/b%2Bc%20d.")
-        == "key ***, in https://x?k=***&l=***."
-    )
+    quoted = "key a/b+c d, in https://x?k=a%2Fb%2Bc%20d&l=a/b%2Bc%20d."
+    assert secrets.hide(quoted) == "key ***, in https://x?k=***&l=***."
 
 
 @pytest.mark.parametrize("pasted", ["hf_SECRET\n", "\r\nhf_SECRET\r", " hf_SECRET\t"])
@@ -71,11 +72,6 @@ def test_a_token_that_was_pasted_with_a_newline_is_used_without_it(pasted, monke
     monkeypatch.setenv("MY_TOKEN", pasted)
     assert secrets.find("MY_TOKEN") == "hf_SECRET"
     assert "SECRET" not in secrets.hide(f"Illegal header value {b'Bearer ' + pasted.encode()!r}")
-
-
-def test_a_blank_secret_is_none(monkeypatch):
-    monkeypatch.setenv("MY_TOKEN", " \n")
-    assert secrets.find("MY_TOKEN") is None
 
 
 @pytest.mark.parametrize("value", ["hf_SEC\nRET", "hf_SEC\x00RET", "hf_SEC\u00e9RET", "hf_SEC\\RET"])

@@ -22,22 +22,6 @@ def steps_in(folder):
     return [c["step"] for c in Run(folder).checkpoints()]
 
 
-def test_a_backup_of_another_run_is_refused_before_the_training_and_left_as_it_is(digits, tmp_path, cpu):
-    task = MNIST(dataset_dir=digits, epochs=2, **SMALL)
-    first = Run.open(tmp_path / "first/mnist", task, backup=tmp_path / "drive")
-    train(task, first, runtime=cpu, progress=False)
-    kept = {p: p.read_bytes() for p in (tmp_path / "drive").rglob("*") if p.is_file()}
-    tried = dataclasses.replace(
-        task, epochs=1
-    )  # a second session on a fresh disk tries one epoch, without the backup
-    train(tried, Run.open(tmp_path / "second/mnist", tried), runtime=cpu, progress=False)
-    with refuses(first.config["id"], tmp_path / "drive", tmp_path / "second/mnist"):
-        Run.open(tmp_path / "second/mnist", tried, backup=tmp_path / "drive")
-    assert {p: p.read_bytes() for p in (tmp_path / "drive").rglob("*") if p.is_file()} == kept
-    back = Run.open(tmp_path / "third/mnist", task, backup=tmp_path / "drive")
-    assert back.config["id"] == first.config["id"] and steps_in(back.path) == steps_in(first.path)
-
-
 def test_a_backup_that_another_run_took_meanwhile_is_not_written_in(tmp_path, capsys):
     one, two = (Run.open(tmp_path / name, MNIST(), backup=tmp_path / "drive") for name in ("one", "two"))
     two.save({}, 7)
@@ -57,27 +41,7 @@ def test_of_a_run_and_a_backup_one_without_an_id_is_refused(old, tmp_path):
         Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
 
 
-def test_a_backup_that_is_further_than_the_run_is_not_replaced(tmp_path):
-    run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
-    run.save({}, 1)
-    shutil.copytree(run.path, tmp_path / "left behind")
-    run.save({}, 2)
-    with refuses("step 2", "step 1", tmp_path / "drive"):
-        Run.open(tmp_path / "left behind", MNIST(), backup=tmp_path / "drive")
-    assert steps_in(tmp_path / "drive") == [2, 1]
-
-
-def test_of_two_sessions_of_one_run_the_one_behind_does_not_move_the_backup_back(tmp_path, capsys):
-    Run.open(tmp_path / "first", MNIST(), backup=tmp_path / "drive").save({}, 1)
-    ahead, behind = (
-        Run.open(tmp_path / name, MNIST(), backup=tmp_path / "drive") for name in ("ahead", "behind")
-    )
-    ahead.save({}, 3)
-    behind.save({}, 2)
-    assert steps_in(tmp_path / "drive") == [3, 1] and "step 3" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("copies", range(4))
+@pytest.mark.parametrize("copies", range(5))
 def test_a_drive_that_goes_within_a_backup_is_reported_and_gets_no_further_file(
     copies, tmp_path, monkeypatch, capsys
 ):
@@ -87,17 +51,16 @@ def test_a_drive_that_goes_within_a_backup_is_reported_and_gets_no_further_file(
     run = Run.open(tmp_path / "run", MNIST())
     run.log("note", 1)
 
-    def gone():
-        return len(done) > copies
+    def mounted(path):
+        return len(done) <= copies if Path(path) == drive else ismount(path)
 
-    monkeypatch.setattr(os.path, "ismount", lambda path: not gone() if Path(path) == drive else ismount(path))
-    monkeypatch.setattr(files, "copy_atomic", lambda *paths: (done.append(paths), copy(*paths)))
+    monkeypatch.setattr(os.path, "ismount", mounted)
+    monkeypatch.setattr(files, "copy_atomic", lambda *paths: (done.append(paths[1]), copy(*paths)))
     run = Run.open(tmp_path / "run", MNIST(), backup=drive / "runs/mnist")
-    run.save({}, 1)  # config, records, log where there is one, the checkpoint
-    reported = f"mounted at {drive}" in capsys.readouterr().out
-    assert (len(done), reported) == ((copies + 1, True) if gone() else (len(done), False))
+    run.save({}, 1)  # config, an empty list, records, the checkpoint, the list
+    assert len(done) == copies + 1 and f"mounted at {drive}" in capsys.readouterr().out
     listed = drive / "runs/mnist/checkpoints/checkpoints.json"
-    assert not reported or not listed.exists() or "step-" not in listed.read_text()
+    assert copies == 4 or not listed.exists() or "step-" not in listed.read_text()
 
 
 def test_a_backup_is_compared_by_content_and_not_by_clock(tmp_path):
@@ -112,39 +75,36 @@ def test_a_backup_is_compared_by_content_and_not_by_clock(tmp_path):
     assert newest[0].read_bytes() == newest[1].read_bytes()
 
 
-def test_what_a_backup_has_already_is_not_copied_again(tmp_path, monkeypatch):
-    run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
+@pytest.mark.parametrize("backup", ["a folder", "memory://backups/run"])
+def test_what_a_backup_has_already_is_not_copied_again(backup, tmp_path, monkeypatch):
+    run = Run.open(tmp_path / "run", MNIST(), backup=backup if "://" in backup else tmp_path / backup)
     run.save_best(dict(weight=torch.ones(3)), epoch=1)
     run.save({}, 5)
-    copied, copy = [], files.copy_atomic
-    monkeypatch.setattr(
-        files, "copy_atomic", lambda source, *how: (copied.append(source.name), copy(source, *how))
-    )
+    copied, put = [], run.backup.storage.put
+    run.backup.storage.put = lambda source, name, *check: (copied.append(name), put(source, name, *check))
     run.print("something")
     run.save({}, 6)
-    assert copied == ["log.txt", "step-00000006.pt"]
+    assert copied == ["log.txt", "checkpoints/step-00000006.pt", "checkpoints/checkpoints.json"]
 
 
 def test_a_drive_that_vanished_is_reported_and_nothing_goes_to_its_bare_folder(tmp_path, monkeypatch, capsys):
-    drive, mounted = tmp_path / "drive", [True]
+    drive, away, mounted = tmp_path / "drive", tmp_path / "away", [True]
     drive.mkdir()
     ismount = os.path.ismount
     monkeypatch.setattr(os.path, "ismount", lambda path: mounted[0] if Path(path) == drive else ismount(path))
     run = Run.open(tmp_path / "run", MNIST(), backup=drive / "runs/mnist")
     run.save({}, 1)
-    drive.rename(tmp_path / "away")
+    drive.rename(away)
     drive.mkdir()
     mounted[0] = False
     run.save({}, 2)
     assert not list(drive.iterdir()) and f"mounted at {drive}" in capsys.readouterr().out
     drive.rmdir()
-    (tmp_path / "away").rename(drive)
+    away.rename(drive)
     mounted[0] = True
     run.save({}, 3)
-    assert (
-        steps_in(drive / "runs/mnist") == [3, 2]
-        and f"backup to {drive / 'runs/mnist'} works" in capsys.readouterr().out
-    )
+    assert steps_in(drive / "runs/mnist") == [3, 2]
+    assert f"backup to {drive / 'runs/mnist'} works" in capsys.readouterr().out
 
 
 def test_a_backup_on_a_drive_that_was_not_mounted_is_refused_before_the_training(
@@ -162,12 +122,10 @@ def test_a_backup_restores_a_run_and_nothing_else(tmp_path):
     run.save(dict(a=2), 2)
     listed = tmp_path / "drive/checkpoints/checkpoints.json"
     found = json.loads(listed.read_text())
-    listed.write_text(
-        json.dumps([dict(found[0], file="../../../outside.pt"), *found])
-    )  # not written by tpukit
+    listed.write_text(json.dumps([dict(found[0], file="../../../outside.pt"), *found]))  # not by tpukit
     (tmp_path / "outside.pt").write_text("mine")
+    (tmp_path / "drive/cores").mkdir()
     for name in ("notes.txt", "run.py", "checkpoints/other.pt", "cores/stop"):
-        (tmp_path / "drive" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "drive" / name).write_text("0")
     again = Run.open(tmp_path / "again", MNIST(), backup=tmp_path / "drive")
     assert again.restore() == dict(a=2) and (tmp_path / "outside.pt").read_text() == "mine"
@@ -332,18 +290,19 @@ def test_tpukit_train_resumes_from_an_earlier_versions_output(kaggle, digits, mo
 
 
 def test_an_input_that_is_no_run_is_not_taken_for_one_and_two_runs_of_a_name_are_refused(kaggle):
-    (kaggle.inputs / "some-model/mine").mkdir(parents=True)
-    (kaggle.inputs / "some-model/mine/config.json").write_text("{}")  # as many published models have one
+    def make(name, *parts):
+        (kaggle.inputs / name).mkdir(parents=True)
+        (kaggle.inputs / name / "config.json").write_text("{}")
+        for part in parts:
+            (kaggle.inputs / name / part).mkdir()
+
+    make("some-model/mine")  # many published models have a config.json
     assert find_run(kaggle, "mine") is None and find_run(kaggle, "") is None
-    (kaggle.inputs / "notebook/outputs/mnist/checkpoints").mkdir(
-        parents=True
-    )  # a run has the name of its dataset here
-    (kaggle.inputs / "notebook/outputs/mnist/config.json").write_text("{}")
+    make("notebook/outputs/mnist", "checkpoints")  # a run has the name of its dataset here
     assert find_run(kaggle, "mnist") == kaggle.inputs / "notebook/outputs/mnist"
     assert "synthetic" in find_dataset(kaggle, "mnist", size=12).name
     for owner in ("a", "b"):
-        (kaggle.inputs / f"datasets/{owner}/set/mine/checkpoints").mkdir(parents=True)
-        (kaggle.inputs / f"datasets/{owner}/set/mine/config.json").write_text("{}")
+        make(f"datasets/{owner}/set/mine", "checkpoints")
     with refuses(*kaggle.inputs.glob("datasets/*/set/mine")):
         find_run(kaggle, "mine")
     Run.open(kaggle.outputs / "mine", mnist.MNIST())
@@ -389,10 +348,8 @@ def test_a_damaged_file_of_a_run_replaces_nothing_in_its_backup_and_is_taken_fro
     whole = (tmp_path / "drive" / name).read_bytes()
     flip(copied.path / name)
     again = reopened(copied)
-    assert again.restore() == dict(a=2) and again.mend_best() in (
-        None,
-        weights.metadata(tmp_path / "drive/best.safetensors"),
-    )
+    best = weights.metadata(tmp_path / "drive/best.safetensors")
+    assert again.restore() == dict(a=2) and again.mend_best() in (None, best)
     assert (copied.path / name).read_bytes() == whole and name in capsys.readouterr().out
     again.save(dict(a=3), 3)
     assert (tmp_path / "drive" / name).read_bytes() == whole and steps_in(tmp_path / "drive") == [3, 2]
@@ -447,11 +404,8 @@ def test_a_copy_that_arrived_damaged_replaces_nothing_and_no_checkpoint_is_remov
     monkeypatch.setattr(shutil, "copyfileobj", damaging)
     copied.save(dict(a=3), 3)
     assert {path: path.read_bytes() for path in (tmp_path / "drive/checkpoints").iterdir()} == before
-    assert (
-        "backup to" in capsys.readouterr().out
-        and steps_in(copied.path) == [3, 2]
-        and copied.restore() == dict(a=3)
-    )
+    assert "backup to" in capsys.readouterr().out
+    assert steps_in(copied.path) == [3, 2] and copied.restore() == dict(a=3)
 
 
 def test_a_backup_whose_checkpoints_were_deleted_is_not_trained_over(copied, tmp_path):
@@ -482,11 +436,6 @@ def test_what_an_unfinished_restore_of_another_run_left_is_not_taken_for_a_part_
     assert not (left / "config.json").exists()
     (left / ".restoring").write_text(copied.config["id"])
     assert reopened(copied, "left").restore() == dict(a=2) and not (left / ".restoring").exists()
-
-
-def test_a_backups_place_is_said_at_the_start(tmp_path, capsys):
-    Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
-    assert str(tmp_path / "drive") in capsys.readouterr().out
 
 
 def test_a_finished_run_whose_last_session_was_killed_before_its_backup_catches_up(

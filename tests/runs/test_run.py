@@ -70,33 +70,21 @@ def test_a_training_leaves_no_file_open(digits, tmp_path, cpu):
     assert not [path for path in opened if path.startswith(str(tmp_path))]
 
 
-def test_a_record_after_one_that_was_cut_short_stands_on_a_line_of_its_own(tmp_path):
+@pytest.mark.parametrize("damage", ['{"kind": "no', "[" * 100_000 + "\n"], ids=["cut short", "too deep"])
+def test_a_damaged_record_is_left_out_and_the_next_one_stands_on_a_line_of_its_own(damage, tmp_path):
     run = Run.open(tmp_path / "run", MNIST())
     run.log("note", 1, value=1)
     with open(run.path / "records.jsonl", "a") as file:
-        file.write('{"kind": "no')
+        file.write(damage)
     run.log("note", 2, value=2)
     with pytest.warns(UserWarning, match="line 2 "):
         assert [r["value"] for r in run.records()] == [1, 2]
-
-
-def test_a_record_that_nests_deeper_than_python_reads_is_left_out(tmp_path):
-    run = Run.open(tmp_path / "run", MNIST())
-    run.log("note", 1, value=1)
-    with open(run.path / "records.jsonl", "a") as file:
-        file.write("[" * 100_000 + "\n")
-    with pytest.warns(UserWarning, match="line 2 "):
-        assert [r["value"] for r in run.records()] == [1]
 
 
 RECORDS = [
     dict(kind="evaluation", step=1, time=1),
     dict(kind="train", step=1, time=1),
     dict(kind="note", step="x", time="y"),
-]
-
-
-RECORDS += [
     dict(kind="note", step=10**30, time=1),
     dict(kind="train", step=1, time=1, speed=[], loss={}),
     dict(kind=[]),
@@ -110,10 +98,7 @@ def test_a_run_continues_over_a_record_that_no_training_wrote(record, tmp_path):
     (run.path / "records.jsonl").write_text(json.dumps(record) + "\n")
     run.log("start", 1)
     run.log(
-        **dict(
-            dict(kind="note", step=2),
-            **{k: v for k, v in record.items() if k not in ("kind", "step", "time")},
-        )
+        "note", 2, **{name: value for name, value in record.items() if name not in ("kind", "step", "time")}
     )
     run.close()
     assert [r["kind"] for r in run.records()][-2:] == ["start", "note"]
@@ -121,22 +106,17 @@ def test_a_run_continues_over_a_record_that_no_training_wrote(record, tmp_path):
 
 def readings(path):
     """What can be read of a run, by name."""
-    run = Run.find(path)
-    yield "config", lambda: run.config
-    yield "records", lambda: run.records()
-    yield "describe", lambda: findings.describe(run.records())
-    yield "tables", lambda: [str(table) for table in findings.accelerator_tables(run.records())]
-    yield "headline", lambda: findings.headline(run.records(), run.read_progress())
-    yield "best", lambda: best_weights(run)
-    yield (
-        "metadata",
-        lambda: weights.metadata(run.path / "best.safetensors") | dict(epoch=weights.epoch_of(best_of(run))),
+    run, best = Run.find(path), path / "best.safetensors"
+    return dict(
+        config=lambda: run.config,
+        records=run.records,
+        describe=lambda: findings.describe(run.records()),
+        tables=lambda: [str(table) for table in findings.accelerator_tables(run.records())],
+        headline=lambda: findings.headline(run.records(), run.read_progress()),
+        best=lambda: best_weights(run),
+        metadata=lambda: weights.metadata(best) | dict(epoch=weights.epoch_of(best)),
+        restored=run.restore,
     )
-    yield "restored", lambda: run.restore()
-
-
-def best_of(run):
-    return run.path / "best.safetensors"
 
 
 def alike(a, b):
@@ -147,41 +127,42 @@ def alike(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+def outcome(read, capsys):
+    """(what a reader returns, None after a TpukitError; all that it said)."""
+    capsys.readouterr()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            found, said = read(), ""
+        except TpukitError as error:
+            found, said = None, str(error)
+    return found, said + capsys.readouterr().out + "".join(str(w.message) for w in warned)
+
+
 @pytest.mark.slow
 def test_a_flipped_bit_in_any_file_of_a_run_changes_nothing_or_is_named(trained, tmp_path, capsys):
     _, run = trained
-    wanted = {name: read() for name, read in readings(shutil.copytree(run.path, tmp_path / "whole"))}
-    names = sorted(p.relative_to(run.path) for p in run.path.rglob("*") if p.is_file() and p.stat().st_size)
-    assert {"config.json", "records.jsonl", "best.safetensors", "progress.json"} <= {
-        str(name) for name in names
-    }
-    draw = random.Random(13)
-    named = 0
+    whole = shutil.copytree(run.path, tmp_path / "whole")
+    wanted = {what: read() for what, read in readings(whole).items()}
+    names = sorted(p.relative_to(whole) for p in whole.rglob("*") if p.is_file() and p.stat().st_size)
+    assert {"config.json", "records.jsonl", "best.safetensors", "progress.json"} <= set(map(str, names))
+    draw, named = random.Random(13), 0
     for number in range(200):
         name = names[number % len(names)]
         copy = shutil.copytree(run.path, tmp_path / "flipped")
         data = bytearray((copy / name).read_bytes())
-        at = draw.randrange(8 * len(data))
-        data[at // 8] ^= 1 << at % 8
+        bit = draw.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
         (copy / name).write_bytes(data)
-        for what, read in readings(copy):
-            capsys.readouterr()
-            with warnings.catch_warnings(record=True) as warned:
-                warnings.simplefilter("always")
-                try:
-                    found, messages = read(), ""
-                except TpukitError as error:
-                    found, messages = None, str(error)
-            messages += capsys.readouterr().out + "".join(str(w.message) for w in warned)
-            if not alike(found, wanted[what]):
-                words = (
-                    messages if name.name != "progress.json" else " ".join(found.split())
-                )  # the next step replaces it
-                wanted_words = {"checkpoints.json": "is damaged", "progress.json": "The training starts"}
-                assert wanted_words.get(name.name, name.name) in words, (
-                    f"bit {at} of {name}: {what} is {found}, messages: {messages}"
-                )
-                named += 1
+        for what, read in readings(copy).items():
+            found, said = outcome(read, capsys)
+            if alike(found, wanted[what]):
+                continue
+            if name.name == "progress.json":  # the next step replaces it
+                said = " ".join(found.split())
+            words = {"checkpoints.json": "is damaged", "progress.json": "The training starts"}
+            assert words.get(name.name, name.name) in said, f"bit {bit} of {name}: {what} is {found}: {said}"
+            named += 1
         shutil.rmtree(copy)
     assert named > 50
 
@@ -217,8 +198,8 @@ def as_an_earlier_version_wrote_it(folder):
     save_file(weights.read(best), best, metadata=dict(about, workload=about.pop("task")))
 
 
-@pytest.mark.parametrize("call", ["open", "replace"])
-def test_a_run_folder_that_became_read_only_is_explained(call, trained, cpu, monkeypatch):
+@pytest.mark.parametrize("call, untouched", [("builtins.open", open), ("os.replace", os.replace)])
+def test_a_run_folder_that_became_read_only_is_explained(call, untouched, trained, monkeypatch):
     task, run = trained
 
     def refusing(path, *arguments, **options):
@@ -226,21 +207,18 @@ def test_a_run_folder_that_became_read_only_is_explained(call, trained, cpu, mon
             raise OSError(errno.EROFS, "Read-only file system", str(path))
         return untouched(path, *arguments, **options)
 
-    place = dict(open="builtins.open", replace="os.replace")[call]
-    untouched = dict(open=open, replace=os.replace)[call]
-    monkeypatch.setattr(place, refusing)
+    monkeypatch.setattr(call, refusing)
     with refuses(run.path, "read-only file system"):
         Run.open(run.path, task)
 
 
 def test_what_tpukit_did_not_write_stays(trained, cpu):
     task, run = trained
-    alive = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     own = [
         "checkpoints/step-best.pt",
         "checkpoints/step-1.pt",
         "checkpoints/.step-notes.partial",
-        f"checkpoints/.step-00000001.pt.{alive.pid}.partial",
+        f"checkpoints/.step-00000001.pt.{os.getppid()}.partial",  # of a process that lives
         "tensorboard/events.out.tfevents.1700000000.host.1.0",
         "tensorboard/events.out.tfevents.1700000000.5",
         "notes.txt",
@@ -250,55 +228,47 @@ def test_what_tpukit_did_not_write_stays(trained, cpu):
     left = run.path / "checkpoints/.step-00000001.pt.999999999.partial"  # of a process that was killed
     left.write_text("half")
     more = dataclasses.replace(task, epochs=3)
-    try:
-        train(more, Run.open(run.path, more), runtime=cpu, progress=False)
-    finally:
-        alive.communicate(b"\n")
+    train(more, Run.open(run.path, more), runtime=cpu, progress=False)
     assert [(run.path / name).read_text() for name in own] == ["mine"] * len(own) and not left.exists()
     assert len(list((run.path / "tensorboard").glob("*.tpukit"))) == 1
 
 
 def test_a_run_does_not_start_and_is_not_backed_up_among_other_files(tmp_path):
-    (tmp_path / "project/checkpoints").mkdir(parents=True)
-    (tmp_path / "project/train.py").touch()
+    for name in ("project/train.py", "strange/cores/rank-00.log", "looked at/.ipynb_checkpoints/a"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("theirs")
     before = sorted(tmp_path.rglob("*"))
-    with refuses(tmp_path / "project", "checkpoints, train.py"):
-        Run.open(tmp_path / "project", MNIST())
-    assert sorted(tmp_path.rglob("*")) == before
     with refuses(tmp_path / "project", "train.py"):
-        Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "project")
-    assert not (tmp_path / "run/config.json").exists()
-    (tmp_path / "strange/cores").mkdir(parents=True)
-    (tmp_path / "strange/cores/rank-00.log").write_text("theirs")
+        Run.open(tmp_path / "project", MNIST())
     for call in (
         lambda: Run.open(tmp_path / "strange", MNIST()),
         lambda: Run.find(tmp_path / "strange", trained=False),
     ):
         with refuses(tmp_path / "strange", "cores"):
             call()
-    hidden = tmp_path / "looked at/.ipynb_checkpoints"
-    hidden.mkdir(parents=True)
-    assert Run.open(hidden.parent, MNIST()).checkpoints() == []
+    assert sorted(tmp_path.rglob("*")) == before
+    with refuses(tmp_path / "project", "train.py"):
+        Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "project")
+    assert not (tmp_path / "run/config.json").exists()
+    assert Run.open(tmp_path / "looked at", MNIST()).checkpoints() == []
 
 
 @pytest.mark.parametrize(
     "name", ["records.jsonl", "checkpoints", "checkpoints/step-00000001.pt", "tensorboard", ".lock"]
 )
 def test_a_link_in_the_folder_of_a_run_or_of_its_backup_is_refused(name, tmp_path):
-    run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
+    drive = tmp_path / "drive"
+    run = Run.open(tmp_path / "run", MNIST(), backup=drive)
     run.save({}, 1)
     shutil.copytree(run.path, tmp_path / "elsewhere")
-    for folder in (run.path, tmp_path / "drive"):
-        path = folder / name
+    for path in (run.path / name, drive / name):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         path.symlink_to(tmp_path / "elsewhere" / name)
-    for open_ in (
-        lambda: Run.open(run.path, MNIST()),
-        lambda: Run.find(run.path),
-        lambda: Run.open(tmp_path / "back", MNIST(), backup=tmp_path / "drive"),
-    ):
+    for folder, backup in ((run.path, None), (tmp_path / "back", drive)):
         with refuses(f"{name} is a symbolic link"):
-            open_()
+            Run.open(folder, MNIST(), backup=backup)
+    with refuses(f"{name} is a symbolic link"):
+        Run.find(run.path)
     assert not (tmp_path / "back").exists()
 
 
@@ -328,41 +298,33 @@ def holding(path):
 
 def test_a_second_training_in_a_run_folder_is_refused_with_host_and_pid_until_the_first_ends(trained, cpu):
     task, run = trained
+    before = (run.path / "config.json").read_bytes()
     with holding(run.path / ".lock") as first:
         with refuses(first.pid, socket.gethostname(), run.path):
             train(task, run, runtime=cpu, progress=False)
+        with refuses(first.pid):
+            Run.open(run.path, dataclasses.replace(task, epochs=99))
+        assert (run.path / "config.json").read_bytes() == before
         assert Run.find(run.path).records()  # a reader needs no lock
     assert (run.path / ".lock").read_text()  # the first was killed
     train(task, run, runtime=cpu, progress=False)
     assert (run.path / ".lock").read_text() == ""
 
 
-def test_a_second_launch_in_a_run_folder_is_refused_before_it_touches_what_the_first_wrote(
-    digits, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(
-        "tpukit.launching.launcher._refuse_an_opened_device", lambda env: None
-    )  # other tests have opened it
-    task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
-    run = Run.open(tmp_path / "run", task)
-    (run.path / "cores").mkdir()
-    (run.path / "cores/rank-00.log").write_text("the first's")
-    with holding(run.path / f".launch-{socket.gethostname()}.lock") as first:
-        with refuses(first.pid):
-            launch(train, task, run, cores=2)
-    assert (run.path / "cores/rank-00.log").read_text() == "the first's"
-
-
-def test_a_launch_from_another_host_leaves_a_training_and_its_files_alone(digits, tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["here", "another-host"])
+def test_a_second_launch_is_refused_and_leaves_what_the_first_wrote(where, digits, tmp_path, monkeypatch):
+    # Other tests have opened the device.
     monkeypatch.setattr("tpukit.launching.launcher._refuse_an_opened_device", lambda env: None)
     task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
     run = Run.open(tmp_path / "run", task)
     (run.path / "cores").mkdir()
-    kept = [run.path / "cores/rank-00.step", run.path / "progress.json"]
+    kept = [run.path / name for name in ("cores/rank-00.log", "cores/rank-00.step", "progress.json")]
     for path in kept:
         path.write_text("{}")
-    with holding(run.path / ".lock") as first:
-        monkeypatch.setattr(socket, "gethostname", lambda: "another-host")
+    name = ".lock" if where == "another-host" else f".launch-{socket.gethostname()}.lock"
+    with holding(run.path / name) as first:
+        if where == "another-host":
+            monkeypatch.setattr(socket, "gethostname", lambda: where)
         with refuses(first.pid):
             launch(train, task, run, cores=2)
     assert all(path.read_text() == "{}" for path in kept)
@@ -440,15 +402,6 @@ def test_a_batch_larger_than_the_set_says_how_large_it_may_be(digits, tmp_path, 
     task = MNIST(dataset_dir=digits, batch_size=300)
     with refuses(300, 200):
         train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
-
-
-def test_a_second_start_does_not_replace_the_settings_of_a_training_that_runs(trained):
-    task, run = trained
-    before = (run.path / "config.json").read_bytes()
-    with holding(run.path / ".lock") as first:
-        with refuses(first.pid):
-            Run.open(run.path, dataclasses.replace(task, epochs=99))
-    assert (run.path / "config.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("other", [dict(host="elsewhere", pid=7), None], ids=["it trains", "it has ended"])

@@ -1,5 +1,4 @@
-"""Unpacking of archives (.zip, .tar.gz) from anywhere: nothing is written outside the target, which is
-complete or absent."""
+"""Archives (.zip, .tar.gz) from anywhere: nothing is written outside a target that is complete or absent."""
 
 import functools
 import math
@@ -9,6 +8,7 @@ import stat
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PureWindowsPath
 
 from tpukit.host import files
@@ -18,22 +18,25 @@ from tpukit.host.tables import GIB
 ENDINGS = (".zip", ".tar.gz", ".tgz")
 BLOCK = 4096  # bytes; about what even an empty file takes on a disk
 LONG_NAMES = (
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-)
+    b"L",
+    b"K",
+    b"x",
+    b"g",
+    b"X",
+)  # types of headers that hold a long name, of GNU, POSIX and Solaris
 MAX_DEPTH = 100  # nested folders; Python removes them by recursion
 MAX_NAME = 1 << 20  # bytes of a header that holds a long name
 
 
-def unpack(archive, target, *, parts=()):
+def unpack(archive: Path, target: Path, *, parts: Collection[str] = ()) -> Path:
     """Unpack a .zip or .tar.gz so that `target` appears complete or not at all. Returns `target`.
 
     A single top folder is stripped, unless it is one of `parts`. Raises TpukitError, before anything is
     unpacked, for links, devices and sparse files, for a name that leads outside the target, and for more than
-    the disk can hold; also for a damaged archive, an unknown format, and where nothing can be written."""
+    the disk can hold; also for a damaged archive, an unknown format, and a folder that cannot be written.
+
+    Not by the filters of tarfile: they let links pass, strip the `/` of an absolute name and read a long name
+    into memory; zipfile drops `..` without a word."""
     with files.atomic_folder(target) as work:
         packed = Path(tempfile.mkdtemp(dir=work))  # a random name, which no entry of the archive has
         try:
@@ -45,8 +48,8 @@ def unpack(archive, target, *, parts=()):
             if getattr(error, "errno", None) in files.DISK_FULL:
                 raise
             raise TpukitError(
-                f"{archive} cannot be unpacked ({error}): if it is damaged, copy or download it again; if it"
-                " has a password or an unknown compression, pack it again as a plain .zip or .tar.gz"
+                f"{archive} cannot be unpacked ({error}): copy or download it again if it is damaged; pack it"
+                " again without a password or an unknown compression, as a plain .zip or .tar.gz"
             ) from error
         inside = list(packed.iterdir())
         alone = len(inside) == 1 and inside[0].is_dir() and inside[0].name.lower() not in parts
@@ -56,63 +59,55 @@ def unpack(archive, target, *, parts=()):
     return target
 
 
-def _check(archive, folder):
-    """Raise TpukitError where an archive holds what `unpack` does not allow, or more than fits on the disk of
-    `folder`."""
+def _check(archive: Path, folder: Path) -> None:
+    """Raise TpukitError if an archive holds what `unpack` does not allow, or more than the disk does."""
     needed, free = 0, shutil.disk_usage(folder).free
     for name, size, opened in _entries(archive):
         if opened is None:
-            raise TpukitError(
-                f"{archive} is not safe to unpack: {name!r} is a link, a device or the like. Pack it again"
-                " with regular files and folders only (tar: -h --hard-dereference). Nothing was unpacked."
-            )
-        _place(archive, name)
+            raise _unsafe(archive, f"{name!r} is a link, a device or the like (tar: -h --hard-dereference)")
+        _path_of(archive, name)
         needed += BLOCK * math.ceil(max(size or 0, 1) / BLOCK)
         if needed > free:
             raise TpukitError(
-                f"{archive} does not fit: unpacked, it takes more than the {free / GIB:.2f} GiB that are free"
-                f" in {folder.parent}. Free some space, or choose another output folder. Nothing was"
-                " unpacked."
+                f"{archive} unpacked takes more than the {free / GIB:.2f} GiB free in {folder.parent}"
             )
 
 
-def _extract(archive, folder):
+def _extract(archive: Path, folder: Path) -> None:
     for name, size, opened in _entries(archive):
-        place = folder / _place(archive, name)
+        path = folder / _path_of(archive, name)
         if size is None:
-            place.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
             continue
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         # The archive's own modes are ignored. No more than `size` is read, however much the packed data hold.
-        with opened() as source, open(place, "wb") as file:
+        assert opened is not None  # `_check` has refused what is neither
+        with opened() as source, open(path, "wb") as file:
             shutil.copyfileobj(source, file, 1 << 20)
 
 
-def _place(archive, name):
+def _path_of(archive: Path, name: str) -> Path:
     """Where an entry goes, relative to the target. Raises TpukitError for a name that leads outside it."""
     path = PureWindowsPath(name)  # stricter than POSIX: it knows drives, and both separators
     if path.anchor or any(not part.strip(". ") for part in path.parts):  # Windows takes ".. " for ".."
-        raise TpukitError(
-            f"{archive} is not safe to unpack: {name!r} leads outside the target folder. Nothing was"
-            " unpacked."
-        )
+        raise _unsafe(archive, f"{name!r} leads outside the target folder")
     if len(path.parts) > MAX_DEPTH:
-        raise TpukitError(
-            f"{archive} is not safe to unpack: it nests more than {MAX_DEPTH} folders. Nothing was unpacked."
-        )
+        raise _unsafe(archive, f"it nests more than {MAX_DEPTH} folders")
     return Path(*path.parts)
 
 
-def _entries(archive):
-    """Yield (name, size or None for a folder, function that opens the file or None for what is neither) of
-    all in it."""
+def _unsafe(archive: Path, reason: str) -> TpukitError:
+    return TpukitError(f"{archive} is not safe to unpack: {reason}. Nothing was unpacked.")
+
+
+def _entries(archive: Path) -> Iterator[tuple[str, int | None, Callable | None]]:
+    """Yield (name, size or None for a folder, function that opens it or None for neither) of all entries."""
     if archive.name.lower().endswith(".zip"):
         with zipfile.ZipFile(archive) as packed:
             for entry in packed.infolist():
-                kind = stat.S_IFMT(entry.external_attr >> 16)  # 0 where the archive was made on Windows
-                opened = (
-                    functools.partial(packed.open, entry) if kind in (0, stat.S_IFREG, stat.S_IFDIR) else None
-                )
+                kind = stat.S_IFMT(entry.external_attr >> 16)  # 0 if the archive was made on Windows
+                plain = kind in (0, stat.S_IFREG, stat.S_IFDIR)
+                opened = functools.partial(packed.open, entry) if plain else None
                 is_folder = kind == stat.S_IFDIR or entry.filename.endswith(("/", "\\"))
                 yield entry.filename, None if is_folder else entry.file_size, opened
     else:
@@ -122,8 +117,8 @@ def _entries(archive):
                 plain = (entry.isreg() or entry.isdir()) and not entry.issparse() and entry.size >= 0
                 opened = functools.partial(packed.extractfile, entry) if plain else None
                 yield entry.name, None if entry.isdir() else entry.size, opened
-            # tarfile takes a damaged header for the end. Reading on finds it, and gzip checks its checksum at
-            # the end.
+            # tarfile takes a damaged header for the end. Reading on finds it, and gzip's checksum at the end.
+            assert packed.fileobj is not None
             while rest := packed.fileobj.read(1 << 20):
                 if rest.strip(b"\0"):
                     raise tarfile.ReadError("a header in it is damaged")
@@ -135,10 +130,10 @@ class _TarHeader(tarfile.TarInfo):
     def _proc_member(self, tar):  # the method that tarfile means subclasses to extend
         if self.size < 0 or (self.type in LONG_NAMES and self.size > MAX_NAME):
             raise tarfile.ReadError(f"a header of {self.size} bytes")
-        return super()._proc_member(tar)
+        return super()._proc_member(tar)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def stem(path):
+def stem(path: Path) -> str | None:
     """The name of an archive without its ending, or None if it is not an archive."""
     for ending in ENDINGS:
         if path.name.lower().endswith(ending):

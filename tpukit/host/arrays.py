@@ -4,6 +4,9 @@ import concurrent.futures
 import contextlib
 import hashlib
 import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,10 +14,11 @@ from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 
+Arrays = dict[str, np.ndarray]
 WHOLE = "whole.json"  # in the folder of `mapped` once all is there: the fingerprint of every array
 
 
-def load(path):
+def load(path: Path) -> np.ndarray | np.lib.npyio.NpzFile:
     """An .npz or .npy file by `numpy.load`. Raises ValueError for pickled objects and for what has no such
     format, without numpy's advice to unpickle it: a pickle can run code."""
     try:
@@ -23,7 +27,7 @@ def load(path):
         raise ValueError("not an array that numpy saved without pickling") from None
 
 
-def mapped(name, key, make):
+def mapped(name: str, key: Any, make: Callable[[], Arrays]) -> Arrays:
     """Arrays that are made once and memory-mapped from files, shared by all processes of a host and by later
     sessions.
 
@@ -48,17 +52,12 @@ def mapped(name, key, make):
     except (OSError, TpukitError) as error:
         if arrays is None and isinstance(error, TpukitError):
             raise  # from `make`
-        print(
-            printable(
-                f"{folder} cannot be used ({error}): every process keeps its own copy of the data in memory"
-            )
-        )
+        print(printable(f"{folder} cannot be used ({error}): every process keeps its own copy in memory"))
         return make() if arrays is None else arrays
 
 
-def _whole_parts(folder):
-    """The names of the arrays that `mapped` wrote to a folder; None where one is missing or damaged, or there
-    are none yet."""
+def _whole_parts(folder: Path) -> dict[str, Any] | None:
+    """The fingerprints of the arrays that `mapped` wrote to a folder; None if one is missing or damaged."""
     try:
         parts = json.loads((folder / WHOLE).read_bytes())
         same = all(_fingerprint(folder / f"{part}.npy") == expected for part, expected in parts.items())
@@ -67,26 +66,20 @@ def _whole_parts(folder):
     return parts if same else None
 
 
-def _fingerprint(path):
-    """[size, SHA-256 of the first MiB] of a file. Labels are in there whole; images would take long to
-    read."""
+def _fingerprint(path: Path) -> list[Any]:
+    """[size, SHA-256 of the first MiB] of a file: labels are whole in there, images would take long."""
     with open(path, "rb") as file:
         return [path.stat().st_size, hashlib.sha256(file.read(2**20)).hexdigest()]
 
 
-def content_key(*folders, like=("*",)):
+def content_key(*folders: Path, like: Sequence[str] = ("*",)) -> str:
     """SHA-256 over the names and contents of the files in some folders, as a key for `mapped`: copies share
     their arrays.
 
     like: patterns of the names. The files are read once; the digest is cached until a path, a size or a time
     changes."""
-    paths = [
-        path
-        for folder in folders
-        for pattern in like
-        for path in sorted(folder.glob(pattern))
-        if path.is_file()
-    ]
+    found = (path for folder in folders for pattern in like for path in sorted(folder.glob(pattern)))
+    paths = [path for path in found if path.is_file()]
     stats = [path.stat() for path in paths]
     state = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats)]
     cached = files.cache_folder() / f"contents-{digest(state)[:20]}"
@@ -94,9 +87,7 @@ def content_key(*folders, like=("*",)):
         with contextlib.suppress(OSError):
             files.make_private(cached.parent)  # what another user put there is not trusted
             return cached.read_text()
-        with (
-            concurrent.futures.ThreadPoolExecutor() as pool
-        ):  # most of the time goes to waiting for the disk, or Drive
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # most of the time is waiting for the disk
             contents = list(zip([path.name for path in paths], pool.map(files.sha256, paths)))
         key = digest(contents)
         with contextlib.suppress(OSError, TpukitError):  # then they are read again next time
@@ -105,6 +96,6 @@ def content_key(*folders, like=("*",)):
     return key
 
 
-def digest(values):
+def digest(values: Any) -> str:
     """SHA-256 over lists, dicts, numbers and texts, as 64 characters."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()

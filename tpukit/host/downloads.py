@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 import urllib.request
+from collections.abc import Iterator
 
 from tpukit.host.errors import TpukitError, first_line
 
@@ -14,9 +15,8 @@ ANSWER_S = 2.5  # for a first answer, the look-up of the server's name included
 STALL_S = 20.0  # without a byte
 
 
-def check_reachable(url):
-    """Raise TpukitError with the reason where no server answers for `url` within ANSWER_S seconds, or
-    TPUKIT_OFFLINE is set."""
+def check_reachable(url: str) -> None:
+    """Raise TpukitError if no server answers for `url` within ANSWER_S seconds, or TPUKIT_OFFLINE is set."""
     if os.environ.get("TPUKIT_OFFLINE"):
         raise TpukitError("TPUKIT_OFFLINE forbids downloads")
     answers = queue.SimpleQueue()
@@ -40,7 +40,7 @@ def check_reachable(url):
 
 
 @contextlib.contextmanager
-def stall_timeout():
+def stall_timeout() -> Iterator[None]:
     """Context manager: a connection opened here that gets no byte for STALL_S seconds raises TimeoutError."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(STALL_S)

@@ -1,13 +1,15 @@
 """Google Drive on Colab: mounted after asking the user, once."""
 
+from pathlib import Path
+
 from tpukit.host import environment
 
 _asked = set()  # the Drives that this process asked for: a refusal is an answer
 
 
-def mount_drive(env):
+def mount_drive(env: environment.Environment) -> Path | None:
     """Mount Google Drive on Colab, which asks for the user's consent. Returns its MyDrive folder, or None."""
-    if env.host != "colab":
+    if env.drive is None:
         print(f"Drive: only Colab can mount it; this is {env.host}, results stay in {env.outputs}.")
         return None
     if not env.drive.is_dir():
@@ -17,18 +19,16 @@ def mount_drive(env):
 
             drive.mount(str(env.drive.parent))
         except Exception as error:  # the user closed the consent window, or the account has no Drive
-            print(
-                f"Drive: not mounted ({error}). Results stay in {env.outputs} and are lost with this session."
-            )
+            print(f"Drive: not mounted ({error}). Results in {env.outputs} are lost with this session.")
             return None
     print(f"Drive: {env.drive}")
     return env.drive
 
 
-def ask_for_drive(env):
-    """Mount a Drive that is not mounted, if the user was not asked before and can answer. Returns whether it
-    was mounted."""
-    if env.drive.is_dir() or env.drive in _asked or not environment.is_interactive_notebook():
+def ask_for_drive(env: environment.Environment) -> bool:
+    """Mount a Drive, if the user was not asked before and can answer. Returns whether it was mounted."""
+    known = env.drive is None or env.drive.is_dir() or env.drive in _asked
+    if known or not environment.is_interactive_notebook():
         return False
     print("Drive: the dataset may be there, so Colab asks whether to mount it")
     return mount_drive(env) is not None

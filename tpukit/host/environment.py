@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tpukit.host.errors import TpukitError
@@ -28,14 +29,8 @@ PCI_DISPLAY = "0x03"  # how the class of a graphics processor begins
 TPU_PCI_DEVICES = ("0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076")
 TPU_MENU = {
     "colab": "Colab menu: Runtime > Change runtime type > Hardware accelerator > v5e-1 TPU (or v6e-1)",
-    "kaggle": (
-        "Kaggle: Settings (or Session options) > Accelerator > TPU v5e-8; for a batch run, choose it before"
-        " Save Version"
-    ),
-    "tpu-vm": (
-        "on this TPU VM, install what matches torch: pip install 'torch_xla[tpu]', or torch_tpu from torch"
-        " 2.11 on"
-    ),
+    "kaggle": "Kaggle: Settings (or Session options, before Save Version) > Accelerator > TPU v5e-8",
+    "tpu-vm": "on this TPU VM: pip install 'torch_xla[tpu]', or torch_tpu from torch 2.11 on, to match torch",
     "local": "there is no TPU to switch on here: open the notebook on Colab or Kaggle, or rent a TPU VM",
 }
 GPU_MENU = {
@@ -48,24 +43,15 @@ AUTOCAST = "torch.autocast('xla', dtype=torch.bfloat16), which tpukit uses itsel
 # Variable that an old guide may have set -> (what it does today, what to do instead).
 OLD_VARIABLES = {
     "COLAB_TPU_ADDR": (
-        "it belonged to Colab's TPU Node runtime, which no longer exists; nothing reads it today",
+        "it belonged to Colab's TPU Node runtime, which is gone",
         "tpukit.detect() shows what is here",
     ),
     "XRT_TPU_CONFIG": (
-        "it configured the XRT runtime, which torch_xla no longer has; nothing reads it today",
+        "it configured torch_xla's XRT runtime, which is gone",
         "leave it out, nothing replaces it",
     ),
-    "XLA_USE_BF16": (
-        (
-            "it silently turns every float32 tensor into bf16, the loss and the weights too; torch_xla will"
-            " drop it"
-        ),
-        AUTOCAST,
-    ),
-    "XLA_DOWNCAST_BF16": (
-        "it silently turns float32 tensors into bf16 and float64 into float32; torch_xla will drop it",
-        AUTOCAST,
-    ),
+    "XLA_USE_BF16": ("it silently turns every float32 tensor into bf16, loss and weights too", AUTOCAST),
+    "XLA_DOWNCAST_BF16": ("it silently turns float32 tensors into bf16 and float64 into float32", AUTOCAST),
 }
 # The versions that torch_tpu 0.2 asks for in its metadata; before 2.11 and after 2.15 it has no code for
 # torch.
@@ -93,23 +79,23 @@ class Environment:
     cores: int  # TPU chips or GPUs; 1 for the CPU
     device_name: str  # for instance v5litepod-8, or Tesla T4
     python: str
-    versions: dict  # package -> version, of those in PACKAGES that are installed
+    versions: dict[str, str]  # package -> version, of those in PACKAGES that are installed
     outputs: Path  # where results go
     drive: Path | None  # MyDrive on Colab, mounted or not; None elsewhere
     inputs: Path | None  # Kaggle's read-only inputs; None elsewhere
-    variables: dict  # RECORDED_VARIABLES that are set
+    variables: dict[str, str]  # RECORDED_VARIABLES that are set
 
     @property
-    def tpu_backend(self):
+    def tpu_backend(self) -> str | None:
         """ "torch_xla" or "torch_tpu", what torch reaches a TPU by here; None where neither is installed."""
         return find_tpu_backend(self.versions)
 
     @property
-    def uses_torch_tpu(self):
+    def uses_torch_tpu(self) -> bool:
         """Whether this machine has a TPU and torch reaches it by torch_tpu."""
         return self.accelerator == "tpu" and self.tpu_backend == "torch_tpu"
 
-    def table(self):
+    def table(self) -> Table:
         """The environment as a `Table`."""
         cores = f"{self.cores} x " if self.accelerator in ("tpu", "cuda") else ""
         backend = f" through {self.tpu_backend}" if self.accelerator == "tpu" else ""
@@ -130,52 +116,36 @@ class Environment:
     def _repr_html_(self):
         return self.table()._repr_html_()
 
-    def require(self, accelerator, *, cores=1):
+    def require(self, accelerator: str, *, cores: int = 1) -> "Environment":
         """Return self if this accelerator is here, with at least this many cores; else a TpukitError names
         the menu to open.
 
         accelerator: "tpu" (the CPU XLA device counts, so that a notebook can be tried without a TPU), "cuda"
         or "cpu". On a CPU a core is a process, so any number will do."""
-        accepted = {
-            "tpu": ("tpu", "xla"),
-            "cuda": ("cuda",),
-            "xla": ("xla",),
-            "cpu": ("tpu", "cuda", "xla", "cpu"),
-        }
+        accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "cpu": tuple(NAMES)}
         if accelerator not in accepted:
             raise TpukitError(f"require({accelerator!r}): choose 'tpu', 'cuda', 'xla' or 'cpu'")
         found = self.accelerator in accepted[accelerator]
         if found and self.accelerator == "tpu" and (reason := misfit(self.versions)):
-            raise TpukitError(
-                f"{reason}. Start a fresh session and install nothing over its versions; see `tpukit doctor`"
-            )
+            raise TpukitError(f"{reason}. Start a fresh session and install nothing over its versions")
         if found and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
             return self
+        has = f"{NAMES[self.accelerator]} ({self.device_name})"
+        lines = [f"{NAMES[accelerator]} needed, but this {self.host} session has: {has}."]
         if found:
-            lines = [f"asked for {cores} cores, found {self.cores} ({self.device_name})."]
-        else:
-            has = f"{NAMES[self.accelerator]} ({self.device_name})"
-            lines = [f"{NAMES[accelerator]} needed, but this {self.host} session has: {has}."]
-        menus = {"tpu": TPU_MENU, "cuda": GPU_MENU}
-        lines.append(
-            menus[accelerator][self.host]
-            if accelerator in menus
-            else "set PJRT_DEVICE=CPU before Python starts"
-        )
+            lines = [f"requested {cores} cores, found {self.cores} ({self.device_name})."]
+        menu = {"tpu": TPU_MENU, "cuda": GPU_MENU}.get(accelerator, {})
+        lines.append(menu.get(self.host, "set PJRT_DEVICE=CPU before Python starts"))
         # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
         tpu_machine = self.variables.get("TPU_ACCELERATOR_TYPE") or self.variables.get("COLAB_TPU_1VM")
         if accelerator == "tpu" and self.tpu_backend is None and tpu_machine:
-            lines.append(
-                "There seems to be a TPU, but neither torch_xla nor torch_tpu: something removed it from this"
-                " image; start a fresh session."
-            )
-        for name, (why, instead) in OLD_VARIABLES.items():
-            if self.variables.get(name):
-                lines.append(f"{name} is set: {why}. Instead: {instead}.")
+            lines.append("There is a TPU, but neither torch_xla nor torch_tpu: start a fresh session.")
+        old = {name: sentences for name, sentences in OLD_VARIABLES.items() if self.variables.get(name)}
+        lines += [f"{name} is set: {why}. Instead: {instead}." for name, (why, instead) in old.items()]
         raise TpukitError("\n".join(lines))
 
 
-def detect(environ=None, root="/"):
+def detect(environ: Mapping[str, str] | None = None, root: str | Path = "/") -> Environment:
     """Find out where this Python runs, without touching a device.
 
     environ: environment variables; by default those of this process. root: the file system's root (for
@@ -209,23 +179,20 @@ def _host(environ):
     return "tpu-vm" if environ.get("TPU_ACCELERATOR_TYPE") or environ.get("TPU_NAME") else "local"
 
 
-def under_torchrun():
+def under_torchrun() -> bool:
     """Whether torchrun started this process, as one of several."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def rank():
+def rank() -> int:
     """This process's number among those that torchrun started; 0 elsewhere."""
     number = os.environ.get("RANK", "0") if under_torchrun() else "0"
     if not number.isdecimal():
-        raise TpukitError(
-            f"RANK={number}: it must be a number, which torchrun sets: unset RANK and WORLD_SIZE, or use"
-            " torchrun"
-        )
+        raise TpukitError(f"RANK={number} is no number: unset RANK and WORLD_SIZE, or use torchrun")
     return int(number)
 
 
-def version_of(package):
+def version_of(package: str) -> str | None:
     """The installed version of a package, or None. Reads metadata, imports nothing."""
     try:
         return importlib.metadata.version(package)
@@ -233,34 +200,31 @@ def version_of(package):
         return None
 
 
-def release(version, parts=2):
+def release(version: str, parts: int = 2) -> tuple[int, ...]:
     """The first numbers of a version: "2.13.0+cpu" -> (2, 13)."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:parts])
 
 
-def torch_tpu_fits(versions):
+def torch_tpu_fits(versions: Mapping[str, str]) -> bool:
     """Whether torch and libtpu are as an installed torch_tpu needs them, see TORCH_TPU_NEEDS."""
     torch, libtpu = release(versions.get("torch", "")), release(versions.get("libtpu", ""), 3)
     return (2, 11) <= torch <= (2, 15) and libtpu >= (0, 0, 50)
 
 
-def misfit(versions):
+def misfit(versions: Mapping[str, str]) -> str:
     """Why the backend that TPUs are reached by does not work with these versions, or "" where it does."""
     torch, libtpu = versions.get("torch"), versions.get("libtpu")
     backend = find_tpu_backend(versions)
     if backend == "torch_tpu" and not torch_tpu_fits(versions):
-        return (
-            f"torch_tpu {versions['torch_tpu']} with torch {torch} and libtpu {libtpu}: it needs"
-            f" {TORCH_TPU_NEEDS}"
-        )
+        has = f"torch_tpu {versions['torch_tpu']} with torch {torch} and libtpu {libtpu}"
+        return f"{has}: it needs {TORCH_TPU_NEEDS}"
     if backend == "torch_xla" and release(versions["torch_xla"]) != release(torch or ""):
         return f"torch_xla {versions['torch_xla']} does not match torch {torch}"
     return ""
 
 
-def find_tpu_backend(versions):
-    """What torch reaches a TPU by: of two installed backends the one that fits torch, of which there is one
-    at most."""
+def find_tpu_backend(versions: Mapping[str, str]) -> str | None:
+    """What torch reaches a TPU by: of two installed backends the one, at most, that fits torch."""
     if "torch_tpu" in versions and ("torch_xla" not in versions or torch_tpu_fits(versions)):
         return "torch_tpu"
     return "torch_xla" if "torch_xla" in versions else None
@@ -280,9 +244,8 @@ def _accelerator(environ, root, versions):
     return "cpu", 1, f"{platform.machine()}, {os.cpu_count()} cores"
 
 
-def chips_here(environ, root="/"):
-    """Number of TPU chips on the PCI bus, or where a container hides it and PJRT_DEVICE=TPU, of their device
-    files."""
+def chips_here(environ: Mapping[str, str], root: str | Path = "/") -> int:
+    """Number of TPU chips on the PCI bus, or of device files if that is hidden and PJRT_DEVICE=TPU."""
     on_bus = tpu_chips(root)
     if on_bus or environ.get("PJRT_DEVICE", "").upper() != "TPU":
         return on_bus
@@ -291,14 +254,13 @@ def chips_here(environ, root="/"):
     return sum(name.isdecimal() for name in names)
 
 
-def tpu_chips(root="/"):
+def tpu_chips(root: str | Path = "/") -> int:
     """Number of TPU chips on the PCI bus, which is what torch_xla counts."""
     return len(_tpu_chip_ids(root))
 
 
 def _accelerator_type(root):
-    """The chips on the PCI bus as TPU_ACCELERATOR_TYPE names them, or "" for those that ACCELERATOR_TYPES
-    lacks."""
+    """The chips on the PCI bus as TPU_ACCELERATOR_TYPE names them, "" for unknown ones."""
     ids = _tpu_chip_ids(root)
     kind = ACCELERATOR_TYPES.get(ids[0]) if ids else None
     return f"{kind}-{len(ids)}" if kind else ""
@@ -310,14 +272,13 @@ def _tpu_chip_ids(root):
     return [name for name in ids if name in TPU_PCI_DEVICES]
 
 
-def failed_lookups(environ, root="/"):
-    """The LOOKED_UP_VARIABLES that hold a warning, with the values of a single host for them; "" where the
-    chip is unknown."""
+def failed_lookups(environ: Mapping[str, str], root: str | Path = "/") -> dict[str, str]:
+    """LOOKED_UP_VARIABLES that hold a warning -> the value of a single host, "" if unknown."""
     of_one_host = dict(TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE=_accelerator_type(root))
     return {name: of_one_host[name] for name in LOOKED_UP_VARIABLES if " " in environ.get(name, "").strip()}
 
 
-def nvidia_cards_on_bus(root="/"):
+def nvidia_cards_on_bus(root: str | Path = "/") -> int:
     """Number of NVIDIA GPUs on the PCI bus, with a driver or without."""
     return sum(
         vendor == NVIDIA_PCI_VENDOR and (device / "class").read_text().startswith(PCI_DISPLAY)
@@ -330,95 +291,81 @@ def _pci_devices(root):
     return [(vendor.parent, vendor.read_text().strip()) for vendor in vendors]
 
 
-def chips_by_bounds(environ):
+def chips_by_bounds(environ: Mapping[str, str]) -> int | None:
     """Number of chips in TPU_CHIPS_PER_HOST_BOUNDS ("2,4,1": 8), or None where it is not set."""
     bounds = environ.get("TPU_CHIPS_PER_HOST_BOUNDS", "")
     return math.prod(int(part) for part in bounds.split(",")) if re.fullmatch(r"\d+(,\d+)*", bounds) else None
 
 
-def nvidia_smi(environ, *arguments):
-    """The output of nvidia-smi, or "" where it is missing or finds no driver."""
+def nvidia_smi(environ: Mapping[str, str], *arguments: str) -> str:
+    """The output of nvidia-smi, or "" if it is missing or finds no driver."""
     if not shutil.which("nvidia-smi", path=environ.get("PATH")):
         return ""
     try:
-        how = dict(env=dict(environ), capture_output=True, text=True, errors="replace", timeout=30)
-        ran = subprocess.run(["nvidia-smi", *arguments], **how)
+        ran = subprocess.run(
+            ["nvidia-smi", *arguments],
+            env=dict(environ),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=30,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return ran.stdout if ran.returncode == 0 else ""
 
 
-def nvidia_gpus(environ):
-    """Names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L`, or where it is missing
-    from the driver.
+def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Names of the NVIDIA GPUs that CUDA shows to this process, from `nvidia-smi -L`.
 
-    Of a divided GPU (MIG) a process sees one instance, and then no whole GPU (NVIDIA's MIG guide, "CUDA
-    Device Enumeration"). nvidia-smi numbers the cards by their bus, CUDA the fastest first: where they
-    differ, the count is right, a name may not be."""
-    cards = [] if shutil.which("nvidia-smi", path=environ.get("PATH")) else _cards_of_driver()
-    for line in nvidia_smi(environ, "-L").splitlines():
-        if card := re.match(r"GPU \d+: (.+) \(UUID: (\S+)\)", line):
-            cards.append((card[1], card[2], []))
-        elif cards and (instance := re.match(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (\S+)\)", line)):
-            cards[-1][2].append((f"{cards[-1][0]} MIG {instance[1]}", instance[2]))
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    instances = [instance for card in cards for instance in card[2]]
-    if visible is not None and visible.startswith("MIG-"):
-        return [name for name, uuid in instances if uuid.startswith(visible.split(",")[0])][:1]
-    cards = cards if visible is None else _chosen(cards, visible)
-    return [name for card in cards for name, _ in card[2]][:1] or [card[0] for card in cards]
-
-
-def _cards_of_driver():
-    """What `nvidia_gpus` knows of each card, from the driver itself: some containers have it without
-    nvidia-smi."""
-    texts = [path.read_text(errors="replace") for path in sorted(DRIVER_CARDS.glob("*/information"))]
-    facts = [dict(line.split(":", 1) for line in text.splitlines() if ":" in line) for text in texts]
-    return [(of.get("Model", "NVIDIA GPU").strip(), of.get("GPU UUID", "").strip(), []) for of in facts]
-
-
-def _chosen(cards, visible):
-    """The cards that CUDA_VISIBLE_DEVICES names, by number or by the start of a UUID, as CUDA reads it: up to
-    the first unknown one; none where one is named twice."""
+    CUDA_VISIBLE_DEVICES is read as CUDA does, up to the first part that names no single GPU. A MIG instance
+    counts only if it is named there. nvidia-smi numbers the cards by their bus, CUDA the fastest first: where
+    they differ, the count is right, a name may not be."""
+    has_smi = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    listed = nvidia_smi(environ, "-L") if has_smi else _listed_by_driver()
+    cards = re.findall(r"^GPU \d+: (.+) \(UUID: (\S+)\)", listed, re.M)
+    instances = re.findall(r"^\s+(MIG \S+)\s+Device\s+\d+: \(UUID: (\S+)\)", listed, re.M)
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return [name for name, _ in cards]
     chosen = []
-    for part in visible.split(","):
-        number = re.match(r"\s*\+?(\d+)", part)
-        named = [card for card in cards if card[1].startswith(part)] if part.startswith("GPU-") else []
-        named = cards[int(number[1]) : int(number[1]) + 1] if number else named
+    for part in map(str.strip, visible.split(",")):
+        named = [name for name, uuid in cards + instances if len(part) > 3 and uuid.startswith(part)]
+        if part.isdecimal():
+            named = [name for name, _ in cards[int(part) : int(part) + 1]]
         if len(named) != 1:
             break
-        if named[0] in chosen:
-            return []
         chosen += named
     return chosen
 
 
-def supports(capability, built_for):
+def _listed_by_driver() -> str:
+    """As `nvidia-smi -L`, from the driver itself: some containers have it without nvidia-smi."""
+    texts = [path.read_text(errors="replace") for path in sorted(DRIVER_CARDS.glob("*/information"))]
+    facts = [dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", text, re.M)) for text in texts]
+    return "\n".join(
+        f"GPU 0: {of.get('Model', 'NVIDIA GPU')} (UUID: {of.get('GPU UUID', '-')})" for of in facts
+    )
+
+
+def supports(capability: tuple[int, ...], built_for: Iterable[str]) -> bool:
     """Whether a GPU can run a torch with these architectures (NVIDIA, CUDA C++ Programming Guide, 6.1).
 
-    capability: of the GPU, (major, minor). built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code
-    for 8.0 and newer
-    8.x; "compute_90" is compiled by the driver, for 9.0 and newer; a suffix "a" restricts either to exactly
-    that capability, "f" to newer ones of the same major number."""
+    Args:
+        capability: of the GPU, (major, minor).
+        built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code for 8.0 and newer 8.x, "compute_90"
+            compiled by the driver for 9.0 and newer; a suffix "a" means that one alone, "f" its major number.
+    """
     architectures = [m for name in built_for if (m := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name))]
     for kind, major, minor, suffix in (m.groups() for m in architectures):
         target = int(major), int(minor)
-        same_major = capability[0] == target[0]
-        if suffix == "a":
-            runs = capability == target
-        elif kind == "compute" and not suffix:
-            runs = capability >= target
-        else:
-            runs = same_major and capability >= target
-        if runs:
+        is_newer = capability >= target and (capability[0] == target[0] or (kind == "compute" and not suffix))
+        if capability == target or (is_newer and suffix != "a"):
             return True
     return not architectures
 
 
-def is_interactive_notebook():
-    """Whether this is a notebook on a page, whose user sees what changes and can answer; not papermill, not a
-    shell."""
+def is_interactive_notebook() -> bool:
+    """Whether this is a notebook on a page, whose user can answer; not papermill, not a shell."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return getattr(
-        getattr(shell, "kernel", None), "_allow_stdin", False
-    )  # as the page set it when it sent the cell
+    # As the page set it when it sent the cell.
+    return getattr(getattr(shell, "kernel", None), "_allow_stdin", False)

@@ -11,33 +11,34 @@ import secrets
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # Windows, where the commands work that take no lock
-    fcntl = None
+from typing import Any, BinaryIO
 
 from tpukit.host.errors import TpukitError
+
+if sys.platform != "win32":  # where the commands work that take no lock
+    import fcntl
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 ALIVE_S = 120.0  # a process on another host that gave no sign of life for this long is considered dead
 
-
-_written_now = set()  # files that threads of this process are writing for `atomic_file`
+_written_now: set[str] = set()  # files that threads of this process are writing for `atomic_file`
 
 
 @contextlib.contextmanager
-def atomic_file(path, *, durable=True, check=None):
+def atomic_file(
+    path: Path, *, durable: bool = True, check: Callable[[Path], None] | None = None
+) -> Iterator[BinaryIO]:
     """Open `path` for binary writing so that it appears complete or not at all.
 
-    The bytes go to a temporary file beside it, which takes the name when it is complete and, if `durable`, on
-    the disk. check: called with the path of that file before it takes the name; what it raises keeps it from
-    doing so. Raises TpukitError where the disk is full or cannot be written; a file that was at `path` before
-    stays."""
+    The bytes go to a temporary file next to it, which takes the name when it is complete and, if `durable`,
+    on the disk. check: called with that file before; what it raises leaves `path` as it was. Raises
+    TpukitError for a disk that is full or cannot be written."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same file
     in_use = os.path.realpath(partial)
     _written_now.add(in_use)
@@ -63,18 +64,19 @@ def atomic_file(path, *, durable=True, check=None):
         _written_now.discard(in_use)
 
 
-def remove_partials(folder):
+def remove_partials(folder: Path) -> None:
     """Remove what `atomic_file` left in a folder when its process was killed."""
     for partial in folder.glob(".*.partial"):
         pid = partial.name.split(".")[-2]
-        own = pid == str(os.getpid())  # of another thread, or of a killed process that had this one's number
-        if pid.isdecimal() and (
-            os.path.realpath(partial) not in _written_now if own else not _lives(int(pid))
-        ):
+        is_ours = pid == str(os.getpid())  # of another thread, or of a killed process with the same number
+        is_written = (
+            os.path.realpath(partial) in _written_now if is_ours else pid.isdecimal() and _lives(int(pid))
+        )
+        if pid.isdecimal() and not is_written:
             partial.unlink(missing_ok=True)
 
 
-def _lives(pid):
+def _lives(pid: int) -> bool:
     """Whether a process of this host is alive."""
     try:
         os.kill(pid, 0)
@@ -85,8 +87,8 @@ def _lives(pid):
     return True
 
 
-def _sync_names(folder):
-    """Flush the entries of a folder to the disk, where the disk can do that."""
+def _sync_names(folder: Path) -> None:
+    """Flush the entries of a folder to the disk, if the disk can do that."""
     with contextlib.suppress(OSError):  # some network disks cannot
         opened = os.open(folder, os.O_RDONLY)
         try:
@@ -96,7 +98,7 @@ def _sync_names(folder):
 
 
 @contextlib.contextmanager
-def atomic_folder(folder):
+def atomic_folder(folder: str | Path) -> Iterator[Path]:
     """Yield an empty folder that takes the name `folder` when the block ends without an error.
 
     Parent folders are created; what killed processes left is removed. Raises TpukitError where the disk is
@@ -122,7 +124,7 @@ def atomic_folder(folder):
 
 
 @contextlib.contextmanager
-def explain_full_disk(path):
+def explain_full_disk(path: Path) -> Iterator[None]:
     """Context manager: raise a full disk as a TpukitError that names `path` and the free space."""
     try:
         yield
@@ -130,16 +132,13 @@ def explain_full_disk(path):
         if error.errno not in DISK_FULL:
             raise
         free = shutil.disk_usage(path.parent).free
-        raise TpukitError(
-            f"cannot write {path}: {error.strerror.lower()} ({free / 2**20:.0f} MiB free there). "
-            "Free some space, or choose another output folder; everything saved before is untouched."
-        ) from error
+        reason = f"{error.strerror.lower()} ({free / 2**20:.0f} MiB free there)"
+        raise TpukitError(f"cannot write {path}: {reason}. What was saved before is untouched.") from error
 
 
 @contextlib.contextmanager
-def explain_unwritable(folder):
-    """Context manager: raise any OSError as a TpukitError that names `folder`. Only for code that just writes
-    there."""
+def explain_unwritable(folder: Path) -> Iterator[None]:
+    """Context manager: raise any OSError as a TpukitError with `folder`. For code that just writes there."""
     try:
         yield
     except OSError as error:
@@ -148,9 +147,9 @@ def explain_unwritable(folder):
         raise TpukitError(f"cannot write in {folder} ({reason}{at}): choose another folder") from error
 
 
-def append(path, text):
-    """Append lines to a file, on a new line if a kill cut the last one short. Raises TpukitError where it
-    cannot be written."""
+def append(path: Path, text: str) -> None:
+    """Append lines to a file, on a new line if a kill cut the last one short. Raises TpukitError if it cannot
+    be written."""
     with explain_unwritable(path.parent), explain_full_disk(path), open(path, "a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -158,33 +157,32 @@ def append(path, text):
         file.write(_as_bytes(text))
 
 
-def _as_bytes(data):
-    return (
-        data.encode(errors="backslashreplace") if isinstance(data, str) else data
-    )  # names of files need not be UTF-8
+def _as_bytes(data: str | bytes) -> bytes:
+    # Names of files need not be UTF-8.
+    return data.encode(errors="backslashreplace") if isinstance(data, str) else data
 
 
-def write_atomic(path, data, *, durable=True):
+def write_atomic(path: Path, data: str | bytes, *, durable: bool = True) -> None:
     """Write bytes or str to `path`, whole or not at all."""
     with atomic_file(path, durable=durable) as file:
         file.write(_as_bytes(data))
 
 
-def copy_atomic(source, target, check=None):
+def copy_atomic(source: Path, target: Path, check: Callable[[Path], None] | None = None) -> None:
     """Copy one file, whole or not at all. check: see `atomic_file`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(source, "rb") as from_file, atomic_file(target, check=check) as to_file:
         shutil.copyfileobj(from_file, to_file, 1 << 20)
 
 
-def sync(path):
+def sync(path: Path) -> None:
     """Flush a file that was appended to, and its name, to the disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     _sync_names(path.parent)
 
 
-def sha256(path):
+def sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -193,14 +191,13 @@ def sha256(path):
 # JSON with a checksum
 
 
-def with_crc32(values):
+def with_crc32(values: dict[str, Any]) -> dict[str, Any]:
     """A dict for JSON with the CRC-32 of its content, for `parse_with_crc32`."""
     return dict(values, crc32=_crc32(values))
 
 
-def parse_with_crc32(text):
-    """The dict that JSON text holds. Raises ValueError where it is damaged; one without a CRC-32 is
-    accepted."""
+def parse_with_crc32(text: str | bytes) -> dict[str, Any]:
+    """The dict that JSON text holds. Raises ValueError for a damaged one; one without a CRC-32 passes."""
     try:
         values = json.loads(text)
     except RecursionError as error:
@@ -209,9 +206,7 @@ def parse_with_crc32(text):
         raise ValueError(f"it holds a {type(values).__name__}")
     last = next(reversed(values), None)
     content = {name: value for name, value in values.items() if name != last}
-    if last is not None and values[last] == _crc32(
-        content
-    ):  # also where the flipped bit is in the name crc32
+    if last is not None and values[last] == _crc32(content):  # also if the flipped bit is in the name crc32
         return content
     if "crc32" in values:
         raise ValueError("its content does not match its CRC-32")
@@ -226,12 +221,9 @@ def _crc32(values):
 
 
 @contextlib.contextmanager
-def file_lock(path):
-    """Context manager: a lock that no other process of this user on this host holds at the same time. Waits
-    for its turn.
-
-    Where the cache folder cannot be used there is no lock; what is written is still atomic.
-    """
+def file_lock(path: Path) -> Iterator[None]:
+    """Context manager: a lock that one process of this user on this host holds at a time. Without a usable
+    cache folder there is no lock; what is written is still atomic."""
     try:
         make_private(cache_folder())
         digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:20]
@@ -240,21 +232,18 @@ def file_lock(path):
         file = contextlib.nullcontext()
     with file as opened:
         if opened:
-            fcntl.flock(
-                opened, fcntl.LOCK_EX
-            )  # released by the system when the process ends, however it ends
+            fcntl.flock(opened, fcntl.LOCK_EX)  # released by the system when the process ends
         yield
 
 
 @contextlib.contextmanager
-def exclusive_lock(path, signs=()):
+def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[Callable[[], None]]:
     """Context manager: take the lock file `path` for this process alone, and write its host and pid into it.
-    Yields a function that raises TpukitError where another process has taken it since: on a disk as below,
-    while this one was suspended.
+    Yields a function that raises TpukitError if another process took it since, while this one was suspended.
 
     Raises TpukitError with the host and pid of the process that has it. A lock ends with its process, killed
     or not. On some shared disks (Drive) a lock is seen on its own host only: there the last holder counts as
-    long as it shows a sign of life, a recent change of this file or of one of the files `signs`."""
+    long as this file or one of `signs` changed lately."""
     with explain_unwritable(path.parent):
         file = _open_lock(path)
     with file:
@@ -262,19 +251,18 @@ def exclusive_lock(path, signs=()):
         if got is False or _may_be_alive(holder, (path, *signs), got):
             who = holder or dict(host="an unknown host", pid="unknown")
             raise TpukitError(
-                f"process {who['pid']} on {who['host']} is already training in {path.parent}, or restoring"
-                " it: wait for it, end it, or choose another folder. (A lost process on another host is"
-                f" considered dead after {ALIVE_S:.0f} s.)"
+                f"process {who['pid']} on {who['host']} is training in {path.parent}, or restoring it: end"
+                f" it, or choose another folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
             )
         mine = dict(host=socket.gethostname(), pid=os.getpid(), token=secrets.token_hex(8))
         text = json.dumps(with_crc32(mine)).encode()
 
         def check():
             if (found := _read_lock(path)) not in (None, text):
+                other = _holder(found) or dict(pid="(unknown)", host="this or another host")
                 raise TpukitError(
-                    f"another process{_named_in(found)} has trained in {path.parent} since, while this one"
-                    " was suspended or its disk was away: this training stops here, and writes nothing more."
-                    " Start it again to resume from what the other one saved."
+                    f"process {other['pid']} on {other['host']} has trained in {path.parent} since, while"
+                    " this one was suspended or its disk was away: start this one again to resume from there"
                 )
 
         try:
@@ -282,9 +270,7 @@ def exclusive_lock(path, signs=()):
                 _overwrite(file, text)
             yield check
         finally:
-            with contextlib.suppress(
-                OSError
-            ):  # the disk may be gone, or have no locks; the lock goes with the file
+            with contextlib.suppress(OSError):  # the disk may be gone, or have no locks
                 if _read_lock(path) == text:
                     _overwrite(file, b"")
                 fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
@@ -296,11 +282,6 @@ def _read_lock(path):
         return path.read_bytes()
     except OSError:
         return None
-
-
-def _named_in(text):
-    holder = _holder(text)
-    return f" ({holder['pid']} on {holder['host']})" if holder else ""
 
 
 def _holder(text):
@@ -325,8 +306,7 @@ def _try_flock(file):
 
 
 def _may_be_alive(holder, signs, got):
-    """Whether the last holder of a lock file may still train, although its lock was not seen here. got: see
-    `_try_flock`."""
+    """Whether the last holder of a lock may still train, though it was not seen. got: of `_try_flock`."""
     if holder is None:
         return False
     if holder["host"] != socket.gethostname():  # whose clock may be ahead
@@ -354,21 +334,19 @@ def _overwrite(file, data):
 # The cache folder
 
 
-def cache_folder():
-    """The folder for what later sessions reuse: TPUKIT_CACHE, or one of this user below the system's
-    temporary folder."""
+def cache_folder() -> Path:
+    """The folder for what later sessions reuse: TPUKIT_CACHE, or one of this user in the temporary folder."""
     if chosen := os.environ.get("TPUKIT_CACHE"):
         return Path(chosen).resolve()
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, as in some containers; OSError from Python 3.13 on
+    except (KeyError, OSError):  # a user without a name, in a container; OSError from Python 3.13 on
         user = os.getuid()
     return Path(tempfile.gettempdir()) / f"tpukit-{user}"
 
 
-def make_private(folder):
-    """Create a folder that no other user can write in. Raises OSError where it is a link or another
-    user's."""
+def make_private(folder: Path) -> None:
+    """Create a folder that no other user can write in. Raises OSError for a link or another user's."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):

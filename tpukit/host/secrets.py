@@ -6,33 +6,29 @@ import json
 import os
 import urllib.parse
 
-_found = set()  # every value that was read here, for `hide`
+_found: set[str] = set()  # every value that was read here, for `hide`
 
 
-def find(name):
+def find(name: str) -> str | None:
     """The secret of a name, or None: from the environment, Colab's secrets (the key at the left), or Kaggle's
     (Add-ons)."""
     value = os.environ.get(name) or _from_colab(name) or _from_kaggle(name)
-    if not value or not (
-        value := value.strip()
-    ):  # a newline that was copied along is in no token, and breaks headers
-        return None
-    _found.add(value)
-    return value
+    value = (value or "").strip()  # a newline that was copied along is in no token, and breaks headers
+    if value:
+        _found.add(value)
+    return value or None
 
 
-def _from_colab(name):
+def _from_colab(name: str) -> str | None:
     try:
         from google.colab import userdata
     except ImportError:
         return None
-    with contextlib.suppress(
-        Exception
-    ):  # no such secret, no access given to this notebook, or no page to ask
+    with contextlib.suppress(Exception):  # no such secret, no access for this notebook, or no page to ask
         return userdata.get(name)
 
 
-def _from_kaggle(name):
+def _from_kaggle(name: str) -> str | None:
     try:
         from kaggle_secrets import UserSecretsClient
     except ImportError:
@@ -41,7 +37,7 @@ def _from_kaggle(name):
         return UserSecretsClient().get_secret(name)
 
 
-def hide(text):
+def hide(text: object) -> str:
     """The text with every secret that was read here replaced by ***: as it is, quoted for an address, or as
     Python or JSON shows it."""
     text = str(text)

@@ -4,6 +4,7 @@ print."""
 import html
 import io
 import re
+from collections.abc import Iterable
 
 GIB = 2**30
 # Control characters, marks of text direction, and surrogates; newlines and tabs are allowed.
@@ -15,7 +16,7 @@ NO_FORMULAS = (  # else MathJax 2 and 3 take $...$ in a notebook for formulas
 )
 
 
-def printable(text):
+def printable(text: object) -> str:
     """The text with its control characters escaped (\\x1b), so that a terminal shows them and does not obey
     them."""
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
@@ -27,12 +28,17 @@ class Table:
     folded: further rows, which a notebook shows after a click on `summary`, and a terminal below the others.
     """
 
-    def __init__(self, title, columns, rows, *, folded=(), summary=""):
-        self.title, self.columns, self.summary = (
-            printable(title),
-            tuple(map(printable, columns)),
-            printable(summary),
-        )
+    def __init__(
+        self,
+        title: str,
+        columns: Iterable[str],
+        rows: Iterable[Iterable],
+        *,
+        folded: Iterable[Iterable] = (),
+        summary: str = "",
+    ):
+        self.title, self.summary = printable(title), printable(summary)
+        self.columns = tuple(map(printable, columns))
         self.rows, self.folded = _texts(rows), _texts(folded)
 
     def __repr__(self):
@@ -48,15 +54,14 @@ class Table:
         for row in self.rows + self.folded:
             table.add_row(*(Text(value) for value in row))
         out = io.StringIO()
-        Console(file=out, width=118, force_jupyter=False).print(
-            table
-        )  # in Jupyter it would display, not write
+        Console(file=out, width=118, force_jupyter=False).print(table)  # in Jupyter it would display
         return "\n".join([self.title, *(line.rstrip() for line in out.getvalue().splitlines())]).rstrip()
 
     def _repr_html_(self):
         shown = self._html_of(self.rows) if self.rows or not self.folded else ""
         if self.folded:
-            shown += f"<details><summary>{html.escape(self.summary)}</summary>{self._html_of(self.folded)}</details>"
+            summary = f"<summary>{html.escape(self.summary)}</summary>"
+            shown += f"<details>{summary}{self._html_of(self.folded)}</details>"
         return f"<div {NO_FORMULAS}><b>{html.escape(self.title)}</b>{shown}</div>"
 
     def _html_of(self, rows):
@@ -89,7 +94,7 @@ class Sentences(list):
         return [" ".join(printable(sentence).splitlines()) for sentence in self]
 
 
-def format_duration(seconds):
+def format_duration(seconds: float | None) -> str:
     """A duration in words: 90 s, 2.5 min, 30.0 h, 3.0 days. Empty for None; 0 s for a negative one."""
     if seconds is None:
         return ""

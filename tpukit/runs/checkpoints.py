@@ -1,12 +1,15 @@
 """The checkpoints of a run: the newest two, and a list of them with their SHA-256.
 
 A file is listed only once it has reached the disk and was read back, and removed only once the list has: a
-kill at any point loses none. The list of a run without checkpoints is empty; where there is none, checkpoints
+kill at any point loses none. The list of a run without checkpoints is empty; if there is none, checkpoints
 were deleted."""
 
 import json
 import re
 import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from tpukit.host import files
 from tpukit.host.errors import Damaged, first_line
@@ -15,9 +18,11 @@ from tpukit.runs import weights
 KEEP = 2  # the newest, and the one before in case it is damaged
 LIST = "checkpoints.json"
 
+Entry = dict[str, Any]  # file, step, sha256 (None if the list was damaged)
 
-def save(folder, content, step):
-    """Write a checkpoint, whole or not at all. content: nest of CPU tensors, numbers and strings."""
+
+def save(folder: Path, content: Any, step: int) -> None:
+    """Write a checkpoint, whole or not at all. content: pytree of CPU tensors, numbers and strings."""
     import torch
 
     path = folder / _file_name(step)
@@ -30,17 +35,16 @@ def save(folder, content, step):
     write_list(folder, [dict(file=path.name, step=step, sha256=files.sha256(path)), *older][:KEEP])
 
 
-def load(folder, entry):
-    """What `save` wrote, for an entry of the list. A damaged file raises Damaged, or what torch raises for
-    it."""
+def load(folder: Path, entry: Entry) -> dict[str, Any]:
+    """What `save` wrote, for an entry of the list. Raises Damaged, or what torch does for damage."""
     path = folder / entry["file"]
     check(path, entry)
     content = weights.load_tensors(path)
     return dict(records_size=content["records_size"], state=content["state"])
 
 
-def check(path, entry):
-    """Raise Damaged where the file at `path` is not the checkpoint of this entry of a list."""
+def check(path: Path, entry: Entry) -> None:
+    """Raise Damaged if the file at `path` is not the checkpoint of this entry of a list."""
     try:
         if not entry["sha256"]:
             _check_crc32s(path)
@@ -50,7 +54,7 @@ def check(path, entry):
         raise Damaged(first_line(error)) from error
 
 
-def _check_crc32s(path):
+def _check_crc32s(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:  # torch writes CRC-32s, and does not check them
             part = archive.testzip()
@@ -60,23 +64,20 @@ def _check_crc32s(path):
         raise Damaged(f"{part} in it does not match its CRC-32")
 
 
-def read_list(folder):
-    """list of dict(file, step, sha256), newest first. Where the list is damaged: of the files found, with
-    sha256=None."""
-    found = _parsed(folder)
-    return found or entries_of(path.name for path in folder.glob("step-*.pt"))
+def read_list(folder: Path) -> list[Entry]:
+    """The list, newest first. If it is damaged: entries of the files found, with sha256=None."""
+    return _parsed(folder) or entries_of(path.name for path in folder.glob("step-*.pt"))
 
 
-def has_list(folder):
+def has_list(folder: Path) -> bool:
     """Whether the list can be read, though it may be empty."""
     return _parsed(folder) is not None
 
 
-def _parsed(folder):
+def _parsed(folder: Path) -> list[Entry] | None:
     try:
-        found = [
-            files.parse_with_crc32(json.dumps(entry)) for entry in json.loads((folder / LIST).read_bytes())
-        ]
+        entries = json.loads((folder / LIST).read_bytes())
+        found = [files.parse_with_crc32(json.dumps(entry)) for entry in entries]
         if all(entry["file"] == _file_name(entry["step"]) and "sha256" in entry for entry in found):
             return found
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -84,37 +85,33 @@ def _parsed(folder):
     return None
 
 
-def entries_of(names):
+def entries_of(names: Iterable[str]) -> list[Entry]:
     """What `read_list` returns, for the files of these names alone."""
-    steps = {step_of(name) for name in names} - {None}
+    steps = {step for name in names if (step := step_of(name)) is not None}
     return [dict(file=_file_name(step), step=step, sha256=None) for step in sorted(steps, reverse=True)]
 
 
-def list_text(entries):
+def list_text(entries: Sequence[Entry]) -> str:
     """The content of the list of these checkpoints."""
     return json.dumps([files.with_crc32(entry) for entry in entries], indent=1)
 
 
-def write_list(folder, entries):
-    """Replace the list, then remove the checkpoints that are no longer in it, and what killed processes
-    left."""
+def write_list(folder: Path, entries: Sequence[Entry]) -> None:
+    """Replace the list, then remove the checkpoints that it no longer has, and what killed processes left."""
     files.write_atomic(folder / LIST, list_text(entries))
-    for step in _steps_in(folder) - {entry["step"] for entry in entries}:
-        (folder / _file_name(step)).unlink()
+    kept = {entry["file"] for entry in entries}
+    for path in folder.glob("step-*.pt"):
+        if path.name not in kept and step_of(path.name) is not None:
+            path.unlink()
     files.remove_partials(folder)
     files.remove_partials(folder.parent)
 
 
-def _file_name(step):
+def _file_name(step: int) -> str:
     return f"step-{step:08d}.pt"
 
 
-def step_of(name):
+def step_of(name: str) -> int | None:
     """The step of a checkpoint's file, None for a file of another name, which is not tpukit's."""
     found = re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})\.pt", name)
     return int(found[1]) if found else None
-
-
-def _steps_in(folder):
-    """Steps of the checkpoints in a folder."""
-    return {step_of(path.name) for path in folder.glob("step-*.pt")} - {None}

@@ -10,10 +10,8 @@ pictures/, predictions/  what `show` drew, and what a test keeps of its predicti
 trace/, step.hlo         written by `tpukit report --trace` and `--hlo`
 progress.json            where the training is now, for a progress bar
 own/                     a user's own files, and what was predicted for them
-tensorboard/             the records' numbers for TensorBoard, where it is installed
-cores/                   the output of each core of the last launch: rank-NN.log, and its error or stacks
-where it failed;
-                         stop, while the notebook's process stops them
+tensorboard/             the records' numbers for TensorBoard, if it is installed
+cores/                   what each core of the last launch printed, and its error or stacks if it failed
 .lock                    host and pid of the process that trains here
 .launch-HOST.lock        host and pid of the process that launched the cores of that host
 .restoring               its id, only while the run is being restored from a backup
@@ -28,37 +26,40 @@ import re
 import secrets
 import time
 import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tpukit.host import environment, files
 from tpukit.host.errors import Damaged, TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.runs import checkpoints, weights
-from tpukit.runs.backup import Backup, check_of, restore_from_backup
-from tpukit.runs.places import open_storage
+from tpukit.runs.backup import Backup
+from tpukit.runs.checkpoints import Entry
+from tpukit.runs.storage import Folder, check_empty, open_storage
 from tpukit.runs.tensorboard import EventFile
 
-OF_A_TEST = {
-    "log.txt",
-    "predictions",
-    "pictures",
-    "progress.json",
-    "cores",
-}  # what a test of foreign weights writes
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tpukit.training.task import Task
+
+# What a test of foreign weights writes.
+OF_A_TEST = {"log.txt", "predictions", "pictures", "progress.json", "cores"}
 
 
-def setting(default, *, free=False):
+def setting(default: Any, *, free: bool = False) -> Any:
     """A dataclass field of a task. free=True: a resumed run may change it, because it does not change the
     result."""
     return dataclasses.field(default=default, metadata={"free": free})
 
 
-def settings_dict(task):
+def settings_dict(task: "Task") -> dict[str, Any]:
     """The settings of a task as a dict that JSON keeps unchanged."""
     return _plain({field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
 
 
-def _plain(value):
+def _plain(value: Any) -> Any:
     """As JSON gives it back."""
     return json.loads(json.dumps(value, default=str))
 
@@ -66,57 +67,62 @@ def _plain(value):
 class Run:
     """One training run in one folder. Use `Run.open`."""
 
-    echo = True
-    """Whether `print` prints to the console too. Not in a launched core: the launching process prints what
-    log.txt gets."""
-    is_launched = False
-    """Whether this is a core of a launch, whose launching process passes signals on through
-    `stop_requested`."""
+    echo = True  # print to the console too; a launched core does not: its launching process shows log.txt
+    is_launched = False  # a core of a launch, whose launching process passes signals on (`stop_requested`)
     _writes = True
     _events = None
     _check_lock = None
 
-    def __init__(self, path, backup=None):
+    def __init__(self, path: str | Path, backup: str | Path | None = None):
         if "\0" in str(path):
             raise TpukitError(f"a run's folder cannot be named {str(path)!r}: give a path without NUL")
         self.path = Path(path)
-        self.label = str(path)  # how errors call it
-        self.backup = Backup(open_storage(backup), Run) if backup else None
+        self.label = str(path)  # its name in errors
+        self.backup = Backup(open_storage(backup)) if backup else None
         self._progress_at = 0.0
 
-    def read_only(self):
+    def read_only(self) -> "Run":
         """The same run for a rank that is not 0: it reads, and drops what it is given to print or write."""
         other = Run(self.path)
         other._writes = other.echo = False
         return other
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
 
     @classmethod
-    def open(cls, path, task, *, backup=None, earlier=None):
+    def open(
+        cls,
+        path: str | Path,
+        task: "Task",
+        *,
+        backup: str | Path | None = None,
+        earlier: str | Path | None = None,
+    ) -> "Run":
         """Start a run in the folder `path`, or resume the one that is there.
 
-        backup: a folder (on Drive, say) or an address (s3://, gs://, hf://) that gets a copy at every
-        checkpoint; when `path` is gone and the backup is there, the run is restored from it. earlier: such a
-        place that is only read (`find_run` finds one on Kaggle). Raises TpukitError if the folder holds a run
-        of another task or of other settings, naming them; settings that do not change the result (epochs,
-        folders, workers) may differ, and all of them before the first step was trained. It also raises if the
-        folder holds something else, or results without checkpoints, or the backup another run, or where
-        another process trains here."""
+        Args:
+            backup: a folder (on Drive, say) or an address (s3://, gs://, hf://) that gets a copy at every
+                checkpoint; when `path` is gone and the backup is there, the run is restored from it.
+            earlier: such a copy that is only read (`find_run` finds one on Kaggle).
+
+        Raises TpukitError for a run of another task or of other settings, naming them; settings that do not
+        change the result (epochs, folders, workers) may differ, and all of them before the first step was
+        trained. Also for a folder that holds something else, or results without checkpoints, for a backup of
+        another run, and while another process trains here."""
         from tpukit import __version__
 
         run = cls(path, backup)
         if environment.rank() != 0:
             return run.read_only()  # rank 0 prints and writes for all
         config = run.path / "config.json"
-        if backup:
-            with run.backup.place.explained():
-                run.backup.place.check_before_training()
-                if not config.exists() and run.backup.place.has("config.json"):
-                    restore_from_backup(run, run.backup.place, task, cls)
+        if run.backup:
+            with run.backup.storage.explained():
+                run.backup.storage.check_before_training()
+                if not config.exists() and run.backup.storage.has("config.json"):
+                    run.backup.restore(run, task)
         if earlier and not config.exists():
-            restore_from_backup(run, open_storage(earlier), task, cls)
+            Backup(open_storage(earlier)).restore(run, task)
         run.check_links()
         run_id = secrets.token_hex(8)
         if config.exists():
@@ -125,9 +131,9 @@ class Run:
                 run.check_settings(task)
             run._check_checkpoints()
         else:
-            run.check_empty()
-        if backup:
-            with run.backup.place.explained():
+            check_empty(Folder(run.path))
+        if run.backup:
+            with run.backup.storage.explained():
                 run.backup.check_run(run, run_id)
         values = dict(task=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
         with files.explain_unwritable(run.path):
@@ -137,12 +143,12 @@ class Run:
             (run.path / "checkpoints").mkdir(exist_ok=True)
             if not (checkpoints.has_list(run.path / "checkpoints") or run.checkpoints()):
                 checkpoints.write_list(run.path / "checkpoints", [])
-        if backup:
+        if run.backup:
             print(printable(f"run: every checkpoint is copied to {run.backup}"))
         return run
 
     @classmethod
-    def find(cls, path, *, trained=True):
+    def find(cls, path: str | Path, *, trained: bool = True) -> "Run":
         """Open a run for reading; raises TpukitError if there is none. trained=False: also an empty folder,
         created if missing, in which foreign weights are tested."""
         run = cls(path)
@@ -154,15 +160,14 @@ class Run:
             with files.explain_unwritable(run.path):
                 run.path.mkdir(parents=True, exist_ok=True)
             if not run._is_of_a_test():
-                run.check_empty()
+                check_empty(Folder(run.path))
         run.check_links()
         return run
 
     @contextlib.contextmanager
-    def lock(self):
+    def lock(self) -> Iterator[None]:
         """Context manager: keep other processes from training here. Raises TpukitError with host and pid of
-        one that does; so does, within it, whatever writes results after another process has taken the
-        lock."""
+        one that does; so does, within it, whatever writes results after another process took the lock."""
         if not self._writes:
             yield
             return
@@ -173,22 +178,21 @@ class Run:
             finally:
                 self._check_lock = None
 
-    def lock_to_open(self):
+    def lock_to_open(self) -> contextlib.AbstractContextManager[None]:
         """`lock`, for what opens or restores the run. None on a TPU VM: the hosts of a slice may share the
         folder, and each opens the run."""
         return contextlib.nullcontext() if environment.detect().host == "tpu-vm" else self.lock()
 
-    def check_lock(self):
-        """Raise TpukitError where another process has taken the lock that this one holds."""
+    def check_lock(self) -> None:
+        """Raise TpukitError if another process has taken the lock that this one holds."""
         if self._check_lock is not None:
             self._check_lock()
 
     # What is in the folder
 
     @property
-    def config(self):
-        """dict(task, settings, id) that the run was opened with. Raises TpukitError where the file is
-        damaged."""
+    def config(self) -> dict[str, Any]:
+        """task, settings and id that the run was opened with. Raises TpukitError if the file is damaged."""
         try:
             found = files.parse_with_crc32((self.path / "config.json").read_bytes())
             # Runs of earlier versions call the task a workload.
@@ -197,84 +201,60 @@ class Run:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TpukitError(
                 f"{self.label}/config.json is damaged ({error}): copy it there from another copy of this run,"
-                " such as its backup, or choose another folder"
+                " or choose another folder"
             ) from error
 
-    def check_settings(self, task):
-        """Raise TpukitError where this is a run of another task, or of settings that would change its
-        result."""
+    def check_settings(self, task: "Task") -> None:
+        """Raise TpukitError for a run of another task, or of settings that would change its result."""
         config, new = self.config, settings_dict(task)
-        if (found := config["task"]) != task.name:
+        if config["task"] != task.name:
             raise TpukitError(
-                f"{self.label} holds a run of {found}, not of {task.name}: choose another run folder"
+                f"{self.label} holds a run of {config['task']}, not {task.name}: choose another"
             )
-        old = config["settings"]
         fields = [field for field in dataclasses.fields(task) if not field.metadata.get("free")]
         # A run of an earlier version, which did not have a setting yet, trained as by its default.
-        old = {field.name: _plain(field.default) for field in fields} | old
+        old = {field.name: _plain(field.default) for field in fields} | config["settings"]
         changed = [field.name for field in fields if old[field.name] != new[field.name]]
         if changed:
             lines = [f"  {name}: the run has {old[name]!r}, the task {new[name]!r}" for name in changed]
-            raise TpukitError(
-                f"{self.label} holds a run with other settings:\n"
-                + "\n".join(lines)
-                + "\nSet them back to resume it, or choose another run folder."
-            )
+            advice = "Set them back to resume it, or choose another run folder."
+            raise TpukitError("\n".join([f"{self.label} holds a run with other settings:", *lines, advice]))
 
-    def _results(self):
+    def _results(self) -> list[str]:
         """Names of the files that hold results of training steps, other than checkpoints."""
         found = [name for name in ("best.safetensors",) if (self.path / name).exists()]
         if any(record["kind"] not in ("start", "compile") for record in self.records()):
             found.append("records.jsonl")
         return found
 
-    def _check_checkpoints(self):
-        folder = self.path / "checkpoints"
-        if not self.checkpoints() and not checkpoints.has_list(folder):
+    def _check_checkpoints(self) -> None:
+        if not self.checkpoints() and not checkpoints.has_list(self.path / "checkpoints"):
             self.refuse_results(self._results(), self.label)
 
-    def refuse_results(self, names, place):
-        """Raise TpukitError where there are results without the checkpoints of their training, which would be
-        replaced."""
+    def refuse_results(self, names: Iterable[str], place: str) -> None:
+        """Raise TpukitError for results without checkpoints, which a new training would replace."""
         if names:
             raise TpukitError(
-                f"{place} holds {' and '.join(names)} of a training, but none of its checkpoints, so that it"
-                " would start again and replace them: put the checkpoints back, or choose a new run folder"
-                " (and another backup)"
+                f"{place} holds {' and '.join(names)} of a training, but none of its checkpoints: put them"
+                " back, or choose a new run folder (and another backup)"
             )
 
-    def check_empty(self):
-        """Raise TpukitError where a folder without a run holds anything else, which could be taken for a part
-        of the run."""
-        found = sorted(path.name for path in self.path.glob("*") if not path.name.startswith("."))
-        if found:
-            has = ", ".join(found[:3])
-            raise TpukitError(
-                f"{self.path} is not empty and holds no run (it has {has}): choose a new or an empty folder"
-            )
-
-    def _is_of_a_test(self):
-        """Whether a folder without config.json has nothing but what an earlier test of foreign weights
-        wrote."""
+    def _is_of_a_test(self) -> bool:
+        """Whether a folder has nothing but what an earlier test of foreign weights wrote."""
         names = {path.name for path in self.path.glob("*") if not path.name.startswith(".")}
         with contextlib.suppress(OSError), open(self.path / "log.txt", "rb") as log:
-            return (
-                names <= OF_A_TEST
-                and re.match(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", log.read(30)) is not None
-            )
+            starts_as_ours = re.match(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", log.read(30))
+            return names <= OF_A_TEST and starts_as_ours is not None
         return False
 
-    def check_links(self):
-        """Raise TpukitError where a symbolic link could lead what is written or deleted here to another
-        place."""
+    def check_links(self) -> None:
+        """Raise TpukitError for a symbolic link: it could lead elsewhere what is written or deleted here."""
         if link := next((path for path in self.path.rglob("*") if path.is_symlink()), None):
-            raise TpukitError(
-                f"{link} is a symbolic link, which a run may not hold: remove it, or choose another folder"
-            )
+            raise TpukitError(f"{link} is a symbolic link, which a run may not hold: remove it")
 
     # Printing and recording
 
-    def print(self, text):
+    def print(self, text: Any) -> None:
         """Print a line and keep it in log.txt."""
         from tqdm import tqdm  # its write keeps a progress bar below the line
 
@@ -285,9 +265,8 @@ class Run:
         if self._writes:
             files.append(self.path / "log.txt", f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 
-    def log(self, kind, step, **values):
-        """Append one record. Floats that are not finite are kept as null, because JSON has no such
-        numbers."""
+    def log(self, kind: str, step: int, **values: Any) -> None:
+        """Append one record. Floats that are not finite become null: JSON has no such numbers."""
         if not self._writes:
             return
         self.check_lock()
@@ -300,13 +279,13 @@ class Run:
         elif self._events is not None:
             self._events.write(record)
 
-    def close(self):
+    def close(self) -> None:
         """Close the file that stays open while a training writes."""
         if self._events is not None:
             self._events.close()
             self._events = None
 
-    def records(self, kind=None):
+    def records(self, kind: str | None = None) -> list[dict[str, Any]]:
         """The records in the order of their steps; in the file an evaluation comes once it is scored, after
         some later steps. A damaged line, or a last one cut short by a kill, is left out with a warning."""
         path, records = self.path / "records.jsonl", []
@@ -318,14 +297,14 @@ class Run:
         found = [record for record in records if kind is None or record["kind"] == kind]
         return sorted(found, key=operator.itemgetter("step"))
 
-    def records_size(self):
+    def records_size(self) -> int:
         """Bytes of the records."""
         path = self.path / "records.jsonl"
         return path.stat().st_size if path.exists() else 0
 
-    def _restore_records(self, size):
+    def _restore_records(self, size: int) -> None:
         """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again.
-        Where they are damaged or cut short, those of the backup take their place if they are whole."""
+        Those of the backup, if whole, replace damaged ones."""
         path = self.path / "records.jsonl"
         found = path.read_bytes() if path.exists() else b""
         records = found[:size]
@@ -334,39 +313,33 @@ class Run:
             if _are_whole(copied, size):
                 records = copied
                 self.print(f"{path} was damaged: taken from {self.backup}")
-        if damaged := [
-            number for number, line in enumerate(records.splitlines(), 1) if not _parse_record(line)
-        ]:
+        lines = records.splitlines()
+        if damaged := [number for number, line in enumerate(lines, 1) if not _parse_record(line)]:
             self.print(f"{path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}")
         if len(records) < size:
-            self.print(
-                f"{path} has only {len(records)} of the {size} bytes it had at this checkpoint: some records"
-                " are lost"
-            )
+            self.print(f"{path} has {len(records)} of the {size} bytes that it had: some records are lost")
         if self.backup:
             self.backup.records = 0, 0
         if records != found:
             files.write_atomic(path, records)
 
-    def write_progress(self, *, step, total, **values):
-        """Replace what `read_progress` returns, at most twice a second and at the end: what a progress bar
-        shows."""
+    def write_progress(self, *, step: int, total: int, **values: Any) -> None:
+        """Replace what `read_progress` returns, at most twice a second and at the end."""
         now = time.monotonic()
         if self._writes and (step == total or now - self._progress_at > 0.5):
             self._progress_at = now
             text = json.dumps(files.with_crc32(_finite(dict(step=step, total=total, **values))))
             files.write_atomic(self.path / "progress.json", text, durable=False)
 
-    def read_progress(self):
+    def read_progress(self) -> dict[str, Any]:
         """What `write_progress` last wrote, or {}."""
         try:
             return files.parse_with_crc32((self.path / "progress.json").read_bytes())
         except (FileNotFoundError, ValueError):
             return {}
 
-    def stop_requested(self):
-        """The signal that the notebook's process passes on to its cores through the run directory, or
-        None."""
+    def stop_requested(self) -> int | None:
+        """The signal that the notebook's process passes on to its cores through the run directory."""
         try:
             return int((self.path / "cores" / "stop").read_text())
         except (FileNotFoundError, ValueError):
@@ -374,35 +347,34 @@ class Run:
 
     # Weights
 
-    def checkpoints(self):
-        """list of dict(file, step, sha256), newest first."""
+    def checkpoints(self) -> list[Entry]:
+        """dict(file, step, sha256) of each, newest first."""
         return checkpoints.read_list(self.path / "checkpoints")
 
-    def save(self, state, step, records_size=None):
-        """Write a checkpoint, whole or not at all, and update the backup. state: nest of CPU tensors, numbers
-        and strings.
+    def save(self, state: Any, step: int, records_size: int | None = None) -> None:
+        """Write a checkpoint, whole or not at all, and update the backup.
 
-        records_size: bytes of the records that belong to this state; by default all that are there."""
+        Args:
+            state: pytree of CPU tensors, numbers and strings.
+            records_size: bytes of the records that belong to this state; by default all that are there.
+        """
         self.check_lock()
         size = self.records_size() if records_size is None else records_size
-        for name in (
-            "records.jsonl",
-            "log.txt",
-        ):  # the checkpoint must not reach the disk before what it counts on
+        for name in ("records.jsonl", "log.txt"):  # a checkpoint reaches the disk after what it counts on
             if (self.path / name).exists():
                 files.sync(self.path / name)
         checkpoints.save(self.path / "checkpoints", dict(records_size=size, state=state), step)
         self.update_backup()
 
-    def update_backup(self):
+    def update_backup(self) -> None:
         """Copy what changed to the backup, if there is one."""
         if self.backup:
             self.backup.update(self)
 
-    def restore(self):
-        """The newest intact checkpoint's state, or None where the run has none. A damaged one is taken from
-        the backup, or else named, skipped, and taken off the list, so that it does not count as one of those
-        that are kept."""
+    def restore(self) -> Any:
+        """The newest intact checkpoint's state, or None if the run has none. A damaged one is taken from the
+        backup, or else named, skipped, and taken off the list, so that it does not count as one of those that
+        are kept."""
         self._check_checkpoints()
         found = self.checkpoints()
         for number, entry in enumerate(found):
@@ -421,9 +393,8 @@ class Run:
         self._restore_records(0)
         return None
 
-    def _load(self, entry):
-        """What is in a checkpoint, of the run or else of its backup; None where it is damaged, which is
-        printed."""
+    def _load(self, entry: Entry) -> dict[str, Any] | None:
+        """What is in a checkpoint, of the run or else of its backup; None if damaged, which is said."""
         name = f"checkpoints/{entry['file']}"
         for is_copy in (False, True):
             try:
@@ -432,12 +403,12 @@ class Run:
                 if isinstance(error, TpukitError) and not isinstance(error, Damaged):
                     raise
                 reason = first_line(error)
-            if is_copy or not (self.backup and self.backup.take_back(self, name, check_of(name, [entry]))):
+            if is_copy or not (self.backup and self.backup.take_back(self, name, [entry])):
                 break
         self.print(f"checkpoint {entry['file']} is damaged ({reason}); trying the previous one")
         return None
 
-    def mend_best(self):
+    def mend_best(self) -> dict[str, str] | None:
         """None if best.safetensors is whole. Otherwise the metadata of the backup's, which takes its place;
         {} without one."""
         path = self.path / "best.safetensors"
@@ -446,44 +417,42 @@ class Run:
             return None
         except (OSError, Damaged) as error:
             reason = first_line(error)
-        if self.backup and self.backup.take_back(self, path.name, weights.check_embedded_sha256):
+        if self.backup and self.backup.take_back(self, path.name):
             return weights.metadata(path)
         self.print(f"{path.name} is damaged ({reason}): the weights of the next evaluation take its place")
         return {}
 
-    def best(self):
-        """The file of the best weights. Raises TpukitError where the run has none yet."""
+    def best(self) -> Path:
+        """The file of the best weights. Raises TpukitError if the run has none yet."""
         path = self.path / "best.safetensors"
         if not path.is_file():
             raise TpukitError(f"{self.path} has no best weights yet: the first evaluation saves them")
         return path
 
-    def save_best(self, tensors, **values):
-        """Write the best weights as best.safetensors. tensors: name -> CPU tensor. values: kept as its
-        metadata."""
+    def save_best(self, tensors: "Mapping[str, Tensor]", **values: Any) -> None:
+        """Write the best weights, CPU tensors by name, as best.safetensors. values: kept as its metadata."""
         self.check_lock()
         data = weights.serialize(tensors, {name: str(value) for name, value in values.items()})
         files.write_atomic(self.path / "best.safetensors", data)
 
 
-def _parse_record(line):
-    """The record on a line, None where it is damaged."""
+def _parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record on a line, None for a damaged one."""
     try:
         record = files.parse_with_crc32(line)
-        valid = isinstance(record["kind"], str) and all(
-            0 <= record[name] < 2**53 for name in ("step", "time")
-        )
+        numbers = record["step"], record["time"]
+        is_valid = isinstance(record["kind"], str) and all(0 <= number < 2**53 for number in numbers)
     except (ValueError, KeyError, TypeError):
         return None
-    return record if valid else None
+    return record if is_valid else None
 
 
-def _are_whole(lines, size):
+def _are_whole(lines: bytes, size: int) -> bool:
     """Whether these are records of this size in bytes, none of them damaged."""
     return len(lines) == size and all(map(_parse_record, lines.splitlines()))
 
 
-def _finite(value):
+def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -6,20 +6,19 @@ import json
 import os
 import pickle
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tpukit.host.errors import Damaged, TpukitError, first_line
+from tpukit.runs.storage import local
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
-def local(path):
-    """The file of a path, or of an address (s3://, gs://, hf://), which is downloaded once."""
-    from tpukit.runs import places  # which imports this file
-
-    address = places.address_of(path)
-    return places.fetch(address) if address else Path(path)
-
-
-def read(path):
+def read(path: str | Path) -> "dict[str, Tensor]":
     """name -> CPU tensor from a .safetensors, .pth, .pt, .pkl or .tar file, or the address of one.
 
     Takes a bare state dict, or one under `state_dict`, `model` or `net`; a `module.` prefix (DataParallel) is
@@ -44,23 +43,20 @@ def read(path):
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
     ):
-        raise TpukitError(
-            f"weights {path}: expected a state dict (name -> tensor), got {type(content).__name__}"
-        )
+        raise TpukitError(f"weights {path}: no state dict (name -> tensor), but a {type(content).__name__}")
     for name, tensor in content.items():
         is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
         if not is_dense or tensor.is_quantized or tensor.is_nested:
-            kind = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
             raise TpukitError(
-                f"weights {path}: {name} is no plain tensor ({kind}): save it as one (`.to_dense()`,"
-                " `.dequantize()`)"
+                f"weights {path}: {name} is no plain tensor ({tensor.layout} on {tensor.device}, quantized:"
+                f" {tensor.is_quantized}): save it as one (`.to_dense()`, `.dequantize()`)"
             )
     return {name.removeprefix("module."): tensor for name, tensor in content.items()}
 
 
-def load_tensors(path):
-    """What `torch.save` wrote: tensors, numbers, strings, and nests of them. Code is never run: raises
-    UnpicklingError where a file asks for more, and TpukitError for a torch that cannot refuse it."""
+def load_tensors(path: Path) -> Any:
+    """What `torch.save` wrote: pytrees of tensors, numbers and strings. Code is never run: raises
+    UnpicklingError for a file that asks for more, and TpukitError for a torch that cannot refuse it."""
     import torch
 
     if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 6):
@@ -71,46 +67,41 @@ def load_tensors(path):
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
-        message = str(error)
-        if "weights_only" not in message:
+        if "weights_only" not in str(error):
             raise
         # torch goes on to recommend weights_only=False, which would run the code.
-        found = re.search(r"GLOBAL (\S+)|(TorchScript archive|legacy \.tar)", message)
+        found = re.search(r"GLOBAL (\S+)|(TorchScript archive|legacy \.tar)", str(error))
         asked = found[1] or found[2] if found else "something that is not a tensor"
         raise pickle.UnpicklingError(f"this pickle asks to load {asked}, which could run code") from None
 
 
-def load(model, path):
+def load(model: "torch.nn.Module", path: str | Path) -> None:
     """Load a weight file into a model. Raises TpukitError naming the first entries that differ."""
-    new, own = read(path), model.state_dict()
-    if different := differences(new, own):
+    loaded, expected = read(path), model.state_dict()
+    if different := differences(loaded, expected):
         raise TpukitError(f"weights {path} belong to another model: {different}")
-    model.load_state_dict({name: new.get(name, tensor) for name, tensor in own.items()})
+    model.load_state_dict({name: loaded.get(name, tensor) for name, tensor in expected.items()})
 
 
-def differences(new, own):
-    """How the weights of a file differ from those of a model, in words; "" where neither names nor shapes do.
-
-    new, own: name -> tensor."""
+def differences(loaded: "Mapping[str, Tensor]", expected: "Mapping[str, Tensor]") -> str:
+    """How weights differ from those of a model, in words; "" if neither names nor shapes do."""
     # Counters of batch norm do not change what a model computes; old files lack them.
-    missing = [n for n in own if n not in new and not n.endswith("num_batches_tracked")]
-    unknown = [n for n in new if n not in own]
-    shapes = [n for n in own if n in new and own[n].shape != new[n].shape]
+    missing = [n for n in expected if n not in loaded and not n.endswith("num_batches_tracked")]
+    unknown = [n for n in loaded if n not in expected]
+    shapes = [n for n in expected if n in loaded and expected[n].shape != loaded[n].shape]
     if not (missing or unknown or shapes):
         return ""
-    lines = [
-        f"  {n}: shape {tuple(new[n].shape)} in the file, {tuple(own[n].shape)} in the model"
-        for n in shapes[:3]
-    ]
+    sizes = {n: (tuple(loaded[n].shape), tuple(expected[n].shape)) for n in shapes[:3]}
+    lines = [f"  {n}: shape {ours} in the file, {theirs} in the model" for n, (ours, theirs) in sizes.items()]
     lines += [f"  {n}: missing in the file" for n in missing[:3]]
     lines += [f"  {n}: not in the model" for n in unknown[:3]]
-    counts = f"{len(shapes)} other shapes, {len(missing)} missing, {len(unknown)} unknown of {len(own)}"
+    counts = f"{len(shapes)} other shapes, {len(missing)} missing, {len(unknown)} unknown of {len(expected)}"
     return f"{counts}. First differences:\n" + "\n".join(lines)
 
 
-def metadata(path):
-    """dict of the strings kept with the weights in a .safetensors file; empty for any other file. `read`
-    checks its SHA-256."""
+def metadata(path: str | Path) -> dict[str, str]:
+    """The strings kept with the weights in a .safetensors file; empty for any other file. `read` checks its
+    SHA-256."""
     from safetensors import safe_open
 
     path = local(path)
@@ -123,14 +114,14 @@ def metadata(path):
     return found
 
 
-def epoch_of(path):
+def epoch_of(path: str | Path) -> int | None:
     """The epoch (from 0) at which a run kept its best.safetensors, or None for a file from elsewhere."""
     epoch = metadata(path).get("epoch", "")
     return int(epoch) if re.fullmatch(r"[0-9]{1,9}", epoch) else None
 
 
 @contextlib.contextmanager
-def _explain_damage(path):
+def _explain_damage(path: Path) -> Iterator[None]:
     """Context manager: raise whatever reading a weight file raises as a TpukitError."""
     try:
         yield
@@ -138,23 +129,20 @@ def _explain_damage(path):
         raise
     except pickle.UnpicklingError as error:
         raise TpukitError(
-            f"weights {path}: {error}, so it was not opened. Ask its author for a plain state dict or a"
-            " .safetensors file."
+            f"weights {path}: {error}, so it was not opened. Ask for a state dict or a .safetensors file"
         ) from error
     except Exception as error:  # torch and safetensors raise many types for a damaged file
         raise TpukitError(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
 
 
-# The SHA-256 embedded in the metadata of a run's .safetensors: that of the file with zeros in the digest's
-# place
+# The SHA-256 in the metadata of a run's .safetensors: that of the file with zeros in the digest's place
 
 EMBEDDED = b'"tpukit.sha256":"%b"'
 ZEROS = b"0" * 64
 
 
-def serialize(tensors, metadata):
-    """The bytes of a .safetensors file with its SHA-256 embedded. tensors: name -> CPU tensor. metadata: name
-    -> str."""
+def serialize(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a .safetensors file of CPU tensors with its SHA-256 embedded."""
     from safetensors.torch import save
 
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -163,9 +151,9 @@ def serialize(tensors, metadata):
     return data.replace(EMBEDDED % ZEROS, EMBEDDED % digest, 1)
 
 
-def check_embedded_sha256(path):
-    """Raise Damaged where a .safetensors file has no whole header, or has changed since its SHA-256 was
-    embedded. Others have none."""
+def check_embedded_sha256(path: Path) -> None:
+    """Raise Damaged if a .safetensors file has no whole header, or is not what its embedded SHA-256 says, if
+    it has one."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = file.read(8)
@@ -177,10 +165,9 @@ def check_embedded_sha256(path):
         found = re.search(EMBEDDED % rb"([0-9a-f]{64})", header)
         if not found and not re.search(rb'"tpukit|sha256"', header):  # one of which a flipped bit leaves
             return
-        original = hashlib.sha256(
-            length + (header.replace(found[0], EMBEDDED % ZEROS, 1) if found else header)
-        )
+        original = header.replace(found[0], EMBEDDED % ZEROS, 1) if found else header
+        digest = hashlib.sha256(length + original)
         while part := file.read(1 << 20):
-            original.update(part)
-    if not found or original.hexdigest().encode() != found[1]:
+            digest.update(part)
+    if not found or digest.hexdigest().encode() != found[1]:
         raise Damaged(f"weights {path}: damaged (its {size} bytes do not match the SHA-256 embedded in it)")

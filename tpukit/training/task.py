@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, 
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.runs.places import address_of
+from tpukit.runs.storage import address_of
 from tpukit.runs.run import setting, settings_dict
 
 if TYPE_CHECKING:
