@@ -20,7 +20,8 @@ class Block(nn.Module):
         if channels_in != channels:
             self.shortcut = nn.Sequential(nn.Conv2d(channels_in, channels, 1), nn.BatchNorm2d(channels))
         self.ca = nn.ModuleDict(dict(
-            fc1=nn.Conv2d(channels, channels // 16, 1, bias=False), fc2=nn.Conv2d(channels // 16, channels, 1, bias=False)
+            fc1=nn.Conv2d(channels, channels // 16, 1, bias=False),
+            fc2=nn.Conv2d(channels // 16, channels, 1, bias=False),
         ))  # fmt: skip
         self.sa = nn.ModuleDict(dict(conv1=nn.Conv2d(2, 1, 7, padding=3, bias=False)))
 

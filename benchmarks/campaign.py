@@ -400,9 +400,8 @@ def campaign(kills, flips, seed=0, places=PLACES):
     torch.set_num_threads(1)
     saver.MAX_SHARE = float("inf")  # a checkpoint as often as one can be written
     warnings.simplefilter("ignore")
-    memory = (
-        "/dev/shm" if os.path.isdir("/dev/shm") else None
-    )  # a kill loses nothing of what was written, there or on a disk
+    # a kill loses nothing of what was written, there or on a disk
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(prefix="campaign-", dir=memory) as work, s3_server() as port:
         address = f"http://127.0.0.1:{port}"
         os.environ.update(

@@ -32,7 +32,7 @@ def timed(task, run, *, runtime):
     slowest rank."""
     torch.manual_seed(0)
     data, _ = task.datasets()
-    model = runtime.place(task.model())
+    model = runtime.to_device(task.model())
     optimizer = task.optimizer(model)
     runtime.init_optimizer_state(optimizer)
     loader = BatchLoader(data, runtime, on="host", workers=1)
@@ -72,9 +72,8 @@ def time_host(parallel, cores=8, size=16, samples=4):
     the host share the processor; host_ms is the processor time of the Python thread alone. The size of the
     images does not matter. SPMD has one block a level and 16 channels: over eight virtual devices a step of
     the whole network takes minutes."""
-    os.environ.update(
-        PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1"
-    )  # else an all-reduce over one visible core is left out
+    # else an all-reduce over one visible core is left out
+    os.environ.update(PJRT_DEVICE="CPU", XLA_ALWAYS_ALLREDUCE="1")
     os.environ.update(XLA_FLAGS="--xla_llvm_disable_expensive_passes=true --xla_backend_optimization_level=0")
     from tpukit.devices.xla import XLARuntime
 
@@ -85,7 +84,7 @@ def time_host(parallel, cores=8, size=16, samples=4):
     task = MSHNet(base_size=size, crop_size=size, batch_size=samples * runtime.shards)
     torch.manual_seed(0)
     network = MSHNetModel((16,) * 5, (1,) * 5) if parallel == "spmd" else task.model()
-    model = runtime.place(network.train())
+    model = runtime.to_device(network.train())
     optimizer = task.optimizer(model)
     runtime.init_optimizer_state(optimizer)
     batch, sums = runtime.put_batch(task.example(task.batch_size)), new_sums(runtime)
@@ -103,9 +102,8 @@ def time_host(parallel, cores=8, size=16, samples=4):
                 used, taken = time.thread_time() - used, time.perf_counter() - started
                 runtime.sync()
                 float(sums[0])
-                if (
-                    round_number and number
-                ):  # the first round compiles; the first step of a way waits for the other's memory
+                # the first round compiles; the first step of a way waits for the other's memory
+                if round_number and number:
                     wall[way].append(1e3 * taken)
                     host[way].append(1e3 * used)
     for way in ways:

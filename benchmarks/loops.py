@@ -28,9 +28,8 @@ from tpukit import MNIST, MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
 
 ROUNDS = 5  # each is noisy on a shared machine
-LAUNCHES = dict(
-    cpu=3, xla=1
-)  # where a process's memory lies makes it faster or slower for all its rounds on a CPU
+# where a process's memory lies makes it faster or slower for all its rounds on a CPU
+LAUNCHES = dict(cpu=3, xla=1)
 
 
 class Bare:
@@ -209,9 +208,8 @@ def main(device, model, *folders):
     loops = ["bare", "tpukit"]
     if device == "cpu":
         loops[1:1] = ["bare, memory kept"]
-    if (
-        model == "mnist"
-    ):  # Lightning takes no XLA device but a TPU; accelerate takes XLA's wherever torch_xla is installed
+    # Lightning takes no XLA device but a TPU; accelerate takes XLA's wherever torch_xla is installed
+    if model == "mnist":
         loops.append("lightning" if device == "cpu" else "accelerate")
     rounds = [found for _ in range(LAUNCHES[device]) for found in launch(loops, device, model, *folders)]
     rows = [dict(loop=name, **compare(rounds, name, "bare")) for name in loops]

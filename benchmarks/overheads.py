@@ -74,16 +74,16 @@ class FastDevice(CPURuntime):
     def gradient_norm(self, model):
         return torch.ones(1)
 
-    def host(self, tree):
+    def to_cpu(self, tree):
         self._wait(self.free_at)
-        return super().host(tree)
+        return super().to_cpu(tree)
 
     def to_cpu_async(self, tree):
         ready_at = self.free_at
 
         def wait():
             self._wait(ready_at)
-            return super(FastDevice, self).host(tree)
+            return super(FastDevice, self).to_cpu(tree)
 
         return wait
 
@@ -132,7 +132,7 @@ def measure_bare():
             sums = step(None, 0, sums, 1.0)
         for _ in range(BATCHES):
             predict(None)
-        runtime.host(sums)
+        runtime.to_cpu(sums)
     return dict(lost(runtime), saves_ms=0.0, scores_ms=0.0, evaluation_ms=0.0, records_ms=0.0, end_ms=0.0)
 
 

@@ -95,7 +95,7 @@ class Ours:
         self.layers = contextlib.nullcontext if tiled or device != "xla" else literal_layers
         self.runtime = runtime = open_runtime(device, "fp32" if task.precision == "auto" else task.precision)
         torch.manual_seed(0)
-        model = runtime.place(task.model().train(), channels_last=task.channels_last)
+        model = runtime.to_device(task.model().train(), channels_last=task.channels_last)
         optimizer = task.optimizer(model)
         runtime.init_optimizer_state(optimizer)
         faster = runtime.torch_compile(model, task.torch_compile, is_captured=replayed)
@@ -179,9 +179,8 @@ def epochs(device, size, batch_size, folder):
             last, evaluation = run.records("train")[-1]["speed"], run.records("evaluation")[-1]["speed"]
             compiled = [r for r in run.records("compile") if r["what"] == "step"]
             late = sum(r["programs"] for r in compiled if r["step"] > cuda_graph.WARM_UP + 1)
-            first = [r["time"] - started for r in compiled if device != "cuda"][
-                :1
-            ]  # whose graph is made at a later step
+            # whose graph is made at a later step
+            first = [r["time"] - started for r in compiled if device != "cuda"][:1]
         row = dict(
             device=device,
             data_on=on,

@@ -39,7 +39,7 @@ PICTURES = {
         "finetune_images", "tpukit.show(run)", dict(IMAGE_SIZE=64, EPOCHS=40, LR=0.001), None,
         "forty epochs of a resnet18 from random weights on 360 drawn shapes of 64 pixels",
     ),
-    "migration": ("gpu_to_tpu_migration", "migrate.as_table", {}, "mnist", "the example script of the notebook"),
+    "migration": ("gpu_to_tpu_migration", "migrate.as_table", {}, "mnist", "the notebook's example script"),
     "comparison": (
         "hardware_comparison", "measure.compare([]", dict(IMAGE_SIZE=64, STEPS=5, BATCH_SIZES="4"), None,
         "what guides on the web publish of MSHNet, by hardware",

@@ -54,7 +54,7 @@ try:
     if len({{path.stat().st_uid for path in (home, cache.parent, cache, new)}}) > 1:
         new.rmdir()
         raise OSError("a part of the path is another user's")
-except (OSError, RuntimeError):  # no home, or none where only this user writes: what is there may be another's
+except (OSError, RuntimeError):  # no home, or none that this user alone can write: the copy may be another's
     EMBEDDED = new = Path(tempfile.mkdtemp(prefix="tpukit-"))
 if new != EMBEDDED and holds_all(EMBEDDED) and EMBEDDED.stat().st_uid == new.stat().st_uid:
     new.rmdir()
@@ -95,8 +95,9 @@ def build(out):
 
 
 def library(others=None):
-    """tpukit/, its licence and docs/sky/ as the bytes of a tar.xz archive. others: dict of more files, name ->
-    content."""
+    """tpukit/, its licence and docs/sky/ as the bytes of a tar.xz archive.
+
+    others: dict of more files, name -> content."""
     paths = [path for path in (ROOT / "tpukit").rglob("*") if path.suffix in (".py", ".csv", ".toml", ".txt")]
     files = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
     files["tpukit/LICENSE"] = (ROOT / "LICENSE").read_bytes()
@@ -131,11 +132,8 @@ def embed(notebook, archive, folder):
     text = base64.b85encode(archive).decode()
     lines = "\n".join(text[start : start + LINE] for start in range(0, len(text), LINE))
     source = CELL.format(sha256=hashlib.sha256(archive).hexdigest(), text=lines).rstrip()
-    hidden = {
-        "cellView": "form",
-        "_kg_hide-input": True,
-        "jupyter": {"source_hidden": True},
-    }  # Colab, Kaggle, JupyterLab
+    # Colab, Kaggle, JupyterLab
+    hidden = {"cellView": "form", "_kg_hide-input": True, "jupyter": {"source_hidden": True}}
     notebook.cells[number].metadata |= hidden
     metadata = dict(hidden, tags=["tpukit-archive"])
     notebook.cells.insert(number, nbformat.v4.new_code_cell(source, id="tpukit-archive", metadata=metadata))

@@ -30,7 +30,8 @@ This folder is {repository} with every address filled in. It changes nothing onl
 
    The badges in README.md and docs/NOTEBOOKS.md then open the notebooks in dist/ on Colab and Kaggle.
 2. **Kaggle**, without GitHub: *Create > New Notebook > File > Import Notebook*, and choose a file
-   of dist/ (Chinese: dist/zh-CN/). The accelerator is preselected; the library is inside, so the internet may stay off.
+   of dist/ (Chinese: dist/zh-CN/). The accelerator is preselected; the library is inside, so the internet may
+   stay off.
 3. **Colab**, without GitHub: *File > Upload notebook*, and choose a file of dist/.
 
 The notebooks in dist/:

@@ -139,13 +139,8 @@ def make(image):
         python = interpreter(wanted["python"], os.environ)
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([python, "-m", "venv", folder], check=True)
-        uv = [
-            "uv",
-            "pip",
-            "install",
-            "--python",
-            folder / "bin/python",
-        ]  # environments share the files of packages
+        # environments share the files of packages
+        uv = ["uv", "pip", "install", "--python", folder / "bin/python"]
         pip = [folder / "bin/pip", "install", "--no-cache-dir"]
         subprocess.run([*(uv if shutil.which("uv") else pip), "--quiet", *wanted["packages"]], check=True)
         kernel = folder / "share/jupyter/kernels/twin/kernel.json"

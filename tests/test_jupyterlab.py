@@ -113,9 +113,8 @@ def test_run_all_in_a_real_jupyterlab_shows_live_bars_and_plots(lab, tmp_path):
         expect(page.locator(".jp-Notebook .jp-CodeCell").first).to_be_visible(timeout=60_000)
         expect(page.get_by_text("Python 3 (ipykernel) | Idle")).to_be_visible(timeout=60_000)
         last = page.locator(".jp-CodeCell").last.locator(".jp-OutputArea-output")
-        select = page.get_by_role(
-            "button", name="Select Kernel"
-        )  # JupyterLab asks when its list of kernels comes late
+        # JupyterLab asks when its list of kernels comes late
+        select = page.get_by_role("button", name="Select Kernel")
         deadline, asked = time.monotonic() + 180, False
         while not last.count():
             assert time.monotonic() < deadline, page.screenshot(path=str(tmp_path / "stuck.png")) and tmp_path

@@ -63,9 +63,8 @@ def test_the_tpu_notebook_runs_on_the_cpu_xla_device(tmp_path):
         "IoU ",
     ):
         assert words in output, words
-    assert (
-        len(outputs(notebook, "image/png")) == 8
-    )  # samples, curves, ROC, report, predictions, threshold, own, runs
+    # samples, curves, ROC, report, predictions, threshold, own, runs
+    assert len(outputs(notebook, "image/png")) == 8
     assert "CPU XLA device" in "".join(outputs(notebook, "text/html"))
     assert (tmp_path / "outputs/run/best.safetensors").exists()
 
@@ -323,9 +322,8 @@ def test_the_fine_tuning_notebook_trains_shows_the_mistakes_predicts_and_exports
         and "largest difference to the trained model" in output
         and "accuracy " in output
     )
-    assert (
-        len(outputs(notebook, "image/png")) == 8
-    )  # labels, samples, curves, confusion, report, worst, own, runs
+    # labels, samples, curves, confusion, report, worst, own, runs
+    assert len(outputs(notebook, "image/png")) == 8
     for name in ("best.pt2", "predictions/per_class.csv", "predictions/worst.npz", "own/predictions.csv"):
         assert (tmp_path / "outputs/run" / name).exists(), name
 
@@ -344,9 +342,8 @@ def test_the_notebook_on_ones_own_targets_names_wrong_masks_and_starts_from_weig
     notebook = run_notebook("segment_your_own.ipynb", tmp_path, RUN_NAME="run", **small)
     tables = "".join(outputs(notebook, "text/html"))
     assert "hold no value of 128 or more" in tables and "IoU " in text(notebook)
-    assert (
-        len(outputs(notebook, "image/png")) == 9
-    )  # labels, samples, curves, ROC, report, predictions, threshold, own, runs
+    # labels, samples, curves, ROC, report, predictions, threshold, own, runs
+    assert len(outputs(notebook, "image/png")) == 9
     again = run_notebook(
         "segment_your_own.ipynb",
         tmp_path,

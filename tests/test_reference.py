@@ -99,9 +99,8 @@ def test_scores_equal_the_published_ones_whatever_the_batch(reference, batch):
         scores.add(wanted["logits"][first : first + batch], wanted["target"][first : first + batch])
     published = published_scores(wanted["logits"], wanted["target"])
     for found in (published, {**scores.result(), **scores.roc(), "fa": published["fa"]}):
-        assert (
-            found["fa"] == wanted["false_alarm_rate"]
-        )  # the one score in which ours differs, as the labels are not grey
+        # the one score in which ours differs, as the labels are not grey
+        assert found["fa"] == wanted["false_alarm_rate"]
         assert found["iou"] == wanted["iou"] and found["pd"] == wanted["detection_probability"]
         assert abs(found["pixel_recall"] - wanted["pixel_accuracy"]) < 1e-7  # published in float32
         for name in ("tpr", "fpr", "precision"):
@@ -179,9 +178,8 @@ def test_cdeit_has_the_published_names_shapes_and_count(cdeit):
 def test_cdeit_forward_equals_the_published_network(reference, cdeit):
     model, _ = cdeit
     wanted = tensors(reference / "cdeit_forward.npz")
-    torch.testing.assert_close(
-        model.pos_embed[0, 5], wanted["pos_embed_row_5"], atol=1e-6, rtol=0
-    )  # sines and cosines
+    # sines and cosines
+    torch.testing.assert_close(model.pos_embed[0, 5], wanted["pos_embed_row_5"], atol=1e-6, rtol=0)
     with torch.no_grad():
         for t in (0, 417, 999):
             found, right = model(wanted["x"], torch.tensor([t]), wanted["y"]), wanted[f"out_t{t}"]

@@ -128,9 +128,8 @@ def test_a_name_that_is_too_long_for_the_files_of_a_run_is_one_sentence(whole, d
 
 
 def test_a_folder_in_the_place_of_a_file_is_not_read_as_one(call, tmp_path):
-    (tmp_path / "labels/train.csv").mkdir(
-        parents=True
-    )  # how Kaggle shows a CSV file that was uploaded as a zip
+    # how Kaggle shows a CSV file that was uploaded as a zip
+    (tmp_path / "labels/train.csv").mkdir(parents=True)
     refused(call("train", "images", "--dataset-dir", "labels", *IMAGES_RUN, "run"), "no images in labels")
     (infrared(tmp_path / "infrared") / "trainval.txt").mkdir()
     (tmp_path / "infrared/test.txt").write_text("0\n")

@@ -186,7 +186,7 @@ from tpukit import cli
 for argv in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as text:
         code = cli.main([*argv, "--help"])
-    loaded = [name for name in ("torch", "torch_xla", "matplotlib", "skimage", "scipy") if name in sys.modules]
+    loaded = sorted({"torch", "torch_xla", "matplotlib", "skimage", "scipy"} & set(sys.modules))
     print(json.dumps([code, text.getvalue(), loaded]))
 """
 

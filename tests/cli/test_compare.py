@@ -40,9 +40,8 @@ def test_the_command_measures_merges_and_chooses(digits, tmp_path, monkeypatch, 
     assert "within 5.0 h and 5.00 USD: CPU at batch 8, local: 7 epochs take" in capsys.readouterr().out
     assert Path("outputs/comparison/comparison.png").stat().st_size > 10_000
     assert cli.main("compare --deadline-h 24 --budget-usd 10".split()) == 0
-    assert (
-        "T4, Kaggle: 400 epochs take 20.0 h in 2 sessions, free." in capsys.readouterr().out
-    )  # as in the guide
+    # as in the guide
+    assert "T4, Kaggle: 400 epochs take 20.0 h in 2 sessions, free." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ WAITS = ("_local_scalar_dense", "nonzero")  # operations whose result the host n
 class EmulatedRuntime(Runtime):
     """A GPU's way to compute, on CPU tensors."""
 
-    compile, scalar = CUDARuntime.compile, CUDARuntime.scalar
+    compile, as_graph_input = CUDARuntime.compile, CUDARuntime.as_graph_input
     init_optimizer_state, _step_unless_overflow = (
         CUDARuntime.init_optimizer_state,
         CUDARuntime._step_unless_overflow,
@@ -114,7 +114,7 @@ class Graph(TorchDispatchMode):
         inputs = tensors_of((args, kwargs))
         if self.gpu.is_on_host(inputs):  # the host computes at once, and the graph knows nothing of it
             outputs = function(*args, **kwargs)
-            self.gpu.host |= {memory_of(output): output for output in tensors_of(outputs)}
+            self.gpu.to_cpu |= {memory_of(output): output for output in tensors_of(outputs)}
             return outputs
         if function.overloadpacket.__name__ in WAITS:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")

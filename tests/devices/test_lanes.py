@@ -53,7 +53,7 @@ def test_an_array_that_is_put_on_the_device_may_be_changed_afterwards(xla):
     array += 1
     labels += 1
     assert not any(
-        value.any() for value in xla.host(xla.take(whole, torch.arange(2).to(xla.device))).values()
+        value.any() for value in xla.to_cpu(xla.take(whole, torch.arange(2).to(xla.device))).values()
     )
 
 

@@ -165,7 +165,7 @@ def test_convolutional_networks_lie_channels_last_where_that_is_faster(
         ("yes", layers, True),
         ("no", layers, False),
     ):
-        kernel = runtime.place(
+        kernel = runtime.to_device(
             torch.nn.Sequential(*model).to(memory_format=torch.contiguous_format), channels_last=channels_last
         )
         assert kernel[0].weight.is_contiguous(memory_format=torch.channels_last) == expected

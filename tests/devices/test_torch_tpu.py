@@ -89,11 +89,11 @@ def test_the_commands_run_unchanged_through_torch_tpu(mock, digits, tmp_path, mo
 def test_models_batches_and_numbers_are_placed_on_the_chip(mock):
     runtime = TorchTPURuntime(precision="fp32")
     runtime.device = torch.device("meta")
-    placed = list(runtime.place(torch.nn.Linear(2, 2), channels_last="yes").parameters())
+    placed = list(runtime.to_device(torch.nn.Linear(2, 2), channels_last="yes").parameters())
     for put in (runtime.put, runtime.put_batch, runtime.put_dataset):
         placed += put(dict(x=np.ones(2))).values()
-    placed += [runtime.scalar(0.5), runtime.scalar(3)]
-    assert {tensor.device.type for tensor in placed} == {"meta"} and runtime.scalar(None) is None
+    placed += [runtime.as_graph_input(0.5), runtime.as_graph_input(3)]
+    assert {tensor.device.type for tensor in placed} == {"meta"} and runtime.as_graph_input(None) is None
 
 
 @pytest.mark.parametrize("kind, opens", [(None, False), ("cuda", False), ("tpu", True)])

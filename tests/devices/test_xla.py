@@ -70,7 +70,7 @@ from tpukit.training.evaluation import evaluate
 runtime = XLARuntime("xla", spmd_cores=8)
 for where in ("device", "host"):
     task, compiled = MNIST(dataset_dir=sys.argv[1], batch_size=8, data_on=where), []
-    model = runtime.place(task.model())
+    model = runtime.to_device(task.model())
     count = lambda: compiled.append(runtime.compilations()[0])
     evaluate(task, model, task.test_set(), runtime, after_batch=count)
     print("compiled in later batches:", compiled[-1] - compiled[0], "of", len(compiled) - 1)
@@ -98,7 +98,7 @@ def test_an_spmd_process_takes_the_chips_known_memory_and_not_the_hosts(xla, mon
 def test_a_model_and_its_optimizers_state_are_made_in_one_graph_before_the_first_step(xla):
     layers = [torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)]
     before = xla.counters()["executions"]  # another test may have compiled it already
-    model = xla.place(torch.nn.Sequential(*layers))
+    model = xla.to_device(torch.nn.Sequential(*layers))
     assert xla.init_optimizer_state(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     assert xla.counters()["executions"] - before == 1
 
@@ -137,7 +137,7 @@ def test_memory_and_counters_are_absent_where_they_cannot_be_read(xla, cpu):
 def test_adams_bias_correction_that_rounds_to_one_late_in_a_training_compiles_nothing_anew(xla):
     """From step 36,314 on the square root of 1 - 0.999^step is exactly 1, and some operations fold that
     number."""
-    model = xla.place(torch.nn.Linear(3, 1))
+    model = xla.to_device(torch.nn.Linear(3, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     assert xla.init_optimizer_state(optimizer)
     for state in optimizer.state.values():
@@ -201,13 +201,13 @@ def test_a_nest_of_tensors_comes_to_the_host_in_one_transfer_each_at_its_place(x
     wanted = dict(a=values[0], nest=[values[1], "text", (values[2], 7)], there=values[3].detach(), none=None)
     kept = torch.ones(3)
     there = [value.to(xla.device) for value in values]
-    found = xla.host(
+    found = xla.to_cpu(
         dict(a=there[0], nest=[there[1], "text", (there[2], 7)], there=there[3], none=None) | dict(kept=kept)
     )
     kept.zero_()
     assert torch.equal(found.pop("kept"), torch.ones(3)) and calls == [4] and not found["there"].requires_grad
     assert str(found) == str(wanted)
-    assert xla.host(dict(text="alone")) == dict(text="alone")
+    assert xla.to_cpu(dict(text="alone")) == dict(text="alone")
 
 
 def test_equal_counts_of_loaded_batch_norms_have_a_buffer_each(xla):
@@ -225,8 +225,8 @@ def test_equal_counts_of_loaded_batch_norms_have_a_buffer_each(xla):
         return [int(count) for count in counts]
 
     model.load_state_dict(saved)
-    placed = xla.place(model)
+    placed = xla.to_device(model)
     assert counts_with_buffers() == [10, 10]
     placed.load_state_dict({name: value + 1 if value.dim() == 0 else value for name, value in saved.items()})
-    xla.separate(placed.buffers())
+    xla.unalias(placed.buffers())
     assert counts_with_buffers() == [11, 11]

@@ -43,15 +43,14 @@ def outcome(xla, optimizer, dropout, replayed):
     """(losses of 8 steps, final state, how often the step was traced) of a small model."""
     torch.manual_seed(0)
     layers = [
-        torch.nn.Conv2d(
-            1, 4, 3, bias=False
-        ),  # whose gradient would be nothing but rounding, before a batch norm
+        # whose gradient would be nothing but rounding, before a batch norm
+        torch.nn.Conv2d(1, 4, 3, bias=False),
         torch.nn.BatchNorm2d(4),
         torch.nn.ReLU(),
         torch.nn.Flatten(),
         torch.nn.Linear(4 * 26 * 26, 10),
     ]
-    model = xla.place(torch.nn.Sequential(*layers, *([torch.nn.Dropout(0.5)] if dropout else [])).train())
+    model = xla.to_device(torch.nn.Sequential(*layers, *([torch.nn.Dropout(0.5)] if dropout else [])).train())
     made = optimizer(model.parameters())
     xla.init_optimizer_state(made)
     xla.seed(5)
@@ -86,16 +85,10 @@ def outcome(xla, optimizer, dropout, replayed):
     [
         (lambda p: torch.optim.SGD(p, 0.001, momentum=0.9, weight_decay=1e-3), False, 4),
         (lambda p: torch.optim.Adagrad(p, 0.001, eps=1e-3), False, 4),  # counts its steps on the host
-        (
-            lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3, capturable=True),
-            False,
-            4,
-        ),  # counts them on the device
-        (
-            lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3),
-            False,
-            8 + 2,
-        ),  # makes other constants of them at every step
+        # counts them on the device
+        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3, capturable=True), False, 4),
+        # makes other constants of them at every step
+        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3), False, 8 + 2),
         (lambda p: torch.optim.SGD(p, 0.001), True, 8 + 2),
     ],
     ids=["SGD", "Adagrad", "capturable AdamW", "AdamW", "dropout"],
@@ -116,7 +109,7 @@ def test_a_replayed_step_gives_what_a_traced_one_gives_but_for_rounding(optimize
 
 
 def test_a_replayed_step_writes_the_new_weights_into_the_memory_of_the_old_ones(xla):
-    model = xla.place(torch.nn.Linear(3, 2))
+    model = xla.to_device(torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     xla.init_optimizer_state(optimizer)
 
@@ -135,7 +128,7 @@ def test_a_replayed_step_writes_the_new_weights_into_the_memory_of_the_old_ones(
 
 
 def test_a_number_given_as_a_tensor_is_not_taken_for_the_same_number_in_the_graph(xla):
-    model = xla.place(torch.nn.Linear(1, 1, bias=False))
+    model = xla.to_device(torch.nn.Linear(1, 1, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     calls = []
 
@@ -159,7 +152,7 @@ def fail(*_):
 @pytest.mark.parametrize("how", ["another shape", "another operation", "a value read back", "no memory"])
 def test_a_step_that_is_refused_or_fails_compiles_nothing_more_and_leaves_the_weights(how, xla, monkeypatch):
     monkeypatch.setattr(xla_replay, "CHECK_AFTER", 4)
-    model = xla.place(torch.nn.Linear(3, 2))
+    model = xla.to_device(torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     xla.init_optimizer_state(optimizer)
     is_late = False
@@ -175,7 +168,7 @@ def test_a_step_that_is_refused_or_fails_compiles_nothing_more_and_leaves_the_we
     batches = [xla.put({"x": torch.ones(size, 3)})["x"] for size in (7, 6)]
     for _ in range(4):
         step(batches[0])
-    weights, compilations = xla.host(model.state_dict()), xla.compilations()[0]
+    weights, compilations = xla.to_cpu(model.state_dict()), xla.compilations()[0]
     is_late = True
     if how == "no memory":
         monkeypatch.setattr(xla_private, "compile_graph", fail)
@@ -184,7 +177,7 @@ def test_a_step_that_is_refused_or_fails_compiles_nothing_more_and_leaves_the_we
     ):
         step(batches[how in ("another shape", "no memory")])
     assert xla.compilations()[0] == compilations
-    assert same(xla.host(model.state_dict()), weights)
+    assert same(xla.to_cpu(model.state_dict()), weights)
 
 
 # Several cores, each a process with the all-reduce in its graph
@@ -244,7 +237,7 @@ def test_all_ranks_check_at_the_same_calls_whatever_their_data_twice_as_late_eac
     def captured_at(rank):
         torch.manual_seed(rank)
         core.world.rank = rank
-        model = core.place(torch.nn.Linear(3, 2))
+        model = core.to_device(torch.nn.Linear(3, 2))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         core.seed(0)
         calls = []
@@ -286,7 +279,7 @@ def test_a_core_of_several_refuses_a_step_that_changes_and_names_the_operation(c
 
 def change_later(runtime, put):
     """Nine steps with a model, of which those traced after the third have another loss."""
-    model = runtime.place(torch.nn.Linear(3, 2))
+    model = runtime.to_device(torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     runtime.init_optimizer_state(optimizer)
     traces = []
@@ -317,7 +310,7 @@ found = dict(replayed=tests.outcome(runtime, tests.momentum(0.001), False, repla
 found["traced"] = tests.outcome(runtime, tests.momentum(0.001), False, replayed=False)
 
 def sharded_in_turn(max_graphs, shardings_differ=False):
-    traces, model = [], runtime.place(torch.nn.Linear(3, 2))
+    traces, model = [], runtime.to_device(torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     runtime.init_optimizer_state(optimizer)
 
@@ -399,9 +392,8 @@ class Normed(MNIST):
 def test_an_average_keeps_its_own_running_statistics_while_replayed_steps_write_over_the_models(
     digits, tmp_path, xla, cpu
 ):
-    task = Normed(
-        dataset_dir=digits, epochs=1, batch_size=8, ema_decay=0.9
-    )  # 25 steps, averaged at the 10th and the 20th
+    # 25 steps, averaged at the 10th and the 20th
+    task = Normed(dataset_dir=digits, epochs=1, batch_size=8, ema_decay=0.9)
     kept = {}
     for name, runtime in (("cpu", cpu), ("xla", xla)):
         run = Run.open(tmp_path / name, task)

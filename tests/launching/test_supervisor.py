@@ -23,10 +23,8 @@ from tpukit.launching.supervisor import Supervisor
 
 HANG_TIMEOUT_S = 10  # more than the first step takes on a busy machine
 ACCIDENTS = dict(cpu=("raise", "exit", "kill", "crash", "hang", None), xla=("raise", "hang", None))
-FIRST_CALL = [
-    "in cause",
-    "in all_reduce_gradients|in backward",
-]  # of the core that hangs, and of the one that waits for it
+# of the core that hangs, and of the one that waits for it
+FIRST_CALL = ["in cause", "in all_reduce_gradients|in backward"]
 FOUND = {  # what the message has to hold
     "raise": ["core 1 (rank 1) in step 30", "ValueError: sample 7 is broken", "launched.py"],
     "exit": ["core 1 (rank 1) in step 30", "SystemExit: 3"],
@@ -74,10 +72,8 @@ def test_a_core_that_fails_ends_the_launch_with_its_rank_step_and_traceback(kind
 def test_after_a_failure_a_launch_resumes_from_the_checkpoint_that_was_left_whole(kind, accidents):
     run, done = accidents(kind)
     assert done[-1]["result"]["images"] == 37, done[-1]
-    assert [r["step"] for r in run.records("start")] == [
-        0,
-        24,
-    ]  # of a session, what came after the checkpoint is cut off
+    # of a session, what came after the checkpoint is cut off
+    assert [r["step"] for r in run.records("start")] == [0, 24]
     assert [r["step"] for r in run.records("train")] == list(range(1, 49))
     assert done[-1]["left"] == []
 

@@ -175,11 +175,8 @@ def test_a_run_has_the_images_folder_and_no_network_and_writes_to_no_folder_of_t
         "/no/such/folder",
         work,
     ]
-    command += [
-        "sh",
-        "-c",
-        "pwd; echo out > here; tail -n +3 /proc/net/dev",
-    ]  # two lines of headings, then a line for each
+    # two lines of headings, then a line for each
+    command += ["sh", "-c", "pwd; echo out > here; tail -n +3 /proc/net/dev"]
     environ = dict(os.environ, PATH="/usr/bin:/bin")  # of a user who is not root
     ran = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

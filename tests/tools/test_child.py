@@ -19,9 +19,8 @@ def test_a_child_imports_the_tpukit_of_its_parent_and_nothing_of_the_current_fol
     (tmp_path / "host.py").write_text("raise SystemExit('a stranger was run')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", given)
-    ran = run_python(
-        "-S", "-c", PRINT_TPUKIT
-    )  # -S: without installed packages, an installed tpukit among them
+    # -S: without installed packages, an installed tpukit among them
+    ran = run_python("-S", "-c", PRINT_TPUKIT)
     assert ran.stdout.strip() == tpukit.__file__, ran.stderr
     inside = run_python("-S", "-c", "import host", variables=dict(PYTHONPATH=None))
     assert "No module named 'host'" in last_line(inside)

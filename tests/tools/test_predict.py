@@ -30,9 +30,8 @@ def test_windows_cover_every_pixel_once_and_keep_away_from_their_edges_within_th
     parts, join = windows.split(image, 32)
     assert {part.shape for part in parts} == {(3, 32, 32)}
     np.testing.assert_array_equal(join([part[:1] for part in parts])[0], image[:1])
-    far = np.minimum(
-        *np.meshgrid(*[np.minimum(np.arange(32), np.arange(32)[::-1])] * 2)
-    )  # from a window's edge
+    # from a window's edge
+    far = np.minimum(*np.meshgrid(*[np.minimum(np.arange(32), np.arange(32)[::-1])] * 2))
     distance = join([far[None]] * len(parts))[0, 0]
     assert distance[4:-4, 4:-4].size == 0 or distance[4:-4, 4:-4].min() >= 4
 
@@ -107,9 +106,8 @@ def test_on_xla_images_of_many_sizes_share_one_compiled_graph_and_equal_the_cpu(
 ):
     task, run = infrared_run
     rng = np.random.default_rng(0)
-    images = [
-        rng.integers(0, 256, size).astype(np.uint8) for size in ((20, 20), (70, 66), (140, 140))
-    ]  # 1, 4 and 9 windows
+    # 1, 4 and 9 windows
+    images = [rng.integers(0, 256, size).astype(np.uint8) for size in ((20, 20), (70, 66), (140, 140))]
     with prediction.as_files(images) as paths:
         shapes, opened = [], prediction.open_predictor
 
@@ -398,6 +396,5 @@ def test_a_test_image_is_predicted_from_the_pixels_that_its_evaluation_sees(
     batch, _ = task.read_files([infrared / f"images/{test.names[0]}.png"], None)
     (row,), _ = task.split(batch)
     difference = np.abs(row["image"].astype(int) - test.batch([0])["image"][0])
-    assert (
-        row["image"].shape == (3, base_size, base_size) and difference.max() <= 1
-    )  # a grey level, by rounding
+    # a grey level, by rounding
+    assert row["image"].shape == (3, base_size, base_size) and difference.max() <= 1

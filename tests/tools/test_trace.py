@@ -91,10 +91,8 @@ def test_an_operation_without_an_xla_form_is_named_with_its_line(xla):
 
 
 def test_a_copy_to_the_host_waits_also_where_it_is_asked_not_to():
-    device, host = (
-        torch.empty(2, device="meta"),
-        torch.empty(2),
-    )  # meta stands for a device other than the host
+    # meta stands for a device other than the host
+    device, host = (torch.empty(2, device="meta"), torch.empty(2))
     for arguments in ((host, device), (host, device, True)):
         assert _copies_to_host("aten::copy_", arguments, host)
     assert _copies_to_host("aten::_to_copy", (device,), host)

@@ -23,9 +23,8 @@ def test_what_a_compiler_refuses_is_a_finding_with_its_reason_and_what_tpukit_re
         raise error
 
     monkeypatch.setattr(doctor, "take_step", refuse)
-    error = ValueError(
-        "Ran out of memory in memory space hbm. Used 18.2G of 15.75G hbm.\nmore"
-    )  # XLA's type for it
+    # XLA's type for it
+    error = ValueError("Ran out of memory in memory space hbm. Used 18.2G of 15.75G hbm.\nmore")
     checks = try_model(MNIST(), detect({}, "/nowhere"))
     assert checks[0].level == BLOCKS and "18.2G of 15.75G" in checks[0].found and checks[0].fix
     error = TpukitError("no such chip")

@@ -20,10 +20,10 @@ def test_a_frozen_batch_norm_keeps_the_dtype_under_autocast_and_learns_as_on_xla
         norm = torch.nn.BatchNorm2d(3)
         norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2.0)
         freeze(norm.train())
-        norm = runtime.place(copy.deepcopy(norm))
+        norm = runtime.to_device(copy.deepcopy(norm))
         made = norm(runtime.put({"x": torch.linspace(-1, 1, 96).reshape(2, 3, 4, 4)})["x"])
         made.square().sum().backward()
-        found.append(runtime.host([made, norm.weight.grad, norm.bias.grad, norm.running_mean]))
+        found.append(runtime.to_cpu([made, norm.weight.grad, norm.bias.grad, norm.running_mean]))
     for here, there in zip(*found):
         torch.testing.assert_close(here, there)
     layers = torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), torch.nn.BatchNorm2d(3))

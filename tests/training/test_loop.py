@@ -68,9 +68,8 @@ def test_every_task_moves_its_weights_scores_and_shows(
 @pytest.mark.slow
 def test_mnist_learns_made_up_digits(digits, tmp_path, cpu):
     task = MNIST(dataset_dir=digits, epochs=16, lr=0.03, **SMALL)
-    assert (
-        train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["accuracy"] > 0.7
-    )  # 0.1 by guessing
+    # 0.1 by guessing
+    assert train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["accuracy"] > 0.7
 
 
 STOPPED = """
@@ -213,9 +212,8 @@ class Turning(MNIST):
     """Predicts by another compiled graph from the second epoch on."""
 
     def predictor(self, model, runtime, epoch=None):
-        return runtime.inference(
-            functools.partial(self.predict, model, epoch=epoch)
-        )  # a number, not `runtime.scalar`
+        # a number, not `runtime.as_graph_input`
+        return runtime.inference(functools.partial(self.predict, model, epoch=epoch))
 
     def predict(self, model, batch, epoch=None):
         digit = super().predict(model, batch)

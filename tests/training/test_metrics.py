@@ -53,18 +53,16 @@ class Starving(MNIST):
 def test_an_fp16_training_whose_every_gradient_overflows_ends_and_names_the_scale_of_its_loss(
     digits, tmp_path
 ):
-    task = Starving(
-        dataset_dir=digits, epochs=3, batch_size=8, channels=4, log_every=1, num_workers=1
-    )  # 25 steps per epoch
+    # 25 steps per epoch
+    task = Starving(dataset_dir=digits, epochs=3, batch_size=8, channels=4, log_every=1, num_workers=1)
     one = dataclasses.replace(task, epochs=1)
     train(one, Run.open(tmp_path, one), runtime=Runtime("cpu", "fp16"), progress=False)
     run = Run.open(tmp_path, task)
     with pytest.raises(
         Diverged, match=r"at step 56 even with the loss scaled down to 3\.1e-05; .*step-00000025\.pt"
     ):
-        train(
-            task, run, runtime=Runtime("cpu", "fp16"), progress=False
-        )  # from 2 ** 16 to 2 ** -15: 31 steps are skipped
+        # from 2 ** 16 to 2 ** -15: 31 steps are skipped
+        train(task, run, runtime=Runtime("cpu", "fp16"), progress=False)
     assert run.records("diverged")[0]["step"] == 56
     assert all(r["loss"] < 9 for r in run.records("train"))
 

@@ -119,9 +119,8 @@ def test_a_training_with_a_schedule_is_one_graph_and_ends_where_a_loop_of_torch_
         step_module, "train_step", lambda *arguments: (traces.append(1), whole(*arguments))[1]
     )
     settings = dict(SMALL, log_every=1, eval_every=9)
-    task = MNIST(
-        dataset_dir=digits, epochs=2, channels=4, schedule="cosine", warmup_epochs=0.5, **settings
-    )  # 25 steps each
+    # 25 steps each
+    task = MNIST(dataset_dir=digits, epochs=2, channels=4, schedule="cosine", warmup_epochs=0.5, **settings)
     run = Run.open(tmp_path, task)
     train(task, run, runtime=request.getfixturevalue(device), progress=False)
 

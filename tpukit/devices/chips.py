@@ -20,8 +20,6 @@ class Chip:
 
     name: str  # as in the price table, prices.csv
     cloud_type: str  # how the accelerator types of Google Cloud begin: v5litepod-8
-    image: str  # runtime version of a TPU VM for PyTorch
-    cores_counted: int = 1  # by the number in an accelerator type: v5litepod-8 has 8 chips, v4-8 has 4
     devices: int = 1  # PyTorch devices on one chip
     hbm_bytes: float | None = None  # what a compiled graph may use of the memory of one chip
     flops: float | None = None  # bf16 FLOP/s of one chip
@@ -45,7 +43,6 @@ class Machine:
 V5E = Chip(
     name="TPU v5e",
     cloud_type="v5litepod",
-    image="v2-alpha-tpuv5-lite",
     hbm_bytes=15.75 * GIB,
     flops=197e12,
     bandwidth=819e9,
@@ -53,7 +50,6 @@ V5E = Chip(
 V6E = Chip(
     name="TPU v6e",
     cloud_type="v6e",
-    image="v2-alpha-tpuv6e",
     hbm_bytes=31.25 * GIB,
     flops=918e12,
     bandwidth=1640e9,
@@ -61,10 +57,10 @@ V6E = Chip(
 CHIPS = (
     V5E,
     V6E,
-    Chip(name="TPU v5p", cloud_type="v5p", image="v2-alpha-tpuv5", cores_counted=2),
-    Chip(name="TPU v4", cloud_type="v4", image="tpu-ubuntu2204-base", cores_counted=2),
-    Chip(name="TPU v3", cloud_type="v3", image="tpu-ubuntu2204-base", cores_counted=2, devices=2),
-    Chip(name="TPU v2", cloud_type="v2", image="tpu-ubuntu2204-base", cores_counted=2, devices=2),
+    Chip(name="TPU v5p", cloud_type="v5p"),
+    Chip(name="TPU v4", cloud_type="v4"),
+    Chip(name="TPU v3", cloud_type="v3", devices=2),
+    Chip(name="TPU v2", cloud_type="v2", devices=2),
 )
 MACHINES = {
     "v5e-1": Machine(V5E, 1, "v5e:1x1"),

@@ -71,7 +71,7 @@ class CUDARuntime(Runtime):
         pinned = {name: torch.as_tensor(value).pin_memory() for name, value in arrays.items()}
         return {name: value.to(self.device, non_blocking=True) for name, value in pinned.items()}
 
-    def scalar(self, number: float | None) -> Tensor | None:
+    def as_graph_input(self, number: float | None) -> Tensor | None:
         return None if number is None else self.put({"number": torch.tensor(number)})["number"]
 
     def to_cpu_async(self, tree: Any) -> Callable[[], Any]:
@@ -81,7 +81,7 @@ class CUDARuntime(Runtime):
 
         def wait():
             copied.synchronize()
-            return self.host(pinned)  # out of the pinned memory, which is scarce
+            return self.to_cpu(pinned)  # out of the pinned memory, which is scarce
 
         return wait
 

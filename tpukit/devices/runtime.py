@@ -119,7 +119,7 @@ class Runtime:
 
     # Moving
 
-    def place(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
+    def to_device(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
         """Move a model to the device. Build the optimizer from what this returns: on XLA its parameters are
         new objects.
 
@@ -161,23 +161,23 @@ class Runtime:
         function."""
         return {name: values.index_select(0, index) for name, values in whole.items()}
 
-    def scalar(self, number: float | None) -> Any:
+    def as_graph_input(self, number: float | None) -> Any:
         """A number that changes, or None, as an argument of a compiled function: where steps are compiled or
         captured a 0-d tensor, so that every value runs the same graph."""
         if number is None or not self.compiles:
             return number
         return self.put({"number": torch.tensor(number)})["number"]
 
-    def host(self, tree: Any) -> Any:
+    def to_cpu(self, tree: Any) -> Any:
         """The same pytree with every tensor copied to the CPU. Waits for the device."""
         return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), tree)
 
     def to_cpu_async(self, tree: Any) -> Callable[[], Any]:
-        """`host`, started now: a function that waits for the copy, but on a GPU not for later work, and
+        """`to_cpu`, started now: a function that waits for the copy, but on a GPU not for later work, and
         returns it."""
-        return functools.partial(self.host, tree)
+        return functools.partial(self.to_cpu, tree)
 
-    def separate(self, tensors: Iterable[Tensor]) -> None:
+    def unalias(self, tensors: Iterable[Tensor]) -> None:
         """To be called on state that was loaded, before a step changes it: no two tensors share their memory
         afterwards."""
 
@@ -229,7 +229,7 @@ class Runtime:
         # Exchanged, not overwritten: XLA would compile the next training step once more.
         kept = [dict(module._buffers) for module in model.modules()]
         shared = tree_map_only(
-            Tensor, lambda value: value.to(self.device), self.world.broadcast(self.host(kept))
+            Tensor, lambda value: value.to(self.device), self.world.broadcast(self.to_cpu(kept))
         )
         for module, buffers in zip(model.modules(), shared):
             module._buffers.update(buffers)

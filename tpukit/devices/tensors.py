@@ -24,7 +24,7 @@ def with_optimization_barrier(tensor: Tensor, *after: Tensor) -> Tensor:
     return tensor
 
 
-def cores_sharing(tensor):
+def cores_sharing(tensor: Tensor) -> int:
     """How many cores share the first axis of a tensor on the device: several where one graph runs over them
     (SPMD)."""
     if tensor.device.type != "xla":

@@ -40,7 +40,7 @@ class TorchTPURuntime(Runtime):
     def device_name(self) -> str:
         return torch.tpu.get_device_name() + " through torch_tpu"
 
-    def place(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
+    def to_device(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
         return model.to(self.device)  # whose compiler chooses its own layouts
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):

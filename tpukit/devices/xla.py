@@ -84,7 +84,7 @@ class XLARuntime(Runtime):
 
     # Moving
 
-    def place(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
+    def to_device(self, model: nn.Module, *, channels_last: str = "no") -> nn.Module:
         prepare: Any = getattr(model, "prepare_for_xla", None)
         if prepare and not self.notes:
             self.notes = prepare(self)  # a sentence: which of its ways it computes here
@@ -98,9 +98,9 @@ class XLARuntime(Runtime):
                 value.copy_(value.clone())
         return model
 
-    def separate(self, tensors: Iterable[Tensor]) -> None:
+    def unalias(self, tensors: Iterable[Tensor]) -> None:
         on_device = self._on_device(list(tensors))
-        self._separate(on_device, self.host(on_device))
+        self._separate(on_device, self.to_cpu(on_device))
 
     def _separate(self, tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
         # torch_xla uploads equal numbers once: the counts of all batch norms are one buffer. A step gives the
@@ -139,7 +139,7 @@ class XLARuntime(Runtime):
     def take(self, whole: dict[str, lanes.Stored], index: Tensor) -> Batch:
         return {name: lanes.take(stored, index) for name, stored in whole.items()}
 
-    def scalar(self, number: float | None) -> Tensor | None:
+    def as_graph_input(self, number: float | None) -> Tensor | None:
         if number is None:
             return None
         last, tensor = self._last_scalars.get(type(number), (None, None))
@@ -160,7 +160,7 @@ class XLARuntime(Runtime):
         leaves = tree_leaves(tree)
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device == self.device]
 
-    def host(self, tree: Any) -> Any:
+    def to_cpu(self, tree: Any) -> Any:
         tree = self._whole(tree)
         # All in one call: one by one, each of a model's hundreds of tensors waits for a transfer of its own.
         copied = iter(xla_private.to_cpu(self._on_device(tree)))
@@ -171,7 +171,7 @@ class XLARuntime(Runtime):
         return tree_map_only(Tensor, on_cpu, tree)
 
     def to_cpu_async(self, tree: Any) -> Callable[[], Any]:
-        return functools.partial(self.host, self._whole(tree))
+        return functools.partial(self.to_cpu, self._whole(tree))
 
     def _whole(self, tree: Any) -> Any:
         """The tree with each of its sharded tensors whole on every device, by one graph: to read a sharded
@@ -236,7 +236,7 @@ class XLARuntime(Runtime):
         if not exists and type(optimizer).__name__ in _STATE_STARTS_AT_ZERO and not dampens:
             _take_zero_step(optimizer, parameters)
             exists = True
-        self.sync()  # so that this, and what `place` did, does not become part of the first step
+        self.sync()  # so that this, and what `to_device` did, does not become part of the first step
         return exists
 
     def sync(self) -> None:

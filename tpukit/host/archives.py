@@ -17,13 +17,8 @@ from tpukit.host.tables import GIB
 
 ENDINGS = (".zip", ".tar.gz", ".tgz")
 BLOCK = 4096  # bytes; about what even an empty file takes on a disk
-LONG_NAMES = (
-    b"L",
-    b"K",
-    b"x",
-    b"g",
-    b"X",
-)  # types of headers that hold a long name, of GNU, POSIX and Solaris
+# types of headers that hold a long name, of GNU, POSIX and Solaris
+LONG_NAMES = (b"L", b"K", b"x", b"g", b"X")
 MAX_DEPTH = 100  # nested folders; Python removes them by recursion
 MAX_NAME = 1 << 20  # bytes of a header that holds a long name
 

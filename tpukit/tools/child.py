@@ -13,10 +13,8 @@ def run_python(*arguments, text="", variables=None):
 
     variables: changes of the environment; None removes one. -P: files in the current folder cannot shadow
     installed packages."""
-    paths = [
-        str(ROOT),
-        *os.environ.get("PYTHONPATH", "").split(os.pathsep),
-    ]  # an empty one is the current folder
+    # an empty one is the current folder
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(variables or {})}
     environ = {name: value for name, value in environ.items() if value is not None}
     command = [sys.executable, "-P", *map(str, arguments)]

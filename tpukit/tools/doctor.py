@@ -460,4 +460,4 @@ def take_step(task: Task, model: nn.Module, env: Environment, precision: str) ->
     output = outputs[0] if isinstance(outputs[0], torch.Tensor) else outputs[0][0]
     loss, norm = interval.sums["loss"], interval.sums["grad_norm"]
     found = f"runs on {runtime}: loss {loss:.4g}, gradient norm {norm:.3g}"
-    return found, runtime.host(output.detach()).float()
+    return found, runtime.to_cpu(output.detach()).float()

@@ -65,7 +65,7 @@ def save(
             format=FORMAT, **origin._asdict(), state=dataclasses.asdict(state), sums=dict(sums), random=random
         )
         for name, part in parts.items():
-            content[name] = {} if part is None else runtime.host(part.state_dict())
+            content[name] = {} if part is None else runtime.to_cpu(part.state_dict())
         saver.save(content, state.step, cost_s=time.monotonic() - started)
 
 
@@ -94,7 +94,7 @@ def restore(
     if parts["scaler"] and saved["scaler"]:
         parts["scaler"].load_state_dict(saved["scaler"])
     buffers = [buffer for module in modules.values() for buffer in module.buffers()]
-    runtime.separate([*buffers, *state_tensors(parts["optimizer"])])
+    runtime.unalias([*buffers, *state_tensors(parts["optimizer"])])
     saved["state"].pop("best_on", None)  # of earlier versions
     state = TrainState(**saved["state"])
     if what := _differences(saved.get("test_signature", {}), origin.test_signature):

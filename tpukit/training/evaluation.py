@@ -54,7 +54,7 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
         check_batch(task.batch_size, runtime.cores)
         run = run if runtime.world.rank == 0 else run.read_only()
         run.print(f"testing {path} on {runtime}: {len(data)} samples")
-        model = runtime.place(model, channels_last=task.channels_last)
+        model = runtime.to_device(model, channels_last=task.channels_last)
         log_notes(run, data, runtime)
         name, total = f"testing {task.name}", -(-len(data) // task.batch_size)
         done = itertools.count(1)

@@ -82,7 +82,7 @@ def sync(
     clipped: whether the steps compute their gradient norm. stop_signal, save_due: this rank's.
     """
     grad_norm = sums[-1:] if clipped else runtime.gradient_norm(model)
-    values = runtime.host(torch.cat([sums[:-1], grad_norm])).tolist()
+    values = runtime.to_cpu(torch.cat([sums[:-1], grad_norm])).tolist()
     memory = [number for device in runtime.memory() for number in device]
     ranks = runtime.world.all_gather_dicts(
         dict(sums=values, memory=memory, stop=[stop_signal or 0], save=[save_due])

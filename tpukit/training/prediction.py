@@ -41,7 +41,7 @@ def open_predictor(task: Task, best: Path, runtime: Runtime) -> Callable[[Batch]
     `best`."""
     model = task.model().eval()
     weights.load(model, best)
-    model = runtime.place(model, channels_last=task.channels_last)
+    model = runtime.to_device(model, channels_last=task.channels_last)
     return task.predictor(model, runtime, weights.epoch_of(best))
 
 

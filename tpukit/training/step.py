@@ -41,8 +41,8 @@ def train_step(
     """Take one optimizer step and return the new sums, a tensor as `metrics.new_sums` makes it.
 
     model: as `Runtime.torch_compile` returned it. compose: `BatchLoader.compose`. batch: dict of tensors on
-    the device, as `BatchLoader.batches` yields them. epoch: from 0, as `Runtime.scalar` gives it. lr_factor:
-    of `schedule.lr_factor`, given in the same way. The gradients stay until the next step, so that their norm
+    the device, as `BatchLoader.batches` yields them. epoch: from 0, as `Runtime.as_graph_input` gives it.
+    lr_factor: of `schedule.lr_factor`, given in the same way. The gradients stay until the next step, so that their norm
     can be computed when the metrics are synced."""
     batch = compose(batch)  # gathers and augments on the device
     optimizer.zero_grad(set_to_none=True)
@@ -121,7 +121,7 @@ class TrainingStep:
 
     def arguments(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> tuple:
         """The arguments of `compiled` and `eager`. batch: on the device. epoch: from 0."""
-        return batch, self.runtime.scalar(epoch), self.sums, self.runtime.scalar(lr_factor)
+        return batch, self.runtime.as_graph_input(epoch), self.sums, self.runtime.as_graph_input(lr_factor)
 
     def __call__(self, batch: Batch, epoch: int, lr_factor: float | None = None) -> None:
         """Take a step, and add its metrics to `sums`."""
@@ -133,4 +133,4 @@ def place_model(task: Task, runtime: Runtime, model: nn.Module) -> nn.Module:
     training."""
     model = batch_norm.apply(model, task.batch_norm, runtime)
     layers.freeze(task, model)
-    return runtime.place(model, channels_last=task.channels_last)
+    return runtime.to_device(model, channels_last=task.channels_last)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, 
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.runs.storage import address_of
 from tpukit.runs.run import setting, settings_dict
+from tpukit.runs.storage import address_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -257,7 +257,7 @@ class Task:
     ) -> Callable[[Batch], object]:
         """A function batch -> prediction on the device, for `evaluate`; a task that predicts in several steps
         overrides it."""
-        return runtime.inference(functools.partial(self.predict, model, epoch=runtime.scalar(epoch)))
+        return runtime.inference(functools.partial(self.predict, model, epoch=runtime.as_graph_input(epoch)))
 
     def panels(self, batch: Arrays | Batch, prediction: Any = None) -> list[list[tuple[str, np.ndarray]]]:
         """How to show a batch: for each sample a list of (title, array), the array (H, W) or (H, W, 3).
@@ -400,8 +400,7 @@ def to_request(task: Task) -> dict:
 
 def from_request(request: dict) -> Task:
     """In the fresh process: the task of a request of `to_request`."""
-    sys.path.append(
-        request["folder"]
-    )  # last, so that files next to the class cannot shadow installed packages
+    # last, so that files next to the class cannot shadow installed packages
+    sys.path.append(request["folder"])
     kind = getattr(importlib.import_module(request["module"]), request["kind"])
     return from_settings(kind, request["settings"])

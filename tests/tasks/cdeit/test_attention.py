@@ -18,7 +18,7 @@ pytest.importorskip("torch_xla")
 from release import twins
 from tests.conftest import ROOT
 from tpukit import CDEIT
-from tpukit.devices import kernel_counts
+from tpukit.devices import kernel_counts, xla_private
 from tpukit.tasks.cdeit.tpu import attention as module
 from tpukit.tasks.cdeit.tpu.attention import attention, kernel_flops
 from tpukit.tools.plan import COMPILER_SCRIPT, COMPILERS, install_compiler, plan
@@ -79,7 +79,7 @@ def kernels(jax, monkeypatch, tmp_path):
         return results
 
     fake = types.SimpleNamespace(_xla_tpu_custom_call=custom_call)
-    monkeypatch.setattr(module, "_XLAC", fake)
+    monkeypatch.setattr(xla_private, "_XLAC", fake)
     monkeypatch.setattr(module, "kernel_payload", payload)
     monkeypatch.setattr(module, "_disabled_reason", None)
     return calls
@@ -242,7 +242,7 @@ def kernels_without_jax(monkeypatch):
             torch.zeros(shape, dtype=dtype, device=operands[0].device) for shape, dtype in zip(shapes, dtypes)
         ]
 
-    monkeypatch.setattr(module, "_XLAC", types.SimpleNamespace(_xla_tpu_custom_call=zeros))
+    monkeypatch.setattr(xla_private, "_XLAC", types.SimpleNamespace(_xla_tpu_custom_call=zeros))
     monkeypatch.setattr(module, "kernel_payload", lambda *arguments: "")
     monkeypatch.setattr(module, "_disabled_reason", None)
 
@@ -309,12 +309,12 @@ def test_a_device_whose_kernels_compute_something_else_is_found_out(kernels, xla
     monkeypatch.setattr(module, "KERNEL_TOKENS", (128, 256, 1024))
     module.try_kernels(xla.device)
     assert kernels == 2 * ["forward", "backward"]
-    right = module._XLAC._xla_tpu_custom_call
+    right = xla_private._XLAC._xla_tpu_custom_call
 
     def wrong(operands, payload, shapes, dtypes):
         return [1.05 * x if payload[0] == "backward" else x for x in right(operands, payload, shapes, dtypes)]
 
-    monkeypatch.setattr(module._XLAC, "_xla_tpu_custom_call", wrong)
+    monkeypatch.setattr(xla_private._XLAC, "_xla_tpu_custom_call", wrong)
     with pytest.raises(ArithmeticError, match="5.0%.*1024"):
         module.try_kernels(xla.device)
 
@@ -371,10 +371,10 @@ def test_slices_are_captured_once_and_replayed_with_the_result_of_a_traced_step(
     results = []
     for changes in (True, False):
         torch.manual_seed(0)
-        model = xla.place(torch.nn.Linear(8, 24))
+        model = xla.to_device(torch.nn.Linear(8, 24))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = functools.partial(one_step, model, optimizer)
-        compiled = xla.compile(step, name=f"step {changes}", changes=(model, optimizer)) if changes else step
+        compiled = xla.compile(step, name=f"step {changes}", mutates=(model, optimizer)) if changes else step
         for seed in range(4):
             torch.manual_seed(seed)
             loss = compiled(torch.randn(2, 16, 8).to(xla.device))

@@ -45,7 +45,7 @@ def test_training_is_one_graph_and_sampling_two_on_xla_and_both_equal_the_cpu(ta
     large = [r["step"] for r in run.records("compile") if r["what"] == "step" and r["seconds"] > 0.5]
     assert large == [1], "the step is compiled once, whatever the timesteps are"
     assert (run.path / "log.txt").read_text().count("attention: in slices") == 1
-    model, batch = xla.place(task.model()), xla.put(task.test_set().batch(np.arange(4)))
+    model, batch = xla.to_device(task.model()), xla.put(task.test_set().batch(np.arange(4)))
     for steps, graphs in ((3, 2), (6, 0)):  # another number of steps needs no other graph
         before = xla.compilations()[0]
         CDEIT(**{**SMALL, "sampling_steps": steps}).predictor(model, xla)(batch)

@@ -95,7 +95,7 @@ def test_under_a_gpus_autocast_what_is_upsampled_stays_in_half_precision():
 
 def test_no_convolution_of_more_than_three_channels_gets_maps_that_are_not_channels_last(cpu, monkeypatch):
     task = Narrow(base_size=32, crop_size=32)
-    model = cpu.place(task.model().train(), channels_last="auto")
+    model = cpu.to_device(task.model().train(), channels_last="auto")
     inputs, conv2d = [], F.conv2d
 
     def noted(x, *arguments, **settings):

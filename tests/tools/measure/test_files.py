@@ -111,21 +111,11 @@ def test_hardware_has_the_name_that_the_price_table_uses(accelerator, device, ex
         ("local", "cpu", "x86_64, 2 cores", 2, ("mnist-cpu.json", "local", 1)),
         ("local", "xla", "CPU XLA device", 2, ("mnist-cpu-xla.json", "local", 1)),
         ("tpu-vm", "tpu", "v5litepod-8", 8, ("mnist-tpu-v5e-x8-google-cloud.json", "Google Cloud", 8)),
-        (
-            "tpu-vm",
-            "tpu",
-            "v3-8",
-            8,
-            ("mnist-tpu-v3-x8-google-cloud.json", "Google Cloud", 4),
-        ),  # two cores a chip
+        # two cores a chip
+        ("tpu-vm", "tpu", "v3-8", 8, ("mnist-tpu-v3-x8-google-cloud.json", "Google Cloud", 4)),
         ("tpu-vm", "tpu", "v2-8", 8, ("mnist-tpu-v2-x8-google-cloud.json", "Google Cloud", 4)),
-        (
-            "local",
-            "tpu",
-            "TPU",
-            4,
-            ("mnist-tpu-x4-google-cloud.json", "Google Cloud", 4),
-        ),  # a TPU VM that does not say so
+        # a TPU VM that does not say so
+        ("local", "tpu", "TPU", 4, ("mnist-tpu-x4-google-cloud.json", "Google Cloud", 4)),
     ],
 )
 def test_a_file_names_the_place_and_counts_the_chips_as_the_price_table_does(

@@ -211,7 +211,6 @@ def test_the_peak_of_memory_is_this_process_own():
         "del block; print(*peaks, timing.peak_host_bytes())"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    before, full, after = map(
-        int, ran.stdout.split()
-    )  # and not of the process that started it, which is larger
+    # and not of the process that started it, which is larger
+    before, full, after = map(int, ran.stdout.split())
     assert 100e6 < full - before < 300e6 and after > full - 2e6 and before < 500e6

@@ -10,7 +10,7 @@ import torch
 from tpukit.tools.plan.xla_export import ExportRuntime
 
 runtime = ExportRuntime("fp32", cores=4, memory_size=123)
-model = runtime.place(torch.nn.Linear(3, 2))
+model = runtime.to_device(torch.nn.Linear(3, 2))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
 def step(x):

@@ -59,7 +59,7 @@ class TorchTPUExportRuntime(Runtime):
     def device_name(self):
         return "TPU through torch_tpu"
 
-    def place(self, model, *, channels_last="no"):
+    def to_device(self, model, *, channels_last="no"):
         for module in model.modules():
             for values in (module._parameters, module._buffers):
                 for name, value in values.items():

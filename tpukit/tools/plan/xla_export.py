@@ -68,9 +68,9 @@ class ExportRuntime(XLARuntime):
         self._export_pending("setup")
         super().sync()
 
-    def host(self, tree):
+    def to_cpu(self, tree):
         self._export_pending("read by the host")
-        return super().host(tree)
+        return super().to_cpu(tree)
 
     def _export_pending(self, name):
         if self.exports_pending and (pending := _pending_tensors()):

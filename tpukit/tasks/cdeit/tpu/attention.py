@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch_xla import _XLAC
 
+from tpukit.devices import xla_private
+from tpukit.devices.chips import LANES
 from tpukit.devices.kernel_counts import count_kernel
 from tpukit.devices.tensors import cores_sharing, with_optimization_barrier
 from tpukit.host.errors import first_line
@@ -28,7 +29,6 @@ from tpukit.host.errors import first_line
 if TYPE_CHECKING:
     from tpukit.devices.xla import XLARuntime
 
-LANES = 128
 KERNEL_DIMS = (32, 64, 128)  # of a head
 KERNEL_TOKENS = (128, 256, 512, 1024, 2048, 4096)  # those whose keys and logits fit the TPU's fast memory
 KERNEL_TOKENS_BIASED = (128, 256)  # and the bias with its gradient, all queries at a time
@@ -170,7 +170,7 @@ def _call(kind, heads, operands, outputs, biased):
     # count has that.
     count_kernel(f"attention {kind}", hbm_bytes=0, flops=kernel_flops(kind, *shape))
     code = kernel_payload(kind, shape, heads, biased)
-    return _XLAC._xla_tpu_custom_call(operands, code, *map(list, zip(*outputs)))
+    return xla_private.tpu_custom_call(operands, code, *map(list, zip(*outputs)))
 
 
 def kernel_flops(kind: str, batch: int, tokens: int, width: int) -> int:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tpukit.devices.chips import LANES
 from tpukit.devices.tensors import cores_sharing, with_optimization_barrier
 
-LANES = 128
 MIN_ROWS = 16  # of a tile of the image; the network halves them twice
 
 
