@@ -1,11 +1,14 @@
 """Collectives of trees over the processes of a training."""
 
+import pickle
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from tests.conftest import ROOT
+from tpukit.devices import distributed
 from tpukit.devices.distributed import World
 
 RANK = """
@@ -24,6 +27,18 @@ tell([tree["weight"].tolist() for tree in gathered])
 tell(world.broadcast(mine)["notes"], world.broadcast(mine)["weight"].tolist())
 tell(world.all_reduce(torch.tensor([1.0, rank])).tolist())
 """
+
+
+class Code:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit('code of another rank')",)
+
+
+def test_what_another_rank_sends_runs_no_code():
+    with pytest.raises(pickle.UnpicklingError):
+        distributed._unpack(distributed._pack([Code()]))
 
 
 def results_of_ranks(program, tmp_path):

@@ -3,6 +3,7 @@
 Gradients alone cross the accelerator's own links: GPUs' by NCCL in `all_reduce`, and TPUs' in
 `xla.XLARuntime`."""
 
+import io
 from typing import Any
 
 import torch
@@ -40,21 +41,40 @@ class World:
         elsewhere []."""
         if self.size == 1:
             return [tree]
-        rows = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(tree, rows)
-        return rows or []
+        data = _pack(tree)
+        lengths = [int(row[0]) for row in self.all_gather([len(data)])]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = data
+        rows = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
+        dist.gather(padded, rows)
+        return [_unpack(row[:length]) for row, length in zip(rows or [], lengths)]
 
     def broadcast(self, tree: Any) -> Any:
         """Rank 0's pytree of CPU tensors, numbers and strings, on every rank. What the others pass is
         ignored."""
         if self.size == 1:
             return tree
-        trees = [tree]
-        dist.broadcast_object_list(trees)
-        return tree if self.rank == 0 else trees[0]
+        data = _pack(tree) if self.rank == 0 else None
+        length = int(self.all_gather([0 if data is None else len(data)])[0][0])
+        data = torch.empty(length, dtype=torch.uint8) if data is None else data
+        dist.broadcast(data, 0)
+        return tree if self.rank == 0 else _unpack(data)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Add up a tensor over all ranks, in place: through the links of the device that it lies on."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+
+# Not torch's gather_object and broadcast_object_list, which unpickle what arrives, and so would run its code.
+
+
+def _pack(tree: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(tree, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _unpack(data: Tensor) -> Any:
+    return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=True)

@@ -42,8 +42,8 @@ def train_step(
 
     model: as `Runtime.torch_compile` returned it. compose: `BatchLoader.compose`. batch: dict of tensors on
     the device, as `BatchLoader.batches` yields them. epoch: from 0, as `Runtime.as_graph_input` gives it.
-    lr_factor: of `schedule.lr_factor`, given in the same way. The gradients stay until the next step, so that their norm
-    can be computed when the metrics are synced."""
+    lr_factor: of `schedule.lr_factor`, given in the same way. The gradients stay until the next step, so that
+    their norm can be computed when the metrics are synced."""
     batch = compose(batch)  # gathers and augments on the device
     optimizer.zero_grad(set_to_none=True)
     loss = add_gradients(task, model, optimizer, runtime, batch, epoch)

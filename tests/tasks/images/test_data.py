@@ -176,6 +176,17 @@ def test_what_the_hugging_face_library_saves_is_read_without_it(tmp_path):
     check_colours(train), check_colours(test)
 
 
+@pytest.mark.parametrize("version, is_read", [("14.0.0", False), ("14.0.1", True), ("15.0.0.dev3", True)])
+def test_a_pyarrow_that_can_run_code_from_a_table_is_not_asked_to_read_one(
+    version, is_read, tmp_path, monkeypatch
+):
+    pyarrow = pytest.importorskip("pyarrow")
+    monkeypatch.setattr(pyarrow, "__version__", version)
+    (tmp_path / "train-0.parquet").write_bytes(b"no table")
+    with refuses("train-0.parquet is damaged" if is_read else version):
+        find_samples(tmp_path)
+
+
 def test_a_saved_dataset_without_pyarrow_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
     with refuses("data.parquet"):

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -310,6 +311,11 @@ def _read_column(path, column=None):
         import pyarrow.parquet
     except ImportError as error:
         raise TpukitError(f"{path}: reading it needs pyarrow: pip install pyarrow") from error
+    if tuple(map(int, re.findall(r"\d+", pyarrow.__version__)[:3])) < (14, 0, 1):
+        raise TpukitError(
+            f"pyarrow {pyarrow.__version__} can run code from a table that it reads (CVE-2023-47248): install"
+            " 14.0.1 or newer"
+        )
     try:
         if path.suffix == ".parquet":
             file = pyarrow.parquet.ParquetFile(path)
