@@ -37,6 +37,10 @@ def calls(tmp_path, monkeypatch):
     return lambda: (tmp_path / "calls").read_text().splitlines() if (tmp_path / "calls").exists() else []
 
 
+# Of a TPU VM for PyTorch, by the name in an accelerator type (Google Cloud's list of runtime versions).
+RUNTIMES = dict(v5litepod="v2-alpha-tpuv5-lite", v6e="v2-alpha-tpuv6e")
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_a_task_deletes_its_machine_when_idle_keeps_the_run_in_a_bucket_and_says_its_price(path):
     task = yaml.safe_load(path.read_text())
@@ -47,7 +51,7 @@ def test_a_task_deletes_its_machine_when_idle_keeps_the_run_in_a_bucket_and_says
     assert task["envs"]["BUCKET"] is None  # SkyPilot asks for it
     name, count = re.fullmatch(r"(?:tpu-)?(\w+)[-:](\d)", resources["accelerators"]).groups()
     chip = find_chip(name)
-    assert resources.get("accelerator_args") == (chip and dict(runtime_version=chip.image))
+    assert resources.get("accelerator_args") == (chip and dict(runtime_version=RUNTIMES[name]))
     prices = {price.hardware: price for price in read_prices() if price.place == "Google Cloud"}
     price = prices[chip.name if chip else name]
     usd, spot = (price.per_hour(chips=int(count), spot=spot) for spot in (False, True))

@@ -25,7 +25,7 @@ COMMANDS = dict(
     predict="tools.predict",
     export="tools.export",
     plan="tools.plan",
-    compare="tools.compare",
+    compare="tools.measure",
     migrate="tools.migrate",
     simulate="tasks.cdeit",
 )

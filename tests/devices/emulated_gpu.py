@@ -114,7 +114,7 @@ class Graph(TorchDispatchMode):
         inputs = tensors_of((args, kwargs))
         if self.gpu.is_on_host(inputs):  # the host computes at once, and the graph knows nothing of it
             outputs = function(*args, **kwargs)
-            self.gpu.to_cpu |= {memory_of(output): output for output in tensors_of(outputs)}
+            self.gpu.host |= {memory_of(output): output for output in tensors_of(outputs)}
             return outputs
         if function.overloadpacket.__name__ in WAITS:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")

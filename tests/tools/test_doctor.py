@@ -69,7 +69,7 @@ def test_where_the_pci_bus_is_hidden_the_accelerator_is_judged_by_device_files(
 
 # The images by their own lists of August 2026: variables, chips, versions, the libtpu that torch_xla names,
 # what is not there.
-HAS_NO = {"tyro", "pyeit"}
+HAS_NO = {"tyro"}
 COLAB_GPU, KAGGLE_GPU = (
     {"COLAB_RELEASE_TAG": "x", "COLAB_TPU_1VM": ""},
     {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"},
@@ -92,7 +92,7 @@ IMAGES = {
         HAS_NO,
     ),
     "colab gpu": (COLAB_GPU, 0, "3.13.15", dict(torch="2.11.0+cu128"), None, HAS_NO),
-    "kaggle gpu": (KAGGLE_GPU, 0, "3.12.13", dict(torch="2.10.0+cu128"), None, {"tyro", "pyeit"}),
+    "kaggle gpu": (KAGGLE_GPU, 0, "3.12.13", dict(torch="2.10.0+cu128"), None, {"tyro"}),
 }
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from tpukit.devices.tensors import is_on_xla
 from tpukit.host import arrays
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
@@ -222,6 +221,8 @@ class MSHNet(Task):
 def network_for(image: Tensor) -> ModuleType:
     """The module whose `loss` and `predict` compute on an image's device: the plain network, or on XLA the
     way for TPUs, with the same weights and numbers."""
+    from tpukit.devices.tensors import is_on_xla
+
     if is_on_xla(image):
         from tpukit.tasks.mshnet.tpu import network
     else:
