@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# all but the leaves and the command line
+# All but the leaves and the command line
 LIBRARY = ("host", "runs", "devices", "training", "launching", "reporting")
 BUDGETS = {  # lines of Python files, blank ones and docstrings too
     "tpukit/host": 1_050,
@@ -27,9 +27,25 @@ BUDGETS = {  # lines of Python files, blank ones and docstrings too
     "files that the MNIST notebook imports": 44,
     "lines that the MNIST notebook imports": 5_500,
 }
-FIRST_NAMES = (
-    "detect find_dataset MNIST Run launch train live show"  # of tpukit, which the MNIST notebook uses
-)
+# What was above its budget when it was last counted: it may only become less.
+REACHED = {
+    "tpukit/host": 1_324,
+    "tpukit/runs": 1_392,
+    "tpukit/devices": 2_636,
+    "tpukit/training": 2_385,
+    "tpukit/launching": 748,
+    "tpukit/reporting": 1_336,
+    "tpukit/tasks": 5_625,
+    "tpukit/tools": 4_278,
+    "tpukit/cli": 694,
+    "the library proper": 9_821,
+    "tpukit": 20_523,
+    "tests": 21_360,
+    "files that the MNIST notebook imports": 59,
+    "lines that the MNIST notebook imports": 8_367,
+}
+# Of tpukit, which the MNIST notebook uses.
+FIRST_NAMES = "detect find_dataset MNIST Run launch train live show"
 
 
 def lines(path: Path) -> int:

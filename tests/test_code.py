@@ -179,6 +179,13 @@ def test_every_notebook_finds_tpukit_in_the_same_way_and_names_its_source_once()
         assert path.read_text().count('HOME = \\"') == 1
 
 
+def test_the_extra_all_brings_every_other_extra():
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras.pop("all") == [f"tpukit[{','.join(extras)}]"]
+
+
 def test_the_library_list_of_requirements_and_of_pyproject_is_the_same_and_has_no_torch():
     import tomllib
 
