@@ -1,7 +1,7 @@
 # make run    executes the TPU notebook on this machine's CPU XLA device; make run DATA=path/to/IRSTD-1k on real images
 # make check  lint and the fast tests, in two minutes; JOBS=4 on a machine with more than two cores
-# make test   everything: lint, unit tests, launches, notebooks, browser
-# make nightly  1,000 kills and 1,000 flipped bits of runs and backups, and CDEIT's kernels with each image's jax and libtpu (2 GB)
+# make test   lint, unit tests, launches, notebooks
+# make nightly  JupyterLab in a browser, the TPU compilers (gigabytes), 1,000 kills and 1,000 flipped bits of runs and backups
 # make bench  how fast, in ratios; make bench PARTS="data loops" for some parts, DATA=path/to/IRSTD-1k for real images
 # make notebooks  builds dist/: every notebook with the library inside, so that one file is enough
 # make twins  runs every built notebook, without network, in environments like those of Colab and Kaggle: about 18 GB, an hour
