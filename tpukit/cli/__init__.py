@@ -1,11 +1,11 @@
 """The command line. `commands.py` lists the commands; each imports what it needs when it runs."""
 
 import atexit
-import contextlib
 import errno
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from tpukit import __version__
 from tpukit.host.environment import release
@@ -23,8 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupted."""
     if argv is None:
         return _main_of_process(sys.argv[1:])
-    with contextlib.suppress(AttributeError):  # a notebook's stream takes every character
-        sys.stdout.reconfigure(errors="replace")
+    # A notebook's stream has no such method, and takes every character.
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):
+        reconfigure(errors="replace")
     try:
         code = _run(list(argv))
         sys.stdout.flush()
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if error.filename is None or error.errno not in OF_A_PATH:
+        if error.filename is None or error.strerror is None or error.errno not in OF_A_PATH:
             raise
         advice = "check its name and its permissions, or choose another"
         message = f"cannot use {error.filename} ({error.strerror.lower()}): {advice}"
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main_of_process(argv: list[str]) -> int:
-    code = [1]  # of an error that nothing catches
+    code: list[Any] = [1]  # of an error that nothing catches
     atexit.register(_leave, code)  # what is registered first is called last
     try:
         code[0] = main(argv)

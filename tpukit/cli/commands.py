@@ -40,8 +40,9 @@ def run(argv: list[str]) -> Any:
     argv = resolve_aliases(argv)
     if argv[0] == "compare" and (len(argv) == 1 or argv[1] not in (*TASKS, MERGE, "-h", "--help")):
         argv.insert(1, MERGE)
+    commands: Any = Union[tuple(_subcommand(name) for name in COMMANDS if leaves.has_command(name))]
     return tyro.cli(
-        Union[tuple(_subcommand(name) for name in COMMANDS if leaves.has_command(name))],
+        commands,
         args=argv,
         prog="tpukit",
         description=f"tpukit {__version__}: PyTorch training on TPU, GPU and CPU. See tpukit COMMAND --help",
@@ -53,13 +54,15 @@ def _subcommand(name: str) -> Any:
     command = COMMANDS[name]
     if name not in WITH_TASK:
         return Annotated[Any, tyro.conf.subcommand(name, constructor=command)]
+    nested: dict[str, dict[str, Any]]
     nested = {task: dict(description=entry.summary) for task, entry in TASKS.items()}
     for task, about in nested.items():  # imports the task, so not before it is needed
         about["constructor_factory"] = functools.partial(_with_task, command, task)
     if name == "compare":
         nested[MERGE] = dict(constructor=compare.merge)
     choices = tuple(Annotated[Any, tyro.conf.subcommand(word, **about)] for word, about in nested.items())
-    return Annotated[Any, tyro.conf.subcommand(name, constructor=Union[choices], description=command.__doc__)]
+    one_of: Any = Union[choices]
+    return Annotated[Any, tyro.conf.subcommand(name, constructor=one_of, description=command.__doc__)]
 
 
 def _with_task(command: Callable, task_name: str) -> Callable:

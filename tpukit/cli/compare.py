@@ -34,7 +34,8 @@ def measure(task: Task, options: MeasureOptions) -> None:
     out = options.out or file_for(env.outputs / "comparison", task, env, options.cores)
     check_out(out)  # before a dataset is unpacked
     task = with_dataset(task, env, size=SYNTHETIC_IMAGES.get(task.name))
-    measured = measure_here(task, log=to_stderr, **dataclasses.asdict(options) | dict(out=out))
+    settings = dataclasses.asdict(dataclasses.replace(options, out=out))
+    measured = measure_here(task, log=to_stderr, **settings)
     following = f"tpukit compare {out.parent}/*.json"
     print(f"{measured.table()}\n\nNext, with the files of other machines next to it: {following}")
 

@@ -12,7 +12,7 @@ LANES = 128  # numbers that a TPU core works on side by side
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One generation of TPU. Memory and rates are None where nothing in tpukit needs them.
+    """One generation of TPU. Memory and rates are 0 where nothing in tpukit needs them.
 
     Sources: Google Cloud's documentation ("TPU versions" with the page of each version, "TPU architecture",
     and "TPU software versions", read in November 2026); of hbm_bytes libtpu's compiler, whose refusal of a
@@ -21,9 +21,9 @@ class Chip:
     name: str  # as in the price table, prices.csv
     cloud_type: str  # how the accelerator types of Google Cloud begin: v5litepod-8
     devices: int = 1  # PyTorch devices on one chip
-    hbm_bytes: float | None = None  # what a compiled graph may use of the memory of one chip
-    flops: float | None = None  # bf16 FLOP/s of one chip
-    bandwidth: float | None = None  # HBM bytes per second of one chip
+    hbm_bytes: float = 0  # what a compiled graph may use of the memory of one chip
+    flops: float = 0  # bf16 FLOP/s of one chip
+    bandwidth: float = 0  # HBM bytes per second of one chip
 
     @property
     def short_name(self) -> str:

@@ -146,6 +146,7 @@ def _write_onnx(program, path, metadata, names):
         exported = torch.onnx.export(
             program, dynamo=True, input_names=names, output_names=["output"], verbose=False, optimize=False
         )
+    assert exported is not None  # as always with dynamo
     exported.model.metadata_props.update({name: str(value) for name, value in metadata.items()})
     exported.save(str(path))
 
@@ -166,7 +167,9 @@ def _run_onnx(path, arrays):
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return session.run(None, dict(arrays))[0]
+    output = session.run(None, dict(arrays))[0]
+    assert isinstance(output, np.ndarray)  # neither sparse nor a sequence
+    return output
 
 
 def _write_torch_export(program, path, metadata, names):

@@ -16,7 +16,7 @@ import re
 import tempfile
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +32,7 @@ from tpukit.runs.signals import StopSignal
 from tpukit.training.setup import Trainer
 
 if TYPE_CHECKING:
+    from tpukit.devices.xla import XLARuntime
     from tpukit.training.task import Task
 
 WARM_UP = cuda_graph.WARM_UP + 1  # steps before the trace: the first compiles, on a GPU the last is captured
@@ -121,7 +122,9 @@ def _trace_steps(task, run, *, steps, hlo, folder, epoch, runtime=None):
         # Outside of its compiled graph, so that each operation is seen as Python calls it. The results are
         # thrown away.
         eager = functools.partial(step.eager, *step.arguments(first, epoch, trainer.lr_factor()))
-        text = runtime.hlo_of(eager, trainer.model, trainer.optimizer) if hlo else None
+        text = None
+        if hlo:
+            text = cast("XLARuntime", runtime).hlo_of(eager, trainer.model, trainer.optimizer)
         interruptions = _Interruptions(runtime)
         with interruptions, torch.autograd.set_detect_anomaly(True, check_nan=False):
             eager()
@@ -188,7 +191,10 @@ def _frames():
     """[(path, line number)] of the code that the running operation belongs to, from the step inwards; of a
     backward pass, that of its forward."""
     node = torch._C._current_autograd_node()
-    recorded = node.metadata.get("traceback_", []) if node is not None else []
+    recorded = []
+    if node is not None:
+        metadata: dict = node.metadata  # pyright: ignore[reportAssignmentType] a method in torch's stub
+        recorded = metadata.get("traceback_", [])
     matches = [re.match(r'\s*File "(.+?)", line (\d+)', text) for text in recorded]
     frames = [(match[1], int(match[2])) for match in matches if match]
     if not frames:

@@ -294,7 +294,8 @@ def peak_host_bytes() -> int:
 
     Not by getrusage: on Linux a process's ru_maxrss starts with that of its parent."""
     status = Path("/proc/self/status")
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) if status.exists() else 0
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return 1024 * int(found[1]) if found else 0
 
 
 def measure_here(

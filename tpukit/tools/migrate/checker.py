@@ -343,10 +343,10 @@ class Checker:
         for value in self.source.assigned.get(saved.id, []) if isinstance(saved, ast.Name) else [saved]:
             parts = value.values if isinstance(value, ast.Dict) else [value]
             on_device = [part for part in parts if not ON_HOST.search(ast.unparse(part))]
-            for state in (state for part in on_device for state in ast.walk(part) if _is_state(state)):
-                copies = f"{{name: value.cpu() for name, value in {ast.unparse(state)}.items()}}"
-                owner = last_name(state.func.value)
+            for state in (state for part in on_device for state in ast.walk(part)):
+                owner = _owner_of_state(state)
                 if MODELS.search(owner):
+                    copies = f"{{name: value.cpu() for name, value in {ast.unparse(state)}.items()}}"
                     self.report(state, "save", replace=copies if value is saved else "")
                 elif len(on_device) < len(parts) and "opt" in owner.lower():  # beside copies: the file
                     self.report(state, "save")  # still needs a TPU
@@ -445,25 +445,16 @@ class Checker:
             self.report(call, "gradient-sum", replace=step if is_plain else "", imports=XM)
         if not self.syncs:
             statement = self.source.parents[call]
-            indent = self._indent(statement)
-            edit = None
-            if indent is not None:
-                edit = self.source.insertion(statement.end_lineno, f"{indent}torch_xla.sync()")
+            edit = self.source.line_after(statement, "torch_xla.sync()")
             self.report(statement if edit else call, "no-sync", edit=edit, imports="torch_xla")
 
-    def _indent(self, statement):
-        """What stands before an expression that is alone on its lines; None where it is not alone."""
-        if not isinstance(statement, ast.Expr):
-            return None
-        before = self.source.text(self.source.starts[statement.lineno - 1], self.source.start(statement))
-        after = self.source.text(self.source.end(statement), self.source.starts[statement.end_lineno])
-        is_alone = not before.strip() and re.fullmatch(r"\s*(#.*)?", after.rstrip("\r\n"))
-        return before if is_alone else None
 
-
-def _is_state(node):
-    """`model.state_dict()`"""
-    return isinstance(node, ast.Call) and method_of(node) == "state_dict" and not node.args + node.keywords
+def _owner_of_state(node):
+    """The last name of x in `x.state_dict()`; empty for other code."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="state_dict", value=owner), args=[], keywords=[]):
+            return last_name(owner)
+    return ""
 
 
 def _parameter_of(parameters, default):

@@ -29,7 +29,7 @@ class CudaBranches:
                     if checks and self.handles_xla(outer, child):
                         checks = set()
                 case ast.BoolOp(op=operator, values=values):
-                    before = values[: values.index(child)] if child in values else []
+                    before = values[: values.index(child)] if isinstance(child, ast.expr) else []
                     checks = self._checks_in_all(before, operator, isinstance(operator, ast.And))
             if checks is not None:
                 return checks

@@ -142,7 +142,9 @@ def write(path: str | Path, fixed: str) -> Path:
 
 def _write_copy(path, data):
     """Write bytes to a new file beside `path`. Returns its path."""
-    for number in itertools.count(1):
+    numbers = itertools.count(1)
+    while True:
+        number = next(numbers)
         copy = path.with_name(f"{path.name}.orig{number if number > 1 else ''}")
         with contextlib.suppress(FileExistsError), open(copy, "xb") as file:
             file.write(data)
@@ -153,8 +155,8 @@ def _write_copy(path, data):
 
 def difference(path: str | Path, fixed: str) -> str:
     """A unified diff of a file and its fixed text, to be shown."""
-    lines = [text.splitlines(True) for text in (read(path), fixed)]
-    return printable("".join(difflib.unified_diff(*lines, str(path), f"{path} (fixed)")))
+    before, after = read(path).splitlines(True), fixed.splitlines(True)
+    return printable("".join(difflib.unified_diff(before, after, str(path), f"{path} (fixed)")))
 
 
 def copy_example(folder: str | Path) -> Path:

@@ -94,12 +94,12 @@ class Notebook:
             cell, source = self.cells[int(number)], "\n".join(lines)
             if source != "".join(cell["source"]):
                 cell["source"] = source.splitlines(True) if isinstance(cell["source"], list) else source
-        indent = re.search(r'\n([ \t]+)"', self.text)
+        indented = re.search(r'\n([ \t]+)"', self.text)
+        indent = indented[1] if indented else None
         end = "\n" if self.text.endswith("\n") else ""
-        form = dict(indent=indent[1] if indent else None)
-        fixed = json.dumps(self.notebook, ensure_ascii=False, **form)
+        fixed = json.dumps(self.notebook, ensure_ascii=False, indent=indent)
         if re.search(r"[\ud800-\udfff]", fixed):  # half a character, which can only be written escaped
-            fixed = json.dumps(self.notebook, **form)
+            fixed = json.dumps(self.notebook, indent=indent)
         return fixed + end
 
 

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterator
 
 CUDA_WORD = re.compile(r"""[fF]?(["'])cuda(:|\1)""")
+# Nodes with a position.
+Located = ast.expr | ast.stmt | ast.keyword | ast.arg | ast.alias | ast.excepthandler | ast.pattern
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -63,7 +65,7 @@ class Source:
             root = f"builtins.{node.id}"
         return ".".join([root, *reversed(parts)])
 
-    def position(self, node: ast.AST) -> tuple[int, int]:
+    def position(self, node: Located) -> tuple[int, int]:
         """(line, column), from 1; within an f-string that of the whole, because older Pythons know no
         other."""
         for outer in self.ancestors(node):
@@ -72,19 +74,21 @@ class Source:
         before = self.lines[node.lineno - 1][: node.col_offset]
         return node.lineno, len(before.decode()) + 1
 
-    def start(self, node: ast.AST) -> int:
+    def start(self, node: Located) -> int:
         """Where a node's text starts, in bytes of the code."""
         return self.starts[node.lineno - 1] + node.col_offset
 
-    def end(self, node: ast.AST) -> int:
-        return self.starts[node.end_lineno - 1] + node.end_col_offset
+    def end(self, node: Located) -> int:
+        assert node.end_col_offset is not None  # in a tree that was parsed
+        return self.starts[last_line(node) - 1] + node.end_col_offset
 
     def text(self, start: int, end: int) -> str:
         return b"".join(self.lines)[start:end].decode()
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """The nodes around a node, the nearest first."""
-        while (node := self.parents.get(node)) is not None:
+        while node in self.parents:
+            node = self.parents[node]
             yield node
 
     def function_of(self, node: ast.AST) -> ast.AST:
@@ -132,8 +136,18 @@ class Source:
         if at < len(body):
             line = min(node.lineno for node in [body[at], *getattr(body[at], "decorator_list", [])]) - 1
         else:
-            line = body[-1].end_lineno
+            line = last_line(body[-1])
         return [self.insertion(line, f"import {name}") for name in sorted(modules - there)]
+
+    def line_after(self, node: ast.AST, text: str) -> tuple[int, int, str] | None:
+        """The edit that puts a line of text after an expression; None where it is not alone on its lines."""
+        if not isinstance(node, ast.Expr):
+            return None
+        last = last_line(node)
+        before = self.text(self.starts[node.lineno - 1], self.start(node))
+        after = self.text(self.end(node), self.starts[last])
+        is_alone = not before.strip() and re.fullmatch(r"\s*(#.*)?", after.rstrip("\r\n"))
+        return self.insertion(last, f"{before}{text}") if is_alone else None
 
     def insertion(self, line: int, text: str) -> tuple[int, int, str]:
         """The edit that puts a line of text after so many lines of the code."""
@@ -144,6 +158,12 @@ class Source:
 
 def _start(node):
     return node.lineno, node.col_offset
+
+
+def last_line(node: Located) -> int:
+    """The number of the line that a node ends in."""
+    assert node.end_lineno is not None  # in a tree that was parsed
+    return node.end_lineno
 
 
 def is_cuda_word(node: ast.AST) -> bool:

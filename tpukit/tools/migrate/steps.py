@@ -4,7 +4,7 @@ tensors."""
 import ast
 import re
 
-from tpukit.tools.migrate.source import Function, Source, is_constant, last_name, method_of, names_in
+from tpukit.tools.migrate.source import Function, Source, is_constant, last_name, names_in
 
 TO_HOST = {"item", "tolist", "numpy", "cpu"}
 # Attributes and methods that are known without the tensor's values.
@@ -34,11 +34,12 @@ class Steps:
         self.source = source
         self.losses, self.bodies = set(), set()
         for _, call in source.calls:
-            if method_of(call) == "backward" and not OTHER_TRAINERS.search(last_name(call.func.value)):
-                self.losses |= _losses_in(call.func.value)
-                outers = source.ancestors(call)
-                loops = [one for one in outers if isinstance(one, ast.For | ast.While | ast.FunctionDef)]
-                self.bodies.update(loops[:1])
+            match call.func:
+                case ast.Attribute(attr="backward", value=loss) if not OTHER_TRAINERS.search(last_name(loss)):
+                    self.losses |= _losses_in(loss)
+                    outers = source.ancestors(call)
+                    loops = [one for one in outers if isinstance(one, ast.For | ast.While | ast.FunctionDef)]
+                    self.bodies.update(loops[:1])
         classes = [one for one in source.nodes if isinstance(one, ast.ClassDef) and one.bases]
         methods = {one for owner in classes for one in ast.walk(owner) if isinstance(one, ast.FunctionDef)}
         self.forwards = {method for method in methods if method.name == "forward"}
@@ -170,6 +171,6 @@ def _losses_in(receiver):
             return _losses_in(receiver.left) or _losses_in(receiver.right)
         case ast.Call(func=ast.Attribute(attr="scale"), args=[scaled, *_]):
             return _losses_in(scaled)
-        case ast.Call(func=ast.Attribute(attr="mean" | "sum")):
-            return _losses_in(receiver.func.value)
+        case ast.Call(func=ast.Attribute(attr="mean" | "sum", value=averaged)):
+            return _losses_in(averaged)
     return set()

@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tpukit.devices.chips import MACHINES
 from tpukit.host.errors import TpukitError
@@ -131,7 +131,8 @@ def plan_batch(
         answers = [
             graph | compiler.compile_graph(graph, machine, parallel, backend, flags, log) for graph in graphs
         ]
-    row = dict(batch_size=size, fits=True, compile_s=sum(answer["compile_s"] for answer in answers))
+    row: dict[str, Any] = dict(batch_size=size, fits=True)
+    row["compile_s"] = sum(answer["compile_s"] for answer in answers)
     for answer in answers:
         if "error" in answer:
             return row | dict(fits=False, why=answer["error"])

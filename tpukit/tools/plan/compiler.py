@@ -111,7 +111,7 @@ def read_answer(ran: subprocess.CompletedProcess, libraries: Path) -> dict:
     """The compiler's answer. Too little memory is one; anything else that went wrong is a TpukitError."""
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     answer = json.loads(lines[-1]) if lines else {}
-    error = answer.get("error") if answer else ran.stderr
+    error = answer.get("error", "") if answer else ran.stderr
     if answer and (not error or "RESOURCE_EXHAUSTED" in error and "hbm" in error.lower()):
         return answer
     if "libtpu_lockfile" in error or "already in use" in error:

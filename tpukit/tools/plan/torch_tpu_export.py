@@ -7,6 +7,8 @@ traced as its plain mathematics, because the trace would hold the CPU's own kern
 
 import hashlib
 import os
+from collections.abc import Callable
+from typing import Any
 
 # That torch loads no other backend that is installed; that libtpu does not look for a TPU in Google's cloud,
 # for minutes; and that two processes may load it.
@@ -26,7 +28,7 @@ from tpukit.host.errors import TpukitError
 # A layer norm of bf16 values with float32 weights, as autocast leaves it, is traced as torch's own smaller
 # operations, because torch_tpu 0.2 does not lower it forward, and gives its weights gradients in bf16 instead
 # of float32.
-DECOMPOSITIONS = get_decompositions(
+DECOMPOSITIONS: dict[Any, Callable] = get_decompositions(
     [torch.ops.aten.native_layer_norm, torch.ops.aten.native_layer_norm_backward]
 )
 
@@ -61,6 +63,7 @@ class TorchTPUExportRuntime(Runtime):
 
     def to_device(self, model, *, channels_last="no"):
         for module in model.modules():
+            values: dict[str, Any]
             for values in (module._parameters, module._buffers):
                 for name, value in values.items():
                     values[name] = None if value is None else self._fake.from_tensor(value)

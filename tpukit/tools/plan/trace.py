@@ -80,9 +80,11 @@ def trace_prediction(task: Task, runtime: Runtime, size: int, epoch: int | None 
 def trace_session(task: Task, runtime: Runtime, size: int) -> int:
     """Trace every graph that `train` compiles, in all phases of the task. Returns how many bytes a core keeps
     besides."""
+    from tpukit.tools.plan.xla_export import ExportRuntime
     from tpukit.training import ema, metrics
     from tpukit.training.step import place_model
 
+    assert isinstance(runtime, ExportRuntime)  # a session of torch_tpu is refused
     runtime.exports_pending = True
     epochs = sorted({0, *task.milestones(settings_dict(task)), task.epochs})
     for epoch in epochs:
