@@ -42,7 +42,7 @@ _HOMES = {
     "MSHNet": "tasks.mshnet",
     "CDEIT": "tasks.cdeit",
 }
-__all__ = sorted(_HOMES)
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll] (loaded when used)
 
 
 def __getattr__(name):

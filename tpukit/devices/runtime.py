@@ -128,7 +128,7 @@ class Runtime:
         if channels_last == "auto":
             channels_last = "yes" if self._computes_faster_channels_last(model) else "no"
         layout = torch.channels_last if channels_last == "yes" else torch.preserve_format
-        return model.to(self.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
+        return model.to(self.device, memory_format=layout)  # pyright: ignore[reportCallIssue] (no stub)
 
     def _computes_faster_channels_last(self, model: nn.Module) -> bool:
         """Whether most weights are convolutions'. By rule, not by timing: a resumed run has to make the same
@@ -211,7 +211,7 @@ class Runtime:
 
     def torch_compile(
         self, model: nn.Module, mode: str, *, is_captured: bool = False, accumulates: bool = False
-    ) -> Callable:
+    ) -> Any:
         """The model, compiled by torch.compile in this mode; unchanged for "no".
 
         is_captured: the step around it is to become a CUDA graph, which cannot hold those that some modes

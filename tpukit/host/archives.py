@@ -108,7 +108,8 @@ def _entries(archive: Path) -> Iterator[tuple[str, int | None, Callable | None]]
     else:
         with tarfile.open(archive, tarinfo=_TarHeader) as packed:
             for entry in packed:
-                packed.members = []  # else it keeps every header in memory
+                # Else it keeps every header in memory.
+                packed.members = []  # pyright: ignore[reportAttributeAccessIssue] (not in typeshed)
                 plain = (entry.isreg() or entry.isdir()) and not entry.issparse() and entry.size >= 0
                 opened = functools.partial(packed.extractfile, entry) if plain else None
                 yield entry.name, None if entry.isdir() else entry.size, opened
@@ -125,7 +126,7 @@ class _TarHeader(tarfile.TarInfo):
     def _proc_member(self, tar):  # the method that tarfile means subclasses to extend
         if self.size < 0 or (self.type in LONG_NAMES and self.size > MAX_NAME):
             raise tarfile.ReadError(f"a header of {self.size} bytes")
-        return super()._proc_member(tar)  # pyright: ignore[reportAttributeAccessIssue]
+        return super()._proc_member(tar)  # pyright: ignore[reportAttributeAccessIssue] (not in typeshed)
 
 
 def stem(path: Path) -> str | None:

@@ -18,9 +18,9 @@ Arrays = dict[str, np.ndarray]
 WHOLE = "whole.json"  # in the folder of `mapped` once all is there: the fingerprint of every array
 
 
-def load(path: Path) -> np.ndarray | np.lib.npyio.NpzFile:
-    """An .npz or .npy file by `numpy.load`. Raises ValueError for pickled objects and for what has no such
-    format, without numpy's advice to unpickle it: a pickle can run code."""
+def load(path: Path) -> Any:
+    """An `NpzFile` or an array, by `numpy.load`. Raises ValueError for pickled objects and for what has no
+    such format, without numpy's advice to unpickle it: a pickle can run code."""
     try:
         return np.load(path, allow_pickle=False)
     except ValueError:

@@ -132,7 +132,7 @@ def explain_full_disk(path: Path) -> Iterator[None]:
         if error.errno not in DISK_FULL:
             raise
         free = shutil.disk_usage(path.parent).free
-        reason = f"{error.strerror.lower()} ({free / 2**20:.0f} MiB free there)"
+        reason = f"{(error.strerror or str(error)).lower()} ({free / 2**20:.0f} MiB free there)"
         raise TpukitError(f"cannot write {path}: {reason}. What was saved before is untouched.") from error
 
 

@@ -49,7 +49,7 @@ def save_predictions(
         for key, value in entry.items():
             if isinstance(value, np.ndarray):
                 entry[key] = _save_array(folder, key, name, value)
-        if pictures and not sample.error:
+        if pictures and sample.batch is not None:
             entry["picture"] = f"pictures/{_as_png(name)}"
             figure = figures.panels_figure(task.panels(sample.batch, sample.prediction), sample.name)
             _save(folder / entry["picture"], figures.as_png(figure))
@@ -61,7 +61,7 @@ def save_predictions(
 
 def result_of(task: "Task", sample: "Sample") -> dict:
     """dict(name, ...) of a sample: what the task gives of it, or `error`."""
-    if sample.error:
+    if sample.batch is None:
         return dict(name=sample.name, error=sample.error)
     return dict(name=sample.name, **task.results(sample.batch, sample.prediction)[0])
 

@@ -32,8 +32,8 @@ WHOLE_OR_NOT = ("s3", "s3a", "gs", "gcs", "hf", "abfs", "az", "oci", "oss", "mem
 Check = Callable[[Path], None]  # raises Damaged for a file that is not what was written
 
 
-def address_of(place: str | Path) -> str | None:
-    """The address that a str or a Path (in which `//` is `/`) holds, or None for a path.
+def address_of(place: str | Path | None) -> str | None:
+    """The address that a str or a Path (in which `//` is `/`) holds, or None for a path and for None.
 
     Raises TpukitError for what is neither, and, without showing it, for an address that may hold a password
     or a token."""

@@ -2,6 +2,7 @@
 the TPU."""
 
 import contextlib
+import importlib
 import time
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ class EventFile:
     """tpukit's one event file in a folder. Those of earlier sessions are removed: a resumed run writes
     all its records again, and may have fewer; files of others stay."""
 
-    _writer = None
+    _writer: Any = None
 
     def __init__(self, folder: Path):
         try:
-            from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.record_writer import RecordWriter
+
+            # By name: protobuf makes the two classes on loading, where no type checker sees them.
+            Event = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
+            Summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
 
             folder.mkdir(parents=True, exist_ok=True)
             for old in folder.glob("events.out.tfevents.*.tpukit"):

@@ -37,8 +37,11 @@ def find_trained(source: Run | Path | str, task: Task | str | None = None) -> tu
     The task has the file as its `weights`, because what it says of classes may count. task: one of the user's
     own, or the name of a task, for a file that does not name its own. Raises TpukitError where there are no
     weights, or they are of no task that is known, or of another."""
-    run = source if isinstance(source, Run) else Run.find(source) if Path(source).is_dir() else None
-    path = run.best() if run else weights.local(source)
+    if isinstance(source, Run) or Path(source).is_dir():
+        run = source if isinstance(source, Run) else Run.find(source)
+        path = run.best()
+    else:
+        run, path = None, weights.local(source)
     if not path.is_file():
         raise TpukitError(f"{path} does not exist: name the folder of a run, or a weights file")
     if task is None or isinstance(task, str):

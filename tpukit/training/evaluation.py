@@ -211,6 +211,7 @@ class Evaluator:
             shown = "".join(f", {name} {value:.4g}" for name, value in numbers)
             state.evaluations_without_best += 1
             if is_best:
+                assert finished.weights is not None  # those that were scored
                 state.best, state.evaluations_without_best = score, 0
                 self.saver.save_best(
                     finished.weights,

@@ -106,7 +106,7 @@ def predict_set(
     return predicted
 
 
-def predict_test_images(run: Run, task: Task, count: int) -> tuple[Batch, object]:
+def predict_test_images(run: Run, task: Task, count: int) -> tuple[Batch, Any]:
     """(batch, predictions) of up to `count` test images, evenly spaced, by the run's best weights, on the
     CPU.
 

@@ -74,7 +74,7 @@ class Task:
         finished weights."""
         raise self._missing("predict")
 
-    def evaluate(self, predictions: Iterable[tuple[object, Batch]]) -> dict:
+    def evaluate(self, predictions: Iterable[tuple[Any, Batch]]) -> dict:
         """dict of scores from an iterable of (prediction, batch), both on the CPU, each with `valid` (B,)
         bool."""
         raise self._missing("evaluate")

@@ -57,8 +57,9 @@ class Impedance:
 
     def __init__(self, folder: Path, convention: Convention, statistics: Statistics, notes: str = ""):
         self.statistics, self.notes = statistics, notes
-        stored = _read_split(folder, ("xs", "ys") if convention is TRAINING else ("xs", "ys", *BASELINES))
-        self.names, self.contents = stored["names"], stored["contents"]
+        names = ("xs", "ys") if convention is TRAINING else ("xs", "ys", *BASELINES)
+        stored, self.contents = _read_split(folder, names)
+        self.names = stored["names"]
         volts = stored["ys"] / np.float32(convention.volts)
         self.arrays = dict(image=stored["xs"][:, None], voltages=voltage_map(volts, *statistics))
         if convention is not TRAINING:
@@ -121,8 +122,8 @@ def find_split(root: Path, convention: Convention) -> Path:
 
 
 def _read_split(folder, names):
-    """dict of the arrays of a folder's files, (N, ...) each, mapped into memory; `names` of the files; and
-    `contents`, a digest of the files, as str."""
+    """(arrays, contents) of a folder's files: dict of their arrays, (N, ...) each, mapped into memory, and of
+    their `names`; a digest of the files, as str."""
     from tqdm.auto import tqdm
 
     def read():
@@ -135,7 +136,7 @@ def _read_split(folder, names):
         return dict(split, names=np.array([path.stem for path in paths]))
 
     contents = arrays.content_key(folder, like=("*.npz",))
-    return dict(arrays.mapped(f"eit-{folder.name}", [names, contents], read), contents=contents)
+    return arrays.mapped(f"eit-{folder.name}", [names, contents], read), contents
 
 
 def _read_file(path, names):
@@ -223,7 +224,7 @@ def _read_statistic(path):
 
 
 def _compute_statistics(training):
-    split = _read_split(training, ("xs", "ys"))
+    split, _ = _read_split(training, ("xs", "ys"))
     volts = split["ys"].reshape(-1, *PATTERN)
     if len(broken := split["names"][~np.isfinite(volts).all((1, 2))]):
         raise TpukitError(

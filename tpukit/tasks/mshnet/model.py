@@ -4,6 +4,8 @@ weights are computed by `tpu/network.py`.
 
 Shapes: B batch, C channels, H and W the image size (multiples of 16)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -115,14 +117,14 @@ class Block(nn.Module):
         self.sa = SpatialAttention()
 
     def forward(self, x: Tensor) -> Tensor:  # (B, channels_in, H, W) -> (B, channels, H, W)
-        residual = x if self.shortcut is None else _conv_and_norm(*self.shortcut, x)
-        x = F.relu(_conv_and_norm(self.conv1, self.bn1, x))
-        x = _conv_and_norm(self.conv2, self.bn2, x)
+        residual = x if self.shortcut is None else _conv_and_norm(x, *self.shortcut)
+        x = F.relu(_conv_and_norm(x, self.conv1, self.bn1))
+        x = _conv_and_norm(x, self.conv2, self.bn2)
         x = self.ca(x) * x
         x = self.sa(x) * x
         return F.relu(x + residual)
 
-    def convolutions(self) -> list[tuple[nn.Module, ...]]:
+    def convolutions(self) -> list[tuple[Any, ...]]:
         """[(convolution, its batch norm)]"""
         shortcut = [] if self.shortcut is None else [tuple(self.shortcut)]
         return [(self.conv1, self.bn1), (self.conv2, self.bn2), *shortcut]
@@ -175,7 +177,7 @@ def max_over_image(x: Tensor, *, by_reduction: bool) -> Tensor:
     return F.adaptive_max_pool2d(x, 1)
 
 
-def _conv_and_norm(conv, norm, x):
+def _conv_and_norm(x, conv, norm):
     """norm(conv(x)). Batch statistics take the bias away again: there no pass over the maps adds it, it gets
     no gradient, and `finish_statistics` does the rest."""
     if not takes_batch_statistics(norm):
@@ -198,6 +200,5 @@ def finish_statistics(model: nn.Module) -> None:
         return
     # data: autograd would take a mean for an input of the batch norm that changed.
     means, biases = [norm.running_mean.data for _, norm in pairs], [conv.bias.data for conv, _ in pairs]
-    add_to_each = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
-    add_to_each(means, biases, alpha=pairs[0][1].momentum)
-    add_to_each([norm.num_batches_tracked for _, norm in pairs], 1)
+    torch._foreach_add_(means, biases, alpha=pairs[0][1].momentum)
+    torch._foreach_add_([norm.num_batches_tracked for _, norm in pairs], 1)

@@ -166,7 +166,7 @@ def _backward(shape, steps, biased, queries, keys, values, gradient, *refs):
         dk[...] = jnp.zeros_like(dk)
         dv[...] = jnp.zeros_like(dv)
 
-    if biased:
+    if dbias is not None:
 
         @pallas.when((image == 0) & (step == 0))
         def _():
@@ -179,7 +179,7 @@ def _backward(shape, steps, biased, queries, keys, values, gradient, *refs):
         weights *= 1 / total  # one division for a whole column
         dweights = _dot(values[0], d, 1, 1)
         dlogits = weights * (dweights - jnp.sum(weights * dweights, 0, keepdims=True))
-        if biased:
+        if dbias is not None:
             dbias[0] += dlogits
         dlogits = dlogits.astype(q.dtype)  # `scale` follows, in its two products
         dv[...] += _dot(weights.astype(d.dtype), d, 1, 0)

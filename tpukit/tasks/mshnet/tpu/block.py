@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tpukit.tasks.mshnet.model import Block
+from tpukit.tasks.mshnet.model import Block, takes_batch_statistics
 from tpukit.tasks.mshnet.tpu import tiling
 from tpukit.tasks.mshnet.tpu.tiling import apply
-from tpukit.training.batch_norm import FrozenBatchNorm
 
 
 def forward(layers: Block, x: Tensor | tuple[Tensor, ...], tiles: int) -> Tensor:
@@ -78,8 +77,7 @@ def _scale_and_shift(norm, bias, x, total, squares):
 
     x: (N, C, h, W). bias: (C,), of the convolution before; batch statistics take it away again, so it gets no
     gradient. total, squares: of `_sums`."""
-    takes_batch_statistics = norm.training and not isinstance(norm, FrozenBatchNorm)
-    if takes_batch_statistics:
+    if takes_batch_statistics(norm):
         count = x.numel() // x.shape[1]
         mean = total.sum(0) / count
         variance = (squares.sum(0) / count - mean**2).clamp(min=0)
