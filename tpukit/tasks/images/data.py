@@ -274,8 +274,7 @@ def _read_tables(folder, tables, label_column):
         label = label or _column(names, label_column, LABEL_COLUMNS)
         if image is None or label is None:
             raise TpukitError(f"{path} has the columns {', '.join(names)}: name the labels' as label_column")
-        if isinstance(class_names := features.get(label, {}).get("names"), list):
-            order = list(map(str, class_names))
+        order = _class_names(path, features.get(label, {})) or order
         where = path.relative_to(folder)
         for row, value in enumerate(_read_column(path, label).to_pylist()):
             if order and isinstance(value, int):
@@ -294,6 +293,16 @@ def _features(schema):
         return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return {}
+
+
+def _class_names(path, feature):
+    """The names that the Hugging Face library wrote of a column's classes, or None."""
+    names = feature.get("names")
+    if names and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise TpukitError(
+            f"{path}: the names of its classes are {str(names)[:80]}, and must be a list of texts: save it again"
+        )
+    return names
 
 
 def _split_of(path):
