@@ -176,6 +176,12 @@ def test_what_the_hugging_face_library_saves_is_read_without_it(tmp_path):
     check_colours(train), check_colours(test)
 
 
+def test_one_image_of_each_class_leaves_none_to_test(tmp_path):
+    paint(tmp_path / "set", 1, ("",))
+    with refuses("one image of each class"):
+        find_samples(tmp_path / "set")
+
+
 @pytest.mark.parametrize("version, is_read", [("14.0.0", False), ("14.0.1", True), ("15.0.0.dev3", True)])
 def test_a_pyarrow_that_can_run_code_from_a_table_is_not_asked_to_read_one(
     version, is_read, tmp_path, monkeypatch

@@ -37,6 +37,7 @@ SPLITS = {  # names of folders, of files and in a CSV's column of splits, in low
 PATH_COLUMNS = "path file filename file_name filepath image image_path image_name image_id img id".split()
 LABEL_COLUMNS = "label labels class class_name category target species breed diagnosis y".split()
 SPLIT_COLUMNS = "split subset partition set".split()
+MAX_HEADER = 100_000  # characters of the first line of a CSV file
 VERSION = 1  # of what `_decode` returns for the same files, which is cached
 
 
@@ -83,6 +84,8 @@ def find_samples(
     splits = collections.defaultdict(list)
     for sample in _split_by_hash(samples, test_share):
         splits[sample.split].append(sample)
+    if not splits.keys() & {"val", "test"}:
+        raise TpukitError(f"{place} has one image of each class, and none to test: add more")
     for split in ("train", *sorted(splits.keys() - {"train"})):
         if missing := sorted(set(classes) - {sample.label for sample in splits[split]}):
             shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
@@ -194,7 +197,9 @@ def _open_csv(path, rows=None):
         raise TpukitError(f"{path}: reading it needs pandas: pip install pandas") from error
     try:
         with open(path, encoding="utf-8-sig") as file:
-            header = file.readline()
+            header = file.readline(MAX_HEADER)
+        if len(header) == MAX_HEADER:
+            raise ValueError(f"line 1 has a field larger than any name, or over {MAX_HEADER} characters")
         delimiter = max(",;\t", key=header.count)
         # Without a header of its own, pandas refuses a row with more fields than the first has.
         table = pandas.read_csv(
@@ -300,7 +305,8 @@ def _class_names(path, feature):
     names = feature.get("names")
     if names and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise TpukitError(
-            f"{path}: the names of its classes are {str(names)[:80]}, and must be a list of texts: save it again"
+            f"{path}: the names of its classes are {str(names)[:80]}, and must be a list of texts: save it"
+            " again"
         )
     return names
 
