@@ -49,6 +49,7 @@ PYTEST := $(XLA_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 lint: .venv/installed
 	$(BIN)/ruff check --quiet .
 	$(BIN)/ruff format --quiet --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python --warnings
 
 check: lint
 	$(PYTEST) --dist worksteal -m "not slow and not nightly"
