@@ -141,12 +141,12 @@ def trained(task, run):
     counts = take_counts()
     refused = [what for what in counts if what.startswith("refused")]
     why = [event["why"] for event in run.records("compile")]
+    peaks = [entry["speed"]["memory"][0][0] / SEARCHED for entry in run.records("train")]
     gc.collect()
     torch.cuda.empty_cache()
     memory = take_counts()["memory"]
-    return dict(
-        ending=ending, why=why, launches=counts.get("cudaGraphLaunch", 0), refused=refused, memory=memory
-    )
+    launches = counts.get("cudaGraphLaunch", 0)
+    return dict(ending=ending, why=why, launches=launches, refused=refused, memory=memory, peaks=peaks)
 
 
 def trainings(tasks, run):
@@ -173,7 +173,8 @@ class BackwardWaits(torch.autograd.Function):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Breaking(MNIST):
-    """Does what a capture does not survive, in the captured step or in every one, on all ranks or on one."""
+    """Does what a capture does not survive, in the captured step or in every one, on all ranks or on one. Its
+    first step and first prediction need SEARCHED bytes more, as where cuDNN tries its algorithms."""
 
     what: str = ""
     always: bool = False
@@ -187,10 +188,16 @@ class Breaking(MNIST):
             optimizer.register_step_pre_hook(lambda made, *_: made.param_groups[0].update(seen=len(_calls)))
         return optimizer
 
+    def predict(self, model, batch, epoch=None):
+        if not _predicted:
+            _predicted.append(batch)
+            torch.empty(SEARCHED, dtype=torch.uint8, device=batch["image"].device)
+        return super().predict(model, batch, epoch)
+
     def loss(self, model, batch, epoch):
         loss = super().loss(model, batch, epoch)
-        if not model.training:
-            return loss
+        if not _calls:
+            torch.empty(SEARCHED, dtype=torch.uint8, device=loss.device)
         _calls.append(loss)
         if self.what == "buffer":  # a new one at each step
             model.register_buffer("count", torch.zeros(len(_calls), device=loss.device))
@@ -211,7 +218,8 @@ def _interrupt(loss):
     raise KeyboardInterrupt
 
 
-_calls = []
+SEARCHED = 2**30
+_calls, _predicted = [], []
 _BREAKS = dict(
     forward=lambda loss: loss.item(),
     copy=lambda loss: torch.tensor([1.0, 2.0], device=loss.device),
@@ -227,8 +235,8 @@ def broken(folder, run, ways):
     found = []
     how = dict(dataset_dir=Path(folder), batch_size=8, num_workers=1, epochs=1)
     for number, (what, always) in enumerate(ways):
-        _calls.clear()
-        mine = trained(Breaking(what=what, always=always, **how), f"{run}-broken-{number}")
+        _calls.clear(), _predicted.clear()
+        mine = trained(Breaking(what=what, always=always, **how | dict(epochs=2)), f"{run}-broken-{number}")
         found.append(dict(broken=mine, sound=trained(MNIST(**how), f"{run}-sound-{number}")))
     return found
 

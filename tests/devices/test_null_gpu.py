@@ -148,6 +148,8 @@ def test_a_capture_that_breaks_costs_the_graph_alone_and_the_next_training_is_ca
             broken
         )
         assert not always or not broken["refused"], "found before the capture"
+        peaks = broken["peaks"]
+        assert len(peaks) == (4 if reason else 0) and all(peak < 1 for peak in peaks), (what, peaks)
         assert (sound["ending"], sound["why"], sound["launches"], sound["refused"]) == ("done", [[]], 22, [])
 
 

@@ -9,7 +9,11 @@ from tpukit.host.errors import TpukitError
 
 
 def doctor(
-    as_json: bool = False, model: str | None = None, weights: Path | None = None, error: str | None = None
+    as_json: bool = False,
+    model: str | None = None,
+    weights: Path | None = None,
+    hardware: bool = False,
+    error: str | None = None,
 ) -> int:
     """Check this machine: what is here, what is wrong, and how to fix it. Exit code 1 if something blocks
     training.
@@ -19,6 +23,8 @@ def doctor(
         model: also compute this task's loss and gradients on the device, in fp32, bf16 and (GPUs) fp16, and
             how much the model's output changes.
         weights: weights for that model; by default fresh ones.
+        hardware: also run on the accelerator what tpukit assumes of it, each check in a process of its own;
+            in minutes.
         error: check nothing; print how to fix this error message.
     """
     from tpukit import tasks
@@ -35,6 +41,10 @@ def doctor(
         from tpukit.tasks.trained import find_trained
 
         checks += try_model(find_trained(weights, model)[0] if weights else task(), env)
+    if hardware and not blocked(checks):
+        from tpukit.tools.doctor.hardware import check_hardware
+
+        checks += check_hardware(env)
     if as_json:
         rows = [dataclasses.asdict(check) for check in checks]
         answer = {**dataclasses.asdict(env), "checks": rows, "blocked": blocked(checks)}

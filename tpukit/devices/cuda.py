@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpukit.devices import cuda_graph
 from tpukit.devices.optimizers import copy_flattened, flattened, parameters_with_gradient
@@ -37,6 +37,8 @@ class CUDARuntime(Runtime):
 
     Steps are captured as CUDA graphs (`cuda_graph`). An optimizer updates all weights by one kernel where
     torch has one, and counts its steps on the device."""
+
+    peak_before = 0  # bytes: of what ran before the statistics of torch were last reset
 
     def __init__(self, accelerator: str = "cuda", *arguments, **settings):
         super().__init__(accelerator, *arguments, **settings)
@@ -87,8 +89,25 @@ class CUDARuntime(Runtime):
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
         if mutates is None:
-            return function
+            return self._searches_not_counted(function)
         return cuda_graph.CapturedStep(function, name or function.__name__, *mutates, self)
+
+    def _searches_not_counted(self, function):
+        """`function`, of whose first call with new shapes the peak of memory is forgotten: in it cuDNN tries
+        algorithms, and some take gigabytes."""
+        seen = set()
+
+        def call(*arguments):
+            shapes = tuple(leaf.shape for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+            if shapes in seen:
+                return function(*arguments)
+            seen.add(shapes)
+            [(self.peak_before, _)] = self.memory()
+            result = function(*arguments)
+            torch.cuda.reset_peak_memory_stats()
+            return result
+
+        return call
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
         for group in optimizer.param_groups:
@@ -139,11 +158,12 @@ class CUDARuntime(Runtime):
 
     def reset_statistics(self) -> None:
         super().reset_statistics()
+        self.peak_before = 0
         torch.cuda.reset_peak_memory_stats()
 
     def memory(self) -> list[tuple[int, int]]:
         total = torch.cuda.get_device_properties(self.device).total_memory
-        return [(torch.cuda.max_memory_allocated(), total)]
+        return [(max(self.peak_before, torch.cuda.max_memory_allocated()), total)]
 
     def evaluation_batch(self, batch_size: int) -> int:
         """On one GPU up to EVALUATION_BATCH, as a few take the host longer than the GPU. They fit, as one

@@ -106,6 +106,7 @@ class CapturedStep:
         self.captured.clear()
         self.replayed = None
         torch.cuda.empty_cache()  # of the graphs' memory, and of the capture's stream
+        torch.cuda.reset_peak_memory_stats()  # which may hold what cuDNN tried out
 
     def _refuse_if_any_rank(self, reason):
         """`_refuse` on every rank where one has a reason, and return whether it has: NCCL needs an all-reduce

@@ -8,17 +8,26 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]  # the folder that tpukit is imported from
 
 
-def run_python(*arguments, text="", variables=None):
+def run_python(*arguments, text="", variables=None, timeout_s=None):
     """Run this Python, with the same tpukit as here. Returns the finished process, with its output.
 
-    variables: changes of the environment; None removes one. -P: files in the current folder cannot shadow
+    variables: changes of the environment; None removes one. timeout_s: after it the process is ended, and
+    subprocess.TimeoutExpired raised. -P: files in the current folder cannot shadow
     installed packages."""
     # an empty one is the current folder
     paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(variables or {})}
     environ = {name: value for name, value in environ.items() if value is not None}
     command = [sys.executable, "-P", *map(str, arguments)]
-    return subprocess.run(command, input=text, env=environ, capture_output=True, text=True, errors="replace")
+    return subprocess.run(
+        command,
+        input=text,
+        env=environ,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+    )
 
 
 def last_line(ran):

@@ -1,0 +1,165 @@
+"""`tpukit doctor --hardware`: what tpukit assumes of an accelerator and no CPU can show.
+
+Each check opens the device in a process of its own, with a limit: one that hangs or fails costs itself
+alone."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tpukit.host.environment import Environment, detect
+from tpukit.host.errors import first_line
+from tpukit.host.tables import GIB
+from tpukit.tools.child import last_line, run_python
+from tpukit.tools.doctor import NOTE, OK, WARNING, Check
+
+LIMIT_S = 120
+# Gradients of this many steps may lie on the device at once; torch_xla lets the host run 32 steps ahead.
+MAX_STEPS_AHEAD = 6
+# Of the largest value, by attention in half precision against the formula in fp32.
+LARGEST_ERROR = 0.05
+# As CDEIT computes it: name -> (batch, heads, tokens, channels of a head), whether a bias is added.
+ATTENTION_SHAPES = dict(
+    windows=((32, 16, 256, 32), True),
+    all_tokens=((4, 16, 1024, 32), False),
+    middle=((4, 16, 16, 32), False),
+)
+
+
+def check_hardware(env: Environment) -> list[Check]:
+    """Check the accelerator that `env` has, in processes that open it."""
+    checks = []
+    for name, (accelerators, _) in CHECKS.items():
+        if env.accelerator in accelerators:
+            checks.append(_check_in_a_process(name))
+    return checks or [Check("hardware", NOTE, "no TPU and no GPU is here to be checked")]
+
+
+def _check_in_a_process(name: str) -> Check:
+    what = name.replace("_", " ")
+    try:
+        ran = run_python("-m", "tpukit.tools.doctor.hardware", name, timeout_s=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return Check(what, WARNING, f"did not end within {LIMIT_S} s", "start a fresh session and try again")
+    answer = ran.stdout.strip().rpartition("\n")[2]  # the libraries may print too
+    if ran.returncode or not answer.startswith("{"):
+        return Check(what, WARNING, f"does not run: {last_line(ran)}", "`tpukit doctor --error` may know it")
+    return Check(**json.loads(answer))
+
+
+def run_ahead(env: Environment) -> Check:
+    """Whether the steps that the host has handed over, and that are still to run, fit into the memory."""
+    from tpukit.devices import open_runtime
+
+    runtime = open_runtime(env, "bf16")
+    size = 8192 if env.accelerator == "tpu" else 256  # in fp32: 256 MiB of weights
+    held = gradients_held(runtime, size)
+    if held is None:
+        return Check("run ahead", NOTE, f"{runtime} does not tell how much of its memory is used")
+    found = f"60 steps in a row held the gradients of {held:.1f} steps ({size * size * 4 / GIB:.2g} GiB each)"
+    if held <= MAX_STEPS_AHEAD:
+        return Check("run ahead", OK, found)
+    fix = "train with --log-every 4: every fourth step then waits for the device"
+    return Check("run ahead", WARNING, found, fix)
+
+
+def gradients_held(runtime: Any, size: int) -> float | None:
+    """How many steps' gradients the device held at most, while the host handed over 60 steps without waiting.
+    None where the runtime does not tell its memory."""
+    import torch
+
+    model = runtime.to_device(torch.nn.Linear(size, size, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(x):
+        optimizer.zero_grad(set_to_none=True)
+        with runtime.autocast():
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = runtime.compile(step, name="step", mutates=(model, optimizer))
+    x = runtime.put({"x": torch.ones(size, size)})["x"]
+    compiled(x)
+    runtime.sync()
+    of_one_step = runtime.memory()
+    for _ in range(60):
+        compiled(x)
+    runtime.sync()
+    if not of_one_step:
+        return None
+    [(first_peak, _)], [(peak, _)] = of_one_step, runtime.memory()
+    return 1 + (peak - first_peak) / (size * size * 4)
+
+
+def attention(env: Environment) -> Check:
+    """Whether the kernels that torch chooses for attention compute it. On an H100 or H200, torch 2.11 takes
+    cuDNN's, others in training than in evaluation."""
+    from tpukit.devices import open_runtime
+
+    runtime = open_runtime(env, "auto")
+    errors = attention_errors(str(runtime.device), runtime.precision)
+    found = ", ".join(f"{name} {error:.1e} by {kernels}" for name, (error, kernels) in errors.items())
+    found = f"largest error against the formula: {found}"
+    if all(error < LARGEST_ERROR for error, _ in errors.values()):  # NaN is not
+        return Check("attention", OK, found)
+    fix = "call torch.backends.cuda.enable_cudnn_sdp(False) before a training, and please report it"
+    return Check("attention", WARNING, found, fix)
+
+
+def attention_errors(device: str, precision: str) -> dict[str, tuple[float, str]]:
+    """Name of the shape -> (largest error of the output and the gradients, relative to the largest value; the
+    kernels that torch chose in training and in evaluation)."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as attend
+
+    dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, fp32=torch.float32)[precision]
+    errors = {}
+    for name, ((batch, heads, tokens, channels), has_bias) in ATTENTION_SHAPES.items():
+        qkv = torch.randn(batch, tokens, 3, heads, channels, device=device, dtype=dtype)
+        leaves = [qkv.requires_grad_()]
+        if has_bias:
+            leaves.append(torch.randn(1, heads, tokens, tokens, device=device, dtype=dtype).requires_grad_())
+
+        def run(qkv, bias=None):
+            return attend(*qkv.permute(2, 0, 3, 1, 4), attn_mask=bias)
+
+        def choice(qkv, bias=None):
+            return SDPBackend(torch._fused_sdp_choice(*qkv.permute(2, 0, 3, 1, 4), bias)).name
+
+        trained = run(*leaves)
+        computed = [trained, *torch.autograd.grad(trained.float().square().sum(), leaves)]
+        in_training = choice(*leaves)
+        with torch.no_grad():
+            computed.append(run(*leaves))
+            kernels = f"{in_training}/{choice(*leaves)}"
+        with sdpa_kernel(SDPBackend.MATH):
+            exact = [leaf.detach().float().requires_grad_() for leaf in leaves]
+            output = run(*exact)
+            wanted = [output, *torch.autograd.grad(output.square().sum(), exact), output]
+        apart = [
+            (ours.detach().float() - right.detach()).abs().max() / right.detach().abs().max()
+            for ours, right in zip(computed, wanted, strict=True)
+        ]
+        errors[name] = (float(torch.stack(apart).max()), kernels)
+    return errors
+
+
+# Name -> the accelerators that it is for, and the check. On the CPU XLA device the first is rehearsed.
+CHECKS: dict[str, tuple[tuple[str, ...], Callable[[Environment], Check]]] = dict(
+    run_ahead=(("tpu", "xla"), run_ahead),
+    attention=(("cuda",), attention),
+)
+
+
+if __name__ == "__main__":
+    try:
+        answer = CHECKS[sys.argv[1]][1](detect())
+    except Exception as error:
+        sys.exit(first_line(error))
+    print(json.dumps(dataclasses.asdict(answer)))
