@@ -30,7 +30,7 @@ import torch
 import torch._dynamo
 
 from tests.conftest import exact
-from tests.runs.store import s3_server
+from tests.runs.store import alike, kill_before, s3_server
 from tpukit import Run, Task, TpukitError, train
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import Damaged
@@ -101,8 +101,7 @@ def resume(folder, backup, stop_at=None, kill_at=None):
     """Train in a run's folder to the end, or to a step, or to the n-th change of a file, before which the
     process is killed."""
     if kill_at:
-        for place, name in ((os, "replace"), (os, "fsync"), (os, "unlink"), (os, "mkdir")):
-            setattr(place, name, counted(getattr(place, name), kill_at))
+        kill_before(kill_at)
     if stop_at:
         whole = loop.Trainer.take_step
 
@@ -113,16 +112,6 @@ def resume(folder, backup, stop_at=None, kill_at=None):
         loop.Trainer.take_step = take_step
     with contextlib.suppress(KeyboardInterrupt):
         train(TASK, Run.open(folder, TASK, backup=backup), runtime=Runtime("cpu"), progress=False)
-
-
-def counted(function, left):
-    def call(*arguments, **options):
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*arguments, **options)
-
-    return call
 
 
 def forked(log, function, *arguments, kill_after_s=None, **options):
@@ -222,7 +211,7 @@ class Campaign:
                 how = {}
                 if kills < MAX_KILLS and self.tally["kills", kind] < count:
                     at_a_change = self.rng.random() < 0.5
-                    how = dict(kill_at=[self.rng.randrange(1, 150)]) if at_a_change else {}
+                    how = dict(kill_at=self.rng.randrange(1, 150)) if at_a_change else {}
                     how |= {} if at_a_change else dict(kill_after_s=self.rng.uniform(0, seconds))
                 code, out = forked(self.log, resume, folder, backup, **how)
                 if code == 0:
@@ -337,7 +326,7 @@ def results(folder):
         warnings.simplefilter("ignore")
         records = exact(found)
     entry = found.checkpoints()[0]
-    state = checkpoints.load(folder / "checkpoints", entry)["state"]
+    state = checkpoints.load(folder / "checkpoints" / entry["file"])["state"]
     return dict(records=records, best=weights.read(folder / "best.safetensors"), state=state)
 
 
@@ -362,15 +351,7 @@ def results_of(folder, name):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return exact(found)
-    return checkpoints.load(folder / "checkpoints", found.checkpoints()[0])["state"]
-
-
-def alike(a, b):
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(alike(a[name], b[name]) for name in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(alike, a, b))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    return checkpoints.load(folder / "checkpoints" / found.checkpoints()[0]["file"])["state"]
 
 
 def newest_whole(folder):
@@ -412,7 +393,7 @@ def campaign(kills, flips, seed=0, places=PLACES):
         client.create_bucket(Bucket=BUCKET)
         (Path(work) / "nothing").mkdir()
         with contextlib.redirect_stdout(io.StringIO()):
-            tensorboard.EventFile(Path(work) / "events").close()  # imported once
+            tensorboard.EventFile(Path(work) / "events")  # imported once
         found = Campaign(Path(work), client, seed)
         for number, kind in enumerate(places):
             found.kill(kind, kills // len(places) + (number < kills % len(places)))

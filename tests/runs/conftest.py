@@ -1,15 +1,34 @@
-"""A trained run."""
+"""A trained run, and an empty file system in memory."""
+
+import shutil
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.conftest import SMALL
 from tpukit import MNIST, Run, train
+from tpukit.devices.runtime import Runtime
+
+
+@pytest.fixture(scope="session")
+def _trained(digits, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    for epochs in (1, 2):  # a checkpoint at the end of each
+        task = MNIST(dataset_dir=digits, epochs=epochs, **SMALL)
+        train(task, Run.open(folder, task), runtime=Runtime("cpu"), progress=False)
+    return task, folder
 
 
 @pytest.fixture
-def trained(digits, tmp_path, cpu):
-    for epochs in (1, 2):  # a checkpoint at the end of each
-        task = MNIST(dataset_dir=digits, epochs=epochs, **SMALL)
-        run = Run.open(tmp_path / "run", task)
-        train(task, run, runtime=cpu, progress=False)
-    return task, run
+def trained(_trained, tmp_path):
+    """(task, run) of MNIST after two epochs of 25 steps."""
+    task, folder = _trained
+    return task, Run(shutil.copytree(folder, tmp_path / "run"))
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """An address, and the files that are there: path -> file."""
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    return "memory://backups/mnist", MemoryFileSystem.store

@@ -1,11 +1,45 @@
-"""A real S3 server on loopback, and a connection to it that can vanish."""
+"""What tests of runs share: comparisons, a real S3 server on loopback, and a connection to it that can
+vanish."""
 
 import contextlib
+import itertools
+import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
+
+import torch
+
+
+def content(folder):
+    """Name -> bytes of every file below a folder but the lock."""
+    found = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def alike(a, b):
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(alike(a[n], b[n]) for n in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def kill_before(number):
+    """Let this process be killed before its n-th call, from now on, of what names, removes or syncs files."""
+    left = itertools.count(number, -1)
+    for place, name in ((os, "replace"), (os, "fsync"), (os, "unlink"), (os, "mkdir"), (Path, "touch")):
+
+        def call(*arguments, _function=getattr(place, name), **options):
+            if next(left) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return _function(*arguments, **options)
+
+        setattr(place, name, call)
 
 
 @contextlib.contextmanager

@@ -1,20 +1,24 @@
 """The backup of a run, runs in Kaggle's inputs, and what both refuse."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
-from tests.conftest import SMALL, best_weights, exact, flip, refuses, same
+from tests.conftest import best_weights, exact, flip, refuses, same
+from tests.runs.store import content, kill_before
 from tests.runs.test_run import holding
 from tpukit import MNIST, Run, cli, find_dataset, find_run, train
 from tpukit.host import files
-from tpukit.runs import weights
-from tpukit.tasks import mnist
+from tpukit.runs import checkpoints, weights
+from tpukit.runs.storage import Storage
 from tpukit.training import loop
 
 
@@ -26,7 +30,7 @@ def test_a_backup_that_another_run_took_meanwhile_is_not_written_in(tmp_path, ca
     one, two = (Run.open(tmp_path / name, MNIST(), backup=tmp_path / "drive") for name in ("one", "two"))
     two.save({}, 7)
     one.save({}, 3)
-    assert steps_in(tmp_path / "drive") == [7] and Run(tmp_path / "drive").config["id"] == two.config["id"]
+    assert steps_in(tmp_path / "drive") == [7]
     assert f"id {two.config['id']}, not {one.config['id']}" in capsys.readouterr().out
 
 
@@ -63,28 +67,31 @@ def test_a_drive_that_goes_within_a_backup_is_reported_and_gets_no_further_file(
     assert copies == 4 or not listed.exists() or "step-" not in listed.read_text()
 
 
-def test_a_backup_is_compared_by_content_and_not_by_clock(tmp_path):
-    run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
-    for number in (1, 2):
-        run.save_best(dict(weight=torch.full((3,), float(number))), epoch=number)
-        run.save({}, 5)  # again, of the same name
-        for path in (tmp_path / "drive").rglob("*"):
-            os.utime(path, (4e9, 4e9))  # a clock that is ahead
-    assert same(best_weights(Run(tmp_path / "drive")), dict(weight=torch.full((3,), 2.0)))
-    newest = [folder / "checkpoints/step-00000005.pt" for folder in (run.path, tmp_path / "drive")]
-    assert newest[0].read_bytes() == newest[1].read_bytes()
-
-
 @pytest.mark.parametrize("backup", ["a folder", "memory://backups/run"])
-def test_what_a_backup_has_already_is_not_copied_again(backup, tmp_path, monkeypatch):
-    run = Run.open(tmp_path / "run", MNIST(), backup=backup if "://" in backup else tmp_path / backup)
+def test_what_changed_is_copied_by_content_and_not_by_clock_and_nothing_twice(
+    backup, memory, tmp_path, monkeypatch
+):
+    backup = backup if "://" in backup else tmp_path / backup
+    run = Run.open(tmp_path / "run", MNIST(), backup=backup)
     run.save_best(dict(weight=torch.ones(3)), epoch=1)
-    run.save({}, 5)
-    copied, put = [], run.backup.storage.put
-    run.backup.storage.put = lambda source, name, *check: (copied.append(name), put(source, name, *check))
+    run.save(dict(a=1), 5)
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (4e9, 4e9))  # a clock that is ahead
+    copied, put = [], Storage.put
+
+    def noting(self, source, name, check=None):
+        copied.append(name)
+        put(self, source, name, check)
+
+    monkeypatch.setattr(Storage, "put", noting)
     run.print("something")
+    run.save(dict(a=2), 5)  # again, of the same name
+    assert {"log.txt", "checkpoints/step-00000005.pt", "checkpoints/checkpoints.json"} <= set(copied)
+    copied.clear()
     run.save({}, 6)
-    assert copied == ["log.txt", "checkpoints/step-00000006.pt", "checkpoints/checkpoints.json"]
+    assert copied == ["checkpoints/step-00000006.pt", "checkpoints/checkpoints.json"]
+    assert Run.open(tmp_path / "again", MNIST(), backup=backup).checkpoints() == run.checkpoints()
+    assert run.restore() == {}
 
 
 def test_a_drive_that_vanished_is_reported_and_nothing_goes_to_its_bare_folder(tmp_path, monkeypatch, capsys):
@@ -97,13 +104,14 @@ def test_a_drive_that_vanished_is_reported_and_nothing_goes_to_its_bare_folder(t
     drive.rename(away)
     drive.mkdir()
     mounted[0] = False
-    run.save({}, 2)
-    assert not list(drive.iterdir()) and f"mounted at {drive}" in capsys.readouterr().out
+    for step in (2, 3):
+        run.save({}, step)
+    assert not list(drive.iterdir()) and capsys.readouterr().out.count(f"mounted at {drive}") == 1
     drive.rmdir()
     away.rename(drive)
     mounted[0] = True
-    run.save({}, 3)
-    assert steps_in(drive / "runs/mnist") == [3, 2]
+    run.save({}, 4)
+    assert steps_in(drive / "runs/mnist") == [4, 3]
     assert f"backup to {drive / 'runs/mnist'} works" in capsys.readouterr().out
 
 
@@ -116,40 +124,32 @@ def test_a_backup_on_a_drive_that_was_not_mounted_is_refused_before_the_training
     assert not colab.drive.exists()
 
 
-def test_a_backup_restores_a_run_and_nothing_else(tmp_path):
+def test_a_backup_restores_a_run_and_nothing_else_and_removes_nothing_else(tmp_path):
     run = Run.open(tmp_path / "run", MNIST(), backup=tmp_path / "drive")
-    run.save(dict(a=1), 1)
-    run.save(dict(a=2), 2)
+    for step in (1, 2):
+        run.save(dict(a=step), step)
     listed = tmp_path / "drive/checkpoints/checkpoints.json"
     found = json.loads(listed.read_text())
     listed.write_text(json.dumps([dict(found[0], file="../../../outside.pt"), *found]))  # not by tpukit
     (tmp_path / "outside.pt").write_text("mine")
+    theirs = "notes.txt run.py checkpoints/step-1.pt checkpoints/step-00000001.pt.bak cores/stop".split()
     (tmp_path / "drive/cores").mkdir()
-    for name in ("notes.txt", "run.py", "checkpoints/other.pt", "cores/stop"):
-        (tmp_path / "drive" / name).write_text("0")
+    for name in theirs:
+        (tmp_path / "drive" / name).write_text("mine")
     again = Run.open(tmp_path / "again", MNIST(), backup=tmp_path / "drive")
-    assert again.restore() == dict(a=2) and (tmp_path / "outside.pt").read_text() == "mine"
-    names = {str(p.relative_to(again.path)) for p in again.path.rglob("*") if p.is_file()}
-    steps = {"checkpoints/step-00000001.pt", "checkpoints/step-00000002.pt"}
-    assert names == steps | {"checkpoints/checkpoints.json", "config.json", ".lock"}
-
-
-class Killed:
-    """Ends this process, as a kill would, before its n-th call of what names, removes or syncs files."""
-
-    def __init__(self, at):
-        self.left = at
-        for place, name in ((os, "replace"), (os, "fsync"), (os, "unlink"), (os, "mkdir"), (Path, "touch")):
-            setattr(place, name, self.counted(getattr(place, name)))
-
-    def counted(self, function):
-        def call(*arguments, **options):
-            self.left -= 1
-            if self.left == 0:
-                os._exit(9)
-            return function(*arguments, **options)
-
-        return call
+    assert again.restore() == dict(a=2)
+    names = {
+        "checkpoints/step-00000001.pt",
+        "checkpoints/step-00000002.pt",
+        f"checkpoints/{checkpoints.LIST}",
+    }
+    assert content(again.path).keys() == names | {"config.json"}
+    for step in (3, 4):
+        again.save({}, step)
+    assert steps_in(tmp_path / "drive") == [4, 3]
+    assert all(
+        (tmp_path / name).read_text() == "mine" for name in ["outside.pt", *map("drive/".__add__, theirs)]
+    )
 
 
 def forked(function):
@@ -163,16 +163,16 @@ def forked(function):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def codes_of_kills(prepare, act, check):
-    """Kill `act` before its first, second, ... step until it comes to its end; prepare before and check after
-    each."""
-    codes = []
-    while not codes or codes[-1] == 9:
+def kill_everywhere(prepare, act, check):
+    """Kill `act` before its first, second, ... change of a file until it comes to its end; prepare before and
+    check after each."""
+    for number in itertools.count(1):
         prepare()
-        codes.append(forked(lambda: (Killed(len(codes) + 1), act())))
+        code = forked(lambda number=number: (kill_before(number), act()))
         check()
-    assert codes[-1] == 0 and len(codes) > 10
-    return codes
+        if code != -signal.SIGKILL:
+            break
+    assert code == 0 and number > 10
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_a_kill_at_any_point_of_saving_and_backing_up_loses_no_checkpoint(tmp_pa
         Run.open(run, MNIST(), backup=drive).save(dict(a=torch.full((4,), 4.0)), 4)
         assert steps_in(drive)[0] == 4 and not list(tmp_path.rglob("*.partial"))
 
-    codes_of_kills(prepare, act, check)
+    kill_everywhere(prepare, act, check)
     assert "is damaged" not in capsys.readouterr().out
 
 
@@ -221,31 +221,7 @@ def test_a_kill_while_a_run_starts_or_is_restored_can_be_repeated(tmp_path):
     def check():
         assert restored().restore() == dict(a=1)
 
-    codes_of_kills(prepare, restored, check)
-
-
-def test_a_lost_session_is_restored_from_its_backup(digits, tmp_path, cpu, capsys):
-    task = MNIST(dataset_dir=digits, epochs=2, **SMALL)
-    run = Run.open(tmp_path / "here", task, backup=tmp_path / "drive/run")
-    train(task, run, runtime=cpu, progress=False)
-    shutil.rmtree(tmp_path / "here")
-    more = dataclasses.replace(task, epochs=3)
-    again = Run.open(tmp_path / "here", more, backup=tmp_path / "drive/run")
-    train(more, again, runtime=cpu, progress=False)
-    out = capsys.readouterr().out
-    assert f"from {tmp_path / 'drive/run'}" in out and "resuming at step 50" in out
-    assert Run.find(tmp_path / "drive/run").checkpoints() == again.checkpoints()
-    names = {p.name for p in (tmp_path / "drive/run").rglob("*") if p.is_file()}
-    assert len([n for n in names if n.endswith(".pt")]) == 2 and not any(n.endswith("partial") for n in names)
-
-
-def test_a_backup_that_fails_is_reported_once_and_does_not_stop_the_training(digits, tmp_path, cpu, capsys):
-    task = MNIST(dataset_dir=digits, epochs=3, **SMALL)
-    run = Run.open(tmp_path / "run", task, backup=tmp_path / "drive/run")
-    shutil.rmtree(tmp_path / "drive")
-    (tmp_path / "drive").write_text("a file where the folder was")
-    train(task, run, runtime=cpu, progress=False)
-    assert capsys.readouterr().out.count("backup to") == 1
+    kill_everywhere(prepare, restored, check)
 
 
 @pytest.mark.parametrize(
@@ -253,25 +229,21 @@ def test_a_backup_that_fails_is_reported_once_and_does_not_stop_the_training(dig
 )
 def test_a_run_is_found_in_kaggle_inputs_whatever_their_nesting(kaggle, place):
     assert find_run(kaggle, "mine") is None
-    run = Run.open(kaggle.inputs / place / "mine", mnist.MNIST())
+    run = Run.open(kaggle.inputs / place / "mine", MNIST())
     assert find_run(kaggle, "mine") == run.path and find_run(kaggle, "other") is None
 
 
 def test_a_run_is_resumed_from_an_earlier_versions_output_that_is_only_read(kaggle, digits, cpu):
-    first, second = (
-        mnist.MNIST(dataset_dir=digits, epochs=n, channels=2, batch_size=50, log_every=2) for n in (1, 2)
-    )
+    first, second = (MNIST(dataset_dir=digits, epochs=n, batch_size=50, log_every=2) for n in (1, 2))
     run = Run.open(kaggle.outputs / "mine", first, earlier=find_run(kaggle, "mine"))
     loop.train(first, run, runtime=cpu)
     earlier = kaggle.inputs / "notebooks/me/my-notebook/outputs/mine"
     earlier.parent.mkdir(parents=True)
     run.path.rename(earlier)  # the session ends; its output becomes an input of the next one
-    before = {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()}
-
+    before = content(earlier)
     run = Run.open(kaggle.outputs / "mine", second, earlier=find_run(kaggle, "mine"))
     loop.train(second, run, runtime=cpu)
-    assert {path: path.read_bytes() for path in earlier.rglob("*") if path.is_file()} == before
-
+    assert content(earlier) == before
     straight = Run.open(kaggle.outputs / "straight", second)
     loop.train(second, straight, runtime=cpu)
     assert exact(run) == exact(straight) and same(best_weights(run), best_weights(straight))
@@ -281,7 +253,7 @@ def test_a_run_is_resumed_from_an_earlier_versions_output_that_is_only_read(kagg
 
 
 def test_tpukit_train_resumes_from_an_earlier_versions_output(kaggle, digits, monkeypatch):
-    run = Run.open(kaggle.inputs / "my-notebook/outputs/mnist", mnist.MNIST(dataset_dir=digits))
+    run = Run.open(kaggle.inputs / "my-notebook/outputs/mnist", MNIST(dataset_dir=digits))
     run.log("note", 1)
     monkeypatch.setattr("tpukit.host.environment.detect", lambda: kaggle)
     monkeypatch.setattr("tpukit.launching.launcher.launch", lambda *_, **__: None)
@@ -305,19 +277,16 @@ def test_an_input_that_is_no_run_is_not_taken_for_one_and_two_runs_of_a_name_are
         make(f"datasets/{owner}/set/mine", "checkpoints")
     with refuses(*kaggle.inputs.glob("datasets/*/set/mine")):
         find_run(kaggle, "mine")
-    Run.open(kaggle.outputs / "mine", mnist.MNIST())
+    Run.open(kaggle.outputs / "mine", MNIST())
     assert find_run(kaggle, "mine") is None  # the outputs already hold it
 
 
 def test_an_earlier_run_of_other_settings_is_refused_by_name_and_not_copied(kaggle):
-    earlier = Run.open(kaggle.inputs / "notebook/outputs/mine", mnist.MNIST(batch_size=50))
+    earlier = Run.open(kaggle.inputs / "notebook/outputs/mine", MNIST(batch_size=50))
     with refuses(earlier.path, "batch_size", 50, 20):
-        Run.open(kaggle.outputs / "mine", mnist.MNIST(batch_size=20), earlier=earlier.path)
-    Run.open(kaggle.outputs / "mine", mnist.MNIST(batch_size=20))
-
-
-def test_only_kaggle_has_inputs_to_find_a_run_in(colab, here):
-    assert find_run(colab, "mine") is None and find_run(here, "mine") is None
+        Run.open(kaggle.outputs / "mine", MNIST(batch_size=20), earlier=earlier.path)
+    Run.open(kaggle.outputs / "mine", MNIST(batch_size=20))
+    assert find_run(dataclasses.replace(kaggle, inputs=None), "mine") is None  # elsewhere than on Kaggle
 
 
 # Damage
@@ -342,38 +311,27 @@ NAMES = ["best.safetensors", "checkpoints/step-00000002.pt", "records.jsonl"]
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("when", ["before a session", "in a session", "emptied"])
 def test_a_damaged_file_of_a_run_replaces_nothing_in_its_backup_and_is_taken_from_there(
-    name, copied, tmp_path, capsys
+    when, name, copied, tmp_path, capsys
 ):
     whole = (tmp_path / "drive" / name).read_bytes()
-    flip(copied.path / name)
-    again = reopened(copied)
-    best = weights.metadata(tmp_path / "drive/best.safetensors")
-    assert again.restore() == dict(a=2) and again.mend_best() in (None, best)
-    assert (copied.path / name).read_bytes() == whole and name in capsys.readouterr().out
+    again = copied
+    if when == "emptied":
+        (copied.path / name).write_bytes(b"")
+    else:
+        flip(copied.path / name)
+    if when == "in a session":
+        assert not (said := capsys.readouterr().out)
+    else:
+        again = reopened(copied)
+        best = weights.metadata(tmp_path / "drive/best.safetensors")
+        assert again.restore() == dict(a=2) and again.mend_best() in (None, best)
+        assert (copied.path / name).read_bytes() == whole
     again.save(dict(a=3), 3)
+    said = capsys.readouterr().out
     assert (tmp_path / "drive" / name).read_bytes() == whole and steps_in(tmp_path / "drive") == [3, 2]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_file_that_is_damaged_while_it_trains_replaces_nothing_in_the_backup_that_goes_on(
-    name, copied, tmp_path, capsys
-):
-    again = reopened(copied)
-    again.restore()
-    again.save(dict(a=2), 2)
-    whole = (tmp_path / "drive" / name).read_bytes()
-    flip(copied.path / name)
-    again.save(dict(a=3), 3)
-    assert (tmp_path / "drive" / name).read_bytes() == whole and steps_in(tmp_path / "drive") == [3, 2]
-    assert f"{name} in {copied.path} is damaged" in capsys.readouterr().out
-
-
-def test_records_that_were_emptied_are_taken_from_the_backup(copied, tmp_path):
-    whole = (copied.path / "records.jsonl").read_bytes()
-    (copied.path / "records.jsonl").write_bytes(b"")
-    again = reopened(copied)
-    assert again.restore() == dict(a=2) and (copied.path / "records.jsonl").read_bytes() == whole
+    assert f"{name} in {copied.path}" in said and "damaged" in said
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -392,7 +350,7 @@ def test_what_is_damaged_in_a_backup_is_named_and_the_rest_is_restored_and_backe
 def test_a_copy_that_arrived_damaged_replaces_nothing_and_no_checkpoint_is_removed_for_it(
     copied, tmp_path, monkeypatch, capsys
 ):
-    before = {path: path.read_bytes() for path in (tmp_path / "drive/checkpoints").iterdir()}
+    before = content(tmp_path / "drive")
     copyfileobj = shutil.copyfileobj
 
     def damaging(source, target, size):
@@ -403,17 +361,17 @@ def test_a_copy_that_arrived_damaged_replaces_nothing_and_no_checkpoint_is_remov
 
     monkeypatch.setattr(shutil, "copyfileobj", damaging)
     copied.save(dict(a=3), 3)
-    assert {path: path.read_bytes() for path in (tmp_path / "drive/checkpoints").iterdir()} == before
+    assert content(tmp_path / "drive") == before
     assert "backup to" in capsys.readouterr().out
     assert steps_in(copied.path) == [3, 2] and copied.restore() == dict(a=3)
 
 
 def test_a_backup_whose_checkpoints_were_deleted_is_not_trained_over(copied, tmp_path):
     shutil.rmtree(tmp_path / "drive/checkpoints")
-    before = {path: path.read_bytes() for path in (tmp_path / "drive").iterdir()}
+    before = content(tmp_path / "drive")
     with refuses(tmp_path / "drive", "best.safetensors"):
         reopened(copied, "again")
-    assert {path: path.read_bytes() for path in (tmp_path / "drive").iterdir()} == before
+    assert content(tmp_path / "drive") == before
 
 
 def test_a_run_that_another_process_restores_or_trains_is_not_restored_into(copied, tmp_path):
@@ -438,30 +396,25 @@ def test_what_an_unfinished_restore_of_another_run_left_is_not_taken_for_a_part_
     assert reopened(copied, "left").restore() == dict(a=2) and not (left / ".restoring").exists()
 
 
-def test_a_finished_run_whose_last_session_was_killed_before_its_backup_catches_up(
-    digits, tmp_path, cpu, monkeypatch
-):
-    task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
-    with monkeypatch.context() as killed:
-        killed.setattr(Run, "update_backup", lambda self: None)
-        train(task, Run.open(tmp_path / "run", task, backup=tmp_path / "drive"), runtime=cpu, progress=False)
-    assert not list((tmp_path / "drive").iterdir())
-    train(task, Run.open(tmp_path / "run", task, backup=tmp_path / "drive"), runtime=cpu, progress=False)
-    assert steps_in(tmp_path / "drive") == [25]
+def test_a_finished_run_whose_last_session_was_killed_before_its_backup_catches_up(trained, cpu, tmp_path):
+    task, run = trained
+    drive = tmp_path / "drive"
+    train(task, Run.open(run.path, task, backup=drive), runtime=cpu, progress=False)
+    assert steps_in(drive) == [50, 25]
 
 
 def test_a_restore_whose_folder_another_process_took_meanwhile_replaces_nothing_there(
     copied, tmp_path, monkeypatch
 ):
-    again, copyfileobj = tmp_path / "again", shutil.copyfileobj
+    again, get_file = tmp_path / "again", LocalFileSystem.get_file
 
-    def while_asleep(source, target, size):
-        copyfileobj(source, target, size)
-        if "records.jsonl" in target.name:
+    def while_asleep(self, source, target):
+        get_file(self, source, target)
+        if "records.jsonl" in target:
             (again / "records.jsonl").write_text("newer")
             (again / ".lock").write_text("{}")
 
-    monkeypatch.setattr(shutil, "copyfileobj", while_asleep)
+    monkeypatch.setattr(LocalFileSystem, "get_file", while_asleep)
     with refuses(again):
         reopened(copied, "again")
     assert (again / "records.jsonl").read_text() == "newer"

@@ -15,7 +15,7 @@ from tpukit.host.errors import Damaged, TpukitError
 from tpukit.host.tables import printable
 from tpukit.runs import checkpoints, weights
 from tpukit.runs.checkpoints import Entry
-from tpukit.runs.storage import Check, Folder, Remote, check_empty
+from tpukit.runs.storage import Check, Storage
 
 if TYPE_CHECKING:
     from tpukit.runs.run import Run
@@ -26,21 +26,17 @@ OTHER_FOLDER = "choose another backup, or, to resume what was backed up, a run f
 LIST = f"checkpoints/{checkpoints.LIST}"
 
 
-def _check_of(name: str, entries: Iterable[Entry]) -> Check | None:
-    """What raises Damaged for a damaged file of this name in a run; None if the name does not tell.
-
-    entries: of the list of checkpoints."""
-    if name == "best.safetensors":
-        return weights.check_embedded_sha256
-    listed = {f"checkpoints/{entry['file']}": entry for entry in entries}
-    return functools.partial(checkpoints.check, entry=listed[name]) if name in listed else None
+def _checks(entries: Iterable[Entry]) -> dict[str, Check]:
+    """What raises Damaged for a damaged file of a run, by its name. entries: of the list of checkpoints."""
+    named = {f"checkpoints/{e['file']}": functools.partial(checkpoints.check, entry=e) for e in entries}
+    return {"best.safetensors": weights.check_embedded_sha256, **named}
 
 
 class Backup:
-    """A copy of a run in a storage."""
+    """A copy of a run in a folder, or at an address."""
 
-    def __init__(self, storage: Folder | Remote):
-        self.storage = storage
+    def __init__(self, place: str | Path):
+        self.storage = Storage(place)
         self.failed = False
         self.copied: dict[str, tuple] = {}  # file name -> the version of the run's file that was copied last
         self.records = 0, 0  # bytes of the records that were copied last, and their CRC-32
@@ -50,59 +46,51 @@ class Backup:
 
     def update(self, run: "Run") -> None:
         """Copy what changed. A failure is reported once and ends no training: Drive may be full or gone."""
+        failure = ""
         try:
             self._update(run)
         except (OSError, TpukitError) as error:
             self.copied.clear()
-            if not self.failed:
-                run.print(f"backup to {self} failed ({error}); the training continues in {run.path}")
-            self.failed = True
-        else:
-            if self.failed:
-                run.print(f"backup to {self} works again")
-            self.failed = False
+            failure = f"failed ({error}); the training continues in {run.path}"
+        if bool(failure) != self.failed:
+            run.print(f"backup to {self} {failure or 'works again'}")
+        self.failed = bool(failure)
 
     def _update(self, run: "Run") -> None:
         """Each file is copied whole or not at all, the list of checkpoints last. A damaged file of the run
         replaces nothing."""
         self.check_run(run, run.config["id"])
         kept = run.checkpoints()
+        checks = _checks(kept) | {"records.jsonl": self._check_records}
         if not self.storage.has("config.json"):
-            self._copy(run, "config.json", kept)
+            self._copy(run, "config.json")
             self._put_list([])
         for name in COPIED:
             if (run.path / name).exists():
-                self._copy(run, name, kept)
+                self._copy(run, name, checks.get(name))
         whole = []
         for entry in kept:
             name = f"checkpoints/{entry['file']}"
-            if self._copy(run, name, kept) or self.take_back(run, name, kept):
+            if self._copy(run, name, checks[name]) or self.take_back(run, name, checks[name]):
                 whole.append(entry)
         if not whole:
             raise Damaged(f"no checkpoint in {run.path} is whole")
         self._put_list(whole)
 
-    def _copy(self, run: "Run", name: str, entries: Sequence[Entry]) -> bool:
+    def _copy(self, run: "Run", name: str, check: Check | None = None) -> bool:
         """Bring the copy of a file up to date. Returns False if the run's own is damaged, and says so."""
         path = run.path / name
-        if not path.exists():
-            run.print(f"{name} is missing in {run.path}")
-            return False
-        stat = path.stat()
-        version = stat.st_ino, stat.st_mtime_ns, stat.st_size
-        if self.copied.get(name) == version and self.storage.has(name):
+        stat = path.stat() if path.exists() else None
+        version = stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        if version and self.copied.get(name) == version and self.storage.has(name):
             return True
-        check = self._check_records if name == "records.jsonl" else _check_of(name, entries)
         try:
-            self.storage.put(path, name, check)
-        except Damaged:
-            assert check is not None
-            try:
+            if check is not None:
                 check(path)
-            except Damaged as error:
-                run.print(f"{name} in {run.path} is damaged ({error}): it is not copied to {self}")
-                return False
-            raise  # what arrived there is not what is here
+        except Damaged as error:
+            run.print(f"{name} in {run.path} is damaged ({error}): it is not copied to {self}")
+            return False
+        self.storage.put(path, name, check)
         self.copied[name] = version
         return True
 
@@ -116,7 +104,7 @@ class Backup:
         for name in set(self.storage.names("checkpoints")) - kept:
             if checkpoints.step_of(name) is not None:  # files of other names are not tpukit's
                 self.storage.remove(f"checkpoints/{name}")
-        self.storage.check()
+        self.storage.check_mounted()
 
     def _check_records(self, path: Path) -> None:
         """Raise Damaged if records that were copied before have changed since: they only ever grow."""
@@ -126,33 +114,21 @@ class Backup:
             raise Damaged(f"one of its first {size} bytes has changed since they were copied")
         self.records = len(data), zlib.crc32(data)
 
-    def take_back(self, run: "Run", name: str, entries: Iterable[Entry] = ()) -> bool:
+    def take_back(self, run: "Run", name: str, check: Check) -> bool:
         """Replace a damaged file of the run by its copy. Returns whether that is there, and whole."""
-        if not self.storage.has(name):
-            return False
         try:
-            with self.storage.explained():
-                self.storage.get(name, run.path / name, _check_of(name, entries))
+            self.storage.get(name, run.path / name, check)
         except Damaged:
             return False
         run.print(f"{name} in {run.path} was damaged: taken from {self}")
         return True
 
-    def read(self, name: str) -> bytes | None:
-        """The bytes of a copy; None if it is not there, or out of reach."""
-        with tempfile.TemporaryDirectory(prefix="tpukit-") as folder:
-            try:
-                self.storage.get(name, Path(folder) / "copy")
-                return (Path(folder) / "copy").read_bytes()
-            except (OSError, TpukitError):
-                return None
-
     def check_run(self, run: "Run", run_id: str) -> None:
         """Raise TpukitError if a run of this id cannot be backed up here: the disk is gone, or the storage
         holds another run, other files, or a later state of this run, which another session left."""
-        self.storage.check()
+        self.storage.check_mounted()
         if not self.storage.has("config.json"):
-            check_empty(self.storage)
+            self.storage.check_empty()
             return
         copy, entries = self._open_copy(run)
         found = copy.config.get("id")
@@ -160,14 +136,14 @@ class Backup:
             other = f"belongs to another run than {run.path} (id {found}, not {run_id})"
             raise TpukitError(f"the backup {self} {other}: {OTHER_FOLDER}")
         here = max((entry["step"] for entry in run.checkpoints()), default=0)
-        ahead = (entry for entry in entries if entry["step"] > here)
-        if whole := next(filter(self._is_whole, ahead), None):
-            later = f"has step {whole['step']} of this run, but {run.path} has only step {here}"
-            raise TpukitError(f"the backup {self} {later}: {OTHER_FOLDER}")
+        for entry in entries:
+            if entry["step"] > here and self._is_whole(entry):
+                later = f"has step {entry['step']} of this run, but {run.path} has only step {here}"
+                raise TpukitError(f"the backup {self} {later}: {OTHER_FOLDER}")
 
     def _open_copy(self, run: "Run") -> tuple["Run", list[Entry]]:
         """(the copy as a run for reading, entries of its checkpoints)."""
-        copy = type(run)(self.storage.local_copy(("config.json", LIST)))
+        copy = type(run)(self.storage.local_copy(["config.json", LIST]))
         copy.label = str(self)
         copy.check_links()
         return copy, copy.checkpoints() or checkpoints.entries_of(self.storage.names("checkpoints"))
@@ -175,27 +151,23 @@ class Backup:
     def _is_whole(self, entry: Entry) -> bool:
         """Whether a checkpoint of the copy is there, and whole."""
         name = f"checkpoints/{entry['file']}"
-        with tempfile.TemporaryDirectory(prefix="tpukit-") as folder:
-            try:
-                self.storage.get(name, Path(folder) / "copy", _check_of(name, [entry]))
-            except (Damaged, FileNotFoundError):
-                return False
-        return True
+        try:
+            checkpoints.check(self.storage.local_copy([name]) / name, entry)
+            return True
+        except Damaged:
+            return False
 
     def restore(self, run: "Run", task: "Task") -> None:
         """Restore a run of this task from its copy: what is whole there, and nothing else that lies there."""
         unfinished = run.path / ".restoring"  # the run's id; exists only if a kill cut this short
         if not unfinished.exists():
-            check_empty(Folder(run.path))
+            Storage(run.path).check_empty()
         copy, entries = self._open_copy(run)
         run.check_links()
         copy.check_settings(task)
-        if not entries and not checkpoints.has_list(copy.path / "checkpoints"):
-            results = ("best.safetensors", "records.jsonl")
-            run.refuse_results([name for name in results if self.storage.has(name)], str(self))
+        if not entries:
+            copy.check_results(list(filter(self.storage.has, ("best.safetensors", "records.jsonl"))))
         print(printable(f"run: restoring {run.path} from {self}"))
-        with files.explain_unwritable(run.path):
-            run.path.mkdir(parents=True, exist_ok=True)
         with run.lock_to_open():
             if (run.path / "config.json").exists():  # another process has restored it meanwhile
                 return
@@ -205,30 +177,29 @@ class Backup:
                     f"{run.path} has parts of another run than {run_id}: choose an empty folder"
                 )
             files.write_atomic(unfinished, run_id)
+            checks = _checks(entries)
             # The list after what it names; config.json last: it is what makes the folder a run.
-            arrived = [e for e in entries if self._restore_file(run, f"checkpoints/{e['file']}", entries)]
+            arrived = [e for e in entries if self._restore_file(run, f"checkpoints/{e['file']}", checks)]
             if entries and not arrived:
                 raise TpukitError(f"none of the {len(entries)} checkpoints in {self} is whole: start anew")
             (run.path / "checkpoints").mkdir(exist_ok=True)
             checkpoints.write_list(run.path / "checkpoints", arrived)
-            for name in reversed(COPIED):
-                if self.storage.has(name):
-                    self._restore_file(run, name, entries)
+            for name in filter(self.storage.has, reversed(COPIED)):
+                self._restore_file(run, name, checks)
             unfinished.unlink(missing_ok=True)
 
-    def _restore_file(self, run: "Run", name: str, entries: Iterable[Entry]) -> bool:
+    def _restore_file(self, run: "Run", name: str, checks: dict[str, Check]) -> bool:
         """Restore a file. Returns whether it was whole; a damaged one is named and left out."""
-        own = _check_of(name, entries)
 
         def check(path: Path) -> None:
-            if own is not None:
-                own(path)
+            if name in checks:
+                checks[name](path)
             run.check_lock()  # copying may have taken long
 
         try:
             self.storage.get(name, run.path / name, check)
             return True
-        except (Damaged, FileNotFoundError) as error:
+        except Damaged as error:
             print(printable(f"run: {name} in {self} is damaged ({error}): it is left out"))
             return False
 

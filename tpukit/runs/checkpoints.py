@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tpukit.host import files
-from tpukit.host.errors import Damaged, first_line
+from tpukit.host.errors import Damaged, TpukitError, first_line
 from tpukit.runs import weights
 
 KEEP = 2  # the newest, and the one before in case it is damaged
@@ -35,12 +35,15 @@ def save(folder: Path, content: Any, step: int) -> None:
     write_list(folder, [dict(file=path.name, step=step, sha256=files.sha256(path)), *older][:KEEP])
 
 
-def load(folder: Path, entry: Entry) -> dict[str, Any]:
-    """What `save` wrote, for an entry of the list. Raises Damaged, or what torch does for damage."""
-    path = folder / entry["file"]
-    check(path, entry)
-    content = weights.load_tensors(path)
-    return dict(records_size=content["records_size"], state=content["state"])
+def load(path: Path) -> dict[str, Any]:
+    """What `save` wrote to a file that `check` found whole: dict(records_size, state). Raises Damaged."""
+    try:
+        content = weights.load_tensors(path)
+        return dict(records_size=content["records_size"], state=content["state"])
+    except TpukitError:  # a torch that is too old
+        raise
+    except Exception as error:  # torch raises many types for a damaged file
+        raise Damaged(first_line(error)) from error
 
 
 def check(path: Path, entry: Entry) -> None:

@@ -15,14 +15,14 @@ cores/                   what each core of the last launch printed, and its erro
 .lock                    host and pid of the process that trains here
 .launch-HOST.lock        host and pid of the process that launched the cores of that host
 .restoring               its id, only while the run is being restored from a backup
+.test                    marks a folder without a run, in which foreign weights were tested
 """
 
 import contextlib
 import dataclasses
+import functools
 import json
-import math
 import operator
-import re
 import secrets
 import time
 import warnings
@@ -31,21 +31,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpukit.host import environment, files
-from tpukit.host.errors import Damaged, TpukitError, first_line
+from tpukit.host.errors import Damaged, TpukitError
 from tpukit.host.tables import printable
 from tpukit.runs import checkpoints, weights
 from tpukit.runs.backup import Backup
 from tpukit.runs.checkpoints import Entry
-from tpukit.runs.storage import Folder, check_empty, open_storage
+from tpukit.runs.storage import Check, Storage
 from tpukit.runs.tensorboard import EventFile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tpukit.training.task import Task
-
-# What a test of foreign weights writes.
-OF_A_TEST = {"log.txt", "predictions", "pictures", "progress.json", "cores"}
 
 
 def setting(default: Any, *, free: bool = False) -> Any:
@@ -78,7 +75,7 @@ class Run:
             raise TpukitError(f"a run's folder cannot be named {str(path)!r}: give a path without NUL")
         self.path = Path(path)
         self.label = str(path)  # its name in errors
-        self.backup = Backup(open_storage(backup)) if backup else None
+        self.backup = Backup(backup) if backup else None
         self._progress_at = 0.0
 
     def read_only(self) -> "Run":
@@ -117,27 +114,23 @@ class Run:
             return run.read_only()  # rank 0 prints and writes for all
         config = run.path / "config.json"
         if run.backup:
-            with run.backup.storage.explained():
-                run.backup.storage.check_before_training()
-                if not config.exists() and run.backup.storage.has("config.json"):
-                    run.backup.restore(run, task)
+            run.backup.storage.check_before_training()
+            if not config.exists() and run.backup.storage.has("config.json"):
+                run.backup.restore(run, task)
         if earlier and not config.exists():
-            Backup(open_storage(earlier)).restore(run, task)
+            Backup(earlier).restore(run, task)
         run.check_links()
         run_id = secrets.token_hex(8)
         if config.exists():
             run_id = run.config.get("id", run_id)  # runs of earlier versions have none
             if run.checkpoints() or run._results():
                 run.check_settings(task)
-            run._check_checkpoints()
+            run.check_results()
         else:
-            check_empty(Folder(run.path))
+            Storage(run.path).check_empty()
         if run.backup:
-            with run.backup.storage.explained():
-                run.backup.check_run(run, run_id)
+            run.backup.check_run(run, run_id)
         values = dict(task=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
-        with files.explain_unwritable(run.path):
-            run.path.mkdir(parents=True, exist_ok=True)
         with run.lock_to_open(), files.explain_unwritable(run.path):
             files.write_atomic(config, json.dumps(files.with_crc32(values), indent=1))
             (run.path / "checkpoints").mkdir(exist_ok=True)
@@ -154,13 +147,13 @@ class Run:
         run = cls(path)
         if not (run.path / "config.json").is_file():
             if trained:
-                below = ", ".join(sorted(str(config.parent) for config in run.path.glob("*/config.json")))
-                hint = f"; runs below it: {below}" if below else ""
-                raise TpukitError(f"{path} is not a run directory (it has no config.json){hint}")
+                raise TpukitError(f"{path} is not a run directory (it has no config.json)")
+            marker = run.path / ".test"
+            if not marker.exists():
+                Storage(run.path).check_empty()
             with files.explain_unwritable(run.path):
                 run.path.mkdir(parents=True, exist_ok=True)
-            if not run._is_of_a_test():
-                check_empty(Folder(run.path))
+                marker.touch()
         run.check_links()
         return run
 
@@ -179,8 +172,10 @@ class Run:
                 self._check_lock = None
 
     def lock_to_open(self) -> contextlib.AbstractContextManager[None]:
-        """`lock`, for what opens or restores the run. None on a TPU VM: the hosts of a slice may share the
-        folder, and each opens the run."""
+        """`lock`, for what opens or restores the run, and makes its folder. None on a TPU VM: the hosts of a
+        slice may share the folder, and each opens the run."""
+        with files.explain_unwritable(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
         return contextlib.nullcontext() if environment.detect().host == "tpu-vm" else self.lock()
 
     def check_lock(self) -> None:
@@ -227,25 +222,16 @@ class Run:
             found.append("records.jsonl")
         return found
 
-    def _check_checkpoints(self) -> None:
-        if not self.checkpoints() and not checkpoints.has_list(self.path / "checkpoints"):
-            self.refuse_results(self._results(), self.label)
-
-    def refuse_results(self, names: Iterable[str], place: str) -> None:
-        """Raise TpukitError for results without checkpoints, which a new training would replace."""
-        if names:
+    def check_results(self, names: Iterable[str] | None = None) -> None:
+        """Raise TpukitError for results without checkpoints, which a new training would replace. names: files
+        that hold results, if they lie elsewhere."""
+        if self.checkpoints() or checkpoints.has_list(self.path / "checkpoints"):
+            return
+        if names := self._results() if names is None else names:
             raise TpukitError(
-                f"{place} holds {' and '.join(names)} of a training, but none of its checkpoints: put them"
-                " back, or choose a new run folder (and another backup)"
+                f"{self.label} holds {' and '.join(names)} of a training, but none of its checkpoints: put"
+                " them back, or choose a new run folder (and another backup)"
             )
-
-    def _is_of_a_test(self) -> bool:
-        """Whether a folder has nothing but what an earlier test of foreign weights wrote."""
-        names = {path.name for path in self.path.glob("*") if not path.name.startswith(".")}
-        with contextlib.suppress(OSError), open(self.path / "log.txt", "rb") as log:
-            starts_as_ours = re.match(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", log.read(30))
-            return names <= OF_A_TEST and starts_as_ours is not None
-        return False
 
     def check_links(self) -> None:
         """Raise TpukitError for a symbolic link: it could lead elsewhere what is written or deleted here."""
@@ -279,12 +265,6 @@ class Run:
         elif self._events is not None:
             self._events.write(record)
 
-    def close(self) -> None:
-        """Close the file that stays open while a training writes."""
-        if self._events is not None:
-            self._events.close()
-            self._events = None
-
     def records(self, kind: str | None = None) -> list[dict[str, Any]]:
         """The records in the order of their steps; in the file an evaluation comes once it is scored, after
         some later steps. A damaged line, or a last one cut short by a kill, is left out with a warning."""
@@ -306,22 +286,24 @@ class Run:
         """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again.
         Those of the backup, if whole, replace damaged ones."""
         path = self.path / "records.jsonl"
-        found = path.read_bytes() if path.exists() else b""
-        records = found[:size]
-        if not _are_whole(records, size) and self.backup:
-            copied = (self.backup.read("records.jsonl") or b"")[:size]
-            if _are_whole(copied, size):
-                records = copied
-                self.print(f"{path} was damaged: taken from {self.backup}")
-        lines = records.splitlines()
-        if damaged := [number for number, line in enumerate(lines, 1) if not _parse_record(line)]:
-            self.print(f"{path}: {len(damaged)} damaged lines are left out, the first is line {damaged[0]}")
-        if len(records) < size:
-            self.print(f"{path} has {len(records)} of the {size} bytes that it had: some records are lost")
+
+        def check(file: Path) -> None:
+            kept = file.read_bytes()[:size] if file.exists() else b""
+            damaged = sum(not _parse_record(line) for line in kept.splitlines())
+            if damaged or len(kept) < size:
+                lost = (
+                    f"{damaged} damaged lines are left out, and {size - len(kept)} of {size} bytes are lost"
+                )
+                raise Damaged(f"{path}: {lost}")
+
+        try:
+            self._mend(path.name, check)
+        except Damaged as error:
+            self.print(error)
         if self.backup:
             self.backup.records = 0, 0
-        if records != found:
-            files.write_atomic(path, records)
+        if self.records_size() > size:
+            files.write_atomic(path, path.read_bytes()[:size])
 
     def write_progress(self, *, step: int, total: int, **values: Any) -> None:
         """Replace what `read_progress` returns, at most twice a second and at the end."""
@@ -375,10 +357,15 @@ class Run:
         """The newest intact checkpoint's state, or None if the run has none. A damaged one is taken from the
         backup, or else named, skipped, and taken off the list, so that it does not count as one of those that
         are kept."""
-        self._check_checkpoints()
+        self.check_results()
         found = self.checkpoints()
         for number, entry in enumerate(found):
-            if (saved := self._load(entry)) is None:
+            name = f"checkpoints/{entry['file']}"
+            try:
+                self._mend(name, functools.partial(checkpoints.check, entry=entry))
+                saved = checkpoints.load(self.path / name)
+            except Damaged as error:
+                self.print(f"checkpoint {entry['file']} is damaged ({error}); trying the previous one")
                 continue
             if number:
                 path = self.path / "checkpoints" / checkpoints.LIST
@@ -393,34 +380,27 @@ class Run:
         self._restore_records(0)
         return None
 
-    def _load(self, entry: Entry) -> dict[str, Any] | None:
-        """What is in a checkpoint, of the run or else of its backup; None if damaged, which is said."""
-        name = f"checkpoints/{entry['file']}"
-        for is_copy in (False, True):
-            try:
-                return checkpoints.load(self.path / "checkpoints", entry)
-            except Exception as error:  # torch raises many types for a damaged file
-                if isinstance(error, TpukitError) and not isinstance(error, Damaged):
-                    raise
-                reason = first_line(error)
-            if is_copy or not (self.backup and self.backup.take_back(self, name, [entry])):
-                break
-        self.print(f"checkpoint {entry['file']} is damaged ({reason}); trying the previous one")
-        return None
+    def _mend(self, name: str, check: Check) -> bool:
+        """Replace a damaged file by the backup's. Returns whether it was damaged; raises Damaged if it still
+        is."""
+        try:
+            check(self.path / name)
+            return False
+        except Damaged:
+            if self.backup and self.backup.take_back(self, name, check):
+                return True
+            raise
 
     def mend_best(self) -> dict[str, str] | None:
         """None if best.safetensors is whole. Otherwise the metadata of the backup's, which takes its place;
         {} without one."""
         path = self.path / "best.safetensors"
         try:
-            weights.check_embedded_sha256(path)
-            return None
-        except (OSError, Damaged) as error:
-            reason = first_line(error)
-        if self.backup and self.backup.take_back(self, path.name):
-            return weights.metadata(path)
-        self.print(f"{path.name} is damaged ({reason}): the weights of the next evaluation take its place")
-        return {}
+            was_damaged = self._mend(path.name, weights.check_embedded_sha256)
+        except Damaged as error:
+            self.print(f"{path.name} is damaged ({error}): the weights of the next evaluation take its place")
+            return {}
+        return weights.metadata(path) if was_damaged else None
 
     def best(self) -> Path:
         """The file of the best weights. Raises TpukitError if the run has none yet."""
@@ -447,14 +427,6 @@ def _parse_record(line: bytes) -> dict[str, Any] | None:
     return record if is_valid else None
 
 
-def _are_whole(lines: bytes, size: int) -> bool:
-    """Whether these are records of this size in bytes, none of them damaged."""
-    return len(lines) == size and all(map(_parse_record, lines.splitlines()))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
-    return [_finite(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """As JSON gives them back, with None for floats that are not finite."""
+    return json.loads(json.dumps(values), parse_constant=lambda name: None)

@@ -14,42 +14,35 @@ class EventFile:
     """tpukit's one event file in a folder. Those of earlier sessions are removed: a resumed run writes
     all its records again, and may have fewer; files of others stay."""
 
-    _writer: Any = None
+    _new_writer: Any = None
 
     def __init__(self, folder: Path):
+        self.path = folder / f"events.out.tfevents.{time.time_ns()}.tpukit"
         try:
             from tensorboard.summary.writer.record_writer import RecordWriter
 
-            # By name: protobuf makes the two classes on loading, where no type checker sees them.
-            Event = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
-            Summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
-
+            # By name: protobuf makes the class on loading, where no type checker sees it.
+            self._new_event = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
             folder.mkdir(parents=True, exist_ok=True)
             for old in folder.glob("events.out.tfevents.*.tpukit"):
                 old.unlink()
-            self._file = open(folder / f"events.out.tfevents.{time.time_ns()}.tpukit", "xb", buffering=0)
         except Exception:  # not installed, or in conflict with its protobuf, or no file can be made
             return
-        self._Event, self._Summary, self._writer = Event, Summary, RecordWriter(self._file)
-        self._write(time.time(), file_version="brain.Event:2")
+        self._new_writer = RecordWriter
+        self._append(self._new_event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the numbers of one record of the run, if it has any."""
-        if self._writer and (scalars := _scalars(record)):
-            values = [self._Summary.Value(tag=tag, simple_value=value) for tag, value in scalars]
-            self._write(record["time"], step=record["step"], summary=self._Summary(value=values))
+        if self._new_writer and (scalars := _scalars(record)):
+            event = self._new_event(wall_time=record["time"], step=record["step"])
+            for tag, value in scalars:
+                event.summary.value.add(tag=tag, simple_value=value)
+            self._append(event)
 
-    def close(self) -> None:
-        if self._writer:
-            self._writer = None
-            with contextlib.suppress(OSError):
-                self._file.close()
-
-    def _write(self, wall_time: float, **values: Any) -> None:
-        try:
-            self._writer.write(self._Event(wall_time=wall_time, **values).SerializeToString())
-        except OSError:  # a full disk is reported where the checkpoints are written
-            self.close()
+    def _append(self, event: Any) -> None:
+        # A full disk is reported where the checkpoints are written.
+        with contextlib.suppress(OSError), open(self.path, "ab") as file:
+            self._new_writer(file).write(event.SerializeToString())
 
 
 def _scalars(record: dict[str, Any]) -> list[tuple[str, float]]:

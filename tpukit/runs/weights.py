@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping
@@ -152,22 +151,19 @@ def serialize(tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str]) -> b
 
 
 def check_embedded_sha256(path: Path) -> None:
-    """Raise Damaged if a .safetensors file has no whole header, or is not what its embedded SHA-256 says, if
-    it has one."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        length = file.read(8)
-        header = file.read(min(size, int.from_bytes(length, "little")))
-        try:
-            json.loads(header)
-        except (ValueError, RecursionError) as error:
-            raise Damaged(f"weights {path}: damaged or not a weight file (its header is not JSON)") from error
-        found = re.search(EMBEDDED % rb"([0-9a-f]{64})", header)
-        if not found and not re.search(rb'"tpukit|sha256"', header):  # one of which a flipped bit leaves
-            return
-        original = header.replace(found[0], EMBEDDED % ZEROS, 1) if found else header
-        digest = hashlib.sha256(length + original)
-        while part := file.read(1 << 20):
-            digest.update(part)
-    if not found or digest.hexdigest().encode() != found[1]:
-        raise Damaged(f"weights {path}: damaged (its {size} bytes do not match the SHA-256 embedded in it)")
+    """Raise Damaged if a .safetensors file is missing, has no whole header, or is not what its embedded
+    SHA-256 says, if it has one."""
+    try:
+        data = path.read_bytes()
+        header = data[8 : 8 + int.from_bytes(data[:8], "little")]
+        json.loads(header)
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
+    found = re.search(EMBEDDED % rb"([0-9a-f]{64})", header)
+    if not found and not re.search(rb'"tpukit|sha256"', header):  # one of which a flipped bit leaves
+        return
+    zeroed = data.replace(found[1], ZEROS, 1) if found else data
+    if not found or hashlib.sha256(zeroed).hexdigest().encode() != found[1]:
+        raise Damaged(
+            f"weights {path}: damaged (its {len(data)} bytes do not match the SHA-256 embedded in it)"
+        )

@@ -219,7 +219,6 @@ class Trainer:
     def close(self) -> None:
         self.evaluator.executor.shutdown(wait=False, cancel_futures=True)
         self.saver.close()
-        self.run.close()
 
     # Evaluating
 
