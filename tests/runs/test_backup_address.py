@@ -3,8 +3,6 @@ is refused."""
 
 import hashlib
 import json
-import os
-import pickle
 import shutil
 import types
 from pathlib import Path
@@ -195,21 +193,6 @@ def says(monkeypatch, values, info=MemoryFileSystem.info):
     monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path, **_: info(self, path) | values)
 
 
-def test_an_address_gets_what_a_folder_gets(memory, tmp_path):
-    address, store = memory
-    drive = tmp_path / "drive"
-    run = Run.open(tmp_path / "run", MNIST(), backup=address)
-    folder = Run.open(tmp_path / "other", MNIST(), backup=drive)
-    for one in (run, folder):
-        one.log("note", 1)
-        for step in (1, 2, 3):
-            one.save_best(dict(weight=torch.ones(3)), epoch=step)
-            one.save({}, step)
-    assert names_in(store) == content(drive).keys() and "checkpoints/step-00000003.pt" in content(drive)
-    for name in content(drive):
-        assert store[f"/backups/mnist/{name}"].getvalue() == (run.path / name).read_bytes()
-
-
 @pytest.mark.parametrize("kind", ["folder", "address"])
 def test_another_runs_backup_a_later_state_and_other_files_are_refused_and_left(kind, memory, tmp_path):
     backup = memory[0] if kind == "address" else tmp_path / "drive/mnist"
@@ -245,9 +228,7 @@ def test_another_runs_backup_a_later_state_and_other_files_are_refused_and_left(
     [
         "s3://AKIA:hunter2@bucket/run",
         "https://host/file?X-Amz-Signature=hunter2",
-        "https://host/f?token=hunter2",
         "https://hunter2@host/x",
-        "https://host/f?jwt=hunter2",
         "s3://bucket/f?pwd=hunter2",
         "ftp://me:hunter2@host/x",
     ],
@@ -256,7 +237,8 @@ def test_an_address_that_holds_a_secret_is_refused_without_showing_it(address, t
     for use in (
         lambda: Run.open(tmp_path / "run", MNIST(), backup=address),
         lambda: weights.read(address),
-        lambda: Run.open(tmp_path / "run", MNIST(weights=address)),
+        lambda: MNIST(weights=address),
+        lambda: MNIST(weights=Path(address)),
     ):
         with pytest.raises(TpukitError) as error:
             use()
@@ -264,19 +246,21 @@ def test_an_address_that_holds_a_secret_is_refused_without_showing_it(address, t
     assert not (tmp_path / "run").exists()
 
 
-def test_a_path_in_which_two_slashes_became_one_is_still_the_address_and_a_path_stays_one(tmp_path):
+def test_a_path_in_which_two_slashes_became_one_is_still_the_address_and_a_path_stays_one(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert Run.open("12:30", MNIST()).path.is_dir()  # a run's folder is never an address
     for place in (Path("s3://bucket/run"), "s3://bucket/run/"):
         assert storage.address_of(place) == "s3://bucket/run"
-    assert storage.address_of("hf://me/model@main/x.safetensors") == "hf://me/model@main/x.safetensors"
+    assert storage.address_of("hf://datasets/me/runs@main/x") == "hf://datasets/me/runs@main/x"
     assert storage.address_of("S3://Bucket/Run") == "s3://Bucket/Run"
     for path in (tmp_path, "run", "C:/runs/a", "C:\\runs", "./s3:/x", "runs/12:30"):
         assert storage.address_of(path) is None
-    for half in ("nothere://x", "ssh://host/run"):  # where a lost upload leaves half a file
-        with refuses(half, "s3://"):
-            Run.open(tmp_path / "run", MNIST(), backup=half)
-    for neither in ("s3://", "s3:bucket/x", "s3:", "my:runs/mnist", "file:///tmp/x"):
-        with refuses(neither.partition(":")[0]):
-            storage.address_of(neither)
+    # ssh: a lost upload leaves half a file
+    for neither in ("s3://", "s3:bucket/x", "s3:", "my:runs/mnist", "file:///tmp/x", "ssh://host/run"):
+        with refuses(neither.partition(":")[0], "s3://"):
+            Run.open(tmp_path / "run", MNIST(), backup=neither)
 
 
 @pytest.mark.parametrize(
@@ -327,72 +311,6 @@ def test_googles_key_file_is_taken_by_path_or_content_and_a_part_is_named_and_no
     with pytest.raises(TpukitError, match="GOOGLE_APPLICATION_CREDENTIALS") as error:
         storage.Storage("gs://bucket/run")
     assert "PRIVATE" not in str(error.value)
-
-
-# Weights
-
-
-@pytest.fixture
-def published(memory):
-    """The address of a weights file, and what is in it."""
-    tensors = dict(weight=torch.arange(6.0))
-    pipe("/models/one.safetensors", weights.serialize(tensors, dict(epoch="3")))
-    return "memory://models/one.safetensors", tensors
-
-
-def test_weights_at_an_address_are_downloaded_once_and_again_if_they_changed(published, capsys):
-    address, tensors = published
-    assert same(weights.read(address), tensors) and weights.metadata(address)["epoch"] == "3"
-    assert capsys.readouterr().out.count("downloading") == 1
-    pipe("/models/one.safetensors", weights.serialize(dict(other=torch.ones(70)), {}))
-    assert list(weights.read(address)) == ["other"]
-    with refuses("gone"):
-        weights.read("memory://models/gone.safetensors")
-
-
-@pytest.mark.parametrize(
-    "lie", [dict(size=10_000), dict(size=5), dict(lfs=dict(sha256="0" * 64)), dict(size=2**60)], ids=str
-)
-def test_a_download_that_is_cut_short_or_changed_or_too_large_is_refused_and_nothing_stays(
-    lie, published, monkeypatch
-):
-    folder = storage.files.cache_folder() / "weights"
-    before = set(folder.glob("*"))
-    says(monkeypatch, lie)
-    with refuses(published[0]):
-        weights.read(published[0])
-    assert set(folder.glob("*")) == before
-
-
-def test_code_in_a_pickle_from_an_address_is_not_run(memory, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "executed"),)
-
-    pipe("/models/evil.pth", pickle.dumps(Evil()))
-    with pytest.raises(TpukitError):
-        weights.read("memory://models/evil.pth")
-    assert not (tmp_path / "executed").exists()
-
-
-def test_a_cached_file_of_another_user_is_not_taken_for_the_weights(published, monkeypatch):
-    weights.read(published[0])
-    monkeypatch.setattr(os, "getuid", lambda uid=os.getuid(): uid + 1)
-    with refuses(storage.files.cache_folder()):
-        weights.read(published[0])
-
-
-def test_a_cached_file_that_is_not_of_the_stores_sha256_is_downloaded_again_and_leftovers_are_removed(
-    published, monkeypatch
-):
-    address, tensors = published
-    content = MemoryFileSystem.store["/models/one.safetensors"].getvalue()
-    says(monkeypatch, dict(lfs=dict(sha256=hashlib.sha256(content).hexdigest())))
-    cached = storage.local(address)
-    cached.write_bytes(bytes(len(content)))
-    left = cached.with_name(f".{cached.name}.999999999.partial")  # of a process that was killed
-    left.write_bytes(b"half")
-    assert same(weights.read(address), tensors) and not left.exists()
 
 
 # Damage

@@ -38,7 +38,9 @@ class Backup:
     def __init__(self, place: str | Path):
         self.storage = Storage(place)
         self.failed = False
-        self.copied: dict[str, tuple] = {}  # file name -> the version of the run's file that was copied last
+        self.copied: dict[
+            str, tuple | None
+        ] = {}  # file name -> the version of the run's file that was copied last
         self.records = 0, 0  # bytes of the records that were copied last, and their CRC-32
 
     def __str__(self) -> str:
@@ -161,7 +163,7 @@ class Backup:
         """Restore a run of this task from its copy: what is whole there, and nothing else that lies there."""
         unfinished = run.path / ".restoring"  # the run's id; exists only if a kill cut this short
         if not unfinished.exists():
-            Storage(run.path).check_empty()
+            Storage(run.path.absolute()).check_empty()
         copy, entries = self._open_copy(run)
         run.check_links()
         copy.check_settings(task)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tpukit.host import files
-from tpukit.host.errors import Damaged, TpukitError, first_line
+from tpukit.host.errors import Damaged, first_line
 from tpukit.runs import weights
 
 KEEP = 2  # the newest, and the one before in case it is damaged
@@ -37,13 +37,9 @@ def save(folder: Path, content: Any, step: int) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """What `save` wrote to a file that `check` found whole: dict(records_size, state). Raises Damaged."""
-    try:
+    with weights.explain_damage(path):
         content = weights.load_tensors(path)
         return dict(records_size=content["records_size"], state=content["state"])
-    except TpukitError:  # a torch that is too old
-        raise
-    except Exception as error:  # torch raises many types for a damaged file
-        raise Damaged(first_line(error)) from error
 
 
 def check(path: Path, entry: Entry) -> None:

@@ -127,7 +127,7 @@ class Run:
                 run.check_settings(task)
             run.check_results()
         else:
-            Storage(run.path).check_empty()
+            Storage(run.path.absolute()).check_empty()
         if run.backup:
             run.backup.check_run(run, run_id)
         values = dict(task=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
@@ -150,7 +150,7 @@ class Run:
                 raise TpukitError(f"{path} is not a run directory (it has no config.json)")
             marker = run.path / ".test"
             if not marker.exists():
-                Storage(run.path).check_empty()
+                Storage(run.path.absolute()).check_empty()
             with files.explain_unwritable(run.path):
                 run.path.mkdir(parents=True, exist_ok=True)
                 marker.touch()

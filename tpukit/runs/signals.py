@@ -15,10 +15,9 @@ class StopSignal:
         self.at_step = False
 
     def __enter__(self):
-        self._previous = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._receive)
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+        self._previous = {number: signal.signal(number, self._receive) for number in numbers}
         return self
 
     def __exit__(self, *_):

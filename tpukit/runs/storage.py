@@ -1,8 +1,6 @@
-"""Where copies of a run, and weights, lie: a folder, or an address such as s3://bucket/run. The only user of
-fsspec."""
+"""Where copies of a run lie: a folder, or an address such as s3://bucket/run. The only user of fsspec."""
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -24,28 +22,27 @@ SECRETS = {
 }
 # A lost connection is an error within a minute, not a hang.
 S3_TIMEOUTS = dict(config_kwargs=dict(connect_timeout=10, read_timeout=30, retries=dict(max_attempts=2)))
-WHOLE_OR_NOT = ("s3", "gs", "hf", "abfs", "az", "oci", "oss", "memory")  # a lost upload leaves what was there
+SCHEMES = ("s3", "gs", "hf", "az", "memory")  # where a lost upload leaves what was there
 
 Check = Callable[[Path], None]  # raises Damaged for a file that is not what was written
 
 
-def address_of(place: str | Path | None) -> str | None:
-    """The address that a str or a Path (in which `//` is `/`) holds, or None for a path and for None.
+def address_of(place: str | Path) -> str | None:
+    """The address that a str or a Path (in which `//` is `/`) holds, or None for a path.
 
     Raises TpukitError for what is neither, and, without showing it, for an address that may hold a password
     or a token."""
     start, colon, _ = re.split(r"[/\\]", str(place), maxsplit=1)[0].partition(":")
     if not colon or len(start) == 1:  # of a drive of Windows
         return None
-    found = re.fullmatch(r"(?!file:|local:)([a-z][a-z0-9+]+):/+(.*[^/])/*", str(place), re.I | re.S)
+    found = re.fullmatch(rf"({'|'.join(SCHEMES)}):/+(.*[^/])/*", str(place), re.I | re.S)
     if not found:
         raise TpukitError(f"{start}: is the start of no address, such as s3://bucket/run; give a full path")
     scheme, rest = found[1].lower(), found[2]
-    user = rest.partition("/")[0].rpartition("@")[0]
-    if ":" in user or (user and scheme in ("http", "https")) or "?" in rest:
+    if ":" in rest.partition("/")[0].rpartition("@")[0] or "?" in rest:
         raise TpukitError(
-            f"this {scheme}:// address has a name before its @ or a query after a ?, which may hold a secret:"
-            " give the address alone, and the secret in the environment or in the secrets of Colab or Kaggle"
+            f"this {scheme}:// address has a password before its @, or a query, which may hold a secret: give"
+            " the address alone, and the secret in the environment or in the secrets of Colab or Kaggle"
             f" {tuple(SECRETS.get(scheme, {}).values())}"
         )
     return f"{scheme}://{rest}"
@@ -92,8 +89,6 @@ class Storage:
     def check_before_training(self) -> None:
         """Raise TpukitError if no copies can be kept here: Drive is not mounted, an address not reached."""
         if self.address:
-            if self.address.partition(":")[0] not in WHOLE_OR_NOT:
-                raise TpukitError(f"{self} may keep half a file: give a folder, or s3://, gs:// or hf://")
             self.names()
             return
         drive = environment.detect().drive
@@ -177,37 +172,3 @@ def _options(address: str) -> dict[str, Any]:
         except ValueError:
             raise TpukitError(f"{SECRETS[scheme]['token']} is only a part of a key file: paste all") from None
     return options
-
-
-def local(path: str | Path) -> Path:
-    """The file of a path, or of an address (s3://, gs://, hf://, https://), which is downloaded into the
-    cache folder once for every version of it.
-
-    Raises TpukitError if it cannot be reached, or arrives incomplete or changed, by its size and by the
-    SHA-256 that a store gives."""
-    if (address := address_of(path)) is None:
-        return Path(path)
-    folder, _, name = address.rpartition("/")
-    storage = Storage(folder)
-    if (about := storage.info(name)) is None:
-        raise TpukitError(f"weights {address}: no such file")
-    sha256 = (about.get("lfs") or {}).get("sha256")  # of Hugging Face
-    keys = ("size", "ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime")
-    version = hashlib.sha256(repr([address, sha256, *map(about.get, keys)]).encode()).hexdigest()[:16]
-    target = files.cache_folder() / "weights" / f"{version}-{Path(printable(name)).name}"
-    with files.explain_unwritable(files.cache_folder()):
-        files.make_private(files.cache_folder())  # before anything in it is believed
-        target.parent.mkdir(exist_ok=True)
-
-    def check(file: Path) -> None:
-        if file.stat().st_size != about["size"] or (sha256 and files.sha256(file) != sha256):
-            raise Damaged(f"{address} arrived incomplete or changed: try again")
-
-    with files.file_lock(target):
-        with contextlib.suppress(FileNotFoundError, Damaged):
-            check(target)
-            return target
-        files.remove_partials(target.parent)
-        print(printable(f"weights: downloading {address} ({(about['size'] or 0) / 1e6:.0f} MB)"))
-        storage.get(name, target, check)
-    return target

@@ -10,15 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpukit.host.errors import Damaged, TpukitError, first_line
-from tpukit.runs.storage import local
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 
+def local(path: str | Path) -> Path:
+    """The path of a weight file. Raises TpukitError for an address, without showing it: it may hold a
+    secret."""
+    if found := re.match(r"([a-z0-9+]{2,}):", str(path), re.I):
+        raise TpukitError(f"{found[1]}: weights are read from a file, not from an address: download it first")
+    return Path(path)
+
+
 def read(path: str | Path) -> "dict[str, Tensor]":
-    """name -> CPU tensor from a .safetensors, .pth, .pt, .pkl or .tar file, or the address of one.
+    """name -> CPU tensor from a .safetensors, .pth, .pt, .pkl or .tar file.
 
     Takes a bare state dict, or one under `state_dict`, `model` or `net`; a `module.` prefix (DataParallel) is
     dropped. Raises TpukitError for a missing or damaged file and for a pickle that would run code: it is
@@ -28,7 +35,7 @@ def read(path: str | Path) -> "dict[str, Tensor]":
     path = local(path)
     if not path.is_file():
         raise TpukitError(f"weights {path}: no such file")
-    with _explain_damage(path):
+    with explain_damage(path):
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
@@ -106,7 +113,7 @@ def metadata(path: str | Path) -> dict[str, str]:
     path = local(path)
     if path.suffix != ".safetensors" or not path.is_file():
         return {}
-    with _explain_damage(path), safe_open(path, "pt") as file:
+    with explain_damage(path), safe_open(path, "pt") as file:
         found = file.metadata() or {}
     if "workload" in found:  # as earlier versions call the task
         found["task"] = found["workload"]
@@ -120,18 +127,18 @@ def epoch_of(path: str | Path) -> int | None:
 
 
 @contextlib.contextmanager
-def _explain_damage(path: Path) -> Iterator[None]:
-    """Context manager: raise whatever reading a weight file raises as a TpukitError."""
+def explain_damage(path: Path) -> Iterator[None]:
+    """Context manager: raise whatever reading a weight file raises as Damaged."""
     try:
         yield
     except TpukitError:
         raise
     except pickle.UnpicklingError as error:
-        raise TpukitError(
+        raise Damaged(
             f"weights {path}: {error}, so it was not opened. Ask for a state dict or a .safetensors file"
         ) from error
     except Exception as error:  # torch and safetensors raise many types for a damaged file
-        raise TpukitError(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
+        raise Damaged(f"weights {path}: damaged or not a weight file ({first_line(error)})") from error
 
 
 # The SHA-256 in the metadata of a run's .safetensors: that of the file with zeros in the digest's place

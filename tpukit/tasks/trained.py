@@ -32,7 +32,7 @@ def config_of(path: Path) -> dict | None:
 
 
 def find_trained(source: Run | Path | str, task: Task | str | None = None) -> tuple[Task, Path]:
-    """(task, weights file) of a `Run`, a run's folder, a weights file, or the address of one.
+    """(task, weights file) of a `Run`, a run's folder, or a weights file.
 
     The task has the file as its `weights`, because what it says of classes may count. task: one of the user's
     own, or the name of a task, for a file that does not name its own. Raises TpukitError where there are no

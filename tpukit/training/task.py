@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, 
 import numpy as np
 
 from tpukit.host.errors import TpukitError
+from tpukit.runs import weights
 from tpukit.runs.run import setting, settings_dict
-from tpukit.runs.storage import address_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -129,8 +129,7 @@ class Task:
     """fp32 (on GPUs without TF32, on a TPU without bf16 passes), bf16, fp16, or auto: bf16 on TPU and newer
     GPUs, fp16 with a loss scaler on older GPUs, fp32 on CPU."""
     weights: Path | None = None
-    """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model, or the address of
-    one."""
+    """Weights to start from: a .safetensors, .pth, .pt, .pkl or .tar file of this model."""
     clip_norm: float | None = None
     """Scale gradients of a larger norm down to it; None: do not clip."""
     schedule: Literal["constant", "cosine", "step"] = "constant"
@@ -194,7 +193,8 @@ class Task:
             0, "epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s"
         )
         self.require_shares("final_lr", "decay_factor", "layer_decay", "ema_decay")
-        address_of(self.weights)  # refuses one that holds a password, which a run would save
+        if self.weights:
+            weights.local(self.weights)  # refuses an address: a run would save a password in it
 
     def require_at_least(self, least: float, *names: str) -> None:
         """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is
