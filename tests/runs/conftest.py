@@ -1,6 +1,9 @@
 """A trained run, and an empty file system in memory."""
 
+import os
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -8,6 +11,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.conftest import SMALL
 from tpukit import MNIST, Run, train
 from tpukit.devices.runtime import Runtime
+
+
+@pytest.fixture
+def tmp_path():
+    """In memory, where there is such a folder: what is written here is flushed to the disk many times."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

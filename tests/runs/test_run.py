@@ -18,7 +18,7 @@ import torch
 
 from tests.conftest import SMALL, best_weights, exact, refuses, same
 from tests.runs.store import alike, content
-from tpukit import MNIST, ImageClassifier, MSHNet, Run, TpukitError, cli, launch, train
+from tpukit import MNIST, MSHNet, Run, TpukitError, launch, train
 from tpukit.host import files
 from tpukit.reporting import display, findings
 from tpukit.runs import weights
@@ -396,17 +396,12 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_though_i
     assert exact(run) == exact(straight) and same(best_weights(run), best_weights(straight))
 
 
-def test_after_an_error_before_the_first_step_the_same_folder_takes_other_settings(digits, shapes, tmp_path):
-    how = ["train", "mnist", "--dataset-dir", str(digits), "--epochs", "1", "--run", str(tmp_path / "run")]
-    assert cli.main([*how, "--batch-size", "300"]) == 1
-    assert cli.main([*how, "--batch-size", "100"]) == 0
-    assert cli.main([*how, "--batch-size", "50"]) == 1  # a run that was trained keeps its settings
-    folder = shutil.copytree(shapes, tmp_path / "shapes")
-    next(folder.rglob("*.png")).write_bytes(b"broken")
-    task = ImageClassifier(
-        dataset_dir=folder, model_name="test_vit", image_size=32, pretrained="no", epochs=0
-    )
-    run = Run.open(tmp_path / "images", task)
-    with refuses("skip_bad"):
-        train(task, run, progress=False)
-    assert Run.open(run.path, dataclasses.replace(task, skip_bad=True)).config["settings"]["skip_bad"]
+def test_after_an_error_before_the_first_step_the_same_folder_takes_other_settings(digits, tmp_path, cpu):
+    task = MNIST(dataset_dir=digits, batch_size=300)
+    run = Run.open(tmp_path / "run", task)
+    with refuses(300, 200):
+        train(task, run, runtime=cpu, progress=False)
+    task = MNIST(dataset_dir=digits, batch_size=100, epochs=1)
+    train(task, Run.open(run.path, task), runtime=cpu, progress=False)
+    with refuses("batch_size", 100, 50):  # a run that was trained keeps its settings
+        Run.open(run.path, MNIST(dataset_dir=digits, batch_size=50))

@@ -38,9 +38,8 @@ class Backup:
     def __init__(self, place: str | Path):
         self.storage = Storage(place)
         self.failed = False
-        self.copied: dict[
-            str, tuple | None
-        ] = {}  # file name -> the version of the run's file that was copied last
+        # File name -> the version of the run's file that was copied last.
+        self.copied: dict[str, tuple | None] = {}
         self.records = 0, 0  # bytes of the records that were copied last, and their CRC-32
 
     def __str__(self) -> str:
