@@ -346,7 +346,7 @@ def test_a_run_of_other_settings_or_of_another_task_is_refused_naming_them(train
     with refuses("mnist", "mshnet"):
         Run.open(run.path, MSHNet(dataset_dir=infrared))
     Run.open(run.path, dataclasses.replace(task, epochs=9, num_workers=0))
-    with refuses(run.path.parent, "config.json"):
+    with refuses(run.path.parent, run.path):
         Run.find(run.path.parent)
 
 

@@ -147,7 +147,9 @@ class Run:
         run = cls(path)
         if not (run.path / "config.json").is_file():
             if trained:
-                raise TpukitError(f"{path} is not a run directory (it has no config.json)")
+                below = ", ".join(sorted(str(config.parent) for config in run.path.glob("*/config.json")))
+                hint = f"; runs below it: {below}" if below else ""
+                raise TpukitError(f"{path} is not a run directory (it has no config.json){hint}")
             marker = run.path / ".test"
             if not marker.exists():
                 Storage(run.path.absolute()).check_empty()
