@@ -309,14 +309,9 @@ def test_a_damaged_file_of_a_run_replaces_nothing_in_its_backup_and_is_taken_fro
     when, name, copied, tmp_path, capsys
 ):
     whole = (tmp_path / "drive" / name).read_bytes()
+    (copied.path / name).write_bytes(b"") if when == "emptied" else flip(copied.path / name)
     again = copied
-    if when == "emptied":
-        (copied.path / name).write_bytes(b"")
-    else:
-        flip(copied.path / name)
-    if when == "in a session":
-        assert not (said := capsys.readouterr().out)
-    else:
+    if when != "in a session":
         again = reopened(copied)
         best = weights.metadata(tmp_path / "drive/best.safetensors")
         assert again.restore() == dict(a=2) and again.mend_best() in (None, best)
