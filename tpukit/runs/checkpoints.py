@@ -31,7 +31,7 @@ def save(folder: Path, content: Any, step: int) -> None:
             torch.save(content, file)
         except RuntimeError as error:  # in which torch hides that the disk is full
             raise error.__context__ if isinstance(error.__context__, OSError) else error
-    older = [entry for entry in read_list(folder) if entry["file"] != path.name]
+    older = [entry for entry in entries(folder) if entry["file"] != path.name]
     write_list(folder, [dict(file=path.name, step=step, sha256=files.sha256(path)), *older][:KEEP])
 
 
@@ -63,20 +63,16 @@ def _check_crc32s(path: Path) -> None:
         raise Damaged(f"{part} in it does not match its CRC-32")
 
 
-def read_list(folder: Path) -> list[Entry]:
-    """The list, newest first. If it is damaged: entries of the files found, with sha256=None."""
-    return _parsed(folder) or entries_of(path.name for path in folder.glob("step-*.pt"))
+def entries(folder: Path) -> list[Entry]:
+    """Those in the list, newest first. If it is damaged: of the files found, with sha256=None."""
+    return read_list(folder) or entries_of(path.name for path in folder.glob("step-*.pt"))
 
 
-def has_list(folder: Path) -> bool:
-    """Whether the list can be read, though it may be empty."""
-    return _parsed(folder) is not None
-
-
-def _parsed(folder: Path) -> list[Entry] | None:
+def read_list(folder: Path) -> list[Entry] | None:
+    """The list, which may be empty; None if it cannot be read."""
     try:
-        entries = json.loads((folder / LIST).read_bytes())
-        found = [files.parse_with_crc32(json.dumps(entry)) for entry in entries]
+        listed = json.loads((folder / LIST).read_bytes())
+        found = [files.parse_with_crc32(json.dumps(entry)) for entry in listed]
         if all(entry["file"] == _file_name(entry["step"]) and "sha256" in entry for entry in found):
             return found
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -85,7 +81,7 @@ def _parsed(folder: Path) -> list[Entry] | None:
 
 
 def entries_of(names: Iterable[str]) -> list[Entry]:
-    """What `read_list` returns, for the files of these names alone."""
+    """What `entries` returns, for the files of these names alone."""
     steps = {step for name in names if (step := step_of(name)) is not None}
     return [dict(file=_file_name(step), step=step, sha256=None) for step in sorted(steps, reverse=True)]
 

@@ -134,7 +134,7 @@ class Run:
         with run.lock_to_open(), files.explain_unwritable(run.path):
             files.write_atomic(config, json.dumps(files.with_crc32(values), indent=1))
             (run.path / "checkpoints").mkdir(exist_ok=True)
-            if not (checkpoints.has_list(run.path / "checkpoints") or run.checkpoints()):
+            if not run.checkpoints() and checkpoints.read_list(run.path / "checkpoints") is None:
                 checkpoints.write_list(run.path / "checkpoints", [])
         if run.backup:
             print(printable(f"run: every checkpoint is copied to {run.backup}"))
@@ -227,7 +227,7 @@ class Run:
     def check_results(self, names: Iterable[str] | None = None) -> None:
         """Raise TpukitError for results without checkpoints, which a new training would replace. names: files
         that hold results, if they lie elsewhere."""
-        if self.checkpoints() or checkpoints.has_list(self.path / "checkpoints"):
+        if self.checkpoints() or checkpoints.read_list(self.path / "checkpoints") is not None:
             return
         if names := self._results() if names is None else names:
             raise TpukitError(
@@ -333,7 +333,7 @@ class Run:
 
     def checkpoints(self) -> list[Entry]:
         """dict(file, step, sha256) of each, newest first."""
-        return checkpoints.read_list(self.path / "checkpoints")
+        return checkpoints.entries(self.path / "checkpoints")
 
     def save(self, state: Any, step: int, records_size: int | None = None) -> None:
         """Write a checkpoint, whole or not at all, and update the backup.
