@@ -237,8 +237,8 @@ def test_an_address_that_holds_a_secret_is_refused_without_showing_it(address, t
     for use in (
         lambda: Run.open(tmp_path / "run", MNIST(), backup=address),
         lambda: weights.read(address),
-        lambda: MNIST(weights=address),
-        lambda: MNIST(weights=Path(address)),
+        lambda: Run.open(tmp_path / "run", MNIST(weights=address)),
+        lambda: Run.open(tmp_path / "run", MNIST(weights=Path(address))),
     ):
         with pytest.raises(TpukitError) as error:
             use()

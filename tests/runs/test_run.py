@@ -169,6 +169,18 @@ def as_an_earlier_version_wrote_it(folder):
     save_file(weights.read(best), best, metadata=dict(about, workload=about.pop("task")))
 
 
+def test_a_run_of_an_earlier_version_that_started_from_an_address_is_resumed_with_the_file(tmp_path):
+    run = Run.open(tmp_path / "run", MNIST())
+    run.save({}, 1)
+    config = run.config | dict(settings=run.config["settings"] | dict(weights="hf://me/model/w.pth"))
+    (run.path / "config.json").write_text(json.dumps(config))
+    with refuses("hf", "download"):
+        Run.open(run.path, MNIST(weights="hf://me/model/w.pth"))
+    Run.open(run.path, MNIST(weights=tmp_path / "w.pth"))
+    with refuses("w.pth", "other.pth"):
+        Run.open(run.path, MNIST(weights=tmp_path / "other.pth"))
+
+
 @pytest.mark.parametrize("call, untouched", [("builtins.open", open), ("os.replace", os.replace)])
 def test_a_run_folder_that_became_read_only_is_explained(call, untouched, trained, monkeypatch):
     task, run = trained

@@ -110,6 +110,8 @@ class Run:
         from tpukit import __version__
 
         run = cls(path, backup)
+        if task.weights:
+            weights.local(task.weights)  # refuses an address: config.json would hold a password that is in it
         if environment.rank() != 0:
             return run.read_only()  # rank 0 prints and writes for all
         config = run.path / "config.json"
@@ -211,6 +213,8 @@ class Run:
         fields = [field for field in dataclasses.fields(task) if not field.metadata.get("free")]
         # A run of an earlier version, which did not have a setting yet, trained as by its default.
         old = {field.name: _plain(field.default) for field in fields} | config["settings"]
+        if weights.is_address(old["weights"]):  # which earlier versions read
+            old["weights"] = new["weights"]
         changed = [field.name for field in fields if old[field.name] != new[field.name]]
         if changed:
             lines = [f"  {name}: the run has {old[name]!r}, the task {new[name]!r}" for name in changed]

@@ -16,11 +16,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def is_address(path: str | Path) -> bool:
+    """Whether this is no path, but an address such as s3://bucket/file."""
+    return re.match(r"[a-z0-9+]{2,}:", str(path), re.I) is not None
+
+
 def local(path: str | Path) -> Path:
     """The path of a weight file. Raises TpukitError for an address, without showing it: it may hold a
     secret."""
-    if found := re.match(r"([a-z0-9+]{2,}):", str(path), re.I):
-        raise TpukitError(f"{found[1]}: weights are read from a file, not from an address: download it first")
+    if is_address(path):
+        scheme = str(path).partition(":")[0]
+        raise TpukitError(f"{scheme}: weights are read from a file, not from an address: download it first")
     return Path(path)
 
 

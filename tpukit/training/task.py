@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, 
 import numpy as np
 
 from tpukit.host.errors import TpukitError
-from tpukit.runs import weights
 from tpukit.runs.run import setting, settings_dict
 
 if TYPE_CHECKING:
@@ -193,8 +192,6 @@ class Task:
             0, "epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s"
         )
         self.require_shares("final_lr", "decay_factor", "layer_decay", "ema_decay")
-        if self.weights:
-            weights.local(self.weights)  # refuses an address: a run would save a password in it
 
     def require_at_least(self, least: float, *names: str) -> None:
         """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is
