@@ -75,7 +75,7 @@ def test_every_common_optimizer_costs_one_compiled_graph(optimizer, digits, tmp_
         def optimizer(self, model):
             return getattr(torch.optim, optimizer)(model.parameters(), lr=0.003)
 
-    task = Other(dataset_dir=digits, epochs=1, batch_size=8, log_every=2, channels=8 + len(optimizer))
+    task = Other(dataset_dir=digits, epochs=1, batch_size=50, log_every=1, channels=4)
     run = Run.open(tmp_path, task)
     train(task, run, runtime=xla, progress=False)
     assert [(r["step"], r["programs"]) for r in run.records("compile") if r["what"] == "step"] == [(1, 1)]

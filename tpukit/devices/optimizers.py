@@ -9,19 +9,18 @@ from torch.optim import Optimizer
 OF_THE_DEVICE = ("params", "capturable", "fused", "foreach")  # in a group of parameters
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that the next step of an optimizer updates."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [p for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """Those that the next step of an optimizer uses."""
-    return [p.grad for p in parameters_with_gradient(optimizer) if p.grad is not None]
-
-
-def trainable_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that can have a gradient."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:

@@ -47,7 +47,7 @@ class CompiledFunction:
         # An all-reduce on the host cuts the step into two graphs, which cannot be replayed or counted.
         self.is_one_graph = not runtime.reduces_on_the_host
         if mutates and self.is_one_graph:
-            self.replay = GraphReplay(function, name, max_graphs, *mutates, runtime)
+            self.replay = GraphReplay(function, name, *mutates, runtime)
 
     def __call__(self, *arguments) -> Any:
         signature = self._signature(arguments)
@@ -70,8 +70,8 @@ class CompiledFunction:
         causes = recompiles.differences(last, signature) if last else []
         if refusal is not None:
             refusal.causes = tuple(causes)
-        if last and self.replay and self.replay.new_operation:
-            causes.append(f"first new operation: {self.replay.new_operation}")
+            if operation := refusal.args[3]:
+                causes.append(f"first new operation: {operation}")
         self.runtime.record_compilation(self.name, graphs, seconds, causes, refused=refusal is not None)
 
     def _signature(self, arguments):
