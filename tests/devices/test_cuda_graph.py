@@ -83,8 +83,10 @@ def test_captured_steps_equal_eager_ones_bit_for_bit_and_another_shape_ends_the_
     ours = outcome(gpu, optimizer, True, dropout, changes_at)
     assert len(emulated.graphs) == 1 and emulated.launches == changes_at - cuda_graph.WARM_UP
     check_equal(ours, outcome(gpu, optimizer, False, dropout, changes_at))
-    programs = [event["programs"] for event in gpu.pop_compile_events()]
-    assert programs == ([1] if changes_at == STEPS else [1, 0])
+    events = gpu.pop_compile_events()
+    assert [event["programs"] for event in events] == ([1] if changes_at == STEPS else [1, 0])
+    why = "image went from (4, 1, 28, 28) to (3, 1, 28, 28): the last batch is ragged"
+    assert events[-1]["why"] == [] if changes_at == STEPS else why in events[-1]["why"][0]
 
 
 @pytest.mark.parametrize("peak, launches", [(30, STEPS - 3), (50, 0)])

@@ -37,30 +37,15 @@ def test_gpus_without_bf16_take_fp16_with_a_scaler_and_unknown_precisions_are_re
         open_runtime(detect(), "fp8")
 
 
-@pytest.mark.parametrize("precision, allowed", [("fp32", False), ("bf16", True)])
-def test_fp32_on_a_gpu_rounds_no_factor_to_tf32_and_cudnn_measures_its_algorithms(
-    precision, allowed, monkeypatch
-):
-    gpu(monkeypatch, capability=(8, 0))
-    cudnn = torch.backends.cudnn
-    monkeypatch.setattr(cudnn, "benchmark", False)
-    assert cudnn.allow_tf32  # torch's default
-    try:
-        CUDARuntime("cuda", precision)
-        assert cudnn.benchmark and cudnn.allow_tf32 == allowed and not torch.backends.cuda.matmul.allow_tf32
-        if hasattr(cudnn, "conv"):  # the newer way to ask, which has to agree
-            assert (cudnn.conv.fp32_precision == "tf32") == allowed
-    finally:
-        cudnn.allow_tf32 = True
-
-
 @pytest.mark.parametrize(
     "capability, fine", [((6, 0), False), ((7, 5), True), ((8, 9), True), ((12, 0), True)]
 )
 def test_a_gpu_that_torch_was_not_built_for_is_refused_before_its_first_kernel(capability, fine, monkeypatch):
     gpu(monkeypatch, capability)
     if fine:
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
         assert CUDARuntime("cuda").device.type == "cuda"
+        assert torch.backends.cudnn.benchmark  # it measures its algorithms
         return
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla P100-PCIE-16GB")
     with pytest.raises(TpukitError, match=r"P100-PCIE-16GB .*6\.0.* sm_75, sm_80, compute_90 "):

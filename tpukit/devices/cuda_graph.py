@@ -14,19 +14,20 @@ on the GPU, so there is nothing to undo. Where a step cannot be captured, all la
 
 import contextlib
 import functools
+import inspect
 import random
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpukit.devices import recompiles
 from tpukit.devices.optimizers import HostNumbers
@@ -59,7 +60,7 @@ class CapturedStep:
     counter in Python is not."""
 
     may_capture = True
-    key: str | None = None  # the signature of all calls
+    signature: dict[str, Any] | None = None  # of all calls, see `recompiles`
     warm_ups = 0  # calls so far
     # Once captured: the graph, what it returns, and what it does not change
     graph: torch.cuda.CUDAGraph | None = None
@@ -76,6 +77,7 @@ class CapturedStep:
     ):
         self.function, self.name, self.runtime = function, name, runtime
         self.model, self.optimizer = model, optimizer
+        self.parameter_names = tuple(inspect.signature(function).parameters)
         self.stream = _capture_stream()
         self.pool = torch.cuda.graph_pool_handle()  # of the graph's memory
         self.inputs: list[Tensor] = []  # what the graph reads in place of the arguments
@@ -84,11 +86,12 @@ class CapturedStep:
     def __call__(self, *arguments) -> Tensor:
         if not self.may_capture:
             return self.function(*arguments)
-        key, tensors = recompiles.call_key(arguments, self.model, self.optimizer)
-        if self.key not in (None, key):
-            self._refuse("a shape or a number of its arguments, or a setting of the optimizer, has changed")
+        signature = recompiles.signature(self.parameter_names, arguments, (self.model, self.optimizer))
+        self.signature = self.signature or signature
+        if changes := recompiles.differences(self.signature, signature):
+            self._refuse("; ".join(changes))
             return self.function(*arguments)
-        self.key = key
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         if self.warm_ups < WARM_UP:
             self.warm_ups += 1
             return self._warm_up(arguments, is_last=self.warm_ups == WARM_UP)
@@ -158,7 +161,7 @@ class CapturedStep:
         self.inputs = [tensor.clone() for tensor in tensors]
         remaining = iter(self.inputs)
         arguments = tree_map_only(torch.Tensor, lambda _: next(remaining), arguments)
-        before = _OptimizerState(self.optimizer)
+        host = HostNumbers(self.optimizer)
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # Only this thread: others make batches and compute scores meanwhile.
@@ -169,19 +172,19 @@ class CapturedStep:
         except BaseException as error:  # the step that is not captured raises it again, if it is one
             torch.cuda.set_stream(current)
             _end_capture(graph, self.pool)
-            before.restore()
+            host.restore()
             if self.runtime.scaler is not None:  # as after its `update`: how far the broken step got
                 self.runtime.scaler._per_optimizer_states.clear()
             if not isinstance(error, Exception):  # a signal
                 raise
             return _first_cause(error)
-        before.host.measure()
-        decides = before.decides_the_update()
-        before.restore()
+        host.measure()
+        decides = _decides_the_update(self.optimizer, host)
+        host.restore()
         if decides:
             name = type(self.optimizer).__name__
             return f"{name} computes with numbers on the host that change at each step"
-        self.graph, self.result, self.host = graph, result, before.host
+        self.graph, self.result, self.host = graph, result, host
         return None
 
     def _replay(self, tensors):
@@ -192,27 +195,14 @@ class CapturedStep:
         return self.result.clone()  # because the next replay writes over it
 
 
-class _OptimizerState:
-    """What an optimizer keeps, as it was when this was made, before the step."""
-
-    def __init__(self, optimizer):
-        self.optimizer, self.host = optimizer, HostNumbers(optimizer)
-        self.states = [(state, dict(state)) for state in optimizer.state.values()]
-
-    def decides_the_update(self):
-        """Whether the optimizer has changed its numbers, and so may compute with others at each step."""
-        if any(state[name] is not value for state, saved in self.states for name, value in saved.items()):
-            return True
-        if isinstance(self.optimizer, torch.optim.Adagrad) and not any(
-            g["lr_decay"] for g in self.optimizer.param_groups
-        ):
-            return False  # it counts its steps for the decay alone
-        return any(increment.any() for increment in self.host.increments)
-
-    def restore(self):
-        for state, saved in self.states:
-            state.update(saved)
-        self.host.restore()
+def _decides_the_update(optimizer: Optimizer, host: HostNumbers) -> bool:
+    """Whether the optimizer has changed its numbers on the host, and so may compute with others at each
+    step."""
+    if host.were_replaced():
+        return True
+    if isinstance(optimizer, torch.optim.Adagrad) and not any(g["lr_decay"] for g in optimizer.param_groups):
+        return False  # it counts its steps for the decay alone
+    return any(increment.any() for increment in host.increments)
 
 
 def host_random_state() -> tuple:

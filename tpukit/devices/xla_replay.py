@@ -24,10 +24,11 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from tpukit.devices import xla_private
 from tpukit.devices.optimizers import HostNumbers, state_tensors
-from tpukit.devices.recompiles import UnexpectedRecompilation, call_key, new_operation
+from tpukit.devices.recompiles import UnexpectedRecompilation, new_operation
 
 if TYPE_CHECKING:
     from tpukit.devices.xla import XLARuntime
@@ -71,9 +72,10 @@ class GraphReplay:
         # The state that the last two replays wrote.
         self.recently_written: collections.deque = collections.deque(maxlen=2)
 
-    def __call__(self, *arguments) -> Tensor:
-        key, tensors = call_key(arguments, self.model, self.optimizer)
-        key += repr(self._shardings(tensors))
+    def __call__(self, arguments: tuple, signature: dict[str, Any]) -> Tensor:
+        """signature: of the arguments, see `recompiles`."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        key = repr((signature, self._shardings(tensors)))
         self.calls += 1
         graph = self.graph
         if graph is None or key != self.key or graph.replays == graph.check_after:
@@ -250,7 +252,7 @@ class CapturedGraph:
     def is_equivalent(self, other: "CapturedGraph") -> bool:
         """Whether the two differ in nothing but the values of state and arguments, so that one can replace
         the other."""
-        if self.draws_random_numbers or self.written != other.written:
+        if self.draws_random_numbers or self.host.were_replaced() or self.written != other.written:
             return False
         if [(x.kind, x.number) for x in self.inputs] != [(x.kind, x.number) for x in other.inputs]:
             return False
