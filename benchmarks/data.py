@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageFilter, ImageOps
 
+from benchmarks.steps import open_runtime
 from tpukit import MSHNet
-from tpukit.devices.runtime import Runtime
 from tpukit.tasks.mshnet import augment
 from tpukit.tasks.mshnet.model import IMAGE_MEAN, IMAGE_STD, normalise
 from tpukit.training.data import BatchLoader, training_index_batches
@@ -54,7 +54,7 @@ def main(device, folder):
     torch.set_num_threads(1)
     folder = Path(folder)
     data, _ = MSHNet(dataset_dir=folder).datasets()
-    runtime = Runtime(device)
+    runtime = open_runtime(device, "auto")
     plan = list(training_index_batches(len(data), BATCH, seed=0, epoch=0, num_uniforms=data.num_uniforms))[:6]
     ways = {
         "plain": lambda steps: (

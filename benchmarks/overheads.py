@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from tpukit import MSHNet, Run, train
-from tpukit.devices.cpu import CPURuntime
+from tpukit.devices.runtime import Runtime
 from tpukit.tasks.datasets import make_synthetic
 from tpukit.training import evaluation, loop
 
@@ -27,7 +27,7 @@ RUNS, EPOCHS, BATCH = 5, 12, 8
 IMAGES, STEPS, BATCHES = 1005, 100, 26  # as many as IRSTD-1k has: 804 to train, 201 to test
 
 
-class FastDevice(CPURuntime):
+class FastDevice(Runtime):
     """A device that works in order and answers with constants. ends: when each step will have ended, by its
     place."""
 

@@ -15,6 +15,7 @@ from benchmarks import by_hand
 from benchmarks.literal import literal_layers
 from tpukit import MSHNet, Run, train
 from tpukit.devices import cuda_graph
+from tpukit.devices.cuda import CUDARuntime
 from tpukit.devices.runtime import Runtime
 from tpukit.host.tables import GIB
 from tpukit.training.data import identity
@@ -45,7 +46,6 @@ WAYS = {
         "fp32, captured": dict(precision="fp32", replayed=True),
         "half precision, channels outermost": dict(precision="half", channels_last="no"),
         "half precision": dict(precision="half"),
-        "half precision, CUDA graphs of the model": dict(precision="half", torch_compile="reduce-overhead"),
         "half precision, captured": dict(precision="half", replayed=True),
         "half precision, torch.compile, captured": dict(
             precision="half", torch_compile="default", replayed=True
@@ -59,7 +59,7 @@ def open_runtime(device, precision):
         from tpukit.devices.xla import XLARuntime
 
         return XLARuntime("xla", precision)
-    return Runtime(device, precision)
+    return CUDARuntime(device, precision) if device == "cuda" else Runtime(device, precision)
 
 
 class ByHand:
@@ -98,7 +98,7 @@ class Ours:
         model = runtime.to_device(task.model().train(), channels_last=task.channels_last)
         optimizer = task.optimizer(model)
         runtime.init_optimizer_state(optimizer)
-        faster = runtime.torch_compile(model, task.torch_compile, is_captured=replayed)
+        faster = runtime.torch_compile(model, task.torch_compile)
         self.batch, self.sums = runtime.put(task.example(task.batch_size)), new_sums(runtime)
 
         def step(batch, sums):

@@ -2,8 +2,7 @@
 (`test_null_gpu`), which runs torch's own CUDA code.
 
 A capture records each operation with the memory of its inputs and outputs, and leaves all memory as it was;
-what was made within it holds garbage. A replay runs the operations again on the same memory. The memory of
-graphs is shared: that of each is worth nothing once another one was replayed."""
+what was made within it holds garbage. A replay runs the operations again on the same memory."""
 
 import contextlib
 import random
@@ -24,16 +23,12 @@ class EmulatedRuntime(Runtime):
     """A GPU's way to compute, on CPU tensors."""
 
     compile, as_graph_input = CUDARuntime.compile, CUDARuntime.as_graph_input
-    init_optimizer_state, _step_unless_overflow = (
-        CUDARuntime.init_optimizer_state,
-        CUDARuntime._step_unless_overflow,
-    )
+    init_optimizer_state = CUDARuntime.init_optimizer_state
+    _step_unless_overflow = CUDARuntime._step_unless_overflow
+    _searches_not_counted = staticmethod(lambda function: function)
 
     def __init__(self, precision="fp32"):
         super().__init__("cuda", precision)
-
-    def _open_device(self):
-        return torch.device("cpu")
 
 
 class Stream:
@@ -48,21 +43,16 @@ class EmulatedGpu:
         self.graphs, self.launches = [], 0
         self.host = {}  # memory -> an optimizer's counter, which a real GPU's optimizer keeps on the host
         self.hook = register_optimizer_step_pre_hook(self._note_counters)
-        nothing = lambda *_: None  # noqa: E731
         for name, value in dict(
-            CUDAGraph=lambda: Graph(self),
-            graph=self.capture,
-            stream=lambda stream: contextlib.nullcontext(),
-            current_stream=Stream,
-            set_stream=nothing,
-            graph_pool_handle=nothing,
-            reset_peak_memory_stats=nothing,
-            empty_cache=nothing,
+            CUDAGraph=lambda: Graph(self), graph=self.capture, current_stream=Stream
         ).items():
             monkeypatch.setattr(torch.cuda, name, value)
+        for name in ("set_stream", "graph_pool_handle", "reset_peak_memory_stats", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         monkeypatch.setattr(cuda_graph, "_capture_stream", Stream)
         monkeypatch.setattr(cuda_graph, "_waits_recorded", lambda: contextlib.nullcontext([]))
-        monkeypatch.setattr(cuda_graph, "_end_capture", nothing)
+        monkeypatch.setattr(cuda_graph, "_end_capture", lambda *_: None)
         # The CPU's generator stands for the GPU's, which a replay moves on; Python's numbers are the host's.
         monkeypatch.setattr(cuda_graph, "host_random_state", random.getstate)
         monkeypatch.setattr(cuda, "_is_beside", lambda value, parameter: not self.is_on_host([value]))
@@ -103,11 +93,8 @@ class Graph(TorchDispatchMode):
             torch.set_rng_state(seed)
             for storage, content in self.outside.values():
                 storage.copy_(content)
-            self.spoil()
-
-    def spoil(self):
-        for storage in self.inside.values():
-            storage.fill_(0xFF)  # NaN
+            for storage in self.inside.values():
+                storage.fill_(0xFF)  # NaN
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -118,24 +105,19 @@ class Graph(TorchDispatchMode):
             return outputs
         if function.overloadpacket.__name__ in WAITS:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-        for tensor in inputs:
-            if memory_of(tensor) not in self.inside and memory_of(tensor) not in self.outside:
-                self.outside[memory_of(tensor)] = (tensor.untyped_storage(), tensor.untyped_storage().clone())
+        known = {memory_of(tensor): tensor.untyped_storage() for tensor in inputs}
+        for memory in known.keys() - self.inside.keys() - self.outside.keys():
+            self.outside[memory] = (known[memory], known[memory].clone())
         outputs = function(*args, **kwargs)
-        known = {memory_of(tensor) for tensor in inputs}
-        for tensor in tensors_of(outputs):
-            if memory_of(tensor) not in known:
-                self.inside[memory_of(tensor)] = tensor.untyped_storage()
+        made = {memory_of(tensor): tensor.untyped_storage() for tensor in tensors_of(outputs)}
+        self.inside |= {memory: made[memory] for memory in made.keys() - known.keys()}
         if function.namespace != "profiler":
-            self.operations.append((function, args, kwargs, outputs, known))
+            self.operations.append((function, args, kwargs, outputs, known.keys()))
         return outputs
 
     def replay(self):
         self.gpu.launches += 1
         with _disable_current_modes(), torch.no_grad():
-            for graph in self.gpu.graphs:
-                if graph is not self:
-                    graph.spoil()
             for function, args, kwargs, outputs, known in self.operations:
                 again = function(*args, **kwargs)
                 for kept, new in zip(tensors_of(outputs), tensors_of(again)):

@@ -20,7 +20,7 @@ import tpukit
 from tests.tasks.cdeit.small import TINY
 from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, launch
 from tpukit.devices import cuda_graph
-from tpukit.devices.runtime import Runtime
+from tpukit.devices.cuda import CUDARuntime
 from tpukit.host import environment
 from tpukit.runs.signals import StopSignal
 from tpukit.training import metrics
@@ -84,7 +84,9 @@ def steps(tasks, run):
     """`count_steps` of each of the tasks, arguments of `small`."""
     tasks = [small(**arguments) for arguments in tasks]
     runs = [Run.open(f"{run}-{number}", task) for number, task in enumerate(tasks)]
-    return [count_steps(task, run, runtime=Runtime("cuda", task.precision)) for task, run in zip(tasks, runs)]
+    return [
+        count_steps(task, run, runtime=CUDARuntime("cuda", task.precision)) for task, run in zip(tasks, runs)
+    ]
 
 
 def steps_of_two(task, run):
@@ -134,7 +136,7 @@ def trained(task, run):
     run = Run.open(run, task)
     take_counts()
     try:
-        tpukit.train(task, run, runtime=Runtime("cuda", task.precision), progress=False)
+        tpukit.train(task, run, runtime=CUDARuntime("cuda", task.precision), progress=False)
         ending = "done"
     except BaseException as error:
         ending = type(error).__name__

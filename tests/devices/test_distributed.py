@@ -15,63 +15,20 @@ RANK = """
 import sys
 import torch, torch.distributed as dist
 from tpukit.devices.distributed import World
+from tpukit.devices.runtime import Runtime
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
 world = World(rank, 3)
 def tell(*values): print("result:", *values, file=sys.stderr)  # gloo prints to stdout
 mine = dict(weight=torch.full((rank + 1,), float(rank)), notes=[rank, f"rank {rank}"])
-tell([row for row in world.all_gather([rank, 0.5])])
+tell(world.all_gather(dict(row=[rank, 0.5], is_first=rank == 0)))
 gathered = world.gather(mine)
 tell([tree["weight"].tolist() for tree in gathered])
 tell(world.broadcast(mine)["notes"], world.broadcast(mine)["weight"].tolist())
 tell(world.all_reduce(torch.tensor([1.0, rank])).tolist())
-"""
 
-
-class Code:
-    """Runs code where it is unpickled."""
-
-    def __reduce__(self):
-        return exec, ("raise SystemExit('code of another rank')",)
-
-
-def test_what_another_rank_sends_runs_no_code():
-    with pytest.raises(pickle.UnpicklingError):
-        distributed._unpack(distributed._pack([Code()]))
-
-
-def results_of_ranks(program, tmp_path):
-    """What each of three ranks tells."""
-    command = [sys.executable, "-c", program]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), tmp_path / "store"], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(3)
-    ]
-    errors = [rank.communicate(timeout=120)[1].splitlines() for rank in ranks]
-    return [
-        [line.removeprefix("result: ") for line in lines if line.startswith("result: ")] for lines in errors
-    ]
-
-
-def test_every_rank_gets_what_a_collective_promises(tmp_path):
-    for number, lines in enumerate(results_of_ranks(RANK, tmp_path)):
-        assert lines[0] == str([[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]])
-        assert lines[1] == (str([[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]]) if number == 0 else "[]")
-        assert lines[2:] == ["[0, 'rank 0'] [0.0]", "[3.0, 3.0]"]
-
-
-REDUCED = """
-import sys
-import torch, torch.distributed as dist
-from tpukit.devices.distributed import World
-from tpukit.devices.runtime import Runtime
-
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
-runtime = Runtime("cpu", "fp16", World(rank, 3))
+runtime = Runtime("cpu", "fp16", world)
 channels_last = torch.ones(2, 3, 2, 2).contiguous(memory_format=torch.channels_last)
 made = [channels_last, torch.ones(2), torch.ones(2), torch.ones(())]
 everywhere, on_one, nowhere, frozen = parameters = [torch.nn.Parameter(value) for value in made]
@@ -90,29 +47,58 @@ for number in range(3):
     runtime.all_reduce_gradients(optimizer)
     missing = [p.grad is None for p in parameters]
     runtime.optimizer_step(optimizer)
-    values = everywhere[1, 2, 1].tolist(), on_one[0].item(), nowhere[0].item()
-    print("result:", missing, *values, file=sys.stderr)
-print("result:", runtime.scaler.get_scale(), file=sys.stderr)
+    tell(missing, everywhere[1, 2, 1].tolist(), on_one[0].item(), nowhere[0].item())
+tell(runtime.scaler.get_scale())
 """
 
 
-def test_gradients_become_their_mean_and_an_overflow_of_one_rank_skips_the_step_of_all(tmp_path):
+class Code:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit('code of another rank')",)
+
+
+def test_what_another_rank_sends_runs_no_code():
+    with pytest.raises(pickle.UnpicklingError):
+        distributed._unpack(distributed._pack([Code()]))
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What each of three ranks tells, line by line."""
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), store], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(3)
+    ]
+    outputs = [rank.communicate(timeout=120)[1].splitlines() for rank in ranks]
+    told = [[line.removeprefix("result: ") for line in lines if "result: " in line] for lines in outputs]
+    assert [len(lines) for lines in told] == [8] * 3, outputs
+    return told
+
+
+def test_every_rank_gets_what_a_collective_promises(told):
+    for number, lines in enumerate(told):
+        assert lines[0] == str([dict(row=[rank, 0.5], is_first=float(not rank)) for rank in (0.0, 1.0, 2.0)])
+        assert lines[1] == (str([[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]]) if number == 0 else "[]")
+        assert lines[2:4] == ["[0, 'rank 0'] [0.0]", "[3.0, 3.0]"]
+
+
+def test_gradients_become_their_mean_and_an_overflow_of_one_rank_skips_the_step_of_all(told):
     """Parameters: with a gradient on all ranks, on one rank in the first step, on none, frozen. Weight decay
     of 0.5 tells a gradient of zero from none."""
-    for printed in results_of_ranks(REDUCED, tmp_path):
-        first = [[False, False, True, True], [1 - 0.5 - 2 * 22.0, 1 - 0.5 - 2 * 23.0], 1 - 0.5 - 1.0, 1.0]
-        second = [
-            [False, True, True, True],
-            [x / 2 - 2 * n for x, n in zip(first[1], (22.0, 23.0))],
-            *first[2:],
-        ]
-        third = second  # that overflowed
-        assert printed == [*(" ".join(map(str, row)) for row in (first, second, third)), str(2.0**15)]
+    first = [[False, False, True, True], [1 - 0.5 - 2 * 22.0, 1 - 0.5 - 2 * 23.0], 1 - 0.5 - 1.0, 1.0]
+    moved = [x / 2 - 2 * n for x, n in zip(first[1], (22.0, 23.0))]
+    second = [[False, True, True, True], moved, *first[2:]]
+    third = second  # that overflowed
+    wanted = [*(" ".join(map(str, row)) for row in (first, second, third)), str(2.0**15)]
+    assert [lines[4:] for lines in told] == [wanted] * 3
 
 
 def test_a_world_of_one_needs_no_process_group():
     world, tree = World(), dict(a=torch.ones(2))
-    assert (
-        world.all_gather([1.0]) == [[1.0]] and world.gather(tree) == [tree] and world.broadcast(tree) is tree
-    )
-    assert world.all_reduce(tree["a"]).tolist() == [1.0, 1.0]
+    assert world.all_gather([1.0]) == [[1.0]] and world.gather(tree) == [tree]
+    assert world.broadcast(tree) is tree and world.all_reduce(tree["a"]).tolist() == [1.0, 1.0]

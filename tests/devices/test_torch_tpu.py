@@ -47,7 +47,7 @@ def test_a_training_gives_the_records_and_weights_of_the_cpu_and_a_resumed_one_t
     for epochs in (1, 2):
         torch.tpu.default_generators[0].manual_seed(99 if epochs == 2 else 5)
         part = dataclasses.replace(task, epochs=epochs)
-        train(part, runs["halves"], runtime=TorchTPURuntime(precision="fp32"), progress=False)
+        train(part, runs["halves"], runtime=TorchTPURuntime("tpu", "fp32"), progress=False)
     assert exact(runs["cpu"]) == exact(runs["whole"]) == exact(runs["halves"])
     for name in ("whole", "halves"):
         assert same(best_weights(runs["cpu"]), best_weights(runs[name]))
@@ -60,16 +60,24 @@ def test_a_training_gives_the_records_and_weights_of_the_cpu_and_a_resumed_one_t
     assert {name for name, _ in compiled} == {"Sequential", "without_gradient", "compose"}
 
 
-def test_a_chip_computes_in_bf16_reports_its_memory_and_refuses_fp16_and_spmd(mock, tmp_path):
-    runtime = TorchTPURuntime()
+def test_a_chip_computes_in_bf16_reports_its_memory_takes_what_is_put_and_refuses_fp16_and_spmd(
+    mock, tmp_path
+):
+    runtime = TorchTPURuntime("tpu")
     assert runtime.precision == "bf16" and runtime.memory_size() == 16 * 2**30 and runtime.memory() == []
     with runtime.traced(tmp_path):
         pass
     assert ("xprof_trace_handler", (), dict(dir_name=str(tmp_path))) in mock
     with refuses("fp16", "bf16"):
-        TorchTPURuntime(precision="fp16")
+        TorchTPURuntime("tpu", "fp16")
     with refuses("spmd", "processes"):
         open_runtime(torch_tpu_mock.machine(8), spmd_cores=8)
+    runtime.device = torch.device("meta")
+    placed = list(runtime.to_device(torch.nn.Linear(2, 2), channels_last="yes").parameters())
+    for put in (runtime.put, runtime.put_batch, runtime.put_dataset):
+        placed += put(dict(x=np.ones(2))).values()
+    placed += [runtime.as_graph_input(0.5), runtime.as_graph_input(3)]
+    assert {tensor.device.type for tensor in placed} == {"meta"} and runtime.as_graph_input(None) is None
 
 
 def test_the_commands_run_unchanged_through_torch_tpu(mock, digits, tmp_path, monkeypatch, capsys):
@@ -84,16 +92,6 @@ def test_the_commands_run_unchanged_through_torch_tpu(mock, digits, tmp_path, mo
     assert "torch_tpu compiled the model" in report and "Nothing is compiled" not in report
     assert cli.main(["test", *data, "--weights", str(run / "best.safetensors"), *size]) == 0
     assert "accuracy" in capsys.readouterr().out
-
-
-def test_models_batches_and_numbers_are_placed_on_the_chip(mock):
-    runtime = TorchTPURuntime(precision="fp32")
-    runtime.device = torch.device("meta")
-    placed = list(runtime.to_device(torch.nn.Linear(2, 2), channels_last="yes").parameters())
-    for put in (runtime.put, runtime.put_batch, runtime.put_dataset):
-        placed += put(dict(x=np.ones(2))).values()
-    placed += [runtime.as_graph_input(0.5), runtime.as_graph_input(3)]
-    assert {tensor.device.type for tensor in placed} == {"meta"} and runtime.as_graph_input(None) is None
 
 
 @pytest.mark.parametrize("kind, opens", [(None, False), ("cuda", False), ("tpu", True)])
@@ -121,20 +119,19 @@ def test_a_rank_opens_its_chip_and_then_joins_over_the_hosts_memory_and_the_chip
     assert calls == ["opened", "cpu:gloo,tpu:tpu_dist"] and (world.rank, world.size) == (3, 8)
 
 
-def test_a_launch_is_refused_where_this_process_has_used_the_chips(mock, digits, tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "detect", lambda: torch_tpu_mock.machine(8))
+def test_a_launch_is_refused_where_this_process_has_used_the_chips_or_torch_tpu_knows_no_such_shape(
+    mock, digits, tmp_path, monkeypatch
+):
+    machine = torch_tpu_mock.machine(8)
+    monkeypatch.setattr(environment, "detect", lambda: machine)
     monkeypatch.setattr(torch.tpu, "is_initialized", lambda: True)
     task = MNIST(dataset_dir=digits, **SMALL)
     with refuses("already initialized", "Restart"):
         launcher.launch(train, task, Run.open(tmp_path, task))
-
-
-def test_two_of_eight_chips_are_refused_because_torch_tpu_knows_no_such_shape():
-    machine = torch_tpu_mock.machine(8)
     assert launcher._count_cores(machine, 4, "processes") == 4
     for cores, parallel, words in ((2, "processes", "cores=4"), (8, "spmd", "torch_xla")):
         with refuses(words):
-            launcher._count_cores(machine, cores, parallel)
+            launcher.launch(train, task, Run.open(tmp_path, task), cores=cores, parallel=parallel)
 
 
 def started(options, torchrun=0, **variables):
@@ -207,19 +204,9 @@ def test_a_rank_that_fails_under_torchrun_ends_all_although_torch_tpu_would_wait
     assert ran.returncode == 1 and "rank 1 on" in ran.stderr and "sample 7 is broken" in ran.stderr
 
 
-@pytest.mark.parametrize("processes, addresses", [(4, None), (2, 4), (8, 4)])
-def test_torchrun_is_refused_where_its_processes_are_not_as_many_as_torch_tpu_was_prepared_for(
-    processes, addresses, mock, digits, tmp_path, monkeypatch
+def test_each_launch_prepares_its_own_chips_and_is_refused_where_the_user_or_torchrun_set_others(
+    mock, digits, tmp_path, monkeypatch
 ):
-    os.environ.update(TORCHELASTIC_RUN_ID="1", WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE="1")
-    os.environ.update(OF_FOUR if addresses else {})
-    monkeypatch.setattr(environment, "detect", lambda: torch_tpu_mock.machine(8))
-    task = MNIST(dataset_dir=digits, **SMALL)
-    with refuses(f"{addresses or 0} TPU chips", f"{processes} processes", "torch.tpu.distributed"):
-        launcher.launch(train, task, Run.open(tmp_path, task))
-
-
-def test_each_launch_prepares_its_own_chips_and_keeps_what_the_user_has_set(mock, monkeypatch):
     for count in (8, 4):
         torch_tpu_private.set_launch_variables(count)
         assert os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].count(":") == count
@@ -228,6 +215,15 @@ def test_each_launch_prepares_its_own_chips_and_keeps_what_the_user_has_set(mock
     assert os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"].startswith("host-a")
     with refuses("4 TPU chips", "8 processes"):
         torch_tpu_private.set_launch_variables(8)
+    monkeypatch.setattr(environment, "detect", lambda: torch_tpu_mock.machine(8))
+    task = MNIST(dataset_dir=digits, **SMALL)
+    os.environ.update(TORCHELASTIC_RUN_ID="1", LOCAL_WORLD_SIZE="1")
+    for processes, chips in ((2, 4), (8, 4), (4, 0)):
+        os.environ["WORLD_SIZE"] = str(processes)
+        if not chips:
+            del os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"]
+        with refuses(f"{chips} TPU chips", f"{processes} processes", "torch.tpu.distributed"):
+            launcher.launch(train, task, Run.open(tmp_path, task))
 
     def refuse(nproc_per_node):
         raise RuntimeError("No TPU topology found for count: 2")

@@ -318,14 +318,12 @@ def test_one_core_too_waits_until_its_chip_is_free_unless_this_process_has_it(
     accelerator, is_open, visible, waits, digits, tmp_path, monkeypatch
 ):
     needs_torch_xla()
-    import torch_xla
-
     waited = []
     monkeypatch.setenv("TPU_VISIBLE_CHIPS", visible)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "WARNING: could not determine them, please set env var")
     here = machine(accelerator, 1)
     monkeypatch.setattr(environment, "detect", lambda: here)
-    monkeypatch.setattr(torch_xla._XLAC, "_xla_runtime_is_initialized", lambda: is_open)
+    monkeypatch.setattr("tpukit.devices.xla_private.is_open", lambda: is_open)
     monkeypatch.setattr(
         launcher.tpu_chips, "wait_until_free", lambda run: waited.append(os.environ["TPU_WORKER_HOSTNAMES"])
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tpukit import cli, detect
-from tpukit.devices import cpu
+from tpukit.devices.runtime import Runtime
 from tpukit.tools.doctor import NOTE, OK, WARNING, Check, hardware
 
 GRADIENT = 256 * 256 * 4
@@ -19,7 +19,7 @@ def machine():
     return lambda accelerator: dataclasses.replace(detect({}, "/nowhere"), accelerator=accelerator)
 
 
-class Filling(cpu.CPURuntime):
+class Filling(Runtime):
     """Holds the gradients of each step until it is waited for."""
 
     held_at_once = 1
@@ -51,7 +51,7 @@ def test_gradients_of_many_steps_at_once_are_a_warning_with_the_option_that_help
 
 @pytest.fixture
 def of_the_cpu(monkeypatch):
-    monkeypatch.setattr("tpukit.devices.open_runtime", lambda env, precision: cpu.CPURuntime("cpu", "bf16"))
+    monkeypatch.setattr("tpukit.devices.open_runtime", lambda env, precision: Runtime("cpu", "bf16"))
 
 
 def test_attention_that_computes_its_formula_is_right_and_the_chosen_kernels_are_named(machine, of_the_cpu):

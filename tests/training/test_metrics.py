@@ -73,11 +73,11 @@ def test_memory_of_every_device_of_every_rank_is_recorded(digits, tmp_path, monk
     )
 
     class Two(World):
-        def all_gather(self, values):  # the other rank says the same of its own devices
-            other = [
-                v + 10 if n >= 4 and n % 2 == 0 and n < len(values) - 2 else v for n, v in enumerate(values)
-            ]
-            return [list(values), other]
+        def all_gather(self, mine):  # the other rank says the same of its own devices
+            if isinstance(mine, list):
+                return [mine, mine]
+            memory = [v if number % 2 else v + 10 for number, v in enumerate(mine["memory"])]
+            return [mine, dict(mine, memory=memory)]
 
     task = MNIST(dataset_dir=digits, epochs=1, batch_size=16, log_every=99)
     runtime = Runtime("cpu")

@@ -193,7 +193,7 @@ def test_a_signal_that_comes_while_ranks_tell_each_other_of_signals_is_not_lost(
     trainer = Trainer(task, Run.open(tmp_path, task), cpu, StopSignal())
     monkeypatch.setattr(metrics, "sync", with_signal)
     monkeypatch.setattr(cpu.world, "size", ranks)
-    monkeypatch.setattr(cpu.world, "all_gather_dicts", lambda values: [values])
+    monkeypatch.setattr(cpu.world, "all_gather", lambda values: [values])
     trainer.sync()
     if ranks == 2:  # the other one does not know of it yet
         trainer.check_stop()

@@ -52,6 +52,10 @@ def open_runtime(
         from tpukit.devices.xla import XLARuntime
 
         return XLARuntime(env.accelerator, precision, world, spmd_cores)
+    if env.accelerator == "cuda":
+        from tpukit.devices.cuda import CUDARuntime
+
+        return CUDARuntime(env.accelerator, precision, world)
     return Runtime(env.accelerator, precision, world)
 
 

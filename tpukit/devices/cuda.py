@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpukit.devices import cuda_graph
+from tpukit.devices.distributed import World
 from tpukit.devices.optimizers import copy_flattened, flattened, parameters_with_gradient
 from tpukit.devices.runtime import Batch, Runtime
 from tpukit.host.environment import supports
@@ -19,8 +20,6 @@ from tpukit.host.errors import TpukitError
 EVALUATION_BATCH = 64
 # Not SGD, whose fused step fails where a gradient comes later.
 _HAS_FUSED_STEP = (torch.optim.Adam, torch.optim.AdamW)
-# Modes of torch.compile that make CUDA graphs of a model -> modes that do not.
-_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 def check_cuda() -> None:
@@ -39,9 +38,10 @@ class CUDARuntime(Runtime):
     torch has one, and counts its steps on the device."""
 
     peak_before = 0  # bytes: of what ran before the statistics of torch were last reset
+    generators = {**Runtime.generators, "cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state)}
 
-    def __init__(self, accelerator: str = "cuda", *arguments, **settings):
-        super().__init__(accelerator, *arguments, **settings)
+    def __init__(self, accelerator: str = "cuda", precision: str = "auto", world: World | None = None):
+        super().__init__(accelerator, precision, world)
         if self.precision == "fp32":
             _multiply_in_fp32()
 
@@ -121,11 +121,6 @@ class CUDARuntime(Runtime):
         vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True  # the first steps do run so
         return True
 
-    def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
-        if accumulates or is_captured:
-            mode = _WITHOUT_GRAPHS.get(mode, mode)
-        return super().torch_compile(model, mode)
-
     def _step_unless_overflow(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Update the weights, but leave everything on the device as it is where a gradient overflowed.
 
@@ -147,14 +142,6 @@ class CUDARuntime(Runtime):
 
     def sync(self) -> None:
         torch.cuda.synchronize()
-
-    def random_state(self) -> dict[str, Any]:
-        return {**super().random_state(), "cuda": torch.cuda.get_rng_state()}
-
-    def set_random_state(self, state: dict[str, Any]) -> None:
-        super().set_random_state(state)
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"])
 
     def reset_statistics(self) -> None:
         super().reset_statistics()

@@ -4,31 +4,30 @@ PyTorch hands each operation of a step to the GPU on its own. For a network of a
 take the host longer than the GPU needs for the step. A CUDA graph holds all of them with the addresses of
 their tensors, so that later steps copy their arguments to where the captured ones lay, and launch it.
 
-    first calls of a signature    warm-up: run normally, on the stream of the capture; the last one is
-                                  searched for what a replay would not repeat
-    the next call                 capture: the operations are recorded and none runs; then the first replay
-    later calls                   replay: copy the arguments, launch, copy the result
+    first calls      warm-up: run normally, on the stream of the capture; the last one is searched for what a
+                     replay would not repeat
+    the next call    capture: the operations are recorded and none runs; then the first replay
+    later calls      replay: copy the arguments, launch, copy the result
 
 All of these are steps of the training: a warm-up changes what a step changes, and a capture changes nothing
 on the GPU, so there is nothing to undo. Where a step cannot be captured, all later ones run normally."""
 
-import collections
 import contextlib
-import dataclasses
 import functools
+import inspect
 import random
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpukit.devices import recompiles
 from tpukit.devices.optimizers import HostNumbers
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from tpukit.devices.cuda import CUDARuntime
 
 WARM_UP = 3  # calls: cuDNN measures its algorithms, optimizers and libraries make their state
-MAX_GRAPHS = 8  # signatures: a step whose arguments are always new would never be replayed
 MEMORY_SHARE = 2  # a step may take 1 / MEMORY_SHARE of the memory, because its graph keeps that from all else
 SYNC_WARNING = "called a synchronizing CUDA operation"  # torch's only way to say so
 
@@ -52,14 +50,22 @@ def _capture_stream():
 
 
 class CapturedStep:
-    """`function` as a CUDA graph for each signature of its arguments, where it can be captured.
+    """`function` as a CUDA graph, where it can be captured.
 
     function: takes tensors (in any pytree) and numbers, returns one tensor, and may change the parameters and
-    buffers of `model` and the state of `optimizer`, in place, and the gradients. A new number among the
-    arguments, a new shape or a new setting of the optimizer is captured again. It sets the gradients to None
-    first, so that they are made in the graph's memory; they stay valid until the next call. What it does
-    besides, a replay does not repeat: random numbers that it draws on the host are noticed, a counter in
-    Python is not."""
+    buffers of `model` and the state of `optimizer`, in place, and the gradients. With another number among
+    the arguments, another shape or another setting of the optimizer it is captured no more. It sets the
+    gradients to None first, so that they are made in the graph's memory; they stay valid until the next call.
+    What it does besides, a replay does not repeat: random numbers that it draws on the host are noticed, a
+    counter in Python is not."""
+
+    may_capture = True
+    signature: dict[str, Any] | None = None  # of all calls, see `recompiles`
+    warm_ups = 0  # calls so far
+    # Once captured: the graph, what it returns, and what it does not change
+    graph: torch.cuda.CUDAGraph | None = None
+    result: Tensor | None = None
+    host: HostNumbers
 
     def __init__(
         self,
@@ -71,41 +77,33 @@ class CapturedStep:
     ):
         self.function, self.name, self.runtime = function, name, runtime
         self.model, self.optimizer = model, optimizer
+        self.parameter_names = tuple(inspect.signature(function).parameters)
         self.stream = _capture_stream()
-        self.pool = torch.cuda.graph_pool_handle()  # of memory, which the graphs share
-        self.warm_ups: collections.Counter = collections.Counter()  # signature -> calls
-        self.captured: dict[str, CapturedGraph] = {}  # by signature
-        self.replayed: CapturedGraph | None = None  # by the last call: the parameters have its gradients
-        self.may_capture = True
+        self.pool = torch.cuda.graph_pool_handle()  # of the graph's memory
+        self.inputs: list[Tensor] = []  # what the graph reads in place of the arguments
         runtime.allow_sync = False
 
     def __call__(self, *arguments) -> Tensor:
         if not self.may_capture:
             return self.function(*arguments)
-        key, tensors = recompiles.call_key(arguments, self.model, self.optimizer)
-        if key in self.captured:
-            return self._replay(self.captured[key], tensors)
-        if self.warm_ups[key] < WARM_UP:
-            self.warm_ups[key] += 1
-            if len(self.warm_ups) > MAX_GRAPHS:
-                self._refuse(
-                    f"its arguments or the optimizer's settings have had {len(self.warm_ups)} different"
-                    " values"
-                )
-                return self.function(*arguments)
-            return self._warm_up(arguments, is_last=self.warm_ups[key] == WARM_UP)
-        captured = self._capture(arguments, tensors)
-        if captured is None:
+        signature = recompiles.signature(self.parameter_names, arguments, (self.model, self.optimizer))
+        self.signature = self.signature or signature
+        if changes := recompiles.differences(self.signature, signature):
+            self._refuse("; ".join(changes))
             return self.function(*arguments)
-        self.captured[key] = captured
-        return self._replay(captured, tensors)
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        if self.warm_ups < WARM_UP:
+            self.warm_ups += 1
+            return self._warm_up(arguments, is_last=self.warm_ups == WARM_UP)
+        if self.graph is None and not self._capture(arguments, tensors):
+            return self.function(*arguments)
+        return self._replay(tensors)
 
     def _refuse(self, reason):
         self.may_capture, self.runtime.allow_sync = False, True
         self.runtime.record_compilation(self.name, 0, 0.0, [reason])
-        self.captured.clear()
-        self.replayed = None
-        torch.cuda.empty_cache()  # of the graphs' memory, and of the capture's stream
+        self.graph = self.result = None
+        torch.cuda.empty_cache()  # of the graph's memory, and of the capture's stream
         torch.cuda.reset_peak_memory_stats()  # which may hold what cuDNN tried out
 
     def _refuse_if_any_rank(self, reason):
@@ -119,7 +117,6 @@ class CapturedStep:
 
     def _warm_up(self, arguments, *, is_last):
         """Run the step on the stream of the capture; the last time, look for what could not be replayed."""
-        self.replayed = None
         if is_last:
             torch.cuda.reset_peak_memory_stats()  # which held what cuDNN tried out in the first step
         addresses, random_numbers = self._addresses(), host_random_state()
@@ -149,29 +146,22 @@ class CapturedStep:
         return [value.data_ptr() for value in (*self.model.parameters(), *self.model.buffers())]
 
     def _capture(self, arguments, tensors):
-        """Record the step: a `CapturedGraph`, or None where that fails on any rank."""
+        """Record the step, which runs nothing. Returns whether all ranks could."""
         started = time.monotonic()
-        captured, reason = None, self._too_large()
-        if reason is None:
-            captured, reason = self._record_step(arguments, tensors)
-        if self._refuse_if_any_rank(reason):
-            return None
+        if self._refuse_if_any_rank(self._record_step(arguments, tensors)):
+            return False
         self.runtime.record_compilation(self.name, 1, time.monotonic() - started, [])
-        return captured
+        return True
 
-    def _too_large(self):
-        """Why the step takes too much memory for a graph, or None."""
+    def _record_step(self, arguments, tensors):
+        """Make `graph`. Returns why that cannot be, or None."""
         for peak, total in self.runtime.memory():
             if peak > total / MEMORY_SHARE:
                 return f"it takes {peak / GIB:.1f} of {total / GIB:.1f} GiB, which a graph would keep"
-        return None
-
-    def _record_step(self, arguments, tensors):
-        """(`CapturedGraph`, None), or (None, reason)."""
-        inputs = [tensor.clone() for tensor in tensors]
-        remaining = iter(inputs)
+        self.inputs = [tensor.clone() for tensor in tensors]
+        remaining = iter(self.inputs)
         arguments = tree_map_only(torch.Tensor, lambda _: next(remaining), arguments)
-        before = _OptimizerState(self.optimizer)
+        host = HostNumbers(self.optimizer)
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # Only this thread: others make batches and compute scores meanwhile.
@@ -182,64 +172,37 @@ class CapturedStep:
         except BaseException as error:  # the step that is not captured raises it again, if it is one
             torch.cuda.set_stream(current)
             _end_capture(graph, self.pool)
-            before.restore()
+            host.restore()
             if self.runtime.scaler is not None:  # as after its `update`: how far the broken step got
                 self.runtime.scaler._per_optimizer_states.clear()
             if not isinstance(error, Exception):  # a signal
                 raise
-            return None, _first_cause(error)
-        before.host.measure()
-        decides = before.decides_the_update()
-        before.restore()
+            return _first_cause(error)
+        host.measure()
+        decides = _decides_the_update(self.optimizer, host)
+        host.restore()
         if decides:
             name = type(self.optimizer).__name__
-            return None, f"{name} computes with numbers on the host that change at each step"
-        gradients = [(p, p.grad) for p in self.model.parameters()]
-        return CapturedGraph(graph, inputs, result, gradients, before.host), None
+            return f"{name} computes with numbers on the host that change at each step"
+        self.graph, self.result, self.host = graph, result, host
+        return None
 
-    def _replay(self, captured, tensors):
-        torch._foreach_copy_(captured.inputs, tensors)
-        captured.graph.replay()
-        captured.host.advance()
-        if self.replayed is not captured:
-            for parameter, gradient in captured.gradients:
-                parameter.grad = gradient
-            self.replayed = captured
-        return captured.result.clone()  # because the next replay of any graph may write over it
+    def _replay(self, tensors):
+        torch._foreach_copy_(self.inputs, tensors)
+        assert self.graph is not None and self.result is not None
+        self.graph.replay()
+        self.host.advance()
+        return self.result.clone()  # because the next replay writes over it
 
 
-@dataclasses.dataclass
-class CapturedGraph:
-    """A captured step, and the tensors that it reads and writes at each replay."""
-
-    graph: torch.cuda.CUDAGraph
-    inputs: list[Tensor]
-    result: Tensor
-    gradients: list[tuple[nn.Parameter, Tensor | None]]
-    host: HostNumbers  # which the graph does not change
-
-
-class _OptimizerState:
-    """What an optimizer keeps, as it was when this was made, before the step."""
-
-    def __init__(self, optimizer):
-        self.optimizer, self.host = optimizer, HostNumbers(optimizer)
-        self.states = [(state, dict(state)) for state in optimizer.state.values()]
-
-    def decides_the_update(self):
-        """Whether the optimizer has changed its numbers, and so may compute with others at each step."""
-        if any(state[name] is not value for state, saved in self.states for name, value in saved.items()):
-            return True
-        if isinstance(self.optimizer, torch.optim.Adagrad) and not any(
-            g["lr_decay"] for g in self.optimizer.param_groups
-        ):
-            return False  # it counts its steps for the decay alone
-        return any(increment.any() for increment in self.host.increments)
-
-    def restore(self):
-        for state, saved in self.states:
-            state.update(saved)
-        self.host.restore()
+def _decides_the_update(optimizer: Optimizer, host: HostNumbers) -> bool:
+    """Whether the optimizer has changed its numbers on the host, and so may compute with others at each
+    step."""
+    if host.were_replaced():
+        return True
+    if isinstance(optimizer, torch.optim.Adagrad) and not any(g["lr_decay"] for g in optimizer.param_groups):
+        return False  # it counts its steps for the decay alone
+    return any(increment.any() for increment in host.increments)
 
 
 def host_random_state() -> tuple:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 class World:
@@ -21,20 +22,16 @@ class World:
     def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
 
-    def all_gather(self, values: list[float]) -> list[list[float]]:
-        """A list of floats from every rank -> list of those lists, rank by rank, the same on all ranks."""
+    def all_gather(self, tree: Any) -> list:
+        """A pytree of numbers from every rank, of one structure -> list of those pytrees, of floats, rank by
+        rank, the same on all ranks."""
         if self.size == 1:
-            return [list(values)]
-        mine = torch.tensor(values, dtype=torch.float64)
+            return [tree]
+        numbers, structure = tree_flatten(tree)
+        mine = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine)
-        return [row.tolist() for row in rows]
-
-    def all_gather_dicts(self, values: dict[str, list[float]]) -> list[dict[str, list[float]]]:
-        """A dict of lists of floats from every rank, of the same lengths -> list of those dicts, rank by
-        rank."""
-        rows = [iter(row) for row in self.all_gather([number for mine in values.values() for number in mine])]
-        return [{name: [next(row) for _ in mine] for name, mine in values.items()} for row in rows]
+        return [tree_unflatten(row.tolist(), structure) for row in rows]
 
     def gather(self, tree: Any) -> list:
         """A pytree of CPU tensors, numbers and strings from every rank -> on rank 0 the list of them,
@@ -42,7 +39,7 @@ class World:
         if self.size == 1:
             return [tree]
         data = _pack(tree)
-        lengths = [int(row[0]) for row in self.all_gather([len(data)])]
+        lengths = [int(length) for length in self.all_gather(len(data))]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(data)] = data
         rows = [torch.empty_like(padded) for _ in lengths] if self.rank == 0 else None
@@ -55,7 +52,7 @@ class World:
         if self.size == 1:
             return tree
         data = _pack(tree) if self.rank == 0 else None
-        length = int(self.all_gather([0 if data is None else len(data)])[0][0])
+        length = int(self.all_gather(0 if data is None else len(data))[0])
         data = torch.empty(length, dtype=torch.uint8) if data is None else data
         dist.broadcast(data, 0)
         return tree if self.rank == 0 else _unpack(data)

@@ -9,19 +9,18 @@ from torch.optim import Optimizer
 OF_THE_DEVICE = ("params", "capturable", "fused", "foreach")  # in a group of parameters
 
 
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that the next step of an optimizer updates."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [p for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def gradients(optimizer: Optimizer) -> list[Tensor]:
     """Those that the next step of an optimizer uses."""
-    return [p.grad for p in parameters_with_gradient(optimizer) if p.grad is not None]
-
-
-def trainable_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that can have a gradient."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
@@ -31,12 +30,13 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
 
 
 class HostNumbers:
-    """The tensors of an optimizer's state that lie on the host, mostly counters, and what one step adds to
-    them: a graph of the device changes none of them.
+    """What an optimizer's state has on the host, mostly counters, and what one step adds to its tensors
+    there: a graph of the device changes none of them.
 
     Made before the step."""
 
     def __init__(self, optimizer: Optimizer):
+        self.states = [(state, dict(state)) for state in optimizer.state.values()]
         self.tensors = [value for value in state_tensors(optimizer) if value.device.type == "cpu"]
         self.before = [value.clone() for value in self.tensors]
         self.increments: list[Tensor] = []
@@ -45,7 +45,13 @@ class HostNumbers:
         """After the step: what it added."""
         self.increments = [value - before for value, before in zip(self.tensors, self.before)]
 
+    def were_replaced(self) -> bool:
+        """Whether the step put other numbers or tensors in place of those that it found."""
+        return any(state[name] is not value for state, saved in self.states for name, value in saved.items())
+
     def restore(self) -> None:
+        for state, saved in self.states:
+            state.update(saved)
         for value, before in zip(self.tensors, self.before):
             value.copy_(before)
 

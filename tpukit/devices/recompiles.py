@@ -3,13 +3,12 @@ traces."""
 
 import collections
 import re
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tpukit.host.errors import TpukitError
 
@@ -43,26 +42,29 @@ class TensorType(NamedTuple):
         return f"{self.shape} {self.dtype}"
 
 
-def signature(names: Iterable[str], arguments: tuple) -> dict[str, Any]:
-    """The arguments of a call, whose parameters have these names, as name -> TensorType or number. In a dict
-    the key names."""
-    types: dict[str, Any] = {}
+def signature(
+    names: tuple[str, ...], arguments: tuple, mutates: tuple[nn.Module, Optimizer] | None = None
+) -> dict[str, Any]:
+    """What a graph depends on besides the values of tensors: the arguments of a call, whose parameters have
+    these names, as name -> TensorType or number (in a dict the key names); the mode of the model and the
+    settings of the optimizer that the call changes."""
+    found: dict[str, Any] = {}
     for name, argument in zip(names, arguments):
         for path, leaf in tree_flatten_with_path(argument)[0]:
-            label = str(getattr(path[-1], "key", f"{name}{keystr(path)}")) if path else name
+            whole = name + keystr(path)
+            label = str(getattr(path[-1], "key", whole)) if path else name
             if torch.is_tensor(leaf):
                 leaf = TensorType(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
-            types[label] = leaf
-    return types
-
-
-def call_key(arguments: tuple, model: nn.Module, optimizer: Optimizer) -> tuple[str, list[Tensor]]:
-    """(what a captured graph of a training step depends on besides the values of tensors, those tensors)."""
-    leaves, structure = tree_flatten(arguments)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    values = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
-    settings = [(n, v) for group in optimizer.param_groups for n, v in group.items() if n != "params"]
-    return repr((structure, values, settings, model.training)), tensors
+            found[whole if label in found else label] = leaf
+    if mutates is not None:
+        assert len(arguments) <= len(names), "an argument without a name would not be looked at"
+        model, optimizer = mutates
+        found["the model's training mode"] = model.training
+        for number, group in enumerate(optimizer.param_groups):
+            which = f" of group {number}" if len(optimizer.param_groups) > 1 else ""
+            settings = {name: value for name, value in group.items() if name != "params"}
+            found |= {f"the optimizer's {name}{which}": value for name, value in settings.items()}
+    return found
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -1,5 +1,5 @@
-"""What a training loop asks of its device: `Runtime`, which is plain PyTorch. What a kind of device does in
-its own way is in cpu.py, cuda.py, xla.py and torch_tpu.py.
+"""What a training loop asks of its device: `Runtime`, which is plain PyTorch on the host's processor. What
+other kinds of device do in their own way is in cuda.py, xla.py and torch_tpu.py.
 
 A runtime is one process of a `World`: it takes its share of every global batch, and gradients are averaged
 over all ranks. Shapes: B samples of a batch, N of a dataset."""
@@ -7,11 +7,12 @@ over all ranks. Shapes: B samples of a batch, N of a dataset."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,18 +22,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from tpukit.devices.distributed import World
-from tpukit.devices.optimizers import (
-    copy_flattened,
-    flattened,
-    parameters_with_gradient,
-    trainable_parameters,
-)
+from tpukit.devices.optimizers import copy_flattened, flattened, parameters_of, parameters_with_gradient
 from tpukit.devices.watchdog import Watchdog
 from tpukit.host.errors import TpukitError
 
 Batch = dict[str, Tensor]
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Modes of torch.compile that make CUDA graphs of the model, which the one of the whole step cannot hold.
+_WITHOUT_CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 def check_batch(batch_size: int, cores: int, what: str = "cores", micro_batches: int = 1) -> None:
@@ -73,21 +71,12 @@ class Runtime:
     # Numbers of the optimizer's parameters without a gradient: on this rank, and on all of them.
     missing_gradients: list[int] = []
     missing_everywhere: list[int] = []
+    # Of random numbers: name -> (function that returns its state, function that takes it).
+    generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        "cpu": (torch.get_rng_state, torch.set_rng_state)
+    }
 
-    def __new__(cls, accelerator: str = "", *arguments: Any, **settings: Any) -> Self:
-        """`Runtime("cpu")` and `Runtime("cuda")` are of that device's class."""
-        kind: Any = cls
-        if cls is Runtime and accelerator == "cuda":
-            from tpukit.devices.cuda import CUDARuntime
-
-            kind = CUDARuntime
-        elif cls is Runtime:
-            from tpukit.devices.cpu import CPURuntime
-
-            kind = CPURuntime
-        return super().__new__(kind)
-
-    def __init__(self, accelerator: str, precision: str = "auto", world: World | None = None):
+    def __init__(self, accelerator: str = "cpu", precision: str = "auto", world: World | None = None):
         if precision == "fp16" and not self.has_fp16:
             raise TpukitError(
                 "precision='fp16': TPUs train in bf16, which needs no loss scaling; use 'bf16' or 'auto'"
@@ -101,7 +90,8 @@ class Runtime:
         self.scaler = GradScaler(self.device.type) if self.precision == "fp16" else None
 
     def _open_device(self) -> torch.device:
-        return torch.device(self.accelerator)
+        keep_freed_memory()
+        return torch.device("cpu")
 
     def _best_precision(self) -> str:
         return "fp32"
@@ -209,15 +199,9 @@ class Runtime:
         now."""
         return True
 
-    def torch_compile(
-        self, model: nn.Module, mode: str, *, is_captured: bool = False, accumulates: bool = False
-    ) -> Any:
-        """The model, compiled by torch.compile in this mode; unchanged for "no".
-
-        is_captured: the step around it is to become a CUDA graph, which cannot hold those that some modes
-        make of the model. accumulates: several backward passes add to a gradient, which those graphs do not
-        survive."""
-        return model if mode == "no" else torch.compile(model, mode=mode)
+    def torch_compile(self, model: nn.Module, mode: str) -> Any:
+        """The model, compiled by torch.compile in this mode; unchanged for "no"."""
+        return model if mode == "no" else torch.compile(model, mode=_WITHOUT_CUDA_GRAPHS.get(mode, mode))
 
     @contextlib.contextmanager
     def broadcast_buffers(self, model: nn.Module):
@@ -278,7 +262,7 @@ class Runtime:
         step, but in one that is to be captured only when other gradients are missing than before."""
         if self.world.size == 1:
             return
-        parameters = trainable_parameters(optimizer)
+        parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
         exists = torch.ones(len(parameters), device=self.device)
         missing = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
         for number in missing:
@@ -346,11 +330,13 @@ class Runtime:
 
     def random_state(self) -> dict[str, Any]:
         """The generators' state, as a dict of CPU tensors and integers."""
-        return {"cpu": torch.get_rng_state()}
+        return {name: get() for name, (get, _) in self.generators.items()}
 
     def set_random_state(self, state: dict[str, Any]) -> None:
         """Restore what `random_state` returned; the state of another kind of device is ignored."""
-        torch.set_rng_state(state["cpu"])
+        for name, (_, put) in self.generators.items():
+            if name in state:
+                put(state[name])
 
     # Watchdog, and what the device reports
 
@@ -408,3 +394,21 @@ class Runtime:
         """Bytes of memory of one device; of the host where that cannot be read or is the device."""
         memory = self.memory()
         return memory[0][1] if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep up to 2 GiB of freed memory in this process, instead of returning it to the
+    system.
+
+    By default malloc returns it to the system, and the next step waits while the system zeroes every page
+    again. Does nothing where the environment configures malloc, or where malloc is not glibc's."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return
+    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    libc.mallopt(trim_threshold, 2**31 - 1)
+    if not libc.mallopt(mmap_threshold, 2**30):
+        libc.mallopt(mmap_threshold, 2**25)  # all that older versions take

@@ -5,7 +5,6 @@ Not yet run on a TPU. Tests run it on CPU tensors with a mock of the package, an
 used here with the package's own; docs/TORCHTPU.md says what that leaves open."""
 
 from pathlib import Path
-from typing import Any
 
 # torch_tpu, which adds torch.tpu, is not installed where types are checked.
 # pyright: reportAttributeAccessIssue=false
@@ -25,9 +24,13 @@ class TorchTPURuntime(Runtime):
 
     compiles = True
     has_fp16 = False
-
-    def __init__(self, accelerator: str = "tpu", *arguments, **settings):
-        super().__init__(accelerator, *arguments, **settings)
+    generators = {
+        **Runtime.generators,
+        "tpu": (
+            lambda: torch_tpu_private.random_generator().get_state(),
+            lambda state: torch_tpu_private.random_generator().set_state(state),
+        ),
+    }
 
     def _open_device(self) -> torch.device:
         # Else a TPU rounds fp32 factors to bfloat16, in a bf16 training too.
@@ -47,19 +50,11 @@ class TorchTPURuntime(Runtime):
         # In the step, which changes weights, the model alone is compiled: see `torch_compile`.
         return function if mutates else torch.compile(function, dynamic=False)
 
-    def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
+    def torch_compile(self, model, mode):
         return torch.compile(model, dynamic=False)  # torch_tpu refuses modes
 
     def sync(self) -> None:
         torch.accelerator.synchronize()
-
-    def random_state(self) -> dict[str, Any]:
-        return {**super().random_state(), "tpu": torch_tpu_private.random_generator().get_state()}
-
-    def set_random_state(self, state: dict[str, Any]) -> None:
-        super().set_random_state(state)
-        if "tpu" in state:
-            torch_tpu_private.random_generator().set_state(state["tpu"])
 
     def traced(self, folder: Path):
         return torch_tpu_private.profile(folder)

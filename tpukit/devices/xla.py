@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tpukit.devices import lanes, xla_private
 from tpukit.devices.chips import V5E, find_chip
 from tpukit.devices.distributed import World
-from tpukit.devices.optimizers import gradients, state_tensors
+from tpukit.devices.optimizers import gradients, parameters_of, state_tensors
 from tpukit.devices.runtime import Batch, Runtime
 from tpukit.devices.xla_compile import CompiledFunction
 from tpukit.host.errors import TpukitError
@@ -40,6 +40,7 @@ class XLARuntime(Runtime):
 
     compiles = True
     has_fp16 = False
+    generators = {**Runtime.generators, "xla": (xm.get_rng_state, xm.set_rng_state)}
     runs_graphs = True  # a plan only exports them
     mesh: xs.Mesh | None = None
 
@@ -193,7 +194,7 @@ class XLARuntime(Runtime):
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
         return CompiledFunction(function, name or function.__name__, max_graphs, self, mutates)
 
-    def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
+    def torch_compile(self, model, mode):
         return model
 
     @property
@@ -230,7 +231,7 @@ class XLARuntime(Runtime):
         One step with zero gradients and no weight decay creates it; then it is set to zero, which is where
         the optimizers of `_STATE_STARTS_AT_ZERO` start. For others it returns False: their second step
         compiles once more."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         exists = all(optimizer.state.get(p) for p in parameters)  # Adagrad has made it already
         dampens = any(group.get("dampening") for group in optimizer.param_groups)
         if not exists and type(optimizer).__name__ in _STATE_STARTS_AT_ZERO and not dampens:
@@ -247,14 +248,6 @@ class XLARuntime(Runtime):
     def seed(self, number: int | tuple[int, ...]) -> None:
         super().seed(number)
         xm.set_rng_state(torch.initial_seed())
-
-    def random_state(self) -> dict[str, Any]:
-        return {**super().random_state(), "xla": xm.get_rng_state()}
-
-    def set_random_state(self, state: dict[str, Any]) -> None:
-        super().set_random_state(state)
-        if "xla" in state:
-            xm.set_rng_state(state["xla"])
 
     # What the device reports
 
@@ -295,7 +288,7 @@ class XLARuntime(Runtime):
     def hlo_of(self, step: Callable[[], Tensor], model: nn.Module, optimizer: Optimizer) -> str:
         """The graph of a step as HLO, with the line of each operation. The step is traced and not run, which
         leaves its model and optimizer unusable."""
-        xla_private.name_lines()
+        xla_private.name_lines(True)
         return xla_private.hlo_text([step(), *self.written_by_step(model, optimizer)])
 
     def written_by_step(self, model: nn.Module, optimizer: Optimizer) -> list[Tensor]:

@@ -37,7 +37,7 @@ class CompiledFunction:
         mutates: tuple[nn.Module, Optimizer] | None,
     ):
         self.function, self.name, self.max_graphs, self.runtime = function, name, max_graphs, runtime
-        self.optimizer = mutates[1] if mutates else None
+        self.mutates = mutates
         self.parameter_names = tuple(inspect.signature(function).parameters)
         # The keywords of a partial: another number makes another partial, of the same name.
         keywords = getattr(inspect.unwrap(function), "keywords", {})
@@ -47,13 +47,13 @@ class CompiledFunction:
         # An all-reduce on the host cuts the step into two graphs, which cannot be replayed or counted.
         self.is_one_graph = not runtime.reduces_on_the_host
         if mutates and self.is_one_graph:
-            self.replay = GraphReplay(function, name, max_graphs, *mutates, runtime)
+            self.replay = GraphReplay(function, name, *mutates, runtime)
 
     def __call__(self, *arguments) -> Any:
-        signature = self._signature(arguments)
+        signature = recompiles.signature(self.parameter_names, arguments, self.mutates) | self.bound
         before, refusal = self.runtime.compilations(), None
         try:
-            return self._call(arguments)
+            return self._call(arguments, signature)
         except UnexpectedRecompilation as error:
             refusal = error
             raise
@@ -70,26 +70,14 @@ class CompiledFunction:
         causes = recompiles.differences(last, signature) if last else []
         if refusal is not None:
             refusal.causes = tuple(causes)
-        if last and self.replay and self.replay.new_operation:
-            causes.append(f"first new operation: {self.replay.new_operation}")
+            if operation := refusal.args[3]:
+                causes.append(f"first new operation: {operation}")
         self.runtime.record_compilation(self.name, graphs, seconds, causes, refused=refusal is not None)
 
-    def _signature(self, arguments):
-        """What may change the graph: shapes, types and numbers of the arguments, and the optimizer's
-        settings."""
-        signature = recompiles.signature(self.parameter_names, arguments) | self.bound
-        groups = self.optimizer.param_groups if self.optimizer else []
-        for number, group in enumerate(groups):
-            which = f" of group {number}" if len(groups) > 1 else ""
-            for name, value in group.items():
-                if name != "params":
-                    signature[f"the optimizer's {name}{which}"] = value
-        return signature
-
-    def _call(self, arguments):
+    def _call(self, arguments, signature):
         self.calls += 1
         if self.replay is not None and self.replay.may_replay:
-            return self.replay(*arguments)
+            return self.replay(arguments, signature)
         before, _ = self.runtime.compilations()
         # full_graph: a hidden `.item()` raises instead of cutting the step. It also makes the host wait for
         # the device before it traces the next step, so only the first calls are guarded.

@@ -4,16 +4,51 @@ bridge to torch.compile.
 A handle is the number of the data that a tensor has on the device; what is still to be computed has none."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch_xla import _XLAC
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
+# Whether this process has opened the XLA device, so that processes forked from it cannot.
+is_open: Callable[[], bool] = _XLAC._xla_runtime_is_initialized
 
-def is_open() -> bool:
-    """Whether this process has opened the XLA device, so that processes forked from it cannot."""
-    return _XLAC._xla_runtime_is_initialized()
+# Data on the device
+
+# Copies on the CPU, by one transfer.
+to_cpu: Callable[[list[Tensor]], list[Tensor]] = _XLAC._xla_get_cpu_tensors
+handles: Callable[[list[Tensor]], list[int]] = _XLAC._get_tensors_handle
+# Of outputs: (ids, tensors) of all data that must be on the device to compute them, in the graph's order.
+graph_inputs: Callable[[list[Tensor]], tuple[list[int], list[Tensor]]] = (
+    _XLAC._get_tensors_xla_device_data_node
+)
+# The id in `graph_inputs` of the seed of random numbers that are drawn on the device.
+random_seed_id: Callable[[], int] = _XLAC._get_seed_info_id
+
+# SPMD
+
+# Spread a tensor over the devices, by a sharding of `Mesh.get_op_sharding`. (`xs.mark_sharding` tries to
+# import torchax and jax at every call.)
+shard: Callable[[Tensor, Any], None] = _XLAC._xla_mark_sharding
+# `shard` within a graph, for what is still to be computed.
+annotate_sharding: Callable[[Tensor, Any], None] = _XLAC._xla_annotate_custom_sharding
+# How each tensor is spread over the devices, as text; "" where nothing is said.
+shardings: Callable[[list[Tensor]], list[str]] = _XLAC._get_xla_sharding_specs
+
+# Graphs that were traced
+
+# A number that grows with each tensor that is made.
+tensor_id: Callable[[Tensor], int] = _XLAC._xla_get_tensor_id
+# Whether each tensor's value is still to be computed.
+are_pending: Callable[[list[Tensor]], list[bool]] = _XLAC._check_tensor_need_materialization
+# Whether graphs that are traced from here on keep the line of each operation.
+name_lines: Callable[[bool], None] = _XLAC._set_ir_debug
+# The graph that computes the outputs as torch_xla prints it, see `recompiles.new_operation`; and as HLO.
+trace_text: Callable[[list[Tensor]], str] = _XLAC._get_xla_tensors_text
+hlo_text: Callable[[list[Tensor]], str] = _XLAC._get_xla_tensors_hlo
+# Run a compiled graph, named by its `graph_hash`, on these inputs.
+run_graph: Callable[[str, list[Tensor]], list[Tensor]] = _XLAC._run_cached_graph
 
 
 def multiply_in_fp32() -> None:
@@ -22,73 +57,14 @@ def multiply_in_fp32() -> None:
     _XLAC._xla_set_mat_mul_precision("highest")
 
 
-# Data on the device
-
-
-def to_cpu(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies on the CPU, by one transfer."""
-    return _XLAC._xla_get_cpu_tensors(tensors)
-
-
-def handles(tensors: list[Tensor]) -> list[int]:
-    return _XLAC._get_tensors_handle(tensors)
-
-
-def graph_inputs(outputs: list[Tensor]) -> tuple[list[int], list[Tensor]]:
-    """(ids, tensors) of all data that must be on the device to compute the outputs, in the graph's order."""
-    return _XLAC._get_tensors_xla_device_data_node(outputs)
-
-
-def random_seed_id() -> int:
-    """The id in `graph_inputs` of the seed of random numbers that are drawn on the device."""
-    return _XLAC._get_seed_info_id()
-
-
 def donate(tensor: Tensor) -> None:
     """Let the next graph that reads the tensor's data write over it."""
     _XLAC._set_buffer_donation(tensor, True)
 
 
-# SPMD
-
-
-def shard(tensor: Tensor, sharding: Any) -> None:
-    """Spread a tensor over the devices. sharding: of `Mesh.get_op_sharding`. (`xs.mark_sharding` tries to
-    import torchax and jax at every call.)"""
-    _XLAC._xla_mark_sharding(tensor, sharding)
-
-
-def shardings(tensors: list[Tensor]) -> list[str]:
-    """How each tensor is spread over the devices, as text; "" where nothing is said."""
-    return _XLAC._get_xla_sharding_specs(tensors)
-
-
-def annotate_sharding(tensor: Tensor, sharding: Any) -> None:
-    """`shard` within a graph, for what is still to be computed."""
-    _XLAC._xla_annotate_custom_sharding(tensor, sharding)
-
-
-# Graphs that were traced
-
-
-def tensor_id(tensor: Tensor) -> int:
-    """A number that grows with each tensor that is made."""
-    return _XLAC._xla_get_tensor_id(tensor)
-
-
-def are_pending(tensors: list[Tensor]) -> list[bool]:
-    """Whether each tensor's value is still to be computed."""
-    return _XLAC._check_tensor_need_materialization(tensors)
-
-
 def discard_pending(device: Any) -> None:
     """Forget what is still to be computed on a device."""
     _XLAC._clear_pending_irs(str(device))
-
-
-def name_lines(enabled: bool = True) -> None:
-    """Let graphs that are traced from here on keep the line of each operation, or not."""
-    _XLAC._set_ir_debug(enabled)
 
 
 @contextlib.contextmanager
@@ -100,15 +76,6 @@ def lines_named(enabled: bool):
         yield
     finally:
         name_lines(before)
-
-
-def trace_text(outputs: list[Tensor]) -> str:
-    """The graph that computes the outputs as torch_xla prints it, see `recompiles.new_operation`."""
-    return _XLAC._get_xla_tensors_text(outputs)
-
-
-def hlo_text(outputs: list[Tensor]) -> str:
-    return _XLAC._get_xla_tensors_hlo(outputs)
 
 
 def stablehlo(outputs: list[Tensor], device: Any, *, portable: bool) -> bytes:
@@ -131,11 +98,6 @@ def compile_graph(outputs: list[Tensor]) -> None:
     """Compile the graph that computes the outputs, which keeps it under its `graph_hash`."""
     with alias_with_buffer_donor_config():
         _XLAC._xla_warm_up_cache(outputs, [])
-
-
-def run_graph(name: str, inputs: list[Tensor]) -> list[Tensor]:
-    """Run a compiled graph, named by its `graph_hash`, on these inputs."""
-    return _XLAC._run_cached_graph(name, inputs)
 
 
 def tpu_custom_call(operands: list[Tensor], payload: str, shapes: list, dtypes: list) -> list[Tensor]:

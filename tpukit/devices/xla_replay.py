@@ -6,12 +6,11 @@ kept with the list of its inputs, and later steps hand it the current tensors. (
 torch_xla's own bridge to torch.compile, which takes no optimizer.) With several cores every process does so,
 and the all-reduce is part of the graph; under SPMD it is the one graph of all cores.
 
-    first call of a signature   capture: trace the step; for the very first one twice, to check that both
-                                traces agree
+    first call                  capture: trace the step, twice, to check that both traces agree
     later calls                 replay: run the compiled graph, move its outputs into the model, the
                                 optimizer and the gradients
-    after some replays          check: capture again, to see that the step is still that graph; the first
-                                time after CHECK_AFTER replays, then after twice as many as before, up to
+    another signature, or       check: capture again, to see that the step is still that graph; the first
+    after some replays          time after CHECK_AFTER replays, then after twice as many as before, up to
                                 MAX_UNCHECKED
 """
 
@@ -25,10 +24,11 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from tpukit.devices import xla_private
 from tpukit.devices.optimizers import HostNumbers, state_tensors
-from tpukit.devices.recompiles import UnexpectedRecompilation, call_key, new_operation
+from tpukit.devices.recompiles import UnexpectedRecompilation, new_operation
 
 if TYPE_CHECKING:
     from tpukit.devices.xla import XLARuntime
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 CHECK_AFTER = 64  # replays of a new graph
 # replays. A check drains the device and traces the step, which takes as long as some 20 fast replays
 MAX_UNCHECKED = 4096
-MAX_KEPT = 4  # captured graphs: a step and its variants, for the epochs that differ in an argument
+
 MAX_COMPARED = 4096  # elements of a constant that is compared by its values
 
 
@@ -44,45 +44,41 @@ class GraphReplay:
     """`function` as a captured graph that is replayed, where that gives the same result.
 
     function: takes tensors (in any pytree) and numbers, returns one tensor, and may change the parameters and
-    buffers of `model` and the state of `optimizer`. max_graphs: how many different graphs may be compiled. A
-    new number among the arguments, a new shape or sharding, or a new setting of the optimizer is captured
-    again. A graph that differs without any of these, or one more than max_graphs, raises
+    buffers of `model` and the state of `optimizer`. A new number among the arguments, a new shape or
+    sharding, or a new setting of the optimizer is captured again. A graph that then differs raises
     UnexpectedRecompilation.
 
     may_replay: False once a capture has found that every step has to be traced: on some rank two captures
     have different constants (Adam's bias corrections on the host), or it draws random numbers on the device,
-    or under SPMD it shards the state in another way than it found it. new_operation: the first operation of
-    the last graph that the graph before does not have, see `recompiles.new_operation`."""
+    or under SPMD it shards the state in another way than it found it."""
 
     may_replay = True
-    new_operation: str | None = None
 
     def __init__(
         self,
         function: Callable[..., Tensor],
         name: str,
-        max_graphs: int,
         model: nn.Module,
         optimizer: Optimizer,
         runtime: "XLARuntime",
     ):
-        self.function, self.name, self.max_graphs = function, name, max_graphs
+        self.function, self.name = function, name
         self.model, self.optimizer, self.runtime = model, optimizer, runtime
         self.calls = 0
-        self.was_tried = False  # whether `may_replay` is known
-        self.captured: dict[str, CapturedGraph] = {}  # by the signature of the call
-        self.trace_of: dict[str, str] = {}  # of each compiled graph, by its hash; the newest last
+        self.graph: CapturedGraph | None = None
+        self.key = self.trace = ""  # of the graph: the signature of the call, and its text
         # While a step is traced: (tensor that the step may write, its data before).
         self.state_before: list[tuple[Tensor, Tensor]] = []
         # The state that the last two replays wrote.
         self.recently_written: collections.deque = collections.deque(maxlen=2)
 
-    def __call__(self, *arguments) -> Tensor:
-        key, tensors = call_key(arguments, self.model, self.optimizer)
-        key += repr(self._shardings(tensors))
+    def __call__(self, arguments: tuple, signature: dict[str, Any]) -> Tensor:
+        """signature: of the arguments, see `recompiles`."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        key = repr((signature, self._shardings(tensors)))
         self.calls += 1
-        graph = self.captured.get(key)
-        if graph is None or graph.replays == graph.check_after:
+        graph = self.graph
+        if graph is None or key != self.key or graph.replays == graph.check_after:
             # full_graph: a hidden `.item()` raises instead of cutting the step.
             traced: Any = torch_xla.compile(self._trace_or_discard, full_graph=True, name=self.name)
             return traced(arguments, key, tensors)
@@ -105,53 +101,51 @@ class GraphReplay:
 
     def _trace(self, arguments, key, tensors):
         """Capture the step, check it against what was captured before, and run it."""
-        if not self.was_tried:
+        if self.graph is None:
             graph = self._capture_twice(arguments, tensors)
-        elif known := self.captured.pop(key, None):
-            graph = self._check(known, arguments, tensors)
         else:
-            graph = self._capture(arguments, tensors)
+            graph = self._check(self.graph, arguments, tensors, is_new_signature=key != self.key)
         if not self.may_replay:
             return self.function(*arguments)  # the end of torch_xla.compile runs it
-        return self._compile(graph, key, tensors)
+        return self._run(graph, key, tensors)
 
-    def _check(self, known, arguments, tensors):
+    def _check(self, known, arguments, tensors, *, is_new_signature):
         """Capture a known graph again; UnexpectedRecompilation where the step has become another one."""
         graph = self._capture(arguments, tensors, with_lines=False)  # which take time
-        if known.hash == graph.hash and known.is_equivalent(graph):
+        if known.hash == graph.hash and (is_new_signature or known.is_equivalent(graph)):
             graph.check_after = min(2 * known.check_after, MAX_UNCHECKED)
             return graph
         self._discard()
         graph.host.restore()
-        raise self._unexpected(self.trace_of[known.hash], self._capture(arguments, tensors).trace())
+        raise self._unexpected(self.trace, self._capture(arguments, tensors))
 
     def _capture_twice(self, arguments, tensors):
         """Find out whether the step can be replayed (`may_replay`), and capture it if so."""
         seed = xm.get_rng_state()
         first = self._capture(arguments, tensors)
-        first_text = first.trace()
+        first_trace = xla_private.trace_text(first.outputs)
         self._discard()
         # The second capture finds the optimizer's numbers on the host one step further: what depends on them
         # differs.
         second = self._capture(arguments, tensors)
         if second.hash != first.hash and not first.draws_random_numbers:
-            raise self._unexpected(first_text, second.trace())
+            raise self._unexpected(first_trace, second)
         # A traced step and a replayed one are different graphs, and an all-reduce needs the same graph on all
         # ranks.
         answers = self.runtime.world.all_gather([first.is_equivalent(second)])
-        self.was_tried, self.may_replay = True, all(is_equivalent for [is_equivalent] in answers)
+        self.may_replay = all(is_equivalent for [is_equivalent] in answers)
         self._discard()
         first.host.restore()
         if first.draws_random_numbers:
             xm.set_rng_state(seed)
         return self._capture(arguments, tensors) if self.may_replay else None
 
-    def _unexpected(self, expected_text, text):
-        self.new_operation = new_operation(expected_text, text)
-        return UnexpectedRecompilation(self.name, self.calls, self.max_graphs, self.new_operation)
+    def _unexpected(self, expected_trace, graph):
+        operation = new_operation(expected_trace, xla_private.trace_text(graph.outputs))
+        return UnexpectedRecompilation(self.name, self.calls, 1, operation)
 
     def _capture(self, arguments, tensors, with_lines=True):
-        """Trace the function, which leaves its results uncomputed: a `CapturedGraph`. with_lines: its `trace`
+        """Trace the function, which leaves its results uncomputed: a `CapturedGraph`. with_lines: its text
         names the line of each operation; the graph is the same."""
         of_optimizer = [value for value in state_tensors(self.optimizer) if value.device.type == "xla"]
         state = [*self.model.parameters(), *self.model.buffers(), *of_optimizer]
@@ -198,22 +192,15 @@ class GraphReplay:
             self.model.zero_grad(set_to_none=True)
             xla_private.discard_pending(self.runtime.device)
 
-    def _compile(self, graph, key, tensors):
-        """Compile a captured graph where it is new, and run it."""
+    def _run(self, graph, key, tensors):
+        """Run a captured graph, compiled if it is the first one, and keep it."""
         xla_private.allow_execution()
-        if graph.hash not in self.trace_of:
-            text = graph.trace()
-            last_text = next(reversed(self.trace_of.values()), None)
-            self.new_operation = new_operation(last_text, text) if last_text else None
-            if len(self.trace_of) == self.max_graphs:
-                raise UnexpectedRecompilation(self.name, self.calls, self.max_graphs, self.new_operation)
+        if self.graph is None:
+            self.trace = xla_private.trace_text(graph.outputs)
             xla_private.compile_graph(graph.outputs)
-            self.trace_of[graph.hash] = text
         self._discard()
         graph.release_values()
-        while len(self.captured) >= MAX_KEPT:
-            del self.captured[next(iter(self.captured))]
-        self.captured[key] = graph
+        self.graph, self.key = graph, key
         shardings = self._shardings(graph.state)
         result = self._replay(graph, tensors)
         # The next replay reads what this one wrote.
@@ -265,7 +252,7 @@ class CapturedGraph:
     def is_equivalent(self, other: "CapturedGraph") -> bool:
         """Whether the two differ in nothing but the values of state and arguments, so that one can replace
         the other."""
-        if self.draws_random_numbers or self.written != other.written:
+        if self.draws_random_numbers or self.host.were_replaced() or self.written != other.written:
             return False
         if [(x.kind, x.number) for x in self.inputs] != [(x.kind, x.number) for x in other.inputs]:
             return False
@@ -275,10 +262,6 @@ class CapturedGraph:
             return False
         constants = [(a.value, b.value) for a, b in zip(self.inputs, other.inputs) if a.kind == "constant"]
         return all(_same_constant(a, b) for a, b in constants)
-
-    def trace(self) -> str:
-        """The graph as text, see `recompiles.new_operation`."""
-        return xla_private.trace_text(self.outputs)
 
     def release_values(self) -> None:
         """Release everything that belongs to a single step."""

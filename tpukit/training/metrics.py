@@ -84,17 +84,16 @@ def sync(
     grad_norm = sums[-1:] if clipped else runtime.gradient_norm(model)
     values = runtime.to_cpu(torch.cat([sums[:-1], grad_norm])).tolist()
     memory = [number for device in runtime.memory() for number in device]
-    ranks = runtime.world.all_gather_dicts(
-        dict(sums=values, memory=memory, stop=[stop_signal or 0], save=[save_due])
-    )
+    mine = dict(sums=values, memory=memory, stop=stop_signal or 0, save=save_due)
+    ranks = runtime.world.all_gather(mine)
     sums_by_rank = [dict(zip(SUMS, rank["sums"])) for rank in ranks]
     mean_loss = sum(rank_sums["loss"] for rank_sums in sums_by_rank) / len(ranks)
     bad_steps = [rank_sums["bad_step"] for rank_sums in sums_by_rank if rank_sums["bad_step"] >= 0]
     return Interval(
         sums=dict(sums_by_rank[0], loss=mean_loss, bad_step=min(bad_steps, default=-1.0)),
         memory=[pair for rank in ranks for pair in zip(rank["memory"][::2], rank["memory"][1::2])],
-        stop_signal=int(max(rank["stop"][0] for rank in ranks)) or None,
-        save_due=bool(ranks[0]["save"][0]),
+        stop_signal=int(max(rank["stop"] for rank in ranks)) or None,
+        save_due=bool(ranks[0]["save"]),
     )
 
 

@@ -105,9 +105,7 @@ class TrainingStep:
         compose: what completes a batch on the device, of a `BatchLoader`. To be called once the state is that
         which the first step starts from."""
         task, runtime = self.task, self.runtime
-        model = runtime.torch_compile(
-            self.model, task.torch_compile, is_captured=task.cuda_graph, accumulates=task.micro_batches > 1
-        )
+        model = runtime.torch_compile(self.model, task.torch_compile)
         self.eager = functools.partial(train_step, task, model, self.optimizer, runtime, compose)
         # Without the optimizer's state the second step has more inputs than the first: one more graph.
         self.max_graphs = 1 if self.has_optimizer_state else 2

@@ -174,8 +174,8 @@ class Task:
     """Keep images with their channels innermost in memory. auto: for networks whose weights are mostly of
     convolutions, on CPUs, and in bf16 or fp16 on GPUs with tensor cores. XLA chooses its own layouts."""
     torch_compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = setting("no", free=True)
-    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway). Within a
-    `cuda_graph` it makes no graphs of its own."""
+    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway). It
+    makes no CUDA graphs of its own: `cuda_graph` captures the whole step."""
     cuda_graph: bool = setting(True, free=True)
     """On GPUs, capture the whole step as a CUDA graph and replay it, where that is possible; the log says why
     not."""

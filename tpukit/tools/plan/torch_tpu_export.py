@@ -69,7 +69,7 @@ class TorchTPUExportRuntime(Runtime):
                     values[name] = None if value is None else self._fake.from_tensor(value)
         return model
 
-    def torch_compile(self, model, mode, *, is_captured=False, accumulates=False):
+    def torch_compile(self, model, mode):
         return model
 
     def put(self, arrays):

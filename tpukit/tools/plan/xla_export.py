@@ -44,7 +44,7 @@ class ExportRuntime(XLARuntime):
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
         def export(*arguments):
             self.sync()
-            xla_private.name_lines()
+            xla_private.name_lines(True)
             before = self.counters()["fallbacks"]
             with kernel_counts.recorded() as kernels:
                 result = function(*arguments)
@@ -98,4 +98,4 @@ class _OneOf(World):
     """One process of several, the others of which are imagined."""
 
     def all_gather(self, values):
-        return [list(values)] * self.size
+        return [values] * self.size
