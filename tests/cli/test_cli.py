@@ -137,7 +137,7 @@ EXPLAINED = [
     ("simulate eit --snr-db nan", ["snr_db=nan"]),
     ("simulate eit --mismatch -1", ["mismatch=-1"]),
     ("doctor --weights none.pth", ["none.pth", "--model"]),
-    ("compare merge --images 0", ["images=0"]),
+    ("compare merge --epochs 0", ["epochs=0"]),
     ("migrate", ["scripts"]),
     ("rent v5litepod-8 --spot -- train mnist", ["sky", "docs/RENTING.md"]),
     ("plan mshnet --chip v5e-8 --batch-sizes 12", ["v5e-8", "12"]),

@@ -73,7 +73,7 @@ def test_a_measurement_replaces_an_earlier_one_and_no_other_file(
 
 
 @pytest.mark.slow
-def test_the_notebook_measures_merges_and_chooses(tmp_path):
+def test_the_notebook_measures_merges_and_chooses(tmp_path, infrared):
     pytest.importorskip("torch_xla")
     from tests.test_notebooks import outputs, run_notebook, text
 
@@ -81,7 +81,8 @@ def test_the_notebook_measures_merges_and_chooses(tmp_path):
     recipe = dict(clip_norm=None, ema_decay=None, batch_norm="per-core", lr=0.05, base_size=32, crop_size=32)
     recipe |= dict(warm_epoch=5, final_init="mask0", skip_bad=False)
     measurement(recipe=recipe, chips=2, cores=2).write(folder / "mshnet-t4-x2.json")
-    notebook = run_notebook("hardware_comparison.ipynb", tmp_path, IMAGE_SIZE=32, BATCH_SIZES="4", STEPS=2)
+    small = dict(DATASET_DIR=str(infrared), IMAGE_SIZE=32, BATCH_SIZES="4", STEPS=2)
+    notebook = run_notebook("hardware_comparison.ipynb", tmp_path, **small)
     printed = text(notebook)
     for words in (
         "batch 4: ",

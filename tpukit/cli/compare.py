@@ -43,7 +43,6 @@ def measure(task: Task, options: MeasureOptions) -> None:
 def merge(
     files: tyro.conf.Positional[tuple[Path, ...]] = (),
     epochs: int = 400,
-    images: int | None = None,
     spot: bool = False,
     prices: Path | None = None,
     prices_out: Path | None = None,
@@ -54,7 +53,6 @@ def merge(
     Args:
         files: files of one task; without any, the published figures alone.
         epochs: epochs of the whole training.
-        images: images in an epoch; by default those of the largest measured set.
         spot: count with Google Cloud's prices of spare capacity, which can be taken away at any time.
         prices: an edited copy of the price table.
         prices_out: write a copy of the price table there, to be edited, and do nothing else.
@@ -77,7 +75,6 @@ def merge(
         [Measurement.read(path) for path in files],
         prices=read_prices(prices or PRICES),
         epochs=epochs,
-        images=images,
         spot=spot,
     )
     tpukit.show_comparison(comparison, tpukit.detect().outputs / "comparison/comparison.png")

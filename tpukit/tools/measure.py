@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -143,13 +143,15 @@ class Measurement:
             row = row if isinstance(row, dict) else {}
             kinds = ROW if row.get("fits") else dict(batch_size=int, why=str)
             _check(f"{path}, rows[{number}]", row, dict(fits=bool) | kinds)
+        if not any(row["fits"] for row in content["rows"]):
+            raise TpukitError(f"{path} is damaged: no batch size fits")
         return cls(**content)
 
 
 def _check(where: str, content: dict, kinds: dict) -> dict:
     """The values of these names. Raises TpukitError for a missing one, another type, an impossible number."""
     for name, kind in kinds.items():
-        value = content.get(name)  # None is none of the types
+        value: Any = content.get(name)  # None is none of the types
         right = type(value) is kind or kind is float and type(value) is int
         if right and kind in (int, float):  # NaN is neither below nor above a limit
             right = 0 <= value < 2**63 and (value > 0 or name not in POSITIVE)
@@ -216,7 +218,7 @@ def check_out(path: Path) -> None:
 def measure_here(
     task: Task,
     *,
-    batch_sizes: Iterable[int] = (),
+    batch_sizes: Sequence[int] = (),
     steps: int = 20,
     cores: int | None = None,
     parallel: str = "processes",
@@ -252,7 +254,7 @@ def measure_here(
         row = result.pop("row")
         rows.append(row)
         if row["fits"]:
-            measured = build_measurement(task, env, result, rows)
+            measured = build_measurement(task, env, result, rows)  # whose list of rows still grows
             log(f"batch {size}: {row['step_ms']:.4g} ms per step, {images_per_s(row):.4g} images/s")
         else:
             log(f"batch {size}: does not fit: {row['why']}")
@@ -508,9 +510,9 @@ class Offer(NamedTuple):
     estimate: Estimate
     place: str
     usd: float | None
-    sessions: int | None = None
-    machine_h: float | None = None
-    calendar_h: float = math.inf
+    sessions: int | None
+    machine_h: float | None
+    calendar_h: float
 
     @property
     def name(self) -> str:
@@ -532,9 +534,10 @@ def offers(estimates: list[Estimate], prices: list[Price], *, epochs: int, spot:
                 session_h=price.session_h,
                 week_h=price.week_h,
             )
+            sessions, machine_h, calendar_h = needed or (None, None, math.inf)
             usd_per_hour = price.per_hour(chips=one.chips, spot=spot)
-            usd = None if usd_per_hour is None or needed is None else usd_per_hour * needed[1]
-            found.append(Offer(one, price.place, usd, *(needed or ())))
+            usd = None if usd_per_hour is None or machine_h is None else usd_per_hour * machine_h
+            found.append(Offer(one, price.place, usd, sessions, machine_h, calendar_h))
 
     def rank(offer):
         usd = math.inf if offer.usd is None else offer.usd
@@ -579,7 +582,7 @@ class Comparison:
         """In words the cheapest offer by what was measured and by what was published, and the notes."""
         cheapest: dict[str, Offer] = {}
         for offer in self.offers:
-            if offer.sessions is not None and offer.usd is not None:
+            if offer.sessions is not None:
                 cheapest.setdefault(offer.estimate.basis, offer)
         found = []
         for basis, offer in cheapest.items():
@@ -596,6 +599,8 @@ class Comparison:
         figure, ((axis,),) = figures.subplots(1, 1, (9.6, 1.2 + 0.27 * max(len(shown), 3)))
         for basis, look in zip(BASES, (dict(color=figures.BLUE), dict(color=figures.GREY, hatch="//"))):
             rows = {row: offer for row, offer in enumerate(shown) if offer.estimate.basis == basis}
+            if not rows:
+                continue
             hours = [offer.machine_h for offer in rows.values()]
             bars = axis.barh(list(rows), hours, height=0.65, edgecolor="white", label=basis, **look)
             costs = [f" {_hours(offer.machine_h)}, {_usd(offer.usd)}" for offer in rows.values()]
@@ -627,33 +632,25 @@ def _usd(usd: float | None) -> str:
 
 
 def compare(
-    measurements: Iterable[Measurement],
+    measurements: Sequence[Measurement],
     *,
     epochs: int = 400,
-    images: int | None = None,
     prices: list[Price] | None = None,
     spot: bool = False,
 ) -> Comparison:
     """Merge measurements of one recipe and the published figures into a `Comparison`.
 
-    Each measurement counts with its fastest batch size. images: per epoch; by default those of the largest
-    measured set, or of the published figures. Raises TpukitError for measurements of different recipes."""
-    measurements = list(measurements)
-    images = max((m.samples for m in measurements), default=PUBLISHED_IMAGES) if images is None else images
-    if min(epochs, images) < 1:
-        raise TpukitError(f"epochs={epochs}, images={images}: each must be 1 or more")
+    An epoch has the images of the largest measured set, or of the published figures, and each measurement
+    counts with its fastest batch size. Raises TpukitError for measurements of different recipes."""
+    if epochs < 1:
+        raise TpukitError(f"epochs={epochs}: it must be 1 or more")
     _check_same_recipe(measurements)
+    images = max((m.samples for m in measurements), default=PUBLISHED_IMAGES)
     estimates, notes = [], list(NOTES)
     for m in measurements:
-        usable = [row for row in m.fitting if row["batch_size"] <= images]
-        if not usable:
-            notes.append(f"{m.label} is left out: it was measured at batches above {images} alone.")
-            continue
-        best = min(usable, key=lambda row: epoch_seconds(row, images))
+        best = min(m.fitting, key=lambda row: epoch_seconds(row, images))
         label, epoch_s = f"{m.label} at batch {best['batch_size']}", epoch_seconds(best, images)
-        estimates.append(
-            Estimate(m.hardware, m.chips, label, BASES[0], epoch_s, best["start_s"], measured_at=m.place)
-        )
+        estimates.append(Estimate(m.hardware, m.chips, label, BASES[0], epoch_s, best["start_s"], m.place))
     task = measurements[0].task if measurements else PUBLISHED_TASK
     sizes = {m.recipe.get(name) for m in measurements for name in ("base_size", "crop_size")}
     if task == PUBLISHED_TASK and sizes <= {PUBLISHED_SIZE}:
@@ -665,7 +662,7 @@ def compare(
     return Comparison(f"{task}, {epochs} epochs of {images} images", epochs, found, notes)
 
 
-def _check_same_recipe(measurements: list[Measurement]) -> None:
+def _check_same_recipe(measurements: Sequence[Measurement]) -> None:
     for other in measurements[1:]:
         first = measurements[0]
         one, two = (f"{m.label} ({m.place})" for m in (first, other))

@@ -33,6 +33,7 @@ def test_a_file_is_read_as_it_was_written_and_is_small(tmp_path):
         (lambda f: f.update(cores=0), "cores is 0"),
         (lambda f: f.update(samples=10**400), r"samples is 10{50,70}$"),
         (lambda f: f.update(rows={}), "rows is {}"),
+        (lambda f: f.update(rows=[dict(batch_size=8, fits=False, why="full")]), "no batch size fits"),
         (lambda f: f.update(rows=[3]), r"rows\[0\]"),
         (lambda f: f["rows"][0].pop("step_ms"), r"rows\[0\] .*step_ms is None"),
         (lambda f: f["rows"][0].update(step_ms=float("nan")), "step_ms is nan"),

@@ -155,15 +155,13 @@ def test_sizes_double_on_a_cpu_once_and_elsewhere_up_to_the_training_set(
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_a_batch_that_does_not_fit_and_another_error_is_named(digits, tmp_path, on_cpu):
+def test_a_killed_process_is_a_batch_that_does_not_fit_and_another_error_is_named(digits, on_cpu):
     task = Greedy(dataset_dir=digits, batch_size=8, channels=4, failure="killed")
-    found = measure.measure_here(task, batch_sizes=[8, 32], steps=1, log=quiet)
-    assert [r["fits"] for r in found.rows] == [True, False] and "killed" in found.rows[1]["why"]
+    with pytest.raises(TpukitError, match="no batch size fits: the process was killed"):
+        measure.measure_here(task, batch_sizes=[32], steps=1, log=quiet)
     broken = dataclasses.replace(task, failure="a bug of mine", batch_size=32)
     with pytest.raises(TpukitError, match="batch 32 of mnist.* RuntimeError: a bug of mine"):
         measure.measure_here(broken, steps=1, log=quiet)
-    with pytest.raises(TpukitError, match="killed"):
-        measure.measure_here(task, batch_sizes=[32], steps=1, log=quiet)
 
 
 @pytest.mark.slow
@@ -173,12 +171,3 @@ def test_several_cores_are_measured_as_one(digits, on_cpu):
     assert (found.cores, found.chips, found.label) == (2, 1, "CPU x 2")
     with pytest.raises(TpukitError, match="batch_size=9 .*2 cores.* 8 or 10"):
         measure.measure_here(task, batch_sizes=[9], steps=2, cores=2, log=quiet)
-
-
-def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(digits, tmp_path):
-    (tmp_path / "file").touch()
-    for out in (tmp_path / "file/a.json", tmp_path):
-        with pytest.raises(TpukitError, match=str(tmp_path)):
-            measure.measure_here(
-                MNIST(dataset_dir=digits), out=out, log=lambda text: pytest.fail(f"measured: {text}")
-            )
