@@ -141,6 +141,7 @@ EXPLAINED = [
     ("migrate", ["scripts"]),
     ("rent v5litepod-8 --spot -- train mnist", ["sky", "docs/RENTING.md"]),
     ("plan mshnet --chip v5e-8 --batch-sizes 12", ["v5e-8", "12"]),
+    ("plan mnist --find-batch", ["--batch-sizes 16 32 64"]),
     ("doctor --model resnet", ["'resnet'", "mnist, mshnet, cdeit, images"]),
     ("compare resnet", ["'resnet'", "mnist, mshnet, cdeit, images"]),
     ("show nothing-here", ["nothing-here"]),

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import plans
 from tests.conftest import refuses
+from tests.tasks.mshnet.small import Narrow
 from tpukit import CDEIT, MNIST, MSHNet, TpukitError, cli
 from tpukit.devices import lanes
 from tpukit.devices.chips import MACHINES
@@ -161,7 +162,7 @@ print(runtime.compilations()[0])
     "task",
     [
         MNIST(batch_size=16, channels=8, epochs=3, ema_decay=0.9, data_on="device"),
-        MSHNet(batch_size=4, base_size=32, crop_size=32, epochs=2, warm_epoch=0, data_on="device"),
+        Narrow(batch_size=4, base_size=32, crop_size=32, epochs=2, warm_epoch=0, data_on="device"),
     ],
     ids=["an average of the weights", "a warm-up"],
 )
@@ -187,10 +188,10 @@ def test_with_a_dataset_its_pixels_lie_beside_the_graph_and_the_test_set_counts_
     sizes, resident = {}, {}
     for name, folder in dict(given=infrared, none=None).items():
         (tmp_path / name).mkdir()
-        task = MSHNet(dataset_dir=folder, base_size=32, crop_size=32)
+        task = Narrow(dataset_dir=folder, base_size=32, crop_size=32)
         (graph,), resident[name] = compiler.trace(task, "train", 4, V5E, tmp_path / name)
         sizes[name] = graph["path"].stat().st_size
-    train, test = MSHNet(dataset_dir=infrared).datasets()
+    train, test = Narrow(dataset_dir=infrared).datasets()
     assert resident == dict(given=sum(map(lanes.stored_nbytes, test.device_arrays().values())), none=0)
     # The augmentation is in the graph, and the pixels are not: they are an argument of it.
     assert sizes["none"] < sizes["given"] < sizes["none"] + train.device_nbytes() / 4
