@@ -59,9 +59,7 @@ def strange_run(folder, word):
 def strange_measurement(path, word):
     """A file of `tpukit compare` that holds a word wherever it can."""
     times = dict(first_step_s=2.0, start_s=3.0, step_ms=9.0, step_ms_low=8.0, step_ms_high=10.0, wait_ms=1.0)
-    row = dict(
-        times, batch_size=8, fits=True, timed_steps=20, compiled_late=0, memory_bytes=2**30, memory_of=word
-    )
+    row = dict(times, batch_size=8, fits=True, timed_steps=20, compiled_late=0, memory_bytes=2**30)
     kept = dict(
         format="tpukit comparison 1",
         tpukit=word,
@@ -74,7 +72,6 @@ def strange_measurement(path, word):
     )
     kept |= dict(
         cores=1,
-        processes=1,
         precision=word,
         python=word,
         versions={word: word},
@@ -83,7 +80,6 @@ def strange_measurement(path, word):
     )
     kept |= dict(
         samples=80,
-        synthetic=True,
         rows=[row, dict(row, batch_size=16), dict(batch_size=32, fits=False, why=word)],
     )
     path.write_text(json.dumps(kept))

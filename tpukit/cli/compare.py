@@ -43,24 +43,16 @@ def measure(task: Task, options: MeasureOptions) -> None:
 def merge(
     files: tyro.conf.Positional[tuple[Path, ...]] = (),
     epochs: int = 400,
-    images: int | None = None,
-    batch_size: int | None = None,
-    deadline_h: float | None = None,
-    budget_usd: float | None = None,
     spot: bool = False,
     prices: Path | None = None,
     prices_out: Path | None = None,
 ) -> None:
-    """Which hardware finishes a training in time, and at what cost: from FILES that `tpukit compare TASK`
+    """In how many sessions, hours and dollars which hardware trains: from FILES that `tpukit compare TASK`
     wrote. The word merge may be left out.
 
     Args:
         files: files of one task; without any, the published figures alone.
         epochs: epochs of the whole training.
-        images: images in an epoch; by default those of the largest measured set (MSHNet's synthetic: 800).
-        batch_size: use only this batch size; by default each hardware's fastest.
-        deadline_h: hours of calendar time until it must be done.
-        budget_usd: US dollars that it may cost.
         spot: count with Google Cloud's prices of spare capacity, which can be taken away at any time.
         prices: an edited copy of the price table.
         prices_out: write a copy of the price table there, to be edited, and do nothing else.
@@ -83,10 +75,6 @@ def merge(
         [Measurement.read(path) for path in files],
         prices=read_prices(prices or PRICES),
         epochs=epochs,
-        images=images,
-        batch_size=batch_size,
-        deadline_h=deadline_h,
-        budget_usd=budget_usd,
         spot=spot,
     )
     tpukit.show_comparison(comparison, tpukit.detect().outputs / "comparison/comparison.png")

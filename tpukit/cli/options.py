@@ -24,6 +24,9 @@ OLD_OPTIONS = {"--workload": "--task"}
 REMOVED = {
     "rent": "rent a machine by `sky` itself, with the task files in docs/sky/: the page docs/RENTING.md",
     "--plan": "`tpukit plan TASK --chip v5e-8 --batch-sizes 32` asks the TPU's compiler, by itself",
+    "--find-batch": "`--batch-sizes 16 32 64` says of each batch whether it fits",
+    "--deadline-h": "the column calendar says how long each place takes",
+    "--budget-usd": "the column cost says what each place costs, and the cheapest comes first",
 }
 
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -66,7 +69,7 @@ def resolve_aliases(argv: list[str]) -> list[str]:
     if words[:1] == ["watch"]:
         to_stderr("`tpukit watch` is `tpukit report --follow` now")
         words = ["report", *(word for word in words[1:] if word != "--once"), "--follow"]
-    for word in words[:1] + words * (words[:1] == ["compare"]):
+    for word in words[:1] + words * (words[:1] in (["compare"], ["plan"])):
         if word in REMOVED:
             raise TpukitError(f"`{word}` is gone: {REMOVED[word]}")
     return words + argv[len(own) :]

@@ -28,20 +28,12 @@ class PlanOptions:
     part: Literal["train", "evaluate", "session"] = "train"
     """train: the whole training step. evaluate: the compiled graphs that predict a batch (of CDEIT: its
     sampler). session: every graph that a training compiles, and how long that takes here."""
-    find_batch: bool = False
-    """Bisect the largest batch that fits, to within a sixteenth. Each try compiles the step."""
-    top: int = 0
-    """Also list this many of the heaviest operations, by their share of the HBM bytes or of the cycles."""
 
 
 def plan(task: Task, options: PlanOptions) -> int:
     """Whether a training step fits a TPU, what it computes, and what it moves. Needs no TPU."""
-    settings = dataclasses.asdict(options)
-    top = settings.pop("top")
-    planned = tpukit.plan(task, **settings, log=to_stderr)
+    planned = tpukit.plan(task, **dataclasses.asdict(options), log=to_stderr)
     print(planned)
-    if top:
-        print(f"\n{planned.heaviest(top)}")
     return 0 if planned.largest_batch else 1
 
 
@@ -88,12 +80,12 @@ def migrate(
         to: torch_xla: checks code for GPUs, or for an old torch_xla. torch_tpu: checks code for torch_xla.
         output: text, or json, for machines.
     """
-    from tpukit.tools.migrate import FORMATS, contents, difference, examine, examine_all, files_in, write
+    from tpukit.tools.migrate import FORMATS, contents, difference, examine, files_in, write
 
     findings = []
     paths = files_in(files)
     before = contents(paths) if fix else {}
-    examined = list(examine_all(paths, to))  # all before any is rewritten
+    examined = [examine(path, to) for path in paths]  # all before any is rewritten
     show = print if output == "text" else to_stderr
     for path, (found, fixed) in zip(paths, examined):
         if fix and any(finding.fixable for finding in found):

@@ -1,7 +1,6 @@
 """Measurements, offers and prices for the tests of `tpukit compare`."""
 
-from tpukit.tools.measure import Measurement
-from tpukit.tools.measure.choice import BASES, Offer, Price
+from tpukit.tools.measure import BASES, Estimate, Measurement, Price
 
 
 def row(batch_size=32, step_ms=100.0, **other):
@@ -11,7 +10,6 @@ def row(batch_size=32, step_ms=100.0, **other):
         timed_steps=20,
         compiled_late=0,
         memory_bytes=2**30,
-        memory_of="a core's device",
         first_step_s=2.0,
         start_s=36.0,
         step_ms=step_ms,
@@ -32,21 +30,19 @@ def measurement(**other):
         place="Kaggle",
         device="Tesla T4",
         cores=1,
-        processes=1,
         precision="fp16",
         python="3.12.0",
         versions={"torch": "2.11"},
         task="mshnet",
         recipe=dict(base_size=256, crop_size=256, lr=0.05),
         samples=800,
-        synthetic=False,
         rows=[row()],
     )
     return Measurement(**fields | other)
 
 
 def estimate(hardware="T4", chips=1, epoch_s=90.0, basis=BASES[0], **other):
-    return Offer(hardware=hardware, chips=chips, label=hardware, basis=basis, epoch_s=epoch_s, **other)
+    return Estimate(hardware, chips, hardware, basis, epoch_s, **other)
 
 
 def price(hardware="T4", place="Google Cloud", usd=1.0, **other):

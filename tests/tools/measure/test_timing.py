@@ -3,8 +3,6 @@
 import dataclasses
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from tpukit import MNIST, Run, TpukitError
 from tpukit.host.environment import detect
 from tpukit.runs.run import setting
 from tpukit.tools import measure
-from tpukit.tools.measure import Measurement, timing
+from tpukit.tools.measure import Measurement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,18 +69,14 @@ def opened(path, task):
 def test_a_step_time_holds_the_step_and_the_wait_for_its_batch(digits, cpu, tmp_path):
     task = Slow(dataset_dir=digits, batch_size=64, channels=4, num_workers=0)
     run = opened(tmp_path / "run", task)
-    found = timing.time_steps(task, run, runtime=cpu, steps=7)
+    found = measure.time_steps(task, run, runtime=cpu, steps=7)
     r = found["row"]
     assert (
         r["wait_ms"] >= 30
         and r["step_ms_low"] >= 50
         and r["step_ms_low"] <= r["step_ms"] <= r["step_ms_high"]
     )
-    assert (
-        r["timed_steps"] == 8
-        and r["memory_of"] == "resident set of the processes"
-        and r["memory_bytes"] > 50e6
-    )
+    assert r["timed_steps"] == 8 and r["memory_bytes"] == 0  # which a CPU does not tell
     assert found["samples"] == 200 and r["start_s"] > r["first_step_s"] > 0.05
     assert not run.records("train") and not run.checkpoints()  # neither evaluations nor checkpoints are timed
 
@@ -103,8 +97,8 @@ def test_what_is_timed_are_the_steps_of_a_training(digits, cpu, tmp_path, monkey
     now = "train"
     train(task, opened(tmp_path / now, task), runtime=cpu, progress=False)
     now = "measure"
-    timing.time_steps(task, opened(tmp_path / now, task), runtime=cpu, steps=10)
-    assert len(seen["train"]) == 12 and len(seen["measure"]) == 1 + timing.WARM_UP + 10
+    measure.time_steps(task, opened(tmp_path / now, task), runtime=cpu, steps=10)
+    assert len(seen["train"]) == 12 and len(seen["measure"]) == 1 + measure.WARM_UP + 10
     # The same batches on the same weights, in the order of an epoch; only the phase is the last.
     assert [s[::2] for s in seen["measure"][:12]] == [s[::2] for s in seen["train"]]
     assert {epoch for _, epoch, _ in seen["measure"]} == {task.epochs}
@@ -113,7 +107,7 @@ def test_what_is_timed_are_the_steps_of_a_training(digits, cpu, tmp_path, monkey
 def test_one_graph_is_compiled_and_none_after_the_first_steps(digits, xla, tmp_path):
     task = MNIST(dataset_dir=digits, batch_size=8, channels=4)
     run = opened(tmp_path / "run", task)
-    found = timing.time_steps(task, run, runtime=xla, steps=5)
+    found = measure.time_steps(task, run, runtime=xla, steps=5)
     assert found["row"]["compiled_late"] == 0 and len(run.records("compile")) == 1
 
 
@@ -124,13 +118,7 @@ def test_sizes_double_in_processes_of_their_own_until_a_step_does_not_fit(digits
     found = measure.measure_here(task, steps=2, out=out, log=messages.append)
     assert [(r["batch_size"], r["fits"]) for r in found.rows] == [(16, True), (32, False)]
     assert "RESOURCE_EXHAUSTED" in found.rows[-1]["why"] and Measurement.read(out) == found
-    assert (found.hardware, found.place, found.task, found.samples, found.synthetic) == (
-        "CPU",
-        "local",
-        "mnist",
-        200,
-        True,
-    )
+    assert (found.hardware, found.place, found.task, found.samples) == ("CPU", "local", "mnist", 200)
     assert found.engine == dict(torch_compile="no", channels_last="auto", cuda_graph=True, data_on="auto")
     assert (
         "batch_size" not in found.recipe
@@ -156,61 +144,30 @@ def test_sizes_double_on_a_cpu_once_and_elsewhere_up_to_the_training_set(
 
     def run_process(task, steps, cores, parallel):
         found.append(task.batch_size)
-        return dict(row=row(task.batch_size), cores=cores, processes=cores, precision="fp32", samples=200)
+        return dict(row=row(task.batch_size), cores=cores, precision="fp32", samples=200)
 
-    monkeypatch.setattr(timing, "_run_process", run_process)
+    monkeypatch.setattr(measure, "_run_process", run_process)
     env = dataclasses.replace(detect({}), accelerator=accelerator)
-    monkeypatch.setattr(timing.environment, "detect", lambda: env)
+    monkeypatch.setattr(measure.environment, "detect", lambda: env)
     task = MNIST(dataset_dir=digits, batch_size=batch_size)
     measure.measure_here(task, cores=2, log=messages.append)
     assert found == tried and f"batch {2 * tried[-1]}: not tried" in messages[-1]
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_a_batch_that_does_not_fit_and_another_error_is_named(digits, tmp_path, on_cpu):
+def test_a_killed_process_is_a_batch_that_does_not_fit_and_another_error_is_named(digits, on_cpu):
     task = Greedy(dataset_dir=digits, batch_size=8, channels=4, failure="killed")
-    found = measure.measure_here(task, batch_sizes=[8, 32], steps=1, log=quiet)
-    assert [r["fits"] for r in found.rows] == [True, False] and "killed" in found.rows[1]["why"]
+    with pytest.raises(TpukitError, match="no batch size fits: the process was killed"):
+        measure.measure_here(task, batch_sizes=[32], steps=1, log=quiet)
     broken = dataclasses.replace(task, failure="a bug of mine", batch_size=32)
     with pytest.raises(TpukitError, match="batch 32 of mnist.* RuntimeError: a bug of mine"):
         measure.measure_here(broken, steps=1, log=quiet)
-    with pytest.raises(TpukitError, match="killed"):
-        measure.measure_here(task, batch_sizes=[32], steps=1, log=quiet)
 
 
 @pytest.mark.slow
 def test_several_cores_are_measured_as_one(digits, on_cpu):
     task = MNIST(dataset_dir=digits, batch_size=8, channels=4)
     found = measure.measure_here(task, batch_sizes=[8], steps=2, cores=2, log=quiet)
-    assert (found.cores, found.processes, found.chips, found.label) == (2, 2, 1, "CPU x 2")
-    assert found.rows[0]["memory_bytes"] > 2 * 50e6
+    assert (found.cores, found.chips, found.label) == (2, 1, "CPU x 2")
     with pytest.raises(TpukitError, match="batch_size=9 .*2 cores.* 8 or 10"):
         measure.measure_here(task, batch_sizes=[9], steps=2, cores=2, log=quiet)
-
-
-def test_a_class_of_a_notebook_cell_is_refused_by_name(digits, monkeypatch):
-    monkeypatch.setattr(Greedy, "__module__", "__main__")
-    with pytest.raises(TpukitError, match="Greedy.* module"):
-        measure.measure_here(Greedy(dataset_dir=digits), batch_sizes=[8], log=quiet)
-
-
-def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(digits, tmp_path):
-    (tmp_path / "file").touch()
-    for out in (tmp_path / "file/a.json", tmp_path):
-        with pytest.raises(TpukitError, match=str(tmp_path)):
-            measure.measure_here(
-                MNIST(dataset_dir=digits), out=out, log=lambda text: pytest.fail(f"measured: {text}")
-            )
-
-
-def test_the_peak_of_memory_is_this_process_own():
-    program = (
-        "import numpy as np; from tpukit.tools.measure import timing; peaks ="
-        " [timing.peak_host_bytes()];"
-        "block = np.ones(2**27, np.uint8); peaks.append(timing.peak_host_bytes());"  # 128 MiB
-        "del block; print(*peaks, timing.peak_host_bytes())"
-    )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    # and not of the process that started it, which is larger
-    before, full, after = map(int, ran.stdout.split())
-    assert 100e6 < full - before < 300e6 and after > full - 2e6 and before < 500e6

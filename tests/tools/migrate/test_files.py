@@ -61,11 +61,10 @@ def test_a_hostile_file_is_named_nothing_of_it_is_written_and_the_others_are_rea
     assert "cuda" not in (tmp_path / "a_first.py").read_text() + (tmp_path / "z_last.py").read_text()
 
 
-def test_what_is_no_file_or_a_huge_one_is_named_and_the_next_one_is_read(tmp_path, monkeypatch):
+def test_what_is_no_file_or_a_huge_one_is_named(tmp_path, monkeypatch):
     endless, good = tmp_path / "endless.py", written(tmp_path, "model.cuda()\n")
     os.mkfifo(endless)  # nobody ever writes into it
-    answers = tool.examine_all([good, endless, good])
-    assert [[f.rule for f in found] for found, _ in answers] == [["cuda"], ["unreadable"], ["cuda"]]
+    assert [f.rule for f in tool.examine(endless)[0]] == ["unreadable"]
     monkeypatch.setattr(files, "LARGEST", 3)
     assert [f.rule for f in tool.examine(good)[0]] == ["unreadable"]
 
@@ -76,11 +75,6 @@ def test_no_code_of_the_current_folder_runs_while_files_are_read(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-P", "-m", "tpukit", "migrate", "torch.py"]
     assert subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
-
-
-def test_a_file_that_is_named_and_lies_in_a_named_folder_is_read_once(tmp_path):
-    path = written(tmp_path, "model.cuda()\n")
-    assert files.files_in([path, tmp_path]) == [path]
 
 
 # On the command line
@@ -131,12 +125,12 @@ def test_a_folder_without_code_and_what_cannot_be_written_are_said(tmp_path, mon
 def test_a_file_that_is_edited_while_it_is_checked_keeps_the_edit(tmp_path, monkeypatch, capsys):
     edited, other = (written(tmp_path, "model.cuda()\n", name) for name in ("a.py", "b.py"))
 
-    def examine_all(paths, to):
-        yield from list(examine_paths(paths, to))
-        edited.write_text("model.cuda()\nmine = 1\n")
+    def examine_slowly(path, to):
+        edited.write_text("model.cuda()\nmine = 1\n" if path == other else "model.cuda()\n")
+        return examine(path, to)
 
-    examine_paths = tool.examine_all
-    monkeypatch.setattr(tool, "examine_all", examine_all)
+    examine = tool.examine
+    monkeypatch.setattr(tool, "examine", examine_slowly)
     assert cli.main(["migrate", "--fix", str(tmp_path)]) == 1
     assert edited.read_text() == "model.cuda()\nmine = 1\n" and "a.py was edited" in capsys.readouterr().out
     assert "cuda" not in other.read_text()
@@ -159,6 +153,7 @@ def test_what_a_link_in_a_folder_leads_to_is_not_rewritten(tmp_path):
     kept, fixed = (written(folder, "model.cuda()\n") for folder in (outside, repository))
     (repository / "link.py").symlink_to(kept)
     (repository / "folder").symlink_to(outside)
+    assert files.files_in([fixed, repository]) == [fixed]  # each once
     cli.main(["migrate", "--fix", str(repository)])
     assert kept.read_text() == "model.cuda()\n" and "cuda" not in fixed.read_text()
 

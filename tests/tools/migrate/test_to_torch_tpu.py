@@ -13,9 +13,7 @@ from tpukit import cli
 from tpukit.tools.migrate import examine, to_torch_tpu
 from tpukit.tools.migrate.findings import TABLES
 
-# spawn: xmp.spawn and MpDeviceLoader. spmd: a mesh and a compiled step. amp: launch, autocast and
-# DistributedDataParallel.
-SCRIPTS = sorted(Path(__file__).with_name("xla_scripts").glob("*.py"))
+SCRIPT = Path(__file__).with_name("xla_script.py")
 OF_TORCH_XLA = re.compile(
     r"\b(torch_xla|tx|xm|xr|xs|xmp|pl|met|Mesh|runtime|syncfree|mark_step|xla_device)\b|autocast\(device\)|[\"\']xla"
 )
@@ -81,9 +79,8 @@ def test_the_command_says_what_is_left_and_clean_code_passes(tmp_path, capsys):
     assert cli.main(["migrate", str(clean), "--to", "torch_tpu"]) == 0
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_in_a_whole_script_every_line_of_torch_xla_is_found_with_what_takes_its_place(script, tmp_path):
-    code = script.read_text()
+def test_in_a_whole_script_every_line_of_torch_xla_is_found_with_what_takes_its_place(tmp_path):
+    code = SCRIPT.read_text()
     findings, fixed = examine(written(tmp_path, code), "torch_tpu")
     found = {finding.line: finding for finding in findings if finding.rule == "torch-xla"}
     assert found.keys() == {

@@ -130,7 +130,7 @@ def attention_errors(device: str, precision: str) -> dict[str, tuple[float, str]
             return attend(*qkv.permute(2, 0, 3, 1, 4), attn_mask=bias)
 
         def choice(qkv, bias=None):
-            return SDPBackend(torch._fused_sdp_choice(*qkv.permute(2, 0, 3, 1, 4), bias)).name
+            return SDPBackend(torch._fused_sdp_choice(*qkv.permute(2, 0, 3, 1, 4), attn_mask=bias)).name
 
         trained = run(*leaves)
         computed = [trained, *torch.autograd.grad(trained.float().square().sum(), leaves)]

@@ -14,7 +14,6 @@ from tpukit.tools.migrate.files import (  # noqa: F401 for users
     copy_example,
     difference,
     examine,
-    examine_all,
     files_in,
     write,
 )

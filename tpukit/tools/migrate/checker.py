@@ -2,10 +2,19 @@
 
 import ast
 import re
+from typing import Any
 
 from tpukit.tools.migrate.cuda_branches import CHECKS, CudaBranches
 from tpukit.tools.migrate.findings import OLD_VARIABLES, TABLES
-from tpukit.tools.migrate.source import Source, argument, is_constant, is_cuda_word, last_name, method_of
+from tpukit.tools.migrate.source import (
+    Source,
+    argument,
+    defaults_of,
+    is_constant,
+    is_cuda_word,
+    last_name,
+    method_of,
+)
 from tpukit.tools.migrate.steps import TO_HOST, Steps
 
 XM, XR = "torch_xla.core.xla_model", "torch_xla.runtime"
@@ -64,8 +73,9 @@ def installs_torch(line: str) -> bool:
     return False
 
 
-class Checker:
-    """findings: (line, column, rule, found, fixable, advice), in no order."""
+class Checker(ast.NodeVisitor):
+    """findings: (line, column, rule, found, fixable, advice), in no order. Each node of the source is visited
+    by itself, an outer one before what is in it."""
 
     def __init__(self, code: str):
         self.source = Source(code)
@@ -76,7 +86,7 @@ class Checker:
         self.skipped = {}  # check -> the first line that it keeps from a TPU
         self._read_setup()
         for node in self.source.nodes:
-            self._check_node(node)
+            self.visit(node)
         for check in reversed(self.checks):  # an inner one before the one around it
             if check in self.skipped:
                 advice = f"false on a TPU: `{self.skipped[check]}` is skipped, and the CPU trains"
@@ -109,30 +119,6 @@ class Checker:
             return "grad" in ast.unparse(call)
         is_wrapped = self.on_xla and name.endswith("DistributedDataParallel")
         return is_wrapped or SUMS_GRADIENTS.search(name)
-
-    def _check_node(self, node):
-        match node:
-            case ast.Import() | ast.ImportFrom():
-                self.check_import(node)
-            case ast.Constant(value=str(word)) if not isinstance(self.source.parents[node], ast.JoinedStr):
-                if word in OLD_VARIABLES:
-                    self.report(node, "old-variable", word, advice=OLD_VARIABLES[word])
-                self.check_cuda_word(node)
-            case ast.JoinedStr():
-                self.check_cuda_word(node)
-            case ast.Attribute():
-                self.check_half(node)
-            case ast.Call():
-                self.check_call(node)
-            case ast.Assign(value=ast.Call()):
-                self.check_optimizer(node)
-            case ast.FormattedValue():
-                if self.steps.in_step(node) and self.steps.needs_loss(node.value):
-                    self.report(node, "read-in-loop")
-            case ast.If() | ast.While() | ast.Assert():
-                self.check_condition(node)
-            case ast.Subscript():
-                self.check_subscript(node)
 
     def report(self, node, rule, found="", *, replace="", edit=None, imports="", advice=""):
         """Add a finding.
@@ -170,9 +156,12 @@ class Checker:
         """The code with all fixes, and the imports that they need."""
         return self.source.changed(self.edits, self.imports)
 
+    def generic_visit(self, node: Any):
+        """A node without a rule."""
+
     # Names and words
 
-    def check_import(self, node):
+    def visit_ImportFrom(self, node: Any):
         """`from torch_xla.core.xla_model import xrt_world_size`"""
         module = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
         for alias in node.names:
@@ -180,7 +169,9 @@ class Checker:
                 if f"{module}{alias.name}.".startswith(f"{old}."):
                     self.report(node, "gone", f"`import {alias.name}`", advice=f"use {new}")
 
-    def check_half(self, node):
+    visit_Import = visit_ImportFrom
+
+    def visit_Attribute(self, node: Any):
         """`torch.float16`, `x.half()`"""
         parent = self.source.parents[node]
         if self.source.name(node) in ("torch.float16", "torch.half"):
@@ -192,7 +183,15 @@ class Checker:
             end = self.source.end(node)
             self.report(node, "fp16", edit=(end - len("half"), end, "bfloat16"))
 
-    def check_cuda_word(self, word):
+    def visit_Constant(self, word: Any):
+        """`os.environ["XLA_USE_BF16"]`, `"cuda"`"""
+        if not isinstance(word.value, str) or isinstance(self.source.parents[word], ast.JoinedStr):
+            return
+        if word.value in OLD_VARIABLES:
+            self.report(word, "old-variable", word.value, advice=OLD_VARIABLES[word.value])
+        self.visit_JoinedStr(word)
+
+    def visit_JoinedStr(self, word: Any):
         """`"cuda"` as a device: an argument, a default, a variable's value, or the outcome of a check."""
         if not is_cuda_word(word):
             return
@@ -207,7 +206,8 @@ class Checker:
             case ast.Assign(targets=[name]) | ast.AnnAssign(target=name):
                 self._check_bound(node, word, last_name(name), device)
             case ast.arguments() as parameters:
-                self._check_bound(node, word, _parameter_of(parameters, node), device)
+                name = next(one.arg for one, default in defaults_of(parameters) if default is node)
+                self._check_bound(node, word, name, device)
             case ast.Compare():
                 pass
             case _ if node is not word:
@@ -248,7 +248,7 @@ class Checker:
 
     # Calls
 
-    def check_call(self, call):
+    def visit_Call(self, call: Any):
         name = self.source.name(call.func)
         self.check_cuda_call(call, name)
         self.check_precision(call, name)
@@ -344,7 +344,13 @@ class Checker:
             parts = value.values if isinstance(value, ast.Dict) else [value]
             on_device = [part for part in parts if not ON_HOST.search(ast.unparse(part))]
             for state in (state for part in on_device for state in ast.walk(part)):
-                owner = _owner_of_state(state)
+                match state:
+                    case ast.Call(
+                        func=ast.Attribute(attr="state_dict", value=saved_of), args=[], keywords=[]
+                    ):
+                        owner = last_name(saved_of)
+                    case _:
+                        continue
                 if MODELS.search(owner):
                     copies = f"{{name: value.cpu() for name, value in {ast.unparse(state)}.items()}}"
                     self.report(state, "save", replace=copies if value is saved else "")
@@ -370,9 +376,9 @@ class Checker:
         block = next(block for block in blocks if isinstance(block, list) and statement in block)
         return [node for later in block[block.index(statement) :] for node in ast.walk(later)]
 
-    def check_optimizer(self, node):
+    def visit_Assign(self, node: Any):
         """An optimizer of a model that is moved afterwards, in the same function."""
-        if not OPTIMIZER.match(self.source.name(node.value.func)):
+        if not isinstance(node.value, ast.Call) or not OPTIMIZER.match(self.source.name(node.value.func)):
             return
         function = self.source.function_of(node)
         for parameters in ast.walk(node.value):
@@ -405,11 +411,18 @@ class Checker:
         if reads or shows and any(map(self.steps.needs_loss, values)):
             self.report(call, "read-in-loop")
 
-    def check_condition(self, node):
+    def visit_FormattedValue(self, node: Any):
+        """`f"{loss}"`"""
+        if self.steps.in_step(node) and self.steps.needs_loss(node.value):
+            self.report(node, "read-in-loop")
+
+    def visit_If(self, node: Any):
         """`if loss > 3` waits for the loss."""
         waits = self.steps.in_step(node) and self.steps.needs_loss(node.test)
         if waits and not self.steps.is_occasional(node.test):
             self.report(node.test, "read-in-loop")
+
+    visit_While = visit_Assert = visit_If
 
     def check_dynamic_function(self, call, name):
         """`torch.nonzero(x)`, `x.nonzero()`, `torch.where(x)`"""
@@ -421,7 +434,7 @@ class Checker:
         if is_dynamic and self.steps.in_compiled_code(call):
             self.report(call, "dynamic-shape")
 
-    def check_subscript(self, node):
+    def visit_Subscript(self, node: Any):
         """`x[mask]`, but not `x[mask] = 0`, which keeps its shape"""
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         if not self.steps.in_compiled_code(node) or not any(map(self.steps.is_mask, indices)):
@@ -447,18 +460,3 @@ class Checker:
             statement = self.source.parents[call]
             edit = self.source.line_after(statement, "torch_xla.sync()")
             self.report(statement if edit else call, "no-sync", edit=edit, imports="torch_xla")
-
-
-def _owner_of_state(node):
-    """The last name of x in `x.state_dict()`; empty for other code."""
-    match node:
-        case ast.Call(func=ast.Attribute(attr="state_dict", value=owner), args=[], keywords=[]):
-            return last_name(owner)
-    return ""
-
-
-def _parameter_of(parameters, default):
-    """The name of the parameter with a default."""
-    positional = [*parameters.posonlyargs, *parameters.args][-len(parameters.defaults) :]
-    pairs = [*zip(positional, parameters.defaults), *zip(parameters.kwonlyargs, parameters.kw_defaults)]
-    return next(parameter.arg for parameter, value in pairs if value is default)

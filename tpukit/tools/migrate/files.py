@@ -28,29 +28,23 @@ def files_in(paths: Sequence[str | Path]) -> list[Path]:
     found = []
     for path in map(Path, paths):
         if path.is_dir():
-            found += [inside for inside in sorted(path.rglob("*")) if _is_code(inside, path)]
+            found += _files_below(path)
         elif path.suffix in KINDS and path.is_file():
             found.append(path)
         else:
             raise TpukitError(f"{path} is neither an existing .py or .ipynb file nor a folder of them")
-    if not paths:
-        raise TpukitError("name scripts, notebooks, or folders of them")
     if not found:
-        raise TpukitError(f"no .py or .ipynb files in {', '.join(map(str, paths))}")
+        named = f"no .py or .ipynb files in {', '.join(map(str, paths))}"
+        raise TpukitError(named if paths else "name scripts, notebooks, or folders of them")
     return list(dict.fromkeys(found))
 
 
-def _is_code(path, folder):
-    """Whether a file in a folder is to be checked: a link leads to a file that is listed anyway, or out of
-    the folder, where nothing may be rewritten."""
-    is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return path.suffix in KINDS and path.is_file() and not path.is_symlink() and not is_hidden
-
-
-def examine_all(paths: Sequence[str | Path], to: str = "torch_xla") -> Iterator[tuple[list[Finding], str]]:
-    """Yield what `examine` returns of each file."""
-    for path in paths:
-        yield examine(path, to)
+def _files_below(folder: Path) -> Iterator[Path]:
+    """A link leads to a file that is listed anyway, or out of the folder, where nothing may be rewritten."""
+    for path in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.suffix in KINDS and path.is_file() and not path.is_symlink() and not is_hidden:
+            yield path
 
 
 def examine(path: str | Path, to: str = "torch_xla") -> tuple[list[Finding], str]:
@@ -64,14 +58,14 @@ def examine(path: str | Path, to: str = "torch_xla") -> tuple[list[Finding], str
             return [unreadable(path, f"not a file of at most {LARGEST // 2**20} MiB")], ""
         check = _check_notebook if path.endswith(".ipynb") else _check_script
         findings, fixed = check(path, read(path), CHECKERS[to])
+        return sorted(set(findings)), fixed
     except (UnicodeError, LookupError, SyntaxError):
         reason = "not text in UTF-8, nor in the encoding that its first lines name"
-        return [unreadable(path, reason)], ""
     except (RecursionError, MemoryError):
-        return [unreadable(path, "nested too deeply")], ""
+        reason = "nested too deeply"
     except Exception as error:  # whatever a strange file does costs its own finding alone
-        return [unreadable(path, f"{type(error).__name__}: {first_line(error)}")], ""
-    return sorted(set(findings)), fixed
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    return [unreadable(path, reason)], ""
 
 
 def _check_script(path, text, checker_class):
@@ -88,10 +82,8 @@ def _check_notebook(path, text, checker_class):
     except ValueError as error:
         return [unreadable(path, f"not a notebook ({error})")], text
     checker = checker_class(notebook.code)
-    found = list(checker.findings)
-    for line, command in notebook.magics:
-        found += [(line, 1, *finding) for finding in check_magic(command)]
-    findings = [Finding(path, *notebook.place(line), *rest) for line, *rest in found]
+    magics = [(line, 1, *found) for line, command in notebook.magics for found in check_magic(command)]
+    findings = [Finding(path, *notebook.place(line), *rest) for line, *rest in [*checker.findings, *magics]]
     findings += [unreadable(path, "not valid Python 3", *place) for place in notebook.unreadable]
     return findings, notebook.with_code(checker.fixed())
 
@@ -142,10 +134,9 @@ def write(path: str | Path, fixed: str) -> Path:
 
 def _write_copy(path, data):
     """Write bytes to a new file beside `path`. Returns its path."""
-    numbers = itertools.count(1)
+    numbers = itertools.chain([""], itertools.count(2))
     while True:
-        number = next(numbers)
-        copy = path.with_name(f"{path.name}.orig{number if number > 1 else ''}")
+        copy = Path(f"{path}.orig{next(numbers)}")
         with contextlib.suppress(FileExistsError), open(copy, "xb") as file:
             file.write(data)
             file.flush()

@@ -2,13 +2,14 @@
 
 import ast
 import builtins
+import itertools
 import re
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 CUDA_WORD = re.compile(r"""[fF]?(["'])cuda(:|\1)""")
-# Nodes with a position.
-Located = ast.expr | ast.stmt | ast.keyword | ast.arg | ast.alias | ast.excepthandler | ast.pattern
+Located = Any  # a node with a position, of a tree that was parsed
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -26,13 +27,15 @@ class Source:
 
     def __init__(self, code: str):
         self.tree = parse(code)
-        self.lines = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", code.encode())
-        self.starts = [0]
-        for line in self.lines:
-            self.starts.append(self.starts[-1] + len(line))
-        every = list(ast.walk(self.tree))
+        self.code = code.encode()
+        lines = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self.code)
+        self.starts = [0, *itertools.accumulate(map(len, lines))]  # of the lines, in bytes
+        every: list[Located] = list(ast.walk(self.tree))
         self.parents = {child: node for node in every for child in ast.iter_child_nodes(node)}
-        self.nodes = sorted((node for node in every if hasattr(node, "lineno")), key=_start)
+        self.nodes = sorted(
+            (node for node in every if hasattr(node, "lineno")),
+            key=lambda node: (node.lineno, node.col_offset),
+        )
         self.imported, self.assigned = {}, {}
         for node in self.nodes:
             self._read_names(node)
@@ -71,19 +74,18 @@ class Source:
         for outer in self.ancestors(node):
             if isinstance(outer, ast.JoinedStr):
                 node = outer
-        before = self.lines[node.lineno - 1][: node.col_offset]
-        return node.lineno, len(before.decode()) + 1
+        before = self.text(self.starts[node.lineno - 1], self.start(node))
+        return node.lineno, len(before) + 1
 
     def start(self, node: Located) -> int:
         """Where a node's text starts, in bytes of the code."""
         return self.starts[node.lineno - 1] + node.col_offset
 
     def end(self, node: Located) -> int:
-        assert node.end_col_offset is not None  # in a tree that was parsed
-        return self.starts[last_line(node) - 1] + node.end_col_offset
+        return self.starts[node.end_lineno - 1] + node.end_col_offset
 
     def text(self, start: int, end: int) -> str:
-        return b"".join(self.lines)[start:end].decode()
+        return self.code[start:end].decode()
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """The nodes around a node, the nearest first."""
@@ -104,46 +106,35 @@ class Source:
 
     def changed(self, edits: list[tuple[int, int, str]], modules: set[str]) -> str:
         """The code with edits (start, end, new text), and with imports of the modules."""
-        data, end = [], 0
-        whole = b"".join(self.lines)
-        if edits:
-            edits = sorted([*edits, *self._imports(modules)], key=lambda edit: edit[:2])
+        parts, end = [], 0
+        edits = sorted([*edits, *self._imports(modules)], key=lambda edit: edit[:2]) if edits else []
         for start, stop, text in edits:
             if start >= end:  # else it is in what another one replaces
-                data += [whole[end:start], text.encode()]
+                parts += [self.text(end, start), text]
                 end = stop
-        return b"".join([*data, whole[end:]]).decode()
+        return "".join([*parts, self.text(end, len(self.code))])
 
     def _imports(self, modules):
         """Edits that import the modules that are not imported yet: above the first import, or below the
         docstring."""
-        body = self.tree.body
-        there = {
-            alias.name
-            for node in body
-            if isinstance(node, ast.Import)
-            for alias in node.names
-            if not alias.asname
-        }
-        at = 0
-        for place, node in enumerate(body):
+        at, there = 0, set()
+        for place, node in reversed(list(enumerate(self.tree.body))):
             is_docstring = place == 0 and ast.get_docstring(self.tree) is not None
             if is_docstring or isinstance(node, ast.ImportFrom) and node.module == "__future__":
-                at = place + 1
+                at = max(at, place + 1)
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 at = place
-                break
-        if at < len(body):
-            line = min(node.lineno for node in [body[at], *getattr(body[at], "decorator_list", [])]) - 1
-        else:
-            line = last_line(body[-1])
+            if isinstance(node, ast.Import):
+                there |= {alias.name for alias in node.names if not alias.asname}
+        below: Located = self.tree.body[at - 1] if at == len(self.tree.body) else None
+        line = below.end_lineno if below else _first_line(self.tree.body[at]) - 1
         return [self.insertion(line, f"import {name}") for name in sorted(modules - there)]
 
-    def line_after(self, node: ast.AST, text: str) -> tuple[int, int, str] | None:
+    def line_after(self, node: Located, text: str) -> tuple[int, int, str] | None:
         """The edit that puts a line of text after an expression; None where it is not alone on its lines."""
         if not isinstance(node, ast.Expr):
             return None
-        last = last_line(node)
+        last: Any = node.end_lineno
         before = self.text(self.starts[node.lineno - 1], self.start(node))
         after = self.text(self.end(node), self.starts[last])
         is_alone = not before.strip() and re.fullmatch(r"\s*(#.*)?", after.rstrip("\r\n"))
@@ -151,19 +142,13 @@ class Source:
 
     def insertion(self, line: int, text: str) -> tuple[int, int, str]:
         """The edit that puts a line of text after so many lines of the code."""
-        newline = "\r\n" if self.lines[0].endswith(b"\r\n") else "\n"
-        is_open = line > 0 and not self.lines[line - 1].endswith((b"\n", b"\r"))
+        newline = "\r\n" if self.code[: self.starts[1]].endswith(b"\r\n") else "\n"
+        is_open = line > 0 and not self.code[: self.starts[line]].endswith((b"\n", b"\r"))
         return self.starts[line], self.starts[line], f"{newline}{text}" if is_open else f"{text}{newline}"
 
 
-def _start(node):
-    return node.lineno, node.col_offset
-
-
-def last_line(node: Located) -> int:
-    """The number of the line that a node ends in."""
-    assert node.end_lineno is not None  # in a tree that was parsed
-    return node.end_lineno
+def _first_line(statement: Located) -> int:
+    return min(node.lineno for node in [statement, *getattr(statement, "decorator_list", [])])
 
 
 def is_cuda_word(node: ast.AST) -> bool:
@@ -200,3 +185,10 @@ def is_constant(node: ast.AST | None, value: object) -> bool:
 
 def names_in(node: ast.AST) -> set[str]:
     return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+
+
+def defaults_of(parameters: ast.arguments) -> list[tuple[ast.arg, ast.expr | None]]:
+    """Each parameter but *args and **kwargs with its default, or None."""
+    positional = [*parameters.posonlyargs, *parameters.args]
+    defaults = [None] * (len(positional) - len(parameters.defaults)) + parameters.defaults
+    return [*zip(positional, defaults), *zip(parameters.kwonlyargs, parameters.kw_defaults)]

@@ -4,7 +4,7 @@ tensors."""
 import ast
 import re
 
-from tpukit.tools.migrate.source import Function, Source, is_constant, last_name, names_in
+from tpukit.tools.migrate.source import Function, Source, defaults_of, is_constant, last_name, names_in
 
 TO_HOST = {"item", "tolist", "numpy", "cpu"}
 # Attributes and methods that are known without the tensor's values.
@@ -146,8 +146,7 @@ def _names_bound(target):
 
 def _parameters_of_tensors(arguments):
     """The names of parameters that may be tensors, by their annotations and defaults."""
-    defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
-    for parameter, default in zip(arguments.args, defaults):
+    for parameter, default in defaults_of(arguments):
         annotated = parameter.annotation is not None and "Tensor" not in ast.unparse(parameter.annotation)
         if not annotated and (default is None or is_constant(default, None)):
             yield parameter.arg

@@ -50,7 +50,6 @@ def plan(
     part: str = "train",
     parallel: str = "processes",
     backend: str = "torch_xla",
-    find_batch: bool = False,
     log: Callable[[str], object] = print,
 ) -> Plan:
     """What a task's step needs on a TPU: a `Plan`.
@@ -59,25 +58,16 @@ def plan(
     the graphs that predict a batch of the test set; "session", every graph that a training compiles.
     parallel: how eight cores share the step, as for `launch`: "processes", with a gradient all-reduce, or
     "spmd". backend: what lowers the step, "torch_xla" or "torch_tpu", which lowers no collectives without a
-    TPU, so that only one core can be planned. find_batch: also bisect the largest batch that fits. With a
-    dataset_dir, its sets lie on the chip as in training, where they are small enough. Raises TpukitError
-    where the compiler cannot be had, or refuses a graph for another reason than memory."""
-    sizes = list(batch_sizes or [task.batch_size])
+    TPU, so that only one core can be planned. With a dataset_dir, its sets lie on the chip as in training,
+    where they are small enough. Raises TpukitError where the compiler cannot be had, or refuses a graph for
+    another reason than memory."""
+    sizes = sorted(set(batch_sizes or [task.batch_size]))
     check(chip, part, sizes, parallel, backend, task.micro_batches)
-    parts = MACHINES[chip].chips * task.micro_batches
-    rows = {}
-
-    def fits(size):
-        if size not in rows:
-            log(f"batch {size}: tracing the step")
-            rows[size] = plan_batch(task, chip, size, part, parallel, backend, log)
-        return rows[size]["fits"]
-
+    rows = []
     for size in sizes:
-        fits(size)
-    if find_batch:
-        bisect(fits, max(parts, min(sizes)), parts)
-    return Plan(task.name, part, chip, [rows[size] for size in sorted(rows)])
+        log(f"batch {size}: tracing the step")
+        rows.append(plan_batch(task, chip, size, part, parallel, backend, log))
+    return Plan(task.name, part, chip, rows)
 
 
 def check(
@@ -99,24 +89,6 @@ def check(
         )
     for size in batch_sizes:
         check_batch(size, chips, f"cores of {chip}", micro_batches)
-
-
-def bisect(fits: Callable[[int], bool], size: int, parts: int) -> None:
-    """Call `fits` until the largest batch that fits, a multiple of `parts`, is known to within a
-    sixteenth."""
-    while not fits(size) and size > parts:
-        size = max(parts, size // 2 // parts * parts)
-    if not fits(size):
-        return
-    good, bad = size, 2 * size
-    while fits(bad):
-        good, bad = bad, 2 * bad
-    while bad - good > max(parts, good // 16):
-        middle = (good + bad) // 2 // parts * parts
-        if fits(middle):
-            good = middle
-        else:
-            bad = middle
 
 
 def plan_batch(
@@ -235,19 +207,6 @@ class Plan:
                 f"{sum(kernel['flops'] for kernel in kernels) / 1e12:.3g} TFLOP are added."
             )
         return text
-
-    def heaviest(self, count: int) -> Table:
-        """The operations with the largest share of HBM bytes or cycles, at the largest batch that fits."""
-        found = [(one, graph["times"]) for graph in self._graphs for one in graph["operations"]]
-        row = next((row for row in self.rows if row["batch_size"] == self.largest_batch), {})
-        hbm_bytes, cycles = (max(row.get(name, 0), 1) for name in ("hbm_bytes", "cycles"))
-        found.sort(key=lambda item: -item[1] * max(item[0].hbm_bytes / hbm_bytes, item[0].cycles / cycles))
-        rows = []
-        for one, times in found[:count]:
-            figures = [f"{times * value / 1e6:.3g}" for value in (one.hbm_bytes, one.vmem_bytes, one.cycles)]
-            rows.append([f"{one.opcode} {one.name}", one.result, one.source, *figures])
-        title = f"{self.task}: the heaviest operations of {len(found)}, at batch {self.largest_batch}"
-        return Table(title, ("operation", "result", "traced from", "HBM MB", "VMEM MB", "Mcycles*"), rows)
 
     @property
     def _graphs(self):

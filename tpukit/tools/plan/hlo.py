@@ -34,12 +34,11 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """shape, arrays: of the result. operands: names; of a parameter, its number. attributes: the text behind
-    the operands."""
+    """arrays: of the result. operands: names; of a parameter, its number. attributes: the text behind the
+    operands."""
 
     name: str
     opcode: str
-    shape: str
     arrays: list[Array]
     operands: list[str]
     attributes: str
@@ -53,16 +52,10 @@ class Instruction(NamedTuple):
 
 class Operation(NamedTuple):
     """An instruction that runs `times` times in one run of the graph. Bytes and cycles are those of all these
-    times.
-
-    result: its shape, without layout. source: the operation and the line that it was traced from, as far as
-    the graph has them; a fusion has those of one of its parts. custom_call: the target of one, else "".
-    cycles: the compiler's estimate, 0 where it gives none."""
+    times. custom_call: the target of one, else "". cycles: the compiler's estimate, 0 where it gives none."""
 
     name: str
     opcode: str
-    result: str
-    source: str
     custom_call: str
     times: int
     hbm_bytes: float
@@ -86,8 +79,7 @@ def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str | None]:
         elif found := INSTRUCTION.match(line):
             root, name, shape, opcode, operands, attributes = found.groups()
             names = re.findall(r"%([\w.-]+)", operands) or [operands]
-            arrays = parse_arrays(shape)
-            body[name] = Instruction(name, opcode, shape, arrays, names, attributes or "", bool(root))
+            body[name] = Instruction(name, opcode, parse_arrays(shape), names, attributes or "", bool(root))
     return computations, entry
 
 
@@ -125,20 +117,12 @@ def _operations(computations, name, times) -> Iterator[Operation]:
             yield Operation(
                 name=one.name,
                 opcode=one.opcode,
-                result=re.sub(r"\{[^}]*\}", "", one.shape),
-                source=_source(one),
                 custom_call=custom_call,
                 times=times,
                 hbm_bytes=nbytes["hbm"],
                 vmem_bytes=nbytes["vmem"],
                 cycles=times * int(one.attribute(r'"estimated_cycles":"(\d+)"') or 0),
             )
-
-
-def _source(one):
-    traced = one.attribute(r'op_name="(?:[^"]*/)?([^"/]*)"')
-    file, line = one.attribute(r'source_file="(?:[^"]*/)?([^"/]*)"'), one.attribute(r"source_line=(\d+)")
-    return f"{traced}, {file}:{line}" if file else traced
 
 
 def _reads(computations, body, one):
