@@ -87,13 +87,10 @@ def device_parameters(image_size: tuple[int, int], crop: Crop) -> dict[str, np.n
 
 def _nearest(source, target, start, flip, size):
     """(size,) int32: the original pixel that PIL takes for each pixel of a crop; -1 beyond the edge."""
-    step = source / target
-    # Added up one by one as PIL does: where the exact position is a whole number, its rounding decides.
-    nearest = np.add.accumulate(np.concatenate([[step / 2], np.full(target - 1, step)])).astype(np.int32)
-    if flip:
-        nearest = source - 1 - nearest
-    nearest = nearest[start : start + size]
-    return np.concatenate([nearest, np.full(size - len(nearest), -1, np.int32)])
+    numbers = np.arange(1, source + 1, dtype=np.int32)[None]  # PIL crops with zeros beyond
+    row = Image.fromarray(numbers[:, ::-1] if flip else numbers)
+    scaled = row.resize((target, 1), Image.Resampling.NEAREST).crop((start, 0, start + size, 1))
+    return np.asarray(scaled)[0] - 1
 
 
 def on_device(

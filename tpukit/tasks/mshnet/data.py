@@ -113,7 +113,7 @@ def read_list(folder: Path, split: str) -> tuple[Path, list[str]]:
     if not folder.is_dir():
         raise TpukitError(f"dataset folder {folder} does not exist")
     lists = {
-        name: [path for pattern in patterns.split() for path in sorted(folder.glob(pattern))]
+        name: [path for each in patterns.split() for path in sorted(folder.glob(each)) if path.is_file()]
         for name, patterns in LISTS.items()
     }
     if lists[split]:
