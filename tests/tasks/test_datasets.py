@@ -62,11 +62,12 @@ def test_an_archive_is_found_and_unpacked_once_with_or_without_a_top_folder(
     make_archive(tmp_path / f"datasets/IRSTD-1k{ending}", content)
     found = find_dataset(here, "IRSTD-1k")
     assert (found / "trainval.txt").read_text() == "a" and (found / "images/a.png").exists()
-    assert "IRSTD-1k" in found.parts and "unpacking" in capsys.readouterr().out
+    assert found.name == "IRSTD-1k" and "unpacking" in capsys.readouterr().out
     assert find_dataset(here, "IRSTD-1k") == found and "unpacking" not in capsys.readouterr().out
     make_archive(tmp_path / f"datasets/IRSTD-1k{ending}", {"trainval.txt": "another"})
     newer = find_dataset(here, "IRSTD-1k")
     assert [(folder / "trainval.txt").read_text() for folder in (found, newer)] == ["a", "another"]
+    assert {path.name for path in found.parent.glob("[!.]*")} == {"IRSTD-1k", newer.name}
 
 
 def test_a_tasks_own_fallback_folder_is_taken_for_a_missing_path_and_named(here, capsys):

@@ -109,14 +109,21 @@ def _places(env, name, instead):
 
 
 def _unpacked(folder, archive, parts):
-    """The unpacked content of an archive, in a folder of its own for each content."""
+    """The folder with the unpacked content of an archive: `folder`, whose name another session finds among
+    its inputs, or one next to it if that has other content."""
     try:
         content = arrays.content_key(archive.parent, like=(glob.escape(archive.name),))
     except OSError as error:
         reason = f"{archive} cannot be read ({error.strerror}); copy or download it again"
         raise TpukitError(reason) from error
-    folder = folder / content[:8]
+    source = folder.with_name(f".{folder.name}.archive")  # holds the key of the content of `folder`
     with files.file_lock(folder):
+        if not folder.exists():
+            with files.explain_unwritable(folder.parent):
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                files.write_atomic(source, content)
+        elif not source.exists() or source.read_text() != content:
+            folder = folder.with_name(f"{folder.name}-{content[:8]}")
         if not folder.exists():
             print(printable(f"unpacking {archive}"))
             archives.unpack(archive, folder, parts=parts)
