@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import hashlib
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpukit.host import arrays, downloads
+from tpukit.host import arrays, downloads, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.tasks import pictures
@@ -127,17 +126,17 @@ def download(folder: Path) -> None:
     url = f"{MNIST.mirrors[0]}{MNIST.resources[0][0]}"
     downloads.check_reachable(url)
     print(printable(f"dataset mnist: downloading 11 MB ({url} and three more)"))
-    files = {name: folder / "MNIST" / "raw" / name for name in SHA256}
+    raw = folder / "MNIST" / "raw"
     try:
         with downloads.stall_timeout(), contextlib.redirect_stderr(io.StringIO()):  # four progress bars
             MNIST(folder, download=True)
-        sums = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+        damaged = [name for name, known in SHA256.items() if files.sha256(raw / name) != known]
     except Exception as error:  # urllib, http, gzip and torchvision raise many types
         raise TpukitError(f"{url}: {' '.join(str(error).split())[:300]}") from error
-    if damaged := [name for name in SHA256 if sums[name] != SHA256[name]]:
+    if damaged:
         raise TpukitError(f"{url}: not the original files, by the SHA-256 of {', '.join(damaged)}")
-    for path in files.values():
-        path.with_name(f"{path.name}.gz").unlink(missing_ok=True)
+    for path in raw.glob("*.gz"):
+        path.unlink()
 
 
 def synthesize(folder: Path, size: int, rng: np.random.Generator) -> None:

@@ -76,9 +76,7 @@ class Scores:
 
 def predictions_at_thresholds(logits: np.ndarray) -> np.ndarray:
     """(H, W) logits -> (11, H, W) bool, for each of `THRESHOLDS`."""
-    with np.errstate(over="ignore"):
-        probability = 1 / (1 + np.exp(-logits))
-    return probability > THRESHOLDS.astype(np.float32)[:, None, None]
+    return special.expit(logits) > THRESHOLDS.astype(np.float32)[:, None, None]
 
 
 def regions(mask: np.ndarray) -> list[Region]:
