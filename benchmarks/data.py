@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageFilter, ImageOps
+from PIL import Image
 
 from benchmarks.steps import open_runtime
 from tpukit import MSHNet
@@ -31,22 +31,12 @@ def plain(folder, names, numbers, size):
         image = Image.open(folder / "images" / f"{name}.png").convert("RGB")
         mask = Image.open(folder / "masks" / f"{name}.png").convert("L")
         crop = augment.random_crop(drawn, image.size, size, size)
-        if crop.flip:
-            image, mask = ImageOps.mirror(image), ImageOps.mirror(mask)
-        scaled = augment.scaled_size(image.size, crop.long_size)
-        image, mask = (
-            image.resize(scaled, Image.Resampling.BILINEAR),
-            mask.resize(scaled, Image.Resampling.NEAREST),
-        )
-        box = (crop.x1, crop.y1, crop.x1 + size, crop.y1 + size)
-        image, mask = image.crop(box), mask.crop(box)
-        if crop.blur is not None:
-            image = image.filter(ImageFilter.GaussianBlur(crop.blur))
-        image = torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy()).float() / 255
+        image, mask = augment.on_host(np.asarray(image), np.asarray(mask), crop)
+        image = torch.from_numpy(image.copy()).float() / 255
         images.append(
             (image - torch.tensor(IMAGE_MEAN).view(3, 1, 1)) / torch.tensor(IMAGE_STD).view(3, 1, 1)
         )
-        masks.append(torch.from_numpy(np.asarray(mask)[None].copy()).float() / 255)
+        masks.append(torch.from_numpy(mask.copy()).float() / 255)
     return torch.stack(images), torch.stack(masks)
 
 

@@ -27,32 +27,34 @@ def find_dataset(
     name: str,
     path: Path | str | None = None,
     *,
-    fallback: bool | Path | str = False,
+    fallback: Path | str | None = None,
     size: int | None = None,
 ) -> Path:
     """Find a dataset's folder and print which one was taken and why; download it or make a synthetic set if
     there is none.
 
-    In this order: `path`; Drive (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; `fallback`, if it is
-    a folder; on Colab a Drive that is not mounted yet, for which the user is asked once; a download, if the
-    task has one and its server answers; a synthetic set of `size` samples, by default more of them with a TPU
-    or a GPU. Archives (.zip, .tar.gz) at these places are unpacked below `env.outputs`. Raises TpukitError
-    for a given `path` that does not exist, unless `fallback=True` allows the other places or `fallback` is a
-    folder, which is then taken; and for a name that no task has, if no place holds it."""
+    A given `path` is taken, or else `fallback`, if it is a folder. Without a path, in this order: Drive
+    (MyDrive/datasets/NAME); Kaggle inputs; ./datasets/NAME; `fallback`; on Colab a Drive that is not mounted
+    yet, for which the user is asked once; a download, if the task has one and its server answers; a synthetic
+    set of `size` samples, by default more of them with a TPU or a GPU. Archives (.zip, .tar.gz) at these
+    places are unpacked below `env.outputs`. Raises TpukitError if neither a given `path` nor `fallback`
+    exists; and for a name that no task has, if no place holds it."""
     task = _task_of(name)
-    instead = None if isinstance(fallback, bool) else Path(fallback)
-    found = _given(env, name, Path(path).expanduser(), fallback is True, instead) if path else None
-    places = _places(env, name, instead)
-    found = found or next(((place, why) for place, why in places if place.exists()), None)
-    if found:
-        place, why = found
-        if place.is_file() and archives.stem(place):
-            why = f"{why}, unpacked from {place.name}"
-            place = _unpacked(
-                env.outputs / "datasets" / name, name, place, task.dataset_parts if task else ()
-            )
-        print(printable(f"dataset {name}: {place} ({why})"))
-        return place
+    instead = Path(fallback) if fallback and Path(fallback).is_dir() else None
+    places = _given(env, Path(path).expanduser(), instead) if path else _places(env, name, instead)
+    for place, why in places:
+        if place.exists():
+            if place.is_file() and archives.stem(place):
+                why = f"{why}, unpacked from {place.name}"
+                folder = env.outputs / "datasets" / name
+                place = _unpacked(folder, place, task.dataset_parts if task else ())
+            print(printable(f"dataset {name}: {place} ({why})"))
+            return place
+    if path:
+        missing = f"dataset path {path} does not exist{f', nor does {fallback}' if fallback else ''}"
+        raise TpukitError(
+            f"{missing}. Check its spelling (is Drive mounted?), or leave it empty to search the usual places"
+        )
     task = _require_task(name)
     try:
         folder = _made(env.outputs / "datasets" / f"{name}-downloaded", task.download)
@@ -62,7 +64,7 @@ def find_dataset(
     return folder
 
 
-def make_synthetic(name: str, folder: Path | str, *, size: int | None = None, seed: int = 0) -> Path:
+def make_synthetic(name: str, folder: Path | str, *, size: int | None = None) -> Path:
     """Make the synthetic set of a task's dataset, whole or not at all; kept if already there.
 
     size: number of samples, train and test together. Returns the folder, whose name gets the size. Raises
@@ -71,28 +73,19 @@ def make_synthetic(name: str, folder: Path | str, *, size: int | None = None, se
     size, folder = size or task.synthetic_size, Path(folder)
 
     def make(work):
-        task.synthesize(work, size, np.random.default_rng(seed))
+        task.synthesize(work, size, np.random.default_rng(0))
         (work / "README.txt").write_text(SYNTHETIC_NOTE)
 
     return _made(folder.with_name(f"{folder.name}-{size}"), make)
 
 
-def _given(env, name, path, anywhere, instead):
-    """(place, why) of a path that the user gave; None if it does not exist and other places may be
-    searched."""
+def _given(env, path, instead):
+    """Yield (path, why) of what a user asked for."""
     if env.drive and env.drive.parent in path.parents:
         drive.ask_for_drive(env)
-    if path.exists():
-        return path, "the given path"
-    if instead and instead.is_dir():
-        return instead, f"because {path} does not exist"
-    if not anywhere:
-        missing = f"dataset path {path} does not exist{f', nor does {instead}' if instead else ''}"
-        raise TpukitError(
-            f"{missing}. Check its spelling (is Drive mounted?), or leave it empty to search the usual places"
-        )
-    print(printable(f"dataset {name}: {path} does not exist, looking elsewhere as allowed"))
-    return None
+    yield path, "the given path"
+    if instead:
+        yield instead, f"because {path} does not exist"
 
 
 def _places(env, name, instead):
@@ -109,15 +102,15 @@ def _places(env, name, instead):
                     yield place, "found in the Kaggle inputs"
     for each in names:
         yield Path("datasets") / each, "found in ./datasets"
-    if instead and instead.is_dir():
+    if instead:
         yield instead, f"found at ./{instead}"
     if on_drive and drive.ask_for_drive(env):
         yield from on_drive
 
 
-def _unpacked(folder, name, archive, parts):
-    """The folder with the unpacked content of an archive: `folder`, or one next to it if that has other
-    content."""
+def _unpacked(folder, archive, parts):
+    """The folder with the unpacked content of an archive: `folder`, whose name another session finds among
+    its inputs, or one next to it if that has other content."""
     try:
         content = arrays.content_key(archive.parent, like=(glob.escape(archive.name),))
     except OSError as error:
@@ -132,7 +125,7 @@ def _unpacked(folder, name, archive, parts):
         elif not source.exists() or source.read_text() != content:
             folder = folder.with_name(f"{folder.name}-{content[:8]}")
         if not folder.exists():
-            print(printable(f"dataset {name}: unpacking {archive}"))
+            print(printable(f"unpacking {archive}"))
             archives.unpack(archive, folder, parts=parts)
     return folder
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import hashlib
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpukit.host import arrays, downloads
+from tpukit.host import arrays, downloads, files
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.tasks import pictures
@@ -73,49 +72,42 @@ def read_split(folder: Path | str, split: str) -> Digits:
 
 
 def _read_files(folder, split):
-    archive = folder / "mnist.npz"
+    archive, part = folder / "mnist.npz", "train" if split == "train" else "t10k"
+    names = [f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"]
     source = archive if archive.is_file() else folder
-    part = "train" if split == "train" else "t10k"
+    paths = [] if source is archive else [_find(folder, name) for name in names]
     try:
         if source is archive:
             with arrays.load(archive) as stored:
                 images, labels = stored[f"x_{split}"], stored[f"y_{split}"]
         else:
-            images = _read_idx(folder, f"{part}-images-idx3-ubyte")
-            labels = _read_idx(folder, f"{part}-labels-idx1-ubyte")
-    except TpukitError:
-        raise
+            images, labels = map(_read_idx, paths)
     except Exception as error:  # numpy, zipfile and gzip raise many types for a damaged file
         raise TpukitError(f"{source} is damaged ({error}); copy or download it again") from error
-    _check(source, "images", images, (28, 28), 255)
-    _check(source, "labels", labels, (), 9)
+    for name, values, shape, largest in (("images", images, (28, 28), 255), ("labels", labels, (), 9)):
+        is_right = values.ndim > 0 and values.shape[1:] == shape and values.dtype.kind in "ui"
+        if not is_right or (values.size and not 0 <= values.min() <= values.max() <= largest):
+            expected = f"integers from 0 to {largest}, (N{', 28, 28' if shape else ''})"
+            raise TpukitError(f"{source}: its {name} are {values.dtype} {values.shape}; expected {expected}")
     if len(images) != len(labels):
         raise TpukitError(f"{source} has {len(images)} images and {len(labels)} labels: each image needs one")
     return dict(images=images.astype(np.uint8), labels=labels.astype(np.uint8))
 
 
-def _check(source, name, values, shape, largest):
-    """Raise TpukitError unless values are integers from 0 to `largest`, (N, *shape)."""
-    has_shape = values.ndim > 0 and values.shape[1:] == shape
-    is_integer = values.dtype.kind in "ui"
-    if not has_shape or not is_integer or (values.size and not 0 <= values.min() <= values.max() <= largest):
-        expected = f"integers from 0 to {largest}, ({', '.join(map(str, ('N', *shape)))})"
-        raise TpukitError(f"{source}: its {name} are {values.dtype} {values.shape}; expected {expected}")
-
-
-def _read_idx(folder, name):
-    for place in FOLDERS:
-        for path in (folder / place / name, folder / place / f"{name}.gz"):
-            if path.is_file():
-                data = path.read_bytes()
-                data = gzip.decompress(data) if path.suffix == ".gz" else data
-                dimensions = data[3]
-                shape = np.frombuffer(data, ">u4", dimensions, 4)
-                return np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
+def _find(folder, name):
+    for path in (folder / place / f"{name}{ending}" for place in FOLDERS for ending in ("", ".gz")):
+        if path.is_file():
+            return path
     raise TpukitError(
         f"no MNIST in {folder}: it should hold mnist.npz, or the IDX files that "
         f"torchvision.datasets.MNIST('{folder}', download=True) fetches"
     )
+
+
+def _read_idx(path):
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    shape = np.frombuffer(data, ">u4", data[3], 4)  # after the magic number, which ends with their number
+    return np.frombuffer(data, np.uint8, offset=4 + shape.nbytes).reshape(shape)
 
 
 def read_digit(path: Path) -> np.ndarray:
@@ -134,17 +126,17 @@ def download(folder: Path) -> None:
     url = f"{MNIST.mirrors[0]}{MNIST.resources[0][0]}"
     downloads.check_reachable(url)
     print(printable(f"dataset mnist: downloading 11 MB ({url} and three more)"))
-    files = {name: folder / "MNIST" / "raw" / name for name in SHA256}
+    raw = folder / "MNIST" / "raw"
     try:
         with downloads.stall_timeout(), contextlib.redirect_stderr(io.StringIO()):  # four progress bars
             MNIST(folder, download=True)
-        sums = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+        damaged = [name for name, known in SHA256.items() if files.sha256(raw / name) != known]
     except Exception as error:  # urllib, http, gzip and torchvision raise many types
         raise TpukitError(f"{url}: {' '.join(str(error).split())[:300]}") from error
-    if damaged := [name for name in SHA256 if sums[name] != SHA256[name]]:
+    if damaged:
         raise TpukitError(f"{url}: not the original files, by the SHA-256 of {', '.join(damaged)}")
-    for path in files.values():
-        path.with_name(f"{path.name}.gz").unlink(missing_ok=True)
+    for path in raw.glob("*.gz"):
+        path.unlink()
 
 
 def synthesize(folder: Path, size: int, rng: np.random.Generator) -> None:

@@ -1,18 +1,18 @@
 """Infrared sets on disk: their lists, their images, what is wrong with them, and the synthetic one."""
 
+import io
 import random
 import struct
 import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from tests.conftest import refuses
 from tpukit import MSHNet, TpukitError
 from tpukit.tasks.mshnet.data import InfraredSet, read_image
 from tpukit.tasks.mshnet.scores import regions
-from tpukit.tasks.mshnet.synthetic import infrared_scene
 
 
 def write_set(folder, names, *, lists=("trainval.txt", "test.txt"), mask_suffix=""):
@@ -102,25 +102,21 @@ def test_all_bad_pairs_are_listed_with_their_line_before_training(tmp_path):
     Image.new("L", (16, 32)).save(tmp_path / "masks/othersize.png")
     data = (tmp_path / "images/damaged.png").read_bytes()
     (tmp_path / "images/damaged.png").write_bytes(data[: len(data) // 2])
-    with pytest.raises(TpukitError) as error:
+    with refuses(
+        "4 of 5 entries",
+        "line 2: noimage: no image images/noimage",
+        "line 3: nomask: no image masks/nomask",
+        "line 4: othersize: image is 32x32, mask is 16x32",
+        "line 5: damaged: images/damaged.png is unreadable",
+        "--skip-bad",
+    ):
         MSHNet(dataset_dir=tmp_path).datasets()
-    head, *lines, _ = str(error.value).splitlines()
-    assert "4 of 5 entries" in head and "--skip-bad" in str(error.value)
-    expected = [
-        "noimage: no image images/noimage",
-        "nomask: no image masks/nomask",
-        "othersize: ",
-        "damaged: ",
-    ]
-    for number, (line, words) in enumerate(zip(lines, expected, strict=True), 2):
-        assert f"line {number}: {words}" in line
-    assert "mask is 16x32" in lines[2] and "unreadable" in lines[3]
     data, _ = MSHNet(dataset_dir=tmp_path, skip_bad=True).datasets()
     assert data.names == ["good"] and "left out 4 of 5" in data.notes
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
-@pytest.mark.parametrize("size", [(8193, 8192), (12000, 12000), (1 << 30, 1 << 30)])
+@pytest.mark.parametrize("size", [(8193, 8192), (1 << 30, 1 << 30)])
 def test_an_image_that_claims_a_huge_size_is_named_and_not_decoded(tmp_path, size, monkeypatch):
     write_set(tmp_path, ["good", "bomb"])
     path = tmp_path / "images/bomb.png"
@@ -128,12 +124,12 @@ def test_an_image_that_claims_a_huge_size_is_named_and_not_decoded(tmp_path, siz
     data[16:24] = struct.pack(">II", *size)
     data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
     path.write_bytes(data)
-    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda image: pytest.fail(f"{image.size} decoded"))
-    with pytest.raises((TpukitError, Image.DecompressionBombError), match="pixels"):
-        read_image(path)
-    monkeypatch.undo()
-    with refuses("line 2: bomb: images/bomb.png"):
+    load = ImageFile.ImageFile.load
+    decoded = []
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: decoded.append(image.size) or load(image))
+    with refuses("line 2: bomb: images/bomb.png", "pixels"):
         MSHNet(dataset_dir=tmp_path).datasets()
+    assert set(decoded) == {(32, 32)}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::PIL.Image.DecompressionBombWarning")
@@ -142,15 +138,16 @@ def test_a_damaged_image_of_any_kind_is_a_sentence_and_no_traceback(tmp_path, en
     rng = random.Random(ending)
     names = [f"{number:03d}" for number in range(150)]
     write_set(tmp_path, names)
+    kept = io.BytesIO()
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    Image.fromarray(pixels).save(kept, Image.registered_extensions()[ending])
     for name in names:
-        (tmp_path / f"images/{name}.png").unlink()
-        path = tmp_path / f"images/{name}{ending}"
-        Image.fromarray(pixels).save(path)
-        data = bytearray(path.read_bytes())
+        data = bytearray(kept.getvalue())
         for _ in range(rng.choice((1, 8))):
             data[rng.randrange(rng.choice((64, len(data))))] = rng.randrange(256)
-        path.write_bytes(data[: rng.choice((len(data), rng.randrange(len(data))))])
+        (tmp_path / f"images/{name}.png").unlink()
+        damaged = data[: rng.choice((len(data), rng.randrange(len(data))))]
+        (tmp_path / f"images/{name}{ending}").write_bytes(damaged)
     with pytest.raises(TpukitError, match=f"of 150 entries.*\n.*images/.*{ending}"):
         MSHNet(dataset_dir=tmp_path).datasets()
 
@@ -177,15 +174,10 @@ def test_real_irstd1k_is_read_whole(real_data):
     assert batch["image"].shape == batch["mask"].shape == (2, 1, 64, 64)
 
 
-def test_a_synthetic_set_is_split_into_training_and_test_images_of_one_size(infrared):
+def test_synthetic_scenes_have_small_targets_warmer_than_what_is_around_them(infrared):
     train, test = InfraredSet(infrared, "train"), InfraredSet(infrared, "test")
     assert (len(train), len(test)) == (16, 4) and not set(train.names) & set(test.names)
-    assert {image.shape for image in (*train.images, *test.masks)} == {(256, 256)}
-
-
-def test_a_synthetic_scene_has_small_targets_warmer_than_what_is_around_them():
-    for seed in range(20):
-        image, mask = infrared_scene(np.random.default_rng(seed))
+    for image, mask in zip(train.images, train.masks):
         targets = regions(mask == 255)
         assert 1 <= len(targets) <= 3 and sum(area for area, _ in targets) < 3 * np.pi * 4.5**2 + 20
         assert set(np.unique(mask)) == {0, 255} and image[mask == 255].mean() > image[mask == 0].mean() + 20

@@ -8,21 +8,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tpukit.tasks.mshnet.loss import multiscale_loss
 
 
-def test_loss_is_the_mean_over_samples_of_a_plain_loop():
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_loss_is_the_mean_over_samples_of_a_plain_loop(warm_up):
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(3, 1, 16, 24, generator=generator)
     target = (torch.rand(3, 1, 16, 24, generator=generator) > 0.9).float()
-    for warm_up in (True, False):
-        alone = [multiscale_loss(logits[i : i + 1], [], target[i : i + 1], warm_up=warm_up) for i in range(3)]
-        assert abs(multiscale_loss(logits, [], target, warm_up=warm_up) - sum(alone) / 3) < 1e-6
-
-
-def test_loss_of_an_image_without_target_is_finite_and_so_is_its_gradient():
-    logits = torch.full((2, 1, 16, 16), -200.0, requires_grad=True)
-    for warm_up in (True, False):
-        loss = multiscale_loss(logits, [], torch.zeros(2, 1, 16, 16), warm_up=warm_up)
-        loss.backward()
-        assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
+    alone = [multiscale_loss(logits[i : i + 1], [], target[i : i + 1], warm_up=warm_up) for i in range(3)]
+    assert abs(multiscale_loss(logits, [], target, warm_up=warm_up) - sum(alone) / 3) < 1e-6
 
 
 @pytest.fixture
@@ -52,7 +44,7 @@ def test_all_scales_at_once_have_the_loss_and_the_gradients_of_one_after_another
     alone = [multiscale_loss(output, [], small, warm_up=warm_up) for output, small in zip(outputs, targets)]
     together = multiscale_loss(outputs[0], outputs[1:], target, warm_up=warm_up)
     pairs = zip(with_gradients(together, outputs), with_gradients(torch.stack(alone).mean(), outputs))
-    assert all(torch.equal(*pair) for pair in pairs)
+    assert all(torch.isfinite(found).all() and torch.equal(found, wanted) for found, wanted in pairs)
 
 
 class Operations(TorchDispatchMode):

@@ -1,5 +1,6 @@
 """The network and the settings that shape it."""
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -8,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MSHNet, TpukitError
+from tpukit.runs import weights
 from tpukit.tasks.mshnet import model as network
 from tpukit.tasks.mshnet.model import Block, max_over_image
 from tpukit.training import batch_norm
@@ -24,6 +26,14 @@ def test_the_output_after_the_warm_up_starts_as_what_the_warm_up_trained(infrare
 def test_sizes_that_the_network_cannot_halve_are_refused(infrared):
     with pytest.raises(TpukitError, match="crop_size=100.*16"):
         MSHNet(dataset_dir=infrared, crop_size=100)
+
+
+@pytest.mark.parametrize("side", ["512", "0", "x", "9" * 5000])
+def test_weights_that_say_nothing_sensible_of_their_images_shrink_yours_to_a_half(side, tmp_path):
+    state = Narrow().model().state_dict()
+    (tmp_path / "a.safetensors").write_bytes(weights.serialize(state, dict(image_side=side)))
+    task = MSHNet(weights=tmp_path / "a.safetensors")
+    assert len(task.split(dict(image=np.zeros((1, 3, 1024, 1024), np.uint8)))[0]) == 9  # windows of 256
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

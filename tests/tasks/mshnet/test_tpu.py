@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tpukit.tasks.mshnet import MSHNet, model, network_for
-from tpukit.tasks.mshnet.loss import multiscale_loss
+from tests.tasks.mshnet.small import Narrow
+from tpukit.tasks.mshnet import model, network_for
+from tpukit.tasks.mshnet.loss import loss_of_sums, sums_of_scales
 from tpukit.tasks.mshnet.tpu import block, network, tiling, upsampling
 from tpukit.training import batch_norm
 
@@ -25,29 +26,25 @@ def test_xla_alone_takes_the_way_for_tpus(xla):
 @pytest.mark.parametrize("tiles", [1, 2, 4])
 def test_a_network_on_tiles_has_the_outputs_gradients_and_statistics_of_the_plain_one(tiles, train, cores):
     torch.manual_seed(0)
-    plain = MSHNet(final_init="random").model().double().train(train)
+    plain, tiled = (Narrow().model().double().train(train) for _ in range(2))
     with torch.no_grad():
         for parameter in plain.parameters():  # batch norms that turn round the order, and biases before them
             parameter += 0.5 * torch.randn_like(parameter) * (parameter.dim() == 1)
-    tiled = MSHNet().model().double().train(train)
     tiled.load_state_dict(plain.state_dict())
     image, target = torch.randn(2, 3, 64, 64).double(), (torch.rand(2, 1, 64, 64) > 0.9).double()
 
-    def sums_of(*outputs):
-        return network.sums_of_tiles(*outputs, tiles)
-
-    def outcome(model, outputs, target, sums_of=None):
-        logits, masks = outputs
-        loss = multiscale_loss(logits, masks, target, warm_up=False, sums_of=sums_of)
-        (loss + sum((mask**2).mean() for mask in [logits, *masks])).backward()
+    def outcome(network, outputs, sums):
+        loss = loss_of_sums(sums, warm_up=False)
+        (loss + sum((output**2).mean() for output in outputs)).backward()
         # A bias before a batch norm with the batch's statistics has no gradient.
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-        whole = [tiling.merge(x, tiles) if sums_of else x for x in [logits, *masks]]
-        return [loss, *whole, *model.buffers(), *gradients]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in network.parameters()]
+        return [loss, *outputs, *network.buffers(), *gradients]
 
-    wanted = outcome(plain, plain(image), target)
-    outputs = network.forward(tiled, tiling.split(image, tiles), False, tiles)
-    found = outcome(tiled, outputs, tiling.split(target, tiles), sums_of)
+    logits, masks = plain(image)
+    wanted = outcome(plain, [logits, *masks], sums_of_scales(logits, masks, target))
+    logits, masks = network.forward(tiled, tiling.split(image, tiles), False, tiles)
+    sums = network.sums_of_tiles(logits, masks, tiling.split(target, tiles), tiles)
+    found = outcome(tiled, [tiling.merge(output, tiles) for output in (logits, *masks)], sums)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-9)
 
@@ -95,7 +92,7 @@ def test_upsampling_tiles_equals_that_of_whole_images_and_so_does_its_gradient(f
 
 def test_doubling_in_bfloat16_keeps_the_mean_of_a_constant_image_whose_weights_it_has_to_round():
     x = torch.full((2, 3, 16, 128), 1.3, dtype=torch.bfloat16)
-    error = upsampling.upsample2x(x, 1).double() / x[0, 0, 0, 0].double() - 1
+    error = upsampling.upsample(x, 2, 1).double() / x[0, 0, 0, 0].double() - 1
     assert error.mean().abs() < 2**-10 and error.abs().max() < 2**-6  # a rounding is up to 2**-8
 
 

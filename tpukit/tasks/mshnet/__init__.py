@@ -82,7 +82,7 @@ class MSHNet(Task):
         super().__post_init__()
         for name in ("base_size", "crop_size"):
             size = getattr(self, name)
-            if not 16 <= size <= MAX_SIDE or size % 16:
+            if size not in range(16, MAX_SIDE + 1, 16):
                 rule = f"use a multiple of 16, up to {MAX_SIDE}"
                 raise TpukitError(f"{name}={size}: the network halves it four times; {rule}")
 
@@ -95,16 +95,15 @@ class MSHNet(Task):
         return read("train"), read("test")
 
     def model(self) -> nn.Module:
-        import torch
+        from torch.nn import init
 
         from tpukit.tasks.mshnet.model import MSHNetModel
 
         model = MSHNetModel()
         if self.final_init == "mask0":
-            with torch.no_grad():
-                for parameter in model.final.parameters():
-                    parameter.zero_()
-                model.final.weight[0, 0, 1, 1] = 1
+            assert model.final.bias is not None
+            init.dirac_(model.final.weight)  # the first of its four channels as it is
+            init.zeros_(model.final.bias)
         return model
 
     def optimizer(self, model: nn.Module) -> Optimizer:
@@ -163,15 +162,14 @@ class MSHNet(Task):
         return dict(image=image, mask=np.where(image > 250, 255, 0).astype(np.uint8))
 
     def panels(self, batch: Arrays, prediction=None, threshold: float = 0.5) -> list[Panels]:
-        from tpukit.tasks.mshnet import overlay
-        from tpukit.tasks.mshnet.scores import logit
+        from scipy import special
 
-        images = np.asarray(batch["image"])
-        masks = np.asarray(batch["mask"])[:, 0] if "mask" in batch else [None] * len(images)
-        if prediction is None:
-            return [overlay.sample_row(*sample) for sample in zip(images, masks)]
-        predicted = np.asarray(prediction)[:, 0] > logit(threshold)
-        return [overlay.prediction_row(*sample) for sample in zip(images, masks, predicted)]
+        from tpukit.tasks.mshnet import overlay
+
+        masks = [np.asarray(batch["mask"])[:, 0] >= 128] if "mask" in batch else []
+        if prediction is not None:
+            masks.append(np.asarray(prediction)[:, 0] > special.logit(threshold))
+        return [overlay.row(*sample) for sample in zip(np.asarray(batch["image"]), *masks)]
 
     def export_inputs(self, batch: Arrays) -> Arrays:
         return dict(image=np.ascontiguousarray(_in_colour(np.asarray(batch["image"]))))
@@ -186,7 +184,8 @@ class MSHNet(Task):
         """By what the training of `weights` shrank its largest images; a half, as IRSTD-1k's are, if they do
         not say."""
         side = weights.metadata(self.weights).get("image_side", "") if self.weights else ""
-        return min(self.base_size / int(side), 1.0) if side.isdecimal() and int(side) else 0.5
+        pixels = int(side) if side.isdecimal() and len(side) < 6 else 0  # Python refuses long numbers
+        return min(self.base_size / pixels, 1.0) if pixels else 0.5
 
     def read_files(self, paths: Iterable[Path], best: Path) -> tuple[Arrays, list[str]]:
         """Images in their own size; several at once must have the same."""
@@ -210,12 +209,11 @@ class MSHNet(Task):
         `scores.boxes`."""
         from tpukit.tasks.mshnet.scores import boxes
 
-        found = []
-        for logits in np.asarray(predictions)[:, 0]:
-            mask, rows = boxes(logits, threshold)
-            size = dict(height=mask.shape[0], width=mask.shape[1])
-            found.append(dict(size, targets=len(rows), mask=mask, boxes=rows))
-        return found
+        found = [boxes(logits, threshold) for logits in np.asarray(predictions)[:, 0]]
+        return [
+            dict(height=mask.shape[0], width=mask.shape[1], targets=len(rows), mask=mask, boxes=rows)
+            for mask, rows in found
+        ]
 
 
 def network_for(image: Tensor) -> ModuleType:

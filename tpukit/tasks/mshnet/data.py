@@ -10,22 +10,17 @@ import concurrent.futures
 import hashlib
 import math
 import os
-import posixpath
 import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 
 from tpukit.host import arrays
 from tpukit.host.errors import TpukitError
 from tpukit.tasks import pictures
 from tpukit.tasks.mshnet import augment
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 # Where the published sets keep their lists, relative to the set's folder.
 LISTS = dict(
@@ -33,9 +28,8 @@ LISTS = dict(
     test="test.txt img_idx/test*.txt 50_50/test.txt idx_427/test.txt idx_320/test.txt",
 )
 IMAGE_ENDINGS = (".png", ".bmp", ".jpg", ".jpeg", ".tif", ".tiff")
-MASK_SUFFIXES = ("", "_pixels0")  # SIRST names its masks NAME_pixels0.png
 IMAGES_PER_TEST_IMAGE = 5  # without lists
-VERSION = 4  # of what `_read_split` returns for the same files, which is cached
+VERSION = 5  # of what `_read_split` returns for the same files, which is cached
 
 
 class InfraredSet:
@@ -53,12 +47,12 @@ class InfraredSet:
     ) -> None:
         self.base_size, self.crop_size = base_size, crop_size
         folder = Path(folder)
-        listing, lines = read_list(folder, split)
-        inside = [part for part in (folder / "images", folder / "masks") if part.is_dir()]
-        key = [VERSION, skip_bad, "\n".join(lines), arrays.content_key(*inside)]
-        name = f"{folder.name}-{split}"
-        decoded = arrays.mapped(name, key, lambda: _read_split(folder, listing, lines, skip_bad))
-        self.notes = f"{listing}: {decoded['notes']}" if decoded["notes"] else ""
+        listing, names = read_list(folder, split)
+        key = [VERSION, skip_bad, names, arrays.content_key(folder / "images", folder / "masks")]
+        decoded = arrays.mapped(
+            f"{folder.name}-{split}", key, lambda: _read_split(folder, listing, names, skip_bad)
+        )
+        self.notes = str(decoded["notes"])
         self.names = decoded["names"].tolist()
         self.masks_digest = str(decoded["masks_digest"])
         self.images = _unpack(decoded["images"], decoded["images_shapes"])
@@ -71,21 +65,19 @@ class InfraredSet:
 
     def batch(self, indices: Sequence[int], numbers: np.ndarray | None = None) -> dict[str, np.ndarray]:
         images, masks = [], []
-        for index, parameters in zip(indices, self._resampling(indices, numbers)):
-            image, mask = augment.on_host(self.images[index], self.masks[index], parameters)
+        for index, crop in self._crops(indices, numbers):
+            image, mask = augment.on_host(self.images[index], self.masks[index], crop)
             images.append(np.broadcast_to(image, (self.colours, *image.shape[1:])))
             masks.append(mask)
         return dict(image=np.stack(images), mask=np.stack(masks))
 
-    def _resampling(self, indices, numbers):
-        """Yield `augment.resampling` of each sample."""
+    def _crops(self, indices, numbers) -> Iterator[tuple[int, augment.Crop]]:
         for slot, index in enumerate(indices):
-            size = self.images[index].shape[1::-1]  # (width, height)
-            if numbers is None:
-                yield augment.resampling(size, self.base_size)
-            else:
+            crop = augment.Crop(self.base_size, (self.base_size, self.base_size))
+            if numbers is not None:
+                size = self.images[index].shape[1::-1]  # (width, height)
                 crop = augment.random_crop(numbers[slot], size, self.base_size, self.crop_size)
-                yield augment.resampling(size, self.crop_size, crop)
+            yield index, crop
 
     # On the device
 
@@ -93,27 +85,24 @@ class InfraredSet:
         return len(self) * (self.colours + 1) * self.height * self.width
 
     def device_arrays(self) -> dict[str, np.ndarray]:
-        size = self.height, self.width
-        return dict(image=_pad(self.images, self.colours, *size), mask=_pad(self.masks, 1, *size))
+        """Images of many sizes, each in the upper left corner of (N, C or 1, H, W) uint8."""
+        padded = {}
+        for name, originals, colours in (("image", self.images, self.colours), ("mask", self.masks, 1)):
+            padded[name] = np.zeros((len(self), colours, self.height, self.width), np.uint8)
+            for whole, original in zip(padded[name], originals):
+                whole[:, : original.shape[0], : original.shape[1]] = augment.planes(original)
+        return padded
 
     def sample_parameters(
         self, indices: Sequence[int], numbers: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        samples = list(self._resampling(indices, numbers))
+        crops = self._crops(indices, numbers)
+        samples = [augment.device_parameters(self.images[i].shape[1::-1], crop) for i, crop in crops]
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
     def compose(self, rows: dict[str, Tensor], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         image, mask = augment.on_device(rows["image"], rows["mask"], parameters)
         return dict(image=image, mask=mask)
-
-
-def _pad(images, colours, height, width):
-    """Images of many sizes, each in the upper left corner of (N, C, H, W) uint8."""
-    padded = np.zeros((len(images), colours, height, width), np.uint8)
-    for index, image in enumerate(images):
-        plane = augment.planes(image)
-        padded[index, :, : plane.shape[1], : plane.shape[2]] = plane
-    return padded
 
 
 def read_list(folder: Path, split: str) -> tuple[Path, list[str]]:
@@ -123,17 +112,20 @@ def read_list(folder: Path, split: str) -> tuple[Path, list[str]]:
     Raises TpukitError naming the places that were searched."""
     if not folder.is_dir():
         raise TpukitError(f"dataset folder {folder} does not exist")
-    if lists := _lists(folder, split):
-        listing = lists[0]
+    lists = {
+        name: [path for each in patterns.split() for path in sorted(folder.glob(each)) if path.is_file()]
+        for name, patterns in LISTS.items()
+    }
+    if lists[split]:
+        listing = lists[split][0]
         try:
             return listing, listing.read_text("utf-8-sig").splitlines()  # Windows' editors write a mark first
         except UnicodeDecodeError as error:
             reason = f"{error.reason} at byte {error.start}"
             raise TpukitError(f"{listing} is not text in UTF-8 ({reason}): save it as UTF-8") from error
     images = folder / "images"
-    if images.is_dir() and not any(_lists(folder, name) for name in LISTS):
-        names = [path.name for path in images.iterdir() if path.suffix.lower() in IMAGE_ENDINGS]
-        return images, _split_by_name(names, split)
+    if images.is_dir() and not any(lists.values()):
+        return images, _split_by_name(list(_image_files(images).values()), split)
     here = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
     raise TpukitError(
         f"no {split} list in {folder}, which should hold images/, masks/, and both trainval.txt and test.txt"
@@ -141,21 +133,22 @@ def read_list(folder: Path, split: str) -> tuple[Path, list[str]]:
     )
 
 
-def _lists(folder, split):
-    found = [path for pattern in LISTS[split].split() for path in sorted(folder.glob(pattern))]
-    return [path for path in found if path.is_file()]
+def _image_files(folder):
+    """dict of name without ending -> path."""
+    paths = sorted(folder.glob("*"), reverse=True)
+    return {path.stem: path for path in paths if path.suffix.lower() in IMAGE_ENDINGS}
 
 
-def _split_by_name(names, split):
-    """Those of the names that belong to a split: always the same, though in no order that a camera or a
-    person gave them."""
-    if len(names) < 2:
+def _split_by_name(paths, split):
+    """The names of a split's images: always the same, though in no order that a camera or a person gave
+    them."""
+    if len(paths) < 2:
         raise TpukitError(
-            f"images/ holds {len(names)} images: it needs 2 or more, one to train on and one to test on"
+            f"images/ holds {len(paths)} images: it needs 2 or more, one to train on and one to test on"
         )
-    names = sorted(names, key=lambda name: (zlib.crc32(os.fsencode(Path(name).stem)), name))
-    tests = math.ceil(len(names) / IMAGES_PER_TEST_IMAGE)
-    return sorted(names[:tests] if split == "test" else names[tests:])
+    paths = sorted(paths, key=lambda path: (zlib.crc32(os.fsencode(path.stem)), path.name))
+    tests = math.ceil(len(paths) / IMAGES_PER_TEST_IMAGE)
+    return sorted(path.name for path in (paths[:tests] if split == "test" else paths[tests:]))
 
 
 def _pack(name, images):
@@ -179,9 +172,10 @@ def _read_split(folder, listing, lines, skip_bad):
     entries = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not entries:
         raise TpukitError(f"{listing} is empty: it should hold one image name per line")
+    images, masks = _image_files(folder / "images"), _image_files(folder / "masks")
     decoded, bad = [], []  # (name, image, mask)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        pairs = [pool.submit(_read_pair, folder, name) for _, name in entries]
+        pairs = [pool.submit(_read_pair, images, masks, name) for _, name in entries]
         progress = tqdm(pairs, desc=f"decoding {listing.stem}", unit="image", disable=len(pairs) < 200)
         for (number, name), pair in zip(entries, progress):
             try:
@@ -194,7 +188,7 @@ def _read_split(folder, listing, lines, skip_bad):
             f"{len(bad)} of {len(entries)} entries of {listing} cannot be used:\n{problems}\n"
             "Fix them, or leave them out with skip_bad=True (--skip-bad)."
         )
-    notes = f"left out {len(bad)} of {len(entries)} entries:\n{problems}" if bad else ""
+    notes = f"{listing}: left out {len(bad)} of {len(entries)} entries:\n{problems}" if bad else ""
     names, images, masks = zip(*decoded)
     # Kept with the arrays: at the start of a training no pixels are read.
     masks_digest = arrays.digest([[mask.shape, hashlib.sha256(mask).hexdigest()] for mask in masks])
@@ -202,31 +196,26 @@ def _read_split(folder, listing, lines, skip_bad):
     return dict(texts, **_pack("images", images), **_pack("masks", masks))
 
 
-def _read_pair(folder, name):
-    """(image, mask) of a name in a list. Raises TpukitError with what is wrong."""
-    # A list from elsewhere could name any file of the user's, whose picture would then be kept with the
-    # predictions. What counts is the name: folders of a dataset may be links, as on Kaggle.
-    if not posixpath.normpath(f"images/{name}").startswith("images/"):
-        raise TpukitError("the name leads out of images/; name a file in it")
-    stem = name.rsplit(".", 1)[0] if Path(name).suffix.lower() in IMAGE_ENDINGS else name
-    image = _read_first(folder, [f"images/{stem}"])
-    mask = _read_first(folder, [f"masks/{stem}{suffix}" for suffix in MASK_SUFFIXES], grey=True)
-    if image.shape[:2] != mask.shape[:2]:
-        (height, width), (mask_height, mask_width) = image.shape[:2], mask.shape[:2]
-        raise TpukitError(f"image is {width}x{height}, mask is {mask_width}x{mask_height}")
-    return image, mask
-
-
-def _read_first(folder, stems, grey=False):
-    """The pixels of the first image file with one of these names, without ending, that is there."""
-    for stem in stems:
-        for ending in (*IMAGE_ENDINGS, *map(str.upper, IMAGE_ENDINGS)):
-            if (folder / f"{stem}{ending}").is_file():
-                try:
-                    return read_image(folder / f"{stem}{ending}", grey=grey)
-                except Exception as error:  # Pillow raises many types for a damaged file
-                    raise TpukitError(f"{stem}{ending} is unreadable ({error})") from error
-    raise TpukitError(f"no image {stems[0]}")
+def _read_pair(images, masks, name):
+    """(image, mask) of a name in a list, which is looked up in these folders' files and so leads nowhere
+    else. Raises TpukitError with what is wrong."""
+    ending = Path(name).suffix
+    stem = name.removesuffix(ending) if ending.lower() in IMAGE_ENDINGS else name
+    pixels = []
+    for kind, path in (
+        ("images", images.get(stem)),
+        ("masks", masks.get(stem, masks.get(f"{stem}_pixels0"))),
+    ):
+        if path is None:
+            raise TpukitError(f"no image {kind}/{stem}")
+        try:
+            pixels.append(read_image(path, grey=kind == "masks"))
+        except Exception as error:  # Pillow raises many types for a damaged file
+            raise TpukitError(f"{kind}/{path.name} is unreadable ({error})") from error
+    sizes = [f"{one.shape[1]}x{one.shape[0]}" for one in pixels]
+    if sizes[0] != sizes[1]:
+        raise TpukitError(f"image is {sizes[0]}, mask is {sizes[1]}")
+    return pixels
 
 
 def read_image(path: Path, *, grey: bool = False) -> np.ndarray:

@@ -11,21 +11,28 @@ TINY = 3  # pixels at the network's size: fewer are lost when an image is scaled
 def check(data: InfraredSet) -> tuple[list[str], list[int]]:
     """(sentences, indices) as of `Task.check_labels`."""
     pixels = data.base_size**2
-    areas = [[area for area, _ in regions(mask >= 128)] for mask in data.masks]  # in pixels of the file
-    scaled = [[area * pixels / mask.size for area in found] for found, mask in zip(areas, data.masks)]
+    areas, largest = [], []  # of targets, in pixels of the file; of images: (in the network's pixels, index)
     where = {}  # problem -> indices
-    for index, (mask, found) in enumerate(zip(data.masks, scaled)):
-        for text in _problems(mask, found, pixels):
+    for index, mask in enumerate(data.masks):
+        found = [area for area, _ in regions(mask >= 128)]
+        scaled = [area * pixels / mask.size for area in found]
+        for text in _problems(mask, scaled, pixels):
             where.setdefault(text, []).append(index)
-    sentences, indices = [_describe_set(data, areas)], []
+        areas += found
+        largest += [(max(scaled), index)] if scaled else []
+    sizes = sorted({(mask.size, *mask.shape[::-1]) for mask in data.masks})
+    shown = " to ".join(f"{width}x{height}" for _, width, height in dict.fromkeys((sizes[0], sizes[-1])))
+    text = f"{len(data)} training images of {shown} pixels, {len(areas)} targets"
+    if areas:
+        text += f" of {min(areas)} to {max(areas)} pixels, median {sorted(areas)[len(areas) // 2]}"
+    sentences, indices = [f"{text}; the network sees {data.base_size}x{data.base_size}"], []
     for text, found in where.items():
         names = ", ".join(data.names[index] for index in found[:3])
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         sentences.append(f"{len(found)} of {len(data)} masks {text} ({names}{more})")
         indices += found[:2]
-    by_size = sorted((max(found), index) for index, found in enumerate(scaled) if found)
-    if by_size:
-        indices += [by_size[number][1] for number in (-1, 0, len(by_size) // 2)]
+    by_size = [index for _, index in sorted(largest)]
+    indices += by_size[-1:] + by_size[:1] + by_size[len(by_size) // 2 :][:1]
     return sentences, list(dict.fromkeys(indices)) or [0]
 
 
@@ -41,13 +48,3 @@ def _problems(mask, areas, pixels):
         yield f"have a target of more than {SMALL:.2%} of the image: MSHNet is made for smaller ones"
     if min(areas, default=TINY) < TINY:
         yield f"have a target of less than {TINY} pixels as the network sees it: a larger base_size keeps it"
-
-
-def _describe_set(data, areas):
-    sizes = sorted({(mask.size, *mask.shape[::-1]) for mask in data.masks})
-    shown = " to ".join(f"{width}x{height}" for _, width, height in dict.fromkeys((sizes[0], sizes[-1])))
-    areas = sorted(area for found in areas for area in found)
-    text = f"{len(data)} training images of {shown} pixels, {len(areas)} targets"
-    if areas:
-        text += f" of {areas[0]} to {areas[-1]} pixels, median {areas[len(areas) // 2]}"
-    return f"{text}; the network sees {data.base_size}x{data.base_size}"

@@ -124,11 +124,6 @@ class Block(nn.Module):
         x = self.sa(x) * x
         return F.relu(x + residual)
 
-    def convolutions(self) -> list[tuple[Any, ...]]:
-        """[(convolution, its batch norm)]"""
-        shortcut = [] if self.shortcut is None else [tuple(self.shortcut)]
-        return [(self.conv1, self.bn1), (self.conv2, self.bn2), *shortcut]
-
 
 class ChannelAttention(nn.Module):
     def __init__(self, channels: int, reduction: int = 16) -> None:
@@ -194,8 +189,8 @@ def takes_batch_statistics(norm: nn.Module) -> bool:
 def finish_statistics(model: nn.Module) -> None:
     """What `_conv_and_norm` leaves of all batch norms, together: a GPU would need longer to start an
     operation for each."""
-    pairs = [pair for block in model.modules() if isinstance(block, Block) for pair in block.convolutions()]
-    pairs = [(conv, norm) for conv, norm in pairs if takes_batch_statistics(norm)]
+    modules: list[Any] = list(model.modules())  # each batch norm follows its convolution
+    pairs = [(conv, norm) for conv, norm in zip(modules, modules[1:]) if takes_batch_statistics(norm)]
     if not pairs:
         return
     # data: autograd would take a mean for an input of the batch norm that changed.

@@ -15,38 +15,25 @@ WINDOW = 32  # pixels: side of the window, at least
 FRAME = (255, 255, 255)
 
 
-def sample_row(image: np.ndarray, mask: np.ndarray | None) -> Panels:
-    """Panels of an image (1 or 3, H, W) uint8 and its mask (H, W) uint8, if there is one."""
-    label = np.zeros(image.shape[1:], bool) if mask is None else mask >= 128
-    window = _window(label)
-    marked = _marked(image, window, [(regions(label), HIT)])
-    pixels = label[window]
-    return [
-        ("targets ringed", marked),
-        ("the dotted window", _rgb(image)[window]),
-        ("its labelled pixels", pixels),
-    ]
-
-
-def prediction_row(image: np.ndarray, mask: np.ndarray | None, predicted: np.ndarray) -> Panels:
-    """Panels of an image, its mask (None if there are no labels), and the pixels (H, W) bool predicted to be
-    targets."""
-    label = predicted if mask is None else mask >= 128
-    targets, false = regions(label), regions(predicted)
+def row(image: np.ndarray, targets: np.ndarray, predicted: np.ndarray | None = None) -> Panels:
+    """Panels of an image (1 or 3, H, W) uint8, the pixels (H, W) bool of its targets, and those predicted to
+    be such; None if the targets are all that is known: labels without a prediction, or the reverse."""
+    found = targets if predicted is None else predicted
+    wanted, false = regions(targets), regions(found)
     hits, missed = [], []
-    for target in targets:
+    for target in wanted:
         matched, false = match([target], false)  # the rule of Pd: a prediction serves one target
         (hits if matched else missed).append(target)
-    window = _window(label if targets else predicted)
+    window = _window(targets if wanted else found)
     pixels = _rgb(image)
-    pixels[label & predicted] = HIT
-    pixels[label & ~predicted] = MISSED
-    pixels[predicted & ~label] = FALSE
-    union = np.count_nonzero(label | predicted)
-    iou = np.count_nonzero(label & predicted) / union if union else 1.0
-    title, legend = f"IoU {iou:.2f}: {len(hits)} of {len(targets)} hit, {len(false)} false", COLOURS
-    if mask is None:
-        title, legend = f"{len(targets)} found", "blue: found"
+    pixels[targets & found] = HIT
+    pixels[targets & ~found] = MISSED
+    pixels[found & ~targets] = FALSE
+    union = np.count_nonzero(targets | found)
+    iou = np.count_nonzero(targets & found) / union if union else 1.0
+    title, legend = f"IoU {iou:.2f}: {len(hits)} of {len(wanted)} hit, {len(false)} false", COLOURS
+    if predicted is None:
+        title, legend = f"{len(wanted)} targets", "blue: target"
     marked = _marked(image, window, [(hits, HIT), (missed, MISSED), (false, FALSE)])
     return [(title, marked), ("the dotted window", _rgb(image)[window]), (legend, pixels[window])]
 

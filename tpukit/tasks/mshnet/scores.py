@@ -4,6 +4,7 @@ All of them are counts until `result()`, so batches of any size give the same sc
 W image size."""
 
 import math
+from typing import Any
 
 import numpy as np
 from scipy import ndimage, special
@@ -19,73 +20,63 @@ class Scores:
     probability."""
 
     def __init__(self, threshold: float = 0.5) -> None:
-        self.least = logit(threshold)
-        self.images = self.pixels = 0
-        self.intersection = self.predicted = self.labelled = 0  # pixels
-        self.iou_per_image = []
-        self.targets = self.detected = 0  # regions
-        self.false_area = 0  # pixels of predicted regions that match no target
-        self.true_positives = np.zeros(len(THRESHOLDS), np.int64)  # pixels, at each threshold
-        self.false_positives = np.zeros(len(THRESHOLDS), np.int64)
+        self.least = special.logit(threshold)
+        self.counts = []  # of each image
 
     def add(self, logits: np.ndarray, target: np.ndarray, valid: np.ndarray | None = None) -> None:
         """logits: (B, 1, H, W), unbounded. target: (B, 1, H, W) in [0, 1]. valid: (B,) bool, False for
         padding."""
         for index in range(len(logits)):
             if valid is None or valid[index]:
-                self._add_image(np.asarray(logits[index, 0], np.float32), np.asarray(target[index, 0]) >= 0.5)
+                label = np.asarray(target[index, 0]) >= 0.5
+                self.counts.append(self._count(np.asarray(logits[index, 0], np.float32), label))
 
-    def _add_image(self, logits, label):  # (H, W) float32, (H, W) bool
-        prediction = logits > self.least
-        intersection, union = (np.count_nonzero(mask) for mask in (prediction & label, prediction | label))
-        self.images += 1
-        self.pixels += prediction.size
-        self.intersection += intersection
-        self.predicted += np.count_nonzero(prediction)
-        self.labelled += np.count_nonzero(label)
-        self.iou_per_image.append(intersection / union if union else 1.0)
+    def _count(self, logits, label):  # (H, W) float32, (H, W) bool
+        prediction, above = logits > self.least, predictions_at_thresholds(logits)
         targets = regions(label)
         matched, unmatched = match(targets, regions(prediction))
-        self.targets += len(targets)
-        self.detected += len(matched)
-        self.false_area += sum(area for area, _ in unmatched)
-        above = predictions_at_thresholds(logits)
-        self.true_positives += np.count_nonzero(above & label, (1, 2))
-        self.false_positives += np.count_nonzero(above & ~label, (1, 2))
+        return dict(
+            pixels=label.size,
+            intersection=np.count_nonzero(prediction & label),
+            union=np.count_nonzero(prediction | label),
+            labelled=np.count_nonzero(label),
+            targets=len(targets),
+            detected=len(matched),
+            false_area=sum(area for area, _ in unmatched),  # pixels of regions that match no target
+            true_positives=np.count_nonzero(above & label, (1, 2)),  # pixels, at each threshold
+            false_positives=np.count_nonzero(above & ~label, (1, 2)),
+        )
+
+    def _sum(self, name) -> Any:
+        return sum(image[name] for image in self.counts)
 
     def result(self) -> dict[str, float]:
         """dict of floats: iou, niou, pixel_recall, pd in [0, 1]; fa in false pixels per pixel; images,
         targets."""
+        ious = [image["intersection"] / image["union"] if image["union"] else 1.0 for image in self.counts]
         return dict(
-            iou=self.intersection / max(self.predicted + self.labelled - self.intersection, 1),
-            niou=float(np.mean(self.iou_per_image)) if self.iou_per_image else 0.0,
-            pixel_recall=self.intersection / max(self.labelled, 1),
-            pd=self.detected / max(self.targets, 1),
-            fa=self.false_area / max(self.pixels, 1),
-            images=self.images,
-            targets=self.targets,
+            iou=self._sum("intersection") / max(self._sum("union"), 1),
+            niou=float(np.mean(ious)) if ious else 0.0,
+            pixel_recall=self._sum("intersection") / max(self._sum("labelled"), 1),
+            pd=self._sum("detected") / max(self._sum("targets"), 1),
+            fa=self._sum("false_area") / max(self._sum("pixels"), 1),
+            images=len(self.counts),
+            targets=self._sum("targets"),
         )
 
     def roc(self) -> dict[str, list[float]]:
         """dict of lists over `THRESHOLDS`: tpr (= recall), fpr, precision. The 0.001 is published."""
-        true, false = self.true_positives, self.false_positives
+        true, false, labelled = (self._sum(n) for n in ("true_positives", "false_positives", "labelled"))
         return dict(
-            tpr=(true / (self.labelled + 0.001)).tolist(),
-            fpr=(false / (self.pixels - self.labelled + 0.001)).tolist(),
+            tpr=(true / (labelled + 0.001)).tolist(),
+            fpr=(false / (self._sum("pixels") - labelled + 0.001)).tolist(),
             precision=(true / (true + false + 0.001)).tolist(),
         )
 
 
-def logit(probability: float) -> float:
-    """The number whose sigmoid is a probability in (0, 1)."""
-    return float(np.log(probability / (1 - probability)))
-
-
 def predictions_at_thresholds(logits: np.ndarray) -> np.ndarray:
     """(H, W) logits -> (11, H, W) bool, for each of `THRESHOLDS`."""
-    with np.errstate(over="ignore"):
-        probability = 1 / (1 + np.exp(-logits))
-    return probability > THRESHOLDS.astype(np.float32)[:, None, None]
+    return special.expit(logits) > THRESHOLDS.astype(np.float32)[:, None, None]
 
 
 def regions(mask: np.ndarray) -> list[Region]:
@@ -98,8 +89,7 @@ def regions(mask: np.ndarray) -> list[Region]:
 
 
 def _labels(mask):
-    """(H, W) bool -> (H, W) int32: the number of each pixel's 8-connected region, from 1, and 0 for no
-    region."""
+    """(H, W) bool -> (H, W) int32: the number of each pixel's 8-connected region from 1, or 0."""
     labels = np.zeros(mask.shape, np.int32)
     ndimage.label(mask, np.ones((3, 3)), output=labels)
     return labels
@@ -111,7 +101,7 @@ def boxes(logits: np.ndarray, threshold: float = 0.5) -> tuple[np.ndarray, list[
 
     Of a region: left, top, right, bottom (the last two exclusive) and pixels (their number); score, the mean
     probability of its pixels."""
-    mask = logits > logit(threshold)
+    mask = logits > special.logit(threshold)
     labels = _labels(mask)
     found = []
     for number, (rows, columns) in enumerate(ndimage.find_objects(labels), 1):

@@ -19,8 +19,6 @@ def scale(image: np.ndarray, size: int, smallest: float) -> np.ndarray:
     that is more."""
     height, width = image.shape[1:]
     factor = max(size / max(height, width), smallest)
-    if factor == 1:
-        return image
     target = max(round(width * factor), 1), max(round(height * factor), 1)
     planes = [Image.fromarray(plane).resize(target, Image.Resampling.BILINEAR) for plane in image]
     return np.stack([np.asarray(plane) for plane in planes])
@@ -28,10 +26,8 @@ def scale(image: np.ndarray, size: int, smallest: float) -> np.ndarray:
 
 def resize(predictions: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """(1, 1, h, w) -> (1, 1, H, W), bilinear. size: (H, W)."""
-    if predictions.shape[2:] == tuple(size):
-        return predictions
     values = torch.from_numpy(np.ascontiguousarray(predictions))
-    return torch.nn.functional.interpolate(values, size=tuple(size), mode="bilinear").numpy()
+    return torch.nn.functional.interpolate(values, size=size, mode="bilinear").numpy()
 
 
 def split(image: np.ndarray, size: int) -> tuple[list[np.ndarray], Callable[[list], np.ndarray]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tpukit.tasks.mshnet.loss import multiscale_loss, sums_of_scales
+from tpukit.tasks.mshnet.loss import loss_of_sums, sums_of_scales
 from tpukit.tasks.mshnet.model import MSHNetModel, normalise
 from tpukit.tasks.mshnet.tpu import block, tiling
 from tpukit.tasks.mshnet.tpu.tiling import conv2d_of_pixels, conv2d_rows_as_channels
@@ -21,8 +21,7 @@ def loss(model: MSHNetModel, image: Tensor, mask: Tensor, warm_up: bool | Tensor
     tiles = tiling.num_tiles(image)
     image, mask = tiling.split(image, tiles), tiling.split(mask, tiles)
     logits, masks = forward(model, normalise(image), warm_up, tiles)
-    sums_of = functools.partial(sums_of_tiles, tiles=tiles)
-    return multiscale_loss(logits, masks, mask.float() / 255, warm_up=warm_up, sums_of=sums_of)
+    return loss_of_sums(sums_of_tiles(logits, masks, mask.float() / 255, tiles), warm_up)
 
 
 def predict(model: MSHNetModel, image: Tensor, warm_up: bool | Tensor) -> Tensor:

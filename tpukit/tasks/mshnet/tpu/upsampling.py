@@ -13,7 +13,9 @@ from tpukit.tasks.mshnet.tpu.tiling import apply, compute_dtype, exchange_halo, 
 def upsample(x: Tensor, factor: int, tiles: int) -> Tensor:
     """Bilinear upsampling with aligned corners: (T*B, C, h, W) -> (T*B, C, factor * h, factor * W)."""
     if factor == 2:
-        return upsample2x(x, tiles)
+        x = apply(_Upsample2xAlong, x, rows(x, tiles), 2, tiles)
+        column = torch.arange(x.shape[3], dtype=compute_dtype(x), device=x.device)
+        return apply(_Upsample2xAlong, x, column, 3, tiles)
     x = merge(x, tiles)
     by_rows, by_columns = (_interpolation_matrix(size, factor, x) for size in x.shape[-2:])
     return split(by_rows @ x @ by_columns.T, tiles)
@@ -25,13 +27,6 @@ def _interpolation_matrix(size, factor, like):
     position = torch.arange(out, dtype=dtype, device=like.device) * ((size - 1) / (out - 1))
     source = torch.arange(size, dtype=dtype, device=like.device)
     return (1 - (position[:, None] - source[None, :]).abs()).clamp(min=0).to(like.dtype)
-
-
-def upsample2x(x: Tensor, tiles: int) -> Tensor:
-    """`upsample` by 2, along the rows and then along the columns."""
-    x = apply(_Upsample2xAlong, x, rows(x, tiles), 2, tiles)
-    column = torch.arange(x.shape[3], dtype=compute_dtype(x), device=x.device)
-    return apply(_Upsample2xAlong, x, column, 3, tiles)
 
 
 class _Upsample2xAlong(torch.autograd.Function):
