@@ -12,12 +12,11 @@ from tpukit.host import arrays, files
 
 def test_the_key_of_a_folder_is_that_of_its_contents(tmp_path, monkeypatch):
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "cache"))
-    first, copy, other, renamed = (tmp_path / name for name in ("first", "copy", "other", "renamed"))
-    for folder, name, text in (
-        (first, "a.npz", "one"),
-        (copy, "a.npz", "one"),
-        (other, "a.npz", "two"),
-        (renamed, "b.npz", "one"),
+    first, copy, other, renamed = folders = [
+        tmp_path / name for name in ("first", "copy", "other", "renamed")
+    ]
+    for folder, name, text in zip(
+        folders, ("a.npz", "a.npz", "a.npz", "b.npz"), ("one", "one", "two", "one")
     ):
         folder.mkdir()
         (folder / name).write_text(text)
