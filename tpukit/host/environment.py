@@ -128,14 +128,14 @@ class Environment:
         accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "cpu": tuple(NAMES)}
         if accelerator not in accepted:
             raise TpukitError(f"require({accelerator!r}): choose 'tpu', 'cuda', 'xla' or 'cpu'")
-        found = self.accelerator in accepted[accelerator]
-        if found and self.accelerator == "tpu" and self.misfit:
+        is_here = self.accelerator in accepted[accelerator]
+        if is_here and self.accelerator == "tpu" and self.misfit:
             raise TpukitError(f"{self.misfit}. Start a fresh session and install nothing over its versions")
-        if found and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
+        if is_here and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
             return self
         has = f"{NAMES[self.accelerator]} ({self.device_name})"
         lines = [f"{NAMES[accelerator]} needed, but this {self.host} session has: {has}."]
-        if found:
+        if is_here:
             lines = [f"requested {cores} cores, found {self.cores} ({self.device_name})."]
         menu = {"tpu": TPU_MENU, "cuda": GPU_MENU}.get(accelerator, {})
         lines.append(menu.get(self.host, "set PJRT_DEVICE=CPU before Python starts"))

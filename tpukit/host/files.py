@@ -243,9 +243,9 @@ def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[Callable[
 
         def check():
             with contextlib.suppress(OSError):  # a disk that is away says nothing
-                if (found := path.read_bytes()) != text:
+                if (latest := path.read_bytes()) != text:
                     raise TpukitError(
-                        f"{_describe(_holder(found))} has trained in {path.parent} since, while this one was"
+                        f"{_describe(_holder(latest))} has trained in {path.parent} since, while this one was"
                         " suspended or its disk was away: start this one again to resume from there"
                     )
 
@@ -298,8 +298,8 @@ def _open_lock(path):
     """Open a lock file without emptying it. Raises OSError where it is a symbolic or hard link, or not a
     regular file."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
         os.close(file)
         raise OSError(f"{path.name} is a link or not a regular file: remove it")
     return os.fdopen(file, "r+b", buffering=0)
@@ -328,10 +328,10 @@ def cache_folder() -> Path:
 def make_private(folder: Path) -> None:
     """Create a folder that no other user can write in. Raises OSError for a link or another user's."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise OSError("it is a link")
-    if found.st_uid != os.getuid():
+    if status.st_uid != os.getuid():
         raise OSError("it belongs to another user")
-    if found.st_mode & 0o022:
-        folder.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
+    if status.st_mode & 0o022:
+        folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)

@@ -46,8 +46,8 @@ def find(text: str) -> KnownError | None:
     # A long text, such as a traceback, has many words that are not about the error.
     is_described = len(text) < 100
     for known in KNOWN_ERRORS.values():
-        found = is_described and known.phrases and re.search(known.phrases, text)
-        if found or known.title.lower() in text:
+        says_so = is_described and known.phrases and re.search(known.phrases, text)
+        if says_so or known.title.lower() in text:
             return known
     return None
 
