@@ -5,8 +5,9 @@ import os
 
 import pytest
 
+from tests.conftest import refuses
 from tests.launching.conftest import needs_torch_xla, python
-from tpukit import Run, TpukitError
+from tpukit import Run
 from tpukit.launching import tpu_chips
 
 
@@ -89,21 +90,18 @@ def test_a_launch_waits_for_chips_that_a_dying_process_still_holds(tmp_path, mon
     (tmp_path / "dev/vfio").mkdir(parents=True)
     for name in ("0", "1", "vfio"):
         (tmp_path / "dev/vfio" / name).touch()
-    answers = iter([True, False, False, False])  # chip 0, at the first check alone
-    monkeypatch.setattr(tpu_chips, "is_busy", lambda device: next(answers))
-    tpu_chips.wait_until_free(Run(tmp_path), tmp_path, timeout_s=1.0)
-    assert "dev/vfio/0; waiting" in capsys.readouterr().out and next(answers, None) is None
-    monkeypatch.setattr(tpu_chips, "is_busy", lambda device: True)
-    with pytest.raises(TpukitError, match="dev/vfio/0, .*dev/vfio/1 for 0.2 s"):
-        tpu_chips.wait_until_free(Run(tmp_path), tmp_path, timeout_s=0.2)
+    opened, held = os.open, ["0", "0", "1"]  # chip 0 at two checks, chip 1 at one
 
-
-def test_a_chip_is_busy_where_the_system_says_so(tmp_path, monkeypatch):
-    (tmp_path / "0").touch()
-    assert not tpu_chips.is_busy(tmp_path / "0") and not tpu_chips.is_busy(tmp_path / "none")
-
-    def refuse(*_):
-        raise OSError(errno.EBUSY, "Device or resource busy")
+    def refuse(path, *arguments):
+        if getattr(path, "name", "") in held:
+            held.remove(path.name)
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return opened(path, *arguments)
 
     monkeypatch.setattr(os, "open", refuse)
-    assert tpu_chips.is_busy(tmp_path / "0")
+    tpu_chips.wait_until_free(Run(tmp_path), tmp_path, timeout_s=1.0)
+    printed = capsys.readouterr().out
+    assert "dev/vfio/0, " in printed and "dev/vfio/1; waiting" in printed and held == []
+    held += ["0", "1"] * 99
+    with refuses("dev/vfio/0, ", "dev/vfio/1 for 0.2 s"):
+        tpu_chips.wait_until_free(Run(tmp_path), tmp_path, timeout_s=0.2)
