@@ -17,25 +17,20 @@ COLAB_TPU = {
 
 
 def add_chips(root, count):
-    for index in range(count):
-        device = root / f"sys/bus/pci/devices/0000:00:{index:02x}.0"
+    chips = [(f"0000:00:{index:02x}.0", "0x0063") for index in range(count)]
+    for name, device_id in [*chips, ("0000:01:00.0", "0x0042")]:  # Google's network card, not a chip
+        device = root / "sys/bus/pci/devices" / name
         device.mkdir(parents=True)
         (device / "vendor").write_text("0x1ae0\n")
-        (device / "device").write_text("0x0063\n")
-    other = root / "sys/bus/pci/devices/0000:01:00.0"
-    other.mkdir(parents=True)
-    (other / "vendor").write_text("0x1ae0\n")
-    (other / "device").write_text("0x0042\n")  # Google's network card, not a chip
+        (device / "device").write_text(f"{device_id}\n")
 
 
 def nvidia_smi(folder, listed, capabilities=(), cuda="12.8"):
     """Variables of a process for which nvidia-smi lists these GPUs, with these rows of (name, capability), by
     a driver of this CUDA."""
-    answers = {
-        "-L": "\n".join(listed),
-        "--query-gpu=name,compute_cap": "\n".join(f"{n}, {c}" for n, c in capabilities),
-    }
-    answers[""] = f"| NVIDIA-SMI 570.86  Driver Version: 570.86  CUDA Version: {cuda}  |"
+    answers = {"": f"| NVIDIA-SMI 570.86  Driver Version: 570.86  CUDA Version: {cuda}  |"}
+    answers["-L"] = "\n".join(listed)
+    answers["--query-gpu=name,compute_cap"] = "\n".join(f"{name}, {cap}" for name, cap in capabilities)
     cases = "".join(f"'{first}') echo '{text}';;\n" for first, text in answers.items())
     script = folder / "nvidia-smi"
     script.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\n', errors="surrogateescape")

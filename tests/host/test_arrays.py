@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.conftest import refuses
 from tpukit.host import arrays, files
 
 
 def test_the_key_of_a_folder_is_that_of_its_contents(tmp_path, monkeypatch):
     monkeypatch.setenv("TPUKIT_CACHE", str(tmp_path / "cache"))
-    first, copy, other, renamed = (tmp_path / name for name in ("first", "copy", "other", "renamed"))
-    for folder, name, text in (
-        (first, "a.npz", "one"),
-        (copy, "a.npz", "one"),
-        (other, "a.npz", "two"),
-        (renamed, "b.npz", "one"),
+    first, copy, other, renamed = folders = [
+        tmp_path / name for name in ("first", "copy", "other", "renamed")
+    ]
+    for folder, name, text in zip(
+        folders, ("a.npz", "a.npz", "a.npz", "b.npz"), ("one", "one", "two", "one")
     ):
         folder.mkdir()
         (folder / name).write_text(text)
@@ -34,6 +34,12 @@ def test_the_key_of_a_folder_is_that_of_its_contents(tmp_path, monkeypatch):
     before = key(first)
     (first / "a.npz").write_text("new")
     assert key(first) != before
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "a.npz").symlink_to("/proc/self/mem")
+    with refuses(tmp_path / "a.npz", "cannot be read", "download it again"):
+        arrays.content_key(tmp_path)
 
 
 def test_mapped_arrays_are_made_once_and_again_when_what_they_are_made_from_changes(

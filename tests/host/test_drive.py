@@ -43,20 +43,16 @@ def test_a_dataset_on_a_drive_that_is_not_mounted_is_found_by_asking_the_user_on
         assert len(page.asked) == 1
 
 
-def test_a_user_who_refuses_drive_is_asked_once_and_gets_a_synthetic_set(page, capsys):
+@pytest.mark.parametrize("is_asked_for_results_first", [False, True])
+def test_a_user_who_refuses_drive_is_not_asked_again_for_data(is_asked_for_results_first, page, capsys):
     page.user = "no"
+    if is_asked_for_results_first:
+        assert mount_drive(page.env) is None
     for _ in range(2):
         assert "synthetic" in find_dataset(page.env, "IRSTD-1k", size=4).name and len(page.asked) == 1
     printed = capsys.readouterr().out
     assert "credential propagation" in printed and "Drive is not mounted" in printed
     assert mount_drive(page.env) is None and len(page.asked) == 2  # who asks for it is asked again
-
-
-def test_who_refused_to_save_on_drive_is_not_asked_for_data_there(page):
-    page.user = "no"
-    assert mount_drive(page.env) is None
-    find_dataset(page.env, "IRSTD-1k", size=4)
-    assert len(page.asked) == 1
 
 
 def test_nobody_is_asked_for_drive_where_data_is_at_hand_or_nobody_could_answer(page, capsys):

@@ -12,42 +12,31 @@ from tpukit.host.known_errors import KNOWN_ERRORS
 SEEN = tomllib.loads((ROOT / "tests/host/posted_errors.toml").read_text())
 
 
-@pytest.mark.parametrize("code", [code for code, error in KNOWN_ERRORS.items() if error.pattern])
-def test_the_text_on_the_page_is_recognized_and_doctor_prints_its_fix(code, capsys):
-    error = KNOWN_ERRORS[code]
-    assert known_errors.match(error.title) is error and known_errors.fix_for(error.title) == error.fix
-    assert cli.main(["doctor", "--error", f"Traceback\n{error.title}\n at line 3"]) == 0
-    assert capsys.readouterr().out.strip() == error.fix
+POSTED = [(posted["text"], posted["code"]) for posted in SEEN["posted"]]
+ON_PAGE = [(error.title, code) for code, error in KNOWN_ERRORS.items() if error.pattern]
 
 
-def test_a_symptom_is_found_by_its_text_but_is_no_cause_of_an_error(capsys):
+@pytest.mark.parametrize("text, code", POSTED + [(f"Error\n{title}\n at 3", code) for title, code in ON_PAGE])
+def test_doctor_prints_the_fix_of_a_text_that_users_posted_or_that_is_on_the_page(text, code, capsys):
+    assert known_errors.find(text) is KNOWN_ERRORS[code]
+    assert cli.main(["doctor", "--error", text]) == 0
+    assert capsys.readouterr().out.strip() == KNOWN_ERRORS[code].fix
+
+
+@pytest.mark.parametrize("title, code", ON_PAGE)
+def test_an_error_of_the_page_is_recognized_where_it_is_raised(title, code):
+    assert known_errors.fix_for(title) == KNOWN_ERRORS[code].fix
+
+
+def test_a_symptom_is_found_by_its_text_but_is_no_cause_of_an_error():
     message = "E1121 Could not set metric server port: 8431"
-    assert cli.main(["doctor", "--error", message]) == 0
-    assert capsys.readouterr().out.strip() == KNOWN_ERRORS["metric-port"].fix
+    assert known_errors.find(message) is KNOWN_ERRORS["metric-port"]
     assert known_errors.fix_for(message) is None  # whatever raised it has another cause
-
-
-def test_doctor_sends_an_unknown_text_to_the_page(capsys):
-    assert cli.main(["doctor", "--error", "the moon is full"]) == 1
-    assert "Troubleshooting" in capsys.readouterr().out
 
 
 def test_every_known_error_can_be_recognized_and_names_its_source():
     unrecognizable = [code for code, error in KNOWN_ERRORS.items() if not error.pattern and not error.phrases]
     assert unrecognizable == ["metric-port"] and all(error.source for error in KNOWN_ERRORS.values())
-
-
-def test_a_text_of_torch_tpu_is_not_taken_for_one_of_cuda():
-    assert "forked subprocess" in KNOWN_ERRORS["torch-tpu-fork"].title
-    assert known_errors.match(KNOWN_ERRORS["torch-tpu-fork"].title) is KNOWN_ERRORS["torch-tpu-fork"]
-
-
-@pytest.mark.parametrize("posted", SEEN["posted"], ids=lambda posted: posted["text"][:60])
-def test_a_text_that_users_posted_gets_its_entry(posted, capsys):
-    error = KNOWN_ERRORS[posted["code"]]
-    assert known_errors.find(posted["text"]) is error
-    assert cli.main(["doctor", "--error", posted["text"]]) == 0
-    assert capsys.readouterr().out.strip() == error.fix
 
 
 @pytest.mark.parametrize("text", SEEN["described"])
@@ -64,8 +53,9 @@ UNRELATED = [
 
 
 @pytest.mark.parametrize("text", UNRELATED)
-def test_an_unrelated_text_is_not_guessed_at(text):
+def test_an_unrelated_text_is_not_guessed_at_but_sent_to_the_page(text, capsys):
     assert known_errors.find(text) is None and known_errors.fix_for(text) is None
+    assert cli.main(["doctor", "--error", text]) == 1 and "Troubleshooting" in capsys.readouterr().out
 
 
 RAISED = {

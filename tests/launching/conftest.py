@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ HEAD = """
 import json, os, sys, time
 from pathlib import Path
 import torch
-from tests.launching.launched import Descending, Watched, bad_fork, machine, noise
+from tests.launching.launched import Descending, Watched, machine, noise
 from tpukit import CoreFailed, Run, TpukitError, launch, train
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
@@ -71,6 +72,23 @@ def wait_for(condition, process):
     while not condition():
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
         time.sleep(0.05)
+
+
+def are_gone(pids, timeout_s=20):
+    """Whether processes end in time. One that has, and was not waited for, is a zombie."""
+    deadline = time.monotonic() + timeout_s
+    while any(map(_is_running, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def steps_logged(folder):

@@ -125,11 +125,6 @@ def noise(task, run, *, runtime):
     return runtime.world.all_gather(torch.rand(2).tolist())
 
 
-def bad_fork(task, run, *, runtime):
-    """Whether CUDA would refuse to start."""
-    return runtime.world.all_gather([float(torch._C._cuda_isInBadFork())])
-
-
 def mapped_memory(task, run, *, runtime):
     """The sum of the mapped images; what they take of memory, in bytes: proportional, whole, and written."""
     data, _ = task.datasets()
@@ -147,7 +142,7 @@ def mapped_memory(task, run, *, runtime):
     return [[int(value) for value in row] for row in rows]
 
 
-FUNCTIONS = dict(train=train, noise=noise, bad_fork=bad_fork, mapped_memory=mapped_memory)
+FUNCTIONS = dict(train=train, noise=noise, mapped_memory=mapped_memory)
 
 
 def main(options):

@@ -24,9 +24,8 @@ def test_spmd_gives_the_compilers_flags_for_a_cores_share_before_it_opens_the_ch
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr("tpukit.devices.version_of", lambda package: "0.0.17")
     monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: 8)
-    core.join(
-        core.Job(train, Flagged(batch_size=64), Run(tmp_path), machine("tpu", 8), None, 60.0, spmd_cores=8), 0
-    )
+    task = Flagged(batch_size=64)
+    core.join(core.Job(train, task, Run(tmp_path), machine("tpu", 8), None, 60.0, spmd_cores=8), 0)
     assert os.environ["LIBTPU_INIT_ARGS"] == "--images=8"
 
 
@@ -51,16 +50,8 @@ def test_tpu_cores_of_one_host_meet_in_a_file_and_those_of_several_by_pjrt(size,
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda: size)
     task = Flagged(batch_size=128)
-    job = core.Job(
-        train,
-        task,
-        Run(tmp_path),
-        machine("tpu", 8),
-        None,
-        60.0,
-        processes=8,
-        rendezvous=tmp_path / "rendezvous",
-    )
+    meeting = tmp_path / "rendezvous"
+    job = core.Job(train, task, Run(tmp_path), machine("tpu", 8), None, 60.0, processes=8, rendezvous=meeting)
     world = core.join(job, 3)
     [flags, (backend, how)] = calls
     assert flags == f"--images={128 // size}"  # libtpu reads them when the chip is opened

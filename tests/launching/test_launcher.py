@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import best_weights, checkpoint, exact, same
-from tests.launching.conftest import CPU, difference, launched, losses, needs_torch_xla, python
+from tests.conftest import best_weights, checkpoint, exact, refuses, same
+from tests.launching.conftest import difference, launched, losses, needs_torch_xla, python
 from tests.launching.launched import Descending, Watched, machine
-from tpukit import CDEIT, MSHNet, Run, TpukitError, launch, train
+from tpukit import CDEIT, MSHNet, Run, launch, train
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
@@ -23,12 +23,11 @@ from tpukit.training.data import training_index_batches
 
 IN_PARTS = "spmd over 8, the set in parts"  # each core may hold 100 kB of the set's 154
 SHAPES = {
-    "2 processes": ("cpu", 2),
     "8 processes": ("cpu", 8),
-    "8 XLA devices": ("xla", 8),
+    "4 XLA devices": ("xla", 4),
     "spmd over 8": ("spmd", 8),
+    IN_PARTS: ("spmd", 8),
 }
-SHAPES |= {IN_PARTS: ("spmd", 8)}
 
 
 @pytest.fixture(scope="session", params=[pytest.param(name, marks=pytest.mark.slow) for name in SHAPES])
@@ -47,25 +46,26 @@ def shape(request, odd, tmp_path_factory):
     return kind, cores, Run(folder / "run"), done["result"], out, folder / "witness"
 
 
+def on_one_core(folder, data, **settings):
+    """The run of a training on the CPU, in this process."""
+    task = Watched(dataset_dir=data, log_every=1, num_workers=1, **settings)
+    run = Run.open(folder, task)
+    train(task, run, runtime=Runtime("cpu"), progress=False)
+    return run
+
+
 # What every shape promises
 
 
-def test_several_cores_give_the_losses_and_scores_of_one(shape, alone):
+def test_several_cores_give_the_losses_scores_and_weights_of_one(shape, alone):
     kind, cores, run, scores, _, _ = shape
     assert difference(losses(run), losses(alone[0])) < 1e-4
     # Another compiled graph rounds differently: one of the 37 digits may lie on the edge.
     assert scores["images"] == 37 and abs(scores["accuracy"] - alone[1]["accuracy"]) < 1.5 / 37
-    assert (run.records("start")[0]["cores"], run.records("start")[0]["processes"]) == (
-        cores,
-        1 if kind == "spmd" else cores,
-    )
-
-
-def test_several_cores_end_with_the_weights_of_one_as_plain_cpu_tensors(shape, alone):
-    ours, theirs = best_weights(shape[2]), best_weights(alone[0])
-    assert ours.keys() == theirs.keys() and all(v.device.type == "cpu" for v in ours.values())
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], atol=1e-4, rtol=0)
+    start = run.records("start")[0]
+    assert (start["cores"], start["processes"]) == (cores, 1 if kind == "spmd" else cores)
+    ours, theirs = best_weights(run), best_weights(alone[0])
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)  # by name, on the CPU
     torch.manual_seed(0)
     before = Watched().model().state_dict()
     assert all(not torch.equal(ours[n], before[n]) for n in ours if n.endswith("weight"))
@@ -86,18 +86,13 @@ def test_no_sample_is_seen_twice_in_an_epoch_and_none_is_lost_in_an_evaluation(s
     assert scores["images"] == 37
 
 
-def test_all_cores_are_listed_as_started(shape):
-    kind, cores, run, _, out, _ = shape
+def test_all_cores_are_listed_as_started_and_only_rank_0_writes_and_prints(shape, alone):
+    _, cores, run, _, out, _ = shape
     lines = [line for line in out.splitlines() if line.startswith("core ")]
     assert [line.split(":")[0] for line in lines] == [f"core {n}" for n in range(cores)]
     assert all(f"{8 // cores} sample" in line for line in lines)
-    assert f"all {cores} cores started" in out
-
-
-def test_only_rank_0_writes_and_prints(shape, alone):
-    _, _, run, _, out, _ = shape
+    assert out.count(f"all {cores} cores started") == out.count("epoch 1: loss") == 1
     assert [(r["kind"], r["step"]) for r in exact(run)] == [(r["kind"], r["step"]) for r in exact(alone[0])]
-    assert out.count("epoch 1: loss") == 1
     assert run.read_progress()["step"] == run.read_progress()["total"] == 48
     for log in (run.path / "cores").glob("rank-*.log"):
         assert "epoch 1" not in log.read_text()
@@ -135,14 +130,14 @@ def test_several_cores_with_a_schedule_micro_batches_frozen_parts_and_patience_e
     settings |= dict(batch_norm="frozen", batch_size=16, epochs=9, patience=1)
     [done], _ = launched(kind, run=tmp_path / "several", data=odd, cores=cores, launches=[dict(settings)])
     assert "result" in done, done["message"]
-    task = Watched(dataset_dir=odd, log_every=1, num_workers=1, **settings | dict(freeze=("0",)))
-    one, several = Run.open(tmp_path / "one", task), Run(tmp_path / "several")
-    train(task, one, runtime=Runtime("cpu"), progress=False)
+    one, several = (
+        on_one_core(tmp_path / "one", odd, **settings | dict(freeze=("0",))),
+        Run(tmp_path / "several"),
+    )
     assert difference(losses(several), losses(one)) < 1e-4
     stopped = [[record["step"] for record in run.records("stopped")] for run in (several, one)]
     assert stopped[0] == stopped[1] and len(stopped[0]) == 1 and stopped[0][0] < 9 * 12
-    for name, value in best_weights(one).items():
-        torch.testing.assert_close(best_weights(several)[name], value, atol=1e-4, rtol=0)
+    torch.testing.assert_close(best_weights(several), best_weights(one), atol=1e-4, rtol=0)
 
 
 # Several launches of two cores, one after another from one kernel
@@ -154,7 +149,6 @@ def launches(odd, tmp_path_factory):
     folder = tmp_path_factory.mktemp("launches")
     asked = dict(
         noise=dict(function="noise"),
-        bad_fork=dict(function="bad_fork"),
         synced=dict(batch_norm="synced"),
         per_core=dict(epochs=1),
         straight=dict(dropout=0.5, epochs=4),
@@ -171,14 +165,13 @@ def test_per_core_batch_norm_differs_from_one_core_and_every_rank_scores_with_ra
     launches, odd, tmp_path
 ):
     run, done = launches["per_core"]
-    task = Watched(dataset_dir=odd, log_every=1, num_workers=1, epochs=1)
-    one = Run.open(tmp_path / "one", task)
-    train(task, one, runtime=Runtime("cpu"), progress=False)
+    one = on_one_core(tmp_path / "one", odd, epochs=1)
     assert difference(losses(run), losses(one)) > 1e-3
     # The oracle: rank 0's weights and statistics, as they were saved, score on one core what the two cores
     # reported.
     from tpukit.training.evaluation import evaluate
 
+    task = Watched(dataset_dir=odd, batch_size=8)
     model = task.model()
     weights.load(model, run.path / "best.safetensors")
     assert evaluate(task, model, task.datasets()[1], Runtime("cpu")) == done["result"]
@@ -196,13 +189,6 @@ def test_every_rank_resumes_with_its_own_random_numbers(launches):
 
 
 @pytest.mark.slow
-def test_a_launched_core_is_never_in_a_bad_fork_of_cuda(launches):
-    if not torch.backends.cuda.is_built():
-        pytest.skip("this torch was built without CUDA")
-    assert launches["bad_fork"][1]["result"] == [[0.0], [0.0]]
-
-
-@pytest.mark.slow
 def test_synced_batch_norm_off_gpus_is_refused(launches):
     done = launches["synced"][1]
     assert done["error"] == "CoreFailed" and "parallel='spmd'" in done["message"]
@@ -217,19 +203,15 @@ def test_synced_batch_norm_on_gpus_is_torchs_own():
 
 @pytest.mark.slow
 def test_a_run_moves_between_numbers_and_kinds_of_cores_and_equals_a_straight_one(odd, tmp_path):
-    """One epoch each on 8 XLA devices in one process, 1 CPU core, 8 processes, and 1 XLA device."""
-    settings = dict(batch_norm="frozen")
-    for epochs, (kind, cores) in enumerate((("spmd", 8), ("cpu", 1), ("cpu", 8), ("xla", 1)), 1):
-        [done], _ = launched(
-            kind, run=tmp_path / "run", data=odd, cores=cores, launches=[dict(settings, epochs=epochs)]
-        )
+    """One epoch each on 4 XLA devices in one process, 2 processes, and 1 XLA device."""
+    for epochs, (kind, cores) in enumerate((("spmd", 4), ("cpu", 2), ("xla", 1)), 1):
+        launches = [dict(batch_norm="frozen", epochs=epochs)]
+        [done], _ = launched(kind, run=tmp_path / "run", data=odd, cores=cores, launches=launches)
         assert "result" in done, done["message"]
-    task = Watched(dataset_dir=odd, log_every=1, num_workers=1, epochs=4, **settings)
-    straight = Run.open(tmp_path / "straight", task)
-    train(task, straight, runtime=Runtime("cpu"), progress=False)
+    straight = on_one_core(tmp_path / "straight", odd, batch_norm="frozen", epochs=3)
     moved = Run(tmp_path / "run")
-    assert [r["cores"] for r in moved.records("start")] == [8, 1, 8, 1]
-    assert [r["accelerator"] for r in moved.records("start")] == ["xla", "cpu", "cpu", "xla"]
+    starts = [(record["cores"], record["accelerator"]) for record in moved.records("start")]
+    assert starts == [(4, "xla"), (2, "cpu"), (1, "xla")]
     assert difference(losses(moved), losses(straight)) < 1e-4
     assert all(v.device.type == "cpu" for v in best_weights(moved).values())
 
@@ -239,13 +221,9 @@ def test_a_run_moves_between_numbers_and_kinds_of_cores_and_equals_a_straight_on
 
 @pytest.mark.parametrize("batch_size, cores, fitting", [(60, 8, "56 or 64"), (3, 8, "8"), (9, 2, "8 or 10")])
 def test_a_batch_size_that_does_not_divide_is_refused_with_sizes_that_do(batch_size, cores, fitting):
-    with pytest.raises(TpukitError) as refused:
+    with refuses(f"batch_size={batch_size}", f"use {fitting}"):
         check_batch(batch_size, cores)
-    assert f"batch_size={batch_size}" in str(refused.value) and f"use {fitting}" in str(refused.value)
     check_batch(64, 8)
-
-
-BOUNDS = dict(TPU_CHIPS_PER_HOST_BOUNDS="2,2,1")
 
 
 @pytest.mark.parametrize(
@@ -255,14 +233,12 @@ BOUNDS = dict(TPU_CHIPS_PER_HOST_BOUNDS="2,2,1")
         (machine("cuda", 1), 2, "processes", ["2", "found 1", environment.GPU_MENU["kaggle"]]),
         (machine("tpu", 8), 4, "processes", ["4 of 8", "cores=1", "cores=8"]),
         (machine("tpu", 8), 0, "processes", ["cores=0"]),
-        (machine("tpu", 2, **BOUNDS), None, "processes", ["2 TPU chips", "BOUNDS=2,2,1", "4", "cores=1"]),
         (machine("cuda", 2), None, "spmd", ["parallel='spmd'", "GPU", "'processes'"]),
     ],
 )
 def test_fewer_cores_than_asked_and_other_impossible_shapes_are_errors(env, asked, parallel, data):
-    with pytest.raises(TpukitError) as refused:
+    with refuses(*data):
         launcher._count_cores(env, asked, parallel)
-    assert [value for value in data if value not in str(refused.value)] == []
 
 
 @pytest.mark.parametrize(
@@ -272,9 +248,9 @@ def test_fewer_cores_than_asked_and_other_impossible_shapes_are_errors(env, aske
         (machine("tpu", 8), 1, 1),
         (machine("cuda", 4), 2, 2),
         (machine("cpu", 1), None, 1),
-    ]
-    + [(machine("cpu", 1), 3, 3), (machine("xla", 1), 8, 8), (machine("tpu", 4, "tpu-vm", **BOUNDS), 16, 4)]
-    + [(machine("tpu", 1, "colab", **BOUNDS), None, 1), (machine("tpu", 2, **BOUNDS), 1, 1)],
+        (machine("xla", 1), 8, 8),
+        (machine("tpu", 4, "tpu-vm"), 16, 4),
+    ],
 )
 def test_all_cores_that_are_here_are_taken_unless_fewer_are_asked_for(env, asked, count):
     assert launcher._count_cores(env, asked, "processes") == count
@@ -286,7 +262,6 @@ def test_all_cores_that_are_here_are_taken_unless_fewer_are_asked_for(env, asked
         (MSHNet(batch_size=4), 2, True),  # the recipe, of which two cards would see two images each
         (MSHNet(batch_size=32), 2, False),
         (MSHNet(batch_size=32), 4, True),
-        (MSHNet(batch_size=4, batch_norm="synced"), 2, False),
         (MSHNet(batch_size=4, batch_norm="frozen"), 2, False),
         (CDEIT(batch_size=4, width=64, heads=2, levels=1), 2, False),  # has no batch norm
     ],
@@ -335,9 +310,8 @@ def test_one_core_too_waits_until_its_chip_is_free_unless_this_process_has_it(
 
 def test_a_kernel_that_already_used_the_device_is_told_to_restart(digits, tmp_path, xla):
     task = Watched(dataset_dir=digits)
-    with pytest.raises(TpukitError) as refused:
+    with refuses(environment.NAMES["xla"], "Restart the session"):
         launcher.launch(train, task, Run.open(tmp_path, task), cores=2)
-    assert environment.NAMES["xla"] in str(refused.value) and "Restart the session" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +320,7 @@ def test_a_kernel_that_already_used_the_device_is_told_to_restart(digits, tmp_pa
 def test_an_unknown_way_and_no_time_at_all_until_a_core_hangs_are_refused(options, digits, tmp_path):
     task = Watched(dataset_dir=digits)
     [(name, value)] = options.items()
-    with pytest.raises(TpukitError, match=f"{name}={value!r}"):
+    with refuses(f"{name}={value!r}"):
         launcher.launch(train, task, Run.open(tmp_path, task), cores=2, **options)
 
 
@@ -385,21 +359,3 @@ except CoreFailed as error:
 """
     ran = python(program, odd, tmp_path)
     assert ran.stdout.split()[-1] == ("WELL" if well else "REFUSED"), ran.stdout + ran.stderr
-
-
-@pytest.mark.slow
-def test_two_gpu_cores_start_outside_a_bad_fork_from_a_kernel_that_asked_cuda_nothing(odd, tmp_path):
-    """All of a launch on GPUs but the GPUs: gloo and the CPU replace NCCL and the cards."""
-    program = """
-import torch.distributed as dist
-gpus = machine("cuda", 2)
-def join_group(job, local_rank, **how):
-    dist.init_process_group("gloo", **how)
-    return World(how["rank"], how["world_size"])
-environment.detect, core.join_group = lambda: gpus, join_group
-core.open_runtime = lambda env, precision, world, spmd_cores: Runtime("cpu", world=world)
-task = Watched(dataset_dir=Path(sys.argv[1]))
-print("RESULT", launch(bad_fork, task, Run.open(sys.argv[2], task), cores=2))
-"""
-    ran = python(program, odd, tmp_path, env=CPU)
-    assert "RESULT [[0.0], [0.0]]" in ran.stdout, ran.stdout + ran.stderr

@@ -6,13 +6,21 @@ import re
 import shutil
 import signal
 import subprocess
-import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.conftest import checkpoint, refuses
-from tests.launching.conftest import CPU, launched, needs_torch_xla, python, started, steps_logged, wait_for
+from tests.launching.conftest import (
+    CPU,
+    are_gone,
+    launched,
+    needs_torch_xla,
+    python,
+    started,
+    steps_logged,
+    wait_for,
+)
 from tests.launching.launched import children, machine
 from tpukit import Run, train
 from tpukit.launching.core import Job
@@ -80,11 +88,15 @@ def test_after_a_failure_a_launch_resumes_from_the_checkpoint_that_was_left_whol
 
 # Eight cores of a TPU, of which one does not start. The others wait for it, as libtpu does.
 
-WAYS = [
-    (way, where)
-    for way in ("kill", "hang", "raise")
-    for where in ("before its first line", "while it opens its chip")
-]
+FIRST, OPENING = "before its first line", "while it opens its chip"
+# Of core 3: where it fails, how, and what the message says
+WAYS = {
+    ("kill", FIRST): "SIGKILL",
+    ("hang", FIRST): "8 of 8 cores did not start within 3 s",
+    ("hang", OPENING): "8 of 8 cores did not start within 3 s",
+    ("raise", OPENING): "open(/dev/vfio/3)",
+}
+REFUSED = ("refuse", "before any core came up")
 
 
 @pytest.fixture(scope="session")
@@ -130,7 +142,7 @@ for way, where in json.loads(sys.argv[3]):
         found.append([str(error), children(os.getpid())])
 print("FOUND " + json.dumps(found))
 """
-    ways = [*WAYS, ("refuse", "before any core came up")]
+    ways = [*WAYS, REFUSED]
     ran = python(program, odd, tmp_path_factory.mktemp("starts") / "run", json.dumps(ways), timeout=200)
     assert "FOUND " in ran.stdout, ran.stdout + ran.stderr
     return dict(zip(ways, json.loads(ran.stdout.partition("FOUND ")[2]), strict=True))
@@ -142,12 +154,7 @@ def test_one_of_eight_cores_that_fails_to_start_ends_the_launch_with_its_cause(w
     """Where it is gone the launch ends without waiting for the deadline."""
     message, left = failed_starts[way, where]
     assert "core 3" in message and left == []
-    expected = {
-        "kill": "SIGKILL",
-        "hang": "8 of 8 cores did not start within 3 s",
-        "raise": "open(/dev/vfio/3)",
-    }
-    assert [name for name, words in expected.items() if words in message] == [way]
+    assert {words for words in WAYS.values() if words in message} == {WAYS[way, where]}
     if way == "hang":
         inside = message.partition("core 3 (full stack")[2].partition("core 4 (")[0]
         assert ("in fail" in inside and "chip 3 is being opened" in inside) or "no stack" in inside
@@ -156,12 +163,9 @@ def test_one_of_eight_cores_that_fails_to_start_ends_the_launch_with_its_cause(w
 
 @pytest.mark.slow
 def test_an_error_before_any_core_came_up_is_shown_with_its_fix(failed_starts):
-    message, left = failed_starts["refuse", "before any core came up"]
-    assert (
-        "Expected 4 worker addresses" in message
-        and "os.environ.pop('TPU_PROCESS_ADDRESSES')" in message
-        and left == []
-    )
+    message, left = failed_starts[REFUSED]
+    assert "Expected 4 worker addresses" in message and left == []
+    assert "os.environ.pop('TPU_PROCESS_ADDRESSES')" in message
 
 
 # Interrupts, and parents that are killed
@@ -172,15 +176,6 @@ def launched_in_step(step, odd, run, cores, **environ):
     process = started("cpu", run=run, data=odd, cores=cores, launches=[dict(epochs=2000)], environ=environ)
     wait_for(lambda: steps_logged(run) > step, process)
     return process
-
-
-def is_gone(pids, timeout_s=20):
-    deadline = time.monotonic() + timeout_s
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 @pytest.mark.slow
@@ -194,54 +189,33 @@ def test_an_interrupt_lets_all_cores_save_at_one_step_before_they_leave(number, 
     run = Run(tmp_path)
     saved = checkpoint(run)["state"]["step"]
     assert f"saved at step {saved}" in out and saved == run.records("train")[-1]["step"]
-    assert len(cores) == 2 and is_gone(cores, timeout_s=0)
+    assert len(cores) == 2 and are_gone(cores, timeout_s=0)
 
 
-@pytest.fixture(scope="module")
-def killed(odd, tmp_path_factory):
-    """Of a launch of four cores whose kernel was killed: (addresses on which its processes listened, pids of
-    its cores, mode of the folder in which they met)."""
-    temporary = tmp_path_factory.mktemp("temporary")
-    process = launched_in_step(5, odd, tmp_path_factory.mktemp("killed"), cores=4, TMPDIR=str(temporary))
+@pytest.mark.slow
+def test_cores_meet_where_no_other_user_can_and_end_with_the_process_that_launched_them(odd, tmp_path):
+    (tmp_path / "temporary").mkdir()
+    process = launched_in_step(5, odd, tmp_path / "run", cores=4, TMPDIR=str(tmp_path / "temporary"))
     try:
-        [rendezvous] = temporary.glob("*/rendezvous")
-        mode = rendezvous.parent.stat().st_mode
+        [rendezvous] = tmp_path.glob("temporary/*/rendezvous")
+        assert rendezvous.parent.stat().st_mode & 0o777 == 0o700
         cores = children(process.pid)
-        addresses = None
-        if shutil.which("ss"):
-            sockets = subprocess.run(
-                ["ss", "-Hlntup"], capture_output=True, text=True, check=True
-            ).stdout.splitlines()
+        if shutil.which("ss"):  # of iproute2, lists sockets
+            command = ["ss", "-Hlntup"]
+            sockets = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
             ours = [f"pid={pid}," for pid in (*cores, process.pid)]
             addresses = [line.split()[4] for line in sockets if any(pid in line for pid in ours)]
+            assert len(addresses) >= 4  # gloo's
+            assert not [address for address in addresses if not address.startswith(("127.", "[::1]"))]
     finally:
         process.kill()
         process.communicate(timeout=60)
-    return addresses, cores, mode
-
-
-@pytest.mark.slow
-def test_no_other_user_can_open_the_folder_in_which_the_cores_meet(killed):
-    assert killed[2] & 0o777 == 0o700
-
-
-@pytest.mark.slow
-def test_no_socket_of_a_launch_on_one_host_listens_beyond_loopback(killed):
-    addresses, cores, _ = killed
-    if addresses is None:
-        pytest.skip("listing sockets needs ss, of iproute2")
-    assert len(addresses) >= len(cores) == 4  # gloo's
-    assert not [address for address in addresses if not address.startswith(("127.", "[::1]"))]
-
-
-@pytest.mark.slow
-def test_cores_end_when_the_process_that_launched_them_is_killed(killed):
-    assert len(killed[1]) == 4 and is_gone(killed[1])
+    assert len(cores) == 4 and are_gone(cores)
 
 
 @pytest.mark.slow
 def test_no_process_is_left_wherever_in_a_launch_its_parent_is_killed(odd, tmp_path):
-    """20 kernels, each killed at a random moment of its launch. Everything that came from them carries their
+    """12 kernels, each killed at a random moment of its launch. Everything that came from them carries their
     environment."""
     program = """
 import random, signal
@@ -275,68 +249,48 @@ def killed(number, now):
         time.sleep(0.02)
     return took, seen, len(left())
 log = folder / "whole/log.txt"
-forked, most, _ = killed("forked", lambda seconds: len(left()) == 5 or seconds > 120)
 def has_started(seconds):
     return log.exists() and "cores started" in log.read_text() or seconds > 120
+forked, most, _ = killed("forked", lambda seconds: len(left()) == 5 or seconds > 120)
 whole, *_ = killed("whole", has_started)
 random.seed(0)
-moments = [random.uniform(0, end) for end in [forked] * 10 + [whole] * 10]
+moments = [random.uniform(0, end) for end in [forked] * 6 + [whole] * 6]
 counts = [killed(number, lambda seconds: seconds > moment)[1:] for number, moment in enumerate(moments)]
-print("KILLED", most, [seen for seen, _ in counts], [orphans for _, orphans in counts])
+print("KILLED", json.dumps([most, *zip(*counts)]))
 """
     ran = python(program, odd, tmp_path, env={**CPU, "TPUKIT_KILLED": "1", "TMPDIR": str(tmp_path)})
-    assert "KILLED" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
-    most, seen, orphans = re.search(r"KILLED (\d+) \[(.*)\] \[(.*)\]", ran.stdout).groups()
-    assert int(most) == 5 and len(set(seen.split(", "))) > 2  # a kernel and four cores; at several moments
-    assert orphans.split(", ") == ["0"] * 20
+    assert "KILLED " in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
+    most, seen, orphans = json.loads(ran.stdout.partition("KILLED ")[2])
+    assert most == 5 and len(set(seen)) > 2  # a kernel and four cores; at several moments
+    assert orphans == [0] * 12
 
 
 # Without a launch
 
 
-def supervisor_of(run, processes=2):
-    return Supervisor(Job(train, None, run, machine("cpu", 1), None, 60.0, processes=processes))
-
-
-class Ended:
-    """A process that is found ended, after it left `end` where there is one."""
-
-    def __init__(self, end=None):
-        self.end = end
-
-    def is_alive(self):
-        if self.end:
-            self.end.write_text(json.dumps(dict(outcome="stopped")))
-        return False
+def supervisor_of(run):
+    return Supervisor(Job(train, None, run, machine("cpu", 1), None, 60.0, processes=2))
 
 
 def test_a_core_that_ends_while_it_is_checked_is_not_taken_for_dead(tmp_path):
     supervisor = supervisor_of(Run(tmp_path))
-    supervisor.processes = [Ended(supervisor.job.file(0, "end")), Ended()]
+
+    def ends_now():
+        supervisor.job.file(0, "end").write_text("{}")
+        return False
+
+    supervisor.processes = [SimpleNamespace(is_alive=ends_now), SimpleNamespace(is_alive=lambda: False)]
     assert supervisor._find_dead() == [1]
 
 
 def test_only_what_a_launch_wrote_is_deleted_by_the_next(tmp_path):
-    run, cores = Run(tmp_path / "run"), tmp_path / "run/cores"
-    cores.mkdir(parents=True)
-    own = ["rank-00.log", "rank-11.stacks", "rank-03.end", "stop"]
-    foreign = ["thesis.tex", "rank-00.txt", "log", ".hidden"]
-    for name in (*own, *foreign):
+    cores, foreign = tmp_path / "cores", ["thesis.tex", "rank-00.txt", "log", ".hidden"]
+    cores.mkdir()
+    for name in ("rank-00.log", "rank-11.stacks", "rank-03.end", "stop", *foreign):
         (cores / name).write_text(name)
     (cores / "folder").mkdir()
-    supervisor_of(run)
-    assert sorted(p.name for p in cores.iterdir()) == sorted([*foreign, "folder"])
-
-
-def test_what_rank_0_printed_is_shown_without_the_time_and_otherwise_whole(tmp_path, capsys):
-    run = Run(tmp_path)
-    supervisor = supervisor_of(run)
-    lines = ["two lines are damaged:", "  line 12: XDU7: no image in images/", "2026 is a year"]
-    run.echo = False
-    for text in ("\n".join(lines[:2]), lines[2]):
-        run.print(text)
-    supervisor._show_log()
-    assert capsys.readouterr().out.splitlines() == lines
+    supervisor_of(Run(tmp_path))
+    assert {path.name for path in cores.iterdir()} == {*foreign, "folder"}
 
 
 def test_a_run_folder_that_was_moved_while_it_trains_is_named(tmp_path):

@@ -77,9 +77,9 @@ def content_key(*folders: Path, like: Sequence[str] = ("*",)) -> str:
     their arrays.
 
     like: patterns of the names. The files are read once; the digest is cached until a path, a size or a time
-    changes."""
-    found = (path for folder in folders for pattern in like for path in sorted(folder.glob(pattern)))
-    paths = [path for path in found if path.is_file()]
+    changes. Raises TpukitError for a file that cannot be read."""
+    matching = (path for folder in folders for pattern in like for path in sorted(folder.glob(pattern)))
+    paths = [path for path in matching if path.is_file()]
     stats = [path.stat() for path in paths]
     state = [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats)]
     cached = files.cache_folder() / f"contents-{digest(state)[:20]}"
@@ -88,12 +88,19 @@ def content_key(*folders: Path, like: Sequence[str] = ("*",)) -> str:
             files.make_private(cached.parent)  # what another user put there is not trusted
             return cached.read_text()
         with concurrent.futures.ThreadPoolExecutor() as pool:  # most of the time is waiting for the disk
-            contents = list(zip([path.name for path in paths], pool.map(files.sha256, paths)))
+            contents = list(zip([path.name for path in paths], pool.map(_sha256, paths)))
         key = digest(contents)
         with contextlib.suppress(OSError, TpukitError):  # then they are read again next time
             files.make_private(cached.parent)
             files.write_atomic(cached, key, durable=False)
     return key
+
+
+def _sha256(path):
+    try:
+        return files.sha256(path)
+    except OSError as error:
+        raise TpukitError(f"{path} cannot be read ({error.strerror}): copy or download it again") from error
 
 
 def digest(values: Any) -> str:

@@ -3,7 +3,6 @@ uses the internet."""
 
 import contextlib
 import os
-import queue
 import socket
 import threading
 import urllib.request
@@ -19,22 +18,21 @@ def check_reachable(url: str) -> None:
     """Raise TpukitError if no server answers for `url` within ANSWER_S seconds, or TPUKIT_OFFLINE is set."""
     if os.environ.get("TPUKIT_OFFLINE"):
         raise TpukitError("TPUKIT_OFFLINE forbids downloads")
-    answers = queue.SimpleQueue()
+    answers = []
 
     def ask():
         try:
             with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=2 * ANSWER_S):
-                answers.put("")
+                answers.append("")
         except Exception as error:  # urllib, http and ssl raise many types
-            answers.put(first_line(error))
+            answers.append(first_line(error))
 
     # In a thread, because a look-up of a name and a server of many addresses take longer than urlopen's
-    # timeout. The shorter one, below, decides.
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        reason = answers.get(timeout=ANSWER_S)
-    except queue.Empty:
-        reason = f"no answer within {ANSWER_S:g} s"
+    # timeout.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(ANSWER_S)
+    reason = answers[0] if answers else f"no answer within {ANSWER_S:g} s"
     if reason:
         raise TpukitError(f"{url}: {reason}")
 

@@ -6,11 +6,9 @@ Touches no device and imports no torch, so that it works even where torch is bro
 
 import dataclasses
 import importlib.metadata
-import math
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -56,18 +54,9 @@ OLD_VARIABLES = {
 # The versions that torch_tpu 0.2 asks for in its metadata; before 2.11 and after 2.15 it has no code for
 # torch.
 TORCH_TPU_NEEDS = "torch 2.11 to 2.15 and libtpu 0.0.50 or newer"
-# Where the look-up of these failed, they hold the text of a warning, which libtpu refuses.
-LOOKED_UP_VARIABLES = ("TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")
 ACCELERATOR_TYPES = {"0x0063": "v5litepod", "0x006f": "v6e"}  # by PCI device
-# Only these are recorded: a host's other variables can hold secrets (Colab's COLAB_JUPYTER_TOKEN).
-TPU_VARIABLES = (
-    "TPU_ACCELERATOR_TYPE",
-    "TPU_CHIPS_PER_HOST_BOUNDS",
-    "TPU_PROCESS_ADDRESSES",
-    "TPU_SKIP_MDS_QUERY",
-)
-OTHER_VARIABLES = ("PJRT_DEVICE", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "COLAB_TPU_1VM")
-RECORDED_VARIABLES = (*OTHER_VARIABLES, *TPU_VARIABLES, *OLD_VARIABLES)
+# Only these are kept: a host's other variables can hold secrets (Colab's COLAB_JUPYTER_TOKEN).
+KEPT_VARIABLES = ("TPU_ACCELERATOR_TYPE", "COLAB_TPU_1VM", *OLD_VARIABLES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -83,17 +72,31 @@ class Environment:
     outputs: Path  # where results go
     drive: Path | None  # MyDrive on Colab, mounted or not; None elsewhere
     inputs: Path | None  # Kaggle's read-only inputs; None elsewhere
-    variables: dict[str, str]  # RECORDED_VARIABLES that are set
+    variables: dict[str, str]  # KEPT_VARIABLES that are set
 
     @property
     def tpu_backend(self) -> str | None:
         """ "torch_xla" or "torch_tpu", what torch reaches a TPU by here; None where neither is installed."""
-        return find_tpu_backend(self.versions)
+        fits = _torch_tpu_fits(self.versions)
+        if "torch_tpu" in self.versions and ("torch_xla" not in self.versions or fits):  # one, at most, fits
+            return "torch_tpu"
+        return "torch_xla" if "torch_xla" in self.versions else None
 
     @property
     def uses_torch_tpu(self) -> bool:
         """Whether this machine has a TPU and torch reaches it by torch_tpu."""
         return self.accelerator == "tpu" and self.tpu_backend == "torch_tpu"
+
+    @property
+    def misfit(self) -> str:
+        """Why `tpu_backend` does not work with the versions that are installed, or "" where it does."""
+        torch, libtpu = self.versions.get("torch"), self.versions.get("libtpu")
+        if self.tpu_backend == "torch_tpu" and not _torch_tpu_fits(self.versions):
+            has = f"torch_tpu {self.versions['torch_tpu']} with torch {torch} and libtpu {libtpu}"
+            return f"{has}: it needs {TORCH_TPU_NEEDS}"
+        if self.tpu_backend == "torch_xla" and release(self.versions["torch_xla"]) != release(torch or ""):
+            return f"torch_xla {self.versions['torch_xla']} does not match torch {torch}"
+        return ""
 
     def table(self) -> Table:
         """The environment as a `Table`."""
@@ -125,14 +128,14 @@ class Environment:
         accepted = {"tpu": ("tpu", "xla"), "cuda": ("cuda",), "xla": ("xla",), "cpu": tuple(NAMES)}
         if accelerator not in accepted:
             raise TpukitError(f"require({accelerator!r}): choose 'tpu', 'cuda', 'xla' or 'cpu'")
-        found = self.accelerator in accepted[accelerator]
-        if found and self.accelerator == "tpu" and (reason := misfit(self.versions)):
-            raise TpukitError(f"{reason}. Start a fresh session and install nothing over its versions")
-        if found and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
+        is_here = self.accelerator in accepted[accelerator]
+        if is_here and self.accelerator == "tpu" and self.misfit:
+            raise TpukitError(f"{self.misfit}. Start a fresh session and install nothing over its versions")
+        if is_here and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
             return self
         has = f"{NAMES[self.accelerator]} ({self.device_name})"
         lines = [f"{NAMES[accelerator]} needed, but this {self.host} session has: {has}."]
-        if found:
+        if is_here:
             lines = [f"requested {cores} cores, found {self.cores} ({self.device_name})."]
         menu = {"tpu": TPU_MENU, "cuda": GPU_MENU}.get(accelerator, {})
         lines.append(menu.get(self.host, "set PJRT_DEVICE=CPU before Python starts"))
@@ -167,7 +170,7 @@ def detect(environ: Mapping[str, str] | None = None, root: str | Path = "/") -> 
         outputs=base / "outputs",
         drive=root / "content/drive/MyDrive" if host == "colab" else None,
         inputs=root / "kaggle/input" if host == "kaggle" else None,
-        variables={name: environ[name] for name in RECORDED_VARIABLES if name in environ},
+        variables={name: environ[name] for name in KEPT_VARIABLES if name in environ},
     )
 
 
@@ -205,29 +208,10 @@ def release(version: str, parts: int = 2) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:parts])
 
 
-def torch_tpu_fits(versions: Mapping[str, str]) -> bool:
-    """Whether torch and libtpu are as an installed torch_tpu needs them, see TORCH_TPU_NEEDS."""
+def _torch_tpu_fits(versions: Mapping[str, str]) -> bool:
+    """Whether torch and libtpu are as torch_tpu needs them, see TORCH_TPU_NEEDS."""
     torch, libtpu = release(versions.get("torch", "")), release(versions.get("libtpu", ""), 3)
     return (2, 11) <= torch <= (2, 15) and libtpu >= (0, 0, 50)
-
-
-def misfit(versions: Mapping[str, str]) -> str:
-    """Why the backend that TPUs are reached by does not work with these versions, or "" where it does."""
-    torch, libtpu = versions.get("torch"), versions.get("libtpu")
-    backend = find_tpu_backend(versions)
-    if backend == "torch_tpu" and not torch_tpu_fits(versions):
-        has = f"torch_tpu {versions['torch_tpu']} with torch {torch} and libtpu {libtpu}"
-        return f"{has}: it needs {TORCH_TPU_NEEDS}"
-    if backend == "torch_xla" and release(versions["torch_xla"]) != release(torch or ""):
-        return f"torch_xla {versions['torch_xla']} does not match torch {torch}"
-    return ""
-
-
-def find_tpu_backend(versions: Mapping[str, str]) -> str | None:
-    """What torch reaches a TPU by: of two installed backends the one, at most, that fits torch."""
-    if "torch_tpu" in versions and ("torch_xla" not in versions or torch_tpu_fits(versions)):
-        return "torch_tpu"
-    return "torch_xla" if "torch_xla" in versions else None
 
 
 def _accelerator(environ, root, versions):
@@ -236,7 +220,11 @@ def _accelerator(environ, root, versions):
     if "torch_xla" in versions and chosen == "CPU":
         return "xla", 1, "CPU XLA device (PJRT_DEVICE=CPU), for trying things out, not for speed"
     chips = chips_here(environ, root)
-    if find_tpu_backend(versions) and chosen in ("", "TPU") and (chips or chosen == "TPU"):
+    if (
+        ("torch_xla" in versions or "torch_tpu" in versions)
+        and chosen in ("", "TPU")
+        and (chips or chosen == "TPU")
+    ):
         return "tpu", chips, environ.get("TPU_ACCELERATOR_TYPE") or _accelerator_type(root) or "TPU"
     gpus = nvidia_gpus(environ)
     if gpus:
@@ -246,7 +234,7 @@ def _accelerator(environ, root, versions):
 
 def chips_here(environ: Mapping[str, str], root: str | Path = "/") -> int:
     """Number of TPU chips on the PCI bus, or of device files if that is hidden and PJRT_DEVICE=TPU."""
-    on_bus = tpu_chips(root)
+    on_bus = len(tpu_chips(root))
     if on_bus or environ.get("PJRT_DEVICE", "").upper() != "TPU":
         return on_bus
     devices = Path(root) / "dev"
@@ -254,65 +242,45 @@ def chips_here(environ: Mapping[str, str], root: str | Path = "/") -> int:
     return sum(name.isdecimal() for name in names)
 
 
-def tpu_chips(root: str | Path = "/") -> int:
-    """Number of TPU chips on the PCI bus, which is what torch_xla counts."""
-    return len(_tpu_chip_ids(root))
+def tpu_chips(root: str | Path = "/") -> list[str]:
+    """The device ids of the TPU chips on the PCI bus, as torch_xla lists them."""
+    ids = [(device / "device").read_text().strip() for device in _pci_devices(root, GOOGLE_PCI_VENDOR)]
+    return [name for name in ids if name in TPU_PCI_DEVICES]
 
 
 def _accelerator_type(root):
     """The chips on the PCI bus as TPU_ACCELERATOR_TYPE names them, "" for unknown ones."""
-    ids = _tpu_chip_ids(root)
-    kind = ACCELERATOR_TYPES.get(ids[0]) if ids else None
-    return f"{kind}-{len(ids)}" if kind else ""
-
-
-def _tpu_chip_ids(root):
-    google = [device for device, vendor in _pci_devices(root) if vendor == GOOGLE_PCI_VENDOR]
-    ids = [(device / "device").read_text().strip() for device in google]
-    return [name for name in ids if name in TPU_PCI_DEVICES]
+    chips = tpu_chips(root)
+    kind = ACCELERATOR_TYPES.get(chips[0]) if chips else None
+    return f"{kind}-{len(chips)}" if kind else ""
 
 
 def failed_lookups(environ: Mapping[str, str], root: str | Path = "/") -> dict[str, str]:
-    """LOOKED_UP_VARIABLES that hold a warning -> the value of a single host, "" if unknown."""
+    """Variables that hold the text of a warning, which libtpu refuses, because the host's look-up failed ->
+    the value of a single host, "" if unknown."""
     of_one_host = dict(TPU_WORKER_HOSTNAMES="localhost", TPU_ACCELERATOR_TYPE=_accelerator_type(root))
-    return {name: of_one_host[name] for name in LOOKED_UP_VARIABLES if " " in environ.get(name, "").strip()}
+    return {name: value for name, value in of_one_host.items() if " " in environ.get(name, "").strip()}
 
 
-def nvidia_cards_on_bus(root: str | Path = "/") -> int:
-    """Number of NVIDIA GPUs on the PCI bus, with a driver or without."""
-    return sum(
-        vendor == NVIDIA_PCI_VENDOR and (device / "class").read_text().startswith(PCI_DISPLAY)
-        for device, vendor in _pci_devices(root)
-    )
+def has_nvidia_card(root: str | Path = "/") -> bool:
+    """Whether an NVIDIA GPU is on the PCI bus, with a driver or without."""
+    cards = _pci_devices(root, NVIDIA_PCI_VENDOR)
+    return any((card / "class").read_text().startswith(PCI_DISPLAY) for card in cards)
 
 
-def _pci_devices(root):
-    vendors = Path(root).glob("sys/bus/pci/devices/*/vendor")
-    return [(vendor.parent, vendor.read_text().strip()) for vendor in vendors]
-
-
-def chips_by_bounds(environ: Mapping[str, str]) -> int | None:
-    """Number of chips in TPU_CHIPS_PER_HOST_BOUNDS ("2,4,1": 8), or None where it is not set."""
-    bounds = environ.get("TPU_CHIPS_PER_HOST_BOUNDS", "")
-    return math.prod(int(part) for part in bounds.split(",")) if re.fullmatch(r"\d+(,\d+)*", bounds) else None
+def _pci_devices(root, vendor):
+    files = Path(root).glob("sys/bus/pci/devices/*/vendor")
+    return [file.parent for file in files if file.read_text().strip() == vendor]
 
 
 def nvidia_smi(environ: Mapping[str, str], *arguments: str) -> str:
     """The output of nvidia-smi, or "" if it is missing or finds no driver."""
-    if not shutil.which("nvidia-smi", path=environ.get("PATH")):
-        return ""
+    command = ["nvidia-smi", *arguments]
     try:
-        ran = subprocess.run(
-            ["nvidia-smi", *arguments],
-            env=dict(environ),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=30,
-        )
+        ran = subprocess.run(command, env=dict(environ), capture_output=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return ran.stdout if ran.returncode == 0 else ""
+    return ran.stdout.decode(errors="replace") if ran.returncode == 0 else ""
 
 
 def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
@@ -321,8 +289,7 @@ def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
     CUDA_VISIBLE_DEVICES is read as CUDA does, up to the first part that names no single GPU. A MIG instance
     counts only if it is named there. nvidia-smi numbers the cards by their bus, CUDA the fastest first: where
     they differ, the count is right, a name may not be."""
-    has_smi = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    listed = nvidia_smi(environ, "-L") if has_smi else _listed_by_driver()
+    listed = nvidia_smi(environ, "-L") or _listed_by_driver()
     cards = re.findall(r"^GPU \d+: (.+) \(UUID: (\S+)\)", listed, re.M)
     instances = re.findall(r"^\s+(MIG \S+)\s+Device\s+\d+: \(UUID: (\S+)\)", listed, re.M)
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
@@ -339,7 +306,7 @@ def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
 
 
 def _listed_by_driver() -> str:
-    """As `nvidia-smi -L`, from the driver itself: some containers have it without nvidia-smi."""
+    """As `nvidia-smi -L`, from the driver itself, for containers that have it without nvidia-smi."""
     texts = [path.read_text(errors="replace") for path in sorted(DRIVER_CARDS.glob("*/information"))]
     facts = [dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", text, re.M)) for text in texts]
     return "\n".join(
@@ -353,13 +320,12 @@ def supports(capability: tuple[int, ...], built_for: Iterable[str]) -> bool:
     Args:
         capability: of the GPU, (major, minor).
         built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code for 8.0 and newer 8.x, "compute_90"
-            compiled by the driver for 9.0 and newer; a suffix "a" means that one alone, "f" its major number.
+            compiled by the driver for 9.0 and newer.
     """
-    architectures = [m for name in built_for if (m := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name))]
-    for kind, major, minor, suffix in (m.groups() for m in architectures):
-        target = int(major), int(minor)
-        is_newer = capability >= target and (capability[0] == target[0] or (kind == "compute" and not suffix))
-        if capability == target or (is_newer and suffix != "a"):
+    architectures = [m.groups() for name in built_for if (m := re.match(r"(sm|compute)_(\d+)(\d)", name))]
+    for kind, major, minor in architectures:
+        same_major = capability[0] == int(major)
+        if capability >= (int(major), int(minor)) and (same_major or kind == "compute"):
             return True
     return not architectures
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,8 +26,6 @@ if sys.platform != "win32":  # where the commands work that take no lock
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 ALIVE_S = 120.0  # a process on another host that gave no sign of life for this long is considered dead
-
-_written_now: set[str] = set()  # files that threads of this process are writing for `atomic_file`
 
 
 @contextlib.contextmanager
@@ -40,10 +38,8 @@ def atomic_file(
     on the disk. check: called with that file before; what it raises leaves `path` as it was. Raises
     TpukitError for a disk that is full or cannot be written."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # another process may write the same file
-    in_use = os.path.realpath(partial)
-    _written_now.add(in_use)
     try:
-        with explain_full_disk(path):
+        with explain_unwritable(path, only=DISK_FULL):
             with explain_unwritable(path.parent):
                 partial.unlink(missing_ok=True)  # of a killed process with the same pid
                 file = open(partial, "xb")  # never through a link
@@ -61,18 +57,13 @@ def atomic_file(
     finally:
         with contextlib.suppress(OSError):  # where the folder cannot be written there is none
             partial.unlink(missing_ok=True)
-        _written_now.discard(in_use)
 
 
 def remove_partials(folder: Path) -> None:
     """Remove what `atomic_file` left in a folder when its process was killed."""
     for partial in folder.glob(".*.partial"):
         pid = partial.name.split(".")[-2]
-        is_ours = pid == str(os.getpid())  # of another thread, or of a killed process with the same number
-        is_written = (
-            os.path.realpath(partial) in _written_now if is_ours else pid.isdecimal() and _lives(int(pid))
-        )
-        if pid.isdecimal() and not is_written:
+        if pid.isdecimal() and not _lives(int(pid)):
             partial.unlink(missing_ok=True)
 
 
@@ -114,7 +105,7 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
         work = folder.with_name(f"{prefix}{os.getpid()}.{secrets.token_hex(4)}.partial")
         work.mkdir()  # not tempfile.mkdtemp, which ignores the user's umask
     try:
-        with explain_full_disk(folder):
+        with explain_unwritable(folder, only=DISK_FULL):
             yield work
         with explain_unwritable(folder.parent):
             os.replace(work, folder)
@@ -124,33 +115,27 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def explain_full_disk(path: Path) -> Iterator[None]:
-    """Context manager: raise a full disk as a TpukitError that names `path` and the free space."""
+def explain_unwritable(place: Path, *, only: Collection[int] = ()) -> Iterator[None]:
+    """Context manager: raise an OSError as a TpukitError with `place`, a folder or a file.
+
+    only: the error numbers to explain, in code that does more than writing there; by default all."""
     try:
         yield
     except OSError as error:
-        if error.errno not in DISK_FULL:
+        if only and error.errno not in only:
             raise
-        free = shutil.disk_usage(path.parent).free
-        reason = f"{(error.strerror or str(error)).lower()} ({free / 2**20:.0f} MiB free there)"
-        raise TpukitError(f"cannot write {path}: {reason}. What was saved before is untouched.") from error
-
-
-@contextlib.contextmanager
-def explain_unwritable(folder: Path) -> Iterator[None]:
-    """Context manager: raise any OSError as a TpukitError with `folder`. For code that just writes there."""
-    try:
-        yield
-    except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        at = f": {error.filename}" if error.filename and str(error.filename) != str(folder) else ""
-        raise TpukitError(f"cannot write in {folder} ({reason}{at}): choose another folder") from error
+        if error.errno in DISK_FULL:
+            free = shutil.disk_usage(place if place.is_dir() else place.parent).free
+            reason += f", {free / 2**20:.0f} MiB free there; what was saved before is untouched"
+        at = f": {error.filename}" if error.filename and str(error.filename) != str(place) else ""
+        raise TpukitError(f"cannot write {place} ({reason}{at}): choose another folder") from error
 
 
 def append(path: Path, text: str) -> None:
     """Append lines to a file, on a new line if a kill cut the last one short. Raises TpukitError if it cannot
     be written."""
-    with explain_unwritable(path.parent), explain_full_disk(path), open(path, "a+b") as file:
+    with explain_unwritable(path), open(path, "a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             text = text if file.read(1) == b"\n" else f"\n{text}"
@@ -249,48 +234,43 @@ def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[Callable[
     with file:
         holder, got = _holder(file.read()), _try_flock(file)
         if got is False or _may_be_alive(holder, (path, *signs), got):
-            who = holder or dict(host="an unknown host", pid="unknown")
             raise TpukitError(
-                f"process {who['pid']} on {who['host']} is training in {path.parent}, or restoring it: end"
-                f" it, or choose another folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
+                f"{_describe(holder)} is training in {path.parent}, or restoring it: end it, or choose"
+                f" another folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
             )
         mine = dict(host=socket.gethostname(), pid=os.getpid(), token=secrets.token_hex(8))
-        text = json.dumps(with_crc32(mine)).encode()
+        text = json.dumps(mine).encode()
 
         def check():
-            if (found := _read_lock(path)) not in (None, text):
-                other = _holder(found) or dict(pid="(unknown)", host="this or another host")
-                raise TpukitError(
-                    f"process {other['pid']} on {other['host']} has trained in {path.parent} since, while"
-                    " this one was suspended or its disk was away: start this one again to resume from there"
-                )
+            with contextlib.suppress(OSError):  # a disk that is away says nothing
+                if (latest := path.read_bytes()) != text:
+                    raise TpukitError(
+                        f"{_describe(_holder(latest))} has trained in {path.parent} since, while this one was"
+                        " suspended or its disk was away: start this one again to resume from there"
+                    )
 
         try:
-            with explain_full_disk(path):
+            with explain_unwritable(path, only=DISK_FULL):
                 _overwrite(file, text)
             yield check
         finally:
             with contextlib.suppress(OSError):  # the disk may be gone, or have no locks
-                if _read_lock(path) == text:
+                if path.read_bytes() == text:
                     _overwrite(file, b"")
                 fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the open file too
-
-
-def _read_lock(path):
-    """The bytes of a lock file, None where it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return None
 
 
 def _holder(text):
     """dict(host, pid) of the last holder of a lock file, from its content; None where that is unknown."""
     try:
-        holder = parse_with_crc32(text)
+        holder = json.loads(text)
         return dict(host=str(holder["host"]), pid=int(holder["pid"]))
     except (ValueError, KeyError, TypeError):  # nobody's, or not written yet
         return None
+
+
+def _describe(holder):
+    return f"process {holder['pid']} on {holder['host']}" if holder else "another process"
 
 
 def _try_flock(file):
@@ -318,8 +298,8 @@ def _open_lock(path):
     """Open a lock file without emptying it. Raises OSError where it is a symbolic or hard link, or not a
     regular file."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
         os.close(file)
         raise OSError(f"{path.name} is a link or not a regular file: remove it")
     return os.fdopen(file, "r+b", buffering=0)
@@ -348,10 +328,10 @@ def cache_folder() -> Path:
 def make_private(folder: Path) -> None:
     """Create a folder that no other user can write in. Raises OSError for a link or another user's."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise OSError("it is a link")
-    if found.st_uid != os.getuid():
+    if status.st_uid != os.getuid():
         raise OSError("it belongs to another user")
-    if found.st_mode & 0o022:
-        folder.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
+    if status.st_mode & 0o022:
+        folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)

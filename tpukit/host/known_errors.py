@@ -26,12 +26,8 @@ class KnownError:
     phrases: str | None = None
 
 
-def _load() -> dict[str, KnownError]:
-    entries = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return {code: KnownError(**entry) for code, entry in entries.items()}
-
-
-KNOWN_ERRORS = _load()  # by code
+_ENTRIES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+KNOWN_ERRORS = {code: KnownError(**entry) for code, entry in _ENTRIES.items()}
 
 
 def match(message: str) -> KnownError | None:
@@ -47,10 +43,11 @@ def find(text: str) -> KnownError | None:
     if known := match(text):
         return known
     text = text.lower()
+    # A long text, such as a traceback, has many words that are not about the error.
+    is_described = len(text) < 100
     for known in KNOWN_ERRORS.values():
-        # A long text, such as a traceback, has many words that are not about the error.
-        described = known.phrases and len(text) < 100 and re.search(known.phrases, text)
-        if known.title.lower() in text or described:
+        says_so = is_described and known.phrases and re.search(known.phrases, text)
+        if says_so or known.title.lower() in text:
             return known
     return None
 

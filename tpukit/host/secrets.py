@@ -12,28 +12,22 @@ _found: set[str] = set()  # every value that was read here, for `hide`
 def find(name: str) -> str | None:
     """The secret of a name, or None: from the environment, Colab's secrets (the key at the left), or Kaggle's
     (Add-ons)."""
-    value = os.environ.get(name) or _from_colab(name) or _from_kaggle(name)
+    value = os.environ.get(name) or _from_platform(name)
     value = (value or "").strip()  # a newline that was copied along is in no token, and breaks headers
     if value:
         _found.add(value)
     return value or None
 
 
-def _from_colab(name: str) -> str | None:
-    try:
+def _from_platform(name: str) -> str | None:
+    # Another platform, no such secret, no access for this notebook, or no page to ask
+    with contextlib.suppress(Exception):
         from google.colab import userdata
-    except ImportError:
-        return None
-    with contextlib.suppress(Exception):  # no such secret, no access for this notebook, or no page to ask
+
         return userdata.get(name)
-
-
-def _from_kaggle(name: str) -> str | None:
-    try:
+    with contextlib.suppress(Exception):
         from kaggle_secrets import UserSecretsClient
-    except ImportError:
-        return None
-    with contextlib.suppress(Exception):  # no such secret, or not attached to this notebook
+
         return UserSecretsClient().get_secret(name)
 
 

@@ -11,9 +11,8 @@ GIB = 2**30
 UNPRINTABLE = re.compile(
     r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
-NO_FORMULAS = (  # else MathJax 2 and 3 take $...$ in a notebook for formulas
-    'class="tex2jax_ignore mathjax_ignore"'
-)
+# Else MathJax 2 and 3 take $...$ in a notebook for formulas.
+NO_FORMULAS = 'class="tex2jax_ignore mathjax_ignore"'
 
 
 def printable(text: object) -> str:

@@ -46,12 +46,9 @@ class Job:
     env: environment.Environment
     requested_cores: int | None
     hang_timeout_s: float
-    processes: int = 1
-    """how many run on this host"""
-    spmd_cores: int | None = None
-    """how many cores the one process drives, with parallel="spmd" """
-    rendezvous: Path | None = None
-    """the file in which the processes of this host meet"""
+    processes: int = 1  # on this host
+    spmd_cores: int | None = None  # how many the one process drives, with parallel="spmd"
+    rendezvous: Path | None = None  # the file in which the processes of this host meet
 
     @property
     def folder(self) -> Path:
@@ -103,7 +100,7 @@ def _describe(error: BaseException, index: int, runtime: Runtime | None) -> dict
     """The `end` of a core that failed."""
     description = str(error)
     if not isinstance(error, TpukitError):
-        description = "\n".join([traceback.format_exc(), fix_for(str(error)) or ""]).strip()
+        description = f"{traceback.format_exc()}\n{fix_for(str(error)) or ''}".strip()
     return dict(
         outcome="failed",
         core=index,
@@ -133,11 +130,11 @@ def open_core(job: Job, run: Run, world: World) -> Runtime:
     size = f", {memory[0][1] / GIB:.2f} GiB" if memory else ""
     share = f"{job.task.batch_size // runtime.cores} samples per step"
     lines = [f"{device} on {socket.gethostname()}, {share}{size}" for device in runtime.device_names()]
-    of_all_ranks = [line for of_a_rank in world.gather(lines) for line in of_a_rank]
+    lines = [line for rank_lines in world.gather(lines) for line in rank_lines]
     if world.rank == 0:
-        for number, line in enumerate(of_all_ranks):
+        for number, line in enumerate(lines):
             run.print(f"core {number}: {line}")
-        run.print(f"all {len(of_all_ranks)} cores started")
+        run.print(f"all {len(lines)} cores started")
     return runtime
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from tpukit.devices import open_runtime
 from tpukit.devices.runtime import check_batch
 from tpukit.devices.watchdog import Watchdog
@@ -28,7 +30,6 @@ from tpukit.training import batch_norm
 from tpukit.training.task import Task
 
 PARALLEL = ("processes", "spmd")
-TORCH_TPU_CORES = (1, 4, 8)  # of a v5e host, for which torch_tpu knows how the chips are linked
 
 
 def launch(
@@ -105,33 +106,21 @@ def _count_cores(env: Environment, cores: int | None, parallel: str) -> int:
     """How many cores this host runs."""
     if cores is not None and cores < 1:
         raise TpukitError(f"cores={cores}: give 1 or more, or leave it out to use all")
-    if parallel == "spmd" and env.uses_torch_tpu:
-        raise TpukitError("parallel='spmd' is torch_xla's; with torch_tpu use 'processes'")
-    if parallel == "spmd" and env.accelerator not in ("tpu", "xla"):
-        raise TpukitError(
-            f"parallel='spmd' is for TPU cores; on a {environment.NAMES[env.accelerator]} use 'processes'"
-        )
+    if parallel == "spmd" and (env.uses_torch_tpu or env.accelerator not in ("tpu", "xla")):
+        here = "with torch_tpu" if env.uses_torch_tpu else f"on a {environment.NAMES[env.accelerator]}"
+        raise TpukitError(f"parallel='spmd' is for TPU cores through torch_xla; {here} use 'processes'")
     if env.accelerator in ("cpu", "xla"):
         return cores or 1
     here = env.cores
-    expected = environment.chips_by_bounds(env.variables) or here
-    # Colab's one chip reports 2,2,1 too, and works: on one core nobody waits for others.
-    if env.accelerator == "tpu" and here > 1 and cores != 1 and expected != here:
-        raise TpukitError(
-            f"found {here} TPU chips, but"
-            f" TPU_CHIPS_PER_HOST_BOUNDS={env.variables['TPU_CHIPS_PER_HOST_BOUNDS']} declares {expected},"
-            " and the cores would wait for the missing ones: start a fresh session, or use cores=1"
-        )
     if cores is None or cores == here:
         return here
     if env.host == "tpu-vm" and here and cores % here == 0:  # the other hosts of the slice run the rest
         return here
     if cores > here:
         env.require(env.accelerator, cores=cores)
-    possible = TORCH_TPU_CORES if env.uses_torch_tpu else (1, here)  # torch_xla starts one or all
-    if env.accelerator == "tpu" and cores not in possible:
-        choices = " or ".join(f"cores={count}" for count in possible)
-        raise TpukitError(f"requested {cores} of {here} TPU cores: use {choices}")
+    # torch_xla starts one or all; torch_tpu itself knows how many chips of a host are linked.
+    if env.accelerator == "tpu" and cores != 1 and not env.uses_torch_tpu:
+        raise TpukitError(f"requested {cores} of {here} TPU cores: use cores=1 or cores={here}")
     return cores
 
 
@@ -159,10 +148,9 @@ def _refuse_an_opened_device(env: Environment) -> None:
 # Under torchrun
 
 
+@record  # torchrun's report then shows the traceback of the rank that failed first
 def _call_under_torchrun(job: Job, parallel: str) -> Any:
     """This process is one of torchrun's: join the others and call the function. torchrun watches over it."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
     from tpukit.devices import torch_tpu_private
 
     end_with_parent(os.getppid())
@@ -176,25 +164,19 @@ def _call_under_torchrun(job: Job, parallel: str) -> Any:
         torch_tpu_private.check_launch_variables(int(os.environ["WORLD_SIZE"]))
         tpu_chips.clear_variables(int(os.environ["LOCAL_WORLD_SIZE"]))
 
-    @record  # torchrun's report then shows the traceback of the rank that failed first
-    def call():
-        runtime = None
-        try:
-            world = join_group(job, int(os.environ.get("LOCAL_RANK", 0)))
-            runtime = open_core(job, job.run, world)
-            runtime.watchdog = Watchdog(job.hang_timeout_s, sys.stderr, kills_process=True)
-            result = job.function(job.task, job.run, runtime=runtime)
-            leave_group()
-            return result
-        except Exception as error:
-            step = f" in step {runtime.step + 1}" if runtime else ""
-            print(
-                f"rank {environment.rank()} on {socket.gethostname()} failed{step}: {error}", file=sys.stderr
-            )
-            if by_torch_tpu:
-                torch_tpu_private.leave_without_waiting()
-            raise
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-    return call()
+    runtime = None
+    try:
+        world = join_group(job, int(os.environ.get("LOCAL_RANK", 0)))
+        runtime = open_core(job, job.run, world)
+        runtime.watchdog = Watchdog(job.hang_timeout_s, sys.stderr, kills_process=True)
+        result = job.function(job.task, job.run, runtime=runtime)
+        leave_group()
+        return result
+    except Exception as error:
+        step = f" in step {runtime.step + 1}" if runtime else ""
+        print(f"rank {environment.rank()} on {socket.gethostname()} failed{step}: {error}", file=sys.stderr)
+        if by_torch_tpu:
+            torch_tpu_private.leave_without_waiting()
+        raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -23,7 +23,7 @@ from tpukit.runs.signals import StopSignal
 
 POLL_S = 0.1
 GRACE_S = 3.0  # from the first core's failure to the end of all
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0  # the hosts of a TPU slice are started one by one
 PR_SET_PDEATHSIG = 1
 STALE_FILES = re.compile(r"rank-\d+\.(log|step|stacks|hang|end)")  # what the next launch deletes
 
@@ -39,8 +39,6 @@ class Supervisor:
         self.job, self.run = job, job.run
         self.dead_cores: list[int] = []  # those that went first, without leaving how they ended
         self.not_started: list[int] = []  # those that had not started in time
-        # The hosts of a TPU slice are started one by one.
-        self.start_timeout_s = START_TIMEOUT_S * (2 if job.env.host == "tpu-vm" else 1)
         self.log_shown = 0  # bytes of log.txt
         self.bar: tqdm | None = None
         job.folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +77,7 @@ class Supervisor:
     def _watch(self, stop):
         """Return when all cores have ended, or GRACE_S after the first failure, in which the others leave
         errors and stacks."""
-        start_by, failed_at = time.monotonic() + self.start_timeout_s, None
+        start_by, failed_at = time.monotonic() + START_TIMEOUT_S, None
         while any(process.is_alive() for process in self.processes):
             time.sleep(POLL_S)
             self._show_log()
@@ -198,7 +196,7 @@ class Supervisor:
         event = f"no core completed a step for {self.job.hang_timeout_s:g} s"
         if self.not_started:
             missing = f"{len(self.not_started)} of {self.job.processes} cores"
-            event = f"{missing} did not start within {self.start_timeout_s:g} s"
+            event = f"{missing} did not start within {START_TIMEOUT_S:g} s"
         lines = [f"{event}. What each was doing, most recent call first:"]
         for index in range(self.job.processes):
             lines += ["", f"core {index} (full stack: {self.job.file(index, 'stacks')})"]

@@ -111,11 +111,7 @@ def _places(env, name, instead):
 def _unpacked(folder, archive, parts):
     """The folder with the unpacked content of an archive: `folder`, whose name another session finds among
     its inputs, or one next to it if that has other content."""
-    try:
-        content = arrays.content_key(archive.parent, like=(glob.escape(archive.name),))
-    except OSError as error:
-        reason = f"{archive} cannot be read ({error.strerror}); copy or download it again"
-        raise TpukitError(reason) from error
+    content = arrays.content_key(archive.parent, like=(glob.escape(archive.name),))
     source = folder.with_name(f".{folder.name}.archive")  # holds the key of the content of `folder`
     with files.file_lock(folder):
         if not folder.exists():

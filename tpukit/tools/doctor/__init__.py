@@ -187,7 +187,7 @@ def _gpu(machine: Machine) -> Iterator[Check]:
     env, environ, cuda = machine.env, machine.environ, machine.cuda
     is_local, torch = env.host == "local", f"torch {machine.version('torch')}"
     if env.accelerator == "cpu":
-        if environment.nvidia_cards_on_bus(machine.root) and not environment.nvidia_smi(environ, "-L"):
+        if environment.has_nvidia_card(machine.root) and not environment.nvidia_smi(environ, "-L"):
             found = "an NVIDIA card is on the PCI bus, but nvidia-smi finds no driver for it"
             fix = f"install NVIDIA's driver. {environment.GPU_MENU['local']}" if is_local else FRESH
             yield Check("gpu", WARNING, found, fix)
@@ -228,7 +228,7 @@ def _torch_xla(machine: Machine) -> Iterator[Check]:
         found = f"{xla} is not used: torch_tpu fits torch {torch}, and torch_xla does not"
         yield Check("torch_xla", NOTE, found)
         return
-    if torch and (reason := environment.misfit(machine.env.versions)):
+    if torch and (reason := machine.env.misfit):
         fitting = f"'torch~={'.'.join(xla.split('.')[:2])}.0'"
         yield Check("torch_xla", BLOCKS, reason, machine.install(fitting))
         return
@@ -264,7 +264,7 @@ def _torch_tpu(machine: Machine) -> Iterator[Check]:
             " Python starts"
         )
         yield Check("torch_tpu", NOTE, f"{found} is not used: it needs {environment.TORCH_TPU_NEEDS}", fix)
-    elif reason := environment.misfit(machine.env.versions):
+    elif reason := machine.env.misfit:
         yield Check("torch_tpu", BLOCKS, reason, machine.install("'torch>=2.11,<=2.15' 'libtpu>=0.0.50'"))
     elif numpy and release(numpy) < (2,):
         found = f"{found}: it needs numpy 2, not {numpy}"
