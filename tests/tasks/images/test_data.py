@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import sys
+import time
 from hashlib import sha256
 
 import numpy as np
@@ -83,33 +84,29 @@ def write_csv(path, rows, delimiter=",", encoding="utf-8"):
         csv.writer(file, delimiter=delimiter).writerows(rows)
 
 
-@pytest.mark.parametrize("delimiter, ending", [(",", ".png"), (";", ""), ("\t", ".png")])
-def test_a_csv_gives_the_images_of_the_folders_that_it_lists(delimiter, ending, tmp_path):
-    paint(tmp_path / "images", 4)
+def listed(folder, ending=".png"):
+    """Rows of a CSV of images that lie in folder/images, not in folders of their classes."""
     rows = [("Image_ID", "species", "split")]
-    for split, name, n in itertools.product(("train", "test"), COLOURS, range(4)):
-        rows.append((f"images/{split}/{name}/{n}{ending}", name, split))
-    write_csv(tmp_path / "list.csv", rows, delimiter, "utf-8-sig")
-    train, test = task(tmp_path / "list.csv").datasets()
+    (folder / "images").mkdir(parents=True)
+    for split, name, number in itertools.product(("train", "test"), COLOURS, range(4)):
+        path = f"images/{split}-{name}-{number}"
+        Image.new("RGB", (9, 7), COLOURS[name]).save(folder / f"{path}.png")
+        rows.append((path + ending, name, split))
+    return rows
+
+
+@pytest.mark.parametrize(
+    "place, delimiter, ending", [("list.csv", ",", ".png"), ("list.csv", ";", ""), (".", "\t", ".png")]
+)
+def test_a_csv_or_the_folder_that_holds_it_gives_the_images_that_it_lists(place, delimiter, ending, tmp_path):
+    write_csv(tmp_path / "list.csv", listed(tmp_path, ending), delimiter, "utf-8-sig")
+    write_csv(tmp_path / "sample_submission.csv", [("id", "probability"), ("1", "0.5")])
+    train, test = task(tmp_path / place).datasets()
     check_colours(train), check_colours(test)
     assert (len(train), len(test)) == (12, 12)
-
-
-def test_the_one_csv_beside_a_folder_of_images_is_found(tmp_path):
-    paint(tmp_path / "sorted", 4, ("",))
-    (tmp_path / "set/images").mkdir(parents=True)
-    rows = [("file", "class")]
-    for name, number in itertools.product(COLOURS, range(4)):
-        rows.append((f"images/{name[0]}{number}.png", name))
-        shutil.copy(tmp_path / f"sorted/{name}/{number}.png", tmp_path / "set" / rows[-1][0])
-    write_csv(tmp_path / "set/train.csv", rows)
-    write_csv(tmp_path / "set/sample_submission.csv", [("id", "probability"), ("1", "0.5")])
-    train, test = task(tmp_path / "set").datasets()
-    check_colours(train), check_colours(test)
-    assert (len(train), len(test)) == (9, 3)
-    shutil.copy(tmp_path / "set/train.csv", tmp_path / "set/more.csv")
-    with refuses("more.csv, train.csv"):
-        find_samples(tmp_path / "set")
+    shutil.copy(tmp_path / "list.csv", tmp_path / "more.csv")
+    with refuses("list.csv, more.csv"):
+        find_samples(tmp_path)
 
 
 def test_classes_that_are_numbers_are_sorted_as_numbers_and_unknown_columns_are_named(tmp_path):
@@ -143,16 +140,25 @@ def write_arrow(content, path):
         writer.write_table(content)
 
 
-def test_parquet_files_of_a_saved_dataset_keep_its_order_of_classes(tmp_path):
+def test_parquet_files_of_a_saved_dataset_keep_its_order_of_classes_and_are_read_once(tmp_path, monkeypatch):
     paint(tmp_path / "png", 4)
     (tmp_path / "hf").mkdir()
     parquet = pytest.importorskip("pyarrow.parquet")
+    read, columns = parquet.ParquetFile.read, []
+
+    def slowly(file, names):
+        columns.extend(names)
+        time.sleep(0.05)
+        return read(file, names)
+
     for split in ("train", "test"):
         path = tmp_path / f"hf/{split}-00000-of-00001.parquet"
         parquet.write_table(table(tmp_path / "png", split), path)
+    monkeypatch.setattr(parquet.ParquetFile, "read", slowly)
     train, test = task(tmp_path / "hf").datasets()
     assert train.classes == ["red", "green", "blue"] and (len(train), len(test)) == (12, 12)
     check_colours(train), check_colours(test)
+    assert columns.count("image") == 2  # each file, whatever the number of threads
 
 
 def test_arrow_files_without_a_split_are_split_by_their_rows_and_cached_ones_are_not_more_rows(tmp_path):
@@ -267,11 +273,10 @@ def test_a_path_of_a_csv_may_not_leave_its_folder(leave, tmp_path):
 
 
 def test_the_folder_of_a_csvs_images_can_be_named(tmp_path):
-    paint(tmp_path / "images")
-    rows = [("path", "label"), *[(f"train/{name}/{n}.png", name) for name in COLOURS for n in range(5)]]
+    rows = listed(tmp_path / "elsewhere")
     (tmp_path / "lists").mkdir()
     write_csv(tmp_path / "lists/list.csv", rows)
-    check_colours(task(tmp_path / "lists", images_dir=tmp_path / "images").datasets()[0])
+    check_colours(task(tmp_path / "lists", images_dir=tmp_path / "elsewhere").datasets()[0])
     with refuses("12 of 12", "No such file", "skip_bad"):
         task(tmp_path / "lists").datasets()
 

@@ -287,8 +287,8 @@ class ImageClassifier(Task):
         _write_csv(folder / "confusion.csv", ("class", *names), rows)
         worst = order[:WORST]
         with files.atomic_file(folder / "worst.npz") as file:
-            kept = dict(label=labels[worst].numpy(), prediction=logits[worst].numpy())
-            np.savez_compressed(file, image=data.images[worst], **kept)
+            label, prediction = labels[worst].numpy(), logits[worst].numpy()
+            np.savez_compressed(file, image=data.images[worst], label=label, prediction=prediction)
 
     def load_predictions(self, folder):
         path = folder / "worst.npz"
@@ -314,10 +314,9 @@ class ImageClassifier(Task):
             truth = [_name(self.class_names, label) for label in batch["label"]]
         if prediction is None:
             return [[(name, image)] for name, image in zip(truth, images)]
-        best = [
-            f"{result['class']} {result['probability']:.0%}" for result in self.results(batch, prediction)
-        ]
-        return [[(f"{name}, predicted {found}", image)] for name, found, image in zip(truth, best, images)]
+        results = self.results({}, prediction)
+        found = [f"{result['class']} {result['probability']:.0%}" for result in results]
+        return [[(f"{name}, predicted {best}", image)] for name, best, image in zip(truth, found, images)]
 
     def check_labels(self, data: ImageSet) -> tuple[list[str], list[int]]:
         counts = np.bincount(data.labels, minlength=len(data.classes))

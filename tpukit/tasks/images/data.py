@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -327,11 +328,14 @@ def _read_column(path, column=None):
 
 
 _image_column = functools.lru_cache(maxsize=4)(_read_column)  # emptied once the images are decoded
+_reading = threading.Lock()  # or every thread would read a column of its own, of gigabytes
 
 
 def _open_row(sample):
     """The bytes of an image in a table, as a file."""
-    value = _image_column(sample.path, sample.column)[sample.row].as_py()
+    with _reading:
+        column = _image_column(sample.path, sample.column)
+    value = column[sample.row].as_py()
     content = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(content, bytes):
         raise TpukitError("the table holds no image but a path: save the dataset with its images embedded")
