@@ -203,10 +203,6 @@ def test_what_a_run_may_not_write_or_read_is_one_sentence(call, public, whole):
 
 
 def test_no_part_of_a_dataset_that_may_not_be_read_is_left_out_silently(call, public):
-    # Before nobody, who may not read the packages of this machine.
-    pytest.importorskip("pandas")
-    import fileinput  # noqa: F401
-
     for number, closed in enumerate(("dog", "cat/inside", "labels.csv")):
         folder = class_folders(public / f"set{number}", "bird", "cat", "dog", "cat/inside")
         if closed == "labels.csv":
@@ -234,7 +230,7 @@ def test_no_part_of_a_dataset_that_may_not_be_read_is_left_out_silently(call, pu
     "text, what",
     [
         (f"path,label,{'z' * 200_000}\n0.png,a,1\n1.png,b,1\n", "field larger"),
-        ("path,label\n0.png,a\n1.png,cat, dog\n", "line 3"),
+        ("path,label\n0.png,a\n1.png,cat, dog\n", "row 3"),
         ("path,label\n0.png,a\n1.png\n", "row 3"),
     ],
     ids=["long header", "a comma more", "a comma less"],

@@ -91,7 +91,7 @@ def test_a_name_that_no_task_knows_is_an_error_that_lists_the_names(here, tmp_pa
 
 
 def test_every_folder_that_a_task_looks_for_is_one_of_the_parts():
-    conventions = (*cdeit.CONVENTIONS.values(), cdeit.TRAINING)
+    conventions = (*cdeit.sets.CONVENTIONS.values(), cdeit.sets.TRAINING)
     names = {name for convention in conventions for name in convention.folders} | set(SPLITS)
     names |= {path.split("/")[0] for lists in LISTS.values() for path in lists.split() if "/" in path}
     parts = {name for key in tasks.TASKS for name in tasks.find(key).dataset_parts}

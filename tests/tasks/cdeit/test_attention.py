@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 from tpukit import CDEIT
 from tpukit.devices import kernel_counts, xla_private
 from tpukit.tasks.cdeit.tpu import attention as module
-from tpukit.tasks.cdeit.tpu.attention import attention, kernel_flops
+from tpukit.tasks.cdeit.tpu.attention import attention
 from tpukit.tools.plan import COMPILER_SCRIPT, COMPILERS, install_compiler, plan
 
 INTERPRETER = Path(__file__).with_name("kernel_interpreter.py")
@@ -56,33 +56,39 @@ def jax(compiler):
 
 
 @pytest.fixture
-def kernels(jax, monkeypatch, tmp_path):
-    """The kernels in use on the CPU XLA device: interpreted, with the operands and for the results of the
-    real call."""
-    calls = []
+def use(monkeypatch):
+    """Use the kernels on the CPU XLA device: use(what computes their results in the place of the real call).
+    Its second argument, the payload, is (kind, heads, biased)."""
 
-    def payload(kind, shape, heads, biased):
-        return kind, heads, biased
+    def install(custom_call):
+        fake = types.SimpleNamespace(_xla_tpu_custom_call=custom_call)
+        monkeypatch.setattr(xla_private, "_XLAC", fake)
+        monkeypatch.setattr(module, "kernel_payload", lambda kind, shape, *others: (kind, *others))
+        monkeypatch.setattr(module, "_disabled_reason", None)
+
+    return install
+
+
+@pytest.fixture
+def kernels(jax, use, tmp_path):
+    """The kernels in use, interpreted, with the operands and for the results of the real call."""
+    calls = []
 
     def custom_call(operands, payload, shapes, dtypes):
         kind, heads, biased = payload
         calls.append(kind)
         query, key, value, *others = operands
         assert query is key is value and len(others) == biased + (kind == "backward")
-        arrays = [
-            x.cpu().view(torch.uint16) if x.dtype == torch.bfloat16 else x.cpu() for x in (query, *others)
-        ]
-        np.savez(tmp_path / "in.npz", **{chr(97 + i): x.detach().numpy() for i, x in enumerate(arrays)})
+        arrays = [x.detach().cpu() for x in (query, *others)]
+        arrays = [x.view(torch.uint16) if x.dtype == torch.bfloat16 else x for x in arrays]
+        np.savez(tmp_path / "in.npz", **{chr(97 + i): x.numpy() for i, x in enumerate(arrays)})
         jax("run", kind, heads, tmp_path / "in.npz", tmp_path / "out.npz")
         found = np.load(tmp_path / "out.npz")
         results = [torch.tensor(found[name]).to(dtype).to(query.device) for name, dtype in zip(found, dtypes)]
         assert [x.shape for x in results] == [torch.Size(shape) for shape in shapes]
         return results
 
-    fake = types.SimpleNamespace(_xla_tpu_custom_call=custom_call)
-    monkeypatch.setattr(xla_private, "_XLAC", fake)
-    monkeypatch.setattr(module, "kernel_payload", payload)
-    monkeypatch.setattr(module, "_disabled_reason", None)
+    use(custom_call)
     return calls
 
 
@@ -212,40 +218,19 @@ def test_attention_in_slices_is_attention_forward_and_backward(device, biased, c
         torch.testing.assert_close(a.cpu(), b, atol=1e-11, rtol=1e-11)
 
 
-@pytest.mark.parametrize("count, slices", [(1, [[0, 2], [1, 3]]), (2, [[0, 1, 2, 3]])])
-def test_each_slice_has_as_many_images_of_every_core(count, slices, monkeypatch):
-    monkeypatch.setattr(module, "MAX_PAIRS", count * 5**2)
-    monkeypatch.setattr(module, "cores_sharing", lambda tensor: 2)
-    images = torch.arange(4)[:, None, None].expand(4, 5, 1)
-    assert [part[:, 0, 0].tolist() for (part,) in module._slices(images)] == slices
-
-
-def test_what_a_plan_adds_for_a_kernel_is_its_arithmetic(kernels_without_jax, xla):
+def test_what_a_plan_adds_for_a_kernel_is_its_arithmetic(use, xla):
+    use(
+        lambda operands, payload, shapes, dtypes: [
+            torch.zeros(shape, dtype=dtype, device=xla.device) for shape, dtype in zip(shapes, dtypes)
+        ]
+    )
     # By hand: 2 images, 4 heads, 128 x 128 pairs, 32 channels: 2 products forward, 5 backward, of 2 FLOP a
     # channel.
     product = 2 * 4 * 128 * 128 * 32 * 2
-    assert [kernel_flops(kind, 2, 128, 3 * 128) for kind in ("forward", "backward")] == [
-        2 * product,
-        5 * product,
-    ]
     qkv = torch.zeros(2, 128, 3 * 128, dtype=torch.bfloat16, device=xla.device, requires_grad=True)
     with kernel_counts.recorded() as found:
         attention(qkv, 4).sum().backward()
     assert [(call["hbm_bytes"], call["flops"]) for call in found] == [(0, 2 * product), (0, 5 * product)]
-
-
-@pytest.fixture
-def kernels_without_jax(monkeypatch):
-    """A custom call that returns zeros."""
-
-    def zeros(operands, payload, shapes, dtypes):
-        return [
-            torch.zeros(shape, dtype=dtype, device=operands[0].device) for shape, dtype in zip(shapes, dtypes)
-        ]
-
-    monkeypatch.setattr(xla_private, "_XLAC", types.SimpleNamespace(_xla_tpu_custom_call=zeros))
-    monkeypatch.setattr(module, "kernel_payload", lambda *arguments: "")
-    monkeypatch.setattr(module, "_disabled_reason", None)
 
 
 BF16 = torch.bfloat16
@@ -264,8 +249,9 @@ CALLS = [
 
 @pytest.mark.parametrize("shape, heads, dtype, biased, uses_kernel", CALLS)
 def test_what_a_kernel_cannot_take_is_computed_in_slices(
-    shape, heads, dtype, biased, uses_kernel, kernels_without_jax, xla
+    shape, heads, dtype, biased, uses_kernel, xla, monkeypatch
 ):
+    monkeypatch.setattr(module, "_disabled_reason", None)
     qkv = torch.zeros(shape, dtype=dtype, device=xla.device)
     assert module._kernels_take(qkv, shape[2] // 3 // heads, biased) == uses_kernel
 

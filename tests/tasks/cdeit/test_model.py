@@ -55,44 +55,34 @@ def test_under_autocast_the_table_of_positions_takes_no_block_out_of_half_precis
     assert found == [torch.bfloat16] * 4
 
 
-def test_window_attention_adds_the_bias_of_every_offset():
+def test_window_attention_adds_the_bias_of_every_offset_by_a_mask_that_torchs_kernels_for_gpus_take(
+    monkeypatch,
+):
     torch.manual_seed(0)
-    attention = RelativeAttention(8, 2, 3)
-    x = torch.randn(1, 9, 8)
-    query, key, value = attention.qkv(x).view(9, 3, 2, 4).permute(1, 2, 0, 3)
-    out = torch.zeros(9, 2, 4)
-    for head in range(2):
-        for i in range(9):
-            logits = [
-                float(query[head, i].detach() @ key[head, j].detach()) / 2
-                + float(
-                    attention.relative_position_bias_table[
-                        (i // 3 - j // 3 + 2) * 5 + i % 3 - j % 3 + 2, head
-                    ]
-                )
-                for j in range(9)
-            ]
-            out[i, head] = torch.softmax(torch.tensor(logits), 0) @ value[head]
-    assert torch.allclose(attention(x)[0], attention.proj(out.reshape(9, 8)), atol=1e-5)
-
-
-def test_the_bias_of_a_window_is_a_mask_that_torchs_kernels_for_gpus_take(monkeypatch):
-    masks, compute = [], F.scaled_dot_product_attention
+    attention, masks, compute = RelativeAttention(8, 2, 3), [], F.scaled_dot_product_attention
     monkeypatch.setattr(
         F,
         "scaled_dot_product_attention",
         lambda *q, attn_mask: masks.append(attn_mask) or compute(*q, attn_mask),
     )
-    RelativeAttention(8, 2, 3)(torch.rand(4, 9, 8))
+    attention(torch.rand(4, 9, 8))
     assert masks[0].shape == (1, 2, 9, 9) and masks[0].stride()[-1] == 1
+    for head in range(2):
+        for i in range(9):
+            for j in range(9):
+                offset = (i // 3 - j // 3 + 2) * 5 + i % 3 - j % 3 + 2
+                assert masks[0][0, head, i, j] == attention.relative_position_bias_table[offset, head]
 
 
-def test_sizes_that_do_not_fit_are_refused_with_all_of_them():
-    with pytest.raises(TpukitError, match="window=5"):
-        CDEIT(patch=8, window=5).model()
-    with pytest.raises(TpukitError, match="patch=0"):
-        CDEIT(patch=0).model()
-    with pytest.raises(TpukitError, match="sampling_steps=0.*1000"):
-        CDEIT(sampling_steps=0)
-    with pytest.raises(TpukitError, match="eta=1.2"):
-        CDEIT(eta=1.2)
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        (dict(patch=8, window=5), "window=5"),
+        (dict(patch=0), "patch=0"),
+        (dict(sampling_steps=0), "sampling_steps=0.*1000"),
+        (dict(eta=1.2), "eta=1.2"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_all_of_them(settings, told):
+    with pytest.raises(TpukitError, match=told):
+        CDEIT(**settings).model()

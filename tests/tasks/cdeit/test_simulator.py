@@ -3,6 +3,7 @@ made of them."""
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -108,6 +109,11 @@ def test_more_samples_than_the_disk_can_hold_are_refused_before_the_first(tmp_pa
     with pytest.raises(TpukitError, match="GB free"):
         simulator.simulate(tmp_path / "set", samples=10**12)
     assert list((tmp_path / "set").iterdir()) == []
+
+
+def test_a_whole_set_on_a_full_disk_needs_no_space(tank, monkeypatch):
+    monkeypatch.setattr(simulator.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 0))
+    assert simulator.simulate(tank, samples=21, test_samples=5, seed=3, progress=False) == tank
 
 
 def test_without_pyeit_the_simulator_says_what_to_install(monkeypatch):

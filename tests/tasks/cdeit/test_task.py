@@ -7,33 +7,25 @@ import torch
 from tests.conftest import best_weights, checkpoint, exact, same
 from tests.tasks.cdeit.small import SMALL, task_of
 from tpukit import CDEIT, Run, TpukitError, train
+from tpukit.devices.runtime import Runtime
 from tpukit.tasks.cdeit import simulator
 from tpukit.training.evaluation import test as score_run  # under its own name pytest would run it
 from tpukit.training.layers import checked_layers
 
 
-@pytest.mark.slow
-def test_training_lowers_the_loss_moves_the_weights_and_keeps_their_average(tank, tmp_path, cpu):
-    task = task_of(tank, epochs=30, eval_every=30)
-    run = Run.open(tmp_path / "run", task)
-    scores = train(task, run, runtime=cpu, progress=False)
-    losses = [r["loss"] for r in run.records("train")]
-    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:3])
-    torch.manual_seed(task.seed)
-    kept, now, start = best_weights(run), checkpoint(run)["model"], task.model().state_dict()
-    moved = [n for n in start if start[n].is_floating_point() and n != "pos_embed"]
-    assert all(not torch.equal(now[n], start[n]) for n in moved)
-    assert torch.equal(now["pos_embed"], start["pos_embed"])
-    assert same(kept, checkpoint(run)["averaged"]) and kept["pos_embed"].any()
-    assert not same({n: kept[n] for n in moved}, {n: now[n] for n in moved})
-    assert set(scores) == {"rmse", "psnr", "ssim", "cc", "images", "broken", "beside"}
-    assert scores["images"] == 5 and set(scores["beside"]) == {"Tikhonov", "Gauss-Newton", "all zero"}
+@pytest.fixture(scope="module")
+def trained(tank, tmp_path_factory):
+    """(task, run) of one epoch."""
+    task = task_of(tank, epochs=1)
+    run = Run.open(tmp_path_factory.mktemp("trained") / "run", task)
+    train(task, run, runtime=Runtime("cpu"), progress=False)
+    return task, run
 
 
 @pytest.mark.slow
 def test_training_is_one_graph_and_sampling_two_on_xla_and_both_equal_the_cpu(tank, tmp_path, cpu, xla):
-    # 26 steps: two averages of the weights
-    task = task_of(tank, epochs=13, eval_every=13, lr=1e-3, precision="fp32")
+    # 12 steps: one average of the weights
+    task = task_of(tank, epochs=6, eval_every=6, lr=1e-3, precision="fp32")
     runs = []
     for runtime in (cpu, xla):
         run = Run.open(tmp_path / str(runtime.device), task)
@@ -54,10 +46,10 @@ def test_training_is_one_graph_and_sampling_two_on_xla_and_both_equal_the_cpu(ta
 
 
 @pytest.mark.slow
-def test_stopped_and_resumed_equals_straight(tank, tmp_path, cpu):
+def test_training_lowers_the_loss_keeps_an_average_of_the_weights_and_resumes_exactly(tank, tmp_path, cpu):
     task = task_of(tank, epochs=12, eval_every=4)  # 24 steps
     straight, stopped = Run.open(tmp_path / "straight", task), Run.open(tmp_path / "stopped", task)
-    train(task, straight, runtime=cpu, progress=False)
+    scores = train(task, straight, runtime=cpu, progress=False)
     for epochs in (6, 12):
         train(task_of(tank, epochs=epochs, eval_every=4), stopped, runtime=cpu, progress=False)
     # The sixth epoch was the last of one, and was evaluated there.
@@ -67,12 +59,24 @@ def test_stopped_and_resumed_equals_straight(tank, tmp_path, cpu):
     assert one == other
     for name in ("model", "averaged"):
         assert same(checkpoint(straight)[name], checkpoint(stopped)[name])
+    losses = [r["loss"] for r in straight.records("train")]
+    assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
+    torch.manual_seed(task.seed)
+    averaged, now, start = (
+        checkpoint(straight)["averaged"],
+        checkpoint(straight)["model"],
+        task.model().state_dict(),
+    )
+    moved = [n for n in start if start[n].is_floating_point() and n != "pos_embed"]
+    assert all(not torch.equal(now[n], start[n]) for n in moved)
+    assert torch.equal(now["pos_embed"], start["pos_embed"]) and best_weights(straight)["pos_embed"].any()
+    assert not same({n: averaged[n] for n in moved}, {n: now[n] for n in moved})
+    assert set(scores) == {"rmse", "psnr", "ssim", "cc", "images", "broken", "beside"}
+    assert scores["images"] == 5 and set(scores["beside"]) == {"Tikhonov", "Gauss-Newton", "all zero"}
 
 
-def test_weights_carry_the_statistics_that_they_were_trained_with(tank, tmp_path, cpu):
-    task = task_of(tank, epochs=1)
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
+def test_weights_carry_the_statistics_that_they_were_trained_with(trained, tank, tmp_path):
+    task, run = trained
     other = tmp_path / "other"
     (other / "test").mkdir(parents=True)
     for path in (tank / "test").glob("*.npz"):
@@ -116,10 +120,10 @@ def test_damaged_predictions_are_named(tmp_path):
             task.load_predictions(tmp_path)
 
 
-def test_a_test_saves_its_predictions_in_the_unit_of_the_files_and_scores_them(tank, uef2017, tmp_path, cpu):
-    task = task_of(tank, epochs=1)
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
+def test_a_test_saves_its_predictions_in_the_unit_of_the_files_and_scores_them(
+    trained, uef2017, tmp_path, cpu
+):
+    _, run = trained
     root = tmp_path / "real"
     root.mkdir()
     (root / "data2017").symlink_to(uef2017 / "test")
@@ -152,16 +156,15 @@ def test_a_prediction_that_is_no_number_is_counted_and_loses_no_run(tank):
     assert scores["broken"] == 1 and scores["rmse"] == pytest.approx(of_empty / 5, rel=1e-4)
 
 
-@pytest.mark.slow
 def test_sampling_visits_every_timestep_of_its_schedule_and_signs_the_scores_with_it(tank, cpu):
-    task = task_of(tank, sampling_steps=1000)
-    assert task.data_signature(task.test_set())["sampling"] == "1000 steps with eta 1.0"
+    task = task_of(tank, sampling_steps=40)
+    assert task.data_signature(task.test_set())["sampling"] == "40 steps with eta 1.0"
     seen = []
     model = task.model().eval()
     model.register_forward_pre_hook(lambda module, inputs: seen.append(int(inputs[1][0])))
     batch = {name: torch.as_tensor(value) for name, value in task.test_set().batch(np.arange(1)).items()}
     image = task.predictor(model, cpu)(batch)
-    assert seen == list(range(999, -1, -1))
+    assert seen == list(range(999, -1, -25))
     assert not image.any()  # an untrained network predicts an empty image
 
 

@@ -5,6 +5,8 @@ import csv
 import itertools
 import json
 import shutil
+import sys
+import time
 from hashlib import sha256
 
 import numpy as np
@@ -26,16 +28,14 @@ def paint(folder, count=5, splits=("train", "test")):
         for name, colour in COLOURS.items():
             (folder / split / name).mkdir(parents=True)
             for number in range(count):
-                Image.new("RGB", (9, 7), tuple(max(c, number) for c in colour)).save(
-                    folder / split / name / f"{number}.png"
-                )
+                image = Image.new("RGB", (9, 7), tuple(max(c, number) for c in colour))
+                image.save(folder / split / name / f"{number}.png")
     return folder
 
 
 def task(folder, **settings):
-    return ImageClassifier(
-        dataset_dir=folder, image_size=8, model_name="test_resnet", pretrained="no", **settings
-    )
+    settings |= dict(image_size=8, model_name="test_resnet", pretrained="no")
+    return ImageClassifier(dataset_dir=folder, **settings)
 
 
 def split_names(folder, **options):
@@ -60,11 +60,8 @@ def test_class_folders_in_split_folders_give_each_image_its_class(tmp_path):
 
 
 def test_a_training_is_scored_on_val_and_tested_on_test(tmp_path):
-    paint(tmp_path, 2, ("Train", "valid", "TEST"))
-    shutil.rmtree(tmp_path / "valid/red")
-    shutil.copytree(tmp_path / "Train/red", tmp_path / "valid/red")
-    found = find_samples(tmp_path)
-    assert sorted(found.splits) == ["test", "train", "val"]
+    paint(tmp_path, 1, ("Train", "valid", "TEST"))
+    assert sorted(find_samples(tmp_path).splits) == ["test", "train", "val"]
     assert task(tmp_path).datasets()[1].names[0] == "valid/blue/0.png"
     assert task(tmp_path).test_set().names[0] == "TEST/blue/0.png"
 
@@ -76,10 +73,9 @@ def test_a_tree_without_splits_is_split_by_its_names_alone_and_every_class_is_in
     names = [[f"{colour}/{number}.png" for number in range(10)] for colour in COLOURS]
     by_hash = [sorted(of_class, key=lambda name: sha256(name.encode()).hexdigest()) for of_class in names]
     assert one["test"] == {name for of_class in by_hash for name in of_class[:2]}
-    assert one == other and len(one["test"]) == 6 and len(one["train"]) == 24
-    assert {name.split("/")[0] for name in one["test"]} == set(COLOURS)
-    assert len(split_names(tmp_path / "a", test_share=0.5)["test"]) == 15
-    assert one["test"] < split_names(tmp_path / "a", test_share=0.5)["test"]
+    assert one == other and len(one["train"]) == 24
+    more = split_names(tmp_path / "a", test_share=0.5)["test"]
+    assert len(more) == 15 and one["test"] < more
     check_colours(task(tmp_path / "a").datasets()[1])
 
 
@@ -88,127 +84,134 @@ def write_csv(path, rows, delimiter=",", encoding="utf-8"):
         csv.writer(file, delimiter=delimiter).writerows(rows)
 
 
-@pytest.mark.parametrize("delimiter, ending", [(",", ".png"), (";", ""), ("\t", ".png")])
-def test_a_csv_gives_the_images_of_the_folders_that_it_lists(delimiter, ending, tmp_path):
-    paint(tmp_path / "images", 4)
+def listed(folder, ending=".png"):
+    """Rows of a CSV of images that lie in folder/images, not in folders of their classes."""
     rows = [("Image_ID", "species", "split")]
-    for split, name, n in itertools.product(("train", "test"), COLOURS, range(4)):
-        rows.append((f"images/{split}/{name}/{n}{ending}", name, split))
-    write_csv(tmp_path / "list.csv", rows, delimiter, "utf-8-sig")
-    train, test = task(tmp_path / "list.csv").datasets()
+    (folder / "images").mkdir(parents=True)
+    for split, name, number in itertools.product(("train", "test"), COLOURS, range(4)):
+        path = f"images/{split}-{name}-{number}"
+        Image.new("RGB", (9, 7), COLOURS[name]).save(folder / f"{path}.png")
+        rows.append((path + ending, name, split))
+    return rows
+
+
+@pytest.mark.parametrize(
+    "place, delimiter, ending", [("list.csv", ",", ".png"), ("list.csv", ";", ""), (".", "\t", ".png")]
+)
+def test_a_csv_or_the_folder_that_holds_it_gives_the_images_that_it_lists(place, delimiter, ending, tmp_path):
+    write_csv(tmp_path / "list.csv", listed(tmp_path, ending), delimiter, "utf-8-sig")
+    write_csv(tmp_path / "sample_submission.csv", [("id", "probability"), ("1", "0.5")])
+    train, test = task(tmp_path / place).datasets()
     check_colours(train), check_colours(test)
     assert (len(train), len(test)) == (12, 12)
+    shutil.copy(tmp_path / "list.csv", tmp_path / "more.csv")
+    with refuses("list.csv, more.csv"):
+        find_samples(tmp_path)
 
 
-def test_the_one_csv_beside_a_folder_of_images_is_found(tmp_path):
-    paint(tmp_path / "sorted", 4, ("",))
-    (tmp_path / "set/images").mkdir(parents=True)
-    rows = [("file", "class")]
-    for name, number in itertools.product(COLOURS, range(4)):
-        rows.append((f"images/{name[0]}{number}.png", name))
-        shutil.copy(tmp_path / f"sorted/{name}/{number}.png", tmp_path / "set" / rows[-1][0])
-    write_csv(tmp_path / "set/train.csv", rows)
-    write_csv(tmp_path / "set/sample_submission.csv", [("id", "probability"), ("1", "0.5")])
-    train, test = task(tmp_path / "set").datasets()
-    check_colours(train), check_colours(test)
-    assert (len(train), len(test)) == (9, 3)
-    shutil.copy(tmp_path / "set/train.csv", tmp_path / "set/more.csv")
-    with refuses("more.csv, train.csv"):
-        find_samples(tmp_path / "set")
-
-
-def test_classes_that_are_numbers_are_sorted_as_numbers_and_columns_can_be_named(tmp_path):
+def test_classes_that_are_numbers_are_sorted_as_numbers_and_unknown_columns_are_named(tmp_path):
     rows = [(f"{n}-{k}.png", str(n)) for n in (10, 9, 2) for k in (0, 1, 1)]  # one is listed twice
-    write_csv(tmp_path / "list.csv", [("f", "y2"), *rows])
-    found = find_samples(tmp_path / "list.csv", path_column="f", label_column="y2")
+    write_csv(tmp_path / "list.csv", [("img", "y"), *rows])
+    found = find_samples(tmp_path / "list.csv")
     assert found.classes == ["2", "9", "10"]
     assert not {s.name for s in found.splits["train"]} & {s.name for s in found.splits["test"]}
-    with refuses("f, y2", "label_column"):
+    write_csv(tmp_path / "list.csv", [("f", "y2"), *rows])
+    with refuses("f, y2", "rename", "label"):
         find_samples(tmp_path / "list.csv")
 
 
-def table(folder, split, count=4):
+def table(folder, split):
     """A pyarrow.Table as the Hugging Face library writes one: images as bytes, classes as numbers."""
     pyarrow = pytest.importorskip("pyarrow")
     names = ["red", "green", "blue"]  # not sorted
-    rows = [(folder / split / name / f"{n}.png", names.index(name)) for name in COLOURS for n in range(count)]
-    images = [dict(bytes=path.read_bytes(), path=None) for path, _ in rows]
+    rows = [
+        (path.read_bytes(), names.index(path.parent.name)) for path in sorted(folder.glob(f"{split}/*/*"))
+    ]
+    images = [dict(bytes=content, path=None) for content, _ in rows]
     found = pyarrow.table(dict(image=images, label=[label for _, label in rows]))
     about = dict(image=dict(_type="Image"), label=dict(_type="ClassLabel", names=names))
     return found.replace_schema_metadata({"huggingface": json.dumps(dict(info=dict(features=about)))})
 
 
-def test_parquet_files_of_a_saved_dataset_keep_its_order_of_classes(tmp_path):
+def write_arrow(content, path):
+    import pyarrow
+
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, content.schema) as writer:
+        writer.write_table(content)
+
+
+def test_parquet_files_of_a_saved_dataset_keep_its_order_of_classes_and_are_read_once(tmp_path, monkeypatch):
     paint(tmp_path / "png", 4)
-    (tmp_path / "hf/data").mkdir(parents=True)
+    (tmp_path / "hf").mkdir()
     parquet = pytest.importorskip("pyarrow.parquet")
+    read, columns = parquet.ParquetFile.read, []
+
+    def slowly(file, names):
+        columns.extend(names)
+        time.sleep(0.05)
+        return read(file, names)
+
     for split in ("train", "test"):
-        parquet.write_table(
-            table(tmp_path / "png", split), tmp_path / f"hf/data/{split}-00000-of-00001.parquet"
-        )
+        path = tmp_path / f"hf/{split}-00000-of-00001.parquet"
+        parquet.write_table(table(tmp_path / "png", split), path)
+    monkeypatch.setattr(parquet.ParquetFile, "read", slowly)
     train, test = task(tmp_path / "hf").datasets()
     assert train.classes == ["red", "green", "blue"] and (len(train), len(test)) == (12, 12)
     check_colours(train), check_colours(test)
+    assert columns.count("image") == 2  # each file, whatever the number of threads
 
 
-def test_arrow_files_without_a_split_are_split_by_their_rows(tmp_path):
-    paint(tmp_path / "png", 5)
-    content = table(tmp_path / "png", "train", count=5)
-    import pyarrow
-
+def test_arrow_files_without_a_split_are_split_by_their_rows_and_cached_ones_are_not_more_rows(tmp_path):
+    content = table(paint(tmp_path / "png", splits=("train",)), "train")
     (tmp_path / "hf").mkdir()
-    with pyarrow.OSFile(str(tmp_path / "hf/data-00000-of-00001.arrow"), "wb") as file:
-        with pyarrow.ipc.new_stream(file, content.schema) as writer:
-            writer.write_table(content)
+    for name in ("data-00000-of-00001.arrow", "cache-0123456789abcdef.arrow"):
+        write_arrow(content, tmp_path / "hf" / name)
     train, test = task(tmp_path / "hf").datasets()
     assert (len(train), len(test)) == (12, 3)
     check_colours(train), check_colours(test)
 
 
-def test_what_the_hugging_face_library_saves_is_read_without_it(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    paint(tmp_path / "png", 4)
-    folders = dict(data_dir=str(tmp_path / "png"), cache_dir=str(tmp_path / "cache"))
-    saved = datasets.load_dataset("imagefolder", **folders)
-    saved.save_to_disk(str(tmp_path / "hf"))
-    train, test = task(tmp_path / "hf").datasets()
-    assert (len(train), len(test)) == (12, 12)
-    check_colours(train), check_colours(test)
-
-
-def test_one_image_of_each_class_leaves_none_to_test(tmp_path):
-    paint(tmp_path / "set", 1, ("",))
-    with refuses("one image of each class"):
-        find_samples(tmp_path / "set")
-
-
-@pytest.mark.parametrize("version, is_read", [("14.0.0", False), ("14.0.1", True), ("15.0.0.dev3", True)])
-def test_a_pyarrow_that_can_run_code_from_a_table_is_not_asked_to_read_one(
-    version, is_read, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    "version, told",
+    [
+        ("14.0.0", "14.0.0"),
+        ("14.0.1", "train-0.parquet is damaged"),
+        ("15.0.0.dev3", "train-0.parquet is damaged"),
+        (None, "pip install pyarrow"),
+    ],
+)
+def test_a_pyarrow_that_is_missing_or_can_run_code_from_a_table_is_not_asked_to_read_one(
+    version, told, tmp_path, monkeypatch
 ):
     pyarrow = pytest.importorskip("pyarrow")
-    monkeypatch.setattr(pyarrow, "__version__", version)
+    if version:
+        monkeypatch.setattr(pyarrow, "__version__", version)
+    else:
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "train-0.parquet").write_bytes(b"no table")
-    with refuses("train-0.parquet is damaged" if is_read else version):
-        find_samples(tmp_path)
-
-
-def test_a_saved_dataset_without_pyarrow_is_one_sentence(tmp_path, monkeypatch):
-    (tmp_path / "data.parquet").write_bytes(b"PAR1")
-    with refuses("data.parquet"):
-        find_samples(tmp_path)
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with refuses("pip install pyarrow"):
+    with refuses("train-0.parquet" if version != "14.0.0" else "pyarrow", told):
         find_samples(tmp_path)
 
 
 # What cannot be trained on
 
 
-def spoil_nothing(folder):
+def empty(folder):
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "notes.txt").touch()
+
+
+def without_splits(count, red=None):
+    """Spoil a set by one without splits, of `count` images in each class, of `red` in one."""
+
+    def spoil(folder):
+        shutil.rmtree(folder)
+        paint(folder, count, ("",))
+        for number in range(count if red is None else red, count):
+            (folder / f"red/{number}.png").unlink()
+
+    return spoil
 
 
 def cut(path):
@@ -218,11 +221,13 @@ def cut(path):
 BAD = "train/red/2.png"
 NAMED = ["1 of 15", BAD, "skip_bad"]
 SPOILED = {
-    "empty folder": (spoil_nothing, ["notes.txt"]),
+    "empty folder": (empty, ["notes.txt"]),
     "no folder": (shutil.rmtree, ["does not exist"]),
     "one class": (lambda folder: [shutil.rmtree(f) for f in folder.glob("*/[gr]*")], ["blue"]),
     "a class missing in test": (lambda folder: shutil.rmtree(folder / "test/red"), ["test", "red", "1 of 3"]),
     "a class only in test": (lambda folder: shutil.rmtree(folder / "train/red"), ["train", "red", "1 of 3"]),
+    "one image of each class": (without_splits(1), ["one image of each class"]),
+    "a class of one image": (without_splits(3, red=1), ["red", "two images"]),
     "a broken image": (lambda folder: (folder / BAD).write_bytes(b"no image"), NAMED),
     "a cut image": (lambda folder: cut(folder / BAD), NAMED),
     "a format that is not read": (lambda folder: Image.new("RGB", (4, 4)).save(folder / BAD, "PPM"), NAMED),
@@ -235,14 +240,6 @@ def test_a_set_that_cannot_be_trained_on_is_refused_by_what_is_wrong(name, tmp_p
     spoil(paint(tmp_path / "set"))
     with refuses(*told):
         task(tmp_path / "set").datasets()
-
-
-def test_a_class_of_one_image_cannot_be_split(tmp_path):
-    paint(tmp_path, 3, ("",))
-    for number in (1, 2):
-        (tmp_path / f"red/{number}.png").unlink()
-    with refuses("red", "two images"):
-        find_samples(tmp_path)
 
 
 def test_bad_images_are_left_out_where_that_is_asked_for_and_the_log_names_them(tmp_path):
@@ -276,22 +273,26 @@ def test_a_path_of_a_csv_may_not_leave_its_folder(leave, tmp_path):
 
 
 def test_the_folder_of_a_csvs_images_can_be_named(tmp_path):
-    paint(tmp_path / "images")
-    rows = [("path", "label"), *[(f"train/{name}/{n}.png", name) for name in COLOURS for n in range(5)]]
+    rows = listed(tmp_path / "elsewhere")
     (tmp_path / "lists").mkdir()
     write_csv(tmp_path / "lists/list.csv", rows)
-    check_colours(task(tmp_path / "lists", images_dir=tmp_path / "images").datasets()[0])
+    check_colours(task(tmp_path / "lists", images_dir=tmp_path / "elsewhere").datasets()[0])
     with refuses("12 of 12", "No such file", "skip_bad"):
         task(tmp_path / "lists").datasets()
 
 
-NO_CSV = {b"path,label\na.png,\n": "row 2", b"path,label\n": "no images", b"p\xe4th,label\n": "UTF-8"}
-
-
-@pytest.mark.parametrize("content", [*NO_CSV, b"path,label\n\x00\n"])
-def test_a_csv_that_is_not_one_names_the_row(content, tmp_path):
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        (b"path,label\na.png,\n", "row 2"),
+        (b"path,label\n\x00\n", "row 2"),
+        (b"path,label\n", "no images"),
+        (b"p\xe4th,label\n", "UTF-8"),
+    ],
+)
+def test_a_csv_that_is_not_one_names_the_row(content, told, tmp_path):
     (tmp_path / "list.csv").write_bytes(content)
-    with refuses("list.csv", NO_CSV.get(content, "row 2")):
+    with refuses("list.csv", told):
         find_samples(tmp_path / "list.csv")
 
 

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -10,38 +11,35 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn.functional import cross_entropy, one_hot
 
 from tests.conftest import ROOT, SMALL, best_weights, checkpoint, exact, refuses, same
 from tests.launching.conftest import CPU, difference, losses
 from tpukit import ImageClassifier, Run, predict, show, train
 from tpukit import test as score_run
 from tpukit.cli.options import resolve_aliases
+from tpukit.devices.runtime import Runtime
 from tpukit.reporting import findings
 from tpukit.reporting.own import show_own
 from tpukit.runs import weights
 
 pytest.importorskip("timm")
 OFF = dict(flip=0, crop=1, brightness=0, contrast=0, saturation=0)
-NETWORK = dict(model_name="test_resnet", image_size=32, pretrained="no")
-TINY = dict(NETWORK, batch_size=8, log_every=1, num_workers=1)
+TINY = dict(
+    model_name="test_resnet", image_size=32, pretrained="no", batch_size=8, log_every=1, num_workers=1
+)
 
 
-@pytest.fixture
-def finished(shapes, tmp_path, cpu):
-    """(task, run) of two epochs."""
+@pytest.fixture(scope="module")
+def finished(shapes, tmp_path_factory):
+    """(task, run, scores of its test) of two epochs."""
     task = ImageClassifier(dataset_dir=shapes, epochs=2, lr=1e-3, **TINY)
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
-    return task, run
+    run = Run.open(tmp_path_factory.mktemp("finished") / "run", task)
+    train(task, run, runtime=Runtime("cpu"), progress=False)
+    return task, run, score_run(task, run, runtime=Runtime("cpu"), progress=False)
 
 
 # Loss and scores
-
-
-def one_hot_loss(logits, shares):
-    """Cross-entropy with shares (B, K) of the classes, a sample at a time."""
-    pairs = zip(logits.double().numpy(), shares)
-    return np.mean([-(share * (row - np.log(np.exp(row).sum()))).sum() for row, share in pairs])
 
 
 @pytest.mark.parametrize("smoothing, mixup", [(0.0, 0.0), (0.3, 0.0), (0.2, 0.5)])
@@ -50,53 +48,43 @@ def test_the_loss_is_the_cross_entropy_with_smoothed_and_mixed_labels(smoothing,
     batch = {name: torch.as_tensor(values) for name, values in task.example(4).items()}
     batch["label"] = torch.tensor([1, 4, 4, 0])
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    shares = np.eye(6)[batch["label"]] * (1 - smoothing) + smoothing / 6
+    shares = torch.eye(6)[batch["label"]] * (1 - smoothing) + smoothing / 6  # (B, K) of the classes
     if mixup:
-        own = batch["augment"][:, -1:].double().numpy()
+        own = batch["augment"][:, -1:]
         shares = own * shares + (1 - own) * shares[[1, 0, 3, 2]]
     seen = []
     loss = task.loss(lambda images: (seen.append(images), logits)[1], batch, 0)
-    assert float(loss) == pytest.approx(one_hot_loss(logits, shares), abs=1e-5)
+    torch.testing.assert_close(loss, cross_entropy(logits, shares))
     assert seen[0].shape == (4, 3, 32, 32) and abs(float(seen[0].mean())) < 1
 
 
-def some_predictions(count=41, classes=7, per_batch=8):
-    """Logits and labels in padded batches, and the same without padding."""
-    rng = np.random.default_rng(0)
-    logits, labels = rng.normal(0, 1, (count, classes)).astype(np.float32), rng.integers(0, classes, count)
-    logits[np.arange(count), labels] += rng.normal(1, 1, count)
-    logits[3] = np.nan  # of a model that diverged
-    batches = []
-    for first in range(0, count, per_batch):
-        index = np.arange(first, first + per_batch)
-        valid, index = index < count, np.where(index < count, index, 0)
-        batch = dict(label=torch.from_numpy(labels[index]), valid=torch.from_numpy(valid))
-        batches.append((torch.from_numpy(logits[index]), batch))
-    return batches, logits, labels
+def some_predictions(classes=7):
+    """(logits, labels) of 41 samples in padded batches of 8, and the same without padding. A sample has no
+    numbers, as of a model that diverged."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(classes, (41,), generator=generator)
+    logits = torch.randn(41, classes, generator=generator) + one_hot(labels, classes)
+    logits[3] = float("nan")
+    place = torch.arange(48)
+    parts = zip(place.clamp(max=40).split(8), (place < 41).split(8))
+    return [(logits[i], dict(label=labels[i], valid=valid)) for i, valid in parts], logits, labels
 
 
-def test_scores_equal_those_counted_one_by_one():
+def test_scores_equal_those_of_the_five_most_probable_classes():
     batches, logits, labels = some_predictions()
-    first = fifth = 0
-    for row, label in zip(logits, labels):
-        order = sorted(range(7), key=lambda k: -row[k])
-        bad = np.isnan(row).any()
-        first, fifth = first + (order[0] == label and not bad), fifth + (label in order[:5] and not bad)
+    hits = (logits.topk(5).indices == labels[:, None]).double()
+    hits[3] = 0
     scores = ImageClassifier().evaluate(batches)
-    assert (scores["accuracy"], scores["top5"], scores["images"]) == (first / 41, fifth / 41, 41)
+    assert scores["accuracy"] == hits[:, 0].mean() and scores["top5"] == hits.sum(1).mean()
     counts = np.array(scores["confusion"]["counts"])
-    assert counts.shape == (7, 7) and np.array_equal(counts.sum(1), np.bincount(labels, minlength=7))
+    assert scores["images"] == 41 and np.array_equal(counts.sum(1), np.bincount(labels, minlength=7))
     assert json.loads(json.dumps(scores)) == scores
-
-
-def test_five_classes_have_no_top_five_and_many_no_matrix_in_every_record():
     assert "top5" not in ImageClassifier().evaluate(some_predictions(classes=5)[0])
     assert "confusion" not in ImageClassifier().evaluate(some_predictions(classes=31)[0])
 
 
-def test_the_tables_of_a_test_say_what_was_taken_for_what(finished, cpu):
-    task, run = finished
-    scores = score_run(task, run, runtime=cpu, progress=False)
+def test_the_tables_of_a_test_say_what_was_taken_for_what(finished):
+    task, run, scores = finished
     predicted, per_class, confusion = (
         list(csv.DictReader(open(run.path / f"predictions/{name}.csv")))
         for name in ("predictions", "per_class", "confusion")
@@ -121,7 +109,7 @@ def test_the_tables_of_a_test_say_what_was_taken_for_what(finished, cpu):
 
 
 def test_a_run_shows_its_confusion_matrix(finished, capsys):
-    task, run = finished
+    task, run, _ = finished
     show(run)
     assert (run.path / "pictures/confusion.png").stat().st_size > 5000
     found = findings.confusion(run.records())
@@ -135,7 +123,7 @@ def test_a_run_shows_its_confusion_matrix(finished, capsys):
 
 
 def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_dataset(finished, shapes, capsys):
-    task, run = finished
+    task, run, _ = finished
     away = dataclasses.replace(task, dataset_dir=None)
     paths = sorted(shapes.glob("test/ring/*.png"))[:2]
     found = predict(run, paths, task=away, progress=False)
@@ -156,7 +144,7 @@ def test_a_run_predicts_own_files_by_the_names_of_its_classes_without_the_datase
 
 
 def test_weights_of_a_run_with_other_classes_are_refused_with_the_way_out(finished, shapes, tmp_path, cpu):
-    task, run = finished
+    task, run, _ = finished
     best = run.path / "best.safetensors"
     names = sorted(path.name for path in (shapes / "train").iterdir())
     assert json.loads(weights.metadata(best)["classes"]) == names
@@ -181,7 +169,7 @@ def test_a_file_that_claims_to_be_of_a_run_but_names_no_classes_is_refused(tmp_p
 
 
 def test_a_run_starts_from_the_weights_of_another(finished, tmp_path, cpu):
-    task, run = finished
+    task, run, _ = finished
     again = dataclasses.replace(task, weights=run.path / "best.safetensors", epochs=0)
     other = Run.open(tmp_path / "again", again)
     train(again, other, runtime=cpu, progress=False)
@@ -189,17 +177,7 @@ def test_a_run_starts_from_the_weights_of_another(finished, tmp_path, cpu):
     assert score_run(again, other, runtime=cpu, progress=False)["accuracy"] == best
 
 
-def test_a_broken_file_of_ones_own_is_named(finished, tmp_path):
-    task, run = finished
-    (tmp_path / "mine.jpg").write_bytes(b"no image")
-    with refuses("mine.jpg"):
-        predict(run, tmp_path / "mine.jpg", progress=False)
-
-
-OUT_OF_RANGE = dict(flip=1.5, crop=0.0, test_share=0.0, image_size=0, mixup=-1.0, brightness=-0.1)
-
-
-@pytest.mark.parametrize("name, value", OUT_OF_RANGE.items())
+@pytest.mark.parametrize("name, value", dict(crop=0.0, test_share=0.0, image_size=0).items())
 def test_a_setting_out_of_its_range_is_refused_by_its_name(name, value):
     with refuses(f"{name}={value:g}"):
         ImageClassifier(**{name: value})
@@ -223,12 +201,12 @@ def test_the_command_line_takes_model_for_the_networks_name():
 
 
 def test_a_resumed_training_equals_an_uninterrupted_one(shapes, tmp_path, cpu):
-    task = ImageClassifier(dataset_dir=shapes, epochs=4, mixup=0.2, **TINY)
+    task = ImageClassifier(dataset_dir=shapes, epochs=2, mixup=0.2, **TINY)
     whole, parts = Run.open(tmp_path / "whole", task), Run.open(tmp_path / "parts", task)
     train(task, whole, runtime=cpu, progress=False)
-    for epochs in (2, 4):
+    for epochs in (1, 2):
         train(dataclasses.replace(task, epochs=epochs), parts, runtime=cpu, progress=False)
-    assert exact(whole) == exact(parts) and len(losses(whole)) == 24
+    assert exact(whole) == exact(parts) and len(losses(whole)) == 12
     assert same(checkpoint(whole)["model"], checkpoint(parts)["model"])
 
 
@@ -237,35 +215,31 @@ import sys
 from pathlib import Path
 from tpukit import ImageClassifier, Run, launch, train
 
-task = ImageClassifier(dataset_dir=Path(sys.argv[1]), epochs=7, mixup=0.2, model_name="test_vit",
-                       image_size=32, pretrained="no", batch_size=16, log_every=1, num_workers=1)
+task = ImageClassifier(dataset_dir=Path(sys.argv[1]), epochs=4, mixup=0.2, model_name="test_vit",
+                       image_size=32, pretrained="no", batch_size=8, log_every=1, num_workers=1)
 if __name__ == "__main__":
     launch(train, task, Run.open(sys.argv[2], task), cores=int(sys.argv[3]))
 """
 
 
 @pytest.mark.slow
-def test_eight_processes_train_as_one_does_augmentation_and_mixture_included(shapes, tmp_path):
-    import os
-
-    for cores in (1, 8):
+def test_four_processes_train_as_one_does_augmentation_and_mixture_included(shapes, tmp_path):
+    for cores in (1, 4):
         command = [sys.executable, "-c", PROGRAM, str(shapes), str(tmp_path / str(cores)), str(cores)]
         own = dict(CPU, TPUKIT_CACHE=os.environ["TPUKIT_CACHE"], TPUKIT_OFFLINE="1", OMP_NUM_THREADS="1")
         ran = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=500)
         assert ran.returncode == 0, ran.stdout + ran.stderr
-    one, eight = Run(tmp_path / "1"), Run(tmp_path / "8")
-    assert eight.records("start")[0]["cores"] == 8
-    assert difference(losses(one), losses(eight)) < 1e-4
-    ours, theirs = best_weights(one), best_weights(eight)
+    one, four = Run(tmp_path / "1"), Run(tmp_path / "4")
+    assert four.records("start")[0]["cores"] == 4
+    assert difference(losses(one), losses(four)) < 1e-4
+    ours, theirs = best_weights(one), best_weights(four)
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-3, rtol=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_vit", "test_convnext"])
-def test_a_network_is_one_graph_on_xla_and_trains_as_on_the_cpu(name, shapes, tmp_path, xla, cpu):
-    settings = TINY | dict(model_name=name, image_size=64)
-    task = ImageClassifier(dataset_dir=shapes, epochs=2, mixup=0.2, **settings)
+def test_a_network_is_one_graph_on_xla_and_trains_as_on_the_cpu(shapes, tmp_path, xla, cpu):
+    task = ImageClassifier(dataset_dir=shapes, epochs=2, mixup=0.2, **TINY | dict(model_name="test_vit"))
     runs = {}
     for runtime in (xla, cpu):
         runs[runtime] = Run.open(tmp_path / runtime.accelerator, task)
@@ -282,49 +256,43 @@ def test_a_network_is_one_graph_on_xla_and_trains_as_on_the_cpu(name, shapes, tm
 def test_shapes_are_learnt_from_scratch(tmp_path, cpu):
     from tpukit.tasks.datasets import make_synthetic
 
-    folder = make_synthetic("my-images", tmp_path / "shapes", size=720)
-    settings = SMALL | dict(batch_size=32, epochs=12, lr=2e-3)
+    folder = make_synthetic("my-images", tmp_path / "shapes", size=480)
+    settings = SMALL | dict(batch_size=32, epochs=8, lr=2e-3)
     task = ImageClassifier(dataset_dir=folder, model_name="test_resnet", image_size=32, crop=0.8, **settings)
     scores = train(task, Run.open(tmp_path / "run", task), runtime=cpu, progress=False)
-    assert scores["accuracy"] > 0.7  # 1/6 by guessing
+    assert scores["accuracy"] > 0.5, scores  # 1/6 by guessing
 
 
 # What is said of the labels before training
 
 
-@pytest.fixture
-def pictures(tmp_path):
-    """Class folders of noise: pictures(dict of class -> number of images, copies=[(from, to)])."""
-    rng = np.random.default_rng(0)
-
-    def write(counts, copies=()):
-        for name, count in counts.items():
-            (tmp_path / "train" / name).mkdir(parents=True)
-            (tmp_path / "test" / name).mkdir(parents=True)
-            for number in range(count + 1):
-                path = tmp_path / ("train" if number else "test") / name / f"{number}.png"
-                Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(path)
-        for old, new in copies:
-            (tmp_path / "train" / new).write_bytes((tmp_path / "train" / old).read_bytes())
-        return ImageClassifier(dataset_dir=tmp_path, **TINY)
-
-    return write
-
-
 @pytest.mark.parametrize(
-    "counts, copies, named",
+    "cats, dogs, copy, named",
     [
-        (dict(cat=12, dog=14), (), None),
-        (dict(cat=12, dog=4), (), "dog"),
-        (dict(cat=121, dog=12), (), "many times"),
-        (dict(cat=12, dog=12), [("cat/3.png", "dog/copy.png")], "dog/copy.png"),
-        (dict(cat=12, dog=12), [("cat/3.png", "cat/copy.png")], None),
+        (12, 14, None, None),
+        (12, 4, None, "dog"),
+        (121, 12, None, "many times"),
+        (12, 12, "dog/copy.png", "dog/copy.png"),
+        (12, 12, "cat/copy.png", None),
     ],
 )
-def test_classes_with_few_images_and_an_image_with_two_labels_are_named(counts, copies, named, pictures):
-    task = pictures(counts, copies)
-    sentences, indices = task.check_labels(task.datasets()[0])
-    assert str(min(counts.values())) in sentences[0] and len(sentences) == 1 + bool(named)
+def test_classes_with_few_images_and_an_image_with_two_labels_are_named(cats, dogs, copy, named, tmp_path):
+    rng = np.random.default_rng(0)
+    for split, name, count in (
+        ("train", "cat", cats),
+        ("train", "dog", dogs),
+        ("test", "cat", 1),
+        ("test", "dog", 1),
+    ):
+        (tmp_path / split / name).mkdir(parents=True)
+        for number in range(count):
+            image = Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8))
+            image.save(tmp_path / split / name / f"{number}.png")
+    if copy:
+        (tmp_path / "train" / copy).write_bytes((tmp_path / "train/cat/3.png").read_bytes())
+    task = ImageClassifier(dataset_dir=tmp_path, **TINY)
+    data, _ = task.datasets()
+    sentences, indices = task.check_labels(data)
+    assert str(min(cats, dogs)) in sentences[0] and len(sentences) == 1 + bool(named)
     assert named is None or named in sentences[1]
-    labels = task.datasets()[0].labels[indices[:2]]
-    assert sorted(labels) == [0, 1]
+    assert sorted(data.labels[indices[:2]]) == [0, 1]

@@ -14,23 +14,8 @@ from tpukit.host import arrays, files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.runs import weights
 from tpukit.runs.run import setting
+from tpukit.tasks.cdeit import data as sets
 from tpukit.tasks.cdeit import diffusion
-from tpukit.tasks.cdeit.data import (
-    BASELINES,
-    CONVENTIONS,
-    FALLBACK,
-    PARTS,
-    PATTERN,
-    SIZE,
-    TRAINING,
-    Impedance,
-    Statistics,
-    find_split,
-    find_statistics,
-    measured_electrodes,
-    read_voltages,
-    voltage_map,
-)
 from tpukit.tasks.cdeit.simulator import disk, simulate
 from tpukit.training.task import Task
 
@@ -39,7 +24,7 @@ if TYPE_CHECKING:
 
     from tpukit.tasks.cdeit.model import CDEITModel
 
-CLASSICAL = dict(zip(("Tikhonov", "Gauss-Newton"), BASELINES))  # name -> array of the files
+CLASSICAL = dict(zip(("Tikhonov", "Gauss-Newton"), sets.BASELINES))  # name -> array of the files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,15 +35,14 @@ class CDEIT(Task):
 
     name: ClassVar[str] = "cdeit"
     dataset: ClassVar[str] = "eit"
-    dataset_parts: ClassVar[tuple[str, ...]] = PARTS
+    dataset_parts: ClassVar[tuple[str, ...]] = sets.PARTS
     synthetic_size: ClassVar[int] = 400
     score: ClassVar[str] = "cc"
     score_names: ClassVar[dict[str, str]] = dict(
         cc="correlation", rmse="RMSE per pixel", psnr="PSNR, dB", ssim="SSIM"
     )
     evaluation_keys: ClassVar[tuple[str, ...]] = ("image", *CLASSICAL.values())
-    export_output: ClassVar[str] = "the image (batch, 1, 128, 128) in the unit of the files, for normal noise"
-    fallback: ClassVar[Path] = FALLBACK
+    fallback: ClassVar[Path] = sets.FALLBACK
 
     data: Literal["simulated", "uef2017", "ktc2023"] = setting("simulated", free=True)
     """Which test set is scored: its folder below dataset_dir (test, data2017 or test2017, data2023 or
@@ -98,23 +82,23 @@ class CDEIT(Task):
 
     # Data
 
-    def datasets(self) -> tuple[Impedance, Impedance]:
-        return self._read(TRAINING), self.test_set()
+    def datasets(self) -> tuple[sets.Impedance, sets.Impedance]:
+        return self._read(sets.TRAINING), self.test_set()
 
-    def test_set(self) -> Impedance:
+    def test_set(self) -> sets.Impedance:
         from tpukit.tasks.cdeit import scores  # noqa: F401  a missing package is found before the training
 
-        return self._read(CONVENTIONS[self.data])
+        return self._read(sets.CONVENTIONS[self.data])
 
     def _read(self, convention):
         assert self.dataset_dir is not None  # see `check_dataset_dir`
         root = Path(self.dataset_dir)
-        folder = find_split(root, convention)
+        folder = sets.find_split(root, convention)
         # By other statistics than in training, the input would be out of distribution for these weights.
         if statistics := self._carried_statistics():
             note = f"voltage statistics: those that {self.weights} was trained with"
-            return Impedance(folder, convention, statistics, note)
-        return Impedance(folder, convention, *find_statistics(folder, root))
+            return sets.Impedance(folder, convention, statistics, note)
+        return sets.Impedance(folder, convention, *sets.find_statistics(folder, root))
 
     def data_signature(self, data):
         if "TR" not in data.arrays:  # a training set
@@ -133,7 +117,7 @@ class CDEIT(Task):
     def example(self, count):
         rng = np.random.default_rng(0)
         return dict(
-            image=rng.integers(-1, 2, (count, 1, SIZE, SIZE)).astype(np.float32),
+            image=rng.integers(-1, 2, (count, 1, sets.SIZE, sets.SIZE)).astype(np.float32),
             voltages=rng.standard_normal((count, 1, 16, 16)).astype(np.float32),
             key=np.arange(count),
             t=np.linspace(0, diffusion.STEPS - 1, count).astype(np.int64),
@@ -145,7 +129,7 @@ class CDEIT(Task):
         from tpukit.tasks.cdeit.model import CDEITModel
 
         return CDEITModel(
-            image_size=SIZE,
+            image_size=sets.SIZE,
             patch=self.patch,
             width=self.width,
             heads=self.heads,
@@ -157,10 +141,10 @@ class CDEIT(Task):
         """In the order of the computation; the embeddings, of pixels and of time, are the first."""
         downs, ups = ([f"{part}.{level}" for level in range(self.levels)] for part in ("downs", "ups"))
         order = ["swinIn1", "swinIn2", *downs, "mid", *ups, "swinOut1", "swinOut2"]
-        parts = [*(f"blocks.{part}." for part in order), "final_layer."]
-        names = [name for name, _ in model.named_parameters()]
-        first = [name for name in names if not name.startswith(tuple(parts))]
-        return [first, *([name for name in names if name.startswith(part)] for part in parts)]
+        layers = {"": []} | {f"blocks.{part}.": [] for part in order} | {"final_layer.": []}
+        for name, _ in model.named_parameters():
+            layers[next((part for part in layers if part and name.startswith(part)), "")].append(name)
+        return list(layers.values())
 
     def optimizer(self, model):
         from torch.optim import Adam
@@ -185,7 +169,7 @@ class CDEIT(Task):
         import torch
 
         def initial_noise(keys):
-            return diffusion.normal(_noise_keys(keys, -1), (1, SIZE, SIZE))
+            return diffusion.normal(_noise_keys(keys, -1), (1, sets.SIZE, sets.SIZE))
 
         def sampling_step(x, voltages, keys, row):
             noise = diffusion.normal(_noise_keys(keys, row[0].long()), x.shape[1:])
@@ -193,7 +177,8 @@ class CDEIT(Task):
 
         start, step = runtime.inference(initial_noise), runtime.inference(sampling_step)
         # A tensor for each row: a slice of one tensor would be another graph at every step.
-        rows = [runtime.put({"row": row})["row"] for row in torch.from_numpy(self._schedule()).float()]
+        schedule = torch.from_numpy(diffusion.ddim_schedule(self.sampling_steps, self.eta)).float()
+        rows = [runtime.put({"row": row})["row"] for row in schedule]
 
         def predict(batch):
             x = start(batch["key"])
@@ -204,61 +189,24 @@ class CDEIT(Task):
 
         return predict
 
-    def _schedule(self):
-        return diffusion.ddim_schedule(self.sampling_steps, self.eta)
-
-    # The whole sampler as one graph. Its noise is an input, because no format of a graph has torch's random
-    # numbers.
-
     def export_inputs(self, batch):
-        import torch
+        raise TpukitError(
+            "CDEIT samples in several steps, with noise in each, which is no graph to export: `tpukit"
+            " predict` reconstructs the images of voltages"
+        )
 
-        mean, deviation = self._required_statistics()
-        keys = torch.as_tensor(batch["key"])
-        times = [-1, *(int(time) for time in self._schedule()[:-1, 0])]
-        noise = [diffusion.normal(_noise_keys(keys, time), (1, SIZE, SIZE)) for time in times]
-        measured = np.asarray(batch["voltages"])[:, 0][:, measured_electrodes()].reshape(-1, *mean.shape)
-        volts = (measured * deviation + mean) * np.float32(CONVENTIONS[self.data].volts)
-        voltages = volts.reshape(len(volts), -1).astype(np.float32)
-        return dict(voltages=voltages, noise=torch.stack(noise, 1).numpy())
-
-    def exported(self, model, inputs):
-        import torch
-
-        mean, deviation = (torch.from_numpy(values).reshape(1, -1) for values in self._required_statistics())
-        normalised = (inputs["voltages"] / CONVENTIONS[self.data].volts - mean) / deviation  # (B, 208)
-        # Where each number of the map (16, 16) comes from; the last place is a zero.
-        source = np.full(measured_electrodes().shape, mean.shape[1])
-        source[measured_electrodes()] = np.arange(mean.shape[1])
-        padded = torch.nn.functional.pad(normalised, (0, 1))
-        voltages = padded[:, torch.from_numpy(source.reshape(-1))].reshape(-1, 1, *source.shape)
-        x, noise = inputs["noise"][:, 0], inputs["noise"]
-        for step, row in enumerate(torch.from_numpy(self._schedule()).float()):
-            # The last step adds no noise.
-            x = diffusion.sampling_step(model, x, voltages, row, noise[:, (step + 1) % self.sampling_steps])
-        return x * CONVENTIONS[self.data].unit
-
-    def _carried_statistics(self) -> Statistics | None:
+    def _carried_statistics(self) -> sets.Statistics | None:
         """What `weights` was trained with, or None if it does not say."""
         carried = weights.metadata(self.weights).get("voltages") if self.weights else None
         if not carried:
             return None
         try:
-            mean, deviation = (
-                np.array(values, np.float32).reshape(PATTERN) for values in json.loads(carried)
-            )
+            mean, deviation = np.array(json.loads(carried), np.float32).reshape(2, *sets.PATTERN)
             return mean, deviation
         except (ValueError, TypeError, RecursionError) as error:
             raise TpukitError(
                 f"{self.weights}: the statistics of the voltages in its metadata are damaged ({error})"
             ) from error
-
-    def _required_statistics(self) -> Statistics:
-        if statistics := self._carried_statistics():
-            return statistics
-        raise TpukitError(
-            f"{self.weights} does not say how its voltages were normalised: train the run again"
-        )
 
     def evaluate(self, predictions) -> dict:
         """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same
@@ -287,7 +235,7 @@ class CDEIT(Task):
     def save_predictions(self, folder, predictions, data):
         """An npz named after the test set: prediction and TR in the unit of its files, xs_gn, xs (N, S, S
         each), names."""
-        unit = CONVENTIONS[self.data].unit
+        unit = sets.CONVENTIONS[self.data].unit
         parts = []
         for images, batch in predictions:
             values = dict(prediction=images[:, 0] * unit, xs=batch["image"][:, 0])
@@ -301,7 +249,7 @@ class CDEIT(Task):
         path = folder / f"{self.data}.npz"
         if not path.is_file():
             return None
-        unit = np.float32(CONVENTIONS[self.data].unit)
+        unit = np.float32(sets.CONVENTIONS[self.data].unit)
         try:
             with arrays.load(path) as saved:
                 batch = dict(image=saved["xs"][:, None], TR=saved["TR"] / unit, xs_gn=saved["xs_gn"])
@@ -318,30 +266,32 @@ class CDEIT(Task):
         rows = []
         for index, image in enumerate(np.asarray(batch["image"])):
             row = [("conductivity", colour(image[0]))]
-            if prediction is not None:
+            if prediction is None:
+                row.append(voltages_panel(batch["voltages"][index]))
+            else:
                 row += [(name, colour(np.asarray(batch[key][index]))) for name, key in CLASSICAL.items()]
                 row.append(("CDEIT", colour(np.asarray(prediction[index, 0]))))
-            else:
-                row.append(voltages_panel(batch["voltages"][index]))
-                if "t" in batch:
-                    row.append(_noisy_panel(image, int(batch["t"][index]), int(batch["key"][index])))
+            if "t" in batch:
+                row.append(_noisy_panel(image, int(batch["t"][index]), int(batch["key"][index])))
             rows.append(row)
         return rows
 
     def results(self, batch, predictions):
         """image: (S, S) float32 in the unit of `data`'s files, NaN outside the tank."""
-        unit = np.float32(CONVENTIONS[self.data].unit)
+        unit = np.float32(sets.CONVENTIONS[self.data].unit)
         images = np.where(disk(), np.asarray(predictions)[:, 0] * unit, np.float32(np.nan))
         return [dict(image=image) for image in images]
 
     def read_files(self, paths, best):
         """Voltages from .npz (array ys), .npy, .csv or .txt: 208 numbers a sample, in the order and unit of
         `data`'s files."""
-        statistics = dataclasses.replace(self, weights=best)._required_statistics()
-        read = [read_voltages(path) for path in paths]
-        volts = np.concatenate(read) / np.float32(CONVENTIONS[self.data].volts)
+        statistics = dataclasses.replace(self, weights=best)._carried_statistics()
+        if statistics is None:
+            raise TpukitError(f"{best} does not say how its voltages were normalised: train the run again")
+        read = [sets.read_voltages(path) for path in paths]
+        volts = np.concatenate(read) / np.float32(sets.CONVENTIONS[self.data].volts)
         names = [f"{path.name}, {row + 1}" for path, rows in zip(paths, read) for row in range(len(rows))]
-        return dict(voltages=voltage_map(volts, *statistics), key=np.arange(len(volts))), names
+        return dict(voltages=sets.voltage_map(volts, *statistics), key=np.arange(len(volts))), names
 
 
 def voltages_panel(voltages):
@@ -371,6 +321,6 @@ def colour(image):
     blue_or_red = np.where(level < 0, (0.13, 0.35, 0.65), (0.75, 0.15, 0.15))
     coloured = 1 - abs(level) * (1 - blue_or_red)
     grey = np.isnan(image)
-    if image.shape == (SIZE, SIZE):
+    if image.shape == (sets.SIZE, sets.SIZE):
         grey |= ~disk()
     return np.where(grey[..., None], 0.9, coloured)

@@ -17,12 +17,12 @@ def image_scores(image: np.ndarray, truth: np.ndarray, inside: np.ndarray) -> di
     return dict(
         rmse=float(np.sqrt(error)),
         psnr=float(10 * np.log10(RANGE**2 / max(error, 1e-12))),
-        ssim=float(similarity(image, truth)[inside].mean()),
+        ssim=float(_similarity(image, truth)[inside].mean()),
         cc=float(np.mean((a - a.mean()) * (b - b.mean())) / spread) if spread > 1e-12 else 0.0,
     )
 
 
-def similarity(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _similarity(a, b):
     """SSIM of every pixel's neighbourhood: (S, S) float. a, b: (S, S) float. Source: Wang et al., 2004,
     equation 13."""
     a, b = a.astype(np.float64), b.astype(np.float64)

@@ -7,7 +7,6 @@ a resistive inclusion."""
 
 import concurrent.futures
 import functools
-import importlib.util
 import json
 import math
 import multiprocessing
@@ -101,7 +100,12 @@ class Tank:
         # pyEIT's meshes import shapely for outlines given by corners. The tank is a circle, and Kaggle's TPU
         # image and Colab's have no shapely: a stand-in, which other code does not see, is enough.
         names = "shapely", "shapely.geometry", "shapely.geometry.polygon"
-        stand_in = {} if _is_installed("shapely") else {name: mock.MagicMock() for name in names}
+        try:
+            import shapely  # noqa: F401
+
+            stand_in = {}
+        except ImportError:
+            stand_in = {name: mock.MagicMock() for name in names}
         sys.modules.update(stand_in)
         try:
             from pyeit.eit import fem, protocol
@@ -176,13 +180,6 @@ class Tank:
         return matrices
 
 
-def _is_installed(package):
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # sys.modules holds None
-        return False
-
-
 # Sets
 
 
@@ -218,10 +215,11 @@ def simulate(
     settings = dict(seed=seed, snr_db=snr_db, mismatch=mismatch)
     with files.explain_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        needed, free = total * FILE_BYTES, shutil.disk_usage(folder).free
+        new = total - len(list(folder.glob("*/*.npz")))
+        needed, free = new * FILE_BYTES, shutil.disk_usage(folder).free
         if needed > free:
             raise TpukitError(
-                f"{total} samples need about {needed / 1e9:,.0f} GB, {folder} has {free / 1e9:,.1f} GB free:"
+                f"{new} samples need about {needed / 1e9:,.0f} GB, {folder} has {free / 1e9:,.1f} GB free:"
                 " simulate fewer, or choose a folder on a larger disk"
             )
         _check_settings(folder / "simulation.json", settings)

@@ -21,6 +21,7 @@ from tpukit.runs import weights
 from tpukit.runs.run import setting
 from tpukit.tasks import pictures
 from tpukit.tasks.images import models
+from tpukit.tasks.images.augment import NUM_UNIFORMS, Augmentation, normalise, partners
 from tpukit.tasks.images.data import SPLITS, ImageSet, find_samples, read_image
 from tpukit.tasks.images.synthetic import shapes_set
 from tpukit.training.task import Task
@@ -67,18 +68,13 @@ class ImageClassifier(Task):
     """A classification model of timm, or of torchvision where timm is not installed."""
     pretrained: str = "auto"
     """yes, no, auto (where they are found, otherwise random weights) or a file: pretrained weights. They are
-    looked for in timm's cache, in Kaggle's inputs and on the internet. A head of other classes is
-    replaced."""
+    looked for in timm's cache and on the internet. A head of other classes is replaced."""
     image_size: int | None = None
     """Side of the images in pixels, as the network gets them: the short side is scaled to it and the middle
     kept. None: that of the pretrained network."""
     test_share: float = 0.2
     """Of a set without a test split: the share of every class that is held out, by a hash of the files'
     names."""
-    path_column: str | None = None
-    """Column of a CSV with the paths; None: the first with a usual name."""
-    label_column: str | None = None
-    """Column of a CSV, or of a Hugging Face dataset, with the labels; None: the first with a usual name."""
     images_dir: Path | None = setting(None, free=True)
     """Folder that the paths in a CSV are relative to, and may not leave; None: the folder of the CSV."""
     skip_bad: bool = False
@@ -123,8 +119,6 @@ class ImageClassifier(Task):
         return self._open(listing, "test" if "test" in listing.splits else "val")
 
     def _open(self, listing, split, notes=""):
-        from tpukit.tasks.images.augment import Augmentation
-
         return ImageSet(
             listing.splits[split],
             listing.classes,
@@ -136,20 +130,12 @@ class ImageClassifier(Task):
         )
 
     def _augmentation(self):
-        from tpukit.tasks.images.augment import Augmentation
-
         names = [field.name for field in dataclasses.fields(Augmentation)]
         return Augmentation(**{name: getattr(self, name) for name in names})
 
     def _find_samples(self):
         assert self.dataset_dir is not None  # see `check_dataset_dir`
-        listing = find_samples(
-            self.dataset_dir,
-            path_column=self.path_column,
-            label_column=self.label_column,
-            images_dir=self.images_dir,
-            test_share=self.test_share,
-        )
+        listing = find_samples(self.dataset_dir, images_dir=self.images_dir, test_share=self.test_share)
         if (kept := self._classes_of_weights()) and kept != listing.classes:
             raise TpukitError(
                 f"weights {self.weights} were trained for {_listed(kept)}, {self.dataset_dir} has"
@@ -184,8 +170,6 @@ class ImageClassifier(Task):
         return dict(classes=json.dumps(data.classes), model_name=self.model_name, image_size=self._size())
 
     def example(self, count):
-        from tpukit.tasks.images.augment import NUM_UNIFORMS
-
         rng, size = np.random.default_rng(0), self._size()
         batch = dict(image=rng.integers(0, 256, (count, 3, size, size), np.uint8), label=np.arange(count) % 2)
         augmentation = self._augmentation()
@@ -210,7 +194,7 @@ class ImageClassifier(Task):
         if self.weights:
             return None, f"{self.model_name}: weights of {self.weights}"
         wanted = "no" if self.dataset_dir is None and self.pretrained == "auto" else self.pretrained
-        return models.find_pretrained(self._network(), wanted, self.dataset_dir)
+        return models.find_pretrained(self._network(), wanted)
 
     def model(self) -> "Module":
         classes = len(self.class_names or range(1000))
@@ -241,8 +225,6 @@ class ImageClassifier(Task):
     def loss(self, model: "Module", batch: "dict[str, Tensor]", epoch: "Tensor | int") -> "Tensor":
         from torch.nn.functional import cross_entropy
 
-        from tpukit.tasks.images.augment import partners
-
         image, label = batch["image"], batch["label"]
         if "augment" in batch:
             image = self._augmentation().apply(image, batch["augment"])
@@ -250,18 +232,16 @@ class ImageClassifier(Task):
         if not (self.mixup and "augment" in batch):
             return cross_entropy(logits, label, label_smoothing=self.label_smoothing)
         share = batch["augment"][:, -1]
-        first, second = (
-            cross_entropy(logits, target, label_smoothing=self.label_smoothing, reduction="none")
-            for target in (label, partners(label))
+        smoothed = functools.partial(
+            cross_entropy, logits, label_smoothing=self.label_smoothing, reduction="none"
         )
+        first, second = smoothed(label), smoothed(partners(label))
         return (share * first + (1 - share) * second).mean()
 
     def predict(self, model: "Module", batch: "dict[str, Tensor]", epoch=None) -> "Tensor":
         return self._logits(model, batch["image"])  # (B, K)
 
     def _logits(self, model, image):
-        from tpukit.tasks.images.augment import normalise
-
         network = self._network()
         return model(normalise(image, network.mean, network.std)).float()
 
@@ -271,11 +251,12 @@ class ImageClassifier(Task):
         """dict: accuracy and top5 in [0, 1] (top5 of more than five classes), images; `confusion`, a row of
         predicted classes for each true one, where there are at most 30."""
         logits, labels = _gather(predictions)
-        ranks = _ranks(logits, labels)
-        scores: dict = dict(accuracy=float((ranks == 0).mean()), images=len(labels))
         count = logits.shape[1]
+        # How many classes are above the true one: all of them, if its logit is not a number.
+        ranks = (~(logits <= logits.gather(1, labels[:, None]))).sum(1)
+        scores: dict = dict(accuracy=float((ranks == 0).double().mean()), images=len(labels))
         if count > 5:
-            scores["top5"] = float((ranks < 5).mean())
+            scores["top5"] = float((ranks < 5).double().mean())
         if count <= CONFUSION_CLASSES:
             names = self.class_names or [str(number) for number in range(count)]
             scores["confusion"] = dict(classes=names, counts=_confusion(logits, labels).tolist())
@@ -284,26 +265,30 @@ class ImageClassifier(Task):
     def save_predictions(self, folder, predictions, data):
         """predictions.csv, the largest loss first; per_class.csv: precision, recall, count; confusion.csv;
         and worst.npz, the images with the largest loss."""
+        from torch.nn.functional import cross_entropy
+
         logits, labels = _gather(predictions)
-        log_shares = _log_softmax(logits)
-        probabilities, losses = np.exp(log_shares), -_at(log_shares, labels)
-        order = np.argsort(-losses, kind="stable")
-        names, predicted = data.classes, logits.argmax(1)
+        losses = cross_entropy(logits, labels, reduction="none")
+        probabilities, predicted = logits.softmax(1).max(1)
+        names, order = data.classes, losses.argsort(descending=True, stable=True).numpy()
         rows = []
         for i in order:
-            shares = f"{probabilities[i, predicted[i]]:.4f}", f"{losses[i]:.4f}"
+            shares = f"{probabilities[i]:.4f}", f"{losses[i]:.4f}"
             rows.append((data.names[i], names[labels[i]], names[predicted[i]], *shares))
         _write_csv(folder / "predictions.csv", ("file", "class", "predicted", "probability", "loss"), rows)
         confusion = _confusion(logits, labels)
-        correct, true = confusion.diagonal(), confusion.sum(1)
-        precision, recall = correct / confusion.sum(0).clip(1), correct / true.clip(1)
-        rows = zip(names, (f"{share:.4f}" for share in precision), (f"{share:.4f}" for share in recall), true)
+        correct, true, taken = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+        rows = [
+            (name, f"{correct[k] / max(taken[k], 1):.4f}", f"{correct[k] / max(true[k], 1):.4f}", true[k])
+            for k, name in enumerate(names)
+        ]
         _write_csv(folder / "per_class.csv", ("class", "precision", "recall", "images"), rows)
         rows = [(name, *row) for name, row in zip(names, confusion.tolist())]
         _write_csv(folder / "confusion.csv", ("class", *names), rows)
         worst = order[:WORST]
         with files.atomic_file(folder / "worst.npz") as file:
-            np.savez_compressed(file, image=data.images[worst], label=labels[worst], prediction=logits[worst])
+            label, prediction = labels[worst].numpy(), logits[worst].numpy()
+            np.savez_compressed(file, image=data.images[worst], label=label, prediction=prediction)
 
     def load_predictions(self, folder):
         path = folder / "worst.npz"
@@ -324,17 +309,14 @@ class ImageClassifier(Task):
         if "augment" in batch:
             images = self._augmentation().apply(images, torch.as_tensor(np.asarray(batch["augment"])))
         images = images.round().byte().permute(0, 2, 3, 1).numpy()  # (B, S, S, 3)
-        names = self.class_names
-        truth = (
-            [_name(names, label) for label in batch["label"]]
-            if "label" in batch
-            else ["your own"] * len(images)
-        )
+        truth = ["your own"] * len(images)
+        if "label" in batch:
+            truth = [_name(self.class_names, label) for label in batch["label"]]
         if prediction is None:
             return [[(name, image)] for name, image in zip(truth, images)]
-        shares = np.exp(_log_softmax(np.asarray(prediction)))
-        best = [f"{_name(names, row.argmax())} {row.max():.0%}" for row in shares]
-        return [[(f"{name}, predicted {found}", image)] for name, found, image in zip(truth, best, images)]
+        results = self.results({}, prediction)
+        found = [f"{result['class']} {result['probability']:.0%}" for result in results]
+        return [[(f"{name}, predicted {best}", image)] for name, best, image in zip(truth, found, images)]
 
     def check_labels(self, data: ImageSet) -> tuple[list[str], list[int]]:
         counts = np.bincount(data.labels, minlength=len(data.classes))
@@ -363,43 +345,34 @@ class ImageClassifier(Task):
 
     def results(self, batch, predictions):
         """class and probability, and next_class and next_probability, the second most probable one."""
-        results = []
-        for row in np.exp(_log_softmax(np.asarray(predictions))):
-            result = {}
-            for prefix, number in zip(("", "next_"), np.argsort(-row, kind="stable")):
-                result[f"{prefix}class"] = _name(self.class_names, number)
-                result[f"{prefix}probability"] = float(row[number])
-            results.append(result)
-        return results
+        import torch
+
+        probabilities = torch.as_tensor(np.asarray(predictions)).double().softmax(1)
+        shares, order = probabilities.sort(stable=True, dim=1, descending=True)
+        return [
+            {
+                "class": _name(self.class_names, best),
+                "probability": share,
+                "next_class": _name(self.class_names, second),
+                "next_probability": next_share,
+            }
+            for (best, second), (share, next_share) in zip(order[:, :2].tolist(), shares[:, :2].tolist())
+        ]
 
 
 def _gather(predictions):
-    """(logits (N, K), labels (N,)) of the valid samples of what `evaluate` gets."""
+    """(logits (N, K) float64, labels (N,)), tensors, of the valid samples of what `evaluate` gets."""
+    import torch
+
     pairs = [(logits[batch["valid"]], batch["label"][batch["valid"]]) for logits, batch in predictions]
-    logits, labels = (np.concatenate([np.asarray(part) for part in parts]) for parts in zip(*pairs))
-    return logits, labels
-
-
-def _ranks(logits, labels):
-    """(N,): how many classes are above the true one; all of them, if its logit is not a number."""
-    return (~(logits <= _at(logits, labels)[:, None])).sum(1)
-
-
-def _at(values, labels):
-    """(N,): from each row of values (N, K) that of its label (N,)."""
-    return np.take_along_axis(values, labels[:, None], 1)[:, 0]
-
-
-def _log_softmax(logits):
-    from scipy.special import log_softmax
-
-    return log_softmax(logits.astype(np.float64), 1)
+    logits, labels = (torch.cat(parts) for parts in zip(*pairs))
+    return logits.double(), labels
 
 
 def _confusion(logits, labels):
-    """(K, K) counts: a row for each true class, a column for each predicted one."""
+    """(K, K) counts, numpy: a row for each true class, a column for each predicted one."""
     count = logits.shape[1]
-    return np.bincount(labels * count + logits.argmax(1), minlength=count * count).reshape(count, count)
+    return (labels * count + logits.argmax(1)).bincount(minlength=count**2).view(count, count).numpy()
 
 
 def _find_contradictions(data):

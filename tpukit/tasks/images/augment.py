@@ -3,14 +3,17 @@ host drew.
 
 The crop is two matrix products, so that no pixel is gathered. Shapes: B batch, S side of the images."""
 
+from __future__ import annotations
+
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from scipy import special
-from torch import Tensor
 
 from tpukit.host.errors import TpukitError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUM_UNIFORMS = 8  # uniform numbers for each sample
 
@@ -36,6 +39,8 @@ class Augmentation:
         zoom: side of the part of the image that is kept, as a share, from a uniform area. left, top: where it
         starts. is_flipped: 0 or 1. Then three factors, uniform in 1 ± their field, and the image's own share
         in its mixture, of Beta(mixup, mixup)."""
+        from scipy import special
+
         area, left, top, flip, *colours, mixture = np.asarray(numbers, np.float64).T
         zoom = np.sqrt(self.crop + (1 - self.crop) * area)
         share = special.betaincinv(self.mixup, self.mixup, mixture) if self.mixup else np.ones_like(area)
@@ -47,6 +52,8 @@ class Augmentation:
     def apply(self, image: Tensor, parameters: Tensor) -> Tensor:
         """The augmented images, float32 in [0, 255]. image: (B, 3, S, S) uint8. parameters: (B,
         NUM_UNIFORMS)."""
+        import torch
+
         columns = parameters[:, :, None, None, None].unbind(1)
         zoom, left, top, is_flipped, brightness, contrast, saturation, share = columns
         image = image.float()  # (B, 3, S, S)
@@ -81,6 +88,8 @@ def partners(values: Tensor) -> Tensor:
 def _crop_matrix(zoom, start, size):
     """Bilinear enlargement of a part of an axis to the whole: zoom, start (B, 1, 1) as shares -> (B, S, S),
     rows sum to 1."""
+    import torch
+
     pixel = torch.arange(size, dtype=zoom.dtype, device=zoom.device)
     centre = ((pixel[:, None] + 0.5) * zoom + start * size - 0.5).clamp(0, size - 1)  # (B, S, 1)
     return (1 - (centre - pixel).abs()).clamp(min=0)
@@ -98,11 +107,11 @@ def _blend(image, other, share):
 def normalise(image: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """(B, 3, S, S) in [0, 255] -> float32 with this mean and standard deviation of [0, 1] taken out, three
     numbers each."""
-    factor = _constants([1 / (255 * s) for s in std], image.device)
-    offset = _constants([-m / s for m, s in zip(mean, std)], image.device)
+    import torch
+
+    def constants(values):  # (3, 1, 1), made in the compiled graph: the host would send it with every step
+        return torch.stack([torch.full((1, 1), value, device=image.device) for value in values])
+
+    factor = constants([1 / (255 * s) for s in std])
+    offset = constants([-m / s for m, s in zip(mean, std)])
     return image.float() * factor + offset
-
-
-def _constants(values, device):
-    """(C, 1, 1), made in the compiled graph: a tensor from the host would be sent with every step."""
-    return torch.stack([torch.full((1, 1), value, device=device) for value in values])

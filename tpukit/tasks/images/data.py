@@ -5,6 +5,7 @@ Shapes: N samples, B batch, S side of the images."""
 
 import collections
 import concurrent.futures
+import csv
 import functools
 import hashlib
 import io
@@ -14,6 +15,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -37,7 +39,6 @@ SPLITS = {  # names of folders, of files and in a CSV's column of splits, in low
 PATH_COLUMNS = "path file filename file_name filepath image image_path image_name image_id img id".split()
 LABEL_COLUMNS = "label labels class class_name category target species breed diagnosis y".split()
 SPLIT_COLUMNS = "split subset partition set".split()
-MAX_HEADER = 100_000  # characters of the first line of a CSV file
 VERSION = 1  # of what `_decode` returns for the same files, which is cached
 
 
@@ -63,20 +64,29 @@ class Listing(NamedTuple):
 
 
 def find_samples(
-    dataset_dir: Path | str,
-    *,
-    path_column: str | None = None,
-    label_column: str | None = None,
-    images_dir: Path | None = None,
-    test_share: float = 0.2,
+    dataset_dir: Path | str, *, images_dir: Path | None = None, test_share: float = 0.2
 ) -> Listing:
     """The samples of a folder or a CSV file. Raises TpukitError for what cannot be trained on; decodes
     nothing."""
     place = Path(dataset_dir)
-    if place.is_file():
-        samples, order = _read_csv(place, path_column, label_column, images_dir), None
+    order = None
+    if place.is_dir():
+        samples = _find_in_class_folders(place)
+        if len({sample.label for sample in samples}) < 2:
+            if tables := _find_tables(place):
+                samples, order = _read_tables(place, tables)
+            elif lists := _find_csv(place):
+                samples = [sample for path in lists for sample in _read_csv(path, images_dir)]
+    elif place.is_file():
+        samples = _read_csv(place, images_dir)
     else:
-        samples, order = _find_in_folder(place, path_column, label_column, images_dir)
+        raise TpukitError(f"dataset {place} does not exist")
+    if not samples:
+        here = ", ".join(sorted(path.name for path in place.glob("*"))[:8]) or "nothing"
+        raise TpukitError(
+            f"no images in {place}, which should hold a folder of images for each class (in train/ and"
+            f" test/, or not), a CSV file with paths and labels, or a Hugging Face dataset: it has {here}"
+        )
     names = {sample.label for sample in samples}
     if len(names) < 2:
         raise TpukitError(f"{place} has images of one class only, {', '.join(names)}: a classifier needs two")
@@ -109,8 +119,10 @@ def _split_by_hash(samples, test_share):
     for label, names in by_class.items():
         count = min(max(1, round(test_share * len(names))), len(names) - 1)
         held_out.update((label, name) for name in sorted(names, key=_sha256)[:count])
-    splits = ("test" if (sample.label, sample.name) in held_out else "train" for sample in samples)
-    return [sample._replace(split=split) for sample, split in zip(samples, splits)]
+    return [
+        sample._replace(split="test" if (sample.label, sample.name) in held_out else "train")
+        for sample in samples
+    ]
 
 
 def _sha256(name):
@@ -120,40 +132,17 @@ def _sha256(name):
 # Folders
 
 
-def _find_in_folder(folder, path_column, label_column, images_dir):
-    """(samples, order of the classes or None) of a folder with class folders, with tables, or with a CSV
-    file."""
-    if not folder.is_dir():
-        raise TpukitError(f"dataset {folder} does not exist")
-    samples = _find_in_class_folders(folder)
-    if len({sample.label for sample in samples}) < 2:
-        if tables := sorted([*folder.rglob("*.parquet"), *folder.rglob("*.arrow")]):
-            return _read_tables(folder, tables, label_column)
-        if lists := _find_csv(folder, path_column, label_column):
-            columns = (path_column, label_column, images_dir)
-            return [sample for path in lists for sample in _read_csv(path, *columns)], None
-    if not samples:
-        here = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-        raise TpukitError(
-            f"no images in {folder}, which should hold a folder of images for each class (in train/ and"
-            f" test/, or not), a CSV file with paths and labels, or a Hugging Face dataset: it has {here}"
-        )
-    return samples, None
-
-
 def _find_in_class_folders(folder):
     children = _folders(folder)
     while len(children) == 1 and children[0].name.lower() not in SPLITS and _folders(children[0]):
         folder, children = children[0], _folders(children[0])  # an archive's own top folder
-    splits = {child: SPLITS.get(child.name.lower()) for child in children}
-    tops = [(child, split) for child, split in splits.items() if split] or [(folder, None)]
-    samples = []
-    for top, split in tops:
-        for class_folder in _folders(top):
-            for path in _images_below(class_folder):
-                name = path.relative_to(folder).as_posix()
-                samples.append(Sample(name, class_folder.name, split, path))
-    return samples
+    tops = [(child, SPLITS[child.name.lower()]) for child in children if child.name.lower() in SPLITS]
+    return [
+        Sample(path.relative_to(folder).as_posix(), class_folder.name, split, path)
+        for top, split in tops or [(folder, None)]
+        for class_folder in _folders(top)
+        for path in _images_below(class_folder)
+    ]
 
 
 def _images_below(folder):
@@ -174,75 +163,64 @@ def _folders(folder):
 # CSV files
 
 
-def _find_csv(folder, path_column, label_column):
+def _find_csv(folder):
     """The CSV files of a folder that have a column of paths and one of labels. Raises TpukitError for several
     that are not named after splits."""
-    listing = []
+    found = []
     for path in sorted(filter(Path.is_file, folder.glob("*.csv"))):
-        names, _ = _open_csv(path, rows=1)
-        wanted = _column(names, path_column, PATH_COLUMNS), _column(names, label_column, LABEL_COLUMNS)
-        listing += [path] if None not in wanted else []
-    if len(listing) > 1 and not all(path.stem.lower() in SPLITS for path in listing):
-        names = ", ".join(path.name for path in listing)
-        raise TpukitError(f"{folder} has {len(listing)} lists of images ({names}): give one as dataset_dir")
-    return listing
+        names, _ = _open_csv(path)
+        if _column(names, PATH_COLUMNS) and _column(names, LABEL_COLUMNS):
+            found.append(path)
+    if len(found) > 1 and not all(path.stem.lower() in SPLITS for path in found):
+        names = ", ".join(path.name for path in found)
+        raise TpukitError(f"{folder} has {len(found)} lists of images ({names}): give one as dataset_dir")
+    return found
 
 
-def _open_csv(path, rows=None):
-    """(names of the columns, pandas.DataFrame of str whose columns are numbers) of a CSV file, or of its
-    first rows. Raises TpukitError for a file that is none."""
+def _open_csv(path):
+    """(names of the columns, rows as dicts of str) of a CSV file. Raises TpukitError for a file that is
+    none."""
     try:
-        import pandas
-    except ImportError as error:
-        raise TpukitError(f"{path}: reading it needs pandas: pip install pandas") from error
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            header = file.readline(MAX_HEADER)
-        if len(header) == MAX_HEADER:
-            raise ValueError(f"line 1 has a field larger than any name, or over {MAX_HEADER} characters")
-        delimiter = max(",;\t", key=header.count)
-        # Without a header of its own, pandas refuses a row with more fields than the first has.
-        table = pandas.read_csv(
-            path, sep=delimiter, header=None, nrows=rows, dtype=str, na_filter=False, encoding="utf-8-sig"
-        )
-    except ValueError as error:  # pandas' errors and those of the encoding are ValueErrors
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            delimiter = max(",;\t", key=file.readline().count)
+            file.seek(0)
+            reader = csv.DictReader(file, delimiter=delimiter, restval="")
+            return reader.fieldnames or [], list(reader)
+    except (csv.Error, UnicodeDecodeError) as error:
         raise TpukitError(
             f"{path} is not a CSV file in UTF-8 ({first_line(error)}): save it as one"
         ) from error
-    table = table.fillna("").apply(lambda column: column.str.strip())
-    return table.iloc[0].tolist(), table.iloc[1:]
 
 
-def _column(names, wanted, known):
-    """The column of that name, or the first with a known one; None if there is none."""
-    if wanted:
-        return wanted if wanted in names else None
+def _column(names, known):
+    """The first column with a known name, or None."""
     plain = {name.strip().lower(): name for name in reversed(names)}
     return next((plain[name] for name in known if name in plain), None)
 
 
-def _read_csv(path, path_column, label_column, images_dir):
+def _read_csv(path, images_dir):
     """The samples of a CSV file. Its paths are relative to images_dir, or else to its own folder, and may not
     leave it."""
     base = Path(images_dir or path.parent).resolve()
-    names, table = _open_csv(path)
-    path_column = _column(names, path_column, PATH_COLUMNS)
-    label_column = _column(names, label_column, LABEL_COLUMNS)
+    names, rows = _open_csv(path)
+    path_column, label_column, split_column = (
+        _column(names, known) for known in (PATH_COLUMNS, LABEL_COLUMNS, SPLIT_COLUMNS)
+    )
     if path_column is None or label_column is None:
         raise TpukitError(
-            f"{path} has the columns {', '.join(names)}: name those of paths and labels as path_column and"
-            " label_column"
+            f"{path} has the columns {', '.join(names)}: rename those of paths and labels to path and label"
         )
-    if table.empty:
+    if not rows:
         raise TpukitError(f"{path} lists no images")
-    split_column = _column(names, None, SPLIT_COLUMNS)
     samples = []
-    for number, fields in enumerate(table.itertuples(index=False), 2):
-        row, where = dict(zip(names, fields)), f"{path}, row {number}"
-        name, label = row[path_column], row[label_column]
+    for number, row in enumerate(rows, 2):
+        where = f"{path}, row {number}"
+        if None in row:
+            raise TpukitError(f"{where}: it has more fields than the {len(names)} columns of row 1")
+        name, label = row[path_column].strip(), row[label_column].strip()
         if not name or not label:
             raise TpukitError(f"{where}: the {'label' if name else 'path'} is empty")
-        split = SPLITS.get(row.get(split_column, "").lower()) or SPLITS.get(path.stem.lower())
+        split = SPLITS.get(row.get(split_column, "").strip().lower()) or SPLITS.get(path.stem.lower())
         samples.append(Sample(name, label, split, _inside(base, name, where)))
     return samples
 
@@ -267,18 +245,26 @@ def _inside(base, name, where):
 # Hugging Face datasets on disk: parquet files, or the arrow files of `save_to_disk`
 
 
-def _read_tables(folder, tables, label_column):
+def _find_tables(folder):
+    """Its tables, sorted, without those that the Hugging Face library caches of the same samples."""
+    found = [*folder.rglob("*.parquet"), *folder.rglob("*.arrow")]
+    return sorted(path for path in found if not path.name.startswith("cache-"))
+
+
+def _read_tables(folder, tables):
     """(samples, order of the classes or None). Reads the labels alone."""
     samples, order = [], None
     for path in tables:
         schema = _read_column(path)
         names, features = schema.names, _features(schema)
         of_kind = {features.get(name, {}).get("_type"): name for name in reversed(names)}
-        image = of_kind.get("Image") or _column(names, None, PATH_COLUMNS)
-        label = label_column if label_column in names else of_kind.get("ClassLabel")
-        label = label or _column(names, label_column, LABEL_COLUMNS)
+        image = of_kind.get("Image") or _column(names, PATH_COLUMNS)
+        label = of_kind.get("ClassLabel") or _column(names, LABEL_COLUMNS)
         if image is None or label is None:
-            raise TpukitError(f"{path} has the columns {', '.join(names)}: name the labels' as label_column")
+            raise TpukitError(
+                f"{path} has the columns {', '.join(names)}: rename those of images and labels to image and"
+                " label"
+            )
         order = _class_names(path, features.get(label, {})) or order
         where = path.relative_to(folder)
         for row, value in enumerate(_read_column(path, label).to_pylist()):
@@ -335,22 +321,21 @@ def _read_column(path, column=None):
         if path.suffix == ".parquet":
             file = pyarrow.parquet.ParquetFile(path)
             return file.read([column]).column(column) if column else file.schema_arrow
-        source = pyarrow.memory_map(str(path))  # of which nothing is read before it is used
-        try:
-            table = pyarrow.ipc.open_stream(source).read_all()
-        except pyarrow.ArrowInvalid:
-            table = pyarrow.ipc.open_file(source).read_all()
+        table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()  # nothing is copied
         return table.column(column) if column else table.schema
     except (pyarrow.ArrowException, OSError) as error:
         raise TpukitError(f"{path} is damaged ({first_line(error)}); copy or download it again") from error
 
 
 _image_column = functools.lru_cache(maxsize=4)(_read_column)  # emptied once the images are decoded
+_reading = threading.Lock()  # or every thread would read a column of its own, of gigabytes
 
 
 def _open_row(sample):
     """The bytes of an image in a table, as a file."""
-    value = _image_column(sample.path, sample.column)[sample.row].as_py()
+    with _reading:
+        column = _image_column(sample.path, sample.column)
+    value = column[sample.row].as_py()
     content = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(content, bytes):
         raise TpukitError("the table holds no image but a path: save the dataset with its images embedded")

@@ -3,19 +3,15 @@ are."""
 
 import difflib
 import functools
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tpukit.host import downloads, environment, files
+from tpukit.host import downloads, files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.runs import weights
 
 if TYPE_CHECKING:
     from torch.nn import Module
-
-WEIGHT_ENDINGS = (".safetensors", ".pth", ".pt", ".bin")
-KAGGLE_DEPTH = 6  # folders between /kaggle/input and a file of weights
 
 
 class Network(NamedTuple):
@@ -138,18 +134,16 @@ def _heads(model):
     return [name for name, module in model.named_modules() if isinstance(module, kinds)][-1:]
 
 
-def find_pretrained(
-    network: Network, wanted: str, dataset_dir: Path | None = None
-) -> tuple[Path | None, str]:
+def find_pretrained(network: Network, wanted: str) -> tuple[Path | None, str]:
     """(file of pretrained weights or None, a sentence for the log).
 
-    wanted: auto, yes, no, or a file. Looked for in the library's cache, in Kaggle's inputs (not in
-    dataset_dir), then on the internet. Raises TpukitError if `yes` finds none."""
+    wanted: auto, yes, no, or a file. Looked for in the library's cache, then on the internet. Raises
+    TpukitError if `yes` finds none."""
     if wanted == "no":
         return None, f"{network.name}: random weights, as pretrained='no' asks for"
     path, why_not = wanted, "none are published"
     if wanted in ("auto", "yes"):
-        path = _in_cache(network) or _in_kaggle_inputs(network, dataset_dir)
+        path = _in_cache(network)
         if path is None and network.published:
             try:
                 path = _download(network)
@@ -160,18 +154,19 @@ def find_pretrained(
         return Path(path), note
     if wanted == "yes":
         raise TpukitError(
-            f"no pretrained weights of {network.name} ({why_not}): switch the internet on, attach them as a"
-            " Kaggle input, or give a file as pretrained=PATH"
+            f"no pretrained weights of {network.name} ({why_not}): switch the internet on, or give a file as"
+            " pretrained=PATH"
         )
     return None, f"{network.name}: random weights, because no pretrained ones are here ({why_not})"
 
 
 def _in_cache(network):
-    if not network.published:
-        return None
+    """The file of the pretrained weights that an earlier download left in the library's cache, or None."""
     if "://" in network.published:
         path = _torch_hub_file(network)
         return path if path.is_file() else None
+    if not network.published:
+        return None
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(network.published, "model.safetensors")
@@ -182,27 +177,6 @@ def _torch_hub_file(network):
     import torch
 
     return Path(torch.hub.get_dir()) / "checkpoints" / network.published.rpartition("/")[2]
-
-
-def _in_kaggle_inputs(network, dataset_dir):
-    """A file of weights that bears the network's name, itself or in one of the folders above it; None on
-    other hosts."""
-    env = environment.detect()
-    if env.host != "kaggle" or env.inputs is None:
-        return None
-    names = {_plain(network.name), _plain(network.name.partition(".")[0])}
-    for folder, inner, file_names in os.walk(env.inputs):
-        parts = Path(folder).relative_to(env.inputs).parts
-        is_dataset = dataset_dir is not None and Path(folder).resolve() == Path(dataset_dir).resolve()
-        inner[:] = [] if is_dataset or len(parts) >= KAGGLE_DEPTH else sorted(inner)
-        for name in sorted(file_names):
-            if name.endswith(WEIGHT_ENDINGS) and names & {*map(_plain, parts), _plain(Path(name).stem)}:
-                return Path(folder, name)
-    return None
-
-
-def _plain(name):
-    return name.lower().replace("-", "_")
 
 
 def _download(network):
