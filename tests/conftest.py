@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -100,15 +101,25 @@ def shapes(tmp_path_factory):
     return make_synthetic("my-images", tmp_path_factory.mktemp("data") / "shapes", size=72)
 
 
-@pytest.fixture
-def trained(digits, tmp_path, cpu):
-    """(task, run) of MNIST after two epochs of 12 steps."""
+@pytest.fixture(scope="session")
+def _trained(digits, tmp_path_factory):
     from tpukit import MNIST, Run, train
+    from tpukit.devices.runtime import Runtime
 
     task = MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=3)
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
-    return task, run
+    run = Run.open(tmp_path_factory.mktemp("trained") / "run", task)
+    train(task, run, runtime=Runtime("cpu"), progress=False)
+    return task, run.path
+
+
+@pytest.fixture
+def trained(_trained, tmp_path):
+    """(task, run) of MNIST after two epochs of 12 steps; each test gets a copy."""
+    from tpukit import Run
+
+    task, path = _trained
+    shutil.copytree(path, tmp_path / "run")
+    return task, Run.find(tmp_path / "run")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from tests.tools.measure.samples import measurement
 from tpukit import cli
-from tpukit.tools.measure import Measurement
+from tpukit.tools.measure import PRICES, Measurement
 
 
 @pytest.fixture
@@ -17,12 +17,10 @@ def on_cpu(monkeypatch):
 @pytest.mark.slow
 def test_the_command_measures_merges_and_chooses(digits, tmp_path, monkeypatch, capsys, on_cpu):
     monkeypatch.chdir(tmp_path)
-    command = f"compare mnist --dataset-dir {digits} --channels 4 --batch-sizes 8 --steps 2".split()
-    assert cli.main(command) == 0
+    command = f"compare mnist --dataset-dir {digits} --channels 4 --batch-sizes 8 --steps 2"
+    assert cli.main(command.split()) == 0
     assert "mnist on CPU, fp32: measured" in capsys.readouterr().out
-    assert cli.main(["compare", "--prices-out", "mine.csv"]) == 0
-    mine = Path("mine.csv")
-    mine.write_text(mine.read_text() + "CPU,local,0.1,,,,2026-11,my own\n")
+    Path("mine.csv").write_text(PRICES.read_text() + "CPU,local,0.1,,,,2026-11,my own\n")
     options = "--epochs 7 --prices mine.csv".split()
     capsys.readouterr()
     assert cli.main(["compare", "outputs/comparison/mnist-cpu.json", *options]) == 0
@@ -45,8 +43,6 @@ def test_the_command_measures_merges_and_chooses(digits, tmp_path, monkeypatch, 
         (["--budget-usd", "10"], "the column cost"),
         (["--plan", "v5e-8"], "tpukit plan TASK"),
         (["--prices", "none.csv"], "none.csv"),
-        (["--prices-out", "pyproject.toml/mine.csv"], "pyproject.toml"),
-        (["--prices-out", "pyproject.toml"], "pyproject.toml already exists"),
         (["mnist", "--dataset-dir", "none", "--out", "pyproject.toml/a.json"], "pyproject.toml"),
     ],
 )

@@ -12,21 +12,29 @@ EVIL = (
     "[x](javascript:alert(1))![x](https://a.example/b.png)|a|b|\n|-|-|\n[/b][link=https://a.example]$\\href{javascript:x}{y}$"
     "</li></ul></td></table></style><script>\x1b[2J\x1b]0;x\x07\x9b\u202e\ud800&lt;script&gt;\\"
 )
+SPEED = dict(seconds=2.0, images_per_s=8.0, wait_s=0.5, memory=[], counters={})
+
+
+def evaluated(step, epoch, scores, **more):
+    """The record of an evaluation."""
+    about = dict(kind="evaluation", step=step, epoch=epoch, speed=dict(seconds=1.0))
+    return about | dict(scores=scores) | more
+
+
+def write_run(folder, records, **config):
+    """A run of these records."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(dict(task="mnist", settings={}) | config))
+    lines = [json.dumps(dict(record, time=0.0)) + "\n" for record in records]
+    (folder / "records.jsonl").write_text("".join(lines))
+    return Run(folder)
 
 
 def strange_run(folder, word):
     """A run whose files hold a word wherever they can."""
-    counters = dict.fromkeys(
-        ("compilations", "compile_s", "executions", "execute_s", "to_device_s", "from_device_s"), 1
-    )
-    speed = dict(
-        seconds=2.0,
-        images_per_s=8.0,
-        wait_s=0.5,
-        memory=[[2**30, 2**34]],
-        counters={**counters, "fallbacks": {word: 3}},
-    )
+    speed = SPEED | dict(memory=[[2**30, 2**34]], counters=dict(compilations=1, fallbacks={word: 3}))
     compiled = dict(kind="compile", programs=1, seconds=9.0, why=[word], refused=False)
+    scores = {word: 0.5, "iou": 0.25, "beside": {word: {word: 0.5, "iou": word}}}
     records = [
         dict(kind="start", step=0, device=word, accelerator=word, batch_size=4, torch_compile=word),
         dict(compiled, step=1, what="step"),
@@ -36,51 +44,22 @@ def strange_run(folder, word):
         dict(kind="train", step=4, epoch=0, loss=1.0, grad_norm=1.0, speed=speed),
         dict(kind="train", step=8, epoch=0, loss=0.5, grad_norm=1.0, speed=speed),
         dict(kind=word, step=8, note=word),
-        dict(
-            kind="evaluation",
-            step=8,
-            epoch=1,
-            scores={word: 0.5, "iou": 0.25, "beside": {word: {word: 0.5, "iou": word}}},
-            speed=dict(seconds=1.0),
-        ),
+        evaluated(8, 1, scores),
     ]
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(dict(task=word, settings={word: word})))
-    (folder / "records.jsonl").write_text(
-        "".join(json.dumps(dict(record, time=0.0)) + "\n" for record in records)
-    )
-    (folder / "progress.json").write_text(
-        json.dumps(dict(step=4, total=9, unit=word, name=word, epoch=word, loss=word))
-    )
+    run = write_run(folder, records, task=word, settings={word: word})
+    progress = dict(step=4, total=9, unit=word, name=word, epoch=word, loss=word)
+    (folder / "progress.json").write_text(json.dumps(progress))
     (folder / "checkpoints/checkpoints.json").write_text(json.dumps([dict(file=word, step=8, sha256=word)]))
-    return Run.find(folder)
+    return run
 
 
 def strange_measurement(path, word):
     """A file of `tpukit compare` that holds a word wherever it can."""
-    times = dict(first_step_s=2.0, start_s=3.0, step_ms=9.0, step_ms_low=8.0, step_ms_high=10.0, wait_ms=1.0)
-    row = dict(times, batch_size=8, fits=True, timed_steps=20, compiled_late=0, memory_bytes=2**30)
-    kept = dict(
-        format="tpukit comparison 1",
-        tpukit=word,
-        date=word,
-        hardware=word,
-        chips=1,
-        accelerator="cuda",
-        place=word,
-        device=word,
-    )
-    kept |= dict(
-        cores=1,
-        precision=word,
-        python=word,
-        versions={word: word},
-        task=word,
-        recipe={word: word},
-    )
-    kept |= dict(
-        samples=80,
-        rows=[row, dict(row, batch_size=16), dict(batch_size=32, fits=False, why=word)],
-    )
-    path.write_text(json.dumps(kept))
+    row = dict(batch_size=8, fits=True, timed_steps=20, compiled_late=0, memory_bytes=2**30)
+    row |= dict(first_step_s=2.0, start_s=3.0, step_ms=9.0, step_ms_low=8.0, step_ms_high=10.0, wait_ms=1.0)
+    words = ("tpukit", "date", "hardware", "place", "device", "precision", "python", "task")
+    kept = dict.fromkeys(words, word) | dict(versions={word: word}, recipe={word: word})
+    kept |= dict(format="tpukit comparison 1", accelerator="cuda", chips=1, cores=1)
+    rows = [row, dict(row, batch_size=16), dict(batch_size=32, fits=False, why=word)]
+    path.write_text(json.dumps(kept | dict(samples=80, rows=rows)))
     return path

@@ -1,12 +1,15 @@
-"""Showing a run in a notebook or a shell: what is shown, where it is saved, what is predicted for it."""
+"""Showing a task or a run in a notebook or a shell: what is shown, where it is saved, what is predicted."""
+
+import time
 
 import numpy as np
 import pytest
 
 from tests.conftest import refuses
-from tests.reporting.hostile import strange_run
-from tpukit import MNIST, MSHNet, Run
-from tpukit.reporting import display, figures
+from tests.reporting.hostile import evaluated, strange_run, write_run
+from tpukit import MNIST, MSHNet, Run, cli
+from tpukit.reporting import display, findings, own
+from tpukit.training.prediction import predict_test_images
 
 
 @pytest.fixture
@@ -18,7 +21,7 @@ def shown(monkeypatch):
     return things
 
 
-def test_a_run_is_shown_by_its_last_scores_and_its_curves(trained, shown):
+def test_a_run_is_shown_by_its_last_scores_and_its_curves_also_with_a_damaged_config(trained, shown):
     _, run = trained
     display.show(str(run.path))
     table, curves = shown
@@ -26,57 +29,51 @@ def test_a_run_is_shown_by_its_last_scores_and_its_curves(trained, shown):
     assert "epoch 2" in table.title and ("accuracy", f"{last['accuracy']:.4f}") in table.rows
     assert curves.data.startswith(b"\x89PNG")
     assert (run.path / "pictures/curves.png").read_bytes() == curves.data
+    (run.path / "config.json").write_text("[")
+    display.show(run)
+    assert len(shown) == 4 and shown[-1].data.startswith(b"\x89PNG")
 
 
 def test_the_scores_of_the_kept_weights_stand_below_the_last_ones_where_an_earlier_epoch_was_better(
     tmp_path, shown
 ):
-    run = Run.open(tmp_path / "run", MNIST())
-    for epoch, accuracy in enumerate((0.25, 0.75, 0.75, 0.5)):
-        about = dict(scores=dict(accuracy=accuracy), kept=epoch < 2, speed=dict(seconds=1.0))
-        run.log("evaluation", 2 * epoch + 2, epoch=epoch, **about)
-    display.show(run)
+    scores = enumerate((0.25, 0.75, 0.75, 0.5))
+    records = [evaluated(2 * n + 2, n, dict(accuracy=score), kept=n < 2) for n, score in scores]
+    display.show(write_run(tmp_path / "run", records))
     for table, epoch, score in zip(shown, ("epoch 4", "epoch 2"), ("0.5000", "0.7500")):
         assert epoch in table.title and table.rows == [("accuracy", score)]
 
 
-def test_a_run_with_an_roc_shows_it_too_and_one_without_a_record_says_so(tmp_path, shown):
-    run = Run.open(tmp_path / "run", MNIST())
+def test_a_run_shows_its_roc_and_old_names_of_scores_and_one_without_a_record_says_so(tmp_path, shown):
+    run = Run.open(tmp_path / "run", MSHNet())
     display.show(run)
     assert shown == [["This run has not started yet."]] and not (run.path / "pictures").exists()
     roc = dict(tpr=[1.0, 0.5], fpr=[1.0, 0.1], precision=[0.1, 0.9])
-    run.log("evaluation", 2, epoch=0, scores=dict(accuracy=0.5, roc=roc), speed=dict(seconds=1.0))
+    scores = dict(pixel_accuracy=0.9, roc=roc)  # what pixel_recall was called
+    run.log("evaluation", 2, epoch=0, scores=scores, speed=dict(seconds=1.0))
     display.show(run)
-    pictures = sorted(path.name for path in (run.path / "pictures").iterdir())
-    assert len(shown) == 4 and pictures == ["curves.png", "roc.png"]
+    assert shown[1].rows == [("pixel_accuracy", "0.9000")] and shown[2].data.startswith(b"\x89PNG")
+    assert [path.name for path in (run.path / "pictures").iterdir()] == ["roc.png"]
 
 
-def test_in_a_shell_a_picture_is_named_and_where_it_cannot_be_saved_the_rest_is_shown(tmp_path, capsys):
+def test_a_shell_gets_the_names_of_the_pictures_and_a_report_has_words_then_numbers_then_a_picture(
+    tmp_path, capsys
+):
     run = strange_run(tmp_path / "run", "word")
-    display.show(run)
-    assert str(run.path / "pictures/curves.png") in capsys.readouterr().out
-    for file in (run.path / "pictures").iterdir():
-        file.unlink()
-    (run.path / "pictures").rmdir()
-    (run.path / "pictures").write_text("no folder")
-    display.show(run)
+    assert cli.main(["show", str(run.path)]) == cli.main(["report", str(run.path)]) == 0
     output = capsys.readouterr().out
-    assert "not saved" in output and "iou" in output
+    parts = ("pictures/curves.png", "It ran on word", "Where a step's time went", "pictures/report.png")
+    order = [output.index(part) for part in parts]
+    assert order == sorted(order)
+    assert (run.path / "pictures/report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_of_an_earlier_version_is_shown_with_a_score_that_has_another_name_today(tmp_path, shown):
-    run = Run.open(tmp_path, MSHNet())
-    scores = dict(iou=0.5, pixel_accuracy=0.9)
-    run.log("evaluation", 4, epoch=0, scores=scores, kept=True, speed=dict(seconds=1.0))
-    display.show(run)
-    assert ("pixel_accuracy", "0.9000") in shown[0].rows and shown[1].data.startswith(b"\x89PNG")
-
-
-def test_a_run_with_a_damaged_config_still_shows_its_curves(trained, shown):
-    _, run = trained
-    (run.path / "config.json").write_text("[")
-    display.show(run)
-    assert shown[-1].data.startswith(b"\x89PNG")
+def test_settings_at_their_defaults_are_folded_and_those_that_differ_are_seen(shown):
+    display.show_task(MSHNet(dataset_dir="here", epochs=3, clip_norm=None, skip_bad=True))
+    (table,) = shown
+    assert dict(table.rows) == dict(dataset_dir="here", epochs="3", skip_bad="True")
+    assert ("lr", "0.05") in table.folded and ("clip_norm", "") in table.folded
+    assert table.summary == f"{len(table.folded)} settings at their defaults"
 
 
 def test_test_images_are_predicted_by_the_best_weights_evenly_over_the_set(trained):
@@ -85,9 +82,8 @@ def test_test_images_are_predicted_by_the_best_weights_evenly_over_the_set(train
     from tpukit.runs import weights
 
     task, run = trained
-    batch, predicted = display.predict_test_images(run, task, 20)
-    indices = np.linspace(0, 39, 20).astype(int)
-    whole = task.test_set().batch(indices)
+    batch, predicted = predict_test_images(run, task, 20)
+    whole = task.test_set().batch(np.linspace(0, 39, 20).astype(int))
     np.testing.assert_array_equal(batch["image"], whole["image"])
     assert batch["valid"].all() and len(batch["valid"]) == 20
     model = task.model().eval()
@@ -98,12 +94,39 @@ def test_test_images_are_predicted_by_the_best_weights_evenly_over_the_set(train
 
 
 def test_a_run_without_best_weights_predicts_nothing(tmp_path):
-    with refuses(tmp_path, "no best weights"):
-        display.predict_test_images(Run(tmp_path), MNIST(), 4)
+    for predict in (display.show_predictions, own.show_own):
+        with refuses(tmp_path, "no best weights"):
+            predict(Run(tmp_path), MNIST())
 
 
-def test_a_figure_becomes_an_image_and_no_figure_nothing(shown):
-    display.present_figure(None)
-    assert not shown
-    display.present_figure(figures.panels_figure([[("one", np.eye(4))]], "one"))
-    assert len(shown) == 1 and shown[0].data.startswith(b"\x89PNG")
+# A run that another process trains
+
+
+def test_following_shows_each_new_whole_line_once_and_ends_with_the_run(trained, monkeypatch, capsys):
+    _, run = trained
+    log, pauses = run.path / "log.txt", []
+    lines = log.read_text().splitlines(keepends=True)
+    log.unlink()
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        log.write_text("".join(lines) if len(pauses) > 1 else lines[0] + lines[1][:5] + "\x1b[2J")
+
+    last = run.read_progress()
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(Run, "read_progress", lambda _: dict(last, step=(0, 12, 24)[min(len(pauses), 2)]))
+    assert cli.main(["report", str(run.path), "--follow"]) == 0
+    shown = capsys.readouterr().out
+    assert pauses == [display.UPDATE_S] * 2 and len(lines) > 3
+    assert all(shown.count(line) == 1 for line in lines) and "\x1b" not in shown
+    assert all(f"step {step} of 24" in shown for step in (0, 12, 24))
+    assert str(findings.accelerator_tables(run.records())[0]) in shown  # the report comes last
+
+
+def test_a_launch_may_remove_the_progress_while_it_is_read(trained, monkeypatch, capsys):
+    _, run = trained
+    (run.path / "progress.json").unlink()
+    monkeypatch.setattr(time, "sleep", lambda seconds: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        display.follow(run)
+    assert "The training starts" in capsys.readouterr().out

@@ -16,25 +16,17 @@ from PIL import Image
 
 from tests.conftest import refuses
 from tests.tasks.cdeit.small import task_of
-from tests.tasks.mshnet.small import Narrow
 from tpukit import Run
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
-from tpukit.reporting import display, own
+from tpukit.reporting import own
 from tpukit.training import prediction
-from tpukit.training.prediction import list_files
 
 
-def predict_files(run, task, paths):
-    """(batch, predictions, names) of files, one after the other; raises the first error as a TpukitError."""
-    best, files = run.best(), prediction.list_files(paths)
-    samples = list(prediction.predict_files(task, best, files, Runtime("cpu"), batch_size=3))
-    for sample in samples:
-        if sample.error:
-            raise TpukitError(sample.error)
-    batch = {name: np.concatenate([sample.batch[name] for sample in samples]) for name in samples[0].batch}
-    predictions = np.concatenate([sample.prediction for sample in samples])
-    return batch, predictions, [sample.name for sample in samples]
+def predict_one(run, task, path):
+    """(batch, prediction, name) of a file."""
+    [sample] = prediction.predict_own(run, task, path, limit=1)
+    return sample.batch, sample.prediction, sample.name
 
 
 @pytest.fixture
@@ -45,34 +37,6 @@ def pictures(tmp_path):
         pixels = np.random.default_rng(0).integers(0, 255, size[::-1]).astype(np.uint8)
         Image.fromarray(pixels).save(folder / name)
     return folder
-
-
-def test_own_images_are_predicted_as_the_same_images_in_the_test_set_are(trained, tmp_path):
-    import torch
-
-    from tpukit.runs import weights
-
-    task, run = trained
-    data = task.test_set()
-    batch = data.batch(np.arange(4))
-    for number, image in enumerate(batch["image"]):
-        Image.fromarray(image[0]).save(tmp_path / f"{number}.png")
-    found, predictions, names = predict_files(run, task, [tmp_path / f"{number}.png" for number in range(4)])
-    assert names == [f"{number}.png" for number in range(4)]
-    np.testing.assert_array_equal(found["image"], batch["image"])
-    model = task.model().eval()
-    weights.load(model, run.best())
-    expected = model(torch.as_tensor(batch["image"]).float() / 255).argmax(1)
-    np.testing.assert_array_equal(predictions, expected.numpy())
-
-
-def test_what_is_predicted_is_saved_in_the_runs_folder(trained, pictures):
-    task, run = trained
-    own.show_own(run, task, pictures)
-    saved = json.loads((run.path / "own/predictions.json").read_text())
-    assert [entry["name"] for entry in saved] == ["a.png", "b.jpg"]
-    assert all(entry["digit"] in range(10) for entry in saved)
-    assert (run.path / "own/predictions.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_files_that_are_missing_too_many_or_no_images_are_refused_by_name(trained, pictures, tmp_path):
@@ -88,22 +52,21 @@ def test_files_that_are_missing_too_many_or_no_images_are_refused_by_name(traine
     assert not (run.path / "own").exists()
 
 
-@pytest.mark.parametrize("new", [True, False], ids=["ipywidgets 8", "ipywidgets 7"])
-def test_an_upload_is_written_under_its_own_name_in_the_folder_and_nowhere_else(new, tmp_path):
-    content, name = memoryview(b"data"), "../../evil\x1b.png"
-    value = ({"name": name, "content": content},) if new else {name: {"content": content}}
-    [path] = own.save_uploads(value, tmp_path / "own")
-    assert path.parent == tmp_path / "own" and path.read_bytes() == b"data" and "\x1b" not in path.name
-    assert [entry.name for entry in tmp_path.iterdir()] == ["own"]
-
-
-def test_the_zip_holds_weights_settings_records_and_pictures_and_no_checkpoint(trained, pictures):
+def test_own_images_are_predicted_saved_and_packed_with_the_run_but_for_its_checkpoints(trained, pictures):
     task, run = trained
+    image = task.test_set().batch([3])["image"][0, 0]
+    Image.fromarray(image).save(pictures / "a.png")
     own.show_own(run, task, pictures)
+    saved = json.loads((run.path / "own/predictions.json").read_text())
+    assert [entry["name"] for entry in saved] == ["a.png", "b.jpg"]
+    [a, b] = [entry["digit"] for entry in saved]
+    assert a == prediction.predict_test_images(run, task, 40)[1][3] and b in range(10)
+    assert (run.path / "own/predictions.png").read_bytes().startswith(b"\x89PNG")
     with zipfile.ZipFile(own.save_zip(run)) as archive:
         names = {name.removeprefix(f"{run.path.name}/") for name in archive.namelist()}
         assert archive.testzip() is None
     assert {"best.safetensors", "config.json", "records.jsonl", "own/predictions.json"} <= names
+    assert {"own/predictions.png", "own/predictions.csv"} <= names
     assert not [name for name in names if name.startswith("checkpoints")]
 
 
@@ -118,6 +81,8 @@ def test_the_zip_replaces_one_of_the_same_run_and_no_other_file(trained, tmp_pat
         with refuses(tmp_path / "run.zip"):
             own.save_zip(Run(run.path))
         assert (tmp_path / "run.zip").read_bytes() == content
+    with refuses(tmp_path / "empty", "nothing to pack"):
+        own.save_zip(Run(tmp_path / "empty"))
 
 
 def test_files_whose_names_differ_in_the_ending_alone_get_a_mask_and_a_picture_each(
@@ -129,39 +94,27 @@ def test_files_whose_names_differ_in_the_ending_alone_get_a_mask_and_a_picture_e
     files = [tmp_path / name for name in ("night", "night.png", "Night.PNG")]
     task = dataclasses.replace(task, weights=run.best())
     samples = prediction.predict_files(task, run.best(), files, Runtime("cpu"))
-    own.save_predictions(task, samples, tmp_path / "out")
-    listed = json.loads((tmp_path / "out/predictions.json").read_text())
+    own.save_predictions(task, samples, run.path / "own")
+    listed = json.loads((run.path / "own/predictions.json").read_text())
     for kind in ("mask", "picture"):
         assert len({entry[kind].lower() for entry in listed}) == 3
     for entry in listed:
-        assert Image.open(tmp_path / "out" / entry["mask"]).size == (entry["width"], entry["height"])
-        assert (tmp_path / "out" / entry["picture"]).is_file()
-
-
-def test_a_run_without_anything_to_pack_says_so(tmp_path):
-    from tpukit.runs.run import Run
-
-    with pytest.raises(TpukitError, match=str(tmp_path)):
-        own.save_zip(Run(tmp_path / "empty"))
-    assert not list(tmp_path.iterdir())
-
-
-def test_hidden_files_of_a_folder_are_left_out_and_two_of_one_name_are_refused(pictures, tmp_path):
-    (pictures / ".DS_Store").write_bytes(b"\0")
-    assert [path.name for path in list_files(str(pictures))] == ["a.png", "b.jpg"]
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "a.png").write_bytes(b"")
-    with refuses("2 files", "a.png"):
-        list_files([pictures, other])
-
-
-def test_files_are_asked_for_after_the_weights_are_known_to_be_there(pictures, tmp_path):
-    with refuses("no best weights"):
-        predict_files(Run(tmp_path), Narrow(), pictures / "a.png")
+        assert Image.open(run.path / "own" / entry["mask"]).size == (entry["width"], entry["height"])
+        assert (run.path / "own" / entry["picture"]).is_file()
+    with zipfile.ZipFile(own.save_zip(run)) as archive:
+        assert {f"run/own/{entry['mask']}" for entry in listed} <= set(archive.namelist())
 
 
 # On an open page
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["ipywidgets 8", "ipywidgets 7"])
+def test_an_upload_is_written_under_its_own_name_in_the_folder_and_nowhere_else(new, tmp_path):
+    content, name = memoryview(b"data"), "../../evil\x1b.png"
+    value = ({"name": name, "content": content},) if new else {name: {"content": content}}
+    [path] = own.save_uploads(value, tmp_path / "own")
+    assert path.parent == tmp_path / "own" and path.read_bytes() == b"data" and "\x1b" not in path.name
+    assert [entry.name for entry in tmp_path.iterdir()] == ["own"]
 
 
 def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_is_named_beside_the_button(
@@ -169,15 +122,15 @@ def test_an_upload_is_predicted_into_the_output_of_the_cell_and_a_bad_one_is_nam
 ):
     task, run = trained
     own.show_own(run, task)
-    (button, note), before = page.shown[0].children, len(page.shown)
+    box, picture = page.shown
+    button, note = box.children
     upload = dict(name="a.png", type="", size=1, last_modified=datetime.datetime(2025, 1, 1))
     upload["content"] = memoryview(b"no image")
     button.set_trait("value", (upload,))
     assert "upload-a.png" in note.value and not page.updates
     button.set_trait("value", (dict(upload, content=memoryview((pictures / "a.png").read_bytes())),))
-    assert "predicted" in note.value
-    assert len(page.updates) == 1 and page.updates[0].data.startswith(b"\x89PNG")
-    assert len(page.shown) == before and (run.path / "own/upload-a.png").exists()
+    assert note.value == "" and page.updates[0].data != picture.data
+    assert len(page.shown) == 2 and (run.path / "own/upload-a.png").exists()
 
 
 def test_the_link_to_the_zip_leads_there_from_the_notebooks_folder(trained, page, tmp_path, monkeypatch):
@@ -188,25 +141,6 @@ def test_the_link_to_the_zip_leads_there_from_the_notebooks_folder(trained, page
 
 
 # Of MSHNet
-
-
-def test_masks_are_saved_in_the_size_of_each_image_and_packed(infrared_run, bright, tmp_path):
-    task, run = infrared_run
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    mask = np.zeros((48, 96), np.uint8)
-    mask[12:24, 48:72] = 255
-    Image.fromarray(np.where(mask, 132, 124).astype(np.uint8)).save(mine / "a.png")
-    Image.fromarray(np.where(mask, 0, 255).astype(np.uint8)).convert("RGB").save(mine / "a.bmp")
-    Image.new("L", (20, 300), 200).save(mine / "b.PNG")
-    own.show_own(run, task, mine)
-    found = {path.name: np.asarray(Image.open(path)) for path in (run.path / "own/masks").iterdir()}
-    np.testing.assert_array_equal(found["a.png"], mask)
-    np.testing.assert_array_equal(found["a.bmp.png"], 255 - mask)
-    assert found["b.PNG"].shape == (300, 20) and (found["b.PNG"] == 255).all() and len(found) == 3
-    packed = {f"run/own/masks/{name}" for name in found} | {"run/own/predictions.json"}
-    with zipfile.ZipFile(own.save_zip(run)) as archive:
-        assert packed <= set(archive.namelist())
 
 
 def png_of(size):
@@ -264,11 +198,11 @@ def voltages_of(path):
 def test_a_file_of_the_test_set_is_predicted_as_the_test_set_is(data, tank_run, tank):
     task, run = tank_run
     task = dataclasses.replace(task, dataset_dir=tank / "test", data=data)  # in the units of that set
-    batch, predictions, names = predict_files(run, task, sorted((tank / "test").glob("*.npz"))[0])
-    tested, expected = display.predict_test_images(run, task, 1)
+    batch, predicted, name = predict_one(run, task, sorted((tank / "test").glob("*.npz"))[0])
+    tested, expected = prediction.predict_test_images(run, task, 1)
     np.testing.assert_array_equal(batch["voltages"], tested["voltages"])
-    np.testing.assert_array_equal(predictions, expected.numpy())
-    assert predictions.std() > 0.01 and names[0].endswith(".npz, 1")
+    np.testing.assert_array_equal(predicted, expected.numpy())
+    assert predicted.std() > 0.01 and name.endswith(".npz, 1")
 
 
 def test_voltages_are_read_from_every_kind_of_file(tank_run, tank, tmp_path):
@@ -283,14 +217,11 @@ def test_voltages_are_read_from_every_kind_of_file(tank_run, tank, tmp_path):
     (tmp_path / "e.txt").write_text("\n".join(" ".join(row) for row in rows))
     np.savetxt(tmp_path / "f.txt", volts[0])  # a column
     np.savetxt(tmp_path / "g.txt", volts[1].reshape(16, 13), delimiter="\t")
-    best = run.path / "best.safetensors"
-    batch, names = task.read_files([tmp_path / n for n in ("a.npz", "b.npy", "c.csv", "d.csv")], best)
-    more, more_names = task.read_files([tmp_path / n for n in ("e.txt", "f.txt", "g.txt")], best)
+    batch, names = task.read_files(sorted(tmp_path.glob("?.*")), run.best())
     expected = task.test_set().batch(np.arange(2))["voltages"]
-    np.testing.assert_allclose(batch["voltages"], np.concatenate([expected] * 4), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(more["voltages"], np.concatenate([expected, expected]), rtol=1e-5, atol=1e-5)
-    assert names[:2] == ["a.npz, 1", "a.npz, 2"] and more_names[2:] == ["f.txt, 1", "g.txt, 1"]
-    assert batch["key"].tolist() == list(range(8))
+    np.testing.assert_allclose(batch["voltages"], np.concatenate([expected] * 6), rtol=1e-5, atol=1e-5)
+    assert names[:2] == ["a.npz, 1", "a.npz, 2"] and names[-2:] == ["f.txt, 1", "g.txt, 1"]
+    assert batch["key"].tolist() == list(range(12))
 
 
 class Evil:
@@ -337,7 +268,7 @@ def test_what_are_no_voltages_is_refused_by_name_and_no_code_of_it_runs(
     monkeypatch.chdir(tmp_path)
     write(tmp_path / name, values)
     with refuses(tmp_path / name), np.errstate(over="ignore"):
-        predict_files(run, task, tmp_path / name)
+        predict_one(run, task, tmp_path / name)
     assert not (tmp_path / "executed").exists()
 
 
@@ -353,4 +284,4 @@ def test_weights_that_do_not_say_how_voltages_were_normalised_are_refused(tank_r
     task, run = tank_run
     run.save_best(task.model().state_dict())
     with refuses("best.safetensors"):
-        predict_files(run, task, sorted((tank / "test").glob("*.npz"))[0])
+        predict_one(run, task, sorted((tank / "test").glob("*.npz"))[0])

@@ -1,22 +1,20 @@
 """What moves in a notebook: the live chart, and the controls to look at a finished run."""
 
-import dataclasses
-import json
 import os
 import sys
 import threading
 import time
-import types
 
 import numpy as np
 import pytest
 
 from tests.conftest import ROOT, refuses
-from tests.reporting.hostile import EVIL, strange_run
+from tests.reporting.hostile import EVIL, SPEED, evaluated, strange_run, write_run
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run
 from tpukit.host import environment
 from tpukit.reporting import display, figures, widgets
+from tpukit.training import prediction
 
 
 @pytest.fixture
@@ -33,13 +31,6 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def touch(run):
-    """As a training that writes, later than whatever was there: a clock of files may tick slowly."""
-    path = run.path / "records.jsonl"
-    after = path.stat().st_mtime_ns + 10**9
-    os.utime(path, ns=(after, after))
-
-
 def test_where_no_page_is_open_nothing_is_shown_and_no_thread_started(run, monkeypatch, capsys):
     monkeypatch.setattr("IPython.display.display", pytest.fail)
     before = threading.active_count()
@@ -51,22 +42,18 @@ def test_where_no_page_is_open_nothing_is_shown_and_no_thread_started(run, monke
 def test_the_chart_is_there_at_once_is_redrawn_when_something_was_written_and_a_last_time_at_the_end(
     run, page
 ):
-    with widgets.live(run, every_s=0.01):
+    with pytest.raises(KeyboardInterrupt), widgets.live(run, every_s=0.01):
         assert len(page.shown) == 1 and page.shown[0].data.startswith(b"\x89PNG")
         time.sleep(0.2)
         assert not page.updates  # nothing was written
-        touch(run)
+        records = run.path / "records.jsonl"
+        os.utime(records, ns=(records.stat().st_mtime_ns + 10**9,) * 2)  # as a training that writes
         wait_for(lambda: page.updates)
         assert page.threads[0] is not threading.main_thread()
         time.sleep(0.2)
         assert len(page.updates) == 1
-    assert len(page.shown) == 1 and len(page.updates) == 2 and page.threads[1] is threading.main_thread()
-
-
-def test_an_exception_of_the_training_passes_through_and_the_last_chart_is_drawn(run, page):
-    with pytest.raises(KeyboardInterrupt), widgets.live(run):
         raise KeyboardInterrupt
-    assert len(page.updates) == 1
+    assert len(page.shown) == 1 and len(page.updates) == 2 and page.threads[1] is threading.main_thread()
 
 
 def test_the_thread_draws_nothing_when_a_launch_deletes_the_progress_of_an_earlier_one_before_it_forks(
@@ -181,7 +168,7 @@ def drawn(monkeypatch):
     image = torch.zeros((2, 1, 32, 32), dtype=torch.uint8)
     batch = dict(image=image, mask=torch.as_tensor(label), valid=torch.ones(2, dtype=torch.bool))
     predicted = batch, torch.as_tensor(logits_of(probability), dtype=torch.float32)
-    monkeypatch.setattr(widgets, "predict_test_images", lambda *_: predicted)
+    monkeypatch.setattr(prediction, "predict_test_images", lambda *_: predicted)
     calls, draw = [], figures.threshold_figure
     monkeypatch.setattr(figures, "threshold_figure", lambda *given: calls.append(given) or draw(*given))
     return Narrow(), predicted, calls
@@ -199,13 +186,15 @@ def test_the_scores_at_a_threshold_are_those_of_the_pixels_above_it(drawn, tmp_p
     assert found[0.7] == [4 / 8, 0.5, 0.0]
     assert found[0.9] == [0.0, 0.0, 0.0]
     assert panels[0][0] == "IoU 1.00: 1 of 1 hit, 0 false"
+    with refuses("mnist"):  # it has no threshold
+        widgets.explore(Run(tmp_path), MNIST())
 
 
 def test_a_slider_that_is_moved_redraws_the_picture_in_place(drawn, page, tmp_path):
     task, _, calls = drawn
     widgets.explore(Run(tmp_path), task)
     box, _ = page.shown
-    threshold, image = box.children
+    threshold, image, _ = box.children
     threshold.value = 0.3
     assert calls[-1][2] == 0.3 and calls[-1][3][0][0] == "IoU 0.57: 1 of 1 hit, 1 false"
     image.value = 2
@@ -225,41 +214,14 @@ def test_without_a_page_or_without_ipywidgets_one_picture_is_shown(why, drawn, p
     assert len(page.shown) == 1 and page.shown[0].data.startswith(b"\x89PNG") and not page.updates
 
 
-def test_a_task_without_a_threshold_is_refused_before_anything_is_predicted(tmp_path):
-    with refuses("mnist"):
-        widgets.explore(Run(tmp_path), MNIST())
-
-
-def test_a_task_of_the_users_own_with_a_threshold_is_explored_by_all_its_scores(drawn, tmp_path):
-    task, _, calls = drawn
-
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Mine(type(task)):
-        name = "mine"
-        score_names = types.MappingProxyType({})
-
-    figure_of = figures.threshold_figure
-    widgets.explore(Run(tmp_path), Mine())
-    titles = [axis.get_title("left") for axis in figure_of(*calls[0]).axes]
-    assert {title.split(":")[0] for title in titles if title} == {"iou", "niou", "pixel_recall", "pd", "fa"}
-
-
 def curved(folder, name, *more, **scores):
     """A run of two epochs with these scores, and more records."""
     records = [dict(kind="start", step=0, device="cpu", batch_size=4, steps_per_epoch=2)]
-    for step in (2, 4):
-        evaluation = dict(kind="evaluation", step=step, epoch=step // 2 - 1, scores=scores)
-        records.append(evaluation | dict(speed=dict(seconds=1.0)))
-    path = folder / name
-    path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(dict(task="mnist", settings={})))
-    lines = [json.dumps(dict(record, time=0.0)) + "\n" for record in [*records, *more]]
-    (path / "records.jsonl").write_text("".join(lines))
-    return path
+    return write_run(folder / name, [*records, evaluated(2, 0, scores), evaluated(4, 1, scores), *more]).path
 
 
 def options(box):
-    runs, score = box.children
+    runs, score, _ = box.children
     return list(runs.options), list(runs.value), list(score.options), score.value
 
 
@@ -269,8 +231,7 @@ def test_runs_are_compared_by_the_curve_that_is_chosen(page, tmp_path, monkeypat
     curved(tmp_path, "a", accuracy=0.5)
     widgets.compare_runs(tmp_path)
     assert options(page.shown[-2]) == (["a"], ["a"], ["accuracy"], "accuracy")  # of a run without a loss
-    speed = dict(seconds=1.0, images_per_s=8.0, wait_s=0.0, memory=[], counters={})
-    curved(tmp_path, "b", dict(kind="train", step=4, loss=1.0, grad_norm=1.0, speed=speed), iou=0.25)
+    curved(tmp_path, "b", dict(kind="train", step=4, loss=1.0, grad_norm=1.0, speed=SPEED), iou=0.25)
     broken = curved(tmp_path, "c", iou=0.75)
     (broken / "records.jsonl").write_bytes((broken / "records.jsonl").read_bytes()[:-30])
     (broken / "config.json").write_text("{")

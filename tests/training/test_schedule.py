@@ -194,7 +194,7 @@ def test_the_learning_rate_is_drawn_where_it_changes_only(digits, tmp_path, cpu)
         assert all(record["lr"] > 0 for record in run.records("train"))
         found = findings.curves(run.records()).get("learning rate")
         assert (found is not None) == drawn
-    assert found == ([r["step"] for r in run.records("train")], [r["lr"] for r in run.records("train")])
+    assert found[1] == [r["lr"] for r in run.records("train")]
     assert found[1] == sorted(found[1], reverse=True)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Union
 import tyro
 
 from tpukit import __version__, leaves, tasks
-from tpukit.cli import compare, runs, tools
+from tpukit.cli import runs, tools
 from tpukit.cli.doctor import doctor
 from tpukit.cli.options import resolve_aliases
 from tpukit.tasks import TASKS
@@ -24,13 +24,11 @@ COMMANDS = {
     "report": runs.report,
     "export": tools.export,
     "plan": tools.plan,
-    "compare": compare.measure,
+    "compare": tools.measure,
     "migrate": tools.migrate,
     "simulate": tools.simulate,
 }
-WITH_TASK = [
-    name for name, command in COMMANDS.items() if next(iter(inspect.signature(command).parameters)) == "task"
-]
+WITH_TASK = ("train", "test", "plan", "compare")
 MERGE = "merge"  # the subcommand of `tpukit compare FILES`, which may be left out
 
 
@@ -59,7 +57,7 @@ def _subcommand(name: str) -> Any:
     for task, about in nested.items():  # imports the task, so not before it is needed
         about["constructor_factory"] = functools.partial(_with_task, command, task)
     if name == "compare":
-        nested[MERGE] = dict(constructor=compare.merge)
+        nested[MERGE] = dict(constructor=tools.merge)
     choices = tuple(Annotated[Any, tyro.conf.subcommand(word, **about)] for word, about in nested.items())
     one_of: Any = Union[choices]
     return Annotated[Any, tyro.conf.subcommand(name, constructor=one_of, description=command.__doc__)]
@@ -67,13 +65,13 @@ def _subcommand(name: str) -> Any:
 
 def _with_task(command: Callable, task_name: str) -> Callable:
     """The command as a function whose options are the settings of a task and the command's own."""
+    options = inspect.signature(command).parameters["options"].annotation
+    flat = tyro.conf.arg(name="")
 
     def with_settings(task, options):
         return command(task, options)
 
-    options = inspect.signature(command).parameters["options"].annotation
-    kinds = dict(task=tasks.find(task_name), options=options)
-    with_settings.__annotations__ = {
-        name: Annotated[kind, tyro.conf.arg(name="")] for name, kind in kinds.items()
-    }
+    with_settings.__annotations__ = dict(
+        task=Annotated[tasks.find(task_name), flat], options=Annotated[options, flat]
+    )
     return with_settings

@@ -2,18 +2,15 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import tpukit
-from tpukit.host.errors import TpukitError
+
+UNKNOWN = """This error is not a known one. `tpukit doctor` checks the machine.
+The page "Troubleshooting" of the docs in tpukit's repository lists the known errors."""
 
 
 def doctor(
-    as_json: bool = False,
-    model: str | None = None,
-    weights: Path | None = None,
-    hardware: bool = False,
-    error: str | None = None,
+    as_json: bool = False, model: str | None = None, hardware: bool = False, error: str | None = None
 ) -> int:
     """Check this machine: what is here, what is wrong, and how to fix it. Exit code 1 if something blocks
     training.
@@ -22,25 +19,23 @@ def doctor(
         as_json: print one JSON object, for machines.
         model: also compute this task's loss and gradients on the device, in fp32, bf16 and (GPUs) fp16, and
             how much the model's output changes.
-        weights: weights for that model; by default fresh ones.
         hardware: also run on the accelerator what tpukit assumes of it, each check in a process of its own;
             in minutes.
         error: check nothing; print how to fix this error message.
     """
     from tpukit import tasks
+    from tpukit.host import known_errors
     from tpukit.tools.doctor import blocked, examine, table, try_model
 
     if error is not None:
-        return _explain(error)
-    if weights and not model:
-        raise TpukitError(f"--weights {weights} needs --model, the task that they are of")
-    task = tasks.find(model) if model else None
+        known = known_errors.find(error)
+        print(known.fix if known else UNKNOWN)
+        return 0 if known else 1
+    task = tasks.find(model)() if model else None
     env = tpukit.detect()
     checks = examine(env)
     if task and not blocked(checks):
-        from tpukit.tasks.trained import find_trained
-
-        checks += try_model(find_trained(weights, model)[0] if weights else task(), env)
+        checks += try_model(task, env)
     if hardware and not blocked(checks):
         from tpukit.tools.doctor.hardware import check_hardware
 
@@ -52,14 +47,3 @@ def doctor(
     else:
         print(f"{env}\n\n{table(checks)}")
     return 1 if blocked(checks) else 0
-
-
-def _explain(message: str) -> int:
-    from tpukit.host.known_errors import find
-
-    if known := find(message):
-        print(known.fix)
-        return 0
-    print("This error is not a known one. `tpukit doctor` checks the machine.")
-    print('The page "Troubleshooting" of the docs in tpukit\'s repository lists the known errors.')
-    return 1

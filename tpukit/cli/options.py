@@ -6,7 +6,7 @@ import dataclasses
 import io
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -17,10 +17,14 @@ from tpukit.host.errors import TpukitError
 from tpukit.launching import HANG_TIMEOUT_S
 from tpukit.training.task import Task
 
-# Aliases of options, as published training scripts call them.
-ALIASES = {"--data-path": "--dataset-dir", "--global-batch-size": "--batch-size", "--model": "--model-name"}
-# Words of the release before this one: an option's new name, or a sentence on what takes a word's place.
-OLD_OPTIONS = {"--workload": "--task"}
+# Aliases of options, as published training scripts call them, or the release before this one.
+ALIASES = {
+    "--data-path": "--dataset-dir",
+    "--global-batch-size": "--batch-size",
+    "--model": "--model-name",
+    "--workload": "--task",
+}
+# Words of the release before this one, and what takes their place.
 REMOVED = {
     "rent": "rent a machine by `sky` itself, with the task files in docs/sky/: the page docs/RENTING.md",
     "--plan": "`tpukit plan TASK --chip v5e-8 --batch-sizes 32` asks the TPU's compiler, by itself",
@@ -51,6 +55,10 @@ class LaunchOptions(CoreOptions):
     hang_timeout_s: float = HANG_TIMEOUT_S
     """When no step completes for this many seconds, show every core's Python stack and stop."""
 
+    def of_launch(self) -> dict[str, Any]:
+        """The options of `tpukit.launch`."""
+        return dict(cores=self.cores, parallel=self.parallel, hang_timeout_s=self.hang_timeout_s)
+
 
 def resolve_aliases(argv: list[str]) -> list[str]:
     """The words of a command line with aliases replaced by the options' names; words after `--` stay as they
@@ -62,10 +70,9 @@ def resolve_aliases(argv: list[str]) -> list[str]:
     for word in own:
         name, equals, value = word.partition("=")
         option = name.replace("_", "-")
-        if option in OLD_OPTIONS:
-            to_stderr(f"{option} is called {OLD_OPTIONS[option]} now")
-        new = (ALIASES | OLD_OPTIONS).get(option)
-        words.append(f"{new}{equals}{value}" if new else word)
+        if option == "--workload":
+            to_stderr("--workload is called --task now")
+        words.append(f"{ALIASES[option]}{equals}{value}" if option in ALIASES else word)
     if words[:1] == ["watch"]:
         to_stderr("`tpukit watch` is `tpukit report --follow` now")
         words = ["report", *(word for word in words[1:] if word != "--once"), "--follow"]

@@ -1,14 +1,13 @@
 """`tpukit train`, `test`, `predict`, `show` and `report`: make, score, use and show a run."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 import tpukit
-from tpukit.cli.options import CoreOptions, LaunchOptions, RunFolder, with_dataset
+from tpukit.cli.options import LaunchOptions, RunFolder, with_dataset
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import Sentences, printable
@@ -27,7 +26,7 @@ def train(task: Task, options: LaunchOptions) -> None:
     path = options.run or env.outputs / task.name
     earlier = None if (path / "config.json").is_file() else tpukit.find_run(env, path.name)
     run = tpukit.Run.open(path, task, backup=options.backup, earlier=earlier)
-    scores = _launch(tpukit.train, task, run, options)
+    scores = tpukit.launch(tpukit.train, task, run, **options.of_launch())
     if scores and environment.rank() == 0:
         for table in last_and_kept_tables(run.records()):
             print(f"\n{table}")
@@ -51,19 +50,12 @@ def test(task: Task, options: LaunchOptions) -> None:
         task = _as_trained(task, config, task.weights)
     task = with_dataset(task, env)
     run = tpukit.Run.find(path, trained=False)
-    scores = _launch(tpukit.test, task, run, options)
+    scores = tpukit.launch(tpukit.test, task, run, **options.of_launch())
     if scores and environment.rank() == 0:
         print(f"\n{scores_table(scores)}")
         if task.load_predictions(run.path / "predictions"):
             tpukit.show_predictions(run, task, count=8)
             print(f"predictions: {run.path / 'predictions'}")
-
-
-def _launch(function: Callable, task: Task, run: "tpukit.Run", options: LaunchOptions) -> Any:
-    parallel, hang_timeout_s = options.parallel, options.hang_timeout_s
-    return tpukit.launch(
-        function, task, run, cores=options.cores, parallel=parallel, hang_timeout_s=hang_timeout_s
-    )
 
 
 def _as_trained(task: Task, config: dict, source: Path | str) -> Task:
@@ -74,11 +66,12 @@ def _as_trained(task: Task, config: dict, source: Path | str) -> Task:
     if config["task"] != task.name:
         raise TpukitError(f"{source} is of the task {config['task']}, not of {task.name}")
     trained = task_of(config)
-    fixed = [
-        f for f in dataclasses.fields(task) if not f.metadata.get("free") and f.name not in NOT_INHERITED
-    ]
-    own = {f.name: getattr(trained, f.name) for f in fixed if getattr(task, f.name) == f.default}
-    return dataclasses.replace(task, **own)
+    inherited = {}
+    for field in dataclasses.fields(task):
+        is_free = field.metadata.get("free") or field.name in NOT_INHERITED
+        if not is_free and getattr(task, field.name) == field.default:
+            inherited[field.name] = getattr(trained, field.name)
+    return dataclasses.replace(task, **inherited)
 
 
 def show(run: RunFolder) -> None:
@@ -94,9 +87,7 @@ def report(
     run: RunFolder,
     follow: bool = False,
     trace: int = 0,
-    hlo: bool = False,
     dataset_dir: Path | None = None,
-    on: Annotated[CoreOptions, tyro.conf.arg(name="")] = CoreOptions(),
 ) -> None:
     """What the accelerator did in a run: compilations and their causes, where a step's time went, memory.
 
@@ -104,27 +95,24 @@ def report(
         run: the folder of a run.
         follow: first print the log of a run that another process trains, and how far it is, until it ends.
         trace: also run this number of steps of its task again, here, and keep a profiler's trace of them for
-            TensorBoard. Names the lines of operations that ran on the CPU instead or waited for the device.
-            The run is not changed.
-        hlo: also keep the step's compiled graph as the XLA device receives it, with each operation's line.
+            TensorBoard, and the compiled graph of an XLA device, with each operation's line. Names the lines
+            of operations that ran on the CPU instead or waited for the device. The run is not changed.
         dataset_dir: the dataset for these steps, if it has moved since the run.
-        on: the cores for these steps.
     """
+    from tpukit.reporting import display
+
     folder = tpukit.Run.find(run)
     if follow:
-        from tpukit.reporting.follow import follow as follow_run
-
-        follow_run(folder)
-    tpukit.show_report(folder)
-    if trace or hlo:
+        display.follow(folder)
+    display.show_report(folder)
+    if trace:
         from tpukit.tasks.trained import task_of
         from tpukit.tools.trace import trace as run_trace
 
         task = task_of(folder.config)  # with fresh weights: those that it started from may be gone
         task = dataclasses.replace(task, dataset_dir=dataset_dir or task.dataset_dir or Path("."))
         task = with_dataset(task, tpukit.detect())
-        traced = run_trace(task, folder, steps=trace or 1, hlo=hlo, cores=on.cores, parallel=on.parallel)
-        print(f"\n{Sentences(traced.findings())}")
+        print(f"\n{Sentences(run_trace(task, folder, steps=trace))}")
 
 
 def predict(
@@ -133,7 +121,6 @@ def predict(
     out: Path,
     task: str | None = None,
     batch_size: int = 16,
-    pictures: bool = True,
     device: Literal["auto", "cpu"] = "auto",
 ) -> int:
     """Predict your own files with the best weights of a run: results as JSON and CSV, masks or images,
@@ -145,12 +132,9 @@ def predict(
         out: a new or empty folder for the results.
         task: the task, for a weights file that does not name its own.
         batch_size: samples, or windows of large images, that are predicted at once.
-        pictures: also draw a picture of every sample.
         device: auto, what this machine has, or the CPU.
     """
-    results = tpukit.predict(
-        run, files, task=task, out=out, batch_size=batch_size, pictures=pictures, device=device
-    )
+    results = tpukit.predict(run, files, task=task, out=out, batch_size=batch_size, device=device)
     broken = [result for result in results if "error" in result]
     print(printable(f"{len(results) - len(broken)} samples predicted: {out / 'predictions.csv'}"))
     return 1 if broken else 0

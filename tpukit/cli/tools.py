@@ -1,4 +1,4 @@
-"""`tpukit export`, `plan`, `migrate` and `simulate`."""
+"""`tpukit export`, `plan`, `compare`, `migrate` and `simulate`."""
 
 import dataclasses
 import os
@@ -8,8 +8,10 @@ from typing import Annotated, Literal
 import tyro
 
 import tpukit
-from tpukit.cli.options import RunFolder, to_stderr
+from tpukit.cli.options import CoreOptions, RunFolder, to_stderr, with_dataset
+from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
+from tpukit.tasks import TASKS
 from tpukit.training.task import Task
 
 
@@ -37,29 +39,66 @@ def plan(task: Task, options: PlanOptions) -> int:
     return 0 if planned.largest_batch else 1
 
 
+@dataclasses.dataclass(frozen=True)
+class MeasureOptions(CoreOptions):
+    batch_sizes: tuple[int, ...] = ()
+    """Global batch sizes; by default they double from --batch-size on, until a step does not fit; on a CPU
+    once."""
+    steps: int = 20
+    """Timed steps of each batch size, after the first ones."""
+    out: Path | None = None
+    """The JSON file; by default comparison/TASK-HARDWARE-PLACE.json in the output folder of this machine."""
+
+
+def measure(task: Task, options: MeasureOptions) -> None:
+    """Measure a task here at several batch sizes (TASK), or compare such measurements of several machines
+    (FILES)."""
+    from tpukit.tools.measure import SYNTHETIC_IMAGES, check_out, file_for, measure_here
+
+    env = tpukit.detect()
+    out = options.out or file_for(env.outputs / "comparison", task, env, options.cores)
+    check_out(out)  # before a dataset is unpacked
+    task = with_dataset(task, env, size=SYNTHETIC_IMAGES.get(task.name))
+    measured = measure_here(task, log=to_stderr, **dataclasses.asdict(dataclasses.replace(options, out=out)))
+    following = f"tpukit compare {out.parent}/*.json"
+    print(f"{measured.table()}\n\nNext, with the files of other machines next to it: {following}")
+
+
+def merge(
+    files: tyro.conf.Positional[tuple[Path, ...]] = (), epochs: int = 400, prices: Path | None = None
+) -> None:
+    """In how many sessions, hours and dollars which hardware trains: from FILES that `tpukit compare TASK`
+    wrote. The word merge may be left out.
+
+    Args:
+        files: files of one task; without any, the published figures alone.
+        epochs: epochs of the whole training.
+        prices: an edited copy of the price table.
+    """
+    from tpukit.tools.measure import PRICES, Measurement, compare, read_prices
+
+    for path in files:
+        if not path.exists():
+            names = ", ".join(TASKS)
+            raise TpukitError(f"'{path}' is neither a task ({names}) nor a file of `tpukit compare TASK`")
+    measurements = [Measurement.read(path) for path in files]
+    comparison = compare(measurements, prices=read_prices(prices or PRICES), epochs=epochs)
+    tpukit.show_comparison(comparison, tpukit.detect().outputs / "comparison/comparison.png")
+
+
 def export(
-    run: RunFolder,
-    to: Literal["onnx", "torch-export"],
-    out: Path | None = None,
-    task: str | None = None,
-    dataset_dir: Path | None = None,
+    run: RunFolder, to: Literal["onnx", "torch-export"], out: Path | None = None, task: str | None = None
 ) -> int:
-    """Write the best weights of a run as one file for other programs, and measure how much its output
-    differs. Exit code 1 if that is more than 1e-4.
+    """Write the best weights of a run as one file for other programs, and measure on test samples how much
+    its output differs. Exit code 1 if that is more than 1e-4.
 
     Args:
         run: the folder of a run, or a weights file.
         to: onnx, or torch-export, which torch.export.load reads.
         out: a new file; by default best.onnx or best.pt2 beside the weights.
         task: the task, for a weights file that does not name its own.
-        dataset_dir: the dataset whose test samples are compared, if it has moved; random ones where there is
-        none.
     """
-    from tpukit.tasks.trained import find_trained
-
-    trained, best = find_trained(run, task)
-    trained = dataclasses.replace(trained, dataset_dir=dataset_dir or trained.dataset_dir)
-    exported = tpukit.export(best, to=to, out=out, task=trained)
+    exported = tpukit.export(run, to=to, out=out, task=task)
     print(printable(exported))
     return 0 if exported.is_equal() else 1
 
@@ -108,8 +147,6 @@ def simulate(
     test_samples: int = 500,
     workers: int = os.cpu_count() or 1,
     seed: int = 0,
-    snr_db: float = 40.0,
-    mismatch: float = 0.15,
 ) -> None:
     """Make a set for electrical impedance tomography: train/ and test/ with an npz file for every sample. A
     simulation that was stopped is resumed: files that are there already are kept.
@@ -121,10 +158,6 @@ def simulate(
         test_samples: test samples.
         workers: processes.
         seed: every sample depends on the seed and its number alone.
-        snr_db: signal to noise of the voltages, in decibels.
-        mismatch: how far a real tank is from the model: relative deviation of every voltage's gain, and of
-        the gain of all.
     """
-    settings = dict(workers=workers, seed=seed, snr_db=snr_db, mismatch=mismatch)
-    tpukit.simulate(out, samples=samples, test_samples=test_samples, **settings)
+    tpukit.simulate(out, samples=samples, test_samples=test_samples, workers=workers, seed=seed)
     print(f"{samples} training and {test_samples} test samples: {out}")

@@ -1,6 +1,7 @@
 """Showing a task, a run or a plan, in a notebook or a shell: `show` and the other display functions."""
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from tpukit.host import files
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.host.tables import Sentences, printable
+from tpukit.host.tables import Sentences, Table, printable
 from tpukit.reporting import figures, findings
 from tpukit.runs.run import Run, settings_dict
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from tpukit.training.task import Task
+
+UPDATE_S = 2.0  # between two looks at a run that is followed
 
 
 def show(run: Run | str | Path) -> None:
@@ -53,11 +56,33 @@ def show_report(run: Run | str | Path) -> None:
     present_figure(figures.report_figure(records), run.path / "pictures" / "report.png")
 
 
+def follow(run: Run) -> None:
+    """Print the log's new lines of a run that another process trains, and how far it is, until the checkpoint
+    of its last step is there."""
+    log, shown, before = run.path / "log.txt", 0, ""
+    while True:
+        is_finished = findings.is_finished(run.read_progress(), run.checkpoints())  # before the log is read
+        whole = log.read_bytes().rpartition(b"\n")[0] if log.exists() else b""
+        if new := whole[shown:].strip(b"\n"):
+            print(printable(new.decode(errors="replace")), flush=True)
+        shown = len(whole)
+        now = findings.headline(run.records(), run.read_progress())
+        if now != before:
+            print(printable(now), flush=True)
+        before = now
+        if is_finished:
+            return
+        time.sleep(UPDATE_S)
+
+
 def show_task(task: "Task") -> None:
     """Show every setting of a task as a table; in a notebook those at their defaults are folded away."""
-    fields = dataclasses.fields(task)
-    defaults = [field.name for field in fields if getattr(task, field.name) == field.default]
-    present(findings.settings_table(dict(task=task.name, settings=settings_dict(task)), defaults))
+    defaults = {field.name: field.default for field in dataclasses.fields(task)}
+    rows, folded = [], []
+    for name, value in settings_dict(task).items():
+        (folded if getattr(task, name) == defaults[name] else rows).append((name, value))
+    summary = f"{len(folded)} settings at their defaults"
+    present(Table(f"Settings of {task.name}", ("setting", "value"), rows, folded=folded, summary=summary))
 
 
 def show_samples(task: "Task", *, count: int = 4) -> None:
@@ -93,6 +118,8 @@ def show_predictions(run: Run, task: "Task", *, count: int = 4) -> None:
 
 def predictions_figure(run: Run, task: "Task", count: int) -> "Figure":
     """The figure of `show_predictions`."""
+    from tpukit.training.prediction import predict_test_images
+
     best, folder = run.path / "best.safetensors", run.path / "predictions"
     saved = None
     # Where foreign weights are tested there are no best ones, and what the last test saved is what there is.
@@ -107,17 +134,9 @@ def predictions_figure(run: Run, task: "Task", count: int) -> "Figure":
 
 
 def show_plan(plan: Any) -> None:
-    """Show what `plan` found: the table, and the peak of each batch size next to the chip's memory."""
+    """Show what `plan` found: the table of batch sizes, and what its columns mean."""
     present(plan.table())
-    present_figure(figures.plan_figure(plan))
     present(Sentences([plan.caption]))
-
-
-def predict_test_images(run, task, count):
-    """(batch, predictions) of up to `count` test images: see `training.prediction`, which needs torch."""
-    from tpukit.training import prediction
-
-    return prediction.predict_test_images(run, task, count)
 
 
 def _evenly_spaced(size, count):

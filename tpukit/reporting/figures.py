@@ -1,12 +1,11 @@
-"""Figures from records, panels, plans and comparisons. The only importer of matplotlib; nothing here displays
-or saves."""
+"""Figures from records and panels. The only importer of matplotlib; nothing here displays or saves."""
 
 import io
 import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
-from tpukit.host.tables import GIB, printable
+from tpukit.host.tables import printable
 from tpukit.reporting import findings
 
 if TYPE_CHECKING:
@@ -17,13 +16,6 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, RED, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#8a94a0"
 SERIES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"), ("#CC79A7", "D"))  # colour and marker of a curve
 MAX_LABEL = 60  # characters
-# Times of an interval, and their names in `report_figure`.
-STEP_TIMES = dict(
-    step_ms="step, in total",
-    wait_ms="waiting for data",
-    to_device_ms="sending to the device",
-    from_device_ms="reading from the device",
-)
 Panel = tuple[str, Any]  # a title, and an array (H, W) or (H, W, 3)
 
 
@@ -36,8 +28,9 @@ def as_png(figure: "Figure") -> bytes:
 
 def curves_figure(records: list, labels: findings.Labels = findings.NO_LABELS) -> "Figure | None":
     """Loss, gradient norm, learning rate and scores over the epochs of a run; None without any."""
-    series = findings.epoch_curves(records)
-    series = {name: points for name, points in series.items() if not labels.is_hidden(name)}
+    shown = findings.NO_SCORES + tuple(labels.names)
+    series = findings.curves(records)
+    series = {name: points for name, points in series.items() if name in shown or not labels.names}
     if not series:
         return None
     columns = min(3, len(series))
@@ -52,85 +45,67 @@ def curves_figure(records: list, labels: findings.Labels = findings.NO_LABELS) -
 
 
 def plot_curve(axis, name, epochs, values, labels):
-    """One series of a run over the epochs, with what its task says of it: unit, best value, the paper's,
-    milestones."""
+    """One series of a run over the epochs, with what its task says of it: unit, best value, the paper's."""
     is_score = name not in findings.NO_SCORES
-    axis.plot(epochs, values, color=RED if is_score else BLUE, **dots(values))
-    finish(axis, labels.names.get(name, name))
-    label_epochs(axis)
-    if not values:
-        write_in_empty(axis, "nothing yet")
-        return
-    if is_score and min(values) >= 0:
+    plot(axis, epochs, values, RED if is_score else BLUE)
+    if is_score and values and min(values) >= 0:
         axis.set_ylim(0, 1.25 * max(values) or 1)
-    if name == labels.score:
+    if name == labels.score and values:
         best, epoch = max(zip(values, epochs), key=lambda point: point[0])
         axis.plot(epoch, best, marker="*", ms=12, color=RED, mec="white")
         side = "right" if epoch > max(epochs) / 2 else "left"
-        look = dict(textcoords="offset points", ha=side, fontsize=8)
-        axis.annotate(f"best {best:.3g}", (epoch, best), (0, 9), **look)
-    if paper := labels.published.get(name):
-        mark_height(axis, paper, "the paper")
+        axis.annotate(
+            f"best {best:.3g}", (epoch, best), (0, 9), textcoords="offset points", ha=side, fontsize=8
+        )
+    if values and (paper := labels.published.get(name)):
+        axis.axhline(paper, color=GREY, ls="--", lw=1.2)
+        axis.text(0.01, paper, "the paper", transform=axis.get_yaxis_transform(), va="bottom", fontsize=8)
         axis.set_ylim(0, 1.25 * max(*values, paper))
-    for epoch, change in labels.milestones.items():
-        if min(epochs) < epoch < max(epochs) and not is_score:
-            axis.axvline(epoch, color=GREY, ls=":", lw=1.2)
-            axis.text(epoch, 0.98, f" {change}", transform=axis.get_xaxis_transform(), va="top", fontsize=8)
+    finish(axis, labels.names.get(name, name), "epoch")
 
 
 def live_figure(records: list, progress: dict, labels: findings.Labels) -> "Figure":
     """A training as it stands: loss, the score that decides, and speed with the compilations of the step,
     over the epochs."""
     figure, ((loss, score, speed),) = subplots(1, 3, (12.6, 3.0))
-    steps_per_epoch, series = findings.steps_per_epoch(records), findings.epoch_curves(records)
+    steps_per_epoch, series = findings.steps_per_epoch(records), findings.curves(records)
     scores = [name for name in series if name not in findings.NO_SCORES]
     for axis, name in ((loss, "loss"), (score, labels.score or next(iter(scores), "score"))):
         plot_curve(axis, name, *series.get(name, ((), ())), labels)
     spans = findings.intervals(records)
     rates = [span["images_per_s"] for span in spans]
-    speed.plot([span["to"] / steps_per_epoch for span in spans], rates, color=GREEN, **dots(rates))
+    plot(speed, [span["to"] / steps_per_epoch for span in spans], rates, GREEN)
     mark_compilations(speed, [step / steps_per_epoch for step in findings.compiled_steps(records)])
-    finish(speed, "samples per second")
-    label_epochs(speed)
     speed.set_ylim(bottom=0)
-    if not rates:
-        write_in_empty(speed, "nothing yet")
+    finish(speed, "samples per second", "epoch")
     figure.suptitle(label(findings.headline(records, progress), limit=150), x=0.01, ha="left", fontsize=11)
     return figure
 
 
 def mark_compilations(axis, positions):
-    """A dotted line where the training step was compiled, and a legend where there are any. positions: on the
-    x axis."""
+    """A dotted line where the training step was compiled. positions: on the x axis."""
     for number, x in enumerate(positions):
         axis.axvline(x, color=RED, ls=":", lw=1.4, label=None if number else "step compiled")
-    if positions:
-        axis.legend(fontsize=8, frameon=False)
 
 
 def roc_figure(roc: dict) -> "Figure":
     """Recall over the false pixels per pixel, and precision over recall, with the points of three thresholds.
     roc: of `findings.roc`."""
-    figure, ((axis, other),) = subplots(1, 2, (9.6, 3.2))
+    figure, ((left, right),) = subplots(1, 2, (9.6, 3.2))
     least = min([rate for rate in roc["fpr"] if rate > 0], default=1e-6) / 2  # 0 has no logarithm
-    points = list(zip([max(rate, least) for rate in roc["fpr"]], roc["tpr"], roc["precision"]))
+    points = list(zip(roc["threshold"], roc["tpr"], [max(rate, least) for rate in roc["fpr"]]))
     # Where nothing is predicted there is no precision.
     predicted = [any(rates) for rates in zip(roc["tpr"], roc["fpr"])]
-    axis.plot([x for x, _, _ in points], roc["tpr"], color=BLUE, lw=1.6, marker="o", ms=4)
-    recall, precision = (list(itertools.compress(roc[name], predicted)) for name in ("tpr", "precision"))
-    other.plot(recall, precision, color=RED, lw=1.6, marker="o", ms=4)
-    for threshold, marker in ((0.1, "^"), (0.5, "s"), (0.9, "v")):
-        if threshold in roc["threshold"]:
-            index = roc["threshold"].index(threshold)
-            look = dict(ls="", color=GREEN, marker=marker, ms=8, label=f"threshold {threshold:g}")
-            axis.plot(*points[index][:2], **look)
-            if predicted[index]:
-                other.plot(*points[index][1:], **look)
-            axis.legend(fontsize=8, frameon=False)
-    axis.set(xscale="log", ylim=(0, 1.08))
-    finish(axis, "ROC, pixels of the test set", "false pixels per background pixel", "recall")
-    other.set(xlim=(0, 1.08), ylim=(0, 1.08))
-    finish(other, "precision and recall", "recall", "precision")
+    precise = list(itertools.compress(zip(roc["threshold"], roc["precision"], roc["tpr"]), predicted))
+    for axis, curve, colour in ((left, points, BLUE), (right, precise, RED)):
+        plot(axis, [x for _, _, x in curve], [y for _, y, _ in curve], colour)
+        marked = [point for point in curve if point[0] in (0.1, 0.5, 0.9)]
+        for (threshold, y, x), marker in zip(marked, "^sv"):
+            axis.plot(x, y, ls="", color=GREEN, marker=marker, ms=8, label=f"threshold {threshold:g}")
+    left.set(xscale="log", ylim=(0, 1.08))
+    finish(left, "ROC, pixels of the test set", "false pixels per background pixel", "recall")
+    right.set(xlim=(0, 1.08), ylim=(0, 1.08))
+    finish(right, "precision and recall", "recall", "precision")
     return figure
 
 
@@ -145,11 +120,10 @@ def confusion_figure(confusion: dict) -> "Figure":
         if count := counts[line][column]:
             colour = "white" if shares[line][column] > 0.5 else "black"
             axis.text(column, line, f"{count:g}", ha="center", va="center", fontsize=7, color=colour)
-    axis.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
-    axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.set_xlabel("predicted", fontsize=9)
-    axis.set_ylabel("class", fontsize=9)
-    set_title(axis, "test images")
+    axis.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    axis.set_yticks(range(len(names)), names)
+    finish(axis, "test images", "predicted", "class")
+    axis.grid(False)
     return figure
 
 
@@ -159,17 +133,17 @@ def report_figure(records: list) -> "Figure | None":
     if not spans:
         return None
     figure, ((axis,),) = subplots(1, 1, (8.4, 3.2))
-    largest = max(span["step_ms"] for span in spans)
-    for (part, name), (colour, marker) in zip(STEP_TIMES.items(), SERIES):
-        points = [(span["to"], span[part]) for span in spans]
-        if part != "step_ms" and max(time for _, time in points) <= largest / 50:
-            points, name = [], f"{name}: below 2%"  # flat lines at zero say nothing
-        x, y = zip(*points) if points else ((), ())
-        axis.plot(x, y, color=colour, marker=marker, lw=1.5, ms=3, label=name)
-    finish(axis, "where a step's time went", "step", "ms per step")
-    axis.set_ylim(0, None)
+    steps = [span["to"] for span in spans]
+    largest = max(span["step"] for span in spans)
+    for name, (colour, marker) in zip(findings.TIMES, SERIES):
+        times = [span[name] for span in spans]
+        if max(times) > largest / 50:
+            axis.plot(steps, times, color=colour, marker=marker, lw=1.5, ms=3, label=name)
+        else:  # flat lines at zero say nothing
+            axis.plot([], color=colour, marker=marker, label=f"{name}: below 2%")
     mark_compilations(axis, findings.compiled_steps(records))
-    axis.legend(fontsize=8, frameon=False)
+    axis.set_ylim(0, None)
+    finish(axis, "where a step's time went", "step", "ms per step")
     return figure
 
 
@@ -183,10 +157,10 @@ def threshold_figure(scores: dict, score_names: dict, threshold: float, panels: 
     draw_panels(axes[0], panels)
     hide(axes[1, len(names) :])
     for axis, name in zip(axes[1], names):
-        axis.plot(list(scores), [row[name] for row in scores.values()], color=BLUE, **dots(scores))
+        plot(axis, list(scores), [row[name] for row in scores.values()], BLUE)
         axis.axvline(threshold, color=RED, lw=1.2)
-        finish(axis, f"{score_names.get(name, name)}: {values[name]:.3g}", "threshold")
         axis.set_ylim(bottom=0)
+        finish(axis, f"{score_names.get(name, name)}: {values[name]:.3g}", "threshold")
     return figure
 
 
@@ -197,12 +171,9 @@ def runs_figure(series: findings.Series, name: str) -> "Figure":
     for (run, (epochs, values)), (dashes, (colour, marker)) in zip(series.items(), looks):
         name_of_run = f" {label(run)}"  # matplotlib leaves a label that begins with _ out of the legend
         axis.plot(epochs, values, ls=dashes, color=colour, marker=marker, lw=1.6, ms=4, label=name_of_run)
-    finish(axis, name)
-    label_epochs(axis)
-    if series:
-        axis.legend(fontsize=8, frameon=False)
-    else:
+    if not series:
         write_in_empty(axis, "no run has this score")
+    finish(axis, name, "epoch")
     return figure
 
 
@@ -230,20 +201,7 @@ def draw_panels(axes, panels):
         axis.set_title(label(name), fontsize=8)
 
 
-def plan_figure(plan: Any) -> "Figure":
-    """A bar chart of peak HBM over the batch sizes of a `Plan`, with a line at the chip's."""
-    figure, ((axis,),) = subplots(1, 1, (6.4, 3.2))
-    sizes = [f"{row['batch_size']:,}" for row in plan.rows]
-    heights = [row["peak_bytes"] / GIB if row["fits"] else 1.15 * plan.hbm_gib for row in plan.rows]
-    bars = axis.bar(sizes, heights, color=[BLUE if row["fits"] else RED for row in plan.rows], width=0.6)
-    labels = [f"{height:.2f}" if row["fits"] else "does not fit" for height, row in zip(heights, plan.rows)]
-    axis.bar_label(bars, labels, fontsize=8)
-    mark_height(axis, plan.hbm_gib, f"the chip's {plan.hbm_gib:g} GiB")
-    axis.set_ylim(0, 1.3 * max([plan.hbm_gib, *heights]))
-    axis.set(xlabel="global batch size", ylabel="peak HBM per core, GiB")
-    fits = any(row["fits"] for row in plan.rows)
-    set_title(axis, f"{plan.task} on {plan.chip}{'' if fits else ': nothing fits'}")
-    return figure
+# The common look
 
 
 def subplots(lines: int, columns: int, size: tuple[float, float], **grid) -> tuple["Figure", Any]:
@@ -254,11 +212,22 @@ def subplots(lines: int, columns: int, size: tuple[float, float], **grid) -> tup
     return figure, figure.subplots(lines, columns, squeeze=False, gridspec_kw=grid)
 
 
-def finish(axis, title, x="", y=""):
-    """Title, names of the axes, and the common look of a plot."""
-    set_title(axis, title)
+def plot(axis, x, y, colour):
+    """A curve, with a dot at each point where there are few."""
+    axis.plot(x, y, color=colour, lw=1.6, marker="o", ms=3 if len(y) < 60 else 0)
+    if not y:
+        write_in_empty(axis, "nothing yet")
+
+
+def finish(axis, title, x, y=""):
+    """Title, names of the axes, look, and a legend if a curve has a label. Ticks of epochs are whole."""
+    axis.set_title(label(title), loc="left", fontsize=10)
     axis.set_xlabel(x, fontsize=9)
     axis.set_ylabel(y, fontsize=9)
+    if x == "epoch":
+        axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(fontsize=8, frameon=False)
     style(axis)
 
 
@@ -268,35 +237,14 @@ def style(axis):
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def dots(values):
-    """The look of a curve, with a dot at each point where there are few."""
-    return dict(lw=1.6, marker="o", ms=3 if len(values) < 60 else 0)
-
-
-def mark_height(axis, y, text):
-    """A dashed line across the plot, with a text on it."""
-    axis.axhline(y, color=GREY, ls="--", lw=1.2)
-    axis.text(0.01, y, text, transform=axis.get_yaxis_transform(), va="bottom", fontsize=8)
-
-
 def hide(axes):
     for axis in axes:
         axis.set_axis_off()
 
 
-def set_title(axis, text):
-    axis.set_title(label(text), loc="left", fontsize=10)
-
-
-def label_epochs(axis):
-    """Name the x axis, with ticks at whole epochs where the axis holds one."""
-    axis.set_xlabel("epoch", fontsize=9)
-    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-
-
 def write_in_empty(axis, text):
     axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", fontsize=9, color=GREY)
-    axis.set(xticks=(), yticks=())
+    axis.tick_params(left=False, bottom=False, labelleft=False, labelbottom=False)
 
 
 def label(text: str, limit: int = MAX_LABEL) -> str:

@@ -33,6 +33,14 @@ FIELDS = dict(
 PROGRESS = dict(step=int, total=int, unit=str)
 ROC = dict.fromkeys(("tpr", "fpr", "precision"), list[float])
 CONFUSION = dict(classes=list[str], counts=list[list[float]])
+# Times of an interval by their names in the report -> field of the record's `speed`.
+TIMES = {
+    "step": "seconds",
+    "waiting for data": "wait_s",
+    "sending to the device": "to_device_s",
+    "reading from the device": "from_device_s",
+}
+NO_SCORES = ("loss", "gradient norm", "learning rate")  # the names of the curves that show no score
 
 
 def valid_records(records: list[Any]) -> list[Record]:
@@ -64,16 +72,7 @@ def _last_session(records):
     return (worked or sessions or [[]])[-1]
 
 
-# Settings, scores, curves
-
-
-def settings_table(config: dict, defaults: tuple | list = ()) -> Table:
-    """A task's settings. config: dict(task, settings). defaults: names of those to fold."""
-    settings = config["settings"].items()
-    rows = [row for row in settings if row[0] not in defaults]
-    folded = [row for row in settings if row[0] in defaults]
-    title, summary = f"Settings of {config['task']}", f"{len(folded)} settings at their defaults"
-    return Table(title, ("setting", "value"), rows, folded=folded, summary=summary)
+# Scores and curves
 
 
 def scores_table(scores: dict, title: str = "Scores") -> Table:
@@ -104,12 +103,9 @@ def last_and_kept_tables(records: list) -> list[Table]:
     return tables
 
 
-NO_SCORES = ("loss", "gradient norm", "learning rate")  # the names of the other curves
-
-
 def curves(records: list) -> Series:
-    """Loss, gradient norm, learning rate if it changes, and every evaluation score, over the steps."""
-    series = {}
+    """Loss, gradient norm, learning rate if it changes, and every evaluation score, over the epochs."""
+    series, per_epoch = {}, steps_per_epoch(records)
     for record in valid_records(records):
         values = {}
         if record["kind"] == "train":
@@ -118,8 +114,8 @@ def curves(records: list) -> Series:
             values = {name: value for name, value in record["scores"].items() if isinstance(value, float)}
         for name, value in values.items():
             if has_type(value, float):
-                steps, points = series.setdefault(name, ([], []))
-                steps.append(record["step"])
+                epochs, points = series.setdefault(name, ([], []))
+                epochs.append(record["step"] / per_epoch)
                 points.append(value)
     if len(set(series.get("learning rate", ((), ()))[1])) == 1:
         del series["learning rate"]
@@ -132,46 +128,31 @@ def steps_per_epoch(records: list) -> int:
     Runs of earlier versions do not record it: there by the last evaluation."""
     records = valid_records(records)
     counts = [record["step"] // max(record["epoch"] + 1, 1) for record in _of_kind(records, "evaluation")]
-    counts += [
-        record["steps_per_epoch"] for record in records if has_type(record.get("steps_per_epoch"), int)
-    ]
+    counts += [r["steps_per_epoch"] for r in records if has_type(r.get("steps_per_epoch"), int)]
     return max(counts[-1], 1) if counts else 1
-
-
-def epoch_curves(records: list) -> Series:
-    """As `curves`, over the epochs."""
-    count = steps_per_epoch(records)
-    return {name: ([step / count for step in steps], y) for name, (steps, y) in curves(records).items()}
 
 
 class Labels(NamedTuple):
     """What a task says of its scores. Empty for a task that tpukit does not know.
 
     score: the one that decides which weights are best. names: the scores worth a curve, with unit; all where
-    there are none. published: the paper's scores, where the run's dataset is the paper's. milestones: what
-    changes at an epoch."""
+    there are none. published: the paper's scores, where the run's dataset is the paper's."""
 
     score: str | None
     names: dict[str, str]
     published: dict[str, float]
-    milestones: dict[int, str]
-
-    def is_hidden(self, name: str) -> bool:
-        """Whether a series needs no curve."""
-        return bool(self.names) and name not in self.names and name not in NO_SCORES
 
 
-NO_LABELS = Labels(None, {}, {}, {})
+NO_LABELS = Labels(None, {}, {})
 
 
 def labels_of(config: dict) -> Labels:
     """The `Labels` of a run. config: `Run.config`."""
     if config["task"] not in list(TASKS):  # a list, because a damaged config may hold what has no hash
         return NO_LABELS
-    kind, settings = find(config["task"]), config["settings"]
-    folders = Path(str(settings.get("dataset_dir")).lower()).parts
-    published = kind.published if kind.dataset.lower() in folders else {}
-    return Labels(kind.score, kind.score_names, published, kind.milestones(settings))
+    kind = find(config["task"])
+    folders = Path(str(config["settings"].get("dataset_dir")).lower()).parts
+    return Labels(kind.score, kind.score_names, kind.published if kind.dataset.lower() in folders else {})
 
 
 def _last_evaluated(records, name, expected):
@@ -202,22 +183,21 @@ def confusion(records: list) -> dict | None:
 def per_class_table(confusion: dict) -> Table:
     """A table of the classes of `confusion`: number of test images, precision, recall."""
     rows = []
-    for number, name in enumerate(confusion["classes"]):
-        correct, true = confusion["counts"][number][number], sum(confusion["counts"][number])
-        called = sum(row[number] for row in confusion["counts"])
-        precision, recall = (_format_number(correct / of) if of else "" for of in (called, true))
-        rows.append((name, f"{true:.0f}", precision, recall))
+    for name, row, column in zip(confusion["classes"], confusion["counts"], zip(*confusion["counts"])):
+        correct = row[len(rows)]
+        precision, recall = (_format_number(correct / of) if of else "" for of in (sum(column), sum(row)))
+        rows.append((name, f"{sum(row):.0f}", precision, recall))
     return Table("Classes", ("class", "test images", "precision", "recall"), rows)
 
 
-# What the accelerator did, in sentences
+# What the accelerator did
 
 
 def describe(records: list) -> list[str]:
     """What the accelerator did in the last session of a run, in sentences, the most important first."""
     session = _last_session(records)
     damaged = len(records) - len(valid_records(records))
-    sentences = [f"Left out: {damaged} damaged record{'s' if damaged > 1 else ''}."] if damaged else []
+    sentences = [f"Damaged records left out: {damaged}."] if damaged else []
     if not session:
         return sentences or ["This run has not started yet."]
     sentences.append(f"It ran on {session[0]['device']}.")
@@ -226,59 +206,48 @@ def describe(records: list) -> list[str]:
     for record in _of_kind(session, "stopped")[-1:]:
         reason = f"no better score within a patience of {record['patience']}"
         sentences.append(f"It stopped early after epoch {record['epoch'] + 1}: {reason}.")
-    trained = _of_kind(session, "train")
-    if trained and not trained[-1]["speed"]["counters"]:
-        sentences += _describe_without_xla(session)
-    else:
-        sentences += _describe_compilations(session, trained)
-    return sentences + _describe_time(session, [record["speed"] for record in trained])
+    speeds = [record["speed"] for record in _of_kind(session, "train")]
+    return [*sentences, *_describe_graphs(session, speeds), *_describe_time(session, speeds)]
 
 
-def _describe_without_xla(session):
-    if session[0].get("accelerator") == "tpu":
+def _describe_graphs(session, speeds):
+    """What was compiled or captured, and what ran on the CPU instead."""
+    is_xla = not speeds or bool(speeds[-1]["counters"])
+    if not is_xla and session[0].get("accelerator") == "tpu":
         return ["torch_tpu compiled the model and the predictions; it does not report when."]
-    sentences = [_describe_capture(record) for record in _of_step(session)]
-    if (mode := session[0].get("torch_compile", "no")) != "no":
-        sentences.append(f"torch.compile compiled the model ({mode}); it does not report when.")
-    return sentences or ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
-
-
-def _describe_capture(record):
-    if not _made_graphs(record):
-        return f"The training step is not captured as a CUDA graph{_why(record, ', because ')}."
-    where = f"at step {record['step']} ({record['seconds']:.1f} s)"
-    return f"The training step was captured as a CUDA graph {where}."
-
-
-def _describe_compilations(session, trained):
     sentences = []
+    made = "compiled" if is_xla else "captured"
     expected, unexpected = _step_compilations(session)
     if expected:
+        form = "" if is_xla else " as a CUDA graph"
         steps = " and ".join(f"at step {r['step']} ({r['seconds']:.1f} s{_why(r, ', ')})" for r in expected)
-        rest = "every other step reused the compiled graph"
-        sentences.append(f"The training step was compiled {steps}; {rest}.")
-    elif trained:
-        sentences.append("The training step was not compiled: this session had already compiled this graph.")
+        sentences.append(f"The training step was {made}{form} {steps}; every other step reused that graph.")
     for record in unexpected:
         reason = _why(record, " because ") or ", though no argument changed"
         end = ", which ended the run" if record.get("refused") else ""
-        sentences.append(f"Step {record['step']} compiled again ({record['seconds']:.1f} s){reason}{end}.")
-    if trained and (fallbacks := trained[-1]["speed"]["counters"].get("fallbacks")):
+        sentences.append(f"Step {record['step']} {made} again ({record['seconds']:.1f} s){reason}{end}.")
+    if not is_xla:
+        for record in _of_step(session):
+            if not _made_graphs(record):
+                reason = _why(record, ", because ")
+                sentences.append(f"The training step is not captured as a CUDA graph{reason}.")
+        if (mode := session[0].get("torch_compile", "no")) != "no":
+            sentences.append(f"torch.compile compiled the model ({mode}); it does not report when.")
+        return sentences or ["Nothing is compiled on this device: PyTorch runs each operation as it comes."]
+    if speeds and not expected:
+        sentences.append("The training step was not compiled: this session had already compiled this graph.")
+    if speeds and (fallbacks := speeds[-1]["counters"].get("fallbacks")):
         names = ", ".join(f"{name} ({count} times)" for name, count in fallbacks.items())
         hint = "`tpukit report RUN --trace 5` names their lines"
         sentences.append(f"Ran on the CPU, a round trip each: {names}. {hint}.")
-    elif trained:
+    elif speeds:
         sentences.append("No operation fell back to the CPU.")
     return sentences
 
 
 def _of_step(session):
     """The records of compilations of the training step."""
-    return [record for record in _of_kind(session, "compile") if _function(record) == "step"]
-
-
-def _function(compilation):
-    return compilation.get("what") or "step"
+    return [record for record in _of_kind(session, "compile") if (record.get("what") or "step") == "step"]
 
 
 def _made_graphs(compilation):
@@ -312,71 +281,51 @@ def _describe_time(session, speeds):
         f"Fastest interval: {fastest:.1f} samples per second.",
         f"Waiting for data took {waited:.1%} of the training time{advice}.",
     ]
-    if not speeds[-1]["memory"]:
-        sentences.append("This device does not report how much of its memory is used.")
     if evaluating := sum(record["speed"]["seconds"] for record in _of_kind(session, "evaluation")):
         sentences.append(f"Training took {seconds:.0f} s, evaluation {evaluating:.0f} s.")
     return sentences
 
 
-# What the accelerator did, in tables
-
-
 def accelerator_tables(records: list) -> list[Table]:
     """Tables of the last session: compilations with their causes, the time of a step, memory."""
     session = _last_session(records)
-    tables, trained = [], _of_kind(session, "train")
-    if compilations := _of_kind(session, "compile"):
-        tables.append(_compilations_table(compilations))
-    if trained:
-        tables.append(_intervals_table(intervals(records)))
-    if trained and (memory := trained[-1]["speed"]["memory"]):
-        gib = [(peak / GIB, size / GIB, peak / max(size, 1)) for peak, size in memory]
-        rows = [
-            (n, f"{peak:.2f}", f"{size:.2f}", f"{share:.0%}") for n, (peak, size, share) in enumerate(gib)
-        ]
-        tables.append(Table("Memory", ("device", "peak, GiB", "of GiB", ""), rows))
-    return tables
-
-
-def _compilations_table(compilations):
-    rows, seen = [], set()
-    for record in compilations:
-        function = _function(record)
+    compilations, seen = [], set()
+    for record in _of_kind(session, "compile"):
+        function = record.get("what") or "step"
         reason = _why(record) or ("no argument changed" if function in seen else "the first time")
         seconds = "refused" if record.get("refused") else f"{record['seconds']:.1f}"
-        rows.append((record["step"], function, seconds, reason))
+        compilations.append((record["step"], function, seconds, reason))
         seen.add(function)
-    return Table("Compilations", ("step", "function", "seconds", "why"), rows)
-
-
-def _intervals_table(spans):
-    """At most 12 of the intervals, evenly spaced, the last among them."""
-    stride = math.ceil(len(spans) / 12)
-    rows = []
+    spans, steps = intervals(records), []
+    stride = math.ceil(len(spans) / 12) or 1  # at most 12, the last among them
     for span in spans[(len(spans) - 1) % stride :: stride]:
-        times = [f"{span[part]:.2f}" for part in PARTS]
-        rows.append((f"{span['from']} to {span['to']}", *times, f"{span['images_per_s']:.1f}"))
-    columns = ("steps", "ms per step", "waiting for data", "sending", "reading", "samples per second")
-    return Table("Where a step's time went, ms per step", columns, rows)
-
-
-# Part of an interval -> its field in the record's `speed`.
-PARTS = dict(step_ms="seconds", wait_ms="wait_s", to_device_ms="to_device_s", from_device_ms="from_device_s")
+        times = [f"{span[name]:.2f}" for name in TIMES]
+        steps.append((f"{span['from']} to {span['to']}", *times, f"{span['images_per_s']:.1f}"))
+    memory = []
+    for record in _of_kind(session, "train")[-1:]:
+        for device, (peak, size) in enumerate(record["speed"]["memory"]):
+            share = f"{peak / max(size, 1):.0%}"
+            memory.append((device, f"{peak / GIB:.2f}", f"{size / GIB:.2f}", share))
+    tables = (
+        Table("Compilations", ("step", "function", "seconds", "why"), compilations),
+        Table("Where a step's time went, ms per step", ("steps", *TIMES, "samples per second"), steps),
+        Table("Memory", ("device", "peak, GiB", "of GiB", ""), memory),
+    )
+    return [table for table in tables if table.rows]
 
 
 def intervals(records: list) -> list[dict]:
     """The intervals between two metric syncs of the last session, in milliseconds per step.
 
-    A list of dict(from, to, step_ms, wait_ms, to_device_ms, from_device_ms, images_per_s). The host waits for
-    data; sending and reading overlap with the device's work."""
+    A list of dict(from, to, images_per_s, and the names of `TIMES`). The host waits for data; sending and
+    reading overlap with the device's work."""
     session = _last_session(records)
     spans = []
     for record in _of_kind(session, "train"):
         speed, batch_size = record["speed"], session[0].get("batch_size") or 1
         steps = max(1, round(speed["images_per_s"] * speed["seconds"] / batch_size))
         span = {"from": record["step"] - steps + 1, "to": record["step"]}
-        times = {part: 1e3 * (speed.get(field) or 0.0) / steps for part, field in PARTS.items()}
+        times = {name: 1e3 * (speed.get(field) or 0.0) / steps for name, field in TIMES.items()}
         spans.append(span | times | dict(images_per_s=speed["images_per_s"]))
     return spans
 
@@ -399,21 +348,15 @@ def headline(records: list, progress: dict) -> str:
     parts = [session[0]["device"], f"{progress['unit']} {step} of {total}"]
     if progress.get("epoch"):
         parts.append(f"epoch {progress['epoch']}")
-    if left := _time_left(session, progress):
-        parts.append(f"about {left} left")
+    trained = _of_kind(session, "train")
+    rate = trained[-1]["speed"]["images_per_s"] if trained else 0.0
+    if progress["unit"] == "step" and step < total and rate > 0:
+        left_s = (total - step) * (session[0].get("batch_size") or 1) / rate
+        parts.append(f"about {format_duration(left_s)} left")
     if compiled := [record for record in _of_kind(session, "compile") if _made_graphs(record)]:
         seconds = format_duration(sum(record["seconds"] for record in compiled))
         parts.append(f"{len(compiled)} compilation{'s' if len(compiled) > 1 else ''}, {seconds}")
     return " · ".join(parts)
-
-
-def _time_left(session, progress):
-    """How long the remaining steps take at the speed of the last interval; "" where that is not known."""
-    trained, steps = _of_kind(session, "train"), progress["total"] - progress["step"]
-    rate = trained[-1]["speed"]["images_per_s"] if trained else 0.0
-    if progress["unit"] != "step" or steps <= 0 or rate <= 0:
-        return ""
-    return format_duration(steps * (session[0].get("batch_size") or 1) / rate)
 
 
 def is_finished(progress: dict, checkpoints: list) -> bool:
@@ -421,9 +364,5 @@ def is_finished(progress: dict, checkpoints: list) -> bool:
     comes last."""
     if not has_type(progress, PROGRESS) or progress["step"] < progress["total"]:
         return False
-    return progress["unit"] != "step" or progress["total"] <= max(_checkpoint_steps(checkpoints), default=-1)
-
-
-def _checkpoint_steps(checkpoints):
-    entries = checkpoints if isinstance(checkpoints, list) else []
-    return [entry["step"] for entry in entries if has_type(entry, dict(step=int))]
+    steps = [entry["step"] for entry in checkpoints]
+    return progress["unit"] != "step" or progress["total"] <= max(steps, default=-1)

@@ -2,8 +2,6 @@
 
 import csv
 import dataclasses
-import hashlib
-import importlib.util
 import io
 import itertools
 import json
@@ -20,7 +18,8 @@ from tpukit.host import environment, files
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.reporting import figures
-from tpukit.reporting.display import as_image, predictions_figure, present_figure
+from tpukit.reporting.display import predictions_figure, present_figure
+from tpukit.reporting.widgets import show_with_controls
 from tpukit.runs.run import Run
 
 if TYPE_CHECKING:
@@ -84,10 +83,7 @@ def _free_name(name, taken):
     a number where an earlier sample has the name: night.png is that of night, too.
 
     taken: the names so far, to which this one is added."""
-    content = name.encode()
-    if len(content) > MAX_NAME:  # cut names stay apart
-        digest = hashlib.sha256(content).hexdigest()[:8]
-        name = f"{content[: MAX_NAME - 9].decode(errors='ignore')}-{digest}"
+    name = name.encode()[:MAX_NAME].decode(errors="ignore")
     numbered = (f"{name}-{number}" for number in itertools.count(2))
     free = next(one for one in itertools.chain([name], numbered) if _as_png(one).lower() not in taken)
     taken.add(_as_png(free).lower())
@@ -113,8 +109,7 @@ def _as_csv(entries):
         flat = {key: value for key, value in entry.items() if not isinstance(value, list)}
         lines += [flat | part for part in parts] or [flat]
     out = io.StringIO()
-    columns = list(dict.fromkeys(key for line in lines for key in line))
-    writer = csv.DictWriter(out, columns, lineterminator="\n")
+    writer = csv.DictWriter(out, dict.fromkeys(key for line in lines for key in line), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return out.getvalue()
@@ -128,33 +123,14 @@ def show_own(run: Run, task: "Task", paths: str | Path | list = "") -> None:
     if paths:
         present_figure(_predict_and_save(run, task, paths))
         return
-    print("no file named: test images stand in for your own")
-    present_figure(predictions_figure(run, task, 2))
-    if environment.is_interactive_notebook() and importlib.util.find_spec("ipywidgets"):
-        _show_upload(run, task)
+    print("no file named: test images stand in for your own, and what you upload stays on this machine")
 
+    def draw(upload):
+        if not upload:
+            return predictions_figure(run, task, 2)
+        return _predict_and_save(run, task, save_uploads(upload, run.path / "own"))
 
-def _show_upload(run, task):
-    """A button to upload files, and below it a place for the picture of their predictions."""
-    import ipywidgets
-    from IPython.display import display
-
-    button = ipywidgets.FileUpload(multiple=True, description="your own files")
-    note = ipywidgets.Label("what is uploaded here stays on this machine")
-    display(ipywidgets.HBox([button, note]))
-    # What is displayed later, when a button calls, belongs to no cell in JupyterLab.
-    handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
-
-    def predict(_):
-        try:
-            shown = as_image(_predict_and_save(run, task, save_uploads(button.value, run.path / "own")))
-        except TpukitError as error:
-            note.value = printable(error)
-            return
-        note.value = "predicted; saved in the run's folder own/"
-        handle.update(shown)
-
-    button.observe(predict, names="value")
+    show_with_controls(draw, upload=("FileUpload", dict(multiple=True)))
 
 
 def _predict_and_save(run, task, paths):
@@ -175,12 +151,10 @@ def save_uploads(value: Any, folder: Path) -> list[Path]:
     """Write what an ipywidgets FileUpload holds to a folder. value: of ipywidgets 8, or of 7 (a dict)."""
     uploads = value.items() if isinstance(value, dict) else ((upload["name"], upload) for upload in value)
     paths = []
-    with files.explain_unwritable(folder):
-        folder.mkdir(exist_ok=True)
-        for name, upload in uploads:
-            # The name alone: a path in it leads nowhere.
-            paths.append(folder / f"upload-{Path(printable(name)).name}")
-            files.write_atomic(paths[-1], bytes(upload["content"]))
+    for name, upload in uploads:
+        # The name alone: a path in it leads nowhere.
+        paths.append(folder / f"upload-{Path(printable(name)).name}")
+        _save(paths[-1], bytes(upload["content"]))
     return paths
 
 

@@ -16,7 +16,7 @@ from tpukit.host import environment
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.tables import printable
 from tpukit.reporting import figures, findings
-from tpukit.reporting.display import as_image, predict_test_images, present_figure
+from tpukit.reporting.display import as_image, present_figure
 from tpukit.runs.run import Run
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ def explore(run: Run, task: "Task", *, count: int = 32) -> None:
     The best weights predict `count` test images here, on the CPU; the scores are those of these images.
     Without an open page, or without ipywidgets, the picture is that of threshold 0.5. Raises TpukitError for
     a task whose predictions have no threshold (`evaluate` and `panels` must take one)."""
+    from tpukit.training.prediction import predict_test_images
+
     evaluate: Any = task.evaluate
     panels_of: Any = task.panels
     if not all("threshold" in inspect.signature(method).parameters for method in (evaluate, panels_of)):
@@ -128,7 +130,7 @@ def compare_runs(folder: str | Path) -> None:
     folder: of run directories, such as `env.outputs`. Raises TpukitError where no run has a curve."""
     curves = {}
     for config in sorted(Path(folder).glob("*/config.json")):
-        if series := findings.epoch_curves(Run(config.parent).records()):
+        if series := findings.curves(Run(config.parent).records()):
             name = printable(config.parent.name)
             curves[name] = {printable(score): points for score, points in series.items()}
     if not curves:
@@ -148,10 +150,11 @@ def compare_runs(folder: str | Path) -> None:
 
 def show_with_controls(draw: Callable, **controls: tuple[str, dict]) -> None:
     """Show the figure `draw(**values)`, and above it a control for each value. The picture stays in a saved
-    notebook.
+    notebook. Without an open page, or without ipywidgets, it is shown alone.
 
-    controls: name of a value -> (class of ipywidgets, its options), of which `value` is the first."""
-    figure = draw(**{name: options["value"] for name, (_, options) in controls.items()})
+    controls: name of a value -> (class of ipywidgets, its options), of which `value` is the first. A
+    TpukitError that `draw` raises later is said beside the controls."""
+    figure = draw(**{name: options.get("value") for name, (_, options) in controls.items()})
     if not (environment.is_interactive_notebook() and importlib.util.find_spec("ipywidgets")):
         present_figure(figure)
         return
@@ -161,11 +164,17 @@ def show_with_controls(draw: Callable, **controls: tuple[str, dict]) -> None:
     widgets = {}
     for name, (kind, options) in controls.items():
         widgets[name] = getattr(ipywidgets, kind)(description=name, **options)
-    display(ipywidgets.HBox(list(widgets.values())))
+    note = ipywidgets.Label()
+    display(ipywidgets.HBox([*widgets.values(), note]))
+    # What is displayed later, when a control calls, belongs to no cell in JupyterLab.
     handle: Any = display(as_image(figure), display_id=True)
 
     def redraw(_):
-        handle.update(as_image(draw(**{name: widget.value for name, widget in widgets.items()})))
+        note.value = ""
+        try:
+            handle.update(as_image(draw(**{name: widget.value for name, widget in widgets.items()})))
+        except TpukitError as error:
+            note.value = printable(error)
 
     for widget in widgets.values():
         widget.observe(redraw, names="value")

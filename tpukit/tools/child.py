@@ -12,21 +12,14 @@ def run_python(*arguments, text="", variables=None, timeout_s=None):
     """Run this Python, with the same tpukit as here. Returns the finished process, with its output.
 
     variables: changes of the environment; None removes one. timeout_s: after it the process is ended, and
-    subprocess.TimeoutExpired raised. -P: files in the current folder cannot shadow
-    installed packages."""
-    # an empty one is the current folder
-    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(variables or {})}
+    subprocess.TimeoutExpired raised. -P: files in the current folder cannot shadow installed packages."""
+    # An empty one is the current folder.
+    paths = filter(None, [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(variables or {})}
     environ = {name: value for name, value in environ.items() if value is not None}
     command = [sys.executable, "-P", *map(str, arguments)]
     return subprocess.run(
-        command,
-        input=text,
-        env=environ,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=timeout_s,
+        command, input=text, env=environ, capture_output=True, text=True, errors="replace", timeout=timeout_s
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import io
 import json
 import tempfile
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 LARGEST_DIFFERENCE = 1e-4  # of an output, relative to the largest absolute output, or to 1 if that is smaller
 FORMATS = {"onnx": ".onnx", "torch-export": ".pt2"}
+PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # that ONNX needs
 BATCH = 3  # samples that the graph is traced with; any number works later
+COMPARED = 16  # samples
 
 
 @dataclasses.dataclass
@@ -55,16 +58,14 @@ def export(
     to: str = "onnx",
     out: str | Path | None = None,
     task: Task | str | None = None,
-    count: int = 16,
 ) -> Exported:
     """Write the best weights of a run as one file, without tpukit: "onnx", or "torch-export" for
     `torch.export.load`.
 
     run: a `Run`, the path of one, or a weights file. out: the file; by default it is beside the weights. A
     file that is there is replaced only beside the weights. task: as for `predict`. The batch's size is
-    dynamic. Returns an `Exported`, whose `difference` is measured on `count` test samples, or random ones
-    where there is no dataset. Raises TpukitError where a package is missing or the model cannot be exported.
-    """
+    dynamic. Returns an `Exported`, whose `difference` is measured on 16 test samples, or random ones where
+    there is no dataset. Raises TpukitError where a package is missing or the model cannot be exported."""
     import torch
 
     from tpukit.runs import weights
@@ -72,35 +73,45 @@ def export(
 
     if to not in FORMATS:
         raise TpukitError(f"to={to!r}: choose one of {', '.join(FORMATS)}")
-    check_packages(to)
+    if to == "onnx" and (missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]):
+        raise TpukitError(f"export to ONNX needs {', '.join(missing)}: pip install {' '.join(PACKAGES)}")
     task, best = find_trained(run, task)
     path = Path(out) if out else best.with_name(f"{best.stem}{FORMATS[to]}")
     if out and path.exists():
         raise TpukitError(f"{path} exists: choose another file")
     model = task.model().eval()
     weights.load(model, best)
-    batch, source = _samples(task, count)
-    arrays = task.export_inputs(batch)
-    inputs = {name: torch.as_tensor(np.ascontiguousarray(values)) for name, values in arrays.items()}
-    described = {name: _describe(values, task.export_multiple) for name, values in arrays.items()}
+    batch, source = _samples(task)
+    inputs = {name: np.ascontiguousarray(values) for name, values in task.export_inputs(batch).items()}
+    tensors = {name: torch.as_tensor(values) for name, values in inputs.items()}
+    with torch.no_grad():
+        expected = task.exported(model, tensors).numpy()
     metadata = {name: text for name, text in weights.metadata(best).items() if not name.startswith("tpukit.")}
     metadata |= dict(task=task.name, output=task.export_output, compared_on=source)
+    described = {name: _describe(values, task.export_multiple) for name, values in inputs.items()}
     metadata["inputs"] = json.dumps(described)
-    with torch.no_grad():
-        expected = task.exported(model, inputs).numpy()
+    program = _trace(task, model, tensors)
     with tempfile.TemporaryDirectory(prefix="tpukit-") as folder:
-        written = Path(folder) / f"model{FORMATS[to]}"
-        program = _trace(task, model, inputs)
-        write = _write_onnx if to == "onnx" else _write_torch_export
-        write(program, written, metadata, list(inputs))
         # Run where no other user can write: torch.export.load unpickles, which can run code.
-        found = _run_onnx(written, arrays) if to == "onnx" else _run_torch_export(written, inputs)
+        written = Path(folder) / f"model{FORMATS[to]}"
+        write_and_run = _write_and_run_onnx if to == "onnx" else _write_and_run_torch_export
+        found = write_and_run(program, written, metadata, inputs)
         with files.explain_unwritable(path.parent):
             files.copy_atomic(written, path)
     difference = float("nan")
     if found.shape == expected.shape:
         difference = float(np.abs(found - expected).max()) / max(float(np.abs(expected).max()), 1.0)
     return Exported(path, difference, metadata)
+
+
+def _samples(task):
+    """(batch of arrays (N, ...), where it is from): test samples where the dataset is there, else random
+    ones."""
+    if task.dataset_dir is not None and Path(task.dataset_dir).is_dir():
+        data = task.test_set()
+        indices = np.linspace(0, len(data) - 1, min(COMPARED, len(data))).astype(int)
+        return data.batch(indices), f"{len(indices)} test samples"
+    return task.example(COMPARED), f"{COMPARED} random samples"
 
 
 def _describe(values, multiple):
@@ -136,7 +147,9 @@ def _trace(task, model, inputs):
         raise TpukitError(f"torch.export cannot trace {task.name} ({first_line(error)})") from error
 
 
-def _write_onnx(program, path, metadata, names):
+def _write_and_run_onnx(program, path, metadata, inputs):
+    """Write the file. Returns its output for the inputs, by onnxruntime on the CPU."""
+    import onnxruntime
     import torch
 
     decompositions = torch.export.default_decompositions()
@@ -144,11 +157,13 @@ def _write_onnx(program, path, metadata, names):
     with contextlib.redirect_stdout(io.StringIO()):  # its progress
         program = program.run_decompositions(decompositions)
         exported = torch.onnx.export(
-            program, dynamo=True, input_names=names, output_names=["output"], verbose=False, optimize=False
+            program, dynamo=True, input_names=list(inputs), output_names=["output"], optimize=False
         )
     assert exported is not None  # as always with dynamo
     exported.model.metadata_props.update({name: str(value) for name, value in metadata.items()})
     exported.save(str(path))
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, inputs)[0])
 
 
 def _largest_of_each_channel(x, size):
@@ -162,51 +177,14 @@ def _largest_of_each_channel(x, size):
     return largest, torch.zeros_like(largest, dtype=torch.int64)
 
 
-def _run_onnx(path, arrays):
-    """The output for a batch, by onnxruntime on the CPU."""
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    output = session.run(None, dict(arrays))[0]
-    assert isinstance(output, np.ndarray)  # neither sparse nor a sequence
-    return output
-
-
-def _write_torch_export(program, path, metadata, names):
+def _write_and_run_torch_export(program, path, metadata, inputs):
+    """Write the file. Returns its output for the inputs, by torch."""
     import torch
 
-    text = json.dumps(metadata | dict(order=names), indent=1)
+    text = json.dumps(metadata | dict(order=list(inputs)), indent=1)
     torch.export.save(program, path, extra_files={"metadata.json": text})
-
-
-def _run_torch_export(path, inputs):
-    """The output for a batch, by torch."""
-    import torch
-
     with torch.no_grad(), warnings.catch_warnings():
         # torch reads its own archive so.
         warnings.filterwarnings("ignore", "The given buffer is not writable")
-        return torch.export.load(path).module()(inputs).numpy()
-
-
-def check_packages(to: str) -> None:
-    """Raise TpukitError with the line to install what is missing."""
-    if to == "torch-export":
-        return
-    try:
-        import onnx  # noqa: F401
-        import onnxruntime  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        packages = "pip install onnx onnxscript onnxruntime"
-        raise TpukitError(f"export to ONNX needs three packages ({first_line(error)}): {packages}") from error
-
-
-def _samples(task, count):
-    """(batch of arrays (N, ...), where it is from): test samples where the dataset is there, else random
-    ones."""
-    if task.dataset_dir is not None and Path(task.dataset_dir).is_dir():
-        data = task.test_set()
-        indices = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
-        return data.batch(indices), f"{len(indices)} test samples"
-    return task.example(count), f"{count} random samples"
+        tensors = {name: torch.as_tensor(values) for name, values in inputs.items()}
+        return torch.export.load(path).module()(tensors).numpy()

@@ -421,7 +421,7 @@ def read_prices(path: Path | str = PRICES) -> list[Price]:
             reader = csv.DictReader(file)
             rows = [(f"prices {path}, line {reader.line_num}", row) for row in reader if any(row.values())]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        advice = f"`tpukit compare --prices-out {path}` writes a table to edit"
+        advice = f"copy {PRICES} there, and edit the copy"
         raise TpukitError(f"prices {path}: cannot be read ({error}); {advice}") from error
     names = [field.name for field in dataclasses.fields(Price)]
     if missing := [name for name in names if name not in (reader.fieldnames or ())]:

@@ -12,10 +12,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from tpukit.runs.run import Run
-    from tpukit.training.prediction import Sample
     from tpukit.training.task import Task
 
 
@@ -52,40 +49,30 @@ def predict(
     task, best = find_trained(run, task)
     with known_errors.explain_known_errors(), prediction.as_files(images) as paths:
         if out is not None:
-            out = _empty_folder(out)
-        if device == "cpu":
-            runtime = Runtime("cpu")
-        else:
-            runtime = open_runtime(
-                environment.detect(), task.precision, libtpu_args=task.libtpu_args(batch_size)
-            )
+            out = Path(out)
+            _make_empty(out)
+        runtime = Runtime("cpu")
+        if device != "cpu":
+            flags = task.libtpu_args(batch_size)
+            runtime = open_runtime(environment.detect(), task.precision, libtpu_args=flags)
         paths = tqdm(paths, desc=f"predicting {task.name}", unit="file", disable=not progress)
-        samples = _print_errors(prediction.predict_files(task, best, paths, runtime, batch_size=batch_size))
+        samples = prediction.predict_files(task, best, paths, runtime, batch_size=batch_size)
         if out is None:
             results = [own.result_of(task, sample) for sample in samples]
         else:
             results = own.save_predictions(task, samples, out, pictures=pictures)
-    if all("error" in result for result in results):
-        raise TpukitError(f"no file could be read: {results[0]['error']}")
+    errors = [result["error"] for result in results if "error" in result]
+    for error in errors:
+        print(printable(f"left out: {error}"))
+    if len(errors) == len(results):
+        raise TpukitError(f"no file could be read: {errors[0]}")
     return results
 
 
-def _print_errors(samples: Iterable[Sample]) -> Iterator[Sample]:
-    """Yield the samples, after printing the error of one that could not be read."""
-    for sample in samples:
-        if sample.error:
-            tqdm.write(printable(f"left out: {sample.error}"))
-        yield sample
-
-
-def _empty_folder(path: str | Path) -> Path:
-    """The folder, created if it is missing. Raises TpukitError if anything is in it: no file of another's
-    is replaced."""
-    path = Path(path)
-    with files.explain_unwritable(path):
-        path.mkdir(parents=True, exist_ok=True)
-        if entry := next((entry for entry in path.iterdir() if not entry.name.startswith(".")), None):
-            raise TpukitError(
-                f"{path} is not empty (it has {printable(entry.name)}): choose a new folder for the results"
-            )
-    return path
+def _make_empty(folder):
+    """Make a folder. Raises TpukitError if anything is in it: no file of another's is replaced."""
+    with files.explain_unwritable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
+    if names:
+        raise TpukitError(f"{folder} is not empty (it has {names[0]}): choose a new folder for the results")

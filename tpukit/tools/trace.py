@@ -1,5 +1,4 @@
-"""`tpukit report RUN --trace N` and `--hlo`: a few more steps of a run's task, beside the run, under a
-profiler.
+"""`tpukit report RUN --trace N`: a few more steps of a run's task, beside the run, under a profiler.
 
 Profiling costs time, so a training does not do it. The run itself is not touched: the steps start from its
 best weights, and what they learn is thrown away."""
@@ -16,14 +15,14 @@ import re
 import tempfile
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpukit.devices import cuda_graph
 from tpukit.devices.recompiles import UnexpectedRecompilation
-from tpukit.host import environment, files
+from tpukit.host import files
 from tpukit.host.errors import TpukitError
 from tpukit.host.known_errors import explain_known_errors, fix_for
 from tpukit.launching.launcher import launch
@@ -32,7 +31,6 @@ from tpukit.runs.signals import StopSignal
 from tpukit.training.setup import Trainer
 
 if TYPE_CHECKING:
-    from tpukit.devices.xla import XLARuntime
     from tpukit.training.task import Task
 
 WARM_UP = cuda_graph.WARM_UP + 1  # steps before the trace: the first compiles, on a GPU the last is captured
@@ -44,73 +42,24 @@ TORCH_OPTIM = os.path.join(os.path.dirname(torch.__file__), "optim", "")
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
 
 
-@dataclasses.dataclass
-class StepTrace:
-    """What was found in the steps. rows: (operation, times per step, line) of what ran on the host instead or
-    waited for the device. folder: of the profiler's trace. error: why there is no trace, or None. hlo: the
-    file of the step's HLO, or None."""
+def trace(task: Task, run: Run, *, steps: int = 5) -> list[str]:
+    """Trace some steps of a run's task on the device. Returns what was found, as sentences.
 
-    device: str
-    steps: int
-    folder: str
-    rows: list[tuple[str, int, str]]
-    error: str | None = None
-    hlo: str | None = None
-
-    def findings(self) -> list[str]:
-        """The findings as sentences."""
-        if self.error:
-            found = [f"No trace, because the step fails on {self.device}: {self.error}"]
-        else:
-            found = [
-                f"A trace of {self.steps} steps on {self.device} is in {self.folder}: `tensorboard --logdir"
-                f" {self.folder}` shows it (with the plugin of `pip install xprof` for XLA, of"
-                " `torch-tb-profiler` or ui.perfetto.dev for GPUs and CPUs)."
-            ]
-        found += [f"{operation}, {count} times per step, at {line}." for operation, count, line in self.rows]
-        if not self.rows:
-            found.append("No operation of the step ran on the host instead, and none waited for the device.")
-        if self.hlo:
-            found.append(f"The step's compiled graph as HLO: {self.hlo}")
-        return found
-
-
-def trace(
-    task: Task,
-    run: Run,
-    *,
-    steps: int = 5,
-    hlo: bool = False,
-    cores: int | None = None,
-    parallel: str = "processes",
-) -> StepTrace:
-    """Trace some steps of a run's task on the device.
-
-    The trace is kept as trace/ in the run's folder, the HLO as step.hlo. Raises TpukitError where hlo is
-    requested on a device that has none."""
+    The profiler's trace is kept as trace/ in the run's folder, the compiled graph of an XLA device as
+    step.hlo."""
     if steps < 1:
         raise TpukitError(f"--trace {steps}: trace one step or more")
-    if hlo and environment.detect().accelerator not in ("tpu", "xla"):
-        raise TpukitError(
-            "--hlo: only XLA devices (a TPU, or PJRT_DEVICE=CPU) compile a step to HLO; leave it out here"
-        )
     best = run.path / "best.safetensors"
     task = dataclasses.replace(task, weights=best if best.exists() else task.weights)
     trained = run.records("train")
     epoch = trained[-1]["epoch"] if trained else max(task.epochs, 1) - 1  # whose phase is traced
-    function = functools.partial(_trace_steps, steps=steps, hlo=hlo, folder=run.path / "trace", epoch=epoch)
+    function = functools.partial(_trace_steps, steps=steps, folder=run.path, epoch=epoch)
     with tempfile.TemporaryDirectory() as scratch:
-        found = launch(function, task, Run.open(scratch, task), cores=cores, parallel=parallel)
-    text = found.pop("text")
-    found["rows"] = [tuple(row) for row in found["rows"]]  # lists, where they come from another process
-    if text:
-        found["hlo"] = str(run.path / "step.hlo")
-        files.write_atomic(run.path / "step.hlo", text)
-    return StepTrace(**found)
+        return launch(function, task, Run.open(scratch, task))
 
 
-def _trace_steps(task, run, *, steps, hlo, folder, epoch, runtime=None):
-    """On every core: the fields of a StepTrace, and the text of the HLO."""
+def _trace_steps(task, run, *, steps, folder, epoch, runtime=None):
+    """On every core: what was found, as sentences."""
     run.echo = False
     with StopSignal() as stop, explain_known_errors():
         trainer = Trainer(task, run, runtime, stop)
@@ -118,22 +67,28 @@ def _trace_steps(task, run, *, steps, hlo, folder, epoch, runtime=None):
         trainer.model.train()
         with contextlib.closing(trainer.endless_batches(epoch)) as batches:
             first = next(batches)
-            error = _profile(trainer, batches, epoch, steps, folder)
+            sentences = [_profile(trainer, batches, epoch, steps, folder / "trace")]
         # Outside of its compiled graph, so that each operation is seen as Python calls it. The results are
         # thrown away.
         eager = functools.partial(step.eager, *step.arguments(first, epoch, trainer.lr_factor()))
-        text = None
-        if hlo:
-            text = cast("XLARuntime", runtime).hlo_of(eager, trainer.model, trainer.optimizer)
+        hlo_of = getattr(runtime, "hlo_of", None)  # XLA's alone
+        hlo = hlo_of(eager, trainer.model, trainer.optimizer) if hlo_of else None
         interruptions = _Interruptions(runtime)
         with interruptions, torch.autograd.set_detect_anomaly(True, check_nan=False):
             eager()
-    rows = [(str(operation), count, line) for (operation, line), count in interruptions.found.most_common()]
-    return dict(device=str(runtime), steps=steps, folder=str(folder), rows=rows, error=error, text=text)
+    for (operation, line), count in interruptions.found.most_common():
+        sentences.append(f"{operation}, {count} times per step, at {line}.")
+    if not interruptions.found:
+        sentences.append("No operation of the step ran on the host instead, and none waited for the device.")
+    if hlo is not None:
+        if runtime.world.rank == 0:
+            files.write_atomic(folder / "step.hlo", hlo)
+        sentences.append(f"The step's compiled graph as HLO: {folder / 'step.hlo'}")
+    return sentences
 
 
 def _profile(trainer, batches, epoch, steps, folder):
-    """Take steps under the profiler. Returns why they fail, or None."""
+    """Take steps under the profiler. Returns a sentence: where the trace is, or why they fail."""
     runtime = trainer.runtime
 
     def run_steps(count):
@@ -145,14 +100,14 @@ def _profile(trainer, batches, epoch, steps, folder):
         run_steps(WARM_UP)
         with runtime.traced(folder) if runtime.world.rank == 0 else contextlib.nullcontext():
             run_steps(steps)
-    except UnexpectedRecompilation as failure:
-        return str(failure)
-    except TpukitError:
-        raise
     except (RuntimeError, ValueError) as failure:  # the second is XLA's of a graph that it refuses
-        if (fix := fix_for(str(failure))) is None:
+        reason = failure if isinstance(failure, UnexpectedRecompilation) else fix_for(str(failure))
+        if reason is None:
             raise
-        return fix
+        return f"No trace, because the step fails on {runtime}: {reason}"
+    viewers = "with the plugin of `pip install xprof` for XLA, of `torch-tb-profiler` for GPUs and CPUs"
+    where = f"is in {folder}: `tensorboard --logdir {folder}` shows it ({viewers})"
+    return f"A trace of {steps} steps on {runtime} {where}."
 
 
 class _Interruptions(TorchDispatchMode):

@@ -77,7 +77,7 @@ def test_an_edited_copy_of_the_prices_is_read_as_a_spreadsheet_leaves_it(tmp_pat
         ("hardware,place\nT4,Colab\n", "line 1: no column usd_per_hour"),
         ("hardware,place\0\n", "line 1: no column place|cannot be read"),
         ('hardware,"' + "x" * 200_000, "cannot be read"),
-        (None, ".*--prices-out"),
+        (None, ".*prices.csv"),
     ],
 )
 def test_a_bad_price_table_is_named_by_line_and_column(lines, named, tmp_path):
