@@ -71,8 +71,8 @@ runtime = XLARuntime("xla", spmd_cores=8)
 for where in ("device", "host"):
     task, compiled = MNIST(dataset_dir=sys.argv[1], batch_size=8, data_on=where), []
     model = runtime.to_device(task.model())
-    count = lambda: compiled.append(runtime.compilations()[0])
-    evaluate(task, model, task.test_set(), runtime, after_batch=count)
+    runtime.heartbeat = lambda step: compiled.append(runtime.compilations()[0])  # after each batch
+    evaluate(task, model, task.test_set(), runtime)
     print("compiled in later batches:", compiled[-1] - compiled[0], "of", len(compiled) - 1)
 batch = dict(number=torch.arange(16), pixels=torch.rand(16, 3), valid=torch.arange(16) > 3)
 found = runtime.to_cpu_async([runtime.put_batch(batch), "text"])()

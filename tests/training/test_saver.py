@@ -241,9 +241,9 @@ def test_weights_and_predictions_are_waited_for_while_the_device_has_a_batch_to_
     assert order == [
         "start weights",
         "start predictions",
-        "wait for weights",
         "start predictions",
         "wait for predictions",
+        "wait for weights",
         "wait for predictions",
     ]
 

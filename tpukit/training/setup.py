@@ -228,12 +228,7 @@ class Trainer:
         scoring."""
         self.bar.set_description("evaluating")
         average = self.step.ema if self.state.step >= ema.EVERY else None
-        self.evaluator.predict(
-            finished,
-            average.model if average else self.model,
-            # Several ranks stop together, after the evaluation.
-            after_batch=self.check_stop if self.runtime.world.size == 1 else None,
-        )
+        self.evaluator.predict(finished, average.model if average else self.model, self.stop)
         self._log_compilations(self.state.step)
         self.bar.set_description(self.task.name)
 
