@@ -158,7 +158,7 @@ def test_the_norm_of_the_gradient_is_that_of_the_parts_that_train(digits, tmp_pa
     task = Deep(dataset_dir=digits, freeze=("backbone",), **SMALL | dict(epochs=1, batch_size=200))
     run = Run.open(tmp_path, task)
     trainer = Trainer(task, run, cpu, None)
-    batch = next(trainer.endless_batches())
+    batch = next(trainer.batches())
     trainer.model.train()
     loss = task.loss(trainer.model, batch, 0)
     head = torch.autograd.grad(loss, list(trainer.model.head.parameters()))

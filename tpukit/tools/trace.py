@@ -116,7 +116,7 @@ def _trace_steps(task, run, *, steps, hlo, folder, epoch, runtime=None):
         trainer = Trainer(task, run, runtime, stop)
         runtime, step = trainer.runtime, trainer.step
         trainer.model.train()
-        with contextlib.closing(trainer.endless_batches(epoch)) as batches:
+        with contextlib.closing(trainer.batches(endless=True)) as batches:
             first = next(batches)
             error = _profile(trainer, batches, epoch, steps, folder)
         # Outside of its compiled graph, so that each operation is seen as Python calls it. The results are

@@ -1,28 +1,23 @@
 """The state of a training: put together for a checkpoint, and restored from one. Both are collective."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+from tpukit.devices.distributed import World
 from tpukit.devices.optimizers import state_tensors
+from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
+from tpukit.runs.run import Run
 from tpukit.training import metrics
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from tpukit.devices.distributed import World
-    from tpukit.devices.runtime import Runtime
-    from tpukit.runs.run import Run
-    from tpukit.training.saver import Saver
-    from tpukit.training.task import Task
+from tpukit.training.saver import Saver
+from tpukit.training.task import Task
 
 FORMAT = 4  # of a checkpoint's state
 TRAIN_ANEW = "train anew in another run folder (--run, in a notebook RUN_NAME)"

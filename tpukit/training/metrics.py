@@ -1,26 +1,19 @@
 """Metrics of the training steps: sums on the device, read by the host once per interval and checked for
 divergence."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor, nn
 
+from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor, nn
-
-    from tpukit.devices.runtime import Runtime
-    from tpukit.runs.run import Run
-    from tpukit.training.data import Batch
-    from tpukit.training.task import Task
+from tpukit.runs.run import Run
+from tpukit.training.data import Batch
+from tpukit.training.task import Task
 
 # Of fp16, which starts at 2 ** 16: a gradient that overflows even here is above 1e9.
 MIN_LOSS_SCALE = 2.0**-14

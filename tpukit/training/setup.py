@@ -1,34 +1,25 @@
 """What a training consists of, set up on the device: `Trainer`, which the loop drives."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Generator
 
 import torch
 from tqdm.auto import tqdm
 
 from tpukit.devices import LONG_COMPILE_S, check_micro_batches, open_runtime
-from tpukit.devices.runtime import check_batch
+from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
+from tpukit.runs.run import Run
+from tpukit.runs.signals import StopSignal
 from tpukit.training import batch_norm, checkpoint, ema, metrics, schedule
-from tpukit.training.data import BatchLoader, training_index_batches
-from tpukit.training.evaluation import Evaluator, log_notes
+from tpukit.training.data import Batch, BatchLoader, training_index_batches
+from tpukit.training.evaluation import Evaluator, FinishedEpoch, log_notes
 from tpukit.training.saver import Saver
 from tpukit.training.step import TrainingStep
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
-
-    from tpukit.devices.runtime import Runtime
-    from tpukit.runs.run import Run
-    from tpukit.runs.signals import StopSignal
-    from tpukit.training.data import Batch
-    from tpukit.training.evaluation import FinishedEpoch
-    from tpukit.training.task import Task
+from tpukit.training.task import Task
 
 
 class Trainer:
@@ -89,24 +80,21 @@ class Trainer:
 
     # Batches and steps
 
-    def remaining_batches(self) -> Generator[Batch, None, None]:
-        """Generate the batches from where the run stands to its last epoch."""
-        epoch, start = divmod(self.state.step, self.steps_per_epoch)
-        return self._batches(range(epoch, self.task.epochs), start)
-
-    def endless_batches(self, epoch: int = 0) -> Generator[Batch, None, None]:
-        """Generate the batches of an endless training, for tools that time or trace `take_step`."""
-        return self._batches(itertools.count(epoch))
-
-    def _batches(self, epochs: Iterable[int], start: int = 0) -> Generator[Batch, None, None]:
-        """Generate the batches of these epochs, of the first one from step `start` on, without a pause
-        between two epochs."""
+    def batches(self, *, endless: bool = False) -> Generator[Batch, None, None]:
+        """Generate the batches from where the run stands to its last epoch, without a pause between two
+        epochs. endless: those of a training without an end, for tools that time or trace `take_step`."""
         task, size, num_uniforms = self.task, len(self.data), self.data.num_uniforms
+        first, start = divmod(self.state.step, self.steps_per_epoch)
         plan = (
             spec
-            for epoch, first in zip(epochs, itertools.chain([start], itertools.repeat(0)))
+            for epoch in (itertools.count(first) if endless else range(first, task.epochs))
             for spec in training_index_batches(
-                size, task.batch_size, seed=task.seed, epoch=epoch, num_uniforms=num_uniforms, start=first
+                size,
+                task.batch_size,
+                seed=task.seed,
+                epoch=epoch,
+                num_uniforms=num_uniforms,
+                start=start if epoch == first else 0,
             )
         )
         return self.loader.batches(plan)
@@ -171,12 +159,10 @@ class Trainer:
         patience = self.task.patience
         return patience is not None and self.state.evaluations_without_best + extra >= patience
 
-    def ranks_stop_early(self) -> bool:
-        """`patience_exhausted`, on every rank."""
-        return bool(self.task.patience and self.runtime.world.broadcast(self.patience_exhausted()))
-
     def stop_early(self, epochs: int) -> None:
-        """End the training here, after this many epochs."""
+        """End the training here, after this many epochs, if its patience is exhausted: on every rank."""
+        if not (self.task.patience and self.runtime.world.broadcast(self.patience_exhausted())):
+            return
         self.total = self.state.step
         self.write_progress(epochs - 1)
         self.run.log("stopped", self.state.step, epoch=epochs - 1, patience=self.task.patience)
@@ -264,14 +250,10 @@ class Trainer:
         )
         return self.bar
 
-    def show_loss(self, epoch: int, loss: float) -> None:
-        """Show the mean loss of the last interval, in an epoch counted from 0."""
-        self.shown_loss = f"{loss:.4f}"
-        self.bar.set_postfix(epoch=epoch + 1, loss=self.shown_loss, refresh=False)
-
     def write_progress(self, epoch: int) -> None:
-        """Show and record the step at which the training stands, in an epoch counted from 0."""
+        """Show and record where the training stands, in an epoch counted from 0, and the last loss."""
         self.bar.total = self.total
+        self.bar.set_postfix(epoch=epoch + 1, loss=self.shown_loss, refresh=False)
         self.bar.update(self.state.step - self.bar.n)
         self.run.write_progress(
             name=self.task.name,

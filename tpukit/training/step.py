@@ -6,25 +6,18 @@ Each part is the device's: clipping, the loss scaler and the all-reduce are in `
 a GPU it is captured, by `devices/cuda_graph.py`, and then no longer called. docs/CONTRIBUTING.md shows what
 wraps it on each kind of device."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tpukit.devices.optimizers import optimizer_signature
+from tpukit.devices.runtime import Runtime
 from tpukit.training import batch_norm, layers, metrics
 from tpukit.training.data import Batch, identity
 from tpukit.training.ema import WeightEMA
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.optim import Optimizer
-
-    from tpukit.devices.runtime import Runtime
-    from tpukit.training.task import Task
+from tpukit.training.task import Task
 
 
 def train_step(
