@@ -16,40 +16,57 @@ from PIL import Image
 from tests.conftest import SMALL, best_weights, checkpoint, exact, flip, refuses, same
 from tests.tasks.cdeit import small as cdeit
 from tests.tasks.mshnet.small import Narrow
-from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, train
+from tests.training.conftest import DIGITS, train_in
+from tpukit import CDEIT, MNIST, ImageClassifier, Run, train
+from tpukit.devices.runtime import Runtime
 from tpukit.runs.signals import StopSignal
 from tpukit.runs.weights import epoch_of
 from tpukit.training.loop import Trainer
 
+SMALL_MSHNET = dict(base_size=32, crop_size=32, warm_epoch=1, batch_size=4)
+RESUMED = {  # task, its settings, the precision, and the epochs of each session
+    "plain": (MNIST, dict(channels=4), "fp32", (2, 4)),
+    "bf16": (MNIST, dict(channels=4), "bf16", (2, 4)),
+    "fp16 and its scaler": (MNIST, dict(channels=4), "fp16", (2, 4)),
+    "a schedule": (
+        MNIST,
+        dict(schedule="step", warmup_epochs=1.5, decay_epochs=2, channels=4),
+        "fp32",
+        (1, 3),
+    ),
+    "fine-tuning": (MNIST, dict(layer_decay=0.7, freeze=("0",), channels=4), "fp32", (1, 2)),
+    "both phases and the augmentation of MSHNet": (Narrow, SMALL_MSHNET, "fp32", (1, 3, 4)),
+}
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
-def test_two_and_two_epochs_equal_four(device, digits, tmp_path, request):
-    runtime = request.getfixturevalue(device)
-    task = MNIST(dataset_dir=digits, epochs=4, **SMALL)
-    straight = Run.open(tmp_path / "straight", task)
-    train(task, straight, runtime=runtime, progress=False)
-    for epochs in (2, 4):
+
+@pytest.mark.parametrize("kind, settings, precision, sessions", RESUMED.values(), ids=RESUMED)
+def test_a_run_trained_in_several_sessions_equals_one_of_a_single_session(
+    kind, settings, precision, sessions, digits, infrared, tmp_path
+):
+    data = digits if kind is MNIST else infrared
+    task = kind(dataset_dir=data, epochs=sessions[-1], precision=precision, **SMALL | settings)
+    straight = train_in(tmp_path / "straight", task, Runtime("cpu", precision))
+    for epochs in sessions:
         part = dataclasses.replace(task, epochs=epochs)
-        parted = Run.open(tmp_path / "parted", part)
-        train(part, parted, runtime=runtime, progress=False)
+        parted = train_in(tmp_path / "parted", part, Runtime("cpu", precision))
+    assert exact(parted) == exact(straight) and len(exact(straight)) > 10
+    assert same(best_weights(parted), best_weights(straight))
+    assert bool(checkpoint(parted)["scaler"]) == (precision == "fp16")
+    losses = [record["loss"] for record in straight.records("epoch")]
+    assert losses[-1] < losses[0] or kind is not MNIST
+
+
+@pytest.mark.slow
+def test_on_xla_two_and_two_epochs_equal_four(digits, tmp_path, xla):
+    task = MNIST(dataset_dir=digits, epochs=4, **SMALL)
+    straight = train_in(tmp_path / "straight", task, xla)
+    for epochs in (2, 4):
+        parted = train_in(tmp_path / "parted", dataclasses.replace(task, epochs=epochs), xla)
     assert exact(parted) == exact(straight) and len(exact(straight)) > 30
     assert same(best_weights(parted), best_weights(straight))
 
 
-@pytest.mark.slow
-def test_mshnet_resumes_exactly_across_its_phases_with_augmentation(infrared, tmp_path, cpu):
-    task = MSHNet(
-        dataset_dir=infrared, epochs=4, warm_epoch=1, base_size=32, crop_size=32, batch_size=4, log_every=3
-    )
-    straight = Run.open(tmp_path / "straight", task)
-    train(task, straight, runtime=cpu, progress=False)
-    for epochs in (1, 3, 4):
-        part = dataclasses.replace(task, epochs=epochs)
-        train(part, Run.open(tmp_path / "parted", part), runtime=cpu, progress=False)
-    assert exact(Run.find(tmp_path / "parted")) == exact(straight)
-
-
-class WithMomentum(MSHNet):
+class WithMomentum(Narrow):
     def optimizer(self, model):
         return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
 
@@ -60,16 +77,12 @@ def test_a_run_resumed_in_another_layout_has_the_optimizers_state_in_that_of_the
     task = WithMomentum(
         dataset_dir=infrared, epochs=1, base_size=16, crop_size=16, channels_last="no", **SMALL
     )
-    train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+    train_in(tmp_path, task, cpu)
     task = dataclasses.replace(task, epochs=2, channels_last="yes")
     resumed = Trainer(task, Run.open(tmp_path, task), cpu, StopSignal())
     kernel = resumed.model.encoder_0[0].conv1.weight
     buffer = resumed.optimizer.state[kernel]["momentum_buffer"]
-    assert (
-        kernel.stride()
-        == torch.empty(kernel.shape).to(memory_format=torch.channels_last).stride()
-        == buffer.stride()
-    )
+    assert kernel.is_contiguous(memory_format=torch.channels_last) and kernel.stride() == buffer.stride()
     saved = checkpoint(Run.find(tmp_path))["optimizer"]["state"]
     number = next(n for n, p in enumerate(resumed.model.parameters()) if p is kernel)
     assert torch.equal(buffer, saved[number]["momentum_buffer"]) and buffer.any()
@@ -94,8 +107,8 @@ def test_a_checkpoint_of_another_version_or_dataset_or_without_its_version_is_re
 
 
 def rename_a_class(folder):
-    (folder / "train/bar").rename(folder / "train/a bar")
-    (folder / "test/bar").rename(folder / "test/a bar")
+    for split in ("train", "test"):
+        (folder / split / "bar").rename(folder / split / "a bar")
 
 
 def swap_two_files_of_two_classes(folder):
@@ -125,16 +138,11 @@ def swap_two_samples(folder):
     second.write_bytes(contents)
 
 
-TINY_IMAGES = dict(model_name="test_resnet", image_size=32, pretrained="no")
+TINY = ImageClassifier(model_name="test_resnet", image_size=32, pretrained="no", **SMALL)
 CHANGED = {
-    "class": ("shapes", ImageClassifier(**TINY_IMAGES, **SMALL), rename_a_class, ["classes", "bar", "a bar"]),
-    "file": (
-        "shapes",
-        ImageClassifier(**TINY_IMAGES, **SMALL),
-        swap_two_files_of_two_classes,
-        ["file names and labels"],
-    ),
-    "digit": ("digits", MNIST(channels=4, **SMALL), correct_a_label, ["labels"]),
+    "class": ("shapes", TINY, rename_a_class, ["classes", "bar", "a bar"]),
+    "file": ("shapes", TINY, swap_two_files_of_two_classes, ["file names and labels"]),
+    "digit": ("digits", MNIST(**DIGITS), correct_a_label, ["labels"]),
     "mask": ("infrared", Narrow(base_size=32, crop_size=32, **SMALL), correct_a_mask, ["masks"]),
     "sample": ("tank", CDEIT(**cdeit.SMALL), swap_two_samples, ["files"]),
 }
@@ -151,13 +159,13 @@ def test_a_resumed_run_refuses_other_labels_and_takes_the_same_ones_in_another_f
     shutil.copytree(original, copy)
     for epochs, folder in ((1, original), (2, copy)):
         task = dataclasses.replace(task, epochs=epochs, dataset_dir=folder)
-        train(task, Run.open(run, task), runtime=cpu, progress=False)
+        train_in(run, task, cpu)
     records = exact(Run.find(run))
     change(copy)
     for epochs in (2, 3):  # a run that has all its epochs does not show the scores of other labels either
         task = dataclasses.replace(task, epochs=epochs)
         with refuses(run, copy, "--run", "RUN_NAME", *named):
-            train(task, Run.open(run, task), runtime=cpu, progress=False)
+            train_in(run, task, cpu)
     assert exact(Run.find(run)) == records
 
 
@@ -167,9 +175,8 @@ def test_a_run_whose_test_labels_changed_says_so_and_compares_no_score_with_the_
 ):
     data = tmp_path / "digits"
     shutil.copytree(digits, data)
-    task = MNIST(dataset_dir=data, epochs=1, channels=4, **SMALL)
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
+    task = MNIST(dataset_dir=data, epochs=1, **DIGITS)
+    run = train_in(tmp_path / "run", task, cpu)
     with np.load(data / "mnist.npz") as file:
         content = dict(file, y_test=(file["y_test"] + 5) % 10)
     np.savez(data / "mnist.npz", **content)
@@ -201,10 +208,7 @@ EDITS = {
     "wider": (edited((16,)), ["1.0.weight", "(8, 784)", "(16, 784)"]),
     "deeper": (edited((8, 8)), ["2.0.weight"]),
     "optimizer": (edited(make=torch.optim.Adam), ["SGD", "Adam"]),
-    "momentum": (
-        edited(make=lambda parameters: torch.optim.SGD(parameters, lr=0.01)),
-        ["momentum", "0.9", "0"],
-    ),
+    "momentum": (edited(make=lambda weights: torch.optim.SGD(weights, lr=0.01)), ["momentum", "0.9", "0"]),
 }
 
 
@@ -216,9 +220,8 @@ def test_a_run_whose_code_was_edited_is_refused_naming_the_first_difference(
 ):
     kind, named = EDITS[edit]
     settings = dict(dataset_dir=digits, **SMALL)
-    run = Run.open(tmp_path, edited()(epochs=1, **settings))
-    train(edited()(epochs=1, **settings), run, runtime=cpu, progress=False)
-    train(edited()(epochs=2, **settings), run, runtime=cpu, progress=False)  # the same code resumes
+    train_in(tmp_path, edited()(epochs=1, **settings), cpu)
+    run = train_in(tmp_path, edited()(epochs=2, **settings), cpu)  # the same code resumes
     if not has_signature:  # of an earlier version
         state = checkpoint(run)
         del state["optimizer_signature"]
@@ -310,7 +313,7 @@ def killed_again_and_again(folder, digits, device, recipe, kills):
 @pytest.mark.parametrize("place", KILLS)
 def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(place, digits, tmp_path):
     kills = [(place, at) for at in KILLS[place]]
-    killed_again_and_again(tmp_path, digits, "cpu", dict(epochs=3, batch_size=8), kills)
+    killed_again_and_again(tmp_path, digits, "cpu", dict(epochs=3, batch_size=8, channels=4), kills)
 
 
 @pytest.mark.slow
@@ -334,20 +337,17 @@ def test_fifty_kills_change_nothing_with_a_schedule_micro_batches_patience_froze
 def test_damaged_best_weights_are_named_and_give_way_to_those_of_the_next_evaluation(
     digits, tmp_path, cpu, capsys
 ):
-    task = MNIST(dataset_dir=digits, epochs=1, lr=0.5, **SMALL)
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
+    task = MNIST(dataset_dir=digits, epochs=1, lr=0.5, **DIGITS)
+    run = train_in(tmp_path / "run", task, cpu)
     flip(run.path / "best.safetensors")
-    more = dataclasses.replace(task, epochs=2)
-    train(more, Run.open(run.path, more), runtime=cpu, progress=False)
+    train_in(run.path, dataclasses.replace(task, epochs=2), cpu)
     assert "best.safetensors is damaged" in capsys.readouterr().out
     assert run.records("evaluation")[1]["kept"] and epoch_of(run.path / "best.safetensors") == 1
 
 
 def test_best_weights_that_are_taken_from_the_backup_count_with_their_own_score(digits, tmp_path, cpu):
-    task = MNIST(dataset_dir=digits, epochs=3, lr=1e-12, **SMALL)  # so small that no later score is better
-    straight = Run.open(tmp_path / "straight", task)
-    train(task, straight, runtime=cpu, progress=False)
+    task = MNIST(dataset_dir=digits, epochs=3, lr=1e-12, **DIGITS)  # so small that no later score is better
+    straight = train_in(tmp_path / "straight", task, cpu)
     assert not straight.records("evaluation")[2]["kept"]
     part = dataclasses.replace(task, epochs=2)
     train(part, Run.open(tmp_path / "run", part, backup=tmp_path / "drive"), runtime=cpu, progress=False)

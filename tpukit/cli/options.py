@@ -79,7 +79,7 @@ def with_dataset(task: Task, env: Environment, size: int | None = None) -> Task:
     Of the processes that torchrun started, only rank 0 prints which one."""
     is_first = environment.rank() == 0
     with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
-        fallback = task.fallback or False
+        fallback = getattr(task, "fallback", False)
         found = tpukit.find_dataset(env, task.dataset, task.dataset_dir, fallback=fallback, size=size)
     return dataclasses.replace(task, dataset_dir=found)
 

@@ -171,7 +171,8 @@ def labels_of(config: dict) -> Labels:
     kind, settings = find(config["task"]), config["settings"]
     folders = Path(str(settings.get("dataset_dir")).lower()).parts
     published = kind.published if kind.dataset.lower() in folders else {}
-    return Labels(kind.score, kind.score_names, published, kind.milestones(settings))
+    milestones = getattr(kind, "milestones", lambda settings: {})(settings)
+    return Labels(kind.score, kind.score_names, published, milestones)
 
 
 def _last_evaluated(records, name, expected):

@@ -82,7 +82,9 @@ def export(
     batch, source = _samples(task, count)
     arrays = task.export_inputs(batch)
     inputs = {name: torch.as_tensor(np.ascontiguousarray(values)) for name, values in arrays.items()}
-    described = {name: _describe(values, task.export_multiple) for name, values in arrays.items()}
+    described = {
+        name: _describe(values, getattr(task, "export_multiple", 0)) for name, values in arrays.items()
+    }
     metadata = {name: text for name, text in weights.metadata(best).items() if not name.startswith("tpukit.")}
     metadata |= dict(task=task.name, output=task.export_output, compared_on=source)
     metadata["inputs"] = json.dumps(described)
@@ -125,7 +127,7 @@ def _trace(task, model, inputs):
             return task.exported(self.model, inputs)
 
     shape = {0: Dim("batch", min=1, max=65536)}
-    if multiple := task.export_multiple:
+    if multiple := getattr(task, "export_multiple", 0):
         shape |= {2: multiple * Dim("rows", min=2, max=512), 3: multiple * Dim("columns", min=2, max=512)}
     few = {name: values[:BATCH] for name, values in inputs.items()}
     shapes = (dict.fromkeys(inputs, shape),)

@@ -10,7 +10,6 @@ import numpy as np
 from tpukit.devices.runtime import Batch, Runtime
 from tpukit.host.errors import TpukitError
 
-DATA_ON = ("auto", "device", "host")
 MEMORY_SHARE = 8  # a dataset may take 1 / MEMORY_SHARE of a device's memory
 
 
@@ -67,8 +66,6 @@ class BatchLoader:
         self.data, self.runtime, self.workers = data, runtime, workers
         self.resident: Batch | None = None  # the dataset's arrays on the device, if they are stored there
         self.bytes_per_core = 0  # what they take of each device
-        if on not in DATA_ON:
-            raise TpukitError(f"data_on={on!r}: choose one of {', '.join(DATA_ON)}")
         can_be_stored = hasattr(data, "device_arrays")
         if on == "device" and not can_be_stored:
             raise TpukitError(

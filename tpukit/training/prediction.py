@@ -23,7 +23,7 @@ from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.runs.run import Run
-from tpukit.training.data import Batch, BatchLoader, BatchSpec, evaluation_index_batches
+from tpukit.training.data import Batch, BatchLoader, evaluation_index_batches
 from tpukit.training.task import Task
 
 BATCH_SIZE = 16  # of what is predicted outside of a training
@@ -100,9 +100,9 @@ def predict_test_images(run: Run, task: Task, count: int) -> tuple[Batch, Any]:
     task = dataclasses.replace(task, weights=best)
     data = task.test_set()
     indices = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
-    parts = [indices[first : first + BATCH_SIZE] for first in range(0, len(indices), BATCH_SIZE)]
-    plan = [BatchSpec(part, valid=np.ones(len(part), bool)) for part in parts]
-    batches = BatchLoader(data, runtime, on="host", workers=0).batches(plan)
+    samples = (data.batch(indices[number : number + 1]) for number in range(len(indices)))
+    rows = ({name: values[0] for name, values in sample.items()} for sample in samples)
+    batches = _batches_of(rows, runtime, BATCH_SIZE)
     predictions, batches = zip(*predict_batches(open_predictor(task, best, runtime), batches, runtime))
     return tuple(tree_map(lambda *values: torch.cat(values), *parts) for parts in (batches, predictions))
 

@@ -252,17 +252,12 @@ class Trainer:
 
     def write_progress(self, epoch: int) -> None:
         """Show and record where the training stands, in an epoch counted from 0, and the last loss."""
+        name, step = self.task.name, self.state.step
+        shown = dict(epoch=epoch + 1, loss=self.shown_loss)
         self.bar.total = self.total
-        self.bar.set_postfix(epoch=epoch + 1, loss=self.shown_loss, refresh=False)
-        self.bar.update(self.state.step - self.bar.n)
-        self.run.write_progress(
-            name=self.task.name,
-            unit="step",
-            step=self.state.step,
-            total=self.total,
-            epoch=epoch + 1,
-            loss=self.shown_loss,
-        )
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update(step - self.bar.n)
+        self.run.write_progress(name=name, unit="step", step=step, total=self.total, **shown)
 
     def _log_start(self) -> None:
         task, run, runtime, step = self.task, self.run, self.runtime, self.state.step
@@ -270,12 +265,6 @@ class Trainer:
         run.print(
             f"{task.name} on {runtime}: {len(self.data)} training samples, batch {task.batch_size}, {stands}"
         )
-        trained = run.records("train") if step and task.schedule == "cosine" else []
-        if trained and (lr := self.lr_of(trained[-1]["step"])) != trained[-1].get("lr", lr):
-            run.print(
-                f"the learning rate continues at {lr:.3g}, not {trained[-1]['lr']:.3g}: the cosine schedule"
-                f" now ends after {task.epochs} epochs"
-            )
         log_notes(run, self.data, self.test_data, runtime)
         if note := batch_norm.note(self.model, task, runtime):
             run.print(note)

@@ -58,7 +58,7 @@ class CDEIT(Task):
     )
     evaluation_keys: ClassVar[tuple[str, ...]] = ("image", *CLASSICAL.values())
     export_output: ClassVar[str] = "the image (batch, 1, 128, 128) in the unit of the files, for normal noise"
-    fallback: ClassVar[Path] = FALLBACK
+    fallback: ClassVar[Path] = FALLBACK  # the folder that is searched if `dataset_dir` does not exist
 
     data: Literal["simulated", "uef2017", "ktc2023"] = setting("simulated", free=True)
     """Which test set is scored: its folder below dataset_dir (test, data2017 or test2017, data2023 or
