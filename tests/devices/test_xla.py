@@ -65,14 +65,15 @@ import sys
 import torch
 from tpukit import MNIST
 from tpukit.devices.xla import XLARuntime
-from tpukit.training.evaluation import evaluate
+from tpukit.training.data import BatchLoader
+from tpukit.training.prediction import predict_set
 
 runtime = XLARuntime("xla", spmd_cores=8)
 for where in ("device", "host"):
-    task, compiled = MNIST(dataset_dir=sys.argv[1], batch_size=8, data_on=where), []
-    model = runtime.to_device(task.model())
+    task, compiled = MNIST(dataset_dir=sys.argv[1], batch_size=8), []
+    model, loader = runtime.to_device(task.model()), BatchLoader(task.test_set(), runtime, on=where)
     runtime.heartbeat = lambda step: compiled.append(runtime.compilations()[0])  # after each batch
-    evaluate(task, model, task.test_set(), runtime)
+    list(predict_set(task, model, loader, runtime, epoch=None))
     print("compiled in later batches:", compiled[-1] - compiled[0], "of", len(compiled) - 1)
 batch = dict(number=torch.arange(16), pixels=torch.rand(16, 3), valid=torch.arange(16) > 3)
 found = runtime.to_cpu_async([runtime.put_batch(batch), "text"])()

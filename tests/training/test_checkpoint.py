@@ -23,47 +23,39 @@ from tpukit.runs.signals import StopSignal
 from tpukit.runs.weights import epoch_of
 from tpukit.training.loop import Trainer
 
-SMALL_MSHNET = dict(base_size=32, crop_size=32, warm_epoch=1, batch_size=4)
-RESUMED = {  # task, its settings, the precision, and the epochs of each session
-    "plain": (MNIST, dict(channels=4), "fp32", (2, 4)),
-    "bf16": (MNIST, dict(channels=4), "bf16", (2, 4)),
-    "fp16 and its scaler": (MNIST, dict(channels=4), "fp16", (2, 4)),
-    "a schedule": (
-        MNIST,
-        dict(schedule="step", warmup_epochs=1.5, decay_epochs=2, channels=4),
-        "fp32",
-        (1, 3),
-    ),
-    "fine-tuning": (MNIST, dict(layer_decay=0.7, freeze=("0",), channels=4), "fp32", (1, 2)),
-    "both phases and the augmentation of MSHNet": (Narrow, SMALL_MSHNET, "fp32", (1, 3, 4)),
+SMALL_MSHNET = SMALL | dict(base_size=32, crop_size=32, warm_epoch=1, batch_size=4)
+RESUMED = {  # device, task, its settings, the epochs of each session
+    "plain": ("cpu", MNIST, DIGITS, (2, 4)),
+    "bf16": ("cpu", MNIST, DIGITS | dict(precision="bf16"), (2, 4)),
+    "fp16 and its scaler": ("cpu", MNIST, DIGITS | dict(precision="fp16"), (2, 4)),
+    "schedule": ("cpu", MNIST, DIGITS | dict(schedule="step", warmup_epochs=1.5, decay_epochs=2), (1, 3)),
+    "fine-tuning": ("cpu", MNIST, DIGITS | dict(layer_decay=0.7, freeze=("0",)), (1, 2)),
+    "both phases and the augmentation of MSHNet": ("cpu", Narrow, SMALL_MSHNET, (1, 3, 4)),
+    "on XLA": ("xla", MNIST, DIGITS, (2, 4)),
 }
 
 
-@pytest.mark.parametrize("kind, settings, precision, sessions", RESUMED.values(), ids=RESUMED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "on XLA")) for case in RESUMED]
+)
 def test_a_run_trained_in_several_sessions_equals_one_of_a_single_session(
-    kind, settings, precision, sessions, digits, infrared, tmp_path
+    case, digits, infrared, tmp_path, request
 ):
+    device, kind, settings, sessions = RESUMED[case]
     data = digits if kind is MNIST else infrared
-    task = kind(dataset_dir=data, epochs=sessions[-1], precision=precision, **SMALL | settings)
-    straight = train_in(tmp_path / "straight", task, Runtime("cpu", precision))
-    for epochs in sessions:
-        part = dataclasses.replace(task, epochs=epochs)
-        parted = train_in(tmp_path / "parted", part, Runtime("cpu", precision))
+    task = kind(dataset_dir=data, epochs=sessions[-1], **settings)
+
+    def trained(name, epochs):
+        runtime = Runtime("cpu", task.precision) if device == "cpu" else request.getfixturevalue(device)
+        return train_in(tmp_path / name, dataclasses.replace(task, epochs=epochs), runtime)
+
+    straight = trained("straight", sessions[-1])
+    *_, parted = [trained("parted", epochs) for epochs in sessions]
     assert exact(parted) == exact(straight) and len(exact(straight)) > 10
     assert same(best_weights(parted), best_weights(straight))
-    assert bool(checkpoint(parted)["scaler"]) == (precision == "fp16")
+    assert bool(checkpoint(parted)["scaler"]) == (task.precision == "fp16")
     losses = [record["loss"] for record in straight.records("epoch")]
     assert losses[-1] < losses[0] or kind is not MNIST
-
-
-@pytest.mark.slow
-def test_on_xla_two_and_two_epochs_equal_four(digits, tmp_path, xla):
-    task = MNIST(dataset_dir=digits, epochs=4, **SMALL)
-    straight = train_in(tmp_path / "straight", task, xla)
-    for epochs in (2, 4):
-        parted = train_in(tmp_path / "parted", dataclasses.replace(task, epochs=epochs), xla)
-    assert exact(parted) == exact(straight) and len(exact(straight)) > 30
-    assert same(best_weights(parted), best_weights(straight))
 
 
 class WithMomentum(Narrow):
@@ -144,7 +136,7 @@ CHANGED = {
     "file": ("shapes", TINY, swap_two_files_of_two_classes, ["file names and labels"]),
     "digit": ("digits", MNIST(**DIGITS), correct_a_label, ["labels"]),
     "mask": ("infrared", Narrow(base_size=32, crop_size=32, **SMALL), correct_a_mask, ["masks"]),
-    "sample": ("tank", CDEIT(**cdeit.SMALL), swap_two_samples, ["files"]),
+    "sample": ("tank", CDEIT(sampling_steps=1, **cdeit.SMALL), swap_two_samples, ["files"]),
 }
 
 
@@ -288,50 +280,48 @@ print("KILLED", codes.count(-9))
 """
 EVERYTHING = dict(schedule="cosine", warmup_epochs=1.5, micro_batches=2, patience=4, layer_decay=0.8)
 EVERYTHING |= dict(freeze=("0",), ema_decay=0.5, epochs=40, batch_size=20, channels=4, lr=0.1)
-KILLS = {
-    "between steps": (5, 23, 24, 2, 11),
-    "while the disk is written": (4, 9, 10, 15, 17, 22, 30),
-    "while an epoch is scored": (1, 1, 2),
+PLACES = ("between steps", "while the disk is written", "while an epoch is scored")
+BETWEEN, WRITING, SCORING = PLACES
+
+
+def chosen(count):
+    """Kills at random places."""
+    choice = random.Random(7)
+    kills = [(choice.choice(PLACES), choice.randint(2, 9)) for _ in range(count)]
+    return [(place, 1 if place == SCORING else at) for place, at in kills]
+
+
+PLAIN = dict(epochs=3, batch_size=8, channels=4)
+KILLS = {  # device, recipe, kills: each before that step, or that call, of its session
+    BETWEEN: ("cpu", PLAIN, [(BETWEEN, at) for at in (5, 23, 24, 2, 11)]),
+    WRITING: ("cpu", PLAIN, [(WRITING, at) for at in (4, 9, 10, 15, 17, 22, 30)]),
+    SCORING: ("cpu", PLAIN, [(SCORING, at) for at in (1, 1, 2)]),
+    "fifty times with every setting": ("cpu", EVERYTHING, chosen(50)),
+    "on XLA with every setting": ("xla", EVERYTHING, chosen(12)),
 }
 
 
-def killed_again_and_again(folder, digits, device, recipe, kills):
-    """(a run without a kill, one that was killed so), each kill before that step, or that call, of its
-    session."""
-    command = [sys.executable, "-c", KILLED, str(folder), str(digits), device]
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+@pytest.mark.slow
+@pytest.mark.parametrize("device, recipe, kills", KILLS.values(), ids=KILLS)
+def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(
+    device, recipe, kills, digits, tmp_path, request
+):
+    """Every setting: a schedule, micro-batches, patience, frozen and averaged weights."""
+    request.getfixturevalue(device)  # skips where there is none
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(digits), device]
     command += [json.dumps(recipe), json.dumps(kills)]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, capture_output=True, text=True, env=environ)
     assert f"KILLED {len(kills)}" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
     assert "resuming at step" in ran.stdout, "no checkpoint was found by any session"
-    straight, killed = Run.find(folder / "straight"), Run.find(folder / "killed")
+    straight, killed = Run.find(tmp_path / "straight"), Run.find(tmp_path / "killed")
     assert exact(killed) == exact(straight) and same(best_weights(killed), best_weights(straight))
-    return straight, killed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", KILLS)
-def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(place, digits, tmp_path):
-    kills = [(place, at) for at in KILLS[place]]
-    killed_again_and_again(tmp_path, digits, "cpu", dict(epochs=3, batch_size=8, channels=4), kills)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device, count", [("cpu", 50), ("xla", 12)])
-def test_fifty_kills_change_nothing_with_a_schedule_micro_batches_patience_frozen_and_averaged_weights(
-    device, count, digits, tmp_path, request
-):
-    request.getfixturevalue(device)  # skips where there is none
-    choice = random.Random(7)
-    places = ["between steps", *KILLS]
-    kills = [(choice.choice(places), choice.randint(2, 9)) for _ in range(count)]
-    kills = [(place, 1 if "scored" in place else at) for place, at in kills]
-    straight, killed = killed_again_and_again(tmp_path, digits, device, EVERYTHING, kills)
     wanted, state = checkpoint(straight), checkpoint(killed)
-    assert wanted["state"] == state["state"]
-    assert same(wanted["model"], state["model"]) and same(wanted["averaged"], state["averaged"])
-    assert straight.records("stopped") and wanted["state"]["step"] < 400, "it did not stop early"
-    assert len({record["lr"] for record in straight.records("train")}) > 50
+    assert wanted["state"] == state["state"] and same(wanted["model"], state["model"])
+    if recipe is EVERYTHING:
+        assert same(wanted["averaged"], state["averaged"])
+        assert straight.records("stopped") and wanted["state"]["step"] < 400, "it did not stop early"
+        assert len({record["lr"] for record in straight.records("train")}) > 50
 
 
 def test_damaged_best_weights_are_named_and_give_way_to_those_of_the_next_evaluation(

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import scores_of
 from tests.tasks.mshnet.small import Narrow
 from tests.training.conftest import DIGITS, train_in
 from tpukit import MNIST, Run, TpukitError, train
 from tpukit.devices.runtime import Runtime
 from tpukit.runs import weights
-from tpukit.training.evaluation import evaluate
 
 
 def test_a_test_set_without_samples_is_an_error_that_says_so(digits, cpu):
@@ -20,7 +20,7 @@ def test_a_test_set_without_samples_is_an_error_that_says_so(digits, cpu):
     empty = task.test_set()
     empty.images, empty.labels = empty.images[:0], empty.labels[:0]
     with pytest.raises(TpukitError, match=f"{task.dataset_dir}.* test set"):
-        evaluate(task, task.model(), empty, cpu)
+        scores_of(task, task.model(), empty, cpu)
 
 
 def trained_with_scores(scores, digits, cpu, folder, monkeypatch, **settings):
@@ -63,8 +63,8 @@ def test_evaluation_scores_do_not_depend_on_the_batch_size(infrared, cpu):
     task = Narrow(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=1)
     torch.manual_seed(0)
     model, (_, data) = task.model(), task.datasets()
-    one = evaluate(task, model, data, cpu)
-    three = evaluate(dataclasses.replace(task, batch_size=3), model, data, cpu)
+    one = scores_of(task, model, data, cpu)
+    three = scores_of(dataclasses.replace(task, batch_size=3), model, data, cpu)
     assert one == three and one["images"] == 4
 
 

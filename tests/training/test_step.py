@@ -56,7 +56,7 @@ def test_micro_batches_give_the_losses_gradients_and_weights_of_the_whole_batch(
 ):
     """With CDEIT, also its noise: the numbers of each sample are the same."""
     small = dict(SMALL, log_every=1, clip_norm=clip_norm)
-    task = task_of(tank, epochs=4, **small)
+    task = task_of(tank, epochs=4, eval_every=4, sampling_steps=1, **small)
     if name == "mnist":
         task = MNIST(dataset_dir=digits, epochs=1, channels=4, **small)
     found = {}

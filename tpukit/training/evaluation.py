@@ -1,4 +1,4 @@
-"""Scoring weights: `test` for a run, `evaluate` for a model, `Evaluator` for the epochs of a training."""
+"""Scoring weights: `test` for a run, `Evaluator` for the epochs of a training."""
 
 import concurrent.futures
 import contextlib
@@ -62,14 +62,6 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
             task.save_predictions(folder, predicted, data)
             scores = scores_of(task, predicted)
         return runtime.world.broadcast(scores)
-
-
-def evaluate(task: Task, model: nn.Module, data: Any, runtime: Runtime, epoch: int | None = None) -> dict:
-    """Scores of a model on a device over a test set, {} on ranks other than 0. Each rank predicts its share;
-    rank 0 scores all, in the order that one device would give. epoch: see `Task.predict`."""
-    loader = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
-    predicted = [pair for pairs in predict_set(task, model, loader, runtime, epoch=epoch) for pair in pairs]
-    return scores_of(task, predicted) if runtime.world.rank == 0 else {}
 
 
 def scores_of(task: Task, predictions: list) -> dict:

@@ -245,15 +245,16 @@ def as_files(inputs: Any) -> Iterator[list[Path]]:
 def _as_file(one: Any, stem: Path) -> Path:
     path = stem.with_suffix(".png")
     try:
-        if isinstance(one, np.ndarray) and one.dtype not in (np.bool_, np.uint8, np.uint16):
-            path = stem.with_suffix(".npy")
-            np.save(path, one, allow_pickle=False)
-        elif isinstance(one, np.ndarray):
-            Image.fromarray(one).save(path, compress_level=1)
-        else:
-            has_png_mode = one.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or one.mode[0] == "I"
-            (one if has_png_mode else one.convert("RGB")).save(path, compress_level=1)
-    except (AttributeError, TypeError, ValueError, SystemError, OSError) as error:
+        if not isinstance(one, Image.Image):
+            array = np.asarray(one)
+            if array.dtype not in (np.bool_, np.uint8, np.uint16):
+                path = stem.with_suffix(".npy")
+                np.save(path, array, allow_pickle=False)
+                return path
+            one = Image.fromarray(array)
+        has_png_mode = one.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or one.mode[0] == "I"
+        (one if has_png_mode else one.convert("RGB")).save(path, compress_level=1)
+    except (TypeError, ValueError, SystemError, OSError) as error:
         raise TpukitError(
             f"{type(one).__name__} is not an image ({error}): give paths, PIL images, or numpy arrays (H, W)"
             " or (H, W, 3)"

@@ -1,6 +1,5 @@
 """What a training consists of, set up on the device: `Trainer`, which the loop drives."""
 
-import concurrent.futures
 import itertools
 from collections.abc import Generator
 
@@ -35,27 +34,24 @@ class Trainer:
         self.ranks_stop = False  # whether all ranks know of a signal
         torch.manual_seed(task.seed)
         model = task.model()
-        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="datasets") as thread:
-            # Reading can take seconds, and so can opening a device and what it compiles for a model. Not
-            # before the model is there: datasets that draw random numbers must not change its weights.
-            reading = thread.submit(task.datasets)
-            self.runtime = runtime = runtime or open_runtime(
-                environment.detect(), task.precision, libtpu_args=task.libtpu_args(task.batch_size)
-            )
-            check_batch(task.batch_size, runtime.cores, micro_batches=task.micro_batches)
-            if task.weights:
-                weights.load(model, task.weights)
-            if runtime.world.size > 1:  # ranks would differ where a model does not start from the seed alone
-                model.load_state_dict(runtime.world.broadcast(model.state_dict()))
-            self.step = TrainingStep(task, runtime, model)
-            self.data, self.test_data = reading.result()
-        self.model, self.optimizer = self.step.model, self.step.optimizer
+        # After the model: datasets that draw random numbers must not change its weights.
+        self.data, self.test_data = task.datasets()
         self.steps_per_epoch = len(self.data) // task.batch_size
         if self.steps_per_epoch == 0:
             raise TpukitError(
                 f"batch_size={task.batch_size} is larger than the training set: use batch_size <="
                 f" {len(self.data)}"
             )
+        self.runtime = runtime = runtime or open_runtime(
+            environment.detect(), task.precision, libtpu_args=task.libtpu_args(task.batch_size)
+        )
+        check_batch(task.batch_size, runtime.cores, micro_batches=task.micro_batches)
+        if task.weights:
+            weights.load(model, task.weights)
+        if runtime.world.size > 1:  # ranks would differ where a model does not start from the seed alone
+            model.load_state_dict(runtime.world.broadcast(model.state_dict()))
+        self.step = TrainingStep(task, runtime, model)
+        self.model, self.optimizer = self.step.model, self.step.optimizer
         self.run = run if runtime.world.rank == 0 else run.read_only()
         self.loader = BatchLoader(self.data, runtime, on=task.data_on, workers=task.num_workers)
         test_loader = BatchLoader(self.test_data, runtime, on=task.data_on, workers=task.num_workers)
