@@ -67,19 +67,17 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
 def scores_of(task: Task, predictions: list) -> dict:
     """What `task.evaluate` returns, with plain numbers in place of numpy's and torch's. Raises TpukitError
     if that cannot be recorded, or has no score that decides which weights are best."""
-    scores, method = task.evaluate(predictions), f"{type(task).__name__}.evaluate()"
+    scores = task.evaluate(predictions)
     try:
-        scores = json.loads(json.dumps(scores, default=lambda value: value.tolist()))
-    except (TypeError, ValueError, AttributeError) as error:
+        plain = json.loads(json.dumps(scores, default=lambda value: value.tolist()))
+        if not isinstance(plain[task.score], (int, float)):
+            raise TypeError(f"{task.score} is no number")
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise TpukitError(
-            f"{method} must return a dict of numbers, by the names of the scores ({error})"
+            f"{type(task).__name__}.evaluate() must return a dict of numbers, with {task.score!r}, which"
+            f" decides what is best; got {scores!r:.100} ({error!r})"
         ) from error
-    if not isinstance(scores, dict) or not isinstance(scores.get(task.score), (int, float)):
-        got = ", ".join(scores) if isinstance(scores, dict) else type(scores).__name__
-        raise TpukitError(
-            f"{method} must return a dict with a number {task.score!r}, which decides what is best; got {got}"
-        )
-    return scores
+    return plain
 
 
 @dataclasses.dataclass

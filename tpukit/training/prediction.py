@@ -131,8 +131,7 @@ def predict_files(
     best: the file of the weights. paths: as `list_files` returns them. An unreadable file yields a `Sample`
     with `error`; the others are still predicted."""
     predictor = open_predictor(task, best, runtime)
-    waiting = collections.deque()  # [sample, function that joins its rows' predictions, number of rows]
-    predicted = []  # of the rows of waiting[0]
+    waiting = collections.deque()  # (sample, function that joins its rows' predictions, number of rows)
 
     def rows():
         for path in paths:
@@ -148,17 +147,17 @@ def predict_files(
                 yield from parts
 
     batches = _batches_of(rows(), runtime, batch_size)
-    for prediction, batch in predict_batches(predictor, batches, runtime, keys=()):
-        for index in range(int(batch["valid"].sum())):
-            while not waiting[0][2]:
-                yield waiting.popleft()[0]
-            predicted.append(tree_map_only(torch.Tensor, lambda values: values[index].numpy(), prediction))  # noqa: B023
-            sample, join, count = waiting[0]
-            if len(predicted) == count:
-                waiting.popleft()
-                sample.prediction = join(predicted)
-                predicted = []
-                yield sample
+    predictions = (  # of each row
+        tree_map_only(torch.Tensor, lambda values: values[index].numpy(), prediction)
+        for prediction, batch in predict_batches(predictor, batches, runtime, keys=())
+        for index in range(int(batch["valid"].sum()))
+    )
+    for prediction in predictions:
+        while not waiting[0][2]:
+            yield waiting.popleft()[0]
+        sample, join, count = waiting.popleft()
+        sample.prediction = join([prediction, *itertools.islice(predictions, count - 1)])
+        yield sample
     yield from (sample for sample, _, _ in waiting)
 
 

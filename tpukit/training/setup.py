@@ -234,28 +234,7 @@ class Trainer:
     # What is printed and recorded
 
     def open_bar(self, shown: bool) -> tqdm:
-        """The progress bar, a context manager, after logging the start."""
-        self._log_start()
-        self.bar = tqdm(
-            total=self.total,
-            initial=self.state.step,
-            desc=self.task.name,
-            unit="step",
-            disable=not (shown and self.run.echo),
-            mininterval=0.5,
-        )
-        return self.bar
-
-    def write_progress(self, epoch: int) -> None:
-        """Show and record where the training stands, in an epoch counted from 0, and the last loss."""
-        name, step = self.task.name, self.state.step
-        shown = dict(epoch=epoch + 1, loss=self.shown_loss)
-        self.bar.total = self.total
-        self.bar.set_postfix(shown, refresh=False)
-        self.bar.update(step - self.bar.n)
-        self.run.write_progress(name=name, unit="step", step=step, total=self.total, **shown)
-
-    def _log_start(self) -> None:
+        """Log the start. Returns the progress bar, a context manager."""
         task, run, runtime, step = self.task, self.run, self.runtime, self.state.step
         stands = f"resuming at step {step} of {self.total}" if step else f"{self.total} steps"
         run.print(
@@ -280,6 +259,24 @@ class Trainer:
             steps_per_epoch=self.steps_per_epoch,
         )
         runtime.heartbeat(step)
+        self.bar = tqdm(
+            total=self.total,
+            initial=step,
+            desc=task.name,
+            unit="step",
+            disable=not (shown and run.echo),
+            mininterval=0.5,
+        )
+        return self.bar
+
+    def write_progress(self, epoch: int) -> None:
+        """Show and record where the training stands, in an epoch counted from 0, and the last loss."""
+        name, step = self.task.name, self.state.step
+        shown = dict(epoch=epoch + 1, loss=self.shown_loss)
+        self.bar.total = self.total
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update(step - self.bar.n)
+        self.run.write_progress(name=name, unit="step", step=step, total=self.total, **shown)
 
     def _log_compilations(self, step: int) -> None:
         """Record what was compiled since the last call, and print what took long."""
