@@ -242,6 +242,16 @@ def exact(run):
     return [{k: v for k, v in r.items() if k not in ("time", "speed")} for r in kept]
 
 
+def scores_of(task, model, data, runtime):
+    """The scores of a model on a device over a test set."""
+    from tpukit.training.data import BatchLoader
+    from tpukit.training.prediction import predict_set
+
+    loader = BatchLoader(data, runtime, on=task.data_on)
+    batches = predict_set(task, model, loader, runtime, epoch=None)
+    return task.evaluate(pair for pairs in batches for pair in pairs)
+
+
 def best_weights(run):
     from tpukit.runs import weights
 

@@ -67,7 +67,7 @@ def count_steps(task, run, *, runtime, count=7):
         trainer = Trainer(task, run, runtime, stop)
         trainer.model.of = trainer  # a cycle, as a model of a user's may have
         trainer.model.train()
-        batches, counts = trainer.endless_batches(), []
+        batches, counts = trainer.batches(endless=True), []
         for _ in range(count):
             batch = next(batches)
             take_counts()

@@ -43,7 +43,8 @@ sys.meta_path.insert(0, Recorder())
 import torch
 from tpukit import MNIST, Run, train
 from tpukit.devices.xla import XLARuntime
-from tpukit.training.evaluation import evaluate
+from tpukit.training.data import BatchLoader
+from tpukit.training.prediction import predict_set
 
 runtime = XLARuntime("xla", spmd_cores=8)
 task = MNIST(dataset_dir=sys.argv[1], channels=4, epochs=1, batch_size=8, eval_every=9)
@@ -51,10 +52,10 @@ before = runtime.counters()["executions"]
 train(task, Run.open(tempfile.mkdtemp(), task), runtime=runtime, progress=False)
 print(Recorder.asked, runtime.counters()["executions"] - before > 25)
 for where in ("device", "host"):
-    task, compiled = MNIST(dataset_dir=sys.argv[1], channels=4, batch_size=8, data_on=where), []
-    model = runtime.to_device(task.model())
-    count = lambda: compiled.append(runtime.compilations()[0])
-    evaluate(task, model, task.test_set(), runtime, after_batch=count)
+    task, compiled = MNIST(dataset_dir=sys.argv[1], channels=4, batch_size=8), []
+    model, loader = runtime.to_device(task.model()), BatchLoader(task.test_set(), runtime, on=where)
+    runtime.heartbeat = lambda step: compiled.append(runtime.compilations()[0])  # after each batch
+    list(predict_set(task, model, loader, runtime, epoch=None))
     print("compiled in later batches:", compiled[-1] - compiled[0], "of", len(compiled) - 1)
 batch = dict(number=torch.arange(16), pixels=torch.rand(16, 3), valid=torch.arange(16) > 3)
 found = runtime.to_cpu_async([runtime.put_batch(batch), "text"])()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import best_weights, checkpoint, exact, refuses, same
+from tests.conftest import best_weights, checkpoint, exact, refuses, same, scores_of
 from tests.launching.conftest import difference, launched, losses, needs_torch_xla, python
 from tests.launching.launched import Descending, Watched, machine
 from tpukit import CDEIT, MSHNet, Run, launch, train
@@ -169,12 +169,10 @@ def test_per_core_batch_norm_differs_from_one_core_and_every_rank_scores_with_ra
     assert difference(losses(run), losses(one)) > 1e-3
     # The oracle: rank 0's weights and statistics, as they were saved, score on one core what the two cores
     # reported.
-    from tpukit.training.evaluation import evaluate
-
     task = Watched(dataset_dir=odd, batch_size=8)
     model = task.model()
     weights.load(model, run.path / "best.safetensors")
-    assert evaluate(task, model, task.datasets()[1], Runtime("cpu")) == done["result"]
+    assert scores_of(task, model, task.datasets()[1], Runtime("cpu")) == done["result"]
 
 
 @pytest.mark.slow

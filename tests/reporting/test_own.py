@@ -46,7 +46,7 @@ def test_files_that_are_missing_too_many_or_no_images_are_refused_by_name(traine
     for path in many:
         path.touch()
     gone, none = tmp_path / "gone", [tmp_path / "*.gif"]
-    for paths, named in ((pictures, "c.txt"), (gone, "gone"), (none, "gif"), (many, "65")):
+    for paths, named in ((pictures, "c.txt"), (gone, "gone"), (none, "gif"), (many, "64")):
         with pytest.raises(TpukitError, match=named):
             own.show_own(run, task, paths)
     assert not (run.path / "own").exists()

@@ -16,40 +16,49 @@ from PIL import Image
 from tests.conftest import SMALL, best_weights, checkpoint, exact, flip, refuses, same
 from tests.tasks.cdeit import small as cdeit
 from tests.tasks.mshnet.small import Narrow
-from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, train
+from tests.training.conftest import DIGITS, train_in
+from tpukit import CDEIT, MNIST, ImageClassifier, Run, train
+from tpukit.devices.runtime import Runtime
 from tpukit.runs.signals import StopSignal
 from tpukit.runs.weights import epoch_of
 from tpukit.training.loop import Trainer
 
+SMALL_MSHNET = SMALL | dict(base_size=32, crop_size=32, warm_epoch=1, batch_size=4)
+RESUMED = {  # device, task, its settings, the epochs of each session
+    "plain": ("cpu", MNIST, DIGITS, (2, 4)),
+    "bf16": ("cpu", MNIST, DIGITS | dict(precision="bf16"), (2, 4)),
+    "fp16 and its scaler": ("cpu", MNIST, DIGITS | dict(precision="fp16"), (2, 4)),
+    "schedule": ("cpu", MNIST, DIGITS | dict(schedule="step", warmup_epochs=1.5, decay_epochs=2), (1, 3)),
+    "fine-tuning": ("cpu", MNIST, DIGITS | dict(layer_decay=0.7, freeze=("0",)), (1, 2)),
+    "both phases and the augmentation of MSHNet": ("cpu", Narrow, SMALL_MSHNET, (1, 3, 4)),
+    "on XLA": ("xla", MNIST, DIGITS, (2, 4)),
+}
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
-def test_two_and_two_epochs_equal_four(device, digits, tmp_path, request):
-    runtime = request.getfixturevalue(device)
-    task = MNIST(dataset_dir=digits, epochs=4, **SMALL)
-    straight = Run.open(tmp_path / "straight", task)
-    train(task, straight, runtime=runtime, progress=False)
-    for epochs in (2, 4):
-        part = dataclasses.replace(task, epochs=epochs)
-        parted = Run.open(tmp_path / "parted", part)
-        train(part, parted, runtime=runtime, progress=False)
-    assert exact(parted) == exact(straight) and len(exact(straight)) > 30
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "on XLA")) for case in RESUMED]
+)
+def test_a_run_trained_in_several_sessions_equals_one_of_a_single_session(
+    case, digits, infrared, tmp_path, request
+):
+    device, kind, settings, sessions = RESUMED[case]
+    data = digits if kind is MNIST else infrared
+    task = kind(dataset_dir=data, epochs=sessions[-1], **settings)
+
+    def trained(name, epochs):
+        runtime = Runtime("cpu", task.precision) if device == "cpu" else request.getfixturevalue(device)
+        return train_in(tmp_path / name, dataclasses.replace(task, epochs=epochs), runtime)
+
+    straight = trained("straight", sessions[-1])
+    *_, parted = [trained("parted", epochs) for epochs in sessions]
+    assert exact(parted) == exact(straight) and len(exact(straight)) > 10
     assert same(best_weights(parted), best_weights(straight))
+    assert bool(checkpoint(parted)["scaler"]) == (task.precision == "fp16")
+    losses = [record["loss"] for record in straight.records("epoch")]
+    assert losses[-1] < losses[0] or kind is not MNIST
 
 
-@pytest.mark.slow
-def test_mshnet_resumes_exactly_across_its_phases_with_augmentation(infrared, tmp_path, cpu):
-    task = MSHNet(
-        dataset_dir=infrared, epochs=4, warm_epoch=1, base_size=32, crop_size=32, batch_size=4, log_every=3
-    )
-    straight = Run.open(tmp_path / "straight", task)
-    train(task, straight, runtime=cpu, progress=False)
-    for epochs in (1, 3, 4):
-        part = dataclasses.replace(task, epochs=epochs)
-        train(part, Run.open(tmp_path / "parted", part), runtime=cpu, progress=False)
-    assert exact(Run.find(tmp_path / "parted")) == exact(straight)
-
-
-class WithMomentum(MSHNet):
+class WithMomentum(Narrow):
     def optimizer(self, model):
         return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
 
@@ -60,16 +69,12 @@ def test_a_run_resumed_in_another_layout_has_the_optimizers_state_in_that_of_the
     task = WithMomentum(
         dataset_dir=infrared, epochs=1, base_size=16, crop_size=16, channels_last="no", **SMALL
     )
-    train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+    train_in(tmp_path, task, cpu)
     task = dataclasses.replace(task, epochs=2, channels_last="yes")
     resumed = Trainer(task, Run.open(tmp_path, task), cpu, StopSignal())
     kernel = resumed.model.encoder_0[0].conv1.weight
     buffer = resumed.optimizer.state[kernel]["momentum_buffer"]
-    assert (
-        kernel.stride()
-        == torch.empty(kernel.shape).to(memory_format=torch.channels_last).stride()
-        == buffer.stride()
-    )
+    assert kernel.is_contiguous(memory_format=torch.channels_last) and kernel.stride() == buffer.stride()
     saved = checkpoint(Run.find(tmp_path))["optimizer"]["state"]
     number = next(n for n, p in enumerate(resumed.model.parameters()) if p is kernel)
     assert torch.equal(buffer, saved[number]["momentum_buffer"]) and buffer.any()
@@ -94,8 +99,8 @@ def test_a_checkpoint_of_another_version_or_dataset_or_without_its_version_is_re
 
 
 def rename_a_class(folder):
-    (folder / "train/bar").rename(folder / "train/a bar")
-    (folder / "test/bar").rename(folder / "test/a bar")
+    for split in ("train", "test"):
+        (folder / split / "bar").rename(folder / split / "a bar")
 
 
 def swap_two_files_of_two_classes(folder):
@@ -125,18 +130,13 @@ def swap_two_samples(folder):
     second.write_bytes(contents)
 
 
-TINY_IMAGES = dict(model_name="test_resnet", image_size=32, pretrained="no")
+TINY = ImageClassifier(model_name="test_resnet", image_size=32, pretrained="no", **SMALL)
 CHANGED = {
-    "class": ("shapes", ImageClassifier(**TINY_IMAGES, **SMALL), rename_a_class, ["classes", "bar", "a bar"]),
-    "file": (
-        "shapes",
-        ImageClassifier(**TINY_IMAGES, **SMALL),
-        swap_two_files_of_two_classes,
-        ["file names and labels"],
-    ),
-    "digit": ("digits", MNIST(channels=4, **SMALL), correct_a_label, ["labels"]),
+    "class": ("shapes", TINY, rename_a_class, ["classes", "bar", "a bar"]),
+    "file": ("shapes", TINY, swap_two_files_of_two_classes, ["file names and labels"]),
+    "digit": ("digits", MNIST(**DIGITS), correct_a_label, ["labels"]),
     "mask": ("infrared", Narrow(base_size=32, crop_size=32, **SMALL), correct_a_mask, ["masks"]),
-    "sample": ("tank", CDEIT(**cdeit.SMALL), swap_two_samples, ["files"]),
+    "sample": ("tank", CDEIT(sampling_steps=1, **cdeit.SMALL), swap_two_samples, ["files"]),
 }
 
 
@@ -151,13 +151,13 @@ def test_a_resumed_run_refuses_other_labels_and_takes_the_same_ones_in_another_f
     shutil.copytree(original, copy)
     for epochs, folder in ((1, original), (2, copy)):
         task = dataclasses.replace(task, epochs=epochs, dataset_dir=folder)
-        train(task, Run.open(run, task), runtime=cpu, progress=False)
+        train_in(run, task, cpu)
     records = exact(Run.find(run))
     change(copy)
     for epochs in (2, 3):  # a run that has all its epochs does not show the scores of other labels either
         task = dataclasses.replace(task, epochs=epochs)
         with refuses(run, copy, "--run", "RUN_NAME", *named):
-            train(task, Run.open(run, task), runtime=cpu, progress=False)
+            train_in(run, task, cpu)
     assert exact(Run.find(run)) == records
 
 
@@ -167,9 +167,8 @@ def test_a_run_whose_test_labels_changed_says_so_and_compares_no_score_with_the_
 ):
     data = tmp_path / "digits"
     shutil.copytree(digits, data)
-    task = MNIST(dataset_dir=data, epochs=1, channels=4, **SMALL)
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
+    task = MNIST(dataset_dir=data, epochs=1, **DIGITS)
+    run = train_in(tmp_path / "run", task, cpu)
     with np.load(data / "mnist.npz") as file:
         content = dict(file, y_test=(file["y_test"] + 5) % 10)
     np.savez(data / "mnist.npz", **content)
@@ -201,10 +200,7 @@ EDITS = {
     "wider": (edited((16,)), ["1.0.weight", "(8, 784)", "(16, 784)"]),
     "deeper": (edited((8, 8)), ["2.0.weight"]),
     "optimizer": (edited(make=torch.optim.Adam), ["SGD", "Adam"]),
-    "momentum": (
-        edited(make=lambda parameters: torch.optim.SGD(parameters, lr=0.01)),
-        ["momentum", "0.9", "0"],
-    ),
+    "momentum": (edited(make=lambda weights: torch.optim.SGD(weights, lr=0.01)), ["momentum", "0.9", "0"]),
 }
 
 
@@ -216,9 +212,8 @@ def test_a_run_whose_code_was_edited_is_refused_naming_the_first_difference(
 ):
     kind, named = EDITS[edit]
     settings = dict(dataset_dir=digits, **SMALL)
-    run = Run.open(tmp_path, edited()(epochs=1, **settings))
-    train(edited()(epochs=1, **settings), run, runtime=cpu, progress=False)
-    train(edited()(epochs=2, **settings), run, runtime=cpu, progress=False)  # the same code resumes
+    train_in(tmp_path, edited()(epochs=1, **settings), cpu)
+    run = train_in(tmp_path, edited()(epochs=2, **settings), cpu)  # the same code resumes
     if not has_signature:  # of an earlier version
         state = checkpoint(run)
         del state["optimizer_signature"]
@@ -285,69 +280,64 @@ print("KILLED", codes.count(-9))
 """
 EVERYTHING = dict(schedule="cosine", warmup_epochs=1.5, micro_batches=2, patience=4, layer_decay=0.8)
 EVERYTHING |= dict(freeze=("0",), ema_decay=0.5, epochs=40, batch_size=20, channels=4, lr=0.1)
-KILLS = {
-    "between steps": (5, 23, 24, 2, 11),
-    "while the disk is written": (4, 9, 10, 15, 17, 22, 30),
-    "while an epoch is scored": (1, 1, 2),
+PLACES = ("between steps", "while the disk is written", "while an epoch is scored")
+BETWEEN, WRITING, SCORING = PLACES
+
+
+def chosen(count):
+    """Kills at random places."""
+    choice = random.Random(7)
+    kills = [(choice.choice(PLACES), choice.randint(2, 9)) for _ in range(count)]
+    return [(place, 1 if place == SCORING else at) for place, at in kills]
+
+
+PLAIN = dict(epochs=3, batch_size=8, channels=4)
+KILLS = {  # device, recipe, kills: each before that step, or that call, of its session
+    BETWEEN: ("cpu", PLAIN, [(BETWEEN, at) for at in (5, 23, 24, 2, 11)]),
+    WRITING: ("cpu", PLAIN, [(WRITING, at) for at in (4, 9, 10, 15, 17, 22, 30)]),
+    SCORING: ("cpu", PLAIN, [(SCORING, at) for at in (1, 1, 2)]),
+    "fifty times with every setting": ("cpu", EVERYTHING, chosen(50)),
+    "on XLA with every setting": ("xla", EVERYTHING, chosen(12)),
 }
 
 
-def killed_again_and_again(folder, digits, device, recipe, kills):
-    """(a run without a kill, one that was killed so), each kill before that step, or that call, of its
-    session."""
-    command = [sys.executable, "-c", KILLED, str(folder), str(digits), device]
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+@pytest.mark.slow
+@pytest.mark.parametrize("device, recipe, kills", KILLS.values(), ids=KILLS)
+def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(
+    device, recipe, kills, digits, tmp_path, request
+):
+    """Every setting: a schedule, micro-batches, patience, frozen and averaged weights."""
+    request.getfixturevalue(device)  # skips where there is none
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(digits), device]
     command += [json.dumps(recipe), json.dumps(kills)]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, capture_output=True, text=True, env=environ)
     assert f"KILLED {len(kills)}" in ran.stdout, ran.stdout[-2000:] + ran.stderr[-2000:]
     assert "resuming at step" in ran.stdout, "no checkpoint was found by any session"
-    straight, killed = Run.find(folder / "straight"), Run.find(folder / "killed")
+    straight, killed = Run.find(tmp_path / "straight"), Run.find(tmp_path / "killed")
     assert exact(killed) == exact(straight) and same(best_weights(killed), best_weights(straight))
-    return straight, killed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", KILLS)
-def test_killing_the_process_again_and_again_changes_nothing_that_is_logged(place, digits, tmp_path):
-    kills = [(place, at) for at in KILLS[place]]
-    killed_again_and_again(tmp_path, digits, "cpu", dict(epochs=3, batch_size=8), kills)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device, count", [("cpu", 50), ("xla", 12)])
-def test_fifty_kills_change_nothing_with_a_schedule_micro_batches_patience_frozen_and_averaged_weights(
-    device, count, digits, tmp_path, request
-):
-    request.getfixturevalue(device)  # skips where there is none
-    choice = random.Random(7)
-    places = ["between steps", *KILLS]
-    kills = [(choice.choice(places), choice.randint(2, 9)) for _ in range(count)]
-    kills = [(place, 1 if "scored" in place else at) for place, at in kills]
-    straight, killed = killed_again_and_again(tmp_path, digits, device, EVERYTHING, kills)
     wanted, state = checkpoint(straight), checkpoint(killed)
-    assert wanted["state"] == state["state"]
-    assert same(wanted["model"], state["model"]) and same(wanted["averaged"], state["averaged"])
-    assert straight.records("stopped") and wanted["state"]["step"] < 400, "it did not stop early"
-    assert len({record["lr"] for record in straight.records("train")}) > 50
+    assert wanted["state"] == state["state"] and same(wanted["model"], state["model"])
+    if recipe is EVERYTHING:
+        assert same(wanted["averaged"], state["averaged"])
+        assert straight.records("stopped") and wanted["state"]["step"] < 400, "it did not stop early"
+        assert len({record["lr"] for record in straight.records("train")}) > 50
 
 
 def test_damaged_best_weights_are_named_and_give_way_to_those_of_the_next_evaluation(
     digits, tmp_path, cpu, capsys
 ):
-    task = MNIST(dataset_dir=digits, epochs=1, lr=0.5, **SMALL)
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
+    task = MNIST(dataset_dir=digits, epochs=1, lr=0.5, **DIGITS)
+    run = train_in(tmp_path / "run", task, cpu)
     flip(run.path / "best.safetensors")
-    more = dataclasses.replace(task, epochs=2)
-    train(more, Run.open(run.path, more), runtime=cpu, progress=False)
+    train_in(run.path, dataclasses.replace(task, epochs=2), cpu)
     assert "best.safetensors is damaged" in capsys.readouterr().out
     assert run.records("evaluation")[1]["kept"] and epoch_of(run.path / "best.safetensors") == 1
 
 
 def test_best_weights_that_are_taken_from_the_backup_count_with_their_own_score(digits, tmp_path, cpu):
-    task = MNIST(dataset_dir=digits, epochs=3, lr=1e-12, **SMALL)  # so small that no later score is better
-    straight = Run.open(tmp_path / "straight", task)
-    train(task, straight, runtime=cpu, progress=False)
+    task = MNIST(dataset_dir=digits, epochs=3, lr=1e-12, **DIGITS)  # so small that no later score is better
+    straight = train_in(tmp_path / "straight", task, cpu)
     assert not straight.records("evaluation")[2]["kept"]
     part = dataclasses.replace(task, epochs=2)
     train(part, Run.open(tmp_path / "run", part, backup=tmp_path / "drive"), runtime=cpu, progress=False)

@@ -2,7 +2,8 @@
 
 import torch
 
-from tests.conftest import SMALL, checkpoint
+from tests.conftest import checkpoint
+from tests.training.conftest import DIGITS
 from tpukit import MNIST, Run, train
 
 
@@ -11,7 +12,7 @@ def test_the_average_of_the_weights_forgets_the_start_quickly_and_then_as_slowly
 ):
     from tpukit.training import ema
 
-    task = MNIST(dataset_dir=digits, epochs=4, ema_decay=0.6, **SMALL)  # 25 steps per epoch
+    task = MNIST(dataset_dir=digits, epochs=4, ema_decay=0.6, **DIGITS)  # 25 steps per epoch
     seen = []
     update_average = ema.update_average
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import SMALL
-from tpukit import MNIST, MSHNet, Run, TpukitError, train
+from tests.conftest import scores_of
+from tests.tasks.mshnet.small import Narrow
+from tests.training.conftest import DIGITS, train_in
+from tpukit import MNIST, Run, TpukitError, train
 from tpukit.devices.runtime import Runtime
 from tpukit.runs import weights
-from tpukit.training.evaluation import evaluate
 
 
 def test_a_test_set_without_samples_is_an_error_that_says_so(digits, cpu):
@@ -19,17 +20,15 @@ def test_a_test_set_without_samples_is_an_error_that_says_so(digits, cpu):
     empty = task.test_set()
     empty.images, empty.labels = empty.images[:0], empty.labels[:0]
     with pytest.raises(TpukitError, match=f"{task.dataset_dir}.* test set"):
-        evaluate(task, task.model(), empty, cpu)
+        scores_of(task, task.model(), empty, cpu)
 
 
 def trained_with_scores(scores, digits, cpu, folder, monkeypatch, **settings):
     """A run of MNIST whose evaluations return these, one after the other."""
     remaining = iter(scores)
     monkeypatch.setattr(MNIST, "evaluate", lambda self, found: next(remaining))
-    task = MNIST(dataset_dir=digits, **dict(SMALL, epochs=len(scores), **settings))
-    run = Run.open(folder, task)
-    train(task, run, runtime=cpu, progress=False)
-    return run
+    task = MNIST(dataset_dir=digits, **dict(DIGITS, epochs=len(scores), **settings))
+    return train_in(folder, task, cpu)
 
 
 def test_scores_of_numpy_and_torch_are_recorded_as_plain_numbers(digits, cpu, tmp_path, monkeypatch):
@@ -61,11 +60,11 @@ def test_scores_that_are_never_a_number_end_a_training_with_patience(digits, cpu
 
 
 def test_evaluation_scores_do_not_depend_on_the_batch_size(infrared, cpu):
-    task = MSHNet(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=1)
+    task = Narrow(dataset_dir=infrared, base_size=32, crop_size=32, batch_size=1)
     torch.manual_seed(0)
     model, (_, data) = task.model(), task.datasets()
-    one = evaluate(task, model, data, cpu)
-    three = evaluate(dataclasses.replace(task, batch_size=3), model, data, cpu)
+    one = scores_of(task, model, data, cpu)
+    three = scores_of(dataclasses.replace(task, batch_size=3), model, data, cpu)
     assert one == three and one["images"] == 4
 
 
@@ -75,7 +74,7 @@ def test_an_epoch_is_predicted_in_batches_of_the_runtimes_size_with_the_same_sco
 ):
     sizes = []
 
-    class Noted(MSHNet):
+    class Noted(Narrow):
         def predict(self, model, batch, epoch=None):
             sizes.append(len(batch["image"]))
             return super().predict(model, batch, epoch)

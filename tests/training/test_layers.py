@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import SMALL, best_weights, checkpoint, exact, refuses, same
+from tests.conftest import SMALL, checkpoint, refuses
 from tests.tasks.cdeit.small import TINY
-from tpukit import CDEIT, MNIST, MSHNet, Run, train
+from tests.training.conftest import train_in
+from tpukit import CDEIT, MNIST, MSHNet, Run
+from tpukit.runs.signals import StopSignal
 from tpukit.training import layers
+from tpukit.training.setup import Trainer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,13 +58,6 @@ LAYERS = [
 ]
 
 
-def trained(folder, runtime, digits, **settings):
-    task = Deep(dataset_dir=digits, **SMALL | dict(epochs=2) | settings)
-    run = Run.open(folder, task)
-    train(task, run, runtime=runtime, progress=False)
-    return run
-
-
 def test_layers_are_the_children_in_order_with_lists_expanded():
     assert layers.find_layers(Net()) == LAYERS
     assert layers.find_layers(nn.Linear(2, 2)) == [["weight", "bias"]]
@@ -76,10 +72,7 @@ def test_every_task_has_layers_that_hold_each_parameter_once(task):
     assert len(layers.checked_layers(task, model)) > 3
     optimizer = layers.make_optimizer(dataclasses.replace(task, layer_decay=0.5), model)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    assert (
-        len(rates) == len([p for p in model.parameters() if p.requires_grad])
-        and max(rates.values()) == task.lr
-    )
+    assert len(rates) == sum(p.requires_grad for p in model.parameters()) and max(rates.values()) == task.lr
 
 
 @pytest.mark.parametrize("wrong, name", [([], "head.bias"), ([["nose"]], "nose"), ([["scale"]], "scale")])
@@ -103,8 +96,7 @@ def test_each_layers_update_is_the_plain_one_times_the_decay_of_its_depth(device
     moved = {}
     for decay in (1.0, 0.5):
         task = Descending(dataset_dir=digits, layer_decay=decay, **SMALL | dict(epochs=1, batch_size=200))
-        run = Run.open(tmp_path / str(decay), task)
-        train(task, run, runtime=request.getfixturevalue(device), progress=False)
+        run = train_in(tmp_path / str(decay), task, request.getfixturevalue(device))
         torch.manual_seed(task.seed)
         start = task.model().state_dict()
         moved[decay] = {name: value - start[name] for name, value in checkpoint(run)["model"].items()}
@@ -123,9 +115,8 @@ class WithAdagrad(Deep):
 
 class WithAdam(Deep):
     def optimizer(self, model):
-        return torch.optim.AdamW(
-            model.parameters(), 1e-3, weight_decay=0.1, capturable=next(model.parameters()).is_xla
-        )
+        is_xla = next(model.parameters()).is_xla
+        return torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.1, capturable=is_xla)
 
 
 @pytest.mark.parametrize("kind", [Deep, WithAdagrad, WithAdam])
@@ -135,16 +126,14 @@ def test_frozen_parts_do_not_move_have_no_gradient_and_no_state_and_the_others_t
 ):
     settings = dict(SMALL, epochs=2, freeze=("stem", "scale", "blocks.0"), ema_decay=0.9, clip_norm=1.0)
     task = kind(dataset_dir=digits, **settings)
-    run = Run.open(tmp_path, task)
-    train(task, run, runtime=request.getfixturevalue(device), progress=False)
+    run = train_in(tmp_path, task, request.getfixturevalue(device))
     torch.manual_seed(task.seed)
     start, saved = task.model().state_dict(), checkpoint(run)
     frozen = [n for n in start if n.split(".")[0] in ("stem", "scale") or n.startswith("blocks.0.")]
     assert any("running_mean" in name for name in frozen)
     for name in frozen:
-        assert torch.equal(saved["model"][name], start[name]) and torch.equal(
-            saved["averaged"][name], start[name]
-        ), name
+        assert torch.equal(saved["model"][name], start[name]), name
+        assert torch.equal(saved["averaged"][name], start[name]), name
     others = [name for name in start if name not in frozen]
     assert all(not torch.equal(saved["model"][name], start[name]) for name in others)
     parameters = [name for name in others if name in dict(task.model().named_parameters())]
@@ -153,50 +142,37 @@ def test_frozen_parts_do_not_move_have_no_gradient_and_no_state_and_the_others_t
 
 
 def test_the_norm_of_the_gradient_is_that_of_the_parts_that_train(digits, tmp_path, cpu):
-    from tpukit.training.loop import Trainer
-
     task = Deep(dataset_dir=digits, freeze=("backbone",), **SMALL | dict(epochs=1, batch_size=200))
-    run = Run.open(tmp_path, task)
-    trainer = Trainer(task, run, cpu, None)
-    batch = next(trainer.endless_batches())
+    trainer = Trainer(task, Run.open(tmp_path, task), cpu, StopSignal())
+    batch = next(trainer.batches())
     trainer.model.train()
     loss = task.loss(trainer.model, batch, 0)
     head = torch.autograd.grad(loss, list(trainer.model.head.parameters()))
     trainer.take_step(batch, 0)
-    assert {n for n, p in trainer.model.named_parameters() if p.grad is not None} == {
-        "head.weight",
-        "head.bias",
-    }
-    assert float(cpu.gradient_norm(trainer.model)) == pytest.approx(
-        float(torch.nn.utils.get_total_norm(head)), rel=1e-5
-    )
+    assert [n for n, p in trainer.model.named_parameters() if p.grad is not None] == LAYERS[-1]
+    wanted = float(torch.nn.utils.get_total_norm(head))
+    assert float(cpu.gradient_norm(trainer.model)) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_backbone_is_all_but_the_last_layer(digits):
-    task, model = Deep(freeze=("backbone",)), Net()
-    layers.freeze(task, model)
-    assert [n for n, p in model.named_parameters() if p.requires_grad] == LAYERS[-1]
-    assert (
-        type(model.blocks[1].norm).__name__ == "FrozenBatchNorm" and type(model.plain_norm) is nn.BatchNorm2d
-    )
-
+def test_a_name_freezes_its_own_part_and_backbone_all_but_the_last_layer():
     class Own(nn.Module):
+        """With a part that is called backbone."""
+
         def __init__(self):
             super().__init__()
             self.backbone, self.neck, self.head = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
 
-    model = Own()
-    layers.freeze(task, model)
-    assert [n for n, p in model.named_parameters() if not p.requires_grad] == [
-        "backbone.weight",
-        "backbone.bias",
-    ]
+    def frozen(model, *names):
+        layers.freeze(Deep(freeze=names), model)
+        return [n for n, p in model.named_parameters() if not p.requires_grad]
 
-
-def test_a_name_freezes_its_own_part_and_none_whose_name_only_begins_so():
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
-    layers.freeze(Deep(freeze=("1", "3.bias")), model)
-    assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["1.weight", "1.bias", "3.bias"]
+    model = Net()
+    assert frozen(model, "backbone") == [name for layer in LAYERS[:-1] for name in layer]
+    assert type(model.blocks[1].norm).__name__ == "FrozenBatchNorm"
+    assert type(model.plain_norm) is nn.BatchNorm2d
+    assert frozen(Own(), "backbone") == ["backbone.weight", "backbone.bias"]
+    twelve = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
+    assert frozen(twelve, "1", "3.bias") == ["1.weight", "1.bias", "3.bias"]
 
 
 @pytest.mark.parametrize(
@@ -211,11 +187,3 @@ def test_a_name_freezes_its_own_part_and_none_whose_name_only_begins_so():
 def test_a_part_that_is_not_there_or_nothing_left_to_train_is_refused_with_names_that_are_near(freeze, data):
     with refuses(*data):
         layers.freeze(Deep(freeze=freeze), Net())
-
-
-def test_a_fine_tuning_resumes_exactly(digits, tmp_path, cpu):
-    settings = dict(layer_decay=0.7, freeze=("stem", "scale"))
-    straight = trained(tmp_path / "straight", cpu, digits, **settings)
-    for epochs in (1, 2):
-        parted = trained(tmp_path / "parted", cpu, digits, epochs=epochs, **settings)
-    assert exact(parted) == exact(straight) and same(best_weights(parted), best_weights(straight))

@@ -3,70 +3,60 @@
 import dataclasses
 import functools
 import gc
-import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
 
-import numpy as np
 import pytest
 import torch
 
 from tests.conftest import SMALL, best_weights, checkpoint, exact, same
+from tests.tasks.cdeit.small import TINY
 from tests.tasks.mshnet.small import Narrow
-from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, Task, TpukitError, train
+from tests.training.conftest import DIGITS, train_in
+from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, TpukitError, train
+from tpukit.reporting import display, findings
+from tpukit.runs import weights
 from tpukit.runs.run import setting
+from tpukit.training.evaluation import Evaluator
+
+TASKS = {  # the class, its data, its settings
+    "mnist": (MNIST, "digits", {}),
+    "mshnet": (MSHNet, "infrared", dict(warm_epoch=0, base_size=32, crop_size=32)),
+    "cdeit": (CDEIT, "tank", dict(TINY, lr=1e-3)),
+    "images": (ImageClassifier, "shapes", dict(model_name="test_vit", image_size=32, lr=1e-3)),
+}
 
 
-@pytest.mark.parametrize("name", ["mnist", "mshnet", "cdeit", "images"])
+@pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
-def test_every_task_moves_its_weights_scores_and_shows(
-    name, device, digits, infrared, tank, shapes, tmp_path, request, capsys
-):
-    from tpukit import show
-    from tpukit.reporting import display
-
+def test_every_task_moves_its_weights_scores_and_shows(name, device, tmp_path, request, capsys):
+    kind, data, settings = TASKS[name]
+    kind = Narrow if kind is MSHNet and device == "xla" else kind
     runtime = request.getfixturevalue(device)
-    task = {
-        "mnist": lambda: MNIST(dataset_dir=digits, epochs=2, **SMALL),
-        "mshnet": lambda: (MSHNet if device == "cpu" else Narrow)(
-            dataset_dir=infrared, epochs=2, warm_epoch=0, base_size=32, crop_size=32, **SMALL
-        ),
-        "cdeit": lambda: CDEIT(
-            dataset_dir=tank, epochs=2, patch=16, width=16, heads=2, window=4, levels=1, lr=1e-3, **SMALL
-        ),
-        "images": lambda: ImageClassifier(
-            dataset_dir=shapes, epochs=2, model_name="test_vit", image_size=32, lr=1e-3, **SMALL
-        ),
-    }[name]()
+    task = kind(dataset_dir=request.getfixturevalue(data), epochs=2, **SMALL | settings)
     run = Run.open(tmp_path / "run", task)
     torch.manual_seed(task.seed)
     before = task.model().state_dict()
     scores = train(task, run, runtime=runtime, progress=False)
     after = checkpoint(run)["model"]
-    assert all(not torch.equal(before[n], after[n]) for n in before if n.endswith("weight")), (
-        "a weight did not move"
-    )
-    assert -1 <= scores[task.score] <= 1
-    assert all(v.device.type == "cpu" for v in after.values())
-    assert run.records("train")[-1]["grad_norm"] > 0
-    (
-        display.show_task(task),
-        display.show_samples(task),
-        show(run),
-        display.show_report(run),
-        display.show_predictions(run, task),
-    )
+    still = [n for n in before if n.endswith("weight") and torch.equal(before[n], after[n])]
+    assert not still and all(value.device.type == "cpu" for value in after.values())
+    assert -1 <= scores[task.score] <= 1 and run.records("train")[-1]["grad_norm"] > 0
+    display.show_task(task)
+    display.show_samples(task)
+    display.show(run)
+    display.show_report(run)
+    display.show_predictions(run, task)
     assert (run.path / "pictures/curves.png").stat().st_size > 5000
     assert (run.path / "pictures/predictions.png").stat().st_size > 3000
     assert f"It ran on {runtime}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_mnist_learns_made_up_digits(digits, tmp_path, cpu):
+def test_mnist_learns_synthetic_digits(digits, tmp_path, cpu):
     task = MNIST(dataset_dir=digits, epochs=16, lr=0.03, **SMALL)
     # 0.1 by guessing
     assert train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["accuracy"] > 0.7
@@ -74,7 +64,6 @@ def test_mnist_learns_made_up_digits(digits, tmp_path, cpu):
 
 STOPPED = """
 import sys
-import threading
 from pathlib import Path
 from tpukit import MNIST, Run, train
 from tpukit.devices.runtime import Runtime
@@ -124,7 +113,7 @@ class Remembered(MNIST):
     full_at: int = 99
 
     def model(self):
-        model = super().model().insert(1, torch.nn.BatchNorm2d(32))
+        model = super().model().insert(1, torch.nn.BatchNorm2d(4))
         self.models.append(weakref.ref(model))
         return model
 
@@ -134,77 +123,31 @@ class Remembered(MNIST):
         return super().loss(model, batch, epoch)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("settings", [dict(ema_decay=0.9), dict(batch_norm="frozen")], ids=str)
-def test_the_model_of_a_training_is_freed_as_soon_as_it_ends(device, settings, digits, tmp_path, request):
-    task = Remembered(dataset_dir=digits, epochs=1, **SMALL, **settings)
-    run = Run.open(tmp_path, task)
+@pytest.fixture
+def without_gc():
     gc.collect()
     gc.disable()
-    try:
-        train(task, run, runtime=request.getfixturevalue(device), progress=False)
-        assert task.models[0]() is None
-    finally:
-        gc.enable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("settings", [dict(ema_decay=0.9), dict(batch_norm="frozen")], ids=str)
+def test_the_model_of_a_training_is_freed_as_soon_as_it_ends(
+    device, settings, digits, tmp_path, request, without_gc
+):
+    task = Remembered(dataset_dir=digits, epochs=1, **DIGITS, **settings)
+    train_in(tmp_path, task, request.getfixturevalue(device))
+    assert task.models[0]() is None
 
 
 def test_the_model_of_a_training_that_ran_out_of_memory_is_freed_though_its_error_is_kept(
-    digits, tmp_path, cpu
+    digits, tmp_path, cpu, without_gc
 ):
-    task = Remembered(dataset_dir=digits, epochs=2, full_at=1, **SMALL)
-    run = Run.open(tmp_path, task)
-    gc.collect()
-    gc.disable()
-    try:
-        with pytest.raises(TpukitError, match="smaller batch_size") as kept:
-            train(task, run, runtime=cpu, progress=False)
-        assert kept.value.__cause__ is not None and task.models[0]() is None
-    finally:
-        gc.enable()
-
-
-def test_the_readme_way_of_writing_a_task_trains(tmp_path, cpu):
-    class Line:
-        num_uniforms = 0
-
-        def __init__(self, n):
-            self.x = np.linspace(-1, 1, n, dtype=np.float32)[:, None]
-
-        def __len__(self):
-            return len(self.x)
-
-        def batch(self, indices, numbers=None):
-            return dict(x=self.x[indices], y=3 * self.x[indices] + 1)
-
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Fit(Task):
-        name, score = "fit", "fit"
-        epochs: int = setting(20, free=True)
-        lr: float = 0.1
-
-        def datasets(self):
-            return Line(64), Line(10)
-
-        def model(self):
-            return torch.nn.Linear(1, 1)
-
-        def optimizer(self, model):
-            return torch.optim.AdamW(model.parameters(), lr=self.lr)
-
-        def loss(self, model, batch, epoch):
-            return (model(batch["x"]) - batch["y"]).square().mean()
-
-        def predict(self, model, batch, epoch=None):
-            return model(batch["x"])
-
-        def evaluate(self, predictions):
-            errors = torch.cat([(p - b["y"]).abs()[b["valid"]] for p, b in predictions])
-            assert len(errors) == 10
-            return dict(fit=1 - float(errors.mean()))
-
-    task = Fit()
-    assert train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)["fit"] > 0.9
-    assert json.loads((tmp_path / "config.json").read_text())["settings"]["lr"] == 0.1
+    task = Remembered(dataset_dir=digits, epochs=2, full_at=1, **DIGITS)
+    with pytest.raises(TpukitError, match="smaller batch_size") as kept:
+        train_in(tmp_path, task, cpu)
+    assert kept.value.__cause__ is not None and task.models[0]() is None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,41 +166,23 @@ class Turning(MNIST):
 @pytest.mark.slow
 def test_an_evaluation_that_compiles_again_names_the_epoch_that_made_it(digits, tmp_path, xla):
     task = Turning(dataset_dir=digits, epochs=3, batch_size=40)
-    run = Run.open(tmp_path, task)
-    train(task, run, runtime=xla, progress=False)
+    run = train_in(tmp_path, task, xla)
     predicted = [(r["step"], r["why"]) for r in run.records("compile") if r["what"] == "predict"]
     assert predicted == [(5, []), (10, ["epoch went from 0 to 1"])]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SlowToRead(MNIST):
-    """MNIST that is read only once the model and the optimizer's state are on the device, or after 30
-    seconds."""
-
-    placed: threading.Event = dataclasses.field(default_factory=threading.Event)
-    waited: list = dataclasses.field(default_factory=list)
-
+class DrawsARandomSplit(MNIST):
     def datasets(self):
-        self.waited.append(self.placed.wait(30))
-        torch.rand(7)  # as a random split would
+        torch.rand(7)
         return super().datasets()
 
 
-def test_the_datasets_are_read_while_the_model_and_its_optimizer_go_to_the_device_and_change_neither(
-    digits, tmp_path, cpu, monkeypatch
-):
-    plain = MNIST(dataset_dir=digits, epochs=1, **SMALL)
-    train(plain, Run.open(tmp_path / "plain", plain), runtime=cpu, progress=False)
-    task = SlowToRead(dataset_dir=digits, epochs=1, **SMALL)
-    initialised = type(cpu).init_optimizer_state
-    monkeypatch.setattr(
-        type(cpu),
-        "init_optimizer_state",
-        lambda self, optimizer: (initialised(self, optimizer), task.placed.set())[0],
-    )
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
-    assert task.waited == [True] and exact(run) == exact(Run.find(tmp_path / "plain"))
+def test_datasets_that_draw_random_numbers_do_not_change_the_weights(digits, tmp_path, cpu):
+    runs = [
+        train_in(tmp_path / kind.__name__, kind(dataset_dir=digits, epochs=1, **DIGITS), cpu)
+        for kind in (MNIST, DrawsARandomSplit)
+    ]
+    assert exact(runs[0]) == exact(runs[1])
 
 
 # Early stopping
@@ -278,11 +203,8 @@ class Scripted(MNIST):
 
 def scripted(folder, cpu, digits, earlier=0, **settings):
     """(run, epochs that were trained) of a training that follows `earlier` evaluations."""
-    task = Scripted(
-        dataset_dir=digits, **dict(SMALL, epochs=10, channels=4) | settings, evaluated=[1] * earlier
-    )
-    run = Run.open(folder, task)
-    train(task, run, runtime=cpu, progress=False)
+    settings = dict(DIGITS, epochs=10) | settings
+    run = train_in(folder, Scripted(dataset_dir=digits, evaluated=[1] * earlier, **settings), cpu)
     return run, len(run.records("epoch"))
 
 
@@ -290,13 +212,9 @@ def scripted(folder, cpu, digits, earlier=0, **settings):
 def test_a_training_ends_with_the_first_evaluation_that_exhausts_its_patience(
     patience, epochs, digits, tmp_path, cpu
 ):
-    from tpukit.reporting import findings
-
     run, trained = scripted(tmp_path, cpu, digits, patience=patience)
-    assert (
-        trained == epochs == len(run.records("evaluation"))
-        and checkpoint(run)["state"]["step"] == 25 * epochs
-    )
+    assert trained == epochs == len(run.records("evaluation"))
+    assert checkpoint(run)["state"]["step"] == 25 * epochs
     stopped = [(r["step"], r["epoch"], r["patience"]) for r in run.records("stopped")]
     assert stopped == ([(25 * epochs, epochs - 1, patience)] if epochs < 10 else [])
     sentences = [s for s in findings.describe(run.records()) if "stopped early" in s]
@@ -305,11 +223,8 @@ def test_a_training_ends_with_the_first_evaluation_that_exhausts_its_patience(
 
 
 def test_only_evaluations_count_and_the_best_weights_are_those_of_the_best_one(digits, tmp_path, cpu):
-    run, epochs = scripted(
-        tmp_path, cpu, digits, patience=2, eval_every=2, accuracies=(0.3, 0.5, 0.4, 0.5, 0.9)
-    )
-    from tpukit.runs import weights
-
+    scores = (0.3, 0.5, 0.4, 0.5, 0.9)
+    run, epochs = scripted(tmp_path, cpu, digits, patience=2, eval_every=2, accuracies=scores)
     assert epochs == 8 and weights.metadata(run.path / "best.safetensors")["epoch"] == "3"
 
 
@@ -318,9 +233,9 @@ def test_a_run_that_stopped_early_says_so_trains_on_with_more_patience_and_equal
 ):
     straight, _ = scripted(tmp_path / "straight", cpu, digits, patience=3)
     run, epochs = scripted(tmp_path / "parted", cpu, digits, patience=2)
-    weights = checkpoint(run)["model"]
+    stopped = checkpoint(run)["model"]
     _, again = scripted(tmp_path / "parted", cpu, digits, earlier=5, patience=2)
-    assert again == epochs == 5 and same(checkpoint(run)["model"], weights)
+    assert again == epochs == 5 and same(checkpoint(run)["model"], stopped)
     assert (run.path / "log.txt").read_text().count("stopped early after epoch 5") == 2
     _, more = scripted(tmp_path / "parted", cpu, digits, earlier=5, patience=3)
     assert more == 9 and same(best_weights(run), best_weights(straight))
@@ -329,21 +244,17 @@ def test_a_run_that_stopped_early_says_so_trains_on_with_more_patience_and_equal
 
 def test_patience_is_counted_across_interruptions(digits, tmp_path, cpu):
     straight, _ = scripted(tmp_path / "straight", cpu, digits, patience=3)
-    for epochs in (1, 4, 7, 8, 10):
-        earlier = {1: 0, 4: 1, 7: 4, 8: 7, 10: 8}[epochs]
-        parted, trained = scripted(
-            tmp_path / "parted", cpu, digits, earlier=earlier, epochs=epochs, patience=3
-        )
+    for epochs, earlier in {1: 0, 4: 1, 7: 4, 8: 7, 10: 8}.items():
+        sessions = dict(earlier=earlier, epochs=epochs, patience=3)
+        parted, trained = scripted(tmp_path / "parted", cpu, digits, **sessions)
     assert trained == 9 and exact(parted) == exact(straight)
 
 
 def test_scores_are_waited_for_only_where_they_can_end_the_training(digits, tmp_path, cpu, monkeypatch):
-    from tpukit.training.evaluation import Evaluator
-
     waited, collect = [], Evaluator.collect
 
     def noting(self, state, *, wait):
-        if wait and self.pending is not None and state.step % 25 == 0 and self.pending.step == state.step:
+        if wait and self.pending is not None and self.pending.step == state.step:
             waited.append(state.step // 25)
         collect(self, state, wait=wait)
 

@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from tpukit import MNIST, Run, train
+from tests.training.conftest import DIGITS, train_in
+from tpukit import MNIST, Run
 from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
+from tpukit.runs.run import setting
 from tpukit.training.metrics import Diverged
 
 
@@ -15,7 +17,8 @@ from tpukit.training.metrics import Diverged
 class Poisoned(MNIST):
     """MNIST whose loss is not a number from a given step on."""
 
-    bad_from: int = 0
+    bad_from: int = setting(0, free=True)
+    calls: list = dataclasses.field(default_factory=list, metadata=dict(free=True))
 
     def loss(self, model, batch, epoch):
         self.calls.append(1)
@@ -24,17 +27,14 @@ class Poisoned(MNIST):
 
 @pytest.mark.parametrize("bad_from", [1, 17, 29])
 def test_a_nan_loss_stops_with_the_step_and_the_last_good_checkpoint(bad_from, digits, tmp_path, cpu):
-    task = Poisoned(dataset_dir=digits, epochs=3, batch_size=8, log_every=10, bad_from=bad_from)
-    object.__setattr__(task, "calls", [])
-    run = Run.open(tmp_path, task)
+    task = Poisoned(dataset_dir=digits, epochs=3, bad_from=bad_from, **DIGITS | dict(log_every=10))
     good = "there is no checkpoint yet"
     if bad_from > 25:
-        one = dataclasses.replace(task, epochs=1)
-        object.__setattr__(one, "calls", task.calls)
-        train(one, Run.open(tmp_path, one), runtime=cpu, progress=False)
+        train_in(tmp_path, dataclasses.replace(task, epochs=1), cpu)
         good = "last good checkpoint is step-00000025.pt"
     with pytest.raises(Diverged, match=f"at step {bad_from}; .*{good}.*a lower lr"):
-        train(task, run, runtime=cpu, progress=False)
+        train_in(tmp_path, task, cpu)
+    run = Run.find(tmp_path)
     assert run.records("diverged")[0]["step"] == bad_from
     for c in run.checkpoints():
         saved = torch.load(run.path / "checkpoints" / c["file"], weights_only=True)["state"]["model"]
@@ -53,16 +53,13 @@ class Starving(MNIST):
 def test_an_fp16_training_whose_every_gradient_overflows_ends_and_names_the_scale_of_its_loss(
     digits, tmp_path
 ):
-    # 25 steps per epoch
-    task = Starving(dataset_dir=digits, epochs=3, batch_size=8, channels=4, log_every=1, num_workers=1)
-    one = dataclasses.replace(task, epochs=1)
-    train(one, Run.open(tmp_path, one), runtime=Runtime("cpu", "fp16"), progress=False)
-    run = Run.open(tmp_path, task)
+    task = Starving(dataset_dir=digits, epochs=3, **DIGITS | dict(log_every=1))  # 25 steps per epoch
+    run = train_in(tmp_path, dataclasses.replace(task, epochs=1), Runtime("cpu", "fp16"))
     with pytest.raises(
         Diverged, match=r"at step 56 even with the loss scaled down to 3\.1e-05; .*step-00000025\.pt"
     ):
         # from 2 ** 16 to 2 ** -15: 31 steps are skipped
-        train(task, run, runtime=Runtime("cpu", "fp16"), progress=False)
+        train_in(tmp_path, task, Runtime("cpu", "fp16"))
     assert run.records("diverged")[0]["step"] == 56
     assert all(r["loss"] < 9 for r in run.records("train"))
 
@@ -82,16 +79,14 @@ def test_memory_of_every_device_of_every_rank_is_recorded(digits, tmp_path, monk
     task = MNIST(dataset_dir=digits, epochs=1, batch_size=16, log_every=99)
     runtime = Runtime("cpu")
     runtime.world = Two(0, 1)
-    run = Run.open(tmp_path, task)
-    train(task, run, runtime=runtime, progress=False)
+    run = train_in(tmp_path, task, runtime)
     memory = run.records("train")[-1]["speed"]["memory"]
     assert memory == [[1.0, 16.0], [5.0, 16.0], [11.0, 16.0], [15.0, 16.0]]
 
 
 def test_a_record_holds_the_transfers_of_its_own_interval(digits, tmp_path, xla):
-    run = Run.open(tmp_path, MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=2))
     before = xla.counters()
-    train(MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=2), run, runtime=xla, progress=False)
+    run = train_in(tmp_path, MNIST(dataset_dir=digits, epochs=2, batch_size=16, log_every=2), xla)
     speeds = [r["speed"] for r in run.records("train")]
     for way in ("to_device_s", "from_device_s"):
         whole = speeds[-1]["counters"][way] - before[way]

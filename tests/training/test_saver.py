@@ -1,5 +1,6 @@
 """Saving while the training goes on: what waits for what, and when."""
 
+import copy
 import errno
 import signal
 import threading
@@ -7,7 +8,8 @@ import time
 
 import pytest
 
-from tests.conftest import SMALL, best_weights, checkpoint, exact, same
+from tests.conftest import best_weights, checkpoint, exact, same
+from tests.training.conftest import DIGITS, train_in
 from tpukit import MNIST, Run, train
 from tpukit.runs import checkpoints
 from tpukit.runs.signals import StopSignal
@@ -34,6 +36,22 @@ def after_steps(monkeypatch, function):
     monkeypatch.setattr(Trainer, "take_step", take_step)
 
 
+def wait_before_scores(monkeypatch, wait):
+    """Call wait() before an epoch is scored."""
+    score = MNIST.evaluate
+    monkeypatch.setattr(MNIST, "evaluate", lambda self, found: (wait(), score(self, found))[1])
+
+
+def interrupt_at(monkeypatch, step):
+    """Interrupt a training after this step."""
+
+    def interrupt(trainer):
+        if trainer.state.step == step:
+            trainer.stop.signal = signal.SIGINT
+
+    after_steps(monkeypatch, interrupt)
+
+
 def test_steps_are_taken_while_a_checkpoint_is_written_and_what_it_holds_does_not_change(
     always, digits, tmp_path, cpu, monkeypatch
 ):
@@ -45,16 +63,13 @@ def test_steps_are_taken_while_a_checkpoint_is_written_and_what_it_holds_does_no
         write(folder, content, step)
 
     def keep(trainer):
-        weights[trainer.state.step] = {
-            name: value.clone() for name, value in trainer.model.state_dict().items()
-        }
+        weights[trainer.state.step] = copy.deepcopy(trainer.model.state_dict())
         if trainer.state.step == 20:
             release.set()
 
     monkeypatch.setattr(checkpoints, "save", slow)
     after_steps(monkeypatch, keep)
-    task = MNIST(dataset_dir=digits, epochs=1, **SMALL, **always)
-    train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+    train_in(tmp_path, MNIST(dataset_dir=digits, epochs=1, **DIGITS, **always), cpu)
     first, second, *_ = written
     assert first == 1 and second > 20, "one at a time, and none waited for"
     assert all(same(state["model"], weights[step]) for step, state in written.items())
@@ -73,14 +88,13 @@ def test_a_save_that_fails_ends_the_training_at_a_later_sync_with_its_error_and_
 
     monkeypatch.setattr(checkpoints, "save", failing)
     after_steps(monkeypatch, lambda trainer: steps.append(trainer.state.step))
-    task = MNIST(dataset_dir=digits, epochs=50, **SMALL, **always)
+    task = MNIST(dataset_dir=digits, epochs=50, **DIGITS, **always)
     run = Run.open(tmp_path, task)
     with pytest.raises(OSError, match="Input/output error"):
         train(task, run, runtime=cpu, progress=False)
     assert steps[-1] < 50 * 25 and len(written) == 2
-    assert [entry["step"] for entry in run.checkpoints()] == written[:1] and run.restore()["state"][
-        "step"
-    ] == written[0]
+    assert [entry["step"] for entry in run.checkpoints()] == written[:1]
+    assert run.restore()["state"]["step"] == written[0]
 
 
 def test_the_next_checkpoint_is_due_when_the_training_has_spent_a_hundred_times_its_cost(
@@ -103,14 +117,14 @@ def test_best_weights_are_on_the_disk_before_the_checkpoint_that_knows_of_them_a
     tmp_path, monkeypatch
 ):
     order, release = [], threading.Event()
-    run = Run.open(tmp_path, MNIST())
-    monkeypatch.setattr(
-        Run, "save", lambda self, state, step, size: (release.wait(60), order.append(f"step {step}"))
-    )
-    monkeypatch.setattr(
-        Run, "save_best", lambda self, tensors, **about: order.append(f"best of epoch {about['epoch']}")
-    )
-    kept = Saver(run, 60.0)
+
+    def save(self, state, step, size):
+        release.wait(60)
+        order.append(f"step {step}")
+
+    monkeypatch.setattr(Run, "save", save)
+    monkeypatch.setattr(Run, "save_best", lambda self, tensors, epoch: order.append(f"best of {epoch}"))
+    kept = Saver(Run.open(tmp_path, MNIST()), 60.0)
     kept.save({}, 1, cost_s=0.0)
     for epoch in (1, 2, 3):
         kept.save_best({}, epoch=epoch)
@@ -119,7 +133,7 @@ def test_best_weights_are_on_the_disk_before_the_checkpoint_that_knows_of_them_a
     release.set()
     kept.wait()
     kept.close()
-    assert order == ["step 1", "best of epoch 3", "step 2"]
+    assert order == ["step 1", "best of 3", "step 2"]
 
 
 def test_steps_are_taken_and_no_checkpoint_is_written_while_an_epoch_is_scored(
@@ -127,9 +141,8 @@ def test_steps_are_taken_and_no_checkpoint_is_written_while_an_epoch_is_scored(
 ):
     """Scores of the first epoch that take until the 40th step, of epochs of 25: such a state knows nothing of
     an evaluation that a resumed run could not repeat."""
-    release, steps, score = threading.Event(), [], MNIST.evaluate
-    monkeypatch.setattr(MNIST, "evaluate", lambda self, found: (release.wait(60), score(self, found))[1])
-    saved, write = [], checkpoints.save
+    release, steps, saved, write = threading.Event(), [], [], checkpoints.save
+    wait_before_scores(monkeypatch, lambda: release.wait(60))
 
     def count(trainer):
         steps.append(trainer.state.step)
@@ -140,14 +153,12 @@ def test_steps_are_taken_and_no_checkpoint_is_written_while_an_epoch_is_scored(
     monkeypatch.setattr(
         checkpoints, "save", lambda folder, content, step: (saved.append(step), write(folder, content, step))
     )
-    task = MNIST(dataset_dir=digits, epochs=3, **SMALL, **always)
-    run = Run.open(tmp_path / "run", task)
-    train(task, run, runtime=cpu, progress=False)
+    task = MNIST(dataset_dir=digits, epochs=3, **DIGITS, **always)
+    run = train_in(tmp_path / "run", task, cpu)
     assert [step for step in saved if 25 < step < 40] == [] and steps == list(range(1, 76))
     assert saved[-1] == 75 and any(40 < step < 75 for step in saved)
     monkeypatch.undo()
-    straight = Run.open(tmp_path / "straight", task)
-    train(task, straight, runtime=cpu, progress=False)
+    straight = train_in(tmp_path / "straight", task, cpu)
     assert exact(run) == exact(straight)
 
 
@@ -155,19 +166,13 @@ def test_steps_are_taken_and_no_checkpoint_is_written_while_an_epoch_is_scored(
 def test_a_stop_waits_for_scores_and_saves_and_the_resumed_run_is_the_same(
     stops_at, digits, tmp_path, cpu, monkeypatch
 ):
-    task = MNIST(dataset_dir=digits, epochs=3, **SMALL)
-    straight = Run.open(tmp_path / "straight", task)
-    train(task, straight, runtime=cpu, progress=False)
-    score, write = MNIST.evaluate, checkpoints.save
-    monkeypatch.setattr(MNIST, "evaluate", lambda self, found: (time.sleep(0.3), score(self, found))[1])
-    monkeypatch.setattr(checkpoints, "save", lambda *how: (time.sleep(0.3), write(*how)))
+    task = MNIST(dataset_dir=digits, epochs=3, **DIGITS)
+    straight = train_in(tmp_path / "straight", task, cpu)
+    write = checkpoints.save
+    wait_before_scores(monkeypatch, lambda: time.sleep(0.3))
+    monkeypatch.setattr(checkpoints, "save", lambda *arguments: (time.sleep(0.3), write(*arguments)))
     stopped = Run.open(tmp_path / "stopped", task)
-
-    def interrupt(trainer):
-        if trainer.state.step == stops_at:
-            trainer.stop.signal = signal.SIGINT
-
-    after_steps(monkeypatch, interrupt)
+    interrupt_at(monkeypatch, stops_at)
     with pytest.raises(KeyboardInterrupt):
         train(task, stopped, runtime=cpu, progress=False)
     assert checkpoint(stopped)["state"]["step"] == stops_at
@@ -189,7 +194,7 @@ def test_a_signal_that_comes_while_ranks_tell_each_other_of_signals_is_not_lost(
             trainer.stop.signal = signal.SIGINT
         return interval
 
-    task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
+    task = MNIST(dataset_dir=digits, epochs=1, **DIGITS)
     trainer = Trainer(task, Run.open(tmp_path, task), cpu, StopSignal())
     monkeypatch.setattr(metrics, "sync", with_signal)
     monkeypatch.setattr(cpu.world, "size", ranks)
@@ -206,18 +211,18 @@ def test_a_signal_that_comes_while_ranks_tell_each_other_of_signals_is_not_lost(
 def test_a_training_that_diverges_while_an_epoch_is_scored_keeps_its_weights_if_they_are_the_best(
     digits, tmp_path, cpu, monkeypatch
 ):
-    score, kept = MNIST.evaluate, {}
-    monkeypatch.setattr(MNIST, "evaluate", lambda self, found: (time.sleep(0.5), score(self, found))[1])
+    kept = {}
+    wait_before_scores(monkeypatch, lambda: time.sleep(0.5))
 
     def poison(trainer):
         if trainer.state.step == 25:
-            kept.update({name: value.clone() for name, value in trainer.model.state_dict().items()})
+            kept.update(copy.deepcopy(trainer.model.state_dict()))
         if trainer.state.step == 26:
             trainer.step.sums[0] = trainer.step.sums[3] = float("nan")
             trainer.step.sums[2] = 0
 
     after_steps(monkeypatch, poison)
-    task = MNIST(dataset_dir=digits, epochs=2, **SMALL)
+    task = MNIST(dataset_dir=digits, epochs=2, **DIGITS)
     run = Run.open(tmp_path, task)
     with pytest.raises(metrics.Diverged):
         train(task, run, runtime=cpu, progress=False)
@@ -236,16 +241,10 @@ def test_weights_and_predictions_are_waited_for_while_the_device_has_a_batch_to_
         return lambda: (order.append(f"wait for {name}"), wait())[1]
 
     monkeypatch.setattr(type(cpu), "to_cpu_async", later)
-    task = MNIST(dataset_dir=digits, epochs=1, **{**SMALL, "batch_size": 20})  # two batches of test samples
-    train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
-    assert order == [
-        "start weights",
-        "start predictions",
-        "wait for weights",
-        "start predictions",
-        "wait for predictions",
-        "wait for predictions",
-    ]
+    task = MNIST(dataset_dir=digits, epochs=1, **DIGITS | dict(batch_size=20))  # two batches of test samples
+    train_in(tmp_path, task, cpu)
+    started = ["start weights", "start predictions", "start predictions"]
+    assert order == [*started, "wait for predictions", "wait for weights", "wait for predictions"]
 
 
 @pytest.mark.parametrize("stops_at", [5, None], ids=["stopped", "at its end"])
@@ -256,13 +255,9 @@ def test_a_training_whose_last_checkpoint_cannot_be_written_does_not_end_as_if_i
         time.sleep(0.2)
         raise OSError(errno.EIO, "Input/output error", "step")
 
-    def interrupt(trainer):
-        if trainer.state.step == stops_at:
-            trainer.stop.signal = signal.SIGINT
-
     monkeypatch.setattr(checkpoints, "save", failing)
-    after_steps(monkeypatch, interrupt)
-    task = MNIST(dataset_dir=digits, epochs=1, **SMALL)
+    interrupt_at(monkeypatch, stops_at)
+    task = MNIST(dataset_dir=digits, epochs=1, **DIGITS)
     with pytest.raises(OSError, match="Input/output error"):
-        train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+        train_in(tmp_path, task, cpu)
     assert "saved at step" not in capsys.readouterr().out

@@ -7,10 +7,14 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from tests.conftest import SMALL, best_weights, exact, same
+from tests.conftest import best_weights, checkpoint, refuses
+from tests.training.conftest import DIGITS, train_in
 from tpukit import CDEIT, MNIST, MSHNet, Run, train
 from tpukit.devices.runtime import Runtime
+from tpukit.host import files
+from tpukit.reporting import findings
 from tpukit.training import step as step_module
+from tpukit.training.data import training_index_batches
 from tpukit.training.schedule import lr_factor
 
 STEPS = 5  # of an epoch
@@ -26,22 +30,19 @@ def cosine_after_warm_up(optimizer, task):
     return lr_scheduler.SequentialLR(optimizer, [linear, cosine], [warm_up])
 
 
+def step_schedule(optimizer, task):
+    return lr_scheduler.StepLR(optimizer, 2 * STEPS, 0.3)
+
+
+def warm_up_alone(optimizer, task):
+    return lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / (2 * STEPS + 1)))
+
+
 SCHEDULES = {
     "cosine": (dict(schedule="cosine"), cosine_after_warm_up),
-    "cosine to a tenth after warm-up": (
-        dict(schedule="cosine", warmup_epochs=1.4, final_lr=0.1),
-        cosine_after_warm_up,
-    ),
-    "step": (
-        dict(schedule="step", decay_epochs=2, decay_factor=0.3),
-        lambda optimizer, task: lr_scheduler.StepLR(optimizer, 2 * STEPS, 0.3),
-    ),
-    "warm-up alone": (
-        dict(warmup_epochs=2.0),
-        lambda optimizer, task: lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1, (step + 1) / (2 * STEPS + 1))
-        ),
-    ),
+    "cosine to a tenth": (dict(schedule="cosine", warmup_epochs=1.4, final_lr=0.1), cosine_after_warm_up),
+    "step": (dict(schedule="step", decay_epochs=2, decay_factor=0.3), step_schedule),
+    "warm-up alone": (dict(warmup_epochs=2.0), warm_up_alone),
 }
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-2),
@@ -93,8 +94,6 @@ def test_the_factor_of_a_step_beyond_the_last_one_is_that_of_the_end():
 
 def plain_loop(task, digits, epochs, scheduler):
     """The weights of a training by torch alone."""
-    from tpukit.training.data import training_index_batches
-
     torch.manual_seed(task.seed)
     model = task.model()
     optimizer = task.optimizer(model)
@@ -118,17 +117,15 @@ def test_a_training_with_a_schedule_is_one_graph_and_ends_where_a_loop_of_torch_
     monkeypatch.setattr(
         step_module, "train_step", lambda *arguments: (traces.append(1), whole(*arguments))[1]
     )
-    settings = dict(SMALL, log_every=1, eval_every=9)
-    # 25 steps each
-    task = MNIST(dataset_dir=digits, epochs=2, channels=4, schedule="cosine", warmup_epochs=0.5, **settings)
-    run = Run.open(tmp_path, task)
-    train(task, run, runtime=request.getfixturevalue(device), progress=False)
+    settings = dict(DIGITS, log_every=1, eval_every=9)
+    task = MNIST(
+        dataset_dir=digits, epochs=2, schedule="cosine", warmup_epochs=0.5, **settings
+    )  # 2 x 25 steps
+    run = train_in(tmp_path, task, request.getfixturevalue(device))
 
     def scheduler(optimizer):
-        linear, cosine = (
-            lr_scheduler.LinearLR(optimizer, 1 / 13, total_iters=12),
-            lr_scheduler.CosineAnnealingLR(optimizer, 38),
-        )
+        linear = lr_scheduler.LinearLR(optimizer, 1 / 13, total_iters=12)
+        cosine = lr_scheduler.CosineAnnealingLR(optimizer, 38)
         return lr_scheduler.SequentialLR(optimizer, [linear, cosine], [12])
 
     wanted = plain_loop(task, digits, 2, scheduler)
@@ -154,79 +151,30 @@ def test_in_fp16_a_step_whose_gradient_overflows_still_changes_nothing():
     torch.testing.assert_close(weight.detach(), torch.full((3,), 1 - 0.05))
 
 
-def test_more_epochs_on_resuming_stretch_the_cosine_from_there_and_the_log_says_so(digits, tmp_path, cpu):
-    def trained(epochs, **settings):
-        task = MNIST(dataset_dir=digits, epochs=epochs, channels=4, **SMALL, **settings)
-        run = Run.open(tmp_path / "-".join(settings), task)
-        train(task, run, runtime=cpu, progress=False)
-        return (run.path / "log.txt").read_text().count("learning rate continues"), [
-            r["lr"] for r in run.records("train")
-        ]
-
-    said, rates = trained(1, schedule="cosine")
-    assert not said and rates[-1] < 1e-3
-    said, stretched = trained(2, schedule="cosine")
-    assert said == 1 and stretched[: len(rates)] == rates and stretched[len(rates)] > 0.02
-    assert trained(2, schedule="cosine")[0] == 1  # nothing left to do
-    for epochs in (1, 2):
-        said, rates = trained(epochs, schedule="step", decay_epochs=1)
-        assert not said
-    assert rates[0] == 0.05 and rates[-1] == pytest.approx(0.005)
-
-
-def test_a_resumed_schedule_continues_at_the_step_where_it_was(digits, tmp_path, cpu):
-    recipe = dict(dataset_dir=digits, schedule="step", warmup_epochs=1.5, decay_epochs=2, channels=4, **SMALL)
-    straight = Run.open(tmp_path / "straight", MNIST(epochs=3, **recipe))
-    train(MNIST(epochs=3, **recipe), straight, runtime=cpu, progress=False)
-    for epochs in (1, 3):
-        parted = Run.open(tmp_path / "parted", MNIST(epochs=epochs, **recipe))
-        train(MNIST(epochs=epochs, **recipe), parted, runtime=cpu, progress=False)
-    assert exact(parted) == exact(straight) and same(best_weights(parted), best_weights(straight))
-
-
 def test_the_learning_rate_is_drawn_where_it_changes_only(digits, tmp_path, cpu):
-    from tpukit.reporting import findings
-
-    for settings, drawn in (({}, False), (dict(schedule="cosine"), True)):
-        task = MNIST(dataset_dir=digits, epochs=1, channels=4, **SMALL, **settings)
-        run = Run.open(tmp_path / str(drawn), task)
-        train(task, run, runtime=cpu, progress=False)
+    for schedule, is_drawn in (("constant", False), ("cosine", True)):
+        task = MNIST(dataset_dir=digits, epochs=1, schedule=schedule, **DIGITS)
+        run = train_in(tmp_path / schedule, task, cpu)
         assert all(record["lr"] > 0 for record in run.records("train"))
-        found = findings.curves(run.records()).get("learning rate")
-        assert (found is not None) == drawn
-    assert found[1] == [r["lr"] for r in run.records("train")]
-    assert found[1] == sorted(found[1], reverse=True)
+        drawn = findings.curves(run.records()).get("learning rate")
+        assert (drawn is not None) == is_drawn
+    assert drawn[1] == [r["lr"] for r in run.records("train")]
+    assert drawn[1] == sorted(drawn[1], reverse=True)
 
 
 def test_a_run_of_an_earlier_version_resumes_with_the_new_settings_at_their_defaults_and_not_with_others(
     trained, cpu
 ):
-    """Its config has no such settings, its records no learning rate, its checkpoint no count of
-    evaluations."""
-    from tests.conftest import refuses
-    from tpukit.host import files
-
+    """Its config has no such settings, its checkpoint no count of evaluations."""
     task, run = trained
-    new = (
-        "schedule",
-        "warmup_epochs",
-        "final_lr",
-        "decay_epochs",
-        "decay_factor",
-        "layer_decay",
-        "freeze",
-        "micro_batches",
-    )
-    config = run.config
-    for name in (*new, "patience"):
+    config, new = run.config, "schedule warmup_epochs final_lr decay_epochs decay_factor layer_decay freeze"
+    for name in (*new.split(), "micro_batches", "patience"):
         del config["settings"][name]
     config.pop("crc32", None)
     (run.path / "config.json").write_text(json.dumps(files.with_crc32(config)))
-    checkpoint = torch.load(run.path / "checkpoints" / run.checkpoints()[0]["file"], weights_only=True)[
-        "state"
-    ]
-    del checkpoint["state"]["evaluations_without_best"]
-    run.save(checkpoint, 24)
+    state = checkpoint(run)
+    del state["state"]["evaluations_without_best"]
+    run.save(state, 24)
     longer = dataclasses.replace(task, epochs=3)
     with refuses("schedule", "constant", "cosine"):
         Run.open(run.path, dataclasses.replace(longer, schedule="cosine"))

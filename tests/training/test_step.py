@@ -8,28 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import SMALL, checkpoint, exact, refuses
+from tests.conftest import SMALL, checkpoint, refuses
 from tests.tasks.cdeit.small import task_of
-from tpukit import MNIST, MSHNet, Run, train
+from tests.training.conftest import train_in
+from tpukit import MNIST, MSHNet
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
 from tpukit.training.step import add_gradients, micro_batch
-
-
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_reduced_precision_trains_and_fp16_resumes_with_its_scaler(precision, digits, tmp_path):
-    task = MNIST(dataset_dir=digits, epochs=8, precision=precision, channels=4, **SMALL)
-    runtime = Runtime("cpu", precision)
-    run = Run.open(tmp_path / "straight", task)
-    scores = train(task, run, runtime=runtime, progress=False)
-    assert (
-        scores["accuracy"] > 0.3 and run.records("epoch")[-1]["loss"] < 0.6 * run.records("epoch")[0]["loss"]
-    )
-    assert bool(checkpoint(run)["scaler"]) == (precision == "fp16")
-    for epochs in (4, 8):
-        part = dataclasses.replace(task, epochs=epochs)
-        train(part, Run.open(tmp_path / "parted", part), runtime=Runtime("cpu", precision), progress=False)
-    assert exact(Run.find(tmp_path / "parted")) == exact(run)
 
 
 def test_the_loss_is_computed_in_float32_under_autocast(infrared):
@@ -58,8 +43,7 @@ def test_a_gradient_above_the_norm_is_scaled_down_to_it_and_a_small_one_left_alo
 
 def outcome(task, folder, runtime):
     """(losses and gradient norms of the steps, final weights)."""
-    run = Run.open(folder, task)
-    train(task, run, runtime=runtime, progress=False)
+    run = train_in(folder, task, runtime)
     return [(r["loss"], r["grad_norm"]) for r in run.records("train")], checkpoint(run)["model"]
 
 
@@ -72,9 +56,9 @@ def test_micro_batches_give_the_losses_gradients_and_weights_of_the_whole_batch(
 ):
     """With CDEIT, also its noise: the numbers of each sample are the same."""
     small = dict(SMALL, log_every=1, clip_norm=clip_norm)
-    task = (
-        MNIST(dataset_dir=digits, epochs=1, **small) if name == "mnist" else task_of(tank, epochs=4, **small)
-    )
+    task = task_of(tank, epochs=4, eval_every=4, sampling_steps=1, **small)
+    if name == "mnist":
+        task = MNIST(dataset_dir=digits, epochs=1, channels=4, **small)
     found = {}
     for count in (1, 2, 8):
         part = dataclasses.replace(task, micro_batches=count)
@@ -118,7 +102,7 @@ def test_a_batch_that_cannot_be_split_is_refused_with_sizes_that_can(size, cores
 def test_a_training_whose_batch_cannot_be_split_is_refused(digits, tmp_path, cpu):
     task = MNIST(dataset_dir=digits, micro_batches=3, **SMALL)
     with refuses(8, 3):
-        train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+        train_in(tmp_path, task, cpu)
 
 
 @pytest.mark.parametrize(
@@ -137,10 +121,7 @@ def test_micro_batches_are_refused_where_a_graph_that_accumulates_them_was_wrong
         accelerator="tpu", host="local", device_name=kind, uses_torch_tpu=torch_tpu, versions={}
     )
     monkeypatch.setattr(environment, "detect", lambda: env)
-    task = MNIST(dataset_dir=digits, epochs=1, micro_batches=count, **SMALL)
-    with (
-        refuses("TPU v6e", f"micro_batches={count}", "micro_batches=1")
-        if refused
-        else contextlib.nullcontext()
-    ):
-        train(task, Run.open(tmp_path, task), runtime=cpu, progress=False)
+    task = MNIST(dataset_dir=digits, epochs=1, micro_batches=count, channels=4, **SMALL)
+    data = ("TPU v6e", f"micro_batches={count}", "micro_batches=1")
+    with refuses(*data) if refused else contextlib.nullcontext():
+        train_in(tmp_path, task, cpu)

@@ -89,7 +89,8 @@ def with_dataset(task: Task, env: Environment, size: int | None = None) -> Task:
     Of the processes that torchrun started, only rank 0 prints which one."""
     is_first = environment.rank() == 0
     with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
-        found = tpukit.find_dataset(env, task.dataset, task.dataset_dir, fallback=task.fallback, size=size)
+        fallback = getattr(task, "fallback", None)
+        found = tpukit.find_dataset(env, task.dataset, task.dataset_dir, fallback=fallback, size=size)
     return dataclasses.replace(task, dataset_dir=found)
 
 

@@ -128,9 +128,10 @@ def predictions_figure(run: Run, task: "Task", count: int) -> "Figure":
     if not saved:
         return figures.panels_figure(task.panels(*predict_test_images(run, task, count)), "Test images")
     batch, prediction = saved
+    title = getattr(task, "saved_title", "Test images")
     indices = _evenly_spaced(len(prediction), count)
     batch = {name: values[indices] for name, values in batch.items()}
-    return figures.panels_figure(task.panels(batch, prediction[indices]), task.saved_title)
+    return figures.panels_figure(task.panels(batch, prediction[indices]), title)
 
 
 def show_plan(plan: Any) -> None:

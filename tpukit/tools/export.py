@@ -88,7 +88,8 @@ def export(
         expected = task.exported(model, tensors).numpy()
     metadata = {name: text for name, text in weights.metadata(best).items() if not name.startswith("tpukit.")}
     metadata |= dict(task=task.name, output=task.export_output, compared_on=source)
-    described = {name: _describe(values, task.export_multiple) for name, values in inputs.items()}
+    multiple = getattr(task, "export_multiple", 0)
+    described = {name: _describe(values, multiple) for name, values in inputs.items()}
     metadata["inputs"] = json.dumps(described)
     program = _trace(task, model, tensors)
     with tempfile.TemporaryDirectory(prefix="tpukit-") as folder:
@@ -136,7 +137,7 @@ def _trace(task, model, inputs):
             return task.exported(self.model, inputs)
 
     shape = {0: Dim("batch", min=1, max=65536)}
-    if multiple := task.export_multiple:
+    if multiple := getattr(task, "export_multiple", 0):
         shape |= {2: multiple * Dim("rows", min=2, max=512), 3: multiple * Dim("columns", min=2, max=512)}
     few = {name: values[:BATCH] for name, values in inputs.items()}
     shapes = (dict.fromkeys(inputs, shape),)

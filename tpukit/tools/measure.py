@@ -353,7 +353,7 @@ def time_steps(
         trainer.model.train()
         runtime = trainer.runtime
         runtime.heartbeat(0)
-        with contextlib.closing(trainer.endless_batches()) as batches:
+        with contextlib.closing(trainer.batches(endless=True)) as batches:
 
             def timed(count: int) -> tuple[float, float]:
                 """Milliseconds per step (with the sync after them), and of its wait for the batch."""

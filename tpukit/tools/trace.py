@@ -65,7 +65,7 @@ def _trace_steps(task, run, *, steps, folder, epoch, runtime=None):
         trainer = Trainer(task, run, runtime, stop)
         runtime, step = trainer.runtime, trainer.step
         trainer.model.train()
-        with contextlib.closing(trainer.endless_batches(epoch)) as batches:
+        with contextlib.closing(trainer.batches(endless=True)) as batches:
             first = next(batches)
             sentences = [_profile(trainer, batches, epoch, steps, folder / "trace")]
         # Outside of its compiled graph, so that each operation is seen as Python calls it. The results are

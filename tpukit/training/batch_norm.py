@@ -1,21 +1,14 @@
 """Variants of batch norm for several cores, and for training with frozen statistics."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tpukit.devices.runtime import Runtime
 from tpukit.devices.tensors import is_on_xla
 from tpukit.host.errors import TpukitError
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from tpukit.devices.runtime import Runtime
-    from tpukit.training.task import Task
+from tpukit.training.task import Task
 
 
 def apply(model: nn.Module, variant: str, runtime: Runtime) -> nn.Module:

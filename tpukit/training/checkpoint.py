@@ -1,28 +1,23 @@
 """The state of a training: put together for a checkpoint, and restored from one. Both are collective."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+from tpukit.devices.distributed import World
 from tpukit.devices.optimizers import state_tensors
+from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
+from tpukit.runs.run import Run
 from tpukit.training import metrics
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
-    from tpukit.devices.distributed import World
-    from tpukit.devices.runtime import Runtime
-    from tpukit.runs.run import Run
-    from tpukit.training.saver import Saver
-    from tpukit.training.task import Task
+from tpukit.training.saver import Saver
+from tpukit.training.task import Task
 
 FORMAT = 4  # of a checkpoint's state
 TRAIN_ANEW = "train anew in another run folder (--run, in a notebook RUN_NAME)"
@@ -82,15 +77,14 @@ def restore(
     saved = runtime.world.broadcast(_read(run, task) if runtime.world.rank == 0 else None)
     if saved is None:
         return TrainState(), metrics.SUMS
-    _check_origin(run, task, saved, origin)
-    _check_code(run, task, saved, origin, parts["model"])
+    _check_origin(run, task, saved, origin, parts["model"])
     modules = {name: parts[name] for name in ("model", "averaged") if parts[name] is not None}
     for name, module in modules.items():
         module.load_state_dict(saved[name])
     try:
         _load_optimizer(parts["optimizer"], saved["optimizer"])
     except (ValueError, KeyError) as error:  # of a run that has no signature
-        raise _other_optimizer(run, task, repr(error)) from error
+        raise _other_code(run, task, "optimizer", f"{error!r}. ") from error
     if parts["scaler"] and saved["scaler"]:
         parts["scaler"].load_state_dict(saved["scaler"])
     buffers = [buffer for module in modules.values() for buffer in module.buffers()]
@@ -121,8 +115,9 @@ def _read(run: Run, task: Task) -> dict | None:
     return saved
 
 
-def _check_origin(run: Run, task: Task, saved: object, origin: Origin) -> None:
-    """Raise TpukitError unless a checkpoint is of this version, and of this training set and optimizer."""
+def _check_origin(run: Run, task: Task, saved: object, origin: Origin, model: nn.Module) -> None:
+    """Raise TpukitError, naming what differs, unless a checkpoint is of this version, of this training set,
+    and of the model and the optimizer that the code of the task makes now."""
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise TpukitError(
             f"{run.path} was written by another version of tpukit: start a new run, and pass this run's"
@@ -139,44 +134,34 @@ def _check_origin(run: Run, task: Task, saved: object, origin: Origin) -> None:
             f"{run.path} was trained on other data than {task.dataset_dir} holds now, with other {what}: use"
             f" the dataset that it started with, or {TRAIN_ANEW}"
         )
-
-
-def _check_code(run: Run, task: Task, saved: dict, origin: Origin, model: nn.Module) -> None:
-    """Raise TpukitError naming the first tensors, or settings of the optimizer, that differ from those of the
-    checkpoint: the code of the task has changed."""
-    if different := weights.differences(saved["model"], model.state_dict()):
-        raise TpukitError(
-            f"{run.path} was trained with another model than {type(task).__name__}.model() makes now:"
-            f" {different}\nUndo the change, or {TRAIN_ANEW}"
-        )
+    if what := weights.differences(saved["model"], model.state_dict()):
+        raise _other_code(run, task, "model", f"{what}\n")
     old, new = saved.get("optimizer_signature", {}), origin.optimizer_signature
     # Another version of torch may have more settings.
-    changed = [
-        f"{name} was {old[name]}, is {new[name]}" for name in old if name in new and old[name] != new[name]
-    ]
-    if changed:
-        raise _other_optimizer(run, task, ", ".join(changed[:3]))
+    changed = [name for name in old if name in new and old[name] != new[name]]
+    if what := ", ".join(f"{name} was {old[name]}, is {new[name]}" for name in changed[:3]):
+        raise _other_code(run, task, "optimizer", f"{what}. ")
 
 
-def _other_optimizer(run: Run, task: Task, what: str) -> TpukitError:
+def _other_code(run: Run, task: Task, part: str, what: str) -> TpukitError:
     return TpukitError(
-        f"{run.path} was trained with another optimizer than {type(task).__name__}.optimizer() makes now:"
-        f" {what}. Undo the change, or {TRAIN_ANEW}"
+        f"{run.path} was trained with another {part} than {type(task).__name__}.{part}() makes now:"
+        f" {what}Undo the change, or {TRAIN_ANEW}"
     )
 
 
 def _differences(saved: dict, expected: dict) -> str:
     """What differs between two of `Task.data_signature`, in words; "" if nothing does."""
-    names = [name for name in saved if name in expected and saved[name] != expected[name]]
-    return " and ".join(_describe_difference(name, saved[name], expected[name]) for name in names)
-
-
-def _describe_difference(name: str, saved: object, expected: object) -> str:
-    if not (isinstance(saved, list) and isinstance(expected, list)):
-        return name
-    pairs = itertools.zip_longest(saved, expected, fillvalue="none")
-    number, (old, new) = next((number, pair) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-    return f"{name} (number {number} was {old}, is {new})"
+    found = []
+    for name, old in saved.items():
+        new = expected.get(name, old)
+        if isinstance(old, list) and isinstance(new, list) and old != new:
+            pairs = enumerate(itertools.zip_longest(old, new, fillvalue="none"), 1)
+            number, (old_item, new_item) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+            found.append(f"{name} (number {number} was {old_item}, is {new_item})")
+        elif old != new:
+            found.append(name)
+    return " and ".join(found)
 
 
 def _load_optimizer(optimizer: Optimizer, saved: dict) -> None:

@@ -1,24 +1,15 @@
 """Which samples a step gets, in which order, and how they reach the device: stored there, or streamed."""
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, NamedTuple, Self
 
 import numpy as np
-from torch import Tensor
 
+from tpukit.devices.runtime import Batch, Runtime
 from tpukit.host.errors import TpukitError
 
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator
-
-    from tpukit.devices.runtime import Runtime
-
-Batch = dict[str, Tensor]  # of the step: names -> (B, ...)
-
-DATA_ON = ("auto", "device", "host")
 MEMORY_SHARE = 8  # a dataset may take 1 / MEMORY_SHARE of a device's memory
 
 
@@ -32,11 +23,11 @@ class BatchSpec(NamedTuple):
     valid: np.ndarray | None = None
     """(B,) bool, False for padding; None in training"""
 
-    def of_rank(self, rank: int, world_size: int) -> BatchSpec:
+    def of_rank(self, rank: int, world_size: int) -> Self:
         """This rank's share: samples rank * B / W to (rank + 1) * B / W."""
         share = len(self.indices) // world_size
         part = slice(rank * share, (rank + 1) * share)
-        return BatchSpec(self.indices[part], *(None if one is None else one[part] for one in self[1:]))
+        return self._make(None if one is None else one[part] for one in self)
 
 
 def training_index_batches(
@@ -75,8 +66,6 @@ class BatchLoader:
         self.data, self.runtime, self.workers = data, runtime, workers
         self.resident: Batch | None = None  # the dataset's arrays on the device, if they are stored there
         self.bytes_per_core = 0  # what they take of each device
-        if on not in DATA_ON:
-            raise TpukitError(f"data_on={on!r}: choose one of {', '.join(DATA_ON)}")
         can_be_stored = hasattr(data, "device_arrays")
         if on == "device" and not can_be_stored:
             raise TpukitError(

@@ -1,17 +1,12 @@
 """An exponential moving average (EMA) of the weights, which is scored and kept instead of them."""
 
-from __future__ import annotations
-
 import copy
 import functools
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from tpukit.devices.runtime import Runtime
+from tpukit.devices.runtime import Runtime
 
 EVERY = 10  # steps
 

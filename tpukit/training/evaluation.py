@@ -1,37 +1,28 @@
-"""Scoring weights: `test` for a run, `evaluate` for a model, `Evaluator` for the epochs of a training."""
-
-from __future__ import annotations
+"""Scoring weights: `test` for a run, `Evaluator` for the epochs of a training."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from tpukit.devices import open_runtime
-from tpukit.devices.runtime import check_batch
+from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment, known_errors
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
+from tpukit.runs.run import Run
+from tpukit.runs.signals import StopSignal
+from tpukit.training.checkpoint import TrainState
 from tpukit.training.data import BatchLoader
 from tpukit.training.prediction import predict_set
-from tpukit.training.task import model_settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from torch import Tensor, nn
-
-    from tpukit.devices.runtime import Runtime
-    from tpukit.runs.run import Run
-    from tpukit.training.checkpoint import TrainState
-    from tpukit.training.saver import Saver
-    from tpukit.training.task import Task
+from tpukit.training.saver import Saver
+from tpukit.training.task import Task, model_settings
 
 
 def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool = True) -> dict:
@@ -56,67 +47,37 @@ def test(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool
         run.print(f"testing {path} on {runtime}: {len(data)} samples")
         model = runtime.to_device(model, channels_last=task.channels_last)
         log_notes(run, data, runtime)
+        loader = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
         name, total = f"testing {task.name}", -(-len(data) // task.batch_size)
-        done = itertools.count(1)
-
-        def count_batch():
-            bar.update()
-            run.write_progress(name=name, unit="batch", step=next(done), total=total)
-
+        predicted, scores = [], {}
         with tqdm(total=total, desc=name, unit="batch", disable=not (progress and run.echo)) as bar:
-            scores = evaluate(
-                task,
-                model,
-                data,
-                runtime,
-                epoch=weights.epoch_of(path),
-                after_batch=count_batch,
-                folder=run.path / "predictions",
-            )
+            batches = predict_set(task, model, loader, runtime, epoch=weights.epoch_of(path))
+            for number, pairs in enumerate(batches, 1):
+                predicted += pairs
+                bar.update()
+                run.write_progress(name=name, unit="batch", step=number, total=total)
+        if runtime.world.rank == 0:
+            folder = run.path / "predictions"
+            folder.mkdir(parents=True, exist_ok=True)
+            task.save_predictions(folder, predicted, data)
+            scores = scores_of(task, predicted)
         return runtime.world.broadcast(scores)
 
 
-def evaluate(
-    task: Task,
-    model: nn.Module,
-    data: Any,
-    runtime: Runtime,
-    *,
-    epoch: int | None = None,
-    after_batch: Callable[[], None] | None = None,
-    folder: Path | None = None,
-) -> dict | None:
-    """Scores of a model on a device over a test set. With several ranks each predicts its share, and rank 0
-    scores them all, in the order that one device would give; the other ranks return None.
-
-    epoch: see `Task.predict`. after_batch: called without arguments. folder: where the task keeps what it
-    wants of the predictions."""
-    loader = BatchLoader(data, runtime, on=task.data_on, workers=task.num_workers)
-    predicted = predict_set(task, model, loader, runtime, epoch=epoch, after_batch=after_batch)
-    if runtime.world.rank != 0:
-        return None
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        task.save_predictions(folder, predicted, data)
-    return scores_of(task, predicted)
-
-
-def scores_of(task: Task, predictions: Iterable) -> dict:
+def scores_of(task: Task, predictions: list) -> dict:
     """What `task.evaluate` returns, with plain numbers in place of numpy's and torch's. Raises TpukitError
     if that cannot be recorded, or has no score that decides which weights are best."""
-    scores, method = task.evaluate(predictions), f"{type(task).__name__}.evaluate()"
+    scores = task.evaluate(predictions)
     try:
-        scores = json.loads(json.dumps(scores, default=lambda value: value.tolist()))
-    except (TypeError, ValueError, AttributeError) as error:
+        plain = json.loads(json.dumps(scores, default=lambda value: value.tolist()))
+        if not isinstance(plain[task.score], (int, float)):
+            raise TypeError(f"{task.score} is no number")
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise TpukitError(
-            f"{method} must return a dict of numbers, by the names of the scores ({error})"
+            f"{type(task).__name__}.evaluate() must return a dict of numbers, with {task.score!r}, which"
+            f" decides what is best; got {scores!r:.100} ({error!r})"
         ) from error
-    if not isinstance(scores, dict) or not isinstance(scores.get(task.score), (int, float)):
-        got = ", ".join(scores) if isinstance(scores, dict) else type(scores).__name__
-        raise TpukitError(
-            f"{method} must return a dict with a number {task.score!r}, which decides what is best; got {got}"
-        )
-    return scores
+    return plain
 
 
 @dataclasses.dataclass
@@ -132,10 +93,6 @@ class FinishedEpoch:
     scores: concurrent.futures.Future[tuple[dict, float]] | None = None
     """and the seconds that they took"""
 
-    def is_scored(self) -> bool:
-        """Whether nothing remains to be waited for."""
-        return self.scores is None or self.scores.done()
-
 
 class Evaluator:
     """Evaluates the epochs of a training: predicts at once, and computes the scores while the next epoch
@@ -147,35 +104,27 @@ class Evaluator:
         self.task, self.run, self.runtime, self.saver = task, run, runtime, saver
         self.loader, self.train_data = loader, train_data
         self.executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scores")
-        self.pending: FinishedEpoch | None = None  # the `FinishedEpoch` whose scores are being computed
+        self.pending: FinishedEpoch | None = None  # whose scores are being computed
         self.scores: dict | None = None  # the last ones
 
-    def predict(
-        self, finished: FinishedEpoch, model: nn.Module, *, after_batch: Callable[[], None] | None
-    ) -> None:
-        """Predict the test set with these weights, and start scoring the predictions."""
+    def predict(self, finished: FinishedEpoch, model: nn.Module, stop: StopSignal) -> None:
+        """Predict the test set with these weights, and start scoring the predictions. A process on its own
+        stops between two batches if a signal came; several ranks stop together, afterwards."""
         started, is_rank_0 = time.monotonic(), self.runtime.world.rank == 0
         copied = self.runtime.to_cpu_async(model.state_dict()) if is_rank_0 else None
-
-        def after_each():
-            if copied is not None and finished.weights is None:
-                finished.weights = copied()  # here, because the device has a batch to predict meanwhile
-            if after_batch is not None:
-                after_batch()
-
-        batch_size = self.task.batch_size
+        batch_size, predicted = self.task.batch_size, []
         if self.loader.resident is not None:  # else the host would hold several of the batches that it makes
             batch_size = self.runtime.evaluation_batch(batch_size)
-        with self.runtime.broadcast_buffers(model):
-            predicted = predict_set(
-                self.task,
-                model,
-                self.loader,
-                self.runtime,
-                epoch=finished.epoch,
-                batch_size=batch_size,
-                after_batch=after_each,
-            )
+        batches = predict_set(
+            self.task, model, self.loader, self.runtime, epoch=finished.epoch, batch_size=batch_size
+        )
+        with self.runtime.broadcast_buffers(model), contextlib.closing(batches):
+            for pairs in batches:
+                predicted += pairs
+                if copied is not None and finished.weights is None:
+                    finished.weights = copied()  # here, because the device has a batch to predict meanwhile
+                if self.runtime.world.size == 1:
+                    stop.check()
         finished.predict_s = time.monotonic() - started
         if is_rank_0:
             finished.scores = self.executor.submit(self._score, predicted)
@@ -189,9 +138,10 @@ class Evaluator:
         the best weights.
 
         wait: until the scores are there; otherwise an epoch that is not scored yet stays pending."""
-        if self.pending is None or not (wait or self.pending.is_scored()):
+        task, finished = self.task, self.pending
+        if finished is None or not (wait or finished.scores is None or finished.scores.done()):
             return
-        task, finished, self.pending = self.task, self.pending, None
+        self.pending = None
         self.run.log("epoch", finished.step, epoch=finished.epoch, loss=finished.loss)
         shown = ""
         if finished.scores is not None:

@@ -1,21 +1,15 @@
 """For fine-tuning: parts of a model that do not train, and smaller learning rates nearer to its input."""
 
-from __future__ import annotations
-
 import collections
 import difflib
 import itertools
-from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.optim import Optimizer
 
 from tpukit.host.errors import TpukitError
 from tpukit.training import batch_norm
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from tpukit.training.task import Task
+from tpukit.training.task import Task
 
 BACKBONE = "backbone"  # all layers but the last, unless the model has a part of this name
 

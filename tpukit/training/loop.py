@@ -2,25 +2,19 @@
 
 `setup.Trainer` holds the parts; `step.train_step` is what happens to a batch."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
+from tpukit.devices.runtime import Runtime
 from tpukit.host import known_errors
+from tpukit.runs.run import Run
 from tpukit.runs.signals import StopSignal
 from tpukit.training import metrics
+from tpukit.training.data import Batch
 from tpukit.training.evaluation import FinishedEpoch
 from tpukit.training.setup import Trainer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tpukit.devices.runtime import Runtime
-    from tpukit.runs.run import Run
-    from tpukit.training.data import Batch
-    from tpukit.training.task import Task
+from tpukit.training.task import Task
 
 
 def train(task: Task, run: Run, *, runtime: Runtime | None = None, progress: bool = True) -> dict:
@@ -43,7 +37,7 @@ def fit(trainer: Trainer, progress: bool) -> dict:
     try:
         with trainer.open_bar(progress):
             end_epoch(trainer)  # an interrupted session may have left this undone
-            with contextlib.closing(trainer.remaining_batches()) as batches:
+            with contextlib.closing(trainer.batches()) as batches:
                 while state.step < trainer.total:
                     train_epoch(trainer, batches)
                     end_epoch(trainer)
@@ -91,7 +85,7 @@ def record_interval(trainer: Trainer, epoch: int) -> bool:
     norm, lr = interval.sums["grad_norm"], trainer.lr_of(state.step)
     trainer.run.log("train", state.step, epoch=epoch, loss=loss, grad_norm=norm, lr=lr, speed=speed)
     trainer.throughput.restart()
-    trainer.show_loss(epoch, loss)
+    trainer.shown_loss = f"{loss:.4f}"
     return interval.save_due
 
 
@@ -109,7 +103,7 @@ def end_epoch(trainer: Trainer) -> None:
     evaluator.pending = finished  # not before: a stop within the evaluation repeats all of it
     state.epoch_loss = 0.0
     evaluator.collect(state, wait=trainer.patience_exhausted(extra=1))
-    if state.step < trainer.total and trainer.ranks_stop_early():
+    if state.step < trainer.total:
         trainer.stop_early(epochs)
     if state.step >= trainer.total:
         trainer.save()

@@ -1,34 +1,26 @@
 """Metrics of the training steps: sums on the device, read by the host once per interval and checked for
 divergence."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor, nn
 
+from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor, nn
-
-    from tpukit.devices.runtime import Runtime
-    from tpukit.runs.run import Run
-    from tpukit.training.data import Batch
-    from tpukit.training.task import Task
+from tpukit.runs.run import Run
+from tpukit.training.data import Batch
+from tpukit.training.task import Task
 
 # Of fp16, which starts at 2 ** 16: a gradient that overflows even here is above 1e9.
 MIN_LOSS_SCALE = 2.0**-14
-# What the steps of an interval add up on the device, and the values it starts with. bad_step is the first
-# step whose loss was not finite, counted from 0 at the start of the interval, -1 for none; grad_norm is the
-# last step's. A step computes its gradient norm only where gradients are clipped; elsewhere `sync` computes
-# the norm of the last gradient.
 SUMS = dict(loss=0.0, steps=0.0, bad_step=-1.0, grad_norm=0.0)
+"""What the steps of an interval add up on the device, and the values it starts with. bad_step: the first step
+whose loss was not finite, counted from 0 at the start of the interval, -1 for none. grad_norm: the last
+step's, where gradients are clipped; elsewhere `sync` computes the norm of the last gradient."""
 
 
 def new_sums(runtime: Runtime, values: dict[str, float] = SUMS) -> Tensor:
@@ -73,14 +65,13 @@ def sync(
     runtime: Runtime,
     *,
     clipped: bool,
-    stop_signal: int | None,
-    save_due: bool,
+    stop_signal: int | None = None,
+    save_due: bool = False,
 ) -> Interval:
     """Read the sums of all ranks: an `Interval`. The only place in the training loop that waits for the
     device and the ranks.
 
-    clipped: whether the steps compute their gradient norm. stop_signal, save_due: this rank's.
-    """
+    clipped: whether the steps compute their gradient norm. stop_signal, save_due: this rank's."""
     grad_norm = sums[-1:] if clipped else runtime.gradient_norm(model)
     values = runtime.to_cpu(torch.cat([sums[:-1], grad_norm])).tolist()
     memory = [number for device in runtime.memory() for number in device]
@@ -140,21 +131,24 @@ class Diverged(TpukitError):
 def check_finite(interval: Interval, step: int, task: Task, run: Run, runtime: Runtime) -> None:
     """Raise Diverged, naming the first step whose loss or gradient was not finite. step: the last one of the
     interval."""
-    steps, bad_step, scaler = interval.sums["steps"], interval.sums["bad_step"], runtime.scaler
+    bad_step, scaler = interval.sums["bad_step"], runtime.scaler
     # A loss scaler skips a step whose gradient overflows; without a scaler such a step is the end.
     if bad_step < 0 and scaler is None and not math.isfinite(interval.sums["grad_norm"]):
-        bad_step = steps - 1
+        bad_step = interval.sums["steps"] - 1
     scale = scaler.get_scale() if scaler else 1.0  # halved at every step whose gradient overflows
     if bad_step >= 0:
-        step += int(bad_step + 1 - steps)
+        step += int(bad_step + 1 - interval.sums["steps"])
         what = f"loss or gradient is not a finite number at step {step}"
     elif scale < MIN_LOSS_SCALE:
         what = f"the gradient is not finite at step {step} even with the loss scaled down to {scale:.2g}"
     else:
         return
-    good = "there is no checkpoint yet"
-    if checkpoints := run.checkpoints():
-        good = f"the last good checkpoint is {checkpoints[0]['file']}"
+    checkpoints = run.checkpoints()
+    good = (
+        f"the last good checkpoint is {checkpoints[0]['file']}"
+        if checkpoints
+        else "there is no checkpoint yet"
+    )
     message = (
         f"{what}; {good} in {run.path / 'checkpoints'}. Start another run with a lower lr (now {task.lr}) or"
         f" in fp32 (now {runtime.precision}), from this run's best.safetensors if you pass it as weights=; or"

@@ -2,36 +2,29 @@
 
 All of it is `predict_batches`: batches of one size in, predictions on the CPU out, in their order."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
 import glob
 import itertools
 import tempfile
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 from torch.utils._pytree import tree_map, tree_map_only
 
 from tpukit.devices.runtime import Runtime
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import printable
 from tpukit.runs import weights
-from tpukit.training.data import BatchLoader, BatchSpec, evaluation_index_batches
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from torch import nn
-
-    from tpukit.runs.run import Run
-    from tpukit.training.data import Batch
-    from tpukit.training.task import Task
+from tpukit.runs.run import Run
+from tpukit.training.data import Batch, BatchLoader, evaluation_index_batches
+from tpukit.training.task import Task
 
 BATCH_SIZE = 16  # of what is predicted outside of a training
 
@@ -49,24 +42,20 @@ def predict_batches(
     predictor: Callable[[Batch], object],
     batches: Iterable[Batch],
     runtime: Runtime,
-    *,
     keys: Iterable[str] | None = None,
-    after_batch: Callable[[], None] | None = None,
 ) -> Iterator[tuple[object, Batch]]:
     """Yield (prediction, batch) of each batch, both on the CPU, while the device predicts the next one.
 
     batches: on the device, each with `valid`. keys: the arrays that are read back besides `valid`; None for
-    all. after_batch: called without arguments."""
+    all."""
     pending = None
     for batch in batches:
         names = batch if keys is None else (*keys, "valid")
         copied = runtime.to_cpu_async((predictor(batch), {name: batch[name] for name in names}))
+        runtime.heartbeat(runtime.step)
         if pending is not None:
             yield pending()
         pending = copied
-        runtime.heartbeat(runtime.step)
-        if after_batch is not None:
-            after_batch()
     if pending is not None:
         yield pending()
 
@@ -82,10 +71,9 @@ def predict_set(
     *,
     epoch: int | None,
     batch_size: int | None = None,
-    after_batch: Callable[[], None] | None = None,
-) -> list[tuple[object, Batch]]:
-    """list of (prediction, batch), on the CPU; on rank 0 those of all ranks. batch: the arrays in
-    `task.evaluation_keys`.
+) -> Generator[list[tuple[object, Batch]], None, None]:
+    """Yield, for each batch, the (prediction, batch) of every rank, on the CPU; on ranks other than 0 none.
+    batch: the arrays in `task.evaluation_keys`.
 
     epoch: see `Task.predict`. batch_size: samples of a batch, over all ranks; None for the task's. Raises
     TpukitError if there are no samples."""
@@ -95,15 +83,11 @@ def predict_set(
         )
     predictor = task.predictor(model, runtime, epoch)
     compose = loader.compose if loader.resident is None else runtime.inference(loader.compose)
-    predicted = []
     model.eval()
     plan = evaluation_index_batches(len(loader.data), batch_size or task.batch_size)
     with contextlib.closing(loader.batches(plan)) as batches:
-        for pair in predict_batches(
-            predictor, map(compose, batches), runtime, keys=task.evaluation_keys, after_batch=after_batch
-        ):
-            predicted.extend(runtime.world.gather(pair))
-    return predicted
+        for pair in predict_batches(predictor, map(compose, batches), runtime, task.evaluation_keys):
+            yield runtime.world.gather(pair)
 
 
 def predict_test_images(run: Run, task: Task, count: int) -> tuple[Batch, Any]:
@@ -116,9 +100,9 @@ def predict_test_images(run: Run, task: Task, count: int) -> tuple[Batch, Any]:
     task = dataclasses.replace(task, weights=best)
     data = task.test_set()
     indices = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
-    parts = [indices[first : first + BATCH_SIZE] for first in range(0, len(indices), BATCH_SIZE)]
-    plan = [BatchSpec(part, valid=np.ones(len(part), bool)) for part in parts]
-    batches = BatchLoader(data, runtime, on="host", workers=0).batches(plan)
+    samples = (data.batch(indices[number : number + 1]) for number in range(len(indices)))
+    rows = ({name: values[0] for name, values in sample.items()} for sample in samples)
+    batches = _batches_of(rows, runtime, BATCH_SIZE)
     predictions, batches = zip(*predict_batches(open_predictor(task, best, runtime), batches, runtime))
     return tuple(tree_map(lambda *values: torch.cat(values), *parts) for parts in (batches, predictions))
 
@@ -147,8 +131,7 @@ def predict_files(
     best: the file of the weights. paths: as `list_files` returns them. An unreadable file yields a `Sample`
     with `error`; the others are still predicted."""
     predictor = open_predictor(task, best, runtime)
-    waiting = collections.deque()  # [sample, function that joins its rows' predictions, number of rows]
-    predicted = []  # of the rows of waiting[0]
+    waiting = collections.deque()  # (sample, function that joins its rows' predictions, number of rows)
 
     def rows():
         for path in paths:
@@ -164,34 +147,32 @@ def predict_files(
                 yield from parts
 
     batches = _batches_of(rows(), runtime, batch_size)
-    for prediction in _each_valid(predict_batches(predictor, batches, runtime, keys=())):
+    predictions = (  # of each row
+        tree_map_only(torch.Tensor, lambda values: values[index].numpy(), prediction)
+        for prediction, batch in predict_batches(predictor, batches, runtime, keys=())
+        for index in range(int(batch["valid"].sum()))
+    )
+    for prediction in predictions:
         while not waiting[0][2]:
             yield waiting.popleft()[0]
-        predicted.append(prediction)
-        sample, join, count = waiting[0]
-        if len(predicted) == count:
-            waiting.popleft()
-            sample.prediction, predicted = join(predicted), []
-            yield sample
+        sample, join, count = waiting.popleft()
+        sample.prediction = join([prediction, *itertools.islice(predictions, count - 1)])
+        yield sample
     yield from (sample for sample, _, _ in waiting)
 
 
 def predict_own(run: Run, task: Task, paths: str | Path | list, *, limit: int) -> list[Sample]:
     """The `Sample` of each of a user's files, by the run's best weights, on the CPU.
 
-    Raises TpukitError for a file that cannot be read, or for more than `limit` files or samples."""
-    best, paths = run.best(), list_files(paths)
+    Raises TpukitError for a file that cannot be read, or for more than `limit` samples."""
+    best = run.best()
     task = dataclasses.replace(task, weights=best)
-    if len(paths) > limit:
-        raise TpukitError(
-            f"{len(paths)} files were named; it shows {limit} at once, `tpukit predict` takes any number"
-        )
     # On a TPU the notebook's own process must not open the device: no cores could be launched from it later.
-    samples = list(itertools.islice(predict_files(task, best, paths, Runtime("cpu")), limit + 1))
+    predicted = predict_files(task, best, list_files(paths), Runtime("cpu"))
+    samples = list(itertools.islice(predicted, limit + 1))
     if len(samples) > limit:
         raise TpukitError(
-            f"the files hold more than {limit} samples, which it shows at once; `tpukit predict` takes any"
-            " number"
+            f"there are more than {limit} samples, which it shows at once; `tpukit predict` takes any number"
         )
     if broken := next((sample for sample in samples if sample.error), None):
         raise TpukitError(broken.error)
@@ -205,13 +186,6 @@ def _batches_of(rows: Iterator[dict], runtime: Runtime, batch_size: int) -> Iter
         filled = part + [part[-1]] * (batch_size - len(part)) if runtime.compiles else part
         batch = {name: np.stack([row[name] for row in filled]) for name in part[0]}
         yield runtime.put_batch(batch | dict(valid=np.arange(len(filled)) < len(part)))
-
-
-def _each_valid(results: Iterable[tuple[object, Batch]]) -> Iterator[object]:
-    """Yield the prediction of each valid row, an array or a pytree of them."""
-    for prediction, batch in results:
-        for index in range(int(batch["valid"].sum())):
-            yield tree_map_only(torch.Tensor, lambda values: values[index].numpy(), prediction)  # noqa: B023
 
 
 def split(batch: dict[str, np.ndarray]) -> tuple[list[dict[str, np.ndarray]], Callable[[list], object]]:
@@ -233,24 +207,19 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
         path = Path(path).expanduser()
         if path.is_dir():  # in which macOS leaves hidden files
-            found += sorted(
-                file for file in path.iterdir() if file.is_file() and not file.name.startswith(".")
-            )
-        elif path.is_file():
-            found.append(path)
-        elif path.exists():
-            raise TpukitError(f"{path} is a device or a named pipe: copy what it gives to a file first")
-        elif matching := sorted(map(Path, glob.glob(str(path), recursive=True))):
-            found += [file for file in matching if file.is_file()]
+            entries = [entry for entry in sorted(path.iterdir()) if not entry.name.startswith(".")]
         else:
+            entries = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
+        files = [entry for entry in entries if entry.is_file()]
+        if not files:
             raise TpukitError(
-                f"{path} does not exist: name a file of yours, a folder that holds some, or a pattern"
+                f"{path}: no file is there, or a device or a named pipe: name a file of yours, a folder that"
+                " holds some, or a pattern"
             )
+        found += files
     if not found:
         raise TpukitError("no files: name a file of yours, or a folder that holds some")
-    count, name = max(
-        (count, name) for name, count in collections.Counter(path.name for path in found).items()
-    )
+    [(name, count)] = collections.Counter(path.name for path in found).most_common(1)
     if count > 1:
         raise TpukitError(
             f"{count} files are called {name}: rename them, so that their predictions can be told apart"
@@ -273,24 +242,20 @@ def as_files(inputs: Any) -> Iterator[list[Path]]:
 
 
 def _as_file(one: Any, stem: Path) -> Path:
-    if isinstance(one, Image.Image):
-        one = np.asarray(
-            one if one.mode in ("1", "L", "LA", "RGB", "RGBA") or one.mode[0] == "I" else one.convert("RGB")
-        )
-    array = np.asarray(one)
-    if array.dtype.kind not in "buif":
-        raise TpukitError(f"{type(one).__name__} is not an image: give paths, numpy arrays or PIL images")
-    if array.dtype == np.int32:  # how Pillow holds 16-bit images in some versions
-        array = array.clip(0, 65535).astype(np.uint16)
-    if array.dtype in (np.bool_, np.uint8, np.uint16):
-        path = stem.with_suffix(".png")
-        try:
-            Image.fromarray(array).save(path, compress_level=1)
-        except (TypeError, ValueError, SystemError, OSError) as error:
-            raise TpukitError(
-                f"an array {array.shape} of {array.dtype} is not an image ({error}): (H, W) or (H, W, 3)"
-            ) from error
-        return path
-    path = stem.with_suffix(".npy")
-    np.save(path, array, allow_pickle=False)
+    path = stem.with_suffix(".png")
+    try:
+        if not isinstance(one, Image.Image):
+            array = np.asarray(one)
+            if array.dtype not in (np.bool_, np.uint8, np.uint16):
+                path = stem.with_suffix(".npy")
+                np.save(path, array, allow_pickle=False)
+                return path
+            one = Image.fromarray(array)
+        has_png_mode = one.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or one.mode[0] == "I"
+        (one if has_png_mode else one.convert("RGB")).save(path, compress_level=1)
+    except (TypeError, ValueError, SystemError, OSError) as error:
+        raise TpukitError(
+            f"{type(one).__name__} is not an image ({error}): give paths, PIL images, or numpy arrays (H, W)"
+            " or (H, W, 3)"
+        ) from error
     return path

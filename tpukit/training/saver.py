@@ -1,18 +1,13 @@
 """Writes a training's files to the disk while the training goes on."""
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from torch import Tensor
 
-    from torch import Tensor
-
-    from tpukit.runs.run import Run
+from tpukit.runs.run import Run
 
 MAX_SHARE = 0.01  # of the training's time that its checkpoints may take
 

@@ -1,12 +1,8 @@
 """The learning rate over a training: a number on the host that the step gets as an argument."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from tpukit.training.task import Task
+from tpukit.training.task import Task
 
 
 def lr_factor(task: Task, step: int, steps_per_epoch: int) -> float | None:

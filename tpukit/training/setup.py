@@ -1,34 +1,24 @@
 """What a training consists of, set up on the device: `Trainer`, which the loop drives."""
 
-from __future__ import annotations
-
-import concurrent.futures
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Generator
 
 import torch
 from tqdm.auto import tqdm
 
 from tpukit.devices import LONG_COMPILE_S, check_micro_batches, open_runtime
-from tpukit.devices.runtime import check_batch
+from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
 from tpukit.host.errors import TpukitError
 from tpukit.runs import weights
+from tpukit.runs.run import Run
+from tpukit.runs.signals import StopSignal
 from tpukit.training import batch_norm, checkpoint, ema, metrics, schedule
-from tpukit.training.data import BatchLoader, training_index_batches
-from tpukit.training.evaluation import Evaluator, log_notes
+from tpukit.training.data import Batch, BatchLoader, training_index_batches
+from tpukit.training.evaluation import Evaluator, FinishedEpoch, log_notes
 from tpukit.training.saver import Saver
 from tpukit.training.step import TrainingStep
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
-
-    from tpukit.devices.runtime import Runtime
-    from tpukit.runs.run import Run
-    from tpukit.runs.signals import StopSignal
-    from tpukit.training.data import Batch
-    from tpukit.training.evaluation import FinishedEpoch
-    from tpukit.training.task import Task
+from tpukit.training.task import Task
 
 
 class Trainer:
@@ -44,27 +34,24 @@ class Trainer:
         self.ranks_stop = False  # whether all ranks know of a signal
         torch.manual_seed(task.seed)
         model = task.model()
-        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="datasets") as thread:
-            # Reading can take seconds, and so can opening a device and what it compiles for a model. Not
-            # before the model is there: datasets that draw random numbers must not change its weights.
-            reading = thread.submit(task.datasets)
-            self.runtime = runtime = runtime or open_runtime(
-                environment.detect(), task.precision, libtpu_args=task.libtpu_args(task.batch_size)
-            )
-            check_batch(task.batch_size, runtime.cores, micro_batches=task.micro_batches)
-            if task.weights:
-                weights.load(model, task.weights)
-            if runtime.world.size > 1:  # ranks would differ where a model does not start from the seed alone
-                model.load_state_dict(runtime.world.broadcast(model.state_dict()))
-            self.step = TrainingStep(task, runtime, model)
-            self.data, self.test_data = reading.result()
-        self.model, self.optimizer = self.step.model, self.step.optimizer
+        # After the model: datasets that draw random numbers must not change its weights.
+        self.data, self.test_data = task.datasets()
         self.steps_per_epoch = len(self.data) // task.batch_size
         if self.steps_per_epoch == 0:
             raise TpukitError(
                 f"batch_size={task.batch_size} is larger than the training set: use batch_size <="
                 f" {len(self.data)}"
             )
+        self.runtime = runtime = runtime or open_runtime(
+            environment.detect(), task.precision, libtpu_args=task.libtpu_args(task.batch_size)
+        )
+        check_batch(task.batch_size, runtime.cores, micro_batches=task.micro_batches)
+        if task.weights:
+            weights.load(model, task.weights)
+        if runtime.world.size > 1:  # ranks would differ where a model does not start from the seed alone
+            model.load_state_dict(runtime.world.broadcast(model.state_dict()))
+        self.step = TrainingStep(task, runtime, model)
+        self.model, self.optimizer = self.step.model, self.step.optimizer
         self.run = run if runtime.world.rank == 0 else run.read_only()
         self.loader = BatchLoader(self.data, runtime, on=task.data_on, workers=task.num_workers)
         test_loader = BatchLoader(self.test_data, runtime, on=task.data_on, workers=task.num_workers)
@@ -89,24 +76,21 @@ class Trainer:
 
     # Batches and steps
 
-    def remaining_batches(self) -> Generator[Batch, None, None]:
-        """Generate the batches from where the run stands to its last epoch."""
-        epoch, start = divmod(self.state.step, self.steps_per_epoch)
-        return self._batches(range(epoch, self.task.epochs), start)
-
-    def endless_batches(self, epoch: int = 0) -> Generator[Batch, None, None]:
-        """Generate the batches of an endless training, for tools that time or trace `take_step`."""
-        return self._batches(itertools.count(epoch))
-
-    def _batches(self, epochs: Iterable[int], start: int = 0) -> Generator[Batch, None, None]:
-        """Generate the batches of these epochs, of the first one from step `start` on, without a pause
-        between two epochs."""
+    def batches(self, *, endless: bool = False) -> Generator[Batch, None, None]:
+        """Generate the batches from where the run stands to its last epoch, without a pause between two
+        epochs. endless: those of a training without an end, for tools that time or trace `take_step`."""
         task, size, num_uniforms = self.task, len(self.data), self.data.num_uniforms
+        first, start = divmod(self.state.step, self.steps_per_epoch)
         plan = (
             spec
-            for epoch, first in zip(epochs, itertools.chain([start], itertools.repeat(0)))
+            for epoch in (itertools.count(first) if endless else range(first, task.epochs))
             for spec in training_index_batches(
-                size, task.batch_size, seed=task.seed, epoch=epoch, num_uniforms=num_uniforms, start=first
+                size,
+                task.batch_size,
+                seed=task.seed,
+                epoch=epoch,
+                num_uniforms=num_uniforms,
+                start=start if epoch == first else 0,
             )
         )
         return self.loader.batches(plan)
@@ -171,12 +155,10 @@ class Trainer:
         patience = self.task.patience
         return patience is not None and self.state.evaluations_without_best + extra >= patience
 
-    def ranks_stop_early(self) -> bool:
-        """`patience_exhausted`, on every rank."""
-        return bool(self.task.patience and self.runtime.world.broadcast(self.patience_exhausted()))
-
     def stop_early(self, epochs: int) -> None:
-        """End the training here, after this many epochs."""
+        """End the training here, after this many epochs, if its patience is exhausted: on every rank."""
+        if not (self.task.patience and self.runtime.world.broadcast(self.patience_exhausted())):
+            return
         self.total = self.state.step
         self.write_progress(epochs - 1)
         self.run.log("stopped", self.state.step, epoch=epochs - 1, patience=self.task.patience)
@@ -227,12 +209,7 @@ class Trainer:
         scoring."""
         self.bar.set_description("evaluating")
         average = self.step.ema if self.state.step >= ema.EVERY else None
-        self.evaluator.predict(
-            finished,
-            average.model if average else self.model,
-            # Several ranks stop together, after the evaluation.
-            after_batch=self.check_stop if self.runtime.world.size == 1 else None,
-        )
+        self.evaluator.predict(finished, average.model if average else self.model, self.stop)
         self._log_compilations(self.state.step)
         self.bar.set_description(self.task.name)
 
@@ -256,48 +233,12 @@ class Trainer:
     # What is printed and recorded
 
     def open_bar(self, shown: bool) -> tqdm:
-        """The progress bar, a context manager, after logging the start."""
-        self._log_start()
-        self.bar = tqdm(
-            total=self.total,
-            initial=self.state.step,
-            desc=self.task.name,
-            unit="step",
-            disable=not (shown and self.run.echo),
-            mininterval=0.5,
-        )
-        return self.bar
-
-    def show_loss(self, epoch: int, loss: float) -> None:
-        """Show the mean loss of the last interval, in an epoch counted from 0."""
-        self.shown_loss = f"{loss:.4f}"
-        self.bar.set_postfix(epoch=epoch + 1, loss=self.shown_loss, refresh=False)
-
-    def write_progress(self, epoch: int) -> None:
-        """Show and record the step at which the training stands, in an epoch counted from 0."""
-        self.bar.total = self.total
-        self.bar.update(self.state.step - self.bar.n)
-        self.run.write_progress(
-            name=self.task.name,
-            unit="step",
-            step=self.state.step,
-            total=self.total,
-            epoch=epoch + 1,
-            loss=self.shown_loss,
-        )
-
-    def _log_start(self) -> None:
+        """Log the start. Returns the progress bar, a context manager."""
         task, run, runtime, step = self.task, self.run, self.runtime, self.state.step
         stands = f"resuming at step {step} of {self.total}" if step else f"{self.total} steps"
         run.print(
             f"{task.name} on {runtime}: {len(self.data)} training samples, batch {task.batch_size}, {stands}"
         )
-        trained = run.records("train") if step and task.schedule == "cosine" else []
-        if trained and (lr := self.lr_of(trained[-1]["step"])) != trained[-1].get("lr", lr):
-            run.print(
-                f"the learning rate continues at {lr:.3g}, not {trained[-1]['lr']:.3g}: the cosine schedule"
-                f" now ends after {task.epochs} epochs"
-            )
         log_notes(run, self.data, self.test_data, runtime)
         if note := batch_norm.note(self.model, task, runtime):
             run.print(note)
@@ -317,6 +258,24 @@ class Trainer:
             steps_per_epoch=self.steps_per_epoch,
         )
         runtime.heartbeat(step)
+        self.bar = tqdm(
+            total=self.total,
+            initial=step,
+            desc=task.name,
+            unit="step",
+            disable=not (shown and run.echo),
+            mininterval=0.5,
+        )
+        return self.bar
+
+    def write_progress(self, epoch: int) -> None:
+        """Show and record where the training stands, in an epoch counted from 0, and the last loss."""
+        name, step = self.task.name, self.state.step
+        shown = dict(epoch=epoch + 1, loss=self.shown_loss)
+        self.bar.total = self.total
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update(step - self.bar.n)
+        self.run.write_progress(name=name, unit="step", step=step, total=self.total, **shown)
 
     def _log_compilations(self, step: int) -> None:
         """Record what was compiled since the last call, and print what took long."""

@@ -6,25 +6,18 @@ Each part is the device's: clipping, the loss scaler and the all-reduce are in `
 a GPU it is captured, by `devices/cuda_graph.py`, and then no longer called. docs/CONTRIBUTING.md shows what
 wraps it on each kind of device."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tpukit.devices.optimizers import optimizer_signature
+from tpukit.devices.runtime import Runtime
 from tpukit.training import batch_norm, layers, metrics
 from tpukit.training.data import Batch, identity
 from tpukit.training.ema import WeightEMA
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.optim import Optimizer
-
-    from tpukit.devices.runtime import Runtime
-    from tpukit.training.task import Task
+from tpukit.training.task import Task
 
 
 def train_step(
@@ -60,12 +53,11 @@ def add_gradients(
     without gradient."""
     count, losses = task.micro_batches, []
     for number in range(count):
-        is_last = number == count - 1
         part = runtime.barrier_after_gradients(optimizer, micro_batch(batch, number, count))
         with runtime.autocast():
             loss = task.loss(model, part, epoch).float()
         loss = loss if count == 1 else loss / count
-        runtime.backward(loss, optimizer, is_last=is_last)  # scales the loss in fp16
+        runtime.backward(loss, optimizer, is_last=number == count - 1)  # scales the loss in fp16
         losses.append(loss.detach())
     return sum(losses[1:], start=losses[0])
 
@@ -96,8 +88,10 @@ class TrainingStep:
         self.optimizer_signature = optimizer_signature(self.optimizer)
         self.has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
         self.sums = metrics.new_sums(runtime)
-        self.parts = dict(model=self.model, optimizer=self.optimizer, scaler=runtime.scaler)
-        self.parts["averaged"] = self.ema.model if self.ema else None
+        averaged = self.ema.model if self.ema else None
+        self.parts = dict(
+            model=self.model, optimizer=self.optimizer, scaler=runtime.scaler, averaged=averaged
+        )
 
     def compile(self, compose: Callable[[Batch], Batch] = identity) -> None:
         """Make `compiled`, the step as the device runs it, and `eager`, the same one operation at a time.

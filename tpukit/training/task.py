@@ -93,8 +93,6 @@ class Task:
     one."""
     published: ClassVar[dict[str, float]] = {}
     """The paper's scores on its own dataset, drawn as a line in the curves."""
-    saved_title: ClassVar[str] = "Test images"
-    """The title of the picture of what `load_predictions` gives."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
     """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`; None for all. The others
     are not read back from the device."""
@@ -107,10 +105,6 @@ class Task:
     """The same on a TPU or a GPU; 0: as many as without."""
     export_output: ClassVar[str] = "the prediction"
     """What `exported` computes, for those who use the file."""
-    export_multiple: ClassVar[int] = 0
-    """Height and width of an exported image must be multiples of this; 0: they are fixed."""
-    fallback: ClassVar[Path | None] = None
-    """A folder that is searched if `dataset_dir` does not exist."""
 
     # Its settings
 
@@ -192,6 +186,7 @@ class Task:
             0, "epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s"
         )
         self.require_shares("final_lr", "decay_factor", "layer_decay", "ema_decay")
+        self._require_choices()
 
     def require_at_least(self, least: float, *names: str) -> None:
         """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is
@@ -207,6 +202,16 @@ class Task:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
                 raise TpukitError(f"{name}={value}: it must be from 0 to 1")
+
+    def _require_choices(self) -> None:
+        """Raise TpukitError for a setting that is not among those of its `Literal`. A class of the user's may
+        have annotations that only its own module understands."""
+        known = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("tpukit."))
+        for name, declared in get_type_hints(known).items():
+            if get_origin(declared) is Literal and getattr(self, name) not in get_args(declared):
+                raise TpukitError(
+                    f"{name}={getattr(self, name)!r}: choose one of {', '.join(get_args(declared))}"
+                )
 
     # What it may override
 
@@ -283,7 +288,8 @@ class Task:
         the test set."""
 
     def load_predictions(self, folder: Path) -> tuple[Batch, Tensor] | None:
-        """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none."""
+        """(batch, predictions) as `save_predictions` wrote them, for `panels`; None if there are none. Their
+        picture has the title `saved_title`, if the task has one."""
 
     # For a user's own files
 
@@ -308,7 +314,7 @@ class Task:
 
     def export_inputs(self, batch: Arrays) -> Arrays:
         """The inputs of the exported graph, dict of arrays (B, ...), from a batch of the dataset or of
-        `example`."""
+        `example`. With a class attribute `export_multiple` their height and width are any multiples of it."""
         return dict(image=batch["image"])
 
     def exported(self, model: nn.Module, inputs: Batch) -> Tensor:
@@ -330,12 +336,6 @@ class Task:
     def synthesize(folder: Path, size: int, rng: np.random.Generator) -> None:
         """Write a synthetic dataset of `size` samples into a folder, in the layout of the real one."""
         raise TpukitError("tpukit has no synthetic data for it")
-
-    @staticmethod
-    def milestones(settings: dict) -> dict[int, str]:
-        """dict epoch -> what changes there, to explain a jump of the curves. settings: as of
-        `settings_dict`."""
-        return {}
 
     def libtpu_args(self, batch_size: int) -> str:
         """Flags of a TPU's compiler that suit the task, as in LIBTPU_INIT_ARGS. batch_size: one core's. See

@@ -56,7 +56,7 @@ class MSHNet(Task):
     export_output: ClassVar[str] = (
         "the probability of a target (batch, 1, height, width); images are RGB or three times grey"
     )
-    export_multiple: ClassVar[int] = 16
+    export_multiple: ClassVar[int] = 16  # of which height and width of an exported image are multiples
 
     epochs: int = setting(400, free=True)
     """Passes over the training set."""
@@ -142,6 +142,8 @@ class MSHNet(Task):
 
     @staticmethod
     def milestones(settings: dict) -> dict[int, str]:
+        """dict epoch -> what changes there, which explains a jump of the curves. settings: as of
+        `settings_dict`."""
         warm_epoch = settings.get("warm_epoch")
         return {warm_epoch + 1: "warm-up ends"} if isinstance(warm_epoch, int) else {}
 

@@ -456,7 +456,7 @@ def take_step(task: Task, model: nn.Module, env: Environment, precision: str) ->
     step.model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     sums = step.eager(*step.arguments(runtime.put(task.example(1)), task.epochs))
     clipped = task.clip_norm is not None
-    interval = metrics.sync(sums, step.model, runtime, clipped=clipped, stop_signal=None, save_due=False)
+    interval = metrics.sync(sums, step.model, runtime, clipped=clipped)
     output = outputs[0] if isinstance(outputs[0], torch.Tensor) else outputs[0][0]
     loss, norm = interval.sums["loss"], interval.sums["grad_norm"]
     found = f"runs on {runtime}: loss {loss:.4g}, gradient norm {norm:.3g}"

@@ -86,11 +86,12 @@ def trace_session(task: Task, runtime: Runtime, size: int) -> int:
 
     assert isinstance(runtime, ExportRuntime)  # a session of torch_tpu is refused
     runtime.exports_pending = True
-    epochs = sorted({0, *task.milestones(settings_dict(task)), task.epochs})
+    milestones = getattr(task, "milestones", lambda settings: {})(settings_dict(task))
+    epochs = sorted({0, *milestones, task.epochs})
     for epoch in epochs:
         model, resident_bytes = trace_step(task, runtime, size, epoch)
         clipped, sums = task.clip_norm is not None, metrics.new_sums(runtime)
-        metrics.sync(sums, model, runtime, clipped=clipped, stop_signal=None, save_due=False)
+        metrics.sync(sums, model, runtime, clipped=clipped)
     if task.ema_decay:
         model = place_model(task, runtime, task.model().train())
         ema.WeightEMA(model, task.ema_decay, runtime).step(ema.EVERY)
