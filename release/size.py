@@ -29,20 +29,20 @@ BUDGETS = {  # lines of Python files, blank ones and docstrings too
 }
 # What was above its budget when it was last counted: it may only become less.
 REACHED = {
-    "tpukit/host": 1_325,
-    "tpukit/runs": 1_395,
-    "tpukit/devices": 2_636,
-    "tpukit/training": 2_386,
-    "tpukit/launching": 748,
-    "tpukit/reporting": 1_336,
-    "tpukit/tasks": 5_643,
-    "tpukit/tools": 4_308,
-    "tpukit/cli": 699,
-    "tpukit": 20_581,
-    "tests": 21_349,
-    "the library proper": 9_826,
+    "tpukit/host": 1_266,
+    "tpukit/runs": 1_236,
+    "tpukit/devices": 2_504,
+    "tpukit/training": 2_182,
+    "tpukit/launching": 725,
+    "tpukit/reporting": 1_199,
+    "tpukit/tasks": 5_406,
+    "tpukit/tools": 4_178,
+    "tpukit/cli": 618,
+    "tpukit": 19_419,
+    "tests": 19_725,
+    "the library proper": 9_112,
     "files that the MNIST notebook imports": 59,
-    "lines that the MNIST notebook imports": 8_372,
+    "lines that the MNIST notebook imports": 7_835,
 }
 # Of tpukit, which the MNIST notebook uses.
 FIRST_NAMES = "detect find_dataset MNIST Run launch train live show"
