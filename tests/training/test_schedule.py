@@ -1,6 +1,7 @@
 """The learning rate over a training, against torch's own schedulers."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -114,9 +115,13 @@ def test_a_training_with_a_schedule_is_one_graph_and_ends_where_a_loop_of_torch_
     device, digits, tmp_path, request, monkeypatch
 ):
     traces, whole = [], step_module.train_step
-    monkeypatch.setattr(
-        step_module, "train_step", lambda *arguments: (traces.append(1), whole(*arguments))[1]
-    )
+
+    @functools.wraps(whole)
+    def traced(*arguments):
+        traces.append(1)
+        return whole(*arguments)
+
+    monkeypatch.setattr(step_module, "train_step", traced)
     settings = dict(DIGITS, log_every=1, eval_every=9)
     task = MNIST(
         dataset_dir=digits, epochs=2, schedule="cosine", warmup_epochs=0.5, **settings

@@ -122,14 +122,14 @@ class Storage:
     def get(self, name: str, target: Path, check: Check | None = None) -> None:
         """Copy a file from here, whole or not at all. Raises Damaged if it is damaged or missing."""
         target.parent.mkdir(parents=True, exist_ok=True)
-        if (about := self.info(name)) is None:
+        if (info := self.info(name)) is None:
             raise Damaged(f"there is no {self}/{name}")
         with files.atomic_file(target, check=check) as file:
             with self._opened() as (file_system, root):
                 file_system.get_file(f"{root}/{name}", file.name)
             size = os.stat(file.name).st_size
-            if about["size"] not in (None, size):
-                raise TpukitError(f"{self}/{name} arrived incomplete ({size} of {about['size']} bytes)")
+            if info["size"] not in (None, size):
+                raise TpukitError(f"{self}/{name} arrived incomplete ({size} of {info['size']} bytes)")
 
     def local_copy(self, names: Iterable[str]) -> Path:
         """A folder on this machine with these files, if they are here, for reading."""

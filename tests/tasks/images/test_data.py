@@ -252,6 +252,13 @@ def test_bad_images_are_left_out_where_that_is_asked_for_and_the_log_names_them(
     check_colours(train)
 
 
+def test_the_name_of_a_bad_image_cannot_write_a_line_of_its_own(tmp_path):
+    paint(tmp_path)
+    (tmp_path / "train/red/a\nall is well.png").write_bytes(b"no image")
+    with refuses(r"train/red/a\nall is well.png: "):  # the backslash and the n
+        task(tmp_path).datasets()
+
+
 def test_an_image_that_claims_a_billion_pixels_is_not_decoded(tmp_path, monkeypatch):
     Image.new("1", (9000, 9000)).save(tmp_path / "bomb.png")
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))

@@ -389,7 +389,7 @@ def _decode(samples, size, skip_bad, what):
     kept = [index for index, problem in enumerate(problems) if problem is None]
     notes = ""
     if bad := list(filter(None, problems)):
-        shown = "; ".join(bad[:3]) + ("; ..." if len(bad) > 3 else "")
+        shown = "; ".join(bad[:3]).replace("\n", "\\n") + ("; ..." if len(bad) > 3 else "")
         notes = f"left out {len(bad)} of {count} {what} images that cannot be read: {shown}"
         if not skip_bad or not kept:
             raise TpukitError(
