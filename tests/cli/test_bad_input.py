@@ -207,7 +207,7 @@ def test_no_part_of_a_dataset_that_may_not_be_read_is_left_out_silently(call, pu
     (folder / "images/1.png").chmod(0)
     with as_nobody(public):
         answer = call(*"train mshnet --dataset-dir infrared --run other".split())
-    refused(answer, "1.png", "permission denied")
+    refused(answer, "1.png", "Permission denied")
 
 
 # Datasets
