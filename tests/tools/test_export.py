@@ -13,7 +13,7 @@ from tests.tasks.cdeit.small import task_of
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run, cli, export
 from tpukit.runs import weights
-from tpukit.tools import export as tool
+from tpukit.tools import export as export_module
 
 BOTH = pytest.mark.parametrize("to", ["onnx", "torch-export"])
 
@@ -69,7 +69,7 @@ def metadata_of(path):
 def test_mnist_becomes_a_file_that_gives_the_probabilities_of_any_batch(to, trained, capsys):
     task, run = trained
     assert cli.main(["export", str(run.path), "--to", to]) == 0
-    path = run.path / f"best{tool.FORMATS[to]}"
+    path = run.path / f"best{export_module.FORMATS[to]}"
     assert str(path) in capsys.readouterr().out
     images = task.test_set().batch(np.arange(7))["image"]
     for count in (1, 7):
@@ -88,17 +88,17 @@ def test_the_file_is_run_where_no_other_user_can_write(to, trained, tmp_path, mo
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o777)
     name = "_write_and_run_onnx" if to == "onnx" else "_write_and_run_torch_export"
-    write_and_run, seen = getattr(tool, name), []
+    write_and_run, seen = getattr(export_module, name), []
 
     def record(program, path, metadata, inputs):
         seen.append((path.parent.stat().st_mode & 0o077, list(shared.iterdir())))
         return write_and_run(program, path, metadata, inputs)
 
-    monkeypatch.setattr(tool, name, record)
-    path = shared / f"model{tool.FORMATS[to]}"
+    monkeypatch.setattr(export_module, name, record)
+    path = shared / f"model{export_module.FORMATS[to]}"
     assert export(run, to=to, out=path, task=task).is_equal() and path.is_file()
     assert seen == [(0, [])]
-    monkeypatch.setattr(tool, name, lambda *given: write_and_run(*given) * np.nan)
+    monkeypatch.setattr(export_module, name, lambda *given: write_and_run(*given) * np.nan)
     assert not export(run, to=to).is_equal()
 
 
@@ -129,14 +129,14 @@ def test_a_file_that_differs_from_the_trained_model_is_reported_and_ends_with_1(
     to, trained, monkeypatch, capsys
 ):
     task, run = trained
-    traced = tool._trace
+    traced = export_module._trace
 
     def of_other_weights(task, model, inputs):
         with torch.no_grad():
             next(model.parameters()).mul_(1.01)
         return traced(task, model, inputs)
 
-    monkeypatch.setattr(tool, "_trace", of_other_weights)
+    monkeypatch.setattr(export_module, "_trace", of_other_weights)
     assert cli.main(["export", str(run.path), "--to", to]) == 1
     assert "MORE" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Processes of this Python that the tools start, and the last words of one that failed."""
+"""Run this interpreter as a subprocess, and say how one failed."""
 
 import os
 import subprocess

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.migrate.helpers import written
-from tpukit.tools import migrate as tool
+from tpukit.tools import migrate
 from tpukit.tools.migrate import examine
 
 IMPORTS = """
@@ -58,10 +58,10 @@ BROKEN = [case for case in CASES if case[0] != "sound"]
 def test_code_that_breaks_a_rule_is_named_with_its_line_and_once_fixed_stays_as_it_is(rule, code, tmp_path):
     code = IMPORTS + code
     findings, fixed = examine(written(tmp_path, code))
-    assert {f.rule for f in findings} == {rule}, tool.as_text(findings)
+    assert {f.rule for f in findings} == {rule}, migrate.as_text(findings)
     lines = code.splitlines()
     assert all(f.line > IMPORTS.count("\n") and lines[f.line - 1].strip() for f in findings)
-    assert f"[{rule}]" in tool.as_text(findings) and len({f.line for f in findings}) == len(findings)
+    assert f"[{rule}]" in migrate.as_text(findings) and len({f.line for f in findings}) == len(findings)
     assert (fixed != code) == any(f.fixable for f in findings)
     if rule != "unreadable":
         compile(fixed, "fixed", "exec")
@@ -77,7 +77,7 @@ def test_code_that_only_looks_like_trouble_is_left_alone(code, tmp_path):
 
 def test_every_rule_has_an_example():
     elsewhere = {"install", "torch-xla", "torch-tpu"}  # test_notebook.py, test_to_torch_tpu.py
-    assert {rule for rule, _ in BROKEN} | elsewhere == set(tool.RULES)
+    assert {rule for rule, _ in BROKEN} | elsewhere == set(migrate.RULES)
 
 
 def test_names_mean_what_the_imports_say(tmp_path):

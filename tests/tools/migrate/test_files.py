@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.tools.migrate.helpers import written
 from tpukit import TpukitError, cli
-from tpukit.tools import migrate as tool
+from tpukit.tools import migrate
 from tpukit.tools.migrate import files
 
 
@@ -64,9 +64,9 @@ def test_a_hostile_file_is_named_nothing_of_it_is_written_and_the_others_are_rea
 def test_what_is_no_file_or_a_huge_one_is_named(tmp_path, monkeypatch):
     endless, good = tmp_path / "endless.py", written(tmp_path, "model.cuda()\n")
     os.mkfifo(endless)  # nobody ever writes into it
-    assert [f.rule for f in tool.examine(endless)[0]] == ["unreadable"]
+    assert [f.rule for f in migrate.examine(endless)[0]] == ["unreadable"]
     monkeypatch.setattr(files, "LARGEST", 3)
-    assert [f.rule for f in tool.examine(good)[0]] == ["unreadable"]
+    assert [f.rule for f in migrate.examine(good)[0]] == ["unreadable"]
 
 
 def test_no_code_of_the_current_folder_runs_while_files_are_read(tmp_path, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_folder_without_code_and_what_cannot_be_written_are_said(tmp_path, mon
         files.files_in([tmp_path])
     monkeypatch.setattr(files, "write_atomic", refuse)
     with pytest.raises(TpukitError, match="script.py.*Read-only file system"):
-        tool.write(written(tmp_path, "model.cuda()\n"), "x")
+        migrate.write(written(tmp_path, "model.cuda()\n"), "x")
 
 
 def test_a_file_that_is_edited_while_it_is_checked_keeps_the_edit(tmp_path, monkeypatch, capsys):
@@ -129,8 +129,8 @@ def test_a_file_that_is_edited_while_it_is_checked_keeps_the_edit(tmp_path, monk
         edited.write_text("model.cuda()\nmine = 1\n" if path == other else "model.cuda()\n")
         return examine(path, to)
 
-    examine = tool.examine
-    monkeypatch.setattr(tool, "examine", examine_slowly)
+    examine = migrate.examine
+    monkeypatch.setattr(migrate, "examine", examine_slowly)
     assert cli.main(["migrate", "--fix", str(tmp_path)]) == 1
     assert edited.read_text() == "model.cuda()\nmine = 1\n" and "a.py was edited" in capsys.readouterr().out
     assert "cuda" not in other.read_text()
@@ -160,7 +160,7 @@ def test_what_a_link_in_a_folder_leads_to_is_not_rewritten(tmp_path):
 
 def test_what_is_shown_of_a_file_holds_no_control_character(tmp_path, capsys):
     path = written(tmp_path, "model.cuda()  # \x1b]0;title\x07\nx = f'{loss.item()}\x9b'\n", "\x1b[2J.py")
-    for form in tool.FORMATS:
+    for form in migrate.FORMATS:
         cli.main(["migrate", str(path), "--format", form])
     cli.main(["migrate", str(path), "--fix"])
     shown = "".join(capsys.readouterr())

@@ -10,7 +10,7 @@ import pytest
 
 from tests.tools.migrate.helpers import written
 from tpukit import cli
-from tpukit.tools import migrate as tool
+from tpukit.tools import migrate
 from tpukit.tools.migrate import examine
 
 
@@ -18,7 +18,7 @@ from tpukit.tools.migrate import examine
 def test_the_fixed_example_trains_on_the_xla_device_and_saves_what_a_cpu_loads(xla, digits, tmp_path, capsys):
     import torch
 
-    path = tool.copy_example(tmp_path)
+    path = migrate.copy_example(tmp_path)
     before = path.read_text()
     assert cli.main(["migrate", str(path)]) == 1 and path.read_text() == before
     assert cli.main(["migrate", "--fix", str(path)]) == 0

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.tools.migrate.helpers import notebook, written
-from tpukit.tools import migrate as tool
+from tpukit.tools import migrate
 from tpukit.tools.migrate import examine
 
 
@@ -29,7 +29,7 @@ def test_a_notebook_is_one_program_whose_cells_are_named_and_whose_magics_stay(t
     assert "import torch_xla" in sources[1] and sources[2] == "%%bash\nnvidia-smi"
     wanted = sources[3].replace("model.to(torch_xla.device())", "model.cuda()")
     assert wanted == "".join(json.loads(text)["cells"][3]["source"]) and wanted != sources[3]
-    assert "guide.ipynb cell 4:2:9" in tool.as_text(findings)
+    assert "guide.ipynb cell 4:2:9" in migrate.as_text(findings)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_notebook_without_code_has_nothing_to_fix(tmp_path):
 
 @pytest.mark.slow
 def test_the_notebooks_and_tasks_of_tpukit_have_nothing_to_fix():
-    paths = tool.files_in([ROOT / "notebooks", ROOT / "tpukit" / "tasks"])
+    paths = migrate.files_in([ROOT / "notebooks", ROOT / "tpukit" / "tasks"])
     assert len(paths) > 10
     assert [f.place for path in paths for f in examine(path)[0] if f.level == "error"] == []
 
@@ -119,7 +119,7 @@ def test_half_a_character_in_a_cell_of_text_stays_half_and_the_code_is_fixed(tmp
     path = written(tmp_path, text, "half.ipynb")
     findings, fixed = examine(path)
     assert [f.rule for f in findings] == ["cuda"]
-    tool.write(path, fixed)
+    migrate.write(path, fixed)
     after = json.loads(path.read_text())
     assert after["cells"][0]["source"] == ["\ud83d and \u00e9"] and "cuda" not in path.read_text()
 

@@ -1,4 +1,4 @@
-"""One's own images with a class each: folders of classes, a CSV file, or a Hugging Face dataset on disk;
+"""Images with a class each: folders of classes, a CSV file, or a Hugging Face dataset on disk;
 decoded once.
 
 Shapes: N samples, B batch, S side of the images."""
