@@ -76,7 +76,8 @@ def test_pixels_on_the_device_make_the_batches_of_the_host(name, xla, request):
         found, wanted = (xla.to_cpu(one.compose(next(one.batches(plan)))) for one in (there, here))
         assert found.keys() == wanted.keys()
         for array in wanted:
-            grey_levels = 0.51 if (name, array) == ("mshnet", "image") else 0
+            # On the host PIL rounds after each pass: two of a resizing, and six of a blur that share a level.
+            grey_levels = 3 if (name, array) == ("mshnet", "image") else 0
             torch.testing.assert_close(found[array].float(), wanted[array].float(), atol=grey_levels, rtol=0)
 
 

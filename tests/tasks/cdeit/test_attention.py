@@ -371,11 +371,8 @@ def test_slices_are_captured_once_and_replayed_with_the_result_of_a_traced_step(
             torch.manual_seed(seed)
             loss = compiled(torch.randn(2, 16, 8).to(xla.device))
         if changes:
-            assert (
-                compiled.replay.may_replay
-                and compiled.replay.calls == 4
-                and len(compiled.replay.captured) == 1
-            )
+            replay = compiled.replay
+            assert replay.may_replay and replay.calls == 4 and replay.graph.replays >= 1
         results.append([float(loss), model.weight.detach().cpu()])
     (loss, weight), (traced_loss, traced_weight) = results
     assert loss == traced_loss and torch.equal(weight, traced_weight)
