@@ -57,8 +57,9 @@ check: lint
 test: lint
 	$(PYTEST) --dist loadfile -m "not nightly"
 
+# One worker: the compiler of a TPU takes up to 10 GB.
 nightly: .venv/installed
-	$(PYTEST) --dist loadfile -m nightly
+	$(PYTEST) -n 1 -m nightly
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign
 
 .venv/bench-installed: .venv/installed benchmarks/requirements.txt
