@@ -242,9 +242,7 @@ class Run:
     def check_links(self) -> None:
         """Raise TpukitError for a symbolic link: it could lead elsewhere what is written or deleted here."""
         if link := next((path for path in self.path.rglob("*") if path.is_symlink()), None):
-            raise TpukitError(
-                f"{link} is a symbolic link, which a run may not hold: remove it, or choose another folder"
-            )
+            raise TpukitError(f"{link} is a symbolic link, which no run may hold: choose another folder")
 
     # Printing and recording
 
