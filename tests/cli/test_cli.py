@@ -95,6 +95,8 @@ EXPLAINED = [
     ("compare merge --epochs 0", ["epochs=0"]),
     ("migrate", ["scripts"]),
     ("rent v5litepod-8 --spot -- train mnist", ["sky", "docs/RENTING.md"]),
+    ("report outputs/mnist --hlo", ["--trace", "step.hlo"]),
+    ("train images --label_column=name", ["train --label-column", "label"]),
     ("plan mshnet --chip v5e-8 --batch-sizes 12", ["v5e-8", "12"]),
     ("plan mnist --find-batch", ["--batch-sizes 16 32 64"]),
     ("doctor --model resnet", ["'resnet'", "mnist, mshnet, cdeit, images"]),

@@ -24,13 +24,21 @@ ALIASES = {
     "--model": "--model-name",
     "--workload": "--task",
 }
-# Words of the release before this one, and what takes their place.
+# Commands and options of the release before this one, and what takes their place.
 REMOVED = {
     "rent": "rent a machine by `sky` itself, with the task files in docs/sky/: the page docs/RENTING.md",
-    "--plan": "`tpukit plan TASK --chip v5e-8 --batch-sizes 32` asks the TPU's compiler, by itself",
-    "--find-batch": "`--batch-sizes 16 32 64` says of each batch whether it fits",
-    "--deadline-h": "the column calendar says how long each place takes",
-    "--budget-usd": "the column cost says what each place costs, and the cheapest comes first",
+    "compare --plan": "`tpukit plan TASK --chip v5e-8 --batch-sizes 32` asks the TPU's compiler, by itself",
+    "compare --deadline-h": "the column calendar says how long each place takes",
+    "compare --budget-usd": "the column cost says what each place costs, and the cheapest comes first",
+    "compare --prices-out": "copy tpukit/tools/prices.csv, and edit the copy",
+    "plan --find-batch": "`--batch-sizes 16 32 64` says of each batch whether it fits",
+    "report --hlo": "`--trace` keeps step.hlo by itself",
+    "doctor --weights": "`tpukit test TASK --weights FILE --precision bf16` scores a file",
+    "export --dataset-dir": "put the dataset back where the run found it, or random samples are compared",
+    "train --label-column": "name the columns of the table path (or image) and label",
+    "train --path-column": "name the columns of the table path (or image) and label",
+    "simulate --snr-db": "call tpukit.tasks.cdeit.simulator.simulate, which takes it",
+    "simulate --mismatch": "call tpukit.tasks.cdeit.simulator.simulate, which takes it",
 }
 
 RunFolder = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -64,6 +72,10 @@ def resolve_aliases(argv: list[str]) -> list[str]:
     """The words of a command line with aliases replaced by the options' names; words after `--` stay as they
     are."""
     own = argv[: argv.index("--")] if "--" in argv else argv
+    for word in own:
+        call = word if word == own[0] else f"{own[0]} {word.partition('=')[0].replace('_', '-')}"
+        if call in REMOVED:
+            raise TpukitError(f"`{call}` is gone: {REMOVED[call]}")
     if own[:1] == ["doctor"]:  # whose --model is a task
         return argv
     words = []
@@ -76,9 +88,6 @@ def resolve_aliases(argv: list[str]) -> list[str]:
     if words[:1] == ["watch"]:
         to_stderr("`tpukit watch` is `tpukit report --follow` now")
         words = ["report", *(word for word in words[1:] if word != "--once"), "--follow"]
-    for word in words[:1] + words * (words[:1] in (["compare"], ["plan"])):
-        if word in REMOVED:
-            raise TpukitError(f"`{word}` is gone: {REMOVED[word]}")
     return words + argv[len(own) :]
 
 
