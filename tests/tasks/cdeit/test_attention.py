@@ -373,7 +373,7 @@ def test_slices_are_captured_once_and_replayed_with_the_result_of_a_traced_step(
             loss = compiled(torch.randn(2, 16, 8).to(xla.device))
         if changes:
             replay = compiled.replay
-            assert replay.may_replay and replay.calls == 4 and replay.graph.replays >= 1
+            assert replay.may_replay and replay.calls == 4 and replay.graph.replays == 4
         results.append([float(loss), model.weight.detach().cpu()])
     (loss, weight), (traced_loss, traced_weight) = results
     assert loss == traced_loss and torch.equal(weight, traced_weight)
