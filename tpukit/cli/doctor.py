@@ -19,13 +19,13 @@ def doctor(
         as_json: print one JSON object, for machines.
         model: also compute this task's loss and gradients on the device, in fp32, bf16 and (GPUs) fp16, and
             how much the model's output changes.
-        hardware: also run on the accelerator what tpukit assumes of it, each check in a process of its own;
-            in minutes.
+        hardware: also run on the accelerator what tpukit assumes of it, each check in a process of its own.
         error: check nothing; print how to fix this error message.
     """
     from tpukit import tasks
     from tpukit.host import known_errors
-    from tpukit.tools.doctor import blocked, examine, table, try_model
+    from tpukit.tools.doctor import blocked, examine, table
+    from tpukit.tools.doctor.hardware import check_hardware
 
     if error is not None:
         known = known_errors.find(error)
@@ -35,10 +35,10 @@ def doctor(
     env = tpukit.detect()
     checks = examine(env)
     if task and not blocked(checks):
+        from tpukit.tools.doctor.model import try_model
+
         checks += try_model(task, env)
     if hardware and not blocked(checks):
-        from tpukit.tools.doctor.hardware import check_hardware
-
         checks += check_hardware(env)
     if as_json:
         rows = [dataclasses.asdict(check) for check in checks]

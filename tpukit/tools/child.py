@@ -19,7 +19,7 @@ def run_python(*arguments, text="", variables=None, timeout_s=None):
     environ = {name: value for name, value in environ.items() if value is not None}
     command = [sys.executable, "-P", *map(str, arguments)]
     return subprocess.run(
-        command, input=text, env=environ, capture_output=True, text=True, errors="replace", timeout=timeout_s
+        command, input=text, env=environ, timeout=timeout_s, capture_output=True, text=True, errors="replace"
     )
 
 
