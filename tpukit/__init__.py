@@ -20,6 +20,7 @@ _HOMES = {
     "live": "reporting.widgets",
     "CoreFailed": "launching.supervisor",
     "train": "training.loop",
+    "train_core": "launching.spawned",
     "test": "training.evaluation",
     "export": "tools.export",
     "plan": "tools.plan",

@@ -117,7 +117,7 @@ def open_core(job: Job, run: Run, world: World) -> Runtime:
     # OpenMP's threads do not survive a fork, and it waits for them forever: where the launching process may
     # have computed with torch, as in a notebook, each core's host part takes one thread. Next to an
     # accelerator that is enough.
-    is_forked = job.rendezvous is not None  # torchrun's processes are not
+    is_forked = not environment.under_torchrun()
     one_thread = is_forked and (job.env.accelerator != "cpu" or "ipykernel" in sys.modules)
     processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", job.processes))  # torchrun's, or ours
     torch.set_num_threads(1 if one_thread else max(1, (os.cpu_count() or 1) // processes_here))

@@ -79,10 +79,16 @@ def is_busy(device: Path) -> bool:
 def open_chip(index: int, processes: int) -> tuple[int, int]:
     """Open one of this host's chips in this process, as `torch_xla.launch` does in each of its processes;
     waits in libtpu for the others. Returns (rank, world size) over all hosts."""
-    import torch_xla.runtime as xr
     from torch_xla._internal import pjrt
 
     pjrt.initialize_multiprocess(index, processes)
+    return rank_of_opened_chip()
+
+
+def rank_of_opened_chip() -> tuple[int, int]:
+    """(rank, world size) over all hosts, of a process that has opened its chip."""
+    import torch_xla.runtime as xr
+
     if xr.addressable_device_count() > 1:
         raise TpukitError(
             "each chip of this TPU has two cores (v2, v3): use parallel='spmd', one process for all of them"

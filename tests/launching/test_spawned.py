@@ -1,0 +1,121 @@
+"""`train_core` in the processes that torch and torch_xla start: the form of the older guides."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.conftest import ROOT, best_weights
+from tests.launching.conftest import CPU, HEAD, difference, losses, needs_torch_xla, xla_environ
+from tests.launching.launched import machine
+from tpukit import MNIST, Run, TpukitError, train_core
+from tpukit.host import environment
+from tpukit.launching import spawned, tpu_chips
+
+TASK = """
+if __name__ == "__main__":
+    data, folder, accident = sys.argv[1:4]
+    task = Watched(dataset_dir=data, log_every=1, num_workers=1, batch_norm="frozen", accident=accident)
+"""
+SPAWN = f"""
+from tpukit import train_core
+{TASK}
+    torch.multiprocessing.spawn(train_core, args=(task, folder), nprocs=2)
+"""
+BY_TORCH_XLA = f"""
+import torch_xla
+from torch_xla.distributed import xla_multiprocessing as xmp
+from tpukit import train_core
+{TASK}
+    torch_xla.launch(train_core, args=(task, folder + "/launch"))
+    xmp.spawn(train_core, args=(task, folder + "/spawn"), start_method="fork")
+"""
+
+
+def variables():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return dict(WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(free.getsockname()[1]))
+
+
+def spawned_by(program, tmp_path, env, *arguments):
+    """A finished process that ran a program from a file, which each spawned process imports again."""
+    (tmp_path / "program.py").write_text(HEAD + program)
+    command = [sys.executable, str(tmp_path / "program.py"), *map(str, arguments)]
+    env = dict(env, PYTHONPATH=str(ROOT), TPUKIT_CACHE=os.environ["TPUKIT_CACHE"])
+    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cpu", "xla"])
+def test_two_spawned_processes_train_as_a_launch_does(kind, odd, alone, tmp_path):
+    if kind == "xla":
+        needs_torch_xla()
+    env = variables() | (CPU if kind == "cpu" else xla_environ())
+    ran = spawned_by(SPAWN, tmp_path, env, odd, tmp_path / "run", "")
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    run = Run(tmp_path / "run")
+    assert difference(losses(run), losses(alone[0])) < 1e-4
+    torch.testing.assert_close(best_weights(run), best_weights(alone[0]), atol=1e-4, rtol=0)
+    assert ran.stdout.count("all 2 cores started") == 1 and run.records("start")[0]["cores"] == 2
+
+
+@pytest.mark.slow
+def test_torch_xla_starts_it_by_both_of_its_names(odd, alone, tmp_path):
+    needs_torch_xla()
+    ran = spawned_by(BY_TORCH_XLA, tmp_path, xla_environ(), odd, tmp_path, "")
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    for name in ("launch", "spawn"):
+        assert difference(losses(Run(tmp_path / name)), losses(alone[0])) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_ends_the_others_with_its_own_words(odd, tmp_path):
+    ran = spawned_by(SPAWN, tmp_path, variables() | CPU, odd, tmp_path / "run", "raise")
+    assert ran.returncode == 1
+    assert re.search(r"core 1 on \S+ failed in step 30: sample 7 is broken", ran.stderr)
+
+
+def test_a_process_that_was_not_told_how_many_there_are_says_what_to_set(digits, tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(TpukitError, match="WORLD_SIZE"):
+        train_core(1, MNIST(dataset_dir=digits), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def tpu_core(monkeypatch):
+    """This process as one of eight whose chips torch_xla has opened. Returns what is recorded: how it joined
+    the others, and its end."""
+    needs_torch_xla()
+    recorded = {}
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    here = machine("tpu", 8)
+    monkeypatch.setattr(environment, "detect", lambda: here)
+    monkeypatch.setattr(tpu_chips, "rank_of_opened_chip", lambda: (5, 8))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: recorded.update(how))
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(os, "_exit", lambda code: recorded.update(exit=code))
+    return recorded
+
+
+def test_a_core_of_a_tpu_joins_by_pjrt_and_ends_its_process_when_it_fails(
+    tpu_core, tmp_path, monkeypatch, capfd
+):
+    def fail(job, run, world):
+        raise ValueError(f"{world.rank} of {world.size}")
+
+    monkeypatch.setattr(spawned, "open_core", fail)
+    monkeypatch.setattr("tpukit.devices.distributed.World.broadcast", lambda world, tree: tree)
+    task = MNIST(dataset_dir=tmp_path)
+    Run.open(tmp_path / "run", task)
+    with pytest.raises(TpukitError):
+        train_core(3, task, tmp_path / "run")
+    assert tpu_core["init_method"] == "xla://" and tpu_core["exit"] == 1
+    assert "core 5 on" in (printed := capfd.readouterr().err) and "failed: 5 of 8" in printed
