@@ -16,6 +16,7 @@ from release import notebooks
 
 ROOT = notebooks.ROOT
 PLACEHOLDER = "TPUKIT_" + "SOURCE"  # in two parts: this file is published too
+UNTIL_PUBLISHED = re.compile(rb"[^\n]*<!-- until published -->\n\n?")  # what pages say before that
 REPOSITORY = re.compile(r"[A-Za-z0-9](?:-?[A-Za-z0-9]){0,38}/(?!\.{1,2}$)[A-Za-z0-9._-]{1,100}")
 
 UPLOAD = """\
@@ -78,9 +79,10 @@ def publish(repository, out):
     new = Path(tempfile.mkdtemp(dir=out.parent))
     for name in listed.stdout.split("\0")[:-1]:
         (new / name).parent.mkdir(parents=True, exist_ok=True)
-        (new / name).write_bytes(
-            (ROOT / name).read_bytes().replace(PLACEHOLDER.encode(), repository.encode())
-        )
+        content = (ROOT / name).read_bytes()
+        if name.endswith(".md"):
+            content = UNTIL_PUBLISHED.sub(b"", content)
+        (new / name).write_bytes(content.replace(PLACEHOLDER.encode(), repository.encode()))
         shutil.copymode(ROOT / name, new / name)
     # Built from the copy: the library inside a notebook has its home filled in too.
     subprocess.run(

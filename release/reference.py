@@ -27,7 +27,7 @@ GROUPS = (
             "A task and a run go in; the run's folder is the result.",
             "传入一个任务和一份训练记录，结果就在训练记录的文件夹里：检查点、最好的权重、数据记录和日志。",
         ),
-        ("Run", "launch", "train", "test", "CoreFailed"),
+        ("Run", "launch", "train", "train_core", "test", "CoreFailed"),
     ),
     (
         ("Looking at a run", "查看训练记录"),

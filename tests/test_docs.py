@@ -409,3 +409,26 @@ def test_a_command_whose_options_are_run_elsewhere_is_understood(command, monkey
     assert cli.main(words) == 0 and len(called) == 1, capfd.readouterr().err
     if "--" not in words:  # which ends the options
         assert cli.main([*words, "--no-such-option"]) == 2
+
+
+def test_an_environment_for_conda_holds_what_requirements_hold_and_the_pythons_that_are_supported():
+    text = (ROOT / "environment.yml").read_text()
+    assert re.search(r"- pip:\n\s+- -r requirements\.txt\n", text)
+    supported = re.search(r'requires-python = "([^"]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    assert f"python{supported.replace(' ', '')}" in text.replace(" ", "")
+
+
+@pytest.mark.slow
+def test_the_loop_by_hand_of_the_tpu_guide_trains_mnist(place):
+    pytest.importorskip("torch_xla", reason="torch_xla is not installed")
+    codes = re.findall(r"```py\n(.*?)```", (ROOT / "docs/TPU_GUIDE.md").read_text(), flags=re.DOTALL)
+    theirs = re.findall(r"```py\n(.*?)```", (ROOT / "docs/TPU_GUIDE.zh-CN.md").read_text(), flags=re.DOTALL)
+    assert codes == theirs
+    (code,) = [code for code in codes if "_mp_fn" in code]
+    (place / "mp_mnist.py").write_text(code)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU"}
+    ran = subprocess.run(
+        [sys.executable, "mp_mnist.py"], cwd=place, env=environ, capture_output=True, text=True
+    )
+    losses = [float(loss) for loss in re.findall(r"core 0, epoch \d: loss ([\d.]+)", ran.stdout)]
+    assert len(losses) == 2 and losses[1] < losses[0], ran.stdout + ran.stderr[-2000:]

@@ -27,12 +27,12 @@ def find_cell(tmp_path):
     )
     tell = "\nprint(os.environ['PYTHONPATH'].split(os.pathsep)[0] == sys.path[0])"
 
-    def run(folder=tmp_path / "content", embedded=None):
+    def run(folder=tmp_path / "content", embedded=None, home="owner/name"):
         folder.mkdir(parents=True, exist_ok=True)
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         given = f"import pathlib; EMBEDDED = pathlib.Path({str(embedded)!r})\n" if embedded else ""
         # -S: without the packages that are installed here, which tpukit may be one of.
-        command = [sys.executable, "-S", "-c", pip + given + cell + tell]
+        command = [sys.executable, "-S", "-c", pip + given + cell.replace("TPUKIT_SOURCE", home) + tell]
         ran = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
         return ran.stdout.strip() or ran.stderr.strip().splitlines()[-1]
 
@@ -115,3 +115,8 @@ def test_a_kaggle_input_of_that_name_is_taken_whatever_its_nesting(place, find_c
 def test_no_code_of_an_input_of_another_name_is_run(place, find_cell, tmp_path):
     place_tpukit(tmp_path / "kaggle/input" / place)
     assert ASKED.fullmatch(find_cell())
+
+
+def test_where_nothing_is_published_yet_a_notebook_alone_says_what_to_build(find_cell):
+    said = find_cell(home="not-filled-in")
+    assert said.startswith("ImportError") and "make notebooks" in said and "dist/" in said

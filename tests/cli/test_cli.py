@@ -193,6 +193,7 @@ def test_the_choices_of_the_command_line_are_those_of_the_library():
         ("watch run --once", "report run --follow", "report --follow"),
         ("train --data_path=a -- --data-path b", "train --dataset-dir=a -- --data-path b", ""),
         ("train --global-batch-size 8", "train --batch-size 8", ""),
+        ("train mshnet --num-cores 8", "train mshnet --cores 8", ""),
     ],
 )
 def test_older_names_become_todays_up_to_a_double_dash_those_of_the_last_release_with_a_note(
@@ -201,6 +202,21 @@ def test_older_names_become_todays_up_to_a_double_dash_those_of_the_last_release
     assert resolve_aliases(line.split()) == todays.split()
     note = capsys.readouterr().err
     assert noted in note and bool(noted) == bool(note)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train mshnet --batch-size 32 --mode train --use-tpu",
+        "train cdeit --mode=test",
+        "test mshnet --use_tpu",
+        "main_tpu.py --dataset-dir ./datasets/IRSTD-1k",
+    ],
+)
+def test_commands_of_the_old_guides_are_answered_with_todays(line, capsys):
+    assert cli.main(line.split()) == 1
+    error = capsys.readouterr().err
+    assert "is gone" in error and ("tpukit train" in error or "leave it out" in error)
 
 
 def test_doctor_reports_the_same_as_json_and_as_a_table(capsys, monkeypatch):

@@ -28,6 +28,13 @@ def test_no_placeholder_is_left_in_any_file(published):
     assert "ada/lace" in (published / "docs/sky/v5e-1.yaml").read_text()
 
 
+def test_what_pages_say_until_they_are_published_is_left_out(published):
+    pages = [name for name in ("README.md", "README.zh-CN.md", "docs/NOTEBOOKS.md", "docs/COLAB_GUIDE.md")]
+    for page in pages:
+        assert "until published -->" in (ROOT / page).read_text()
+        assert "until published -->" not in (published / page).read_text()
+
+
 def test_every_badge_leads_to_a_built_notebook_that_is_there_and_not_ignored(published):
     pages = [published / "README.md", published / "README.zh-CN.md", *published.glob("docs/*.md")]
     opened = {

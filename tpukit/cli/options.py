@@ -22,10 +22,19 @@ ALIASES = {
     "--data-path": "--dataset-dir",
     "--global-batch-size": "--batch-size",
     "--model": "--model-name",
+    "--num-cores": "--cores",
     "--workload": "--task",
 }
-# Commands and options of the release before this one, and what takes their place.
+NO_FLAG = "the accelerator that is here is used; leave it out"
+TWO_COMMANDS = "it is two commands: `tpukit train TASK` and `tpukit test TASK`"
+# Commands and options of the older guides and of the release before this one, and what takes their place.
 REMOVED = {
+    "main.py": "`tpukit train mshnet` or `tpukit train cdeit`: the page docs/OLD_GUIDES.md",
+    "main_tpu.py": "`tpukit train mshnet` or `tpukit train cdeit`: the page docs/OLD_GUIDES.md",
+    "train --use-tpu": NO_FLAG,
+    "test --use-tpu": NO_FLAG,
+    "train --mode": TWO_COMMANDS,
+    "test --mode": TWO_COMMANDS,
     "rent": "rent a machine by `sky` itself, with the task files in docs/sky/: the page docs/RENTING.md",
     "compare --plan": "`tpukit plan TASK --chip v5e-8 --batch-sizes 32` asks the TPU's compiler, by itself",
     "compare --deadline-h": "the column calendar says how long each place takes",
