@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import tpukit
-from release import notebooks
+from release import notebooks, twins
 
 ROOT = notebooks.ROOT
 PLACEHOLDER = "TPUKIT_" + "SOURCE"  # in two parts: this file is published too
@@ -38,6 +38,10 @@ This folder is {repository} with every address filled in. It changes nothing onl
 The notebooks in dist/:
 
 {notebooks}
+"""
+OUTDATED = """
+**Before that:** the table of environments in docs/STATUS.md is of another tree than this one. `make twins`
+renews it, in about an hour; then publish again.
 """
 
 
@@ -96,9 +100,10 @@ def publish(repository, out):
     ignored.write_text(
         "".join(line for line in ignored.read_text().splitlines(keepends=True) if line.strip() != "dist/")
     )
-    (new / "UPLOAD.md").write_text(
-        UPLOAD.format(repository=repository, version=tpukit.__version__, notebooks=names)
-    )
+    upload = UPLOAD.format(repository=repository, version=tpukit.__version__, notebooks=names)
+    if twins.tree() not in (ROOT / "docs/STATUS.md").read_text():
+        upload += OUTDATED
+    (new / "UPLOAD.md").write_text(upload)
     new.chmod(0o755)
     new.rename(out)
     return out

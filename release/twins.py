@@ -10,6 +10,7 @@ release.twins kaggle-tpu mnist` runs what has these words in its name, and chang
 
 import argparse
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -64,7 +65,7 @@ TRANSLATED = "zh-CN/"
 BEGIN, END = "<!-- make twins -->", "<!-- end of make twins -->"
 PAGES = {  # page -> its sentences; a result's state names its sentence
     "docs/STATUS.md": dict(
-        when="`make twins`, {date}; small settings, so the seconds compare notebooks, not machines.",
+        when="`make twins`, {date}, of the tree {tree}; small settings, so the seconds compare notebooks, not machines.",
         translated="The {count} Chinese notebooks, whose code is the same, ended in the same way.",
         notebook="notebook",
         ok="ok, {seconds} s",
@@ -74,7 +75,7 @@ PAGES = {  # page -> its sentences; a result's state names its sentence
         refused="**refused** by the image's jax: `{error}`",
     ),
     "docs/STATUS.zh-CN.md": dict(
-        when="`make twins`，{date}；用的是缩小的设置，所以秒数只能比较笔记本，不能比较机器。",
+        when="`make twins`，{date}，代码树 {tree}；用的是缩小的设置，所以秒数只能比较笔记本，不能比较机器。",
         translated="{count} 个中文笔记本的代码相同，结果也相同。",
         notebook="笔记本",
         ok="通过，{seconds} 秒",
@@ -118,6 +119,16 @@ def main():
                 text[: text.index(BEGIN)] + f"{BEGIN}\n{section}\n" + text[text.index(END) :]
             )
     sys.exit(any(result["state"] in ("failed", "other", "refused") for result in results.values()))
+
+
+def tree():
+    """Twelve digits of a checksum of the library and the notebooks: of which tree a table of results is."""
+    digest = hashlib.sha256()
+    for folder in ("tpukit", "notebooks"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                digest.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def chosen(names, only):
@@ -274,7 +285,11 @@ def result(notebook, name, seconds, home):
 def table(heads, results, words, date):
     """The section of a page: when, and a table of notebooks and images. heads: image -> versions, or why it
     has no twin."""
-    lines = [words["when"].format(date=date), "", f"| {words['notebook']} | {' | '.join(heads)} |"]
+    lines = [
+        words["when"].format(date=date, tree=tree()),
+        "",
+        f"| {words['notebook']} | {' | '.join(heads)} |",
+    ]
     lines += ["|---" * (len(heads) + 1) + "|", f"| | {' | '.join(heads.values())} |"]
     names = list(dict.fromkeys(name for name, _ in results))
     translated = [name for name in names if name.startswith(TRANSLATED)]

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from release import publish
+from release import publish, twins
 from tests.conftest import ROOT
 
 if not shutil.which("git") or subprocess.run(["git", "status"], cwd=ROOT, capture_output=True).returncode:
@@ -33,6 +33,11 @@ def test_what_pages_say_until_they_are_published_is_left_out(published):
     for page in pages:
         assert "until published -->" in (ROOT / page).read_text()
         assert "until published -->" not in (published / page).read_text()
+
+
+def test_who_publishes_is_told_whether_the_table_of_environments_is_of_this_tree(published):
+    is_current = twins.tree() in (ROOT / "docs/STATUS.md").read_text()
+    assert ("make twins" in (published / "UPLOAD.md").read_text()) == (not is_current)
 
 
 def test_every_badge_leads_to_a_built_notebook_that_is_there_and_not_ignored(published):
