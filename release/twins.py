@@ -65,7 +65,7 @@ TRANSLATED = "zh-CN/"
 BEGIN, END = "<!-- make twins -->", "<!-- end of make twins -->"
 PAGES = {  # page -> its sentences; a result's state names its sentence
     "docs/STATUS.md": dict(
-        when="`make twins`, {date}, tree {tree}; small settings: the seconds compare notebooks, not machines.",
+        when="`make twins`, {date}, tree {tree}; small settings: seconds compare notebooks, not machines.",
         translated="The {count} Chinese notebooks, whose code is the same, ended in the same way.",
         notebook="notebook",
         ok="ok, {seconds} s",
