@@ -17,6 +17,7 @@ DATA ?=
 EPOCHS ?= $(if $(DATA),4,7)
 WARM_EPOCH ?= $(if $(DATA),1,2)
 SIZE ?= 128
+BATCH ?= 4
 PARTS ?=
 JOBS ?= 2
 
@@ -39,7 +40,7 @@ run: .venv/installed
 	mkdir -p $(OUT)
 	$(XLA_CPU) $(BIN)/papermill notebooks/colab_tpu_setup.ipynb $(OUT)/colab_tpu_setup.ipynb --log-output --no-progress-bar \
 		-p DATASET_DIR "$(DATA)" -p OUTPUTS $(OUT) -p RUN_NAME mshnet-$(if $(DATA),real,synthetic) \
-		-p EPOCHS $(EPOCHS) -p WARM_EPOCH $(WARM_EPOCH) -p IMAGE_SIZE $(SIZE)
+		-p EPOCHS $(EPOCHS) -p WARM_EPOCH $(WARM_EPOCH) -p IMAGE_SIZE $(SIZE) -p BATCH_SIZE $(BATCH)
 	$(BIN)/jupyter nbconvert --to html --log-level WARN $(OUT)/colab_tpu_setup.ipynb
 	@echo "executed notebook, HTML copy and run directory: $(OUT)/"
 
