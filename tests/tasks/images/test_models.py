@@ -23,13 +23,13 @@ def without_timm(monkeypatch):
     describe.cache_clear()
 
 
-@pytest.fixture
-def file(tmp_path):
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
     """Weights of test_vit with five classes, and its state dict."""
-    torch.manual_seed(7)
+    path = tmp_path_factory.mktemp("weights") / "five.safetensors"
     state = timm.create_model("test_vit", num_classes=5).state_dict()
-    save_file(state, tmp_path / "five.safetensors")
-    return tmp_path / "five.safetensors", state
+    save_file(state, path)
+    return path, state
 
 
 def test_a_network_says_its_size_and_how_its_images_are_normalised():
@@ -53,9 +53,18 @@ def test_a_size_that_a_network_does_not_take_is_refused_before_training(name, si
         build(describe(name), 3, size)
 
 
-def test_a_network_that_gives_no_logits_is_refused(monkeypatch):
-    monkeypatch.setattr(models, "_make", lambda *given: torch.nn.Conv2d(3, 4, 1))
-    with refuses("test_vit", "(1, 3)"):
+class Auxiliary(torch.nn.Linear):
+    """As torchvision's inception_v3 and googlenet, which give the logits of a second head in training."""
+
+    def forward(self, image):
+        logits = super().forward(image.mean((2, 3)))
+        return (logits, logits) if self.training else logits
+
+
+@pytest.mark.parametrize("network", [torch.nn.Conv2d(3, 4, 1), Auxiliary(3, 3)])
+def test_a_network_that_does_not_give_one_tensor_of_logits_is_refused_before_training(network, monkeypatch):
+    monkeypatch.setattr(models, "_make", lambda *given: network)
+    with refuses("test_vit", "8x8"):
         build(describe("test_vit"), 3, 8)
 
 
@@ -118,6 +127,9 @@ def test_torchvisions_networks_serve_where_timm_is_missing(without_timm, tmp_pat
     path, _ = find_pretrained(network, "auto")
     found = build(network, 3, 32, path).state_dict()
     assert found["fc.weight"].shape == (3, 512) and torch.equal(found["conv1.weight"], state["conv1.weight"])
+    task = ImageClassifier(model_name="resnet18", image_size=32)
+    groups = task.layers(task.model())
+    assert groups[0] == ["conv1.weight"] and groups[-1] == ["fc.weight", "fc.bias"] and len(groups) == 11
 
 
 @pytest.mark.parametrize(
@@ -132,9 +144,3 @@ def test_layers_go_from_the_input_to_the_output_and_hold_every_parameter_once(na
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     assert any(name.startswith(first) for name in groups[0]) and len(groups) >= 4
     assert any(name.startswith(last) for name in groups[-1])
-
-
-def test_layers_of_torchvision_are_its_models_children_and_the_blocks_in_them(without_timm):
-    task = ImageClassifier(model_name="resnet18", image_size=32)
-    groups = task.layers(task.model())
-    assert groups[0] == ["conv1.weight"] and groups[-1] == ["fc.weight", "fc.bias"] and len(groups) == 11
