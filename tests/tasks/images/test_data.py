@@ -57,7 +57,7 @@ def test_class_folders_in_split_folders_give_each_image_its_class(tmp_path):
 
 def test_a_training_is_scored_on_val_and_tested_on_test(tmp_path):
     paint(tmp_path, 1, ("Train", "valid", "TEST"))
-    assert sorted(find_samples(tmp_path).splits) == ["test", "train", "val"]
+    assert sorted(find_samples(tmp_path)[1]) == ["test", "train", "val"]
     assert task(tmp_path).datasets()[1].names[0] == "valid/blue/0.png"
     assert task(tmp_path).test_set().names[0] == "TEST/blue/0.png"
 
@@ -67,8 +67,8 @@ def test_a_tree_without_splits_is_split_by_its_names_alone_and_every_class_is_in
     shutil.copytree(tmp_path / "a", tmp_path / "other/place")
 
     def names_of(folder, **options):
-        found = find_samples(tmp_path / folder, **options)
-        return {split: {sample.name for sample in samples} for split, samples in found.splits.items()}
+        _, splits = find_samples(tmp_path / folder, **options)
+        return {split: {sample.name for sample in samples} for split, samples in splits.items()}
 
     one, other = names_of("a"), names_of("other")
     names = [[f"{colour}/{number}.png" for number in range(10)] for colour in COLOURS]
@@ -116,9 +116,9 @@ def test_a_csv_or_the_folder_that_holds_it_gives_the_images_that_it_lists(place,
 def test_classes_that_are_numbers_are_sorted_as_numbers_and_an_image_listed_twice_is_in_one_split(tmp_path):
     rows = [(f"{n}-{k}.png", str(n)) for n in (10, 9, 2) for k in (0, 1, 1)]
     write_csv(tmp_path / "list.csv", [("img", "y"), *rows])
-    found = find_samples(tmp_path / "list.csv")
-    assert found.classes == ["2", "9", "10"]
-    assert not {s.name for s in found.splits["train"]} & {s.name for s in found.splits["test"]}
+    classes, splits = find_samples(tmp_path / "list.csv")
+    assert classes == ["2", "9", "10"]
+    assert not {s.name for s in splits["train"]} & {s.name for s in splits["test"]}
 
 
 def test_the_folder_of_a_csvs_images_can_be_named(tmp_path):

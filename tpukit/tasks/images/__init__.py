@@ -97,35 +97,39 @@ class ImageClassifier(Task):
     # Data
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:
-        listing = self._find_samples()
-        notes = f"{self._find_pretrained()[1]}\n{_listed(listing.classes)}"
+        found = self._find_samples()
+        notes = f"{self._find_pretrained()[1]}\n{_listed(found[0])}"
         draw = functools.partial(augment.draw, self)
-        return self._open(listing, "train", draw=draw, notes=notes), self._open(listing, "val", "test")
+        return self._open(*found, "train", draw=draw, notes=notes), self._open(*found, "val", "test")
 
     def test_set(self) -> ImageSet:
         """test/ if there is one; of a set with a val/ alone, that."""
-        return self._open(self._find_samples(), "test", "val")
+        return self._open(*self._find_samples(), "test", "val")
 
-    def _open(self, listing, *splits, **options):
-        split = next(name for name in splits if name in listing.splits)
-        return ImageSet(listing, split, size=self._size(), skip_bad=self.skip_bad, **options)
+    def _open(self, classes, samples, *splits, **options):
+        split = next(name for name in splits if name in samples)
+        options |= dict(split=split, size=self._size(), skip_bad=self.skip_bad)
+        return ImageSet(classes, samples[split], **options)
 
     def _find_samples(self):
         assert self.dataset_dir is not None  # see `check_dataset_dir`
-        listing = find_samples(self.dataset_dir, images_dir=self.images_dir, test_share=self.test_share)
-        if (kept := self._classes_of_weights()) and kept != listing.classes:
+        classes, samples = find_samples(self.dataset_dir, self.images_dir, self.test_share)
+        if (kept := self._classes_of_weights()) and kept != classes:
             raise TpukitError(
                 f"weights {self.weights} were trained for {_listed(kept)}, {self.dataset_dir} has"
-                f" {_listed(listing.classes)}: give the file as pretrained=PATH, which replaces its head"
+                f" {_listed(classes)}: give the file as pretrained=PATH, which replaces its head"
             )
-        return listing
+        return classes, samples
 
     @functools.cached_property
-    def class_names(self) -> list[str] | None:
-        """Names of the classes: of the run that `weights` is from, or of the dataset; None without both."""
+    def class_names(self) -> list[str]:
+        """Names of the classes: of the run that `weights` is from, or of the dataset; without both numbers,
+        as many as ImageNet has classes."""
         if kept := self._classes_of_weights():
             return kept
-        return None if self.dataset_dir is None else self._find_samples().classes
+        if self.dataset_dir is None:
+            return [f"class {number}" for number in range(1000)]
+        return self._find_samples()[0]
 
     def _classes_of_weights(self):
         """Names of the classes that a run kept with its weights; None for a file from elsewhere."""
@@ -148,12 +152,9 @@ class ImageClassifier(Task):
 
     def example(self, count):
         rng, size = np.random.default_rng(0), self._size()
-        batch = dict(image=rng.integers(0, 256, (count, 3, size, size), np.uint8), label=np.arange(count) % 2)
-        return batch | dict(augment=augment.draw(self, rng.random((count, augment.NUM_UNIFORMS))))
-
-    @staticmethod
-    def download(folder):
-        raise TpukitError("put your own images into ./datasets/my-images, or give a folder as dataset_dir")
+        image = rng.integers(0, 256, (count, 3, size, size), np.uint8)
+        numbers = rng.random((count, augment.NUM_UNIFORMS))
+        return dict(image=image, label=np.arange(count) % 2, augment=augment.draw(self, numbers))
 
     # Model
 
@@ -171,8 +172,8 @@ class ImageClassifier(Task):
         return models.find_pretrained(self._network(), wanted)
 
     def model(self) -> "Module":
-        classes = len(self.class_names or range(1000))
-        return models.build(self._network(), classes, self._size(), self._find_pretrained()[0])
+        pretrained, _ = self._find_pretrained()
+        return models.build(self._network(), len(self.class_names), self._size(), pretrained)
 
     def layers(self, model: "Module") -> list[list[str]]:
         """timm's layers, of torchvision those that `Task` finds."""
@@ -225,8 +226,8 @@ class ImageClassifier(Task):
         if count > 5:
             scores["top5"] = float((ranks < 5).double().mean())
         if count <= CONFUSION_CLASSES:
-            names = self.class_names or [str(number) for number in range(count)]
-            scores["confusion"] = dict(classes=names, counts=_confusion(logits, labels).tolist())
+            counts = _confusion(logits, labels).tolist()
+            scores["confusion"] = dict(classes=self.class_names[:count], counts=counts)
         return scores
 
     def save_predictions(self, folder, predictions, data):
@@ -275,7 +276,7 @@ class ImageClassifier(Task):
         images = images.round().byte().permute(0, 2, 3, 1).numpy()  # (B, S, S, 3)
         titles = ["your own"] * len(images)
         if "label" in batch:
-            titles = [_name(self.class_names, label) for label in batch["label"]]
+            titles = [self.class_names[label] for label in batch["label"]]
         if prediction is not None:
             results = zip(titles, self.results({}, prediction))
             titles = [f"{title}, predicted {r['class']} {r['probability']:.0%}" for title, r in results]
@@ -308,9 +309,8 @@ class ImageClassifier(Task):
         probabilities = torch.as_tensor(np.asarray(predictions)).double().softmax(1)
         rows = []
         for shares, best in zip(*(values.tolist() for values in probabilities.topk(2))):
-            name, next_name = (_name(self.class_names, number) for number in best)
-            row = {"class": name, "probability": shares[0]}
-            rows.append(row | {"next_class": next_name, "next_probability": shares[1]})
+            row = {"class": self.class_names[best[0]], "probability": shares[0]}
+            rows.append(row | dict(next_class=self.class_names[best[1]], next_probability=shares[1]))
         return rows
 
 
@@ -337,10 +337,6 @@ def _find_contradictions(data):
         if data.labels[other] != data.labels[index]:
             pairs.append((other, index))
     return pairs
-
-
-def _name(names, number):
-    return names[int(number)] if names else f"class {int(number)}"
 
 
 def _listed(names):

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -28,20 +28,13 @@ from tpukit.tasks.images.tables import IMAGE_ENDINGS, SPLITS, Sample
 VERSION = 1  # of what `_decode` returns for the same files, which is cached
 
 
-class Listing(NamedTuple):
-    """What a dataset holds, not decoded yet."""
-
-    classes: list[str]
-    """Sorted, as numbers if all are such, or in the order of a Hugging Face dataset."""
-    splits: dict[str, list[Sample]]
-    """train, and val or test or both"""
-
-
 def find_samples(
-    dataset_dir: Path | str, *, images_dir: Path | None = None, test_share: float = 0.2
-) -> Listing:
-    """The samples of a folder or a CSV file. Raises TpukitError for what cannot be trained on; decodes
-    nothing."""
+    dataset_dir: Path | str, images_dir: Path | None = None, test_share: float = 0.2
+) -> tuple[list[str], dict[str, list[Sample]]]:
+    """(classes, samples) of a folder or a CSV file; decodes nothing.
+
+    classes: sorted, as numbers if all are such, or in the order of a Hugging Face dataset. samples: those of
+    train, and of val or test or both. Raises TpukitError for what cannot be trained on."""
     place = Path(dataset_dir)
     if not place.exists():
         raise TpukitError(f"dataset {place} does not exist")
@@ -69,7 +62,7 @@ def find_samples(
                 f"{place}: the {split} split has no image of {len(missing)} of {len(classes)} classes"
                 f" ({shown}): add some, in a set without splits two images or more of each class"
             )
-    return Listing(classes, dict(splits))
+    return classes, dict(splits)
 
 
 def _split_by_hash(samples, test_share):
@@ -81,17 +74,12 @@ def _split_by_hash(samples, test_share):
     by_class = collections.defaultdict(set)  # a file that a list names twice is one
     for sample in samples:
         by_class[sample.label].add(sample.name)
-    held_out = set()
+    tests = set()
     for label, names in by_class.items():
-        ordered = sorted(
-            names, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-        )
+        hashes = {hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest(): name for name in names}
         count = min(max(1, round(test_share * len(names))), len(names) - 1)
-        held_out.update((label, name) for name in ordered[:count])
-    return [
-        sample._replace(split="test" if (sample.label, sample.name) in held_out else "train")
-        for sample in samples
-    ]
+        tests.update((label, hashes[key]) for key in sorted(hashes)[:count])
+    return [s._replace(split="test" if (s.label, s.name) in tests else "train") for s in samples]
 
 
 def _find_in_class_folders(folder):
@@ -186,15 +174,16 @@ class ImageSet:
 
     def __init__(
         self,
-        listing: Listing,
-        split: str,
+        classes: list[str],
+        samples: list[Sample],
         *,
+        split: str,
         size: int,
         skip_bad: bool,
         draw: Callable[[np.ndarray], np.ndarray] | None = None,
         notes: str = "",
     ):
-        self.classes, self.draw, samples = listing.classes, draw, listing.splits[split]
+        self.classes, self.draw = classes, draw
         self.num_uniforms = NUM_UNIFORMS if draw else 0
         paths = filter(Path.is_file, dict.fromkeys(sample.path for sample in samples))
         stats = [(str(path.resolve()), path.stat()) for path in paths]

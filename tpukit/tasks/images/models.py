@@ -141,30 +141,25 @@ def find_pretrained(network: Network, wanted: str) -> tuple[Path | None, str]:
 def _find_published(network):
     """The file of the published weights, in the library's own cache or downloaded to it. Raises
     TpukitError."""
+    import torch
+
     if not network.published:
         raise TpukitError("none are published")
-    is_address = "://" in network.published
-    if is_address:
-        import torch
-
-        url = network.published
-        path = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
-        is_cached = path.is_file()
-    else:
+    try:
+        if "://" in network.published:
+            path = Path(torch.hub.get_dir(), "checkpoints", network.published.rpartition("/")[2])
+            with files.file_lock(path):  # of several processes one downloads it
+                if not path.is_file():
+                    downloads.check_reachable(network.published)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    torch.hub.download_url_to_file(network.published, str(path))
+            return path
         import huggingface_hub
 
-        url = f"https://huggingface.co/{network.published}"
         path = huggingface_hub.try_to_load_from_cache(network.published, "model.safetensors")
-        is_cached = isinstance(path, str)
-    if is_cached:
+        if not isinstance(path, str):
+            downloads.check_reachable(f"https://huggingface.co/{network.published}")
+            path = huggingface_hub.hf_hub_download(network.published, "model.safetensors")
         return Path(path)
-    downloads.check_reachable(url)
-    try:
-        if not is_address:
-            return Path(huggingface_hub.hf_hub_download(network.published, "model.safetensors"))
-        with files.file_lock(path):
-            # To its cache; the weights are read again by `weights.read`.
-            torch.hub.load_state_dict_from_url(url, map_location="cpu", check_hash=True, weights_only=True)
-        return path
-    except Exception as error:  # of the hub and of its HTTP library
-        raise TpukitError(f"{url}: {first_line(error)}") from error
+    except Exception as error:  # of the hub, of its HTTP library, or an answer that does not come
+        raise TpukitError(f"{network.published}: {first_line(error)}") from error

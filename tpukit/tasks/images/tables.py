@@ -44,7 +44,8 @@ def read_tables(place: Path, images_dir: Path | None) -> tuple[list[Sample], lis
     for path in sorted(path for path in place.rglob("*") if path.suffix in (".parquet", ".arrow")):
         if not path.name.startswith(("cache-", ".")):  # the Hugging Face library's own, of the same samples
             rows, names = _read_saved(path, path.relative_to(place))
-            samples, classes = samples + rows, names or classes
+            samples += rows
+            classes = names or classes
     lists = []
     if not samples:
         lists = [place] if place.is_file() else list(filter(_lists_images, sorted(place.glob("*.csv"))))
