@@ -1,7 +1,6 @@
 """Images and their classes from folders, CSV lists and saved datasets; their splits; bad ones; and the
 decoded pixels."""
 
-import csv
 import itertools
 import json
 import shutil
@@ -83,28 +82,22 @@ def test_a_tree_without_splits_is_split_by_its_names_alone_and_every_class_is_in
 # CSV files
 
 
-def write_csv(path, rows, delimiter=",", encoding="utf-8"):
-    with open(path, "w", newline="", encoding=encoding) as file:
-        csv.writer(file, delimiter=delimiter).writerows(rows)
-
-
-def listed(folder, ending=".png"):
-    """Rows of a CSV of images that lie in folder/images, not in folders of their classes."""
-    rows = [("Image_ID", "species", "split")]
-    (folder / "images").mkdir(parents=True)
+def write_list(path, images, delimiter=",", ending=".png"):
+    """A CSV file of images that lie in a folder, not in folders of their classes."""
+    images.mkdir(parents=True)
+    lines = ["Image_ID,species,split"]
     for split, name, number in itertools.product(("train", "test"), COLOURS, range(4)):
-        path = f"images/{split}-{name}-{number}"
-        Image.new("RGB", (9, 7), COLOURS[name]).save(folder / f"{path}.png")
-        rows.append((path + ending, name, split))
-    return rows
+        Image.new("RGB", (9, 7), COLOURS[name]).save(images / f"{split}-{name}-{number}.png")
+        lines.append(f"{images.name}/{split}-{name}-{number}{ending},{name},{split}")
+    path.write_text("\n".join(lines).replace(",", delimiter), "utf-8-sig")
 
 
 @pytest.mark.parametrize(
     "place, delimiter, ending", [("list.csv", ",", ".png"), ("list.csv", ";", ""), (".", "\t", ".png")]
 )
 def test_a_csv_or_the_folder_that_holds_it_gives_the_images_that_it_lists(place, delimiter, ending, tmp_path):
-    write_csv(tmp_path / "list.csv", listed(tmp_path, ending), delimiter, "utf-8-sig")
-    write_csv(tmp_path / "sample_submission.csv", [("id", "probability"), ("1", "0.5")])
+    write_list(tmp_path / "list.csv", tmp_path / "images", delimiter, ending)
+    (tmp_path / "sample_submission.csv").write_text("id,probability\n1,0.5\n")
     train, test = task(tmp_path / place).datasets()
     check_colours(train, test)
     assert (len(train), len(test)) == (12, 12)
@@ -113,31 +106,28 @@ def test_a_csv_or_the_folder_that_holds_it_gives_the_images_that_it_lists(place,
         find_samples(tmp_path)
 
 
-def test_classes_that_are_numbers_are_sorted_as_numbers_and_an_image_listed_twice_is_in_one_split(tmp_path):
-    rows = [(f"{n}-{k}.png", str(n)) for n in (10, 9, 2) for k in (0, 1, 1)]
-    write_csv(tmp_path / "list.csv", [("img", "y"), *rows])
-    classes, splits = find_samples(tmp_path / "list.csv")
-    assert classes == ["2", "9", "10"]
-    assert not {s.name for s in splits["train"]} & {s.name for s in splits["test"]}
-
-
 def test_the_folder_of_a_csvs_images_can_be_named(tmp_path):
-    rows = listed(tmp_path / "elsewhere")
     (tmp_path / "lists").mkdir()
-    write_csv(tmp_path / "lists/list.csv", rows)
+    write_list(tmp_path / "lists/list.csv", tmp_path / "elsewhere/images")
     check_colours(task(tmp_path / "lists", images_dir=tmp_path / "elsewhere").datasets()[0])
     with refuses("12 of 12", "No such file", "skip_bad"):
         task(tmp_path / "lists").datasets()
 
 
-@pytest.mark.parametrize(
-    "leave", ["../secret.png", "{outside}/secret.png", "link.png", "folder/../../secret.png"]
-)
+def test_classes_that_are_numbers_are_sorted_as_numbers_and_an_image_listed_twice_is_in_one_split(tmp_path):
+    rows = [f"{n}-{k}.png,{n}\n" for n in (10, 9, 2) for k in (0, 1, 1)]
+    (tmp_path / "list.csv").write_text("img,y\n" + "".join(rows))
+    classes, splits = find_samples(tmp_path / "list.csv")
+    assert classes == ["2", "9", "10"]
+    assert not {sample.name for sample in splits["train"]} & {sample.name for sample in splits["test"]}
+
+
+@pytest.mark.parametrize("leave", ["../secret.png", "{}/secret.png", "link.png", "folder/../../secret.png"])
 def test_a_path_of_a_csv_may_not_leave_its_folder(leave, tmp_path):
     (tmp_path / "set/folder").mkdir(parents=True)
     Image.new("RGB", (4, 4)).save(tmp_path / "secret.png")
     (tmp_path / "set/link.png").symlink_to(tmp_path / "secret.png")
-    write_csv(tmp_path / "set/list.csv", [("path", "label"), (leave.format(outside=tmp_path), "a")])
+    (tmp_path / "set/list.csv").write_text(f"path,label\n{leave.format(tmp_path)},a\n")
     with refuses("row 2", "images_dir"):
         find_samples(tmp_path / "set/list.csv")
 

@@ -61,11 +61,15 @@ def _column(names, usual):
     return next((plain[name] for name in usual if name in plain), None)
 
 
-def _require_columns(path, names, *columns):
-    if None in columns:
+def _columns(path, names, kinds):
+    """The columns of images and of labels. kinds: those that the Hugging Face library knows as such."""
+    image = kinds.get("Image") or _column(names, PATH_COLUMNS)
+    label = kinds.get("ClassLabel") or _column(names, LABEL_COLUMNS)
+    if image is None or label is None:
         raise TpukitError(
             f"{path} has the columns {', '.join(names)}: rename those of images and labels to image and label"
         )
+    return image, label
 
 
 # CSV files
@@ -95,8 +99,7 @@ def _read_csv(path, images_dir):
     leave it."""
     base = Path(images_dir or path.parent).resolve()
     names, rows = _open_csv(path)
-    image, label = _column(names, PATH_COLUMNS), _column(names, LABEL_COLUMNS)
-    _require_columns(path, names, image, label)
+    image, label = _columns(path, names, {})
     split_column, samples = _column(names, SPLIT_COLUMNS), []
     for number, row in enumerate(rows, 2):
         where = f"{path}, row {number}"
@@ -134,9 +137,7 @@ def _read_saved(path, name):
     schema = _read_column(path)
     features = _features(schema)
     kinds = {features.get(column, {}).get("_type"): column for column in reversed(schema.names)}
-    image = kinds.get("Image") or _column(schema.names, PATH_COLUMNS)
-    label = kinds.get("ClassLabel") or _column(schema.names, LABEL_COLUMNS)
-    _require_columns(path, schema.names, image, label)
+    image, label = _columns(path, schema.names, kinds)
     classes = features.get(label, {}).get("names") or []
     if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
         raise TpukitError(f"{path}: its class names, {str(classes)[:80]}, must be a list of texts")
