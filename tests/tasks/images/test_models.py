@@ -1,6 +1,9 @@
 """Networks by name, where their pretrained weights are found, and which files are refused."""
 
+import functools
+import http.server
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -103,6 +106,27 @@ def test_weights_are_found_in_the_cache_of_the_hub(tmp_path, monkeypatch):
     path, note = find_pretrained(network, "auto")
     assert path == snapshot / "snapshots/abc/model.safetensors" and str(path) in note
     assert find_pretrained(network, "no")[0] is None
+
+
+def test_of_several_processes_that_need_the_same_weights_one_downloads_them(tmp_path, monkeypatch):
+    """Threads here: each opens the lock's file anew, as a process does."""
+    monkeypatch.delenv("TPUKIT_OFFLINE")
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    (tmp_path / "weights.pth").write_bytes(b"weights")
+    asked = []
+
+    class Server(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, form, *values):
+            asked.append(self.command)
+
+    serve = functools.partial(Server, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server, ThreadPoolExecutor(4) as pool:
+        pool.submit(server.serve_forever)
+        url = f"http://127.0.0.1:{server.server_port}/weights.pth"
+        network = describe("test_vit")._replace(published=url)
+        paths = {path for path, _ in pool.map(find_pretrained, [network] * 3, ["yes"] * 3)}
+        server.shutdown()
+    assert [path.read_bytes() for path in paths] == [b"weights"] and asked.count("GET") == 1
 
 
 def test_without_internet_the_log_says_that_weights_are_random_and_yes_is_an_error():
