@@ -24,7 +24,7 @@ from tpukit import ImageClassifier, Run, train
 from tpukit.devices.runtime import Runtime
 
 MODEL, SIZE, BATCH, LR = "test_resnet", 28, 128, 2e-3
-OFF = dict(flip=0, crop=1, brightness=0, contrast=0, saturation=0)
+OFF = dict(flip=0, crop=1, colour=0)
 
 
 def plain(train_set, test_set, epochs, seed):

@@ -192,6 +192,8 @@ def test_the_choices_of_the_command_line_are_those_of_the_library():
         ("watch run", "report run --follow", "report --follow"),
         ("watch run --once", "report run --follow", "report --follow"),
         ("train --data_path=a -- --data-path b", "train --dataset-dir=a -- --data-path b", ""),
+        ("plan images --model x", "plan images --model-name x", ""),
+        ("doctor --model images", "doctor --model images", ""),
         ("train --global-batch-size 8", "train --batch-size 8", ""),
         ("train mshnet --num-cores 8", "train mshnet --cores 8", ""),
     ],

@@ -78,7 +78,6 @@ OF_ONE_TASK = [
     (MSHNet, dict(ema_decay=2.0)),
     (MSHNet, dict(final_init="zero")),
     (MNIST, dict(channels=0)),
-    (ImageClassifier, dict(mixup=math.inf)),
     (ImageClassifier, dict(weight_decay=math.nan)),
     (ImageClassifier, dict(flip=1.5)),
     *((MNIST, {name: "Cosine"}) for name in CHOICES),

@@ -46,6 +46,10 @@ REMOVED = {
     "export --dataset-dir": "put the dataset back where the run found it, or random samples are compared",
     "train --label-column": "name the columns of the table path (or image) and label",
     "train --path-column": "name the columns of the table path (or image) and label",
+    "train --brightness": "`--colour` is the range of brightness, contrast and saturation",
+    "train --contrast": "`--colour` is the range of brightness, contrast and saturation",
+    "train --saturation": "`--colour` is the range of brightness, contrast and saturation",
+    "train --mixup": "take `--label-smoothing`, or a class of your own whose `loss` mixes the images",
     "simulate --snr-db": "call tpukit.tasks.cdeit.simulator.simulate, which takes it",
     "simulate --mismatch": "call tpukit.tasks.cdeit.simulator.simulate, which takes it",
 }

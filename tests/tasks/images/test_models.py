@@ -1,6 +1,9 @@
 """Networks by name, where their pretrained weights are found, and which files are refused."""
 
+import functools
+import http.server
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -23,13 +26,13 @@ def without_timm(monkeypatch):
     describe.cache_clear()
 
 
-@pytest.fixture
-def file(tmp_path):
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
     """Weights of test_vit with five classes, and its state dict."""
-    torch.manual_seed(7)
+    path = tmp_path_factory.mktemp("weights") / "five.safetensors"
     state = timm.create_model("test_vit", num_classes=5).state_dict()
-    save_file(state, tmp_path / "five.safetensors")
-    return tmp_path / "five.safetensors", state
+    save_file(state, path)
+    return path, state
 
 
 def test_a_network_says_its_size_and_how_its_images_are_normalised():
@@ -53,9 +56,18 @@ def test_a_size_that_a_network_does_not_take_is_refused_before_training(name, si
         build(describe(name), 3, size)
 
 
-def test_a_network_that_gives_no_logits_is_refused(monkeypatch):
-    monkeypatch.setattr(models, "_make", lambda *given: torch.nn.Conv2d(3, 4, 1))
-    with refuses("test_vit", "(1, 3)"):
+class Auxiliary(torch.nn.Linear):
+    """As torchvision's inception_v3 and googlenet, which give the logits of a second head in training."""
+
+    def forward(self, image):
+        logits = super().forward(image.mean((2, 3)))
+        return (logits, logits) if self.training else logits
+
+
+@pytest.mark.parametrize("network", [torch.nn.Conv2d(3, 4, 1), Auxiliary(3, 3)])
+def test_a_network_that_does_not_give_one_tensor_of_logits_is_refused_before_training(network, monkeypatch):
+    monkeypatch.setattr(models, "_make", lambda *given: network)
+    with refuses("test_vit", "8x8"):
         build(describe("test_vit"), 3, 8)
 
 
@@ -96,6 +108,27 @@ def test_weights_are_found_in_the_cache_of_the_hub(tmp_path, monkeypatch):
     assert find_pretrained(network, "no")[0] is None
 
 
+def test_of_several_processes_that_need_the_same_weights_one_downloads_them(tmp_path, monkeypatch):
+    """Threads here: each opens the lock's file anew, as a process does."""
+    monkeypatch.delenv("TPUKIT_OFFLINE")
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    (tmp_path / "weights.pth").write_bytes(b"weights")
+    asked = []
+
+    class Server(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, form, *values):
+            asked.append(self.command)
+
+    serve = functools.partial(Server, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server, ThreadPoolExecutor(4) as pool:
+        pool.submit(server.serve_forever)
+        url = f"http://127.0.0.1:{server.server_port}/weights.pth"
+        network = describe("test_vit")._replace(published=url)
+        paths = {path for path, _ in pool.map(find_pretrained, [network] * 3, ["yes"] * 3)}
+        server.shutdown()
+    assert [path.read_bytes() for path in paths] == [b"weights"] and asked.count("GET") == 1
+
+
 def test_without_internet_the_log_says_that_weights_are_random_and_yes_is_an_error():
     path, note = find_pretrained(describe("vit_small_patch16_224"), "auto")
     assert path is None and "random weights" in note and "TPUKIT_OFFLINE" in note
@@ -118,6 +151,9 @@ def test_torchvisions_networks_serve_where_timm_is_missing(without_timm, tmp_pat
     path, _ = find_pretrained(network, "auto")
     found = build(network, 3, 32, path).state_dict()
     assert found["fc.weight"].shape == (3, 512) and torch.equal(found["conv1.weight"], state["conv1.weight"])
+    task = ImageClassifier(model_name="resnet18", image_size=32)
+    groups = task.layers(task.model())
+    assert groups[0] == ["conv1.weight"] and groups[-1] == ["fc.weight", "fc.bias"] and len(groups) == 11
 
 
 @pytest.mark.parametrize(
@@ -132,9 +168,3 @@ def test_layers_go_from_the_input_to_the_output_and_hold_every_parameter_once(na
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     assert any(name.startswith(first) for name in groups[0]) and len(groups) >= 4
     assert any(name.startswith(last) for name in groups[-1])
-
-
-def test_layers_of_torchvision_are_its_models_children_and_the_blocks_in_them(without_timm):
-    task = ImageClassifier(model_name="resnet18", image_size=32)
-    groups = task.layers(task.model())
-    assert groups[0] == ["conv1.weight"] and groups[-1] == ["fc.weight", "fc.bias"] and len(groups) == 11

@@ -20,8 +20,7 @@ from tpukit.host.tables import printable
 from tpukit.runs import weights
 from tpukit.runs.run import setting
 from tpukit.tasks import pictures
-from tpukit.tasks.images import models
-from tpukit.tasks.images.augment import NUM_UNIFORMS, Augmentation, normalise, partners
+from tpukit.tasks.images import augment, models
 from tpukit.tasks.images.data import SPLITS, ImageSet, find_samples, read_image
 from tpukit.tasks.images.synthetic import shapes_set
 from tpukit.training.task import Task
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 CONFUSION_CLASSES = 30  # up to so many, the confusion matrix is among the scores of every evaluation
 WORST = 16  # images with the largest loss that are kept
 FEW = 10  # images of a class, below which `check_labels` warns
-IMBALANCE = 10  # how many times the images of another class one may have before it warns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,72 +81,55 @@ class ImageClassifier(Task):
     """Share of the training images that are mirrored, left to right. 0 for digits and letters."""
     crop: float = 0.5
     """Smallest share of an image's area that a random crop keeps, enlarged to the whole size; 1: no crops."""
-    brightness: float = 0.2
-    """Training images are made darker or brighter by up to this share; 0: not."""
-    contrast: float = 0.2
-    """The same for their contrast."""
-    saturation: float = 0.2
-    """The same for their saturation."""
-    mixup: float = 0.0
-    """Mix pairs of images and their labels, with shares drawn from Beta(mixup, mixup) (Zhang et al., ICLR
-    2018); 0: not."""
+    colour: float = 0.2
+    """Brightness, contrast and saturation of training images each change by up to this share; 0: not."""
     label_smoothing: float = 0.1
     """Share of each label that is spread evenly over all classes."""
 
     def __post_init__(self):
         super().__post_init__()
         self.require_at_least(1, "image_size")
-        self.require_at_least(0, "mixup", "weight_decay")
-        self.require_shares("flip", "brightness", "contrast", "saturation", "label_smoothing")
-        self.require_shares("test_share", "crop")
+        self.require_at_least(0, "weight_decay")
+        self.require_shares("flip", "crop", "colour", "label_smoothing", "test_share")
         if zero := [name for name in ("crop", "test_share") if getattr(self, name) == 0]:
             raise TpukitError(f"{zero[0]}=0: it must be more than 0")
 
     # Data
 
     def datasets(self) -> tuple[ImageSet, ImageSet]:
-        listing = self._find_samples()
-        split = "val" if "val" in listing.splits else "test"
-        source = self._find_pretrained()[1]
-        notes = f"{source}\n{_listed(listing.classes)}"
-        return self._open(listing, "train", notes), self._open(listing, split)
+        found = self._find_samples()
+        notes = f"{self._find_pretrained()[1]}\n{_listed(found[0])}"
+        draw = functools.partial(augment.draw, self)
+        return self._open(*found, "train", draw=draw, notes=notes), self._open(*found, "val", "test")
 
     def test_set(self) -> ImageSet:
         """test/ if there is one; of a set with a val/ alone, that."""
-        listing = self._find_samples()
-        return self._open(listing, "test" if "test" in listing.splits else "val")
+        return self._open(*self._find_samples(), "test", "val")
 
-    def _open(self, listing, split, notes=""):
-        return ImageSet(
-            listing.splits[split],
-            listing.classes,
-            size=self._size(),
-            skip_bad=self.skip_bad,
-            augmentation=self._augmentation() if split == "train" else Augmentation(),
-            what=split,
-            notes=notes,
-        )
-
-    def _augmentation(self):
-        names = [field.name for field in dataclasses.fields(Augmentation)]
-        return Augmentation(**{name: getattr(self, name) for name in names})
+    def _open(self, classes, samples, *splits, **options):
+        split = next(name for name in splits if name in samples)
+        options |= dict(split=split, size=self._size(), skip_bad=self.skip_bad)
+        return ImageSet(classes, samples[split], **options)
 
     def _find_samples(self):
         assert self.dataset_dir is not None  # see `check_dataset_dir`
-        listing = find_samples(self.dataset_dir, images_dir=self.images_dir, test_share=self.test_share)
-        if (kept := self._classes_of_weights()) and kept != listing.classes:
+        classes, samples = find_samples(self.dataset_dir, self.images_dir, self.test_share)
+        if (kept := self._classes_of_weights()) and kept != classes:
             raise TpukitError(
                 f"weights {self.weights} were trained for {_listed(kept)}, {self.dataset_dir} has"
-                f" {_listed(listing.classes)}: give the file as pretrained=PATH, which replaces its head"
+                f" {_listed(classes)}: give the file as pretrained=PATH, which replaces its head"
             )
-        return listing
+        return classes, samples
 
     @functools.cached_property
-    def class_names(self) -> list[str] | None:
-        """Names of the classes: of the run that `weights` is from, or of the dataset; None without both."""
+    def class_names(self) -> list[str]:
+        """Names of the classes: of the run that `weights` is from, or of the dataset; without both numbers,
+        as many as ImageNet has classes."""
         if kept := self._classes_of_weights():
             return kept
-        return None if self.dataset_dir is None else self._find_samples().classes
+        if self.dataset_dir is None:
+            return [f"class {number}" for number in range(1000)]
+        return self._find_samples()[0]
 
     def _classes_of_weights(self):
         """Names of the classes that a run kept with its weights; None for a file from elsewhere."""
@@ -171,15 +152,9 @@ class ImageClassifier(Task):
 
     def example(self, count):
         rng, size = np.random.default_rng(0), self._size()
-        batch = dict(image=rng.integers(0, 256, (count, 3, size, size), np.uint8), label=np.arange(count) % 2)
-        augmentation = self._augmentation()
-        if augmentation.num_uniforms:
-            batch["augment"] = augmentation.parameters(rng.random((count, NUM_UNIFORMS)))
-        return batch
-
-    @staticmethod
-    def download(folder):
-        raise TpukitError("put your own images into ./datasets/my-images, or give a folder as dataset_dir")
+        image = rng.integers(0, 256, (count, 3, size, size), np.uint8)
+        numbers = rng.random((count, augment.NUM_UNIFORMS))
+        return dict(image=image, label=np.arange(count) % 2, augment=augment.draw(self, numbers))
 
     # Model
 
@@ -197,8 +172,8 @@ class ImageClassifier(Task):
         return models.find_pretrained(self._network(), wanted)
 
     def model(self) -> "Module":
-        classes = len(self.class_names or range(1000))
-        return models.build(self._network(), classes, self._size(), self._find_pretrained()[0])
+        pretrained, _ = self._find_pretrained()
+        return models.build(self._network(), len(self.class_names), self._size(), pretrained)
 
     def layers(self, model: "Module") -> list[list[str]]:
         """timm's layers, of torchvision those that `Task` finds."""
@@ -225,25 +200,18 @@ class ImageClassifier(Task):
     def loss(self, model: "Module", batch: "dict[str, Tensor]", epoch: "Tensor | int") -> "Tensor":
         from torch.nn.functional import cross_entropy
 
-        image, label = batch["image"], batch["label"]
+        image = batch["image"]
         if "augment" in batch:
-            image = self._augmentation().apply(image, batch["augment"])
+            image = augment.apply(self, image, batch["augment"])
         logits = self._logits(model, image)  # (B, K)
-        if not (self.mixup and "augment" in batch):
-            return cross_entropy(logits, label, label_smoothing=self.label_smoothing)
-        share = batch["augment"][:, -1]
-        smoothed = functools.partial(
-            cross_entropy, logits, label_smoothing=self.label_smoothing, reduction="none"
-        )
-        first, second = smoothed(label), smoothed(partners(label))
-        return (share * first + (1 - share) * second).mean()
+        return cross_entropy(logits, batch["label"], label_smoothing=self.label_smoothing)
 
     def predict(self, model: "Module", batch: "dict[str, Tensor]", epoch=None) -> "Tensor":
         return self._logits(model, batch["image"])  # (B, K)
 
     def _logits(self, model, image):
         network = self._network()
-        return model(normalise(image, network.mean, network.std)).float()
+        return model(augment.normalise(image, network.mean, network.std)).float()
 
     # Scores and predictions
 
@@ -258,13 +226,13 @@ class ImageClassifier(Task):
         if count > 5:
             scores["top5"] = float((ranks < 5).double().mean())
         if count <= CONFUSION_CLASSES:
-            names = self.class_names or [str(number) for number in range(count)]
-            scores["confusion"] = dict(classes=names, counts=_confusion(logits, labels).tolist())
+            counts = _confusion(logits, labels).tolist()
+            scores["confusion"] = dict(classes=self.class_names[:count], counts=counts)
         return scores
 
     def save_predictions(self, folder, predictions, data):
-        """predictions.csv, the largest loss first; per_class.csv: precision, recall, count; confusion.csv;
-        and worst.npz, the images with the largest loss."""
+        """predictions.csv, the largest loss first; per_class.csv: precision, recall, count, and how many of
+        its images were taken for each class; and worst.npz, the images with the largest loss."""
         from torch.nn.functional import cross_entropy
 
         logits, labels = _gather(predictions)
@@ -276,15 +244,12 @@ class ImageClassifier(Task):
             shares = f"{probabilities[i]:.4f}", f"{losses[i]:.4f}"
             rows.append((data.names[i], names[labels[i]], names[predicted[i]], *shares))
         _write_csv(folder / "predictions.csv", ("file", "class", "predicted", "probability", "loss"), rows)
-        confusion = _confusion(logits, labels)
-        correct, true, taken = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-        rows = [
-            (name, f"{correct[k] / max(taken[k], 1):.4f}", f"{correct[k] / max(true[k], 1):.4f}", true[k])
-            for k, name in enumerate(names)
-        ]
-        _write_csv(folder / "per_class.csv", ("class", "precision", "recall", "images"), rows)
-        rows = [(name, *row) for name, row in zip(names, confusion.tolist())]
-        _write_csv(folder / "confusion.csv", ("class", *names), rows)
+        confusion, rows = _confusion(logits, labels), []
+        for name, taken, hits, all_taken in zip(names, confusion, confusion.diagonal(), confusion.sum(0)):
+            precision, recall = (f"{hits / max(count, 1):.4f}" for count in (all_taken, taken.sum()))
+            rows.append((name, precision, recall, taken.sum(), *taken))
+        header = ("class", "precision", "recall", "images", *(f"taken for {name}" for name in names))
+        _write_csv(folder / "per_class.csv", header, rows)
         worst = order[:WORST]
         with files.atomic_file(folder / "worst.npz") as file:
             label, prediction = labels[worst].numpy(), logits[worst].numpy()
@@ -307,16 +272,15 @@ class ImageClassifier(Task):
 
         images = torch.as_tensor(np.asarray(batch["image"]))
         if "augment" in batch:
-            images = self._augmentation().apply(images, torch.as_tensor(np.asarray(batch["augment"])))
+            images = augment.apply(self, images, torch.as_tensor(np.asarray(batch["augment"])))
         images = images.round().byte().permute(0, 2, 3, 1).numpy()  # (B, S, S, 3)
-        truth = ["your own"] * len(images)
+        titles = ["your own"] * len(images)
         if "label" in batch:
-            truth = [_name(self.class_names, label) for label in batch["label"]]
-        if prediction is None:
-            return [[(name, image)] for name, image in zip(truth, images)]
-        results = self.results({}, prediction)
-        found = [f"{result['class']} {result['probability']:.0%}" for result in results]
-        return [[(f"{name}, predicted {best}", image)] for name, best, image in zip(truth, found, images)]
+            titles = [self.class_names[label] for label in batch["label"]]
+        if prediction is not None:
+            results = zip(titles, self.results({}, prediction))
+            titles = [f"{title}, predicted {r['class']} {r['probability']:.0%}" for title, r in results]
+        return [[(title, image)] for title, image in zip(titles, images)]
 
     def check_labels(self, data: ImageSet) -> tuple[list[str], list[int]]:
         counts = np.bincount(data.labels, minlength=len(data.classes))
@@ -327,15 +291,10 @@ class ImageClassifier(Task):
         sentences = [f"{len(data)} training images of {len(data.classes)} classes: {spread}"]
         if small := [name for name, count in zip(data.classes, counts) if count < FEW]:
             sentences.append(f"fewer than {FEW} images to learn from: {_listed(small)}")
-        if counts[most] > IMBALANCE * counts[fewest]:
-            sentences.append(
-                "one class has many times the images of another: accuracy hides errors in small ones"
-            )
-        pairs = _find_contradictions(data)
-        if pairs:
+        if pairs := _find_contradictions(data):
             shown = ", ".join(f"{data.names[first]} and {data.names[second]}" for first, second in pairs[:3])
             sentences.append(f"{len(pairs)} images are there twice, in two classes: {shown}")
-        of_each = [int(np.flatnonzero(data.labels == label)[0]) for label in np.flatnonzero(counts)]
+        of_each = [data.labels.tolist().index(label) for label in np.flatnonzero(counts)]
         return sentences, [index for pair in pairs[:2] for index in pair] + of_each
 
     def read_files(self, paths, best):
@@ -348,16 +307,11 @@ class ImageClassifier(Task):
         import torch
 
         probabilities = torch.as_tensor(np.asarray(predictions)).double().softmax(1)
-        shares, order = probabilities.sort(stable=True, dim=1, descending=True)
-        return [
-            {
-                "class": _name(self.class_names, best),
-                "probability": share,
-                "next_class": _name(self.class_names, second),
-                "next_probability": next_share,
-            }
-            for (best, second), (share, next_share) in zip(order[:, :2].tolist(), shares[:, :2].tolist())
-        ]
+        rows = []
+        for shares, best in zip(*(values.tolist() for values in probabilities.topk(2))):
+            row = {"class": self.class_names[best[0]], "probability": shares[0]}
+            rows.append(row | dict(next_class=self.class_names[best[1]], next_probability=shares[1]))
+        return rows
 
 
 def _gather(predictions):
@@ -383,10 +337,6 @@ def _find_contradictions(data):
         if data.labels[other] != data.labels[index]:
             pairs.append((other, index))
     return pairs
-
-
-def _name(names, number):
-    return names[int(number)] if names else f"class {int(number)}"
 
 
 def _listed(names):

@@ -1,6 +1,7 @@
 """Networks by name, of timm or, if that is not installed, of torchvision; and where their pretrained weights
 are."""
 
+import copy
 import difflib
 import functools
 from pathlib import Path
@@ -36,13 +37,8 @@ def describe(name: str) -> Network:
         import timm
     except ImportError:
         return _describe_torchvision(name)
-    if not timm.is_model(name):
-        raise _unknown(name, "timm", timm.list_models())
-    try:
-        config = timm.get_pretrained_cfg(name) or timm.models.PretrainedCfg()
-    except RuntimeError:  # the part after the dot names no weights of this network
-        known = timm.list_models(f"{name.partition('.')[0]}.*", pretrained=True)
-        raise _unknown(name, "timm", known) from None
+    _require_known(name, {*timm.list_models(), *timm.list_models(pretrained=True)}, "timm")
+    config = timm.get_pretrained_cfg(name) or timm.models.PretrainedCfg()
     mean, std, published = tuple(config.mean), tuple(config.std), str(config.hf_hub_id or config.url or "")
     return Network("timm", name, config.input_size[-1], config.fixed_input_size, mean, std, published)
 
@@ -56,17 +52,17 @@ def _describe_torchvision(name):
             f"neither timm nor torchvision can be imported ({why}): pip install timm"
         ) from error
     known = models.list_models(module=models)  # without those of segmentation and detection
-    if name not in known:
-        raise _unknown(name, "torchvision, as timm is not installed,", known)
+    _require_known(name, known, "torchvision, as timm is not installed,")
     published = models.get_model_weights(name)["DEFAULT"]
     images = published.transforms()
     fixed_size, mean, std = name.startswith("vit_"), tuple(images.mean), tuple(images.std)
     return Network("torchvision", name, images.crop_size[0], fixed_size, mean, std, published.url)
 
 
-def _unknown(name, library, known):
-    nearest = ", ".join(difflib.get_close_matches(name, known, 4, 0.5)) or "resnet18"
-    return TpukitError(f"no model {name!r} in {library}, which has {len(known)}; the nearest: {nearest}")
+def _require_known(name, known, library):
+    if name not in known:
+        nearest = ", ".join(difflib.get_close_matches(name, known, 4, 0.5)) or "resnet18"
+        raise TpukitError(f"no model {name!r} in {library}, which has {len(known)}; the nearest: {nearest}")
 
 
 def build(network: Network, classes: int, size: int, pretrained: Path | None = None) -> "Module":
@@ -80,23 +76,22 @@ def build(network: Network, classes: int, size: int, pretrained: Path | None = N
     state = None if pretrained is None else weights.read(pretrained)
     try:
         model = _make(network, classes, size)
+        trial = copy.deepcopy(model)  # whose batch norms count
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():  # computes nothing
-            shape = tuple(model.eval()(torch.zeros(1, 3, size, size)).shape)
+            shape = tuple(trial(torch.zeros(2, 3, size, size)).shape)
+        problem = "" if shape == (2, classes) else f"it gives {shape} for two of {classes} classes"
     except Exception as error:  # libraries raise many types
+        problem = first_line(error)
+    if problem:
         raise TpukitError(
-            f"{network.name} cannot be made for images of {size}x{size} pixels ({first_line(error)}); its own"
-            f" size is {network.size}"
-        ) from error
-    if shape != (1, classes):
-        raise TpukitError(
-            f"{network.name} gives {shape} for an image, not {(1, classes)}: it is no classifier"
+            f"{network.name} cannot classify images of {size}x{size} pixels ({problem}); its own size is"
+            f" {network.size}"
         )
     if state is None:
-        return model.train()
-    own = model.state_dict()
-    for name in [f"{head}.{part}" for head in _heads(model) for part in ("weight", "bias")]:
-        if name in own and (name not in state or state[name].shape != own[name].shape):
-            state[name] = own[name]
+        return model
+    for name, own in model.state_dict().items():  # of the head, however it is called
+        if own.shape[:1] == (classes,) and (name not in state or state[name].shape != own.shape):
+            state[name] = own
     try:
         return _make(network, classes, size, state)
     except Exception as error:
@@ -104,7 +99,7 @@ def build(network: Network, classes: int, size: int, pretrained: Path | None = N
 
 
 def _make(network, classes, size, state=None):
-    """The model, with the weights of a state dict or random ones."""
+    """The model in training mode, with the weights of a state dict or random ones."""
     if network.library == "timm":
         import timm
 
@@ -124,16 +119,6 @@ def _make(network, classes, size, state=None):
     return model
 
 
-def _heads(model):
-    """Names of the last layers; torchvision does not say."""
-    import torch
-
-    if named := getattr(model, "default_cfg", {}).get("classifier"):
-        return (named,) if isinstance(named, str) else named
-    kinds = torch.nn.Linear, torch.nn.Conv2d
-    return [name for name, module in model.named_modules() if isinstance(module, kinds)][-1:]
-
-
 def find_pretrained(network: Network, wanted: str) -> tuple[Path | None, str]:
     """(file of pretrained weights or None, a sentence for the log).
 
@@ -141,61 +126,40 @@ def find_pretrained(network: Network, wanted: str) -> tuple[Path | None, str]:
     TpukitError if `yes` finds none."""
     if wanted == "no":
         return None, f"{network.name}: random weights, as pretrained='no' asks for"
-    path, why_not = wanted, "none are published"
-    if wanted in ("auto", "yes"):
-        path = _in_cache(network)
-        if path is None and network.published:
-            try:
-                path = _download(network)
-            except TpukitError as error:
-                why_not = str(error)
-    if path:
-        note = f"{network.name}: pretrained weights of {path}; a head of other classes is replaced"
-        return Path(path), note
-    if wanted == "yes":
-        raise TpukitError(
-            f"no pretrained weights of {network.name} ({why_not}): switch the internet on, or give a file as"
-            " pretrained=PATH"
-        )
-    return None, f"{network.name}: random weights, because no pretrained ones are here ({why_not})"
+    try:
+        path = Path(wanted) if wanted not in ("auto", "yes") else _find_published(network)
+    except TpukitError as error:
+        if wanted == "yes":
+            raise TpukitError(
+                f"no pretrained weights of {network.name} ({error}): switch the internet on, or give a file"
+                " as pretrained=PATH"
+            ) from error
+        return None, f"{network.name}: random weights, because no pretrained ones are here ({error})"
+    return path, f"{network.name}: pretrained weights of {path}; a head of other classes is replaced"
 
 
-def _in_cache(network):
-    """The file of the pretrained weights that an earlier download left in the library's cache, or None."""
-    if "://" in network.published:
-        path = _torch_hub_file(network)
-        return path if path.is_file() else None
-    if not network.published:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(network.published, "model.safetensors")
-    return path if isinstance(path, str) else None
-
-
-def _torch_hub_file(network):
+def _find_published(network):
+    """The file of the published weights, in the library's own cache or downloaded to it. Raises
+    TpukitError."""
     import torch
 
-    return Path(torch.hub.get_dir()) / "checkpoints" / network.published.rpartition("/")[2]
-
-
-def _download(network):
-    """The file of the pretrained weights, from the internet to the library's own cache. Raises
-    TpukitError."""
-    is_address = "://" in network.published
-    url = network.published if is_address else f"https://huggingface.co/{network.published}"
-    downloads.check_reachable(url)
+    if not network.published:
+        raise TpukitError("none are published")
     try:
-        if not is_address:
-            from huggingface_hub import hf_hub_download
+        if "://" in network.published:
+            path = Path(torch.hub.get_dir(), "checkpoints", network.published.rpartition("/")[2])
+            with files.file_lock(path):  # of several processes one downloads it
+                if not path.is_file():
+                    downloads.check_reachable(network.published)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    torch.hub.download_url_to_file(network.published, str(path))
+            return path
+        import huggingface_hub
 
-            return hf_hub_download(network.published, "model.safetensors")
-        import torch
-
-        path = _torch_hub_file(network)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with files.file_lock(path):
-            torch.hub.download_url_to_file(url, str(path))
-        return path
-    except Exception as error:  # of the hub and of its HTTP library
-        raise TpukitError(f"{url}: {first_line(error)}") from error
+        path = huggingface_hub.try_to_load_from_cache(network.published, "model.safetensors")
+        if not isinstance(path, str):
+            downloads.check_reachable(f"https://huggingface.co/{network.published}")
+            path = huggingface_hub.hf_hub_download(network.published, "model.safetensors")
+        return Path(path)
+    except Exception as error:  # of the hub, of its HTTP library, or an answer that does not come
+        raise TpukitError(f"{network.published}: {first_line(error)}") from error
