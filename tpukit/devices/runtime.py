@@ -191,7 +191,7 @@ class Runtime:
 
         name: for the compilation records; defaults to the function's. max_graphs: how many different graphs
         it may have. mutates: (model, optimizer), if it changes these and nothing else: its graph is then
-        captured and replayed, on XLA (see `xla_replay`) and on GPUs (see `cuda_graph`)."""
+        captured and replayed, on XLA (see `xla_graph`) and on GPUs (see `cuda_graph`)."""
         return function
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:

@@ -26,7 +26,7 @@ from tpukit.devices.chips import V5E, find_chip
 from tpukit.devices.distributed import World
 from tpukit.devices.optimizers import gradients, parameters_of, state_tensors
 from tpukit.devices.runtime import Batch, Runtime
-from tpukit.devices.xla_compile import CompiledFunction
+from tpukit.devices.xla_graph import CompiledFunction, ReplayedStep
 from tpukit.host.errors import TpukitError
 
 _STATE_STARTS_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
@@ -89,9 +89,9 @@ class XLARuntime(Runtime):
         prepare: Any = getattr(model, "prepare_for_xla", None)
         if prepare and not self.notes:
             self.notes = prepare(self)  # a sentence: which of its ways it computes here
-        buffers = [buffer.to("cpu", copy=True) for buffer in model.buffers()]
+        values = [buffer.to("cpu", copy=True) for buffer in model.buffers()]
         model = model.to(self.device)  # whose compiler chooses its own layouts
-        self._separate(model.buffers(), buffers)
+        self._separate(model.buffers(), values)
         with torch.no_grad():
             # A tensor that was never written in place is traced differently the first time; and SPMD marks as
             # replicated what a graph wrote.
@@ -192,7 +192,10 @@ class XLARuntime(Runtime):
     # Computing
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
-        return CompiledFunction(function, name or function.__name__, max_graphs, self, mutates)
+        # An all-reduce on the host cuts the step into two graphs, which cannot be replayed.
+        is_replayed = mutates is not None and not self.reduces_on_the_host
+        kind = ReplayedStep if is_replayed else CompiledFunction
+        return kind(function, name or function.__name__, max_graphs, self, mutates)
 
     def torch_compile(self, model, mode):
         return model

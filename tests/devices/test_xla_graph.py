@@ -14,7 +14,7 @@ pytest.importorskip("torch_xla")
 from tests.conftest import ROOT, checkpoint, same
 from tests.devices.conftest import take_step
 from tpukit import Run, train
-from tpukit.devices import xla_private, xla_replay
+from tpukit.devices import xla_private, xla_graph
 from tpukit.devices.distributed import World
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.tasks.mnist import MNIST
@@ -79,10 +79,10 @@ def outcome(xla, optimizer, dropout, replayed):
 @pytest.mark.parametrize(
     "optimizer, dropout, traces",
     [
-        (lambda p: torch.optim.SGD(p, 0.001, momentum=0.9, weight_decay=1e-3), False, 3),
-        (lambda p: torch.optim.Adagrad(p, 0.001, eps=1e-3), False, 3),  # counts its steps on the host
+        (lambda p: torch.optim.SGD(p, 0.001, momentum=0.9, weight_decay=1e-3), False, 2),
+        (lambda p: torch.optim.Adagrad(p, 0.001, eps=1e-3), False, 2),  # counts its steps on the host
         # counts them on the device
-        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3, capturable=True), False, 3),
+        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3, capturable=True), False, 2),
         # makes other constants of them at every step
         (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3), False, 8 + 2),
         (lambda p: torch.optim.SGD(p, 0.001), True, 8 + 2),
@@ -101,7 +101,7 @@ def test_a_replayed_step_gives_what_a_traced_one_gives_but_for_rounding(optimize
     assert len(state) == len(wanted_state)
     for found, wanted in zip(state, wanted_state):
         torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
-    # Three traces to begin with; what cannot be replayed has cost two.
+    # Two traces to begin with.
     assert (calls, all_calls) == (traces, 8)
 
 
@@ -139,7 +139,7 @@ def test_a_number_given_as_a_tensor_is_not_taken_for_the_same_number_in_the_grap
     weight = float(model.weight.detach().cpu())
     epochs = [3.0, 0.0, 1.0, 4.0]  # torch_xla folds 0 and 1 into a graph where it can
     losses = [float(compiled(x, xla.put({"epoch": np.float32(epoch)})["epoch"]).cpu()) for epoch in epochs]
-    assert losses == pytest.approx([weight * 3 * epoch for epoch in epochs]) and len(calls) == 3
+    assert losses == pytest.approx([weight * 3 * epoch for epoch in epochs]) and len(calls) == 2
 
 
 def fail(*_):
@@ -148,7 +148,7 @@ def fail(*_):
 
 @pytest.mark.parametrize("how", ["another shape", "another operation", "a value read back", "no memory"])
 def test_a_step_that_is_refused_or_fails_compiles_nothing_more_and_leaves_the_weights(how, xla, monkeypatch):
-    monkeypatch.setattr(xla_replay, "CHECK_AFTER", 4)
+    monkeypatch.setattr(xla_graph, "CHECK_AFTER", 4)
     model = xla.to_device(torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     xla.init_optimizer_state(optimizer)
@@ -209,7 +209,7 @@ def momentum(lr):
 
 def test_a_core_of_several_replays_a_step_with_the_gradients_mean_over_all_ranks_in_its_graph(core, xla):
     losses, state, traces = outcome(core, momentum(0.008), False, replayed=True)
-    assert core.reduced == [("sum", 5, dict(scale=1 / 8, pin_layout=False))] * traces and traces == 3
+    assert core.reduced == [("sum", 5, dict(scale=1 / 8, pin_layout=False))] * traces and traces == 2
     # The other seven add nothing, so that a gradient is an eighth of what one core has, and eight times the
     # lr makes up for it.
     wanted_losses, wanted_state, _ = outcome(xla, momentum(0.001), False, replayed=False)
@@ -229,8 +229,8 @@ def test_every_rank_traces_where_one_of_them_has_to(core):
 def test_all_ranks_check_at_the_same_calls_whatever_their_data_twice_as_late_each_time_and_without_lines(
     core, monkeypatch
 ):
-    monkeypatch.setattr(xla_replay, "CHECK_AFTER", 3)
-    monkeypatch.setattr(xla_replay, "MAX_UNCHECKED", 10)
+    monkeypatch.setattr(xla_graph, "CHECK_AFTER", 3)
+    monkeypatch.setattr(xla_graph, "MAX_UNCHECKED", 10)
 
     def captured_at(rank):
         torch.manual_seed(rank)
@@ -252,7 +252,7 @@ def test_all_ranks_check_at_the_same_calls_whatever_their_data_twice_as_late_eac
         return calls
 
     with_lines, without = (
-        [(1, True)] * 3,
+        [(1, True)] * 2,
         [(1 + 3, False), (4 + 6, False), (10 + 10, False), (20 + 10, False)],
     )
     assert captured_at(0) == captured_at(7) == with_lines + without
@@ -261,14 +261,14 @@ def test_all_ranks_check_at_the_same_calls_whatever_their_data_twice_as_late_eac
 def test_the_checks_of_a_long_training_cost_less_than_a_hundredth_of_its_replays():
     replays_per_check = 22  # of MSHNet on eight cores: an estimated 244 ms, against 11 ms for a replay
     for steps in (25_000, 80_000, 1_000_000):
-        done, checks, after = 0, 0, xla_replay.CHECK_AFTER
+        done, checks, after = 0, 0, xla_graph.CHECK_AFTER
         while (done := done + after) < steps:
-            checks, after = checks + 1, min(2 * after, xla_replay.MAX_UNCHECKED)
+            checks, after = checks + 1, min(2 * after, xla_graph.MAX_UNCHECKED)
         assert checks * replays_per_check < steps / 100
 
 
 def test_a_core_of_several_refuses_a_step_that_changes_and_names_the_operation(core, monkeypatch):
-    monkeypatch.setattr(xla_replay, "CHECK_AFTER", 4)
+    monkeypatch.setattr(xla_graph, "CHECK_AFTER", 4)
     with pytest.raises(
         UnexpectedRecompilation, match=r"call 5 of `step`(?s:.*)New in it: aten::tanh in step"
     ):
@@ -276,7 +276,7 @@ def test_a_core_of_several_refuses_a_step_that_changes_and_names_the_operation(c
 
 
 def change_later(runtime, put):
-    """Nine steps with a model, of which those traced after the third have another loss."""
+    """Nine steps with a model, of which those traced after the second have another loss."""
     model = runtime.to_device(torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     runtime.init_optimizer_state(optimizer)
@@ -284,7 +284,7 @@ def change_later(runtime, put):
 
     def step(x):
         traces.append(1)
-        y = model(x) if len(traces) < 4 else model(x).tanh()
+        y = model(x) if len(traces) < 3 else model(x).tanh()
         take_step(runtime, y.square().sum(), optimizer)
         return y.detach()
 
@@ -297,9 +297,9 @@ def change_later(runtime, put):
 
 SPMD = """
 import sys, torch
-from tests.devices import test_xla_replay as tests
+from tests.devices import test_xla_graph as tests
 from tests.devices.conftest import take_step
-from tpukit.devices import xla_replay
+from tpukit.devices import xla_graph
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.devices.xla import XLARuntime
 
@@ -320,14 +320,14 @@ def sharded(puts, shardings_differ=False):
 
     compiled = runtime.compile(step, mutates=(model, optimizer))
     if shardings_differ:
-        compiled.replay._shardings = lambda tensors: [len(traces)] if len(tensors) == 1 else [object()]
+        compiled._shardings = lambda tensors: [len(traces)] if len(tensors) == 1 else [object()]
     x = torch.arange(24.0).reshape(8, 3)
     for put in puts:
         compiled(put({"x": x})["x"])
     return len(traces)
 
 found["otherwise"] = sharded([runtime.put_batch] * 4, shardings_differ=True)
-xla_replay.CHECK_AFTER = 4
+xla_graph.CHECK_AFTER = 4
 for name, attempt in dict(
     refused=lambda: sharded([runtime.put_batch, runtime.put]),
     changed=lambda: tests.change_later(runtime, runtime.put_batch),
@@ -354,7 +354,7 @@ def spmd(tmp_path_factory):
 @pytest.mark.slow
 def test_a_graph_over_eight_devices_is_replayed_and_gives_what_a_traced_one_and_one_device_give(spmd, xla):
     losses, state, traces = spmd["replayed"]
-    assert (traces, spmd["traced"][2]) == (3, 8)
+    assert (traces, spmd["traced"][2]) == (2, 8)
     for wanted_losses, wanted_state, _ in (
         spmd["traced"],
         outcome(xla, momentum(0.001), False, replayed=False),
@@ -368,7 +368,7 @@ def test_a_graph_over_eight_devices_is_replayed_and_gives_what_a_traced_one_and_
 def test_a_graph_over_eight_devices_that_changes_is_refused_and_one_that_cannot_be_replayed_is_traced(spmd):
     assert "call 2 of `step` traced a new graph, but at most 1" in spmd["refused"]  # of another sharding
     assert "call 5 of `step`" in spmd["changed"] and "New in it: aten::tanh in step" in spmd["changed"]
-    assert spmd["otherwise"] == 3 + 3  # it leaves its state sharded in another way
+    assert spmd["otherwise"] == 2 + 3  # it leaves its state sharded in another way
 
 
 class Normed(MNIST):
@@ -406,5 +406,5 @@ class Cut(MNIST):
 def test_shapes_that_change_within_the_step_are_an_error_that_names_the_line(digits, tmp_path, xla):
     task = Cut(dataset_dir=digits, epochs=1, batch_size=8)
     object.__setattr__(task, "calls", [])
-    with pytest.raises(UnexpectedRecompilation, match=r"New in it: .*, test_xla_replay\.py line \d+\n"):
+    with pytest.raises(UnexpectedRecompilation, match=r"New in it: .*, test_xla_graph\.py line \d+\n"):
         train(task, Run.open(tmp_path, task), runtime=xla, progress=False)
