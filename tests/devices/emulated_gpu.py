@@ -24,7 +24,7 @@ class EmulatedRuntime(Runtime):
 
     compile, as_graph_input = CUDARuntime.compile, CUDARuntime.as_graph_input
     init_optimizer_state = CUDARuntime.init_optimizer_state
-    _step_unless_overflow = CUDARuntime._step_unless_overflow
+    _step_unless_overflow, allow_sync = CUDARuntime._step_unless_overflow, CUDARuntime.allow_sync
     _searches_not_counted = staticmethod(lambda function: function)
 
     def __init__(self, precision="fp32"):

@@ -24,7 +24,7 @@ def test_what_is_fp32_is_multiplied_in_fp32_on_a_tpu_in_a_bf16_training_too(
     accelerator, precision, wanted, monkeypatch, xla
 ):
     precisions = []
-    monkeypatch.setattr(xla_private._XLAC, "_xla_set_mat_mul_precision", precisions.append)
+    monkeypatch.setattr(xla_private, "set_matmul_precision", precisions.append)
     type(xla)(accelerator, precision)
     assert precisions == wanted
 

@@ -14,7 +14,7 @@ pytest.importorskip("torch_xla")
 from tests.conftest import ROOT, checkpoint, same
 from tests.devices.conftest import take_step
 from tpukit import Run, train
-from tpukit.devices import xla_private, xla_graph
+from tpukit.devices import xla_graph, xla_private
 from tpukit.devices.distributed import World
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.tasks.mnist import MNIST

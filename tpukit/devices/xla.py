@@ -71,7 +71,7 @@ class XLARuntime(Runtime):
         if self.accelerator == "tpu":
             # Otherwise a TPU rounds fp32 factors to bfloat16, also those that a bf16 training keeps in fp32,
             # as pixels that it augments.
-            xla_private.multiply_in_fp32()
+            xla_private.set_matmul_precision("highest")
         return torch_xla.device()
 
     def _best_precision(self) -> str:
@@ -267,17 +267,15 @@ class XLARuntime(Runtime):
         to_device_s, from_device_s (seconds); and since `reset_statistics`: fallbacks, operation that XLA
         could not lower and the CPU ran instead -> count."""
         compilations, compile_s = self.compilations()
-        executions, execute_s = _timed("ExecuteTime")
-        spmd_executions, spmd_execute_s = _timed("ExecuteReplicatedTime")
-        fallbacks = collections.Counter(_fallbacks()) - collections.Counter(self._fallbacks_before)
+        executions = _timed("ExecuteTime"), _timed("ExecuteReplicatedTime")  # the second: SPMD's
         return dict(
             compilations=compilations,
             compile_s=compile_s,
-            executions=executions + spmd_executions,
-            execute_s=execute_s + spmd_execute_s,
+            executions=sum(count for count, _ in executions),
+            execute_s=sum(seconds for _, seconds in executions),
             to_device_s=_timed("TransferToDeviceTime")[1],
             from_device_s=_timed("TransferFromDeviceTime")[1],
-            fallbacks=dict(fallbacks),
+            fallbacks=dict(_fallbacks() - self._fallbacks_before),
         )
 
     @contextlib.contextmanager
@@ -330,8 +328,9 @@ def _take_zero_step(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _fallbacks() -> dict[str, int]:
-    return {name: met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")}
+def _fallbacks() -> collections.Counter:
+    names = (name for name in met.counter_names() if name.startswith("aten::"))
+    return collections.Counter({name: met.counter_value(name) for name in names})
 
 
 def _timed(name: str) -> tuple[int, float]:

@@ -78,7 +78,7 @@ class CompiledFunction:
         finally:
             self._record(signature, before, refusal)
 
-    def _record(self, signature, before, refusal):
+    def _record(self, signature: dict[str, Any], before, refusal):
         """Keep what this call was made with, and an event where it compiled, or was refused."""
         last = self.runtime.last_signatures.get(self.name, signature)
         self.runtime.last_signatures[self.name] = signature
@@ -232,7 +232,7 @@ class ReplayedStep(CompiledFunction):
             if kind == "constant":
                 constants.append(value)
             elif kind == "state" and number in written:  # which may take the memory of its old value
-                xla_private.donate(value)
+                xla_private.set_donated(value, True)
         return CapturedGraph(
             hash=xla_private.graph_hash(outputs),
             state=state,
@@ -253,11 +253,11 @@ class ReplayedStep(CompiledFunction):
         if self.state_before:
             self.state_before = []
             self.mutates[0].zero_grad(set_to_none=True)
-            xla_private.discard_pending(self.runtime.device)
+            xla_private.discard_pending(str(self.runtime.device))
 
     def _run(self, graph, key, tensors):
         """Run a captured graph, compiled if it is the first one, and keep it."""
-        xla_private.allow_execution()
+        xla_private.allow_execution(True)
         if self.graph is None:
             self.trace = xla_private.trace_text(graph.outputs)
             xla_private.compile_graph(graph.outputs)
