@@ -37,6 +37,7 @@ class CUDARuntime(Runtime):
     Steps are captured as CUDA graphs (`cuda_graph`). An optimizer updates all weights by one kernel where
     torch has one, and counts its steps on the device."""
 
+    has_graphs = True
     allow_sync = True  # whether a step may wait for the GPU; one that is captured may not
     peak_before = 0  # bytes: of what ran before the statistics of torch were last reset
     generators = {**Runtime.generators, "cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state)}
@@ -73,9 +74,6 @@ class CUDARuntime(Runtime):
     def put(self, arrays: Mapping[str, Any]) -> Batch:
         pinned = {name: torch.as_tensor(value).pin_memory() for name, value in arrays.items()}
         return {name: value.to(self.device, non_blocking=True) for name, value in pinned.items()}
-
-    def as_graph_input(self, number: float | None) -> Tensor | None:
-        return None if number is None else self.put({"number": torch.tensor(number)})["number"]
 
     def to_cpu_async(self, tree: Any) -> Callable[[], Any]:
         pinned = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", non_blocking=True), tree)

@@ -57,12 +57,13 @@ class Runtime:
     """One device of this process.
 
     device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become compiled graphs,
-    as on XLA. has_fp16: whether a user may ask for it. cores: the number of devices that share a global
-    batch, over all processes. shards: those of them in this process. notes: sentences for the run's log about
-    how the placed model is computed, or "". step: of the last `heartbeat`. watchdog: gets each heartbeat, or
-    None."""
+    as on XLA. has_graphs: whether they become these or captured ones. has_fp16: whether a user may ask for
+    it. cores: the number of devices that share a global batch, over all processes. shards: those of them in
+    this process. notes: sentences for the run's log about how the placed model is computed, or "". step: of
+    the last `heartbeat`. watchdog: gets each heartbeat, or None."""
 
     compiles = False
+    has_graphs = False
     has_fp16 = True
     notes = ""
     shards = 1
@@ -81,6 +82,7 @@ class Runtime:
         self.accelerator = accelerator
         self.world = world or World()
         self.compile_events: list[dict] = []
+        self._last_inputs: dict[type, tuple[float, Tensor]] = {}  # see `as_graph_input`
         self.device = self._open_device()
         self.cores = self.world.size
         self.precision = self._best_precision() if precision == "auto" else precision
@@ -149,11 +151,15 @@ class Runtime:
         return {name: values.index_select(0, index) for name, values in whole.items()}
 
     def as_graph_input(self, number: float | None) -> Any:
-        """A number that changes, or None, as an argument of a compiled function: where steps are compiled or
-        captured a 0-d tensor, so that every value runs the same graph."""
-        if number is None or not self.compiles:
+        """A number that changes, or None, as an argument of a compiled function: where steps are graphs a 0-d
+        tensor, so that every value runs the same one."""
+        if number is None or not self.has_graphs:
             return number
-        return self.put({"number": torch.tensor(number)})["number"]
+        last, tensor = self._last_inputs.get(type(number), (None, None))
+        if last != number:  # else the same one, as every step of an epoch asks for it
+            tensor = self.put({"number": torch.tensor(number)})["number"]
+            self._last_inputs[type(number)] = number, tensor
+        return tensor
 
     def to_cpu(self, tree: Any) -> Any:
         """The same pytree with every tensor copied to the CPU. Waits for the device."""

@@ -38,7 +38,7 @@ class XLARuntime(Runtime):
     Under SPMD the batch axis of every batch is sharded over the devices; the model is written as for one
     device, the compiler inserts the all-reduces, and batch norm sees the whole global batch."""
 
-    compiles = True
+    compiles = has_graphs = True
     has_fp16 = False
     generators = {**Runtime.generators, "xla": (xm.get_rng_state, xm.set_rng_state)}
     runs_graphs = True  # a plan only exports them
@@ -52,7 +52,6 @@ class XLARuntime(Runtime):
         spmd_cores: int | None = None,
     ):
         self.spmd_cores, self.shards = spmd_cores, spmd_cores or 1
-        self._last_scalars: dict[type, tuple[float, Tensor]] = {}
         super().__init__(accelerator, precision, world)
         self.reset_statistics()
         self.cores = spmd_cores or self.world.size
@@ -139,15 +138,6 @@ class XLARuntime(Runtime):
 
     def take(self, whole: dict[str, lanes.Stored], index: Tensor) -> Batch:
         return {name: lanes.take(stored, index) for name, stored in whole.items()}
-
-    def as_graph_input(self, number: float | None) -> Tensor | None:
-        if number is None:
-            return None
-        last, tensor = self._last_scalars.get(type(number), (None, None))
-        if last != number:  # else the same one, as every step of an epoch asks for it
-            tensor = self._put(torch.tensor(number))
-            self._last_scalars[type(number)] = number, tensor
-        return tensor
 
     def _shard(self, tensors: Batch) -> None:
         """Shard the first axis of each tensor over the mesh, if there is one."""
