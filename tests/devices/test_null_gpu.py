@@ -14,6 +14,7 @@ import torch
 from tests.conftest import ROOT
 from tests.launching.conftest import CPU
 
+pytestmark = pytest.mark.slow
 SITE = Path(torch.__file__).parent.parent
 HEADERS = [SITE / "nvidia/cudnn/include", SITE / "triton/backends/nvidia/include"]
 SOURCES = [ROOT / f"tests/devices/null_gpu/{name}.cpp" for name in ("cuda", "libraries")]

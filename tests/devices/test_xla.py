@@ -206,7 +206,7 @@ def test_both_phases_are_one_graph_each_for_step_and_prediction_with_the_losses_
     # Adagrad's first step moves every weight by lr times the sign of its gradient, so at the recipe's lr the
     # rounding of near-zero gradients is amplified without bound; with a small lr the two devices can be
     # compared.
-    recipe = dict(batch_size=4, base_size=64, crop_size=64, log_every=1, num_workers=1, lr=1e-4)
+    recipe = dict(batch_size=4, base_size=32, crop_size=32, log_every=1, num_workers=1, lr=1e-4)
     task = Narrow(dataset_dir=infrared, epochs=4, warm_epoch=1, eval_every=2, **recipe)
     run, on_cpu = Run.open(tmp_path / "xla", task), Run.open(tmp_path / "cpu", task)
     before = xla.counters()

@@ -311,6 +311,7 @@ class Normed(MNIST):
         return super().model().insert(1, torch.nn.BatchNorm2d(32))
 
 
+@pytest.mark.slow
 def test_an_average_keeps_its_own_running_statistics_while_replayed_steps_write_over_the_models(
     digits, tmp_path, xla, cpu
 ):
