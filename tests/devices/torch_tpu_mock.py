@@ -6,7 +6,6 @@ each rank."""
 
 import atexit
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from tpukit.devices import torch_tpu_private
 from tpukit.host import environment
-from tpukit.host.environment import detect
 
 VERSIONS = dict(torch="2.13.0+cpu", torch_tpu="0.2.0", libtpu="0.0.52")
 # Without these the package opens no chip in a process that has a WORLD_SIZE.
@@ -91,8 +89,18 @@ def shut_down():
 
 def machine(cores):
     """The Environment of a machine with so many chips and torch_tpu."""
-    machine = dict(host="kaggle", accelerator="tpu", cores=cores, device_name="v5litepod-8")
-    return dataclasses.replace(detect({}), versions=VERSIONS, **machine)
+    return environment.Environment(
+        host="kaggle",
+        accelerator="tpu",
+        cores=cores,
+        device_name="v5litepod-8",
+        python="3.12",
+        versions=VERSIONS,
+        outputs=Path.cwd(),
+        drive=None,
+        inputs=Path("inputs"),
+        variables={},
+    )
 
 
 def main(run, data, cores, accident="", **settings):
