@@ -31,7 +31,7 @@ class FastDevice(Runtime):
     """A device that works in order and answers with constants. ends: when each step will have ended, by its
     place."""
 
-    compiles = True  # as on a TPU: the data lies on the device, and steps are handed over whole
+    compiles = has_graphs = True  # as on a TPU: the data lies on the device, and steps are handed over whole
 
     def __init__(self):
         super().__init__("cpu", "fp32")

@@ -1,4 +1,8 @@
-"""A training step by hand."""
+"""A training step by hand, and a training of a small model by such steps."""
+
+import torch
+
+from tpukit import MNIST
 
 
 def take_step(runtime, loss, optimizer):
@@ -6,3 +10,37 @@ def take_step(runtime, loss, optimizer):
     runtime.backward(loss, optimizer)
     runtime.all_reduce_gradients(optimizer)
     runtime.optimizer_step(optimizer)
+
+
+def outcome(runtime, optimizer, captured, dropout=False, steps=8, ragged_at=None):
+    """(sums of the loss after each step, final state and the next random numbers, how often the step was
+    called in Python). Half of the steps have another loss. ragged_at: the step from which on a batch has
+    fewer samples."""
+    torch.manual_seed(0)
+    # No bias, whose gradient would be nothing but rounding before a batch norm
+    layers = [torch.nn.Conv2d(1, 4, 3, bias=False), torch.nn.BatchNorm2d(4), torch.nn.ReLU()]
+    layers += [torch.nn.Flatten(), torch.nn.Dropout(0.5)][: 1 + dropout]
+    model = runtime.to_device(torch.nn.Sequential(*layers, torch.nn.Linear(4 * 26 * 26, 10)).train())
+    made = optimizer(model.parameters())
+    runtime.init_optimizer_state(made)
+    runtime.seed(5)
+    calls = []
+
+    def step(batch, epoch, total):
+        calls.append(epoch)
+        loss = torch.nn.functional.cross_entropy(model(batch["image"].float() / 255), batch["label"])
+        take_step(runtime, loss * (epoch + 1), made)
+        return total + loss.detach().reshape(1) * (epoch + 1)
+
+    compiled = runtime.compile(step, name="step", mutates=(model, made) if captured else None)
+    totals = [runtime.put({"total": torch.zeros(1)})["total"]]
+    for number in range(steps):
+        batch = MNIST().example(8 if ragged_at is None or number < ragged_at else 6)
+        batch["image"] = batch["image"] // (number + 1)
+        epoch = runtime.as_graph_input(number // (steps // 2))
+        totals.append(compiled(runtime.put_batch(batch), epoch, totals[-1]))
+    gradients = [p.grad for p in model.parameters()]
+    kept = [value for state in made.state_dict()["state"].values() for value in state.values()]
+    kept = [value for value in kept if torch.is_tensor(value)]
+    state = [value.detach().cpu() for value in (*model.state_dict().values(), *gradients, *kept)]
+    return [float(total) for total in totals[1:]], [*state, torch.rand(3)], len(calls)

@@ -22,9 +22,9 @@ WAITS = ("_local_scalar_dense", "nonzero")  # operations whose result the host n
 class EmulatedRuntime(Runtime):
     """A GPU's way to compute, on CPU tensors."""
 
-    compile, as_graph_input = CUDARuntime.compile, CUDARuntime.as_graph_input
+    compile, has_graphs = CUDARuntime.compile, True
     init_optimizer_state = CUDARuntime.init_optimizer_state
-    _step_unless_overflow = CUDARuntime._step_unless_overflow
+    _step_unless_overflow, allow_sync = CUDARuntime._step_unless_overflow, CUDARuntime.allow_sync
     _searches_not_counted = staticmethod(lambda function: function)
 
     def __init__(self, precision="fp32"):

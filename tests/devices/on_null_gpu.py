@@ -100,29 +100,21 @@ def steps_of_two(task, run):
     return dict(counts, log=(run.path / "log.txt").read_text(), of_the_launching_process=take_counts())
 
 
+ALLOCATES = ("empty", "empty_like", "empty_strided", "detach")
+
+
 class Moved(TorchDispatchMode):
     """Adds up the bytes of what each operation reads and writes."""
 
     bytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        outputs = function(*args, **(kwargs or {}))
-        if (
-            function.namespace == "aten"
-            and not function.is_view
-            and function.overloadpacket.__name__ not in ALLOCATES
-        ):
-            given = () if function.overloadpacket.__name__ == "copy_" else tree_leaves(outputs)
-            tensors = [
-                leaf for leaf in (*tree_leaves((args, kwargs)), *given) if isinstance(leaf, torch.Tensor)
-            ]
-            self.bytes += sum(
-                bytes_of(tensor) for tensor in {id(t): t for t in tensors if t.is_cuda}.values()
-            )
+        outputs, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
+        if function.namespace == "aten" and not function.is_view and name not in ALLOCATES:
+            leaves = tree_leaves((args, kwargs, None if name == "copy_" else outputs))
+            tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda}
+            self.bytes += sum(map(bytes_of, tensors.values()))
         return outputs
-
-
-ALLOCATES = ("empty", "empty_like", "empty_strided", "detach")
 
 
 def bytes_of(tensor):

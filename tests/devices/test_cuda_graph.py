@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import SMALL, checkpoint, exact, same
+from tests.devices.conftest import outcome
 from tests.devices.emulated_gpu import EmulatedGpu, EmulatedRuntime
 from tests.tasks.mshnet.small import Narrow
 from tpukit import MNIST, Run, train
@@ -27,41 +28,6 @@ def emulated(monkeypatch):
 # One step function
 
 
-def outcome(runtime, optimizer, captured, dropout=False, changes_at=STEPS):
-    """[totals, final state, random numbers that come next] of steps of a small model, the last third with
-    another loss. changes_at: the step from which on the batch has another shape."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten()]
-    layers += [torch.nn.Dropout(0.5 if dropout else 0.0), torch.nn.Linear(4 * 26 * 26, 10)]
-    model = torch.nn.Sequential(*layers).train()
-    made = optimizer(model.parameters())
-    runtime.init_optimizer_state(made)
-    runtime.seed(5)
-
-    def step(batch, epoch, total):
-        made.zero_grad(set_to_none=True)
-        loss = torch.nn.functional.cross_entropy(model(batch["image"].float() / 255), batch["label"])
-        runtime.backward(loss * (epoch + 1), made)
-        norm = runtime.clip_gradients(made, 0.5)
-        runtime.optimizer_step(made)
-        return total + torch.stack([loss.detach(), norm])
-
-    compiled = runtime.compile(step, name="step", mutates=(model, made) if captured else None)
-    totals = [torch.zeros(2)]
-    for number in range(STEPS):
-        batch = MNIST().example(4 if number < changes_at else 3)
-        batch["image"] = batch["image"] // (number + 1)
-        epoch = runtime.as_graph_input(number // 8)
-        totals.append(compiled(runtime.put(batch), epoch, totals[-1]))
-    gradients = [p.grad for p in model.parameters()]
-    kept = [value for state in made.state.values() for value in state.values()]
-    return [*totals, *model.state_dict().values(), *gradients, *kept, torch.rand(3)]
-
-
-def check_equal(ours, theirs):
-    assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
-
-
 def adagrad(parameters):
     return torch.optim.Adagrad(parameters, 0.01)  # counts its steps on the host
 
@@ -75,18 +41,19 @@ def momentum(parameters):
 
 
 @pytest.mark.parametrize("optimizer", [momentum, adagrad, adamw])
-@pytest.mark.parametrize("dropout, changes_at", [(False, STEPS), (True, STEPS), (True, 7)])
+@pytest.mark.parametrize("dropout, ragged_at", [(False, None), (True, None), (True, 7)])
 def test_captured_steps_equal_eager_ones_bit_for_bit_and_another_shape_ends_the_capture(
-    optimizer, dropout, changes_at, emulated
+    optimizer, dropout, ragged_at, emulated
 ):
     gpu = EmulatedRuntime()
-    ours = outcome(gpu, optimizer, True, dropout, changes_at)
-    assert len(emulated.graphs) == 1 and emulated.launches == changes_at - cuda_graph.WARM_UP
-    check_equal(ours, outcome(gpu, optimizer, False, dropout, changes_at))
-    events = gpu.pop_compile_events()
-    assert [event["programs"] for event in events] == ([1] if changes_at == STEPS else [1, 0])
-    why = "image went from (4, 1, 28, 28) to (3, 1, 28, 28): the last batch is ragged"
-    assert events[-1]["why"] == [] if changes_at == STEPS else why in events[-1]["why"][0]
+    losses, state, _ = outcome(gpu, optimizer, True, dropout, STEPS, ragged_at)
+    assert len(emulated.graphs) == 1 and emulated.launches == (ragged_at or STEPS) - cuda_graph.WARM_UP
+    wanted_losses, wanted_state, _ = outcome(gpu, optimizer, False, dropout, STEPS, ragged_at)
+    assert losses == wanted_losses and all(map(torch.equal, state, wanted_state))
+    captured, *refused = gpu.pop_compile_events()
+    assert captured["programs"] == 1 and len(refused) == (ragged_at is not None)
+    why = "image went from (8, 1, 28, 28) to (6, 1, 28, 28): the last batch is ragged"
+    assert all(event["programs"] == 0 and why in event["why"][0] for event in refused)
 
 
 @pytest.mark.parametrize("peak, launches", [(30, STEPS - 3), (50, 0)])
@@ -95,7 +62,7 @@ def test_a_step_that_takes_more_than_half_of_the_memory_is_not_captured(
 ):
     monkeypatch.setattr(EmulatedRuntime, "memory", lambda self: [(peak * 2**30, 80 * 2**30)])
     gpu = EmulatedRuntime()
-    outcome(gpu, adagrad, True)
+    outcome(gpu, adagrad, True, steps=STEPS)
     (event,) = gpu.pop_compile_events()
     assert emulated.launches == launches and (event["why"] == []) == (launches > 0)
 
@@ -184,10 +151,10 @@ def test_in_fp16_a_capture_that_fails_within_the_update_leaves_a_scaler_that_goe
         return made
 
     gpu = EmulatedRuntime("fp16")
-    ours = outcome(gpu, optimizer, True)
+    ours, _, _ = outcome(gpu, optimizer, True, steps=STEPS)
     (event,) = gpu.pop_compile_events()
     assert "not permitted" in event["why"][0] and len(calls) == STEPS + 1 and gpu.allow_sync
-    check_equal(ours, outcome(EmulatedRuntime("fp16"), adagrad, False))
+    assert ours == outcome(EmulatedRuntime("fp16"), adagrad, False, steps=STEPS)[0]
 
 
 @pytest.mark.parametrize("optimizer", [adagrad, momentum, adamw])

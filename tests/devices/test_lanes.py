@@ -30,12 +30,8 @@ from tests.conftest import ROOT
     ],
 )
 def test_samples_in_rows_are_the_samples_of_the_array_bit_by_bit(shape, dtype, rows, xla):
-    array = (
-        np.random.default_rng(0)
-        .integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8)
-        .view(dtype)[..., 0]
-    )
-    array = array.view(np.uint8) % 2 == 1 if dtype is np.bool_ else array
+    given = np.random.default_rng(0).integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8)
+    array = given[..., 0] % 2 == 1 if dtype is np.bool_ else given.view(dtype)[..., 0]
     whole = xla.put_dataset(dict(one=array, label=np.arange(len(array))))
     assert whole["one"].rows.shape == rows and xla.whole_nbytes(dict(one=array)) == whole["one"].rows.nbytes
     index = np.array([6, 0, 3, 3])

@@ -14,6 +14,7 @@ import torch
 from tests.conftest import ROOT
 from tests.launching.conftest import CPU
 
+pytestmark = pytest.mark.slow
 SITE = Path(torch.__file__).parent.parent
 HEADERS = [SITE / "nvidia/cudnn/include", SITE / "triton/backends/nvidia/include"]
 SOURCES = [ROOT / f"tests/devices/null_gpu/{name}.cpp" for name in ("cuda", "libraries")]
@@ -136,19 +137,13 @@ BROKEN = {  # (what, always) -> the reason in the log
 def test_a_capture_that_breaks_costs_the_graph_alone_and_the_next_training_is_captured(
     on_null_gpu, digits, tmp_path
 ):
-    for (what, always), ran in zip(
-        BROKEN, on_null_gpu("broken", folder=digits, run=tmp_path / "run", ways=list(BROKEN))
-    ):
-        reason = BROKEN[what, always]
-        broken, sound = ran["broken"], ran["sound"]
-        assert broken["launches"] == 0 and broken["ending"] == ("done" if reason else "KeyboardInterrupt"), (
-            what
-        )
-        assert len(broken["why"]) == (1 if reason else 0) and (not reason or reason in broken["why"][0][0]), (
-            broken
-        )
+    found = on_null_gpu("broken", folder=digits, run=tmp_path / "run", ways=list(BROKEN))
+    for ((what, always), reason), ran in zip(BROKEN.items(), found, strict=True):
+        broken, sound, peaks = ran["broken"], ran["sound"], ran["broken"]["peaks"]
+        ending = "done" if reason else "KeyboardInterrupt"
+        assert broken["launches"] == 0 and broken["ending"] == ending, what
+        assert len(broken["why"]) == bool(reason) and (not reason or reason in broken["why"][0][0]), broken
         assert not always or not broken["refused"], "found before the capture"
-        peaks = broken["peaks"]
         assert len(peaks) == (4 if reason else 0) and all(peak < 1 for peak in peaks), (what, peaks)
         assert (sound["ending"], sound["why"], sound["launches"], sound["refused"]) == ("done", [[]], 22, [])
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT
-from tpukit import TpukitError
+from tests.conftest import ROOT, refuses
+from tpukit import detect
 from tpukit.devices import open_runtime
 from tpukit.devices.cuda import CUDARuntime
+from tpukit.devices.distributed import World
 from tpukit.devices.runtime import Runtime
 
 
@@ -27,32 +28,39 @@ def gpu(monkeypatch, capability=(7, 5), built_for=("sm_75", "sm_80", "compute_90
 
 
 def test_gpus_without_bf16_take_fp16_with_a_scaler_and_unknown_precisions_are_refused(monkeypatch):
-    from tpukit.host.environment import detect
-
     gpu(monkeypatch)
     assert CUDARuntime("cuda").precision == "fp16"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert CUDARuntime("cuda").precision == "bf16"
-    with pytest.raises(TpukitError, match="choose one of"):
+    with refuses("fp8", "choose one of"):
         open_runtime(detect(), "fp8")
 
 
-@pytest.mark.parametrize(
-    "capability, fine", [((6, 0), False), ((7, 5), True), ((8, 9), True), ((12, 0), True)]
-)
-def test_a_gpu_that_torch_was_not_built_for_is_refused_before_its_first_kernel(capability, fine, monkeypatch):
+@pytest.mark.parametrize("capability", [(7, 5), (8, 9), (12, 0)])
+def test_a_gpu_that_torch_was_built_for_is_opened_and_measures_its_algorithms(capability, monkeypatch):
     gpu(monkeypatch, capability)
-    if fine:
-        monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-        assert CUDARuntime("cuda").device.type == "cuda"
-        assert torch.backends.cudnn.benchmark  # it measures its algorithms
-        return
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    assert CUDARuntime("cuda").device.type == "cuda" and torch.backends.cudnn.benchmark
+
+
+def test_a_gpu_that_torch_was_not_built_for_is_refused_before_its_first_kernel(monkeypatch):
+    gpu(monkeypatch, (6, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla P100-PCIE-16GB")
-    with pytest.raises(TpukitError, match=r"P100-PCIE-16GB .*6\.0.* sm_75, sm_80, compute_90 "):
+    with refuses("P100-PCIE-16GB", "6.0", "sm_75, sm_80, compute_90 "):
         CUDARuntime("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(TpukitError, match="built without CUDA, or the driver is too old"):
+    with refuses("built without CUDA, or the driver is too old"):
         CUDARuntime("cuda")
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The environment variables with which each runtime of a TPU or XLA device was opened."""
+    pytest.importorskip("torch_xla")
+    seen = []
+    for name in ("xla.XLARuntime", "torch_tpu.TorchTPURuntime"):
+        monkeypatch.setattr(f"tpukit.devices.{name}", lambda *_: seen.append(dict(os.environ)))
+    return seen
 
 
 COUNT_FAULTS = """
@@ -120,32 +128,27 @@ def test_torch_compile_makes_no_cuda_graphs_of_its_own(monkeypatch, cpu):
 
 
 @pytest.mark.parametrize(
-    "accelerator, precision, capability, is_last",
+    "kind, precision, capability, is_last",
     [
-        ("cpu", "fp32", None, True),
-        ("cuda", "bf16", (8, 0), True),
-        ("cuda", "fp16", (7, 5), True),
-        ("cuda", "fp32", (8, 0), False),
-        ("cuda", "fp16", (6, 1), False),  # without tensor cores
+        (Runtime, "fp32", None, True),
+        (CUDARuntime, "bf16", (8, 0), True),
+        (CUDARuntime, "fp16", (7, 5), True),
+        (CUDARuntime, "fp32", (8, 0), False),
+        (CUDARuntime, "fp16", (6, 1), False),  # without tensor cores
     ],
 )
 def test_convolutional_networks_lie_channels_last_where_that_is_faster(
-    accelerator, precision, capability, is_last, monkeypatch, cpu
+    kind, precision, capability, is_last, monkeypatch
 ):
     gpu(monkeypatch, capability, built_for=("sm_61", "sm_75", "sm_80"))
-    runtime = (CUDARuntime if accelerator == "cuda" else Runtime)(accelerator, precision)
+    runtime = kind(precision=precision)
     runtime.device = torch.device("cpu")
-    layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(36, 2)]
-    for channels_last, model, expected in (
-        ("auto", layers, is_last),
-        ("auto", [*layers, torch.nn.Linear(2, 500)], False),  # most weights are of no convolution
-        ("yes", layers, True),
-        ("no", layers, False),
-    ):
-        kernel = runtime.to_device(
-            torch.nn.Sequential(*model).to(memory_format=torch.contiguous_format), channels_last=channels_last
-        )
-        assert kernel[0].weight.is_contiguous(memory_format=torch.channels_last) == expected
+    linear = torch.nn.Linear(2, 500)  # so that most weights are of no convolution
+    cases = [("auto", [], is_last), ("auto", [linear], False), ("yes", [], True), ("no", [], False)]
+    for channels_last, more, expected in cases:
+        layers = [torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(36, 2), *more]
+        model = runtime.to_device(torch.nn.Sequential(*layers), channels_last=channels_last)
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last) == expected
 
 
 def test_a_set_that_stays_on_a_gpu_is_not_pinned_on_its_way(monkeypatch):
@@ -176,22 +179,26 @@ def test_a_set_that_stays_on_a_gpu_is_not_pinned_on_its_way(monkeypatch):
     ],
 )
 def test_a_tasks_flags_reach_a_libtpu_that_knows_them_before_it_opens_the_chips(
-    monkeypatch, version, chips, given, wanted
+    monkeypatch, opened, version, chips, given, wanted
 ):
-    pytest.importorskip("torch_xla")
     monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: chips)
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", given or "")
-    if given is None:
-        monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
     monkeypatch.setattr("tpukit.devices.version_of", lambda package: version if package == "libtpu" else "1")
-    seen = []
-    monkeypatch.setattr(
-        "tpukit.devices.xla.XLARuntime", lambda *_: seen.append(os.environ.get("LIBTPU_INIT_ARGS"))
-    )
     for accelerator in ("xla", "tpu", "tpu"):  # the CPU XLA device has another compiler
         env = SimpleNamespace(accelerator=accelerator, uses_torch_tpu=False)
         open_runtime(env, libtpu_args="--a=1 --b=2")
-    assert seen == [given, wanted, wanted]
+    assert [environ.get("LIBTPU_INIT_ARGS") for environ in opened] == [given, wanted, wanted]
+
+
+@pytest.mark.parametrize("uses_torch_tpu", [False, True])
+def test_a_warning_where_a_variable_should_be_is_gone_before_a_chip_is_opened(
+    uses_torch_tpu, monkeypatch, opened
+):
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "WARNING: could not determine TPU worker hostnames")
+    open_runtime(SimpleNamespace(accelerator="tpu", uses_torch_tpu=uses_torch_tpu))
+    assert opened[0]["TPU_WORKER_HOSTNAMES"] == "localhost"
 
 
 FP32 = """
@@ -220,16 +227,16 @@ for setting in json.loads(sys.argv[1]):
 
 
 def test_fp32_is_not_tf32_by_any_of_torchs_settings_whatever_the_user_has_set():
-    has_newer = hasattr(torch.backends.cudnn, "conv")
     settings = [
         "",
         "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True",
         "torch.set_float32_matmul_precision('high')",
     ]
+    has_newer = hasattr(torch.backends.cudnn, "conv")
     if has_newer:
-        settings += ["torch.backends.fp32_precision = 'tf32'"]
         settings += [
-            "torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = 'tf32'"
+            "torch.backends.fp32_precision = 'tf32'",
+            "cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = 'tf32'",
         ]
     command = [sys.executable, "-c", FP32, json.dumps(settings)]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -237,44 +244,23 @@ def test_fp32_is_not_tf32_by_any_of_torchs_settings_whatever_the_user_has_set():
     assert found == len(settings) * [[False, False, "highest", *["ieee"] * 4 * has_newer]], ran.stderr
 
 
-def test_a_warning_where_a_variable_should_be_is_gone_before_a_chip_is_opened(monkeypatch):
-    pytest.importorskip("torch_xla")
-    monkeypatch.setenv(
-        "TPU_WORKER_HOSTNAMES", "WARNING: could not determine TPU worker hostnames, please set env var"
-    )
-    seen = []
-    monkeypatch.setattr(
-        "tpukit.devices.xla.XLARuntime", lambda *_: seen.append(os.environ["TPU_WORKER_HOSTNAMES"])
-    )
-    open_runtime(SimpleNamespace(accelerator="tpu", uses_torch_tpu=False))
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "WARNING: another one")
-    monkeypatch.setattr(
-        "tpukit.devices.torch_tpu.TorchTPURuntime", lambda *_: seen.append(os.environ["TPU_WORKER_HOSTNAMES"])
-    )
-    open_runtime(SimpleNamespace(accelerator="tpu", uses_torch_tpu=True))
-    assert seen == ["localhost", "localhost"]
-
-
 @pytest.mark.parametrize(
-    "batch_size, peak, wanted",
+    "batch_size, peak, step, ranks, wanted",
     [
-        (4, 0.5, 64),
-        (5, 0.5, 60),  # whole batches
-        (4, 2, 20),  # half of 20 GiB holds what 5 batches take
-        (4, 11, 4),
-        (128, 0.5, 128),
+        (4, 0.5, 1, 1, 64),
+        (5, 0.5, 1, 1, 60),  # whole batches
+        (4, 2, 1, 1, 20),  # half of 20 GiB holds what 5 batches take
+        (4, 11, 1, 1, 4),
+        (128, 0.5, 1, 1, 128),
+        (4, 0.5, 0, 1, 4),  # before the first step
+        (4, 0.5, 1, 2, 4),
     ],
 )
 def test_one_gpu_predicts_as_many_samples_at_once_as_half_of_its_memory_would_train(
-    batch_size, peak, wanted, monkeypatch, cpu
+    batch_size, peak, step, ranks, wanted, monkeypatch, cpu
 ):
     gpu(monkeypatch)
     monkeypatch.setattr(CUDARuntime, "memory", lambda self: [(peak * 2**30, 20 * 2**30)])
-    cpu.step = 1
-    runtime = CUDARuntime("cuda")
-    for one in (cpu, runtime):  # which has taken no step yet
-        assert one.evaluation_batch(batch_size) == batch_size
-    runtime.step = 1
-    assert runtime.evaluation_batch(batch_size) == wanted
-    runtime.world.size = 2
-    assert runtime.evaluation_batch(batch_size) == batch_size
+    runtime = CUDARuntime("cuda", world=World(0, ranks))
+    runtime.step = cpu.step = step
+    assert runtime.evaluation_batch(batch_size) == wanted and cpu.evaluation_batch(batch_size) == batch_size

@@ -94,14 +94,10 @@ def test_the_commands_run_unchanged_through_torch_tpu(mock, digits, tmp_path, mo
     assert "accuracy" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind, opens", [(None, False), ("cuda", False), ("tpu", True)])
-def test_where_torch_tpu_finds_no_tpu_the_error_says_so(kind, opens, monkeypatch):
+@pytest.mark.parametrize("kind", [None, "cuda"])
+def test_where_torch_tpu_finds_no_tpu_the_error_says_so(kind, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_tpu", torch)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and SimpleNamespace(type=kind))
-    monkeypatch.setattr(torch, "device", str)  # this torch may know no "tpu"
-    if opens:
-        assert torch_tpu_private.open_device() == "tpu"
-        return
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
     with refuses("no TPU", "tpukit doctor"):
         torch_tpu_private.open_device()
 
@@ -119,22 +115,15 @@ def test_a_rank_opens_its_chip_and_then_joins_over_the_hosts_memory_and_the_chip
     assert calls == ["opened", "cpu:gloo,tpu:tpu_dist"] and (world.rank, world.size) == (3, 8)
 
 
-def test_a_launch_is_refused_where_this_process_has_used_the_chips_or_torch_tpu_knows_no_such_shape(
+def test_a_launch_is_refused_where_this_process_has_used_the_chips_and_spmd_as_it_is_torch_xlas(
     mock, digits, tmp_path, monkeypatch
 ):
-    machine = torch_tpu_mock.machine(8)
-    monkeypatch.setattr(environment, "detect", lambda: machine)
+    monkeypatch.setattr(environment, "detect", lambda: torch_tpu_mock.machine(8))
     monkeypatch.setattr(torch.tpu, "is_initialized", lambda: True)
     task = MNIST(dataset_dir=digits, **SMALL)
-    with refuses("already initialized", "Restart"):
-        launcher.launch(train, task, Run.open(tmp_path, task))
-
-
-def test_a_part_of_the_chips_is_taken_and_spmd_refused_as_it_is_torch_xlas():
-    machine = torch_tpu_mock.machine(8)
-    assert launcher._count_cores(machine, 4, "processes") == 4
-    with refuses("torch_xla"):
-        launcher._count_cores(machine, 8, "spmd")
+    for parallel, words in dict(processes=("already initialized", "Restart"), spmd=("torch_xla",)).items():
+        with refuses(*words):
+            launcher.launch(train, task, Run.open(tmp_path, task), parallel=parallel)
 
 
 def started(options, torchrun=0, **variables):
@@ -167,14 +156,14 @@ def one_chip(digits, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_chip_of_eight_that_fails_ends_the_launch_and_the_next_gives_the_losses_of_one(
+def test_a_chip_of_four_that_fails_ends_the_launch_and_the_next_gives_the_losses_of_one(
     digits, tmp_path, one_chip
 ):
-    options = dict(cores=[8, 8], batch_norm="frozen", accident="raise", save_every_s=0)
+    options = dict(cores=[4, 4], batch_norm="frozen", accident="raise", save_every_s=0)
     [done] = ends(started(dict(run=tmp_path, data=digits, **options)))
     failed, resumed = done["ends"]
     assert "core 1 (rank 1)" in failed["error"] and "result" in resumed, done
-    assert done["launches"] == 2 * [dict(nproc_per_node=8)]
+    assert done["launches"] == 2 * [dict(nproc_per_node=4)]
     assert losses(tmp_path) == pytest.approx(losses(one_chip[0]), rel=1e-4)
 
 
@@ -202,8 +191,9 @@ def test_torchrun_starts_four_chips_which_give_the_losses_of_one(digits, tmp_pat
 def test_a_rank_that_fails_under_torchrun_ends_all_although_torch_tpu_would_wait_for_the_others_at_exit(
     digits, tmp_path
 ):
-    options = dict(run=tmp_path / "run", data=digits, cores=[4], accident="raise")
-    ran = started(options, torchrun=4, **OF_FOUR)
+    options = dict(run=tmp_path / "run", data=digits, cores=[2], accident="raise")
+    addresses = ",".join(OF_FOUR["TORCH_TPU_SLICEBUILDER_ADDRESSES"].split(",")[:2])
+    ran = started(options, torchrun=2, **OF_FOUR | dict(TORCH_TPU_SLICEBUILDER_ADDRESSES=addresses))
     assert ran.returncode == 1 and "rank 1 on" in ran.stderr and "sample 7 is broken" in ran.stderr
 
 

@@ -1,6 +1,8 @@
-"""One XLA device: its precisions, memory and counters, and the state of optimizers."""
+"""One XLA device: its precisions, memory and counters, the state of optimizers, and what a training compiles:
+one graph per function, without a fallback, and a recompilation refused with its cause."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 
@@ -9,11 +11,14 @@ import torch
 
 pytest.importorskip("torch_xla")
 
+from tests.conftest import refuses
 from tests.devices.conftest import take_step
-from tpukit import Run, TpukitError, train
+from tests.tasks.mshnet.small import Narrow
+from tpukit import MNIST, Run, train
 from tpukit.devices import xla_private
+from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.devices.xla import XLARuntime
-from tpukit.tasks.mnist import MNIST
+from tpukit.reporting import findings
 
 
 @pytest.mark.parametrize(
@@ -24,7 +29,7 @@ def test_what_is_fp32_is_multiplied_in_fp32_on_a_tpu_in_a_bf16_training_too(
     accelerator, precision, wanted, monkeypatch, xla
 ):
     precisions = []
-    monkeypatch.setattr(xla_private._XLAC, "_xla_set_mat_mul_precision", precisions.append)
+    monkeypatch.setattr(xla_private, "set_matmul_precision", precisions.append)
     type(xla)(accelerator, precision)
     assert precisions == wanted
 
@@ -89,33 +94,25 @@ def test_a_model_and_its_optimizers_state_are_made_in_one_graph_before_the_first
 
 
 def test_xla_refuses_fp16_and_says_what_to_use():
-    with pytest.raises(TpukitError, match="use 'bf16' or 'auto'"):
+    with refuses("use 'bf16' or 'auto'"):
         XLARuntime("xla", "fp16")
 
 
-def test_bf16_autocast_runs_on_the_xla_device(digits, tmp_path):
-    runtime = XLARuntime("xla", "bf16")
+def test_a_run_moves_between_devices_and_trains_in_bf16(digits, tmp_path, xla, cpu):
     task = MNIST(dataset_dir=digits, channels=4, epochs=1, batch_size=40)
-    train(task, Run.open(tmp_path, task), runtime=runtime, progress=False)
-    with runtime.autocast():
-        assert (
-            torch.ones(2, 2, device=runtime.device) @ torch.ones(2, 2, device=runtime.device)
-        ).dtype == torch.bfloat16
-
-
-def test_a_run_moves_between_devices(digits, tmp_path, xla, cpu):
-    task = MNIST(dataset_dir=digits, channels=4, epochs=1, batch_size=40)
-    for epochs, runtime in ((1, xla), (2, cpu), (3, xla)):
+    in_bf16 = XLARuntime("xla", "bf16")
+    for epochs, runtime in ((1, xla), (2, cpu), (3, in_bf16)):
         part = dataclasses.replace(task, epochs=epochs)
         train(part, Run.open(tmp_path, part), runtime=runtime, progress=False)
-    run = Run.find(tmp_path)
+    run, matrix = Run.find(tmp_path), torch.ones(2, 2, device=in_bf16.device)
     assert [r["accelerator"] for r in run.records("start")] == ["xla", "cpu", "xla"]
     assert run.records("epoch")[-1]["loss"] < run.records("epoch")[0]["loss"]
+    with in_bf16.autocast():
+        assert (matrix @ matrix).dtype == torch.bfloat16
 
 
 def test_memory_and_counters_are_absent_where_they_cannot_be_read(xla, cpu):
     assert xla.memory() == cpu.memory() == [] and cpu.counters() == {}
-    assert set(xla.counters()) >= {"compilations", "compile_s", "to_device_s", "fallbacks"}
 
 
 def test_adams_bias_correction_that_rounds_to_one_late_in_a_training_compiles_nothing_anew(xla):
@@ -169,44 +166,141 @@ def test_an_optimizer_whose_state_does_not_start_at_zero_is_left_alone(make, cpu
     assert XLARuntime.init_optimizer_state(cpu, optimizer) is False and not optimizer.state
 
 
-def test_a_nest_of_tensors_comes_to_the_host_in_one_transfer_each_at_its_place(xla, monkeypatch):
+def test_a_pytree_of_tensors_comes_to_the_host_in_one_transfer_each_at_its_place(xla, monkeypatch):
     transfer, calls = xla_private.to_cpu, []
     monkeypatch.setattr(
         xla_private, "to_cpu", lambda tensors: (calls.append(len(tensors)), transfer(tensors))[1]
     )
-    values = [
-        torch.arange(5),
-        torch.randn(2, 3).bfloat16(),
-        torch.tensor([True, False]),
-        torch.tensor(2.5, requires_grad=True),
-    ]
-    wanted = dict(a=values[0], nest=[values[1], "text", (values[2], 7)], there=values[3].detach(), none=None)
+    floats, flags = torch.randn(2, 3).bfloat16(), torch.tensor([True, False])
+    number = torch.tensor(2.5, requires_grad=True)
+    tree = dict(a=torch.arange(5), nested=[floats, "text", (flags, 7)], number=number, none=None)
+    there = torch.utils._pytree.tree_map_only(torch.Tensor, lambda value: value.to(xla.device), tree)
     kept = torch.ones(3)
-    there = [value.to(xla.device) for value in values]
-    found = xla.to_cpu(
-        dict(a=there[0], nest=[there[1], "text", (there[2], 7)], there=there[3], none=None) | dict(kept=kept)
-    )
+    found = xla.to_cpu(there | dict(kept=kept))
     kept.zero_()
-    assert torch.equal(found.pop("kept"), torch.ones(3)) and calls == [4] and not found["there"].requires_grad
-    assert str(found) == str(wanted)
-    assert xla.to_cpu(dict(text="alone")) == dict(text="alone")
+    assert torch.equal(found.pop("kept"), torch.ones(3)) and calls == [4]
+    assert str(found) == str(tree | dict(number=number.detach()))
 
 
 def test_equal_counts_of_loaded_batch_norms_have_a_buffer_each(xla):
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2))
-    saved = {
-        name: torch.tensor(10) if value.dim() == 0 else value for name, value in model.state_dict().items()
-    }
-
-    def counts_with_buffers():
-        xla.sync()
-        counts = [norm.num_batches_tracked for norm in placed]
-        assert len(set(xla_private.handles(counts))) == 2
-        return [int(count) for count in counts]
-
-    model.load_state_dict(saved)
+    counts = {f"{number}.num_batches_tracked": torch.tensor(10) for number in (0, 1)}
+    model.load_state_dict(counts, strict=False)
     placed = xla.to_device(model)
-    assert counts_with_buffers() == [10, 10]
-    placed.load_state_dict({name: value + 1 if value.dim() == 0 else value for name, value in saved.items()})
-    xla.unalias(placed.buffers())
-    assert counts_with_buffers() == [11, 11]
+    for wanted in (10, 11):
+        xla.sync()
+        placed_counts = [norm.num_batches_tracked for norm in placed]
+        assert len(set(xla_private.handles(placed_counts))) == 2
+        assert [int(count) for count in placed_counts] == [wanted, wanted]
+        placed.load_state_dict({name: count + 1 for name, count in counts.items()}, strict=False)
+        xla.unalias(placed.buffers())
+
+
+# What a training compiles
+
+
+@pytest.mark.slow
+def test_both_phases_are_one_graph_each_for_step_and_prediction_with_the_losses_of_eager_pytorch(
+    infrared, tmp_path, xla, cpu
+):
+    # Adagrad's first step moves every weight by lr times the sign of its gradient, so at the recipe's lr the
+    # rounding of near-zero gradients is amplified without bound; with a small lr the two devices can be
+    # compared.
+    recipe = dict(batch_size=4, base_size=32, crop_size=32, log_every=1, num_workers=1, lr=1e-4)
+    task = Narrow(dataset_dir=infrared, epochs=4, warm_epoch=1, eval_every=2, **recipe)
+    run, on_cpu = Run.open(tmp_path / "xla", task), Run.open(tmp_path / "cpu", task)
+    before = xla.counters()
+    train(task, run, runtime=xla, progress=False)
+    records = run.records()
+    compiled = [r for r in records if r["kind"] == "compile"]
+    # Epochs 0 and 1 warm up, and weights of both phases are scored.
+    graphs = [(r["step"], r["what"], r["programs"]) for r in compiled]
+    # `compose` may have been compiled for another test of this process.
+    assert [graph for graph in graphs if graph[1] != "compose"] == [(1, "step", 1), (8, "predict", 1)]
+    counters = {r["step"]: r["speed"]["counters"]["compilations"] for r in records if r["kind"] == "train"}
+    assert len({counters[s] for s in range(1, 9)}) == 1 and len({counters[s] for s in range(9, 17)}) == 1
+    new = {n: c for n, c in xla.counters()["fallbacks"].items() if c != before["fallbacks"].get(n, 0)}
+    assert new == {}
+    words = " ".join(findings.describe(records))
+    assert "compiled at step 1" in words and "again" not in words
+    assert "No operation fell back" in words
+    train(task, on_cpu, runtime=cpu, progress=False)
+    losses, wanted = ([r["loss"] for r in one.records("train")] for one in (run, on_cpu))
+    assert len(losses) == 16 and max(losses) - min(losses) > 0.5  # both phases are in
+    # The published network differed by 6e-4 and 1e-3 on two processors, as noise of 2e-7 in eager gradients
+    # (2e-4) leads to expect; twice the lr differs by 1.5e-2.
+    assert losses == pytest.approx(wanted, abs=4e-3)
+
+
+class WithNAdam(MNIST):
+    """Its optimizer's state cannot be made before the first step, so the second step is another graph."""
+
+    def optimizer(self, model):
+        return torch.optim.NAdam(model.parameters(), 1e-3)
+
+
+@pytest.mark.slow
+def test_a_second_graph_that_the_optimizer_needs_is_not_reported_as_unexpected(digits, tmp_path, xla):
+    task = WithNAdam(dataset_dir=digits, epochs=1, channels=4, batch_size=40, log_every=2)
+    run = Run.open(tmp_path, task)
+    train(task, run, runtime=xla, progress=False)
+    assert [r["step"] for r in run.records("compile") if r["what"] == "step"] == [1, 2]
+    words = " ".join(findings.describe(run.records()))
+    assert "at step 1" in words and "and at step 2" in words and "again" not in words
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peeking(MNIST):
+    """Reads the loss back in the middle of the step."""
+
+    def loss(self, model, batch, epoch):
+        loss = super().loss(model, batch, epoch)
+        return loss * 2 if loss.item() > 100 else loss
+
+
+def test_a_value_read_back_in_the_step_is_an_error_that_says_so(digits, tmp_path, xla):
+    task = Peeking(dataset_dir=digits, epochs=1, batch_size=8)
+    with refuses(".item()"):
+        train(task, Run.open(tmp_path, task), runtime=xla, progress=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ragged(MNIST):
+    """Its training set gives fewer samples from the third batch on, as a last batch that is not dropped
+    does."""
+
+    def datasets(self):
+        train, test = super().datasets()
+        whole, asked = train.batch, []
+
+        def batch(indices, numbers=None):
+            asked.append(1)
+            return whole(indices if len(asked) < 3 else indices[:6], numbers)
+
+        train.batch = batch
+        return train, test
+
+
+def test_a_ragged_batch_ends_the_run_and_error_and_report_name_the_argument_and_its_shapes(
+    digits, tmp_path, xla
+):
+    task = Ragged(dataset_dir=digits, epochs=1, batch_size=8, num_workers=0, data_on="host")
+    run = Run.open(tmp_path, task)
+    why = "image went from (8, 1, 28, 28) to (6, 1, 28, 28): the last batch is ragged"
+    with pytest.raises(UnexpectedRecompilation, match=re.escape(why)):
+        train(task, run, runtime=xla, progress=False)
+    assert run.records("compile")[-1]["refused"]
+    assert any("Step 3" in words and why in words for words in findings.describe(run.records()))
+    assert any(why in row[3] for row in findings.accelerator_tables(run.records())[0].rows)
+
+
+def test_the_report_names_what_fell_back_and_how_long_the_data_took():
+    counters = dict(compilations=3, compile_s=9.0, executions=9, execute_s=1.0, to_device_s=0.1)
+    counters |= dict(from_device_s=0.1, fallbacks={"aten::nonzero": 7})
+    speed = dict(seconds=10.0, images_per_s=4.0, wait_s=6.0, memory=[], counters=counters)
+    start = dict(kind="start", step=0, device="tpu (v5e), bf16")
+    words = " ".join(
+        findings.describe([start, dict(kind="train", step=42, loss=1.0, grad_norm=1.0, speed=speed)])
+    )
+    assert "aten::nonzero (7 times)" in words
+    assert "Waiting for data took 60.0% of the training time: raise num_workers" in words

@@ -90,11 +90,11 @@ def test_a_copy_to_the_host_waits_also_where_it_is_asked_not_to():
 
 
 def test_of_a_step_that_the_compiler_refuses_the_fix_is_named_instead_of_a_trace(trained, xla, monkeypatch):
-    from tpukit.devices.xla_compile import CompiledFunction
+    from tpukit.devices.xla_graph import ReplayedStep
 
     def refuse(*_):
         raise ValueError("Ran out of memory in memory space hbm. Used 18.2G of 15.75G hbm.")
 
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    monkeypatch.setattr(CompiledFunction, "_call", refuse)
+    monkeypatch.setattr(ReplayedStep, "_call", refuse)
     assert re.match("No trace, because .*batch", trace(*trained, steps=1)[0])

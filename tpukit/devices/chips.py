@@ -36,24 +36,11 @@ class Machine:
 
     chip: Chip
     chips: int
-    topology: str
-    """its name in the compiler (`jax.experimental.topologies`)"""
+    topology: str  # its name in the compiler (`jax.experimental.topologies`)
 
 
-V5E = Chip(
-    name="TPU v5e",
-    cloud_type="v5litepod",
-    hbm_bytes=15.75 * GIB,
-    flops=197e12,
-    bandwidth=819e9,
-)
-V6E = Chip(
-    name="TPU v6e",
-    cloud_type="v6e",
-    hbm_bytes=31.25 * GIB,
-    flops=918e12,
-    bandwidth=1640e9,
-)
+V5E = Chip(name="TPU v5e", cloud_type="v5litepod", hbm_bytes=15.75 * GIB, flops=197e12, bandwidth=819e9)
+V6E = Chip(name="TPU v6e", cloud_type="v6e", hbm_bytes=31.25 * GIB, flops=918e12, bandwidth=1640e9)
 CHIPS = (
     V5E,
     V6E,

@@ -37,6 +37,8 @@ class CUDARuntime(Runtime):
     Steps are captured as CUDA graphs (`cuda_graph`). An optimizer updates all weights by one kernel where
     torch has one, and counts its steps on the device."""
 
+    has_graphs = True
+    allow_sync = True  # whether a step may wait for the GPU; one that is captured may not
     peak_before = 0  # bytes: of what ran before the statistics of torch were last reset
     generators = {**Runtime.generators, "cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state)}
 
@@ -73,9 +75,6 @@ class CUDARuntime(Runtime):
         pinned = {name: torch.as_tensor(value).pin_memory() for name, value in arrays.items()}
         return {name: value.to(self.device, non_blocking=True) for name, value in pinned.items()}
 
-    def as_graph_input(self, number: float | None) -> Tensor | None:
-        return None if number is None else self.put({"number": torch.tensor(number)})["number"]
-
     def to_cpu_async(self, tree: Any) -> Callable[[], Any]:
         pinned = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", non_blocking=True), tree)
         copied = torch.cuda.Event()
@@ -90,7 +89,7 @@ class CUDARuntime(Runtime):
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
         if mutates is None:
             return self._searches_not_counted(function)
-        return cuda_graph.CapturedStep(function, name or function.__name__, *mutates, self)
+        return cuda_graph.CapturedStep(function, name or function.__name__, mutates, self)
 
     def _searches_not_counted(self, function):
         """`function`, of whose first call with new shapes the peak of memory is forgotten: in it cuDNN tries
@@ -110,13 +109,14 @@ class CUDARuntime(Runtime):
         return call
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
+        has_fused_step = type(optimizer) in _HAS_FUSED_STEP
         for group in optimizer.param_groups:
             if "capturable" in group:
                 group["capturable"] = True
             chosen = group.get("foreach") or group.get("differentiable")  # a fused step is neither
-            if type(optimizer) in _HAS_FUSED_STEP and group["fused"] is None and not chosen:
+            if has_fused_step and group["fused"] is None and not chosen:
                 group["fused"] = True
-        if type(optimizer) in _HAS_FUSED_STEP and all(group["fused"] for group in optimizer.param_groups):
+        if has_fused_step and all(group["fused"] for group in optimizer.param_groups):
             vars(optimizer)["_step_supports_amp_scaling"] = True  # as torch's constructors say of a fused one
         vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True  # the first steps do run so
         return True
@@ -171,9 +171,9 @@ def _multiply_in_fp32() -> None:
         warnings.simplefilter("ignore")
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.matmul.allow_tf32 = cudnn.allow_tf32 = False
-        for operation in (getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
-            if operation is not None:
-                operation.fp32_precision = "ieee"
+        for operation in ("conv", "rnn"):
+            if hasattr(cudnn, operation):
+                getattr(cudnn, operation).fp32_precision = "ieee"
 
 
 def _tensors_of_step(optimizer: Optimizer) -> dict[tuple, Tensor]:
@@ -181,12 +181,10 @@ def _tensors_of_step(optimizer: Optimizer) -> dict[tuple, Tensor]:
     itself."""
     tensors: dict[tuple, Tensor] = {}
     for parameter in parameters_with_gradient(optimizer):
-        tensors[parameter, None] = parameter
-        for name, value in optimizer.state[parameter].items():
-            if isinstance(value, Tensor) and _is_beside(value, parameter):
-                tensors[parameter, name] = value
+        state = {None: parameter} | optimizer.state[parameter]
+        tensors |= {(parameter, name): value for name, value in state.items() if _is_beside(value, parameter)}
     return tensors
 
 
-def _is_beside(value: Tensor, parameter: Tensor) -> bool:
-    return value.device == parameter.device  # counters may be on the host
+def _is_beside(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.device == parameter.device  # counters may be on the host

@@ -53,11 +53,11 @@ class CapturedStep:
     """`function` as a CUDA graph, where it can be captured.
 
     function: takes tensors (in any pytree) and numbers, returns one tensor, and may change the parameters and
-    buffers of `model` and the state of `optimizer`, in place, and the gradients. With another number among
-    the arguments, another shape or another setting of the optimizer it is captured no more. It sets the
-    gradients to None first, so that they are made in the graph's memory; they stay valid until the next call.
-    What it does besides, a replay does not repeat: random numbers that it draws on the host are noticed, a
-    counter in Python is not."""
+    buffers of the model and the state of the optimizer that it mutates, in place, and the gradients. With
+    another number among the arguments, another shape or another setting of the optimizer it is captured no
+    more. It sets the gradients to None first, so that they are made in the graph's memory; they stay valid
+    until the next call. What it does besides, a replay does not repeat: random numbers that it draws on the
+    host are noticed, a counter in Python is not."""
 
     may_capture = True
     signature: dict[str, Any] | None = None  # of all calls, see `recompiles`
@@ -68,15 +68,10 @@ class CapturedStep:
     host: HostNumbers
 
     def __init__(
-        self,
-        function: Callable[..., Tensor],
-        name: str,
-        model: nn.Module,
-        optimizer: Optimizer,
-        runtime: "CUDARuntime",
+        self, function: Callable, name: str, mutates: tuple[nn.Module, Optimizer], runtime: "CUDARuntime"
     ):
         self.function, self.name, self.runtime = function, name, runtime
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer = mutates
         self.parameter_names = tuple(inspect.signature(function).parameters)
         self.stream = _capture_stream()
         self.pool = torch.cuda.graph_pool_handle()  # of the graph's memory
@@ -95,8 +90,11 @@ class CapturedStep:
         if self.warm_ups < WARM_UP:
             self.warm_ups += 1
             return self._warm_up(arguments, is_last=self.warm_ups == WARM_UP)
-        if self.graph is None and not self._capture(arguments, tensors):
-            return self.function(*arguments)
+        if self.graph is None:
+            started = time.monotonic()
+            if self._refuse_if_any_rank(self._capture(arguments, tensors)):
+                return self.function(*arguments)
+            self.runtime.record_compilation(self.name, 1, time.monotonic() - started, [])
         return self._replay(tensors)
 
     def _refuse(self, reason):
@@ -127,8 +125,6 @@ class CapturedStep:
             waits = stack.enter_context(_waits_recorded()) if is_last else []
             result = self.function(*arguments)
         current.wait_stream(self.stream)
-        if not is_last:
-            return result
         reason = None
         if waits:
             reason = f"the host waits for the GPU in {waits[0]}"
@@ -139,22 +135,15 @@ class CapturedStep:
                 "random numbers were drawn on the host, which would be the same in each replay: draw them"
                 " on the GPU in a step, and from a generator of their own in threads that make batches"
             )
-        self._refuse_if_any_rank(reason)
+        if is_last:
+            self._refuse_if_any_rank(reason)
         return result
 
     def _addresses(self):
         return [value.data_ptr() for value in (*self.model.parameters(), *self.model.buffers())]
 
     def _capture(self, arguments, tensors):
-        """Record the step, which runs nothing. Returns whether all ranks could."""
-        started = time.monotonic()
-        if self._refuse_if_any_rank(self._record_step(arguments, tensors)):
-            return False
-        self.runtime.record_compilation(self.name, 1, time.monotonic() - started, [])
-        return True
-
-    def _record_step(self, arguments, tensors):
-        """Make `graph`. Returns why that cannot be, or None."""
+        """Record the step as `graph`, which runs nothing. Returns why that cannot be, or None."""
         for peak, total in self.runtime.memory():
             if peak > total / MEMORY_SHARE:
                 return f"it takes {peak / GIB:.1f} of {total / GIB:.1f} GiB, which a graph would keep"
@@ -179,9 +168,12 @@ class CapturedStep:
                 raise
             return _first_cause(error)
         host.measure()
-        decides = _decides_the_update(self.optimizer, host)
+        is_replaced = host.were_replaced()
+        counts = any(increment.any() for increment in host.increments)
+        if isinstance(self.optimizer, torch.optim.Adagrad):  # which counts its steps for the decay alone
+            counts = counts and any(group["lr_decay"] for group in self.optimizer.param_groups)
         host.restore()
-        if decides:
+        if is_replaced or counts:
             name = type(self.optimizer).__name__
             return f"{name} computes with numbers on the host that change at each step"
         self.graph, self.result, self.host = graph, result, host
@@ -193,16 +185,6 @@ class CapturedStep:
         self.graph.replay()
         self.host.advance()
         return self.result.clone()  # because the next replay writes over it
-
-
-def _decides_the_update(optimizer: Optimizer, host: HostNumbers) -> bool:
-    """Whether the optimizer has changed its numbers on the host, and so may compute with others at each
-    step."""
-    if host.were_replaced():
-        return True
-    if isinstance(optimizer, torch.optim.Adagrad) and not any(g["lr_decay"] for g in optimizer.param_groups):
-        return False  # it counts its steps for the decay alone
-    return any(increment.any() for increment in host.increments)
 
 
 def host_random_state() -> tuple:

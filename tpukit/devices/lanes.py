@@ -23,42 +23,36 @@ MAX_PART = 2**18  # bytes
 
 
 class Stored(NamedTuple):
-    """An array on the device. rows: (N * parts, elements of a part / 128, 128), or as `is_split` says the
-    array itself. shape: the array's, (N, ...)."""
+    """An array on the device. rows: as `rows_shape` says. shape: the array's, (N, ...)."""
 
     rows: Tensor
     shape: tuple[int, ...]
 
 
-def is_split(array: np.ndarray) -> bool:
-    """Whether an array is stored in rows: not where these would be half empty, and not where a TPU holds a
-    number as two. Samples of less than 1 KiB make sets that fast memory mostly holds whole, without padding
-    them further."""
+def rows_shape(array: np.ndarray) -> tuple[int, ...]:
+    """The shape in which a numpy array (N, ...) is stored: (N * parts, elements of a part / 128, 128).
+
+    It is the array's own where such rows would be half empty, and where a TPU holds a number as two. Samples
+    of less than 1 KiB make sets that fast memory mostly holds whole, without padding them further."""
     size, itemsize = math.prod(array.shape[1:]), array.dtype.itemsize
-    return size > TILE // 2 and size * itemsize >= 1024 and itemsize <= 4
-
-
-def part_sizes(array: np.ndarray) -> tuple[int, int]:
-    """(parts of a sample, elements of a part) of an array (N, ...) in rows."""
-    size = math.prod(array.shape[1:])
-    parts = math.ceil(size * array.dtype.itemsize / MAX_PART)
-    return parts, math.ceil(size / (parts * TILE)) * TILE
+    if size <= TILE // 2 or size * itemsize < 1024 or itemsize > 4:
+        return array.shape
+    parts = math.ceil(size * itemsize / MAX_PART)
+    elements = math.ceil(size / (parts * TILE)) * TILE
+    return len(array) * parts, elements // LANES, LANES
 
 
 def stored_nbytes(array: np.ndarray) -> int:
     """Bytes that a numpy array (N, ...) takes on the device."""
-    elements = math.prod(part_sizes(array)) if is_split(array) else math.prod(array.shape[1:])
-    return len(array) * elements * array.dtype.itemsize
+    return math.prod(rows_shape(array)) * array.dtype.itemsize
 
 
 def to_rows(array: np.ndarray) -> np.ndarray:
-    """A copy of a numpy array (N, ...) as `Stored.rows` has it."""
-    if not is_split(array):
-        return np.array(array)
-    (parts, elements), size = part_sizes(array), math.prod(array.shape[1:])
-    rows = np.zeros((len(array), parts * elements), array.dtype)
-    rows[:, :size] = array.reshape(len(array), size)
-    return rows.reshape(len(array) * parts, elements // LANES, LANES)
+    """A copy of a numpy array (N, ...) as `Stored.rows` has it, each sample padded by zeros."""
+    rows = np.zeros(rows_shape(array), array.dtype)
+    samples = array.reshape(len(array), -1)
+    rows.reshape(len(array), -1)[:, : samples.shape[1]] = samples
+    return rows
 
 
 def take(stored: Stored, index: Tensor) -> Tensor:

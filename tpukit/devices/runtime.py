@@ -22,7 +22,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from tpukit.devices.distributed import World
-from tpukit.devices.optimizers import copy_flattened, flattened, parameters_of, parameters_with_gradient
+from tpukit.devices.optimizers import (
+    copy_flattened,
+    flattened,
+    gradients,
+    parameters_of,
+    parameters_with_gradient,
+)
 from tpukit.devices.watchdog import Watchdog
 from tpukit.host.errors import TpukitError
 
@@ -33,22 +39,17 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _WITHOUT_CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
-def check_batch(batch_size: int, cores: int, what: str = "cores", micro_batches: int = 1) -> None:
-    """Raise TpukitError, naming sizes that work, unless a global batch can be shared evenly. what: the word
-    for `cores`."""
-    if batch_size < 1:
-        raise TpukitError(f"batch_size={batch_size}: it must be 1 or more")
+def check_batch(batch_size: int, cores: int, micro_batches: int = 1) -> None:
+    """Raise TpukitError, naming sizes that work, unless a global batch can be shared evenly."""
     parts = cores * micro_batches
-    if batch_size % parts == 0:
+    if batch_size > 0 and batch_size % parts == 0:
         return
     below = batch_size // parts * parts
-    sizes = f"{below} or {below + parts}" if below else str(parts)
-    shares = f"{cores} {what}"
-    if micro_batches > 1:
-        shares = f"{micro_batches} micro-batches" + (f" on each of {shares}" if cores > 1 else "")
+    sizes = f"{below} or {below + parts}" if below > 0 else str(parts)
+    each = f", each in {micro_batches} micro-batches" if micro_batches > 1 else ""
     raise TpukitError(
-        f"batch_size={batch_size} is the global batch of {shares}, so it must be a multiple of {parts}:"
-        f" use {sizes}"
+        f"batch_size={batch_size} is the global batch of {cores} cores{each}, so it must be a multiple of"
+        f" {parts}: use {sizes}"
     )
 
 
@@ -56,21 +57,18 @@ class Runtime:
     """One device of this process.
 
     device: torch.device. precision: "fp32", "bf16" or "fp16". compiles: whether steps become compiled graphs,
-    as on XLA. has_fp16: whether a user may ask for it. cores: the number of devices that share a global
-    batch, over all processes. shards: those of them in this process. notes: sentences for the run's log about
-    how the placed model is computed, or "". allow_sync: whether a step may wait for the device; one that is
-    captured may not. step: of the last `heartbeat`. watchdog: gets each heartbeat, or None."""
+    as on XLA. has_graphs: whether they become these or captured ones. has_fp16: whether a user may ask for
+    it. cores: the number of devices that share a global batch, over all processes. shards: those of them in
+    this process. notes: sentences for the run's log about how the placed model is computed, or "". step: of
+    the last `heartbeat`. watchdog: gets each heartbeat, or None."""
 
     compiles = False
+    has_graphs = False
     has_fp16 = True
     notes = ""
-    allow_sync = True
     shards = 1
     step = 0
     watchdog: Watchdog | None = None
-    # Numbers of the optimizer's parameters without a gradient: on this rank, and on all of them.
-    missing_gradients: list[int] = []
-    missing_everywhere: list[int] = []
     # Of random numbers: name -> (function that returns its state, function that takes it).
     generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         "cpu": (torch.get_rng_state, torch.set_rng_state)
@@ -84,6 +82,7 @@ class Runtime:
         self.accelerator = accelerator
         self.world = world or World()
         self.compile_events: list[dict] = []
+        self._last_inputs: dict[type, tuple[float, Tensor]] = {}  # see `as_graph_input`
         self.device = self._open_device()
         self.cores = self.world.size
         self.precision = self._best_precision() if precision == "auto" else precision
@@ -152,11 +151,15 @@ class Runtime:
         return {name: values.index_select(0, index) for name, values in whole.items()}
 
     def as_graph_input(self, number: float | None) -> Any:
-        """A number that changes, or None, as an argument of a compiled function: where steps are compiled or
-        captured a 0-d tensor, so that every value runs the same graph."""
-        if number is None or not self.compiles:
+        """A number that changes, or None, as an argument of a compiled function: where steps are graphs a 0-d
+        tensor, so that every value runs the same one."""
+        if number is None or not self.has_graphs:
             return number
-        return self.put({"number": torch.tensor(number)})["number"]
+        last, tensor = self._last_inputs.get(type(number), (None, None))
+        if last != number:  # else the same one, as every step of an epoch asks for it
+            tensor = self.put({"number": torch.tensor(number)})["number"]
+            self._last_inputs[type(number)] = number, tensor
+        return tensor
 
     def to_cpu(self, tree: Any) -> Any:
         """The same pytree with every tensor copied to the CPU. Waits for the device."""
@@ -191,7 +194,7 @@ class Runtime:
 
         name: for the compilation records; defaults to the function's. max_graphs: how many different graphs
         it may have. mutates: (model, optimizer), if it changes these and nothing else: its graph is then
-        captured and replayed, on XLA (see `xla_replay`) and on GPUs (see `cuda_graph`)."""
+        captured and replayed, on XLA (see `xla_graph`) and on GPUs (see `cuda_graph`)."""
         return function
 
     def init_optimizer_state(self, optimizer: Optimizer) -> bool:
@@ -207,20 +210,17 @@ class Runtime:
     def broadcast_buffers(self, model: nn.Module):
         """Context manager: every rank's model has rank 0's buffers (the running statistics of batch norm):
         those are saved."""
-        if self.world.size == 1:
-            yield
-            return
-        # Exchanged, not overwritten: XLA would compile the next training step once more.
-        kept = [dict(module._buffers) for module in model.modules()]
-        shared = tree_map_only(
-            Tensor, lambda value: value.to(self.device), self.world.broadcast(self.to_cpu(kept))
-        )
-        for module, buffers in zip(model.modules(), shared):
-            module._buffers.update(buffers)
+        modules = [module for module in model.modules() if module._buffers]
+        own = [dict(module._buffers) for module in modules]
+        if self.world.size > 1:
+            rank_0s = self.world.broadcast(self.to_cpu(own))
+            # Exchanged, not overwritten: XLA would compile the next training step once more.
+            for module, buffers in zip(modules, rank_0s):
+                module._buffers.update(self.put({n: v for n, v in buffers.items() if v is not None}))
         try:
             yield
         finally:
-            for module, buffers in zip(model.modules(), kept):
+            for module, buffers in zip(modules, own):
                 module._buffers.update(buffers)
 
     def inference(self, function: Callable) -> Callable:
@@ -254,33 +254,22 @@ class Runtime:
 
     def all_reduce_gradients(self, optimizer: Optimizer) -> None:
         """Turn each rank's gradients into their mean over all ranks, where a missing one counts as zero; in
-        fp16 an overflow of one rank becomes one of all. A parameter without a gradient on any rank stays
-        without.
+        fp16 an overflow of one rank becomes one of all.
 
         They go as one vector of each type, and nothing waits for the device, so that a captured step can hold
-        it. Whether a gradient that is missing here exists elsewhere only the host can tell: it looks at every
-        step, but in one that is to be captured only when other gradients are missing than before."""
+        it."""
         if self.world.size == 1:
             return
-        parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
-        exists = torch.ones(len(parameters), device=self.device)
-        missing = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
-        for number in missing:
-            parameters[number].grad = torch.zeros_like(parameters[number])
-            exists[number].zero_()
+        for parameter in parameters_of(optimizer):
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         overflows = list(self.scaler._found_inf_per_device(optimizer).values()) if self.scaler else []
-        tensors = [*(parameter.grad for parameter in parameters), exists, *overflows]
+        tensors = [*gradients(optimizer), *overflows]
         for dtype, vector in flattened(tensors).items():
             mean = self.world.all_reduce(vector).div_(self.world.size)
             copy_flattened([tensor for tensor in tensors if tensor.dtype == dtype], mean)
         for overflow in overflows:
             overflow.sign_()  # optimizers look for exactly 1
-        if missing and (self.allow_sync or missing != self.missing_gradients):
-            exist = exists.tolist()
-            self.missing_gradients = missing
-            self.missing_everywhere = [number for number in missing if not exist[number]]
-        for number in self.missing_everywhere if missing else ():
-            parameters[number].grad = None
 
     def clip_gradients(self, optimizer: Optimizer, max_norm: float | None) -> Tensor | None:
         """Scale gradients of a larger norm down to it. Returns the norm they had, a scalar on the device."""
@@ -346,24 +335,19 @@ class Runtime:
         if self.watchdog:
             self.watchdog.heartbeat(step)
 
-    def compilations(self) -> tuple[int, float]:
-        """(number of graphs compiled, seconds it took) since the process started."""
-        return 0, 0.0
-
     def record_compilation(
         self, name: str, graphs: int, seconds: float, why: list[str], *, refused: bool = False
     ) -> None:
-        """Add one of the events that `pop_compile_events` returns."""
+        """Add an event to `compile_events`, about a function of this name that was given to `compile`.
+
+        graphs: how many were compiled; on a GPU captured, 0 where it cannot be. seconds: the time that took.
+        why: sentences, see `recompiles`; none the first time. refused: whether it raised
+        UnexpectedRecompilation."""
         event = dict(what=name, programs=graphs, seconds=seconds, why=why, refused=refused)
         self.compile_events.append(event)
 
     def pop_compile_events(self) -> list[dict]:
-        """What was compiled of the functions given to `compile` since the last call, as a list of dicts.
-
-        what: the function's name. programs: the number of compiled graphs. seconds: the time that took. why:
-        sentences, see `recompiles`; none the first time. refused: whether it raised UnexpectedRecompilation.
-        On a GPU `programs` counts captured graphs: 0 where the function cannot be captured, for the reason in
-        `why`."""
+        """The events since the last call."""
         taken, self.compile_events = self.compile_events, []
         return taken
 
@@ -398,15 +382,15 @@ class Runtime:
 
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep up to 2 GiB of freed memory in this process, instead of returning it to the
-    system.
-
-    By default malloc returns it to the system, and the next step waits while the system zeroes every page
-    again. Does nothing where the environment configures malloc, or where malloc is not glibc's."""
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in os.environ):
-        return
+    system, where the next step waits while the system zeroes every page again. Does nothing where the
+    environment configures malloc, or where malloc is not glibc's."""
+    is_configured = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):
+    if (
+        is_configured
+        or any(name.startswith("MALLOC_") for name in os.environ)
+        or not hasattr(libc, "mallopt")
+    ):
         return
     trim_threshold, mmap_threshold = -1, -3  # malloc.h
     libc.mallopt(trim_threshold, 2**31 - 1)

@@ -22,7 +22,7 @@ class TorchTPURuntime(Runtime):
     Ranks average their gradients as one vector, over the chips' own links. `seed` is the base class's:
     torch.manual_seed seeds every device's generator. torch_tpu reports no peak of memory."""
 
-    compiles = True
+    compiles = has_graphs = True
     has_fp16 = False
     generators = {
         **Runtime.generators,

@@ -26,7 +26,7 @@ from tpukit.devices.chips import V5E, find_chip
 from tpukit.devices.distributed import World
 from tpukit.devices.optimizers import gradients, parameters_of, state_tensors
 from tpukit.devices.runtime import Batch, Runtime
-from tpukit.devices.xla_compile import CompiledFunction
+from tpukit.devices.xla_graph import CompiledFunction, ReplayedStep
 from tpukit.host.errors import TpukitError
 
 _STATE_STARTS_AT_ZERO = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta")
@@ -38,7 +38,7 @@ class XLARuntime(Runtime):
     Under SPMD the batch axis of every batch is sharded over the devices; the model is written as for one
     device, the compiler inserts the all-reduces, and batch norm sees the whole global batch."""
 
-    compiles = True
+    compiles = has_graphs = True
     has_fp16 = False
     generators = {**Runtime.generators, "xla": (xm.get_rng_state, xm.set_rng_state)}
     runs_graphs = True  # a plan only exports them
@@ -52,7 +52,6 @@ class XLARuntime(Runtime):
         spmd_cores: int | None = None,
     ):
         self.spmd_cores, self.shards = spmd_cores, spmd_cores or 1
-        self._last_scalars: dict[type, tuple[float, Tensor]] = {}
         super().__init__(accelerator, precision, world)
         self.reset_statistics()
         self.cores = spmd_cores or self.world.size
@@ -71,7 +70,7 @@ class XLARuntime(Runtime):
         if self.accelerator == "tpu":
             # Otherwise a TPU rounds fp32 factors to bfloat16, also those that a bf16 training keeps in fp32,
             # as pixels that it augments.
-            xla_private.multiply_in_fp32()
+            xla_private.set_matmul_precision("highest")
         return torch_xla.device()
 
     def _best_precision(self) -> str:
@@ -89,9 +88,9 @@ class XLARuntime(Runtime):
         prepare: Any = getattr(model, "prepare_for_xla", None)
         if prepare and not self.notes:
             self.notes = prepare(self)  # a sentence: which of its ways it computes here
-        buffers = [buffer.to("cpu", copy=True) for buffer in model.buffers()]
+        values = [buffer.to("cpu", copy=True) for buffer in model.buffers()]
         model = model.to(self.device)  # whose compiler chooses its own layouts
-        self._separate(model.buffers(), buffers)
+        self._separate(model.buffers(), values)
         with torch.no_grad():
             # A tensor that was never written in place is traced differently the first time; and SPMD marks as
             # replicated what a graph wrote.
@@ -140,15 +139,6 @@ class XLARuntime(Runtime):
     def take(self, whole: dict[str, lanes.Stored], index: Tensor) -> Batch:
         return {name: lanes.take(stored, index) for name, stored in whole.items()}
 
-    def as_graph_input(self, number: float | None) -> Tensor | None:
-        if number is None:
-            return None
-        last, tensor = self._last_scalars.get(type(number), (None, None))
-        if last != number:  # else the same one, as every step of an epoch asks for it
-            tensor = self._put(torch.tensor(number))
-            self._last_scalars[type(number)] = number, tensor
-        return tensor
-
     def _shard(self, tensors: Batch) -> None:
         """Shard the first axis of each tensor over the mesh, if there is one."""
         if self.mesh is None:
@@ -192,7 +182,10 @@ class XLARuntime(Runtime):
     # Computing
 
     def compile(self, function, *, name=None, max_graphs=1, mutates=None):
-        return CompiledFunction(function, name or function.__name__, max_graphs, self, mutates)
+        # An all-reduce on the host cuts the step into two graphs, which cannot be replayed.
+        is_replayed = mutates is not None and not self.reduces_on_the_host
+        kind = ReplayedStep if is_replayed else CompiledFunction
+        return kind(function, name or function.__name__, max_graphs, self, mutates)
 
     def torch_compile(self, model, mode):
         return model
@@ -264,17 +257,15 @@ class XLARuntime(Runtime):
         to_device_s, from_device_s (seconds); and since `reset_statistics`: fallbacks, operation that XLA
         could not lower and the CPU ran instead -> count."""
         compilations, compile_s = self.compilations()
-        executions, execute_s = _timed("ExecuteTime")
-        spmd_executions, spmd_execute_s = _timed("ExecuteReplicatedTime")
-        fallbacks = collections.Counter(_fallbacks()) - collections.Counter(self._fallbacks_before)
+        executions = _timed("ExecuteTime"), _timed("ExecuteReplicatedTime")  # the second: SPMD's
         return dict(
             compilations=compilations,
             compile_s=compile_s,
-            executions=executions + spmd_executions,
-            execute_s=execute_s + spmd_execute_s,
+            executions=sum(count for count, _ in executions),
+            execute_s=sum(seconds for _, seconds in executions),
             to_device_s=_timed("TransferToDeviceTime")[1],
             from_device_s=_timed("TransferFromDeviceTime")[1],
-            fallbacks=dict(fallbacks),
+            fallbacks=dict(_fallbacks() - self._fallbacks_before),
         )
 
     @contextlib.contextmanager
@@ -327,8 +318,9 @@ def _take_zero_step(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def _fallbacks() -> dict[str, int]:
-    return {name: met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")}
+def _fallbacks() -> collections.Counter:
+    names = (name for name in met.counter_names() if name.startswith("aten::"))
+    return collections.Counter({name: met.counter_value(name) for name in names})
 
 
 def _timed(name: str) -> tuple[int, float]:

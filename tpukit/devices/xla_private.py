@@ -11,6 +11,8 @@ from torch import Tensor
 from torch_xla import _XLAC
 from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
+# "highest": a TPU multiplies fp32 factors as they are. (`torch_xla.backends` says so with a warning.)
+set_matmul_precision: Callable[[str], None] = _XLAC._xla_set_mat_mul_precision
 # Whether this process has opened the XLA device, so that processes forked from it cannot.
 is_open: Callable[[], bool] = _XLAC._xla_runtime_is_initialized
 
@@ -25,6 +27,11 @@ graph_inputs: Callable[[list[Tensor]], tuple[list[int], list[Tensor]]] = (
 )
 # The id in `graph_inputs` of the seed of random numbers that are drawn on the device.
 random_seed_id: Callable[[], int] = _XLAC._get_seed_info_id
+
+# Let the next graph that reads a tensor's data write over it.
+set_donated: Callable[[Tensor, bool], None] = _XLAC._set_buffer_donation
+# Forget what is still to be computed on a device, "xla:0".
+discard_pending: Callable[[str], None] = _XLAC._clear_pending_irs
 
 # SPMD
 
@@ -47,24 +54,15 @@ name_lines: Callable[[bool], None] = _XLAC._set_ir_debug
 # The graph that computes the outputs as torch_xla prints it, see `recompiles.new_operation`; and as HLO.
 trace_text: Callable[[list[Tensor]], str] = _XLAC._get_xla_tensors_text
 hlo_text: Callable[[list[Tensor]], str] = _XLAC._get_xla_tensors_hlo
+# Of the graph of outputs for a device, with [] and whether it is to be a portable artifact: StableHLO.
+stablehlo: Callable[[list[Tensor], str, list, bool], bytes] = _XLAC._get_stablehlo
+# Whether anything may run: not within `torch_xla.compile(full_graph=True)`, which ends that itself.
+allow_execution: Callable[[bool], None] = _XLAC._set_allow_execution
+# A TPU kernel as one operation of the graph, of operands and the payload of the kernel's own compiler; then
+# the shapes and dtypes of its results.
+tpu_custom_call: Callable[[list[Tensor], str, list, list], list[Tensor]] = _XLAC._xla_tpu_custom_call
 # Run a compiled graph, named by its `graph_hash`, on these inputs.
 run_graph: Callable[[str, list[Tensor]], list[Tensor]] = _XLAC._run_cached_graph
-
-
-def multiply_in_fp32() -> None:
-    """Let a TPU multiply fp32 factors as they are. `torch_xla.backends` does so too, with a warning at the
-    first time."""
-    _XLAC._xla_set_mat_mul_precision("highest")
-
-
-def donate(tensor: Tensor) -> None:
-    """Let the next graph that reads the tensor's data write over it."""
-    _XLAC._set_buffer_donation(tensor, True)
-
-
-def discard_pending(device: Any) -> None:
-    """Forget what is still to be computed on a device."""
-    _XLAC._clear_pending_irs(str(device))
 
 
 @contextlib.contextmanager
@@ -78,29 +76,13 @@ def lines_named(enabled: bool):
         name_lines(before)
 
 
-def stablehlo(outputs: list[Tensor], device: Any, *, portable: bool) -> bytes:
-    """The graph as StableHLO: text, or a portable artifact."""
-    return _XLAC._get_stablehlo(outputs, str(device), [], portable)
-
-
 def graph_hash(outputs: list[Tensor]) -> str:
     """torch_xla's name of the graph that computes the outputs, by which it can be run again."""
     with alias_with_buffer_donor_config():
         return _XLAC._get_graph_hash(outputs)
 
 
-def allow_execution() -> None:
-    """End the part of `torch_xla.compile(full_graph=True)` in which nothing may run."""
-    _XLAC._set_allow_execution(True)
-
-
 def compile_graph(outputs: list[Tensor]) -> None:
     """Compile the graph that computes the outputs, which keeps it under its `graph_hash`."""
     with alias_with_buffer_donor_config():
         _XLAC._xla_warm_up_cache(outputs, [])
-
-
-def tpu_custom_call(operands: list[Tensor], payload: str, shapes: list, dtypes: list) -> list[Tensor]:
-    """A TPU kernel as one operation of the graph. payload: of the kernel's own compiler. shapes, dtypes: of
-    the results."""
-    return _XLAC._xla_tpu_custom_call(operands, payload, shapes, dtypes)

@@ -370,7 +370,7 @@ def time_steps(
             first_step_ms, _ = timed(1)
             start_s = time.time() - started
             timed(WARM_UP)
-            compiled, _ = runtime.compilations()
+            compiled = runtime.counters().get("compilations", 0)
             per_round = math.ceil(steps / ROUNDS)
             rounds = [timed(per_round) for _ in range(math.ceil(steps / per_round))]
             step_ms, wait_ms = zip(*rounds)
@@ -385,7 +385,7 @@ def time_steps(
                 step_ms_high=round(max(step_ms), 3),
                 wait_ms=round(statistics.mean(wait_ms), 3),
                 timed_steps=len(rounds) * per_round,
-                compiled_late=runtime.compilations()[0] - compiled,
+                compiled_late=runtime.counters().get("compilations", 0) - compiled,
                 memory_bytes=int(max(found for (found,) in runtime.world.all_gather([peak]))),
             )
     return dict(row=row, cores=runtime.cores, precision=runtime.precision, samples=len(trainer.data))

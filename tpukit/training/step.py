@@ -2,7 +2,7 @@
 device. On XLA a step is one compiled graph.
 
 Each part is the device's: clipping, the loss scaler and the all-reduce are in `devices/runtime.py` and
-`devices/xla.py`. On XLA the function is only traced, once; `devices/xla_replay.py` writes the new weights. On
+`devices/xla.py`. On XLA the function is only traced, once; `devices/xla_graph.py` writes the new weights. On
 a GPU it is captured, by `devices/cuda_graph.py`, and then no longer called. docs/CONTRIBUTING.md shows what
 wraps it on each kind of device."""
 

@@ -61,8 +61,7 @@ def use(monkeypatch):
     Its second argument, the payload, is (kind, heads, biased)."""
 
     def install(custom_call):
-        fake = types.SimpleNamespace(_xla_tpu_custom_call=custom_call)
-        monkeypatch.setattr(xla_private, "_XLAC", fake)
+        monkeypatch.setattr(xla_private, "tpu_custom_call", custom_call)
         monkeypatch.setattr(module, "kernel_payload", lambda kind, shape, *others: (kind, *others))
         monkeypatch.setattr(module, "_disabled_reason", None)
 
@@ -297,12 +296,12 @@ def test_a_device_whose_kernels_compute_something_else_is_found_out(kernels, xla
     monkeypatch.setattr(module, "KERNEL_TOKENS", (128, 256, 1024))
     module.try_kernels(xla.device)
     assert kernels == 2 * ["forward", "backward"]
-    right = xla_private._XLAC._xla_tpu_custom_call
+    right = xla_private.tpu_custom_call
 
     def wrong(operands, payload, shapes, dtypes):
         return [1.05 * x if payload[0] == "backward" else x for x in right(operands, payload, shapes, dtypes)]
 
-    monkeypatch.setattr(xla_private._XLAC, "_xla_tpu_custom_call", wrong)
+    monkeypatch.setattr(xla_private, "tpu_custom_call", wrong)
     with pytest.raises(ArithmeticError, match="5.0%.*1024"):
         module.try_kernels(xla.device)
 
@@ -372,8 +371,7 @@ def test_slices_are_captured_once_and_replayed_with_the_result_of_a_traced_step(
             torch.manual_seed(seed)
             loss = compiled(torch.randn(2, 16, 8).to(xla.device))
         if changes:
-            replay = compiled.replay
-            assert replay.may_replay and replay.calls == 4 and replay.graph.replays == 4
+            assert compiled.may_replay and compiled.calls == 4 and compiled.graph.replays == 4
         results.append([float(loss), model.weight.detach().cpu()])
     (loss, weight), (traced_loss, traced_weight) = results
     assert loss == traced_loss and torch.equal(weight, traced_weight)

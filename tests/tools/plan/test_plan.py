@@ -236,7 +236,7 @@ def test_what_cannot_be_traced_says_what_to_change(tmp_path, monkeypatch):
     [
         (dict(chip="v2-8"), ["'v2-8'", "v5e-1, v5e-8, v6e-1"]),
         (dict(part="test"), ["'test'", "train, evaluate, session"]),
-        (dict(chip="v5e-8", batch_sizes=[12]), ["batch_size=12", "8 cores of v5e-8", "8 or 16"]),
+        (dict(chip="v5e-8", batch_sizes=[12]), ["batch_size=12", "8 cores", "8 or 16"]),
         (dict(batch_sizes=[0]), ["batch_size=0"]),
         (dict(parallel="threads"), ["'threads'", "processes, spmd"]),
         (dict(backend="jax"), ["'jax'", "torch_xla, torch_tpu"]),

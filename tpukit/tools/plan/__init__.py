@@ -88,7 +88,7 @@ def check(
             " 'evaluate'; or backend 'torch_xla'"
         )
     for size in batch_sizes:
-        check_batch(size, chips, f"cores of {chip}", micro_batches)
+        check_batch(size, chips, micro_batches)
 
 
 def plan_batch(

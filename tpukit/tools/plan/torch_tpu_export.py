@@ -40,7 +40,7 @@ class TorchTPUExportRuntime(Runtime):
     portable artifact), `digest` (of the graph without source lines), and `kernels`, of which there are none.
     """
 
-    compiles = True
+    compiles = has_graphs = True
 
     def __init__(self, precision: str = "auto", cores: int = 1, memory_size: int = 0, *, spmd: bool = False):
         if cores > 1 or spmd:

@@ -55,7 +55,7 @@ class ExportRuntime(XLARuntime):
                 outputs += self.written_by_step(*mutates)
             self._export(name or function.__name__, outputs or _pending_tensors(), kernels)
             if mutates:
-                xla_private.discard_pending(self.device)  # else the next `sync` would run the step
+                xla_private.discard_pending(str(self.device))  # else the next `sync` would run the step
                 for parameter in mutates[0].parameters():
                     parameter.grad = None if parameter.grad is None else self._zeros_like(parameter.grad)
             elif not outputs:
@@ -77,8 +77,8 @@ class ExportRuntime(XLARuntime):
             self._export(name, pending)
 
     def _export(self, name, outputs, kernels=()):
-        text = xla_private.stablehlo(outputs, self.device, portable=False)
-        artifact = xla_private.stablehlo(outputs, self.device, portable=True)
+        text = xla_private.stablehlo(outputs, str(self.device), [], False)
+        artifact = xla_private.stablehlo(outputs, str(self.device), [], True)
         digest = hashlib.sha256(text).hexdigest()
         self.graphs.append(dict(name=name, stablehlo=artifact, digest=digest, kernels=list(kernels)))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 
@@ -12,9 +13,9 @@ import torch
 pytest.importorskip("torch_xla")
 
 from tests.conftest import ROOT, checkpoint, same
-from tests.devices.conftest import take_step
+from tests.devices.conftest import outcome, take_step
 from tpukit import Run, train
-from tpukit.devices import xla_private, xla_replay
+from tpukit.devices import xla_graph, xla_private
 from tpukit.devices.distributed import World
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.tasks.mnist import MNIST
@@ -35,111 +36,74 @@ class Counting(torch.optim.SGD):
             p.add_(p.grad, alpha=-0.01 / self.state[p]["count"])
 
 
-def outcome(xla, optimizer, dropout, replayed):
-    """(losses of 8 steps, final state, how often the step was traced) of a small model."""
-    torch.manual_seed(0)
-    layers = [
-        # whose gradient would be nothing but rounding, before a batch norm
-        torch.nn.Conv2d(1, 4, 3, bias=False),
-        torch.nn.BatchNorm2d(4),
-        torch.nn.ReLU(),
-        torch.nn.Flatten(),
-        torch.nn.Linear(4 * 26 * 26, 10),
-    ]
-    model = xla.to_device(torch.nn.Sequential(*layers, *([torch.nn.Dropout(0.5)] if dropout else [])).train())
-    made = optimizer(model.parameters())
-    xla.init_optimizer_state(made)
-    xla.seed(5)
-    calls = []
-
-    def step(batch, epoch, total):
-        calls.append(epoch)
-        loss = torch.nn.functional.cross_entropy(model(batch["image"].float() / 255), batch["label"]) * (
-            epoch + 1
-        )
-        take_step(xla, loss, made)
-        return total + loss.detach().reshape(1)
-
-    compiled = xla.compile(step, mutates=(model, made) if replayed else None)
-    total, losses = xla.put({"total": torch.zeros(1)})["total"], []
-    for number in range(8):
-        batch = MNIST().example(8)
-        batch["image"] = batch["image"] // (number + 1)
-        total = compiled(xla.put_batch(batch), xla.as_graph_input(number // 4), total)
-        losses.append(float(total.cpu()[0]))
-    state = [v.cpu() for v in model.state_dict().values()] + [p.grad.cpu() for p in model.parameters()]
-    kept = made.state_dict()["state"]
-    return (
-        losses,
-        state + [v.cpu() for values in kept.values() for v in values.values() if torch.is_tensor(v)],
-        len(calls),
-    )
-
-
 @pytest.mark.parametrize(
     "optimizer, dropout, traces",
     [
-        (lambda p: torch.optim.SGD(p, 0.001, momentum=0.9, weight_decay=1e-3), False, 3),
-        (lambda p: torch.optim.Adagrad(p, 0.001, eps=1e-3), False, 3),  # counts its steps on the host
+        (lambda p: torch.optim.SGD(p, 0.001, momentum=0.9, weight_decay=1e-3), False, 2),
+        (lambda p: torch.optim.Adagrad(p, 0.001, eps=1e-3), False, 2),  # counts its steps on the host
+        (lambda p: torch.optim.RMSprop(p, 1e-4, eps=1e-3), False, 2),
         # counts them on the device
-        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3, capturable=True), False, 3),
+        (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3, capturable=True), False, 2),
         # makes other constants of them at every step
         (lambda p: torch.optim.AdamW(p, 0.001, eps=1e-3), False, 8 + 2),
         (lambda p: torch.optim.SGD(p, 0.001), True, 8 + 2),
         (Counting, False, 8 + 2),
     ],
-    ids=["SGD", "Adagrad", "capturable AdamW", "AdamW", "dropout", "in Python"],
+    ids=["SGD", "Adagrad", "RMSprop", "capturable AdamW", "AdamW", "dropout", "in Python"],
 )
 def test_a_replayed_step_gives_what_a_traced_one_gives_but_for_rounding(optimizer, dropout, traces, xla):
-    losses, state, calls = outcome(xla, optimizer, dropout, replayed=True)
-    wanted_losses, wanted_state, all_calls = outcome(xla, optimizer, dropout, replayed=False)
+    xla.reset_statistics()
+    losses, state, calls = outcome(xla, optimizer, True, dropout)
+    assert sum(event["programs"] for event in xla.pop_compile_events()) <= 1  # 0 if compiled here before
+    wanted_losses, wanted_state, all_calls = outcome(xla, optimizer, False, dropout)
     # The two are different graphs, and on some processors round differently: by 3e-8 in a gradient, where it
     # was seen. These optimizers divide by eps=1e-3 or more, and so make little of it: noise of 2e-7 of the
     # largest gradient, in every gradient of every step, moved a loss by 1e-7 of it and a state by 1e-6; an lr
     # that is 1 % off by 1e-3 and 9e-4.
     assert losses == pytest.approx(wanted_losses, rel=1e-5) and losses[-1] > losses[0] + 1
-    assert len(state) == len(wanted_state)
-    for found, wanted in zip(state, wanted_state):
-        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
-    # Three traces to begin with; what cannot be replayed has cost two.
+    torch.testing.assert_close(state, wanted_state, atol=2e-5, rtol=1e-5)
+    # Two traces to begin with.
     assert (calls, all_calls) == (traces, 8)
 
 
+def small_step(runtime, loss, lr=0.1):
+    """(a compiled step of a small model, the numbers of the calls in which it was traced, the model). loss:
+    of the model's output and the arguments of the step after the first."""
+    model = runtime.to_device(torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    runtime.init_optimizer_state(optimizer)
+    traces = []
+
+    def step(x, *others):
+        traces.append(compiled.calls)
+        value = loss(model(x), *others)
+        take_step(runtime, value, optimizer)
+        return value.detach()
+
+    compiled = runtime.compile(step, mutates=(model, optimizer))
+    return compiled, traces, model
+
+
+def ones(runtime, samples=8):
+    return runtime.put({"x": torch.ones(samples, 3)})["x"]
+
+
 def test_a_replayed_step_writes_the_new_weights_into_the_memory_of_the_old_ones(xla):
-    model = xla.to_device(torch.nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    xla.init_optimizer_state(optimizer)
-
-    def step(x):
-        loss = model(x).square().sum()
-        take_step(xla, loss, optimizer)
-        return loss.detach()
-
-    compiled, x = xla.compile(step, mutates=(model, optimizer)), xla.put({"x": torch.ones(4, 3)})["x"]
-    compiled(x)
+    step, _, model = small_step(xla, lambda y: y.square().sum())
+    step(ones(xla))
     old = model.weight.data
-    compiled(x)
+    step(ones(xla))
     with pytest.raises(RuntimeError, match="Trying to access XLA data"):
         old.cpu()
     assert torch.isfinite(model.weight.detach().cpu()).all()
 
 
 def test_a_number_given_as_a_tensor_is_not_taken_for_the_same_number_in_the_graph(xla):
-    model = xla.to_device(torch.nn.Linear(1, 1, bias=False))
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    calls = []
-
-    def step(x, epoch):
-        calls.append(1)
-        loss = (model(x) * 3.0).sum() * epoch
-        take_step(xla, loss, optimizer)
-        return loss.detach()
-
-    compiled, x = xla.compile(step, mutates=(model, optimizer)), xla.put({"x": torch.ones(1, 1)})["x"]
-    weight = float(model.weight.detach().cpu())
+    step, traces, model = small_step(xla, lambda y, epoch: (y * 3.0).sum() * epoch, lr=0.0)
+    whole = float(model(ones(xla)).detach().sum())
     epochs = [3.0, 0.0, 1.0, 4.0]  # torch_xla folds 0 and 1 into a graph where it can
-    losses = [float(compiled(x, xla.put({"epoch": np.float32(epoch)})["epoch"]).cpu()) for epoch in epochs]
-    assert losses == pytest.approx([weight * 3 * epoch for epoch in epochs]) and len(calls) == 3
+    losses = [float(step(ones(xla), xla.put({"epoch": np.float32(epoch)})["epoch"])) for epoch in epochs]
+    assert losses == pytest.approx([whole * 3 * epoch for epoch in epochs]) and traces == [1, 1]
 
 
 def fail(*_):
@@ -148,21 +112,17 @@ def fail(*_):
 
 @pytest.mark.parametrize("how", ["another shape", "another operation", "a value read back", "no memory"])
 def test_a_step_that_is_refused_or_fails_compiles_nothing_more_and_leaves_the_weights(how, xla, monkeypatch):
-    monkeypatch.setattr(xla_replay, "CHECK_AFTER", 4)
-    model = xla.to_device(torch.nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    xla.init_optimizer_state(optimizer)
+    monkeypatch.setattr(xla_graph, "CHECK_AFTER", 4)
     is_late = False
 
-    def step(x):
-        loss = model(x).square().mean()
+    def loss(y):
+        value = y.square().mean()
         if is_late and how == "another operation":
-            loss = loss.tanh()
-        take_step(xla, loss, optimizer)
-        return loss.detach() * (loss.item() if is_late and how == "a value read back" else 1.0)
+            value = value.tanh()
+        return value * value.item() if is_late and how == "a value read back" else value
 
-    step = xla.compile(step, mutates=(model, optimizer))
-    batches = [xla.put({"x": torch.ones(size, 3)})["x"] for size in (7, 6)]
+    step, _, model = small_step(xla, loss)
+    batches = [ones(xla, 7), ones(xla, 6)]
     if how == "no memory":
         monkeypatch.setattr(xla_private, "compile_graph", fail)
     else:
@@ -170,9 +130,8 @@ def test_a_step_that_is_refused_or_fails_compiles_nothing_more_and_leaves_the_we
             step(batches[0])
     weights, compilations = xla.to_cpu(model.state_dict()), xla.compilations()[0]
     is_late = True
-    with pytest.raises(
-        RuntimeError if how in ("a value read back", "no memory") else UnexpectedRecompilation
-    ):
+    is_refused = how.startswith("another")
+    with pytest.raises(UnexpectedRecompilation if is_refused else RuntimeError):
         step(batches[how == "another shape"])
     assert xla.compilations()[0] == compilations
     assert same(xla.to_cpu(model.state_dict()), weights)
@@ -208,126 +167,101 @@ def momentum(lr):
 
 
 def test_a_core_of_several_replays_a_step_with_the_gradients_mean_over_all_ranks_in_its_graph(core, xla):
-    losses, state, traces = outcome(core, momentum(0.008), False, replayed=True)
-    assert core.reduced == [("sum", 5, dict(scale=1 / 8, pin_layout=False))] * traces and traces == 3
+    losses, state, traces = outcome(core, momentum(0.008), True)
+    assert core.reduced == [("sum", 5, dict(scale=1 / 8, pin_layout=False))] * traces and traces == 2
     # The other seven add nothing, so that a gradient is an eighth of what one core has, and eight times the
     # lr makes up for it.
-    wanted_losses, wanted_state, _ = outcome(xla, momentum(0.001), False, replayed=False)
+    wanted_losses, wanted_state, _ = outcome(xla, momentum(0.001), False)
     assert losses == pytest.approx(wanted_losses, rel=1e-5)
-    for found, wanted in zip(state[:8], wanted_state[:8], strict=True):  # parameters and statistics
-        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
-    for found, wanted in zip(state[8:13], wanted_state[8:13], strict=True):  # gradients
-        torch.testing.assert_close(8 * found, wanted, atol=2e-5, rtol=1e-5)
+    ours = state[:8] + [8 * gradient for gradient in state[8:13]]  # parameters and statistics; gradients
+    torch.testing.assert_close(ours, wanted_state[:13], atol=2e-5, rtol=1e-5)
 
 
 def test_every_rank_traces_where_one_of_them_has_to(core):
     core.answers[4] = [False]
-    losses, _, traces = outcome(core, momentum(0.008), False, replayed=True)
+    losses, _, traces = outcome(core, momentum(0.008), True)
     assert traces == 8 + 2 and losses[-1] > losses[0] + 1
 
 
 def test_all_ranks_check_at_the_same_calls_whatever_their_data_twice_as_late_each_time_and_without_lines(
     core, monkeypatch
 ):
-    monkeypatch.setattr(xla_replay, "CHECK_AFTER", 3)
-    monkeypatch.setattr(xla_replay, "MAX_UNCHECKED", 10)
+    monkeypatch.setattr(xla_graph, "CHECK_AFTER", 3)
+    monkeypatch.setattr(xla_graph, "MAX_UNCHECKED", 10)
 
     def captured_at(rank):
         torch.manual_seed(rank)
         core.world.rank = rank
-        model = core.to_device(torch.nn.Linear(3, 2))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
         core.seed(0)
-        calls = []
+        with_lines = []
 
-        def step(x):
-            calls.append((compiled.calls, xla_private._XLAC._get_ir_debug()))
-            loss = model(x).square().sum()
-            take_step(core, loss, optimizer)
-            return loss.detach()
+        def loss(y):
+            with_lines.append(xla_private._XLAC._get_ir_debug())
+            return y.square().sum()
 
-        compiled = core.compile(step, mutates=(model, optimizer))
+        step, traces, _ = small_step(core, loss)
         for _ in range(32):
-            compiled(core.put({"x": torch.randn(4, 3)})["x"])
-        return calls
+            step(core.put({"x": torch.randn(4, 3)})["x"])
+        return list(zip(traces, with_lines))
 
-    with_lines, without = (
-        [(1, True)] * 3,
-        [(1 + 3, False), (4 + 6, False), (10 + 10, False), (20 + 10, False)],
-    )
-    assert captured_at(0) == captured_at(7) == with_lines + without
+    checks = [1 + 3, 4 + 6, 10 + 10, 20 + 10]
+    wanted = [(1, True), (1, True), *((call, False) for call in checks)]
+    assert captured_at(0) == captured_at(7) == wanted
 
 
 def test_the_checks_of_a_long_training_cost_less_than_a_hundredth_of_its_replays():
     replays_per_check = 22  # of MSHNet on eight cores: an estimated 244 ms, against 11 ms for a replay
     for steps in (25_000, 80_000, 1_000_000):
-        done, checks, after = 0, 0, xla_replay.CHECK_AFTER
+        done, checks, after = 0, 0, xla_graph.CHECK_AFTER
         while (done := done + after) < steps:
-            checks, after = checks + 1, min(2 * after, xla_replay.MAX_UNCHECKED)
+            checks, after = checks + 1, min(2 * after, xla_graph.MAX_UNCHECKED)
         assert checks * replays_per_check < steps / 100
 
 
 def test_a_core_of_several_refuses_a_step_that_changes_and_names_the_operation(core, monkeypatch):
-    monkeypatch.setattr(xla_replay, "CHECK_AFTER", 4)
-    with pytest.raises(
-        UnexpectedRecompilation, match=r"call 5 of `step`(?s:.*)New in it: aten::tanh in step"
-    ):
-        change_later(core, lambda batch: core.put(batch))
+    monkeypatch.setattr(xla_graph, "CHECK_AFTER", 4)
+    with pytest.raises(UnexpectedRecompilation, match=CHANGED):
+        change_later(core, core.put)
+
+
+CHANGED = r"call 5 of `step`(?s:.*)New in it: aten::tanh in changing"
 
 
 def change_later(runtime, put):
-    """Nine steps with a model, of which those traced after the third have another loss."""
-    model = runtime.to_device(torch.nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    runtime.init_optimizer_state(optimizer)
-    traces = []
+    """Steps of which those traced after the second have another loss."""
 
-    def step(x):
-        traces.append(1)
-        y = model(x) if len(traces) < 4 else model(x).tanh()
-        take_step(runtime, y.square().sum(), optimizer)
-        return y.detach()
+    def changing(y):
+        return (y if len(traces) < 3 else y.tanh()).square().sum()
 
-    compiled = runtime.compile(step, mutates=(model, optimizer))
+    step, traces, _ = small_step(runtime, changing)
     for _ in range(9):
-        compiled(put({"x": torch.ones(8, 3)})["x"])
+        step(put({"x": torch.ones(8, 3)})["x"])
 
 
 # SPMD: one graph over eight devices, in a process of its own
 
 SPMD = """
 import sys, torch
-from tests.devices import test_xla_replay as tests
-from tests.devices.conftest import take_step
-from tpukit.devices import xla_replay
+from tests.devices import test_xla_graph as tests
+from tests.devices.conftest import outcome
+from tpukit.devices import xla_graph
 from tpukit.devices.recompiles import UnexpectedRecompilation
 from tpukit.devices.xla import XLARuntime
 
 runtime = XLARuntime("xla", "fp32", spmd_cores=8)
-found = dict(replayed=tests.outcome(runtime, tests.momentum(0.001), False, replayed=True))
-found["traced"] = tests.outcome(runtime, tests.momentum(0.001), False, replayed=False)
+found = dict(replayed=outcome(runtime, tests.momentum(0.001), True))
+found["traced"] = outcome(runtime, tests.momentum(0.001), False)
 
 def sharded(puts, shardings_differ=False):
-    traces, model = [], runtime.to_device(torch.nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    runtime.init_optimizer_state(optimizer)
-
-    def step(x):
-        traces.append(1)
-        loss = model(x).square().sum()
-        take_step(runtime, loss, optimizer)
-        return loss.detach()
-
-    compiled = runtime.compile(step, mutates=(model, optimizer))
+    step, traces, _ = tests.small_step(runtime, lambda y: y.square().sum())
     if shardings_differ:
-        compiled.replay._shardings = lambda tensors: [len(traces)] if len(tensors) == 1 else [object()]
-    x = torch.arange(24.0).reshape(8, 3)
+        step._shardings = lambda tensors: [len(traces)] if len(tensors) == 1 else [object()]
     for put in puts:
-        compiled(put({"x": x})["x"])
+        step(put({"x": torch.arange(24.0).reshape(8, 3)})["x"])
     return len(traces)
 
 found["otherwise"] = sharded([runtime.put_batch] * 4, shardings_differ=True)
-xla_replay.CHECK_AFTER = 4
+xla_graph.CHECK_AFTER = 4
 for name, attempt in dict(
     refused=lambda: sharded([runtime.put_batch, runtime.put]),
     changed=lambda: tests.change_later(runtime, runtime.put_batch),
@@ -354,21 +288,20 @@ def spmd(tmp_path_factory):
 @pytest.mark.slow
 def test_a_graph_over_eight_devices_is_replayed_and_gives_what_a_traced_one_and_one_device_give(spmd, xla):
     losses, state, traces = spmd["replayed"]
-    assert (traces, spmd["traced"][2]) == (3, 8)
+    assert (traces, spmd["traced"][2]) == (2, 8)
     for wanted_losses, wanted_state, _ in (
         spmd["traced"],
-        outcome(xla, momentum(0.001), False, replayed=False),
+        outcome(xla, momentum(0.001), False),
     ):
         assert losses == pytest.approx(wanted_losses, rel=1e-5)
-        for found, wanted in zip(state, wanted_state, strict=True):
-            torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(state, wanted_state, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_a_graph_over_eight_devices_that_changes_is_refused_and_one_that_cannot_be_replayed_is_traced(spmd):
     assert "call 2 of `step` traced a new graph, but at most 1" in spmd["refused"]  # of another sharding
-    assert "call 5 of `step`" in spmd["changed"] and "New in it: aten::tanh in step" in spmd["changed"]
-    assert spmd["otherwise"] == 3 + 3  # it leaves its state sharded in another way
+    assert re.search(CHANGED, spmd["changed"])
+    assert spmd["otherwise"] == 2 + 3  # it leaves its state sharded in another way
 
 
 class Normed(MNIST):
@@ -378,6 +311,7 @@ class Normed(MNIST):
         return super().model().insert(1, torch.nn.BatchNorm2d(32))
 
 
+@pytest.mark.slow
 def test_an_average_keeps_its_own_running_statistics_while_replayed_steps_write_over_the_models(
     digits, tmp_path, xla, cpu
 ):
@@ -406,5 +340,5 @@ class Cut(MNIST):
 def test_shapes_that_change_within_the_step_are_an_error_that_names_the_line(digits, tmp_path, xla):
     task = Cut(dataset_dir=digits, epochs=1, batch_size=8)
     object.__setattr__(task, "calls", [])
-    with pytest.raises(UnexpectedRecompilation, match=r"New in it: .*, test_xla_replay\.py line \d+\n"):
+    with pytest.raises(UnexpectedRecompilation, match=r"New in it: .*, test_xla_graph\.py line \d+\n"):
         train(task, Run.open(tmp_path, task), runtime=xla, progress=False)
