@@ -37,7 +37,7 @@ class Filling(Runtime):
         return [(10**9 + self.most * GRADIENT, 10**10)]
 
 
-@pytest.mark.parametrize("held, level", [(1, OK), (6, OK), (7, WARNING), (32, WARNING)])
+@pytest.mark.parametrize("held, level", [(1, OK), (6, OK), (7, WARNING)])
 def test_gradients_of_many_steps_at_once_are_a_warning_with_the_option_that_helps(
     held, level, machine, monkeypatch
 ):

@@ -415,26 +415,26 @@ def sessions_needed(
 
 
 class Offer(NamedTuple):
-    """The whole training on one kind of hardware at one place. None: not known, or it never ends there."""
+    """The whole training on one kind of hardware at one place."""
 
     name: str
     basis: str
     epoch_s: float  # without evaluations and checkpoints
-    sessions: int | None
-    machine_h: float | None
-    calendar_h: float | None
-    usd: float | None
+    sessions: int
+    machine_h: float
+    calendar_h: float
+    usd: float | None  # None: not known
 
-    @property
-    def cost(self) -> str:
-        if not self.usd:
-            return "cost not known" if self.usd is None else "free"
-        return f"{self.usd:.2f} USD"  # two dollar signs are a formula in notebooks
+    def words(self) -> tuple[str, str, str]:
+        """Hours on the machine, hours on the calendar, and the cost."""
+        cost = f"{self.usd:.2f} USD" if self.usd else "free"  # two dollar signs are a formula in notebooks
+        hours = [format_duration(3600 * hours) for hours in (self.machine_h, self.calendar_h)]
+        return hours[0], hours[1], "cost not known" if self.usd is None else cost
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What was measured before what was published; what ends, the cheaper and then the faster first."""
+    """Offers: what was measured before what was published, the cheaper and then the faster first."""
 
     title: str
     offers: list[Offer]
@@ -442,29 +442,20 @@ class Comparison:
     def table(self) -> Table:
         """A row for each offer."""
         columns = ("hardware and place", "basis", "s per epoch", "sessions", "machine", "calendar", "cost")
-        rows = []
-        for offer in self.offers:
-            hours = _hours(offer.machine_h), _hours(offer.calendar_h)
-            sessions = offer.sessions or "never ends"
-            rows.append((offer.name, offer.basis, f"{offer.epoch_s:.4g}", sessions, *hours, offer.cost))
+        rows = [(o.name, o.basis, f"{o.epoch_s:.4g}", o.sessions, *o.words()) for o in self.offers]
         return Table(self.title, columns, rows)
 
     def figure(self) -> Any:
-        """Hours on the machine and the cost, a bar for each offer that ends: blue if measured, else grey."""
-        shown = [offer for offer in reversed(self.offers) if offer.sessions]
+        """Hours on the machine and the cost, a bar for each offer: blue if measured, else grey."""
+        shown = self.offers[::-1]
         figure, ((axis,),) = figures.subplots(1, 1, (9.6, 1.2 + 0.27 * max(len(shown), 3)))
-        hours = [offer.machine_h for offer in shown]
         colours = [figures.BLUE if offer.basis == "measured" else figures.GREY for offer in shown]
-        bars = axis.barh(range(len(shown)), hours, color=colours)
-        axis.bar_label(bars, [f" {_hours(offer.machine_h)}, {offer.cost}" for offer in shown], fontsize=7)
+        bars = axis.barh(range(len(shown)), [offer.machine_h for offer in shown], color=colours)
+        axis.bar_label(bars, [" {0}, {2}".format(*offer.words()) for offer in shown], fontsize=7)
         axis.set_yticks(range(len(shown)), [figures.label(f"{offer.name}, {offer.basis}") for offer in shown])
         axis.margins(x=0.2)
         figures.finish(axis, self.title, "hours on the machine, and cost")
         return figure
-
-
-def _hours(hours: float | None) -> str:
-    return format_duration(None if hours is None else 3600 * hours)
 
 
 def compare(
@@ -491,12 +482,14 @@ def compare(
     joined.sort(key=lambda m: m.epoch_s(images), reverse=True)
     fastest = {(m.label, m.place): m for m in joined}.values()
     prices = prices or read_prices()
-    places = [(m, price) for m in fastest for price in _places(m, prices)]
-    found = [_offer(m, price, m.epoch_s(images), epochs, spot) for m, price in places]
+    found = []
+    for m in fastest:
+        for price in _places(m, prices):
+            found += _offers(m, price, m.epoch_s(images), epochs, spot)
 
     def rank(offer: Offer) -> tuple:
         usd = math.inf if offer.usd is None else offer.usd
-        return offer.basis, offer.sessions is None, usd, offer.calendar_h or 0
+        return offer.basis, usd, offer.calendar_h
 
     title = f"{first.task}, {epochs} epochs of {images} images: training steps and start-up, no evaluations"
     return Comparison(title, sorted(found, key=rank))
@@ -521,17 +514,20 @@ def _places(m: Measurement, prices: Sequence[Price]) -> list[Price]:
     return found if is_listed or not m.place else [*found, Price(m.hardware, m.place)]
 
 
-def _offer(m: Measurement, price: Price, epoch_s: float, epochs: int, spot: bool) -> Offer:
+def _offers(m: Measurement, price: Price, epoch_s: float, epochs: int, spot: bool) -> list[Offer]:
+    """What it takes at one place; nothing where it never ends."""
     start_h, lost_h = m.start_s / 3600, Task.save_every_s / 3600
     needed = sessions_needed(epochs * epoch_s / 3600, price, start_h=start_h, lost_h=lost_h)
-    sessions, machine_h, calendar_h = needed or (None, None, None)
+    if needed is None:
+        return []
     usd_per_hour = price.per_hour(chips=m.chips, spot=spot)
-    usd = None if usd_per_hour is None or machine_h is None else usd_per_hour * machine_h
-    batch = f" at batch {m.batch_size}" if m.place else ""
-    is_elsewhere = m.place not in ("", price.place.removesuffix(" free"))
-    name = f"{m.label}{batch}, {price.place}" + f" (measured at {m.place})" * is_elsewhere
-    basis = "measured" if m.place else "published, not measured"
-    return Offer(name, basis, epoch_s, sessions, machine_h, calendar_h, usd)
+    usd = None if usd_per_hour is None else usd_per_hour * needed[1]
+    name, basis = f"{m.label}, {price.place}", "published, not measured"
+    if m.place:
+        name, basis = f"{m.label} at batch {m.batch_size}, {price.place}", "measured"
+        if m.place != price.place.removesuffix(" free"):
+            name += f" (measured at {m.place})"
+    return [Offer(name, basis, epoch_s, *needed, usd)]
 
 
 def show_comparison(comparison: Comparison, picture: Path | None = None) -> None:

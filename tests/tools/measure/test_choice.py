@@ -55,7 +55,6 @@ def test_an_edited_copy_of_the_prices_is_read_as_a_spreadsheet_leaves_it(tmp_pat
         (f"{COLUMNS}\nT4,Colab,cheap,,,,2026-11,x", "row 2: .*'cheap'"),
         (f"{COLUMNS}\nT4,Colab,-1,,,,2026-11,x", "row 2: usd_per_hour is -1"),
         (f"{COLUMNS}\nT4,Colab,1,,nan,,2026-11,x", "row 2: session_h is nan"),
-        (f"{COLUMNS}\nT4,Colab,1,,inf,,2026-11,x", "row 2: session_h is inf"),
         (f"{COLUMNS}\nT4,Colab,1,2026-11,x", "row 2"),
         (f"{COLUMNS}\nT4,Colab,0,5,,,,2026-11,x", "row 2.*quote a comma"),
         ("hardware,place\nT4,Colab\n", "row 2"),
@@ -74,7 +73,6 @@ def test_a_bad_price_table_is_named_with_its_row(lines, named, tmp_path):
 def test_spot_costs_what_its_column_says_and_as_on_demand_where_it_is_not_sold():
     assert price(spot_usd_per_hour=0.25).per_hour(chips=4, spot=True) == 1.0
     assert price(place="Kaggle", usd=0.0).per_hour(spot=True) == 0.0
-    assert price("RTX 3090", "local", 0.14).per_hour(chips=2, spot=True) == pytest.approx(0.28)
     assert price(usd=None).per_hour() is None
 
 
@@ -110,17 +108,15 @@ def test_an_offer_says_what_all_sessions_take_and_cost_at_each_place():
     places = [price(usd=2.0), price(place="Kaggle", usd=0.0, session_h=4)]
     places.append(price(place="Colab", usd=None, session_h=0.1))
     comparison = compare([one], prices=places)
-    kaggle, google, colab = comparison.offers[:3]  # the cheaper first, what never ends last
+    kaggle, google = comparison.offers[:2]  # the cheaper first; what never ends is no offer
     # A session of 4 h trains 4 - 0.1 h - 60 s, the time between checkpoints: 3 h 53; two of them 7 h 46, the
     # third 2 h 14.
     assert (kaggle.name, kaggle.sessions, kaggle.usd) == ("T4 at batch 32, Kaggle", 3, 0)
     assert kaggle.machine_h == pytest.approx(8 + 0.1 + 2 + 14 / 60)
     assert google.usd == pytest.approx(20.2) and google.sessions == 1
-    assert (colab.sessions, colab.machine_h, colab.usd) == (None, None, None)
-    first, second, third = [row for row in comparison.table().rows if row[1] == "measured"]
+    first, second = [row for row in comparison.table().rows if row[1] == "measured"]
     assert first[2:] == ("90", "3", "10.3 h", "10.3 h", "free")
     assert second[0].endswith("Google Cloud (measured at Kaggle)") and second[-1] == "20.20 USD"
-    assert third[3:] == ("never ends", "", "", "cost not known")
 
 
 def test_offers_come_in_the_order_measured_cheap_fast():
@@ -150,7 +146,8 @@ def test_hardware_is_offered_where_there_is_enough_of_it_and_where_it_was_measur
     assert places(*t4, chips=4, cores=4, place="Google Cloud") == {"Google Cloud"}
     # Of hardware that the table lacks, neither cost nor limits are known.
     (own,) = compare([measurement(task="mnist", hardware="RTX 5050", place="local")], prices=t4).offers
-    assert (own.name, own.cost, own.sessions) == ("RTX 5050 at batch 32, local", "cost not known", 1)
+    assert (own.name, own.usd, own.sessions) == ("RTX 5050 at batch 32, local", None, 1)
+    assert own.words()[-1] == "cost not known"
     # One CPU says nothing of another.
     cpus = [price("CPU", place, 0.0) for place in ("Colab", "Kaggle", "local")]
     assert places(*cpus, hardware="CPU", place="Colab") == {"Colab"}
@@ -186,12 +183,10 @@ def test_different_recipes_and_tasks_are_refused_naming_them():
 
 
 def test_two_engines_on_one_card_have_names_of_their_own():
-    engine = dict(torch_compile="reduce-overhead", channels_last="yes", cuda_graph=True, data_on="auto")
-    compiled = measurement(engine=engine, step_ms=50.0)
+    compiled = measurement(engine=dict(torch_compile="default", cuda_graph=True), step_ms=50.0)
     names = epochs_of(compare([measurement(), compiled]), "measured").keys()
-    label = "T4, torch_compile=reduce-overhead, channels_last=yes"
-    assert names >= {"T4 at batch 32, Kaggle", f"{label} at batch 32, Kaggle"}
-    assert compiled.file_name == "mshnet-t4-torch-compile-reduce-overhead-channels-last-yes-kaggle.json"
+    assert names >= {"T4 at batch 32, Kaggle", "T4, torch_compile=default at batch 32, Kaggle"}
+    assert compiled.file_name == "mshnet-t4-torch-compile-default-kaggle.json"
 
 
 def test_the_bars_name_their_units_and_what_was_not_measured():

@@ -24,7 +24,7 @@ def describe_cuda(torch):
 
 if __name__ == "__main__":
     for package in sys.argv[1:]:
-        report = {package: None}
+        report: dict = {package: None}
         try:
             module = importlib.import_module(package)
             if package == "torch":
