@@ -19,23 +19,21 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tpukit import __version__
 from tpukit.devices.chips import CHIPS, find_chip, session_chips
-from tpukit.devices.runtime import Runtime
 from tpukit.host import environment, files, known_errors
 from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
 from tpukit.host.tables import GIB, Table, format_duration
-from tpukit.launching.launcher import launch
-from tpukit.launching.supervisor import end_with_parent
 from tpukit.reporting import display, figures
 from tpukit.runs.run import Run
-from tpukit.runs.signals import StopSignal
 from tpukit.tools.child import last_line, run_python
-from tpukit.training.setup import Trainer
 from tpukit.training.task import Task, from_request, model_settings, to_request
+
+if TYPE_CHECKING:
+    from tpukit.devices.runtime import Runtime
 
 FORMAT = "tpukit comparison 1"
 SYNTHETIC_IMAGES = {"mshnet": 1000}  # where there is no dataset: as many as IRSTD-1k has
@@ -272,6 +270,9 @@ def _run_process(task: Task, steps: int, cores: int, parallel: str) -> dict:
 
 def answer_request() -> None:
     """In the fresh process: time the task of the request on stdin; the answer goes into the given folder."""
+    from tpukit.launching.launcher import launch
+    from tpukit.launching.supervisor import end_with_parent
+
     end_with_parent(os.getppid())
     folder, request = Path(sys.argv[1]), json.loads(sys.stdin.read())
     task = from_request(request)
@@ -285,13 +286,16 @@ def answer_request() -> None:
 
 
 def time_steps(
-    task: Task, run: Run, *, runtime: Runtime | None = None, steps: int = 20, started: float | None = None
+    task: Task, run: Run, *, runtime: "Runtime | None" = None, steps: int = 20, started: float | None = None
 ) -> dict:
     """Time the training step of `task` on this core, among others: a function for `launch`, like `train`.
 
     What runs is a training without its evaluations and checkpoints. A phased loss is timed in its last phase.
     steps: timed ones, rounded up to `ROUNDS` equal rounds. started: `time.time()` at which the session began;
     by default now. Returns a dict of fields of `Measurement`."""
+    from tpukit.runs.signals import StopSignal
+    from tpukit.training.setup import Trainer
+
     started = started or time.time()
     per_round = math.ceil(steps / ROUNDS)
     intervals = []
