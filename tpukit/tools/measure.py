@@ -455,10 +455,11 @@ class Comparison:
         figure, ((axis,),) = figures.subplots(1, 1, (9.6, 1.2 + 0.27 * max(len(shown), 3)))
         colours = [figures.BLUE if offer.basis == "measured" else figures.GREY for offer in shown]
         bars = axis.barh(range(len(shown)), [offer.machine_h for offer in shown], color=colours)
-        axis.bar_label(bars, [" {0}, {2}".format(*offer.words()) for offer in shown], fontsize=7)
-        axis.set_yticks(range(len(shown)), [figures.label(f"{offer.name}, {offer.basis}") for offer in shown])
-        axis.margins(x=0.2)
-        figures.finish(axis, self.title, "hours on the machine, and cost")
+        texts = [" {0}, {2}; {basis}".format(*offer.words(), basis=offer.basis) for offer in shown]
+        axis.bar_label(bars, texts, fontsize=7)
+        axis.set_yticks(range(len(shown)), [figures.label(offer.name) for offer in shown])
+        axis.margins(x=0.5)
+        figures.finish(axis, self.title, "hours on the machine (training steps and start-up), and cost")
         return figure
 
 
@@ -495,7 +496,7 @@ def compare(
         usd = math.inf if offer.usd is None else offer.usd
         return offer.basis, usd, offer.calendar_h
 
-    title = f"{first.task}, {epochs} epochs of {images} images: training steps and start-up, no evaluations"
+    title = f"{first.task}, {epochs} epochs of {images} images, no evaluations"
     return Comparison(title, sorted(found, key=rank))
 
 
@@ -531,6 +532,7 @@ def _offers(m: Measurement, price: Price, epoch_s: float, epochs: int, spot: boo
         name, basis = f"{m.label} at batch {m.batch_size}, {price.place}", "measured"
         if m.place != price.place.removesuffix(" free"):
             name += f" (measured at {m.place})"
+    name += " (card without its host)" if "the card alone" in price.source else ""
     return [Offer(name, basis, epoch_s, *needed, usd)]
 
 
