@@ -25,7 +25,7 @@ def find(checks, what, level):
 @pytest.fixture(autouse=True)
 def imports_work(monkeypatch, request):
     if "real_imports" not in request.keywords:
-        cuda = dict(built="12.8", usable=True, arch_list=["sm_75", "sm_80"], reason="")
+        cuda = dict(built="12.8", usable=True, arch_list=["sm_75", "sm_80"], cards=[])
         monkeypatch.setattr(
             doctor, "import_packages", lambda packages, environ: (dict.fromkeys(packages), cuda)
         )
@@ -58,26 +58,15 @@ def test_where_the_pci_bus_is_hidden_the_accelerator_is_judged_by_device_files(
     find(examine({"PJRT_DEVICE": "TPU"}, tmp_path), "accelerator", level)
 
 
-# The images by their own lists of August 2026; none has tyro.
-COLAB_GPU, KAGGLE_GPU = (
-    {"COLAB_RELEASE_TAG": "x", "COLAB_TPU_1VM": ""},
-    {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"},
-)
-IMAGES = {  # name -> variables, chips, Python, what is installed, the libtpu that torch_xla names
-    "colab tpu": (
-        COLAB_TPU,
-        1,
-        "3.13.15",
-        dict(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21.1"),
-        "0.0.21",
-    ),
-    "kaggle tpu": (
-        KAGGLE_TPU,
-        8,
-        "3.12.13",
-        dict(torch="2.8.0", torch_xla="2.8.0", libtpu="0.0.17"),
-        "0.0.17",
-    ),
+COLAB_GPU = {"COLAB_RELEASE_TAG": "x", "COLAB_TPU_1VM": ""}
+KAGGLE_GPU = {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
+XLA_29 = dict(torch="2.9.0", torch_xla="2.9.0", libtpu="0.0.21.1")
+XLA_28 = dict(torch="2.8.0", torch_xla="2.8.0", libtpu="0.0.17")
+# The images by their own lists of August 2026, none of which has tyro: name -> variables, chips, Python, what
+# is installed, the libtpu that torch_xla names.
+IMAGES = {
+    "colab tpu": (COLAB_TPU, 1, "3.13.15", XLA_29, "0.0.21"),
+    "kaggle tpu": (KAGGLE_TPU, 8, "3.12.13", XLA_28, "0.0.17"),
     "colab gpu": (COLAB_GPU, 0, "3.13.15", dict(torch="2.11.0+cu128"), None),
     "kaggle gpu": (KAGGLE_GPU, 0, "3.12.13", dict(torch="2.10.0+cu128"), None),
 }
@@ -92,13 +81,11 @@ def image(tmp_path, monkeypatch, gpu):
         environ, chips, python, installed, wanted = IMAGES[name]
         packages = dict.fromkeys(set(doctor.NEEDED) - {"tyro"}, "1.0") | installed | other
         monkeypatch.setattr(environment, "version_of", packages.get)
-        monkeypatch.setattr(
-            importlib.metadata, "requires", lambda name: [f"libtpu=={wanted}; extra == 'tpu'"]
-        )
+        requires = [f"libtpu=={wanted}; extra == 'tpu'"]
+        monkeypatch.setattr(importlib.metadata, "requires", lambda name: requires)
         monkeypatch.setattr(platform, "python_version", lambda: python)
-        monkeypatch.setattr(
-            doctor.shutil, "disk_usage", lambda path: type("Usage", (), dict(free=50 * 2**30))
-        )
+        usage = type("Usage", (), dict(free=50 * 2**30))
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
         gpu(*(["Tesla T4"] if not chips else []))
         if chips:
             add_chips(tmp_path, chips)
@@ -128,39 +115,40 @@ def test_doctor_says_of_an_untouched_image_exactly_what_is_so(name, more, image)
 
 
 @pytest.mark.parametrize("name", ["colab tpu", "kaggle tpu"])
-@pytest.mark.parametrize(
-    "broken",
-    [
-        dict(torch=None),
-        dict(torch="2.5.1"),
-        dict(torch="2.12.0"),
-        dict(torch_xla=None),
-        dict(libtpu=None),
-        dict(libtpu="0.0.30"),
-    ],
-)
-def test_doctor_never_tells_to_install_over_an_image(name, broken, image):
-    checks = image(name, **broken)
+@pytest.mark.parametrize("package", ["torch", "torch_xla", "libtpu"])
+@pytest.mark.parametrize("version", [None, "2.5.1", "2.12.0", "0.0.30"])
+def test_doctor_never_tells_to_install_over_an_image(name, package, version, image):
+    checks = image(name, **{package: version})
     worse = [c for c in checks if c.level in (doctor.BLOCKS, doctor.WARNING) and c.what != "packages"]
     assert worse and all("fresh session" in c.fix for c in worse)
     assert not [c.fix for c in checks if re.search(r"pip install.*\b(torch|torch_xla|libtpu)\b", c.fix)]
 
 
-# A torch without CUDA
-TORCH = """
+def fake_torch(built=None, usable=False, card=("", ()), arch_list=(), reason=""):
+    """The source of a torch that was built with this CUDA and sees this card."""
+    return f"""
 class version:
-    cuda = None
+    cuda = {built!r}
 
 class cuda:
-    is_available = staticmethod(lambda: False)
-    get_arch_list = staticmethod(lambda: [])
+    is_available = staticmethod(lambda: {usable})
+    device_count = staticmethod(lambda: 1)
+    get_device_name = staticmethod(lambda number: {card[0]!r})
+    get_device_capability = staticmethod(lambda number: {card[1]!r})
+    get_arch_list = staticmethod(lambda: {list(arch_list)!r})
+
+    @staticmethod
+    def init():
+        raise RuntimeError({reason!r})
 """
 
 
 def fake_packages(folder, **sources):
+    """Variables of a process that finds packages of these sources."""
     for name, source in sources.items():
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text(source)
+    return {**os.environ, "PYTHONPATH": str(folder)}
 
 
 @pytest.mark.real_imports
@@ -176,14 +164,16 @@ def test_torch_xla_is_imported_under_the_variables_that_a_training_would_have(
         "import os, re\nif os.environ.get('TPU_SKIP_MDS_QUERY'):\n    re.match('v',"
         " os.environ.get('TPU_ACCELERATOR_TYPE'))\n"
     )
-    fake_packages(tmp_path, torch=TORCH, torch_xla=code)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TPU_", "PJRT_"))}
-    check = find(examine({**kept, "PYTHONPATH": str(tmp_path), **given}, tmp_path), "torch_xla", level)
-    assert level == doctor.OK or "TPU_ACCELERATOR_TYPE" in check.fix
+    environ = fake_packages(tmp_path, torch=fake_torch(), torch_xla=code)
+    kept = {name: value for name, value in environ.items() if not name.startswith(("TPU_", "PJRT_"))}
+    checks = examine(kept | given, tmp_path)
+    find(checks, "torch_xla", level)
+    assert level == doctor.OK or "both or neither" in find(checks, "variable", doctor.WARNING).fix
 
 
-XLA, XLA_28 = (dict(torch=f"{version}.0", torch_xla=f"{version}.0") for version in ("2.9", "2.8"))
+XLA = dict(torch="2.9.0", torch_xla="2.9.0")
 TPU = dict(torch="2.13.0", torch_tpu="0.2.0", libtpu="0.0.52")
+BATCH_RUN = {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}
 LOOKUP_FAILED = dict(KAGGLE_TPU, TPU_ACCELERATOR_TYPE="WARNING: could not determine TPU accelerator type")
 
 
@@ -192,38 +182,31 @@ LOOKUP_FAILED = dict(KAGGLE_TPU, TPU_ACCELERATOR_TYPE="WARNING: could not determ
 @pytest.mark.parametrize(
     "installed, chips, environ, what, level, words",
     [
-        (dict(torch="2.5.1"), 0, {}, "torch", doctor.BLOCKS, ["CVE-2025-32434"]),
-        (dict(torch="2.6.0"), 0, {}, "torch", doctor.WARNING, []),
-        (dict(torch="2.8.0"), 0, {}, "torch", doctor.OK, []),
-        (dict(torch="2.11.0+cu128"), 0, {}, "torch", doctor.OK, []),
-        (XLA, 0, {}, "torch_xla", doctor.OK, []),  # also where only its version is known
-        (  # a torch_xla 2.11 is not to be had
-            XLA | dict(torch="2.11.0"),
-            *(0, {}, "torch_xla", doctor.BLOCKS),
-            ["2.9.0 does not match torch 2.11.0", "torch~=2.9.0"],
-        ),
-        (TPU, 0, {}, "torch_tpu", doctor.OK, []),
-        (TPU | dict(torch="2.9.0"), 0, {}, "torch_tpu", doctor.BLOCKS, ["2.11 to 2.15", "pip install"]),
-        (TPU | dict(libtpu="0.0.21"), 0, {}, "torch_tpu", doctor.BLOCKS, ["0.0.50", "pip install"]),
-        (TPU | dict(torch="2.9.0"), 0, KAGGLE_GPU, "torch_tpu", doctor.BLOCKS, ["fresh session"]),
-        (TPU | XLA, 0, KAGGLE_GPU, "torch_tpu", doctor.NOTE, ["not used"]),
-        (XLA | TPU, 0, {}, "torch_xla", doctor.NOTE, ["torch_tpu"]),
-        (XLA | TPU, 0, {}, "torch_tpu", doctor.OK, []),
-        (XLA | dict(tensorflow="2.19.0"), 0, {}, "tensorflow", doctor.WARNING, ["tensorflow-cpu"]),
+        (dict(torch="2.5.1"), 0, {}, "torch", "BLOCKS", ["CVE-2025-32434"]),
+        (dict(torch="2.6.0"), 0, {}, "torch", "warning", []),
+        (dict(torch="2.8.0"), 0, {}, "torch", "ok", []),
+        (dict(torch="2.11.0+cu128"), 0, {}, "torch", "ok", []),
+        (XLA, 0, {}, "torch_xla", "ok", []),  # also where only its version is known
+        # a torch_xla 2.11 is not to be had
+        (XLA | dict(torch="2.11.0"), 0, {}, "torch_xla", "BLOCKS", ["match torch 2.11.0", "torch~=2.9.0"]),
+        (TPU, 0, {}, "torch_tpu", "ok", []),
+        (TPU | dict(torch="2.9.0"), 0, {}, "torch_tpu", "BLOCKS", ["2.11 to 2.15", "pip install"]),
+        (TPU | dict(libtpu="0.0.21"), 0, {}, "torch_tpu", "BLOCKS", ["0.0.50", "pip install"]),
+        (TPU | dict(torch="2.9.0"), 0, KAGGLE_GPU, "torch_tpu", "BLOCKS", ["fresh session"]),
+        (TPU | XLA, 0, KAGGLE_GPU, "torch_tpu", "note", ["not used"]),
+        (XLA | TPU, 0, {}, "torch_xla", "note", ["torch_tpu"]),
+        (XLA | TPU, 0, {}, "torch_tpu", "ok", []),
+        (XLA | dict(tensorflow="2.19.0"), 0, {}, "tensorflow", "warning", ["tensorflow-cpu"]),
         (XLA | dict(tensorflow="2.19.0", tensorflow_cpu="2.19.0"), 0, {}, "tensorflow", None, []),
-        (XLA, 0, {"PJRT_DEVICE": "TPU"}, "accelerator", doctor.BLOCKS, ["no TPU chip is on the PCI bus"]),
-        (XLA, 0, {"PJRT_DEVICE": "CUDA"}, "accelerator", doctor.BLOCKS, ["PJRT_DEVICE=CUDA"]),
-        (dict(torch="2.9.0"), 4, {"TPU_NAME": "n"}, "accelerator", doctor.BLOCKS, ["4 TPU chips found"]),
-        (
-            dict(torch="2.9.0"),
-            *(0, {"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, "accelerator", doctor.BLOCKS),
-            ["batch run got no accelerator"],
-        ),
-        (XLA, 8, {"PJRT_DEVICE": "CPU"}, "accelerator", doctor.WARNING, ["unset PJRT_DEVICE"]),
-        (TPU, 8, {"PJRT_DEVICE": "CPU"}, "accelerator", doctor.WARNING, ["unset PJRT_DEVICE"]),
-        (XLA_28, 8, LOOKUP_FAILED, "variable", doctor.NOTE, ["TPU_ACCELERATOR_TYPE", "'v5litepod-8'"]),
-        (XLA_28, 8, KAGGLE_TPU | {"XLA_USE_BF16": "1"}, "variable", doctor.WARNING, ["autocast"]),
-        (XLA_28, 8, KAGGLE_TPU | {"COLAB_TPU_ADDR": "10.0.0.2"}, "variable", doctor.NOTE, ["TPU Node"]),
+        (XLA, 0, {"PJRT_DEVICE": "TPU"}, "accelerator", "BLOCKS", ["no TPU chip is on the PCI bus"]),
+        (XLA, 0, {"PJRT_DEVICE": "CUDA"}, "accelerator", "BLOCKS", ["PJRT_DEVICE=CUDA"]),
+        (dict(torch="2.9.0"), 4, {"TPU_NAME": "n"}, "accelerator", "BLOCKS", ["4 TPU chips found"]),
+        (dict(torch="2.9.0"), 0, BATCH_RUN, "accelerator", "BLOCKS", ["batch run got no accelerator"]),
+        (XLA, 8, {"PJRT_DEVICE": "CPU"}, "accelerator", "warning", ["unset PJRT_DEVICE"]),
+        (TPU, 8, {"PJRT_DEVICE": "CPU"}, "accelerator", "warning", ["unset PJRT_DEVICE"]),
+        (XLA_28, 8, LOOKUP_FAILED, "variable", "note", ["TPU_ACCELERATOR_TYPE", "'v5litepod-8'"]),
+        (XLA_28, 8, KAGGLE_TPU | {"XLA_USE_BF16": "1"}, "variable", "warning", ["autocast"]),
+        (XLA_28, 8, KAGGLE_TPU | {"COLAB_TPU_ADDR": "10.0.0.2"}, "variable", "note", ["TPU Node"]),
     ],
 )
 def test_a_machine_is_judged_by_its_versions_chips_and_variables(
@@ -277,43 +260,27 @@ def test_a_lock_left_behind_is_named_only_where_a_chip_is(tmp_path, versions):
     assert "rm " in find(examine(COLAB_TPU, tmp_path), "chip", doctor.WARNING).fix
 
 
-T4, P100 = ("Tesla T4", "7.5"), ("Tesla P100-PCIE-16GB", "6.0")
-CU128 = dict(cuda="12.8", arch_list=["sm_75", "sm_80", "sm_120"])
+T4, P100 = ("Tesla T4", (7, 5)), ("Tesla P100-PCIE-16GB", (6, 0))
+CU128 = dict(built="12.8", arch_list=["sm_75", "sm_80", "sm_120"])
 
 
 @pytest.mark.real_imports
 @pytest.mark.parametrize(
-    "card, driver, torch, reasons",
+    "card, torch, reasons",
     [
-        (T4, "12.4", dict(CU128, usable=True), []),
-        (T4, "13.0", dict(CU128, usable=True), []),
-        (("Tesla T4", "[N/A]"), "13.0", dict(CU128, usable=True), []),  # as old drivers answer
-        (P100, "12.8", dict(CU128, usable=True), ["6.0", "sm_75"]),
-        (P100, "12.8", dict(cuda="12.6", arch_list=["sm_50", "sm_60"], usable=True), []),
-        (T4, "12.8", dict(cuda=None, arch_list=[]), ["without CUDA", "Tesla T4"]),
-        (T4, "12.8", dict(CU128, reason="CUDA unknown error"), ["CUDA unknown error"]),
+        (T4, dict(CU128, usable=True), []),
+        (P100, dict(CU128, usable=True), ["6.0", "sm_75"]),
+        (P100, dict(built="12.6", arch_list=["sm_50", "sm_60"], usable=True), []),
+        (T4, dict(built=None), ["without CUDA", "Tesla T4"]),
+        (T4, dict(CU128, reason="CUDA unknown error"), ["CUDA unknown error"]),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_is_reported_with_its_cause(
-    card, driver, torch, reasons, tmp_path, versions
-):
-    source = f"""
-class version:
-    cuda = {torch["cuda"]!r}
-
-class cuda:
-    is_available = staticmethod(lambda: {torch.get("usable", False)})
-    get_arch_list = staticmethod(lambda: {torch["arch_list"]})
-
-    @staticmethod
-    def init():
-        raise RuntimeError({torch.get("reason", "")!r} or "unlike")
-"""
-    fake_packages(tmp_path, torch=source)
+def test_a_gpu_that_torch_cannot_use_is_reported_with_its_cause(card, torch, reasons, tmp_path, versions):
     versions(torch="2.11.0")
-    environ = nvidia_smi(tmp_path, [f"GPU 0: {card[0]} (UUID: GPU-1b7f2c11)"], [card], driver)
-    environ |= {"PYTHONPATH": str(tmp_path), **KAGGLE_GPU}
-    checks = examine({name: value for name, value in environ.items() if name != "PJRT_DEVICE"}, tmp_path)
+    fake_packages(tmp_path, torch=fake_torch(card=card, **torch))
+    environ = nvidia_smi(tmp_path, [f"GPU 0: {card[0]} (UUID: GPU-1b7f2c11)"])
+    environ |= KAGGLE_GPU | dict(PYTHONPATH=str(tmp_path), PJRT_DEVICE="")
+    checks = examine(environ, tmp_path)
     if not reasons:
         assert not [c for c in checks if c.what == "gpu"], doctor.table(checks)
         return
@@ -359,9 +326,9 @@ def test_an_import_that_ends_python_or_hangs_is_the_fault_of_its_package_alone(
     source, found, tmp_path, versions, monkeypatch
 ):
     monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 3)
-    fake_packages(tmp_path, torch=f"print('{{ no JSON')\n{TORCH}", torch_xla=source)
+    environ = fake_packages(tmp_path, torch=f"print('{{ no JSON')\n{fake_torch()}", torch_xla=source)
     versions(torch="2.9.0", torch_xla="2.9.0")
-    checks = examine({**os.environ, "PYTHONPATH": str(tmp_path)}, tmp_path)
+    checks = examine(environ, tmp_path)
     find(checks, "torch", doctor.OK)
     assert found in find(checks, "torch_xla", doctor.BLOCKS).found
 
@@ -369,9 +336,9 @@ def test_an_import_that_ends_python_or_hangs_is_the_fault_of_its_package_alone(
 @pytest.mark.real_imports
 def test_torch_and_torch_xla_are_imported_by_one_process(tmp_path, versions):
     note = f"import os\nopen({str(tmp_path / 'pids')!r}, 'a').write(str(os.getpid()) + ' ')\n"
-    fake_packages(tmp_path, torch=note + TORCH, torch_xla=note)
+    environ = fake_packages(tmp_path, torch=note + fake_torch(), torch_xla=note)
     versions(torch="2.9.0", torch_xla="2.9.0")
-    checks = examine({**os.environ, "PYTHONPATH": str(tmp_path)}, tmp_path)
+    checks = examine(environ, tmp_path)
     find(checks, "torch", doctor.OK), find(checks, "torch_xla", doctor.OK)
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 2 and len(set(pids)) == 1
@@ -380,9 +347,8 @@ def test_torch_and_torch_xla_are_imported_by_one_process(tmp_path, versions):
 @pytest.mark.real_imports
 def test_doctor_answers_with_the_fix_and_ends_with_1_where_torch_is_broken(tmp_path):
     reason = "_XLAC.so: undefined symbol: _ZN5torch"
-    fake_packages(tmp_path, torch=f"raise ImportError({reason!r})")
+    broken = fake_packages(tmp_path, torch=f"raise ImportError({reason!r})")
     command = [sys.executable, "-m", "tpukit", "doctor"]
-    broken = {**os.environ, "PYTHONPATH": str(tmp_path)}
     plain = subprocess.run(command, env=broken, capture_output=True, text=True)
     assert plain.returncode == 1 and "undefined symbol" in plain.stdout and "Traceback" not in plain.stderr
     machine = subprocess.run([*command, "--json"], env=broken, capture_output=True, text=True)

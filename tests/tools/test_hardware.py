@@ -37,7 +37,7 @@ class Filling(Runtime):
         return [(10**9 + self.most * GRADIENT, 10**10)]
 
 
-@pytest.mark.parametrize("held, level", [(1, OK), (6, OK), (7, WARNING), (32, WARNING)])
+@pytest.mark.parametrize("held, level", [(1, OK), (6, OK), (7, WARNING)])
 def test_gradients_of_many_steps_at_once_are_a_warning_with_the_option_that_helps(
     held, level, machine, monkeypatch
 ):
@@ -54,9 +54,9 @@ def of_the_cpu(monkeypatch):
     monkeypatch.setattr("tpukit.devices.open_runtime", lambda env, precision: Runtime("cpu", "bf16"))
 
 
-def test_attention_that_computes_its_formula_is_right_and_the_chosen_kernels_are_named(machine, of_the_cpu):
+def test_attention_that_computes_its_formula_is_right(machine, of_the_cpu):
     check = hardware.attention(machine("cuda"))
-    assert check.level == OK and "FLASH_ATTENTION/FLASH_ATTENTION" in check.found
+    assert check.level == OK and "in bf16: windows " in check.found
 
 
 @pytest.mark.parametrize("broken", ["training", "evaluation"])
@@ -64,6 +64,7 @@ def test_attention_that_computes_its_formula_is_right_and_the_chosen_kernels_are
 def test_a_kernel_that_is_wrong_in_training_or_in_evaluation_alone_is_a_warning(
     broken, wrong, machine, of_the_cpu, monkeypatch
 ):
+    monkeypatch.setattr(hardware, "ATTENTION_SHAPES", dict(small=((2, 2, 16, 8), True)))
     right = torch.nn.functional.scaled_dot_product_attention
 
     def attend(query, *arguments, **settings):

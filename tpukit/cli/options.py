@@ -37,6 +37,7 @@ REMOVED = {
     "test --mode": TWO_COMMANDS,
     "rent": "rent a machine by `sky` itself, with the task files in docs/sky/: the page docs/RENTING.md",
     "compare --plan": "`tpukit plan TASK --chip v5e-8 --batch-sizes 32` asks the TPU's compiler, by itself",
+    "compare --out": "each machine's file has a name of its own, in outputs/comparison: copy it from there",
     "compare --deadline-h": "the column calendar says how long each place takes",
     "compare --budget-usd": "the column cost says what each place costs, and the cheapest comes first",
     "compare --prices-out": "copy tpukit/tools/prices.csv, and edit the copy",

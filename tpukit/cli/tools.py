@@ -45,23 +45,20 @@ class MeasureOptions(CoreOptions):
     """Global batch sizes; by default they double from --batch-size on, until a step does not fit; on a CPU
     once."""
     steps: int = 20
-    """Timed steps of each batch size, after the first ones."""
-    out: Path | None = None
-    """The JSON file; by default comparison/TASK-HARDWARE-PLACE.json in the output folder of this machine."""
+    """Timed steps of each batch size, after the first ones, in five rounds."""
 
 
 def measure(task: Task, options: MeasureOptions) -> None:
     """Measure a task here at several batch sizes (TASK), or compare such measurements of several machines
     (FILES)."""
-    from tpukit.tools.measure import SYNTHETIC_IMAGES, check_out, file_for, measure_here
+    from tpukit.tools.measure import SYNTHETIC_IMAGES, measure_here, table
 
     env = tpukit.detect()
-    out = options.out or file_for(env.outputs / "comparison", task, env, options.cores)
-    check_out(out)  # before a dataset is unpacked
+    folder = env.outputs / "comparison"
     task = with_dataset(task, env, size=SYNTHETIC_IMAGES.get(task.name))
-    measured = measure_here(task, log=to_stderr, **dataclasses.asdict(dataclasses.replace(options, out=out)))
-    following = f"tpukit compare {out.parent}/*.json"
-    print(f"{measured.table()}\n\nNext, with the files of other machines next to it: {following}")
+    measured = measure_here(task, folder=folder, log=to_stderr, **dataclasses.asdict(options))
+    following = f"tpukit compare {folder}/*.json"
+    print(f"{table(measured)}\n\nNext, with the files of other machines next to it: {following}")
 
 
 def merge(
@@ -75,13 +72,13 @@ def merge(
         epochs: epochs of the whole training.
         prices: an edited copy of the price table.
     """
-    from tpukit.tools.measure import PRICES, Measurement, compare, read_prices
+    from tpukit.tools.measure import PRICES, compare, read, read_prices
 
     for path in files:
         if not path.exists():
             names = ", ".join(TASKS)
             raise TpukitError(f"'{path}' is neither a task ({names}) nor a file of `tpukit compare TASK`")
-    measurements = [Measurement.read(path) for path in files]
+    measurements = [measurement for path in files for measurement in read(path)]
     comparison = compare(measurements, prices=read_prices(prices or PRICES), epochs=epochs)
     tpukit.show_comparison(comparison, tpukit.detect().outputs / "comparison/comparison.png")
 

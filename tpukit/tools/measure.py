@@ -1,6 +1,6 @@
-"""`tpukit compare`: a recipe's step timed on this machine, each batch size in a process of its own; and how
-many sessions, hours and dollars the whole training takes by hardware and place: from the JSON files of
-several machines, published figures, and the price table `prices.csv`, which users edit as a copy."""
+"""`tpukit compare`: how long a step of a task takes on this machine; and in how many sessions, hours and
+dollars which hardware does the whole training: by the JSON files of several machines, published figures, and
+the price table `prices.csv`, which users edit as a copy."""
 
 import contextlib
 import csv
@@ -21,157 +21,160 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tpukit import __version__, tasks
+from tpukit import __version__
 from tpukit.devices.chips import CHIPS, find_chip, session_chips
 from tpukit.host import environment, files, known_errors
+from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError
-from tpukit.host.tables import GIB, Sentences, Table, format_duration
+from tpukit.host.tables import GIB, Table, format_duration
 from tpukit.reporting import display, figures
-from tpukit.runs.run import settings_dict
+from tpukit.runs.run import Run
 from tpukit.tools.child import last_line, run_python
-from tpukit.training.task import Task, from_request, to_request
+from tpukit.training.task import Task, from_request, model_settings, to_request
 
 if TYPE_CHECKING:
     from tpukit.devices.runtime import Runtime
-    from tpukit.host.environment import Environment
-    from tpukit.runs.run import Run
 
 FORMAT = "tpukit comparison 1"
 SYNTHETIC_IMAGES = {"mshnet": 1000}  # where there is no dataset: as many as IRSTD-1k has
 ROUNDS = 5  # of timed steps; each ends with a metric sync, as an interval of a training does
 WARM_UP = 4  # untimed steps after the first: torch_xla checks them for recompilations, so they are slower
-MAX_BATCH = 1024  # where doubling ends; on a CPU, which gains little from a large batch, after one doubling
-TOO_LARGE = re.compile(
-    r"does not fit into the device's memory|RESOURCE_EXHAUSTED|out of memory|can.t allocate memory|bad_alloc"
-    r"|MemoryError|the host's memory was full",
-    re.IGNORECASE,
-)
+CHILD = "from tpukit.tools import measure; measure.answer_request()"
 PLACES = {"colab": "Colab", "kaggle": "Kaggle", "tpu-vm": "Google Cloud", "local": "local"}
-NON_RECIPE = ("batch_size", "precision", "seed", "weights")
 ENGINE = dict(torch_compile="no", channels_last="auto", cuda_graph=True, data_on="auto")  # with the defaults
-# What a row says of a batch size that fits. `memory_bytes`: of a core's device; 0 where it does not tell.
-ROW = dict.fromkeys(("batch_size", "timed_steps", "compiled_late", "memory_bytes"), int)
-ROW |= dict.fromkeys(("first_step_s", "start_s", "step_ms", "step_ms_low", "step_ms_high", "wait_ms"), float)
 POSITIVE = ("batch_size", "step_ms", "timed_steps", "chips", "cores", "samples")
 PRICES = Path(__file__).with_name("prices.csv")
-# MSHNet on IRSTD-1k, 800 images of 256x256: hardware, chips, label, seconds per epoch in guides on the web.
-PUBLISHED_EPOCHS = (
-    ("TPU v2", 4, "TPU v2-8", 30.0),
-    ("A100", 1, "A100", 60.0),
-    ("V100", 1, "V100", 120.0),
-    ("T4", 1, "T4", 180.0),
-    ("CPU", 1, "CPU", 600.0),
-)
-PUBLISHED_TASK, PUBLISHED_IMAGES, PUBLISHED_SIZE = "mshnet", 800, 256
-BASES = ("measured", "published, not measured")  # the more trustworthy first
 WEEK_H = 168.0
 MAX_SESSIONS = 10_000  # a training that needs more of them never ends
-NOTES = [
-    "Hours count training steps and start-up; evaluations and checkpoints come on top.",
-    "The shipped prices of a T4 and a V100 at Google Cloud are of the card alone: its host machine is billed"
-    " separately.",
-]
+
+
+# Measurements and their files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one machine measured of one recipe: the content of a JSON file."""
+    """What one machine measured of one batch size of a recipe."""
 
-    tpukit: str
-    date: str
-    hardware: str  # as in the price table
-    chips: int
-    accelerator: str
-    place: str
-    device: str
-    cores: int
-    precision: str
-    python: str
-    versions: dict
-    task: str
-    recipe: dict  # the settings that decide the work of a step; only files that agree in them can be compared
+    hardware: str = ""  # as in the price table
+    chips: int = 0
+    cores: int = 0
+    accelerator: str = ""
+    place: str = ""  # as in the price table; "" for a published figure
+    device: str = ""
+    precision: str = ""
+    date: str = ""
+    tpukit: str = ""
+    python: str = ""
+    versions: dict = dataclasses.field(default_factory=dict)
+    task: str = ""
+    recipe: dict = dataclasses.field(default_factory=dict)  # settings that decide the work of a step
     engine: dict = dataclasses.field(default_factory=dict)  # those that decide how fast the same work is done
-    samples: int
-    rows: list  # a dict for each batch size: those of ROW, or `why` it does not fit
+    samples: int = 0  # of the training set
+    batch_size: int = 0  # global
+    timed_steps: int = 0
+    first_step_s: float = 0.0
+    start_s: float = 0.0  # from the start of the session to the end of the first step
+    step_ms: float = 0.0  # median of the rounds
+    step_ms_low: float = 0.0
+    step_ms_high: float = 0.0
+    wait_ms: float = 0.0  # of a step, for its batch
+    compiled_late: int = 0  # graphs after the first steps
+    memory_bytes: int = 0  # peak of a core's device; 0 where it does not tell
 
     @property
     def label(self) -> str:
-        """What tables and plots call the hardware."""
+        """What tables and pictures call the hardware."""
         name = "CPU XLA device" if self.accelerator == "xla" else self.hardware
         name += f" x {self.cores}" if self.cores > 1 else ""
-        return ", ".join([name, *_describe_engine(self.engine)])
+        engine = [f"{key}={value}" for key, value in self.engine.items() if value != ENGINE.get(key)]
+        return ", ".join([name, *engine])
 
     @property
-    def fitting(self) -> list[dict]:
-        return [row for row in self.rows if row["fits"]]
+    def file_name(self) -> str:
+        return re.sub("[^a-z0-9]+", "-", f"{self.task} {self.label} {self.place}".lower()) + ".json"
 
-    def table(self) -> Table:
-        """A row for each batch size."""
-        columns = ("batch", "first step, s", "ms per step", "range", "data wait", "images/s")
-        columns += (f"epoch of {self.samples}, s", "peak GiB", "compiled late")
-        rows: list[tuple] = []
-        for row in self.rows:
-            if not row["fits"]:
-                rows.append((row["batch_size"], "", "does not fit", row["why"], *[""] * 5))
-                continue
-            cells = [row["batch_size"], f"{row['first_step_s']:.1f}", f"{row['step_ms']:.4g}"]
-            cells += [f"{row['step_ms_low']:.4g} to {row['step_ms_high']:.4g}"]
-            cells += [f"{row['wait_ms'] / row['step_ms']:.0%}", f"{images_per_s(row):.4g}"]
-            cells += [f"{epoch_seconds(row, self.samples):.4g}", f"{row['memory_bytes'] / GIB:.2f}"]
-            rows.append((*cells, row["compiled_late"]))
-        title = f"{self.task} on {self.label}, {self.precision}: measured {self.date}"
-        steps = [f"; n = {row['timed_steps']} steps" for row in self.fitting[-1:]]
-        return Table("".join([title, *steps]), columns, rows)
-
-    def write(self, path: Path) -> None:
-        content = dict(format=FORMAT, **dataclasses.asdict(self))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_atomic(path, json.dumps(content, indent=1) + "\n")
-
-    @classmethod
-    def read(cls, path: Path | str) -> "Measurement":
-        """Read a file that was written here or elsewhere. Raises TpukitError that names what is wrong."""
-        try:
-            content = json.loads(Path(path).read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            raise TpukitError(f"{path} cannot be read, or is damaged: {error}") from error
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise TpukitError(f"{path} is no measurement by `tpukit compare`: its format is not {FORMAT!r}")
-        content.setdefault("engine", {})  # which earlier versions did not write
-        content = _check(str(path), content, {field.name: field.type for field in dataclasses.fields(cls)})
-        for number, row in enumerate(content["rows"]):
-            row = row if isinstance(row, dict) else {}
-            kinds = ROW if row.get("fits") else dict(batch_size=int, why=str)
-            _check(f"{path}, rows[{number}]", row, dict(fits=bool) | kinds)
-        if not any(row["fits"] for row in content["rows"]):
-            raise TpukitError(f"{path} is damaged: no batch size fits")
-        return cls(**content)
+    def epoch_s(self, images: int) -> float:
+        return images // self.batch_size * self.step_ms / 1e3  # a ragged tail is dropped
 
 
-def _check(where: str, content: dict, kinds: dict) -> dict:
-    """The values of these names. Raises TpukitError for a missing one, another type, an impossible number."""
-    for name, kind in kinds.items():
-        value: Any = content.get(name)  # None is none of the types
-        right = type(value) is kind or kind is float and type(value) is int
-        if right and kind in (int, float):  # NaN is neither below nor above a limit
+def _published(hardware: str, chips: int, cores: int, epoch_s: float) -> Measurement:
+    """What guides on the web say of MSHNet on IRSTD-1k, 800 images of 256x256. They do not say the batch
+    size: a batch of one image stands for its share of the epoch."""
+    about = Measurement(task="mshnet", recipe=dict(base_size=256, crop_size=256), samples=800, batch_size=1)
+    step_ms = 1e3 * epoch_s / about.samples
+    return dataclasses.replace(about, hardware=hardware, chips=chips, cores=cores, step_ms=step_ms)
+
+
+PUBLISHED = (
+    _published("TPU v2", 4, 8, epoch_s=30.0),
+    _published("A100", 1, 1, epoch_s=60.0),
+    _published("V100", 1, 1, epoch_s=120.0),
+    _published("T4", 1, 1, epoch_s=180.0),
+)
+
+
+def write(path: Path, measurements: Sequence[Measurement]) -> None:
+    """Write a file that `read` reads, here or elsewhere."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = dict(format=FORMAT, rows=[dataclasses.asdict(m) for m in measurements])
+    files.write_atomic(path, json.dumps(content, indent=1) + "\n")
+
+
+def read(path: Path | str) -> list[Measurement]:
+    """Read a file, one of an earlier version too. Raises TpukitError that names what is wrong."""
+    try:
+        content = json.loads(Path(path).read_text())
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is not {FORMAT!r}")
+        # Earlier versions wrote once what all rows share, and also the sizes that do not fit.
+        found = [_of_values(content | row) for row in content["rows"] if row.get("fits", True)]
+        if not found:
+            raise ValueError("no batch size fits")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise TpukitError(f"{path} is damaged, or no file of `tpukit compare`: {error}") from error
+    return found
+
+
+def _of_values(values: dict) -> Measurement:
+    """A `Measurement` of what a file holds. Raises ValueError for another type or an impossible number."""
+    plain = vars(Measurement())
+    for name, default in plain.items():
+        value: Any = values.get(name, default)
+        right = type(value) is type(default) or (type(default), type(value)) == (float, int)
+        if right and isinstance(value, int | float):  # NaN is neither below nor above a limit
             right = 0 <= value < 2**63 and (value > 0 or name not in POSITIVE)
         if not right:
-            raise TpukitError(f"{where} is damaged: {name} is {value!r:.60}")
-    return {name: content[name] for name in kinds}
+            raise ValueError(f"{name} is {value!r:.60}")
+    return Measurement(**{name: value for name, value in values.items() if name in plain})
 
 
-def images_per_s(row: dict) -> float:
-    return 1e3 * row["batch_size"] / row["step_ms"]
-
-
-def epoch_seconds(row: dict, images: int) -> float:
-    return images // row["batch_size"] * row["step_ms"] / 1e3  # a ragged tail is dropped
+def table(measurements: Sequence[Measurement]) -> Table:
+    """A row for each batch size on each machine."""
+    columns = ("hardware", "place", "batch", "first step, s", "ms per step", "range", "data wait")
+    columns += ("images/s", "peak GiB", "compiled late")
+    rows = [
+        (
+            f"{m.label}, {m.precision}",
+            m.place,
+            m.batch_size,
+            f"{m.first_step_s:.1f}",
+            f"{m.step_ms:.4g}",
+            f"{m.step_ms_low:.4g} to {m.step_ms_high:.4g}",
+            f"{m.wait_ms / m.step_ms:.0%}",
+            f"{1e3 * m.batch_size / m.step_ms:.4g}",
+            f"{m.memory_bytes / GIB:.2f}",
+            m.compiled_late,
+        )
+        for m in measurements
+    ]
+    kinds = sorted({f"{m.task}, n = {m.timed_steps} steps, {m.date}" for m in measurements})
+    return Table(f"Measured: {'; '.join(kinds)}", columns, rows)
 
 
 # This machine
 
 
-def hardware_of(env: "Environment") -> str:
+def hardware_of(env: Environment) -> str:
     """What the price table calls the accelerator of an environment."""
     if env.accelerator in ("cpu", "xla"):
         return "CPU"
@@ -183,212 +186,148 @@ def hardware_of(env: "Environment") -> str:
     return card[0] if card else name
 
 
-def _place_of(env: "Environment") -> str:
+def describe(task: Task, env: Environment, cores: int) -> Measurement:
+    """The `Measurement` of a task on this machine before anything is measured."""
+    hardware = hardware_of(env)
+    per_chip = next((chip.devices for chip in CHIPS if chip.name == hardware), 1)
     is_rented = env.accelerator == "tpu" and env.host == "local"  # nobody has a TPU at home
-    return PLACES["tpu-vm" if is_rented else env.host]
-
-
-def _default_cores(env: "Environment") -> int:
-    return env.cores if env.accelerator in ("tpu", "cuda") else 1
-
-
-def _describe_engine(engine: dict) -> list[str]:
-    """The settings that are not the defaults."""
-    return [f"{name}={engine[name]}" for name in ENGINE if engine.get(name, ENGINE[name]) != ENGINE[name]]
-
-
-def file_for(folder: Path, task: Task, env: "Environment", cores: int | None = None) -> Path:
-    """The file of a measurement of this machine; its name says task, hardware, place and engine."""
-    count, place = cores or _default_cores(env), _place_of(env)
-    parts = [task.name, hardware_of(env), "XLA" if env.accelerator == "xla" else ""]
-    parts += [f"x{count}" if count > 1 else "", place if place != "local" else ""]
-    parts += _describe_engine(vars(task))
-    return Path(folder) / f"{re.sub(r'[^a-z0-9]+', '-', ' '.join(parts).strip().lower())}.json"
-
-
-def check_out(path: Path) -> None:
-    """Raises TpukitError where `path` cannot be written, or is a file of another kind."""
-    if path.exists():
-        Measurement.read(path)
-    with files.explain_unwritable(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
+    recipe = model_settings(task)
+    return Measurement(
+        hardware=hardware,
+        chips=1 if hardware == "CPU" else math.ceil(cores / per_chip),
+        cores=cores,
+        accelerator=env.accelerator,
+        place=PLACES["tpu-vm" if is_rented else env.host],
+        device=env.device_name,
+        date=datetime.date.today().isoformat(),
+        tpukit=__version__,
+        python=env.python,
+        versions=env.versions,
+        task=task.name,
+        recipe={name: recipe[name] for name in recipe if name not in ("batch_size", "precision", "seed")},
+        engine={name: getattr(task, name) for name in ENGINE},
+    )
 
 
 def measure_here(
     task: Task,
     *,
+    folder: Path | None = None,
     batch_sizes: Sequence[int] = (),
     steps: int = 20,
     cores: int | None = None,
     parallel: str = "processes",
-    out: Path | None = None,
     log: Callable[[str], Any] = print,
-) -> Measurement:
-    """Measure a task on this machine, at several global batch sizes, each in a process of its own.
+) -> list[Measurement]:
+    """Measure a task on this machine at several global batch sizes, each in a process of its own, until one
+    fails: most often, because it does not fit into the memory.
 
-    batch_sizes: by default they double from the task's own until a step does not fit, or MAX_BATCH or the
-    training set ends it. out: the JSON file, written after every size, so that an interrupt keeps what is
-    there. Raises TpukitError where nothing could be measured, saying why."""
-    if steps < 1:
-        raise TpukitError(f"steps={steps}: give 1 or more")
-    if any(size < 1 for size in batch_sizes):
-        raise TpukitError(f"batch sizes {', '.join(map(str, batch_sizes))}: each must be 1 or more")
-    if environment.under_torchrun():
-        raise TpukitError("start `tpukit compare` without torchrun: it takes all GPUs of this host by itself")
-    if out:
-        check_out(Path(out))  # now, not after minutes
+    folder: gets the JSON file, written after every size, so that an interrupt keeps what is there.
+    batch_sizes: by default the task's own, doubled seven times, on a CPU, which gains little from a large
+    batch, once. Raises TpukitError where nothing could be measured, saying why."""
+    if min(steps, *batch_sizes, 1) < 1:
+        raise TpukitError(f"steps={steps}, batch sizes {batch_sizes}: each must be 1 or more")
     task.check_dataset_dir()
     env = environment.detect()
-    count = cores or _default_cores(env)
-    first = math.ceil(task.batch_size / count) * count
-    limit = 2 * first if env.accelerator in ("cpu", "xla") else MAX_BATCH
-    rows: list[dict] = []
-    measured = None
-    for size in dict.fromkeys(batch_sizes) or (first * 2**n for n in itertools.count()):
-        if not batch_sizes and measured and size > min(limit, measured.samples):
-            log(f"batch {size}: not tried; doubling ends here, --batch-sizes tries others")
-            break
+    cores = cores or env.cores  # the same for every size
+    blank = describe(task, env, cores)
+    path = folder / blank.file_name if folder else None
+    if path and path.exists():
+        read(path)  # raises for a file of another kind
+    first = math.ceil(task.batch_size / cores) * cores
+    doubled = [first * 2**n for n in range(2 if blank.hardware == "CPU" else 8)]
+    found = []
+    for size in batch_sizes or doubled:
         log(f"batch {size}: measuring in a process of its own")
-        result = _run_process(dataclasses.replace(task, batch_size=size), steps, cores, parallel)
-        row = result.pop("row")
-        rows.append(row)
-        if row["fits"]:
-            measured = build_measurement(task, env, result, rows)  # whose list of rows still grows
-            log(f"batch {size}: {row['step_ms']:.4g} ms per step, {images_per_s(row):.4g} images/s")
-        else:
-            log(f"batch {size}: does not fit: {row['why']}")
-        if measured and out:
-            measured.write(Path(out))
-        if not row["fits"] and not batch_sizes:
+        answer = _run_process(dataclasses.replace(task, batch_size=size), steps, cores, parallel)
+        if "why" in answer:
+            log(f"batch {size}: {answer['why']}")
             break
-    if not measured:
-        raise TpukitError(f"no batch size fits: {rows[-1]['why']}")
-    if out:
-        log(f"saved: {out}")
-    return measured
+        found.append(dataclasses.replace(blank, **answer))
+        log(f"batch {size}: {found[-1].step_ms:.4g} ms per step")
+        if path:
+            write(path, found)
+    if not found:
+        raise TpukitError(f"{task.name} at batch {size} cannot be measured: {answer['why']}")
+    return found
 
 
-def build_measurement(task: Task, env: "Environment", result: dict, rows: list[dict]) -> Measurement:
-    """The `Measurement` of a task. result: what `time_steps` returned besides its row."""
-    free = {field.name for field in dataclasses.fields(task) if field.metadata.get("free")}
-    recipe = settings_dict(task)
-    per_chip = next((chip.devices for chip in CHIPS if chip.name == hardware_of(env)), 1)
-    return Measurement(
-        tpukit=__version__,
-        date=datetime.date.today().isoformat(),
-        hardware=hardware_of(env),
-        chips=math.ceil(result["cores"] / per_chip) if env.accelerator in ("tpu", "cuda") else 1,
-        accelerator=env.accelerator,
-        place=_place_of(env),
-        device=env.device_name,
-        python=env.python,
-        versions=env.versions,
-        task=task.name,
-        recipe={name: recipe[name] for name in recipe if name not in free.union(NON_RECIPE)},
-        engine={name: getattr(task, name) for name in ENGINE},
-        rows=rows,
-        **result,
-    )
-
-
-def _run_process(task: Task, steps: int, cores: int | None, parallel: str) -> dict:
-    """What `time_steps` returned in a fresh process; for a step that needs too much memory its row alone.
+def _run_process(task: Task, steps: int, cores: int, parallel: str) -> dict:
+    """What `time_steps` returned in a fresh process, or dict(why=...).
 
     Fresh, because a memory error, the one opening of an XLA device and a peak of memory are the whole
     process's."""
     request = to_request(task) | dict(steps=steps, cores=cores, parallel=parallel, started=time.time())
     with tempfile.TemporaryDirectory(prefix="tpukit-compare-") as folder:
-        ran = run_python("-m", "tpukit.tools.measure", folder, text=json.dumps(request))
-        answer = Path(folder) / "result.json"
-        result = json.loads(answer.read_text()) if answer.exists() else {}
-    if "row" in result:
-        return result
-    if ran.returncode in (-signal.SIGINT, 128 + signal.SIGINT):
-        raise KeyboardInterrupt
-    error = result.get("error") or last_line(ran)
-    lines = [line.strip()[:300] for line in (ran.stderr + error).splitlines() if TOO_LARGE.search(line)]
-    if ran.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        lines = ["the process was killed, most likely because this machine's memory was full"]
-    if not lines:
-        raise TpukitError(f"batch {task.batch_size} of {task.name} could not be measured: {error}")
-    return dict(row=dict(batch_size=task.batch_size, fits=False, why=lines[0]))
+        ran = run_python("-c", CHILD, folder, text=json.dumps(request))
+        answer = Path(folder) / "answer.json"
+        if answer.exists():  # whatever the exit code is: some devices crash when they are closed
+            return json.loads(answer.read_text())
+    if ran.returncode == -signal.SIGKILL:
+        return dict(why="the process was killed, most likely because this machine's memory was full")
+    return dict(why=last_line(ran))
 
 
 def answer_request() -> None:
-    """In the fresh process: time the task of the request on stdin; the result goes into the given folder."""
+    """In the fresh process: time the task of the request on stdin; the answer goes into the given folder."""
     from tpukit.launching.launcher import launch
     from tpukit.launching.supervisor import end_with_parent
-    from tpukit.runs.run import Run
 
     end_with_parent(os.getppid())
     folder, request = Path(sys.argv[1]), json.loads(sys.stdin.read())
+    task = from_request(request)
+    function = functools.partial(time_steps, steps=request["steps"], started=request["started"])
     try:
-        task = from_request(request)
         run = Run.open(folder / "run", task)
-        run.echo = False
-        function = functools.partial(time_steps, steps=request["steps"], started=request["started"])
-        result = launch(function, task, run, cores=request["cores"], parallel=request["parallel"])
+        answer = launch(function, task, run, cores=request["cores"], parallel=request["parallel"])
     except TpukitError as error:
-        result = dict(error=str(error))
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
-    files.write_atomic(folder / "result.json", json.dumps(result))
+        answer = dict(why=str(error))
+    files.write_atomic(folder / "answer.json", json.dumps(answer))
 
 
 def time_steps(
-    task: Task, run: "Run", *, runtime: "Runtime | None" = None, steps: int = 20, started: float | None = None
+    task: Task, run: Run, *, runtime: "Runtime | None" = None, steps: int = 20, started: float | None = None
 ) -> dict:
     """Time the training step of `task` on this core, among others: a function for `launch`, like `train`.
 
     What runs is a training without its evaluations and checkpoints. A phased loss is timed in its last phase.
-    steps: timed ones, in `ROUNDS` rounds. started: `time.time()` at which the session began; by default now.
-    Returns a dict, on every rank the same: its `row`, and fields of `Measurement`."""
+    steps: timed ones, rounded up to `ROUNDS` equal rounds. started: `time.time()` at which the session began;
+    by default now. Returns a dict of fields of `Measurement`."""
     from tpukit.runs.signals import StopSignal
-    from tpukit.training.loop import Trainer
+    from tpukit.training.setup import Trainer
 
     started = started or time.time()
+    per_round = math.ceil(steps / ROUNDS)
+    intervals = []
     with StopSignal() as stop, known_errors.explain_known_errors():
         trainer = Trainer(task, run, runtime, stop)
         trainer.model.train()
-        runtime = trainer.runtime
-        runtime.heartbeat(0)
         with contextlib.closing(trainer.batches(endless=True)) as batches:
-
-            def timed(count: int) -> tuple[float, float]:
-                """Milliseconds per step (with the sync after them), and of its wait for the batch."""
-                began, waited_s = time.perf_counter(), 0.0
-                for _ in range(count):
-                    requested = time.perf_counter()
-                    batch = next(batches)
-                    waited_s += time.perf_counter() - requested
+            for count in (1, WARM_UP, *[per_round] * ROUNDS):
+                trainer.throughput.restart()
+                for batch in trainer.throughput.batches(itertools.islice(batches, count)):
                     trainer.take_step(batch, task.epochs)
-                trainer.sync()
+                memory = trainer.sync().memory
+                compiled = trainer.runtime.counters().get("compilations", 0)
+                speed = trainer.throughput.measure(task.batch_size)
+                intervals.append(speed | dict(compiled=compiled, ended=time.time()))
                 stop.check()
-                return 1e3 * (time.perf_counter() - began) / count, 1e3 * waited_s / count
-
-            first_step_ms, _ = timed(1)
-            start_s = time.time() - started
-            timed(WARM_UP)
-            compiled = runtime.counters().get("compilations", 0)
-            per_round = math.ceil(steps / ROUNDS)
-            rounds = [timed(per_round) for _ in range(math.ceil(steps / per_round))]
-            step_ms, wait_ms = zip(*rounds)
-            peak = max((peak for peak, _ in runtime.memory()), default=0)
-            row = dict(
-                batch_size=task.batch_size,
-                fits=True,
-                first_step_s=round(first_step_ms / 1e3, 3),
-                start_s=round(start_s, 3),
-                step_ms=round(statistics.median(step_ms), 3),
-                step_ms_low=round(min(step_ms), 3),
-                step_ms_high=round(max(step_ms), 3),
-                wait_ms=round(statistics.mean(wait_ms), 3),
-                timed_steps=len(rounds) * per_round,
-                compiled_late=runtime.counters().get("compilations", 0) - compiled,
-                memory_bytes=int(max(found for (found,) in runtime.world.all_gather([peak]))),
-            )
-    return dict(row=row, cores=runtime.cores, precision=runtime.precision, samples=len(trainer.data))
+    first, warm_up, *timed = intervals
+    step_ms = [1e3 * interval["seconds"] / per_round for interval in timed]
+    return dict(
+        precision=trainer.runtime.precision,
+        samples=len(trainer.data),
+        batch_size=task.batch_size,
+        timed_steps=per_round * ROUNDS,
+        first_step_s=first["seconds"],
+        start_s=first["ended"] - started,
+        step_ms=statistics.median(step_ms),
+        step_ms_low=min(step_ms),
+        step_ms_high=max(step_ms),
+        wait_ms=1e3 * statistics.mean(interval["wait_s"] for interval in timed) / per_round,
+        compiled_late=timed[-1]["compiled"] - warm_up["compiled"],
+        memory_bytes=int(max((peak for peak, _ in memory), default=0)),
+    )
 
 
 # Prices and sessions
@@ -408,276 +347,196 @@ class Price:
     source: str = ""
 
     def per_hour(self, *, chips: int = 1, spot: bool = False) -> float | None:
-        """USD per hour. Google Cloud alone sells spot capacity; elsewhere spot costs the same."""
-        spot = spot and (self.place == "Google Cloud" or self.spot_usd_per_hour is not None)
-        usd = self.spot_usd_per_hour if spot else self.usd_per_hour
+        """USD per hour, on spot where that is sold."""
+        usd = self.spot_usd_per_hour if spot and self.spot_usd_per_hour is not None else self.usd_per_hour
         return None if usd is None else chips * usd
 
 
+COLUMNS = tuple(field.name for field in dataclasses.fields(Price))
+
+
 def read_prices(path: Path | str = PRICES) -> list[Price]:
-    """The rows of the price table, or of an edited copy. Raises TpukitError that names line and column."""
+    """The rows of the price table, or of an edited copy. Raises TpukitError that names the row."""
+    prices, number = [], 1
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
-            reader = csv.DictReader(file)
-            rows = [(f"prices {path}, line {reader.line_num}", row) for row in reader if any(row.values())]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        advice = f"copy {PRICES} there, and edit the copy"
-        raise TpukitError(f"prices {path}: cannot be read ({error}); {advice}") from error
-    names = [field.name for field in dataclasses.fields(Price)]
-    if missing := [name for name in names if name not in (reader.fieldnames or ())]:
-        raise TpukitError(f"prices {path}, line 1: no column {', '.join(missing)}")
-    return [Price(**{name: _parse_cell(where, name, row) for name in names}) for where, row in rows]
+            for number, row in enumerate(csv.DictReader(file), 2):
+                if None in row or None in (row.get(name) for name in COLUMNS):
+                    raise ValueError(f"it has other columns than {PRICES.name}: quote a comma in a text")
+                if any(row.values()):
+                    prices.append(Price(*(_parse_cell(name, row[name]) for name in COLUMNS)))
+    except (OSError, ValueError, csv.Error) as error:
+        raise TpukitError(f"prices {path}, row {number}: {error}. Edit a copy of {PRICES}") from error
+    return prices
 
 
-def _parse_cell(where: str, name: str, row: dict[str, Any]) -> Any:
-    if None in row or None in row.values():
-        raise TpukitError(f"{where}: expected as many columns as line 1 has; quote a comma in a text")
-    cell = row[name].strip()
-    if not name.endswith(("_hour", "_h")):
-        return cell
-    if not cell:
-        return None
-    try:
-        value = float(cell)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf or value == 0 and name.endswith("_h"):
-        raise TpukitError(f"{where}, column {name}: {cell!r} is not a possible number; empty means unknown")
+def _parse_cell(column: str, cell: str) -> Any:
+    if not column.endswith(("_hour", "_h")):
+        return cell.strip()
+    value = float(cell) if cell.strip() else None
+    if value is not None and not 0 <= value < math.inf:
+        raise ValueError(f"{column} is {value}")
     return value
 
 
 def prices_table(prices: list[Price]) -> Table:
     """The rows of the price table, for people."""
-    columns = ("hardware", "place", "USD per hour", "spot", "session, h", "week, h", "as of", "source")
-    rows = [[f"{c:g}" if isinstance(c, float) else c for c in dataclasses.astuple(price)] for price in prices]
-    return Table("Prices of one chip or card, and how long a session may be", columns, rows)
+    rows = [dataclasses.astuple(price) for price in prices]
+    return Table("Prices of one chip or card, and limits", COLUMNS, rows)
 
 
 def sessions_needed(
-    train_h: float,
-    *,
-    start_h: float = 0.0,
-    lost_h: float = 0.0,
-    session_h: float | None = None,
-    week_h: float | None = None,
+    train_h: float, price: Price, *, start_h: float = 0.0, lost_h: float = 0.0
 ) -> tuple[int, float, float] | None:
     """(sessions, hours on the machine, hours on the calendar) of a training, or None where it never ends.
 
     Every session starts up for `start_h`. One that is cut off also loses `lost_h`, the work since its last
     checkpoint. A session lasts at most `session_h`, all sessions of a week at most `week_h`; what a week has
     left is not used where it is too short to train."""
-    longest_h = session_h or math.inf
-    week_h = week_h if week_h and week_h < WEEK_H else math.inf
+    session_h, week_h = price.session_h or math.inf, price.week_h or math.inf
     rounding_h = 1e-9  # sums of hours are exact to this
     sessions = weeks = 0
-    used_h = week_used_h = trained_h = 0.0
+    used_h = week_used_h = 0.0
     while sessions < MAX_SESSIONS:
-        length_h = min(longest_h, week_h - week_used_h)
-        needed_h = start_h + train_h - trained_h
-        if needed_h <= length_h + rounding_h:
-            return sessions + 1, used_h + needed_h, weeks * WEEK_H + week_used_h + needed_h
+        length_h = min(session_h, week_h - week_used_h)
+        last_h = start_h + train_h
+        if last_h <= length_h + rounding_h:
+            return sessions + 1, used_h + last_h, weeks * WEEK_H + week_used_h + last_h
         if length_h > start_h + lost_h + rounding_h:
             sessions += 1
             used_h += length_h
             week_used_h += length_h
-            trained_h += length_h - start_h - lost_h
+            train_h -= length_h - start_h - lost_h
         elif week_used_h:
             weeks += 1
             week_used_h = 0.0
         else:
-            return None
+            break
     return None
 
 
 # The comparison
 
 
-class Estimate(NamedTuple):
-    """The training of an epoch on one kind of hardware."""
-
-    hardware: str
-    chips: int
-    label: str
-    basis: str  # one of BASES: what `epoch_s` comes from
-    epoch_s: float  # without evaluations and checkpoints
-    start_s: float = 0.0  # from the start of a session to the end of its first step; 0 where it is not known
-    measured_at: str = ""
-
-
 class Offer(NamedTuple):
-    """The whole training on one kind of hardware at one place. None: not known, or it never ends there."""
+    """The whole training on one kind of hardware at one place."""
 
-    estimate: Estimate
-    place: str
-    usd: float | None
-    sessions: int | None
-    machine_h: float | None
+    name: str
+    basis: str
+    epoch_s: float  # without evaluations and checkpoints
+    sessions: int
+    machine_h: float
     calendar_h: float
+    usd: float | None  # None: not known
 
-    @property
-    def name(self) -> str:
-        is_elsewhere = self.estimate.measured_at not in ("", self.place.removesuffix(" free"))
-        elsewhere = f" (measured at {self.estimate.measured_at})" if is_elsewhere else ""
-        return f"{self.estimate.label}, {self.place}{elsewhere}"
-
-
-def offers(estimates: list[Estimate], prices: list[Price], *, epochs: int, spot: bool = False) -> list[Offer]:
-    """Every estimate at every place that has its hardware: what was measured before what was published, those
-    that end before the others, the cheaper and then the faster first."""
-    found = []
-    for one in estimates:
-        for price in _places(one, prices):
-            needed = sessions_needed(
-                epochs * one.epoch_s / 3600,
-                start_h=one.start_s / 3600,
-                lost_h=Task.save_every_s / 3600,
-                session_h=price.session_h,
-                week_h=price.week_h,
-            )
-            sessions, machine_h, calendar_h = needed or (None, None, math.inf)
-            usd_per_hour = price.per_hour(chips=one.chips, spot=spot)
-            usd = None if usd_per_hour is None or machine_h is None else usd_per_hour * machine_h
-            found.append(Offer(one, price.place, usd, sessions, machine_h, calendar_h))
-
-    def rank(offer):
-        usd = math.inf if offer.usd is None else offer.usd
-        return BASES.index(offer.estimate.basis), offer.sessions is None, usd, offer.calendar_h
-
-    return sorted(found, key=rank)
-
-
-def _places(one: Estimate, prices: list[Price]) -> list[Price]:
-    """The prices of the places that have this hardware in this number; and where it was measured."""
-    found = []
-    for price in prices:
-        limit = session_chips(price.hardware, price.place) or math.inf
-        is_own = price.place.removesuffix(" free") == one.measured_at
-        if price.hardware == one.hardware and one.chips <= limit and (is_own or price.hardware != "CPU"):
-            found.append(price)  # one CPU says nothing of another
-    is_listed = any(price.place.removesuffix(" free") == one.measured_at for price in found)
-    return found if is_listed or not one.measured_at else [*found, Price(one.hardware, one.measured_at)]
+    def words(self) -> tuple[str, str, str]:
+        """Hours on the machine, hours on the calendar, and the cost."""
+        cost = f"{self.usd:.2f} USD" if self.usd else "free"  # two dollar signs are a formula in notebooks
+        hours = [format_duration(3600 * hours) for hours in (self.machine_h, self.calendar_h)]
+        return hours[0], hours[1], "cost not known" if self.usd is None else cost
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The offers, the best first, and notes on their figures. `show_comparison` shows it."""
+    """Offers: what was measured before what was published, the cheaper and then the faster first."""
 
     title: str
-    epochs: int
     offers: list[Offer]
-    notes: list[str]
 
     def table(self) -> Table:
         """A row for each offer."""
         columns = ("hardware and place", "basis", "s per epoch", "sessions", "machine", "calendar", "cost")
-        rows = []
-        for offer in self.offers:
-            sessions = "never ends" if offer.sessions is None else offer.sessions
-            hours = (_hours(offer.machine_h), _hours(offer.calendar_h))
-            epoch_s = f"{offer.estimate.epoch_s:.4g}"
-            rows.append((offer.name, offer.estimate.basis, epoch_s, sessions, *hours, _usd(offer.usd)))
+        rows = [(o.name, o.basis, f"{o.epoch_s:.4g}", o.sessions, *o.words()) for o in self.offers]
         return Table(self.title, columns, rows)
 
-    def sentences(self) -> Sentences:
-        """In words the cheapest offer by what was measured and by what was published, and the notes."""
-        cheapest: dict[str, Offer] = {}
-        for offer in self.offers:
-            if offer.sessions is not None:
-                cheapest.setdefault(offer.estimate.basis, offer)
-        found = []
-        for basis, offer in cheapest.items():
-            hours = (
-                f"{_hours(offer.machine_h)} in {offer.sessions} session{'' if offer.sessions == 1 else 's'}"
-            )
-            words = f"{basis.capitalize()}, the cheapest: {offer.name}: {self.epochs} epochs take {hours}"
-            found.append(f"{words}, {_usd(offer.usd)}.")
-        return Sentences([*found, *self.notes])
-
     def figure(self) -> Any:
-        """Hours on the machine, and the cost beside them, a bar for each offer that ends."""
-        shown = [offer for offer in reversed(self.offers) if offer.machine_h is not None]
+        """Hours on the machine and the cost, a bar for each offer: blue if measured, else grey."""
+        shown = self.offers[::-1]
         figure, ((axis,),) = figures.subplots(1, 1, (9.6, 1.2 + 0.27 * max(len(shown), 3)))
-        for basis, look in zip(BASES, (dict(color=figures.BLUE), dict(color=figures.GREY, hatch="//"))):
-            rows = {row: offer for row, offer in enumerate(shown) if offer.estimate.basis == basis}
-            if not rows:
-                continue
-            hours = [offer.machine_h for offer in rows.values()]
-            bars = axis.barh(list(rows), hours, height=0.65, edgecolor="white", label=basis, **look)
-            costs = [f" {_hours(offer.machine_h)}, {_usd(offer.usd)}" for offer in rows.values()]
-            axis.bar_label(bars, costs, fontsize=7)
-        figures.style(axis)
-        axis.set_xlabel(f"hours on the machine, and cost, of {self.epochs} epochs", fontsize=9)
-        axis.margins(x=0.2)
-        names = [figures.label(f"{offer.estimate.label}, {offer.place}") for offer in shown]
-        axis.set_yticks(range(len(shown)), names)
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+        colours = [figures.BLUE if offer.basis == "measured" else figures.GREY for offer in shown]
+        bars = axis.barh(range(len(shown)), [offer.machine_h for offer in shown], color=colours)
+        texts = [" {0}, {2}; {basis}".format(*offer.words(), basis=offer.basis) for offer in shown]
+        axis.bar_label(bars, texts, fontsize=7)
+        axis.set_yticks(range(len(shown)), [figures.label(offer.name) for offer in shown])
+        axis.margins(x=0.5)
+        figures.finish(axis, self.title, "hours on the machine (training steps and start-up), and cost")
         return figure
-
-
-def show_comparison(comparison: Comparison, picture: Path | None = None) -> None:
-    """Show what `compare` found: table, bars, and the choice in words. picture: a PNG file for the bars."""
-    display.present(comparison.table())
-    display.present_figure(comparison.figure(), picture)
-    display.present(comparison.sentences())
-
-
-def _hours(hours: float | None) -> str:
-    return format_duration(None if hours in (None, math.inf) else 3600 * hours)
-
-
-def _usd(usd: float | None) -> str:
-    if not usd:
-        return "cost not known" if usd is None else "free"
-    return f"{usd:.2f} USD"  # two dollar signs are a formula in notebooks
 
 
 def compare(
     measurements: Sequence[Measurement],
     *,
     epochs: int = 400,
-    prices: list[Price] | None = None,
+    prices: Sequence[Price] = (),
     spot: bool = False,
 ) -> Comparison:
-    """Merge measurements of one recipe and the published figures into a `Comparison`.
+    """Merge measurements of one recipe and the published figures.
 
-    An epoch has the images of the largest measured set, or of the published figures, and each measurement
-    counts with its fastest batch size. Raises TpukitError for measurements of different recipes."""
+    An epoch has the images of the largest measured set, or of the published figures, and each machine counts
+    with its fastest batch size. prices: by default the shipped ones. Raises TpukitError for measurements of
+    different recipes."""
     if epochs < 1:
         raise TpukitError(f"epochs={epochs}: it must be 1 or more")
-    _check_same_recipe(measurements)
-    images = max((m.samples for m in measurements), default=PUBLISHED_IMAGES)
-    estimates, notes = [], list(NOTES)
-    for m in measurements:
-        best = min(m.fitting, key=lambda row: epoch_seconds(row, images))
-        label, epoch_s = f"{m.label} at batch {best['batch_size']}", epoch_seconds(best, images)
-        estimates.append(Estimate(m.hardware, m.chips, label, BASES[0], epoch_s, best["start_s"], m.place))
-    task = measurements[0].task if measurements else PUBLISHED_TASK
-    sizes = {m.recipe.get(name) for m in measurements for name in ("base_size", "crop_size")}
-    if task == PUBLISHED_TASK and sizes <= {PUBLISHED_SIZE}:
-        for hardware, chips, label, epoch_s in PUBLISHED_EPOCHS:
-            estimates.append(Estimate(hardware, chips, label, BASES[1], epoch_s * images / PUBLISHED_IMAGES))
-    elif task == PUBLISHED_TASK:
-        notes.append("The published figures are left out: they are of images of 256x256, these are not.")
-    found = offers(estimates, read_prices() if prices is None else prices, epochs=epochs, spot=spot)
-    return Comparison(f"{task}, {epochs} epochs of {images} images", epochs, found, notes)
+    first, *others = measurements or PUBLISHED
+    for other in others:
+        if differing := _differences(first, other):
+            one, two = (f"{m.label} ({m.place})" for m in (first, other))
+            raise TpukitError("\n".join([f"{one} and {two} measured different recipes:", *differing]))
+    images = max(m.samples for m in measurements or PUBLISHED)
+    joined = [*measurements, *(m for m in PUBLISHED if not _differences(first, m))]
+    joined.sort(key=lambda m: m.epoch_s(images), reverse=True)
+    fastest = {(m.label, m.place): m for m in joined}.values()
+    prices = prices or read_prices()
+    found = []
+    for m in fastest:
+        for price in _places(m, prices):
+            found += _offers(m, price, m.epoch_s(images), epochs, spot)
+
+    def rank(offer: Offer) -> tuple:
+        usd = math.inf if offer.usd is None else offer.usd
+        return offer.basis, usd, offer.calendar_h
+
+    title = f"{first.task}, {epochs} epochs of {images} images, no evaluations"
+    return Comparison(title, sorted(found, key=rank))
 
 
-def _check_same_recipe(measurements: Sequence[Measurement]) -> None:
-    for other in measurements[1:]:
-        first = measurements[0]
-        one, two = (f"{m.label} ({m.place})" for m in (first, other))
-        if other.task != first.task:
-            raise TpukitError(f"{one} measured {first.task}, {two} {other.task}: compare one task at a time")
-        # A file of an earlier version, which did not have a setting yet, was measured as by its default.
-        defaults = settings_dict(tasks.find(first.task)()) if first.task in tasks.TASKS else {}
-        a, b = defaults | first.recipe, defaults | other.recipe
-        names = sorted(first.recipe.keys() | other.recipe.keys())
-        if lines := [f"  {n}: {a.get(n)!r} and {b.get(n)!r}" for n in names if a.get(n) != b.get(n)]:
-            title = f"{one} and {two} measured different recipes:"
-            raise TpukitError("\n".join([title, *lines, "Measure one of them again."]))
+def _differences(first: Measurement, other: Measurement) -> list[str]:
+    """The settings that both know, and in which they differ."""
+    one, two = (m.recipe | dict(task=m.task) for m in (first, other))
+    names = sorted(one.keys() & two.keys())
+    return [f"  {name}: {one[name]!r} and {two[name]!r}" for name in names if one[name] != two[name]]
 
 
-if __name__ == "__main__":
-    from tpukit.tools import measure  # whose classes and functions other processes can find
+def _places(m: Measurement, prices: Sequence[Price]) -> list[Price]:
+    """The prices of the places that have this hardware in this number; and where it was measured."""
+    found = []
+    for price in prices:
+        limit = session_chips(price.hardware, price.place) or math.inf
+        is_own = price.place.removesuffix(" free") == m.place
+        if price.hardware == m.hardware and m.chips <= limit and (is_own or m.hardware != "CPU"):
+            found.append(price)  # one CPU says nothing of another
+    is_listed = any(price.place.removesuffix(" free") == m.place for price in found)
+    return found if is_listed or not m.place else [*found, Price(m.hardware, m.place)]
 
-    measure.answer_request()
+
+def _offers(m: Measurement, price: Price, epoch_s: float, epochs: int, spot: bool) -> list[Offer]:
+    """What it takes at one place; nothing where it never ends."""
+    start_h, lost_h = m.start_s / 3600, Task.save_every_s / 3600
+    needed = sessions_needed(epochs * epoch_s / 3600, price, start_h=start_h, lost_h=lost_h)
+    if needed is None:
+        return []
+    usd_per_hour = price.per_hour(chips=m.chips, spot=spot)
+    usd = None if usd_per_hour is None else usd_per_hour * needed[1]
+    name, basis = f"{m.label}, {price.place}", "published, not measured"
+    if m.place:
+        name, basis = f"{m.label} at batch {m.batch_size}, {price.place}", "measured"
+        if m.place != price.place.removesuffix(" free"):
+            name += f" (measured at {m.place})"
+    name += " (card without its host)" if "the card alone" in price.source else ""
+    return [Offer(name, basis, epoch_s, *needed, usd)]
+
+
+def show_comparison(comparison: Comparison, picture: Path | None = None) -> None:
+    """Show what `compare` found as a table and as bars. picture: a PNG file for the bars."""
+    display.present(comparison.table())
+    display.present_figure(comparison.figure(), picture)

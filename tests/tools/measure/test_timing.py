@@ -1,4 +1,4 @@
-"""Timing steps, each batch size in a process of its own, until one does not fit."""
+"""Timing steps, each batch size in a process of its own, until one fails."""
 
 import dataclasses
 import os
@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.measure.samples import row
+from tests.tools.measure.samples import measurement
 from tpukit import MNIST, Run, TpukitError
 from tpukit.host.environment import detect
 from tpukit.runs.run import setting
 from tpukit.tools import measure
-from tpukit.tools.measure import Measurement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,27 +36,23 @@ class Slow(MNIST):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Greedy(MNIST):
-    """A network that runs out of memory above a batch of 16, or is killed, or fails with another error."""
+    """A network that runs out of memory above a batch of 16, or is killed."""
 
-    failure: str = setting("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm", free=True)
+    is_killed: bool = setting(False, free=True)
     notes: Path | None = Path("notes")
 
     def loss(self, model, batch, epoch):
         assert isinstance(self.notes, Path), "a path arrived as text"
         if len(batch["label"]) > 16:
-            if self.failure == "killed":
+            if self.is_killed:
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError(self.failure)
+            raise RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm")
         return super().loss(model, batch, epoch)
 
 
 @pytest.fixture
 def on_cpu(monkeypatch):
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
-
-
-def quiet(text):
-    pass
 
 
 def opened(path, task):
@@ -69,15 +64,10 @@ def opened(path, task):
 def test_a_step_time_holds_the_step_and_the_wait_for_its_batch(digits, cpu, tmp_path):
     task = Slow(dataset_dir=digits, batch_size=64, channels=4, num_workers=0)
     run = opened(tmp_path / "run", task)
-    found = measure.time_steps(task, run, runtime=cpu, steps=7)
-    r = found["row"]
-    assert (
-        r["wait_ms"] >= 30
-        and r["step_ms_low"] >= 50
-        and r["step_ms_low"] <= r["step_ms"] <= r["step_ms_high"]
-    )
-    assert r["timed_steps"] == 8 and r["memory_bytes"] == 0  # which a CPU does not tell
-    assert found["samples"] == 200 and r["start_s"] > r["first_step_s"] > 0.05
+    found = measure.Measurement(**measure.time_steps(task, run, runtime=cpu, steps=7))
+    assert found.wait_ms >= 30 and 50 <= found.step_ms_low <= found.step_ms <= found.step_ms_high
+    assert found.timed_steps == 10 and found.memory_bytes == 0  # which a CPU does not tell
+    assert found.samples == 200 and found.start_s > found.first_step_s > 0.05
     assert not run.records("train") and not run.checkpoints()  # neither evaluations nor checkpoints are timed
 
 
@@ -109,25 +99,24 @@ def test_one_graph_is_compiled_and_none_after_the_first_steps(digits, xla, tmp_p
     task = MNIST(dataset_dir=digits, batch_size=7, channels=4)
     run = opened(tmp_path / "run", task)
     found = measure.time_steps(task, run, runtime=xla, steps=5)
-    assert found["row"]["compiled_late"] == 0 and len(run.records("compile")) == 1
+    assert found["compiled_late"] == 0 and len(run.records("compile")) == 1
 
 
 @pytest.mark.slow
 def test_sizes_double_in_processes_of_their_own_until_a_step_does_not_fit(digits, tmp_path, on_cpu):
-    messages, out = [], tmp_path / "found.json"
+    messages = []
     task = Greedy(dataset_dir=digits, batch_size=16, channels=4)
-    found = measure.measure_here(task, steps=2, out=out, log=messages.append)
-    assert [(r["batch_size"], r["fits"]) for r in found.rows] == [(16, True), (32, False)]
-    assert "RESOURCE_EXHAUSTED" in found.rows[-1]["why"] and Measurement.read(out) == found
-    assert (found.hardware, found.place, found.task, found.samples) == ("CPU", "local", "mnist", 200)
+    [found] = measure.measure_here(task, steps=2, folder=tmp_path, log=messages.append)
+    file = tmp_path / "mnist-cpu-local.json"
+    assert measure.read(file) == [found] and str(digits) not in file.read_text()
+    assert (found.batch_size, found.timed_steps, found.samples) == (16, 5, 200)
+    assert (found.hardware, found.place, found.task, found.precision) == ("CPU", "local", "mnist", "fp32")
     assert found.engine == dict(torch_compile="no", channels_last="auto", cuda_graph=True, data_on="auto")
-    assert (
-        "batch_size" not in found.recipe
-        and "dataset_dir" not in found.recipe
-        and str(digits) not in out.read_text()
-    )
-    assert "failure" not in found.recipe and found.versions["torch"] and found.fitting[0]["timed_steps"] == 2
-    assert "batch 32" in messages[-2] and "RESOURCE_EXHAUSTED" in messages[-2] and str(out) in messages[-1]
+    assert not {"batch_size", "dataset_dir", "is_killed"} & found.recipe.keys() and found.versions["torch"]
+    assert "batch 32" in messages[-1] and "RESOURCE_EXHAUSTED" in messages[-1]
+    killed = dataclasses.replace(task, batch_size=32, is_killed=True)
+    with pytest.raises(TpukitError, match="mnist at batch 32 .*the process was killed"):
+        measure.measure_here(killed, steps=1, log=messages.append)
 
 
 @pytest.mark.parametrize(
@@ -135,40 +124,44 @@ def test_sizes_double_in_processes_of_their_own_until_a_step_does_not_fit(digits
     [
         ("cpu", 8, [8, 16]),  # which gains little from a large batch
         ("cpu", 9, [10, 20]),  # which the two cores can share
-        ("cuda", 8, [8, 16, 32, 64, 128]),  # the training set has 200 samples
+        ("cuda", 8, [8, 16, 32, 64, 128, 256, 512, 1024]),
     ],
 )
-def test_sizes_double_on_a_cpu_once_and_elsewhere_up_to_the_training_set(
+def test_sizes_double_on_a_cpu_once_and_elsewhere_seven_times(
     accelerator, batch_size, tried, digits, monkeypatch
 ):
-    found, messages = [], []
+    asked = []
 
     def run_process(task, steps, cores, parallel):
-        found.append(task.batch_size)
-        return dict(row=row(task.batch_size), cores=cores, precision="fp32", samples=200)
+        asked.append((task.batch_size, cores))
+        return dict(batch_size=task.batch_size, step_ms=1.0)
 
     monkeypatch.setattr(measure, "_run_process", run_process)
-    env = dataclasses.replace(detect({}), accelerator=accelerator)
+    env = dataclasses.replace(detect({}), accelerator=accelerator, cores=2)
     monkeypatch.setattr(measure.environment, "detect", lambda: env)
-    task = MNIST(dataset_dir=digits, batch_size=batch_size)
-    measure.measure_here(task, cores=2, log=messages.append)
-    assert found == tried and f"batch {2 * tried[-1]}: not tried" in messages[-1]
+    found = measure.measure_here(MNIST(dataset_dir=digits, batch_size=batch_size), log=len)
+    assert [m.batch_size for m in found] == tried
+    assert asked == [(size, 2) for size in tried]  # on both, however small their shares are
+
+
+def test_a_measurement_replaces_an_earlier_one_and_no_other_file(digits, tmp_path, monkeypatch, on_cpu):
+    answers = [dict(step_ms=1.0), dict(why="measured")]
+    monkeypatch.setattr(measure, "_run_process", lambda *_: answers.pop(0))
+    task = MNIST(dataset_dir=digits)
+    file = tmp_path / "mnist-cpu-local.json"
+    measure.write(file, [measurement()])
+    measure.measure_here(task, folder=tmp_path, log=len)
+    assert "Kaggle" not in file.read_text()
+    file.write_text('{"format": "my own"}')
+    with pytest.raises(TpukitError, match=str(file)):
+        measure.measure_here(task, folder=tmp_path, log=len)
+    assert file.read_text() == '{"format": "my own"}'
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_a_batch_that_does_not_fit_and_another_error_is_named(digits, on_cpu):
-    task = Greedy(dataset_dir=digits, batch_size=8, channels=4, failure="killed")
-    with pytest.raises(TpukitError, match="no batch size fits: the process was killed"):
-        measure.measure_here(task, batch_sizes=[32], steps=1, log=quiet)
-    broken = dataclasses.replace(task, failure="a bug of mine", batch_size=32)
-    with pytest.raises(TpukitError, match="batch 32 of mnist.* RuntimeError: a bug of mine"):
-        measure.measure_here(broken, steps=1, log=quiet)
-
-
-@pytest.mark.slow
-def test_several_cores_are_measured_as_one(digits, on_cpu):
+def test_several_cores_are_measured_as_one_and_a_size_that_they_cannot_share_ends_it(digits, on_cpu):
+    messages = []
     task = MNIST(dataset_dir=digits, batch_size=8, channels=4)
-    found = measure.measure_here(task, batch_sizes=[8], steps=2, cores=2, log=quiet)
+    [found] = measure.measure_here(task, batch_sizes=[8, 9], steps=2, cores=2, log=messages.append)
     assert (found.cores, found.chips, found.label) == (2, 1, "CPU x 2")
-    with pytest.raises(TpukitError, match="batch_size=9 .*2 cores.* 8 or 10"):
-        measure.measure_here(task, batch_sizes=[9], steps=2, cores=2, log=quiet)
+    assert "batch_size=9" in messages[-1] and "8 or 10" in messages[-1]

@@ -31,31 +31,6 @@ IMAGES = ("colab", "kaggle")  # hosts whose torch, torch_xla and libtpu must sta
 FRESH = "start a fresh session and install nothing over the image's versions"
 IMPORT_TIMEOUT_S = 120
 
-# Prints a JSON object after each import: {package: its error or null}, and for torch {"cuda": ...}. Opens no
-# context on a GPU.
-IMPORTS = """
-import importlib, json, sys, traceback
-
-def describe_cuda(torch):
-    cuda = dict(built=torch.version.cuda, usable=torch.cuda.is_available(), reason="")
-    if cuda["built"] and not cuda["usable"]:
-        try:
-            torch.cuda.init()
-        except Exception as error:
-            cuda["reason"] = str(error).partition(chr(10))[0]
-    return cuda | dict(arch_list=torch.cuda.get_arch_list())
-
-for package in sys.argv[1:]:
-    report = {package: None}
-    try:
-        module = importlib.import_module(package)
-        if package == "torch":
-            report["cuda"] = describe_cuda(module)
-    except BaseException as error:
-        report[package] = traceback.format_exception_only(error)[-1].strip().splitlines()[-1]
-    print(json.dumps(report), flush=True)
-"""
-
 
 @dataclasses.dataclass(frozen=True)
 class Check:
@@ -119,10 +94,9 @@ def import_packages(
 
     Returns (errors, cuda). errors: package -> the last line of its error, or None if it imports; the end of
     the process, or the time limit, is the error of the package that it happened in and of those after it.
-    cuda: dict of what torch reports: built (the CUDA it was built with, or None), usable, arch_list, reason
-    (why it is not usable); None if it reports nothing."""
+    cuda: what `imports.describe_cuda` reports, or None."""
     # Without the current folder on its path: what lies there must not be run.
-    command = [sys.executable, "-P", "-c", IMPORTS, *packages]
+    command = [sys.executable, "-P", str(Path(__file__).with_name("imports.py")), *packages]
     try:
         ran = subprocess.run(command, env=dict(environ), capture_output=True, timeout=IMPORT_TIMEOUT_S)
         last_words = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
@@ -140,11 +114,10 @@ def import_packages(
 
 
 def _python(machine: Machine) -> Iterator[Check]:
-    version = release(machine.env.python)
-    if (3, 11) <= version <= (3, 13):
-        yield Check("python", OK, machine.env.python)
-    else:
-        yield Check("python", WARNING, machine.env.python, "tpukit is tested on Python 3.11 to 3.13")
+    version = machine.env.python
+    is_tested = (3, 11) <= release(version) <= (3, 13)
+    fix = "" if is_tested else "tpukit is tested on Python 3.11 to 3.13"
+    yield Check("python", OK if is_tested else WARNING, version, fix)
 
 
 def _packages(machine: Machine) -> Iterator[Check]:
@@ -195,52 +168,40 @@ def _gpu(machine: Machine) -> Iterator[Check]:
         yield Check("gpu", BLOCKS, found, FRESH if env.host in IMAGES else fix)
     else:
         fix = "install a torch that was built for it" if is_local else environment.GPU_MENU[env.host]
-        gpus, built_for = environment.nvidia_gpus(environ), cuda["arch_list"]
-        for name, capability in _compute_capabilities(environ):
-            is_visible = any(gpu.startswith(name) for gpu in gpus)
-            if is_visible and not environment.supports(release(capability), built_for):
-                found = f"{name} has compute capability {capability}; {torch} was built for "
-                yield Check("gpu", BLOCKS, found + ", ".join(built_for), fix)
-
-
-def _compute_capabilities(environ):
-    """[(name, compute capability)] of the GPUs; empty for drivers that do not report them."""
-    text = environment.nvidia_smi(environ, "--query-gpu=name,compute_cap", "--format=csv,noheader")
-    rows = (re.fullmatch(r"(.+), *(\d+\.\d+)", line.strip()) for line in dict.fromkeys(text.splitlines()))
-    return [row.groups() for row in rows if row]
+        for name, (major, minor) in dict(cuda["cards"]).items():
+            if not environment.supports((major, minor), cuda["arch_list"]):
+                found = f"{name} has compute capability {major}.{minor}; {torch} was built for "
+                yield Check("gpu", BLOCKS, found + ", ".join(cuda["arch_list"]), fix)
 
 
 def _torch_xla(machine: Machine) -> Iterator[Check]:
-    torch, xla, libtpu = map(machine.version, ("torch", "torch_xla", "libtpu"))
-    environ, root = machine.environ, machine.root
+    torch, xla = machine.version("torch"), machine.version("torch_xla")
     if xla is None:
         return
     if machine.env.tpu_backend == "torch_tpu":
         found = f"{xla} is not used: torch_tpu fits torch {torch}, and torch_xla does not"
         yield Check("torch_xla", NOTE, found)
-        return
-    if torch and (reason := machine.env.misfit):
+    elif torch and (reason := machine.env.misfit):
         fitting = f"'torch~={'.'.join(xla.split('.')[:2])}.0'"
         yield Check("torch_xla", BLOCKS, reason, machine.install(fitting))
-        return
-    if error := machine.errors.get("torch_xla"):
-        fix = fix_for(error) or FRESH
-        is_half_set = environ.get("TPU_SKIP_MDS_QUERY") and not environ.get("TPU_ACCELERATOR_TYPE")
-        if is_half_set and environment.tpu_chips(root):
-            fix = (
-                "TPU_SKIP_MDS_QUERY is set, so torch_xla reads TPU_ACCELERATOR_TYPE, which is not: set both"
-                " or neither"
-            )
-        yield Check("torch_xla", BLOCKS, f"{xla} cannot be imported: {error}", fix)
-        return
-    yield Check("torch_xla", OK, xla)
-    wanted = _wanted_libtpu()
-    if libtpu is None and environment.chips_here(environ, root):
-        fix = machine.install(f"libtpu=={wanted}" if wanted else "'torch_xla[tpu]'")
+    elif error := machine.errors.get("torch_xla"):
+        yield Check("torch_xla", BLOCKS, f"{xla} cannot be imported: {error}", fix_for(error) or FRESH)
+    else:
+        yield Check("torch_xla", OK, xla)
+        yield from _libtpu(machine, xla)
+
+
+def _libtpu(machine: Machine, xla: str) -> Iterator[Check]:
+    """Whether libtpu is the one that the installed torch_xla names in its `tpu` extra."""
+    libtpu, requirements = machine.version("libtpu"), []
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        requirements = importlib.metadata.requires("torch_xla") or []
+    named = [match[1] for line in requirements if (match := re.match(r"libtpu\s*==\s*([\d.]+)", line))]
+    fix = machine.install(f"libtpu=={named[0]}" if named else "'torch_xla[tpu]'")
+    if libtpu is None and environment.chips_here(machine.environ, machine.root):
         yield Check("libtpu", BLOCKS, "not installed", fix)
-    elif wanted and libtpu and release(wanted, 3) != release(libtpu, 3):  # images ship 0.0.21.1 for 0.0.21
-        found = f"{libtpu}, but torch_xla {xla} was built for {wanted}"
-        yield Check("libtpu", WARNING, found, machine.install(f"libtpu=={wanted}"))
+    elif libtpu and named and release(named[0], 3) != release(libtpu, 3):  # images ship 0.0.21.1 for 0.0.21
+        yield Check("libtpu", WARNING, f"{libtpu}, but torch_xla {xla} was built for {named[0]}", fix)
 
 
 def _torch_tpu(machine: Machine) -> Iterator[Check]:
@@ -262,16 +223,6 @@ def _torch_tpu(machine: Machine) -> Iterator[Check]:
         yield Check("torch_tpu", BLOCKS, found, machine.install("'numpy>=2'"))
     else:
         yield Check("torch_tpu", OK, found)
-
-
-def _wanted_libtpu():
-    """The libtpu version that the installed torch_xla names in its `tpu` extra, or None."""
-    try:
-        requirements = importlib.metadata.requires("torch_xla") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    named = (re.match(r"libtpu\s*==\s*([\d.]+)", line) for line in requirements)
-    return next((match[1] for match in named if match), None)
 
 
 def _tensorflow(machine: Machine) -> Iterator[Check]:
@@ -313,7 +264,10 @@ def _chip_holders(machine: Machine) -> Iterator[Check]:
     """Processes, other than this one, that hold a TPU chip open."""
     is_busy = False
     for process in sorted(machine.root.glob("proc/[0-9]*"), key=lambda path: int(path.name)):
-        held = sorted(set(filter(re.compile(r"/dev/(vfio/\d+|accel\d*)").match, _open_files(process))))
+        files = []
+        with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
+            files = [os.readlink(link) for link in (process / "fd").iterdir()]
+        held = sorted({name for name in files if re.match(r"/dev/(vfio/\d+|accel\d*)", name)})
         if held and int(process.name) != os.getpid():
             is_busy = True
             command = " ".join(_read(process / "cmdline").split("\0")[:2])  # more of it can hold a token
@@ -322,13 +276,6 @@ def _chip_holders(machine: Machine) -> Iterator[Check]:
     lock = machine.root / "tmp/libtpu_lockfile"
     if lock.exists() and not is_busy and environment.chips_here(machine.environ, machine.root):
         yield Check("chip", WARNING, f"{lock} was left behind, though nothing holds a chip", f"rm {lock}")
-
-
-def _open_files(process):
-    try:
-        return [os.readlink(link) for link in (process / "fd").iterdir()]
-    except OSError:  # it ended meanwhile, or belongs to another user
-        return []
 
 
 def _variables(machine: Machine) -> Iterator[Check]:
@@ -340,6 +287,10 @@ def _variables(machine: Machine) -> Iterator[Check]:
     for name, value in environment.failed_lookups(environ, machine.root).items():
         fix = f"tpukit takes {value!r} for it; for other code set {name} before it imports torch_xla or jax"
         yield Check("variable", NOTE, f"{name} holds no value but a warning: {environ[name]}", fix)
+    is_half_set = environ.get("TPU_SKIP_MDS_QUERY") and not environ.get("TPU_ACCELERATOR_TYPE")
+    if is_half_set and environment.tpu_chips(machine.root):
+        found = "TPU_SKIP_MDS_QUERY is set, so torch_xla reads TPU_ACCELERATOR_TYPE, which is not"
+        yield Check("variable", WARNING, found, "set both or neither")
     if flags := environ.get("XLA_FLAGS"):
         yield Check("variable", NOTE, f"XLA_FLAGS={flags}", "unset it unless you know why it is set")
 

@@ -51,26 +51,14 @@ def _check_in_a_process(name: str) -> Check:
 
 
 def run_ahead(env: Environment) -> Check:
-    """Whether the steps that the host has handed over, and that are still to run, fit into the memory."""
+    """Whether the steps that the host has handed over, and that are still to run, fit into the memory: how
+    many steps' gradients the device held at most, while the host handed over 60 steps without waiting."""
+    import torch
+
     from tpukit.devices import open_runtime
 
     runtime = open_runtime(env, "bf16")
     size = 8192 if env.accelerator == "tpu" else 256  # in fp32: 256 MiB of weights
-    held = gradients_held(runtime, size)
-    if held is None:
-        return Check("run ahead", NOTE, f"{runtime} does not tell how much of its memory is used")
-    found = f"60 steps in a row held the gradients of {held:.1f} steps ({size * size * 4 / GIB:.2g} GiB each)"
-    if held <= MAX_STEPS_AHEAD:
-        return Check("run ahead", OK, found)
-    fix = "train with --log-every 4: every fourth step then waits for the device"
-    return Check("run ahead", WARNING, found, fix)
-
-
-def gradients_held(runtime: Any, size: int) -> float | None:
-    """How many steps' gradients the device held at most, while the host handed over 60 steps without waiting.
-    None where the runtime does not tell its memory."""
-    import torch
-
     model = runtime.to_device(torch.nn.Linear(size, size, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -84,16 +72,20 @@ def gradients_held(runtime: Any, size: int) -> float | None:
 
     compiled = runtime.compile(step, name="step", mutates=(model, optimizer))
     x = runtime.put({"x": torch.ones(size, size)})["x"]
-    compiled(x)
-    runtime.sync()
-    of_one_step = runtime.memory()
-    for _ in range(60):
-        compiled(x)
-    runtime.sync()
-    if not of_one_step:
-        return None
-    [(first_peak, _)], [(peak, _)] = of_one_step, runtime.memory()
-    return 1 + (peak - first_peak) / (size * size * 4)
+    peaks = []
+    for steps in (1, 60):
+        for _ in range(steps):
+            compiled(x)
+        runtime.sync()
+        peaks += [peak for peak, _ in runtime.memory()]
+    if not peaks:
+        return Check("run ahead", NOTE, f"{runtime} does not tell how much of its memory is used")
+    held = 1 + (peaks[1] - peaks[0]) / (size * size * 4)
+    found = f"60 steps in a row held the gradients of {held:.1f} steps ({size * size * 4 / GIB:.2g} GiB each)"
+    if held <= MAX_STEPS_AHEAD:
+        return Check("run ahead", OK, found)
+    fix = "train with --log-every 4: every fourth step then waits for the device"
+    return Check("run ahead", WARNING, found, fix)
 
 
 def attention(env: Environment) -> Check:
@@ -102,52 +94,40 @@ def attention(env: Environment) -> Check:
     from tpukit.devices import open_runtime
 
     runtime = open_runtime(env, "auto")
-    errors = attention_errors(str(runtime.device), runtime.precision)
-    found = ", ".join(f"{name} {error:.1e} by {kernels}" for name, (error, kernels) in errors.items())
-    found = f"largest error against the formula: {found}"
-    if all(error < LARGEST_ERROR for error, _ in errors.values()):  # NaN is not
+    errors = {name: attention_error(runtime, *shape) for name, shape in ATTENTION_SHAPES.items()}
+    found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    found = f"largest error against the formula, in {runtime.precision}: {found}"
+    if all(error < LARGEST_ERROR for error in errors.values()):  # NaN is not
         return Check("attention", OK, found)
     fix = "call torch.backends.cuda.enable_cudnn_sdp(False) before a training, and please report it"
     return Check("attention", WARNING, found, fix)
 
 
-def attention_errors(device: str, precision: str) -> dict[str, tuple[float, str]]:
-    """Name of the shape -> (largest error of the output and the gradients, relative to the largest value; the
-    kernels that torch chose in training and in evaluation)."""
+def attention_error(runtime: Any, shape: tuple[int, int, int, int], has_bias: bool) -> float:
+    """The largest error of attention's output in training and in evaluation, and of its gradients, relative
+    to the largest value. shape: batch, heads, tokens, channels of a head."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention as attend
+    from torch.nn.functional import scaled_dot_product_attention
 
-    dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, fp32=torch.float32)[precision]
-    errors = {}
-    for name, ((batch, heads, tokens, channels), has_bias) in ATTENTION_SHAPES.items():
-        qkv = torch.randn(batch, tokens, 3, heads, channels, device=device, dtype=dtype)
-        leaves = [qkv.requires_grad_()]
-        if has_bias:
-            leaves.append(torch.randn(1, heads, tokens, tokens, device=device, dtype=dtype).requires_grad_())
+    def compute(qkv, bias=None):
+        return scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), attn_mask=bias)
 
-        def run(qkv, bias=None):
-            return attend(*qkv.permute(2, 0, 3, 1, 4), attn_mask=bias)
-
-        def choice(qkv, bias=None):
-            return SDPBackend(torch._fused_sdp_choice(*qkv.permute(2, 0, 3, 1, 4), attn_mask=bias)).name
-
-        trained = run(*leaves)
-        computed = [trained, *torch.autograd.grad(trained.float().square().sum(), leaves)]
-        in_training = choice(*leaves)
+    def outputs(*leaves):
+        trained = compute(*leaves)
+        gradients = torch.autograd.grad(trained.float().square().sum(), leaves)
         with torch.no_grad():
-            computed.append(run(*leaves))
-            kernels = f"{in_training}/{choice(*leaves)}"
-        with sdpa_kernel(SDPBackend.MATH):
-            exact = [leaf.detach().float().requires_grad_() for leaf in leaves]
-            output = run(*exact)
-            wanted = [output, *torch.autograd.grad(output.square().sum(), exact), output]
-        apart = [
-            (ours.detach().float() - right.detach()).abs().max() / right.detach().abs().max()
-            for ours, right in zip(computed, wanted, strict=True)
-        ]
-        errors[name] = (float(torch.stack(apart).max()), kernels)
-    return errors
+            return trained.detach(), compute(*leaves), *gradients
+
+    batch, heads, tokens, channels = shape
+    dtype = dict(bf16=torch.bfloat16, fp16=torch.float16, fp32=torch.float32)[runtime.precision]
+    sizes = [(batch, tokens, 3, heads, channels)] + [(1, heads, tokens, tokens)] * has_bias
+    leaves = [torch.randn(size, device=runtime.device, dtype=dtype, requires_grad=True) for size in sizes]
+    computed = outputs(*leaves)
+    with sdpa_kernel(SDPBackend.MATH):
+        wanted = outputs(*(leaf.detach().float().requires_grad_() for leaf in leaves))
+    errors = [(ours.float() - right).abs().max() / right.abs().max() for ours, right in zip(computed, wanted)]
+    return float(torch.stack(errors).max())  # NaN if any is
 
 
 # Name -> the accelerators that it is for, and the check. On the CPU XLA device the first is rehearsed.

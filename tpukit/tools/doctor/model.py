@@ -6,10 +6,14 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
+from tpukit.devices import open_runtime
 from tpukit.host.environment import Environment
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.known_errors import fix_for
+from tpukit.runs import weights
 from tpukit.tools.doctor import BLOCKS, OK, WARNING, Check
+from tpukit.training import metrics
+from tpukit.training.step import TrainingStep
 from tpukit.training.task import Task
 
 LARGEST_CHANGE = 0.05  # of an output by half precision, relative to its norm
@@ -20,8 +24,6 @@ def try_model(task: Task, env: Environment) -> list[Check]:
 
     The batch is one synthetic sample. Weights are the task's own, or fresh ones, where what starts at zero
     becomes small random numbers, so that every part of the model affects its output. Opens the device."""
-    from tpukit.runs import weights
-
     torch.manual_seed(0)
     model = task.model()
     if task.weights:
@@ -43,8 +45,9 @@ def try_model(task: Task, env: Environment) -> list[Check]:
             level, fix = (BLOCKS, fix_for(reason) or "") if exact is None else (WARNING, "train in fp32")
             checks.append(Check(what, level, f"does not run: {reason}", fix))
             continue
-        exact = output if exact is None else exact
-        if output is not exact:
+        if exact is None:
+            exact = output
+        else:
             changed = float((output - exact).norm() / exact.norm())
             largest = float((output - exact).abs().max() / exact.abs().max())
             found += f"; the output changes by {changed:.2%} (at most {largest:.2%} of its largest value)"
@@ -57,19 +60,13 @@ def try_model(task: Task, env: Environment) -> list[Check]:
 
 def take_step(task: Task, model: nn.Module, env: Environment, precision: str) -> tuple[str, Tensor]:
     """(what happened, the model's first output in float32 on the CPU) in a step of the loop's own."""
-    from tpukit.devices import open_runtime
-    from tpukit.training import metrics
-    from tpukit.training.step import TrainingStep
-
     runtime = open_runtime(env, precision)
-    task = dataclasses.replace(task, ema_decay=None, micro_batches=1)
-    step = TrainingStep(task, runtime, model.train())
+    step = TrainingStep(dataclasses.replace(task, ema_decay=None, micro_batches=1), runtime, model.train())
     step.compile()
     outputs = []
     step.model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     sums = step.eager(*step.arguments(runtime.put(task.example(1)), task.epochs))
-    clipped = task.clip_norm is not None
-    interval = metrics.sync(sums, step.model, runtime, clipped=clipped)
+    interval = metrics.sync(sums, step.model, runtime, clipped=task.clip_norm is not None)
     output = outputs[0] if isinstance(outputs[0], torch.Tensor) else outputs[0][0]
     loss, norm = interval.sums["loss"], interval.sums["grad_norm"]
     found = f"runs on {runtime}: loss {loss:.4g}, gradient norm {norm:.3g}"
