@@ -15,7 +15,7 @@ from tpukit.runs.run import Run
 from tpukit.runs.signals import StopSignal
 from tpukit.training import batch_norm, checkpoint, ema, metrics, schedule
 from tpukit.training.data import Batch, BatchLoader, training_index_batches
-from tpukit.training.evaluation import Evaluator, FinishedEpoch, log_notes
+from tpukit.training.evaluation import Evaluator, log_notes
 from tpukit.training.saver import Saver
 from tpukit.training.step import TrainingStep
 from tpukit.training.task import Task
@@ -27,11 +27,14 @@ class Trainer:
     state: the `checkpoint.TrainState`. total: the step at which it ends. No attribute refers back to the
     Trainer (no reference cycle), so the model is freed when the training ends."""
 
+    shown_loss = ""
+    is_first_step = True
+    ranks_stop = False  # whether all ranks know of a signal
+
     def __init__(self, task: Task, run: Run, runtime: Runtime | None, stop: StopSignal) -> None:
         task.check_dataset_dir()
         check_micro_batches(environment.detect(), task.micro_batches)
         self.task, self.stop = task, stop
-        self.ranks_stop = False  # whether all ranks know of a signal
         torch.manual_seed(task.seed)
         model = task.model()
         # After the model: datasets that draw random numbers must not change its weights.
@@ -68,32 +71,29 @@ class Trainer:
         self.state, sums = checkpoint.restore(self.run, task, runtime, self.step.parts, self.origin)
         self.step.sums = metrics.new_sums(runtime, sums)
         self.step.compile(self.loader.compose)
-        self.is_first_step = True
         runtime.reset_statistics()  # what others compiled in this process before is not part of this training
         stays = self.patience_exhausted()
         self.total = self.state.step if stays else max(task.epochs * self.steps_per_epoch, self.state.step)
-        self.shown_loss = ""
 
     # Batches and steps
 
     def batches(self, *, endless: bool = False) -> Generator[Batch, None, None]:
         """Generate the batches from where the run stands to its last epoch, without a pause between two
         epochs. endless: those of a training without an end, for tools that time or trace `take_step`."""
-        task, size, num_uniforms = self.task, len(self.data), self.data.num_uniforms
+        task = self.task
         first, start = divmod(self.state.step, self.steps_per_epoch)
-        plan = (
-            spec
-            for epoch in (itertools.count(first) if endless else range(first, task.epochs))
-            for spec in training_index_batches(
-                size,
+        plans = (
+            training_index_batches(
+                len(self.data),
                 task.batch_size,
                 seed=task.seed,
                 epoch=epoch,
-                num_uniforms=num_uniforms,
+                num_uniforms=self.data.num_uniforms,
                 start=start if epoch == first else 0,
             )
+            for epoch in (itertools.count(first) if endless else range(first, task.epochs))
         )
-        return self.loader.batches(plan)
+        return self.loader.batches(itertools.chain.from_iterable(plans))
 
     def take_step(self, batch: Batch, epoch: int) -> None:
         """Take one step of the training. batch: of `loader`; epoch: from 0."""
@@ -116,9 +116,9 @@ class Trainer:
         """What multiplies the learning rates in the next step; None for 1."""
         return schedule.lr_factor(self.task, self.state.step, self.steps_per_epoch)
 
-    def lr_of(self, step: int) -> float:
-        """The learning rate of a step, counted from 1; with layer decay, of the last layers."""
-        factor = schedule.lr_factor(self.task, step - 1, self.steps_per_epoch)
+    def lr(self) -> float:
+        """The learning rate of the last step; with layer decay, of the last layers."""
+        factor = schedule.lr_factor(self.task, self.state.step - 1, self.steps_per_epoch)
         return max(group["lr"] for group in self.optimizer.param_groups) * (1.0 if factor is None else factor)
 
     def ends_epoch(self) -> bool:
@@ -198,35 +198,32 @@ class Trainer:
         if self.saver.last is None:  # no step was left, but the last session may have ended before its backup
             self.run.update_backup()
 
-    def close(self) -> None:
-        self.evaluator.executor.shutdown(wait=False, cancel_futures=True)
-        self.saver.close()
-
-    # Evaluating
-
-    def predict_test_set(self, finished: FinishedEpoch) -> None:
+    def predict_test_set(self, epoch: int, loss: float) -> None:
         """Predict the test set with the weights of an epoch, or their average once there is one, and start
         scoring."""
         self.bar.set_description("evaluating")
         average = self.step.ema if self.state.step >= ema.EVERY else None
-        self.evaluator.predict(finished, average.model if average else self.model, self.stop)
+        model = average.model if average else self.model
+        self.evaluator.evaluate(model, self.state.step, epoch, loss, self.stop)
         self._log_compilations(self.state.step)
         self.bar.set_description(self.task.name)
+
+    def close(self) -> None:
+        self.evaluator.executor.shutdown(wait=False, cancel_futures=True)
+        self.saver.close()
 
     def last_scores(self) -> dict | None:
         """Those of the last evaluation, on rank 0; of an earlier session if nothing was left to do."""
         if self.evaluator.scores is not None or self.runtime.world.rank != 0:
             return self.evaluator.scores
         epochs = self.state.step // self.steps_per_epoch
+        why = f"the run already has {epochs} epochs; {self.task.epochs} were requested"
         if self.patience_exhausted():
-            self.run.print(
-                f"nothing left to do: the run stopped early after epoch {epochs}: {self._without_best()}; a"
-                f" larger patience than {self.task.patience} continues it"
+            why = (
+                f"the run stopped early after epoch {epochs}: {self._without_best()}; a larger patience than"
+                f" {self.task.patience} continues it"
             )
-        else:
-            self.run.print(
-                f"nothing left to do: the run already has {epochs} epochs; {self.task.epochs} were requested"
-            )
+        self.run.print(f"nothing left to do: {why}")
         evaluations = self.run.records("evaluation")
         return evaluations[-1]["scores"] if evaluations else {}
 
