@@ -14,7 +14,7 @@ from tests.training.conftest import train_in
 from tpukit import MNIST, MSHNet
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
-from tpukit.training.step import add_gradients, micro_batch
+from tpukit.training.step import add_gradients
 
 
 def test_the_loss_is_computed_in_float32_under_autocast(infrared):
@@ -83,9 +83,18 @@ def test_in_fp16_the_gradients_of_micro_batches_are_scaled_back_once():
     assert float(gradients[0].abs().max()) > 0.1
 
 
-def test_every_sample_is_in_one_micro_batch_and_those_of_each_core_stay_on_it():
+def test_every_sample_is_in_one_micro_batch_and_those_of_each_core_stay_on_it(cpu):
+    parts = []
+
+    class Seen(MNIST):
+        def loss(self, model, batch, epoch):
+            parts.append(batch["x"].tolist())
+            return model(batch["x"][:, None].float()).sum()
+
+    model = torch.nn.Linear(1, 1)
     batch = dict(x=torch.arange(12))  # of two cores: 0 to 5, and 6 to 11
-    parts = [micro_batch(batch, number, 3)["x"].tolist() for number in range(3)]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    add_gradients(Seen(micro_batches=3), model, optimizer, cpu, batch, 0)
     assert parts == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 

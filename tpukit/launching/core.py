@@ -51,6 +51,10 @@ class Job:
     rendezvous: Path | None = None  # the file in which the processes of this host meet
 
     @property
+    def group_timeout(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=max(600, 4 * self.hang_timeout_s))
+
+    @property
     def folder(self) -> Path:
         """Where the cores of this host leave their files. The hosts of a slice may share a disk."""
         return self.run.path / "cores" / (socket.gethostname() if self.env.host == "tpu-vm" else "")
@@ -89,27 +93,21 @@ def run_core(job: Job, index: int) -> None:
         leave_group()
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the end is written
-        stopped = isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) == 128 + signal.SIGTERM
-        ending = dict(outcome="stopped") if stopped else _describe(error, index, runtime)
+        ending = dict(outcome="stopped")
+        if not isinstance(error, KeyboardInterrupt) and getattr(error, "code", None) != 128 + signal.SIGTERM:
+            explained = f"{traceback.format_exc()}\n{fix_for(str(error)) or ''}".strip()
+            ending = dict(
+                outcome="failed",
+                core=index,
+                rank=runtime.world.rank if runtime else index,
+                step=runtime.step if runtime else None,
+                host=socket.gethostname(),
+                time=time.time(),
+                description=str(error) if isinstance(error, TpukitError) else explained,
+            )
     finally:
         faulthandler.cancel_dump_traceback_later()
     files.write_atomic(job.file(index, "end"), json.dumps(ending))
-
-
-def _describe(error: BaseException, index: int, runtime: Runtime | None) -> dict:
-    """The `end` of a core that failed."""
-    description = str(error)
-    if not isinstance(error, TpukitError):
-        description = f"{traceback.format_exc()}\n{fix_for(str(error)) or ''}".strip()
-    return dict(
-        outcome="failed",
-        core=index,
-        rank=runtime.world.rank if runtime else index,
-        step=runtime.step if runtime else None,
-        host=socket.gethostname(),
-        time=time.time(),
-        description=description,
-    )
 
 
 def open_core(job: Job, run: Run, world: World) -> Runtime:
@@ -129,9 +127,8 @@ def open_core(job: Job, run: Run, world: World) -> Runtime:
     memory = runtime.memory()
     size = f", {memory[0][1] / GIB:.2f} GiB" if memory else ""
     share = f"{job.task.batch_size // runtime.cores} samples per step"
-    lines = [f"{device} on {socket.gethostname()}, {share}{size}" for device in runtime.device_names()]
-    lines = [line for rank_lines in world.gather(lines) for line in rank_lines]
-    if world.rank == 0:
+    mine = [f"{device} on {socket.gethostname()}, {share}{size}" for device in runtime.device_names()]
+    if lines := sum(world.gather(mine), start=[]):  # rank 0 has those of all
         for number, line in enumerate(lines):
             run.print(f"core {number}: {line}")
         run.print(f"all {len(lines)} cores started")
@@ -166,7 +163,7 @@ def join(job: Job, index: int) -> World:
     if sys.platform == "linux":
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     store = dist.FileStore(str(job.rendezvous), size)
-    store.set_timeout(_group_timeout(job))
+    store.set_timeout(job.group_timeout)
     return join_group(job, index, rank=rank, world_size=size, store=store)
 
 
@@ -191,12 +188,8 @@ def join_group(job: Job, local_rank: int, **of_init) -> World:
 
         torch_tpu_private.open_device()  # which makes its backend known to torch.distributed
         backend = torch_tpu_private.BACKEND
-    dist.init_process_group(backend, timeout=_group_timeout(job), **of_init)
+    dist.init_process_group(backend, timeout=job.group_timeout, **of_init)
     return World(dist.get_rank(), dist.get_world_size())
-
-
-def _group_timeout(job: Job) -> datetime.timedelta:
-    return datetime.timedelta(seconds=max(600, 4 * job.hang_timeout_s))
 
 
 def leave_group() -> None:

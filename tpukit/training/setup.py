@@ -112,13 +112,13 @@ class Trainer:
         self.state.step = number
         self.runtime.heartbeat(number)
 
-    def lr_factor(self) -> float | None:
-        """What multiplies the learning rates in the next step; None for 1."""
-        return schedule.lr_factor(self.task, self.state.step, self.steps_per_epoch)
+    def lr_factor(self, steps_back: int = 0) -> float | None:
+        """What multiplies the learning rates in the next step, or in one before; None for 1."""
+        return schedule.lr_factor(self.task, self.state.step - steps_back, self.steps_per_epoch)
 
     def lr(self) -> float:
         """The learning rate of the last step; with layer decay, of the last layers."""
-        factor = schedule.lr_factor(self.task, self.state.step - 1, self.steps_per_epoch)
+        factor = self.lr_factor(steps_back=1)
         return max(group["lr"] for group in self.optimizer.param_groups) * (1.0 if factor is None else factor)
 
     def ends_epoch(self) -> bool:
@@ -162,10 +162,13 @@ class Trainer:
         self.total = self.state.step
         self.write_progress(epochs - 1)
         self.run.log("stopped", self.state.step, epoch=epochs - 1, patience=self.task.patience)
-        self.run.print(f"stopped early after epoch {epochs}: {self._without_best()}")
+        self.run.print(self._why_early())
 
-    def _without_best(self) -> str:
-        return f"no better {self.task.score} within a patience of {self.state.evaluations_without_best}"
+    def _why_early(self) -> str:
+        epochs, patience = self.state.step // self.steps_per_epoch, self.state.evaluations_without_best
+        return (
+            f"stopped early after epoch {epochs}: no better {self.task.score} within a patience of {patience}"
+        )
 
     def save_is_due(self) -> bool:
         """Whether to save after this step. A state whose last epoch is not scored yet cannot be saved,
@@ -182,15 +185,12 @@ class Trainer:
     def save_before_leaving(self, reason: BaseException) -> None:
         """Save on an interrupt or SIGTERM, if it came between two steps, and say so."""
         why = "interrupted" if isinstance(reason, KeyboardInterrupt) else "terminated (SIGTERM)"
-        if self.stop.at_step:  # on every rank at the same step
+        result = "during a step, which is lost. Start it again to resume from the last checkpoint."
+        if self.stop.at_step:  # on every rank at the same step; else a second interrupt broke into one
             self.save()
             self.saver.wait()
-            self.run.print(f"{why}: saved at step {self.state.step}. Start it again to resume.")
-        else:  # a second interrupt broke into a step, so the state is inconsistent
-            self.run.print(
-                f"{why} during a step: this step is lost. Run the same again to resume from the last"
-                " checkpoint."
-            )
+            result = f"and saved at step {self.state.step}. Start it again to resume."
+        self.run.print(f"{why} {result}")
 
     def finish_saving(self) -> None:
         """Wait until all is written, in the backup too."""
@@ -217,13 +217,10 @@ class Trainer:
         if self.evaluator.scores is not None or self.runtime.world.rank != 0:
             return self.evaluator.scores
         epochs = self.state.step // self.steps_per_epoch
-        why = f"the run already has {epochs} epochs; {self.task.epochs} were requested"
+        why = f"already has {epochs} epochs; {self.task.epochs} were requested"
         if self.patience_exhausted():
-            why = (
-                f"the run stopped early after epoch {epochs}: {self._without_best()}; a larger patience than"
-                f" {self.task.patience} continues it"
-            )
-        self.run.print(f"nothing left to do: {why}")
+            why = f"{self._why_early()}; with a larger patience it goes on"
+        self.run.print(f"nothing left to do: the run {why}")
         evaluations = self.run.records("evaluation")
         return evaluations[-1]["scores"] if evaluations else {}
 
@@ -255,24 +252,17 @@ class Trainer:
             steps_per_epoch=self.steps_per_epoch,
         )
         runtime.heartbeat(step)
-        self.bar = tqdm(
-            total=self.total,
-            initial=step,
-            desc=task.name,
-            unit="step",
-            disable=not (shown and run.echo),
-            mininterval=0.5,
-        )
+        is_off = not (shown and run.echo)
+        self.bar = tqdm(total=self.total, initial=step, desc=task.name, unit="step", disable=is_off)
         return self.bar
 
     def write_progress(self, epoch: int) -> None:
         """Show and record where the training stands, in an epoch counted from 0, and the last loss."""
-        name, step = self.task.name, self.state.step
-        shown = dict(epoch=epoch + 1, loss=self.shown_loss)
+        step, shown = self.state.step, dict(epoch=epoch + 1, loss=self.shown_loss)
         self.bar.total = self.total
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update(step - self.bar.n)
-        self.run.write_progress(name=name, unit="step", step=step, total=self.total, **shown)
+        self.run.write_progress(name=self.task.name, unit="step", step=step, total=self.total, **shown)
 
     def _log_compilations(self, step: int) -> None:
         """Record what was compiled since the last call, and print what took long."""
