@@ -223,16 +223,6 @@ def test_a_run_whose_code_was_edited_is_refused_naming_the_first_difference(
         train(kind(epochs=3, **settings), run, runtime=cpu, progress=False)
 
 
-def test_a_run_that_kept_nothing_of_its_data_resumes(trained, cpu):
-    task, run = trained
-    state = checkpoint(run)
-    del state["data_signature"], state["test_signature"], state["optimizer_signature"]
-    run.save(state, state["state"]["step"])
-    task = dataclasses.replace(task, epochs=3)
-    train(task, run, runtime=cpu, progress=False)
-    assert checkpoint(run)["data_signature"] == task.data_signature(task.datasets()[0])
-
-
 KILLED = """
 import json, os, sys, time
 from pathlib import Path

@@ -99,19 +99,23 @@ def test_every_sample_is_in_one_micro_batch_and_those_of_each_core_stay_on_it(cp
 
 
 @pytest.mark.parametrize(
-    "size, cores, micro_batches, sizes", [(32, 8, 8, (64,)), (100, 4, 8, (96, 128)), (6, 1, 4, (4, 8))]
+    "size, cores, micro_batches, sizes",
+    [
+        *((32, 8, 8, (64,)), (100, 4, 8, (96, 128)), (6, 1, 4, (4, 8))),
+        *((60, 8, 1, (56, 64)), (3, 8, 1, (8,)), (9, 2, 1, (8, 10))),
+    ],
 )
-def test_a_batch_that_cannot_be_split_is_refused_with_sizes_that_can(size, cores, micro_batches, sizes):
-    with refuses(size, f"{micro_batches} micro-batches", *sizes):
+def test_a_batch_that_cannot_be_split_is_refused_with_sizes_that_can(
+    size, cores, micro_batches, sizes, digits, tmp_path, cpu
+):
+    with refuses(size, f"{micro_batches} micro-batches" if micro_batches > 1 else f"{cores} cores", *sizes):
         check_batch(size, cores, micro_batches=micro_batches)
     for fits in sizes:
         check_batch(fits, cores, micro_batches=micro_batches)
-
-
-def test_a_training_whose_batch_cannot_be_split_is_refused(digits, tmp_path, cpu):
-    task = MNIST(dataset_dir=digits, micro_batches=3, **SMALL)
-    with refuses(8, 3):
-        train_in(tmp_path, task, cpu)
+    if cores == 1:
+        with refuses(size, micro_batches, *sizes):
+            task = MNIST(dataset_dir=digits, batch_size=size, micro_batches=micro_batches, num_workers=1)
+            train_in(tmp_path, task, cpu)
 
 
 @pytest.mark.parametrize(
