@@ -90,9 +90,9 @@ class Supervisor:
             if failed_at is None:
                 self.not_started = starting if time.monotonic() > start_by else []
                 stuck = self.not_started or self._is_hung()
-                for process in self.processes if stuck else ():
+                for _, pid in self._started() if stuck else ():
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGUSR1)  # which makes it write its stacks
+                        os.kill(pid, signal.SIGUSR1)  # which makes it write its stacks
                 if stuck or self.dead_cores or self._ends("failed"):
                     failed_at = time.monotonic()
             elif time.monotonic() - failed_at > GRACE_S:
@@ -101,13 +101,16 @@ class Supervisor:
 
     def _end_processes(self):
         """Kill the cores and what they started, and wait until they are gone."""
-        started = [process for process in self.processes if process.pid is not None]
-        for process in started:
+        for process, pid in self._started():
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
             process.kill()  # it may not lead its group yet
-        for process in started:
+        for process, _ in self._started():
             process.join()
+
+    def _started(self):
+        """The cores that were started: (process, pid) of each."""
+        return [(process, process.pid) for process in self.processes if process.pid is not None]
 
     def _result(self, stop):
         if self.dead_cores and not self.not_started:  # first: the others failed because it is gone

@@ -28,7 +28,6 @@ class Trainer:
     Trainer (no reference cycle), so the model is freed when the training ends."""
 
     shown_loss = ""
-    is_first_step = True
     ranks_stop = False  # whether all ranks know of a signal
 
     def __init__(self, task: Task, run: Run, runtime: Runtime | None, stop: StopSignal) -> None:
@@ -98,11 +97,6 @@ class Trainer:
     def take_step(self, batch: Batch, epoch: int) -> None:
         """Take one step of the training. batch: of `loader`; epoch: from 0."""
         number = self.state.step + 1
-        if self.is_first_step and self.runtime.compiles:
-            self.run.print(
-                f"step {number}: compiling the training step, which can take minutes; later steps reuse it"
-            )
-        self.is_first_step = False
         try:
             self.step(batch, epoch, self.lr_factor())
             if self.step.ema:
@@ -238,6 +232,10 @@ class Trainer:
             run.print(note)
         run.print(f"training set: {self.loader.description}")
         run.print(f"test set: {self.evaluator.loader.description}")
+        if runtime.compiles and step < self.total:
+            run.print(
+                f"step {step + 1} compiles the training step, which can take minutes; later ones reuse it"
+            )
         run.log(
             "start",
             step,

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Task:
     """A training task. Its fields are its whole configuration; copy `tasks/mnist.py` to write your own.
 
-    A subclass has a `name` and a `score`, and implements the six methods that follow here. All else has a
-    default. Fields declared with `setting(free=True)` may change when a run is resumed."""
+    A subclass has a `name` and a `score`, and implements the six methods that follow. All else has a default.
+    Fields declared with `setting(free=True)` may change when a run is resumed."""
 
     name: ClassVar[str]
     """What the command line calls it."""
@@ -89,16 +89,14 @@ class Task:
     """The name under which `find_dataset` looks for its data; empty for a task that needs no
     `dataset_dir`."""
     score_names: ClassVar[dict[str, str]] = {}
-    """The scores that get a curve, with the name and the unit that it shows; if empty, every score gets
-    one."""
+    """The scores that get a curve, with the name and the unit that it shows; if empty, all scores do."""
     published: ClassVar[dict[str, float]] = {}
     """The paper's scores on its own dataset, drawn as a line in the curves."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
     """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`, the ones that are read
     back from the device; None for all."""
     dataset_parts: ClassVar[tuple[str, ...]] = ()
-    """Names of the folders that the dataset consists of, in lower case; `archives.unpack` leaves them where
-    they are."""
+    """Folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
     synthetic_size: ClassVar[int] = 0
     """Samples of the synthetic dataset, train and test together, by default."""
     synthetic_size_accelerator: ClassVar[int] = 0
@@ -126,8 +124,8 @@ class Task:
     clip_norm: float | None = None
     """Scale gradients of a larger norm down to it; None: do not clip."""
     schedule: Literal["constant", "cosine", "step"] = "constant"
-    """The learning rate over the run, after the warm-up. cosine: down to `final_lr` at the end of `epochs`.
-    step: multiplied by `decay_factor` every `decay_epochs`."""
+    """The learning rate after the warm-up. cosine: down to `final_lr` at the end of `epochs`. step: times
+    `decay_factor` every `decay_epochs`."""
     warmup_epochs: float = 0.0
     """Epochs in which the learning rate rises from nearly 0 to `lr`, in equal steps."""
     final_lr: float = 0.0
@@ -137,8 +135,7 @@ class Task:
     decay_factor: float = 0.1
     """Factor of each drop."""
     layer_decay: float = 1.0
-    """Learning rate of each layer relative to the next one nearer to the output; below 1 to fine-tune. See
-    `layers`."""
+    """Learning rate of each of the `layers` relative to the next one nearer to the output."""
     freeze: tuple[str, ...] = ()
     """Parts of the model that do not train, by the names of its modules or parameters; "backbone" is all but
     the last of its `layers`. Their batch norms use the running statistics; their dropout still drops."""
@@ -149,15 +146,13 @@ class Task:
     patience: int | None = setting(None, free=True)
     """Stop after this many evaluations in a row without a better score; None: train all epochs."""
     ema_decay: float | None = None
-    """Score and keep a moving average of the weights, with this decay every 10 steps; None keeps the weights
-    themselves."""
+    """Score and keep a moving average of the weights, with this decay every 10 steps; None: the weights."""
     log_every: int = setting(20, free=True)
     """Steps between two records. Reading the loss waits for the device, so not every step."""
     eval_every: int = setting(1, free=True)
     """Epochs between two evaluations; the last epoch is always evaluated."""
     save_every_s: float = setting(60.0, free=True)
-    """Seconds between two checkpoints; more where they would take over 1% of the time. One is written at the
-    end, too."""
+    """Seconds between two checkpoints; more where they would take over 1% of the time."""
     batch_norm: Literal["per-core", "synced", "frozen"] = "per-core"
     """Statistics of batch norm on several cores. per-core: each core's share of the batch, rank 0's running
     ones are kept. synced: the whole global batch (GPUs; parallel="spmd" does so on TPU anyway). frozen: the
@@ -168,11 +163,10 @@ class Task:
     """Keep images with their channels innermost in memory. auto: for networks whose weights are mostly of
     convolutions, on CPUs, and in bf16 or fp16 on GPUs with tensor cores. XLA chooses its own layouts."""
     torch_compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = setting("no", free=True)
-    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway). It
-    makes no CUDA graphs of its own: `cuda_graph` captures the whole step."""
+    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway), without CUDA
+    graphs of its own: `cuda_graph` captures the whole step."""
     cuda_graph: bool = setting(True, free=True)
-    """On GPUs, capture the whole step as a CUDA graph and replay it, where that is possible; the log says why
-    not."""
+    """On GPUs, capture the whole step as a CUDA graph and replay it; the log says why if it cannot."""
     data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
     """Where the decoded samples lie. device: all of them on every core, so that a batch is an index,
     augmented there. host: threads make the batches. auto: the device, if it is an accelerator with at least
