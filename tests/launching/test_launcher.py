@@ -263,7 +263,7 @@ def test_a_launch_says_why_it_leaves_a_gpu_idle_and_takes_it_if_told_to(
     monkeypatch.setattr(environment, "detect", lambda: gpus)
     monkeypatch.setattr(launcher, "open_runtime", lambda *_, **__: Runtime("cpu"))
     monkeypatch.setattr(Supervisor, "wait", lambda supervisor: supervisor.job.processes)
-    monkeypatch.setattr(launcher, "_refuse_an_opened_device", lambda _: None)
+    monkeypatch.setattr(launcher, "_has_opened_a_device", lambda _: False)
     task = MSHNet(dataset_dir=str(tmp_path), batch_size=4)
     run = Run.open(tmp_path / "run", task)
     assert launch(lambda task, run, runtime: runtime.cores, task, run, cores=cores) == processes

@@ -51,10 +51,6 @@ class Job:
     rendezvous: Path | None = None  # the file in which the processes of this host meet
 
     @property
-    def group_timeout(self) -> datetime.timedelta:
-        return datetime.timedelta(seconds=max(600, 4 * self.hang_timeout_s))
-
-    @property
     def folder(self) -> Path:
         """Where the cores of this host leave their files. The hosts of a slice may share a disk."""
         return self.run.path / "cores" / (socket.gethostname() if self.env.host == "tpu-vm" else "")
@@ -163,7 +159,7 @@ def join(job: Job, index: int) -> World:
     if sys.platform == "linux":
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     store = dist.FileStore(str(job.rendezvous), size)
-    store.set_timeout(job.group_timeout)
+    store.set_timeout(_group_timeout(job))
     return join_group(job, index, rank=rank, world_size=size, store=store)
 
 
@@ -188,8 +184,12 @@ def join_group(job: Job, local_rank: int, **of_init) -> World:
 
         torch_tpu_private.open_device()  # which makes its backend known to torch.distributed
         backend = torch_tpu_private.BACKEND
-    dist.init_process_group(backend, timeout=job.group_timeout, **of_init)
+    dist.init_process_group(backend, timeout=_group_timeout(job), **of_init)
     return World(dist.get_rank(), dist.get_world_size())
+
+
+def _group_timeout(job: Job) -> datetime.timedelta:
+    return datetime.timedelta(seconds=max(600, 4 * job.hang_timeout_s))
 
 
 def leave_group() -> None:
