@@ -20,24 +20,17 @@ class Flagged(MNIST):
         return f"--images={batch_size}"
 
 
-def test_spmd_gives_the_compilers_flags_for_a_cores_share_before_it_opens_the_chips(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr("tpukit.devices.version_of", lambda package: "0.0.17")
-    monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: 8)
-    task = Flagged(batch_size=64)
-    core.join(core.Job(train, task, Run(tmp_path), machine("tpu", 8), None, 60.0, spmd_cores=8), 0)
-    assert os.environ["LIBTPU_INIT_ARGS"] == "--images=8"
-
-
-@pytest.mark.parametrize("size", [8, 16])
-def test_tpu_cores_of_one_host_meet_in_a_file_and_those_of_several_by_pjrt(size, tmp_path, monkeypatch):
+@pytest.mark.parametrize("size", [1, 8, 16], ids=["SPMD", "a host", "two hosts"])
+def test_tpu_cores_of_one_host_meet_in_a_file_and_those_of_several_by_pjrt_after_the_compilers_flags(
+    size, tmp_path, monkeypatch
+):
     import torch.distributed as dist
 
     if size == 16:
         needs_torch_xla()
     calls = []
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost" if size == 8 else "host-0,host-1")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "host-0,host-1" if size == 16 else "localhost")
     monkeypatch.setattr("tpukit.devices.version_of", lambda package: "0.0.21.1")
     monkeypatch.setattr("tpukit.devices.tpu_chips", lambda: 8)
 
@@ -49,10 +42,12 @@ def test_tpu_cores_of_one_host_meet_in_a_file_and_those_of_several_by_pjrt(size,
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: calls.append((backend, how)))
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(dist, "get_world_size", lambda: size)
-    task = Flagged(batch_size=128)
-    meeting = tmp_path / "rendezvous"
-    job = core.Job(train, task, Run(tmp_path), machine("tpu", 8), None, 60.0, processes=8, rendezvous=meeting)
-    world = core.join(job, 3)
+    shape = dict(spmd_cores=8) if size == 1 else dict(processes=8, rendezvous=tmp_path / "rendezvous")
+    env, task = machine("tpu", 8), Flagged(batch_size=128)
+    world = core.join(core.Job(train, task, Run(tmp_path), env, None, 60.0, **shape), 3)
+    if size == 1:
+        assert os.environ["LIBTPU_INIT_ARGS"] == "--images=16" and not calls and world.size == 1
+        return
     [flags, (backend, how)] = calls
     assert flags == f"--images={128 // size}"  # libtpu reads them when the chip is opened
     assert (backend, world.rank, world.size) == ("gloo", 5, size)

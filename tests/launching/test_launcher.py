@@ -1,6 +1,7 @@
 """`launch`: the same training on one core and on several; what is refused before anything starts."""
 
 import collections
+import contextlib
 import json
 import os
 
@@ -13,7 +14,7 @@ from tests.launching.conftest import difference, launched, losses, needs_torch_x
 from tests.launching.launched import Descending, Watched, machine
 from tpukit import CDEIT, MSHNet, Run, launch, train
 from tpukit.devices.distributed import World
-from tpukit.devices.runtime import Runtime, check_batch
+from tpukit.devices.runtime import Runtime
 from tpukit.host import environment
 from tpukit.launching import launcher
 from tpukit.launching.supervisor import Supervisor
@@ -217,16 +218,15 @@ def test_a_run_moves_between_numbers_and_kinds_of_cores_and_equals_a_straight_on
 # What is refused before anything starts
 
 
-@pytest.mark.parametrize("batch_size, cores, fitting", [(60, 8, "56 or 64"), (3, 8, "8"), (9, 2, "8 or 10")])
-def test_a_batch_size_that_does_not_divide_is_refused_with_sizes_that_do(batch_size, cores, fitting):
-    with refuses(f"batch_size={batch_size}", f"use {fitting}"):
-        check_batch(batch_size, cores)
-    check_batch(64, 8)
-
-
 @pytest.mark.parametrize(
-    "env, asked, parallel, data",
+    "env, requested, parallel, wanted",
     [
+        (machine("tpu", 8), None, "processes", 8),
+        (machine("tpu", 8), 1, "processes", 1),
+        (machine("cuda", 4), 2, "processes", 2),
+        (machine("cpu", 1), None, "processes", 1),
+        (machine("xla", 1), 8, "processes", 8),
+        (machine("tpu", 4, "tpu-vm"), 16, "processes", 4),
         (machine("tpu", 1, "colab"), 8, "processes", ["8", "found 1", environment.TPU_MENU["colab"]]),
         (machine("cuda", 1), 2, "processes", ["2", "found 1", environment.GPU_MENU["kaggle"]]),
         (machine("tpu", 8), 4, "processes", ["4 of 8", "cores=1", "cores=8"]),
@@ -234,24 +234,11 @@ def test_a_batch_size_that_does_not_divide_is_refused_with_sizes_that_do(batch_s
         (machine("cuda", 2), None, "spmd", ["parallel='spmd'", "GPU", "'processes'"]),
     ],
 )
-def test_fewer_cores_than_asked_and_other_impossible_shapes_are_errors(env, asked, parallel, data):
-    with refuses(*data):
-        launcher._count_cores(env, asked, parallel)
-
-
-@pytest.mark.parametrize(
-    "env, asked, count",
-    [
-        (machine("tpu", 8), None, 8),
-        (machine("tpu", 8), 1, 1),
-        (machine("cuda", 4), 2, 2),
-        (machine("cpu", 1), None, 1),
-        (machine("xla", 1), 8, 8),
-        (machine("tpu", 4, "tpu-vm"), 16, 4),
-    ],
-)
-def test_all_cores_that_are_here_are_taken_unless_fewer_are_asked_for(env, asked, count):
-    assert launcher._count_cores(env, asked, "processes") == count
+def test_all_cores_are_taken_unless_fewer_are_requested_and_impossible_shapes_are_refused(
+    env, requested, parallel, wanted
+):
+    with refuses(*wanted) if isinstance(wanted, list) else contextlib.nullcontext():
+        assert launcher._count_cores(env, requested, parallel) == wanted
 
 
 @pytest.mark.parametrize(
@@ -276,7 +263,7 @@ def test_a_launch_says_why_it_leaves_a_gpu_idle_and_takes_it_if_told_to(
     monkeypatch.setattr(environment, "detect", lambda: gpus)
     monkeypatch.setattr(launcher, "open_runtime", lambda *_, **__: Runtime("cpu"))
     monkeypatch.setattr(Supervisor, "wait", lambda supervisor: supervisor.job.processes)
-    monkeypatch.setattr(launcher, "_refuse_an_opened_device", lambda _: None)
+    monkeypatch.setattr(launcher, "_has_opened_a_device", lambda _: False)
     task = MSHNet(dataset_dir=str(tmp_path), batch_size=4)
     run = Run.open(tmp_path / "run", task)
     assert launch(lambda task, run, runtime: runtime.cores, task, run, cores=cores) == processes
@@ -306,19 +293,20 @@ def test_one_core_too_waits_until_its_chip_is_free_unless_this_process_has_it(
     assert waited == ["localhost"] * waits
 
 
-def test_a_kernel_that_already_used_the_device_is_told_to_restart(digits, tmp_path, xla):
-    task = Watched(dataset_dir=digits)
-    with refuses(environment.NAMES["xla"], "Restart the session"):
-        launcher.launch(train, task, Run.open(tmp_path, task), cores=2)
-
-
 @pytest.mark.parametrize(
-    "options", [dict(parallel="threads"), dict(hang_timeout_s=0), dict(hang_timeout_s=-1)]
+    "options, data",
+    [
+        ({}, [environment.NAMES["xla"], "Restart the session"]),  # this kernel has used the device
+        (dict(parallel="threads"), ["parallel='threads'"]),
+        (dict(hang_timeout_s=0), ["hang_timeout_s=0"]),
+        (dict(hang_timeout_s=-1), ["hang_timeout_s=-1"]),
+    ],
 )
-def test_an_unknown_way_and_no_time_at_all_until_a_core_hangs_are_refused(options, digits, tmp_path):
+def test_a_kernel_that_used_the_device_an_unknown_way_and_no_time_until_a_core_hangs_are_refused(
+    options, data, digits, tmp_path, xla
+):
     task = Watched(dataset_dir=digits)
-    [(name, value)] = options.items()
-    with refuses(f"{name}={value!r}"):
+    with refuses(*data):
         launcher.launch(train, task, Run.open(tmp_path, task), cores=2, **options)
 
 

@@ -298,4 +298,4 @@ def test_a_run_folder_that_was_moved_while_it_trains_is_named(tmp_path):
     supervisor = supervisor_of(run)
     run.path.rename(tmp_path / "moved")
     with refuses(run.path, "no such file"):
-        supervisor._show_log()
+        supervisor._show()

@@ -1,5 +1,6 @@
 """The training loop: what it learns, and what a stopped, killed or resumed run keeps."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -20,7 +21,6 @@ from tpukit import CDEIT, MNIST, ImageClassifier, MSHNet, Run, TpukitError, trai
 from tpukit.reporting import display, findings
 from tpukit.runs import weights
 from tpukit.runs.run import setting
-from tpukit.training.evaluation import Evaluator
 
 TASKS = {  # the class, its data, its settings
     "mnist": (MNIST, "digits", {}),
@@ -132,22 +132,19 @@ def without_gc():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("settings", [dict(ema_decay=0.9), dict(batch_norm="frozen")], ids=str)
-def test_the_model_of_a_training_is_freed_as_soon_as_it_ends(
+@pytest.mark.parametrize(
+    "settings", [dict(ema_decay=0.9), dict(batch_norm="frozen"), dict(epochs=2, full_at=1)], ids=str
+)
+def test_the_model_of_a_training_is_freed_as_soon_as_it_ends_or_runs_out_of_memory_and_its_error_is_kept(
     device, settings, digits, tmp_path, request, without_gc
 ):
-    task = Remembered(dataset_dir=digits, epochs=1, **DIGITS, **settings)
-    train_in(tmp_path, task, request.getfixturevalue(device))
-    assert task.models[0]() is None
-
-
-def test_the_model_of_a_training_that_ran_out_of_memory_is_freed_though_its_error_is_kept(
-    digits, tmp_path, cpu, without_gc
-):
-    task = Remembered(dataset_dir=digits, epochs=2, full_at=1, **DIGITS)
-    with pytest.raises(TpukitError, match="smaller batch_size") as kept:
-        train_in(tmp_path, task, cpu)
-    assert kept.value.__cause__ is not None and task.models[0]() is None
+    if device == "xla" and "full_at" in settings:
+        pytest.skip("an epoch is no number there")
+    task = Remembered(dataset_dir=digits, **DIGITS | dict(epochs=1) | settings)
+    ends = pytest.raises(TpukitError, match="smaller batch_size")
+    with ends if "full_at" in settings else contextlib.nullcontext() as kept:
+        train_in(tmp_path, task, request.getfixturevalue(device))
+    assert (kept is None or kept.value.__cause__ is not None) and task.models[0]() is None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,16 +245,3 @@ def test_patience_is_counted_across_interruptions(digits, tmp_path, cpu):
         sessions = dict(earlier=earlier, epochs=epochs, patience=3)
         parted, trained = scripted(tmp_path / "parted", cpu, digits, **sessions)
     assert trained == 9 and exact(parted) == exact(straight)
-
-
-def test_scores_are_waited_for_only_where_they_can_end_the_training(digits, tmp_path, cpu, monkeypatch):
-    waited, collect = [], Evaluator.collect
-
-    def noting(self, state, *, wait):
-        if wait and self.pending is not None and self.pending.step == state.step:
-            waited.append(state.step // 25)
-        collect(self, state, wait=wait)
-
-    monkeypatch.setattr(Evaluator, "collect", noting)
-    scripted(tmp_path, cpu, digits, patience=2)
-    assert waited == [3, 5]

@@ -73,7 +73,7 @@ def test_memory_of_every_device_of_every_rank_is_recorded(digits, tmp_path, monk
         def all_gather(self, mine):  # the other rank says the same of its own devices
             if isinstance(mine, list):
                 return [mine, mine]
-            memory = [v if number % 2 else v + 10 for number, v in enumerate(mine["memory"])]
+            memory = [(peak + 10, total) for peak, total in mine["memory"]]
             return [mine, dict(mine, memory=memory)]
 
     task = MNIST(dataset_dir=digits, epochs=1, batch_size=16, log_every=99)

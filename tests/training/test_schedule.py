@@ -83,12 +83,8 @@ def test_steps_are_those_of_torchs_schedulers_with_every_optimizer(
     assert our_optimizer.param_groups[0]["lr"] == 0.1  # a checkpoint holds the number that it started with
 
 
-@pytest.mark.parametrize("task", [MNIST, MSHNet, CDEIT])
-def test_without_a_schedule_a_step_gets_no_factor(task):
-    assert lr_factor(task(), 7, 10) is None
-
-
-def test_the_factor_of_a_step_beyond_the_last_one_is_that_of_the_end():
+def test_without_a_schedule_a_step_gets_no_factor_and_beyond_the_last_one_that_of_the_end():
+    assert all(lr_factor(task(), 7, 10) is None for task in (MNIST, MSHNet, CDEIT))
     task = MNIST(epochs=2, schedule="cosine", warmup_epochs=3, final_lr=0.25)
     assert lr_factor(task, 10**6, 10) == 0.25 and lr_factor(MNIST(epochs=0, schedule="cosine"), 5, 10) == 0
 
@@ -138,6 +134,7 @@ def test_a_training_with_a_schedule_is_one_graph_and_ends_where_a_loop_of_torch_
         torch.testing.assert_close(value, wanted[name], atol=1e-5, rtol=1e-4)
     rates = [record["lr"] for record in run.records("train")]
     assert len(set(rates)) > 40 and max(rates) == task.lr
+    assert findings.curves(run.records())["learning rate"][1] == rates
     if device == "xla":
         assert len(traces) == 3  # all other steps replay the one graph
         assert [(r["step"], r["programs"]) for r in run.records("compile") if r["what"] == "step"] == [(1, 1)]
@@ -156,21 +153,11 @@ def test_in_fp16_a_step_whose_gradient_overflows_still_changes_nothing():
     torch.testing.assert_close(weight.detach(), torch.full((3,), 1 - 0.05))
 
 
-def test_the_learning_rate_is_drawn_where_it_changes_only(digits, tmp_path, cpu):
-    for schedule, is_drawn in (("constant", False), ("cosine", True)):
-        task = MNIST(dataset_dir=digits, epochs=1, schedule=schedule, **DIGITS)
-        run = train_in(tmp_path / schedule, task, cpu)
-        assert all(record["lr"] > 0 for record in run.records("train"))
-        drawn = findings.curves(run.records()).get("learning rate")
-        assert (drawn is not None) == is_drawn
-    assert drawn[1] == [r["lr"] for r in run.records("train")]
-    assert drawn[1] == sorted(drawn[1], reverse=True)
-
-
 def test_a_run_of_an_earlier_version_resumes_with_the_new_settings_at_their_defaults_and_not_with_others(
     trained, cpu
 ):
-    """Its config has no such settings, its checkpoint no count of evaluations."""
+    """Its config has no such settings, its checkpoint no count of evaluations, nothing of its data and of its
+    optimizer."""
     task, run = trained
     config, new = run.config, "schedule warmup_epochs final_lr decay_epochs decay_factor layer_decay freeze"
     for name in (*new.split(), "micro_batches", "patience"):
@@ -179,9 +166,12 @@ def test_a_run_of_an_earlier_version_resumes_with_the_new_settings_at_their_defa
     (run.path / "config.json").write_text(json.dumps(files.with_crc32(config)))
     state = checkpoint(run)
     del state["state"]["evaluations_without_best"]
+    del state["data_signature"], state["test_signature"], state["optimizer_signature"]
     run.save(state, 24)
     longer = dataclasses.replace(task, epochs=3)
     with refuses("schedule", "constant", "cosine"):
         Run.open(run.path, dataclasses.replace(longer, schedule="cosine"))
     assert train(longer, Run.open(run.path, longer), runtime=cpu, progress=False)
     assert run.records("train")[-1]["step"] == 36 and run.config["settings"]["schedule"] == "constant"
+    assert "learning rate" not in findings.curves(run.records())
+    assert checkpoint(run)["data_signature"] == longer.data_signature(longer.datasets()[0])

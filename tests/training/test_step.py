@@ -14,7 +14,7 @@ from tests.training.conftest import train_in
 from tpukit import MNIST, MSHNet
 from tpukit.devices.runtime import Runtime, check_batch
 from tpukit.host import environment
-from tpukit.training.step import add_gradients, micro_batch
+from tpukit.training.step import add_gradients
 
 
 def test_the_loss_is_computed_in_float32_under_autocast(infrared):
@@ -83,26 +83,39 @@ def test_in_fp16_the_gradients_of_micro_batches_are_scaled_back_once():
     assert float(gradients[0].abs().max()) > 0.1
 
 
-def test_every_sample_is_in_one_micro_batch_and_those_of_each_core_stay_on_it():
+def test_every_sample_is_in_one_micro_batch_and_those_of_each_core_stay_on_it(cpu):
+    parts = []
+
+    class Seen(MNIST):
+        def loss(self, model, batch, epoch):
+            parts.append(batch["x"].tolist())
+            return model(batch["x"][:, None].float()).sum()
+
+    model = torch.nn.Linear(1, 1)
     batch = dict(x=torch.arange(12))  # of two cores: 0 to 5, and 6 to 11
-    parts = [micro_batch(batch, number, 3)["x"].tolist() for number in range(3)]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    add_gradients(Seen(micro_batches=3), model, optimizer, cpu, batch, 0)
     assert parts == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
 @pytest.mark.parametrize(
-    "size, cores, micro_batches, sizes", [(32, 8, 8, (64,)), (100, 4, 8, (96, 128)), (6, 1, 4, (4, 8))]
+    "size, cores, micro_batches, sizes",
+    [
+        *((32, 8, 8, (64,)), (100, 4, 8, (96, 128)), (6, 1, 4, (4, 8))),
+        *((60, 8, 1, (56, 64)), (3, 8, 1, (8,)), (9, 2, 1, (8, 10))),
+    ],
 )
-def test_a_batch_that_cannot_be_split_is_refused_with_sizes_that_can(size, cores, micro_batches, sizes):
-    with refuses(size, f"{micro_batches} micro-batches", *sizes):
+def test_a_batch_that_cannot_be_split_is_refused_with_sizes_that_can(
+    size, cores, micro_batches, sizes, digits, tmp_path, cpu
+):
+    with refuses(size, f"{micro_batches} micro-batches" if micro_batches > 1 else f"{cores} cores", *sizes):
         check_batch(size, cores, micro_batches=micro_batches)
     for fits in sizes:
         check_batch(fits, cores, micro_batches=micro_batches)
-
-
-def test_a_training_whose_batch_cannot_be_split_is_refused(digits, tmp_path, cpu):
-    task = MNIST(dataset_dir=digits, micro_batches=3, **SMALL)
-    with refuses(8, 3):
-        train_in(tmp_path, task, cpu)
+    if cores == 1:
+        with refuses(size, micro_batches, *sizes):
+            task = MNIST(dataset_dir=digits, batch_size=size, micro_batches=micro_batches, num_workers=1)
+            train_in(tmp_path, task, cpu)
 
 
 @pytest.mark.parametrize(

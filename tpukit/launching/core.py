@@ -89,27 +89,21 @@ def run_core(job: Job, index: int) -> None:
         leave_group()
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until the end is written
-        stopped = isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) == 128 + signal.SIGTERM
-        ending = dict(outcome="stopped") if stopped else _describe(error, index, runtime)
+        ending = dict(outcome="stopped")
+        if not isinstance(error, KeyboardInterrupt) and getattr(error, "code", None) != 128 + signal.SIGTERM:
+            explained = f"{traceback.format_exc()}\n{fix_for(str(error)) or ''}".strip()
+            ending = dict(
+                outcome="failed",
+                core=index,
+                rank=runtime.world.rank if runtime else index,
+                step=runtime.step if runtime else None,
+                host=socket.gethostname(),
+                time=time.time(),
+                description=str(error) if isinstance(error, TpukitError) else explained,
+            )
     finally:
         faulthandler.cancel_dump_traceback_later()
     files.write_atomic(job.file(index, "end"), json.dumps(ending))
-
-
-def _describe(error: BaseException, index: int, runtime: Runtime | None) -> dict:
-    """The `end` of a core that failed."""
-    description = str(error)
-    if not isinstance(error, TpukitError):
-        description = f"{traceback.format_exc()}\n{fix_for(str(error)) or ''}".strip()
-    return dict(
-        outcome="failed",
-        core=index,
-        rank=runtime.world.rank if runtime else index,
-        step=runtime.step if runtime else None,
-        host=socket.gethostname(),
-        time=time.time(),
-        description=description,
-    )
 
 
 def open_core(job: Job, run: Run, world: World) -> Runtime:
@@ -129,9 +123,8 @@ def open_core(job: Job, run: Run, world: World) -> Runtime:
     memory = runtime.memory()
     size = f", {memory[0][1] / GIB:.2f} GiB" if memory else ""
     share = f"{job.task.batch_size // runtime.cores} samples per step"
-    lines = [f"{device} on {socket.gethostname()}, {share}{size}" for device in runtime.device_names()]
-    lines = [line for rank_lines in world.gather(lines) for line in rank_lines]
-    if world.rank == 0:
+    mine = [f"{device} on {socket.gethostname()}, {share}{size}" for device in runtime.device_names()]
+    if lines := sum(world.gather(mine), start=[]):  # rank 0 has those of all
         for number, line in enumerate(lines):
             run.print(f"core {number}: {line}")
         run.print(f"all {len(lines)} cores started")

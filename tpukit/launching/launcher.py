@@ -70,33 +70,32 @@ def launch(
         )
         count = 1
     check_batch(task.batch_size, count)
-    if count == 1:
-        return _call_here(job)
-    _refuse_an_opened_device(env)
-    if env.accelerator == "tpu":
+    has_opened = _has_opened_a_device(env)
+    if has_opened and count > 1:
+        raise TpukitError(
+            "Runtime is already initialized: this kernel has already used the"
+            f" {environment.NAMES[env.accelerator]}, and processes forked from it cannot use it. Restart the"
+            ' session, and use no device (a training on one core, `torch_xla.device()`, a tensor on "tpu")'
+            " before the launch."
+        )
+    # With TPU_VISIBLE_CHIPS another training may rightly hold another chip.
+    shares_the_chips = has_opened or (count == 1 and os.environ.get("TPU_VISIBLE_CHIPS"))
+    if env.accelerator == "tpu" and not shares_the_chips:
         tpu_chips.wait_until_free(run)
-        if env.uses_torch_tpu:
-            from tpukit.devices import torch_tpu_private
+    if count == 1:
+        runtime = open_runtime(env, task.precision, libtpu_args=task.libtpu_args(task.batch_size))
+        return function(task, run, runtime=runtime)
+    if env.uses_torch_tpu:
+        from tpukit.devices import torch_tpu_private
 
-            torch_tpu_private.set_launch_variables(count)
+        torch_tpu_private.set_launch_variables(count)
     shape = dict(spmd_cores=count) if parallel == "spmd" else dict(processes=count)
     lock = files.exclusive_lock(run.path / f".launch-{socket.gethostname()}.lock")
     # In the folder, which is this user's alone, the cores leave their addresses for each other.
     with lock, tempfile.TemporaryDirectory(prefix="tpukit-", ignore_cleanup_errors=True) as folder:
-        if env.host != "tpu-vm":  # whose hosts share a run's folder; elsewhere another host may train there
-            with run.lock():
-                pass
+        with run.lock_to_open():  # another host may train there
+            pass
         return Supervisor(dataclasses.replace(job, rendezvous=Path(folder) / "rendezvous", **shape)).wait()
-
-
-def _call_here(job: Job) -> Any:
-    env, task = job.env, job.task
-    # With TPU_VISIBLE_CHIPS another training may rightly hold another chip.
-    shares_the_chips = os.environ.get("TPU_VISIBLE_CHIPS") or _has_opened_a_device(env)
-    if env.accelerator == "tpu" and not shares_the_chips:
-        tpu_chips.wait_until_free(job.run)
-    runtime = open_runtime(env, task.precision, libtpu_args=task.libtpu_args(task.batch_size))
-    return job.function(task, job.run, runtime=runtime)
 
 
 # Before anything starts
@@ -133,16 +132,6 @@ def _has_opened_a_device(env: Environment) -> bool:
     else:
         from tpukit.devices import xla_private as private
     return private.is_open()
-
-
-def _refuse_an_opened_device(env: Environment) -> None:
-    if _has_opened_a_device(env):
-        raise TpukitError(
-            "Runtime is already initialized: this kernel has already used the"
-            f" {environment.NAMES[env.accelerator]}, and processes forked from it cannot use it. Restart the"
-            ' session, and use no device (a training on one core, `torch_xla.device()`, a tensor on "tpu")'
-            " before the launch."
-        )
 
 
 # Under torchrun

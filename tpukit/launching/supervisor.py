@@ -3,6 +3,7 @@ failed."""
 
 import contextlib
 import ctypes
+import itertools
 import json
 import multiprocessing
 import os
@@ -68,8 +69,7 @@ class Supervisor:
                 self._watch(stop)
             finally:
                 self._end_processes()
-                self._show_log()
-                self._show_progress()
+                self._show()
                 if self.bar is not None:
                     self.bar.close()
         return self._result(stop)
@@ -80,8 +80,7 @@ class Supervisor:
         start_by, failed_at = time.monotonic() + START_TIMEOUT_S, None
         while any(process.is_alive() for process in self.processes):
             time.sleep(POLL_S)
-            self._show_log()
-            self._show_progress()
+            self._show()
             starting = [index for index in range(self.job.processes) if not self._read(index, "step")]
             if stop.signal and not self.stop_file.exists():
                 files.write_atomic(self.stop_file, str(int(stop.signal)))
@@ -129,9 +128,8 @@ class Supervisor:
         results = [end for end in self._ends("done") if "result" in end]
         return min(results, key=lambda end: end["rank"])["result"]
 
-    # Showing
-
-    def _show_log(self):
+    def _show(self):
+        """Show the lines of log.txt that are new, and how far the function is."""
         with files.explain_unwritable(self.run.path), open(self.run.path / "log.txt", "rb") as file:
             file.seek(self.log_shown)
             text = file.read()
@@ -140,8 +138,6 @@ class Supervisor:
         for line in printable(text.decode(errors="replace")).splitlines():
             with contextlib.suppress(BrokenPipeError):  # as in `Run.print`
                 tqdm.write(re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", "", line))
-
-    def _show_progress(self):
         now = self.run.read_progress()
         if not now:
             return
@@ -175,10 +171,9 @@ class Supervisor:
 
     def _describe(self, lines):
         """The message of a `CoreFailed`."""
-        checkpoints = self.run.checkpoints()
         saved = "There is no checkpoint yet."
-        if checkpoints:
-            saved = f"The last checkpoint is {checkpoints[0]['file']}; launch again to resume from it."
+        for entry in self.run.checkpoints()[:1]:
+            saved = f"The last checkpoint is {entry['file']}; launch again to resume from it."
         return "\n".join([*lines, f"{saved} What each core printed: {self.job.folder}/rank-NN.log"])
 
     def _deaths(self):
@@ -189,7 +184,7 @@ class Supervisor:
             if code == -signal.SIGKILL:
                 cause += ", often because the host's memory was full"
             lines.append(f"{self._core(index, int(step) if step else None)} ended unexpectedly: {cause}")
-            lines += _relevant_stack_lines(self._read(index, "stacks")) + self._last_lines(index)
+            lines += [*self._stack(index), *self._last_lines(index)]
         return lines
 
     def _hang(self):
@@ -200,7 +195,7 @@ class Supervisor:
         lines = [f"{event}. What each was doing, most recent call first:"]
         for index in range(self.job.processes):
             lines += ["", f"core {index} (full stack: {self.job.file(index, 'stacks')})"]
-            lines += _relevant_stack_lines(self._read(index, "stacks")) or ["no stack"]
+            lines += self._stack(index) or ["no stack"]
             if index in self.not_started:
                 lines += self._last_lines(index)
         return [*lines, ""]
@@ -211,6 +206,17 @@ class Supervisor:
 
     def _last_lines(self, index):
         return self._read(index, "log").strip().splitlines()[-15:]
+
+    def _stack(self, index):
+        """The lines of a core's faulthandler dump without idle threads, and without what called the core."""
+        lines = []
+        for thread in re.split(r"(?m)^(?=Thread 0x|Current thread 0x|Fatal )", self._read(index, "stacks")):
+            is_idle = re.match(r".*\n.*in _worker$", thread, re.M) or "tqdm/_monitor.py" in thread
+            if not is_idle:
+                lines += itertools.takewhile(
+                    lambda line: not line.endswith("in run_core"), thread.splitlines()
+                )
+        return [line for line in lines if line]
 
 
 def _run_forked(job: Job, index: int, parent: int) -> None:
@@ -226,18 +232,3 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before that was asked
         os._exit(1)
-
-
-def _relevant_stack_lines(stacks: str) -> list[str]:
-    """The lines of a faulthandler dump without idle threads, and without what called the core."""
-    lines = []
-    for thread in re.split(r"(?m)^(?=Thread 0x|Current thread 0x|Fatal )", stacks):
-        frames = thread.strip().splitlines()
-        is_worker = len(frames) > 1 and frames[1].endswith("in _worker")
-        if is_worker or any("tqdm/_monitor.py" in frame for frame in frames):
-            continue  # idle
-        for frame in frames:
-            if frame.endswith("in run_core"):
-                break
-            lines.append(frame)
-    return lines

@@ -51,18 +51,16 @@ def note(model: nn.Module, task: Task, runtime: Runtime) -> str:
     )
 
 
-def _batch_norms(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
-
-
 def _has_statistics_of_the_batch(model: nn.Module) -> bool:
-    return any(type(norm) not in (FrozenBatchNorm, torch.nn.SyncBatchNorm) for norm in _batch_norms(model))
+    others = (FrozenBatchNorm, torch.nn.SyncBatchNorm)
+    return any(isinstance(m, _BatchNorm) and not isinstance(m, others) for m in model.modules())
 
 
 def freeze(model: nn.Module) -> None:
     """Make every batch norm a `FrozenBatchNorm`. Its scale and offset still learn."""
-    for norm in _batch_norms(model):
-        norm.__class__ = FrozenBatchNorm
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.__class__ = FrozenBatchNorm
 
 
 class FrozenBatchNorm(_BatchNorm):

@@ -39,7 +39,8 @@ class TrainState:
 
 
 class Origin(NamedTuple):
-    """What a run was started with, and must be resumed with; test_signature may change."""
+    """What a run was started with, and must be resumed with; test_signature may change. Runs of earlier
+    versions have no signatures."""
 
     train_size: int
     data_signature: dict
@@ -78,16 +79,15 @@ def restore(
     if saved is None:
         return TrainState(), metrics.SUMS
     _check_origin(run, task, saved, origin, parts["model"])
-    modules = {name: parts[name] for name in ("model", "averaged") if parts[name] is not None}
-    for name, module in modules.items():
-        module.load_state_dict(saved[name])
     try:
         _load_optimizer(parts["optimizer"], saved["optimizer"])
     except (ValueError, KeyError) as error:  # of a run that has no signature
-        raise _other_code(run, task, "optimizer", f"{error!r}. ") from error
-    if parts["scaler"] and saved["scaler"]:
-        parts["scaler"].load_state_dict(saved["scaler"])
-    buffers = [buffer for module in modules.values() for buffer in module.buffers()]
+        raise _changed(run, f"with another {type(task).__name__}.optimizer(): {error!r}") from error
+    buffers = []
+    for name in ("model", "averaged", "scaler"):
+        if parts[name] is not None and saved[name]:
+            parts[name].load_state_dict(saved[name])
+            buffers += getattr(parts[name], "buffers", list)()
     runtime.unalias([*buffers, *state_tensors(parts["optimizer"])])
     saved["state"].pop("best_on", None)  # of earlier versions
     state = TrainState(**saved["state"])
@@ -123,31 +123,22 @@ def _check_origin(run: Run, task: Task, saved: object, origin: Origin, model: nn
             f"{run.path} was written by another version of tpukit: start a new run, and pass this run's"
             " best.safetensors as weights= to keep its result"
         )
+    data, code = f"other data than {task.dataset_dir} holds now", type(task).__name__
     if saved["train_size"] != origin.train_size:
-        raise TpukitError(
-            f"{run.path} was trained on {saved['train_size']} samples, {task.dataset_dir} has"
-            f" {origin.train_size}: use the dataset that it started with, or choose another run folder"
-        )
-    # Runs of earlier versions have no signatures.
+        raise _changed(run, f"on {data}: {saved['train_size']} samples, not {origin.train_size}")
     if what := _differences(saved.get("data_signature", {}), origin.data_signature):
-        raise TpukitError(
-            f"{run.path} was trained on other data than {task.dataset_dir} holds now, with other {what}: use"
-            f" the dataset that it started with, or {TRAIN_ANEW}"
-        )
+        raise _changed(run, f"on {data}, with other {what}")
     if what := weights.differences(saved["model"], model.state_dict()):
-        raise _other_code(run, task, "model", f"{what}\n")
+        raise _changed(run, f"with another model than {code}.model() makes now:{what}\n")
     old, new = saved.get("optimizer_signature", {}), origin.optimizer_signature
     # Another version of torch may have more settings.
     changed = [name for name in old if name in new and old[name] != new[name]]
     if what := ", ".join(f"{name} was {old[name]}, is {new[name]}" for name in changed[:3]):
-        raise _other_code(run, task, "optimizer", f"{what}. ")
+        raise _changed(run, f"with another optimizer than {code}.optimizer() makes now: {what}")
 
 
-def _other_code(run: Run, task: Task, part: str, what: str) -> TpukitError:
-    return TpukitError(
-        f"{run.path} was trained with another {part} than {type(task).__name__}.{part}() makes now:"
-        f" {what}Undo the change, or {TRAIN_ANEW}"
-    )
+def _changed(run: Run, what: str) -> TpukitError:
+    return TpukitError(f"{run.path} was trained {what}. Undo the change, or {TRAIN_ANEW}")
 
 
 def _differences(saved: dict, expected: dict) -> str:

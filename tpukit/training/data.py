@@ -73,22 +73,19 @@ class BatchLoader:
                 " 'host', or implement device_arrays, device_nbytes, sample_parameters and compose"
                 " (tpukit/tasks/mnist.py has them)"
             )
-        limit = runtime.memory_size() // MEMORY_SHARE
-        most = limit * runtime.shards if on == "auto" else float("inf")
-        is_wanted = can_be_stored and (on == "device" or (on == "auto" and runtime.accelerator != "cpu"))
-        arrays = data.device_arrays() if is_wanted and data.device_nbytes() <= most else None
-        size = 0 if arrays is None else runtime.whole_nbytes(arrays)  # with what the device pads
-        if arrays is not None and size <= most:
-            is_sharded = size > limit and runtime.shards > 1
-            self.resident = runtime.put_dataset(arrays, sharded=is_sharded)
-            self.bytes_per_core = size // runtime.shards if is_sharded else size
-            layout = f"sharded over {runtime.shards} cores" if is_sharded else "whole"
-            where = f"{size / 2**20:.0f} MiB on the device, {layout}: a batch is an index"
-        else:
-            where = "each batch is made when its step is due"
-            if workers:
-                where = f"{workers} threads make the batches ahead"
-            if is_wanted:
+        where = f"{workers} threads make the batches ahead" if workers else "a batch is made when it is due"
+        if can_be_stored and (on == "device" or (on == "auto" and runtime.accelerator != "cpu")):
+            limit = runtime.memory_size() // MEMORY_SHARE
+            most = limit * runtime.shards if on == "auto" else float("inf")
+            arrays = data.device_arrays() if data.device_nbytes() <= most else {}
+            size = runtime.whole_nbytes(arrays)  # with what the device pads
+            if arrays and size <= most:
+                is_sharded = size > limit and runtime.shards > 1
+                self.resident = runtime.put_dataset(arrays, sharded=is_sharded)
+                self.bytes_per_core = size // runtime.shards if is_sharded else size
+                layout = f"sharded over {runtime.shards} cores" if is_sharded else "whole"
+                where = f"{size / 2**20:.0f} MiB on the device, {layout}: a batch is an index"
+            else:
                 where += f", because more than {most / 2**20:.0f} MiB would take too much of the device"
         self.description = f"{len(data)} samples, {where}"
 
@@ -100,18 +97,17 @@ class BatchLoader:
         if self.workers == 0:
             yield from (self.runtime.put_batch(self._make(spec)) for spec in plan)
             return
+        pool = concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix="batches")
         pending = collections.deque()
-        with concurrent.futures.ThreadPoolExecutor(self.workers, thread_name_prefix="batches") as pool:
-            try:
-                for spec in plan:
-                    pending.append(pool.submit(self._make, spec))
-                    if len(pending) > 2 * self.workers:
-                        yield self.runtime.put_batch(pending.popleft().result())
-                while pending:
+        try:
+            for spec in plan:
+                pending.append(pool.submit(self._make, spec))
+                if len(pending) > 2 * self.workers:
                     yield self.runtime.put_batch(pending.popleft().result())
-            finally:
-                for future in pending:
-                    future.cancel()
+            while pending:
+                yield self.runtime.put_batch(pending.popleft().result())
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _make(self, spec: BatchSpec) -> dict[str, np.ndarray]:
         """dict of numpy arrays: what goes to the device for this rank's share of a batch."""

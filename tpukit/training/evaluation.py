@@ -80,17 +80,16 @@ def scores_of(task: Task, predictions: list) -> dict:
     return plain
 
 
-@dataclasses.dataclass
-class FinishedEpoch:
-    """An epoch of a training that is over, and its evaluation. weights and scores are rank 0's."""
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """An epoch of a training whose scores are being computed: on rank 0."""
 
     step: int
     epoch: int
     loss: float
-    predict_s: float | None = None
-    """None if the epoch is not evaluated"""
-    weights: dict[str, Tensor] | None = None
-    scores: concurrent.futures.Future[tuple[dict, float]] | None = None
+    predict_s: float
+    weights: dict[str, Tensor]
+    scores: concurrent.futures.Future[tuple[dict, float]]
     """and the seconds that they took"""
 
 
@@ -104,76 +103,67 @@ class Evaluator:
         self.task, self.run, self.runtime, self.saver = task, run, runtime, saver
         self.loader, self.train_data = loader, train_data
         self.executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="scores")
-        self.pending: FinishedEpoch | None = None  # whose scores are being computed
+        self.pending: Scoring | None = None
         self.scores: dict | None = None  # the last ones
 
-    def predict(self, finished: FinishedEpoch, model: nn.Module, stop: StopSignal) -> None:
-        """Predict the test set with these weights, and start scoring the predictions. A process on its own
-        stops between two batches if a signal came; several ranks stop together, afterwards."""
+    def evaluate(self, model: nn.Module, step: int, epoch: int, loss: float, stop: StopSignal) -> None:
+        """Predict the test set with the weights of an epoch, and start scoring the predictions. A process on
+        its own stops between two batches if a signal came; several ranks stop together, afterwards."""
         started, is_rank_0 = time.monotonic(), self.runtime.world.rank == 0
-        copied = self.runtime.to_cpu_async(model.state_dict()) if is_rank_0 else None
+        copied = self.runtime.to_cpu_async(model.state_dict() if is_rank_0 else {})
         batch_size, predicted = self.task.batch_size, []
         if self.loader.resident is not None:  # else the host would hold several of the batches that it makes
             batch_size = self.runtime.evaluation_batch(batch_size)
-        batches = predict_set(
-            self.task, model, self.loader, self.runtime, epoch=finished.epoch, batch_size=batch_size
-        )
+        batches = predict_set(self.task, model, self.loader, self.runtime, epoch=epoch, batch_size=batch_size)
         with self.runtime.broadcast_buffers(model), contextlib.closing(batches):
             for pairs in batches:
                 predicted += pairs
-                if copied is not None and finished.weights is None:
-                    finished.weights = copied()  # here, because the device has a batch to predict meanwhile
                 if self.runtime.world.size == 1:
                     stop.check()
-        finished.predict_s = time.monotonic() - started
         if is_rank_0:
-            finished.scores = self.executor.submit(self._score, predicted)
-
-    def _score(self, predicted: list) -> tuple[dict, float]:
-        started = time.monotonic()
-        return scores_of(self.task, predicted), time.monotonic() - started
+            scores = self.executor.submit(_timed_scores, self.task, predicted)
+            self.pending = Scoring(step, epoch, loss, time.monotonic() - started, copied(), scores)
 
     def collect(self, state: TrainState, *, wait: bool) -> None:
         """Record the epoch whose scores are being computed, if there is one, in the `TrainState` too; keep
         the best weights.
 
         wait: until the scores are there; otherwise an epoch that is not scored yet stays pending."""
-        task, finished = self.task, self.pending
-        if finished is None or not (wait or finished.scores is None or finished.scores.done()):
+        task, done = self.task, self.pending
+        if done is None or not (wait or done.scores.done()):
             return
         self.pending = None
-        self.run.log("epoch", finished.step, epoch=finished.epoch, loss=finished.loss)
-        shown = ""
-        if finished.scores is not None:
-            self.scores, scoring_s = finished.scores.result()
-            score = self.scores[task.score]
-            to_beat = -math.inf if state.best is None or math.isnan(state.best) else state.best
-            is_best = state.best is None or score > to_beat
-            self.run.log(
-                "evaluation",
-                finished.step,
-                epoch=finished.epoch,
-                scores=self.scores,
-                kept=is_best,
-                speed=dict(seconds=finished.predict_s, scoring_s=scoring_s),
+        self.scores, scoring_s = done.scores.result()
+        score = self.scores[task.score]
+        is_best = state.best is None or score > (-math.inf if math.isnan(state.best) else state.best)
+        numbers = [(name, value) for name, value in self.scores.items() if isinstance(value, float)]
+        self.record_epoch(state, done.step, done.epoch, done.loss, dict(numbers))
+        speed = dict(seconds=done.predict_s, scoring_s=scoring_s)
+        self.run.log("evaluation", done.step, epoch=done.epoch, scores=self.scores, kept=is_best, speed=speed)
+        state.evaluations_without_best += 1
+        if is_best:
+            state.best, state.evaluations_without_best = score, 0
+            self.saver.save_best(
+                done.weights,
+                task=task.name,
+                step=done.step,
+                epoch=done.epoch,
+                settings=json.dumps(model_settings(task)),
+                **{task.score: score},
+                **task.metadata(self.train_data),
             )
-            numbers = [(name, value) for name, value in self.scores.items() if isinstance(value, float)]
-            shown = "".join(f", {name} {value:.4g}" for name, value in numbers)
-            state.evaluations_without_best += 1
-            if is_best:
-                assert finished.weights is not None  # those that were scored
-                state.best, state.evaluations_without_best = score, 0
-                self.saver.save_best(
-                    finished.weights,
-                    task=task.name,
-                    step=finished.step,
-                    epoch=finished.epoch,
-                    settings=json.dumps(model_settings(task)),
-                    **{task.score: score},
-                    **task.metadata(self.train_data),
-                )
-        self.run.print(f"epoch {finished.epoch + 1}: loss {finished.loss:.4f}{shown}")
-        state.evaluated = finished.epoch + 1
+
+    def record_epoch(self, state: TrainState, step: int, epoch: int, loss: float, shown: dict) -> None:
+        """Record and print an epoch that is over. shown: scores to print, if it was evaluated."""
+        self.run.log("epoch", step, epoch=epoch, loss=loss)
+        words = "".join(f", {name} {value:.4g}" for name, value in shown.items())
+        self.run.print(f"epoch {epoch + 1}: loss {loss:.4f}{words}")
+        state.evaluated = epoch + 1
+
+
+def _timed_scores(task: Task, predicted: list) -> tuple[dict, float]:
+    started = time.monotonic()
+    return scores_of(task, predicted), time.monotonic() - started
 
 
 def log_notes(run: Run, *sources: object) -> None:

@@ -3,6 +3,7 @@
 import collections
 import difflib
 import itertools
+from collections.abc import Container
 
 from torch import nn
 from torch.optim import Optimizer
@@ -20,31 +21,32 @@ def find_layers(model: nn.Module) -> list[list[str]]:
 
     A Sequential or ModuleList is one layer for each of its own children, a ModuleDict a single one, because
     it need not be in the order of the computation. Parameters of the model itself join the first layer."""
-    names = dict(model.named_parameters())  # of a shared parameter, the first name
-    layers = [[name for name in layer if name in names] for layer in _layers_below(model, "")]
-    first, *others = [layer for layer in layers if layer] or [[]]
-    return [[name for name, _ in model.named_parameters(recurse=False)] + first, *others]
+    own = [name for name, _ in model.named_parameters(recurse=False)]
+    first, *others = _layers_below(model, "", dict(model.named_parameters())) or [[]]
+    return [own + first, *others]
 
 
-def _layers_below(module: nn.Module, prefix: str) -> list[list[str]]:
+def _layers_below(module: nn.Module, prefix: str, names: Container[str]) -> list[list[str]]:
+    """names: of all parameters; a shared one has only the first of its names."""
     layers = []
     for name, child in module.named_children():
         if isinstance(child, (nn.Sequential, nn.ModuleList)):
-            layers += _layers_below(child, f"{prefix}{name}.")
+            layers += _layers_below(child, f"{prefix}{name}.", names)
         else:
-            layers.append([f"{prefix}{name}.{inner}" for inner, _ in child.named_parameters()])
-    return layers
+            inner = (f"{prefix}{name}.{parameter}" for parameter, _ in child.named_parameters())
+            layers.append([parameter for parameter in inner if parameter in names])
+    return [layer for layer in layers if layer]
 
 
 def checked_layers(task: Task, model: nn.Module) -> list[list[str]]:
     """`task.layers(model)`. Raises TpukitError unless it has each parameter once."""
     layers = task.layers(model)
     listed = collections.Counter(name for layer in layers for name in layer)
-    wanted = collections.Counter(name for name, _ in model.named_parameters())
-    if wrong := (listed - wanted) + (wanted - listed):
+    listed.subtract(name for name, _ in model.named_parameters())
+    if wrong := sorted(name for name, count in listed.items() if count):
         raise TpukitError(
             f"{type(task).__name__}.layers() must have each parameter of the model once; wrong:"
-            f" {', '.join(sorted(wrong)[:5])}"
+            f" {', '.join(wrong[:5])}"
         )
     return layers
 
@@ -90,10 +92,10 @@ def make_optimizer(task: Task, model: nn.Module) -> Optimizer:
     height = {parameters[name]: number for number, layer in enumerate(layers) for name in layer}
     groups = []
     for group in optimizer.param_groups:
-        at_height = {}
+        at_height = collections.defaultdict(list)
         for parameter in group["params"]:
             if parameter.requires_grad:
-                at_height.setdefault(height.get(parameter, 0), []).append(parameter)
+                at_height[height.get(parameter, 0)].append(parameter)
             else:
                 optimizer.state.pop(parameter, None)  # Adagrad has made it already
         for number, members in at_height.items():

@@ -12,7 +12,6 @@ from tpukit.runs.run import Run
 from tpukit.runs.signals import StopSignal
 from tpukit.training import metrics
 from tpukit.training.data import Batch
-from tpukit.training.evaluation import FinishedEpoch
 from tpukit.training.setup import Trainer
 from tpukit.training.task import Task
 
@@ -82,8 +81,8 @@ def record_interval(trainer: Trainer, epoch: int) -> bool:
     loss = interval.sums["loss"] / interval.sums["steps"]
     # What a resumed run cannot repeat is in `speed`; all else in the records is exact.
     speed = trainer.throughput.measure(trainer.task.batch_size) | dict(memory=interval.memory)
-    norm, lr = interval.sums["grad_norm"], trainer.lr_of(state.step)
-    trainer.run.log("train", state.step, epoch=epoch, loss=loss, grad_norm=norm, lr=lr, speed=speed)
+    norm = interval.sums["grad_norm"]
+    trainer.run.log("train", state.step, epoch=epoch, loss=loss, grad_norm=norm, lr=trainer.lr(), speed=speed)
     trainer.throughput.restart()
     trainer.shown_loss = f"{loss:.4f}"
     return interval.save_due
@@ -97,10 +96,11 @@ def end_epoch(trainer: Trainer) -> None:
     if not trainer.ends_epoch() or state.evaluated >= epochs:
         return
     evaluator.collect(state, wait=True)  # one at a time
-    finished = FinishedEpoch(state.step, epochs - 1, state.epoch_loss / trainer.steps_per_epoch)
+    loss = state.epoch_loss / trainer.steps_per_epoch
     if epochs % task.eval_every == 0 or epochs >= task.epochs:
-        trainer.predict_test_set(finished)
-    evaluator.pending = finished  # not before: a stop within the evaluation repeats all of it
+        trainer.predict_test_set(epochs - 1, loss)  # a stop within it repeats all of it
+    else:
+        evaluator.record_epoch(state, state.step, epochs - 1, loss, {})
     state.epoch_loss = 0.0
     evaluator.collect(state, wait=trainer.patience_exhausted(extra=1))
     if state.step < trainer.total:

@@ -74,15 +74,14 @@ def sync(
     clipped: whether the steps compute their gradient norm. stop_signal, save_due: this rank's."""
     grad_norm = sums[-1:] if clipped else runtime.gradient_norm(model)
     values = runtime.to_cpu(torch.cat([sums[:-1], grad_norm])).tolist()
-    memory = [number for device in runtime.memory() for number in device]
-    mine = dict(sums=values, memory=memory, stop=stop_signal or 0, save=save_due)
+    mine = dict(zip(SUMS, values), memory=runtime.memory(), stop=stop_signal or 0, save=save_due)
     ranks = runtime.world.all_gather(mine)
-    sums_by_rank = [dict(zip(SUMS, rank["sums"])) for rank in ranks]
-    mean_loss = sum(rank_sums["loss"] for rank_sums in sums_by_rank) / len(ranks)
-    bad_steps = [rank_sums["bad_step"] for rank_sums in sums_by_rank if rank_sums["bad_step"] >= 0]
+    bad_steps = [rank["bad_step"] for rank in ranks if rank["bad_step"] >= 0]
+    mean_loss = sum(rank["loss"] for rank in ranks) / len(ranks)
+    sums_of_0 = {name: ranks[0][name] for name in SUMS}
     return Interval(
-        sums=dict(sums_by_rank[0], loss=mean_loss, bad_step=min(bad_steps, default=-1.0)),
-        memory=[pair for rank in ranks for pair in zip(rank["memory"][::2], rank["memory"][1::2])],
+        sums=dict(sums_of_0, loss=mean_loss, bad_step=min(bad_steps, default=-1.0)),
+        memory=[device for rank in ranks for device in rank["memory"]],
         stop_signal=int(max(rank["stop"] for rank in ranks)) or None,
         save_due=bool(ranks[0]["save"]),
     )
@@ -116,8 +115,8 @@ class Throughput:
         seconds = time.monotonic() - self.started
         counters = self.runtime.counters()
         rate = self.steps * batch_size / seconds
-        transfers = ("to_device_s", "from_device_s") if counters else ()
-        took = {name: counters[name] - self.counters[name] for name in transfers}
+        names = ("to_device_s", "from_device_s") if counters else ()
+        took = {name: counters[name] - self.counters[name] for name in names}
         return dict(seconds=seconds, images_per_s=rate, wait_s=self.waited_s, counters=counters, **took)
 
 
@@ -143,12 +142,8 @@ def check_finite(interval: Interval, step: int, task: Task, run: Run, runtime: R
         what = f"the gradient is not finite at step {step} even with the loss scaled down to {scale:.2g}"
     else:
         return
-    checkpoints = run.checkpoints()
-    good = (
-        f"the last good checkpoint is {checkpoints[0]['file']}"
-        if checkpoints
-        else "there is no checkpoint yet"
-    )
+    files = [entry["file"] for entry in run.checkpoints()]
+    good = f"the last good checkpoint is {files[0]}" if files else "there is no checkpoint yet"
     message = (
         f"{what}; {good} in {run.path / 'checkpoints'}. Start another run with a lower lr (now {task.lr}) or"
         f" in fp32 (now {runtime.precision}), from this run's best.safetensors if you pass it as weights=; or"

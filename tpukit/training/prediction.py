@@ -48,16 +48,14 @@ def predict_batches(
 
     batches: on the device, each with `valid`. keys: the arrays that are read back besides `valid`; None for
     all."""
-    pending = None
+    pending = collections.deque()
     for batch in batches:
         names = batch if keys is None else (*keys, "valid")
-        copied = runtime.to_cpu_async((predictor(batch), {name: batch[name] for name in names}))
+        pending.append(runtime.to_cpu_async((predictor(batch), {name: batch[name] for name in names})))
         runtime.heartbeat(runtime.step)
-        if pending is not None:
-            yield pending()
-        pending = copied
-    if pending is not None:
-        yield pending()
+        if len(pending) > 1:
+            yield pending.popleft()()
+    yield from (copied() for copied in pending)
 
 
 # A test set
@@ -78,9 +76,8 @@ def predict_set(
     epoch: see `Task.predict`. batch_size: samples of a batch, over all ranks; None for the task's. Raises
     TpukitError if there are no samples."""
     if not len(loader.data):
-        raise TpukitError(
-            f"{task.dataset_dir or type(task).__name__}: the test set is empty; add samples to it"
-        )
+        where = task.dataset_dir or type(task).__name__
+        raise TpukitError(f"{where}: the test set is empty; add samples to it")
     predictor = task.predictor(model, runtime, epoch)
     compose = loader.compose if loader.resident is None else runtime.inference(loader.compose)
     model.eval()
@@ -100,9 +97,8 @@ def predict_test_images(run: Run, task: Task, count: int) -> tuple[Batch, Any]:
     task = dataclasses.replace(task, weights=best)
     data = task.test_set()
     indices = np.linspace(0, len(data) - 1, min(count, len(data))).astype(int)
-    samples = (data.batch(indices[number : number + 1]) for number in range(len(indices)))
-    rows = ({name: values[0] for name, values in sample.items()} for sample in samples)
-    batches = _batches_of(rows, runtime, BATCH_SIZE)
+    parts = (indices[first : first + BATCH_SIZE] for first in range(0, len(indices), BATCH_SIZE))
+    batches = (runtime.put_batch(data.batch(part) | dict(valid=np.ones(len(part), bool))) for part in parts)
     predictions, batches = zip(*predict_batches(open_predictor(task, best, runtime), batches, runtime))
     return tuple(tree_map(lambda *values: torch.cat(values), *parts) for parts in (batches, predictions))
 
@@ -146,10 +142,17 @@ def predict_files(
                 waiting.append((Sample(name, one), join, len(parts)))
                 yield from parts
 
-    batches = _batches_of(rows(), runtime, batch_size)
+    def batches():
+        waiting_rows = rows()
+        while part := list(itertools.islice(waiting_rows, batch_size)):
+            # On a device that compiles, the last batch is filled up, so that there is one compiled graph.
+            filled = part + [part[-1]] * (batch_size - len(part)) if runtime.compiles else part
+            batch = {name: np.stack([row[name] for row in filled]) for name in part[0]}
+            yield runtime.put_batch(batch | dict(valid=np.arange(len(filled)) < len(part)))
+
     predictions = (  # of each row
         tree_map_only(torch.Tensor, lambda values: values[index].numpy(), prediction)
-        for prediction, batch in predict_batches(predictor, batches, runtime, keys=())
+        for prediction, batch in predict_batches(predictor, batches(), runtime, keys=())
         for index in range(int(batch["valid"].sum()))
     )
     for prediction in predictions:
@@ -167,25 +170,16 @@ def predict_own(run: Run, task: Task, paths: str | Path | list, *, limit: int) -
     Raises TpukitError for a file that cannot be read, or for more than `limit` samples."""
     best = run.best()
     task = dataclasses.replace(task, weights=best)
-    # On a TPU the notebook's own process must not open the device: no cores could be launched from it later.
-    predicted = predict_files(task, best, list_files(paths), Runtime("cpu"))
+    predicted = predict_files(task, best, list_files(paths), Runtime("cpu"))  # see `predict_test_images`
     samples = list(itertools.islice(predicted, limit + 1))
     if len(samples) > limit:
         raise TpukitError(
             f"there are more than {limit} samples, which it shows at once; `tpukit predict` takes any number"
         )
-    if broken := next((sample for sample in samples if sample.error), None):
-        raise TpukitError(broken.error)
+    for sample in samples:
+        if sample.error:
+            raise TpukitError(sample.error)
     return samples
-
-
-def _batches_of(rows: Iterator[dict], runtime: Runtime, batch_size: int) -> Iterator[Batch]:
-    """Put rows, dicts of arrays of one shape each, on the device as batches. On one that compiles, the last
-    is filled up with its last row, so that there is one compiled graph."""
-    while part := list(itertools.islice(rows, batch_size)):
-        filled = part + [part[-1]] * (batch_size - len(part)) if runtime.compiles else part
-        batch = {name: np.stack([row[name] for row in filled]) for name in part[0]}
-        yield runtime.put_batch(batch | dict(valid=np.arange(len(filled)) < len(part)))
 
 
 def split(batch: dict[str, np.ndarray]) -> tuple[list[dict[str, np.ndarray]], Callable[[list], object]]:
@@ -206,10 +200,8 @@ def list_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     found = []
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
         path = Path(path).expanduser()
-        if path.is_dir():  # in which macOS leaves hidden files
-            entries = [entry for entry in sorted(path.iterdir()) if not entry.name.startswith(".")]
-        else:
-            entries = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
+        pattern = f"{glob.escape(str(path))}/*" if path.is_dir() else str(path)  # without hidden files
+        entries = [path] if path.is_file() else map(Path, sorted(glob.glob(pattern, recursive=True)))
         files = [entry for entry in entries if entry.is_file()]
         if not files:
             raise TpukitError(
@@ -247,9 +239,8 @@ def _as_file(one: Any, stem: Path) -> Path:
         if not isinstance(one, Image.Image):
             array = np.asarray(one)
             if array.dtype not in (np.bool_, np.uint8, np.uint16):
-                path = stem.with_suffix(".npy")
-                np.save(path, array, allow_pickle=False)
-                return path
+                np.save(stem, array, allow_pickle=False)
+                return stem.with_suffix(".npy")
             one = Image.fromarray(array)
         has_png_mode = one.mode in ("1", "L", "LA", "P", "RGB", "RGBA") or one.mode[0] == "I"
         (one if has_png_mode else one.convert("RGB")).save(path, compress_level=1)

@@ -21,9 +21,8 @@ class Saver:
     def __init__(self, run: Run, save_every_s: float) -> None:
         self.run, self.save_every_s = run, save_every_s
         self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="save")
-        self.last = None  # the `Future` of what was started last
+        self.last: concurrent.futures.Future | None = None  # of what was started last
         self.best = collections.deque(maxlen=1)  # still to be written: only the newest weights matter
-        self.error = None
         self.due_at = time.monotonic() + save_every_s
 
     def is_due(self) -> bool:
@@ -49,26 +48,24 @@ class Saver:
             self.run.save_best(tensors, **values)
 
     def _start(self, function: Callable, *arguments: object) -> None:
-        self.last = self.thread.submit(self._run, function, *arguments)
-
-    def _run(self, function: Callable, *arguments: object) -> None:
-        try:
-            if self.error is None:
-                function(*arguments)
-        except BaseException as error:
-            self.error = error
+        self.last = self.thread.submit(_call_after, self.last, function, *arguments)
 
     def check(self) -> None:
         """Raise what made a save fail."""
-        if self.error is not None:
-            raise self.error
+        if self.last is not None and self.last.done():
+            self.last.result()
 
     def wait(self) -> None:
         """Wait until all is written, and `check`."""
         if self.last is not None:
             self.last.result()
-        self.check()
 
     def close(self) -> None:
         """Wait until all is written, and end the thread."""
         self.thread.shutdown()
+
+
+def _call_after(previous: concurrent.futures.Future | None, function: Callable, *arguments: object) -> None:
+    if previous is not None:
+        previous.result()  # raises what made it fail, so that nothing is written after it
+    function(*arguments)

@@ -15,7 +15,7 @@ from tpukit.runs.run import Run
 from tpukit.runs.signals import StopSignal
 from tpukit.training import batch_norm, checkpoint, ema, metrics, schedule
 from tpukit.training.data import Batch, BatchLoader, training_index_batches
-from tpukit.training.evaluation import Evaluator, FinishedEpoch, log_notes
+from tpukit.training.evaluation import Evaluator, log_notes
 from tpukit.training.saver import Saver
 from tpukit.training.step import TrainingStep
 from tpukit.training.task import Task
@@ -27,11 +27,13 @@ class Trainer:
     state: the `checkpoint.TrainState`. total: the step at which it ends. No attribute refers back to the
     Trainer (no reference cycle), so the model is freed when the training ends."""
 
+    shown_loss = ""
+    ranks_stop = False  # whether all ranks know of a signal
+
     def __init__(self, task: Task, run: Run, runtime: Runtime | None, stop: StopSignal) -> None:
         task.check_dataset_dir()
         check_micro_batches(environment.detect(), task.micro_batches)
         self.task, self.stop = task, stop
-        self.ranks_stop = False  # whether all ranks know of a signal
         torch.manual_seed(task.seed)
         model = task.model()
         # After the model: datasets that draw random numbers must not change its weights.
@@ -68,41 +70,33 @@ class Trainer:
         self.state, sums = checkpoint.restore(self.run, task, runtime, self.step.parts, self.origin)
         self.step.sums = metrics.new_sums(runtime, sums)
         self.step.compile(self.loader.compose)
-        self.is_first_step = True
         runtime.reset_statistics()  # what others compiled in this process before is not part of this training
         stays = self.patience_exhausted()
         self.total = self.state.step if stays else max(task.epochs * self.steps_per_epoch, self.state.step)
-        self.shown_loss = ""
 
     # Batches and steps
 
     def batches(self, *, endless: bool = False) -> Generator[Batch, None, None]:
         """Generate the batches from where the run stands to its last epoch, without a pause between two
         epochs. endless: those of a training without an end, for tools that time or trace `take_step`."""
-        task, size, num_uniforms = self.task, len(self.data), self.data.num_uniforms
+        task = self.task
         first, start = divmod(self.state.step, self.steps_per_epoch)
-        plan = (
-            spec
-            for epoch in (itertools.count(first) if endless else range(first, task.epochs))
-            for spec in training_index_batches(
-                size,
+        plans = (
+            training_index_batches(
+                len(self.data),
                 task.batch_size,
                 seed=task.seed,
                 epoch=epoch,
-                num_uniforms=num_uniforms,
+                num_uniforms=self.data.num_uniforms,
                 start=start if epoch == first else 0,
             )
+            for epoch in (itertools.count(first) if endless else range(first, task.epochs))
         )
-        return self.loader.batches(plan)
+        return self.loader.batches(itertools.chain.from_iterable(plans))
 
     def take_step(self, batch: Batch, epoch: int) -> None:
         """Take one step of the training. batch: of `loader`; epoch: from 0."""
         number = self.state.step + 1
-        if self.is_first_step and self.runtime.compiles:
-            self.run.print(
-                f"step {number}: compiling the training step, which can take minutes; later steps reuse it"
-            )
-        self.is_first_step = False
         try:
             self.step(batch, epoch, self.lr_factor())
             if self.step.ema:
@@ -112,13 +106,13 @@ class Trainer:
         self.state.step = number
         self.runtime.heartbeat(number)
 
-    def lr_factor(self) -> float | None:
-        """What multiplies the learning rates in the next step; None for 1."""
-        return schedule.lr_factor(self.task, self.state.step, self.steps_per_epoch)
+    def lr_factor(self, steps_back: int = 0) -> float | None:
+        """What multiplies the learning rates in the next step, or in one before; None for 1."""
+        return schedule.lr_factor(self.task, self.state.step - steps_back, self.steps_per_epoch)
 
-    def lr_of(self, step: int) -> float:
-        """The learning rate of a step, counted from 1; with layer decay, of the last layers."""
-        factor = schedule.lr_factor(self.task, step - 1, self.steps_per_epoch)
+    def lr(self) -> float:
+        """The learning rate of the last step; with layer decay, of the last layers."""
+        factor = self.lr_factor(steps_back=1)
         return max(group["lr"] for group in self.optimizer.param_groups) * (1.0 if factor is None else factor)
 
     def ends_epoch(self) -> bool:
@@ -162,10 +156,13 @@ class Trainer:
         self.total = self.state.step
         self.write_progress(epochs - 1)
         self.run.log("stopped", self.state.step, epoch=epochs - 1, patience=self.task.patience)
-        self.run.print(f"stopped early after epoch {epochs}: {self._without_best()}")
+        self.run.print(self._why_early())
 
-    def _without_best(self) -> str:
-        return f"no better {self.task.score} within a patience of {self.state.evaluations_without_best}"
+    def _why_early(self) -> str:
+        epochs, patience = self.state.step // self.steps_per_epoch, self.state.evaluations_without_best
+        return (
+            f"stopped early after epoch {epochs}: no better {self.task.score} within a patience of {patience}"
+        )
 
     def save_is_due(self) -> bool:
         """Whether to save after this step. A state whose last epoch is not scored yet cannot be saved,
@@ -182,15 +179,12 @@ class Trainer:
     def save_before_leaving(self, reason: BaseException) -> None:
         """Save on an interrupt or SIGTERM, if it came between two steps, and say so."""
         why = "interrupted" if isinstance(reason, KeyboardInterrupt) else "terminated (SIGTERM)"
-        if self.stop.at_step:  # on every rank at the same step
+        result = "during a step, which is lost. Start it again to resume from the last checkpoint."
+        if self.stop.at_step:  # on every rank at the same step; else a second interrupt broke into one
             self.save()
             self.saver.wait()
-            self.run.print(f"{why}: saved at step {self.state.step}. Start it again to resume.")
-        else:  # a second interrupt broke into a step, so the state is inconsistent
-            self.run.print(
-                f"{why} during a step: this step is lost. Run the same again to resume from the last"
-                " checkpoint."
-            )
+            result = f"and saved at step {self.state.step}. Start it again to resume."
+        self.run.print(f"{why} {result}")
 
     def finish_saving(self) -> None:
         """Wait until all is written, in the backup too."""
@@ -198,35 +192,29 @@ class Trainer:
         if self.saver.last is None:  # no step was left, but the last session may have ended before its backup
             self.run.update_backup()
 
-    def close(self) -> None:
-        self.evaluator.executor.shutdown(wait=False, cancel_futures=True)
-        self.saver.close()
-
-    # Evaluating
-
-    def predict_test_set(self, finished: FinishedEpoch) -> None:
+    def predict_test_set(self, epoch: int, loss: float) -> None:
         """Predict the test set with the weights of an epoch, or their average once there is one, and start
         scoring."""
         self.bar.set_description("evaluating")
         average = self.step.ema if self.state.step >= ema.EVERY else None
-        self.evaluator.predict(finished, average.model if average else self.model, self.stop)
+        model = average.model if average else self.model
+        self.evaluator.evaluate(model, self.state.step, epoch, loss, self.stop)
         self._log_compilations(self.state.step)
         self.bar.set_description(self.task.name)
+
+    def close(self) -> None:
+        self.evaluator.executor.shutdown(wait=False, cancel_futures=True)
+        self.saver.close()
 
     def last_scores(self) -> dict | None:
         """Those of the last evaluation, on rank 0; of an earlier session if nothing was left to do."""
         if self.evaluator.scores is not None or self.runtime.world.rank != 0:
             return self.evaluator.scores
         epochs = self.state.step // self.steps_per_epoch
+        why = f"already has {epochs} epochs; {self.task.epochs} were requested"
         if self.patience_exhausted():
-            self.run.print(
-                f"nothing left to do: the run stopped early after epoch {epochs}: {self._without_best()}; a"
-                f" larger patience than {self.task.patience} continues it"
-            )
-        else:
-            self.run.print(
-                f"nothing left to do: the run already has {epochs} epochs; {self.task.epochs} were requested"
-            )
+            why = f"{self._why_early()}; with a larger patience it goes on"
+        self.run.print(f"nothing left to do: the run {why}")
         evaluations = self.run.records("evaluation")
         return evaluations[-1]["scores"] if evaluations else {}
 
@@ -244,6 +232,10 @@ class Trainer:
             run.print(note)
         run.print(f"training set: {self.loader.description}")
         run.print(f"test set: {self.evaluator.loader.description}")
+        if runtime.compiles and step < self.total:
+            run.print(
+                f"step {step + 1} compiles the training step, which can take minutes; later ones reuse it"
+            )
         run.log(
             "start",
             step,
@@ -258,24 +250,17 @@ class Trainer:
             steps_per_epoch=self.steps_per_epoch,
         )
         runtime.heartbeat(step)
-        self.bar = tqdm(
-            total=self.total,
-            initial=step,
-            desc=task.name,
-            unit="step",
-            disable=not (shown and run.echo),
-            mininterval=0.5,
-        )
+        is_off = not (shown and run.echo)
+        self.bar = tqdm(total=self.total, initial=step, desc=task.name, unit="step", disable=is_off)
         return self.bar
 
     def write_progress(self, epoch: int) -> None:
         """Show and record where the training stands, in an epoch counted from 0, and the last loss."""
-        name, step = self.task.name, self.state.step
-        shown = dict(epoch=epoch + 1, loss=self.shown_loss)
+        step, shown = self.state.step, dict(epoch=epoch + 1, loss=self.shown_loss)
         self.bar.total = self.total
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update(step - self.bar.n)
-        self.run.write_progress(name=name, unit="step", step=step, total=self.total, **shown)
+        self.run.write_progress(name=self.task.name, unit="step", step=step, total=self.total, **shown)
 
     def _log_compilations(self, step: int) -> None:
         """Record what was compiled since the last call, and print what took long."""

@@ -53,23 +53,16 @@ def add_gradients(
     without gradient."""
     count, losses = task.micro_batches, []
     for number in range(count):
-        part = runtime.barrier_after_gradients(optimizer, micro_batch(batch, number, count))
+        part = batch
+        if count > 1:  # every count-th sample: each core of SPMD has a contiguous share, and keeps its own
+            part = {name: values.unflatten(0, (-1, count))[:, number] for name, values in batch.items()}
+        part = runtime.barrier_after_gradients(optimizer, part)
         with runtime.autocast():
             loss = task.loss(model, part, epoch).float()
         loss = loss if count == 1 else loss / count
         runtime.backward(loss, optimizer, is_last=number == count - 1)  # scales the loss in fp16
         losses.append(loss.detach())
     return sum(losses[1:], start=losses[0])
-
-
-def micro_batch(batch: Batch, number: int, count: int) -> Batch:
-    """The samples number, number + count, number + 2 count, ... of a batch, a dict of tensors (B, ...).
-
-    Not one after the other: so each core of SPMD, which has the batch in contiguous shares, keeps its own
-    samples."""
-    if count == 1:
-        return batch
-    return {name: values.unflatten(0, (-1, count))[:, number] for name, values in batch.items()}
 
 
 class TrainingStep:
@@ -89,9 +82,8 @@ class TrainingStep:
         self.has_optimizer_state = runtime.init_optimizer_state(self.optimizer)
         self.sums = metrics.new_sums(runtime)
         averaged = self.ema.model if self.ema else None
-        self.parts = dict(
-            model=self.model, optimizer=self.optimizer, scaler=runtime.scaler, averaged=averaged
-        )
+        parts = dict(model=self.model, optimizer=self.optimizer, scaler=runtime.scaler, averaged=averaged)
+        self.parts = parts
 
     def compile(self, compose: Callable[[Batch], Batch] = identity) -> None:
         """Make `compiled`, the step as the device runs it, and `eager`, the same one operation at a time.

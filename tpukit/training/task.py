@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, 
 import numpy as np
 
 from tpukit.host.errors import TpukitError
+from tpukit.host.json_types import has_type
 from tpukit.runs.run import setting, settings_dict
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 class Task:
     """A training task. Its fields are its whole configuration; copy `tasks/mnist.py` to write your own.
 
-    A subclass has a `name` and a `score`, and implements the six methods that follow here. All else has a
-    default. Fields declared with `setting(free=True)` may change when a run is resumed."""
+    A subclass has a `name` and a `score`, and implements the six methods that follow. All else has a default.
+    Fields declared with `setting(free=True)` may change when a run is resumed."""
 
     name: ClassVar[str]
     """What the command line calls it."""
@@ -79,9 +80,8 @@ class Task:
         raise self._missing("evaluate")
 
     def _missing(self, method: str) -> TpukitError:
-        return TpukitError(
-            f"{type(self).__name__} must implement {method}() for this: tpukit/tasks/mnist.py shows how"
-        )
+        kind = type(self).__name__
+        return TpukitError(f"{kind} must implement {method}() for this: tpukit/tasks/mnist.py shows how")
 
     # What a task may say of itself
 
@@ -89,16 +89,14 @@ class Task:
     """The name under which `find_dataset` looks for its data; empty for a task that needs no
     `dataset_dir`."""
     score_names: ClassVar[dict[str, str]] = {}
-    """The scores that get a curve, with the name and the unit that it shows; if empty, every score gets
-    one."""
+    """The scores that get a curve, with the name and the unit that it shows; if empty, all scores do."""
     published: ClassVar[dict[str, float]] = {}
     """The paper's scores on its own dataset, drawn as a line in the curves."""
     evaluation_keys: ClassVar[tuple[str, ...] | None] = None
-    """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`; None for all. The others
-    are not read back from the device."""
+    """Arrays of a batch that `evaluate` and `save_predictions` need besides `valid`, the ones that are read
+    back from the device; None for all."""
     dataset_parts: ClassVar[tuple[str, ...]] = ()
-    """Names of the folders that the dataset consists of, in lower case; `archives.unpack` leaves them where
-    they are."""
+    """Folders that the dataset consists of, in lower case; `archives.unpack` leaves them where they are."""
     synthetic_size: ClassVar[int] = 0
     """Samples of the synthetic dataset, train and test together, by default."""
     synthetic_size_accelerator: ClassVar[int] = 0
@@ -126,8 +124,8 @@ class Task:
     clip_norm: float | None = None
     """Scale gradients of a larger norm down to it; None: do not clip."""
     schedule: Literal["constant", "cosine", "step"] = "constant"
-    """The learning rate over the run, after the warm-up. cosine: down to `final_lr` at the end of `epochs`.
-    step: multiplied by `decay_factor` every `decay_epochs`."""
+    """The learning rate after the warm-up. cosine: down to `final_lr` at the end of `epochs`. step: times
+    `decay_factor` every `decay_epochs`."""
     warmup_epochs: float = 0.0
     """Epochs in which the learning rate rises from nearly 0 to `lr`, in equal steps."""
     final_lr: float = 0.0
@@ -137,8 +135,7 @@ class Task:
     decay_factor: float = 0.1
     """Factor of each drop."""
     layer_decay: float = 1.0
-    """Learning rate of each layer relative to the next one nearer to the output; below 1 to fine-tune. See
-    `layers`."""
+    """Learning rate of each of the `layers` relative to the next one nearer to the output."""
     freeze: tuple[str, ...] = ()
     """Parts of the model that do not train, by the names of its modules or parameters; "backbone" is all but
     the last of its `layers`. Their batch norms use the running statistics; their dropout still drops."""
@@ -149,15 +146,13 @@ class Task:
     patience: int | None = setting(None, free=True)
     """Stop after this many evaluations in a row without a better score; None: train all epochs."""
     ema_decay: float | None = None
-    """Score and keep a moving average of the weights, with this decay every 10 steps; None keeps the weights
-    themselves."""
+    """Score and keep a moving average of the weights, with this decay every 10 steps; None: the weights."""
     log_every: int = setting(20, free=True)
     """Steps between two records. Reading the loss waits for the device, so not every step."""
     eval_every: int = setting(1, free=True)
     """Epochs between two evaluations; the last epoch is always evaluated."""
     save_every_s: float = setting(60.0, free=True)
-    """Seconds between two checkpoints; more where they would take over 1% of the time. One is written at the
-    end, too."""
+    """Seconds between two checkpoints; more where they would take over 1% of the time."""
     batch_norm: Literal["per-core", "synced", "frozen"] = "per-core"
     """Statistics of batch norm on several cores. per-core: each core's share of the batch, rank 0's running
     ones are kept. synced: the whole global batch (GPUs; parallel="spmd" does so on TPU anyway). frozen: the
@@ -168,50 +163,44 @@ class Task:
     """Keep images with their channels innermost in memory. auto: for networks whose weights are mostly of
     convolutions, on CPUs, and in bf16 or fp16 on GPUs with tensor cores. XLA chooses its own layouts."""
     torch_compile: Literal["no", "default", "reduce-overhead", "max-autotune"] = setting("no", free=True)
-    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway). It
-    makes no CUDA graphs of its own: `cuda_graph` captures the whole step."""
+    """Compile the model by torch.compile in this mode, on GPUs and CPUs (XLA compiles anyway), without CUDA
+    graphs of its own: `cuda_graph` captures the whole step."""
     cuda_graph: bool = setting(True, free=True)
-    """On GPUs, capture the whole step as a CUDA graph and replay it, where that is possible; the log says why
-    not."""
+    """On GPUs, capture the whole step as a CUDA graph and replay it; the log says why if it cannot."""
     data_on: Literal["auto", "device", "host"] = setting("auto", free=True)
     """Where the decoded samples lie. device: all of them on every core, so that a batch is an index,
     augmented there. host: threads make the batches. auto: the device, if it is an accelerator with at least
     eight times the memory; else the host."""
 
     def __post_init__(self) -> None:
-        self.require_at_least(
-            1, "batch_size", "log_every", "eval_every", "micro_batches", "patience", "decay_epochs"
-        )
-        self.require_at_least(
-            0, "epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s"
-        )
+        """Raise TpukitError for a setting that no training can have."""
+        ones = ("batch_size", "log_every", "eval_every", "micro_batches", "patience", "decay_epochs")
+        zeros = ("epochs", "num_workers", "seed", "lr", "clip_norm", "warmup_epochs", "save_every_s")
+        self.require_at_least(1, *ones)
+        self.require_at_least(0, *zeros)
         self.require_shares("final_lr", "decay_factor", "layer_decay", "ema_decay")
-        self._require_choices()
+        # A class of the user's may have annotations that only its own module understands.
+        known = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("tpukit."))
+        for name, declared in get_type_hints(known).items():
+            if get_origin(declared) is Literal:
+                choices = get_args(declared)
+                self._require(name, lambda value: value in choices, f"choose one of {', '.join(choices)}")
 
     def require_at_least(self, least: float, *names: str) -> None:
         """Raise TpukitError for a setting with a smaller value, NaN, or one that 64 bits do not hold. None is
         fine."""
         for name in names:
-            value = getattr(self, name)
-            if value is not None and not least <= value < 2**63:
-                raise TpukitError(f"{name}={value}: it must be a number of {least} or more")
+            self._require(name, lambda value: least <= value < 2**63, f"it must be {least} or more")
 
     def require_shares(self, *names: str) -> None:
         """Raise TpukitError for a setting that is not from 0 to 1. None is fine."""
         for name in names:
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise TpukitError(f"{name}={value}: it must be from 0 to 1")
+            self._require(name, lambda value: 0 <= value <= 1, "it must be from 0 to 1")
 
-    def _require_choices(self) -> None:
-        """Raise TpukitError for a setting that is not among those of its `Literal`. A class of the user's may
-        have annotations that only its own module understands."""
-        known = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("tpukit."))
-        for name, declared in get_type_hints(known).items():
-            if get_origin(declared) is Literal and getattr(self, name) not in get_args(declared):
-                raise TpukitError(
-                    f"{name}={getattr(self, name)!r}: choose one of {', '.join(get_args(declared))}"
-                )
+    def _require(self, name: str, is_right: Callable[[Any], bool], rule: str) -> None:
+        value = getattr(self, name)
+        if value is not None and not is_right(value):
+            raise TpukitError(f"{name}={value!r}: {rule}")
 
     # What it may override
 
@@ -268,15 +257,14 @@ class Task:
         data alone. By default `image`, titled by what has one value a sample: `label`, and the prediction."""
         if "image" not in batch:
             raise self._missing("panels")
-        said = {"": batch.get("label"), "predicted ": prediction}
-        said = {word: np.asarray(values) for word, values in said.items() if np.ndim(values) == 1}
-        rows = []
-        for number, image in enumerate(np.asarray(batch["image"])):
-            if image.ndim == 3 and image.shape[0] in (1, 3):
-                image = np.moveaxis(image, 0, -1)  # (C, H, W) -> (H, W, C)
-            title = ", ".join(f"{word}{values[number]}" for word, values in said.items())
-            rows.append([(title, image[..., 0] if image.shape[2:] == (1,) else image)])
-        return rows
+        images, titles = np.asarray(batch["image"]), [[] for _ in batch["image"]]
+        if images.ndim == 4 and images.shape[1] in (1, 3):
+            images = np.moveaxis(images, 1, -1)  # (B, C, H, W) -> (B, H, W, C)
+        images = images[..., 0] if images.shape[3:] == (1,) else images
+        for word, values in {"": batch.get("label"), "predicted ": prediction}.items():
+            for title, value in zip(titles, values if np.ndim(values) == 1 else ()):
+                title.append(f"{word}{value}")
+        return [[(", ".join(title), image)] for title, image in zip(titles, images)]
 
     def check_labels(self, data: Any) -> tuple[list[str], Sequence[int]]:
         """(sentences about a dataset's samples and labels, the most important first; indices of samples to
@@ -308,9 +296,8 @@ class Task:
         a mask.
 
         batch, predictions: arrays (N, ...), as `panels` gets them."""
-        return [
-            dict(prediction=value if np.ndim(value) else value.item()) for value in np.asarray(predictions)
-        ]
+        values = np.asarray(predictions)
+        return [dict(prediction=value if np.ndim(value) else value.item()) for value in values]
 
     def export_inputs(self, batch: Arrays) -> Arrays:
         """The inputs of the exported graph, dict of arrays (B, ...), from a batch of the dataset or of
@@ -356,22 +343,19 @@ def from_settings(kind: type[Task], given: dict) -> Task:
     """The task of a class with settings as `settings_dict` gives them; paths and tuples, which JSON does not
     have, come back. What is given for no field of the class is left out. Raises TypeError for a value of
     another type, as damaged files have."""
-    types = get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind) if field.name in given]
-    return kind(**{name: _as_declared(types[name], given[name]) for name in names})
+    types, fields = get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: _as_declared(types[name], given[name]) for name in fields & given.keys()})
 
 
 def _as_declared(declared: Any, value: Any) -> Any:
-    parts = [declared, *get_args(declared)]
-    if isinstance(value, list) and (tuples := [part for part in parts if get_origin(part) is tuple]):
+    kinds = {declared, *get_args(declared)}
+    if isinstance(value, list) and (tuples := [kind for kind in kinds if get_origin(kind) is tuple]):
         return tuple(_as_declared(tuples[0], item) for item in value)
-    if isinstance(value, str) and Path in parts:
+    if isinstance(value, str) and Path in kinds:
         return Path(value)
-    kinds = set(get_args(declared) or [declared])
-    if kinds <= {int, float, str, bool, Path, type(None)}:
-        kinds |= {int} if float in kinds else set()
-        if not isinstance(value, tuple(kinds)):
-            raise TypeError(f"{value!r} is not of type {getattr(declared, '__name__', declared)}")
+    is_plain = all(isinstance(kind, type) for kind in get_args(declared) or [declared])
+    if is_plain and not has_type(value, declared):
+        raise TypeError(f"{value!r} is not of type {getattr(declared, '__name__', declared)}")
     return value
 
 
@@ -387,12 +371,9 @@ def to_request(task: Task) -> dict:
             " move it to a module"
         )
     module = sys.modules[kind.__module__]
-    folder = (
-        Path(str(module.__file__)).resolve().parents[module.__name__.count(".") + hasattr(module, "__path__")]
-    )
-    return dict(
-        module=kind.__module__, folder=str(folder), kind=kind.__qualname__, settings=settings_dict(task)
-    )
+    depth = module.__name__.count(".") + hasattr(module, "__path__")
+    folder = str(Path(str(module.__file__)).resolve().parents[depth])
+    return dict(module=module.__name__, folder=folder, kind=kind.__qualname__, settings=settings_dict(task))
 
 
 def from_request(request: dict) -> Task:
