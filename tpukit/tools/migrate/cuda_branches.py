@@ -2,6 +2,7 @@
 
 import ast
 import re
+from typing import Any
 
 from tpukit.tools.migrate.source import Source, last_name
 
@@ -17,82 +18,58 @@ class CudaBranches:
         self.source = source
 
     def checks_around(self, node: ast.AST) -> Checks:
-        """None where a node may run without CUDA. Else the calls in the condition that ask for CUDA: none of
-        them where the code compares a device's name or has another branch for XLA, and so knows other
-        devices."""
+        """None where no condition around a node asks for CUDA. Else its calls that ask: none of them where it
+        compares a device's name or mentions XLA, and so knows other devices."""
         child = node
         for outer in self.source.ancestors(node):
-            checks = None
-            match outer:
-                case ast.If() | ast.IfExp() if child is not outer.test:
-                    checks = self.checks_in(outer.test, child in _as_list(outer.body))
-                    if checks and self.handles_xla(outer, child):
-                        checks = set()
-                case ast.BoolOp(op=operator, values=values):
-                    before = values[: values.index(child)] if isinstance(child, ast.expr) else []
-                    checks = self._checks_in_all(before, operator, isinstance(operator, ast.And))
+            conditions = []
+            if isinstance(outer, ast.If | ast.IfExp) and child is not outer.test:
+                conditions = [outer.test]
+            elif isinstance(outer, ast.BoolOp):
+                conditions = outer.values[: outer.values.index(child)]
+            checks = self._union(conditions, set())
             if checks is not None:
-                return checks
+                return set() if self.mentions_xla(outer) else checks
             child = outer
         return None
 
-    def checks_in(self, test: ast.AST, outcome: bool = True, seen: frozenset[str] = frozenset()) -> Checks:
-        """None where a test may come out as `outcome` without CUDA. Else the calls in it that ask for
-        CUDA."""
-        match test:
-            case ast.UnaryOp(op=ast.Not()):
-                return self.checks_in(test.operand, not outcome, seen)
-            case ast.BoolOp():
-                return self._checks_in_all(test.values, test.op, outcome, seen)
+    def checks_in(self, test: ast.AST, seen: frozenset[str] = frozenset()) -> Checks:
+        """None where a condition does not ask for CUDA. Else the calls in it that do, followed through names
+        (`use_cuda`)."""
         calls = {one for one in ast.walk(test) if isinstance(one, ast.Call)}
         if calls := {call for call in calls if self.source.name(call.func) in CHECKS}:
-            return calls if outcome else None
+            return calls
         if NAMES_CUDA.search(ast.unparse(test)):  # device.type == "cuda", x.is_cuda
-            is_negated = any(isinstance(one, ast.NotEq | ast.NotIn) for one in ast.walk(test))
-            return set() if outcome != is_negated else None
+            return set()
+        match test:
+            case ast.UnaryOp(operand=operand):
+                return self.checks_in(operand, seen)
+            case ast.BoolOp(values=values):
+                return self._union(values, seen)
         name = last_name(test)
-        if not name or name in seen:
+        values = self.source.assigned.get(name, []) if name and name not in seen else []
+        if any(self.checks_in(value, seen | {name}) is None for value in values):
             return None
-        values = self.source.assigned.get(name, [])
-        return _union([self.checks_in(value, outcome, seen | {name}) for value in values])
+        return self._union(values, seen | {name})
 
-    def _checks_in_all(self, tests, operator, outcome, seen=frozenset()):
-        checks = [self.checks_in(test, outcome, seen) for test in tests]
-        one_is_enough = isinstance(operator, ast.And) == outcome
-        return _union([found for found in checks if found is not None] if one_is_enough else checks)
+    def _union(self, tests, seen):
+        """The checks in any of some conditions; None where none of them asks."""
+        checks = [self.checks_in(test, frozenset(seen)) for test in tests]
+        known = [found for found in checks if found is not None]
+        return set().union(*known) if known else None
 
-    def handles_xla(self, condition: ast.AST, child: ast.AST) -> bool:
-        """Whether XLA is mentioned in an if, elif, else (or IfExp) outside of the branch with a node."""
+    def mentions_xla(self, condition):
+        """Whether XLA is mentioned in a condition or one of its branches, those of elif too."""
         while isinstance(outer := self.source.parents[condition], ast.If) and outer.orelse == [condition]:
             condition = outer
-        return any(MENTIONS_XLA.search(ast.unparse(part)) for part in _without_branch(condition, child))
+        return MENTIONS_XLA.search(ast.unparse(condition)) is not None
 
     def is_harmless(self, check: ast.Call) -> bool:
         """Whether a check decides about flags, seeds or memory figures of CUDA alone."""
-        condition = self.source.parents[check]
-        has_else = isinstance(condition, ast.If) and condition.orelse
-        if not isinstance(condition, ast.If | ast.IfExp) or condition.test is not check or has_else:
+        condition: Any = self.source.parents[check]
+        if getattr(condition, "test", None) is not check or isinstance(condition, ast.While | ast.Assert):
             return False
-        lines = [line for part in _as_list(condition.body) for line in ast.unparse(part).splitlines()]
-        return all(HARMLESS.match(line.strip()) for line in lines)
-
-
-def _without_branch(condition, child):
-    """The parts of a condition, and of its elif, but for the branch that holds a node."""
-    yield condition.test
-    for branch in map(_as_list, (condition.body, condition.orelse)):
-        if child in branch:
-            continue
-        if isinstance(condition, ast.If) and len(branch) == 1 and isinstance(branch[0], ast.If):
-            yield from _without_branch(branch[0], child)
-        else:
-            yield from branch
-
-
-def _as_list(branch):
-    return branch if isinstance(branch, list) else [branch]
-
-
-def _union(sets):
-    """None where one of the sets is None, or there are none."""
-    return set().union(*sets) if sets and None not in sets else None
+        if isinstance(condition, ast.IfExp):
+            return HARMLESS.match(ast.unparse(condition.body)) is not None
+        lines = "\n".join(map(ast.unparse, condition.body)).splitlines()
+        return not condition.orelse and all(HARMLESS.match(line.strip()) for line in lines)

@@ -12,14 +12,14 @@ from pathlib import Path
 from tpukit.host.errors import TpukitError, first_line
 from tpukit.host.files import copy_atomic, write_atomic
 from tpukit.host.tables import printable
-from tpukit.tools.migrate.checker import Checker, check_magic
+from tpukit.tools.migrate.checker import check_for_torch_xla
 from tpukit.tools.migrate.findings import Finding
-from tpukit.tools.migrate.notebook import Notebook
-from tpukit.tools.migrate.to_torch_tpu import ToTorchTPU
+from tpukit.tools.migrate.notebook import Notebook, check_magic
+from tpukit.tools.migrate.to_torch_tpu import check_for_torch_tpu
 
 KINDS = (".py", ".ipynb")
 LARGEST = 20 * 2**20  # bytes of a file
-CHECKERS = {"torch_xla": Checker, "torch_tpu": ToTorchTPU}
+CHECKS = {"torch_xla": check_for_torch_xla, "torch_tpu": check_for_torch_tpu}
 
 
 def files_in(paths: Sequence[str | Path]) -> list[Path]:
@@ -57,7 +57,7 @@ def examine(path: str | Path, to: str = "torch_xla") -> tuple[list[Finding], str
         if not os.path.isfile(path) or os.path.getsize(path) > LARGEST:
             return [unreadable(path, f"not a file of at most {LARGEST // 2**20} MiB")], ""
         check = _check_notebook if path.endswith(".ipynb") else _check_script
-        findings, fixed = check(path, read(path), CHECKERS[to])
+        findings, fixed = check(path, read(path), CHECKS[to])
         return sorted(set(findings)), fixed
     except (UnicodeError, LookupError, SyntaxError):
         reason = "not text in UTF-8, nor in the encoding that its first lines name"
@@ -68,24 +68,24 @@ def examine(path: str | Path, to: str = "torch_xla") -> tuple[list[Finding], str
     return [unreadable(path, reason)], ""
 
 
-def _check_script(path, text, checker_class):
+def _check_script(path, text, check):
     try:
-        checker = checker_class(text)
+        report = check(text)
     except SyntaxError as error:
         return [unreadable(path, "not valid Python 3", 0, error.lineno or 1, error.offset or 1)], text
-    return [Finding(path, 0, *found) for found in checker.findings], checker.fixed()
+    return [Finding(path, 0, *found) for found in report.findings], report.fixed()
 
 
-def _check_notebook(path, text, checker_class):
+def _check_notebook(path, text, check):
     try:
         notebook = Notebook(text)
     except ValueError as error:
         return [unreadable(path, f"not a notebook ({error})")], text
-    checker = checker_class(notebook.code)
+    report = check(notebook.code)
     magics = [(line, 1, *found) for line, command in notebook.magics for found in check_magic(command)]
-    findings = [Finding(path, *notebook.place(line), *rest) for line, *rest in [*checker.findings, *magics]]
+    findings = [Finding(path, *notebook.place(line), *rest) for line, *rest in [*report.findings, *magics]]
     findings += [unreadable(path, "not valid Python 3", *place) for place in notebook.unreadable]
-    return findings, notebook.with_code(checker.fixed())
+    return findings, notebook.with_code(report.fixed())
 
 
 def unreadable(path: str, reason: str, cell: int = 0, line: int = 1, column: int = 1) -> Finding:
