@@ -131,4 +131,4 @@ def test_half_a_character_in_a_cell_of_text_stays_half_and_the_code_is_fixed(tmp
 def test_a_number_that_cannot_be_written_again_is_named_and_the_notebook_stays(tmp_path):
     text = notebook("model = model.cuda()").replace('"nbformat": 4', '"big": 1e999, "nbformat": 4')
     findings, _ = examine(written(tmp_path, text, "big.ipynb"))
-    assert [(f.rule, "1e999" in f.found) for f in findings] == [("unreadable", True)]
+    assert [f.rule for f in findings] == ["unreadable"]

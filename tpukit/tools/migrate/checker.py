@@ -8,15 +8,8 @@ from typing import Any
 from tpukit.tools.migrate.cuda_branches import CHECKS, CudaBranches
 from tpukit.tools.migrate.findings import OLD_VARIABLES, TABLES
 from tpukit.tools.migrate.report import Report, entry_of
-from tpukit.tools.migrate.source import (
-    Source,
-    argument,
-    is_constant,
-    is_cuda_word,
-    last_name,
-    method_of,
-)
-from tpukit.tools.migrate.steps import TO_HOST, Steps
+from tpukit.tools.migrate.source import Source, argument, is_constant, is_cuda_word, last_name, method_of
+from tpukit.tools.migrate.steps import HOST_CALLS, TO_HOST, Steps
 
 XM, LOADERS = "torch_xla.core.xla_model", "torch_xla.distributed.parallel_loader"
 SPAWN = "torch_xla.distributed.xla_multiprocessing.spawn"
@@ -41,20 +34,18 @@ SHARDS = re.compile(
 )
 # What needs the value of a tensor that is given to it: functions, and methods of loggers and progress bars.
 SHOWS = re.compile(r"builtins\.(print|float|int|bool|str|repr|min|max)$|logging\.")
-SHOWING_METHODS = set(
-    "debug info warning error set_postfix set_postfix_str set_description add_scalar".split()
+SHOWING_METHODS = set("debug info warning error set_postfix set_description add_scalar".split())
+# What decides about flags, seeds or memory figures of CUDA alone.
+HARMLESS = re.compile(
+    r"if torch\.cuda\.is_available\(\):(\n +torch\.(backends\.|cuda\.(manual_seed|empty_cache|\w*memory)).*)+"
+    r"|torch\.cuda\.\w*memory.* if .*"
 )
 # Rules that code which runs only on CUDA cannot break.
 NOT_ON_CUDA = {"cuda", "cuda-check", "fp16", "data-parallel", "torch-compile"}
-MODELS = re.compile(
-    r"(^|_)(model|net|network|encoder|decoder|generator|discriminator|unet|backbone|module)\d*$",
-    re.IGNORECASE,
-)
+MODELS = re.compile(r"(?i)(^|_)(model|net|network|encoder|decoder|generator|discriminator|unet|backbone)\d*$")
+# What does not move a model to a device.
+MOVED_ELSEWHERE = re.compile(r"\(['\"]cpu|dtype|float|half|memory_format")
 ON_HOST = re.compile(r"\.cpu\(\)|\.to\(['\"]cpu['\"]\)")
-
-
-def check_for_torch_xla(code: str) -> Report:
-    return Checker(code).report
 
 
 class Checker(ast.NodeVisitor):
@@ -74,7 +65,7 @@ class Checker(ast.NodeVisitor):
             if check in self.skipped:
                 advice = "false on a TPU: what it asks for CUDA is skipped, and the CPU trains"
                 self.add(check, "cuda", advice=advice)
-            elif name in CHECKS and not self.cuda.is_harmless(check):
+            elif name in CHECKS and not HARMLESS.fullmatch(ast.unparse(self.source.parents[check])):
                 self.add(check, "cuda-check")
 
     def add(self, node, rule, found="", **fix):
@@ -98,7 +89,7 @@ class Checker(ast.NodeVisitor):
 
     def visit_Name(self, node: Any):
         """`torch.float16`, `xm.xrt_world_size`, `torch.cuda.synchronize`, `nn.DataParallel`"""
-        is_right = self.on_xla and last_name(node) == "DistributedDataParallel"
+        is_right = self.on_xla and self.source.name(node).endswith("DistributedDataParallel")
         is_only_named = isinstance(self.source.parents[node], ast.Dict | ast.Compare)
         if not is_right and not is_only_named and self.cuda.checks_around(node) is None:
             self.report.add_name(node, "torch_xla")
@@ -136,17 +127,21 @@ class Checker(ast.NodeVisitor):
         while (outer := self._device_expression(node)) is not None:
             node = outer
         device = "torch_xla.device()" if "torch.device(" in ast.unparse(node) else '"xla"'
-        match parent := self.source.parents[node]:
-            case ast.Call():
-                self._check_cuda_argument(node, parent, "", device)
-            case ast.keyword(arg=keyword):
-                self._check_cuda_argument(node, self.source.parents[parent], keyword, device)
-            case ast.Compare():
-                pass
-            case ast.Assign(targets=[target]) | ast.AnnAssign(target=target) | (ast.arguments() as target):
-                if node is not word or "dev" in ast.unparse(target).lower():
-                    self.add(node, "cuda", replace=device)
-            case _ if node is not word:
+        owner = self.source.parents[node]
+        keyword = owner.arg if isinstance(owner, ast.keyword) else ""
+        owner = self.source.parents[owner] if keyword else owner
+        name = self.source.name(owner.func) if isinstance(owner, ast.Call) else ""
+        if keyword == "map_location":
+            self.add(node, "cuda", replace='"cpu"', advice="load to the CPU, then move")
+        elif keyword == "default" or name in ("torch.Generator", "torch.set_default_device"):
+            self.add(node, "cuda")
+        elif isinstance(owner, ast.Call):
+            takes_device = name.startswith("torch.") and "device" in keyword or method_of(owner) == "to"
+            if takes_device or node is not word:
+                self.add(node, "cuda", replace=device if takes_device or device.endswith(")") else "")
+        elif not isinstance(owner, ast.Compare):
+            is_bound = isinstance(owner, ast.Assign | ast.AnnAssign | ast.arguments)
+            if node is not word or is_bound and "dev" in ast.unparse(owner).lower():
                 self.add(node, "cuda", replace=device)
 
     def _device_expression(self, node):
@@ -164,18 +159,6 @@ class Checker(ast.NodeVisitor):
                 return parent
         return None
 
-    def _check_cuda_argument(self, node, call, keyword, device):
-        name = self.source.name(call.func) if isinstance(call, ast.Call) else ""
-        takes_device = name.startswith("torch.") and "device" in keyword or AUTOCAST.match(name)
-        if keyword == "map_location":
-            self.add(node, "cuda", replace='"cpu"', advice="load to the CPU, then move")
-        elif keyword == "default" or name in ("torch.Generator", "torch.set_default_device"):
-            self.add(node, "cuda")
-        elif takes_device or isinstance(call, ast.Call) and method_of(call) == "to":
-            self.add(node, "cuda", replace=device)
-        elif not isinstance(node, ast.Constant | ast.JoinedStr):
-            self.add(node, "cuda", replace=device if device.endswith(")") else "")
-
     # Calls
 
     def visit_Call(self, call: Any):
@@ -188,8 +171,10 @@ class Checker(ast.NodeVisitor):
             self._check_save(call.args[0])
         elif name == "torch.compile" and argument(call, "backend") is None:
             self.add(call, "torch-compile", "`torch.compile`")
-        elif name == SPAWN:
-            self._check_spawn(call)
+        elif name == SPAWN and not is_constant(processes := argument(call, "nprocs", 2), 1):
+            if processes is not None:
+                advice = "all cores are started; a number raises"
+                self.add(processes, "gone", "`nprocs` of spawn", replace="None", advice=advice)
         elif name in XLA_LOADERS and self.launches and not SHARDS.search(self.text):
             self.add(call, "no-shard")
         elif method_of(call) == "cuda" and not entry_of(name, "torch_xla"):
@@ -200,7 +185,11 @@ class Checker(ast.NodeVisitor):
             self._check_step(call, last_name(call.func.value))
         if name in TABLES["classes"]["opens_device"]:
             self._check_early_device(call)
-        self._check_read(call, name)
+        values = [*call.args, *(arg.value for arg in call.keywords)]
+        if SHOWS.match(name) or method_of(call) in SHOWING_METHODS:
+            self._check_read(call, values)
+        elif method_of(call) in TO_HOST and not values and self.steps.in_step(call):
+            self.add(call, "read-in-loop")
         self._check_dynamic_function(call, name)
 
     def _check_precision(self, call, name):
@@ -216,13 +205,6 @@ class Checker(ast.NodeVisitor):
         elif is_old or device is not None and is_cuda_word(device):
             switch = f", enabled={ast.unparse(enabled)}" if enabled else ""
             self.add(call, "fp16", replace=f"torch.autocast('xla', dtype=torch.bfloat16{switch})")
-
-    def _check_spawn(self, call):
-        """`xmp.spawn(train, nprocs=8)`"""
-        processes = argument(call, "nprocs", 2)
-        if processes is not None and not is_constant(processes, 1):
-            advice = "all cores are started; a number raises"
-            self.add(processes, "gone", "`nprocs` of spawn", replace="None", advice=advice)
 
     def _check_data_loader(self, call):
         """`DataLoader(data, batch_size=8, shuffle=True)`"""
@@ -271,55 +253,39 @@ class Checker(ast.NodeVisitor):
 
     def visit_Assign(self, node: Any):
         """An optimizer of a model that is moved afterwards, in the same function."""
-        if not isinstance(node.value, ast.Call) or not OPTIMIZER.match(self.source.name(node.value.func)):
-            return
-        inside = [one for one in ast.walk(node.value) if isinstance(one, ast.Attribute)]
-        models = {ast.unparse(one.value) for one in inside if one.attr == "parameters"}
-        function = self.source.function_of(node)
-        moves = [call for _, call in self.source.calls if self._moves(call, models)]
-        lines = [call.lineno for call in moves if self.source.function_of(call) is function]
-        if lines and min(lines) > node.lineno:
-            self.add(node, "optimizer-first", f"made of {', '.join(sorted(models))} before it is moved")
-
-    def _moves(self, call, models):
-        """Whether a call moves one of some models to a device other than the CPU."""
-        if method_of(call) not in ("to", "cuda") or ast.unparse(call.func.value) not in models:
-            return False
-        moved_elsewhere = re.search(r"\(['\"]cpu|dtype|float|half|memory_format", ast.unparse(call))
-        return not moved_elsewhere and self.cuda.checks_around(call) is None
+        if isinstance(node.value, ast.Call) and OPTIMIZER.match(self.source.name(node.value.func)):
+            models = re.findall(r"([\w.]+)\.parameters\(", ast.unparse(node.value))
+            calls = [call for _, call in self.source.calls if method_of(call) in ("to", "cuda")]
+            moves = [call for call in calls if ast.unparse(call.func.value) in models]
+            moves = [call for call in moves if not MOVED_ELSEWHERE.search(ast.unparse(call))]
+            moves = [call for call in moves if self.cuda.checks_around(call) is None]
+            function = self.source.function_of(node)
+            lines = [call.lineno for call in moves if self.source.function_of(call) is function]
+            if lines and lines[0] > node.lineno:
+                self.add(node, "optimizer-first", f"made of {models[0]} before it is moved")
 
     # The training step
 
-    def _check_read(self, call, name):
-        """`loss.item()`, `print(loss)`"""
-        method = method_of(call)
-        values = [*call.args, *(arg.value for arg in call.keywords)]
-        reads = method in TO_HOST and not values and self.steps.is_tensor(call.func.value)
-        shows = SHOWS.match(name) or method in SHOWING_METHODS
-        if reads or shows and any(map(self.steps.needs_loss, values)):
-            if self.steps.in_step(call):
-                self.add(call, "read-in-loop")
+    def _check_read(self, node, values):
+        """Values of which a node needs to know what they are."""
+        if self.steps.in_step(node) and any(map(self.steps.needs_loss, values)):
+            self.add(node, "read-in-loop")
 
     def visit_FormattedValue(self, node: Any):
         """`f"{loss}"`"""
-        if self.steps.in_step(node) and self.steps.needs_loss(node.value):
-            self.add(node, "read-in-loop")
+        self._check_read(node, [node.value])
 
     def visit_If(self, node: Any):
         """`if loss > 3` waits for the loss."""
-        if self.steps.in_step(node.test) and self.steps.needs_loss(node.test):
-            self.add(node.test, "read-in-loop")
+        self._check_read(node.test, [node.test])
 
     visit_While = visit_Assert = visit_If
 
     def _check_dynamic_function(self, call, name):
         """`torch.nonzero(x)`, `x.nonzero()`, `torch.where(x)`"""
-        function = last_name(call.func)
-        is_dynamic = name == "torch.where" and len(call.args) == 1 and not call.keywords
-        if function in DYNAMIC:
-            is_method = bool(method_of(call)) and self.steps.is_tensor(call.func.value)
-            is_dynamic = is_method or name == f"torch.{function}"
-        if is_dynamic and self.steps.in_compiled_code(call):
+        is_where = name == "torch.where" and len(call.args) == 1 and not call.keywords
+        is_dynamic = last_name(call.func) in DYNAMIC and not HOST_CALLS.match(name)
+        if (is_where or is_dynamic) and self.steps.in_compiled_code(call):
             self.add(call, "dynamic-shape")
 
     def visit_Subscript(self, node: Any):

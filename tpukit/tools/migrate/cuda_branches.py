@@ -2,14 +2,12 @@
 
 import ast
 import re
-from typing import Any
 
 from tpukit.tools.migrate.source import Source, last_name
 
 CHECKS = {"torch.cuda.is_available", "torch.cuda.device_count"}
 NAMES_CUDA = re.compile(r"""["']cuda["':]|\.is_cuda\b""")
 MENTIONS_XLA = re.compile(r"torch_xla\.device|xla_device|[\"']xla|(?<![a-z])tpu(?![a-z])", re.IGNORECASE)
-HARMLESS = re.compile(r"torch\.backends\.cud|torch\.cuda\.(manual_seed|\w*memory|empty_cache)")
 Checks = set[ast.Call] | None
 
 
@@ -63,13 +61,3 @@ class CudaBranches:
         while isinstance(outer := self.source.parents[condition], ast.If) and outer.orelse == [condition]:
             condition = outer
         return MENTIONS_XLA.search(ast.unparse(condition)) is not None
-
-    def is_harmless(self, check: ast.Call) -> bool:
-        """Whether a check decides about flags, seeds or memory figures of CUDA alone."""
-        condition: Any = self.source.parents[check]
-        if getattr(condition, "test", None) is not check or isinstance(condition, ast.While | ast.Assert):
-            return False
-        if isinstance(condition, ast.IfExp):
-            return HARMLESS.match(ast.unparse(condition.body)) is not None
-        lines = "\n".join(map(ast.unparse, condition.body)).splitlines()
-        return not condition.orelse and all(HARMLESS.match(line.strip()) for line in lines)

@@ -2,9 +2,9 @@
 last."""
 
 import json
-import math
 import re
 import secrets
+from typing import Any
 
 from tpukit.tools.migrate.findings import OLD_VARIABLES
 from tpukit.tools.migrate.source import parse
@@ -28,27 +28,23 @@ class Notebook:
     """code: of all cells, as Python; what only IPython understands is a comment there, and comes back in
     `with_code`.
 
-    magics: (line in `code`, text) of commands for IPython or a shell. unreadable: (cell, line, column) in
-    cells that are not Python. Raises ValueError where the text is not a notebook."""
+    findings: (line in `code`, column, rule, found, fixable, advice) of commands for IPython or a shell, and
+    of cells that are not Python. Raises ValueError, KeyError or TypeError where it is not a notebook."""
 
     def __init__(self, text: str):
-        try:
-            self.notebook = json.loads(text, parse_float=_finite)
-            self.cells = {n: c for n, c in enumerate(self.notebook["cells"], 1) if c["cell_type"] == "code"}
-            sources = {n: "".join(cell["source"]) for n, cell in self.cells.items()}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from error
+        self.notebook = json.loads(text)
+        self.cells = {n: c for n, c in enumerate(self.notebook["cells"], 1) if c["cell_type"] == "code"}
         token = secrets.token_hex(4)  # so that no line of the notebook looks like one of these
         self.cell_mark, self.hidden_mark = f"# cell {token} ", f"# hidden {token} "
         self.text, self.lines, self.starts = text, [], []
-        self.magics, self.unreadable = [], []
-        for number, source in sources.items():
+        self.findings = []
+        for number, cell in self.cells.items():
             self.lines.append(f"{self.cell_mark}{number}")
             self.starts.append((len(self.lines), number))
-            self._add(number, source)
+            self._add("".join(cell["source"]))
         self.code = "".join(f"{line}\n" for line in self.lines)
 
-    def _add(self, number, source):
+    def _add(self, source):
         start, is_python = len(self.lines), not OTHER_LANGUAGE.match(source)
         if is_python and _syntax_error(source) is None:
             self.lines += source.split("\n")
@@ -62,12 +58,14 @@ class Notebook:
                 continue
             if is_python or SHELL_CELL.match(source):
                 command = assigned[2] if assigned else bare
-                self.magics.append((len(self.lines) + 1, command.replace("\\\n", " ")))
+                found = check_magic(command.replace("\\\n", " "))
+                self.findings += [(len(self.lines) + 1, 1, *one) for one in found]
             indent = line[: len(line) - len(line.lstrip())]
             self._hide(line, f"{indent}{assigned[1]} None  " if assigned else f"{indent}pass  " * is_python)
         error = _syntax_error("\n".join(self.lines[start:]))
         if error is not None:
-            self.unreadable.append((number, error.lineno or 1, error.offset or 1))
+            place = start + (error.lineno or 1), error.offset or 1
+            self.findings.append((*place, "unreadable", f"not valid Python 3: {error.msg}", False, ""))
             del self.lines[start:]
             self._hide(source)
 
@@ -94,9 +92,10 @@ class Notebook:
             if source != "".join(cell["source"]):
                 cell["source"] = source.splitlines(True) if isinstance(cell["source"], list) else source
         indent = re.search(r'\n([ \t]+)"', self.text)
-        # Half a character can only be written escaped.
-        is_escaped = re.search(r"[\ud800-\udfff]", json.dumps(self.notebook, ensure_ascii=False)) is not None
-        fixed = json.dumps(self.notebook, ensure_ascii=is_escaped, indent=indent[1] if indent else None)
+        style: Any = dict(indent=indent[1] if indent else None, allow_nan=False)  # 1e999 cannot be written
+        fixed = json.dumps(self.notebook, ensure_ascii=False, **style)
+        if re.search(r"[\ud800-\udfff]", fixed):  # half a character, which can only be written escaped
+            fixed = json.dumps(self.notebook, **style)
         return fixed + "\n" * self.text.endswith("\n")
 
 
@@ -110,14 +109,6 @@ def check_magic(command: str):
     variable = ENVIRONMENT.match(command)
     if variable and variable[1] in OLD_VARIABLES:
         yield "old-variable", variable[1], False, OLD_VARIABLES[variable[1]]
-
-
-def _finite(text):
-    """The number that JSON text stands for. Raises ValueError for one that could not be written again."""
-    number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"the number {text} is too large")
-    return number
 
 
 def _syntax_error(source):

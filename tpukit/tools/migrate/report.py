@@ -11,7 +11,7 @@ MODULES = re.compile(r"\b(torch_xla(?:\.\w+)*)\.\w|\b(torch)\.\w|[\"']xla[\"']")
 
 
 class Report:
-    """findings: (line, column, rule, found, fixable, advice), in no order."""
+    """findings: (line, column in UTF-8, rule, found, fixable, advice), in no order."""
 
     def __init__(self, source: Source):
         self.source, self.findings = source, []
@@ -34,9 +34,7 @@ class Report:
         for outer in outers:
             if isinstance(outer, ast.JoinedStr):  # older Pythons know no place in it, a fix not its quotes
                 node, edit = outer, None
-        line_start = self.source.starts[node.lineno - 1]
-        column = len(self.source.text(line_start, self.source.start(node))) + 1
-        self.findings.append((node.lineno, column, rule, found, edit is not None, advice))
+        self.findings.append((node.lineno, node.col_offset + 1, rule, found, edit is not None, advice))
         self.edits += [edit] if edit else []
 
     def add_name(self, node: Located, table: str):

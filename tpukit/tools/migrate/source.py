@@ -94,12 +94,9 @@ def is_cuda_word(node: ast.AST) -> bool:
 
 def last_name(node: ast.AST) -> str:
     """x of `x` and of `a.b.x`; empty for another expression."""
-    match node:
-        case ast.Name():
-            return node.id
-        case ast.Attribute():
-            return node.attr
-    return ""
+    return (
+        getattr(node, "attr", getattr(node, "id", "")) if isinstance(node, ast.Attribute | ast.Name) else ""
+    )
 
 
 def method_of(call: ast.Call) -> str:
@@ -117,7 +114,3 @@ def argument(call: ast.Call, keyword: str, position: int | None = None) -> ast.e
 
 def is_constant(node: ast.AST | None, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
-
-
-def names_in(node: ast.AST) -> set[str]:
-    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}

@@ -1,12 +1,11 @@
-"""Training steps and `forward` methods: which code runs in each of them, and which of its values are
-tensors."""
+"""Training steps and `forward` methods: which code runs in each of them, and what waits for values there."""
 
 import ast
 import re
 
-from tpukit.tools.migrate.source import Function, Source, last_name, method_of, names_in
+from tpukit.tools.migrate.source import Function, Source, last_name, method_of
 
-TO_HOST = {"item", "tolist", "numpy", "cpu"}
+TO_HOST = {"item", "numpy", "cpu"}  # methods that only tensors have
 # Attributes and methods that are known without the tensor's values.
 METADATA = set(
     "shape device dtype ndim grad_fn requires_grad is_cuda names dim size numel type stride".split()
@@ -38,11 +37,9 @@ class Steps:
                 self.losses |= _losses_in(call.func.value)
                 outers = source.ancestors(call)
                 loops = [one for one in outers if isinstance(one, ast.For | ast.While | ast.FunctionDef)]
-                self.bodies |= set([loop for loop in loops if not _is_of_one_step(loop)][:1])
-        classes = [one for one in source.nodes if isinstance(one, ast.ClassDef) and one.bases]
-        methods = {one for owner in classes for one in ast.walk(owner) if isinstance(one, ast.FunctionDef)}
-        self.forwards = {method for method in methods if method.name == "forward"}
-        self.tensors = {scope: self._find_tensors(scope) for scope in self.bodies | self.forwards}
+                self.bodies |= set([loop for loop in loops if not _adds_micro_batches(loop)][:1])
+        functions = [one for one in source.nodes if isinstance(one, ast.FunctionDef)]
+        self.forwards = {function for function in functions if function.name == "forward"}
 
     def in_compiled_code(self, node: ast.AST) -> bool:
         """Whether a node is in a training step or a forward method."""
@@ -78,56 +75,20 @@ class Steps:
     def needs_loss(self, node: ast.AST) -> bool:
         return bool(self.losses & self.values(node))
 
-    def is_tensor(self, node: ast.AST) -> bool:
-        """Whether an expression in a step or a forward method gives a tensor on the device."""
-        scopes = [self.tensors[outer] for outer in self.source.ancestors(node) if outer in self.tensors]
-        return not self.values(node).isdisjoint(set().union(*scopes))
-
-    def is_mask(self, node: ast.AST) -> bool:
-        """Whether an expression is a comparison of a tensor, or a name of one or of a mask."""
-        match node:
-            case ast.Name():
-                values = self.source.assigned.get(node.id, [])
-                is_named_so = node.id.lower().endswith("mask")
-                is_mask = is_named_so or any(isinstance(value, ast.Compare) for value in values)
-                return is_mask and self.is_tensor(node)
-            case ast.Compare() | ast.UnaryOp(op=ast.Invert()):
-                return self.is_tensor(node)
-            case ast.BinOp(op=ast.BitAnd() | ast.BitOr() | ast.BitXor()):
-                return self.is_mask(node.left) or self.is_mask(node.right)
-        return False
-
-    def _find_tensors(self, scope):
-        """Names of tensors in a step or a forward method, its assignments followed in their order."""
-        tensors = set(self.losses)
-        if isinstance(scope, ast.FunctionDef):
-            for one in ast.walk(scope.args):
-                if isinstance(one, ast.arg) and (
-                    not one.annotation or "Tensor" in ast.unparse(one.annotation)
-                ):
-                    tensors |= {one.arg} - {"self"}
-        elif isinstance(scope, ast.For) and "range(" not in ast.unparse(scope.iter):
-            has_counter = "enumerate(" in ast.unparse(scope.iter) and isinstance(scope.target, ast.Tuple)
-            tensors |= names_in(scope.target.elts[-1] if has_counter else scope.target)
-        inside = set(ast.walk(scope))
-        for assignment in self.source.nodes:
-            if isinstance(assignment, ast.Assign) and assignment in inside:
-                names = set().union(*map(_names_bound, assignment.targets))
-                is_tensor = not tensors.isdisjoint(self.values(assignment.value))
-                tensors = tensors | names if is_tensor else tensors - (names - self.losses)
-        return tensors
+    def is_mask(self, index: ast.AST) -> bool:
+        """Whether an index looks like a mask: it compares values, but no counter and no text, or is named
+        so."""
+        text = ast.unparse(index)
+        parts = [*ast.walk(index), *self.source.assigned.get(last_name(index), [])]
+        compared = [one for one in parts if isinstance(one, ast.Compare | ast.UnaryOp) and self.values(one)]
+        is_about_objects = SCHEDULE.search(text) or "'" in text or not self.values(index)
+        return not is_about_objects and bool(compared or text.lower().endswith("mask"))
 
 
-def _is_of_one_step(loop):
-    """Whether a loop only adds up the gradients of micro-batches."""
+def _adds_micro_batches(loop):
+    """Whether a loop is only a part of a step: `for micro_batch in range(4)`."""
     is_counted = isinstance(loop, ast.For) and "range(" in ast.unparse(loop.iter)
     return is_counted and ".step(" not in ast.unparse(loop)
-
-
-def _names_bound(target):
-    """The names that an assignment binds: none by `x.y = ...` and `x[i] = ...`."""
-    changes_object = any(isinstance(one, ast.Attribute | ast.Subscript) for one in ast.walk(target))
-    return set() if changes_object else names_in(target)
 
 
 def _losses_in(receiver):
