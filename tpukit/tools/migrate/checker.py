@@ -3,16 +3,19 @@ it."""
 
 import ast
 import re
-from typing import Any
 
 from tpukit.tools.migrate.cuda_branches import CHECKS, CudaBranches
-from tpukit.tools.migrate.findings import OLD_VARIABLES, TABLES
+from tpukit.tools.migrate.findings import OLD_VARIABLES
 from tpukit.tools.migrate.report import Report, entry_of
 from tpukit.tools.migrate.source import Source, argument, is_constant, is_cuda_word, last_name, method_of
 from tpukit.tools.migrate.steps import HOST_CALLS, TO_HOST, Steps
 
 XM, LOADERS = "torch_xla.core.xla_model", "torch_xla.distributed.parallel_loader"
 SPAWN = "torch_xla.distributed.xla_multiprocessing.spawn"
+OPENS_DEVICE = re.compile(
+    r"torch_xla\.(device|runtime\.(world_size|global_ordinal)|debug\.metrics\.metrics_report)$"
+    r"|torch_xla\.core\.xla_model\.(xla_device|is_master_ordinal|master_print)$"
+)
 LAUNCHES = {"torch_xla.launch", SPAWN}
 XLA_LOADERS = {f"{LOADERS}.MpDeviceLoader", f"{LOADERS}.ParallelLoader"}
 SYNCS = {"torch_xla.sync", "torch_xla.step", "torch_xla.compile", f"{XM}.mark_step", *XLA_LOADERS}
@@ -20,18 +23,14 @@ AUTOCAST = re.compile(r"torch\.(cuda\.)?(amp\.)?(autocast_mode\.)?autocast$")
 SCALER = re.compile(r"torch\.(cuda\.)?amp\.(grad_scaler\.)?GradScaler$")
 OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler|swa_utils)")
 DATA_LOADER = re.compile(r"torch\.utils\.data\.(dataloader\.)?DataLoader$")
-LOADER_ARGUMENTS = (
-    "dataset batch_size shuffle sampler batch_sampler num_workers collate_fn pin_memory drop_last"
+LOADER = (
+    "dataset batch_size shuffle sampler batch_sampler num_workers collate_fn pin_memory drop_last".split()
 )
 DYNAMIC = {"nonzero", "masked_select", "unique", "argwhere", "unique_consecutive"}
 # What a whole module's text shows, a statement in each line.
 ON_XLA = re.compile(r"init_process_group\(.*['\"]xla")
-SUMS_GRADIENTS = re.compile(
-    r"FullyShardedDataParallel|ZeroRedundancyOptimizer|reduce_gradients|all_reduce\(.*grad"
-)
-SHARDS = re.compile(
-    r"DistributedSampler|num_replicas|num_shards|[.]shard\(|split_dataset_by_node|IterableDataset"
-)
+SUMS_GRADIENTS = re.compile(r"FullySharded|ZeroRedundancyOptimizer|reduce_gradients|all_reduce\(.*grad")
+SHARDS = re.compile(r"DistributedSampler|num_replicas|[.]shard\(|split_dataset_by_node|IterableDataset")
 # What needs the value of a tensor that is given to it: functions, and methods of loggers and progress bars.
 SHOWS = re.compile(r"builtins\.(print|float|int|bool|str|repr|min|max)$|logging\.")
 SHOWING_METHODS = set("debug info warning error set_postfix set_description add_scalar".split())
@@ -48,8 +47,8 @@ MOVED_ELSEWHERE = re.compile(r"\(['\"]cpu|dtype|float|half|memory_format")
 ON_HOST = re.compile(r"\.cpu\(\)|\.to\(['\"]cpu['\"]\)")
 
 
-class Checker(ast.NodeVisitor):
-    """Each node of the source is visited by itself, an outer one before what is in it."""
+class Checker:
+    """report: what was found. Each node is checked by itself, an outer one before what is in it."""
 
     def __init__(self, code: str):
         self.source = Source(code)
@@ -60,7 +59,7 @@ class Checker(ast.NodeVisitor):
         self.on_xla = ON_XLA.search(self.text) is not None
         self.launches = [call for name, call in self.source.calls if name in LAUNCHES]
         for node in self.source.nodes:
-            self.visit(node)
+            self._check(node)
         for name, check in reversed(self.source.calls):  # an inner one before the one around it
             if check in self.skipped:
                 advice = "false on a TPU: what it asks for CUDA is skipped, and the CPU trains"
@@ -76,38 +75,49 @@ class Checker(ast.NodeVisitor):
         elif rule == "cuda":
             self.skipped |= checks
 
-    def generic_visit(self, node: Any):
-        """A node without a rule."""
+    def _check(self, node):
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                self.report.add_name(node, "torch_xla")
+            case ast.Name():
+                self._check_name(node)
+            case ast.Attribute():
+                self._check_name(node)
+                self._check_half(node, self.source.parents[node])
+            case ast.Constant(value=str()) if not isinstance(self.source.parents[node], ast.JoinedStr):
+                self._check_variable(node, self.source.parents[node])
+                self._check_word(node)
+            case ast.JoinedStr():
+                self._check_word(node)
+            case ast.Call():
+                self._check_call(node, self.source.name(node.func))
+            case ast.Assign(value=ast.Call()):
+                self._check_optimizer(node)
+            case ast.FormattedValue(value=value):
+                self._check_read(node, [value])
+            case ast.If(test=test) | ast.While(test=test) | ast.Assert(test=test):
+                self._check_read(test, [test])
+            case ast.Subscript(ctx=ast.Load()):  # `x[mask] = 0` keeps its shape
+                self._check_mask(node)
 
     # Names and words
 
-    def visit_Import(self, node: Any):
-        """`from torch_xla.core.xla_model import xrt_world_size`"""
-        self.report.add_name(node, "torch_xla")
-
-    visit_ImportFrom = visit_Import
-
-    def visit_Name(self, node: Any):
+    def _check_name(self, node):
         """`torch.float16`, `xm.xrt_world_size`, `torch.cuda.synchronize`, `nn.DataParallel`"""
         is_right = self.on_xla and self.source.name(node).endswith("DistributedDataParallel")
         is_only_named = isinstance(self.source.parents[node], ast.Dict | ast.Compare)
         if not is_right and not is_only_named and self.cuda.checks_around(node) is None:
             self.report.add_name(node, "torch_xla")
 
-    def visit_Attribute(self, node: Any):
+    def _check_half(self, node, call):
         """`x.half()`"""
-        self.visit_Name(node)
-        call = self.source.parents[node]
         if node.attr == "half" and isinstance(call, ast.Call) and not call.args + call.keywords:
             if not isinstance(self.source.parents[call], ast.Dict | ast.Attribute):  # stored, or float again
                 end = self.source.end(node)
                 self.add(node, "fp16", edit=(end - len("half"), end, "bfloat16"))
 
-    def visit_Constant(self, word: Any):
-        """`os.environ["XLA_USE_BF16"]`, `"cuda"`"""
-        parent = self.source.parents[word]
-        if not isinstance(word.value, str) or isinstance(parent, ast.JoinedStr):
-            return
+    def _check_variable(self, word, parent):
+        """`os.environ["XLA_USE_BF16"]`"""
         if word.value in OLD_VARIABLES:
             advice = OLD_VARIABLES[word.value]
             outers = self.source.ancestors(word)
@@ -117,9 +127,8 @@ class Checker(ast.NodeVisitor):
                 self.add(word, "gone", word.value, advice=f"no image sets it, KeyError: {advice}")
             else:
                 self.add(word, "old-variable", word.value, advice=advice)
-        self.visit_JoinedStr(word)
 
-    def visit_JoinedStr(self, word: Any):
+    def _check_word(self, word):
         """`"cuda"` as a device: an argument, a default, a variable's value, or the outcome of a check."""
         if not is_cuda_word(word):
             return
@@ -147,10 +156,7 @@ class Checker(ast.NodeVisitor):
     def _device_expression(self, node):
         """What names one device together with a node: torch.device(node), "cuda:" + str(i), "cuda" if
         use_cuda else "cpu"."""
-        parent = self.source.parents[node]
-        if isinstance(parent, ast.keyword):
-            parent = self.source.parents[parent]
-        match parent:
+        match parent := self.source.parents[node]:
             case ast.BinOp():
                 return parent
             case ast.IfExp() if node is not parent.test and not self.cuda.mentions_xla(parent):
@@ -161,8 +167,7 @@ class Checker(ast.NodeVisitor):
 
     # Calls
 
-    def visit_Call(self, call: Any):
-        name = self.source.name(call.func)
+    def _check_call(self, call, name):
         if AUTOCAST.match(name) or SCALER.match(name):
             self._check_precision(call, name)
         elif DATA_LOADER.match(name):
@@ -183,14 +188,18 @@ class Checker(ast.NodeVisitor):
             self.add(call, "cuda", f"`.cuda()` of `{ast.unparse(call.func.value)[:40]}`", edit=edit)
         elif method_of(call) == "step":
             self._check_step(call, last_name(call.func.value))
-        if name in TABLES["classes"]["opens_device"]:
-            self._check_early_device(call)
+        if OPENS_DEVICE.match(name) and self.source.function_of(call) is self.source.tree:
+            if any(launch.lineno > call.lineno for launch in self.launches):
+                self.add(call, "early-device")
         values = [*call.args, *(arg.value for arg in call.keywords)]
         if SHOWS.match(name) or method_of(call) in SHOWING_METHODS:
             self._check_read(call, values)
         elif method_of(call) in TO_HOST and not values and self.steps.in_step(call):
             self.add(call, "read-in-loop")
-        self._check_dynamic_function(call, name)
+        is_where = name == "torch.where" and len(values) == 1
+        is_dynamic = is_where or last_name(call.func) in DYNAMIC and not HOST_CALLS.match(name)
+        if is_dynamic and self.steps.in_compiled_code(call):
+            self.add(call, "dynamic-shape")
 
     def _check_precision(self, call, name):
         """`torch.autocast("cuda")`, `GradScaler()`"""
@@ -208,7 +217,7 @@ class Checker(ast.NodeVisitor):
 
     def _check_data_loader(self, call):
         """`DataLoader(data, batch_size=8, shuffle=True)`"""
-        given = dict(zip(LOADER_ARGUMENTS.split(), call.args)) | {arg.arg: arg.value for arg in call.keywords}
+        given = dict(zip(LOADER, call.args)) | {arg.arg: arg.value for arg in call.keywords}
         words = {name: ast.unparse(value) for name, value in given.items()}
         is_one = words.get("batch_size", "1") == "1"
         is_even = words.get("drop_last", "False") != "False" or words.get("batch_sampler", "None") != "None"
@@ -238,22 +247,9 @@ class Checker(ast.NodeVisitor):
             elif "opt" in owner.lower():
                 self.add(state, "save")
 
-    def _check_early_device(self, call):
-        """A call that opens the device surely before a launch: at the top of the module, or earlier in a
-        block that the launch is in."""
-        function = self.source.function_of(call)
-        block: Any = next(one for one in self.source.ancestors(call) if isinstance(one, ast.stmt))
-        if not hasattr(block, "body"):
-            block = self.source.parents[block]
-        for launch in self.launches:
-            is_elsewhere = function is not self.source.function_of(launch)
-            follows = launch.lineno > call.lineno and block in self.source.ancestors(launch)
-            if function is self.source.tree if is_elsewhere else follows and not getattr(block, "orelse", []):
-                self.add(call, "early-device")
-
-    def visit_Assign(self, node: Any):
+    def _check_optimizer(self, node):
         """An optimizer of a model that is moved afterwards, in the same function."""
-        if isinstance(node.value, ast.Call) and OPTIMIZER.match(self.source.name(node.value.func)):
+        if OPTIMIZER.match(self.source.name(node.value.func)):
             models = re.findall(r"([\w.]+)\.parameters\(", ast.unparse(node.value))
             calls = [call for _, call in self.source.calls if method_of(call) in ("to", "cuda")]
             moves = [call for call in calls if ast.unparse(call.func.value) in models]
@@ -267,44 +263,25 @@ class Checker(ast.NodeVisitor):
     # The training step
 
     def _check_read(self, node, values):
-        """Values of which a node needs to know what they are."""
+        """`print(loss)`, `f"{loss}"`, `if loss > 3`: a node that waits for values."""
         if self.steps.in_step(node) and any(map(self.steps.needs_loss, values)):
             self.add(node, "read-in-loop")
 
-    def visit_FormattedValue(self, node: Any):
-        """`f"{loss}"`"""
-        self._check_read(node, [node.value])
-
-    def visit_If(self, node: Any):
-        """`if loss > 3` waits for the loss."""
-        self._check_read(node.test, [node.test])
-
-    visit_While = visit_Assert = visit_If
-
-    def _check_dynamic_function(self, call, name):
-        """`torch.nonzero(x)`, `x.nonzero()`, `torch.where(x)`"""
-        is_where = name == "torch.where" and len(call.args) == 1 and not call.keywords
-        is_dynamic = last_name(call.func) in DYNAMIC and not HOST_CALLS.match(name)
-        if (is_where or is_dynamic) and self.steps.in_compiled_code(call):
-            self.add(call, "dynamic-shape")
-
-    def visit_Subscript(self, node: Any):
-        """`x[mask]`, but not `x[mask] = 0`, which keeps its shape"""
+    def _check_mask(self, node):
+        """`x[mask]`"""
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        if isinstance(node.ctx, ast.Load) and any(map(self.steps.is_mask, indices)):
-            if self.steps.in_compiled_code(node):
-                self.add(node, "dynamic-shape")
+        if any(map(self.steps.is_mask, indices)) and self.steps.in_compiled_code(node):
+            self.add(node, "dynamic-shape")
 
     def _check_step(self, call, owner):
         """`optimizer.step()`, in a function that goes backward"""
         functions = self.steps.bodies | {self.source.function_of(body) for body in self.steps.bodies}
         is_plain = owner == "optimizer" or self._is_made_by(owner, OPTIMIZER)
-        if not is_plain and not self._is_made_by(owner, SCALER):
+        is_step = is_plain or self._is_made_by(owner, SCALER)
+        if not is_step or self.source.function_of(call) not in functions:
             return
-        if self.source.function_of(call) not in functions:
-            return
-        sums_gradients = SUMS_GRADIENTS.search(self.text) or self.on_xla and "DistributedData" in self.text
-        if self.launches and not sums_gradients:
+        is_wrapped = self.on_xla and "DistributedData" in self.text
+        if self.launches and not is_wrapped and not SUMS_GRADIENTS.search(self.text):
             step = f"{XM}.optimizer_step({ast.unparse(call.func.value)})"
             replace = step if is_plain and not call.args + call.keywords else ""
             self.add(call, "gradient-sum", replace=replace)

@@ -43,8 +43,8 @@ class Report:
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
-                entry = entry_of(f"{module}{alias.name}", table)
-                if entry and module.startswith("torch_xla.") | alias.name.startswith("torch_xla"):
+                name = f"{module}{alias.name}"
+                if name.startswith("torch_xla") and (entry := entry_of(name, table)):
                     self.add(node, entry["rule"], f"`import {alias.name}`", advice=entry["advice"])
         elif not isinstance(parent, ast.Attribute):
             name, call = self.source.name(node), getattr(parent, "func", None) is node and parent
