@@ -6,8 +6,8 @@ where the code itself shows it; what cannot be seen in a file (the shapes of dat
 does) is not guessed.
 
 A file goes through files.py, notebook.py (one module of all cells), source.py (what names mean), and
-checker.py or to_torch_tpu.py, whose rules ask cuda_branches.py and steps.py about the code around. rules.toml
-lists rules and names, report.py collects findings and fixes, findings.py prints them."""
+checker.py (whose rules ask surroundings.py about the code around) or to_torch_tpu.py. rules.toml lists rules
+and names, report.py collects findings and fixes, findings.py prints them."""
 
 # ruff: noqa: F401
 from tpukit.tools.migrate.files import contents, copy_example, difference, examine, files_in, write

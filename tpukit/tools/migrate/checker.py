@@ -4,11 +4,10 @@ it."""
 import ast
 import re
 
-from tpukit.tools.migrate.cuda_branches import CHECKS, CudaBranches
 from tpukit.tools.migrate.findings import OLD_VARIABLES
 from tpukit.tools.migrate.report import Report, entry_of
 from tpukit.tools.migrate.source import Source, argument, is_constant, is_cuda_word, last_name, method_of
-from tpukit.tools.migrate.steps import HOST_CALLS, TO_HOST, Steps
+from tpukit.tools.migrate.surroundings import CHECKS, HOST_CALLS, TO_HOST, Surroundings
 
 XM, LOADERS = "torch_xla.core.xla_model", "torch_xla.distributed.parallel_loader"
 SPAWN = "torch_xla.distributed.xla_multiprocessing.spawn"
@@ -52,8 +51,7 @@ class Checker:
 
     def __init__(self, code: str):
         self.source = Source(code)
-        self.report, self.steps = Report(self.source), Steps(self.source)
-        self.cuda = CudaBranches(self.source)
+        self.report, self.around = Report(self.source), Surroundings(self.source)
         self.skipped = set()  # checks that keep code for CUDA from a TPU
         self.text = ast.unparse(self.source.tree)
         self.on_xla = ON_XLA.search(self.text) is not None
@@ -69,7 +67,7 @@ class Checker:
 
     def add(self, node, rule, found="", **fix):
         """Add a finding (see `Report.add`), unless its code runs only on CUDA."""
-        checks = self.cuda.checks_around(node) if rule in NOT_ON_CUDA else None
+        checks = self.around.checks_around(node) if rule in NOT_ON_CUDA else None
         if checks is None:
             self.report.add(node, rule, found, **fix)
         elif rule == "cuda":
@@ -106,7 +104,7 @@ class Checker:
         """`torch.float16`, `xm.xrt_world_size`, `torch.cuda.synchronize`, `nn.DataParallel`"""
         is_right = self.on_xla and self.source.name(node).endswith("DistributedDataParallel")
         is_only_named = isinstance(self.source.parents[node], ast.Dict | ast.Compare)
-        if not is_right and not is_only_named and self.cuda.checks_around(node) is None:
+        if not is_right and not is_only_named and self.around.checks_around(node) is None:
             self.report.add_name(node, "torch_xla")
 
     def _check_half(self, node, call):
@@ -159,8 +157,8 @@ class Checker:
         match parent := self.source.parents[node]:
             case ast.BinOp():
                 return parent
-            case ast.IfExp() if node is not parent.test and not self.cuda.mentions_xla(parent):
-                return parent if self.cuda.checks_in(parent.test) != set() else None
+            case ast.IfExp() if node is not parent.test and not self.around.mentions_xla(parent):
+                return parent if self.around.checks_in(parent.test) != set() else None
             case ast.Call() if node is not parent.func and self.source.name(parent.func) == "torch.device":
                 return parent
         return None
@@ -194,11 +192,11 @@ class Checker:
         values = [*call.args, *(arg.value for arg in call.keywords)]
         if SHOWS.match(name) or method_of(call) in SHOWING_METHODS:
             self._check_read(call, values)
-        elif method_of(call) in TO_HOST and not values and self.steps.in_step(call):
+        elif method_of(call) in TO_HOST and not values and self.around.in_step(call):
             self.add(call, "read-in-loop")
         is_where = name == "torch.where" and len(values) == 1
         is_dynamic = is_where or last_name(call.func) in DYNAMIC and not HOST_CALLS.match(name)
-        if is_dynamic and self.steps.in_compiled_code(call):
+        if is_dynamic and self.around.in_compiled_code(call):
             self.add(call, "dynamic-shape")
 
     def _check_precision(self, call, name):
@@ -206,7 +204,7 @@ class Checker:
         is_old = name == "torch.cuda.amp.autocast"
         device = argument(call, "device_type", 0)
         enabled = argument(call, "enabled", 0 if is_old else None)
-        if enabled is not None and self.cuda.checks_in(enabled) is not None:  # off where there is no CUDA
+        if enabled is not None and self.around.checks_in(enabled) is not None:  # off where there is no CUDA
             self.report.covered.add((call, ""))
         elif SCALER.match(name):
             if not is_constant(enabled, False):
@@ -254,7 +252,7 @@ class Checker:
             calls = [call for _, call in self.source.calls if method_of(call) in ("to", "cuda")]
             moves = [call for call in calls if ast.unparse(call.func.value) in models]
             moves = [call for call in moves if not MOVED_ELSEWHERE.search(ast.unparse(call))]
-            moves = [call for call in moves if self.cuda.checks_around(call) is None]
+            moves = [call for call in moves if self.around.checks_around(call) is None]
             function = self.source.function_of(node)
             lines = [call.lineno for call in moves if self.source.function_of(call) is function]
             if lines and lines[0] > node.lineno:
@@ -264,18 +262,19 @@ class Checker:
 
     def _check_read(self, node, values):
         """`print(loss)`, `f"{loss}"`, `if loss > 3`: a node that waits for values."""
-        if self.steps.in_step(node) and any(map(self.steps.needs_loss, values)):
+        needed = set().union(*map(self.around.values, values))
+        if self.around.losses & needed and self.around.in_step(node):
             self.add(node, "read-in-loop")
 
     def _check_mask(self, node):
         """`x[mask]`"""
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        if any(map(self.steps.is_mask, indices)) and self.steps.in_compiled_code(node):
+        if any(map(self.around.is_mask, indices)) and self.around.in_compiled_code(node):
             self.add(node, "dynamic-shape")
 
     def _check_step(self, call, owner):
         """`optimizer.step()`, in a function that goes backward"""
-        functions = self.steps.bodies | {self.source.function_of(body) for body in self.steps.bodies}
+        functions = self.around.bodies | {self.source.function_of(body) for body in self.around.bodies}
         is_plain = owner == "optimizer" or self._is_made_by(owner, OPTIMIZER)
         is_step = is_plain or self._is_made_by(owner, SCALER)
         if not is_step or self.source.function_of(call) not in functions:

@@ -74,9 +74,7 @@ def read(path: str | Path) -> str:
     """A file's text with its line ends as they are. Raises UnicodeError, LookupError or SyntaxError where it
     is not text."""
     data = Path(path).read_bytes()
-    text = data.decode(_encoding(data))
-    text.encode()  # some encodings give halves of characters
-    return text
+    return data.decode(_encoding(data))
 
 
 def _encoding(data):

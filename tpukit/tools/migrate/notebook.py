@@ -17,9 +17,8 @@ ASSIGNED_MAGIC = re.compile(r"([\w.,\[\]'\" ]+=)\s*([!%].*)", re.DOTALL)
 # A shell's command that changes packages, and those whose versions the image has matched to one another.
 INSTALL = re.compile(r"\b(pip[\d.]*|conda|mamba)\s(.*\s)?((un)?install|remove)\s+(?P<packages>.*)")
 MATCHED = re.compile(
-    r"(py)?torch([\[=<>~!@ ].*)?|(torch[-_]xla|libtpu)\b.*|.*/(torch|torch_xla|libtpu)-.*\.whl"
-    r"|[${]+(py)?torch(_xla)?(_\w+)?}?",
-    re.IGNORECASE,
+    r"(?i)(py)?torch([\[=<>~!@ ].*)?|(torch[-_]xla|libtpu)\b.*|.*/(torch|torch_xla|libtpu)-.*\.whl"
+    r"|[${]+(py)?torch(_xla)?(_\w+)?}?"
 )
 ENVIRONMENT = re.compile(r"%(?:set_)?env\s+(\w+)")
 

@@ -36,22 +36,13 @@ class Source:
         self.nodes = sorted(located, key=lambda node: (node.lineno, node.col_offset))
         self.imported, self.assigned = {}, {}
         for node in self.nodes:
-            self._read_names(node)
-        self.calls = [(self.name(node.func), node) for node in self.nodes if isinstance(node, ast.Call)]
-
-    def _read_names(self, node):
-        match node:
-            case ast.Import(names=names):
-                for alias in names:
-                    first = alias.name.partition(".")[0]
-                    self.imported.setdefault(alias.asname or first, alias.name if alias.asname else first)
-            case ast.ImportFrom(names=names):
-                module = "." * node.level + (node.module or "")
-                for alias in names:
-                    self.imported.setdefault(alias.asname or alias.name, f"{module}.{alias.name}")
-            case ast.Assign(targets=targets):
-                for target in targets:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for bound, name in imports_of(node).items():
+                    self.imported.setdefault(bound, name)
+            elif isinstance(node, ast.Assign):
+                for target in node.targets:
                     self.assigned.setdefault(last_name(target), []).append(node.value)
+        self.calls = [(self.name(node.func), node) for node in self.nodes if isinstance(node, ast.Call)]
 
     def name(self, node: ast.AST) -> str:
         """The full name of a name or attribute, such as torch.nn.DataParallel; empty where there is none."""
@@ -85,6 +76,13 @@ class Source:
     def function_of(self, node: ast.AST) -> ast.AST:
         """The function that a node is in, or the module."""
         return next((outer for outer in self.ancestors(node) if isinstance(outer, Function)), self.tree)
+
+
+def imports_of(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
+    """name that an import binds -> full name of what it is bound to."""
+    module = f"{'.' * node.level}{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
+    bound = {alias.asname or alias.name.partition(".")[0]: alias for alias in node.names}
+    return {name: module + (alias.name if alias.asname else name) for name, alias in bound.items()}
 
 
 def is_cuda_word(node: ast.AST) -> bool:
