@@ -135,7 +135,7 @@ class Checker:
             node = outer
         device = "torch_xla.device()" if "torch.device(" in ast.unparse(node) else '"xla"'
         owner = self.source.parents[node]
-        keyword = owner.arg if isinstance(owner, ast.keyword) else ""
+        keyword = owner.arg or "" if isinstance(owner, ast.keyword) else ""
         owner = self.source.parents[owner] if keyword else owner
         name = self.source.name(owner.func) if isinstance(owner, ast.Call) else ""
         if keyword == "map_location":
@@ -232,9 +232,9 @@ class Checker:
     def _check_save(self, saved):
         """`torch.save(model.state_dict(), path)`"""
         values = self.source.assigned.get(saved.id, []) if isinstance(saved, ast.Name) else [saved]
-        for state in (one for value in values for one in ast.walk(value)):
-            if not isinstance(state, ast.Call) or method_of(state) != "state_dict":
-                continue
+        calls = [call for _, call in self.source.calls if method_of(call) == "state_dict"]
+        inside = {one for value in values for one in ast.walk(value)}
+        for state in (call for call in calls if call in inside):
             is_copied = any(isinstance(outer, ast.DictComp) for outer in self.source.ancestors(state))
             owner, text = last_name(state.func.value), ast.unparse(state)
             if is_copied or ON_HOST.search(text):

@@ -55,7 +55,9 @@ def examine(path: str | Path, to: str = "torch_xla") -> tuple[list[Finding], str
         if path.endswith(".ipynb"):
             notebook = Notebook(text)
             report = CHECKS[to](notebook.code)
-            found = [(*notebook.place(line), *rest) for line, *rest in [*report.findings, *notebook.findings]]
+            found: list[tuple] = [
+                (*notebook.place(line), *rest) for line, *rest in [*report.findings, *notebook.findings]
+            ]
             fixed = notebook.with_code(report.fixed())
         else:
             report = CHECKS[to](text)

@@ -42,7 +42,8 @@ class Source:
             elif isinstance(node, ast.Assign):
                 for target in node.targets:
                     self.assigned.setdefault(last_name(target), []).append(node.value)
-        self.calls = [(self.name(node.func), node) for node in self.nodes if isinstance(node, ast.Call)]
+        calls: list[Located] = [node for node in self.nodes if isinstance(node, ast.Call)]
+        self.calls = [(self.name(call.func), call) for call in calls]
 
     def name(self, node: ast.AST) -> str:
         """The full name of a name or attribute, such as torch.nn.DataParallel; empty where there is none."""

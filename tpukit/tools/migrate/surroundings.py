@@ -4,7 +4,7 @@
 import ast
 import re
 
-from tpukit.tools.migrate.source import Function, Source, last_name, method_of
+from tpukit.tools.migrate.source import Function, Located, Source, last_name, method_of
 
 CHECKS = {"torch.cuda.is_available", "torch.cuda.device_count"}
 NAMES_CUDA = re.compile(r"""["']cuda["':]|\.is_cuda\b""")
@@ -46,7 +46,7 @@ class Surroundings:
     def checks_around(self, node: ast.AST) -> Checks:
         """None where no condition around a node asks for CUDA. Else its calls that ask: none of them where it
         compares a device's name or mentions XLA, and so knows other devices."""
-        child = node
+        child: Located = node
         for outer in self.source.ancestors(node):
             conditions = []
             if isinstance(outer, ast.If | ast.IfExp) and child is not outer.test:
