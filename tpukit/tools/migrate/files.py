@@ -37,7 +37,8 @@ def files_in(paths: Sequence[str | Path]) -> list[Path]:
         else:
             raise TpukitError(f"{path} is neither an existing .py or .ipynb file nor a folder of them")
     if not found:
-        raise TpukitError(f"no .py or .ipynb files in: {', '.join(map(str, paths)) or 'nothing was named'}")
+        names = ", ".join(map(str, paths))
+        raise TpukitError(f"no .py or .ipynb files in [{names}]: name scripts, notebooks, or folders of them")
     return list(dict.fromkeys(found))
 
 
