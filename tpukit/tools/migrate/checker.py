@@ -32,7 +32,9 @@ SUMS_GRADIENTS = re.compile(r"FullySharded|ZeroRedundancyOptimizer|reduce_gradie
 SHARDS = re.compile(r"DistributedSampler|num_replicas|[.]shard\(|split_dataset_by_node|IterableDataset")
 # What needs the value of a tensor that is given to it: functions, and methods of loggers and progress bars.
 SHOWS = re.compile(r"builtins\.(print|float|int|bool|str|repr|min|max)$|logging\.")
-SHOWING_METHODS = set("debug info warning error set_postfix set_description add_scalar".split())
+SHOWING_METHODS = set(
+    "debug info warning error set_postfix set_postfix_str set_description add_scalar".split()
+)
 # What decides about flags, seeds or memory figures of CUDA alone.
 HARMLESS = re.compile(
     r"if torch\.cuda\.is_available\(\):(\n +torch\.(backends\.|cuda\.(manual_seed|empty_cache|\w*memory)).*)+"
@@ -40,7 +42,9 @@ HARMLESS = re.compile(
 )
 # Rules that code which runs only on CUDA cannot break.
 NOT_ON_CUDA = {"cuda", "cuda-check", "fp16", "data-parallel", "torch-compile"}
-MODELS = re.compile(r"(?i)(^|_)(model|net|network|encoder|decoder|generator|discriminator|unet|backbone)\d*$")
+MODELS = re.compile(
+    r"(?i)(^|_)(model|module|u?net(work)?|encoder|decoder|generator|discriminator|backbone)\d*$"
+)
 # What does not move a model to a device.
 MOVED_ELSEWHERE = re.compile(r"\(['\"]cpu|dtype|float|half|memory_format")
 ON_HOST = re.compile(r"\.cpu\(\)|\.to\(['\"]cpu['\"]\)")
