@@ -5,16 +5,10 @@ Parses scripts and notebooks, runs nothing, and needs neither torch nor a TPU. A
 where the code itself shows it; what cannot be seen in a file (the shapes of data, what an imported function
 does) is not guessed.
 
-files.py finds, checks and writes files; notebook.py makes one module of a notebook's cells; checker.py (and
-to_torch_tpu.py) hold the rules and the fixes; source.py, cuda_branches.py and steps.py answer their questions
-about the code. rules.toml lists the rules and names; findings.py prints what was found."""
+A file goes through files.py, notebook.py (one module of all cells), source.py (what names mean), and
+checker.py (whose rules ask surroundings.py about the code around) or to_torch_tpu.py. rules.toml lists rules
+and names, report.py collects findings and fixes, findings.py prints them."""
 
-from tpukit.tools.migrate.files import (  # noqa: F401 for users
-    contents,
-    copy_example,
-    difference,
-    examine,
-    files_in,
-    write,
-)
-from tpukit.tools.migrate.findings import FORMATS, RULES, Finding, as_table, as_text  # noqa: F401
+# ruff: noqa: F401
+from tpukit.tools.migrate.files import contents, copy_example, difference, examine, files_in, write
+from tpukit.tools.migrate.findings import FORMATS, RULES, Finding, as_table, as_text

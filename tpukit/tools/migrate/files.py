@@ -6,20 +6,20 @@ import io
 import itertools
 import os
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tpukit.host.errors import TpukitError, first_line
-from tpukit.host.files import copy_atomic, write_atomic
+from tpukit.host.files import copy_atomic, explain_unwritable, write_atomic
 from tpukit.host.tables import printable
-from tpukit.tools.migrate.checker import Checker, check_magic
+from tpukit.tools.migrate.checker import Checker
 from tpukit.tools.migrate.findings import Finding
 from tpukit.tools.migrate.notebook import Notebook
-from tpukit.tools.migrate.to_torch_tpu import ToTorchTPU
+from tpukit.tools.migrate.to_torch_tpu import check_for_torch_tpu
 
 KINDS = (".py", ".ipynb")
 LARGEST = 20 * 2**20  # bytes of a file
-CHECKERS = {"torch_xla": Checker, "torch_tpu": ToTorchTPU}
+CHECKS = {"torch_xla": lambda code: Checker(code).report, "torch_tpu": check_for_torch_tpu}
 
 
 def files_in(paths: Sequence[str | Path]) -> list[Path]:
@@ -28,23 +28,18 @@ def files_in(paths: Sequence[str | Path]) -> list[Path]:
     found = []
     for path in map(Path, paths):
         if path.is_dir():
-            found += _files_below(path)
+            below = [one for one in sorted(path.rglob("*")) if one.suffix in KINDS and one.is_file()]
+            shown = [one for one in below if "/." not in f"/{one.relative_to(path)}"]
+            # A link leads to a file that is listed anyway, or out of the folder: nothing there is rewritten.
+            found += [one for one in shown if not one.is_symlink()]
         elif path.suffix in KINDS and path.is_file():
             found.append(path)
         else:
             raise TpukitError(f"{path} is neither an existing .py or .ipynb file nor a folder of them")
     if not found:
-        named = f"no .py or .ipynb files in {', '.join(map(str, paths))}"
-        raise TpukitError(named if paths else "name scripts, notebooks, or folders of them")
+        names = ", ".join(map(str, paths))
+        raise TpukitError(f"no .py or .ipynb files in [{names}]: name scripts, notebooks, or folders of them")
     return list(dict.fromkeys(found))
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    """A link leads to a file that is listed anyway, or out of the folder, where nothing may be rewritten."""
-    for path in sorted(folder.rglob("*")):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.suffix in KINDS and path.is_file() and not path.is_symlink() and not is_hidden:
-            yield path
 
 
 def examine(path: str | Path, to: str = "torch_xla") -> tuple[list[Finding], str]:
@@ -52,53 +47,37 @@ def examine(path: str | Path, to: str = "torch_xla") -> tuple[list[Finding], str
     nothing.
 
     to: "torch_xla", of code for GPUs or an old torch_xla; "torch_tpu", of code for torch_xla."""
-    path = str(path)
+    path, text = str(path), ""
+    line = column = 1
     try:
         if not os.path.isfile(path) or os.path.getsize(path) > LARGEST:
-            return [unreadable(path, f"not a file of at most {LARGEST // 2**20} MiB")], ""
-        check = _check_notebook if path.endswith(".ipynb") else _check_script
-        findings, fixed = check(path, read(path), CHECKERS[to])
-        return sorted(set(findings)), fixed
-    except (UnicodeError, LookupError, SyntaxError):
-        reason = "not text in UTF-8, nor in the encoding that its first lines name"
+            raise ValueError(f"not a file of at most {LARGEST // 2**20} MiB")
+        text = read(path)
+        if path.endswith(".ipynb"):
+            notebook = Notebook(text)
+            report = CHECKS[to](notebook.code)
+            found: list[tuple] = [
+                (*notebook.place(line), *rest) for line, *rest in [*report.findings, *notebook.findings]
+            ]
+            fixed = notebook.with_code(report.fixed())
+        else:
+            report = CHECKS[to](text)
+            found, fixed = [(0, *one) for one in report.findings], report.fixed()
+        return sorted({Finding(path, *one) for one in found}), fixed
+    except SyntaxError as error:  # of its encoding, too
+        reason, line, column = f"not valid Python 3: {error.msg}", error.lineno or 1, error.offset or 1
     except (RecursionError, MemoryError):
         reason = "nested too deeply"
     except Exception as error:  # whatever a strange file does costs its own finding alone
         reason = f"{type(error).__name__}: {first_line(error)}"
-    return [unreadable(path, reason)], ""
-
-
-def _check_script(path, text, checker_class):
-    try:
-        checker = checker_class(text)
-    except SyntaxError as error:
-        return [unreadable(path, "not valid Python 3", 0, error.lineno or 1, error.offset or 1)], text
-    return [Finding(path, 0, *found) for found in checker.findings], checker.fixed()
-
-
-def _check_notebook(path, text, checker_class):
-    try:
-        notebook = Notebook(text)
-    except ValueError as error:
-        return [unreadable(path, f"not a notebook ({error})")], text
-    checker = checker_class(notebook.code)
-    magics = [(line, 1, *found) for line, command in notebook.magics for found in check_magic(command)]
-    findings = [Finding(path, *notebook.place(line), *rest) for line, *rest in [*checker.findings, *magics]]
-    findings += [unreadable(path, "not valid Python 3", *place) for place in notebook.unreadable]
-    return findings, notebook.with_code(checker.fixed())
-
-
-def unreadable(path: str, reason: str, cell: int = 0, line: int = 1, column: int = 1) -> Finding:
-    return Finding(path, cell, line, column, "unreadable", reason)
+    return [Finding(path, 0, line, column, "unreadable", reason)], text
 
 
 def read(path: str | Path) -> str:
     """A file's text with its line ends as they are. Raises UnicodeError, LookupError or SyntaxError where it
     is not text."""
     data = Path(path).read_bytes()
-    text = data.decode(_encoding(data))
-    text.encode()  # some encodings give halves of characters
-    return text
+    return data.decode(_encoding(data))
 
 
 def _encoding(data):
@@ -120,28 +99,18 @@ def write(path: str | Path, fixed: str) -> Path:
     a copy of the file as it was, beside it: NAME.orig, or NAME.orig2 and so on where there is one. Raises
     TpukitError."""
     path = Path(path).resolve()
-    try:
+    copies = (Path(f"{path}.orig{number}") for number in itertools.chain([""], itertools.count(2)))
+    with explain_unwritable(path):
         data, mode = path.read_bytes(), path.stat().st_mode
-        copy = _write_copy(path, data)
+        for copy in copies:
+            with contextlib.suppress(FileExistsError), open(copy, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                break
         write_atomic(path, fixed.encode(_encoding(data)))
         os.chmod(path, mode & 0o7777)
-    except OSError as error:
-        raise TpukitError(
-            f"{path} cannot be written ({error.strerror}): copy it to a folder of yours first"
-        ) from error
     return copy
-
-
-def _write_copy(path, data):
-    """Write bytes to a new file beside `path`. Returns its path."""
-    numbers = itertools.chain([""], itertools.count(2))
-    while True:
-        copy = Path(f"{path}.orig{next(numbers)}")
-        with contextlib.suppress(FileExistsError), open(copy, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            return copy
 
 
 def difference(path: str | Path, fixed: str) -> str:

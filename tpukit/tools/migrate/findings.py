@@ -39,21 +39,18 @@ class Finding:
         return self.advice or RULES[self.rule][1]
 
     @property
-    def message(self) -> str:
-        return f"{self.found}: {self.what_to_do}"
-
-    @property
     def place(self) -> str:
         cell = f" cell {self.cell}" if self.cell else ""
         return f"{self.path}{cell}:{self.line}:{self.column}"
 
+    def __str__(self):
+        fix = " (--fix)" if self.fixable else ""
+        return f"{self.place}: {self.level} [{self.rule}] {self.found}: {self.what_to_do}{fix}"
+
 
 def as_text(findings: list[Finding]) -> str:
     """A line for each finding, and a summary."""
-    lines = [
-        f"{f.place}: {f.level} [{f.rule}] {f.message}{' (--fix)' if f.fixable else ''}" for f in findings
-    ]
-    return printable("\n".join([*lines, _summary(findings)]))
+    return printable("\n".join([*map(str, findings), _summary(findings)]))
 
 
 def as_table(findings: list[Finding]) -> Table:
@@ -66,8 +63,7 @@ def as_table(findings: list[Finding]) -> Table:
 
 
 def as_json(findings: list[Finding]) -> str:
-    rows = [dict(dataclasses.asdict(f), level=f.level, message=f.message) for f in findings]
-    return json.dumps(rows, indent=1)
+    return json.dumps([vars(f) | {"level": f.level, "advice": f.what_to_do} for f in findings], indent=1)
 
 
 def _summary(findings):

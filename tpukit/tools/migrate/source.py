@@ -1,4 +1,4 @@
-"""A parsed module: what names mean after its imports, what surrounds a node, and how its text is changed."""
+"""A parsed module: what names mean after its imports, and what surrounds a node."""
 
 import ast
 import builtins
@@ -32,28 +32,18 @@ class Source:
         self.starts = [0, *itertools.accumulate(map(len, lines))]  # of the lines, in bytes
         every: list[Located] = list(ast.walk(self.tree))
         self.parents = {child: node for node in every for child in ast.iter_child_nodes(node)}
-        self.nodes = sorted(
-            (node for node in every if hasattr(node, "lineno")),
-            key=lambda node: (node.lineno, node.col_offset),
-        )
+        located = [node for node in every if hasattr(node, "lineno")]
+        self.nodes = sorted(located, key=lambda node: (node.lineno, node.col_offset))
         self.imported, self.assigned = {}, {}
         for node in self.nodes:
-            self._read_names(node)
-        self.calls = [(self.name(node.func), node) for node in self.nodes if isinstance(node, ast.Call)]
-
-    def _read_names(self, node):
-        match node:
-            case ast.Import(names=names):
-                for alias in names:
-                    first = alias.name.partition(".")[0]
-                    self.imported.setdefault(alias.asname or first, alias.name if alias.asname else first)
-            case ast.ImportFrom(names=names):
-                module = "." * node.level + (node.module or "")
-                for alias in names:
-                    self.imported.setdefault(alias.asname or alias.name, f"{module}.{alias.name}")
-            case ast.Assign(targets=targets):
-                for target in targets:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for bound, name in imports_of(node).items():
+                    self.imported.setdefault(bound, name)
+            elif isinstance(node, ast.Assign):
+                for target in node.targets:
                     self.assigned.setdefault(last_name(target), []).append(node.value)
+        calls: list[Located] = [node for node in self.nodes if isinstance(node, ast.Call)]
+        self.calls = [(self.name(call.func), call) for call in calls]
 
     def name(self, node: ast.AST) -> str:
         """The full name of a name or attribute, such as torch.nn.DataParallel; empty where there is none."""
@@ -68,15 +58,6 @@ class Source:
             root = f"builtins.{node.id}"
         return ".".join([root, *reversed(parts)])
 
-    def position(self, node: Located) -> tuple[int, int]:
-        """(line, column), from 1; within an f-string that of the whole, because older Pythons know no
-        other."""
-        for outer in self.ancestors(node):
-            if isinstance(outer, ast.JoinedStr):
-                node = outer
-        before = self.text(self.starts[node.lineno - 1], self.start(node))
-        return node.lineno, len(before) + 1
-
     def start(self, node: Located) -> int:
         """Where a node's text starts, in bytes of the code."""
         return self.starts[node.lineno - 1] + node.col_offset
@@ -87,7 +68,7 @@ class Source:
     def text(self, start: int, end: int) -> str:
         return self.code[start:end].decode()
 
-    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+    def ancestors(self, node: ast.AST) -> Iterator[Located]:
         """The nodes around a node, the nearest first."""
         while node in self.parents:
             node = self.parents[node]
@@ -97,73 +78,24 @@ class Source:
         """The function that a node is in, or the module."""
         return next((outer for outer in self.ancestors(node) if isinstance(outer, Function)), self.tree)
 
-    def is_cuda_device(self, node: ast.AST | None) -> bool:
-        """Whether an expression is a CUDA device or its name: "cuda", "cuda:0", f"cuda:{i}",
-        torch.device("cuda")."""
-        if isinstance(node, ast.Call) and self.name(node.func) == "torch.device" and node.args:
-            node = node.args[0]
-        return isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and is_cuda_word(node)
 
-    def changed(self, edits: list[tuple[int, int, str]], modules: set[str]) -> str:
-        """The code with edits (start, end, new text), and with imports of the modules."""
-        parts, end = [], 0
-        edits = sorted([*edits, *self._imports(modules)], key=lambda edit: edit[:2]) if edits else []
-        for start, stop, text in edits:
-            if start >= end:  # else it is in what another one replaces
-                parts += [self.text(end, start), text]
-                end = stop
-        return "".join([*parts, self.text(end, len(self.code))])
-
-    def _imports(self, modules):
-        """Edits that import the modules that are not imported yet: above the first import, or below the
-        docstring."""
-        at, there = 0, set()
-        for place, node in reversed(list(enumerate(self.tree.body))):
-            is_docstring = place == 0 and ast.get_docstring(self.tree) is not None
-            if is_docstring or isinstance(node, ast.ImportFrom) and node.module == "__future__":
-                at = max(at, place + 1)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                at = place
-            if isinstance(node, ast.Import):
-                there |= {alias.name for alias in node.names if not alias.asname}
-        below: Located = self.tree.body[at - 1] if at == len(self.tree.body) else None
-        line = below.end_lineno if below else _first_line(self.tree.body[at]) - 1
-        return [self.insertion(line, f"import {name}") for name in sorted(modules - there)]
-
-    def line_after(self, node: Located, text: str) -> tuple[int, int, str] | None:
-        """The edit that puts a line of text after an expression; None where it is not alone on its lines."""
-        if not isinstance(node, ast.Expr):
-            return None
-        last: Any = node.end_lineno
-        before = self.text(self.starts[node.lineno - 1], self.start(node))
-        after = self.text(self.end(node), self.starts[last])
-        is_alone = not before.strip() and re.fullmatch(r"\s*(#.*)?", after.rstrip("\r\n"))
-        return self.insertion(last, f"{before}{text}") if is_alone else None
-
-    def insertion(self, line: int, text: str) -> tuple[int, int, str]:
-        """The edit that puts a line of text after so many lines of the code."""
-        newline = "\r\n" if self.code[: self.starts[1]].endswith(b"\r\n") else "\n"
-        is_open = line > 0 and not self.code[: self.starts[line]].endswith((b"\n", b"\r"))
-        return self.starts[line], self.starts[line], f"{newline}{text}" if is_open else f"{text}{newline}"
-
-
-def _first_line(statement: Located) -> int:
-    return min(node.lineno for node in [statement, *getattr(statement, "decorator_list", [])])
+def imports_of(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
+    """name that an import binds -> full name of what it is bound to."""
+    module = f"{'.' * node.level}{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
+    bound = {alias.asname or alias.name.partition(".")[0]: alias for alias in node.names}
+    return {name: module + (alias.name if alias.asname else name) for name, alias in bound.items()}
 
 
 def is_cuda_word(node: ast.AST) -> bool:
-    """Whether the text of an expression starts as the name of a CUDA device does."""
+    """Whether the text of an expression starts as the name of a CUDA device does: "cuda", f"cuda:{i}"."""
     return bool(CUDA_WORD.match(ast.unparse(node)))
 
 
 def last_name(node: ast.AST) -> str:
     """x of `x` and of `a.b.x`; empty for another expression."""
-    match node:
-        case ast.Name():
-            return node.id
-        case ast.Attribute():
-            return node.attr
-    return ""
+    return (
+        getattr(node, "attr", getattr(node, "id", "")) if isinstance(node, ast.Attribute | ast.Name) else ""
+    )
 
 
 def method_of(call: ast.Call) -> str:
@@ -181,14 +113,3 @@ def argument(call: ast.Call, keyword: str, position: int | None = None) -> ast.e
 
 def is_constant(node: ast.AST | None, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
-
-
-def names_in(node: ast.AST) -> set[str]:
-    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
-
-
-def defaults_of(parameters: ast.arguments) -> list[tuple[ast.arg, ast.expr | None]]:
-    """Each parameter but *args and **kwargs with its default, or None."""
-    positional = [*parameters.posonlyargs, *parameters.args]
-    defaults = [None] * (len(positional) - len(parameters.defaults)) + parameters.defaults
-    return [*zip(positional, defaults), *zip(parameters.kwonlyargs, parameters.kw_defaults)]
