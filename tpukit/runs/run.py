@@ -26,12 +26,13 @@ import operator
 import secrets
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpukit.host import environment, files
 from tpukit.host.errors import Damaged, TpukitError
+from tpukit.host.json_types import has_type
 from tpukit.host.tables import printable
 from tpukit.runs import checkpoints, weights
 from tpukit.runs.backup import Backup
@@ -66,9 +67,10 @@ class Run:
 
     echo = True  # print to the console too; a launched core does not: its launching process shows log.txt
     is_launched = False  # a core of a launch, whose launching process passes signals on (`stop_requested`)
+    check_lock: Callable[[], None] = staticmethod(lambda: None)
+    """raises TpukitError if another process has taken the lock that this one holds"""
     _writes = True
-    _events = None
-    _check_lock = None
+    _events: EventFile | None = None
 
     def __init__(self, path: str | Path, backup: str | Path | None = None):
         if "\0" in str(path):
@@ -168,12 +170,11 @@ class Run:
         if not self._writes:
             yield
             return
-        with files.exclusive_lock(self.path / ".lock", signs=[self.path / "progress.json"]) as check:
-            self._check_lock = check
+        with files.exclusive_lock(self.path / ".lock", signs=[self.path / "progress.json"]) as self.check_lock:
             try:
                 yield
             finally:
-                self._check_lock = None
+                del self.check_lock
 
     def lock_to_open(self) -> contextlib.AbstractContextManager[None]:
         """`lock`, for what opens or restores the run, and makes its folder. None on a TPU VM: the hosts of a
@@ -181,11 +182,6 @@ class Run:
         with files.explain_unwritable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         return contextlib.nullcontext() if environment.detect().host == "tpu-vm" else self.lock()
-
-    def check_lock(self) -> None:
-        """Raise TpukitError if another process has taken the lock that this one holds."""
-        if self._check_lock is not None:
-            self._check_lock()
 
     # What is in the folder
 
@@ -292,20 +288,10 @@ class Run:
         """Cut the records back to what they were at a checkpoint: the resumed run writes the rest again.
         Those of the backup, if whole, replace damaged ones."""
         path = self.path / "records.jsonl"
-
-        def check(file: Path) -> None:
-            kept = file.read_bytes()[:size] if file.exists() else b""
-            damaged = sum(not _parse_record(line) for line in kept.splitlines())
-            if damaged or len(kept) < size:
-                lost = (
-                    f"{damaged} damaged lines are left out, and {size - len(kept)} of {size} bytes are lost"
-                )
-                raise Damaged(f"{path}: {lost}")
-
         try:
-            self._mend(path.name, check)
+            self._mend(path.name, functools.partial(_check_records, size=size))
         except Damaged as error:
-            self.print(error)
+            self.print(f"{path}: {error}")
         if self.backup:
             self.backup.records = 0, 0
         if self.records_size() > size:
@@ -365,7 +351,7 @@ class Run:
         are kept."""
         self.check_results()
         found = self.checkpoints()
-        for number, entry in enumerate(found):
+        for entry in found:
             name = f"checkpoints/{entry['file']}"
             try:
                 self._mend(name, functools.partial(checkpoints.check, entry=entry))
@@ -373,9 +359,9 @@ class Run:
             except Damaged as error:
                 self.print(f"checkpoint {entry['file']} is damaged ({error}); trying the previous one")
                 continue
-            if number:
-                path = self.path / "checkpoints" / checkpoints.LIST
-                files.write_atomic(path, checkpoints.list_text(found[number:]))
+            if entry is not found[0]:
+                text = checkpoints.list_text(found[found.index(entry) :])
+                files.write_atomic(self.path / "checkpoints" / checkpoints.LIST, text)
             self._restore_records(saved["records_size"])
             return saved["state"]
         if found:
@@ -393,9 +379,10 @@ class Run:
             check(self.path / name)
             return False
         except Damaged:
-            if self.backup and self.backup.take_back(self, name, check):
-                return True
-            raise
+            if not self.backup or not self.backup.take(self, name, check):
+                raise
+            self.print(f"{name} in {self.path} was damaged: taken from {self.backup}")
+            return True
 
     def mend_best(self) -> dict[str, str] | None:
         """None if best.safetensors is whole. Otherwise the metadata of the backup's, which takes its place;
@@ -424,13 +411,21 @@ class Run:
 
 def _parse_record(line: bytes) -> dict[str, Any] | None:
     """The record on a line, None for a damaged one."""
-    try:
+    with contextlib.suppress(ValueError):
         record = files.parse_with_crc32(line)
-        numbers = record["step"], record["time"]
-        is_valid = isinstance(record["kind"], str) and all(0 <= number < 2**53 for number in numbers)
-    except (ValueError, KeyError, TypeError):
-        return None
-    return record if is_valid else None
+        if has_type(record, dict(kind=str, step=int, time=float)):
+            return record
+    return None
+
+
+def _check_records(path: Path, size: int) -> None:
+    """Raise Damaged if one of the first `size` bytes of a file of records is missing, or a line in them
+    damaged."""
+    kept = path.read_bytes()[:size] if path.exists() else b""
+    damaged = sum(not _parse_record(line) for line in kept.splitlines())
+    if damaged or len(kept) < size:
+        lost = f"{size - len(kept)} of {size} bytes are lost"
+        raise Damaged(f"{damaged} damaged lines are left out, and {lost}")
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
