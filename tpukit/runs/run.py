@@ -209,7 +209,7 @@ class Run:
         fields = [field for field in dataclasses.fields(task) if not field.metadata.get("free")]
         # A run of an earlier version, which did not have a setting yet, trained as by its default.
         old = {field.name: _plain(field.default) for field in fields} | config["settings"]
-        if weights.is_address(old["weights"]):  # which earlier versions read
+        if weights.ADDRESS.match(str(old["weights"])):  # which earlier versions read
             old["weights"] = new["weights"]
         changed = [field.name for field in fields if old[field.name] != new[field.name]]
         if changed:
