@@ -107,7 +107,7 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
     try:
         with explain_unwritable(folder, only=DISK_FULL):
             yield work
-        with explain_unwritable(folder.parent):
+        with explain_unwritable(folder):
             os.replace(work, folder)
         _sync_names(folder.parent)
     finally:

@@ -121,13 +121,8 @@ class Backup:
 
     def take(self, run: "Run", name: str, check: Check) -> bool:
         """Replace a file of the run by its copy, if that is whole. Returns whether it is; if not, says so."""
-
-        def check_both(path: Path) -> None:
-            check(path)
-            run.check_lock()  # copying may have taken long
-
         try:
-            self.storage.get(name, run.path / name, check_both)
+            self.storage.get(name, run.path / name, check)
             return True
         except Damaged as error:
             run.print(f"{name} is not taken from {self} ({error})")
@@ -162,35 +157,29 @@ class Backup:
         return copy, copy.checkpoints() or checkpoints.entries_of(self.storage.names("checkpoints"))
 
     def restore(self, run: "Run", task: "Task") -> None:
-        """Restore a run of this task from its copy: what is whole there, and nothing else that lies there."""
-        unfinished = run.path / ".restoring"  # the run's id; exists only if a kill cut this short
-        if not unfinished.exists():
-            Storage(run.path.absolute()).check_empty()
+        """Restore a run of this task from its copy: what is whole there, and nothing else that lies there.
+        The run's folder appears with all of it or not at all."""
+        Storage(run.path.absolute()).check_empty()
         copy, entries = self._open_copy(run)
-        run.check_links()
         copy.check_settings(task)
-        if not entries:
-            copy.check_results(list(filter(self.storage.has, ("best.safetensors", "records.jsonl"))))
         print(printable(f"run: restoring {run.path} from {self}"))
-        with run.lock_to_open():
-            if (run.path / "config.json").exists():  # another process has restored it meanwhile
-                return
-            run_id = str(copy.config.get("id"))
-            if unfinished.exists() and unfinished.read_text(errors="replace") != run_id:
-                raise TpukitError(
-                    f"{run.path} has parts of another run than {run_id}: choose an empty folder"
-                )
-            files.write_atomic(unfinished, run_id)
-            checks = _checks(entries)
-            # The list after what it names; config.json last: it is what makes the folder a run.
-            arrived = [entry for entry in entries if self.take(run, _name(entry), checks[_name(entry)])]
+        if run.path.exists():
+            with run.lock():  # raises where another process has the folder
+                for left in (run.path / ".lock", *run.path.glob(".launch-*.lock")):
+                    left.unlink()
+        checks = _checks(entries)
+        with files.atomic_folder(run.path.resolve()) as folder:
+            restored = type(run)(folder)
+            restored.label = str(self)
+            for name in filter(self.storage.has, COPIED):
+                self.take(restored, name, checks[name])
+            arrived = [entry for entry in entries if self.take(restored, _name(entry), checks[_name(entry)])]
             if entries and not arrived:
                 raise TpukitError(f"none of the {len(entries)} checkpoints in {self} is whole: start anew")
-            (run.path / "checkpoints").mkdir(exist_ok=True)
-            checkpoints.write_list(run.path / "checkpoints", arrived)
-            for name in filter(self.storage.has, reversed(COPIED)):
-                self.take(run, name, checks[name])
-            unfinished.unlink(missing_ok=True)
+            (folder / "checkpoints").mkdir(exist_ok=True)
+            if entries or checkpoints.read_list(copy.path / "checkpoints") is not None:
+                checkpoints.write_list(folder / "checkpoints", arrived)
+            restored.check_results()
 
 
 def find_run(env: Environment, name: str) -> Path | None:

@@ -14,7 +14,6 @@ tensorboard/             the records' numbers for TensorBoard, if it is installe
 cores/                   what each core of the last launch printed, and its error or stacks if it failed
 .lock                    host and pid of the process that trains here
 .launch-HOST.lock        host and pid of the process that launched the cores of that host
-.restoring               its id, only while the run is being restored from a backup
 .test                    marks a folder without a run, in which foreign weights were tested
 """
 
@@ -26,7 +25,7 @@ import operator
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,10 +118,14 @@ class Run:
         config = run.path / "config.json"
         if run.backup:
             run.backup.storage.check_before_training()
-            if not config.exists() and run.backup.storage.has("config.json"):
-                run.backup.restore(run, task)
-        if earlier and not config.exists():
-            Backup(earlier).restore(run, task)
+        has_copy = run.backup and run.backup.storage.has("config.json")
+        source = run.backup if has_copy else Backup(earlier) if earlier else None
+        if source and not config.exists():
+            try:
+                source.restore(run, task)
+            except TpukitError:
+                if not config.exists():  # as another process has restored it meanwhile, on a TPU VM's other host
+                    raise
         run.check_links()
         run_id = secrets.token_hex(8)
         if config.exists():
@@ -135,7 +138,11 @@ class Run:
         if run.backup:
             run.backup.check_run(run, run_id)
         values = dict(task=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
-        with run.lock_to_open(), files.explain_unwritable(run.path):
+        with files.explain_unwritable(run.path):
+            run.path.mkdir(parents=True, exist_ok=True)
+        # The hosts of a slice of TPU VMs may share the folder, and each opens the run.
+        lock = contextlib.nullcontext() if environment.detect().host == "tpu-vm" else run.lock()
+        with lock, files.explain_unwritable(run.path):
             files.write_atomic(config, json.dumps(files.with_crc32(values), indent=1))
             (run.path / "checkpoints").mkdir(exist_ok=True)
             if not run.checkpoints() and checkpoints.read_list(run.path / "checkpoints") is None:
@@ -175,13 +182,6 @@ class Run:
                 yield
             finally:
                 del self.check_lock
-
-    def lock_to_open(self) -> contextlib.AbstractContextManager[None]:
-        """`lock`, for what opens or restores the run, and makes its folder. None on a TPU VM: the hosts of a
-        slice may share the folder, and each opens the run."""
-        with files.explain_unwritable(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-        return contextlib.nullcontext() if environment.detect().host == "tpu-vm" else self.lock()
 
     # What is in the folder
 
@@ -224,12 +224,11 @@ class Run:
             found.append("records.jsonl")
         return found
 
-    def check_results(self, names: Iterable[str] | None = None) -> None:
-        """Raise TpukitError for results without checkpoints, which a new training would replace. names: files
-        that hold results, if they lie elsewhere."""
+    def check_results(self) -> None:
+        """Raise TpukitError for results without checkpoints, which a new training would replace."""
         if self.checkpoints() or checkpoints.read_list(self.path / "checkpoints") is not None:
             return
-        if names := self._results() if names is None else names:
+        if names := self._results():
             raise TpukitError(
                 f"{self.label} holds {' and '.join(names)} of a training, but none of its checkpoints: put"
                 " them back, or choose a new run folder (and another backup)"
