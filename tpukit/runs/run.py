@@ -116,10 +116,11 @@ class Run:
         if environment.rank() != 0:
             return run.read_only()  # rank 0 prints and writes for all
         config = run.path / "config.json"
+        source = Backup(earlier) if earlier else None
         if run.backup:
             run.backup.storage.check_before_training()
-        has_copy = run.backup and run.backup.storage.has("config.json")
-        source = run.backup if has_copy else Backup(earlier) if earlier else None
+            if run.backup.storage.has("config.json"):
+                source = run.backup
         if source and not config.exists():
             try:
                 source.restore(run, task)
@@ -138,15 +139,13 @@ class Run:
         if run.backup:
             run.backup.check_run(run, run_id)
         values = dict(task=task.name, settings=settings_dict(task), tpukit=__version__, id=run_id)
-        with files.explain_unwritable(run.path):
-            run.path.mkdir(parents=True, exist_ok=True)
         # The hosts of a slice of TPU VMs may share the folder, and each opens the run.
         lock = contextlib.nullcontext() if environment.detect().host == "tpu-vm" else run.lock()
+        with files.explain_unwritable(run.path):
+            (run.path / "checkpoints").mkdir(parents=True, exist_ok=True)
         with lock, files.explain_unwritable(run.path):
             files.write_atomic(config, json.dumps(files.with_crc32(values), indent=1))
-            (run.path / "checkpoints").mkdir(exist_ok=True)
-            if not run.checkpoints() and checkpoints.read_list(run.path / "checkpoints") is None:
-                checkpoints.write_list(run.path / "checkpoints", [])
+            checkpoints.write_list(run.path / "checkpoints", run.checkpoints())
         if run.backup:
             print(printable(f"run: every checkpoint is copied to {run.backup}"))
         return run
