@@ -125,7 +125,7 @@ class Backup:
             self.storage.get(name, run.path / name, check)
             return True
         except Damaged as error:
-            run.print(f"{name} is not taken from {self} ({error})")
+            run.print(f"{name} in {self} is damaged or missing ({error}): it is not taken from there")
             return False
 
     def check_run(self, run: "Run", run_id: str) -> None:

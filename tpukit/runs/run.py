@@ -125,7 +125,7 @@ class Run:
             try:
                 source.restore(run, task)
             except TpukitError:
-                if not config.exists():  # as another process has restored it meanwhile, on a TPU VM's other host
+                if not config.exists():  # another host of a slice of TPU VMs may have restored it meanwhile
                     raise
         run.check_links()
         run_id = secrets.token_hex(8)
@@ -176,7 +176,8 @@ class Run:
         if not self._writes:
             yield
             return
-        with files.exclusive_lock(self.path / ".lock", signs=[self.path / "progress.json"]) as self.check_lock:
+        signs = [self.path / "progress.json"]
+        with files.exclusive_lock(self.path / ".lock", signs) as self.check_lock:
             try:
                 yield
             finally:
