@@ -105,7 +105,9 @@ def state(step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut_after", [0, 5_000, 400_000], ids=lambda size: f"after {size} bytes")
+@pytest.mark.parametrize(
+    "cut_after", [0, 500, 5_000, 400_000, 810_000], ids=lambda size: f"after {size} bytes"
+)
 def test_a_connection_that_vanishes_within_a_backup_loses_nothing_and_the_backup_catches_up(
     cut_after, bucket, line, tmp_path, capsys
 ):

@@ -66,8 +66,8 @@ class Run:
 
     echo = True  # print to the console too; a launched core does not: its launching process shows log.txt
     is_launched = False  # a core of a launch, whose launching process passes signals on (`stop_requested`)
-    check_lock: Callable[[], None] = staticmethod(lambda: None)
-    """raises TpukitError if another process has taken the lock that this one holds"""
+    # Raises TpukitError if another process has taken the lock that this one holds.
+    _check_lock: Callable[[], None] = staticmethod(lambda: None)
     _writes = True
     _events: EventFile | None = None
 
@@ -177,11 +177,11 @@ class Run:
             yield
             return
         signs = [self.path / "progress.json"]
-        with files.exclusive_lock(self.path / ".lock", signs) as self.check_lock:
+        with files.exclusive_lock(self.path / ".lock", signs) as self._check_lock:
             try:
                 yield
             finally:
-                del self.check_lock
+                del self._check_lock
 
     # What is in the folder
 
@@ -256,7 +256,7 @@ class Run:
         """Append one record. Floats that are not finite become null: JSON has no such numbers."""
         if not self._writes:
             return
-        self.check_lock()
+        self._check_lock()
         record = _finite(dict(kind=kind, step=step, time=round(time.time(), 3), **values))
         files.append(self.path / "records.jsonl", json.dumps(files.with_crc32(record)) + "\n")
         if kind == "start":
@@ -331,7 +331,7 @@ class Run:
             state: pytree of CPU tensors, numbers and strings.
             records_size: bytes of the records that belong to this state; by default all that are there.
         """
-        self.check_lock()
+        self._check_lock()
         size = self.records_size() if records_size is None else records_size
         for name in ("records.jsonl", "log.txt"):  # a checkpoint reaches the disk after what it counts on
             if (self.path / name).exists():
@@ -403,7 +403,7 @@ class Run:
 
     def save_best(self, tensors: "Mapping[str, Tensor]", **values: Any) -> None:
         """Write the best weights, CPU tensors by name, as best.safetensors. values: kept as its metadata."""
-        self.check_lock()
+        self._check_lock()
         data = weights.serialize(tensors, {name: str(value) for name, value in values.items()})
         files.write_atomic(self.path / "best.safetensors", data)
 

@@ -15,6 +15,8 @@ class EventFile:
     """tpukit's one event file in a folder. Those of earlier sessions are removed: a resumed run writes
     all its records again, and may have fewer; files of others stay."""
 
+    _new_writer: Any
+
     def __init__(self, folder: Path):
         self.path = folder / f"events.out.tfevents.{time.time_ns()}.tpukit"
         try:
