@@ -69,7 +69,7 @@ class Line(socketserver.ThreadingTCPServer):
     daemon_threads = True
 
     def __init__(self, port):
-        super().__init__(("127.0.0.1", 0), None)
+        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
         self.target, self.port, self.sockets = port, self.server_address[1], []
         self.mend()
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
