@@ -350,6 +350,17 @@ def test_a_run_that_another_process_restores_or_trains_is_not_restored_into(copi
     assert reopened(copied).restore() == dict(a=2)
 
 
+def test_what_an_unfinished_restore_of_another_run_left_is_not_taken_for_a_part_of_this_one(copied, tmp_path):
+    left = tmp_path / "left"  # as earlier versions left it
+    left.mkdir()
+    shutil.copy(copied.path / "best.safetensors", left)
+    (left / ".restoring").write_text("another id")
+    before = content(left)
+    with refuses(left, "best.safetensors"):
+        reopened(copied, "left")
+    assert content(left) == before
+
+
 def test_a_finished_run_whose_last_session_was_killed_before_its_backup_catches_up(trained, cpu, tmp_path):
     task, run = trained
     drive = tmp_path / "drive"

@@ -96,6 +96,32 @@ def test_a_training_whose_machine_is_lost_resumes_on_a_fresh_one(
         assert without_secrets(out, *(value.decode(errors="ignore") for value in left.values()))
 
 
+@pytest.mark.slow
+def test_a_training_whose_connection_vanishes_trains_on_and_its_next_session_catches_up(
+    bucket, line, straight, tmp_path, cpu, capsys, monkeypatch
+):
+    settings, whole = straight
+    task = MNIST(epochs=3, **settings)
+    saved, save = [], Run.save
+
+    def cut_after_the_first(self, state, step, size):
+        save(self, state, step, size)
+        saved.append(step)
+        line.cut()
+
+    with monkeypatch.context() as cutting:
+        cutting.setattr(Run, "save", cut_after_the_first)
+        train(task, Run.open(tmp_path / "here", task, backup=bucket.address), runtime=cpu, progress=False)
+    assert len(saved) > 1 and capsys.readouterr().out.count("failed") == 1
+    assert listed(bucket)[0]["step"] == saved[0]
+    line.mend()
+    task = MNIST(epochs=4, **settings)
+    again = Run.open(tmp_path / "here", task, backup=bucket.address)
+    train(task, again, runtime=cpu, progress=False)
+    assert exact(again) == exact(whole)
+    assert listed(bucket)[0]["step"] == again.checkpoints()[0]["step"] > saved[-1]
+
+
 def listed(bucket):
     return json.loads(stored(bucket)["runs/mnist/checkpoints/checkpoints.json"])
 
