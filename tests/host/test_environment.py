@@ -1,11 +1,9 @@
 """Where am I: read from environment variables and files that the tests lay out."""
 
+import contextlib
 import dataclasses
-import importlib.util
-import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -50,49 +48,22 @@ def test_a_tpu_is_found_and_required_with_as_many_cores_as_it_has(
         ("2.9.0", None, None, None, None, None),
     ],
 )
-def test_the_first_cells_know_the_backend_of_a_tpu_and_whether_it_fits_and_import_none_of_it(
-    torch, torch_xla, torch_tpu, libtpu, backend, fits, tmp_path
+def test_the_backend_of_a_tpu_and_whether_it_fits_are_known(
+    torch, torch_xla, torch_tpu, libtpu, backend, fits, tmp_path, versions
 ):
-    """In an image of packages that cannot even be imported: a notebook's first cell, `detect`, its table and
-    `require`."""
     add_chips(tmp_path, 8)
-    installed = dict(torch=torch, torch_xla=torch_xla, torch_tpu=torch_tpu, libtpu=libtpu)
-    for name, version in installed.items():
-        if version:
-            about, package = tmp_path / f"site/{name}-{version}.dist-info", tmp_path / "site" / name
-            about.mkdir(parents=True)
-            (about / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
-            package.mkdir()
-            (package / "__init__.py").write_text("raise ImportError(__name__)")
-    for name in ("rich", "pygments", "markdown_it", "mdurl"):  # which print the table
-        (tmp_path / "site" / name).symlink_to(Path(importlib.util.find_spec(name).origin).parent)
-    ran = subprocess.run(
-        [sys.executable, "-S", "-c", FIRST_CELLS, str(tmp_path), json.dumps(KAGGLE_TPU)],
-        cwd=ROOT, env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    words = ran.stdout.splitlines()
-    assert f"backend {backend}" in words and "imported []" in words
-    assert ran.stdout.count("through") == ran.stdout.count(f"through {backend}") == bool(backend)
+    versions(torch=torch, torch_xla=torch_xla, torch_tpu=torch_tpu, libtpu=libtpu)
+    env = detect(KAGGLE_TPU, tmp_path)
+    assert env.tpu_backend == backend and ("through" in str(env)) == (f"through {backend}" in str(env))
     named = f"{backend} " if backend else "neither torch_xla nor torch_tpu"
-    assert ("require: ok" in words) == bool(fits)
-    assert fits or (named in ran.stdout and "fresh session" in ran.stdout)
+    with contextlib.nullcontext() if fits else refuses(named, "fresh session"):
+        assert env.require("tpu", cores=8) is env
 
 
-FIRST_CELLS = """
-import json, sys
-cells = json.load(open("notebooks/kaggle_tpu_v5e.ipynb"))["cells"]
-exec("".join(next(cell for cell in cells if cell["cell_type"] == "code")["source"]))
-env = tpukit.detect(json.loads(sys.argv[2]), sys.argv[1])
-print(env)
-print("backend", env.tpu_backend)
-try:
-    env.require("tpu", cores=8)
-    print("require: ok")
-except tpukit.TpukitError as error:
-    print("require:", error)
-print("imported", [name for name in "torch torch_xla torch_tpu libtpu jax".split() if name in sys.modules])
-"""
+def test_detect_its_table_and_require_work_where_neither_torch_nor_a_backend_can_be_imported():
+    code = "import sys; sys.modules.update(dict.fromkeys('torch torch_xla torch_tpu libtpu jax'.split()))"
+    code += "; import tpukit; env = tpukit.detect(); print(env); env.require('cpu')"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_a_colab_gpu_has_the_empty_tpu_variable_and_is_no_tpu(tmp_path, versions, gpu):

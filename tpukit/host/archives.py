@@ -35,7 +35,7 @@ def unpack(archive: Path, target: Path, *, parts: Collection[str] = ()) -> Path:
     with files.atomic_folder(target) as work:
         packed = Path(tempfile.mkdtemp(dir=work))  # a random name, which no entry of the archive has
         try:
-            _check(archive, work)
+            _check_size(archive, work)
             _extract(archive, packed)
         except TpukitError:
             raise
@@ -54,13 +54,10 @@ def unpack(archive: Path, target: Path, *, parts: Collection[str] = ()) -> Path:
     return target
 
 
-def _check(archive: Path, folder: Path) -> None:
-    """Raise TpukitError if an archive holds what `unpack` does not allow, or more than the disk does."""
+def _check_size(archive: Path, folder: Path) -> None:
+    """Raise TpukitError if an archive holds what `_entries` refuses, or more than the disk can hold."""
     needed, free = 0, shutil.disk_usage(folder).free
-    for name, size, opened in _entries(archive):
-        if opened is None:
-            raise _unsafe(archive, f"{name!r} is a link, a device or the like (tar: -h --hard-dereference)")
-        _path_of(archive, name)
+    for _, size, _ in _entries(archive):
         needed += BLOCK * math.ceil(max(size or 0, 1) / BLOCK)
         if needed > free:
             raise TpukitError(
@@ -70,54 +67,52 @@ def _check(archive: Path, folder: Path) -> None:
 
 def _extract(archive: Path, folder: Path) -> None:
     for name, size, opened in _entries(archive):
-        path = folder / _path_of(archive, name)
-        if size is None:
-            path.mkdir(parents=True, exist_ok=True)
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = folder / name
+        (path if size is None else path.parent).mkdir(parents=True, exist_ok=True)
         # The archive's own modes are ignored. No more than `size` is read, however much the packed data hold.
-        assert opened is not None  # `_check` has refused what is neither
-        with opened() as source, open(path, "wb") as file:
-            shutil.copyfileobj(source, file, 1 << 20)
+        if size is not None:
+            with opened() as source, open(path, "wb") as file:
+                shutil.copyfileobj(source, file, 1 << 20)
 
 
-def _path_of(archive: Path, name: str) -> Path:
-    """Where an entry goes, relative to the target. Raises TpukitError for a name that leads outside it."""
-    path = PureWindowsPath(name)  # stricter than POSIX: it knows drives, and both separators
-    if path.anchor or any(not part.strip(". ") for part in path.parts):  # Windows takes ".. " for ".."
-        raise _unsafe(archive, f"{name!r} leads outside the target folder")
-    if len(path.parts) > MAX_DEPTH:
-        raise _unsafe(archive, f"it nests more than {MAX_DEPTH} folders")
-    return Path(*path.parts)
-
-
-def _unsafe(archive: Path, reason: str) -> TpukitError:
-    return TpukitError(f"{archive} is not safe to unpack: {reason}. Nothing was unpacked.")
-
-
-def _entries(archive: Path) -> Iterator[tuple[str, int | None, Callable | None]]:
-    """Yield (name, size or None for a folder, function that opens it or None for neither) of all entries."""
+def _entries(archive: Path) -> Iterator[tuple[Path, int | None, Callable]]:
+    """Yield (path relative to the target, size or None for a folder, function that opens it) of all entries.
+    Raises TpukitError for one that is no regular file or folder, or leads outside the target."""
     if archive.name.lower().endswith(".zip"):
         with zipfile.ZipFile(archive) as packed:
             for entry in packed.infolist():
                 kind = stat.S_IFMT(entry.external_attr >> 16)  # 0 if the archive was made on Windows
-                plain = kind in (0, stat.S_IFREG, stat.S_IFDIR)
-                opened = functools.partial(packed.open, entry) if plain else None
+                is_plain = kind in (0, stat.S_IFREG, stat.S_IFDIR)
                 is_folder = kind == stat.S_IFDIR or entry.filename.endswith(("/", "\\"))
-                yield entry.filename, None if is_folder else entry.file_size, opened
+                path = _checked_path(archive, entry.filename, is_plain)
+                yield path, None if is_folder else entry.file_size, functools.partial(packed.open, entry)
     else:
         with tarfile.open(archive, tarinfo=_TarHeader) as packed:
             for entry in packed:
                 # Else it keeps every header in memory.
                 packed.members = []  # pyright: ignore[reportAttributeAccessIssue] (not in typeshed)
-                plain = (entry.isreg() or entry.isdir()) and not entry.issparse() and entry.size >= 0
-                opened = functools.partial(packed.extractfile, entry) if plain else None
-                yield entry.name, None if entry.isdir() else entry.size, opened
+                is_plain = (entry.isreg() or entry.isdir()) and not entry.issparse() and entry.size >= 0
+                path, opened = _checked_path(archive, entry.name, is_plain), packed.extractfile
+                yield path, None if entry.isdir() else entry.size, functools.partial(opened, entry)
             # tarfile takes a damaged header for the end. Reading on finds it, and gzip's checksum at the end.
             assert packed.fileobj is not None
             while rest := packed.fileobj.read(1 << 20):
                 if rest.strip(b"\0"):
                     raise tarfile.ReadError("a header in it is damaged")
+
+
+def _checked_path(archive: Path, name: str, is_plain: bool) -> Path:
+    path = PureWindowsPath(name)  # stricter than POSIX: it knows drives, and both separators
+    reason = ""
+    if not is_plain:
+        reason = f"{name!r} is a link, a device or the like (tar: -h --hard-dereference)"
+    elif path.anchor or any(not part.strip(". ") for part in path.parts):  # Windows takes ".. " for ".."
+        reason = f"{name!r} leads outside the target folder"
+    elif len(path.parts) > MAX_DEPTH:
+        reason = f"it nests more than {MAX_DEPTH} folders"
+    if reason:
+        raise TpukitError(f"{archive} is not safe to unpack: {reason}. Nothing was unpacked.")
+    return Path(*path.parts)
 
 
 class _TarHeader(tarfile.TarInfo):

@@ -4,6 +4,7 @@ metadata.
 Touches no device and imports no torch, so that it works even where torch is broken.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -133,18 +134,19 @@ class Environment:
             raise TpukitError(f"{self.misfit}. Start a fresh session and install nothing over its versions")
         if is_here and (self.cores >= cores or self.accelerator in ("xla", "cpu")):
             return self
-        has = f"{NAMES[self.accelerator]} ({self.device_name})"
-        lines = [f"{NAMES[accelerator]} needed, but this {self.host} session has: {has}."]
-        if is_here:
-            lines = [f"requested {cores} cores, found {self.cores} ({self.device_name})."]
+        lines = [f"requested {cores} cores, found {self.cores} ({self.device_name})."]
+        if not is_here:
+            has = f"{NAMES[self.accelerator]} ({self.device_name})"
+            lines = [f"{NAMES[accelerator]} needed, but this {self.host} session has: {has}."]
         menu = {"tpu": TPU_MENU, "cuda": GPU_MENU}.get(accelerator, {})
         lines.append(menu.get(self.host, "set PJRT_DEVICE=CPU before Python starts"))
         # COLAB_TPU_1VM exists on Colab's GPU machines too, but empty.
         tpu_machine = self.variables.get("TPU_ACCELERATOR_TYPE") or self.variables.get("COLAB_TPU_1VM")
         if accelerator == "tpu" and self.tpu_backend is None and tpu_machine:
             lines.append("There is a TPU, but neither torch_xla nor torch_tpu: start a fresh session.")
-        old = {name: sentences for name, sentences in OLD_VARIABLES.items() if self.variables.get(name)}
-        lines += [f"{name} is set: {why}. Instead: {instead}." for name, (why, instead) in old.items()]
+        for name, (why, instead) in OLD_VARIABLES.items():
+            if self.variables.get(name):
+                lines.append(f"{name} is set: {why}. Instead: {instead}.")
         raise TpukitError("\n".join(lines))
 
 
@@ -220,14 +222,10 @@ def _accelerator(environ, root, versions):
     if "torch_xla" in versions and chosen == "CPU":
         return "xla", 1, "CPU XLA device (PJRT_DEVICE=CPU), for trying things out, not for speed"
     chips = chips_here(environ, root)
-    if (
-        ("torch_xla" in versions or "torch_tpu" in versions)
-        and chosen in ("", "TPU")
-        and (chips or chosen == "TPU")
-    ):
+    is_tpu = chosen == "TPU" or (chosen == "" and chips)
+    if is_tpu and ("torch_xla" in versions or "torch_tpu" in versions):
         return "tpu", chips, environ.get("TPU_ACCELERATOR_TYPE") or _accelerator_type(root) or "TPU"
-    gpus = nvidia_gpus(environ)
-    if gpus:
+    if gpus := nvidia_gpus(environ):
         return "cuda", len(gpus), ", ".join(sorted(set(gpus)))
     return "cpu", 1, f"{platform.machine()}, {os.cpu_count()} cores"
 
@@ -275,12 +273,11 @@ def _pci_devices(root, vendor):
 
 def nvidia_smi(environ: Mapping[str, str], *arguments: str) -> str:
     """The output of nvidia-smi, or "" if it is missing or finds no driver."""
-    command = ["nvidia-smi", *arguments]
-    try:
-        ran = subprocess.run(command, env=dict(environ), capture_output=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return ran.stdout.decode(errors="replace") if ran.returncode == 0 else ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", *arguments]
+        found = subprocess.check_output(command, env=dict(environ), stderr=subprocess.DEVNULL, timeout=30)
+        return found.decode(errors="replace")
+    return ""
 
 
 def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
@@ -307,11 +304,11 @@ def nvidia_gpus(environ: Mapping[str, str]) -> list[str]:
 
 def _listed_by_driver() -> str:
     """As `nvidia-smi -L`, from the driver itself, for containers that have it without nvidia-smi."""
-    texts = [path.read_text(errors="replace") for path in sorted(DRIVER_CARDS.glob("*/information"))]
-    facts = [dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", text, re.M)) for text in texts]
-    return "\n".join(
-        f"GPU 0: {of.get('Model', 'NVIDIA GPU')} (UUID: {of.get('GPU UUID', '-')})" for of in facts
-    )
+    lines = ""
+    for path in sorted(DRIVER_CARDS.glob("*/information")):
+        facts = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", path.read_text(errors="replace"), re.M))
+        lines += f"GPU 0: {facts.get('Model', 'NVIDIA GPU')} (UUID: {facts.get('GPU UUID', '-')})\n"
+    return lines
 
 
 def supports(capability: tuple[int, ...], built_for: Iterable[str]) -> bool:
@@ -322,12 +319,11 @@ def supports(capability: tuple[int, ...], built_for: Iterable[str]) -> bool:
         built_for: `torch.cuda.get_arch_list()`. "sm_80" is machine code for 8.0 and newer 8.x, "compute_90"
             compiled by the driver for 9.0 and newer.
     """
-    architectures = [m.groups() for name in built_for if (m := re.match(r"(sm|compute)_(\d+)(\d)", name))]
-    for kind, major, minor in architectures:
-        same_major = capability[0] == int(major)
-        if capability >= (int(major), int(minor)) and (same_major or kind == "compute"):
-            return True
-    return not architectures
+    architectures = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built_for))
+    return not architectures or any(
+        capability >= (int(major), int(minor)) and (kind == "compute" or capability[0] == int(major))
+        for kind, major, minor in architectures
+    )
 
 
 def is_interactive_notebook() -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tpukit.host.errors import TpukitError
+from tpukit.host.json_types import has_type
 
 if sys.platform != "win32":  # where the commands work that take no lock
     import fcntl
@@ -107,7 +108,7 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
     try:
         with explain_unwritable(folder, only=DISK_FULL):
             yield work
-        with explain_unwritable(folder.parent):
+        with explain_unwritable(folder):
             os.replace(work, folder)
         _sync_names(folder.parent)
     finally:
@@ -232,14 +233,25 @@ def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[Callable[
     with explain_unwritable(path.parent):
         file = _open_lock(path)
     with file:
-        holder, got = _holder(file.read()), _try_flock(file)
-        if got is False or _may_be_alive(holder, (path, *signs), got):
+        holder, here = _holder(file.read()), socket.gethostname()
+        is_free = is_seen = True  # is_seen: whether the disk has locks
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_free = False
+        except OSError:
+            is_seen = False
+        if holder and holder["host"] != here:  # whose clock may be ahead
+            recent = [sign.stat().st_mtime for sign in (path, *signs) if sign.exists()]
+            is_free &= all(abs(time.time() - then) >= ALIVE_S for then in recent)
+        elif holder and not is_seen:
+            is_free = holder["pid"] == os.getpid() or not _lives(holder["pid"])
+        if not is_free:
             raise TpukitError(
                 f"{_describe(holder)} is training in {path.parent}, or restoring it: end it, or choose"
                 f" another folder. (A lost process of another host counts for {ALIVE_S:.0f} s.)"
             )
-        mine = dict(host=socket.gethostname(), pid=os.getpid(), token=secrets.token_hex(8))
-        text = json.dumps(mine).encode()
+        text = json.dumps(dict(host=here, pid=os.getpid(), token=secrets.token_hex(8))).encode()
 
         def check():
             with contextlib.suppress(OSError):  # a disk that is away says nothing
@@ -261,37 +273,16 @@ def exclusive_lock(path: Path, signs: Iterable[Path] = ()) -> Iterator[Callable[
 
 
 def _holder(text):
-    """dict(host, pid) of the last holder of a lock file, from its content; None where that is unknown."""
-    try:
+    """dict(host, pid) of the last holder of a lock file, from its content; None if nobody, or not written
+    yet."""
+    with contextlib.suppress(ValueError, RecursionError):
         holder = json.loads(text)
-        return dict(host=str(holder["host"]), pid=int(holder["pid"]))
-    except (ValueError, KeyError, TypeError):  # nobody's, or not written yet
-        return None
+        if has_type(holder, dict(host=str, pid=int)):
+            return holder
 
 
 def _describe(holder):
     return f"process {holder['pid']} on {holder['host']}" if holder else "another process"
-
-
-def _try_flock(file):
-    """True if the lock is this process's now, False if another process has it, None on a disk that has no
-    locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-
-
-def _may_be_alive(holder, signs, got):
-    """Whether the last holder of a lock may still train, though it was not seen. got: of `_try_flock`."""
-    if holder is None:
-        return False
-    if holder["host"] != socket.gethostname():  # whose clock may be ahead
-        return any(abs(time.time() - sign.stat().st_mtime) < ALIVE_S for sign in signs if sign.exists())
-    return got is None and holder["pid"] != os.getpid() and _lives(holder["pid"])
 
 
 def _open_lock(path):
