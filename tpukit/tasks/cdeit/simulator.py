@@ -202,12 +202,11 @@ def simulate(
 
     folder, total = Path(folder), samples + test_samples
     settings = dict(seed=seed, snr_db=snr_db, mismatch=mismatch)
-    is_valid = min(samples, test_samples, seed, workers - 1) >= 0
-    if not (is_valid and 0 <= mismatch < math.inf and snr_db > -math.inf):
-        raise TpukitError(
-            f"samples={samples}, test_samples={test_samples}, workers={workers}, {settings}: these must be"
-            " numbers, none negative, and workers 1 or more"
-        )
+    at_least_0 = dict(samples=samples, test_samples=test_samples, seed=seed, mismatch=mismatch)
+    wrong = [f"{name}={value}" for name, value in at_least_0.items() if not 0 <= value < math.inf]
+    wrong += [f"workers={workers}"] * (workers < 1) + [f"snr_db={snr_db}"] * (not snr_db > -math.inf)
+    if wrong:
+        raise TpukitError(f"{', '.join(wrong)}: give numbers of 0 or more, and 1 or more workers")
     with files.explain_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         # A power cut can leave a file that is listed and empty, because the files are not durable.
