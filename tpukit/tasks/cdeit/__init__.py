@@ -212,7 +212,7 @@ class CDEIT(Task):
         """dict: rmse, psnr, ssim and cc inside the tank, means over the images; `images`; `beside`, the same
         scores of the classical methods and of an empty image, the baselines; `broken`, how many predictions
         hold NaN or infinity and count as empty."""
-        from tpukit.tasks.cdeit.scores import image_scores, mean_scores
+        from tpukit.tasks.cdeit.scores import image_scores
 
         inside = disk()
         scores = {name: [] for name in (*CLASSICAL, "all zero", "CDEIT")}
@@ -227,9 +227,13 @@ class CDEIT(Task):
             for name, reconstructed in compared.items():
                 reconstructed = np.where(inside, reconstructed, 0)  # nothing outside the tank counts
                 scores[name] += [image_scores(*pair, inside) for pair in zip(reconstructed, truth)]
-        means = {name: mean_scores(rows) for name, rows in scores.items()}
-        ours = means.pop("CDEIT") or {}
-        baselines = {name: mean for name, mean in means.items() if mean}
+        means = {
+            method: {name: float(np.mean([row[name] for row in rows])) for name in self.score_names}
+            for method, rows in scores.items()
+        }
+        ours = means.pop("CDEIT")
+        # NaN is a method that was not run on these images.
+        baselines = {name: mean for name, mean in means.items() if np.isfinite(mean["rmse"])}
         return dict(ours, images=len(scores["CDEIT"]), broken=broken, beside=baselines)
 
     def save_predictions(self, folder, predictions, data):

@@ -150,27 +150,19 @@ class Plan:
         return max((row["batch_size"] for row in self.rows if row["fits"]), default=None)
 
     def table(self) -> Table:
-        headings = [heading for heading, *_ in FIGURES]
         rows = []
         for row in self.rows:
             if row["fits"]:
-                answer = ["yes", f"{row['peak_bytes'] / GIB:.2f}", *_figures(row, headings)]
+                figures = [f"{row[name] / unit:.{digits}g}" for _, name, unit, digits in FIGURES]
+                answer = ["yes", f"{row['peak_bytes'] / GIB:.2f}", *figures]
             else:
                 used = re.search(r"([\d.]+[KMG])\)? (?:of|exceeds)", row["why"])
                 needs = f"needs {used[1]}" if used else "more than available"
-                answer = ["no", needs, *[""] * len(headings)]
+                answer = ["no", needs, *[""] * len(FIGURES)]
             rows.append([row["batch_size"], *answer, round(row["compile_s"])])
+        headings = [heading for heading, *_ in FIGURES]
         columns = ["batch", "fits", "peak HBM, GiB", *headings, "compiled in, s"]
         return Table(f"{self.task}: {PARTS[self.part]} on {self.chip}, per core", columns, rows)
-
-    def graphs_table(self) -> Table:
-        """The compiled graphs at the largest batch that fits."""
-        headings, rows = ("HBM GB", "Mcycles*"), []
-        for graph in self._graphs:
-            peak, seconds = f"{graph['peak_bytes'] / GIB:.2f}", f"{graph['compile_s']:.0f}"
-            rows.append([graph["name"], graph["times"], peak, *_figures(graph, headings), seconds])
-        columns = ("graph", "times", "peak HBM, GiB", *headings, "compiled in, s")
-        return Table(f"{self.task}: its {len(rows)} graphs at batch {self.largest_batch}", columns, rows)
 
     @property
     def caption(self) -> str:
@@ -183,9 +175,11 @@ class Plan:
             " estimates, added up. Not calibrated: use them to compare one graph with another, never as a"
             " time."
         )
-        if any(graph["custom_calls"] for graph in self._graphs):
+        fitting = [row["graphs"] for row in self.rows if row["fits"]]
+        graphs = fitting[-1] if fitting else []  # of the largest batch
+        if any(graph["custom_calls"] for graph in graphs):
             text += " Of custom calls only operands and results are counted, once each."
-        if kernels := [kernel for graph in self._graphs for kernel in graph["times"] * graph["kernels"]]:
+        if kernels := [kernel for graph in graphs for kernel in graph["times"] * graph["kernels"]]:
             names = ", ".join(sorted({kernel["name"] for kernel in kernels}))
             text += (
                 f" What the kernels among them ({names}) read again and compute is counted by hand: "
@@ -194,18 +188,5 @@ class Plan:
             )
         return text
 
-    @property
-    def _graphs(self):
-        """Those of the largest batch that fits."""
-        return next((row["graphs"] for row in self.rows if row["batch_size"] == self.largest_batch), [])
-
     def __str__(self) -> str:
-        tables = [self.table(), self.graphs_table()] if self.part == "session" else [self.table()]
-        return "\n\n".join(map(str, [*tables, self.caption]))
-
-
-def _figures(counts, headings):
-    """The figures of a graph, or of a row, under some headings of `FIGURES`."""
-    return [
-        f"{counts[name] / unit:.{digits}g}" for heading, name, unit, digits in FIGURES if heading in headings
-    ]
+        return f"{self.table()}\n\n{self.caption}"
