@@ -155,22 +155,23 @@ class Tank:
         Gauss-Newton.
 
         Gauss-Newton weighs the elements by their sensitivity (NOSER, Cheney et al., 1990). Source: Adler et
-        al., 2007, by pyEIT."""
-        from pyeit.eit.jac import JAC
+        al., 2007; the same as pyEIT's."""
+        from pyeit.eit.fem import EITForward
         from scipy.spatial import KDTree
 
-        solver = JAC(self.mesh, self.protocol)
         inside = disk()
         x, y = pixel_places()
         _, nearest = KDTree(self.centres).query(np.stack([x[inside], y[inside]], 1))  # element of each pixel
-        methods: dict[str, dict] = dict(
-            TR=dict(method="dgn", lamb=TIKHONOV), xs_gn=dict(method="kotre", p=0.5, lamb=GAUSS_NEWTON)
-        )
+        jacobian, _ = EITForward(self.mesh, self.protocol).compute_jac()  # (208, elements)
+        sensitivity = np.sqrt((jacobian**2).sum(0))  # (elements,)
+        methods = dict(TR=(TIKHONOV, np.ones(self.elements)), xs_gn=(GAUSS_NEWTON, sensitivity))
         matrices = {}
-        for name, options in methods.items():
-            solver.setup(**options)
-            matrices[name] = np.zeros((SIZE * SIZE, len(self.empty)), np.float32)
-            matrices[name][inside.ravel()] = -(solver.H * np.sign(self.empty) / VOLTS)[nearest]
+        for name, (strength, weights) in methods.items():
+            # (J' J + strength W)^-1 J' = W^-1 J' (J W^-1 J' + strength)^-1, which inverts a small matrix.
+            weighted = jacobian.T / weights[:, None]
+            inverse = weighted @ np.linalg.inv(jacobian @ weighted + strength * np.eye(len(jacobian)))
+            matrices[name] = np.zeros((SIZE * SIZE, len(jacobian)), np.float32)
+            matrices[name][inside.ravel()] = -(inverse * np.sign(self.empty) / VOLTS)[nearest]
         return matrices
 
 
