@@ -9,7 +9,7 @@ import torch
 from tests.conftest import refuses
 from tests.tasks.cdeit.small import task_of
 from tpukit.tasks.cdeit import simulator
-from tpukit.tasks.cdeit.data import FALLBACK, voltage_map
+from tpukit.tasks.cdeit.data import FALLBACK, read_voltages, voltage_map
 
 
 def test_a_batch_holds_images_maps_times_and_keys(tank):
@@ -108,3 +108,29 @@ def test_a_folder_without_a_training_set_is_refused_with_what_is_there(uef2017, 
         task_of(tmp_path).datasets()
     with refuses("not train/"):  # a test set is none
         task_of(uef2017 / "test").datasets()
+
+
+VOLTS = np.random.default_rng(0).normal(size=(2, 208)).astype(np.float32)
+SEMICOLONS = "\ufeff" + "\n".join(";".join(map(str, row)).replace(".", ",") for row in VOLTS)
+
+
+@pytest.mark.parametrize(
+    "name, write",
+    [
+        ("a.csv", lambda path: np.savetxt(path, VOLTS, delimiter=",")),
+        ("b.txt", lambda path: path.write_text(SEMICOLONS, "utf-8")),
+        ("c.npy", lambda path: np.save(path, VOLTS.reshape(2, 16, 13))),
+        ("d.npz", lambda path: np.savez(path, ys=VOLTS)),
+        ("complex.npy", lambda path: np.save(path, VOLTS + 1j)),
+        ("nan.npy", lambda path: np.save(path, VOLTS * np.nan)),
+        ("shape.npy", lambda path: np.save(path, VOLTS[:, 1:])),
+        ("words.txt", lambda path: path.write_text("no numbers")),
+    ],
+)
+def test_voltages_are_read_from_every_kind_of_file_and_a_file_without_any_is_named(name, write, tmp_path):
+    write(tmp_path / name)
+    if name in ("a.csv", "b.txt", "c.npy", "d.npz"):
+        assert np.allclose(read_voltages(tmp_path / name), VOLTS, rtol=1e-6)
+        return
+    with refuses(name, "208 finite numbers"):
+        read_voltages(tmp_path / name)

@@ -30,6 +30,7 @@ def test_simulated_voltages_of_the_real_images_agree_with_the_measured_ones(mode
     assert np.mean(correlations) >= 0.96 and min(correlations) > 0.91  # as docs/CDEIT.md has it
 
 
+@pytest.mark.slow
 def test_the_tank_solves_what_pyeit_solves_and_its_classical_images_are_those_of_pyeit(model_tank):
     from pyeit.eit.fem import EITForward
     from pyeit.eit.jac import JAC
@@ -100,6 +101,10 @@ def test_a_simulation_continues_where_it_stopped_with_any_number_of_workers(tank
     assert json.loads((again / "simulation.json").read_text())["seed"] == 3
     with pytest.raises(TpukitError, match="'seed': 3.*not.*'seed': 4, 'snr_db': 20"):
         simulator.simulate(again, samples=30, seed=4, snr_db=20)
+    for damage, told in (("[]", "choose another folder"), ("{", "damaged")):
+        (again / "simulation.json").write_text(damage)
+        with pytest.raises(TpukitError, match=told):
+            simulator.simulate(again, samples=30, seed=3)
 
 
 def test_noise_has_the_power_that_was_asked_for(model_tank):

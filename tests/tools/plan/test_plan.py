@@ -365,8 +365,3 @@ def test_a_compiler_that_cannot_be_installed_is_explained_and_leaves_nothing(tmp
     with refuses("ERROR: No matching distribution", "tpukit[plan]"):
         compiler.install_compiler(quiet)
     assert not [p for p in tmp_path.iterdir() if p.suffix != ".lock"]
-
-
-def test_the_compilers_script_imports_nothing_of_tpukit():
-    text = compiler.COMPILER_SCRIPT.read_text()
-    assert not [name for name in ("import tpukit", "from tpukit", "import torch") if name in text]

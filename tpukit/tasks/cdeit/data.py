@@ -141,7 +141,7 @@ def _read_file(path, names):
     try:
         with arrays.load(path) as file:
             for name in names:
-                values = np.asarray(file[name] if name in file else missing[name], np.float32)
+                values = _real(file[name] if name in file else missing[name])
                 shape = (VOLTAGES,) if name == "ys" else (SIZE, SIZE)
                 if values.squeeze().shape != shape:
                     raise ValueError(f"{name} has shape {values.shape}, not {shape}")
@@ -151,6 +151,11 @@ def _read_file(path, names):
             f"{path} is no sample ({error}): it needs xs, an image, and ys, voltages; copy or make it again"
         ) from error
     return sample
+
+
+def _real(values):
+    """A float32 array. Raises TypeError for complex numbers, which would lose their imaginary part."""
+    return np.asarray(values).astype(np.float32, casting="same_kind")
 
 
 def read_voltages(path: Path) -> np.ndarray:
@@ -167,8 +172,8 @@ def read_voltages(path: Path) -> np.ndarray:
             text = path.read_text("utf-8-sig")  # spreadsheets write a byte order mark
             # If semicolons separate the numbers, a comma is a decimal point.
             text = text.replace(",", ".").replace(";", " ") if ";" in text else text.replace(",", " ")
-            values = [line.split() for line in text.splitlines() if line.strip()]
-        volts = np.asarray(values, np.float32)
+            values = [[float(word) for word in line.split()] for line in text.splitlines() if line.strip()]
+        volts = _real(values)
         shape = volts.squeeze().shape
         if shape[-1:] != (VOLTAGES,) and shape[-2:] != PATTERN:  # of another, samples would be mixed
             raise ValueError(f"shape {volts.shape}")
