@@ -213,7 +213,8 @@ def find_statistics(split_folder: Path, root: Path) -> tuple[Statistics, str]:
             f"{training}: the voltages of {len(broken)} samples hold NaN or infinity"
             f" ({', '.join(broken[:3])}): make them again, or delete them"
         )
-    mean, deviation = (statistic(volts, 0, np.float64).astype(np.float32) for statistic in (np.mean, np.std))
+    mean = volts.mean(0, dtype=np.float64).astype(np.float32)
+    deviation = volts.std(0, dtype=np.float64).astype(np.float32)
     if not deviation.all():  # of a single sample, too
         raise TpukitError(f"{training}: the voltages of its {len(volts)} samples do not vary; simulate more")
     return (mean, deviation), f"voltage statistics: computed from the training set in {training.parent}"

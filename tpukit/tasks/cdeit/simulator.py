@@ -14,6 +14,7 @@ import multiprocessing
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -100,7 +101,9 @@ class Tank:
         # pyEIT's meshes import shapely for outlines given by corners. The tank is a circle, and Kaggle's TPU
         # image and Colab's have no shapely: a stand-in, which other code does not see, is enough.
         names = ("shapely", "shapely.geometry", "shapely.geometry.polygon")
-        stand_in = {} if importlib.util.find_spec("shapely") else dict.fromkeys(names, mock.MagicMock())
+        stand_in: dict[str, Any] = {}
+        if importlib.util.find_spec("shapely") is None:
+            stand_in = dict.fromkeys(names, mock.MagicMock())
         sys.modules.update(stand_in)
         try:
             from pyeit.eit import fem, protocol

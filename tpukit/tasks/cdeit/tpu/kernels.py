@@ -202,6 +202,18 @@ def _dot(a, b, axis_of_a, axis_of_b):
     )
 
 
+def arguments(kind, shape, heads, biased):
+    """The types of what a kernel is given, "forward" or "backward". shape: (B, T, 3 C)."""
+    batch, tokens, width = shape
+    found = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)]
+    if kind == "backward":
+        found.append(jax.ShapeDtypeStruct((batch, tokens, width // 3), jnp.bfloat16))
+    if biased:
+        groups = width // 3 // LANES
+        found.append(jax.ShapeDtypeStruct((groups, tokens, heads // groups * tokens), jnp.float32))
+    return found
+
+
 def payloads(shape, heads, biased):
     """The JSON that the `tpu_custom_call` of each kernel carries, by its name."""
     from jax._src import tpu_custom_call
@@ -209,24 +221,15 @@ def payloads(shape, heads, biased):
     tpu_custom_call.get_ir_version = lambda context: MOSAIC_VERSION
     # Without the lines of this file, so that the same kernel is the same graph wherever tpukit is installed.
     jax.config.update("jax_traceback_in_locations_limit", 0)
-    batch, tokens, width = shape
-    qkv = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    gradient = jax.ShapeDtypeStruct((batch, tokens, width // 3), jnp.bfloat16)
-    columns = Shape(qkv, heads).heads * tokens
-    table = jax.ShapeDtypeStruct((width // 3 // LANES, tokens, columns), jnp.float32)
-    bias = [table] if biased else []
-    return dict(
-        forward=_payload(forward, heads, qkv, *bias), backward=_payload(backward, heads, qkv, gradient, *bias)
-    )
-
-
-def _payload(kernel, heads, *arguments):
-    traced = jax.jit(functools.partial(kernel, heads=heads)).trace(*arguments)
-    for function in traced.lower(lowering_platforms=("tpu",)).compiler_ir().body.operations:
-        for operation in function.body.blocks[0].operations:
-            if operation.name == "stablehlo.custom_call":
-                return operation.attributes["backend_config"].value
-    raise LookupError("jax lowered no kernel")
+    found = {}
+    for kernel in (forward, backward):
+        kind = kernel.__name__
+        traced = jax.jit(functools.partial(kernel, heads=heads)).trace(*arguments(kind, shape, heads, biased))
+        functions = traced.lower(lowering_platforms=("tpu",)).compiler_ir().body.operations
+        operations = [operation for function in functions for operation in function.body.blocks[0].operations]
+        [call] = [operation for operation in operations if operation.name == "stablehlo.custom_call"]
+        found[kind] = call.attributes["backend_config"].value
+    return found
 
 
 if __name__ == "__main__":
